@@ -1,0 +1,66 @@
+# Needs python 3.11 or newer, pip and a C compiler. Everything else is installed into .venv from the pins in constraints.txt.
+
+PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+# Two workers by default, each with one torch thread, so that they do not fight for the cores. A file stays with one worker.
+TEST_WORKERS ?= 2
+TESTS ?= tests
+
+.PHONY: help install run test check format proto gpu-check clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make run        start a daemon with a small random model and show what the cache does"
+	@echo "make test       run the tests (TESTS=tests/swap for one room)"
+	@echo "make check      style, types, import rules, generated code"
+	@echo "make format     let ruff fix and format"
+	@echo "make proto      regenerate prefixd/v1 from proto/"
+	@echo "make gpu-check  what needs a GPU: tests and copy benchmark; says so and ends well where there is none"
+	@echo "make clean      remove .venv and caches"
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer found; set PYTHON=/path/to/python" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+install: $(INSTALLED)
+
+run: $(INSTALLED)
+	$(BIN)/prefixd demo
+
+test: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(TESTS)
+
+check: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python proto/generate.py --check
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+proto: $(INSTALLED)
+	$(BIN)/python proto/generate.py
+
+# Without .venv this takes the system's Python and whatever it has, so that it runs on a GPU machine with no network.
+GPU_PYTHON ?= $(shell test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON))
+
+gpu-check: export PYTHONPATH := .:swap:scheduler:$(PYTHONPATH)
+gpu-check:
+	@if $(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
+		$(GPU_PYTHON) -m pytest -o addopts=--import-mode=importlib -m gpu -rs tests/swap tests/worker && $(GPU_PYTHON) -m benchmarks.gpu_copy; \
+	else \
+		echo "gpu-check: skipped, $(GPU_PYTHON) sees no CUDA GPU"; \
+	fi
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,142 @@
+"""Throughput of storing and loading blocks through shared memory, from another process."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks import _harness
+from prefixd.client import AsyncCache, AsyncClient, NamespaceSpec, PartSpec
+
+DESCRIPTION = """\
+Measures, from another process, how fast blocks are stored (reserve, copy, commit) and loaded (acquire,
+copy, release) through the memory that the daemon shares with its clients, in GB/s, beside a plain copy
+of the same bytes between two warm buffers by as many threads. Every round stores blocks the daemon has
+not seen, over slots it has used, then loads them and compares the bytes. Figures are medians over the
+rounds; the first round, which takes the page faults, is reported apart (cold_*)."""
+
+_BLOCK_TOKENS = 16
+
+
+async def measure(address: str, block_bytes: int, blocks: int, rounds: int, threads: int) -> dict[str, Any]:
+    """Stores and loads `blocks` blocks of `block_bytes`, `rounds` times and once before to warm up."""
+    part = PartSpec("full", 0, block_bytes)
+    spec = NamespaceSpec(f"benchmark-shared-memory-{block_bytes}", _BLOCK_TOKENS, (part,))
+    source = np.random.default_rng(0).integers(0, 256, blocks * block_bytes, dtype=np.uint8)
+    target = np.ones_like(source)
+    store: list[float] = []
+    load: list[float] = []
+    plain: list[float] = []
+    async with AsyncClient(
+        address, name="benchmark shared_memory", memory="shared", copy_threads=threads
+    ) as client:
+        cache = await client.register(spec)
+        with ThreadPoolExecutor(threads) as pool, _harness.progress("rounds", rounds + 1) as step:
+            for number in range(rounds + 1):
+                plain.append(_plain_copy(pool, source, target, threads))
+                tokens = np.arange(blocks * _BLOCK_TOKENS, dtype=np.uint32) + np.uint32(number * 1_000_003)
+                store.append(await _store(cache, tokens, source, blocks))
+                target[:] = 0
+                load.append(await _load(cache, tokens, target, blocks))
+                if not np.array_equal(source, target):
+                    raise _harness.BenchmarkError(
+                        f"round {number}: the bytes loaded are not the bytes stored"
+                    )
+                await client.evict(namespace_id=cache.namespace_id)
+                step()
+    nbytes = blocks * block_bytes
+    plain_gbps, store_gbps, load_gbps = (_median_gbps(nbytes, times[1:]) for times in (plain, store, load))
+    return {
+        "block_bytes": block_bytes,
+        "blocks": blocks,
+        "rounds": rounds,
+        "threads": threads,
+        "plain_copy_gbps": round(plain_gbps, 3),
+        "store_gbps": round(store_gbps, 3),
+        "load_gbps": round(load_gbps, 3),
+        "store_ratio": round(store_gbps / plain_gbps, 3),
+        "load_ratio": round(load_gbps / plain_gbps, 3),
+        "cold_store_gbps": round(nbytes / store[0] / 1e9, 3),
+        "cold_load_gbps": round(nbytes / load[0] / 1e9, 3),
+    }
+
+
+async def _store(
+    cache: AsyncCache, tokens: npt.NDArray[np.uint32], source: npt.NDArray[np.uint8], blocks: int
+) -> float:
+    begin = time.perf_counter()
+    stored = await cache.store(tokens, source)
+    elapsed = time.perf_counter() - begin
+    if stored.committed != blocks:
+        raise _harness.BenchmarkError(
+            f"the daemon kept {stored.committed} of {blocks} blocks: it needs more CPU memory"
+        )
+    return elapsed
+
+
+async def _load(
+    cache: AsyncCache, tokens: npt.NDArray[np.uint32], target: npt.NDArray[np.uint8], blocks: int
+) -> float:
+    begin = time.perf_counter()
+    loaded = await cache.load(tokens, target)
+    elapsed = time.perf_counter() - begin
+    if loaded != blocks:
+        raise _harness.BenchmarkError(f"the daemon gave back {loaded} of {blocks} blocks")
+    return elapsed
+
+
+def _plain_copy(
+    pool: ThreadPoolExecutor, source: npt.NDArray[np.uint8], target: npt.NDArray[np.uint8], threads: int
+) -> float:
+    shares = list(zip(np.array_split(target, threads), np.array_split(source, threads), strict=True))
+    begin = time.perf_counter()
+    for copy in [pool.submit(np.copyto, to, origin) for to, origin in shares]:
+        copy.result()
+    return time.perf_counter() - begin
+
+
+def _median_gbps(nbytes: int, seconds: list[float]) -> float:
+    return nbytes / float(np.median(seconds)) / 1e9
+
+
+def main() -> None:
+    """The command."""
+    parser = _harness.parser("shared_memory", DESCRIPTION)
+    parser.add_argument("--block-bytes", type=_harness.size, default=2 << 20, help="bytes of a block (2MiB)")
+    parser.add_argument("--blocks", type=_harness.positive, default=256, help="blocks a round (256)")
+    parser.add_argument("--rounds", type=_harness.positive, default=15, help="rounds to time (15)")
+    parser.add_argument("--threads", type=_harness.positive, default=1, help="threads that copy (1)")
+    parser.add_argument("--address", help="a running daemon; by default one is started for this run")
+    options = parser.parse_args()
+
+    def run_at(address: str) -> dict[str, Any]:
+        return asyncio.run(
+            measure(address, options.block_bytes, options.blocks, options.rounds, options.threads)
+        )
+
+    if options.address:
+        result = run_at(options.address)
+    else:
+        cpu_bytes = options.blocks * options.block_bytes * 5 // 4 + (64 << 20)
+        with _harness.Daemon({"CPU__BYTES": cpu_bytes, "DISK__BYTES": 0}) as daemon:
+            result = run_at(daemon.address)
+    _harness.finish("shared_memory", result, options.json)
+
+    def draw(axes: Any) -> None:
+        names = ["plain_copy_gbps", "store_gbps", "load_gbps"]
+        axes.bar(["plain copy", "store", "load"], [result[name] for name in names])
+        axes.set_ylabel("GB/s")
+        axes.set_title(
+            f"{options.blocks} blocks of {options.block_bytes / 2**20:g} MiB, {options.threads} thread(s)"
+        )
+
+    _harness.plot(options.plot, draw)
+
+
+if __name__ == "__main__":
+    _harness.run(main)

@@ -1,0 +1,200 @@
+"""Replay of a real request trace through the cache, with every byte that comes back checked."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks import _harness
+from benchmarks._mooncake import HASH_TOKENS, PrefixCount, TraceRequest, read_trace
+from prefixd.client import (
+    AsyncCache,
+    AsyncClient,
+    ExhaustedError,
+    MatchResult,
+    NamespaceSpec,
+    PartSpec,
+    Tier,
+)
+
+DESCRIPTION = """\
+Replays a trace in Mooncake's format (a JSON object a line: timestamp, input_length, output_length,
+hash_ids of blocks of 512 tokens) against a running daemon as one client after the other's request, as
+fast as it goes. Each request matches its prompt, loads the cached prefix, compares every byte with what
+was stored for exactly this prefix, and stores the rest. Only full blocks count. Measures the hit rate in
+blocks, beside the one that unlimited memory would give (a plain set of all prefixes seen), where the
+hits were found, and wrong bytes, which must be 0.
+
+The trace is Mooncake's FAST'25 release: https://github.com/kvcache-ai/Mooncake, FAST25-release/traces."""
+
+_DEFAULT_TRACE = Path(__file__).resolve().parents[2] / "shared" / "traces" / "mooncake_conversation.jsonl"
+_TIER_NAMES = {Tier.GPU: "gpu", Tier.CPU: "cpu", Tier.DISK: "disk"}
+
+
+class Replay:
+    """One client that replays requests and counts."""
+
+    def __init__(self, cache: AsyncCache, block_bytes: int) -> None:
+        self._cache = cache
+        self._block_bytes = block_bytes
+        words = block_bytes // 8
+        self._pattern = np.random.default_rng(0).integers(0, 1 << 63, words, dtype=np.uint64)
+        self._achievable = PrefixCount()
+        self.blocks = 0
+        self.hit_blocks = 0
+        self.achievable_blocks = 0
+        self.wrong_bytes = 0
+        self.dropped_blocks = 0
+        self.hits = dict.fromkeys(_TIER_NAMES.values(), 0)
+
+    async def request(self, request: TraceRequest) -> None:
+        """Matches, loads, verifies and stores one request."""
+        ids = request.hash_ids
+        if not ids:
+            return
+        tokens = tokens_of(ids)
+        expected = self._bytes_of(ids)
+        self.blocks += len(ids)
+        self.achievable_blocks += self._achievable.hits_of(ids)
+        matched = await self._cache.match(tokens)
+        self._count_tiers(matched)
+        hit = 0
+        if matched.blocks:
+            got = np.zeros((matched.blocks, self._block_bytes // 8), np.uint64)
+            hit = await self._cache.load(tokens, got, max_blocks=matched.blocks)
+            self.wrong_bytes += _differing_bytes(got[:hit], expected[:hit])
+        self.hit_blocks += hit
+        if hit < len(ids):
+            try:
+                stored = await self._cache.store(tokens, expected[hit:], first_block=hit)
+                self.dropped_blocks += stored.dropped
+            except ExhaustedError:
+                self.dropped_blocks += len(ids) - hit
+
+    def result(self) -> dict[str, Any]:
+        """The counts so far."""
+        return {
+            "blocks": self.blocks,
+            "different_blocks": self._achievable.blocks,
+            "wrong_bytes": self.wrong_bytes,
+            "hit_rate": self.hit_blocks / max(1, self.blocks),
+            "achievable_hit_rate": self.achievable_blocks / max(1, self.blocks),
+            "hit_blocks": self.hit_blocks,
+            "achievable_hit_blocks": self.achievable_blocks,
+            "hits": self.hits,
+            "dropped_blocks": self.dropped_blocks,
+        }
+
+    def _count_tiers(self, matched: MatchResult) -> None:
+        for tier, name in _TIER_NAMES.items():
+            self.hits[name] += matched.blocks_in(tier)
+
+    def _bytes_of(self, ids: Sequence[int]) -> npt.NDArray[np.uint64]:
+        """[blocks, words]: what the blocks of a prompt hold, derived from each block's whole prefix.
+
+        Every word differs between any two blocks, so bytes of another block are seen wherever they turn up.
+        """
+        seeds = np.empty(len(ids), np.uint64)
+        key = b""
+        for index, hash_id in enumerate(ids):
+            key = hashlib.blake2b(key + hash_id.to_bytes(8, "little"), digest_size=16).digest()
+            seeds[index] = int.from_bytes(key[:8], "little")
+        return self._pattern + seeds[:, None]
+
+
+def tokens_of(ids: Sequence[int]) -> npt.NDArray[np.uint32]:
+    """512 token ids for each hash id: equal for equal ids, different for different ones."""
+    starts = np.asarray(ids, np.uint32)[:, None] * np.uint32(HASH_TOKENS)
+    tokens: npt.NDArray[np.uint32] = np.add(starts, np.arange(HASH_TOKENS, dtype=np.uint32), dtype=np.uint32)
+    return tokens.reshape(-1)
+
+
+async def replay(
+    address: str, requests: Sequence[TraceRequest], bytes_per_token: int, salt: bytes
+) -> dict[str, Any]:
+    """Replays `requests` against the daemon at `address` in a namespace of its own."""
+    block_bytes = HASH_TOKENS * bytes_per_token
+    part = PartSpec("full", 0, block_bytes)
+    spec = NamespaceSpec(f"benchmark-trace-{block_bytes}", HASH_TOKENS, (part,), salt=salt)
+    async with AsyncClient(address, name="benchmark trace") as client:
+        run = Replay(await client.register(spec), block_bytes)
+        begin = time.perf_counter()
+        with _harness.progress("requests", len(requests)) as step:
+            for request in requests:
+                await run.request(request)
+                step()
+        elapsed = time.perf_counter() - begin
+    return {**run.result(), "requests": len(requests), "seconds": round(elapsed, 2)}
+
+
+def _differing_bytes(got: npt.NDArray[np.uint64], expected: npt.NDArray[np.uint64]) -> int:
+    if np.array_equal(got, expected):
+        return 0
+    return int(np.count_nonzero(got.view(np.uint8) != np.ascontiguousarray(expected).view(np.uint8)))
+
+
+def main() -> None:
+    """The command."""
+    parser = _harness.parser("trace", DESCRIPTION)
+    parser.add_argument(
+        "--trace", type=Path, default=_DEFAULT_TRACE, metavar="FILE", help="the trace to replay"
+    )
+    parser.add_argument(
+        "--requests", type=_harness.positive, default=2000, help="its first N requests (2000)"
+    )
+    parser.add_argument(
+        "--bytes-per-token",
+        type=_harness.positive,
+        default=64,
+        help="KV bytes of a token, a multiple of 8 (64)",
+    )
+    parser.add_argument(
+        "--cpu-bytes", type=_harness.size, default=1 << 29, help="CPU tier of the own daemon (512MiB)"
+    )
+    parser.add_argument(
+        "--disk-bytes", type=_harness.size, default=4 << 30, help="disk tier of the own daemon (4GiB)"
+    )
+    parser.add_argument("--address", help="a running daemon; by default one is started for this run")
+    options = parser.parse_args()
+    if options.bytes_per_token % 8:
+        parser.error(f"--bytes-per-token {options.bytes_per_token} is no multiple of 8")
+    requests = list(read_trace(options.trace, options.requests))
+    if not requests:
+        raise _harness.BenchmarkError(f"{options.trace} is empty")
+
+    if options.address:
+        # Prompts of an earlier run on the same daemon must not count as hits.
+        salt = os.urandom(16)
+        result = asyncio.run(replay(options.address, requests, options.bytes_per_token, salt))
+    else:
+        tiers = {"CPU__BYTES": options.cpu_bytes, "DISK__BYTES": options.disk_bytes}
+        with _harness.Daemon(tiers) as daemon:
+            result = asyncio.run(replay(daemon.address, requests, options.bytes_per_token, b""))
+        result |= {"cpu_bytes": options.cpu_bytes, "disk_bytes": options.disk_bytes}
+    result = {"trace": options.trace.name, "bytes_per_token": options.bytes_per_token, **result}
+    _harness.finish("trace", result, options.json)
+
+    def draw(axes: Any) -> None:
+        bottom = 0.0
+        for name, count in result["hits"].items():
+            axes.bar(["prefixd"], [count / result["blocks"]], bottom=bottom, label=name)
+            bottom += count / result["blocks"]
+        axes.bar(["unlimited memory"], [result["achievable_hit_rate"]], color="grey")
+        axes.set_ylabel("hit rate, blocks")
+        axes.legend()
+
+    _harness.plot(options.plot, draw)
+    if result["wrong_bytes"]:
+        raise _harness.BenchmarkError(f"{result['wrong_bytes']} bytes came back wrong")
+
+
+if __name__ == "__main__":
+    _harness.run(main)

@@ -1,0 +1,6 @@
+"""`python -m prefixd`: the command line."""
+
+from prefixd.cli import main
+
+if __name__ == "__main__":
+    main()

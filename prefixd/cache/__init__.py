@@ -1,0 +1,30 @@
+"""The cache: trie, namespaces, leases, and the residency of blocks in the tiers."""
+
+from __future__ import annotations
+
+from prefixd.cache.audit import check_integrity
+from prefixd.cache.cache import TieredCache
+from prefixd.cache.keys import BlockChain
+from prefixd.cache.leases import Lease, Reservation, Session
+from prefixd.cache.namespaces import Namespace, NamespaceSpec, PartSpec
+from prefixd.cache.tiers import TIER_NAMES, Tiers
+from prefixd.cache.trie import CPU, DISK, GPU, NONE, Trie
+
+__all__ = [
+    "CPU",
+    "DISK",
+    "GPU",
+    "NONE",
+    "TIER_NAMES",
+    "BlockChain",
+    "Lease",
+    "Namespace",
+    "NamespaceSpec",
+    "PartSpec",
+    "Reservation",
+    "Session",
+    "TieredCache",
+    "Tiers",
+    "Trie",
+    "check_integrity",
+]

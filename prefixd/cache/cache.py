@@ -1,0 +1,403 @@
+"""The cache: what engines and the daemon's own worker ask of it.
+
+Engines outside read and fill blocks in the CPU tier's shared arena (`acquire`, `reserve`, `commit`); the worker's
+blocks are born in the GPU tier (`record`). Both stand in the same trie.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from prefixd.cache.keys import BlockChain, Digest, xxh3_digest
+from prefixd.cache.leases import Lease, LeaseTable, Reservation, Session
+from prefixd.cache.namespaces import Namespace, NamespaceRegistry, NamespaceSpec
+from prefixd.cache.residency import Residency
+from prefixd.cache.tiers import Tiers
+from prefixd.cache.trie import CPU, DISK, GPU, TIERS, Match, Rows, Trie
+from prefixd.cache.write_back import WriteBack
+from prefixd.errors import ExhaustedError, InvalidArgumentError, PreconditionError, UnsupportedError
+from prefixd_swap import CopyEngine, EvictionPolicy
+
+
+@dataclass(slots=True)
+class CacheCounters:
+    """Prompt tokens asked for and found, since the start."""
+
+    asked_tokens: int = 0
+    hit_tokens: list[int] = field(default_factory=lambda: [0] * TIERS)  # by the tier they were found in
+
+
+class TieredCache:
+    """The trie, the tiers and the leases of one daemon. Used from the event loop alone.
+
+    Args:
+        tiers: the memory.
+        engine: copies between memory spans.
+        policy: eviction policy.
+        clock: seconds, monotonic.
+        default_ttl_s: lifetime of a lease that asked for none.
+        max_ttl_s: longest lifetime of a lease.
+        max_sessions: sessions open at once.
+        write_back: copy down ahead of need.
+        digest: block key function; replaced in tests.
+    """
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        engine: CopyEngine,
+        policy: EvictionPolicy,
+        clock: Callable[[], float],
+        *,
+        default_ttl_s: float = 60.0,
+        max_ttl_s: float = 3600.0,
+        max_sessions: int = 256,
+        write_back: bool = True,
+        digest: Digest = xxh3_digest,
+    ) -> None:
+        self.tiers = tiers
+        self.clock = clock
+        self.namespaces = NamespaceRegistry()
+        self.tries: list[Trie] = []
+        self.counters = CacheCounters()
+        self.residency = Residency(tiers, self.tries, self.namespaces, engine, policy, clock)
+        self.write_back = WriteBack(self.residency, enabled=write_back)
+        self.leases = LeaseTable(
+            self._end_grant, default_ttl_s=default_ttl_s, max_ttl_s=max_ttl_s, max_sessions=max_sessions
+        )
+        self._digest = digest
+        self._trie_of: dict[tuple[int, tuple[int, ...]], Trie] = {}
+
+    # -- life ---------------------------------------------------------------------------------------------------
+
+    def restore(self) -> int:
+        """Reads the disk tier's index into the trie; returns how many blocks came back."""
+        store = self.tiers.disk
+        if store is None:
+            return 0
+        now = self.clock()
+        known = {}
+        for identity, spec in store.namespaces().items():
+            namespace, _ = self.namespaces.register(msgspec.msgpack.decode(spec, type=NamespaceSpec))
+            known[identity] = namespace
+        restored = 0
+        for record in store.records():
+            home = known.get(record.namespace)
+            if home is None:
+                continue
+            trie = self.trie(home)
+            parent = trie.index.get(record.parent) if record.parent else home.root
+            if parent is None or len(record.parts) != len(trie.part_bytes) or None in record.parts:
+                continue
+            row = trie.insert(parent, home.ordinal, record.key, record.tokens, now)
+            if row is None:
+                continue
+            trie.put_copy(row, DISK, [part.slot for part in record.parts if part is not None], now)
+            trie.checksums[row] = [part.checksum for part in record.parts if part is not None]
+            restored += 1
+        return restored
+
+    async def close(self) -> None:
+        """Ends all sessions and waits for the copies under way."""
+        for session in list(self.leases.sessions.values()):
+            self.leases.close(session)
+        await self.write_back.stop()
+        await self.residency.close()
+
+    def register(self, spec: NamespaceSpec) -> Namespace:
+        """The namespace for `spec`, made durable when it is new. AlreadyExistsError when it disagrees."""
+        namespace, new = self.namespaces.register(spec)
+        self.trie(namespace)
+        if new and self.tiers.disk is not None:
+            self.tiers.disk.put_namespace(namespace.id, msgspec.msgpack.encode(spec))
+        return namespace
+
+    def trie(self, namespace: Namespace) -> Trie:
+        """The trie that has the namespace's blocks."""
+        spec = namespace.spec
+        geometry = (spec.block_tokens, tuple(part.nbytes for part in spec.parts))
+        trie = self._trie_of.get(geometry)
+        if trie is None:
+            trie = Trie(spec.block_tokens, geometry[1], len(self.tries))
+            self._trie_of[geometry] = trie
+            self.tries.append(trie)
+        return trie
+
+    # -- finding ------------------------------------------------------------------------------------------------
+
+    def chain(self, namespace: Namespace, token_ids: bytes) -> BlockChain:
+        """The blocks of a prompt; InvalidArgumentError for an empty prompt or a torn token."""
+        if not token_ids:
+            raise InvalidArgumentError("token_ids is empty; send at least one token")
+        if len(token_ids) % 4:
+            raise InvalidArgumentError(
+                f"token_ids has {len(token_ids)} bytes, no multiple of 4; send little-endian uint32"
+            )
+        return BlockChain(token_ids, namespace.spec.block_tokens, namespace.seed, self._digest)
+
+    def match(self, namespace: Namespace, chain: BlockChain, limit: int | None = None) -> Match:
+        """The longest cached prefix; counts as use."""
+        trie = self.trie(namespace)
+        match = trie.match(namespace.root, chain, limit)
+        trie.touch(match.rows, self.clock())
+        return match
+
+    def count_hits(self, trie: Trie, tokens: int, rows: Rows) -> list[int]:
+        """Counts a prompt that asked for its prefix; returns the tokens found by tier."""
+        found = [int((trie.nearest[rows] == tier).sum()) * trie.block_tokens for tier in range(TIERS)]
+        self.counters.asked_tokens += tokens
+        for tier, hits in enumerate(found):
+            self.counters.hit_tokens[tier] += hits
+        return found
+
+    # -- engines' side --------------------------------------------------------------------------------------------
+
+    async def acquire(
+        self,
+        session: Session,
+        namespace: Namespace,
+        chain: BlockChain,
+        *,
+        first_block: int = 0,
+        max_blocks: int = 0,
+        ttl_s: float = 0.0,
+    ) -> Lease | None:
+        """Leases the cached prefix from `first_block` on in the CPU tier; None when nothing is cached there.
+
+        The lease is shorter than the match when the CPU tier cannot take it all or a block turns out to be damaged.
+        """
+        self._need_cpu()
+        ttl = self.leases.ttl(ttl_s)
+        trie = self.trie(namespace)
+        rows = self.match(namespace, chain, first_block + max_blocks if max_blocks else None).rows
+        self.count_hits(trie, len(chain) * trie.block_tokens, rows)
+        rows = rows[first_block:]
+        trie.hold(rows, CPU)
+        try:
+            there = await self.residency.bring(trie, rows, CPU)
+        except BaseException:
+            self._unhold(trie, rows, CPU)
+            raise
+        self._unhold(trie, rows[there:], CPU)
+        rows = rows[:there]
+        if not there:
+            return None
+        lease = Lease(self.leases.next_id(session), session, trie, rows, self.clock() + ttl)
+        self._grant(session, lease)
+        return lease
+
+    def offsets(self, trie: Trie, rows: Rows, parts: Sequence[int]) -> list[int]:
+        """Arena offsets of the parts of leased rows, block-major."""
+        chosen: list[int] = trie.slots[rows, CPU][:, list(parts)].ravel().tolist()
+        return chosen
+
+    def check_parts(self, namespace: Namespace, parts: Sequence[int]) -> tuple[int, ...]:
+        """The part indices meant by `parts` (empty: all); InvalidArgumentError for unknown or repeated ones."""
+        have = len(namespace.spec.parts)
+        if not parts:
+            return tuple(range(have))
+        for part in parts:
+            if part >= have:
+                raise InvalidArgumentError(f"part {part} does not exist; the namespace has parts 0 to {have - 1}")
+        if len(set(parts)) != len(parts):
+            raise InvalidArgumentError(f"parts {list(parts)} name one twice; name each once")
+        return tuple(parts)
+
+    async def reserve(
+        self,
+        session: Session,
+        namespace: Namespace,
+        chain: BlockChain,
+        *,
+        parts: Sequence[int] = (),
+        ttl_s: float = 0.0,
+    ) -> Reservation | int:
+        """Slots for the blocks of `chain` that are not cached; the number of blocks when all are.
+
+        Raises:
+            ExhaustedError: there is room for none and nothing may be evicted.
+        """
+        self._need_cpu()
+        ttl = self.leases.ttl(ttl_s)
+        chosen = self.check_parts(namespace, parts)
+        trie = self.trie(namespace)
+        prefix = self._present(trie, namespace, chain, chosen)
+        wanted = len(chain) - len(prefix)
+        if not wanted:
+            return len(chain)
+        trie.retain(prefix)
+        sizes = [trie.part_bytes[part] for part in chosen]
+        slots = await self.residency.take(CPU, sizes, wanted)
+        if not slots:
+            self._unretain(trie, prefix)
+            raise ExhaustedError(
+                f"the CPU tier ({self.tiers.arena.capacity_bytes} bytes) has no room for a block of {sum(sizes)} bytes "
+                "and nothing in it may be evicted; release leases or raise cpu.bytes"
+            )
+        reservation = Reservation(
+            self.leases.next_id(session),
+            session,
+            namespace,
+            trie,
+            chain,
+            prefix,
+            len(prefix),
+            chosen,
+            slots,
+            self.clock() + ttl,
+        )
+        self._grant(session, reservation)
+        return reservation
+
+    async def commit(self, reservation: Reservation, blocks: int, *, durable: bool = False) -> tuple[int, int]:
+        """Makes the first `blocks` of a reservation matchable and ends it; returns (committed, duplicates)."""
+        if blocks > len(reservation.slots):
+            raise InvalidArgumentError(
+                f"commit of {blocks} blocks, but reservation {reservation.id} has {len(reservation.slots)}; "
+                "commit only what was reserved"
+            )
+        if durable and self.tiers.disk is None:
+            raise PreconditionError("durable commit without a disk tier; set disk.bytes or commit without durable")
+        self.leases.settle(reservation, "it was committed")
+        trie, namespace, chain = reservation.trie, reservation.namespace, reservation.chain
+        parent = int(reservation.prefix[-1]) if len(reservation.prefix) else namespace.root
+        rows: list[int] = []
+        committed = 0
+        now = self.clock()
+        for i in range(blocks):
+            block = reservation.first_block + i
+            row = trie.insert(parent, namespace.ordinal, chain.key(block), chain.block(block), now)
+            if row is None:  # the key is another block's
+                self.residency.lost["key collision"] += blocks - i
+                break
+            if (trie.slots[row, CPU, reservation.parts] < 0).all() and not trie.has(row, CPU):
+                slots = [-1] * len(trie.part_bytes)
+                for part, slot in zip(reservation.parts, reservation.slots[i], strict=True):
+                    slots[part] = slot
+                self.residency.put(trie, row, CPU, slots)
+                reservation.slots[i] = []
+                committed += 1
+            rows.append(row)
+            parent = row
+        done = np.array(rows, np.int64)
+        trie.touch(done, now)
+        trie.retain(done)
+        self._end_grant(reservation)
+        self.residency.changed.set()
+        try:
+            if durable:
+                await self._make_durable(trie, done)
+        finally:
+            self._unretain(trie, done)
+        return committed, len(rows) - committed
+
+    def release(self, session: Session, grant_id: str) -> None:
+        """Ends a lease or gives up a reservation; NotFoundError when it is over already."""
+        self.leases.release(session, grant_id)
+
+    def prefetch(self, namespace: Namespace, chain: BlockChain) -> int:
+        """Starts bringing the cached prefix to the CPU tier; returns how many blocks have to come."""
+        trie = self.trie(namespace)
+        rows = self.match(namespace, chain).rows
+        missing = len(trie.missing(rows, CPU))
+        if missing and self.tiers.cpu is not None:
+            trie.hold(rows, CPU)
+            task = asyncio.create_task(self.residency.bring(trie, rows, CPU))
+            task.add_done_callback(lambda _: self._unhold(trie, rows, CPU))
+        return missing
+
+    # -- the worker's side ----------------------------------------------------------------------------------------
+
+    def record(
+        self, namespace: Namespace, parent: int, chain: BlockChain, block: int, frame: int
+    ) -> tuple[int, bool] | None:
+        """Enters a block that the worker has filled in `frame`.
+
+        Returns its row, held in the GPU tier for the caller, and whether the frame is the trie's now (it is not when
+        the block was there already). None when the block's key is another block's.
+        """
+        trie = self.trie(namespace)
+        now = self.clock()
+        row = trie.insert(parent, namespace.ordinal, chain.key(block), chain.block(block), now)
+        if row is None:
+            self.residency.lost["key collision"] += 1
+            return None
+        taken = not trie.has(row, GPU)
+        if taken:
+            self.residency.put(trie, row, GPU, [frame])
+            self.residency.changed.set()
+        here = np.array([row], np.int64)
+        trie.hold(here, GPU)
+        trie.touch(here, now)
+        return row, taken
+
+    def unhold(self, trie: Trie, rows: Rows, tier: int) -> None:
+        """Ends the holds of a request or a prefetch."""
+        self._unhold(trie, rows, tier)
+
+    # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _present(self, trie: Trie, namespace: Namespace, chain: BlockChain, parts: Sequence[int]) -> Rows:
+        """The prefix that has at least `parts` somewhere."""
+        if len(parts) == len(trie.part_bytes):
+            return trie.match(namespace.root, chain).rows
+        found: list[int] = []
+        parent = namespace.root
+        for block in range(len(chain)):
+            row = trie.index.get(chain.key(block))
+            if row is None or trie.parent[row] != parent or trie.tokens[row].tobytes() != chain.block(block):
+                break
+            if not trie.whole[row] and (trie.slots[row, CPU, list(parts)] < 0).any():
+                break
+            found.append(row)
+            parent = row
+        return np.array(found, np.int64)
+
+    def _grant(self, session: Session, grant: Lease | Reservation) -> None:
+        if session.id not in self.leases.sessions:  # its client died while we worked
+            self._end_grant(grant)
+            self.leases.session(session.id)
+        self.leases.grant(grant)
+
+    def _end_grant(self, grant: Lease | Reservation) -> None:
+        if isinstance(grant, Lease):
+            self._unhold(grant.trie, grant.rows, CPU)
+            return
+        for slots in grant.slots:
+            self.tiers.release(CPU, slots)
+        grant.slots = []
+        self._unretain(grant.trie, grant.prefix)
+
+    def _unhold(self, trie: Trie, rows: Rows, tier: int) -> None:
+        trie.unhold(rows, tier)
+        self.residency.sweep(trie, rows)
+
+    def _unretain(self, trie: Trie, rows: Rows) -> None:
+        trie.unretain(rows)
+        self.residency.sweep(trie, rows)
+
+    async def _make_durable(self, trie: Trie, rows: Rows) -> None:
+        path = trie.path(int(rows[-1])) if len(rows) else rows
+        for source in (CPU, GPU):
+            if self.tiers.exists(source):
+                todo = trie.missing(path, DISK)
+                todo = todo[(trie.whole[todo] & (1 << source)) != 0]
+                trie.hold(todo, source)
+                try:
+                    await self.residency.write(trie, todo, source)
+                finally:
+                    trie.unhold(todo, source)
+        if len(trie.missing(path, DISK)):
+            raise ExhaustedError(
+                "the blocks are cached, but the disk tier has no room for them"
+                + (f": {self.tiers.trouble[DISK]}" if self.tiers.trouble[DISK] else "; raise disk.bytes")
+            )
+
+    def _need_cpu(self) -> None:
+        if self.tiers.cpu is None:
+            raise UnsupportedError("this daemon has no CPU tier to share; start it with cpu.bytes above 0")

@@ -1,0 +1,144 @@
+"""Namespaces: what must be equal for KV to be reusable."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import msgspec
+import xxhash
+
+from prefixd.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
+
+_MAX_BLOCK_TOKENS = 65_536
+_MAX_PARTS = 1_024
+
+
+class PartSpec(msgspec.Struct, frozen=True):
+    """The bytes of a block that belong to one (KV group, tensor-parallel rank)."""
+
+    group: str
+    rank: int
+    nbytes: int
+
+
+class NamespaceSpec(msgspec.Struct, frozen=True):
+    """Identity (`name`, `salt`) and geometry (the rest) of a namespace."""
+
+    name: str
+    block_tokens: int
+    parts: tuple[PartSpec, ...]
+    salt: bytes = b""
+    dtype: str = ""
+    layout: str = ""
+
+    @property
+    def geometry(self) -> tuple[object, ...]:
+        """What has to agree between everyone who uses the name."""
+        return (self.block_tokens, self.parts, self.dtype, self.layout)
+
+    def check(self) -> None:
+        """Raises InvalidArgumentError unless the spec can be stored."""
+        if not self.name:
+            raise InvalidArgumentError("namespace name is empty; pass the model's fingerprint")
+        if not 1 <= self.block_tokens <= _MAX_BLOCK_TOKENS:
+            raise InvalidArgumentError(
+                f"block_tokens is {self.block_tokens}; it must be between 1 and {_MAX_BLOCK_TOKENS}"
+            )
+        if not 1 <= len(self.parts) <= _MAX_PARTS:
+            raise InvalidArgumentError(f"namespace has {len(self.parts)} parts; it needs between 1 and {_MAX_PARTS}")
+        if len({(part.group, part.rank) for part in self.parts}) != len(self.parts):
+            raise InvalidArgumentError("two parts of the namespace have the same group and rank; name each once")
+        for part in self.parts:
+            if part.nbytes < 1:
+                raise InvalidArgumentError(
+                    f"part {part.group!r}/{part.rank} has {part.nbytes} bytes; it needs at least 1"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """A registered namespace.
+
+    `id` is 8 bytes, the same in every daemon; `seed` seeds its block keys; `ordinal` is its place in this process and
+    `-1 - ordinal` stands as the parent of its first blocks in the trie.
+    """
+
+    id: bytes
+    seed: int
+    ordinal: int
+    spec: NamespaceSpec
+
+    @property
+    def root(self) -> int:
+        """The parent of first blocks."""
+        return -1 - self.ordinal
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block, all parts."""
+        return sum(part.nbytes for part in self.spec.parts)
+
+
+class NamespaceRegistry:
+    """All namespaces this daemon knows."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[bytes, Namespace] = {}
+        self._by_ordinal: list[Namespace] = []
+
+    def register(self, spec: NamespaceSpec) -> tuple[Namespace, bool]:
+        """The namespace for `spec`, and whether it is new.
+
+        Raises:
+            InvalidArgumentError: the spec itself is wrong.
+            AlreadyExistsError: (name, salt) is registered with another geometry.
+        """
+        known = self._by_id.get(namespace_id(spec))
+        if known is None:
+            spec.check()
+            identity = namespace_id(spec)
+            namespace = Namespace(identity, int.from_bytes(identity, "little"), len(self._by_ordinal), spec)
+            self._by_id[identity] = namespace
+            self._by_ordinal.append(namespace)
+            return namespace, True
+        if (known.spec.name, known.spec.salt) != (spec.name, spec.salt):
+            raise AlreadyExistsError(
+                f"namespace id of {spec.name!r} collides with {known.spec.name!r}; choose another name"
+            )
+        for field in ("block_tokens", "parts", "dtype", "layout"):
+            ours, theirs = getattr(known.spec, field), getattr(spec, field)
+            if ours != theirs:
+                raise AlreadyExistsError(
+                    f"namespace {spec.name!r} is registered with {field} {_short(ours)}, not {_short(theirs)}; "
+                    "use the registered geometry or another name"
+                )
+        return known, False
+
+    def get(self, identity: bytes) -> Namespace:
+        """The namespace with this id; NotFoundError when it was never registered."""
+        try:
+            return self._by_id[identity]
+        except KeyError:
+            raise NotFoundError(
+                f"namespace {identity.hex() or '(empty)'} is not registered; call RegisterNamespace first"
+            ) from None
+
+    def at(self, ordinal: int) -> Namespace:
+        """The namespace with this ordinal."""
+        return self._by_ordinal[ordinal]
+
+    def __iter__(self) -> Iterator[Namespace]:
+        return iter(self._by_ordinal)
+
+
+def namespace_id(spec: NamespaceSpec) -> bytes:
+    """8 bytes over (name, salt), length-prefixed so that no two pairs read the same."""
+    name = spec.name.encode()
+    return xxhash.xxh3_64_digest(len(name).to_bytes(8, "little") + name + spec.salt)
+
+
+def _short(value: object) -> str:
+    if isinstance(value, tuple):
+        return "[" + ", ".join(f"{p.group}/{p.rank}: {p.nbytes} B" for p in value if isinstance(p, PartSpec)) + "]"
+    return repr(value)

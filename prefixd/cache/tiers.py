@@ -1,0 +1,110 @@
+"""The memory of the three tiers: slots taken and given back, and where a slot's bytes are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from prefixd.cache.trie import CPU, GPU, NO_SLOT, TIERS
+from prefixd_swap import CpuArena, FrameId, FramePool, SlabStore, Span
+
+TIER_NAMES = ("gpu", "cpu", "disk")
+
+
+@dataclass(slots=True)
+class TierCounters:
+    """What happened in a tier since the start, in blocks."""
+
+    evicted: int = 0
+    demoted: int = 0
+    promoted: int = 0
+
+
+class Tiers:
+    """What this daemon has of GPU, CPU and disk.
+
+    A slot is a frame in the GPU tier, a byte offset in the CPU tier, and a slot of the slab store on disk. Slots of the
+    first two that are taken but not (yet) in a trie are *loose*: reservations, blocks a request is filling, copies
+    under way.
+
+    Args:
+        cpu: the arena, if there is a CPU tier.
+        disk: the slab store, if there is a disk tier.
+        gpu: the frames; set later, when the worker has said what a block looks like.
+    """
+
+    def __init__(
+        self, cpu: CpuArena | None = None, disk: SlabStore | None = None, gpu: FramePool | None = None
+    ) -> None:
+        self.cpu = cpu
+        self.disk = disk
+        self.gpu = gpu
+        self.counters = tuple(TierCounters() for _ in range(TIERS))
+        self.trouble = [""] * TIERS
+        self.loose: tuple[set[int], set[int]] = (set(), set())
+
+    def exists(self, tier: int) -> bool:
+        """Whether this daemon has the tier."""
+        return (self.gpu, self.cpu, self.disk)[tier] is not None
+
+    def below(self, tier: int) -> int | None:
+        """The next tier down that exists and works."""
+        return next((t for t in range(tier + 1, TIERS) if self.exists(t) and not self.trouble[t]), None)
+
+    @property
+    def arena(self) -> CpuArena:
+        """The CPU tier's memory, where the caller knows there is one."""
+        if self.cpu is None:
+            raise RuntimeError("there is no CPU tier")
+        return self.cpu
+
+    @property
+    def frames(self) -> FramePool:
+        """The GPU tier's memory, where the caller knows there is one."""
+        if self.gpu is None:
+            raise RuntimeError("there is no GPU tier")
+        return self.gpu
+
+    @property
+    def store(self) -> SlabStore:
+        """The disk tier, where the caller knows there is one."""
+        if self.disk is None:
+            raise RuntimeError("there is no disk tier")
+        return self.disk
+
+    @property
+    def gpu_on_device(self) -> bool:
+        """Whether the GPU tier is memory that a CPU cannot address."""
+        return self.gpu is not None and self.gpu.memory.on_device
+
+    def span(self, tier: int, slot: int, nbytes: int) -> Span:
+        """The memory of a slot in the GPU or CPU tier."""
+        return self.frames.span(FrameId(slot)) if tier == GPU else self.arena.span(slot, nbytes)
+
+    def allocate(self, tier: int, sizes: Sequence[int]) -> list[int] | None:
+        """Loose slots for the parts of one block, or None when there is no room for all of them."""
+        if tier == GPU:
+            frames = self.frames.allocate(1)
+            if frames is None:
+                return None
+            self.loose[GPU].update(frames)
+            return list(frames)
+        offsets: list[int] = []
+        for size in sizes:
+            offset = self.arena.allocate(size)
+            if offset is None:
+                self.release(CPU, offsets)
+                return None
+            offsets.append(offset)
+        self.loose[CPU].update(offsets)
+        return offsets
+
+    def release(self, tier: int, slots: Iterable[int]) -> None:
+        """Gives back slots of the GPU or CPU tier, loose or just dropped from a trie; NO_SLOT is skipped."""
+        present = [slot for slot in slots if slot != NO_SLOT]
+        self.loose[tier].difference_update(present)
+        if tier == GPU:
+            self.frames.free([FrameId(slot) for slot in present])
+        else:
+            for slot in present:
+                self.arena.free(slot)

@@ -1,0 +1,317 @@
+"""The prefix trie: which blocks exist, what they continue, and where their bytes are.
+
+One trie holds all namespaces of one geometry (tokens a block, bytes of each part). It is a table: a block is a row, a
+column is a numpy array, so that matching compares the tokens of a whole prompt, and eviction scans a whole tier, in
+one call.
+
+A row is *kept* while anything needs the block to exist (`keep`), and *held* in a tier while somebody relies on the copy
+there (`holds`); holding a copy that is still on its way is allowed and protects it from the moment it arrives. Every
+hold also keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixd.cache.keys import BlockChain
+
+GPU, CPU, DISK, NONE = 0, 1, 2, 3
+TIERS = 3
+NO_SLOT = -1
+
+Rows = npt.NDArray[np.int64]
+
+# Nearest tier of a block by the bit mask of the tiers that have all of its parts.
+_NEAREST = np.array([NONE, GPU, CPU, GPU, DISK, GPU, CPU, GPU], dtype=np.int8)
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The longest cached prefix of a prompt: one row a block, from the first block on."""
+
+    rows: Rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+class Trie:
+    """All blocks of one geometry (tokens a block, bytes of its parts).
+
+    Args:
+        block_tokens: tokens a block.
+        part_bytes: bytes of each part of a block.
+        ordinal: this trie's number among the cache's tries.
+    """
+
+    def __init__(self, block_tokens: int, part_bytes: Sequence[int], ordinal: int = 0) -> None:
+        self.block_tokens = block_tokens
+        self.part_bytes = tuple(part_bytes)
+        parts = len(self.part_bytes)
+        self.ordinal = ordinal
+        self.index: dict[bytes, int] = {}
+        self.rows = 0  # rows ever used; the columns are valid below
+        self.free: list[int] = []
+        self._capacity = 0
+        self._keys: list[bytes] = []
+        self.tokens = np.empty((0, block_tokens), np.uint32)
+        self.parent = np.empty(0, np.int64)
+        self.namespace = np.empty(0, np.int32)
+        self.depth = np.empty(0, np.int32)
+        self.children = np.empty(0, np.int32)
+        self.generation = np.empty(0, np.int64)
+        self.keep = np.empty(0, np.int32)
+        self.pinned = np.empty(0, np.bool_)
+        self.last_used = np.empty(0, np.float64)
+        self.some = np.empty(0, np.uint8)  # tiers that have any part, a bit each
+        self.whole = np.empty(0, np.uint8)  # tiers that have every part
+        self.nearest = np.empty(0, np.int8)
+        self.slots = np.empty((0, TIERS, parts), np.int64)
+        self.checksums = np.empty((0, parts), np.uint64)
+        self.holds = np.empty((0, TIERS), np.int32)
+        self.tier_children = np.empty((0, TIERS), np.int32)
+        self.entered = np.empty((0, TIERS), np.float64)
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    # -- finding ------------------------------------------------------------------------------------------------
+
+    def match(self, root: int, chain: BlockChain, limit: int | None = None) -> Match:
+        """The longest prefix of `chain` whose blocks all have all their bytes in some tier.
+
+        Keys lead to candidates; token ids and parents are then compared, so that a collision of keys can never hand
+        out another prompt's KV.
+        """
+        found: list[int] = []
+        index = self.index
+        for position in range(len(chain) if limit is None else min(limit, len(chain))):
+            row = index.get(chain.key(position))
+            if row is None:
+                break
+            found.append(row)
+        return Match(self.verified(root, chain, np.array(found, np.int64)))
+
+    def verified(self, root: int, chain: BlockChain, rows: Rows) -> Rows:
+        """The beginning of `rows` that really is this chain's and has its bytes."""
+        if not len(rows):
+            return rows
+        wanted = np.frombuffer(chain.blocks(len(rows)), np.uint32).reshape(len(rows), self.block_tokens)
+        good = (self.tokens[rows] == wanted).all(axis=1)
+        good &= self.nearest[rows] != NONE
+        parents = self.parent[rows]
+        good[0] &= parents[0] == root
+        good[1:] &= parents[1:] == rows[:-1]
+        return rows if good.all() else rows[: int(good.argmin())]
+
+    def key(self, row: int) -> bytes:
+        """Key of the block in `row`."""
+        return self._keys[row]
+
+    def path(self, row: int) -> Rows:
+        """The rows from the first block of the prefix to `row`."""
+        path = []
+        while row >= 0:
+            path.append(row)
+            row = int(self.parent[row])
+        return np.array(path[::-1], np.int64)
+
+    def used_rows(self) -> Rows:
+        """All rows that hold a block."""
+        return np.fromiter(self.index.values(), np.int64, len(self.index))
+
+    def subtree(self, row: int) -> list[int]:
+        """`row` and everything that continues it, parents before children."""
+        by_parent: dict[int, list[int]] = {}
+        rows = self.used_rows()
+        for child, parent in zip(rows.tolist(), self.parent[rows].tolist(), strict=True):
+            by_parent.setdefault(parent, []).append(child)
+        found = [row]
+        for current in found:
+            found.extend(by_parent.get(current, ()))
+        return found
+
+    # -- adding and removing ------------------------------------------------------------------------------------
+
+    def insert(self, parent: int, namespace: int, key: bytes, token_ids: bytes, now_s: float) -> int | None:
+        """The row of the block that continues `parent` with `token_ids`; a new one when there is none.
+
+        `parent` is a row, or the namespace's root for first blocks. None when another block has this key: the newcomer
+        cannot be cached.
+        """
+        tokens = np.frombuffer(token_ids, np.uint32)
+        row = self.index.get(key)
+        if row is not None:
+            same = self.parent[row] == parent and bool((self.tokens[row] == tokens).all())
+            return row if same else None
+        row = self.free.pop() if self.free else self._new_row()
+        self.index[key] = row
+        self._keys[row] = key
+        self.tokens[row] = tokens
+        self.parent[row] = parent
+        self.namespace[row] = namespace
+        self.depth[row] = self.depth[parent] + 1 if parent >= 0 else 0
+        self.children[row] = 0
+        self.keep[row] = 0
+        self.pinned[row] = False
+        self.last_used[row] = now_s
+        self.some[row] = self.whole[row] = 0
+        self.nearest[row] = NONE
+        self.slots[row] = NO_SLOT
+        self.checksums[row] = 0
+        self.holds[row] = 0
+        self.tier_children[row] = 0
+        self.entered[row] = 0.0
+        if parent >= 0:
+            self.children[parent] += 1
+        return row
+
+    def removable(self, row: int) -> bool:
+        """Whether nothing continues, keeps or pins the block."""
+        return self.children[row] == 0 and self.keep[row] == 0 and not self.pinned[row]
+
+    def remove(self, row: int) -> None:
+        """Forgets a block that has no copy left and is removable."""
+        if self.some[row] or not self.removable(row):
+            raise RuntimeError(f"block {self._keys[row].hex()} was removed while it has copies, children or keepers")
+        del self.index[self._keys[row]]
+        parent = int(self.parent[row])
+        if parent >= 0:
+            self.children[parent] -= 1
+        self._keys[row] = b""
+        self.generation[row] += 1
+        self.free.append(row)
+
+    # -- copies -------------------------------------------------------------------------------------------------
+
+    def put_copy(self, row: int, tier: int, slots: Sequence[int], now_s: float) -> None:
+        """Records where the parts are in `tier`; NO_SLOT leaves a part as it is."""
+        place = self.slots[row, tier]
+        for part, slot in enumerate(slots):
+            if slot != NO_SLOT:
+                place[part] = slot
+        bit = 1 << tier
+        if not self.some[row] & bit:
+            self.some[row] |= bit
+            self.entered[row, tier] = now_s
+            parent = int(self.parent[row])
+            if parent >= 0:
+                self.tier_children[parent, tier] += 1
+        if (place != NO_SLOT).all():
+            self.whole[row] |= bit
+            self.nearest[row] = _NEAREST[self.whole[row]]
+
+    def drop_copy(self, row: int, tier: int) -> list[int]:
+        """Forgets the copy in `tier` and returns its slots (NO_SLOT for parts that had none)."""
+        slots: list[int] = self.slots[row, tier].tolist()
+        bit = 1 << tier
+        if self.some[row] & bit:
+            self.some[row] &= ~bit & 7
+            self.whole[row] &= ~bit & 7
+            self.slots[row, tier] = NO_SLOT
+            self.nearest[row] = _NEAREST[self.whole[row]]
+            parent = int(self.parent[row])
+            if parent >= 0:
+                self.tier_children[parent, tier] -= 1
+        return slots
+
+    def has(self, row: int, tier: int) -> bool:
+        """Whether `tier` has every part of the block."""
+        return bool(self.whole[row] & (1 << tier))
+
+    def missing(self, rows: Rows, tier: int) -> Rows:
+        """The rows of which `tier` lacks a part."""
+        lacking: Rows = rows[(self.whole[rows] & (1 << tier)) == 0]
+        return lacking
+
+    # -- protection ---------------------------------------------------------------------------------------------
+
+    def hold(self, rows: Rows, tier: int) -> None:
+        """Protects the copies in `tier`, present or on their way. Rows are distinct."""
+        self.holds[rows, tier] += 1
+        self.keep[rows] += 1
+
+    def unhold(self, rows: Rows, tier: int) -> None:
+        """Ends one hold of each row."""
+        self.holds[rows, tier] -= 1
+        self.keep[rows] -= 1
+
+    def retain(self, rows: Rows) -> None:
+        """Keeps the blocks in existence, wherever they are."""
+        self.keep[rows] += 1
+
+    def unretain(self, rows: Rows) -> None:
+        """Ends one retention of each row."""
+        self.keep[rows] -= 1
+
+    def touch(self, rows: Rows, now_s: float) -> None:
+        """Marks a prefix as used. Touching whole prefixes keeps a parent at least as recent as its children."""
+        self.last_used[rows] = now_s
+
+    # -- eviction -----------------------------------------------------------------------------------------------
+
+    def evictable(self, tier: int, *, demotable: bool) -> Rows:
+        """Rows whose copy in `tier` may go now: not held, and no child has a copy there (leaves first).
+
+        A copy that is the block's last may only go when the block itself may, or when it can be written a tier down.
+        """
+        n = self.rows
+        bit = np.uint8(1 << tier)
+        can = (self.some[:n] & bit) != 0
+        can &= self.holds[:n, tier] == 0
+        can &= self.tier_children[:n, tier] == 0
+        if not demotable:
+            alone = (self.some[:n] & ~bit & np.uint8(7)) == 0
+            may_vanish = (self.children[:n] == 0) & (self.keep[:n] == 0) & ~self.pinned[:n]
+            can &= ~alone | may_vanish
+        return np.flatnonzero(can)
+
+    def copies(self, tier: int, without: int | None = None) -> Rows:
+        """Rows with every part in `tier` (and no part in `without`)."""
+        n = self.rows
+        rows = (self.whole[:n] & np.uint8(1 << tier)) != 0
+        if without is not None:
+            rows &= (self.some[:n] & np.uint8(1 << without)) == 0
+        return np.flatnonzero(rows)
+
+    # -- storage ------------------------------------------------------------------------------------------------
+
+    def _new_row(self) -> int:
+        if self.rows == self._capacity:
+            self._grow(max(1024, self._capacity + self._capacity // 2))
+        self.rows += 1
+        self._keys.append(b"")
+        return self.rows - 1
+
+    def _grow(self, capacity: int) -> None:
+        for name in _COLUMNS:
+            old = getattr(self, name)
+            new = np.zeros((capacity, *old.shape[1:]), old.dtype)
+            new[: self.rows] = old[: self.rows]
+            setattr(self, name, new)
+        self._capacity = capacity
+
+
+_COLUMNS = (
+    "tokens",
+    "parent",
+    "namespace",
+    "depth",
+    "children",
+    "generation",
+    "keep",
+    "pinned",
+    "last_used",
+    "some",
+    "whole",
+    "nearest",
+    "slots",
+    "checksums",
+    "holds",
+    "tier_children",
+    "entered",
+)

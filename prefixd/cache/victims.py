@@ -1,0 +1,66 @@
+"""Who has to go: the eviction policy's choice over all tries, leaves first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from prefixd.cache.trie import Rows, Trie
+from prefixd_swap import EvictionPolicy, choose_victims
+
+# A row of any trie as one number: the trie's ordinal above the row.
+_ROW_BITS = 40
+_ROW_MASK = (1 << _ROW_BITS) - 1
+
+
+def find_victims(
+    tries: Sequence[Trie],
+    tier: int,
+    want: int,
+    policy: EvictionPolicy,
+    *,
+    demotable: bool,
+    only_alone: bool = False,
+) -> list[tuple[Trie, Rows]]:
+    """The `want` blocks that the policy sends out of `tier` first, by trie, each trie's leaves before their parents.
+
+    Args:
+        tries: where to look.
+        tier: the tier that needs room.
+        want: how many; fewer are returned when no more may go.
+        policy: gives every block a score, lowest goes first.
+        demotable: a block's last copy may go too, because it will be written a tier down before.
+        only_alone: only blocks that have no copy in another tier.
+    """
+    bit = 1 << tier
+    ids: list[Rows] = [np.empty(0, np.int64)]
+    scores = [np.empty(0, np.float64)]
+    for trie in tries:
+        rows = trie.evictable(tier, demotable=demotable)
+        if only_alone:
+            rows = rows[trie.some[rows] == bit]
+        ids.append(rows | (trie.ordinal << _ROW_BITS))
+        scores.append(policy.scores(trie.last_used[rows], trie.entered[rows, tier]))
+    gone: dict[int, int] = {}  # children in this tier that are victims already, by parent
+
+    def reveal(identity: int) -> tuple[int, float] | None:
+        trie = tries[identity >> _ROW_BITS]
+        parent = int(trie.parent[identity & _ROW_MASK])
+        if parent < 0:
+            return None
+        up = parent | (trie.ordinal << _ROW_BITS)
+        gone[up] = gone.get(up, 0) + 1
+        some = int(trie.some[parent])
+        if gone[up] < trie.tier_children[parent, tier] or trie.holds[parent, tier] or not some & bit:
+            return None
+        alone = some == bit
+        if only_alone and not alone:
+            return None
+        if alone and not demotable and (trie.keep[parent] or trie.pinned[parent] or trie.children[parent] > gone[up]):
+            return None
+        here = slice(parent, parent + 1)
+        return up, float(policy.scores(trie.last_used[here], trie.entered[here, tier])[0])
+
+    chosen = np.array(choose_victims(want, np.concatenate(ids), np.concatenate(scores), reveal), np.int64)
+    return [(trie, chosen[mine] & _ROW_MASK) for trie in tries if (mine := chosen >> _ROW_BITS == trie.ordinal).any()]

@@ -1,0 +1,123 @@
+"""Write back ahead of need: a copy further down, so that eviction costs nothing when room is wanted."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+
+from prefixd.cache.residency import Residency
+from prefixd.cache.trie import CPU, DISK, GPU, Rows, Trie
+
+_BATCH = 64
+_CLEAN_SHARE = 8  # an eighth of the GPU tier is to be had without waiting for a copy
+_RETRY_S = 5.0
+
+
+class WriteBack:
+    """Copies down whatever would cost time to evict: every CPU block to disk, the next GPU victims to the CPU tier.
+
+    Args:
+        residency: does the copying.
+        enabled: False leaves only `flush`.
+    """
+
+    def __init__(self, residency: Residency, *, enabled: bool = True) -> None:
+        self._residency = residency
+        self._tiers = residency.tiers
+        self._enabled = enabled
+        self._stopping = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Starts working in the background."""
+        if self._enabled:
+            self._task = asyncio.create_task(self._run(), name="write-back")
+
+    async def stop(self) -> None:
+        """Ends after the batch under way."""
+        if self._task is not None:
+            self._stopping.set()
+            self._residency.changed.set()
+            await self._task
+            self._task = None
+
+    async def flush(self) -> int:
+        """Writes every block that has no copy on disk to disk; returns how many blocks became durable."""
+        written = 0
+        if self._tiers.disk is None:
+            return written
+        for trie in self._residency.tries:
+            for source in (CPU, GPU):
+                if self._tiers.exists(source):
+                    rows = trie.copies(source, without=DISK)
+                    trie.hold(rows, source)
+                    try:
+                        written += await self._to_disk(trie, rows, source)
+                    finally:
+                        trie.unhold(rows, source)
+        return written
+
+    async def _to_disk(self, trie: Trie, rows: Rows, source: int) -> int:
+        residency = self._residency
+        if source != GPU or not self._tiers.gpu_on_device:
+            return await residency.write(trie, rows, source)
+        written = 0
+        rows = rows[np.argsort(trie.depth[rows], kind="stable")]
+        for start in range(0, len(rows), _BATCH):  # device memory reaches the disk through the pinned arena
+            batch = rows[start : start + _BATCH]
+            trie.hold(batch, CPU)
+            try:
+                written += await residency.write(trie, batch[: await residency.bring(trie, batch, CPU)], CPU)
+            finally:
+                trie.unhold(batch, CPU)
+        return written
+
+    async def _run(self) -> None:
+        residency = self._residency
+        while not self._stopping.is_set():
+            await residency.changed.wait()
+            residency.changed.clear()
+            while await self._batch():
+                if self._stopping.is_set():
+                    return
+            if self._tiers.trouble[DISK]:
+                await asyncio.sleep(_RETRY_S)
+                residency.changed.set()
+
+    async def _batch(self) -> bool:
+        """One batch down from each tier; whether there may be more to write to disk."""
+        more = False
+        for trie in self._residency.tries:
+            below = self._tiers.below(GPU)
+            if below is not None and not (below == DISK and self._tiers.gpu_on_device):
+                await self._down(trie, self._next_gpu_victims(trie), GPU, below)
+            if self._tiers.disk is not None and self._tiers.cpu is not None:
+                rows = trie.copies(CPU, without=DISK)
+                rows = rows[np.lexsort((trie.depth[rows], trie.entered[rows, CPU]))][:_BATCH]
+                more |= await self._down(trie, rows, CPU, DISK) > 0
+        return more
+
+    async def _down(self, trie: Trie, rows: Rows, source: int, target: int) -> int:
+        if not len(rows):
+            return 0
+        trie.hold(rows, source)
+        try:
+            if target == DISK:
+                return await self._residency.write(trie, rows, source, only_alone=True)
+            return await self._residency.copy(trie, rows, source, target)
+        finally:
+            trie.unhold(rows, source)
+
+    def _next_gpu_victims(self, trie: Trie) -> Rows:
+        pool = self._tiers.gpu
+        if pool is None:
+            return np.empty(0, np.int64)
+        rows = trie.evictable(GPU, demotable=True)
+        rows = rows[(trie.whole[rows] & np.uint8(1 << GPU)) != 0]
+        clean = (trie.some[rows] & np.uint8((1 << CPU) | (1 << DISK))) != 0
+        short = pool.capacity // _CLEAN_SHARE - pool.free_count - int(clean.sum())
+        dirty = rows[~clean]
+        scores = self._residency.policy.scores(trie.last_used[dirty], trie.entered[dirty, GPU])
+        order: Rows = dirty[np.argsort(scores, kind="stable")]
+        return order[: max(short, 0)]

@@ -1,0 +1,54 @@
+"""How a command ends when something is wrong: one line on stderr that says what to do, and an exit code.
+
+1: the command failed. 2: it was called wrongly, or the configuration is wrong. 130: Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from prefixd.errors import ConfigError, PrefixdError
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+
+class CommandFailed(PrefixdError):
+    """What a command found out by itself; the message is the line that the user reads."""
+
+
+class CleanGroup(TyperGroup):
+    """A group of commands whose foreseen errors never show a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Runs the command; what it raises becomes a line on stderr and an exit code."""
+        try:
+            return super().invoke(ctx)
+        except ConfigError as error:
+            raise _end(str(error), EXIT_USAGE) from error
+        except PrefixdError as error:
+            raise _end(str(error), EXIT_FAILED) from error
+        except BrokenPipeError as error:
+            # The reader (`head`, a pager) has seen enough. Python would complain when it flushes at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(0) from error
+        except KeyboardInterrupt as error:
+            raise typer.Exit(EXIT_INTERRUPTED) from error
+
+
+def _end(line: str, code: int) -> typer.Exit:
+    typer.echo(f"prefixd: {' '.join(line.split())}", err=True)
+    return typer.Exit(code)
+
+
+def examples(*commands: str) -> str:
+    """The examples below a command's help, one a line."""
+    # A blank line between them: the help joins the lines of a paragraph.
+    heading = "Example:" if len(commands) == 1 else "Examples:"
+    return "\n\n".join([heading, *(f"  {command}" for command in commands)])

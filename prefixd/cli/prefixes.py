@@ -1,0 +1,147 @@
+"""`prefixd ls`, `inspect`, `pin`, `unpin`, `evict`: what is cached, prefix by prefix."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from prefixd.cli.connect import Address, Json, connected, run
+from prefixd.cli.failures import CommandFailed, examples
+
+if TYPE_CHECKING:
+    from prefixd.client import AsyncClient
+
+LS_EXAMPLES = examples("prefixd ls --limit 20")
+INSPECT_EXAMPLES = examples("prefixd inspect 9f86d081")
+PIN_EXAMPLES = examples("prefixd pin 9f86d081")
+UNPIN_EXAMPLES = examples("prefixd unpin 9f86d081")
+EVICT_EXAMPLES = examples("prefixd evict 9f86d081", "prefixd evict --namespace llama-3 --yes", "prefixd evict --all")
+
+Key = Annotated[
+    str,
+    typer.Argument(
+        metavar="KEY",
+        show_default=False,
+        help="A prefix's key as `prefixd ls` shows it; its first 4 digits or more.",
+    ),
+]
+Namespace = Annotated[
+    str | None,
+    typer.Option("--namespace", metavar="NAME|ID", show_default=False, help="Only this namespace, by name or by id."),
+]
+
+
+def ls_command(
+    namespace: Namespace = None,
+    limit: Annotated[int, typer.Option(min=1, help="How many to list.")] = 100,
+    address: Address = None,
+    as_json: Json = False,
+) -> None:
+    """List the cached prefixes, most recently used first, and the tiers that they are in."""
+    from prefixd.cli import plain, render
+
+    async def ask() -> None:
+        async with connected(address) as client:
+            chosen = await _namespace_id(client, namespace) if namespace else b""
+            answer = await client.prefixes(namespace_id=chosen, limit=limit)
+        if as_json:
+            plain.print_json(plain.to_plain(answer))
+        else:
+            render.print_prefixes(answer.prefixes, answer.total)
+
+    run(ask())
+
+
+def inspect_command(
+    key: Key,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Show each block's token ids.")] = False,
+    address: Address = None,
+    as_json: Json = False,
+) -> None:
+    """Show one prefix block by block: keys, tiers, what continues it, who holds it."""
+    from prefixd.cli import plain, render
+
+    async def ask() -> None:
+        async with connected(address) as client:
+            answer = await client.inspect(key)
+        if as_json:
+            plain.print_json(plain.to_plain(answer))
+        else:
+            render.print_inspection(answer, tokens=tokens)
+
+    run(ask())
+
+
+def pin_command(key: Key, address: Address = None, as_json: Json = False) -> None:
+    """Keep a prefix in the cache whatever the eviction policy says, until `unpin` or a restart."""
+
+    async def ask() -> None:
+        async with connected(address) as client:
+            blocks = (await client.pin(key)).blocks
+        _say({"blocks": blocks}, f"{blocks:,} blocks pinned", as_json)
+
+    run(ask())
+
+
+def unpin_command(key: Key, address: Address = None, as_json: Json = False) -> None:
+    """Let the eviction policy have a pinned prefix again."""
+
+    async def ask() -> None:
+        async with connected(address) as client:
+            blocks = (await client.unpin(key)).blocks
+        _say({"blocks": blocks}, f"{blocks:,} blocks unpinned", as_json)
+
+    run(ask())
+
+
+def evict_command(
+    key: Annotated[
+        str | None,
+        typer.Argument(metavar="[KEY]", show_default=False, help="Drop this prefix and what continues it."),
+    ] = None,
+    namespace: Annotated[
+        str | None,
+        typer.Option("--namespace", metavar="NAME|ID", show_default=False, help="Drop a whole namespace."),
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Drop everything.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before a namespace or everything goes.")] = False,
+    address: Address = None,
+    as_json: Json = False,
+) -> None:
+    """Drop cached blocks from every tier. Leased and pinned blocks, and what they stand on, stay."""
+    if (key is not None) + (namespace is not None) + everything != 1:
+        raise typer.BadParameter("give one of KEY, --namespace or --all")
+    if key is None and not yes:
+        what = "everything that is cached" if everything else f"all of namespace {namespace}"
+        typer.confirm(f"Drop {what}, from disk too?", abort=True, err=True)
+
+    async def ask() -> None:
+        async with connected(address) as client:
+            if namespace is not None:
+                answer = await client.evict(namespace_id=await _namespace_id(client, namespace))
+            else:
+                answer = await client.evict(key=key or "", all=everything)
+        kept = f", {answer.kept_blocks:,} kept (leased, pinned or the prefix of such)" if answer.kept_blocks else ""
+        counts = {"evicted_blocks": answer.evicted_blocks, "kept_blocks": answer.kept_blocks}
+        _say(counts, f"{answer.evicted_blocks:,} blocks dropped{kept}", as_json)
+
+    run(ask())
+
+
+async def _namespace_id(client: AsyncClient, name: str) -> bytes:
+    """The id of the one namespace that has this name or this id in hex; raises CommandFailed."""
+    namespaces = (await client.stats()).namespaces
+    found = [entry.namespace_id for entry in namespaces if name in (entry.namespace.name, entry.namespace_id.hex())]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        ids = ", ".join(namespace_id.hex() for namespace_id in found)
+        raise CommandFailed(f"namespace {name!r} is there with {len(found)} salts; give one of the ids {ids}")
+    known = ", ".join(entry.namespace.name for entry in namespaces) or "none yet"
+    raise CommandFailed(f"no namespace {name!r}; the daemon has: {known}")
+
+
+def _say(counts: dict[str, int], line: str, as_json: bool) -> None:
+    typer.echo(json.dumps(counts, indent=2) if as_json else line)

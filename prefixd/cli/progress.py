@@ -1,0 +1,50 @@
+"""A progress bar for long commands: where the run is, and for how long already."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+
+class RichProgress:
+    """The bar of one run after the other, on `console`; one line each where that is no terminal."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bar = Progress(
+            SpinnerColumn(),
+            TextColumn("{task.description}", style="bold"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("starting", total=None)
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._bar.stop()
+
+    def begin(self, text: str, total: int) -> None:
+        """Shows a new stretch; 0: a pulsing bar."""
+        if not self._console.is_terminal:
+            self._console.print(text, markup=False, highlight=False)
+        self._bar.reset(self._task, description=text, total=total or None)
+
+    def advance(self) -> None:
+        """One more of the stretch's requests."""
+        self._bar.advance(self._task)

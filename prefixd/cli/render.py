@@ -1,0 +1,202 @@
+"""How answers look to people: tables."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from typing import Any, Literal
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from prefixd.v1 import admin_pb2, cache_pb2
+
+KEY_DIGITS = 12
+
+
+def console() -> Console:
+    """A console on the present standard output; wide where that is no terminal: pipes get whole lines."""
+    return Console(highlight=False, soft_wrap=False, width=None if sys.stdout.isatty() else 1000)
+
+
+def size(nbytes: int) -> str:
+    """`8.0 GiB`."""
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def duration(seconds: float) -> str:
+    """`0:01:30` from a minute on, `4.2 s` below."""
+    return f"{seconds:.1f} s" if seconds < 60 else str(timedelta(seconds=round(seconds)))
+
+
+def tier_name(tier: int) -> str:
+    """`gpu`, `cpu`, `disk`."""
+    return cache_pb2.Tier.Name(tier).removeprefix("TIER_").lower()
+
+
+def table(*columns: str, right: Iterable[str] = (), fold: Iterable[str] = ()) -> Table:
+    """A plain table; columns in `right` hold numbers, those in `fold` may go on in the next line."""
+    made = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in columns:
+        justify: Literal["left", "right"] = "right" if column in right else "left"
+        made.add_column(column, justify=justify, no_wrap=column not in fold, overflow="fold")
+    return made
+
+
+def print_settings(values: Mapping[str, Any], sources: Mapping[str, str], descriptions: Mapping[str, str]) -> None:
+    """The configuration: name, value, source, and what it is for where `descriptions` says it."""
+    columns = ("setting", "value", "from", *(["what it is for"] if descriptions else []))
+    made = table(*columns, fold=columns[1:])
+    for name, value in values.items():
+        source = sources.get(name, "default")
+        made.add_row(
+            name,
+            _setting_value(name, value),
+            Text(source, style="dim" if source == "default" else "green"),
+            *([Text(" ".join(descriptions[name].split()))] if descriptions else []),
+        )
+    console().print(made)
+
+
+def _setting_value(name: str, value: Any) -> Text:
+    if value is None:
+        return Text("-", style="dim")
+    if isinstance(value, bool):
+        return Text(str(value).lower())
+    if name.endswith("bytes"):
+        return Text(f"{value} ({size(value)})" if value else "0")
+    return Text(str(value))
+
+
+def print_stats(stats: admin_pb2.StatsResponse) -> None:
+    """The daemon at a glance: what runs, the tiers, the hit rate, who uses it."""
+    out = console()
+    state = "[yellow]draining[/]" if stats.draining else "[green]up[/]"
+    out.print(f"prefixd {stats.version}: {state} for {duration(stats.uptime_s)}")
+    worker, queue = stats.worker, stats.scheduler
+    state_name = admin_pb2.WorkerStats.State.Name(worker.state).removeprefix("STATE_").lower()
+    if worker.state in (admin_pb2.WorkerStats.STATE_UNSPECIFIED, admin_pb2.WorkerStats.STATE_NONE):
+        out.print("worker: none (cache only)")
+    else:
+        out.print(
+            f"worker: {state_name}, {worker.model} on {worker.device}, {worker.running_requests} running, "
+            f"{queue.waiting_requests} waiting ({queue.policy}), {queue.finished_requests} finished"
+            + (f", {worker.restarts} restarts" if worker.restarts else ""),
+            markup=False,
+        )
+    rate = f" ({stats.hit_tokens / stats.asked_tokens:.0%})" if stats.asked_tokens else ""
+    out.print(f"prompt tokens: {stats.asked_tokens:,} asked for, {stats.hit_tokens:,} found in the cache{rate}")
+    out.print(_tier_table(stats.tiers))
+    if stats.namespaces:
+        out.print(_namespace_table(stats.namespaces))
+    if stats.sessions:
+        out.print(_session_table(stats.sessions))
+    for reason, blocks in sorted(stats.lost_blocks.items()):
+        out.print(f"[yellow]lost blocks:[/] {blocks:,} {reason}")
+    for tier in stats.tiers:
+        if tier.trouble:
+            out.print(Text(f"{tier_name(tier.tier)} tier: {tier.trouble}", style="red"))
+
+
+def _tier_table(tiers: Iterable[admin_pb2.TierStats]) -> Table:
+    numbers = ("used", "of", "full", "blocks", "held", "hit\ntokens", "promoted", "demoted", "evicted")
+    made = table("tier", *numbers, right=numbers)
+    for tier in tiers:
+        counts = (tier.blocks, tier.held_blocks, tier.hit_tokens)
+        moves = (tier.promoted_blocks, tier.demoted_blocks, tier.evicted_blocks)
+        made.add_row(
+            tier_name(tier.tier),
+            size(tier.used_bytes),
+            size(tier.capacity_bytes),
+            f"{tier.used_bytes / tier.capacity_bytes:.0%}" if tier.capacity_bytes else "-",
+            *(f"{count:,}" for count in counts + moves),
+        )
+    return made
+
+
+def _namespace_table(namespaces: Iterable[admin_pb2.NamespaceStats]) -> Table:
+    made = table("namespace", "id", "block tokens", "blocks", right=("block tokens", "blocks"), fold=("namespace",))
+    for entry in namespaces:
+        salted = " (salted)" if entry.namespace.salt else ""
+        made.add_row(
+            Text(entry.namespace.name + salted),
+            entry.namespace_id.hex(),
+            str(entry.namespace.block_tokens),
+            f"{entry.blocks:,}",
+        )
+    return made
+
+
+def _session_table(sessions: Iterable[admin_pb2.SessionStats]) -> Table:
+    numbers = ("pid", "leases", "reservations", "open for")
+    made = table("session", *numbers, right=numbers, fold=("session",))
+    for session in sessions:
+        made.add_row(
+            Text(session.client_name or session.session_id),
+            str(session.pid or "-"),
+            str(session.leases),
+            str(session.reservations),
+            duration(session.age_s),
+        )
+    return made
+
+
+def print_prefixes(prefixes: Iterable[admin_pb2.PrefixInfo], total: int) -> None:
+    """The list of prefixes, most recently used first."""
+    numbers = ("tokens", "size", "gpu", "cpu", "disk", "idle")
+    made = table("prefix", "namespace", *numbers, "", right=numbers, fold=("namespace",))
+    shown = 0
+    for prefix in prefixes:
+        shown += 1
+        made.add_row(
+            prefix.key[:KEY_DIGITS],
+            Text(prefix.namespace_name),
+            f"{prefix.tokens:,}",
+            size(prefix.nbytes),
+            *(str(blocks or "-") for blocks in (prefix.gpu_blocks, prefix.cpu_blocks, prefix.disk_blocks)),
+            duration(prefix.idle_s),
+            _marks(prefix.pinned, prefix.held),
+        )
+    out = console()
+    if not total:
+        out.print("Nothing is cached yet.")
+        return
+    out.print(made)
+    if shown < total:
+        out.print(f"{shown} of {total} prefixes; --limit {total} shows all")
+
+
+def _marks(pinned: bool, held: int) -> str:
+    return ", ".join([*(["pinned"] if pinned else []), *([f"held {held}x"] if held else [])])
+
+
+def print_inspection(inspection: admin_pb2.InspectResponse, *, tokens: bool) -> None:
+    """One prefix, block by block."""
+    prefix = inspection.prefix
+    out = console()
+    out.print(Text(f"{prefix.key} in {prefix.namespace_name} ({prefix.namespace_id.hex()})"))
+    out.print(
+        f"{prefix.tokens:,} tokens in {prefix.blocks} blocks, {size(prefix.nbytes)}, idle {duration(prefix.idle_s)}"
+    )
+    numbers = ("block", "size", "children")
+    columns = ("block", "key", "tiers", "size", "children", "", *(["token ids"] if tokens else []))
+    made = table(*columns, right=numbers, fold=("token ids",))
+    for block in inspection.blocks:
+        made.add_row(
+            str(block.index),
+            block.key[:KEY_DIGITS],
+            " ".join(tier_name(tier) for tier in block.tiers),
+            size(block.nbytes),
+            str(block.children),
+            _marks(block.pinned, block.held),
+            *([" ".join(map(str, block.token_ids))] if tokens else []),
+        )
+    out.print(made)

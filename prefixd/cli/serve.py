@@ -1,0 +1,133 @@
+"""`prefixd serve`: the daemon."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from prefixd.cli.config import Assignments, ConfigFile, parse_assignments
+from prefixd.cli.failures import EXIT_INTERRUPTED, examples
+from prefixd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from prefixd.server.daemon import Endpoints
+
+EXAMPLES = examples(
+    "prefixd serve --embedded",
+    "prefixd serve --model ~/models/Llama-3.2-1B --gpu-bytes 8GiB --cpu-bytes 32GiB --disk-bytes 200GiB",
+    "prefixd serve --cpu-bytes 64GiB --tcp 0.0.0.0:7070",
+)
+
+TIERS = "Tiers (sizes such as 8GiB, 512MiB, 4096)"
+WORKER = "Model"
+QUEUE = "Queue and eviction"
+
+
+def _option(name: str, panel: str | None, help: str, metavar: str | None = None) -> Any:
+    return typer.Option(name, metavar=metavar, rich_help_panel=panel, show_default=False, help=help)
+
+
+def serve_command(
+    config: ConfigFile = None,
+    data_dir: Annotated[
+        Path | None, _option("--data-dir", None, "What must outlive the daemon lives here.", "DIR")
+    ] = None,
+    socket: Annotated[Path | None, _option("--socket", None, "Unix socket to listen on.", "PATH")] = None,
+    tcp: Annotated[
+        str | None, _option("--tcp", None, "Also listen here, for clients on other hosts.", "HOST:PORT")
+    ] = None,
+    metrics_port: Annotated[
+        str | None, _option("--metrics-port", None, "Prometheus metrics on 127.0.0.1.", "PORT")
+    ] = None,
+    model: Annotated[
+        Path | None, _option("--model", WORKER, "Serve this Hugging Face model beside the cache.", "DIR")
+    ] = None,
+    embedded: Annotated[
+        bool | None,
+        typer.Option(
+            "--embedded",
+            rich_help_panel=WORKER,
+            show_default=False,
+            help="Serve the small random model that comes with prefixd.",
+        ),
+    ] = None,
+    device: Annotated[str | None, _option("--device", WORKER, "auto, cpu, cuda or cuda:N.", "DEVICE")] = None,
+    gpu_bytes: Annotated[str | None, _option("--gpu-bytes", TIERS, "GPU tier (with a model only).", "SIZE")] = None,
+    cpu_bytes: Annotated[str | None, _option("--cpu-bytes", TIERS, "CPU tier.", "SIZE")] = None,
+    disk_bytes: Annotated[str | None, _option("--disk-bytes", TIERS, "Disk tier; 0: none.", "SIZE")] = None,
+    policy: Annotated[
+        str | None, _option("--policy", QUEUE, "Order of the queue: fcfs, fpf or relaxed-fpf.", "POLICY")
+    ] = None,
+    eviction: Annotated[
+        str | None, _option("--eviction", QUEUE, "What goes first: lru, fifo or random.", "POLICY")
+    ] = None,
+    look_ahead: Annotated[
+        str | None,
+        _option("--look-ahead", QUEUE, "Requests ahead of their turn whose prefixes are brought up.", "COUNT"),
+    ] = None,
+    assignments: Assignments = None,
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], typer.Option(help="How much to log on stderr.")
+    ] = "info",
+    as_json: Annotated[bool, typer.Option("--json", help="Announce readiness as one line of JSON.")] = False,
+) -> None:
+    """Run the daemon until SIGTERM or Ctrl-C.
+
+    Every setting can also stand in prefixd.toml or in a variable such as PREFIXD_CPU__BYTES; flags win.
+    """
+    from prefixd.settings import Settings
+    from prefixd.settings_checks import check_start
+
+    flags = {
+        "data_dir": data_dir,
+        "server.socket": socket,
+        "server.tcp": tcp,
+        "server.metrics_port": metrics_port,
+        "worker.model": model,
+        "worker.embedded": embedded,
+        "gpu.device": device,
+        "gpu.bytes": gpu_bytes,
+        "cpu.bytes": cpu_bytes,
+        "disk.bytes": disk_bytes,
+        "scheduler.policy": policy,
+        "cache.eviction": eviction,
+        "scheduler.look_ahead": look_ahead,
+    }
+    settings = Settings.load(config, _overrides(flags, assignments))
+    check_start(settings)
+    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)-7s %(name)s: %(message)s", force=True)
+
+    from prefixd.server.daemon import serve
+
+    def announce(endpoints: Endpoints) -> None:
+        typer.echo(_ready_json(endpoints) if as_json else _ready_line(endpoints))
+
+    try:
+        code = asyncio.run(serve(settings, ready=announce))
+    except KeyboardInterrupt as error:
+        raise typer.Exit(EXIT_INTERRUPTED) from error
+    raise typer.Exit(code)
+
+
+def _overrides(flags: dict[str, Any], assignments: list[str] | None) -> dict[str, Any]:
+    given = {name: value for name, value in flags.items() if value is not None}
+    others = parse_assignments(assignments)
+    twice = sorted(given.keys() & others.keys())
+    if twice:
+        raise ConfigError(f"{twice[0]} is given by its flag and by --set; keep one")
+    return given | others
+
+
+def _ready_line(endpoints: Endpoints) -> str:
+    tcp = f" and {endpoints.tcp}" if endpoints.tcp else ""
+    return f"prefixd is ready at unix:{endpoints.socket}{tcp} (pid {os.getpid()}; Ctrl-C ends it)"
+
+
+def _ready_json(endpoints: Endpoints) -> str:
+    return json.dumps({"socket": str(endpoints.socket), "tcp": endpoints.tcp, "pid": os.getpid()})

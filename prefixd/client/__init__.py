@@ -1,0 +1,75 @@
+"""The client of the prefixd daemon.
+
+`Client` blocks, `AsyncClient` does not; they offer the same. KV bytes move by one copy through the memory
+that the daemon shares with clients on its host, and through gRPC for all others; the calls are the same.
+
+    with Client() as client:
+        cache = client.register(NamespaceSpec("my-model", 16, (PartSpec("full", 0, 2 << 20),)))
+        cache.store(tokens, kv)
+        blocks = cache.load(tokens, into=kv)
+"""
+
+from prefixd.client.arena import Arena
+from prefixd.client.cache import AsyncCache
+from prefixd.client.client import AsyncClient
+from prefixd.client.connection import default_address
+from prefixd.client.errors import (
+    AlreadyExistsError,
+    BufferSizeError,
+    CallTimeout,
+    ClientClosed,
+    ClientError,
+    ExhaustedError,
+    InvalidArgumentError,
+    LeaseLost,
+    MemoryUnavailable,
+    NotFoundError,
+    PermissionDeniedError,
+    PreconditionError,
+    ServerError,
+    ServerUnavailable,
+    UnsupportedError,
+)
+from prefixd.client.inference import Accepted, Finished, FinishReason, GenerateEvent, Tokens
+from prefixd.client.leases import AsyncLease, AsyncReservation
+from prefixd.client.spec import MatchResult, NamespaceSpec, PartSpec, StoreResult, Tier, TierRun
+from prefixd.client.sync import Cache, Client, Lease, Reservation
+
+__all__ = [
+    "Accepted",
+    "AlreadyExistsError",
+    "Arena",
+    "AsyncCache",
+    "AsyncClient",
+    "AsyncLease",
+    "AsyncReservation",
+    "BufferSizeError",
+    "Cache",
+    "CallTimeout",
+    "Client",
+    "ClientClosed",
+    "ClientError",
+    "ExhaustedError",
+    "FinishReason",
+    "Finished",
+    "GenerateEvent",
+    "InvalidArgumentError",
+    "Lease",
+    "LeaseLost",
+    "MatchResult",
+    "MemoryUnavailable",
+    "NamespaceSpec",
+    "NotFoundError",
+    "PartSpec",
+    "PermissionDeniedError",
+    "PreconditionError",
+    "Reservation",
+    "ServerError",
+    "ServerUnavailable",
+    "StoreResult",
+    "Tier",
+    "TierRun",
+    "Tokens",
+    "UnsupportedError",
+    "default_address",
+]

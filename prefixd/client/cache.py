@@ -1,0 +1,246 @@
+"""One namespace of the cache: find, read, fill and keep the KV blocks of prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prefixd.client import streaming
+from prefixd.client.buffers import BlockBuffers, Buffer
+from prefixd.client.errors import ExhaustedError, InvalidArgumentError, ServerError
+from prefixd.client.leases import AsyncLease, AsyncReservation, Granted
+from prefixd.client.namespace import Answer, RegisteredNamespace
+from prefixd.client.spec import MatchResult, NamespaceSpec, StoreResult
+from prefixd.client.tokens import TokenIds, token_bytes
+from prefixd.v1 import cache_pb2
+
+
+class AsyncCache:
+    """A registered namespace. Made by `AsyncClient.register`.
+
+    Every call takes the token ids of the prompt from its start: a sequence of int, or a numpy array, which is
+    faster. Blocks are counted from the start of the prompt; only full ones exist. Every call raises
+    `ServerUnavailable` when the daemon is away, and works again once it is back.
+    """
+
+    def __init__(self, namespace: RegisteredNamespace) -> None:
+        self._namespace = namespace
+
+    @property
+    def spec(self) -> NamespaceSpec:
+        """What was registered."""
+        return self._namespace.spec
+
+    @property
+    def namespace_id(self) -> bytes:
+        """8 bytes, the same for the same (name, salt) in every daemon."""
+        return self._namespace.namespace_id
+
+    async def match(self, tokens: TokenIds) -> MatchResult:
+        """The longest cached prefix. It takes nothing and promises nothing: all may be evicted a moment
+        later.
+        """
+        prompt = token_bytes(tokens)
+        answer = await self._namespace.ask(
+            self._namespace.client.connection.cache.Match,
+            lambda _: cache_pb2.MatchRequest(namespace_id=self.namespace_id, token_ids=prompt),
+        )
+        return MatchResult.from_proto(answer.response)
+
+    async def prefetch(self, tokens: TokenIds) -> int:
+        """Has the prefix brought up to CPU memory ahead of `acquire`; returns the blocks on their way."""
+        prompt = token_bytes(tokens)
+        answer = await self._namespace.ask(
+            self._namespace.client.connection.cache.Prefetch,
+            lambda _: cache_pb2.PrefetchRequest(namespace_id=self.namespace_id, token_ids=prompt),
+        )
+        return int(answer.response.blocks)
+
+    async def acquire(
+        self,
+        tokens: TokenIds,
+        *,
+        first_block: int = 0,
+        max_blocks: int = 0,
+        ttl_s: float | None = None,
+        parts: Sequence[int] | None = None,
+    ) -> AsyncLease:
+        """Leases the longest cached prefix from `first_block` on, at most `max_blocks` blocks (0: all of it).
+
+        Blocks on disk are read first. A prefix that is not cached gives a lease of 0 blocks. `parts` are
+        indexes into the namespace's parts (None: all). Raises `MemoryUnavailable` for a client that streams:
+        use `load`.
+        """
+        return await self._acquire(token_bytes(tokens), first_block, max_blocks, ttl_s, parts)
+
+    async def reserve(
+        self, tokens: TokenIds, *, ttl_s: float | None = None, parts: Sequence[int] | None = None
+    ) -> AsyncReservation:
+        """Slots for the blocks of `tokens` that are not cached, from the first missing one on.
+
+        There may be fewer than are missing when room is short; `ExhaustedError` when there is room for none.
+        Raises `MemoryUnavailable` for a client that streams: use `store`.
+        """
+        return await self._reserve(token_bytes(tokens), ttl_s, parts)
+
+    async def load(
+        self,
+        tokens: TokenIds,
+        into: Buffer,
+        *,
+        first_block: int = 0,
+        max_blocks: int = 0,
+        parts: Sequence[int] | None = None,
+    ) -> int:
+        """Copies the cached prefix from `first_block` on to `into` and returns how many blocks that was.
+
+        `into` takes whole blocks one after the other, or is a list with one buffer per part. It must hold
+        `max_blocks` blocks (0: every full block of `tokens` from `first_block` on); what is not cached is
+        left as it was. Raises `BufferSizeError`, and `LeaseLost` when the bytes copied are not to be trusted.
+        """
+        _check_range(first_block, max_blocks)
+        prompt = token_bytes(tokens)
+        asked = max(0, self._namespace.full_blocks(prompt) - first_block)
+        if max_blocks:
+            asked = min(asked, max_blocks)
+        buffers = BlockBuffers(into, self._namespace.part_bytes(parts), asked, writable=True)
+        if not asked:
+            return 0
+        if (await self._namespace.ready()).arena is None:
+            return await streaming.get(self._namespace, prompt, buffers, first_block, asked, parts)
+        async with await self._acquire(prompt, first_block, asked, None, parts) as lease:
+            return await lease.copy_out(buffers)
+
+    async def store(
+        self,
+        tokens: TokenIds,
+        source: Buffer,
+        *,
+        first_block: int = 0,
+        parts: Sequence[int] | None = None,
+        durable: bool = False,
+    ) -> StoreResult:
+        """Gives the cache the blocks of `tokens` from `first_block` on; those it has already are skipped.
+
+        `source` has exactly these blocks, one after the other, or is a list with one buffer per part. With
+        `durable`, returns when they are on disk. Raises `BufferSizeError`; `ExhaustedError` when there is
+        room for none; `PreconditionError` when the blocks before `first_block` are not cached (any more), or
+        when `durable` meets a daemon without a disk tier.
+        """
+        _check_range(first_block)
+        prompt = token_bytes(tokens)
+        total = self._namespace.full_blocks(prompt)
+        offered = max(0, total - first_block)
+        buffers = BlockBuffers(source, self._namespace.part_bytes(parts), offered, writable=False)
+        if not offered:
+            return StoreResult(0, 0)
+        prompt = prompt[: total * self.spec.block_tokens * 4]
+        if (await self._namespace.ready()).arena is None:
+            return await streaming.put(self._namespace, prompt, buffers, first_block, parts, durable)
+        return await self._fill(prompt, buffers, first_block, total, parts, durable)
+
+    async def _fill(
+        self,
+        prompt: bytes,
+        buffers: BlockBuffers,
+        first_block: int,
+        total: int,
+        parts: Sequence[int] | None,
+        durable: bool,
+    ) -> StoreResult:
+        """Reserve, copy, commit, until all is stored or there is no more room."""
+        committed = duplicates = 0
+        done = first_block
+        while done < total:
+            try:
+                reservation = await self._reserve(prompt, None, parts)
+            except ExhaustedError:
+                if done == first_block:
+                    raise
+                break
+            async with reservation:
+                if not reservation.blocks:
+                    duplicates += total - done
+                    done = total
+                    break
+                if reservation.first_block < first_block:
+                    raise streaming.gap_error(reservation.first_block, first_block)
+                if reservation.first_block < done:
+                    # What was just committed is evicted again: there is no room for a prompt of this length.
+                    break
+                duplicates += reservation.first_block - done
+                await reservation.copy_in(buffers, reservation.first_block - first_block)
+                result = await reservation.commit(durable=durable)
+                done = reservation.first_block + reservation.blocks
+                committed += result.committed
+                duplicates += result.duplicates
+        return StoreResult(committed, duplicates, total - done)
+
+    async def _acquire(
+        self,
+        prompt: bytes,
+        first_block: int,
+        max_blocks: int,
+        ttl_s: float | None,
+        parts: Sequence[int] | None,
+    ) -> AsyncLease:
+        _check_range(first_block, max_blocks)
+        part_bytes = self._namespace.part_bytes(parts)
+        answer = await self._namespace.ask(
+            self._namespace.client.connection.cache.Acquire,
+            lambda session: cache_pb2.AcquireRequest(
+                session_id=session.session_id,
+                namespace_id=self.namespace_id,
+                token_ids=prompt,
+                first_block=first_block,
+                max_blocks=max_blocks,
+                ttl_s=ttl_s or 0.0,
+                parts=parts or (),
+            ),
+            needs_arena=True,
+        )
+        return AsyncLease(self._granted(answer, answer.response.lease_id, part_bytes))
+
+    async def _reserve(
+        self, prompt: bytes, ttl_s: float | None, parts: Sequence[int] | None
+    ) -> AsyncReservation:
+        part_bytes = self._namespace.part_bytes(parts)
+        answer = await self._namespace.ask(
+            self._namespace.client.connection.cache.Reserve,
+            lambda session: cache_pb2.ReserveRequest(
+                session_id=session.session_id,
+                namespace_id=self.namespace_id,
+                token_ids=prompt,
+                ttl_s=ttl_s or 0.0,
+                parts=parts or (),
+            ),
+            needs_arena=True,
+        )
+        return AsyncReservation(self._granted(answer, answer.response.reservation_id, part_bytes))
+
+    def _granted(self, answer: Answer, hold_id: str, part_bytes: tuple[int, ...]) -> Granted:
+        response, client = answer.response, self._namespace.client
+        if len(response.offsets) != response.blocks * len(part_bytes):
+            raise ServerError(
+                f"the daemon gave {len(response.offsets)} offsets for {response.blocks} blocks of "
+                f"{len(part_bytes)} parts"
+            )
+        return Granted(
+            hold_id=hold_id,
+            first_block=response.first_block,
+            blocks=response.blocks,
+            offsets=tuple(response.offsets),
+            part_bytes=part_bytes,
+            # Counted from before the request left, so it is never later than the daemon's own.
+            expires_s=answer.asked_at_s + response.ttl_s,
+            session=answer.session,
+            connection=client.connection,
+            copier=client.copier,
+            clock=client.clock,
+        )
+
+
+def _check_range(first_block: int, max_blocks: int = 0) -> None:
+    if first_block < 0 or max_blocks < 0:
+        raise InvalidArgumentError(
+            f"first_block={first_block} and max_blocks={max_blocks} must not be negative"
+        )

@@ -1,0 +1,232 @@
+"""The client: one daemon's cache, inference and administration."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from types import TracebackType
+from typing import Self, cast
+
+from prefixd.client.arena import Arena
+from prefixd.client.cache import AsyncCache
+from prefixd.client.connection import Connection, parse_address
+from prefixd.client.copying import Copier
+from prefixd.client.errors import ClientClosed, InvalidArgumentError
+from prefixd.client.inference import GenerateEvent, Sampling, event_from_proto, generate_request
+from prefixd.client.namespace import RegisteredNamespace
+from prefixd.client.session import MemoryMode, Session
+from prefixd.client.spec import NamespaceSpec
+from prefixd.client.tokens import TokenIds
+from prefixd.v1 import admin_pb2, inference_pb2
+
+
+class AsyncClient:
+    """A client of one daemon. `async with` it, or call `close`; belongs to one event loop.
+
+    Nothing is sent before the first call. A session is opened by `register`; when the daemon ends it or is
+    restarted, calls in flight raise `ServerUnavailable`, leases and reservations raise `LeaseLost`, and the
+    next call opens another, registers its namespace again and maps the new arena.
+    """
+
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        name: str = "",
+        memory: MemoryMode = "auto",
+        timeout_s: float = 30.0,
+        copy_threads: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """A client of the daemon at `address`: "unix:/path", "host:port", or None for the default socket.
+
+        `name` is what `prefixd stats` shows. `memory`: "shared" maps the daemon's arena or raises
+        `MemoryUnavailable`; "streamed" sends bytes through gRPC; "auto" shares when it can. `timeout_s`
+        bounds every call but `generate`, `flush` and `drain`. `copy_threads` copy between the arena and
+        buffers.
+        """
+        if memory not in ("auto", "shared", "streamed"):
+            raise InvalidArgumentError(f"memory={memory!r} is none of 'auto', 'shared', 'streamed'")
+        if timeout_s <= 0 or copy_threads < 1:
+            raise InvalidArgumentError(
+                f"timeout_s={timeout_s} and copy_threads={copy_threads} must be positive"
+            )
+        self.address = parse_address(address)
+        self.clock = clock
+        self.copier = Copier(copy_threads)
+        self._name = name
+        self._memory: MemoryMode = memory
+        self._timeout_s = timeout_s
+        self._connection: Connection | None = None
+        self._session: Session | None = None
+        self._opening = asyncio.Lock()
+        self._closed = False
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Ends the session, and with it every lease and reservation, and the connection."""
+        self._closed = True
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+        if self._connection is not None:
+            await self._connection.close()
+            self._connection = None
+        self.copier.close()
+
+    @property
+    def connection(self) -> Connection:
+        """The gRPC channel, opened at first use. Raises `ClientClosed`."""
+        if self._closed:
+            raise ClientClosed("the client is closed")
+        if self._connection is None:
+            self._connection = Connection(self.address, self._timeout_s)
+        return self._connection
+
+    @property
+    def arena(self) -> Arena | None:
+        """The daemon's memory as mapped here, to pin for CUDA; None without a session or when bytes are
+        streamed.
+
+        A restarted daemon has another.
+        """
+        return self._session.arena if self._session is not None and self._session.alive else None
+
+    @property
+    def draining(self) -> bool:
+        """Whether the daemon has announced that it drains: it takes no new reservations."""
+        return self._session is not None and self._session.draining
+
+    async def session(self) -> Session:
+        """The open session; a new one when the last has ended."""
+        async with self._opening:
+            connection = self.connection
+            if self._session is None or not self._session.alive:
+                session = await Session.open(connection, self._name, self._memory)
+                if self._closed:
+                    await session.close()
+                    raise ClientClosed("the client was closed while its session was opened")
+                self._session = session
+            return self._session
+
+    async def register(self, namespace: NamespaceSpec) -> AsyncCache:
+        """Names what must be equal for KV to be reusable, and gives the cache of it. Registering again is
+        free.
+
+        Raises `AlreadyExistsError` when (name, salt) is known with another geometry.
+        """
+        registered = RegisteredNamespace(self, namespace)
+        await registered.ready()
+        return AsyncCache(registered)
+
+    async def generate(
+        self,
+        prompt: str | TokenIds,
+        *,
+        max_tokens: int = 16,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        stop_token_ids: Sequence[int] = (),
+        ignore_eos: bool = False,
+        request_id: str = "",
+        priority: int = 0,
+        salt: bytes = b"",
+        timeout_s: float | None = None,
+    ) -> AsyncGenerator[GenerateEvent, None]:
+        """Generates on the daemon's worker: one `Accepted`, any number of `Tokens`, one `Finished`.
+
+        `temperature` 0 is greedy; the k-th token depends on (seed, k) and the logits alone; a stop token ends
+        the output and is not part of it. Lower `priority` goes first. Closing the iterator cancels the
+        request. Raises `UnsupportedError` when the daemon has no model, `ExhaustedError` when its queue is
+        full.
+        """
+        sampling = Sampling(max_tokens, temperature, top_p, seed, stop_token_ids, ignore_eos)
+        request = generate_request(prompt, sampling, request_id, priority, salt)
+        connection = self.connection
+        async with aclosing(
+            connection.stream(connection.inference.Generate, request, timeout_s)
+        ) as responses:
+            async for response in responses:
+                yield event_from_proto(response)
+
+    async def cancel(self, request_id: str) -> bool:
+        """Cancels a generation; False when no such request waits or runs."""
+        response = await self.connection.call(
+            self.connection.inference.Cancel, inference_pb2.CancelRequest(request_id=request_id)
+        )
+        return bool(response.cancelled)
+
+    async def stats(self) -> admin_pb2.StatsResponse:
+        """Tiers, sessions, namespaces, worker and scheduler in numbers."""
+        response = await self.connection.call(self.connection.admin.Stats, admin_pb2.StatsRequest())
+        return cast(admin_pb2.StatsResponse, response)
+
+    async def prefixes(self, namespace_id: bytes = b"", limit: int = 0) -> admin_pb2.ListPrefixesResponse:
+        """Cached prefixes, most recently used first; of all namespaces, and 100 of them, unless said
+        otherwise.
+        """
+        request = admin_pb2.ListPrefixesRequest(namespace_id=namespace_id, limit=limit)
+        response = await self.connection.call(self.connection.admin.ListPrefixes, request)
+        return cast(admin_pb2.ListPrefixesResponse, response)
+
+    async def inspect(self, key: str) -> admin_pb2.InspectResponse:
+        """One prefix, block by block. `key` is its last block's, or an unambiguous beginning.
+        `NotFoundError`.
+        """
+        response = await self.connection.call(
+            self.connection.admin.Inspect, admin_pb2.InspectRequest(key=key)
+        )
+        return cast(admin_pb2.InspectResponse, response)
+
+    async def pin(self, key: str) -> admin_pb2.PinResponse:
+        """Keeps a prefix in the cache until `unpin` or a restart; returns its blocks. `NotFoundError`."""
+        response = await self.connection.call(self.connection.admin.Pin, admin_pb2.PinRequest(key=key))
+        return cast(admin_pb2.PinResponse, response)
+
+    async def unpin(self, key: str) -> admin_pb2.UnpinResponse:
+        """Undoes `pin`; returns the prefix's blocks."""
+        response = await self.connection.call(self.connection.admin.Unpin, admin_pb2.UnpinRequest(key=key))
+        return cast(admin_pb2.UnpinResponse, response)
+
+    async def evict(
+        self, *, key: str = "", namespace_id: bytes = b"", all: bool = False
+    ) -> admin_pb2.EvictResponse:
+        """Drops a prefix and what continues it, a namespace, or everything: exactly one of the three.
+
+        What is held or pinned stays and is counted. Raises `InvalidArgumentError` for none or several.
+        """
+        if bool(key) + bool(namespace_id) + all != 1:
+            raise InvalidArgumentError("evict takes exactly one of key, namespace_id and all=True")
+        request = admin_pb2.EvictRequest()
+        if key:
+            request.key = key
+        elif namespace_id:
+            request.namespace_id = namespace_id
+        else:
+            request.all = True
+        response = await self.connection.call(self.connection.admin.Evict, request)
+        return cast(admin_pb2.EvictResponse, response)
+
+    async def flush(self, timeout_s: float = 3600.0) -> admin_pb2.FlushResponse:
+        """Returns when every block has a durable copy on disk. `PreconditionError` without a disk tier."""
+        response = await self.connection.call(
+            self.connection.admin.Flush, admin_pb2.FlushRequest(), timeout_s=timeout_s
+        )
+        return cast(admin_pb2.FlushResponse, response)
+
+    async def drain(self, *, shutdown: bool = False, timeout_s: float = 3600.0) -> admin_pb2.DrainResponse:
+        """Has the daemon take no new work, finish what runs and write back; with `shutdown` it then ends."""
+        response = await self.connection.call(
+            self.connection.admin.Drain, admin_pb2.DrainRequest(shutdown=shutdown), timeout_s=timeout_s
+        )
+        return cast(admin_pb2.DrainResponse, response)

@@ -1,0 +1,110 @@
+"""The gRPC channel: addresses, time limits, and failures turned into client errors."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from prefixd.client.errors import InvalidArgumentError, from_rpc_error
+from prefixd.v1.admin_pb2_grpc import AdminStub
+from prefixd.v1.cache_pb2_grpc import PrefixCacheStub
+from prefixd.v1.inference_pb2_grpc import InferenceStub
+
+_MAX_BACKOFF_S = 1.0
+_OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.max_send_message_length", 64 << 20),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", int(_MAX_BACKOFF_S * 1000)),
+    # Channels of one process otherwise share connections and each other's backoff.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),
+]
+
+
+def default_address() -> str:
+    """Where a daemon with default settings listens; `PREFIXD_SERVER__SOCKET` moves it for both sides."""
+    configured = os.environ.get("PREFIXD_SERVER__SOCKET")
+    if configured:
+        return f"unix:{Path(configured).expanduser()}"
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    folder = Path(runtime) / "prefixd" if runtime else Path(f"/tmp/prefixd-{os.getuid()}")
+    return f"unix:{folder / 'prefixd.sock'}"
+
+
+def parse_address(address: str | None) -> str:
+    """`unix:/path`, a bare `/path`, `host:port` or None (the default socket) as a gRPC target.
+
+    Raises `InvalidArgumentError` for anything else.
+    """
+    if address is None:
+        return default_address()
+    if address.startswith("/"):
+        return f"unix:{address}"
+    if address.startswith("unix:"):
+        return address
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise InvalidArgumentError(f"{address!r} is no address: give unix:/path/to.sock or host:port")
+    return address
+
+
+class Connection:
+    """One channel with the three services on it. It reconnects by itself; failures leave as `ClientError`."""
+
+    def __init__(self, address: str | None, timeout_s: float) -> None:
+        self.address = parse_address(address)
+        self.timeout_s = timeout_s
+        self._channel = grpc.aio.insecure_channel(self.address, options=_OPTIONS)
+        self.cache: Any = PrefixCacheStub(self._channel)
+        self.inference: Any = InferenceStub(self._channel)
+        self.admin: Any = AdminStub(self._channel)
+
+    async def call(self, method: Any, request: Any, timeout_s: float | None = None) -> Any:
+        """One answer to one request (a message, or an iterator of messages)."""
+        await self.wait_out_backoff()
+        try:
+            return await method(request, timeout=self.timeout_s if timeout_s is None else timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error, self.address) from error
+
+    async def stream(
+        self, method: Any, request: Any, timeout_s: float | None = None
+    ) -> AsyncGenerator[Any, None]:
+        """The messages that answer one request; closing the iterator cancels the call."""
+        await self.wait_out_backoff()
+        call = method(request, timeout=timeout_s)
+        try:
+            async for message in call:
+                yield message
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error, self.address) from error
+        finally:
+            call.cancel()
+
+    async def wait_out_backoff(self) -> None:
+        """After a failed connection, gives the channel its next attempt.
+
+        Without this the first call after a daemon's restart would be refused by the channel without being
+        tried.
+        """
+        failure = grpc.ChannelConnectivity.TRANSIENT_FAILURE
+        if self._channel.get_state(try_to_connect=True) is not failure:
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_MAX_BACKOFF_S + 0.2):
+                state = failure
+                while state in (failure, grpc.ChannelConnectivity.CONNECTING):
+                    await self._channel.wait_for_state_change(state)
+                    state = self._channel.get_state(try_to_connect=True)
+
+    async def close(self) -> None:
+        """Ends every call and the channel."""
+        await self._channel.close(None)

@@ -1,0 +1,94 @@
+"""What can go wrong for a client. One class per thing a caller can do about it."""
+
+from __future__ import annotations
+
+import grpc
+
+
+class ClientError(Exception):
+    """Base of every error this package raises on purpose; carries the daemon's message where there is one."""
+
+
+class InvalidArgumentError(ClientError, ValueError):
+    """The call is wrong whatever the daemon's state; repeating it cannot help."""
+
+
+class BufferSizeError(InvalidArgumentError):
+    """A buffer does not have the bytes that the blocks need; the message names both sizes."""
+
+
+class NotFoundError(ClientError):
+    """The daemon knows no such namespace, prefix or request."""
+
+
+class AlreadyExistsError(ClientError):
+    """The name is taken: a namespace with another geometry, or a running request with the same id."""
+
+
+class ExhaustedError(ClientError):
+    """No room, and nothing may be evicted; or a queue or session limit is reached. Try again later."""
+
+
+class PreconditionError(ClientError):
+    """What was asked cannot be done in the daemon's present state."""
+
+
+class UnsupportedError(ClientError):
+    """The daemon was not configured for this part of the service."""
+
+
+class PermissionDeniedError(ClientError):
+    """The daemon refuses this caller."""
+
+
+class ServerUnavailable(ClientError):
+    """The daemon is not running, died during the call, or drains. The next call tries again."""
+
+
+class CallTimeout(ClientError, TimeoutError):
+    """The daemon did not answer within the call's time."""
+
+
+class ServerError(ClientError):
+    """The daemon failed or broke the contract; its log says more."""
+
+
+class LeaseLost(ClientError):
+    """A lease or reservation ended before its holder was done: it expired, or its session ended.
+
+    Bytes read since then are not to be trusted; bytes written since then are kept by nobody.
+    """
+
+
+class MemoryUnavailable(ClientError):
+    """The daemon's arena cannot be mapped here though `memory="shared"` asks for it."""
+
+
+class ClientClosed(ClientError):
+    """The client was closed before or during the call."""
+
+
+_BY_STATUS: dict[grpc.StatusCode, type[ClientError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidArgumentError,
+    grpc.StatusCode.OUT_OF_RANGE: InvalidArgumentError,
+    grpc.StatusCode.NOT_FOUND: NotFoundError,
+    grpc.StatusCode.ALREADY_EXISTS: AlreadyExistsError,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: ExhaustedError,
+    grpc.StatusCode.FAILED_PRECONDITION: PreconditionError,
+    grpc.StatusCode.UNIMPLEMENTED: UnsupportedError,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDeniedError,
+    grpc.StatusCode.UNAUTHENTICATED: PermissionDeniedError,
+    grpc.StatusCode.UNAVAILABLE: ServerUnavailable,
+    # A daemon that shuts down cancels what still runs; a call that we cancel never gets here.
+    grpc.StatusCode.CANCELLED: ServerUnavailable,
+    grpc.StatusCode.DEADLINE_EXCEEDED: CallTimeout,
+}
+
+
+def from_rpc_error(error: grpc.aio.AioRpcError, address: str) -> ClientError:
+    """The client error for a failed call to `address`."""
+    kind = _BY_STATUS.get(error.code(), ServerError)
+    detail = error.details() or f"the daemon gave {error.code().name} and no reason"
+    if kind is ServerUnavailable:
+        return ServerUnavailable(f"no answer from the daemon at {address}: {detail}")
+    return kind(detail)

@@ -1,0 +1,97 @@
+"""A namespace as this client has registered it, kept registered across the daemon's restarts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from prefixd.client.connection import Connection
+from prefixd.client.copying import Copier
+from prefixd.client.errors import InvalidArgumentError, MemoryUnavailable, NotFoundError
+from prefixd.client.session import Session
+from prefixd.client.spec import NamespaceSpec
+from prefixd.v1 import cache_pb2
+
+
+class SessionSource(Protocol):
+    """Where a namespace gets its connection and its session from: the client."""
+
+    copier: Copier
+    clock: Callable[[], float]
+
+    @property
+    def connection(self) -> Connection:
+        """The gRPC channel and its stubs."""
+
+    async def session(self) -> Session:
+        """The open session; a new one when the last has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A response, the session it belongs to, and the client's clock before the question left."""
+
+    session: Session
+    response: Any
+    asked_at_s: float
+
+
+class RegisteredNamespace:
+    """Asks the daemon about one namespace, in whatever session is open."""
+
+    def __init__(self, client: SessionSource, spec: NamespaceSpec) -> None:
+        self.client = client
+        self.spec = spec
+        self.namespace_id = b""
+        self._registered_in: Session | None = None
+
+    async def ready(self) -> Session:
+        """An open session in which the namespace is registered."""
+        session = await self.client.session()
+        if self._registered_in is not session:
+            connection = self.client.connection
+            response = await connection.call(
+                connection.cache.RegisterNamespace,
+                cache_pb2.RegisterNamespaceRequest(namespace=self.spec.to_proto()),
+            )
+            self.namespace_id = response.namespace_id
+            self._registered_in = session
+        return session
+
+    async def ask(self, method: Any, build: Callable[[Session], Any], *, needs_arena: bool = False) -> Answer:
+        """The answer of `method` to the request that `build` makes for the session.
+
+        What the daemon does not know because it was restarted meanwhile is asked again in a new session,
+        once. Raises `MemoryUnavailable` when `needs_arena` and the bytes are streamed.
+        """
+        session = await self.ready()
+        try:
+            return await self._ask_in(session, method, build, needs_arena)
+        except NotFoundError:
+            if session.alive:
+                raise
+        return await self._ask_in(await self.ready(), method, build, needs_arena)
+
+    async def _ask_in(
+        self, session: Session, method: Any, build: Callable[[Session], Any], needs_arena: bool
+    ) -> Answer:
+        if needs_arena and session.arena is None:
+            raise MemoryUnavailable("this client does not share memory with the daemon: use load and store")
+        asked_at_s = self.client.clock()
+        response = await self.client.connection.call(method, build(session))
+        return Answer(session, response, asked_at_s)
+
+    def full_blocks(self, prompt: bytes) -> int:
+        """Full blocks of a prompt given as little-endian uint32 token ids."""
+        return len(prompt) // (4 * self.spec.block_tokens)
+
+    def part_bytes(self, parts: Sequence[int] | None) -> tuple[int, ...]:
+        """Bytes of each of `parts` (None: all) in a block. Raises `InvalidArgumentError` for others."""
+        known = self.spec.parts
+        if not parts:
+            return tuple(part.nbytes for part in known)
+        for index in parts:
+            if not 0 <= index < len(known):
+                raise InvalidArgumentError(f"there is no part {index}: the namespace has {len(known)} parts")
+        return tuple(known[index].nbytes for index in parts)

@@ -1,0 +1,65 @@
+"""An event loop in a thread, for callers that have none."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from prefixd.client.errors import ClientClosed
+
+T = TypeVar("T")
+
+
+class Portal:
+    """Runs coroutines in its own thread's event loop. Usable from several threads at once."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(_ignore_shared_poller)
+        self._thread = threading.Thread(target=self._serve, name="prefixd-client", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`. An interrupt here cancels it there. Raises `ClientClosed` after `stop`."""
+        try:
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError as error:
+            work.close()
+            raise ClientClosed("the client is closed") from error
+        try:
+            return future.result()
+        except concurrent.futures.CancelledError as error:
+            raise ClientClosed("the client was closed during the call") from error
+        except BaseException:
+            future.cancel()
+            raise
+
+    def stop(self) -> None:
+        """Cancels what runs and ends the thread; a second call does nothing."""
+        if self._loop.is_closed():
+            return
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        remaining = asyncio.all_tasks(self._loop)
+        for task in remaining:
+            task.cancel()
+        if remaining:
+            self._loop.run_until_complete(asyncio.gather(*remaining, return_exceptions=True))
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        self._loop.run_until_complete(self._loop.shutdown_default_executor())
+
+
+def _ignore_shared_poller(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    # grpc.aio has one wake-up pipe for the event loops of all threads; the loop that comes second finds it
+    # empty. See https://github.com/grpc/grpc/issues/25364; nothing is lost.
+    if isinstance(context.get("exception"), BlockingIOError):
+        return
+    loop.default_exception_handler(context)

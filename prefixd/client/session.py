@@ -1,0 +1,130 @@
+"""A session: the stream whose end is this client's death to the daemon, and what hangs on it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import weakref
+from contextlib import suppress
+from typing import Any, Literal, Protocol, TypeAlias
+
+import grpc
+
+from prefixd.client.arena import Arena, fetch_arena
+from prefixd.client.connection import Connection
+from prefixd.client.errors import MemoryUnavailable, ServerUnavailable, from_rpc_error
+from prefixd.v1 import cache_pb2
+
+_END: Any = grpc.aio.EOF  # type: ignore[attr-defined]
+
+MemoryMode: TypeAlias = Literal["auto", "shared", "streamed"]
+
+
+class Holder(Protocol):
+    """A lease or reservation that must hear of its session's end."""
+
+    def on_session_lost(self, reason: str) -> None:
+        """The session is gone; so is the right to read or fill."""
+
+
+class Session:
+    """An open session. `arena` is None when bytes travel in the stream of Get and Put."""
+
+    def __init__(
+        self, stream: Any, opened: cache_pb2.SessionOpened, arena: Arena | None, address: str
+    ) -> None:
+        self.session_id = opened.session_id
+        self.server_version = opened.server_version
+        self.max_ttl_s = opened.max_ttl_s
+        self.arena = arena
+        self.draining = False
+        self.lost_because: str | None = None
+        self._address = address
+        self._stream = stream
+        self._holders: weakref.WeakSet[Holder] = weakref.WeakSet()
+        self._watcher = asyncio.create_task(self._watch(), name="prefixd-session")
+
+    @classmethod
+    async def open(cls, connection: Connection, name: str, memory: MemoryMode) -> Session:
+        """Opens a session and maps the arena as `memory` says.
+
+        Raises `ServerUnavailable`, or `MemoryUnavailable` when shared memory is demanded and cannot be had.
+        """
+        await connection.wait_out_backoff()
+        stream = connection.cache.OpenSession(cache_pb2.OpenSessionRequest(client_name=name, pid=os.getpid()))
+        try:
+            async with asyncio.timeout(connection.timeout_s):
+                event = await stream.read()
+                if event is _END or event.WhichOneof("event") != "opened":
+                    raise ServerUnavailable(
+                        f"the daemon at {connection.address} ended the session as it began"
+                    )
+                arena = await _map_arena(event.opened, memory, connection.timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error, connection.address) from error
+        except TimeoutError as error:
+            stream.cancel()
+            raise ServerUnavailable(
+                f"the daemon at {connection.address} opened no session within {connection.timeout_s:g} s"
+            ) from error
+        except BaseException:
+            stream.cancel()
+            raise
+        return cls(stream, event.opened, arena, connection.address)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the daemon still honours what this session holds, as far as is known here."""
+        return self.lost_because is None
+
+    def add(self, holder: Holder) -> None:
+        """Tells `holder` when the session ends."""
+        self._holders.add(holder)
+
+    def discard(self, holder: Holder) -> None:
+        """`holder` has ended by itself."""
+        self._holders.discard(holder)
+
+    async def close(self) -> None:
+        """Ends the session; its leases and reservations end with it."""
+        self._lose("the client was closed")
+        self._stream.cancel()
+        self._watcher.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._watcher
+
+    async def _watch(self) -> None:
+        reason = f"the daemon at {self._address} ended the session"
+        try:
+            while (event := await self._stream.read()) is not _END:
+                self.draining = self.draining or event.WhichOneof("event") == "draining"
+        except grpc.aio.AioRpcError as error:
+            reason = f"{reason}: {error.details() or error.code().name}"
+        self._lose(reason)
+
+    def _lose(self, reason: str) -> None:
+        if self.lost_because is not None:
+            return
+        self.lost_because = reason
+        for holder in list(self._holders):
+            holder.on_session_lost(reason)
+        if self.arena is not None:
+            self.arena.close()
+
+
+async def _map_arena(opened: cache_pb2.SessionOpened, memory: MemoryMode, timeout_s: float) -> Arena | None:
+    if memory == "streamed":
+        return None
+    if not opened.memory_socket or not opened.arena_bytes:
+        if memory == "shared":
+            raise MemoryUnavailable(
+                "the daemon shares memory on its unix socket only: connect there, or use memory='streamed'"
+            )
+        return None
+    try:
+        return await asyncio.to_thread(fetch_arena, opened.memory_socket, opened.session_id, timeout_s)
+    except MemoryUnavailable:
+        # Another mount or user namespace: the same bytes can still be streamed.
+        if memory == "shared":
+            raise
+        return None

@@ -1,0 +1,93 @@
+"""What a client says about its model, and what the daemon says about a prefix."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from prefixd.v1 import cache_pb2
+
+
+class Tier(IntEnum):
+    """Where bytes are; the value is the distance."""
+
+    GPU = 0
+    CPU = 1
+    DISK = 2
+
+
+@dataclass(frozen=True, slots=True)
+class PartSpec:
+    """The bytes of one block that belong to one (KV group, tensor-parallel rank)."""
+
+    group: str
+    rank: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceSpec:
+    """What must be equal for KV to be reusable.
+
+    `name` is the engine's fingerprint of the model: it changes with weights, dtype, quantisation and packing.
+    Prompts of different `salt` never share a block. `parts` is the order in which a block's bytes are given.
+    """
+
+    name: str
+    block_tokens: int
+    parts: tuple[PartSpec, ...]
+    salt: bytes = b""
+    dtype: str = ""
+    layout: str = ""
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block, all parts together."""
+        return sum(part.nbytes for part in self.parts)
+
+    def to_proto(self) -> cache_pb2.Namespace:
+        """The message that RegisterNamespace takes."""
+        return cache_pb2.Namespace(
+            name=self.name,
+            salt=self.salt,
+            dtype=self.dtype,
+            layout=self.layout,
+            block_tokens=self.block_tokens,
+            parts=[cache_pb2.Part(group=p.group, rank=p.rank, nbytes=p.nbytes) for p in self.parts],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TierRun:
+    """`blocks` consecutive blocks whose nearest copy is in `tier`."""
+
+    tier: Tier
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class MatchResult:
+    """The longest cached prefix: its length in blocks, and where it is, from the start of the prompt."""
+
+    blocks: int
+    runs: tuple[TierRun, ...]
+
+    def blocks_in(self, tier: Tier) -> int:
+        """Blocks of the prefix whose nearest copy is in `tier`."""
+        return sum(run.blocks for run in self.runs if run.tier == tier)
+
+    @classmethod
+    def from_proto(cls, response: cache_pb2.MatchResponse) -> MatchResult:
+        """The result in the client's words; the contract's tiers count from 1."""
+        return cls(response.blocks, tuple(TierRun(Tier(run.tier - 1), run.blocks) for run in response.runs))
+
+
+@dataclass(frozen=True, slots=True)
+class StoreResult:
+    """What became of the blocks given to `store`: the three numbers add up to the blocks offered."""
+
+    committed: int
+    duplicates: int
+    """Cached already, or committed by another client meanwhile."""
+    dropped: int = 0
+    """Not kept because the daemon had no room for them."""

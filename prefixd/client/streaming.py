@@ -1,0 +1,98 @@
+"""Bytes through gRPC, for clients that cannot map the daemon's memory."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+
+from prefixd.client.buffers import BlockBuffers, StreamSink
+from prefixd.client.errors import PreconditionError, ServerError
+from prefixd.client.namespace import RegisteredNamespace
+from prefixd.client.spec import StoreResult
+from prefixd.v1 import cache_pb2
+
+_PIECE_BYTES = 1 << 20
+
+
+async def get(
+    namespace: RegisteredNamespace,
+    prompt: bytes,
+    buffers: BlockBuffers,
+    first_block: int,
+    asked: int,
+    parts: Sequence[int] | None,
+) -> int:
+    """Fills `buffers` with the cached blocks from `first_block` on, at most `asked`; returns their number."""
+    session = await namespace.ready()
+    request = cache_pb2.GetRequest(
+        session_id=session.session_id,
+        namespace_id=namespace.namespace_id,
+        token_ids=prompt,
+        first_block=first_block,
+        max_blocks=asked,
+        parts=parts or (),
+    )
+    connection = namespace.client.connection
+    sink = StreamSink(buffers, 0)
+    blocks = 0
+    async with aclosing(connection.stream(connection.cache.Get, request)) as messages:
+        async for message in messages:
+            if message.WhichOneof("content") == "header":
+                blocks = message.header.blocks
+                if blocks > asked:
+                    raise ServerError(f"the daemon sends {blocks} blocks where {asked} were asked for")
+                sink = StreamSink(buffers, blocks)
+            else:
+                sink.write(message.data)
+    if sink.missing_bytes:
+        raise ServerError(f"the daemon ended the stream {sink.missing_bytes} bytes before its end")
+    return blocks
+
+
+async def put(
+    namespace: RegisteredNamespace,
+    prompt: bytes,
+    buffers: BlockBuffers,
+    first_block: int,
+    parts: Sequence[int] | None,
+    durable: bool,
+) -> StoreResult:
+    """Sends the full blocks of `prompt` from `first_block` on; `buffers` starts with that block."""
+    total = namespace.full_blocks(prompt)
+    connection = namespace.client.connection
+    answer = await namespace.ask(
+        connection.cache.Match,
+        lambda _: cache_pb2.MatchRequest(namespace_id=namespace.namespace_id, token_ids=prompt),
+    )
+    cached: int = answer.response.blocks
+    if cached < first_block:
+        raise gap_error(cached, first_block)
+    # A match speaks of all parts together, so of single parts it is the daemon that knows which are missing.
+    start = first_block if parts else cached
+    if start >= total:
+        return StoreResult(0, total - first_block)
+    header = cache_pb2.PutHeader(
+        session_id=answer.session.session_id,
+        namespace_id=namespace.namespace_id,
+        token_ids=prompt,
+        first_block=start,
+        parts=parts or (),
+        durable=durable,
+    )
+
+    async def requests() -> AsyncIterator[cache_pb2.PutRequest]:
+        yield cache_pb2.PutRequest(header=header)
+        for piece in buffers.pieces(start - first_block, total - start, _PIECE_BYTES):
+            yield cache_pb2.PutRequest(data=piece.tobytes())
+
+    response = await connection.call(connection.cache.Put, requests())
+    dropped = total - start - response.committed - response.duplicates
+    return StoreResult(response.committed, response.duplicates + start - first_block, max(0, dropped))
+
+
+def gap_error(cached: int, first_block: int) -> PreconditionError:
+    """For a source that starts after the end of what is cached: nothing would lead up to its first block."""
+    return PreconditionError(
+        f"the cached prefix ends at block {cached} and the source starts at block {first_block}: "
+        f"give the source from block {cached} on, or hold a lease on the prefix while computing"
+    )

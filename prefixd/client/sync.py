@@ -1,0 +1,309 @@
+"""The client without async: the same calls, each blocking its thread until the answer is there.
+
+One implementation drives both: a call here runs the asynchronous one in the client's own thread. Usable from
+several threads at once; a lease or reservation belongs to one thread at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import aclosing, suppress
+from types import TracebackType
+from typing import Self
+
+from prefixd.client.arena import Arena
+from prefixd.client.buffers import Buffer
+from prefixd.client.cache import AsyncCache
+from prefixd.client.client import AsyncClient
+from prefixd.client.errors import ClientClosed, ClientError
+from prefixd.client.inference import GenerateEvent
+from prefixd.client.leases import AsyncLease, AsyncReservation
+from prefixd.client.portal import Portal
+from prefixd.client.session import MemoryMode
+from prefixd.client.spec import MatchResult, NamespaceSpec, StoreResult
+from prefixd.client.tokens import TokenIds
+from prefixd.v1 import admin_pb2
+
+
+class Lease:
+    """See `AsyncLease`."""
+
+    def __init__(self, portal: Portal, lease: AsyncLease) -> None:
+        self._portal, self._lease = portal, lease
+        self.first_block, self.blocks, self.offsets = lease.first_block, lease.blocks, lease.offsets
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.release()
+        else:
+            with suppress(ClientError):
+                self.release()
+
+    @property
+    def remaining_s(self) -> float:
+        """See `AsyncLease.remaining_s`."""
+        return self._lease.remaining_s
+
+    def view(self, block: int, part: int = 0) -> memoryview:
+        """See `AsyncLease.view`."""
+        return self._lease.view(block, part)
+
+    def copy_into(self, into: Buffer) -> int:
+        """See `AsyncLease.copy_into`."""
+        return self._portal.run(self._lease.copy_into(into))
+
+    def release(self) -> None:
+        """See `AsyncLease.release`."""
+        self._portal.run(self._lease.release())
+
+
+class Reservation:
+    """See `AsyncReservation`."""
+
+    def __init__(self, portal: Portal, reservation: AsyncReservation) -> None:
+        self._portal, self._reservation = portal, reservation
+        self.first_block, self.blocks = reservation.first_block, reservation.blocks
+        self.offsets = reservation.offsets
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.release()
+        else:
+            with suppress(ClientError):
+                self.release()
+
+    @property
+    def remaining_s(self) -> float:
+        """See `AsyncReservation.remaining_s`."""
+        return self._reservation.remaining_s
+
+    def view(self, block: int, part: int = 0) -> memoryview:
+        """See `AsyncReservation.view`."""
+        return self._reservation.view(block, part)
+
+    def copy_from(self, source: Buffer) -> int:
+        """See `AsyncReservation.copy_from`."""
+        return self._portal.run(self._reservation.copy_from(source))
+
+    def commit(self, blocks: int | None = None, *, durable: bool = False) -> StoreResult:
+        """See `AsyncReservation.commit`."""
+        return self._portal.run(self._reservation.commit(blocks, durable=durable))
+
+    def release(self) -> None:
+        """See `AsyncReservation.release`."""
+        self._portal.run(self._reservation.release())
+
+
+class Cache:
+    """See `AsyncCache`. Made by `Client.register`."""
+
+    def __init__(self, portal: Portal, cache: AsyncCache) -> None:
+        self._portal, self._cache = portal, cache
+        self.spec = cache.spec
+
+    @property
+    def namespace_id(self) -> bytes:
+        """See `AsyncCache.namespace_id`."""
+        return self._cache.namespace_id
+
+    def match(self, tokens: TokenIds) -> MatchResult:
+        """See `AsyncCache.match`."""
+        return self._portal.run(self._cache.match(tokens))
+
+    def prefetch(self, tokens: TokenIds) -> int:
+        """See `AsyncCache.prefetch`."""
+        return self._portal.run(self._cache.prefetch(tokens))
+
+    def acquire(
+        self,
+        tokens: TokenIds,
+        *,
+        first_block: int = 0,
+        max_blocks: int = 0,
+        ttl_s: float | None = None,
+        parts: Sequence[int] | None = None,
+    ) -> Lease:
+        """See `AsyncCache.acquire`."""
+        lease = self._cache.acquire(
+            tokens, first_block=first_block, max_blocks=max_blocks, ttl_s=ttl_s, parts=parts
+        )
+        return Lease(self._portal, self._portal.run(lease))
+
+    def reserve(
+        self, tokens: TokenIds, *, ttl_s: float | None = None, parts: Sequence[int] | None = None
+    ) -> Reservation:
+        """See `AsyncCache.reserve`."""
+        return Reservation(
+            self._portal, self._portal.run(self._cache.reserve(tokens, ttl_s=ttl_s, parts=parts))
+        )
+
+    def load(
+        self,
+        tokens: TokenIds,
+        into: Buffer,
+        *,
+        first_block: int = 0,
+        max_blocks: int = 0,
+        parts: Sequence[int] | None = None,
+    ) -> int:
+        """See `AsyncCache.load`."""
+        return self._portal.run(
+            self._cache.load(tokens, into, first_block=first_block, max_blocks=max_blocks, parts=parts)
+        )
+
+    def store(
+        self,
+        tokens: TokenIds,
+        source: Buffer,
+        *,
+        first_block: int = 0,
+        parts: Sequence[int] | None = None,
+        durable: bool = False,
+    ) -> StoreResult:
+        """See `AsyncCache.store`."""
+        return self._portal.run(
+            self._cache.store(tokens, source, first_block=first_block, parts=parts, durable=durable)
+        )
+
+
+class Client:
+    """See `AsyncClient`; the arguments are the same. `with` it, or call `close`."""
+
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        name: str = "",
+        memory: MemoryMode = "auto",
+        timeout_s: float = 30.0,
+        copy_threads: int = 1,
+    ) -> None:
+        self._client = AsyncClient(
+            address, name=name, memory=memory, timeout_s=timeout_s, copy_threads=copy_threads
+        )
+        self._portal = Portal()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """See `AsyncClient.close`. Calls under way in other threads raise `ClientClosed`."""
+        with suppress(ClientClosed):
+            self._portal.run(self._client.close())
+        self._portal.stop()
+
+    @property
+    def address(self) -> str:
+        """The daemon's address."""
+        return self._client.address
+
+    @property
+    def arena(self) -> Arena | None:
+        """See `AsyncClient.arena`."""
+        return self._client.arena
+
+    @property
+    def draining(self) -> bool:
+        """See `AsyncClient.draining`."""
+        return self._client.draining
+
+    def register(self, namespace: NamespaceSpec) -> Cache:
+        """See `AsyncClient.register`."""
+        return Cache(self._portal, self._portal.run(self._client.register(namespace)))
+
+    def generate(
+        self,
+        prompt: str | TokenIds,
+        *,
+        max_tokens: int = 16,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        stop_token_ids: Sequence[int] = (),
+        ignore_eos: bool = False,
+        request_id: str = "",
+        priority: int = 0,
+        salt: bytes = b"",
+        timeout_s: float | None = None,
+    ) -> Iterator[GenerateEvent]:
+        """See `AsyncClient.generate`."""
+        events = self._client.generate(
+            prompt,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+            stop_token_ids=stop_token_ids,
+            ignore_eos=ignore_eos,
+            request_id=request_id,
+            priority=priority,
+            salt=salt,
+            timeout_s=timeout_s,
+        )
+
+        async def following() -> GenerateEvent | None:
+            return await anext(events, None)
+
+        async def close() -> None:
+            async with aclosing(events):
+                pass
+
+        try:
+            while (event := self._portal.run(following())) is not None:
+                yield event
+        finally:
+            with suppress(ClientClosed):
+                self._portal.run(close())
+
+    def cancel(self, request_id: str) -> bool:
+        """See `AsyncClient.cancel`."""
+        return self._portal.run(self._client.cancel(request_id))
+
+    def stats(self) -> admin_pb2.StatsResponse:
+        """See `AsyncClient.stats`."""
+        return self._portal.run(self._client.stats())
+
+    def prefixes(self, namespace_id: bytes = b"", limit: int = 0) -> admin_pb2.ListPrefixesResponse:
+        """See `AsyncClient.prefixes`."""
+        return self._portal.run(self._client.prefixes(namespace_id, limit))
+
+    def inspect(self, key: str) -> admin_pb2.InspectResponse:
+        """See `AsyncClient.inspect`."""
+        return self._portal.run(self._client.inspect(key))
+
+    def pin(self, key: str) -> admin_pb2.PinResponse:
+        """See `AsyncClient.pin`."""
+        return self._portal.run(self._client.pin(key))
+
+    def unpin(self, key: str) -> admin_pb2.UnpinResponse:
+        """See `AsyncClient.unpin`."""
+        return self._portal.run(self._client.unpin(key))
+
+    def evict(
+        self, *, key: str = "", namespace_id: bytes = b"", all: bool = False
+    ) -> admin_pb2.EvictResponse:
+        """See `AsyncClient.evict`."""
+        return self._portal.run(self._client.evict(key=key, namespace_id=namespace_id, all=all))
+
+    def flush(self, timeout_s: float = 3600.0) -> admin_pb2.FlushResponse:
+        """See `AsyncClient.flush`."""
+        return self._portal.run(self._client.flush(timeout_s))
+
+    def drain(self, *, shutdown: bool = False, timeout_s: float = 3600.0) -> admin_pb2.DrainResponse:
+        """See `AsyncClient.drain`."""
+        return self._portal.run(self._client.drain(shutdown=shutdown, timeout_s=timeout_s))

@@ -1,0 +1,1 @@
+"""The daemon: gRPC services, the queue's dispatcher and the worker's supervisor."""

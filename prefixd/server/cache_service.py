@@ -1,0 +1,286 @@
+"""`PrefixCache` over gRPC; the contract is in `proto/prefixd/v1/cache.proto`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+
+import prefixd
+from prefixd.cache import CPU, NamespaceSpec, PartSpec, Reservation, TieredCache, Trie
+from prefixd.errors import InvalidArgumentError, UnavailableError
+from prefixd.server.rpc import Context, abort, streaming, unary
+from prefixd.v1 import cache_pb2 as pb
+from prefixd.v1 import cache_pb2_grpc
+
+PIECE_BYTES = 1 << 20
+
+
+class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
+    """Matching, leasing and filling for engines.
+
+    Args:
+        cache: the cache.
+        memory_socket: where local clients get the arena; None without a CPU tier.
+        draining: set when the daemon takes no new work.
+    """
+
+    def __init__(self, cache: TieredCache, memory_socket: Path | None, draining: asyncio.Event) -> None:
+        self._cache = cache
+        self._memory_socket = memory_socket
+        self._draining = draining
+        self.closing = asyncio.Event()
+
+    async def OpenSession(self, request: pb.OpenSessionRequest, context: Context) -> AsyncIterator[pb.SessionEvent]:
+        """Keeps a session for as long as the stream lives."""
+        cache = self._cache
+        try:
+            if self._draining.is_set():
+                raise UnavailableError("the daemon drains and opens no sessions; try again when it is back")
+            session = cache.leases.open(request.client_name, request.pid, cache.clock())
+        except Exception as error:
+            await abort(context, error)
+        waits: list[asyncio.Task[bool]] = []
+        try:
+            local = context.peer().startswith("unix:") and self._memory_socket is not None
+            yield pb.SessionEvent(
+                opened=pb.SessionOpened(
+                    session_id=session.id,
+                    memory_socket=os.fspath(self._memory_socket) if local and self._memory_socket else "",
+                    arena_bytes=cache.tiers.cpu.capacity_bytes if cache.tiers.cpu is not None else 0,
+                    default_ttl_s=cache.leases.default_ttl_s,
+                    max_ttl_s=cache.leases.max_ttl_s,
+                    server_version=prefixd.__version__,
+                )
+            )
+            draining, closing = (asyncio.create_task(event.wait()) for event in (self._draining, self.closing))
+            waits = [draining, closing]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if not closing.done():
+                yield pb.SessionEvent(draining=pb.SessionDraining())
+                await closing
+        finally:
+            for wait in waits:
+                wait.cancel()
+            cache.leases.close(session)
+
+    @unary
+    async def RegisterNamespace(self, request: pb.RegisterNamespaceRequest) -> pb.RegisterNamespaceResponse:
+        """Names what must be equal for KV to be reusable."""
+        wanted = request.namespace
+        spec = NamespaceSpec(
+            name=wanted.name,
+            block_tokens=wanted.block_tokens,
+            parts=tuple(PartSpec(part.group, part.rank, part.nbytes) for part in wanted.parts),
+            salt=wanted.salt,
+            dtype=wanted.dtype,
+            layout=wanted.layout,
+        )
+        return pb.RegisterNamespaceResponse(namespace_id=self._cache.register(spec).id)
+
+    @unary
+    async def Match(self, request: pb.MatchRequest) -> pb.MatchResponse:
+        """The longest cached prefix."""
+        cache = self._cache
+        namespace = cache.namespaces.get(request.namespace_id)
+        match = cache.match(namespace, cache.chain(namespace, request.token_ids))
+        return pb.MatchResponse(blocks=len(match), runs=tier_runs(cache.trie(namespace), match.rows))
+
+    @unary
+    async def Acquire(self, request: pb.AcquireRequest) -> pb.AcquireResponse:
+        """Match and lease for reading."""
+        cache = self._cache
+        session = cache.leases.session(request.session_id)
+        namespace = cache.namespaces.get(request.namespace_id)
+        parts = cache.check_parts(namespace, request.parts)
+        lease = await cache.acquire(
+            session,
+            namespace,
+            cache.chain(namespace, request.token_ids),
+            first_block=request.first_block,
+            max_blocks=request.max_blocks,
+            ttl_s=request.ttl_s,
+        )
+        if lease is None:
+            return pb.AcquireResponse(first_block=request.first_block)
+        return pb.AcquireResponse(
+            lease_id=lease.id,
+            first_block=request.first_block,
+            blocks=len(lease.rows),
+            offsets=cache.offsets(lease.trie, lease.rows, parts),
+            ttl_s=lease.expires_s - cache.clock(),
+        )
+
+    @unary
+    async def Reserve(self, request: pb.ReserveRequest) -> pb.ReserveResponse:
+        """Slots to fill."""
+        cache = self._cache
+        self._take_work()
+        session = cache.leases.session(request.session_id)
+        namespace = cache.namespaces.get(request.namespace_id)
+        reservation = await cache.reserve(
+            session,
+            namespace,
+            cache.chain(namespace, request.token_ids),
+            parts=request.parts,
+            ttl_s=request.ttl_s,
+        )
+        if isinstance(reservation, int):
+            return pb.ReserveResponse(first_block=reservation)
+        return pb.ReserveResponse(
+            reservation_id=reservation.id,
+            first_block=reservation.first_block,
+            blocks=len(reservation.slots),
+            offsets=[offset for block in reservation.slots for offset in block],
+            ttl_s=reservation.expires_s - cache.clock(),
+        )
+
+    @unary
+    async def Commit(self, request: pb.CommitRequest) -> pb.CommitResponse:
+        """Makes filled blocks matchable."""
+        cache = self._cache
+        session = cache.leases.session(request.session_id)
+        grant = cache.leases.find(session, request.reservation_id)
+        if not isinstance(grant, Reservation):
+            raise InvalidArgumentError(f"{request.reservation_id} is a lease for reading; commit a reservation")
+        committed, duplicates = await cache.commit(grant, request.blocks, durable=request.durable)
+        return pb.CommitResponse(committed=committed, duplicates=duplicates)
+
+    @unary
+    async def Release(self, request: pb.ReleaseRequest) -> pb.ReleaseResponse:
+        """Ends a lease or a reservation."""
+        self._cache.release(self._cache.leases.session(request.session_id), request.lease_id)
+        return pb.ReleaseResponse()
+
+    @unary
+    async def Prefetch(self, request: pb.PrefetchRequest) -> pb.PrefetchResponse:
+        """Brings a prefix up before it is asked for."""
+        cache = self._cache
+        namespace = cache.namespaces.get(request.namespace_id)
+        return pb.PrefetchResponse(blocks=cache.prefetch(namespace, cache.chain(namespace, request.token_ids)))
+
+    @streaming
+    async def Get(self, request: pb.GetRequest) -> AsyncIterator[pb.GetResponse]:
+        """Reads with the bytes in the stream."""
+        cache = self._cache
+        session = cache.leases.session(request.session_id)
+        namespace = cache.namespaces.get(request.namespace_id)
+        parts = cache.check_parts(namespace, request.parts)
+        lease = await asyncio.shield(
+            cache.acquire(
+                session,
+                namespace,
+                cache.chain(namespace, request.token_ids),
+                first_block=request.first_block,
+                max_blocks=request.max_blocks,
+                ttl_s=cache.leases.max_ttl_s,
+            )
+        )
+        if lease is None:
+            yield pb.GetResponse(header=pb.GetHeader(first_block=request.first_block))
+            return
+        try:
+            yield pb.GetResponse(header=pb.GetHeader(first_block=request.first_block, blocks=len(lease.rows)))
+            for row in lease.rows.tolist():
+                for part in parts:
+                    nbytes = lease.trie.part_bytes[part]
+                    data = cache.tiers.arena.array(int(lease.trie.slots[row, CPU, part]), nbytes)
+                    for start in range(0, nbytes, PIECE_BYTES):
+                        yield pb.GetResponse(data=data[start : start + PIECE_BYTES].tobytes())
+        finally:
+            if lease.id in session.grants:
+                cache.release(session, lease.id)
+
+    async def Put(self, requests: AsyncIterator[pb.PutRequest], context: Context) -> pb.PutResponse:
+        """Writes with the bytes in the stream."""
+        try:
+            return await self._put(requests)
+        except Exception as error:
+            await abort(context, error)
+
+    async def _put(self, requests: AsyncIterator[pb.PutRequest]) -> pb.PutResponse:
+        cache = self._cache
+        self._take_work()
+        first = await anext(aiter(requests), None)
+        if first is None or first.WhichOneof("content") != "header":
+            raise InvalidArgumentError("the first message of Put has no header; send the header, then the data")
+        header = first.header
+        session = cache.leases.session(header.session_id)
+        namespace = cache.namespaces.get(header.namespace_id)
+        parts = cache.check_parts(namespace, header.parts)
+        chain = cache.chain(namespace, header.token_ids)
+        if header.first_block > len(chain):
+            raise InvalidArgumentError(
+                f"first_block is {header.first_block}, but token_ids has {len(chain)} full blocks; send all tokens"
+            )
+        reservation = await asyncio.shield(
+            cache.reserve(session, namespace, chain, parts=parts, ttl_s=cache.leases.max_ttl_s)
+        )
+        known = reservation if isinstance(reservation, int) else reservation.first_block
+        if known < header.first_block:
+            if isinstance(reservation, Reservation):
+                cache.release(session, reservation.id)
+            raise InvalidArgumentError(
+                f"the stream begins at block {header.first_block}, but only {known} blocks before it are cached; "
+                f"begin at block {known} or earlier"
+            )
+        sizes = [cache.trie(namespace).part_bytes[part] for part in parts]
+        expected = (len(chain) - header.first_block) * sum(sizes)
+        try:
+            received = await self._receive(requests, reservation, (known - header.first_block) * sum(sizes), sizes)
+            if received != expected:
+                raise InvalidArgumentError(
+                    f"the stream had {received} bytes, but {len(chain) - header.first_block} blocks of {sum(sizes)} "
+                    f"bytes are {expected}; send whole blocks"
+                )
+        except BaseException:
+            if isinstance(reservation, Reservation) and reservation.id in session.grants:
+                cache.release(session, reservation.id)
+            raise
+        skipped = known - header.first_block
+        if isinstance(reservation, int):
+            return pb.PutResponse(duplicates=skipped)
+        committed, duplicates = await asyncio.shield(
+            cache.commit(reservation, len(reservation.slots), durable=header.durable)
+        )
+        return pb.PutResponse(committed=committed, duplicates=duplicates + skipped)
+
+    async def _receive(
+        self, requests: AsyncIterator[pb.PutRequest], reservation: Reservation | int, skip: int, sizes: list[int]
+    ) -> int:
+        """Copies the stream into the reservation's slots, but for its first `skip` bytes; returns bytes received."""
+        targets: list[tuple[int, int]] = []
+        if isinstance(reservation, Reservation):
+            targets = [pair for block in reservation.slots for pair in zip(block, sizes, strict=True)]
+        received = index = filled = 0
+        async for message in requests:
+            if message.WhichOneof("content") != "data":
+                raise InvalidArgumentError("a message of Put after the first has no data; send one header only")
+            data = np.frombuffer(message.data, np.uint8)
+            received += len(data)
+            left = min(skip, len(data))
+            skip -= left
+            data = data[left:]
+            while len(data) and index < len(targets):
+                offset, size = targets[index]
+                count = min(len(data), size - filled)
+                self._cache.tiers.arena.array(offset, size)[filled : filled + count] = data[:count]
+                data = data[count:]
+                filled += count
+                if filled == size:
+                    index, filled = index + 1, 0
+        return received
+
+    def _take_work(self) -> None:
+        if self._draining.is_set():
+            raise UnavailableError("the daemon drains and takes no new blocks; try again when it is back")
+
+
+def tier_runs(trie: Trie, rows: np.ndarray[tuple[int], np.dtype[np.int64]]) -> list[pb.TierRun]:
+    """The nearest tiers of a prefix, run-length encoded."""
+    tiers = trie.nearest[rows].tolist()
+    return [pb.TierRun(tier=pb.Tier.Name(tier + 1), blocks=len(list(run))) for tier, run in groupby(tiers)]

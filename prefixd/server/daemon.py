@@ -1,0 +1,346 @@
+"""The daemon: everything put together, started and ended in order."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import signal
+import socket
+import stat
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from prefixd.cache import TieredCache, Tiers
+from prefixd.errors import ConfigError
+from prefixd.server import rpc
+from prefixd.server.admin_service import AdminService
+from prefixd.server.cache_service import PrefixCacheService
+from prefixd.server.inference_service import InferenceService
+from prefixd.server.memory_door import MemoryDoor
+from prefixd.server.model_host import ModelHost
+from prefixd.server.snapshot import Snapshot, serve_metrics
+from prefixd.settings import Settings
+from prefixd.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, inference_pb2, inference_pb2_grpc
+from prefixd_swap import (
+    CpuArena,
+    SlabStore,
+    SwapError,
+    create_copy_engine,
+    create_eviction_policy,
+    register_host,
+    unregister_host,
+)
+
+log = logging.getLogger(__name__)
+
+_MESSAGE_BYTES = 16 << 20
+_EXPIRY_S = 0.25
+_SAME_SIGNAL_S = 1.0  # `timeout` and shells signal a process and its group: twice, but meant once
+_SERVICES = (
+    cache_pb2.DESCRIPTOR.services_by_name["PrefixCache"].full_name,
+    inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name,
+    admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoints:
+    """Where the daemon listens."""
+
+    socket: Path
+    tcp: str | None
+    metrics_port: int | None
+
+
+async def serve(settings: Settings, *, ready: Callable[[Endpoints], None] | None = None) -> int:
+    """Runs the daemon until SIGTERM, SIGINT or a drain with shutdown; returns the exit status.
+
+    Args:
+        settings: checked settings.
+        ready: called once, when calls are taken (the model may still be loading; requests for it wait).
+
+    Raises:
+        ConfigError: a directory, socket or size that the daemon cannot start with.
+    """
+    async with AsyncExitStack() as stack:
+        daemon = Daemon(settings)
+        endpoints = await daemon.start(stack)
+        if ready is not None:
+            ready(endpoints)
+        await daemon.ended.wait()
+        await daemon.drain()
+    return 0
+
+
+class Daemon:
+    """One daemon's parts. `start` enters into a stack what has to be undone.
+
+    Args:
+        settings: checked settings.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.draining = asyncio.Event()
+        self.ended = asyncio.Event()
+        self._drained: asyncio.Task[tuple[int, int]] | None = None
+        self._signalled_s: float | None = None
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
+
+    async def start(self, stack: AsyncExitStack) -> Endpoints:
+        """Starts everything, innermost first."""
+        settings = self.settings
+        clock = time.monotonic
+        device = resolve_device(settings) if settings.worker.enabled else "cpu"
+        stack.callback(_lock_directory(settings.data_dir))
+        tiers = Tiers(_open_arena(settings, device, stack), _open_store(settings, stack))
+        engine = create_copy_engine(device)
+        stack.callback(engine.close)
+        self.cache = cache = TieredCache(
+            tiers,
+            engine,
+            create_eviction_policy(settings.cache.eviction, settings.cache.seed),
+            clock,
+            default_ttl_s=settings.server.lease_ttl_s,
+            max_ttl_s=settings.server.max_lease_ttl_s,
+            max_sessions=settings.server.max_sessions,
+            write_back=settings.cache.write_back,
+        )
+        restored = cache.restore()
+        if restored:
+            log.info("%d blocks are back from disk", restored)
+        cache.write_back.start()
+        stack.push_async_callback(cache.close)
+        stack.push_async_callback(rpc.settle)
+        expiry = asyncio.create_task(self._expire(), name="expiry")
+        stack.callback(expiry.cancel)
+
+        self.host = ModelHost(settings, device, cache, clock) if settings.worker.enabled else None
+        if self.host is not None:
+            self.host.start()
+            stack.push_async_callback(self.host.stop)
+
+        snapshot = Snapshot(
+            cache,
+            self.draining,
+            clock,
+            clock(),
+            self.host.dispatcher if self.host else None,
+            self.host.worker if self.host else None,
+        )
+        path = settings.server.socket
+        _make_private(path.parent)
+        _refuse_taken(path)
+        door_path = path.with_name(path.name + "-memory")
+        if tiers.cpu is not None:
+            door = MemoryDoor(door_path, tiers.cpu.fd, tiers.cpu.capacity_bytes, lambda s: s in cache.leases.sessions)
+            await door.start()
+            stack.push_async_callback(door.close)
+        service = PrefixCacheService(cache, door_path if tiers.cpu is not None else None, self.draining)
+        server = grpc.aio.server(
+            options=[
+                ("grpc.max_receive_message_length", _MESSAGE_BYTES),
+                ("grpc.max_send_message_length", _MESSAGE_BYTES),
+                ("grpc.so_reuseport", 0),
+                # A client on another host that vanishes without a word is dead after half a minute.
+                ("grpc.keepalive_time_ms", 20_000),
+                ("grpc.keepalive_timeout_ms", 10_000),
+            ]
+        )
+        cache_pb2_grpc.add_PrefixCacheServicer_to_server(service, server)
+        inference_pb2_grpc.add_InferenceServicer_to_server(
+            InferenceService(
+                cache,
+                self.host.dispatcher if self.host else None,
+                self.host.model if self.host else _no_model,
+                self.draining,
+                clock,
+            ),
+            server,
+        )
+        admin_pb2_grpc.add_AdminServicer_to_server(AdminService(cache, snapshot, self._drain_on_request), server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        reflection.enable_server_reflection([*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+        tcp = await self._listen(server, path)
+        stack.push_async_callback(server.stop, 1.0)
+        stack.callback(service.closing.set)
+        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        metrics_port = None
+        if settings.server.metrics_port is not None:
+            try:
+                metrics_port, stop = serve_metrics(settings.server.metrics_port, snapshot, asyncio.get_running_loop())
+            except OSError as error:
+                port = settings.server.metrics_port
+                raise ConfigError(
+                    f"server.metrics_port = {port} cannot be used ({error.strerror}); choose another"
+                ) from error
+            stack.callback(stop)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+            stack.callback(loop.remove_signal_handler, number)
+        return Endpoints(path, tcp, metrics_port)
+
+    async def drain(self) -> tuple[int, int]:
+        """Takes no new work, finishes what runs, writes back; the same drain for everyone who asks."""
+        if self._drained is None:
+            self._drained = asyncio.create_task(self._drain(), name="drain")
+        return await asyncio.shield(self._drained)
+
+    async def _drain(self) -> tuple[int, int]:
+        self.draining.set()
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        finished = 0
+        if self.host is not None:
+            before = self.host.dispatcher.finished
+            try:
+                await asyncio.wait_for(self.host.dispatcher.idle(), self.settings.server.drain_timeout_s)
+            except TimeoutError:
+                log.warning("requests still run after %g s; they are ended", self.settings.server.drain_timeout_s)
+            finished = self.host.dispatcher.finished - before
+        written = await self.cache.write_back.flush()
+        log.info("drained: %d requests finished, %d blocks written to disk", finished, written)
+        return written, finished
+
+    async def _drain_on_request(self, shutdown: bool) -> tuple[int, int]:
+        result = await self.drain()
+        if shutdown:
+            self.ended.set()
+        return result
+
+    def _on_signal(self) -> None:
+        now = time.monotonic()
+        if self._signalled_s is None:
+            self._signalled_s = now
+            log.info("ending: what runs is finished first; a second signal ends at once")
+            self.ended.set()
+        elif now - self._signalled_s > _SAME_SIGNAL_S:
+            log.warning("second signal: ending without finishing what runs")
+            os._exit(1)
+
+    async def _expire(self) -> None:
+        while True:
+            await asyncio.sleep(_EXPIRY_S)
+            expired = self.cache.leases.expire(self.cache.clock())
+            if expired:
+                log.warning("%d leases or reservations ended because their time was up", expired)
+
+    async def _set_health(self, status: Any) -> None:
+        for service in ("", *_SERVICES):
+            await self._health.set(service, status)
+
+    async def _listen(self, server: grpc.aio.Server, path: Path) -> str | None:
+        try:
+            server.add_insecure_port(f"unix:{path}")
+        except RuntimeError as error:
+            raise ConfigError(f"server.socket = {path} cannot be bound ({error}); choose another path") from error
+        tcp = self.settings.server.tcp
+        if tcp is not None:
+            try:
+                port = server.add_insecure_port(tcp)
+            except RuntimeError as error:
+                raise ConfigError(f"server.tcp = {tcp} cannot be bound; choose another address or port 0") from error
+            tcp = f"{tcp.rpartition(':')[0]}:{port}"
+        await server.start()
+        path.chmod(0o600)
+        return tcp
+
+
+def resolve_device(settings: Settings) -> str:
+    """The device that `gpu.device` means here."""
+    wanted = settings.gpu.device
+    if wanted == "cpu":
+        return wanted
+    import torch
+
+    available = torch.cuda.is_available()
+    if wanted == "auto":
+        return "cuda:0" if available else "cpu"
+    if not available:
+        raise ConfigError(f"gpu.device = {wanted}, but torch sees no CUDA device here; use auto or cpu")
+    return wanted if ":" in wanted else f"{wanted}:0"
+
+
+async def _no_model() -> Any:
+    raise AssertionError("a sidecar refuses before it asks for its model")
+
+
+def _make_private(directory: Path) -> None:
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"directory {directory} cannot be made ({error.strerror}); choose another path") from error
+
+
+def _lock_directory(directory: Path) -> Callable[[], None]:
+    """Makes the data directory and locks it; returns how to unlock it."""
+    _make_private(directory)
+    try:
+        fd = os.open(directory / "daemon.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"data_dir = {directory} is not writable ({error.strerror}); choose another") from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        holder = os.read(fd, 32).decode(errors="replace").strip()
+        os.close(fd)
+        raise ConfigError(
+            f"data_dir = {directory} is in use by another daemon (pid {holder or 'unknown'}); stop it or choose another"
+        ) from None
+    os.ftruncate(fd, 0)
+    os.write(fd, f"{os.getpid()}\n".encode())
+    return lambda: os.close(fd)
+
+
+def _refuse_taken(path: Path) -> None:
+    """Removes the socket file of a daemon that is gone; ConfigError when somebody listens there."""
+    if not path.exists():
+        return
+    if not stat.S_ISSOCK(path.stat().st_mode):
+        raise ConfigError(f"server.socket = {path} is a file, no socket; remove it or choose another path")
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(os.fspath(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            return
+        except OSError as error:
+            raise ConfigError(f"server.socket = {path} cannot be reached ({error.strerror}); remove it") from error
+    raise ConfigError(f"server.socket = {path} is in use by another process; stop it or choose another path")
+
+
+def _open_arena(settings: Settings, device: str, stack: AsyncExitStack) -> CpuArena | None:
+    if not settings.cpu.bytes:
+        return None
+    try:
+        arena = CpuArena(settings.cpu.bytes, populate=settings.cpu.populate)
+        stack.callback(arena.close)
+        if device != "cpu":
+            address = arena.span(0, arena.capacity_bytes).address
+            register_host(address, arena.capacity_bytes)
+            stack.callback(unregister_host, address)
+    except SwapError as error:
+        raise ConfigError(f"cpu.bytes = {settings.cpu.bytes}: {error}") from error
+    return arena
+
+
+def _open_store(settings: Settings, stack: AsyncExitStack) -> SlabStore | None:
+    if not settings.disk.bytes:
+        return None
+    path = settings.disk_path
+    try:
+        store = SlabStore.open(path, settings.disk.bytes)
+    except SwapError as error:
+        raise ConfigError(f"disk.path = {path}: {error}") from error
+    stack.callback(store.close)
+    return store

@@ -1,0 +1,453 @@
+"""From the queue to the worker: look ahead, bring prefixes up, hand over what is ready, record what comes back.
+
+The prefetcher (paper `prefix_cache_long_term_memory`, V.G) is the loop in `_dispatch`: it takes the next requests in
+the policy's order, as many as the GPU tier has frames for, holds their prefixes there and starts bringing up what is
+missing. A request that leaves that window loses its hold, not its blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+
+from prefixd.cache import CPU, DISK, GPU, TieredCache
+from prefixd.cache.trie import Rows
+from prefixd.errors import UnavailableError
+from prefixd.server.request import Ended, NewTokens, Request
+from prefixd.server.tracker import PrefixTracker
+from prefixd.worker.protocol import Cancel, Done, Extend, Start, Step, ToWorker
+from prefixd_scheduler import CostModel, Distance, RequestQueue
+from prefixd_swap import SwapError
+
+log = logging.getLogger(__name__)
+
+_RETRY_S = 0.02
+_ATTEMPTS = 3
+
+
+class Dispatcher:
+    """Runs the waiting requests on the worker.
+
+    Args:
+        cache: the cache; its GPU tier is set before the first request is handed over.
+        queue: the order.
+        cost: learns what loading and computing cost.
+        send: gives a message to the worker.
+        clock: seconds.
+        max_running: requests computed at once.
+        look_ahead: requests ahead of their turn whose prefixes are brought up.
+        recompute_if_slower: compute a cached prefix again where loading it would take longer.
+        caching: False neither finds nor keeps anything.
+    """
+
+    def __init__(
+        self,
+        cache: TieredCache,
+        queue: RequestQueue,
+        cost: CostModel,
+        send: Callable[[ToWorker], None],
+        clock: Callable[[], float],
+        *,
+        max_running: int,
+        look_ahead: int,
+        recompute_if_slower: bool = True,
+        caching: bool = True,
+    ) -> None:
+        self.queue = queue
+        self.waiting: dict[int, Request] = {}
+        self.running: dict[int, Request] = {}
+        self.finished = self.preempted = self.resumed = 0
+        self._cache = cache
+        self._residency = cache.residency
+        self._tracker = PrefixTracker(cache)
+        self._cost = cost
+        self._send = send
+        self._clock = clock
+        self._max_running = max_running
+        self._look_ahead = look_ahead
+        self._recompute_if_slower = recompute_if_slower
+        self._caching = caching
+        self._computing: Counter[bytes] = Counter()  # keys of prompt blocks that running requests are computing
+        self._starved: dict[int, Request] = {}  # running requests that wait for a frame
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._ready = False
+        self._task: asyncio.Task[None] | None = None
+
+    # -- life ---------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Starts dispatching in the background."""
+        self._task = asyncio.create_task(self._run(), name="dispatcher")
+
+    async def stop(self) -> None:
+        """Stops dispatching and fails what waits or runs."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await asyncio.gather(*(r.staging for r in self.waiting.values() if r.staging), return_exceptions=True)
+        error = UnavailableError("the daemon is ending; send the request again when it is back")
+        for request in [*self.waiting.values(), *self.running.values()]:
+            request.events.put_nowait(error)
+        for request in list(self.waiting.values()):
+            self._unstage(request)
+
+    def abandon(self) -> None:
+        """Gives back what running requests held; their worker is gone for good."""
+        for request in self.running.values():
+            self._give_back(request)
+        self.running.clear()
+
+    async def idle(self) -> None:
+        """Waits until nothing waits or runs."""
+        await self._idle.wait()
+
+    # -- callers' side ------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        """Queues a request. Raises QueueFullError."""
+        self.queue.push(request.queued)
+        self._enter(request)
+
+    def cancel(self, request: Request) -> None:
+        """Ends a request that waits or runs; one that has ended already is left alone."""
+        request.cancelled = True
+        if request.id in self.running:
+            self._send(Cancel(request.id))
+        elif request.id in self.waiting:
+            self._withdraw(request)
+            request.events.put_nowait(Ended("cancelled"))
+        self._look()
+
+    def _withdraw(self, request: Request) -> None:
+        self.queue.remove(request.id)
+        del self.waiting[request.id]
+        if request.staging is not None and not request.staging.done():
+            request.staging.add_done_callback(lambda _: self._unstage(request))
+        else:
+            self._unstage(request)
+
+    # -- the worker's side --------------------------------------------------------------------------------------
+
+    def on_ready(self) -> None:
+        """The worker takes requests."""
+        self._ready = True
+        self._look()
+
+    def on_step(self, step: Step) -> None:
+        """Results of one forward pass."""
+        if step.computed_tokens > 2 * len(step.updates):  # mostly prefill: what a cached prefix saves
+            self._cost.observe_compute(step.computed_tokens, step.elapsed_s)
+        for update in step.updates:
+            request = self.running.get(update.id)
+            if request is None:
+                continue
+            if update.tokens:
+                request.chain.append(np.array(update.tokens, "<u4").tobytes())
+                if request.first_token_s is None:
+                    request.first_token_s = self._clock()
+                request.events.put_nowait(NewTokens(update.tokens))
+            self._record(request, update.filled_blocks)
+            self._want_frames(request)
+        self._look()
+
+    def on_done(self, done: Done) -> None:
+        """A request ended; nothing maps its frames any more."""
+        request = self.running.pop(done.id, None)
+        if request is None:
+            return
+        self._give_back(request)
+        if request.preempted and done.reason == "cancelled" and not request.cancelled:
+            self.preempted += 1
+            self._put_back(request)
+        elif done.reason == "error":
+            request.events.put_nowait(UnavailableError(f"the worker could not run the request: {done.detail}"))
+        else:
+            self.finished += 1
+            request.events.put_nowait(Ended(done.reason))
+        self._look()
+
+    def on_death(self, why: str, gave_up: bool) -> None:
+        """The worker is gone; its requests are run again by the next one, if there is one."""
+        self._ready = False
+        interrupted, self.running = list(self.running.values()), {}
+        self._starved.clear()
+        for request in interrupted:
+            self._give_back(request)
+            request.attempts += 1
+            if request.cancelled:
+                request.events.put_nowait(Ended("cancelled"))
+            elif gave_up or request.attempts >= _ATTEMPTS:
+                request.events.put_nowait(UnavailableError(f"the worker died ({why}); send the request again later"))
+            else:
+                self._put_back(request)
+        if gave_up:
+            for request in list(self.waiting.values()):
+                self._withdraw(request)
+                request.events.put_nowait(UnavailableError(f"there is no worker ({why}); the daemon's log says more"))
+        self._look()
+
+    # -- dispatching --------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            if self._ready:
+                await self._extend_starved()
+                await self._dispatch()
+
+    async def _dispatch(self) -> None:
+        if self._caching:
+            self._tracker.refresh(self.waiting.values())
+        places = self._max_running - len(self.running)
+        window = [self.waiting[q.id] for q in self.queue.window(places + self._look_ahead, self._clock())]
+        inside = set(map(id, window))
+        for request in self.waiting.values():
+            if request.ready and id(request) not in inside:
+                self._unstage(request)
+        held = {frame for request in self.running.values() for frame in request.frames}
+        budget = self._cache.tiers.frames.capacity - len(held)
+        counted: set[int] = set()
+        for request in window:
+            if request.id not in self.waiting:
+                continue  # cancelled while we waited for frames
+            if not request.staged and request.next_key in self._computing:
+                continue  # its prefix is on its way up: another request computes it now
+            rows = set(request.rows.tolist())
+            fresh = self._blocks(request) - len(rows)
+            budget -= fresh + len(rows - counted)
+            counted |= rows
+            if budget < 0:
+                break
+            if not request.staged:
+                self._stage(request)
+            if request.ready and len(self.running) < self._max_running and not await self._hand_over(request):
+                self._free_stages(request)
+                break
+
+    def _stage(self, request: Request) -> None:
+        """Holds the request's prefix in the GPU tier and starts bringing up what is missing there."""
+        trie = request.trie
+        request.cut = False
+        if self._recompute_if_slower:
+            found = len(request.rows)
+            request.rows = self._worth_loading(request)
+            request.cut = len(request.rows) < found
+        tiers = trie.nearest[request.rows]
+        if request.hit_tokens is None or not request.resumed:
+            request.hit_tokens = [int((tiers == tier).sum()) * trie.block_tokens for tier in (GPU, CPU, DISK)]
+        trie.hold(request.rows, GPU)
+        trie.touch(request.rows, self._clock())
+        request.staged = True
+        request.staging = None
+        if len(trie.missing(request.rows, GPU)):
+            request.staging = asyncio.create_task(self._bring(request, int(tiers.max())))
+
+    async def _bring(self, request: Request, distance: int) -> None:
+        trie, rows = request.trie, request.rows
+        began = self._clock()
+        there = 0
+        try:
+            missing = len(trie.missing(rows, GPU))
+            there = await self._residency.bring(trie, rows, GPU)
+            if distance != GPU:
+                self._cost.observe_load(Distance(distance), missing * trie.part_bytes[0], self._clock() - began)
+        except SwapError as error:
+            log.error("the prefix of request %s could not be brought up, it is computed: %s", request.name, error)
+        finally:
+            if there < len(rows):  # no room, or a damaged block: the rest is computed
+                self._cache.unhold(trie, rows[there:], GPU)
+                request.rows = rows[:there]
+                request.cut = True
+            self._look()
+
+    def _unstage(self, request: Request) -> None:
+        if request.staged:
+            request.staged = False
+            self._cache.unhold(request.trie, request.rows, GPU)
+            request.forget_rows()
+            if request.id in self.waiting and self._caching:
+                self._tracker.look_up(request)
+
+    def _free_stages(self, head: Request) -> None:
+        """The next request in order lacks frames: those behind it may not keep theirs."""
+        for request in self.waiting.values():
+            if request is not head and request.ready:
+                self._unstage(request)
+        asyncio.get_running_loop().call_later(_RETRY_S, self._look)
+
+    def _worth_loading(self, request: Request) -> Rows:
+        """The prefix up to the first tier that is slower to load from than to compute."""
+        trie, rows = request.trie, request.rows
+        tiers = trie.nearest[rows]
+        for distance in (Distance.CPU, Distance.DISK):
+            far = np.flatnonzero(tiers >= distance)
+            if len(far) and (tiers[far] == distance).any():
+                nbytes = int((tiers == distance).sum()) * trie.part_bytes[0]
+                tokens = (len(rows) - int(far[0])) * trie.block_tokens
+                if not self._cost.load_pays(tokens, nbytes, distance):
+                    return rows[: int(far[0])]
+        return rows
+
+    async def _hand_over(self, request: Request) -> bool:
+        """Gives the request to the worker; False when there are no frames for it."""
+        trie = request.trie
+        if self._grew(request):
+            self._unstage(request)
+            self._look()
+            return True
+        fresh = await self._residency.take_frames(self._blocks(request) - len(request.rows))
+        if fresh is None:
+            return False
+        if request.id not in self.waiting:
+            self._cache.tiers.release(GPU, fresh)
+            return True
+        self.queue.remove(request.id)
+        del self.waiting[request.id]
+        self.running[request.id] = request
+        request.staged = False
+        request.preempted = request.extending = False
+        request.handed_over_s = request.handed_over_s or self._clock()
+        request.recorded = len(request.rows)
+        request.recording = self._caching
+        request.own = set(fresh)
+        request.frames = [*trie.slots[request.rows, GPU, 0].tolist(), *fresh]
+        if not request.resumed:
+            self._count(request)
+        request.claimed = range(request.recorded, request.usable_blocks if self._caching else 0)
+        self._computing.update(request.chain.key(block) for block in request.claimed)
+        self._send(
+            Start(
+                id=request.id,
+                tokens=request.chain.token_ids,
+                generated=request.generated,
+                cached_blocks=len(request.rows),
+                frames=request.frames,
+                sampling=request.sampling,
+            )
+        )
+        return True
+
+    def _grew(self, request: Request) -> bool:
+        """Whether somebody computed more of the prefix since it was staged."""
+        if not self._caching or request.cut or request.next_key not in request.trie.index:
+            return False
+        match = request.trie.match(request.namespace.root, request.chain, request.usable_blocks)
+        return len(match) > len(request.rows)
+
+    def _count(self, request: Request) -> None:
+        found = request.hit_tokens or [0, 0, 0]
+        surplus = sum(found) - len(request.rows) * request.trie.block_tokens
+        for tier in (DISK, CPU, GPU):  # what turned out damaged or did not fit was no hit
+            less = min(max(surplus, 0), found[tier])
+            found[tier] -= less
+            surplus -= less
+        request.hit_tokens = found
+        self._cache.counters.asked_tokens += request.prompt_tokens
+        for tier, hits in enumerate(found):
+            self._cache.counters.hit_tokens[tier] += hits
+
+    # -- while a request runs -----------------------------------------------------------------------------------
+
+    def _record(self, request: Request, filled: int) -> None:
+        """Enters the blocks that were filled into the trie; they stay after the request ends."""
+        while request.recording and request.recorded < filled:
+            block = request.recorded
+            parent = int(request.rows[-1]) if len(request.rows) else request.namespace.root
+            result = self._cache.record(request.namespace, parent, request.chain, block, request.frames[block])
+            if result is None:
+                request.recording = False
+                return
+            row, taken = result
+            request.rows = np.append(request.rows, row)
+            self._computed(request, block)
+            request.recorded += 1
+            if taken:
+                request.own.discard(request.frames[block])
+
+    def _computed(self, request: Request, block: int) -> None:
+        if block not in request.claimed:
+            return
+        key = request.chain.key(block)
+        if self._computing[key] <= 1:
+            del self._computing[key]
+        else:
+            self._computing[key] -= 1
+
+    def _want_frames(self, request: Request) -> None:
+        """Asks for the next frame a block ahead of need."""
+        left = request.sampling.max_tokens - request.generated
+        if left > 0 and not request.extending:
+            room = len(request.frames) * request.trie.block_tokens - request.chain.tokens
+            if room < min(left, request.trie.block_tokens):
+                request.extending = True
+                self._starved[request.id] = request
+
+    async def _extend_starved(self) -> None:
+        for request in list(self._starved.values()):
+            frames = await self._residency.take_frames(1)
+            if request.id not in self.running:
+                self._starved.pop(request.id, None)
+                if frames:
+                    self._cache.tiers.release(GPU, frames)
+                continue
+            if frames is None:
+                self._free_stages(request)
+                self._preempt()
+                return
+            del self._starved[request.id]
+            request.extending = False
+            request.frames += frames
+            request.own.update(frames)
+            self._send(Extend(request.id, frames))
+
+    def _preempt(self) -> None:
+        """Frees frames by taking back the request that was handed over last; its blocks stay cached."""
+        if len(self.running) > 1 and not any(request.preempted for request in self.running.values()):
+            youngest = next(reversed(self.running.values()))
+            youngest.preempted = True
+            log.info("request %s is preempted: the GPU tier has no frame left", youngest.name)
+            self._send(Cancel(youngest.id))
+
+    # -- after --------------------------------------------------------------------------------------------------
+
+    def _give_back(self, request: Request) -> None:
+        """Ends what a run held: its own frames are free, its blocks evictable."""
+        self._starved.pop(request.id, None)
+        for block in request.claimed[request.recorded - request.claimed.start :] if request.claimed else ():
+            self._computed(request, block)
+        self._cache.tiers.release(GPU, request.own)
+        self._cache.unhold(request.trie, request.rows, GPU)
+        request.own = set()
+        request.frames = []
+        request.forget_rows()
+
+    def _put_back(self, request: Request) -> None:
+        request.resumed += 1
+        self.resumed += 1
+        request.preempted = False
+        self.queue.readmit(request.queued)
+        self._enter(request)
+
+    def _enter(self, request: Request) -> None:
+        self.waiting[request.id] = request
+        if self._caching:
+            self._tracker.look_up(request)
+        self._look()
+
+    def _blocks(self, request: Request) -> int:
+        """Frames to start with: everything known, and the first token that will be generated."""
+        return -(-(request.chain.tokens + 1) // request.trie.block_tokens)
+
+    def _look(self) -> None:
+        if self.waiting or self.running:
+            self._idle.clear()
+        else:
+            self._idle.set()
+        self._wake.set()

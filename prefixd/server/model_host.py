@@ -1,0 +1,176 @@
+"""The model beside the cache: worker process, GPU tier and dispatcher."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from prefixd.cache import NamespaceSpec, PartSpec, TieredCache
+from prefixd.embedded_model import ensure_embedded_model
+from prefixd.errors import ConfigError, UnavailableError
+from prefixd.model_fingerprint import fingerprint
+from prefixd.server.dispatcher import Dispatcher
+from prefixd.server.inference_service import ServedModel
+from prefixd.server.tokenization import TextCodec
+from prefixd.server.worker_process import WorkerProcess
+from prefixd.settings import Settings
+from prefixd.worker.protocol import Done, Hello
+from prefixd.worker.settings import WorkerSettings
+from prefixd_scheduler import CostModel, RequestQueue, create_policy
+from prefixd_swap import FramePool, KvGeometry, SwapError, VirtualMemory, create_memory
+
+log = logging.getLogger(__name__)
+
+
+class ModelHost:
+    """Runs a model directory's worker and owns its GPU tier.
+
+    Args:
+        settings: the daemon's.
+        device: "cpu" or "cuda:N".
+        cache: gets the GPU tier when the worker has said what a block looks like.
+        clock: seconds.
+    """
+
+    def __init__(self, settings: Settings, device: str, cache: TieredCache, clock: Callable[[], float]) -> None:
+        self._settings = settings
+        self._device = device
+        self._cache = cache
+        self._memory: VirtualMemory | None = None
+        self._hello: Hello | None = None
+        self._model: asyncio.Task[ServedModel] | None = None
+        self.directory = self._find_model()
+        worker = settings.worker
+        self.worker = WorkerProcess(
+            WorkerSettings(
+                model=os.fspath(self.directory),
+                dtype=worker.dtype,
+                device=device,
+                block_tokens=worker.block_tokens,
+                layout=worker.layout,
+                chunk_bytes=settings.gpu.chunk_bytes or 0,
+                max_step_tokens=worker.max_step_tokens,
+                threads=worker.threads,
+            ),
+            worker.restart_limit,
+            on_hello=self._on_hello,
+            on_ready=lambda: self.dispatcher.on_ready(),
+            on_step=lambda step: self.dispatcher.on_step(step),
+            on_done=self._on_done,
+            on_death=lambda why, gave_up: self.dispatcher.on_death(why, gave_up),
+        )
+        self.dispatcher = Dispatcher(
+            cache,
+            RequestQueue(create_policy(settings.scheduler.policy), settings.scheduler.queue_limit),
+            CostModel(),
+            self.worker.send,
+            clock,
+            max_running=worker.max_running,
+            look_ahead=settings.scheduler.look_ahead,
+            recompute_if_slower=settings.scheduler.recompute_if_slower,
+            caching=settings.cache.enabled,
+        )
+
+    def start(self) -> None:
+        """Starts the worker and the dispatcher."""
+        self._model = asyncio.create_task(self._load(), name="model")
+        self.worker.start()
+        self.dispatcher.start()
+
+    async def stop(self) -> None:
+        """Ends the worker and gives the GPU tier's memory back."""
+        await self.dispatcher.stop()
+        await self.worker.stop()
+        if self._model is not None:
+            self._model.cancel()
+            await asyncio.gather(self._model, return_exceptions=True)
+        self.dispatcher.abandon()
+        await self._cache.write_back.stop()
+        await self._cache.residency.quiesce()
+        pool, self._cache.tiers.gpu = self._cache.tiers.gpu, None
+        if pool is not None:
+            pool.close()
+        if self._memory is not None:
+            self._memory.close()
+
+    async def model(self) -> ServedModel:
+        """Waits for the model. Raises UnavailableError when its worker was given up."""
+        if self._model is None:
+            raise UnavailableError("the model is not being loaded; start the daemon's worker first")
+        model = await asyncio.shield(self._model)
+        if self.worker.failure:
+            raise UnavailableError(f"the worker was given up: {self.worker.failure}")
+        return model
+
+    def _find_model(self) -> Path:
+        settings = self._settings
+        if settings.worker.model is not None:
+            return settings.worker.model
+        home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        try:
+            return ensure_embedded_model(Path(home).expanduser() / "prefixd")
+        except OSError as error:
+            raise ConfigError(f"the embedded model cannot be written ({error}); set XDG_CACHE_HOME") from error
+
+    async def _load(self) -> ServedModel:
+        loop = asyncio.get_running_loop()
+        name = await loop.run_in_executor(None, fingerprint, self.directory, self._settings.data_dir)
+        codec: TextCodec | None = None
+        try:
+            codec = await loop.run_in_executor(None, TextCodec, self.directory)
+        except ConfigError as error:
+            log.warning("prompts have to be token ids: %s", error)
+        if not await self.worker.settled():
+            raise UnavailableError(f"the worker was given up: {self.worker.failure}")
+        hello = self._hello
+        if hello is None:
+            raise UnavailableError("the worker became ready without describing its model")
+        geometry = _geometry(hello)
+        namespace = NamespaceSpec(
+            name=name,
+            block_tokens=hello.block_tokens,
+            parts=(PartSpec("attention", 0, geometry.block_bytes),),
+            dtype=hello.dtype,
+            layout=hello.layout,
+        )
+        return ServedModel(hello, namespace, codec, self._cache.tiers.frames.capacity)
+
+    def _on_hello(self, hello: Hello) -> VirtualMemory:
+        """Makes the GPU tier for the first worker; its successors get the same one."""
+        if self._memory is not None:
+            if self._hello != hello:
+                raise ConfigError("the model changed while the daemon ran; restart the daemon")
+            return self._memory
+        geometry = _geometry(hello)
+        frames = self._settings.gpu.bytes // geometry.block_bytes
+        try:
+            if frames < 2:
+                raise ConfigError(
+                    f"gpu.bytes = {self._settings.gpu.bytes} holds {frames} blocks of {geometry.block_bytes} bytes; "
+                    "a request needs at least 2: raise gpu.bytes or lower worker.block_tokens"
+                )
+            memory = create_memory(self._device, hello.chunk_bytes)
+            self._cache.tiers.gpu = FramePool(memory, geometry, frames)
+        except SwapError as error:
+            raise ConfigError(f"the GPU tier of {self._settings.gpu.bytes} bytes cannot be made: {error}") from error
+        self._hello = hello
+        self._memory = memory
+        return memory
+
+    def _on_done(self, done: Done) -> None:
+        self.worker.proven()
+        self.dispatcher.on_done(done)
+
+
+def _geometry(hello: Hello) -> KvGeometry:
+    return KvGeometry(
+        layers=hello.layers,
+        kv_heads=hello.kv_heads,
+        head_dim=hello.head_dim,
+        dtype=hello.dtype,
+        block_tokens=hello.block_tokens,
+        layout=hello.layout,
+    )

@@ -1,0 +1,92 @@
+"""How a handler's errors become status codes, and how its work survives a caller that hangs up."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NoReturn, TypeVar
+
+import grpc
+
+from prefixd.errors import PrefixdError
+from prefixd_scheduler import QueueFullError, SchedulerError
+from prefixd_swap import OutOfMemoryError, SwapError
+
+log = logging.getLogger(__name__)
+
+Request = TypeVar("Request")
+Response = TypeVar("Response")
+Context = Any  # grpc.aio.ServicerContext is generic in what our handlers never name
+
+_working: set[asyncio.Task[Any]] = set()
+
+
+def unary(
+    method: Callable[[Any, Request], Awaitable[Response]],
+) -> Callable[[Any, Request, Context], Awaitable[Response]]:
+    """Turns `async def f(self, request) -> response` into a handler.
+
+    The work runs as a task of its own: a caller that goes away in the middle must not leave a copy writing into slots
+    that have been given back. What such a call was granted ends with its session.
+    """
+
+    @functools.wraps(method)
+    async def handler(self: Any, request: Request, context: Context) -> Response:
+        task = asyncio.ensure_future(method(self, request))
+        _working.add(task)
+        task.add_done_callback(_finished)
+        try:
+            return await asyncio.shield(task)
+        except Exception as error:
+            await abort(context, error)
+
+    return handler
+
+
+def streaming(
+    method: Callable[[Any, Any], AsyncIterator[Response]],
+) -> Callable[[Any, Any, Context], AsyncIterator[Response]]:
+    """Turns `async def f(self, request) -> AsyncIterator[response]` into a handler; the work ends with the call."""
+
+    @functools.wraps(method)
+    async def handler(self: Any, request: Any, context: Context) -> AsyncIterator[Response]:
+        try:
+            async for response in method(self, request):
+                yield response
+        except Exception as error:
+            await abort(context, error)
+
+    return handler
+
+
+async def abort(context: Context, error: Exception) -> NoReturn:
+    """Ends the call with the status that belongs to `error`; what nobody foresaw is logged and INTERNAL."""
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    if isinstance(error, PrefixdError):
+        code = grpc.StatusCode[error.status]
+    elif isinstance(error, QueueFullError | OutOfMemoryError):
+        code = grpc.StatusCode.RESOURCE_EXHAUSTED
+    elif isinstance(error, SchedulerError | SwapError):
+        code = grpc.StatusCode.FAILED_PRECONDITION
+    else:
+        log.error("a call failed in a way nobody foresaw", exc_info=error)
+        await context.abort(
+            grpc.StatusCode.INTERNAL, f"{type(error).__name__} in the daemon; its log says where. Please report it"
+        )
+    await context.abort(code, str(error))
+    raise AssertionError("abort does not return")
+
+
+async def settle() -> None:
+    """Waits for the work of calls whose callers have gone."""
+    while _working:
+        await asyncio.gather(*_working, return_exceptions=True)
+
+
+def _finished(task: asyncio.Task[Any]) -> None:
+    _working.discard(task)
+    if not task.cancelled():
+        task.exception()  # the caller has had it, or has gone

@@ -1,0 +1,216 @@
+"""The daemon's figures, for `Admin.Stats` and for Prometheus."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+import prefixd
+from prefixd.cache import CPU, GPU, TIER_NAMES, Lease, Reservation, TieredCache
+from prefixd.cache.trie import TIERS
+from prefixd.server.dispatcher import Dispatcher
+from prefixd.server.worker_process import WorkerProcess, WorkerState
+from prefixd.v1 import admin_pb2 as pb
+from prefixd.v1 import cache_pb2
+
+_STATES = {
+    WorkerState.STARTING: pb.WorkerStats.STATE_STARTING,
+    WorkerState.READY: pb.WorkerStats.STATE_READY,
+    WorkerState.FAILED: pb.WorkerStats.STATE_FAILED,
+}
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """Collects all figures from where they are kept."""
+
+    cache: TieredCache
+    draining: asyncio.Event
+    clock: Callable[[], float]
+    started_s: float
+    dispatcher: Dispatcher | None = None
+    worker: WorkerProcess | None = None
+
+    def take(self) -> pb.StatsResponse:
+        """The figures now."""
+        cache, now = self.cache, self.clock()
+        leases = cache.leases
+        counters = cache.counters
+        return pb.StatsResponse(
+            version=prefixd.__version__,
+            uptime_s=now - self.started_s,
+            draining=self.draining.is_set(),
+            tiers=[self._tier(tier) for tier in range(TIERS) if cache.tiers.exists(tier)],
+            sessions=[
+                pb.SessionStats(
+                    session_id=session.id[:8],
+                    client_name=session.client_name,
+                    pid=session.pid,
+                    leases=sum(isinstance(grant, Lease) for grant in session.grants.values()),
+                    reservations=sum(isinstance(grant, Reservation) for grant in session.grants.values()),
+                    age_s=now - session.opened_s,
+                )
+                for session in leases.sessions.values()
+            ],
+            namespaces=[
+                pb.NamespaceStats(
+                    namespace_id=namespace.id,
+                    namespace=cache_pb2.Namespace(
+                        name=namespace.spec.name,
+                        dtype=namespace.spec.dtype,
+                        layout=namespace.spec.layout,
+                        block_tokens=namespace.spec.block_tokens,
+                        parts=[
+                            cache_pb2.Part(group=part.group, rank=part.rank, nbytes=part.nbytes)
+                            for part in namespace.spec.parts
+                        ],
+                    ),
+                    blocks=blocks,
+                )
+                for namespace, blocks in zip(cache.namespaces, self._blocks_by_namespace(), strict=True)
+            ],
+            leases=leases.count(Lease),
+            reservations=leases.count(Reservation),
+            worker=self._worker(),
+            scheduler=self._scheduler(),
+            asked_tokens=counters.asked_tokens,
+            hit_tokens=sum(counters.hit_tokens),
+            lost_blocks=dict(cache.residency.lost),
+        )
+
+    def _blocks_by_namespace(self) -> list[int]:
+        counts = np.zeros(sum(1 for _ in self.cache.namespaces), np.int64)
+        for trie in self.cache.tries:
+            counts += np.bincount(trie.namespace[trie.used_rows()], minlength=len(counts))
+        blocks: list[int] = counts.tolist()
+        return blocks
+
+    def _tier(self, tier: int) -> pb.TierStats:
+        tiers = self.cache.tiers
+        blocks = held = 0
+        for trie in self.cache.tries:
+            rows = trie.copies(tier)
+            blocks += len(rows)
+            held += int((trie.holds[rows, tier] > 0).sum())
+        in_flight = 0
+        if tier == GPU:
+            frame = tiers.frames.geometry.block_bytes
+            capacity, used = tiers.frames.capacity * frame, tiers.frames.used_count * frame
+            in_flight = len(tiers.loose[GPU]) * frame
+        elif tier == CPU:
+            capacity, used = tiers.arena.capacity_bytes, tiers.arena.used_bytes
+            in_flight = used - sum(
+                int((trie.slots[: trie.rows, CPU] >= 0).sum(axis=0) @ np.array(trie.part_bytes))
+                for trie in self.cache.tries
+            )
+        else:
+            capacity, used = tiers.store.capacity_bytes, tiers.store.used_bytes
+        counters = tiers.counters[tier]
+        return pb.TierStats(
+            tier=cache_pb2.Tier.Name(tier + 1),
+            capacity_bytes=capacity,
+            used_bytes=used,
+            blocks=blocks,
+            held_blocks=held,
+            in_flight_bytes=max(in_flight, 0),
+            hit_tokens=self.cache.counters.hit_tokens[tier],
+            evicted_blocks=counters.evicted,
+            demoted_blocks=counters.demoted,
+            promoted_blocks=counters.promoted,
+            trouble=tiers.trouble[tier],
+        )
+
+    def _worker(self) -> pb.WorkerStats:
+        if self.worker is None:
+            return pb.WorkerStats(state=pb.WorkerStats.STATE_NONE)
+        return pb.WorkerStats(
+            state=_STATES[self.worker.state],
+            pid=self.worker.pid,
+            restarts=self.worker.restarts,
+            running_requests=len(self.dispatcher.running) if self.dispatcher is not None else 0,
+            model=self.worker.settings.model,
+            device=self.worker.settings.device,
+        )
+
+    def _scheduler(self) -> pb.SchedulerStats:
+        dispatcher = self.dispatcher
+        if dispatcher is None:
+            return pb.SchedulerStats()
+        return pb.SchedulerStats(
+            policy=dispatcher.queue.policy.name,
+            waiting_requests=len(dispatcher.waiting),
+            finished_requests=dispatcher.finished,
+            preempted_requests=dispatcher.preempted,
+            resumed_requests=dispatcher.resumed,
+        )
+
+
+class _Metrics(Collector):
+    """The snapshot as Prometheus metrics. Its thread only reads what the event loop has put down."""
+
+    def __init__(self, latest: Callable[[], pb.StatsResponse]) -> None:
+        self._latest = latest
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._latest()
+        per_tier = {
+            "capacity_bytes": ("capacity of a tier", False),
+            "used_bytes": ("bytes of a tier that are taken", False),
+            "blocks": ("blocks with a copy in a tier", False),
+            "held_blocks": ("blocks of a tier that may not move", False),
+            "in_flight_bytes": ("bytes taken, but not matchable yet", False),
+            "hit_tokens": ("prompt tokens found in a tier", True),
+            "evicted_blocks": ("copies dropped from a tier", True),
+            "demoted_blocks": ("blocks written a tier down to make room", True),
+            "promoted_blocks": ("blocks brought up to a tier", True),
+        }
+        for field, (text, counts) in per_tier.items():
+            family = (CounterMetricFamily if counts else GaugeMetricFamily)(
+                f"prefixd_tier_{field}", text, labels=["tier"]
+            )
+            for tier in stats.tiers:
+                family.add_metric([TIER_NAMES[tier.tier - 1]], getattr(tier, field))
+            yield family
+        trouble = GaugeMetricFamily("prefixd_tier_trouble", "1 while a tier is out of service", labels=["tier"])
+        for tier in stats.tiers:
+            trouble.add_metric([TIER_NAMES[tier.tier - 1]], bool(tier.trouble))
+        yield trouble
+        lost = CounterMetricFamily("prefixd_lost_blocks", "blocks not written or not served", labels=["reason"])
+        for reason, blocks in stats.lost_blocks.items():
+            lost.add_metric([reason], blocks)
+        yield lost
+        yield CounterMetricFamily("prefixd_asked_tokens", "prompt tokens asked for", value=stats.asked_tokens)
+        yield CounterMetricFamily("prefixd_hit_tokens", "prompt tokens found", value=stats.hit_tokens)
+        yield GaugeMetricFamily("prefixd_sessions", "open sessions", value=len(stats.sessions))
+        yield GaugeMetricFamily("prefixd_leases", "leases", value=stats.leases)
+        yield GaugeMetricFamily("prefixd_reservations", "reservations", value=stats.reservations)
+        yield GaugeMetricFamily("prefixd_waiting_requests", "queue length", value=stats.scheduler.waiting_requests)
+        yield GaugeMetricFamily("prefixd_running_requests", "requests running", value=stats.worker.running_requests)
+        yield CounterMetricFamily("prefixd_worker_restarts", "worker restarts", value=stats.worker.restarts)
+
+
+def serve_metrics(port: int, snapshot: Snapshot, loop: asyncio.AbstractEventLoop) -> tuple[int, Callable[[], None]]:
+    """Serves Prometheus metrics on 127.0.0.1:`port` (0: any free one); returns the port and how to stop.
+
+    Figures are taken on the event loop, since only it may look at the cache.
+    """
+
+    async def take() -> pb.StatsResponse:
+        return snapshot.take()
+
+    registry = CollectorRegistry()
+    server, thread = start_http_server(port, addr="127.0.0.1", registry=registry)
+    registry.register(_Metrics(lambda: asyncio.run_coroutine_threadsafe(take(), loop).result(timeout=5)))
+
+    def stop() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    return int(server.server_port), stop

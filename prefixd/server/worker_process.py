@@ -1,0 +1,191 @@
+"""The worker's supervisor: starts it, gives it the GPU tier's memory, and starts it again when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+import socket
+import sys
+from collections.abc import Callable
+
+from prefixd.worker.protocol import (
+    Done,
+    Failed,
+    FromWorker,
+    Hello,
+    Memory,
+    Ready,
+    Shutdown,
+    Step,
+    ToWorker,
+    encode,
+    from_worker,
+)
+from prefixd.worker.settings import WorkerSettings, encode_settings
+from prefixd_swap import VirtualMemory, send_export
+
+log = logging.getLogger(__name__)
+
+_STOP_S = 5.0
+_RESTART_PAUSE_S = 0.2
+_READ_BYTES = 1 << 18
+
+
+class WorkerState(enum.Enum):
+    """What the worker is doing."""
+
+    STARTING = "starting"
+    READY = "ready"
+    FAILED = "failed"
+
+
+class WorkerProcess:
+    """One worker process after the other.
+
+    The GPU tier's memory is the daemon's, so a worker that dies takes no cached block with it; its successor is given
+    the same memory.
+
+    Args:
+        settings: the worker's.
+        restart_limit: how many deaths in a row, without a request finished between them, are forgiven.
+        on_hello: called with the model's numbers, each time a worker says them; returns the GPU tier's memory.
+        on_ready: the worker takes requests.
+        on_step: results.
+        on_done: a request ended and its frames are unmapped.
+        on_death: the worker is gone (the reason in words), and whether it is given up.
+    """
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        restart_limit: int,
+        *,
+        on_hello: Callable[[Hello], VirtualMemory],
+        on_ready: Callable[[], None],
+        on_step: Callable[[Step], None],
+        on_done: Callable[[Done], None],
+        on_death: Callable[[str, bool], None],
+    ) -> None:
+        self.settings = settings
+        self.state = WorkerState.STARTING
+        self.restarts = 0
+        self.pid = 0
+        self.failure = ""
+        self._restart_limit = restart_limit
+        self._deaths = 0
+        self._on_hello = on_hello
+        self._on_ready = on_ready
+        self._on_step = on_step
+        self._on_done = on_done
+        self._on_death = on_death
+        self._writer: asyncio.StreamWriter | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._stopping = asyncio.Event()
+        self._was_ready = False  # a worker that fails before it was ever ready would fail again
+        self._last_words = ""
+        self._settled = asyncio.Event()
+
+    def start(self) -> None:
+        """Starts the first worker and keeps one running."""
+        self._task = asyncio.create_task(self._run(), name="worker")
+
+    async def settled(self) -> bool:
+        """Waits until a worker is ready, or given up; whether one is ready."""
+        await self._settled.wait()
+        return self.state is WorkerState.READY
+
+    def send(self, message: ToWorker) -> None:
+        """Sends a message; one that a dying worker misses is made good by `on_death`."""
+        if self._writer is not None:
+            self._writer.write(encode(message))
+
+    def proven(self) -> None:
+        """A request went through: earlier deaths are forgiven."""
+        self._deaths = 0
+
+    async def stop(self) -> None:
+        """Ends the worker and waits for it."""
+        self._stopping.set()
+        self.send(Shutdown())
+        if self._task is not None:
+            await self._task
+
+    async def _run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                why = await self._live()
+            except Exception as error:
+                log.error("the worker could not be run", exc_info=error)
+                why = f"{type(error).__name__}: {error}"
+            if self._stopping.is_set():
+                break
+            self._deaths += 1
+            gave_up = self._deaths > self._restart_limit or not self._was_ready
+            self.state = WorkerState.FAILED if gave_up else WorkerState.STARTING
+            log.error("the worker died (%s); %s", why, "it is given up" if gave_up else "starting another")
+            self._on_death(why, gave_up)
+            if gave_up:
+                self.failure = why
+                self._settled.set()
+                return
+            self.restarts += 1
+            await asyncio.sleep(_RESTART_PAUSE_S)
+
+    async def _live(self) -> str:
+        """One worker's life; returns how it ended."""
+        self._last_words = ""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "prefixd.worker",
+                "--fd",
+                str(theirs.fileno()),
+                "--config",
+                encode_settings(self.settings),
+                pass_fds=[theirs.fileno()],
+                stdin=asyncio.subprocess.DEVNULL,
+            )
+        self.pid = process.pid
+        reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+        # drain() then waits until everything is sent: descriptors go beside the stream and must not overtake it.
+        self._writer.transport.set_write_buffer_limits(high=0)
+        decoder = from_worker()
+        try:
+            while data := await reader.read(_READ_BYTES):
+                for message in decoder.feed(data):
+                    await self._take(message, ours)
+        except ConnectionResetError:
+            pass
+        finally:
+            self._writer.close()
+            self._writer = None
+            try:
+                await asyncio.wait_for(process.wait(), _STOP_S)
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+            self.pid = 0
+        code = process.returncode
+        return self._last_words or (f"signal {-code}" if code is not None and code < 0 else f"exit status {code}")
+
+    async def _take(self, message: FromWorker, ours: socket.socket) -> None:
+        if isinstance(message, Step):
+            self._on_step(message)
+        elif isinstance(message, Done):
+            self._on_done(message)
+        elif isinstance(message, Hello):
+            export = self._on_hello(message).export()
+            self.send(Memory(export.meta, export.count))
+            if self._writer is not None:
+                await self._writer.drain()
+            await asyncio.get_running_loop().run_in_executor(None, send_export, ours, export)
+        elif isinstance(message, Ready):
+            self.state = WorkerState.READY
+            self._was_ready = True
+            self._settled.set()
+            self._on_ready()
+        elif isinstance(message, Failed):
+            self._last_words = message.detail

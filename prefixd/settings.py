@@ -1,0 +1,319 @@
+"""The configuration: one typed tree with defaults that work.
+
+A value comes from, in this order: a flag of the command line, a `PREFIXD_*` environment variable
+(`PREFIXD_CPU__BYTES=8GiB`), `prefixd.toml`, the default below. There is no other way to set one.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import model_validator as check_together
+
+from prefixd.errors import ConfigError
+from prefixd.settings_sources import gather_layers
+
+# The socket that hands over the CPU tier's memory lies beside the daemon's, under its name and this.
+MEMORY_SOCKET_SUFFIX = "-memory"
+# sun_path of sockaddr_un has 108 bytes, the last of which is a NUL.
+LONGEST_SOCKET_PATH = 107 - len(MEMORY_SOCKET_SUFFIX)
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+_UNITS = {"": 1, "b": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("kmgt", start=1)
+    for suffix, base in (("ib", 1024), ("b", 1000))
+}
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
+
+
+def parse_size(value: object) -> int:
+    """Bytes from `8GiB` (powers of 1024), `500MB` (powers of 1000) or a plain number; else ValueError."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return int(value)
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    unit = _UNITS.get(match[2].lower()) if match else None
+    if match is None or unit is None:
+        raise ValueError("write a size such as 8GiB, 512MiB or 4096 (bytes), not below 0")
+    return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
+
+
+def _device(value: str) -> str:
+    if not _DEVICE.fullmatch(value):
+        raise ValueError("use auto, cpu, cuda or cuda:N")
+    return value
+
+
+def _tcp(value: str) -> str:
+    host, colon, port = value.rpartition(":")
+    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError("write host:port, such as 127.0.0.1:7070 (port 0: any free one)")
+    return value
+
+
+def _absolute(value: Path) -> Path:
+    return Path(os.path.abspath(value.expanduser()))
+
+
+def _socket(value: Path) -> Path:
+    value = _absolute(value)
+    length = len(os.fsencode(value))
+    if length > LONGEST_SOCKET_PATH:
+        raise ValueError(f"the socket's path may have at most {LONGEST_SOCKET_PATH} bytes and has {length}; shorten it")
+    return value
+
+
+Bytes = Annotated[int, BeforeValidator(parse_size)]
+AbsolutePath = Annotated[Path, AfterValidator(_absolute)]
+SocketPath = Annotated[Path, AfterValidator(_socket)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+
+
+def default_data_dir() -> Path:
+    """`$XDG_DATA_HOME/prefixd`, else `~/.local/share/prefixd`."""
+    home = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
+    return Path(home).expanduser() / "prefixd"
+
+
+def default_socket() -> Path:
+    """`$XDG_RUNTIME_DIR/prefixd/prefixd.sock`, else `/tmp/prefixd-<uid>/prefixd.sock`."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    directory = Path(runtime) / "prefixd" if runtime else Path(f"/tmp/prefixd-{os.getuid()}")
+    return directory / "prefixd.sock"
+
+
+class _Section(BaseModel):
+    # The docstring below a field is its description: `config show --describe` prints it.
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
+
+
+class ServerSettings(_Section):
+    """Where the daemon listens, and what it grants its clients."""
+
+    socket: SocketPath = Field(default_factory=default_socket)
+    """Unix socket for clients on this host."""
+    tcp: Annotated[str, AfterValidator(_tcp)] | None = None
+    """host:port for clients on other hosts; none by default."""
+    max_sessions: Count = 256
+    """Sessions open at once; one more is refused."""
+    lease_ttl_s: Seconds = 60.0
+    """How long a lease or a reservation lives unless its client asks otherwise."""
+    max_lease_ttl_s: Seconds = 3600.0
+    """The longest life a client can ask for."""
+    drain_timeout_s: Seconds = 60.0
+    """How long a drain or a SIGTERM waits for running requests before it ends them."""
+    metrics_port: Port | None = None
+    """Port for Prometheus metrics on 127.0.0.1; none by default."""
+
+    @check_together(mode="after")
+    def _ttl_within_limit(self) -> Self:
+        if self.lease_ttl_s > self.max_lease_ttl_s:
+            raise ValueError(
+                f"server.lease_ttl_s = {self.lease_ttl_s:g} is above server.max_lease_ttl_s = "
+                f"{self.max_lease_ttl_s:g}; lower the first or raise the second"
+            )
+        return self
+
+
+class GpuSettings(_Section):
+    """The GPU tier, which the model beside the daemon works in."""
+
+    bytes: Bytes = 256 << 20
+    """Size of the tier; 0 (and without a model always): none."""
+    device: Annotated[str, AfterValidator(_device)] = "auto"
+    """auto, cpu, cuda or cuda:N; on cpu the tier lives in host memory."""
+    chunk_bytes: Bytes | None = None
+    """Unit of physical memory; by default 2MiB on CUDA, on a CPU a block's piece."""
+
+
+class CpuSettings(_Section):
+    """The CPU tier: one arena of shared memory that local engines map."""
+
+    bytes: Bytes = 1 << 30
+    """Size of the tier."""
+    populate: bool = False
+    """Touch the arena's pages at the start rather than on first use."""
+
+
+class DiskSettings(_Section):
+    """The disk tier: slab files with a durable index."""
+
+    bytes: Bytes = 8 << 30
+    """Size of the tier; 0: none, the cache is then forgotten at a restart."""
+    path: AbsolutePath | None = None
+    """Directory of the tier; by default `blocks` in data_dir."""
+
+
+class CacheSettings(_Section):
+    """What is kept and what goes first."""
+
+    enabled: bool = True
+    """Whether anything is cached at all; false to measure against."""
+    eviction: Literal["lru", "fifo", "random"] = "lru"
+    """Which block goes first when a tier is full."""
+    seed: int = 0
+    """Seed of random eviction."""
+    write_back: bool = True
+    """Copy blocks down ahead of need, so that room is made without waiting."""
+
+
+class SchedulerSettings(_Section):
+    """The order of the queue."""
+
+    policy: Literal["fcfs", "fpf", "relaxed-fpf"] = "relaxed-fpf"
+    """First come first served, fastest prefix first (may starve), or the fair mixture of both."""
+    look_ahead: Annotated[int, Field(ge=0)] = 16
+    """Requests ahead of their turn whose prefixes are brought up."""
+    queue_limit: Count = 4096
+    """Requests that may wait; one more is refused."""
+    recompute_if_slower: bool = True
+    """Compute a cached prefix again where loading it would take longer."""
+
+
+class WorkerSettings(_Section):
+    """The inference worker beside the daemon; there is one when `model` or `embedded` is set."""
+
+    model: AbsolutePath | None = None
+    """Directory of a Hugging Face model."""
+    embedded: bool = False
+    """Run the small random model that comes with prefixd: for trying out and for tests."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of weights and KV; auto: what the model was saved in, float32 on a CPU."""
+    block_tokens: Count = 16
+    """Tokens of one cached block."""
+    layout: Literal["token", "layer"] = "token"
+    """How KV lies in memory: all layers of a token together, or each layer apart."""
+    max_running: Count = 8
+    """Requests computed at once."""
+    max_step_tokens: Count = 512
+    """Tokens computed in one step over all requests."""
+    threads: Count = Field(default_factory=lambda: len(os.sched_getaffinity(0)))
+    """CPU threads of the worker."""
+    restart_limit: Annotated[int, Field(ge=0)] = 3
+    """How often a worker that died is started again before the daemon gives it up."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether there is a worker."""
+        return self.embedded or self.model is not None
+
+    @check_together(mode="after")
+    def _one_model(self) -> Self:
+        if self.embedded and self.model is not None:
+            raise ValueError(f"worker.embedded and worker.model = {self.model} are both set; keep one of them")
+        if self.max_step_tokens < self.block_tokens:
+            raise ValueError(
+                f"worker.max_step_tokens = {self.max_step_tokens} is below worker.block_tokens = "
+                f"{self.block_tokens}; a step must hold at least one block"
+            )
+        return self
+
+
+class Settings(_Section):
+    """Everything that can be configured."""
+
+    data_dir: AbsolutePath = Field(default_factory=default_data_dir)
+    """Directory for what must outlive the daemon."""
+    server: ServerSettings = Field(default_factory=ServerSettings)
+    gpu: GpuSettings = Field(default_factory=GpuSettings)
+    cpu: CpuSettings = Field(default_factory=CpuSettings)
+    disk: DiskSettings = Field(default_factory=DiskSettings)
+    cache: CacheSettings = Field(default_factory=CacheSettings)
+    scheduler: SchedulerSettings = Field(default_factory=SchedulerSettings)
+    worker: WorkerSettings = Field(default_factory=WorkerSettings)
+
+    @check_together(mode="after")
+    def _gpu_tier_is_the_workers(self) -> Self:
+        if self.worker.enabled:
+            if not self.gpu.bytes:
+                raise ValueError("gpu.bytes = 0, but a model needs room for its KV; leave gpu.bytes out or raise it")
+            return self
+        if "bytes" not in self.gpu.model_fields_set:
+            # Frozen for everyone else; here the value is still being made.
+            object.__setattr__(self, "gpu", self.gpu.model_copy(update={"bytes": 0}))
+        elif self.gpu.bytes:
+            raise ValueError(
+                f"gpu.bytes = {self.gpu.bytes}, but without a model there is no GPU tier; "
+                "set worker.model or worker.embedded, or leave gpu.bytes out"
+            )
+        return self
+
+    @property
+    def disk_path(self) -> Path:
+        """Where the disk tier lives."""
+        return self.disk.path or self.data_dir / "blocks"
+
+    @classmethod
+    def load(
+        cls,
+        config_file: Path | None = None,
+        overrides: Mapping[str, Any] | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> Self:
+        """The effective settings.
+
+        `overrides` (flags) may be nested (`{"cpu": {"bytes": "1GiB"}}`) or dotted (`{"cpu.bytes": "1GiB"}`);
+        `environ` is the process's environment unless given. Raises ConfigError with one line.
+        """
+        return cls.load_with_sources(config_file, overrides, environ)[0]
+
+    @classmethod
+    def load_with_sources(
+        cls,
+        config_file: Path | None = None,
+        overrides: Mapping[str, Any] | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> tuple[Self, dict[str, str]]:
+        """As `load`, and where each setting that is not a default comes from, by dotted name."""
+        known = dotted_names()
+        values, sources = gather_layers(known, config_file, overrides or {}, os.environ if environ is None else environ)
+        try:
+            return cls.model_validate(values), sources
+        except ValidationError as error:
+            raise ConfigError(_one_line(error, known, sources)) from error
+
+
+def dotted_names(section: type[BaseModel] = Settings, prefix: str = "") -> dict[str, str]:
+    """Every setting's dotted name, with its description."""
+    names: dict[str, str] = {}
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            names |= dotted_names(field.annotation, f"{prefix}{name}.")
+        else:
+            names[prefix + name] = field.description or ""
+    return names
+
+
+def dotted_values(section: BaseModel, prefix: str = "") -> dict[str, Any]:
+    """Every setting's value by dotted name, in the order of declaration."""
+    values: dict[str, Any] = {}
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, BaseModel):
+            values |= dotted_values(value, f"{prefix}{name}.")
+        else:
+            values[prefix + name] = value
+    return values
+
+
+def _one_line(error: ValidationError, known: Mapping[str, str], sources: Mapping[str, str]) -> str:
+    problems = error.errors(include_url=False)
+    first = problems[0]
+    name = ".".join(str(part) for part in first["loc"])
+    source = f" (set by {sources[name]})" if name in sources else ""
+    message = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
+    if first["type"] == "literal_error":
+        line = f"{name} = {first['input']!r}: use {first['ctx']['expected']}{source}"
+    elif name in known:
+        line = f"{name} = {str(first['input'])!r}: {message}{source}"
+    else:
+        # Settings that contradict each other: the message names them.
+        line = message
+    return line if len(problems) == 1 else f"{line} (and {len(problems) - 1} more)"

@@ -1,0 +1,1 @@
+"""Generated from `proto/prefixd/v1/*.proto` by `make proto`; do not edit."""

@@ -1,0 +1,290 @@
+from prefixd.v1 import cache_pb2 as _cache_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class StatsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class TierStats(_message.Message):
+    __slots__ = ("tier", "capacity_bytes", "used_bytes", "blocks", "held_blocks", "in_flight_bytes", "hit_tokens", "evicted_blocks", "demoted_blocks", "promoted_blocks", "trouble")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HELD_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    IN_FLIGHT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DEMOTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PROMOTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TROUBLE_FIELD_NUMBER: _ClassVar[int]
+    tier: _cache_pb2.Tier
+    capacity_bytes: int
+    used_bytes: int
+    blocks: int
+    held_blocks: int
+    in_flight_bytes: int
+    hit_tokens: int
+    evicted_blocks: int
+    demoted_blocks: int
+    promoted_blocks: int
+    trouble: str
+    def __init__(self, tier: _Optional[_Union[_cache_pb2.Tier, str]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., held_blocks: _Optional[int] = ..., in_flight_bytes: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., demoted_blocks: _Optional[int] = ..., promoted_blocks: _Optional[int] = ..., trouble: _Optional[str] = ...) -> None: ...
+
+class SessionStats(_message.Message):
+    __slots__ = ("session_id", "client_name", "pid", "leases", "reservations", "age_s")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_NAME_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    RESERVATIONS_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    client_name: str
+    pid: int
+    leases: int
+    reservations: int
+    age_s: float
+    def __init__(self, session_id: _Optional[str] = ..., client_name: _Optional[str] = ..., pid: _Optional[int] = ..., leases: _Optional[int] = ..., reservations: _Optional[int] = ..., age_s: _Optional[float] = ...) -> None: ...
+
+class NamespaceStats(_message.Message):
+    __slots__ = ("namespace_id", "namespace", "blocks")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: bytes
+    namespace: _cache_pb2.Namespace
+    blocks: int
+    def __init__(self, namespace_id: _Optional[bytes] = ..., namespace: _Optional[_Union[_cache_pb2.Namespace, _Mapping]] = ..., blocks: _Optional[int] = ...) -> None: ...
+
+class WorkerStats(_message.Message):
+    __slots__ = ("state", "pid", "restarts", "running_requests", "model", "device")
+    class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        STATE_UNSPECIFIED: _ClassVar[WorkerStats.State]
+        STATE_NONE: _ClassVar[WorkerStats.State]
+        STATE_STARTING: _ClassVar[WorkerStats.State]
+        STATE_READY: _ClassVar[WorkerStats.State]
+        STATE_FAILED: _ClassVar[WorkerStats.State]
+    STATE_UNSPECIFIED: WorkerStats.State
+    STATE_NONE: WorkerStats.State
+    STATE_STARTING: WorkerStats.State
+    STATE_READY: WorkerStats.State
+    STATE_FAILED: WorkerStats.State
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    RESTARTS_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    state: WorkerStats.State
+    pid: int
+    restarts: int
+    running_requests: int
+    model: str
+    device: str
+    def __init__(self, state: _Optional[_Union[WorkerStats.State, str]] = ..., pid: _Optional[int] = ..., restarts: _Optional[int] = ..., running_requests: _Optional[int] = ..., model: _Optional[str] = ..., device: _Optional[str] = ...) -> None: ...
+
+class SchedulerStats(_message.Message):
+    __slots__ = ("policy", "waiting_requests", "finished_requests", "preempted_requests", "resumed_requests")
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    RESUMED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    policy: str
+    waiting_requests: int
+    finished_requests: int
+    preempted_requests: int
+    resumed_requests: int
+    def __init__(self, policy: _Optional[str] = ..., waiting_requests: _Optional[int] = ..., finished_requests: _Optional[int] = ..., preempted_requests: _Optional[int] = ..., resumed_requests: _Optional[int] = ...) -> None: ...
+
+class StatsResponse(_message.Message):
+    __slots__ = ("version", "uptime_s", "draining", "tiers", "sessions", "namespaces", "leases", "reservations", "worker", "scheduler", "asked_tokens", "hit_tokens", "lost_blocks")
+    class LostBlocksEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    RESERVATIONS_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULER_FIELD_NUMBER: _ClassVar[int]
+    ASKED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    uptime_s: float
+    draining: bool
+    tiers: _containers.RepeatedCompositeFieldContainer[TierStats]
+    sessions: _containers.RepeatedCompositeFieldContainer[SessionStats]
+    namespaces: _containers.RepeatedCompositeFieldContainer[NamespaceStats]
+    leases: int
+    reservations: int
+    worker: WorkerStats
+    scheduler: SchedulerStats
+    asked_tokens: int
+    hit_tokens: int
+    lost_blocks: _containers.ScalarMap[str, int]
+    def __init__(self, version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., draining: bool = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., leases: _Optional[int] = ..., reservations: _Optional[int] = ..., worker: _Optional[_Union[WorkerStats, _Mapping]] = ..., scheduler: _Optional[_Union[SchedulerStats, _Mapping]] = ..., asked_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., lost_blocks: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
+class ListPrefixesRequest(_message.Message):
+    __slots__ = ("namespace_id", "limit")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: bytes
+    limit: int
+    def __init__(self, namespace_id: _Optional[bytes] = ..., limit: _Optional[int] = ...) -> None: ...
+
+class PrefixInfo(_message.Message):
+    __slots__ = ("key", "namespace_id", "namespace_name", "blocks", "tokens", "nbytes", "gpu_blocks", "cpu_blocks", "disk_blocks", "idle_s", "pinned", "held")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_NAME_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    GPU_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CPU_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DISK_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    IDLE_S_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    namespace_id: bytes
+    namespace_name: str
+    blocks: int
+    tokens: int
+    nbytes: int
+    gpu_blocks: int
+    cpu_blocks: int
+    disk_blocks: int
+    idle_s: float
+    pinned: bool
+    held: int
+    def __init__(self, key: _Optional[str] = ..., namespace_id: _Optional[bytes] = ..., namespace_name: _Optional[str] = ..., blocks: _Optional[int] = ..., tokens: _Optional[int] = ..., nbytes: _Optional[int] = ..., gpu_blocks: _Optional[int] = ..., cpu_blocks: _Optional[int] = ..., disk_blocks: _Optional[int] = ..., idle_s: _Optional[float] = ..., pinned: bool = ..., held: _Optional[int] = ...) -> None: ...
+
+class ListPrefixesResponse(_message.Message):
+    __slots__ = ("prefixes", "total")
+    PREFIXES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    prefixes: _containers.RepeatedCompositeFieldContainer[PrefixInfo]
+    total: int
+    def __init__(self, prefixes: _Optional[_Iterable[_Union[PrefixInfo, _Mapping]]] = ..., total: _Optional[int] = ...) -> None: ...
+
+class InspectRequest(_message.Message):
+    __slots__ = ("key",)
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    def __init__(self, key: _Optional[str] = ...) -> None: ...
+
+class BlockInfo(_message.Message):
+    __slots__ = ("index", "key", "tiers", "children", "pinned", "held", "nbytes", "token_ids")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    TIERS_FIELD_NUMBER: _ClassVar[int]
+    CHILDREN_FIELD_NUMBER: _ClassVar[int]
+    PINNED_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    key: str
+    tiers: _containers.RepeatedScalarFieldContainer[_cache_pb2.Tier]
+    children: int
+    pinned: bool
+    held: int
+    nbytes: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, index: _Optional[int] = ..., key: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[_cache_pb2.Tier, str]]] = ..., children: _Optional[int] = ..., pinned: bool = ..., held: _Optional[int] = ..., nbytes: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class InspectResponse(_message.Message):
+    __slots__ = ("prefix", "blocks")
+    PREFIX_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    prefix: PrefixInfo
+    blocks: _containers.RepeatedCompositeFieldContainer[BlockInfo]
+    def __init__(self, prefix: _Optional[_Union[PrefixInfo, _Mapping]] = ..., blocks: _Optional[_Iterable[_Union[BlockInfo, _Mapping]]] = ...) -> None: ...
+
+class PinRequest(_message.Message):
+    __slots__ = ("key",)
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    def __init__(self, key: _Optional[str] = ...) -> None: ...
+
+class PinResponse(_message.Message):
+    __slots__ = ("blocks",)
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    blocks: int
+    def __init__(self, blocks: _Optional[int] = ...) -> None: ...
+
+class UnpinRequest(_message.Message):
+    __slots__ = ("key",)
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    def __init__(self, key: _Optional[str] = ...) -> None: ...
+
+class UnpinResponse(_message.Message):
+    __slots__ = ("blocks",)
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    blocks: int
+    def __init__(self, blocks: _Optional[int] = ...) -> None: ...
+
+class EvictRequest(_message.Message):
+    __slots__ = ("key", "namespace_id", "all")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    ALL_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    namespace_id: bytes
+    all: bool
+    def __init__(self, key: _Optional[str] = ..., namespace_id: _Optional[bytes] = ..., all: bool = ...) -> None: ...
+
+class EvictResponse(_message.Message):
+    __slots__ = ("evicted_blocks", "kept_blocks")
+    EVICTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    KEPT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    evicted_blocks: int
+    kept_blocks: int
+    def __init__(self, evicted_blocks: _Optional[int] = ..., kept_blocks: _Optional[int] = ...) -> None: ...
+
+class FlushRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class FlushResponse(_message.Message):
+    __slots__ = ("blocks", "nbytes")
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    blocks: int
+    nbytes: int
+    def __init__(self, blocks: _Optional[int] = ..., nbytes: _Optional[int] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("shutdown",)
+    SHUTDOWN_FIELD_NUMBER: _ClassVar[int]
+    shutdown: bool
+    def __init__(self, shutdown: bool = ...) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ("written_blocks", "finished_requests")
+    WRITTEN_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    written_blocks: int
+    finished_requests: int
+    def __init__(self, written_blocks: _Optional[int] = ..., finished_requests: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,287 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Tier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TIER_UNSPECIFIED: _ClassVar[Tier]
+    TIER_GPU: _ClassVar[Tier]
+    TIER_CPU: _ClassVar[Tier]
+    TIER_DISK: _ClassVar[Tier]
+TIER_UNSPECIFIED: Tier
+TIER_GPU: Tier
+TIER_CPU: Tier
+TIER_DISK: Tier
+
+class OpenSessionRequest(_message.Message):
+    __slots__ = ("client_name", "pid")
+    CLIENT_NAME_FIELD_NUMBER: _ClassVar[int]
+    PID_FIELD_NUMBER: _ClassVar[int]
+    client_name: str
+    pid: int
+    def __init__(self, client_name: _Optional[str] = ..., pid: _Optional[int] = ...) -> None: ...
+
+class SessionEvent(_message.Message):
+    __slots__ = ("opened", "draining")
+    OPENED_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    opened: SessionOpened
+    draining: SessionDraining
+    def __init__(self, opened: _Optional[_Union[SessionOpened, _Mapping]] = ..., draining: _Optional[_Union[SessionDraining, _Mapping]] = ...) -> None: ...
+
+class SessionOpened(_message.Message):
+    __slots__ = ("session_id", "memory_socket", "arena_bytes", "default_ttl_s", "max_ttl_s", "server_version")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_SOCKET_FIELD_NUMBER: _ClassVar[int]
+    ARENA_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_TTL_S_FIELD_NUMBER: _ClassVar[int]
+    MAX_TTL_S_FIELD_NUMBER: _ClassVar[int]
+    SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    memory_socket: str
+    arena_bytes: int
+    default_ttl_s: float
+    max_ttl_s: float
+    server_version: str
+    def __init__(self, session_id: _Optional[str] = ..., memory_socket: _Optional[str] = ..., arena_bytes: _Optional[int] = ..., default_ttl_s: _Optional[float] = ..., max_ttl_s: _Optional[float] = ..., server_version: _Optional[str] = ...) -> None: ...
+
+class SessionDraining(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Part(_message.Message):
+    __slots__ = ("group", "rank", "nbytes")
+    GROUP_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    group: str
+    rank: int
+    nbytes: int
+    def __init__(self, group: _Optional[str] = ..., rank: _Optional[int] = ..., nbytes: _Optional[int] = ...) -> None: ...
+
+class Namespace(_message.Message):
+    __slots__ = ("name", "salt", "dtype", "layout", "block_tokens", "parts")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    salt: bytes
+    dtype: str
+    layout: str
+    block_tokens: int
+    parts: _containers.RepeatedCompositeFieldContainer[Part]
+    def __init__(self, name: _Optional[str] = ..., salt: _Optional[bytes] = ..., dtype: _Optional[str] = ..., layout: _Optional[str] = ..., block_tokens: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[Part, _Mapping]]] = ...) -> None: ...
+
+class RegisterNamespaceRequest(_message.Message):
+    __slots__ = ("namespace",)
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    namespace: Namespace
+    def __init__(self, namespace: _Optional[_Union[Namespace, _Mapping]] = ...) -> None: ...
+
+class RegisterNamespaceResponse(_message.Message):
+    __slots__ = ("namespace_id",)
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: bytes
+    def __init__(self, namespace_id: _Optional[bytes] = ...) -> None: ...
+
+class MatchRequest(_message.Message):
+    __slots__ = ("namespace_id", "token_ids")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: bytes
+    token_ids: bytes
+    def __init__(self, namespace_id: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ...) -> None: ...
+
+class TierRun(_message.Message):
+    __slots__ = ("tier", "blocks")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    tier: Tier
+    blocks: int
+    def __init__(self, tier: _Optional[_Union[Tier, str]] = ..., blocks: _Optional[int] = ...) -> None: ...
+
+class MatchResponse(_message.Message):
+    __slots__ = ("blocks", "runs")
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    RUNS_FIELD_NUMBER: _ClassVar[int]
+    blocks: int
+    runs: _containers.RepeatedCompositeFieldContainer[TierRun]
+    def __init__(self, blocks: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[TierRun, _Mapping]]] = ...) -> None: ...
+
+class AcquireRequest(_message.Message):
+    __slots__ = ("session_id", "namespace_id", "token_ids", "first_block", "max_blocks", "ttl_s", "parts")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    MAX_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    namespace_id: bytes
+    token_ids: bytes
+    first_block: int
+    max_blocks: int
+    ttl_s: float
+    parts: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session_id: _Optional[str] = ..., namespace_id: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., first_block: _Optional[int] = ..., max_blocks: _Optional[int] = ..., ttl_s: _Optional[float] = ..., parts: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class AcquireResponse(_message.Message):
+    __slots__ = ("lease_id", "first_block", "blocks", "offsets", "ttl_s")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    lease_id: str
+    first_block: int
+    blocks: int
+    offsets: _containers.RepeatedScalarFieldContainer[int]
+    ttl_s: float
+    def __init__(self, lease_id: _Optional[str] = ..., first_block: _Optional[int] = ..., blocks: _Optional[int] = ..., offsets: _Optional[_Iterable[int]] = ..., ttl_s: _Optional[float] = ...) -> None: ...
+
+class ReserveRequest(_message.Message):
+    __slots__ = ("session_id", "namespace_id", "token_ids", "ttl_s", "parts")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    namespace_id: bytes
+    token_ids: bytes
+    ttl_s: float
+    parts: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session_id: _Optional[str] = ..., namespace_id: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., ttl_s: _Optional[float] = ..., parts: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ReserveResponse(_message.Message):
+    __slots__ = ("reservation_id", "first_block", "blocks", "offsets", "ttl_s")
+    RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    OFFSETS_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    reservation_id: str
+    first_block: int
+    blocks: int
+    offsets: _containers.RepeatedScalarFieldContainer[int]
+    ttl_s: float
+    def __init__(self, reservation_id: _Optional[str] = ..., first_block: _Optional[int] = ..., blocks: _Optional[int] = ..., offsets: _Optional[_Iterable[int]] = ..., ttl_s: _Optional[float] = ...) -> None: ...
+
+class CommitRequest(_message.Message):
+    __slots__ = ("session_id", "reservation_id", "blocks", "durable")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DURABLE_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    reservation_id: str
+    blocks: int
+    durable: bool
+    def __init__(self, session_id: _Optional[str] = ..., reservation_id: _Optional[str] = ..., blocks: _Optional[int] = ..., durable: bool = ...) -> None: ...
+
+class CommitResponse(_message.Message):
+    __slots__ = ("committed", "duplicates")
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    DUPLICATES_FIELD_NUMBER: _ClassVar[int]
+    committed: int
+    duplicates: int
+    def __init__(self, committed: _Optional[int] = ..., duplicates: _Optional[int] = ...) -> None: ...
+
+class ReleaseRequest(_message.Message):
+    __slots__ = ("session_id", "lease_id")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    lease_id: str
+    def __init__(self, session_id: _Optional[str] = ..., lease_id: _Optional[str] = ...) -> None: ...
+
+class ReleaseResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PrefetchRequest(_message.Message):
+    __slots__ = ("namespace_id", "token_ids")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: bytes
+    token_ids: bytes
+    def __init__(self, namespace_id: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ...) -> None: ...
+
+class PrefetchResponse(_message.Message):
+    __slots__ = ("blocks",)
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    blocks: int
+    def __init__(self, blocks: _Optional[int] = ...) -> None: ...
+
+class GetRequest(_message.Message):
+    __slots__ = ("session_id", "namespace_id", "token_ids", "first_block", "max_blocks", "parts")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    MAX_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    namespace_id: bytes
+    token_ids: bytes
+    first_block: int
+    max_blocks: int
+    parts: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session_id: _Optional[str] = ..., namespace_id: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., first_block: _Optional[int] = ..., max_blocks: _Optional[int] = ..., parts: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class GetHeader(_message.Message):
+    __slots__ = ("first_block", "blocks")
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    first_block: int
+    blocks: int
+    def __init__(self, first_block: _Optional[int] = ..., blocks: _Optional[int] = ...) -> None: ...
+
+class GetResponse(_message.Message):
+    __slots__ = ("header", "data")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    header: GetHeader
+    data: bytes
+    def __init__(self, header: _Optional[_Union[GetHeader, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class PutHeader(_message.Message):
+    __slots__ = ("session_id", "namespace_id", "token_ids", "first_block", "parts", "durable")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    DURABLE_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    namespace_id: bytes
+    token_ids: bytes
+    first_block: int
+    parts: _containers.RepeatedScalarFieldContainer[int]
+    durable: bool
+    def __init__(self, session_id: _Optional[str] = ..., namespace_id: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., first_block: _Optional[int] = ..., parts: _Optional[_Iterable[int]] = ..., durable: bool = ...) -> None: ...
+
+class PutRequest(_message.Message):
+    __slots__ = ("header", "data")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    header: PutHeader
+    data: bytes
+    def __init__(self, header: _Optional[_Union[PutHeader, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class PutResponse(_message.Message):
+    __slots__ = ("committed", "duplicates")
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    DUPLICATES_FIELD_NUMBER: _ClassVar[int]
+    committed: int
+    duplicates: int
+    def __init__(self, committed: _Optional[int] = ..., duplicates: _Optional[int] = ...) -> None: ...

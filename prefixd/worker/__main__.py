@@ -1,0 +1,82 @@
+"""``python -m prefixd.worker --fd N --config JSON``: started by the daemon; N is a socket to it."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+
+from prefixd.errors import PrefixdError
+from prefixd.worker.errors import ConnectionClosedError
+from prefixd.worker.protocol import Connection, Failed, ToWorker, to_worker
+from prefixd.worker.settings import decode_settings
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a worker; returns the exit status: 0 after Shutdown or when the daemon is gone, 1 after Failed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m prefixd.worker", description="prefixd's inference worker"
+    )
+    parser.add_argument("--fd", type=int, required=True, help="descriptor of the socket to the daemon")
+    parser.add_argument("--config", required=True, help="settings as JSON, see prefixd/worker/settings.py")
+    options = parser.parse_args(arguments)
+    _die_with_daemon()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the daemon decides when a worker ends, not the terminal
+    connection = Connection(socket.socket(fileno=options.fd), to_worker())
+    try:
+        settings = decode_settings(options.config)
+        # transformers and torch are loaded here, so that a broken installation is reported to the
+        # daemon as well.
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        from transformers.utils import logging
+
+        from prefixd.worker.serve import serve
+
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()
+        serve(connection, settings, time.monotonic)
+    except ConnectionClosedError:
+        return 0
+    except Exception as error:  # the process's last line of defence: whatever it is, the daemon is told
+        if not _expected(error):
+            traceback.print_exc()
+        _report(connection, error)
+        return 1
+    finally:
+        connection.close()
+    return 0
+
+
+def _expected(error: Exception) -> bool:
+    from prefixd_swap.errors import SwapError
+
+    return isinstance(error, PrefixdError | SwapError)
+
+
+def _report(connection: Connection[ToWorker], error: Exception) -> None:
+    text = " ".join(str(error).split())
+    detail = text if _expected(error) else f"{type(error).__name__}: {text}"
+    try:
+        connection.send(Failed(detail))
+    except ConnectionClosedError:
+        print(detail, file=sys.stderr)
+
+
+def _die_with_daemon() -> None:
+    """Be killed when the thread that started this process ends (prctl(2)): the daemon's main thread.
+
+    A worker in a long forward pass would otherwise notice only afterwards that its socket is closed.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,143 @@
+"""A causal language model on KV memory that is mapped in, and its forward pass over a flattened batch."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM
+
+from prefixd.worker.attention import ATTENTION_NAME, StepAttention, TileMasks, register_attention, tile_tokens
+from prefixd.worker.errors import ModelError
+from prefixd.worker.kv_cache import Segment, StepCache
+from prefixd.worker.model_spec import ModelSpec
+
+# On a CPU a row of a linear layer has the same bits in every batch of at least eight rows; sixteen fills
+# the vectors.
+ROW_MULTIPLE = 16
+_SELF_CHECK_TOKENS = 24
+_SELF_CHECK_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
+
+
+class CausalModel:
+    """A loaded model. Single-threaded; every call runs in inference mode."""
+
+    def __init__(self, spec: ModelSpec, model: Any) -> None:
+        self.spec = spec
+        self._model = model
+        geometry = spec.geometry
+        self._tile = tile_tokens(geometry.block_tokens)
+        self._group = spec.query_heads // geometry.kv_heads
+        self._masks = TileMasks(self._tile, getattr(torch, geometry.dtype), spec.device)
+
+    @torch.inference_mode()
+    def forward(
+        self, tokens: Sequence[int], segments: Sequence[Segment], wanted: Sequence[int]
+    ) -> torch.Tensor:
+        """Compute the segments' tokens, writing their KV, and return the logits of some of them.
+
+        tokens: the ids of all segments' tokens, one segment after the other.
+        wanted: rows of that batch. Returns [len(wanted), vocab_size]; on CUDA the work may still be queued.
+        """
+        rows = _padded(len(tokens))
+        positions = [position for segment in segments for position in range(segment.start, segment.stop)]
+        padding = [0] * (rows - len(tokens))
+        ids = torch.tensor([[*tokens, *padding], [*positions, *padding]], device=self.spec.device)
+        cache = StepCache(segments, rows, self._tile)
+        arguments = {
+            "input_ids": ids[0:1],
+            "position_ids": ids[1:2],
+            "past_key_values": cache,
+            "use_cache": True,
+            "prefixd_step": StepAttention(cache, self._masks, self._tile, self._group),
+        }
+        if not wanted:  # no need for the vocabulary's projection, which can be a tenth of the work
+            self._model.base_model(**arguments)
+            return torch.empty(0, self.spec.vocab_size, device=self.spec.device)
+        keep = torch.tensor(
+            [*wanted, *[wanted[0]] * (_padded(len(wanted)) - len(wanted))], device=self.spec.device
+        )
+        logits: torch.Tensor = self._model(**arguments, logits_to_keep=keep).logits
+        return logits[0, : len(wanted)]
+
+    def synchronize(self) -> None:
+        """Wait until everything queued on the device is done; nothing to wait for on a CPU."""
+        if self.spec.device.type == "cuda":
+            torch.cuda.synchronize(self.spec.device)
+
+    @torch.inference_mode()
+    def check(self) -> None:
+        """Compare with transformers' own attention on a few tokens; this also warms up the kernels.
+
+        Catches what a configuration does not tell, such as position biases inside attention. Raises
+        ModelError.
+        """
+        geometry = self.spec.geometry
+        count = min(_SELF_CHECK_TOKENS, self.spec.max_model_tokens)
+        tokens = [(7 * index + 3) % self.spec.vocab_size for index in range(count)]
+        capacity = -(-count // geometry.block_tokens) * geometry.block_tokens
+        kv = torch.zeros(
+            (capacity, geometry.layers, 2, geometry.kv_heads, geometry.head_dim),
+            dtype=getattr(torch, geometry.dtype),
+            device=self.spec.device,
+        )
+        half = count // 2
+        self.forward(tokens[:half], [Segment(kv, 0, half)], [])
+        ours = self.forward(tokens[half:], [Segment(kv, half, count)], range(count - half)).float()
+        self._model.set_attn_implementation("eager")
+        try:
+            reference = self._model(
+                input_ids=torch.tensor([tokens], device=self.spec.device), use_cache=False
+            )
+        finally:
+            self._model.set_attn_implementation(ATTENTION_NAME)
+        theirs = reference.logits[0, half:].float()
+        error = float((ours - theirs).norm() / theirs.norm())
+        if not error <= _SELF_CHECK_TOLERANCE[geometry.dtype]:
+            raise ModelError(
+                f"architecture {self.spec.architecture} of {str(self.spec.path)!r} computes other logits on "
+                f"prefixd's KV cache than by itself (relative error {error:.2g}); it cannot be run"
+            )
+
+
+def load_model(spec: ModelSpec) -> CausalModel:
+    """Load the weights onto the device and check them. Raises ModelError."""
+    register_attention()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                spec.path,
+                config=spec.config,
+                dtype=getattr(torch, spec.geometry.dtype),
+                attn_implementation=ATTENTION_NAME,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        raise ModelError(
+            f"weights of {str(spec.path)!r} cannot be loaded: {' '.join(str(error).split())[:300]}"
+        ) from error
+    model, loading = loaded
+    missing = sorted(loading["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"weights of {str(spec.path)!r} lack {len(missing)} tensors that {spec.architecture} needs, "
+            f"such as {missing[0]!r}; the download is incomplete or config.json is another model's"
+        )
+    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        raise ModelError(
+            f"architecture {spec.architecture} of {str(spec.path)!r} cannot select logits; it cannot be run"
+        )
+    result = CausalModel(spec, model.to(spec.device).eval().requires_grad_(False))
+    result.check()
+    return result
+
+
+def _padded(rows: int) -> int:
+    return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE

@@ -1,0 +1,267 @@
+"""What daemon and worker say to each other, and how it is framed.
+
+The way of a conversation (``>`` from the worker, ``<`` from the daemon)::
+
+    > Hello     what the model needs; from its configuration alone, so the daemon can size its memory early
+    < Memory    followed on the same socket by the GPU tier's file descriptors
+    (`prefixd_swap.vmem.send_export`) > Ready     weights loaded, memory attached < Start, Extend, Cancel   at
+    any time > Step      after each forward pass that changed something > Done      once a request, after its
+    last Step, when its frames are unmapped < Shutdown  or the socket closes: the worker ends > Failed    in
+    place of anything else: the worker ends
+
+A message is a 4-byte little-endian length and that many bytes of msgpack: a map with the message's name under
+"type".
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+from typing import Any, Generic, Literal, TypeVar
+
+import msgspec
+
+from prefixd.worker.errors import ConnectionClosedError, ProtocolError
+
+MAX_MESSAGE_BYTES = 64 << 20
+_LENGTH = struct.Struct("<I")
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """How the tokens of one request are chosen.
+
+    max_tokens: most tokens to generate, counting those of earlier runs of the same request.
+    temperature: 0 takes the most likely token.
+    top_p: sample among the fewest tokens that together have this probability.
+    seed: the k-th generated token depends on (seed, k) and the logits, on nothing else.
+    stop_token_ids: end after one of these, in addition to the model's end-of-sequence tokens.
+    ignore_eos: do not end at the model's end-of-sequence tokens.
+    """
+
+    max_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The model in numbers. `block_tokens` is what the worker uses: at least what its settings asked for."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    block_tokens: int
+    layout: Literal["token", "layer"]
+    chunk_bytes: int
+    vocab_size: int
+    max_model_tokens: int
+    eos_token_ids: tuple[int, ...]
+    architecture: str
+    parameters: int
+    device: str
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """Weights are loaded and the memory is attached: requests may start."""
+
+
+class Update(msgspec.Struct, frozen=True):
+    """What one step did for one request.
+
+    tokens: generated in this step (a stop token included).
+    filled_blocks: full blocks whose KV is in memory now, counted from the start of the prompt, cached ones
+        included.
+    """
+
+    id: int
+    tokens: list[int]
+    filled_blocks: int
+
+
+class Step(msgspec.Struct, frozen=True, tag=True):
+    """One forward pass: its results are in memory, not merely queued on a stream.
+
+    computed_tokens: tokens whose KV was computed, over all requests; elapsed_s: wall time of the pass.
+    """
+
+    updates: list[Update]
+    computed_tokens: int
+    elapsed_s: float
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """A request ended and nothing maps its frames any more. `detail` says why when the reason is "error"."""
+
+    id: int
+    reason: Literal["stop", "length", "cancelled", "error"]
+    detail: str = ""
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """The worker cannot go on and ends; one line for the operator."""
+
+    detail: str
+
+
+class Memory(msgspec.Struct, frozen=True, tag=True):
+    """The GPU tier. `fds` descriptors follow outside the framing, as SCM_RIGHTS.
+
+    first_chunk: `FramePool.first_chunk` of the pool that frame numbers count in.
+    """
+
+    meta: bytes
+    fds: int
+    first_chunk: int = 0
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Run a request.
+
+    tokens: little-endian uint32, the prompt and then the tokens that earlier runs generated.
+    generated: how many of them were generated.
+    cached_blocks: the first so many frames hold KV already; at least one token must be left to compute.
+    frames: frames[i] is the home of block i; those from `cached_blocks` on are filled by this run alone.
+    """
+
+    id: int
+    tokens: bytes
+    generated: int
+    cached_blocks: int
+    frames: list[int]
+    sampling: Sampling
+
+
+class Extend(msgspec.Struct, frozen=True, tag=True):
+    """More frames for a request, following those it has. Ignored if the request has ended."""
+
+    id: int
+    frames: list[int]
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """End a request; it answers with Done. Ignored if the request has ended."""
+
+    id: int
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag=True):
+    """End the worker."""
+
+
+FromWorker = Hello | Ready | Step | Done | Failed
+ToWorker = Memory | Start | Extend | Cancel | Shutdown
+
+T = TypeVar("T")
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: FromWorker | ToWorker) -> bytes:
+    """A message with its length in front."""
+    body = _encoder.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+def from_worker() -> Decoder[FromWorker]:
+    """A decoder for the daemon's side."""
+    return Decoder(FromWorker)
+
+
+def to_worker() -> Decoder[ToWorker]:
+    """A decoder for the worker's side."""
+    return Decoder(ToWorker)
+
+
+class Decoder(Generic[T]):
+    """Cuts a byte stream into messages."""
+
+    def __init__(self, union: Any) -> None:
+        self._decode = msgspec.msgpack.Decoder(union).decode
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[T]:
+        """Take bytes as they came; return the messages that are now complete. Raises ProtocolError."""
+        self._buffer += data
+        messages: list[T] = []
+        start = 0
+        while len(self._buffer) - start >= _LENGTH.size:
+            end = start + _LENGTH.size + self.length(self._buffer[start : start + _LENGTH.size])
+            if end > len(self._buffer):
+                break
+            messages.append(self.decode(bytes(self._buffer[start + _LENGTH.size : end])))
+            start = end
+        del self._buffer[:start]
+        return messages
+
+    def length(self, header: bytes | bytearray) -> int:
+        """Bytes of the body that follows a header. Raises ProtocolError for more than MAX_MESSAGE_BYTES."""
+        nbytes = int(_LENGTH.unpack(header)[0])
+        if nbytes > MAX_MESSAGE_BYTES:
+            raise ProtocolError(
+                f"a worker message of {nbytes} bytes is over the limit of {MAX_MESSAGE_BYTES}: "
+                "the stream is out of step, or the other end is not a prefixd worker or daemon"
+            )
+        return nbytes
+
+    def decode(self, body: bytes) -> T:
+        """One message's body. Raises ProtocolError."""
+        try:
+            message: T = self._decode(body)
+        except msgspec.DecodeError as error:
+            raise ProtocolError(
+                f"a worker message of {len(body)} bytes cannot be read ({error}); "
+                "daemon and worker must come from the same installation of prefixd"
+            ) from error
+        return message
+
+
+class Connection(Generic[T]):
+    """A blocking end of the socket, for the worker's single thread.
+
+    It never reads past the message it returns, so that descriptors sent after a message can be received with
+    `prefixd_swap.vmem.recv_export` on `socket`.
+    """
+
+    def __init__(self, end: socket.socket, decoder: Decoder[T]) -> None:
+        end.setblocking(True)
+        self.socket = end
+        self._decoder = decoder
+        self._poll = select.poll()
+        self._poll.register(end, select.POLLIN)
+
+    def send(self, message: FromWorker | ToWorker) -> None:
+        """Send one message. Raises ConnectionClosedError."""
+        try:
+            self.socket.sendall(encode(message))
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise ConnectionClosedError("the other end of the worker's socket is closed") from error
+
+    def poll(self, timeout_s: float | None = 0.0) -> bool:
+        """Whether `receive` would return or raise at once; waits up to `timeout_s`, without end for None."""
+        return bool(self._poll.poll(None if timeout_s is None else timeout_s * 1000))
+
+    def receive(self) -> T:
+        """Wait for one message. Raises ConnectionClosedError at the end of the stream, ProtocolError."""
+        header = self._read(_LENGTH.size)
+        return self._decoder.decode(self._read(self._decoder.length(header)))
+
+    def close(self) -> None:
+        """Close the socket."""
+        self.socket.close()
+
+    def _read(self, nbytes: int) -> bytes:
+        data = bytearray(nbytes)
+        view = memoryview(data)
+        got = 0
+        while got < nbytes:
+            try:
+                count = self.socket.recv_into(view[got:])
+            except ConnectionResetError:
+                count = 0
+            if count == 0:
+                raise ConnectionClosedError("the other end of the worker's socket is closed")
+            got += count
+        return bytes(data)

@@ -1,0 +1,112 @@
+"""One request while the worker runs it: its tokens, how far its KV reaches, and when it ends."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import numpy as np
+
+from prefixd.worker.errors import RequestError
+from prefixd.worker.kv_cache import Segment
+from prefixd.worker.protocol import Start
+from prefixd_swap.vmem import VirtualTensor
+
+
+class Limits(Protocol):
+    """What a run needs to know of the model (`ModelSpec`)."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_model_tokens(self) -> int: ...
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+
+class Run:
+    """A request's state.
+
+    tokens: prompt and generated tokens.  computed: how many of them, from the first, have their KV in memory.
+    The last token sampled is never computed before the next one is wanted, so `computed < len(tokens)`
+    always.
+    """
+
+    def __init__(self, start: Start, memory: VirtualTensor, block_tokens: int, limits: Limits) -> None:
+        self.id = start.id
+        self.sampling = start.sampling
+        self.tokens: list[int] = np.frombuffer(start.tokens, dtype="<u4").tolist()
+        self.generated = start.generated
+        self.computed = start.cached_blocks * block_tokens
+        self.memory = memory
+        self.reported_blocks = start.cached_blocks
+        self._block_tokens = block_tokens
+        self._max_tokens = limits.max_model_tokens
+        stop = set(start.sampling.stop_token_ids)
+        self._stop = frozenset(stop if start.sampling.ignore_eos else stop | set(limits.eos_token_ids))
+
+    @property
+    def pending(self) -> int:
+        """Tokens that can be computed now: those known, as far as frames reach."""
+        return min(len(self.tokens), self.memory.blocks * self._block_tokens) - self.computed
+
+    @property
+    def decoding(self) -> bool:
+        """One token is left, and the next one follows from it."""
+        return len(self.tokens) - self.computed == 1
+
+    @property
+    def filled_blocks(self) -> int:
+        """Full blocks in memory."""
+        return self.computed // self._block_tokens
+
+    @property
+    def ended(self) -> Literal["stop", "length"] | None:
+        """Why no token may follow the last one, if so."""
+        if self.generated and self.tokens[-1] in self._stop:
+            return "stop"
+        if self.generated >= self.sampling.max_tokens or len(self.tokens) >= self._max_tokens:
+            return "length"
+        return None
+
+    def segment(self, count: int) -> Segment:
+        """The next `count` tokens to compute."""
+        return Segment(self.memory.kv, self.computed, self.computed + count)
+
+    def append(self, token: int) -> None:
+        """Add a generated token."""
+        self.tokens.append(token)
+        self.generated += 1
+
+
+def check_start(start: Start, block_tokens: int, limits: Limits) -> None:
+    """Refuse a request that cannot run. Raises RequestError."""
+    if not start.tokens or len(start.tokens) % 4:
+        raise RequestError(
+            f"{len(start.tokens)} bytes of tokens; send at least one token as 4-byte little-endian ids"
+        )
+    tokens = np.frombuffer(start.tokens, dtype="<u4")
+    largest = int(tokens.max())
+    if largest >= limits.vocab_size:
+        raise RequestError(f"token id {largest} is outside the model's vocabulary of {limits.vocab_size}")
+    if len(tokens) > limits.max_model_tokens:
+        raise RequestError(
+            f"{len(tokens)} tokens are over the model's {limits.max_model_tokens}; shorten the prompt"
+        )
+    if not 0 <= start.generated < len(tokens):
+        raise RequestError(
+            f"generated={start.generated} of {len(tokens)} tokens; at least one must be the prompt's"
+        )
+    if not 0 <= start.cached_blocks <= len(start.frames):
+        raise RequestError(f"cached_blocks={start.cached_blocks} with {len(start.frames)} frames")
+    if start.cached_blocks * block_tokens >= len(tokens):
+        raise RequestError(
+            f"{start.cached_blocks} cached blocks of {block_tokens} cover all {len(tokens)} tokens; "
+            "leave at least one token to compute"
+        )
+    sampling = start.sampling
+    if sampling.max_tokens < 1:
+        raise RequestError(f"max_tokens={sampling.max_tokens}; ask for at least one token")
+    if not (0.0 <= sampling.temperature < float("inf")):
+        raise RequestError(f"temperature={sampling.temperature}; use 0 for greedy or a positive number")
+    if not (0.0 < sampling.top_p <= 1.0):
+        raise RequestError(f"top_p={sampling.top_p}; use a number in (0, 1]")

@@ -1,0 +1,51 @@
+"""What the daemon tells a worker on its command line."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from prefixd.worker.errors import WorkerError
+
+Positive = Annotated[int, Meta(ge=1)]
+NotNegative = Annotated[int, Meta(ge=0)]
+
+
+class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One worker's settings, passed as JSON.
+
+    model: directory of a Hugging Face model (config.json and weights).
+    dtype: of weights and KV; "auto" takes the one in config.json.
+    device: "cpu", "cuda" or "cuda:N".
+    block_tokens: asked for; the worker rounds it up until a piece of a block is a whole number of chunks.
+    layout: how a block's bytes lie, see `prefixd_swap.geometry.KvGeometry`.
+    chunk_bytes: unit of GPU-tier memory; 0 takes the device's (2 MiB on CUDA).
+    max_model_tokens: longest prompt plus output; 0 takes the model's.
+    max_step_tokens: most tokens that one forward pass computes, as far as decoding leaves room.
+    threads: of torch on a CPU; 0 takes torch's default.
+    """
+
+    model: str
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str = "cpu"
+    block_tokens: Positive = 16
+    layout: Literal["token", "layer"] = "token"
+    chunk_bytes: NotNegative = 0
+    max_model_tokens: NotNegative = 0
+    max_step_tokens: Positive = 512
+    threads: NotNegative = 0
+
+
+def encode_settings(settings: WorkerSettings) -> str:
+    """The JSON for `--config`."""
+    return msgspec.json.encode(settings).decode()
+
+
+def decode_settings(text: str) -> WorkerSettings:
+    """Read `--config`. Raises WorkerError naming the field that is wrong."""
+    try:
+        return msgspec.json.decode(text, type=WorkerSettings)
+    except msgspec.DecodeError as error:
+        raise WorkerError(f"worker settings {text!r} are not valid: {error}") from error

@@ -1,0 +1,1 @@
+"""Workloads that the demo and the benchmarks send to a real daemon."""

@@ -1,0 +1,102 @@
+"""What a run of requests came to."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class RequestResult:
+    """One finished request. `ttft_s` is the client's: from sending it, queue included, to its first token."""
+
+    output: tuple[int, ...]
+    ttft_s: float
+    gpu_tokens: int
+    cpu_tokens: int
+    disk_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Quantiles:
+    """Median and 95th percentile."""
+
+    p50: float
+    p95: float
+
+
+@dataclass(frozen=True, slots=True)
+class HitTokens:
+    """Prompt tokens that were not computed, by the tier they came from."""
+
+    gpu: int
+    cpu: int
+    disk: int
+
+    @property
+    def total(self) -> int:
+        """Of all tiers."""
+        return self.gpu + self.cpu + self.disk
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """A run's figures.
+
+    requests_per_s counts the measured requests alone; warm_up_s is what the requests before them took.
+    miss_rate is the share of the prefixes' tokens that had to be computed.
+    output_digest covers the output tokens of all requests in the order of the requests.
+    """
+
+    name: str
+    requests: int
+    elapsed_s: float
+    warm_up_s: float
+    requests_per_s: float
+    ttft_s: Quantiles
+    hit_tokens: HitTokens
+    miss_rate: float
+    output_digest: str
+
+    def to_plain(self) -> dict[str, Any]:
+        """As JSON types."""
+        return asdict(self)
+
+
+def summarise(
+    name: str, results: Sequence[RequestResult], *, elapsed_s: float, warm_up_s: float, prefix_tokens: int
+) -> Figures:
+    """The figures of `results`, at least one, in the requests' order; prefixes are `prefix_tokens` long."""
+    hits = HitTokens(
+        gpu=sum(result.gpu_tokens for result in results),
+        cpu=sum(result.cpu_tokens for result in results),
+        disk=sum(result.disk_tokens for result in results),
+    )
+    waits = sorted(result.ttft_s for result in results)
+    return Figures(
+        name=name,
+        requests=len(results),
+        elapsed_s=elapsed_s,
+        warm_up_s=warm_up_s,
+        requests_per_s=len(results) / elapsed_s,
+        ttft_s=Quantiles(quantile(waits, 0.5), quantile(waits, 0.95)),
+        hit_tokens=hits,
+        miss_rate=max(0.0, 1 - hits.total / (len(results) * prefix_tokens)),
+        output_digest=digest([result.output for result in results]),
+    )
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """The value that `share` of the sorted values do not exceed (nearest rank)."""
+    return ordered[max(0, -(-int(share * 1000) * len(ordered) // 1000) - 1)]
+
+
+def digest(outputs: Sequence[Sequence[int]]) -> str:
+    """Equal exactly when every request's output is: SHA-256 over lengths and ids as 32-bit numbers."""
+    state = hashlib.sha256()
+    for output in outputs:
+        state.update(array("I", [len(output), *output]).tobytes())
+    return state.hexdigest()

@@ -1,0 +1,97 @@
+"""The text analysis workload: a few templates, each asked many times with another text in it.
+
+"Long-Term Memory", section VII.A: n unique prefixes, then k > n requests, each with a randomly chosen prefix
+and a random body. The upper tiers have room for fewer prefixes than there are (section VII.C: of 128 prefixes
+8 fit on the GPU, 32 in CPU memory, 128 on disk).
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+# The model that comes with prefixd: 16 KiB of KV a token, 16 tokens a block.
+BLOCK_TOKENS = 16
+BLOCK_BYTES = 16 * 16 << 10
+
+# Ids that any byte-level vocabulary has and that are no special token.
+FIRST_TOKEN, LAST_TOKEN = 32, 126
+
+# The ways of serving that are compared: the cache off, then each policy of the queue.
+CONFIGS = ("no-cache", "fcfs", "fpf", "relaxed-fpf")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextAnalysis:
+    """The requests: the same arguments give the same prompts.
+
+    Lengths are in tokens. `prefix_tokens` should be whole blocks: only those can be found again.
+    """
+
+    prefixes: int
+    requests: int
+    prefix_tokens: int = 512
+    body_tokens: int = 32
+    output_tokens: int = 4
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for sizes below 1."""
+        for name in ("prefixes", "requests", "prefix_tokens", "body_tokens", "output_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)}: must be at least 1")
+
+    def prompts(self) -> list[list[int]]:
+        """`requests` prompts as token ids, each a randomly chosen prefix and a body of its own."""
+        source = random.Random(f"requests {self.seed}")
+        prefixes = self._prefixes()
+        return [source.choice(prefixes) + _tokens(source, self.body_tokens) for _ in range(self.requests)]
+
+    def warm_up_prompts(self) -> list[list[int]]:
+        """One prompt a prefix, with bodies that no other prompt has."""
+        source = random.Random(f"warm-up {self.seed}")
+        return [prefix + _tokens(source, self.body_tokens) for prefix in self._prefixes()]
+
+    def _prefixes(self) -> list[list[int]]:
+        source = random.Random(f"prefixes {self.seed}")
+        return [_tokens(source, self.prefix_tokens) for _ in range(self.prefixes)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierSizes:
+    """Room in each tier, in prefixes; on the GPU the `running` requests' own tokens have room beside them."""
+
+    gpu_prefixes: int
+    cpu_prefixes: int
+    disk_prefixes: int
+    running: int = 4
+
+    def overrides(self, workload: TextAnalysis) -> dict[str, Any]:
+        """The settings, by dotted name, that give a daemon these tiers for `workload`."""
+        prefix_blocks = _blocks(workload.prefix_tokens)
+        prefix = prefix_blocks * BLOCK_BYTES
+        longest = workload.prefix_tokens + workload.body_tokens + workload.output_tokens
+        beside = (_blocks(longest) - prefix_blocks + 1) * BLOCK_BYTES
+        return {
+            "gpu.bytes": self.gpu_prefixes * prefix + self.running * beside,
+            "cpu.bytes": self.cpu_prefixes * prefix,
+            "disk.bytes": self.disk_prefixes * prefix,
+            "worker.block_tokens": BLOCK_TOKENS,
+            "worker.max_running": self.running,
+        }
+
+
+def config_overrides(config: str) -> dict[str, Any]:
+    """The settings, by dotted name, of one of CONFIGS."""
+    if config == "no-cache":
+        return {"cache.enabled": False, "scheduler.policy": "fcfs"}
+    return {"cache.enabled": True, "scheduler.policy": config}
+
+
+def _tokens(source: random.Random, count: int) -> list[int]:
+    return [source.randint(FIRST_TOKEN, LAST_TOKEN) for _ in range(count)]
+
+
+def _blocks(tokens: int) -> int:
+    return -(-tokens // BLOCK_TOKENS)

@@ -1,0 +1,49 @@
+"""The queue: which request runs next, and whether loading its prefix pays.
+
+Standard library only and no clock of its own: time is passed in, so that a simulator can drive it.
+"""
+
+from __future__ import annotations
+
+from prefixd_scheduler.cost import CostModel
+from prefixd_scheduler.distance import Distance, farthest
+from prefixd_scheduler.errors import (
+    DuplicateRequestError,
+    IntegrityError,
+    InvalidValueError,
+    QueueFullError,
+    SchedulerError,
+    UnknownPolicyError,
+    UnknownRequestError,
+)
+from prefixd_scheduler.policies import (
+    POLICIES,
+    FastestPrefixFirst,
+    Fcfs,
+    Policy,
+    RelaxedFastestPrefixFirst,
+    create_policy,
+)
+from prefixd_scheduler.queue import RequestQueue
+from prefixd_scheduler.request import QueuedRequest
+
+__all__ = [
+    "POLICIES",
+    "CostModel",
+    "Distance",
+    "DuplicateRequestError",
+    "FastestPrefixFirst",
+    "Fcfs",
+    "IntegrityError",
+    "InvalidValueError",
+    "Policy",
+    "QueueFullError",
+    "QueuedRequest",
+    "RelaxedFastestPrefixFirst",
+    "RequestQueue",
+    "SchedulerError",
+    "UnknownPolicyError",
+    "UnknownRequestError",
+    "create_policy",
+    "farthest",
+]

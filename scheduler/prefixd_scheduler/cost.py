@@ -1,0 +1,109 @@
+"""Whether loading a cached prefix is faster than computing it again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from prefixd_scheduler.distance import Distance
+from prefixd_scheduler.errors import InvalidValueError
+
+
+@dataclass(slots=True)
+class _Rate:
+    """Seconds per unit, as the ratio of two exponentially weighted means.
+
+    Averaging seconds and units apart lets an observation count by its size: a one-block load, which is all
+    latency, does not outweigh a load of a thousand blocks.
+    """
+
+    smoothing: float
+    mean_s: float = 0.0
+    mean_units: float = 0.0
+
+    def observe(self, units: int, elapsed_s: float) -> None:
+        if units < 0 or elapsed_s < 0:
+            raise InvalidValueError(
+                f"an observation of {units} units in {elapsed_s} s; both have to be 0 or more"
+            )
+        if units == 0:
+            return
+        weight = self.smoothing if self.mean_units else 1.0
+        self.mean_s += weight * (elapsed_s - self.mean_s)
+        self.mean_units += weight * (units - self.mean_units)
+
+    def estimate_s(self, units: int) -> float | None:
+        return units * self.mean_s / self.mean_units if self.mean_units else None
+
+
+class CostModel:
+    """Learns what computing and loading cost, and says which is cheaper.
+
+    Section X of the paper asks for a way to abort a load that turned out bad and compute instead; this is its
+    judge. Loading is the default: it is what a cache is for, so a tier has to be *seen* to be slow before it
+    is passed over.
+
+    A tier that is passed over is not observed, and would stay condemned for one slow minute. So every
+    `probe_every`-th load that is judged too slow is made all the same.
+
+    Args:
+        smoothing: weight of the newest observation, 0 < smoothing <= 1.
+        probe_every: of so many unfavourable answers for one tier in a row, one is favourable; at least 2.
+    """
+
+    def __init__(self, smoothing: float = 0.2, probe_every: int = 32) -> None:
+        if not 0 < smoothing <= 1:
+            raise InvalidValueError(f"smoothing is {smoothing}; pass 0 < smoothing <= 1")
+        if probe_every < 2:
+            raise InvalidValueError(
+                f"probe_every is {probe_every}; pass 2 or more, or every load would be made"
+            )
+        self._compute = _Rate(smoothing)
+        self._loads = {distance: _Rate(smoothing) for distance in (Distance.CPU, Distance.DISK)}
+        self._refusals = dict.fromkeys(self._loads, 0)
+        self._probe_every = probe_every
+
+    def observe_compute(self, tokens: int, elapsed_s: float) -> None:
+        """`tokens` prompt tokens were computed in `elapsed_s` seconds."""
+        self._compute.observe(tokens, elapsed_s)
+
+    def observe_load(self, distance: Distance, nbytes: int, elapsed_s: float) -> None:
+        """`nbytes` came to the GPU from `distance` in `elapsed_s` seconds, waiting for the device included.
+
+        Raises:
+            InvalidValueError: nothing is loaded from that distance, or a number is negative.
+        """
+        if distance not in self._loads:
+            raise InvalidValueError(f"a load from {distance.name}; loads come from CPU or DISK")
+        self._loads[distance].observe(nbytes, elapsed_s)
+
+    def compute_s(self, tokens: int) -> float | None:
+        """Estimated seconds to compute `tokens` prompt tokens; None before the first observation."""
+        return self._compute.estimate_s(tokens)
+
+    def load_s(self, nbytes: int, distance: Distance) -> float | None:
+        """Estimated seconds to bring `nbytes` up from `distance`: 0 from the GPU, None if never observed."""
+        if distance is Distance.GPU:
+            return 0.0
+        rate = self._loads.get(distance)
+        return None if rate is None else rate.estimate_s(nbytes)
+
+    def load_pays(self, tokens: int, nbytes: int, distance: Distance) -> bool:
+        """Whether to load a prefix rather than compute it.
+
+        Args:
+            tokens: what would have to be computed otherwise.
+            nbytes: what has to be loaded; for a load under way, what is left of it.
+            distance: where the bytes are. `NONE` has nothing to load and never pays.
+
+        Returns:
+            True unless both costs are known and loading costs more, apart from the probes described above.
+        """
+        if distance is Distance.NONE:
+            return False
+        load_s = self.load_s(nbytes, distance)
+        compute_s = self.compute_s(tokens)
+        if load_s is None or compute_s is None or load_s <= compute_s:
+            return True
+        refusals = (self._refusals[distance] + 1) % self._probe_every
+        self._refusals[distance] = refusals
+        return refusals == 0

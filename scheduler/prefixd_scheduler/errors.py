@@ -1,0 +1,38 @@
+"""What the queue and the policies refuse. Every message names the value and the remedy."""
+
+from __future__ import annotations
+
+
+class SchedulerError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class QueueFullError(SchedulerError):
+    """The queue holds as many requests as it may."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(
+            f"the queue is full: {limit} requests wait and {limit} is the limit; "
+            "send the request again later, or raise the limit"
+        )
+        self.limit = limit
+
+
+class DuplicateRequestError(SchedulerError):
+    """A request with this id already waits."""
+
+
+class UnknownRequestError(SchedulerError):
+    """No request with this id waits."""
+
+
+class UnknownPolicyError(SchedulerError):
+    """A policy name that does not exist."""
+
+
+class InvalidValueError(SchedulerError, ValueError):
+    """An argument outside its range."""
+
+
+class IntegrityError(SchedulerError):
+    """The queue contradicts itself: a defect, not a state to recover from."""

@@ -1,0 +1,63 @@
+"""Memory and movement: virtual memory for the GPU tier, the CPU arena, the slab store, copies and eviction policies.
+
+Knows blocks as bytes in slots; what they mean, and which prompt they belong to, is the cache's business.
+"""
+
+from __future__ import annotations
+
+from prefixd_swap.arena import CpuArena
+from prefixd_swap.block_record import BlockRecord, DiskPart, NewBlock
+from prefixd_swap.copies import CopyEngine, create_copy_engine, register_host, unregister_host
+from prefixd_swap.errors import (
+    ChecksumError,
+    DeviceError,
+    DirectoryInUseError,
+    DiskFullError,
+    FormatError,
+    GeometryError,
+    IntegrityError,
+    MemoryMisuseError,
+    OutOfMemoryError,
+    StorageError,
+    SwapError,
+    UnknownPolicyError,
+)
+from prefixd_swap.eviction import EvictionPolicy, choose_victims, create_eviction_policy
+from prefixd_swap.geometry import KvGeometry
+from prefixd_swap.slab_store import SlabStore
+from prefixd_swap.spans import Span
+from prefixd_swap.vmem import FrameId, FramePool, VirtualMemory, create_memory, send_export
+
+__all__ = [
+    "BlockRecord",
+    "ChecksumError",
+    "CopyEngine",
+    "CpuArena",
+    "DeviceError",
+    "DirectoryInUseError",
+    "DiskFullError",
+    "DiskPart",
+    "EvictionPolicy",
+    "FormatError",
+    "FrameId",
+    "FramePool",
+    "GeometryError",
+    "IntegrityError",
+    "KvGeometry",
+    "MemoryMisuseError",
+    "NewBlock",
+    "OutOfMemoryError",
+    "SlabStore",
+    "Span",
+    "StorageError",
+    "SwapError",
+    "UnknownPolicyError",
+    "VirtualMemory",
+    "choose_victims",
+    "create_copy_engine",
+    "create_eviction_policy",
+    "create_memory",
+    "register_host",
+    "send_export",
+    "unregister_host",
+]

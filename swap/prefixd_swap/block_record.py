@@ -1,0 +1,142 @@
+"""What the disk tier stores about a block, and its bytes in the index.
+
+The index key is namespace (8 bytes) + block key (16 bytes). The value is, little-endian: depth u32, number
+of parts u16, flags u16 (bit 0: has a parent), parent 16 bytes; for each part slot u64, nbytes u64 (0: the
+part is not on disk), xxh3_64 u64; then the token ids as u32. The superblock's version covers this layout.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from prefixd_swap.errors import StorageError
+from prefixd_swap.spans import Span
+
+NAMESPACE_BYTES = 8
+KEY_BYTES = 16
+
+_HEADER = struct.Struct("<IHH16s")
+_PART = struct.Struct("<QQQ")
+_HAS_PARENT = 1
+_MAX_PARTS = 0xFFFF
+
+
+@dataclass(frozen=True, slots=True)
+class DiskPart:
+    """Where a part's bytes are: slot number, length in bytes, xxh3_64 of them."""
+
+    slot: int
+    nbytes: int
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
+class NewBlock:
+    """A block to store."""
+
+    namespace: bytes
+    key: bytes
+    parent: bytes
+    """The parent's key, or b"" for the first block of a prompt."""
+    tokens: bytes
+    """Token ids, little-endian uint32."""
+    depth: int
+    """Larger than the parent's."""
+    parts: Sequence[Span | None]
+    """Host memory that stays as it is until the write returns; None for a part that is not to be stored."""
+
+    def check(self) -> None:
+        """Refuse what a record cannot hold.
+
+        Raises:
+            StorageError: a field has a wrong length or range, or there is no part at all.
+        """
+        wrong = (
+            len(self.namespace) != NAMESPACE_BYTES
+            or len(self.key) != KEY_BYTES
+            or len(self.parent) not in (0, KEY_BYTES)
+            or len(self.tokens) % 4
+            or not 0 <= self.depth < 1 << 32
+            or not 0 < len(self.parts) <= _MAX_PARTS
+            or all(part is None for part in self.parts)
+        )
+        if wrong:
+            raise StorageError(
+                f"block {self.key.hex()} cannot be stored: namespace of {len(self.namespace)} bytes (8), "
+                f"key of {len(self.key)} (16), parent of {len(self.parent)} (0 or 16), tokens of "
+                f"{len(self.tokens)} (4 each), depth {self.depth}, {len(self.parts)} parts (at least one)"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRecord:
+    """A block on disk."""
+
+    namespace: bytes
+    key: bytes
+    parent: bytes
+    tokens: bytes
+    parts: tuple[DiskPart | None, ...]
+    depth: int
+
+
+def index_key(namespace: bytes, key: bytes) -> bytes:
+    """The block's key in the index."""
+    return namespace + key
+
+
+def encode_record(block: NewBlock, parts: Sequence[DiskPart | None]) -> bytes:
+    """The block's value in the index, `parts` standing for its spans."""
+    flags = _HAS_PARENT if block.parent else 0
+    header = _HEADER.pack(block.depth, len(parts), flags, block.parent)
+    packed = [_PART.pack(p.slot, p.nbytes, p.checksum) if p else _PART.pack(0, 0, 0) for p in parts]
+    return b"".join((header, *packed, block.tokens))
+
+
+def decode_record(key: bytes, value: bytes) -> BlockRecord:
+    """The record that `encode_record` wrote.
+
+    Raises:
+        struct.error: the value is too short.
+    """
+    depth, count, flags, parent = _HEADER.unpack_from(value)
+    end = _HEADER.size + count * _PART.size
+    fields = _PART.iter_unpack(value[_HEADER.size : end])
+    parts = tuple(DiskPart(slot, nbytes, check) if nbytes else None for slot, nbytes, check in fields)
+    return BlockRecord(
+        key[:NAMESPACE_BYTES],
+        key[NAMESPACE_BYTES:],
+        parent if flags & _HAS_PARENT else b"",
+        value[end:],
+        parts,
+        depth,
+    )
+
+
+def record_depth(value: bytes) -> int:
+    """The record's depth alone.
+
+    Raises:
+        struct.error: the value is too short.
+    """
+    depth: int = _HEADER.unpack_from(value)[0]
+    return depth
+
+
+def parent_key(key: bytes, value: bytes) -> bytes | None:
+    """The parent's key in the index, None for a first block."""
+    _, _, flags, parent = _HEADER.unpack_from(value)
+    return key[:NAMESPACE_BYTES] + parent if flags & _HAS_PARENT else None
+
+
+def record_slots(value: bytes) -> list[tuple[int, int]]:
+    """(slot, nbytes) of the parts that are on disk.
+
+    Raises:
+        struct.error: the value is too short.
+    """
+    _, count, _, _ = _HEADER.unpack_from(value)
+    fields = _PART.iter_unpack(value[_HEADER.size : _HEADER.size + count * _PART.size])
+    return [(slot, nbytes) for slot, nbytes, _ in fields if nbytes]

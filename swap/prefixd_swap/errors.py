@@ -1,0 +1,55 @@
+"""What can go wrong in memory and storage. Every message names the value and the remedy."""
+
+from __future__ import annotations
+
+
+class SwapError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class GeometryError(SwapError):
+    """A KV geometry that cannot be stored in the chunks it was given."""
+
+
+class MemoryMisuseError(SwapError):
+    """A call that breaks the contract of virtual memory (mapped twice, unaligned, unknown chunk)."""
+
+
+class OutOfMemoryError(SwapError):
+    """Physical memory, address space or mappings are used up."""
+
+
+class DeviceError(SwapError):
+    """The driver refused a call or the device lacks something that is needed."""
+
+
+class DirectoryInUseError(SwapError):
+    """Another process holds the data directory."""
+
+
+class StorageError(SwapError):
+    """The disk tier could not do what was asked (permission, I/O, read-only file system)."""
+
+
+class DiskFullError(StorageError):
+    """The file system has no room for another slab or index page."""
+
+
+class FormatError(StorageError):
+    """The data directory holds another version's, or nobody's, files."""
+
+
+class ChecksumError(StorageError):
+    """Bytes read from disk are not the bytes that were written."""
+
+
+class UnknownPolicyError(SwapError):
+    """A policy name that does not exist."""
+
+
+class TransferError(SwapError):
+    """Memory could not be handed to, or taken over from, another process."""
+
+
+class IntegrityError(SwapError):
+    """Accounting that contradicts itself: a bug in this package, reported with the numbers that disagree."""

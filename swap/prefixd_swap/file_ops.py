@@ -1,0 +1,82 @@
+"""The file calls of the disk tier, in one place so that a test can make any of them fail."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from pathlib import Path
+
+from prefixd_swap.errors import DiskFullError, StorageError
+from prefixd_swap.spans import Span
+
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+class FileOps:
+    """The real calls, each raising OSError. Override one to inject a fault or to record what was synced."""
+
+    def open(self, path: Path, flags: int) -> int:
+        """Descriptor of the file, readable by its owner only."""
+        return os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+    def fallocate(self, fd: int, nbytes: int) -> None:
+        """Give the file `nbytes` of disk space, so that no later write into it can lack room."""
+        os.posix_fallocate(fd, 0, nbytes)
+
+    def pread(self, fd: int, buffer: memoryview, offset: int) -> int:
+        """Read into `buffer`; the number of bytes read, 0 at the end of the file."""
+        return os.preadv(fd, [buffer], offset)
+
+    def pwrite(self, fd: int, buffer: memoryview, offset: int) -> int:
+        """Write `buffer`; the number of bytes written."""
+        return os.pwrite(fd, buffer, offset)
+
+    def fdatasync(self, fd: int) -> None:
+        """Return when the file's data, and the metadata needed to find it, are on the disk."""
+        os.fdatasync(fd)
+
+    def sync_directory(self, path: Path) -> None:
+        """Return when the directory's entries are on the disk."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def unlink(self, path: Path) -> None:
+        """Remove the file's name."""
+        path.unlink()
+
+    def free_bytes(self, path: Path) -> int:
+        """Bytes that the file system of `path` has left for us."""
+        stat = os.statvfs(path)
+        return stat.f_bavail * stat.f_frsize
+
+
+def host_bytes(span: Span, nbytes: int) -> memoryview:
+    """The first `nbytes` bytes of a span in host memory, writable, without a copy.
+
+    Raises:
+        StorageError: the span is on a GPU or too short.
+    """
+    if span.on_device or not 0 < nbytes <= span.nbytes:
+        where = "on a GPU" if span.on_device else "in host memory"
+        raise StorageError(
+            f"{nbytes} bytes cannot move between disk and a span of {span.nbytes} bytes {where}; "
+            "give a host span that is long enough"
+        )
+    return memoryview((ctypes.c_char * nbytes).from_address(span.address)).cast("B")
+
+
+def storage_error(doing: str, error: OSError) -> StorageError:
+    """`error` in this package's words; `doing` says what was attempted and on which file."""
+    if error.errno in _NO_ROOM:
+        return DiskFullError(f"{error.strerror} while {doing}; free space or lower the disk capacity")
+    remedy = {
+        errno.EACCES: "give this user the right to read and write there",
+        errno.EPERM: "give this user the right to read and write there",
+        errno.EROFS: "the file system is read-only: remount it or choose another directory",
+        errno.EIO: "the device failed: look at the kernel log",
+    }.get(error.errno or 0, "check the directory and its file system")
+    return StorageError(f"{error.strerror or error} while {doing}; {remedy}")

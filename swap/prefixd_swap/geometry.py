@@ -1,0 +1,105 @@
+"""The shape of one KV group and what it means in bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+from prefixd_swap.errors import GeometryError
+
+Layout = Literal["token", "layer"]
+
+ELEMENT_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class KvGeometry:
+    """One KV group: the layers of a model that share a shape.
+
+    `layout` says how a request's KV lies in its contiguous address range:
+
+    - ``"token"``: ``[tokens, layers, 2, kv_heads, head_dim]``, a block is one piece;
+    - ``"layer"``: one run a layer, ``[layers][tokens, 2, kv_heads, head_dim]``, a block is a piece a layer.
+
+    A block stored anywhere is the concatenation of its pieces, so the layout is part of what a block's bytes
+    mean.
+
+    Raises GeometryError when a field has no valid value.
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    block_tokens: int
+    layout: Layout = "token"
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "kv_heads", "head_dim", "block_tokens"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise GeometryError(f"{name} is {value!r}; it must be a positive integer")
+        if self.dtype not in ELEMENT_BYTES:
+            raise GeometryError(f"dtype {self.dtype!r} is not supported; use one of {', '.join(ELEMENT_BYTES)}")
+        if self.layout not in ("token", "layer"):
+            raise GeometryError(f'layout {self.layout!r} does not exist; use "token" or "layer"')
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one number."""
+        return ELEMENT_BYTES[self.dtype]
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's keys and values in all layers."""
+        return self.layers * 2 * self.kv_heads * self.head_dim * self.element_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block in all layers."""
+        return self.block_tokens * self.token_bytes
+
+    @property
+    def pieces(self) -> int:
+        """How many address runs one block is spread over."""
+        return 1 if self.layout == "token" else self.layers
+
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes of one piece of a block."""
+        return self.block_bytes // self.pieces
+
+    def check_chunk(self, chunk_bytes: int) -> None:
+        """Raise GeometryError unless every piece of a block is a whole number of chunks of `chunk_bytes`."""
+        if chunk_bytes > 0 and self.piece_bytes % chunk_bytes == 0:
+            return
+        if chunk_bytes < 1:
+            raise GeometryError(f"a chunk of {chunk_bytes} bytes is not possible; it must be positive")
+        per_token = self.piece_bytes // self.block_tokens
+        fitting = math.lcm(per_token, chunk_bytes) // per_token
+        raise GeometryError(
+            f"a block of {self.block_tokens} tokens has pieces of {self.piece_bytes} bytes "
+            f"(layout {self.layout!r}), not a multiple of the chunk of {chunk_bytes}; "
+            f"set block_tokens to a multiple of {fitting}"
+            + (' or use the "token" layout' if self.layout == "layer" else "")
+        )
+
+    def chunks_per_block(self, chunk_bytes: int) -> int:
+        """How many chunks of `chunk_bytes` one block takes. Raises GeometryError like `check_chunk`."""
+        self.check_chunk(chunk_bytes)
+        return self.block_bytes // chunk_bytes
+
+    def as_dict(self) -> dict[str, int | str]:
+        """The fields as plain values, for a message or a namespace's description."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> KvGeometry:
+        """The inverse of `as_dict`. Raises GeometryError on a missing, unknown or invalid field."""
+        names = {field.name for field in fields(cls)}
+        if set(values) != names:
+            wrong = ", ".join(sorted(names ^ set(values)))
+            raise GeometryError(f"fields missing or unknown in a KV geometry: {wrong}")
+        return cls(**values)

@@ -1,0 +1,149 @@
+"""One slab: a preallocated file of equal slots."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import weakref
+from pathlib import Path
+
+from prefixd_swap.errors import StorageError
+from prefixd_swap.file_ops import FileOps, storage_error
+from prefixd_swap.slots import PAGE_BYTES, SlotRun
+
+INDEX_BITS = 24
+"""A slot's number is its slab's number, then its index in the slab in the low 24 bits."""
+
+_NAME = re.compile(r"([0-9a-f]{10})-([0-9]{4,})\.slab")
+
+
+class SlabFile:
+    """`run.count` slots of `slot_bytes` each; the file's name carries number and slot size.
+
+    The descriptor is closed when the last reference goes, so a reader may finish on a slab that was deleted.
+    """
+
+    def __init__(self, number: int, path: Path, slot_bytes: int, count: int, fd: int, ops: FileOps) -> None:
+        self.number = number
+        self.path = path
+        self.slot_bytes = slot_bytes
+        self.run = SlotRun(count)
+        self.failed = False
+        """A sync failed: the kernel may have dropped pages, so nothing written since may be trusted."""
+        self._fd = fd
+        self._ops = ops
+        weakref.finalize(self, os.close, fd)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file in bytes."""
+        return self.run.count * self.slot_bytes
+
+    @classmethod
+    def create(cls, folder: Path, number: int, slot_bytes: int, count: int, ops: FileOps) -> SlabFile:
+        """Make and preallocate the file, durably.
+
+        Raises:
+            DiskFullError: the file system has no room for it; nothing of it stays.
+            StorageError: any other failure; nothing of it stays.
+        """
+        path = folder / f"{number:010x}-{slot_bytes}.slab"
+        try:
+            fd = ops.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        except OSError as error:
+            raise storage_error(f"creating the slab {path}", error) from error
+        slab = cls(number, path, slot_bytes, count, fd, ops)
+        try:
+            ops.fallocate(fd, slab.nbytes)
+            ops.fdatasync(fd)
+            ops.sync_directory(folder)
+        except OSError as error:
+            with contextlib.suppress(StorageError):  # what cannot be deleted is found at the next start
+                slab.unlink()
+            raise storage_error(f"preallocating {slab.nbytes} bytes for the slab {path}", error) from error
+        return slab
+
+    @classmethod
+    def reopen(cls, path: Path, ops: FileOps) -> SlabFile | None:
+        """The slab in that file, as many slots as it holds, all free; None when the name is no slab's.
+
+        Raises:
+            StorageError: the file cannot be opened.
+        """
+        match = _NAME.fullmatch(path.name)
+        if match is None:
+            return None
+        number, slot_bytes = int(match[1], 16), int(match[2])
+        if not slot_bytes or slot_bytes % PAGE_BYTES:
+            return None
+        try:
+            count = min(path.stat().st_size // slot_bytes, 1 << INDEX_BITS)
+            return cls(number, path, slot_bytes, count, ops.open(path, os.O_RDWR), ops)
+        except OSError as error:
+            raise storage_error(f"opening the slab {path}", error) from error
+
+    def write(self, index: int, data: memoryview) -> None:
+        """Write a slot's bytes; durable only after `sync`.
+
+        Raises:
+            StorageError: the device or the file system refused.
+        """
+        offset = index * self.slot_bytes
+        try:
+            while data:
+                written = self._ops.pwrite(self._fd, data, offset)
+                data, offset = data[written:], offset + written
+        except OSError as error:
+            raise storage_error(f"writing slot {index} of {self.path}", error) from error
+
+    def read(self, index: int, into: memoryview) -> None:
+        """Read a slot's first `len(into)` bytes.
+
+        `pread`, not a mapping: as fast from 64 KiB up, and a failing device is an error instead of SIGBUS.
+
+        Raises:
+            StorageError: the device failed, or the file ends too early.
+        """
+        offset = index * self.slot_bytes
+        try:
+            while into:
+                got = self._ops.pread(self._fd, into, offset)
+                if not got:
+                    raise StorageError(
+                        f"{self.path} ends inside slot {index}, at byte {offset}; drop its blocks"
+                    )
+                into, offset = into[got:], offset + got
+        except OSError as error:
+            raise storage_error(f"reading slot {index} of {self.path}", error) from error
+
+    def sync(self) -> None:
+        """Return when everything written is durable.
+
+        A failed sync is final. Linux reports a lost page once and then calls it clean, so that the next sync
+        would succeed over data that is gone (Rebello et al., "Can Applications Recover from fsync Failures?",
+        USENIX ATC 2020).
+
+        Raises:
+            StorageError: this sync or an earlier one failed.
+        """
+        if self.failed:
+            raise StorageError(f"{self.path} failed to sync earlier; it is deleted when its last block goes")
+        try:
+            self._ops.fdatasync(self._fd)
+        except OSError as error:
+            self.failed = True
+            raise storage_error(f"syncing {self.path}", error) from error
+
+    def unlink(self) -> None:
+        """Delete the file; its space returns when the last reader is done.
+
+        Raises:
+            StorageError: the file system refused.
+        """
+        try:
+            self._ops.unlink(self.path)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise storage_error(f"deleting the slab {self.path}", error) from error

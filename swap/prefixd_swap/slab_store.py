@@ -1,0 +1,301 @@
+"""The disk tier: blocks in slab files, durable before anybody sees them, checked when they are read.
+
+A block's bytes are written and synced, then one index transaction names them; a removed block's slots are
+free only after the index durably no longer names them. So a crash at any point leaves an index whose every
+record points at bytes that were complete, and slots that no record names are free.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import xxhash
+
+from prefixd_swap.block_record import (
+    BlockRecord,
+    DiskPart,
+    NewBlock,
+    decode_record,
+    encode_record,
+    index_key,
+    record_slots,
+)
+from prefixd_swap.data_directory import DataDirectory
+from prefixd_swap.errors import ChecksumError, IntegrityError, StorageError
+from prefixd_swap.file_ops import FileOps, host_bytes
+from prefixd_swap.group_commit import Commit, GroupCommit
+from prefixd_swap.slab_file import SlabFile
+from prefixd_swap.slab_files import SLAB_BYTES, SlabFiles
+from prefixd_swap.slab_index import Change, SlabIndex
+from prefixd_swap.slab_recovery import Recovery, parents_first, recover
+from prefixd_swap.slots import round_to_slot
+from prefixd_swap.spans import Span
+
+log = logging.getLogger(__name__)
+
+
+class SlabStore:
+    """Blocks in one directory. Calls block; they may come from any thread, and writers share commits."""
+
+    def __init__(
+        self, directory: DataDirectory, index: SlabIndex, slabs: SlabFiles, recovery: Recovery
+    ) -> None:
+        """For `open`."""
+        self.recovery = recovery
+        self._directory = directory
+        self._index = index
+        self._slabs = slabs
+        self._commits = GroupCommit(self._flush)
+        self._changed = threading.Condition()  # guards the slabs and what follows
+        self._active = 0  # writes and removals under way
+        self._closed = False
+
+    @classmethod
+    def open(
+        cls, path: Path, capacity_bytes: int, *, slab_bytes: int = SLAB_BYTES, ops: FileOps | None = None
+    ) -> SlabStore:
+        """Open or create the store in `path` and drop what a crash or a lost file has made useless.
+
+        Args:
+            path: a directory that is empty, absent or a store's.
+            capacity_bytes: the most that slab files take together. Lowering it drops the newest slabs.
+            slab_bytes: size of a slab file where the capacity is large enough for several.
+            ops: file calls, for tests that inject faults.
+
+        Raises:
+            DirectoryInUseError: another store holds the directory.
+            FormatError: it holds other files than this version's.
+            StorageError: it cannot be made, read or written.
+        """
+        ops = ops or FileOps()
+        with ExitStack() as undo:
+            directory = DataDirectory(path, ops)
+            undo.callback(directory.close)
+            index = SlabIndex(directory.index)
+            undo.callback(index.close)
+            directory.sync_index()
+            slabs = SlabFiles(directory.slabs, capacity_bytes, ops, slab_bytes)
+            recovery, dropped = recover(index.rows(), slabs)
+            if dropped:
+                log.warning("%s: dropped blocks that are not whole: %s", path, recovery)
+                index.apply([(key, None) for key in dropped])
+            undo.pop_all()
+        return cls(directory, index, slabs, recovery)
+
+    @property
+    def capacity_bytes(self) -> int:
+        """The most that slab files take together."""
+        return self._slabs.capacity_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the slots taken, those being written or removed included."""
+        return self._slabs.used_bytes
+
+    @property
+    def commits(self) -> int:
+        """Durable transactions so far, each for one or more calls."""
+        return self._commits.batches
+
+    def room(self, nbytes: int) -> int:
+        """How many more parts of `nbytes` bytes each could be written now."""
+        with self._changed:
+            return self._slabs.room(nbytes)
+
+    def free_bytes(self, nbytes: int) -> int:
+        """Bytes left for parts of `nbytes` bytes each, in whole slots."""
+        return self.room(nbytes) * round_to_slot(nbytes)
+
+    def write(self, blocks: Sequence[NewBlock]) -> list[BlockRecord | None]:
+        """Store blocks durably; their records, None for those that there was no room for.
+
+        A block that is stored already is replaced. No key may be in two calls at once or twice in one.
+
+        Raises:
+            DiskFullError: the file system is full although the capacity is not reached; nothing was stored.
+            StorageError: I/O failed or a block is malformed; nothing was stored.
+        """
+        if len({(block.namespace, block.key) for block in blocks}) != len(blocks):
+            raise StorageError("a block is given twice in one write; give each key once")
+        for block in blocks:
+            block.check()
+        with self._operation():
+            slots = self._take_slots(blocks)
+            try:
+                return self._store(blocks, slots)
+            except Exception:
+                self._free_slots([slot for taken in slots if taken for slot in taken if slot is not None])
+                raise
+
+    def remove(self, ids: Sequence[tuple[bytes, bytes]]) -> None:
+        """Forget blocks by (namespace, key), children before parents; unknown ones are ignored.
+
+        When this returns the removal is durable and the slots are free.
+
+        Raises:
+            StorageError: I/O failed; the blocks are still there.
+        """
+        with self._operation():
+            self._commits.run(Commit([(index_key(*block_id), None) for block_id in ids]))
+
+    def read(self, part: DiskPart, into: Span) -> None:
+        """Copy a part's bytes to the start of `into` and verify them there.
+
+        Raises:
+            ChecksumError: the bytes are not those that were written; `into` holds garbage.
+            StorageError: I/O failed, or `into` is too short or not in host memory.
+        """
+        buffer = host_bytes(into, part.nbytes)
+        slab, index = self._slabs.find(part.slot)
+        slab.read(index, buffer)
+        found = xxhash.xxh3_64_intdigest(buffer)
+        if found != part.checksum:
+            raise ChecksumError(
+                f"slot {index} of {slab.path}: {part.nbytes} bytes have checksum {found:016x}, written were "
+                f"{part.checksum:016x}; remove the block, it will be computed again"
+            )
+
+    def records(self) -> Iterator[BlockRecord]:
+        """Every block as of now, parents before children."""
+        for key, value in parents_first(self._index.rows()):
+            yield decode_record(key, value)
+
+    def put_namespace(self, namespace: bytes, spec: bytes) -> None:
+        """Store durably what a namespace stands for.
+
+        Raises:
+            StorageError: I/O failed.
+        """
+        with self._operation():
+            self._index.put_namespace(namespace, spec)
+
+    def namespaces(self) -> dict[bytes, bytes]:
+        """What every namespace stands for."""
+        return self._index.namespaces()
+
+    def check_integrity(self) -> None:
+        """Slots are taken by one record each, and by no one else unless a write or a removal is under way.
+
+        Raises:
+            IntegrityError: they are not.
+        """
+        with self._changed:
+            self._slabs.check_integrity()
+            named = [slot for _, value in self._index.rows() for slot, _ in record_slots(value)]
+            taken = self._slabs.taken()
+            different = len(set(named))
+            if different != len(named) or different > taken or (different < taken and not self._active):
+                raise IntegrityError(
+                    f"{len(named)} slots are named, {different} different; {taken} are taken"
+                )
+
+    def close(self) -> None:
+        """Wait for writes and removals under way, then let go of the directory. No read may follow."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._changed.wait_for(lambda: not self._active)
+            self._index.close()
+            self._slabs.close()
+            self._directory.close()
+
+    @contextmanager
+    def _operation(self) -> Iterator[None]:
+        """Counts a write or removal, so that `close` waits for it."""
+        with self._changed:
+            if self._closed:
+                raise StorageError(f"the store in {self._directory.path} is closed; open it again")
+            if self._commits.interrupted or self._index.broken:
+                raise StorageError(
+                    f"a commit in {self._directory.path} failed half-way; open the store again"
+                )
+            self._active += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._active -= 1
+                self._changed.notify_all()
+
+    def _take_slots(self, blocks: Sequence[NewBlock]) -> list[list[int | None] | None]:
+        """For each block a slot for each of its parts; None where not all of them have room."""
+        taken: list[list[int | None] | None] = []
+        with self._changed:
+            try:
+                for block in blocks:
+                    taken.append(self._take_block_slots(block))
+            except Exception:
+                for slots in taken:
+                    self._give_back(slots or [])
+                raise
+        return taken
+
+    def _take_block_slots(self, block: NewBlock) -> list[int | None] | None:
+        slots: list[int | None] = []
+        try:
+            for part in block.parts:
+                slot = self._slabs.allocate(part.nbytes) if part else None
+                if part and slot is None:
+                    self._give_back(slots)
+                    return None
+                slots.append(slot)
+        except Exception:
+            self._give_back(slots)
+            raise
+        return slots
+
+    def _store(
+        self, blocks: Sequence[NewBlock], slots: Sequence[Sequence[int | None] | None]
+    ) -> list[BlockRecord | None]:
+        records: list[BlockRecord | None] = []
+        commit = Commit([])
+        for block, taken in zip(blocks, slots, strict=True):
+            if taken is None:
+                records.append(None)
+                continue
+            parts = tuple(
+                self._write_part(part, slot, commit.slabs) if part and slot is not None else None
+                for part, slot in zip(block.parts, taken, strict=True)
+            )
+            commit.changes.append((index_key(block.namespace, block.key), encode_record(block, parts)))
+            records.append(
+                BlockRecord(block.namespace, block.key, block.parent, block.tokens, parts, block.depth)
+            )
+        if commit.changes:
+            self._commits.run(commit)
+        return records
+
+    def _write_part(self, part: Span, slot: int, slabs: set[SlabFile]) -> DiskPart:
+        data = host_bytes(part, part.nbytes)
+        slab, index = self._slabs.find(slot)
+        slabs.add(slab)
+        checksum = xxhash.xxh3_64_intdigest(data)
+        slab.write(index, data)
+        return DiskPart(slot, part.nbytes, checksum)
+
+    def _flush(self, batch: Sequence[Commit]) -> None:
+        """Data first, then the index, then the slots of what was replaced or removed are free."""
+        for slab in set[SlabFile]().union(*(commit.slabs for commit in batch)):
+            try:
+                slab.sync()
+            except StorageError:
+                with self._changed:
+                    self._slabs.quarantine(slab)
+                raise
+        changes: list[Change] = [change for commit in batch for change in commit.changes]
+        gone = self._index.apply(changes)
+        self._free_slots([slot for value in gone if value for slot, _ in record_slots(value)])
+
+    def _free_slots(self, slots: Sequence[int]) -> None:
+        with self._changed:
+            self._give_back(slots)
+
+    def _give_back(self, slots: Sequence[int | None]) -> None:
+        for slot in slots:
+            if slot is not None:
+                self._slabs.free(slot)

@@ -1,0 +1,46 @@
+"""Virtual memory for the GPU tier, on CUDA and on Linux, behind one interface."""
+
+from __future__ import annotations
+
+import torch
+
+from prefixd_swap.errors import DeviceError
+from prefixd_swap.vmem.base import ChunkId, Export, FrameId, VirtualMemory, VirtualRange
+from prefixd_swap.vmem.cuda import CudaMemory
+from prefixd_swap.vmem.fence import Fence
+from prefixd_swap.vmem.frames import FramePool
+from prefixd_swap.vmem.host import HostMemory
+from prefixd_swap.vmem.transfer import attach_memory, recv_export, send_export
+from prefixd_swap.vmem.virtual_tensor import VirtualTensor, VirtualTensorPool
+
+__all__ = [
+    "ChunkId",
+    "Export",
+    "Fence",
+    "FrameId",
+    "FramePool",
+    "VirtualMemory",
+    "VirtualRange",
+    "VirtualTensor",
+    "VirtualTensorPool",
+    "attach_memory",
+    "create_memory",
+    "recv_export",
+    "send_export",
+]
+
+
+def create_memory(device: str, chunk_bytes: int | None = None) -> VirtualMemory:
+    """A memory on `device`: "cpu", "cuda" or "cuda:N"; `chunk_bytes` is the device's smallest if not given.
+
+    Raises DeviceError for another device or one that is not there, MemoryMisuseError for an impossible chunk.
+    """
+    try:
+        parsed = torch.device(device)
+    except RuntimeError as error:
+        raise DeviceError(f'device {device!r} is unknown; use "cpu", "cuda" or "cuda:N"') from error
+    if parsed.type == "cpu":
+        return HostMemory(chunk_bytes)
+    if parsed.type == "cuda":
+        return CudaMemory(parsed.index or 0, chunk_bytes)
+    raise DeviceError(f'device {device!r} is not supported; use "cpu", "cuda" or "cuda:N"')

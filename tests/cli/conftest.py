@@ -1,0 +1,168 @@
+"""A daemon that only answers: enough to see what each command asks for and prints."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from typer.testing import CliRunner
+
+from prefixd.cli.app import app
+from prefixd.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, inference_pb2, inference_pb2_grpc
+
+KEY = "9f86d081884c7d659a2feaa0c55ad015"
+NAMESPACE = bytes(range(8))
+
+
+class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServicer):
+    """Keeps every request; answers with fixed figures."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.requests: list[Any] = []
+        self.failure: tuple[grpc.StatusCode, str] | None = None
+        # Generations go on until they are cancelled.
+        self.endless = False
+        self.cancelled = threading.Event()
+
+    def last(self) -> Any:
+        return self.requests[-1]
+
+    def _note(self, request: Any, context: grpc.ServicerContext) -> None:
+        self.requests.append(request)
+        if self.failure is not None:
+            context.abort(*self.failure)
+
+    def Stats(self, request: Any, context: grpc.ServicerContext) -> admin_pb2.StatsResponse:
+        self._note(request, context)
+        named = cache_pb2.Namespace(name="tiny-llama", block_tokens=16)
+        tier = admin_pb2.TierStats(
+            tier=cache_pb2.TIER_DISK,
+            capacity_bytes=4 << 30,
+            used_bytes=1 << 30,
+            blocks=4096,
+            hit_tokens=12345,
+            trouble="the file system is full",
+        )
+        return admin_pb2.StatsResponse(
+            version="0.1.0",
+            uptime_s=90,
+            tiers=[tier],
+            namespaces=[admin_pb2.NamespaceStats(namespace_id=NAMESPACE, namespace=named, blocks=4096)],
+            sessions=[admin_pb2.SessionStats(session_id="s1", client_name="vllm", pid=77, leases=3)],
+            worker=admin_pb2.WorkerStats(state=admin_pb2.WorkerStats.STATE_READY, model="embedded", device="cpu"),
+            scheduler=admin_pb2.SchedulerStats(policy="relaxed-fpf", waiting_requests=5),
+            asked_tokens=1000,
+            hit_tokens=750,
+            lost_blocks={"checksum": 2},
+        )
+
+    def ListPrefixes(self, request: Any, context: grpc.ServicerContext) -> admin_pb2.ListPrefixesResponse:
+        self._note(request, context)
+        prefix = admin_pb2.PrefixInfo(
+            key=KEY,
+            namespace_id=NAMESPACE,
+            namespace_name="tiny-llama",
+            blocks=32,
+            tokens=512,
+            nbytes=8 << 20,
+            gpu_blocks=30,
+            disk_blocks=2,
+            idle_s=3,
+            pinned=True,
+        )
+        return admin_pb2.ListPrefixesResponse(prefixes=[prefix], total=7)
+
+    def Inspect(self, request: Any, context: grpc.ServicerContext) -> admin_pb2.InspectResponse:
+        self._note(request, context)
+        block = admin_pb2.BlockInfo(
+            index=0,
+            key=KEY,
+            tiers=[cache_pb2.TIER_GPU, cache_pb2.TIER_DISK],
+            children=2,
+            held=1,
+            nbytes=256 << 10,
+            token_ids=[1000, 1001, 1002],
+        )
+        return admin_pb2.InspectResponse(
+            prefix=admin_pb2.PrefixInfo(key=KEY, namespace_name="tiny-llama", blocks=1, tokens=16),
+            blocks=[block],
+        )
+
+    def Pin(self, request: Any, context: grpc.ServicerContext) -> admin_pb2.PinResponse:
+        self._note(request, context)
+        return admin_pb2.PinResponse(blocks=32)
+
+    def Unpin(self, request: Any, context: grpc.ServicerContext) -> admin_pb2.UnpinResponse:
+        self._note(request, context)
+        return admin_pb2.UnpinResponse(blocks=31)
+
+    def Evict(self, request: Any, context: grpc.ServicerContext) -> admin_pb2.EvictResponse:
+        self._note(request, context)
+        return admin_pb2.EvictResponse(evicted_blocks=40, kept_blocks=2)
+
+    def Flush(self, request: Any, context: grpc.ServicerContext) -> admin_pb2.FlushResponse:
+        self._note(request, context)
+        return admin_pb2.FlushResponse(blocks=12, nbytes=3 << 20)
+
+    def Drain(self, request: Any, context: grpc.ServicerContext) -> admin_pb2.DrainResponse:
+        self._note(request, context)
+        return admin_pb2.DrainResponse(written_blocks=5, finished_requests=1)
+
+    def Generate(self, request: Any, context: grpc.ServicerContext) -> Iterator[inference_pb2.GenerateResponse]:
+        self._note(request, context)
+        yield inference_pb2.GenerateResponse(accepted=inference_pb2.Accepted(request_id="r1", prompt_tokens=20))
+        for token_id, text in ((104, "Hell"), (111, "o ☃")):
+            text = "" if request.WhichOneof("prompt") == "token_ids" else text
+            yield inference_pb2.GenerateResponse(tokens=inference_pb2.Tokens(token_ids=[token_id], text=text))
+        if self.endless:
+            context.add_callback(self.cancelled.set)
+            self.cancelled.wait(30)
+        yield inference_pb2.GenerateResponse(
+            finished=inference_pb2.Finished(
+                reason=inference_pb2.FINISH_REASON_LENGTH,
+                prompt_tokens=20,
+                output_tokens=2,
+                hit_tokens=inference_pb2.HitTokens(disk=16),
+                ttft_s=0.25,
+            )
+        )
+
+
+@pytest.fixture
+def daemon() -> Iterator[FakeDaemon]:
+    """A fake daemon on a socket of its own (in a short path: a socket's is limited)."""
+    with tempfile.TemporaryDirectory(prefix="pfx-") as directory, ThreadPoolExecutor(4) as threads:
+        address = f"unix:{Path(directory) / 's'}"
+        fake = FakeDaemon(address)
+        server = grpc.server(threads)
+        admin_pb2_grpc.add_AdminServicer_to_server(fake, server)
+        inference_pb2_grpc.add_InferenceServicer_to_server(fake, server)
+        server.add_insecure_port(address)
+        server.start()
+        yield fake
+        server.stop(grace=None).wait()
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
+    """Runs `prefixd` with these arguments in an empty directory, with no configuration but the defaults."""
+    for name in ("XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_RUNTIME_DIR", "HOME"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments: str, stdin: str | None = None) -> Any:
+        return CliRunner().invoke(app, _flat(arguments), input=stdin, catch_exceptions=False)
+
+    return run
+
+
+def _flat(arguments: Sequence[str]) -> list[str]:
+    return [str(argument) for argument in arguments]

@@ -1,0 +1,236 @@
+"""What each command asks the daemon for, and what it prints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import pytest
+
+KEY = "9f86d081884c7d659a2feaa0c55ad015"
+NAMESPACE = bytes(range(8))
+Cli = Callable[..., Any]
+
+COMMANDS = [
+    "serve",
+    "generate",
+    "demo",
+    "stats",
+    "ls",
+    "inspect",
+    "pin",
+    "unpin",
+    "evict",
+    "flush",
+    "drain",
+    "config show",
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_an_example_that_names_the_command(cli: Cli, command: str) -> None:
+    result = cli(*command.split(), "--help")
+    assert result.exit_code == 0
+    examples = result.stdout.partition("Example")[2]
+    assert f"prefixd {command}" in examples
+
+
+def test_stats(cli: Cli, daemon: Any) -> None:
+    out = cli("stats", "--address", daemon.address).stdout
+    for words in (
+        "0:01:30",
+        "750 found in the cache (75%)",
+        "embedded on cpu",
+        "5 waiting (relaxed-fpf)",
+        "12,345",
+        "1.0 GiB",
+        "4.0 GiB",
+        "25%",
+        "tiny-llama",
+        NAMESPACE.hex(),
+        "vllm",
+        "2 checksum",
+        "disk tier: the file system is full",
+    ):
+        assert words in out
+
+
+def test_stats_as_json(cli: Cli, daemon: Any) -> None:
+    stats = json.loads(cli("stats", "--json", "--address", daemon.address).stdout)
+    assert stats["tiers"][0]["tier"] == "disk"
+    assert stats["tiers"][0]["capacity_bytes"] == 4 << 30
+    assert stats["worker"]["state"] == "ready"
+    assert stats["namespaces"][0]["namespace_id"] == NAMESPACE.hex()
+    assert stats["lost_blocks"] == {"checksum": 2}
+    assert stats["draining"] is False
+
+
+def test_ls_lists_prefixes_and_says_when_there_are_more(cli: Cli, daemon: Any) -> None:
+    out = cli("ls", "--limit", "1", "--address", daemon.address).stdout
+    assert daemon.last().limit == 1
+    assert KEY[:12] in out and "pinned" in out and "8.0 MiB" in out
+    assert "1 of 7 prefixes" in out
+    listed = json.loads(cli("ls", "--json", "--address", daemon.address).stdout)
+    assert (listed["total"], listed["prefixes"][0]["key"]) == (7, KEY)
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", NAMESPACE.hex()])
+def test_ls_of_a_namespace_by_name_or_id(cli: Cli, daemon: Any, name: str) -> None:
+    assert cli("ls", "--namespace", name, "--address", daemon.address).exit_code == 0
+    assert daemon.last().namespace_id == NAMESPACE
+
+
+def test_an_unknown_namespace_is_answered_with_the_known_ones(cli: Cli, daemon: Any) -> None:
+    result = cli("ls", "--namespace", "llama", "--address", daemon.address)
+    assert result.exit_code == 1
+    assert result.stderr == "prefixd: no namespace 'llama'; the daemon has: tiny-llama\n"
+
+
+def test_inspect(cli: Cli, daemon: Any) -> None:
+    out = cli("inspect", KEY[:6], "--address", daemon.address).stdout
+    assert daemon.last().key == KEY[:6]
+    assert "gpu disk" in out and "held 1x" in out and "256.0 KiB" in out
+    assert "1000" not in out
+    assert "1000 1001 1002" in cli("inspect", KEY, "--tokens", "--address", daemon.address).stdout
+    inspected = json.loads(cli("inspect", KEY, "--json", "--address", daemon.address).stdout)
+    assert inspected["blocks"][0]["tiers"] == ["gpu", "disk"]
+    assert inspected["blocks"][0]["token_ids"] == [1000, 1001, 1002]
+
+
+def test_pin_and_unpin(cli: Cli, daemon: Any) -> None:
+    assert cli("pin", KEY, "--address", daemon.address).stdout == "32 blocks pinned\n"
+    assert daemon.last().key == KEY
+    assert cli("unpin", KEY, "--address", daemon.address).stdout == "31 blocks unpinned\n"
+    assert json.loads(cli("pin", KEY, "--json", "--address", daemon.address).stdout) == {"blocks": 32}
+
+
+def test_evict_one_prefix_without_asking(cli: Cli, daemon: Any) -> None:
+    out = cli("evict", KEY, "--address", daemon.address).stdout
+    assert daemon.last().key == KEY
+    assert out == "40 blocks dropped, 2 kept (leased, pinned or the prefix of such)\n"
+
+
+def test_evict_everything_asks_first(cli: Cli, daemon: Any) -> None:
+    refused = cli("evict", "--all", "--address", daemon.address, stdin="n\n")
+    assert refused.exit_code == 1
+    assert daemon.requests == []
+    assert cli("evict", "--all", "--address", daemon.address, stdin="y\n").exit_code == 0
+    assert daemon.last().all is True
+    result = cli("evict", "--namespace", "tiny-llama", "--yes", "--json", "--address", daemon.address)
+    assert daemon.last().namespace_id == NAMESPACE
+    assert json.loads(result.stdout) == {"evicted_blocks": 40, "kept_blocks": 2}
+
+
+def test_evict_wants_exactly_one_thing(cli: Cli, daemon: Any) -> None:
+    for arguments in ([], [KEY, "--all"], ["--all", "--namespace", "x"]):
+        result = cli("evict", *arguments, "--address", daemon.address)
+        assert result.exit_code == 2
+        assert "give one of KEY, --namespace or --all" in result.stderr
+
+
+def test_flush_and_drain(cli: Cli, daemon: Any) -> None:
+    assert cli("flush", "--address", daemon.address).stdout == "12 blocks (3.0 MiB) written to disk\n"
+    out = cli("drain", "--address", daemon.address).stdout
+    assert out == "1 requests finished, 5 blocks written to disk; the daemon takes no new work\n"
+    assert daemon.last().shutdown is False
+    assert cli("drain", "--shutdown", "--json", "--address", daemon.address).exit_code == 0
+    assert daemon.last().shutdown is True
+
+
+def test_generate_streams_text_alone_to_stdout(cli: Cli, daemon: Any) -> None:
+    result = cli(
+        "generate", "Once upon", "--max-tokens", "2", "--temperature", "0.5", "--top-p", "0.9", "--seed", "7",
+        "--address", daemon.address,
+    )  # fmt: skip
+    assert result.stdout == "Hello ☃\n"
+    assert "16 from disk" in result.stderr and "2 tokens (length)" in result.stderr
+    request = daemon.last()
+    assert (request.text, request.sampling.max_tokens, request.sampling.seed) == ("Once upon", 2, 7)
+    assert request.sampling.temperature == 0.5 and request.sampling.top_p == 0.9
+
+
+def test_generate_takes_token_ids_and_standard_input(cli: Cli, daemon: Any) -> None:
+    result = cli("generate", "--token-ids", "1, 2 300", "--address", daemon.address)
+    assert result.stdout == "104 111\n"
+    assert daemon.last().token_ids.ids == b"\1\0\0\0\2\0\0\0\x2c\1\0\0"
+    assert not daemon.last().sampling.HasField("seed")
+    cli("generate", "-", "--address", daemon.address, stdin="from a pipe")
+    assert daemon.last().text == "from a pipe"
+
+
+def test_generate_as_json_prints_an_object_an_event(cli: Cli, daemon: Any) -> None:
+    lines = cli("generate", "x", "--json", "--address", daemon.address).stdout.splitlines()
+    events = [json.loads(line) for line in lines]
+    assert [event["event"] for event in events] == ["accepted", "tokens", "tokens", "finished"]
+    assert events[1]["token_ids"] == [104] and events[2]["text"] == "o ☃"
+    assert events[3]["hit_tokens"] == {"gpu": 0, "cpu": 0, "disk": 16} and events[3]["reason"] == "length"
+
+
+@pytest.mark.parametrize("arguments", [[], ["text", "--token-ids", "1"], ["--token-ids", "one"]])
+def test_generate_refuses_no_prompt_two_prompts_and_nonsense(cli: Cli, arguments: list[str]) -> None:
+    assert cli("generate", *arguments).exit_code == 2
+
+
+def test_without_a_daemon_the_error_says_what_to_do(cli: Cli, tmp_path: Any) -> None:
+    for command in (["stats"], ["ls"], ["flush"], ["generate", "x"]):
+        result = cli(*command, "--address", f"unix:{tmp_path}/none.sock")
+        assert result.exit_code == 1
+        assert result.stderr.count("\n") == 1
+        assert f"{tmp_path}/none.sock" in result.stderr and "`prefixd serve`" in result.stderr
+
+
+def test_the_configured_socket_is_the_default_address(cli: Cli, tmp_path: Any) -> None:
+    (tmp_path / "prefixd.toml").write_text('[server]\nsocket = "mine.sock"\n')
+    assert f"{tmp_path}/mine.sock" in cli("stats").stderr
+
+
+def test_the_daemons_refusal_is_one_line(cli: Cli, daemon: Any) -> None:
+    daemon.failure = (grpc.StatusCode.NOT_FOUND, "no prefix abcd;\n`prefixd ls` lists them")
+    result = cli("inspect", "abcd", "--address", daemon.address)
+    assert (result.exit_code, result.stderr) == (1, "prefixd: no prefix abcd; `prefixd ls` lists them\n")
+    daemon.failure = (grpc.StatusCode.UNIMPLEMENTED, "this daemon has no model")
+    assert "prefixd serve --model" in cli("generate", "x", "--address", daemon.address).stderr
+
+
+def test_an_address_that_is_none_is_refused(cli: Cli) -> None:
+    result = cli("stats", "--address", "nonsense")
+    assert result.exit_code == 1
+    assert "nonsense" in result.stderr and "host:port" in result.stderr
+
+
+def test_config_show_names_sources(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREFIXD_CPU__BYTES", "2GiB")
+    out = cli("config", "show", "--set", "cache.eviction=fifo").stdout
+    assert "2147483648 (2.0 GiB)" in out and "PREFIXD_CPU__BYTES" in out and "the command line" in out
+    shown = json.loads(cli("config", "show", "--json").stdout)
+    assert shown["cpu.bytes"] == {"value": 2 << 30, "source": "PREFIXD_CPU__BYTES"}
+    assert shown["disk.bytes"]["source"] == "default"
+    assert "Which block goes first" in cli("config", "show", "--describe").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--cpu-bytes", "12QiB"], "cpu.bytes = '12QiB'"),
+        (["--policy", "sjf"], "'fcfs', 'fpf' or 'relaxed-fpf'"),
+        (["--eviction", "lfu"], "'lru', 'fifo' or 'random'"),
+        (["--gpu-bytes", "1GiB"], "without a model there is no GPU tier"),
+        (["--embedded", "--model", "/nowhere"], "keep one"),
+        (["--model", "/nowhere"], "/nowhere is not a directory"),
+        (["--tcp", "localhost"], "host:port"),
+        (["--metrics-port", "70000"], "server.metrics_port = '70000'"),
+        (["--look-ahead", "many"], "scheduler.look_ahead = 'many'"),
+        (["--config", "missing.toml"], "missing.toml: No such file"),
+        (["--data-dir", "/dev/null"], "/dev/null is not a directory"),
+        (["--set", "cpu.bytes"], "--set section.setting=value"),
+        (["--set", "cpu.bites=1"], "did you mean cpu.bytes?"),
+        (["--cpu-bytes", "1GiB", "--set", "cpu.bytes=2GiB"], "by its flag and by --set"),
+    ],
+)
+def test_serve_refuses_what_cannot_work_in_one_line(cli: Cli, arguments: list[str], words: str) -> None:
+    result = cli("serve", *arguments)
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert result.stderr.count("\n") == 1

@@ -1,0 +1,59 @@
+"""The command as a process: how fast it starts, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+
+def test_help_imports_nothing_heavy() -> None:
+    program = (
+        "import sys; sys.argv = ['prefixd', 'stats', '--help']\n"
+        "from prefixd.cli import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "heavy = ('torch', 'transformers', 'grpc', 'numpy', 'lmdb')\n"
+        "print([name for name in heavy if name in sys.modules], file=sys.stderr)"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stderr == "[]\n"
+
+
+def test_version() -> None:
+    result = subprocess.run([sys.executable, "-m", "prefixd", "--version"], capture_output=True, text=True, check=True)
+    assert result.stdout.startswith("prefixd 0.")
+
+
+def test_a_reader_that_leaves_early_is_no_error(daemon: Any) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    result = subprocess.run(
+        [sys.executable, "-m", "prefixd", "stats", "--json", "--address", daemon.address],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(writer)
+    assert "Traceback" not in result.stderr and "Exception ignored" not in result.stderr
+    assert result.returncode in (0, 1)
+
+
+def test_ctrl_c_cancels_the_request_without_a_traceback(daemon: Any) -> None:
+    daemon.endless = True
+    with subprocess.Popen(
+        [sys.executable, "-m", "prefixd", "generate", "x", "--address", daemon.address],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        begun = process.stdout.read(4)
+        process.send_signal(signal.SIGINT)
+        errors = process.stderr.read()
+        code = process.wait(30)
+    assert (begun, code, errors) == ("Hell", 130, "")
+    assert daemon.cancelled.wait(10), "the daemon's request was not cancelled"

@@ -1,0 +1,184 @@
+"""Where a setting comes from, and what is refused with which words."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from prefixd.errors import ConfigError
+from prefixd.settings import Settings, dotted_names, dotted_values, parse_size
+from prefixd.settings_checks import check_start
+
+
+@pytest.fixture(autouse=True)
+def nothing_configured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_RUNTIME_DIR"):
+        monkeypatch.setenv(name, str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+
+
+def refusal(overrides: dict[str, object], environ: dict[str, str] | None = None) -> str:
+    with pytest.raises(ConfigError) as refused:
+        Settings.load(None, overrides, environ or {})
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def test_defaults_work_and_follow_the_xdg_directories(tmp_path: Path) -> None:
+    settings = Settings.load(environ={})
+    assert settings.data_dir == tmp_path / "prefixd"
+    assert settings.server.socket == tmp_path / "prefixd" / "prefixd.sock"
+    assert settings.disk_path == tmp_path / "prefixd" / "blocks"
+    assert settings.scheduler.policy == "relaxed-fpf"
+    check_start(settings)
+
+
+def test_flags_win_over_environment_over_file_over_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "my.toml"
+    file.write_text('[cpu]\nbytes = "1MiB"\npopulate = true\n[disk]\nbytes = 4096\n[cache]\nseed = 7\n')
+    settings, sources = Settings.load_with_sources(
+        file,
+        {"cpu.bytes": "3MiB"},
+        {"PREFIXD_CPU__BYTES": "2MiB", "PREFIXD_DISK__BYTES": "8192", "PREFIXD_SERVICE_HOST": "10.0.0.1"},
+    )
+    assert (settings.cpu.bytes, settings.disk.bytes, settings.cache.seed) == (3 << 20, 8192, 7)
+    assert settings.cpu.populate
+    assert sources == {
+        "cpu.bytes": "the command line",
+        "disk.bytes": "PREFIXD_DISK__BYTES",
+        "cache.seed": str(file),
+        "cpu.populate": str(file),
+    }
+
+
+def test_the_file_is_found_in_the_working_directory(tmp_path: Path) -> None:
+    (tmp_path / "prefixd.toml").write_text('[scheduler]\npolicy = "fpf"\n')
+    assert Settings.load(environ={}).scheduler.policy == "fpf"
+
+
+def test_overrides_may_be_nested_and_environment_values_are_parsed() -> None:
+    settings = Settings.load(
+        None,
+        {"worker": {"embedded": True}},
+        {
+            "PREFIXD_SERVER__METRICS_PORT": "9090",
+            "PREFIXD_CACHE__ENABLED": "false",
+            "PREFIXD_SERVER__TCP": "",
+        },
+    )
+    assert settings.worker.enabled
+    assert (settings.server.metrics_port, settings.cache.enabled, settings.server.tcp) == (9090, False, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("4096", 4096), ("8GiB", 8 << 30), ("1.5 mib", 3 << 19), ("500MB", 500_000_000), ("0", 0), (12, 12)],
+)
+def test_sizes(text: str | int, nbytes: int) -> None:
+    assert parse_size(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "-1", "8 GiBs", "12QiB", "1e9", "GiB", -1, True, 1.5, None])
+def test_sizes_that_are_refused(text: object) -> None:
+    with pytest.raises(ValueError, match="8GiB"):
+        parse_size(text)
+
+
+def test_the_gpu_tier_exists_only_with_a_model() -> None:
+    assert Settings.load(environ={}).gpu.bytes == 0
+    assert Settings.load(None, {"worker.embedded": True}, {}).gpu.bytes == 256 << 20
+    assert "worker.model" in refusal({"gpu.bytes": "1GiB"})
+    assert "gpu.bytes = 0" in refusal({"gpu.bytes": 0, "worker.embedded": True})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"cpu.bytes": "12QiB"}, ["cpu.bytes = '12QiB'", "8GiB", "the command line"]),
+        ({"disk.bytes": "-1"}, ["disk.bytes = '-1'", "not below 0"]),
+        ({"scheduler.policy": "lru"}, ["scheduler.policy = 'lru'", "'fcfs', 'fpf' or 'relaxed-fpf'"]),
+        ({"cache.eviction": "lfu"}, ["cache.eviction = 'lfu'", "'lru', 'fifo' or 'random'"]),
+        ({"scheduler.look_ahead": "-1"}, ["scheduler.look_ahead = '-1'", "0"]),
+        ({"server.tcp": "localhost"}, ["server.tcp = 'localhost'", "host:port"]),
+        ({"server.tcp": "localhost:99999"}, ["server.tcp = 'localhost:99999'", "host:port"]),
+        ({"server.socket": "/" + "s" * 100}, ["at most 100 bytes", "101"]),
+        ({"server.lease_ttl_s": "nan"}, ["server.lease_ttl_s = 'nan'"]),
+        ({"server.lease_ttl_s": 7200}, ["server.lease_ttl_s = 7200", "server.max_lease_ttl_s = 3600"]),
+        ({"gpu.device": "tpu"}, ["gpu.device = 'tpu'", "cuda:N"]),
+        ({"worker.model": "/models/x", "worker.embedded": True}, ["/models/x", "keep one"]),
+        ({"worker.max_step_tokens": 8}, ["worker.max_step_tokens = 8", "worker.block_tokens = 16"]),
+        ({"cpu.byte": 1}, ["no setting cpu.byte", "did you mean cpu.bytes?"]),
+        ({"cpu": 1}, ["cpu is a section", "cpu.bytes"]),
+        ({"cpu.bytes": "x", "disk.bytes": "y"}, ["and 1 more"]),
+    ],
+)
+def test_what_is_refused_names_the_value_and_the_remedy(overrides: dict[str, object], words: list[str]) -> None:
+    line = refusal(overrides)
+    for word in words:
+        assert word in line
+
+
+def test_misspelt_variables_are_refused() -> None:
+    assert "PREFIXD_CPU__BYTES" in refusal({}, {"PREFIXD_CPU_BYTES": "1GiB"})
+    assert "did you mean cpu.bytes?" in refusal({}, {"PREFIXD_CPU__BITES": "1GiB"})
+
+
+def test_broken_files_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "my.toml"
+    with pytest.raises(ConfigError, match=r"my\.toml: No such file"):
+        Settings.load(file, environ={})
+    file.write_text("[cpu\n")
+    with pytest.raises(ConfigError, match=r"my\.toml is not valid TOML"):
+        Settings.load(file, environ={})
+    file.write_text("[cpu]\nsize = 1\n")
+    with pytest.raises(ConfigError, match=r"cpu\.size \(set by .*my\.toml\)"):
+        Settings.load(file, environ={})
+
+
+@pytest.mark.parametrize("name", ["data_dir", "disk.path"])
+def test_a_directory_that_is_a_file_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text("")
+    settings = Settings.load(None, {name: tmp_path / "file" / "below"}, {})
+    with pytest.raises(ConfigError, match=rf"{name} = .*file is not a directory"):
+        check_start(settings)
+
+
+def test_a_directory_without_permission_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The superuser may write everywhere, so the answer is given here.
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(ConfigError, match=r"data_dir = .*no permission"):
+        check_start(Settings.load(None, {"data_dir": tmp_path / "data"}, {}))
+
+
+def test_a_model_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not a directory"):
+        check_start(Settings.load(None, {"worker.model": tmp_path / "llama"}, {}))
+    (tmp_path / "llama").mkdir()
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        check_start(Settings.load(None, {"worker.model": tmp_path / "llama"}, {}))
+
+
+def test_a_socket_path_that_is_taken_by_a_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    path.write_text("")
+    settings = Settings.load(None, {"server.socket": path}, {})
+    with pytest.raises(ConfigError, match="is no socket"):
+        check_start(settings)
+    path.unlink()
+    with socket.socket(socket.AF_UNIX) as left_behind:
+        left_behind.bind(str(path))
+    check_start(settings)
+
+
+def test_more_memory_than_there_is_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"cpu\.bytes = \d+: this machine has \d+ bytes"):
+        check_start(Settings.load(None, {"cpu.bytes": "1000TiB"}, {}))
+
+
+def test_every_setting_is_described_and_shown() -> None:
+    descriptions = dotted_names()
+    assert list(dotted_values(Settings.load(environ={}))) == list(descriptions)
+    assert [name for name, text in descriptions.items() if not text] == []

@@ -1,0 +1,108 @@
+"""The text analysis workload: the same requests each time, tiers of the promised size, true figures."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from prefixd.settings import Settings
+from prefixd.workloads.daemon_process import DaemonFailed, DaemonProcess
+from prefixd.workloads.figures import RequestResult, digest, quantile, summarise
+from prefixd.workloads.text_analysis import (
+    BLOCK_BYTES,
+    CONFIGS,
+    TextAnalysis,
+    TierSizes,
+    config_overrides,
+)
+
+
+def test_the_same_arguments_give_the_same_prompts() -> None:
+    workload = TextAnalysis(prefixes=4, requests=32, seed=3)
+    prompts = workload.prompts()
+    assert prompts == TextAnalysis(prefixes=4, requests=32, seed=3).prompts()
+    assert prompts != TextAnalysis(prefixes=4, requests=32, seed=4).prompts()
+
+
+def test_prompts_are_a_shared_prefix_and_a_body_of_their_own() -> None:
+    workload = TextAnalysis(prefixes=4, requests=32, prefix_tokens=64, body_tokens=16)
+    prompts = workload.prompts()
+    assert {len(prompt) for prompt in prompts} == {80}
+    prefixes = {tuple(prompt[:64]) for prompt in prompts}
+    assert len(prefixes) == 4
+    assert len({tuple(prompt[64:]) for prompt in prompts}) == 32
+    warm_up = workload.warm_up_prompts()
+    assert {tuple(prompt[:64]) for prompt in warm_up} == prefixes and len(warm_up) == 4
+    assert not {tuple(prompt) for prompt in warm_up} & {tuple(prompt) for prompt in prompts}
+
+
+def test_sizes_below_one_are_refused() -> None:
+    with pytest.raises(ValueError, match="prefixes = 0"):
+        TextAnalysis(prefixes=0, requests=1)
+
+
+def test_tiers_are_sized_in_prefixes_with_room_for_what_runs() -> None:
+    workload = TextAnalysis(prefixes=128, requests=512)
+    tiers = TierSizes(gpu_prefixes=8, cpu_prefixes=32, disk_prefixes=128, running=4)
+    overrides = tiers.overrides(workload)
+    prefix = 32 * BLOCK_BYTES
+    assert prefix == 8 << 20
+    # 36 tokens beside the prefix need 3 blocks, and a fourth is on its way.
+    assert overrides["gpu.bytes"] == 8 * prefix + 4 * 4 * BLOCK_BYTES
+    assert (overrides["cpu.bytes"], overrides["disk.bytes"]) == (32 * prefix, 128 * prefix)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_every_configuration_is_one_the_daemon_accepts(config: str) -> None:
+    tiers = TierSizes(gpu_prefixes=2, cpu_prefixes=2, disk_prefixes=2)
+    overrides = {
+        "worker.embedded": True,
+        **tiers.overrides(TextAnalysis(prefixes=2, requests=2)),
+        **config_overrides(config),
+    }
+    settings = Settings.load(Path(os.devnull), overrides, {})
+    assert settings.cache.enabled is (config != "no-cache")
+    assert settings.scheduler.policy == ("fcfs" if config == "no-cache" else config)
+
+
+def test_figures_add_up() -> None:
+    results = [RequestResult((1, 2), ttft_s=0.1 * n, gpu_tokens=64, cpu_tokens=32, disk_tokens=0) for n in range(1, 21)]
+    figures = summarise("fpf", results, elapsed_s=4.0, warm_up_s=1.0, prefix_tokens=128)
+    assert figures.requests_per_s == 5.0
+    assert figures.hit_tokens.total == 20 * 96
+    assert figures.miss_rate == pytest.approx(0.25)
+    assert (figures.ttft_s.p50, figures.ttft_s.p95) == (pytest.approx(1.0), pytest.approx(1.9))
+    assert figures.to_plain()["hit_tokens"] == {"gpu": 1280, "cpu": 640, "disk": 0}
+
+
+def test_quantiles_of_few_values() -> None:
+    assert quantile([5.0], 0.95) == 5.0
+    assert quantile([1.0, 2.0, 3.0], 0.5) == 2.0
+
+
+def test_the_digest_sees_every_token_and_where_outputs_end() -> None:
+    outputs = [[1, 2], [3]]
+    assert digest(outputs) == digest([(1, 2), (3,)])
+    assert digest(outputs) != digest([[1, 2], [4]])
+    assert digest(outputs) != digest([[1], [2, 3]])
+    assert digest(outputs) != digest([[3], [1, 2]])
+
+
+async def test_a_daemon_that_does_not_start_tells_why(tmp_path: Path) -> None:
+    daemon = DaemonProcess(tmp_path, {"cpu.bytes": "12QiB"})
+    with pytest.raises(DaemonFailed, match="12QiB"):
+        async with asyncio.timeout(60), daemon:
+            pass
+
+
+async def test_the_users_configuration_does_not_reach_the_daemon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREFIXD_CPU__BYTES", "nonsense from the environment")
+    with pytest.raises(DaemonFailed) as failed:
+        async with DaemonProcess(tmp_path, {"scheduler.policy": "sjf"}):
+            pass
+    assert "sjf" in str(failed.value) and "nonsense" not in str(failed.value)

@@ -1,0 +1,156 @@
+"""A stand-in for the daemon whose failures can be ordered, and the real daemon as a process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from benchmarks._harness import Daemon
+from prefixd.client import NamespaceSpec, PartSpec
+from prefixd.server.memory_door import MemoryDoor
+from prefixd.v1 import cache_pb2 as pb
+from prefixd.v1 import cache_pb2_grpc
+
+ARENA_BYTES = 1 << 20
+
+
+class StandIn(cache_pb2_grpc.PrefixCacheServicer):
+    """Grants every prompt one lease or reservation of all its blocks, from the start of its arena."""
+
+    def __init__(self, folder: Path) -> None:
+        self.address = f"unix:{folder}/s"
+        self.fd = os.memfd_create("stand-in")
+        os.ftruncate(self.fd, ARENA_BYTES)
+        self.failures: dict[str, tuple[grpc.StatusCode, str]] = {}
+        self.sessions: dict[str, asyncio.Event] = {}
+        self.opened = 0
+        self.released: list[str] = []
+        self.registered: list[str] = []
+        self.hang: set[str] = set()
+        self.ttl_s = 60.0
+        self.get_data: list[bytes] = []
+        self.get_blocks = 0
+        self._door = MemoryDoor(folder / "m", self.fd, ARENA_BYTES, self.sessions.__contains__)
+        self._server: grpc.aio.Server | None = None
+        self._spec: pb.Namespace = pb.Namespace()
+
+    async def start(self) -> None:
+        await self._door.start()
+        self._server = grpc.aio.server()
+        cache_pb2_grpc.add_PrefixCacheServicer_to_server(self, self._server)
+        self._server.add_insecure_port(self.address)
+        await self._server.start()
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            await self._server.stop(None)
+            self._server = None
+        await self._door.close()
+        self.sessions.clear()
+
+    def end_sessions(self) -> None:
+        for ended in self.sessions.values():
+            ended.set()
+
+    async def _enter(self, method: str, context: Any) -> None:
+        if method in self.hang:
+            await asyncio.Event().wait()
+        if method in self.failures:
+            await context.abort(*self.failures[method])
+
+    async def OpenSession(self, request: pb.OpenSessionRequest, context: Any) -> AsyncIterator[pb.SessionEvent]:
+        await self._enter("OpenSession", context)
+        self.opened += 1
+        session_id = f"session-{self.opened}"
+        self.sessions[session_id] = asyncio.Event()
+        opened = pb.SessionOpened(
+            session_id=session_id,
+            memory_socket=str(self._door.path),
+            arena_bytes=ARENA_BYTES,
+            default_ttl_s=60,
+            max_ttl_s=60,
+        )
+        try:
+            yield pb.SessionEvent(opened=opened)
+            await self.sessions[session_id].wait()
+        finally:
+            self.sessions.pop(session_id, None)
+
+    async def RegisterNamespace(
+        self, request: pb.RegisterNamespaceRequest, context: Any
+    ) -> pb.RegisterNamespaceResponse:
+        await self._enter("RegisterNamespace", context)
+        self._spec = request.namespace
+        self.registered.append(request.namespace.name)
+        return pb.RegisterNamespaceResponse(namespace_id=b"12345678")
+
+    async def Match(self, request: pb.MatchRequest, context: Any) -> pb.MatchResponse:
+        await self._enter("Match", context)
+        return pb.MatchResponse(blocks=1, runs=[pb.TierRun(tier=pb.TIER_CPU, blocks=1)])
+
+    def _blocks(self, token_ids: bytes) -> tuple[int, list[int]]:
+        blocks = len(token_ids) // 4 // self._spec.block_tokens
+        sizes = [part.nbytes for part in self._spec.parts] * blocks
+        return blocks, [sum(sizes[:index]) for index in range(len(sizes))]
+
+    async def Acquire(self, request: pb.AcquireRequest, context: Any) -> pb.AcquireResponse:
+        await self._enter("Acquire", context)
+        blocks, offsets = self._blocks(request.token_ids)
+        return pb.AcquireResponse(lease_id="lease", blocks=blocks, offsets=offsets, ttl_s=self.ttl_s)
+
+    async def Reserve(self, request: pb.ReserveRequest, context: Any) -> pb.ReserveResponse:
+        await self._enter("Reserve", context)
+        blocks, offsets = self._blocks(request.token_ids)
+        return pb.ReserveResponse(
+            reservation_id="reservation", blocks=blocks, offsets=offsets, ttl_s=self.ttl_s
+        )
+
+    async def Commit(self, request: pb.CommitRequest, context: Any) -> pb.CommitResponse:
+        await self._enter("Commit", context)
+        return pb.CommitResponse(committed=request.blocks)
+
+    async def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseResponse:
+        await self._enter("Release", context)
+        self.released.append(request.lease_id)
+        return pb.ReleaseResponse()
+
+    async def Get(self, request: pb.GetRequest, context: Any) -> AsyncIterator[pb.GetResponse]:
+        yield pb.GetResponse(header=pb.GetHeader(blocks=self.get_blocks))
+        for data in self.get_data:
+            yield pb.GetResponse(data=data)
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A folder whose path leaves room for a unix socket's name, which has 107 characters at most."""
+    with tempfile.TemporaryDirectory(prefix="prefixd-") as name:
+        yield Path(name)
+
+
+@pytest.fixture
+async def stand_in(short_folder: Path) -> AsyncIterator[StandIn]:
+    server = StandIn(short_folder)
+    await server.start()
+    yield server
+    await server.stop()
+    os.close(server.fd)
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[Daemon]:
+    """The real daemon, without a disk; shared by a module's tests, which use namespaces of their own."""
+    with Daemon({"CPU__BYTES": "64MiB", "DISK__BYTES": 0}) as running:
+        yield running
+
+
+@pytest.fixture
+def spec(request: pytest.FixtureRequest) -> NamespaceSpec:
+    """Two tokens a block, two parts, named for the test."""
+    return NamespaceSpec(request.node.name, 2, (PartSpec("full", 0, 96), PartSpec("window", 0, 32)))

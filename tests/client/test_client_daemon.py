@@ -1,0 +1,299 @@
+"""The client against the real daemon, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks._harness import Daemon
+from prefixd.client import (
+    AlreadyExistsError,
+    AsyncClient,
+    Client,
+    InvalidArgumentError,
+    LeaseLost,
+    NamespaceSpec,
+    NotFoundError,
+    PartSpec,
+    PreconditionError,
+    ServerUnavailable,
+    StoreResult,
+    Tier,
+    TierRun,
+    UnsupportedError,
+)
+from prefixd.v1 import cache_pb2
+
+BLOCKS = 5
+TOKENS = np.arange(2 * BLOCKS + 1, dtype=np.uint32)
+KV = np.random.default_rng(1).integers(0, 256, BLOCKS * 128, dtype=np.uint8)
+
+
+@pytest.fixture(params=["shared", "streamed"])
+async def client(request: pytest.FixtureRequest, daemon: Daemon) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(daemon.address, name="test", memory=request.param) as made:
+        yield made
+
+
+async def test_what_was_stored_is_found_and_loaded(client: AsyncClient, spec: NamespaceSpec) -> None:
+    cache = await client.register(spec)
+    assert (await cache.match(TOKENS)).blocks == 0
+    assert await cache.load(TOKENS, bytearray(KV.nbytes)) == 0
+    assert await cache.store(TOKENS, KV) == StoreResult(BLOCKS, 0)
+    matched = await cache.match(TOKENS)
+    assert (matched.blocks, matched.runs) == (BLOCKS, (TierRun(Tier.CPU, BLOCKS),))
+    target = np.zeros_like(KV)
+    assert await cache.load(TOKENS, target) == BLOCKS
+    assert np.array_equal(target, KV)
+    assert await cache.store(TOKENS, KV) == StoreResult(0, BLOCKS)
+
+
+async def test_a_longer_prompt_stores_only_what_it_adds(client: AsyncClient, spec: NamespaceSpec) -> None:
+    cache = await client.register(spec)
+    await cache.store(TOKENS[:4], KV[: 2 * 128])
+    other = KV.copy()
+    other[: 2 * 128] = 0
+    assert await cache.store(TOKENS, other) == StoreResult(3, 2)
+    target = np.zeros_like(KV)
+    await cache.load(TOKENS, target)
+    assert np.array_equal(target, KV)
+
+
+async def test_first_block_and_max_blocks_cut_a_piece(client: AsyncClient, spec: NamespaceSpec) -> None:
+    cache = await client.register(spec)
+    await cache.store(TOKENS[:4], KV[: 2 * 128])
+    assert await cache.store(TOKENS, KV[128:], first_block=1) == StoreResult(3, 1)
+    target = np.zeros(2 * 128, np.uint8)
+    assert await cache.load(TOKENS, target, first_block=2, max_blocks=2) == 2
+    assert np.array_equal(target, KV[2 * 128 : 4 * 128])
+
+
+async def test_a_source_without_its_prefix_is_refused(client: AsyncClient, spec: NamespaceSpec) -> None:
+    cache = await client.register(spec)
+    await cache.store(TOKENS[:2], KV[:128])
+    with pytest.raises(PreconditionError, match="ends at block 1 .* starts at block 2"):
+        await cache.store(TOKENS, KV[2 * 128 :], first_block=2)
+    assert (await cache.match(TOKENS)).blocks == 1
+
+
+async def test_parts_can_be_given_and_taken_apart(client: AsyncClient, spec: NamespaceSpec) -> None:
+    cache = await client.register(spec)
+    grid = KV.reshape(BLOCKS, 128)
+    full, window = np.ascontiguousarray(grid[:, :96]), np.ascontiguousarray(grid[:, 96:])
+    assert await cache.store(TOKENS, [full, window]) == StoreResult(BLOCKS, 0)
+    target = np.zeros_like(KV)
+    await cache.load(TOKENS, target)
+    assert np.array_equal(target, KV)
+    only_window = np.zeros_like(window)
+    assert await cache.load(TOKENS, only_window, parts=[1]) == BLOCKS
+    assert np.array_equal(only_window, window)
+
+
+async def test_other_tokens_or_another_salt_find_nothing(client: AsyncClient, spec: NamespaceSpec) -> None:
+    cache = await client.register(spec)
+    await cache.store(TOKENS, KV)
+    changed = TOKENS.copy()
+    changed[3] += 1
+    assert (await cache.match(changed)).blocks == 1
+    salted = await client.register(NamespaceSpec(spec.name, 2, spec.parts, salt=b"tenant"))
+    assert (await salted.match(TOKENS)).blocks == 0
+
+
+async def test_blocks_larger_than_a_message_travel_whole(client: AsyncClient) -> None:
+    part = PartSpec("full", 0, (5 << 20) + 8)
+    cache = await client.register(NamespaceSpec("large", 2, (part,)))
+    kv = np.random.default_rng(2).integers(0, 256, 2 * part.nbytes, dtype=np.uint8)
+    await cache.store([1, 2, 3, 4], kv)
+    target = np.zeros_like(kv)
+    assert await cache.load([1, 2, 3, 4], target) == 2
+    assert np.array_equal(target, kv)
+
+
+async def test_a_namespace_cannot_change_its_geometry(client: AsyncClient, spec: NamespaceSpec) -> None:
+    first = await client.register(spec)
+    assert (await client.register(spec)).namespace_id == first.namespace_id
+    with pytest.raises(AlreadyExistsError):
+        await client.register(NamespaceSpec(spec.name, 4, spec.parts))
+
+
+async def test_durable_needs_a_disk(client: AsyncClient, spec: NamespaceSpec) -> None:
+    cache = await client.register(spec)
+    with pytest.raises(PreconditionError):
+        await cache.store(TOKENS, KV, durable=True)
+    with pytest.raises(PreconditionError):
+        await client.flush()
+
+
+async def test_without_a_model_nothing_is_generated(client: AsyncClient) -> None:
+    with pytest.raises(UnsupportedError):
+        async for _ in client.generate([1, 2, 3], max_tokens=2):
+            pass
+
+
+async def test_an_operator_sees_pins_and_evicts(client: AsyncClient, spec: NamespaceSpec) -> None:
+    cache = await client.register(spec)
+    await cache.store(TOKENS, KV)
+    (prefix,) = (await client.prefixes(cache.namespace_id)).prefixes
+    assert (prefix.blocks, prefix.nbytes) == (BLOCKS, KV.nbytes)
+    inspected = await client.inspect(prefix.key[:8])
+    assert [list(block.token_ids) for block in inspected.blocks] == TOKENS[:-1].reshape(-1, 2).tolist()
+    assert (await client.pin(prefix.key)).blocks == BLOCKS
+    assert (await client.evict(namespace_id=cache.namespace_id)).evicted_blocks == 0
+    assert (await client.unpin(prefix.key)).blocks == BLOCKS
+    assert (await client.evict(key=prefix.key)).evicted_blocks >= 1
+    with pytest.raises(NotFoundError):
+        await client.inspect(prefix.key)
+    for nothing_or_two in ({}, {"key": "ab", "all": True}):
+        with pytest.raises(InvalidArgumentError):
+            await client.evict(**nothing_or_two)
+
+
+async def test_lease_and_reservation_are_the_arena_itself(daemon: Daemon, spec: NamespaceSpec) -> None:
+    async with AsyncClient(daemon.address) as client, AsyncClient(daemon.address) as reader:
+        cache = await client.register(spec)
+        async with await cache.reserve(TOKENS) as reservation:
+            assert (reservation.first_block, reservation.blocks) == (0, BLOCKS)
+            for block in range(BLOCKS):
+                reservation.view(block, 0)[:] = bytes([block]) * 96
+                reservation.view(block, 1)[:] = bytes([100 + block]) * 32
+            assert (await (await reader.register(spec)).match(TOKENS)).blocks == 0
+            assert await reservation.commit(3) == StoreResult(3, 0)
+            with pytest.raises(LeaseLost, match="released"):
+                reservation.view(0)
+        async with await (await reader.register(spec)).acquire(TOKENS, first_block=1) as lease:
+            assert (lease.first_block, lease.blocks) == (1, 2)
+            view = lease.view(1, 1)
+            assert view.readonly and view.tobytes() == bytes([102]) * 32
+            assert reader.arena is not None and reader.arena.address
+            assert lease.offset(1, 1) + 32 <= reader.arena.nbytes
+            stats = await client.stats()
+            assert {session.leases for session in stats.sessions} >= {1}
+        async with await cache.reserve(TOKENS) as given_up:
+            assert (given_up.first_block, given_up.blocks) == (3, 2)
+        assert (await cache.match(TOKENS)).blocks == 3
+        assert (await client.stats()).reservations == 0
+
+
+def test_another_process_reads_what_this_one_stored(daemon: Daemon, spec: NamespaceSpec) -> None:
+    reader = textwrap.dedent(
+        """
+        import sys
+        import numpy as np
+        from prefixd.client import Client, NamespaceSpec, PartSpec
+
+        address, name = sys.argv[1:]
+        spec = NamespaceSpec(name, 2, (PartSpec("full", 0, 96), PartSpec("window", 0, 32)))
+        with Client(address, memory="shared") as client:
+            cache = client.register(spec)
+            with cache.acquire(range(10)) as lease:
+                sys.stdout.buffer.write(b"".join(lease.view(b, p) for b in range(lease.blocks) for p in (0, 1)))
+        """
+    )
+    with Client(daemon.address) as client:
+        client.register(spec).store(TOKENS, KV)
+    done = subprocess.run(
+        [sys.executable, "-c", reader, daemon.address, spec.name], capture_output=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout == KV.tobytes()
+
+
+def test_one_blocking_client_serves_many_threads(daemon: Daemon, spec: NamespaceSpec) -> None:
+    problems: list[BaseException] = []
+
+    with Client(daemon.address) as client, Client(daemon.address, memory="streamed") as streamed:
+
+        def work(number: int) -> None:
+            try:
+                cache = (streamed if number % 3 == 2 else client).register(spec)
+                for turn in range(10):
+                    tokens = np.array([number, turn, number, turn, 1], np.uint32)
+                    kv = np.full(256, number * 16 + turn, np.uint8)
+                    assert cache.store(tokens, kv).committed == 2
+                    target = np.zeros_like(kv)
+                    assert cache.load(tokens, target) == 2
+                    assert np.array_equal(target, kv)
+            except BaseException as error:
+                problems.append(error)
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert problems == []
+
+
+@pytest.fixture
+def own_daemon() -> Iterator[Daemon]:
+    with Daemon({"CPU__BYTES": "16MiB", "DISK__BYTES": "64MiB"}) as running:
+        yield running
+
+
+async def test_a_killed_daemon_comes_back_with_what_was_durable(own_daemon: Daemon, spec: NamespaceSpec) -> None:
+    async with AsyncClient(own_daemon.address) as client:
+        cache = await client.register(spec)
+        await cache.store(TOKENS, KV, durable=True)
+        lease = await cache.acquire(TOKENS)
+        arena = client.arena
+        await asyncio.to_thread(own_daemon.kill)
+        with pytest.raises(ServerUnavailable):
+            await cache.match(TOKENS)
+        with pytest.raises(LeaseLost):
+            lease.view(0)
+        await asyncio.to_thread(own_daemon.start)
+        matched = await cache.match(TOKENS)
+        assert (matched.blocks, matched.blocks_in(Tier.DISK)) == (BLOCKS, BLOCKS)
+        target = np.zeros_like(KV)
+        assert await cache.load(TOKENS, target) == BLOCKS
+        assert np.array_equal(target, KV)
+        assert client.arena is not arena
+
+
+def test_a_dead_client_leaves_nothing_behind(own_daemon: Daemon, spec: NamespaceSpec, tmp_path: Path) -> None:
+    holder = textwrap.dedent(
+        """
+        import os, signal, sys
+        from prefixd.client import Client, NamespaceSpec, PartSpec
+
+        address, name = sys.argv[1:]
+        spec = NamespaceSpec(name, 2, (PartSpec("full", 0, 96), PartSpec("window", 0, 32)))
+        cache = Client(address, name="doomed").register(spec)
+        cache.store(range(4), bytes(256))
+        lease, reservation = cache.acquire(range(4)), cache.reserve(range(8))
+        os.kill(os.getpid(), signal.SIGKILL)
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", holder, own_daemon.address, spec.name], timeout=60)
+    assert done.returncode == -9
+    with Client(own_daemon.address) as client:
+        for _ in range(500):
+            stats = client.stats()
+            if not stats.sessions:
+                break
+        assert (len(stats.sessions), stats.leases, stats.reservations) == (0, 0, 0)
+        assert client.register(spec).match(range(8)).blocks == 2
+
+
+async def test_a_draining_daemon_tells_and_refuses(own_daemon: Daemon, spec: NamespaceSpec) -> None:
+    async with AsyncClient(own_daemon.address) as client:
+        cache = await client.register(spec)
+        await cache.store(TOKENS, KV)
+        async with await cache.acquire(TOKENS) as lease:
+            await client.drain()
+            on_disk = {tier.tier: tier.blocks for tier in (await client.stats()).tiers}
+            assert on_disk[cache_pb2.TIER_DISK] == BLOCKS
+            async with asyncio.timeout(5):
+                while not client.draining:
+                    await asyncio.sleep(0.01)
+            assert lease.view(0).nbytes == 96
+        with pytest.raises(ServerUnavailable):
+            await cache.store(TOKENS + 100, KV)

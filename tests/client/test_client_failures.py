@@ -1,0 +1,319 @@
+"""What a caller sees when the daemon refuses, breaks off, or goes away; against a stand-in that does so on command."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from prefixd.client import (
+    AlreadyExistsError,
+    AsyncClient,
+    CallTimeout,
+    Client,
+    ClientClosed,
+    ClientError,
+    ExhaustedError,
+    InvalidArgumentError,
+    LeaseLost,
+    MemoryUnavailable,
+    NamespaceSpec,
+    NotFoundError,
+    PermissionDeniedError,
+    PreconditionError,
+    ServerError,
+    ServerUnavailable,
+    UnsupportedError,
+)
+from prefixd.client.copying import Copier
+
+TOKENS = [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (grpc.StatusCode.INVALID_ARGUMENT, InvalidArgumentError),
+        (grpc.StatusCode.NOT_FOUND, NotFoundError),
+        (grpc.StatusCode.ALREADY_EXISTS, AlreadyExistsError),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, ExhaustedError),
+        (grpc.StatusCode.FAILED_PRECONDITION, PreconditionError),
+        (grpc.StatusCode.UNIMPLEMENTED, UnsupportedError),
+        (grpc.StatusCode.PERMISSION_DENIED, PermissionDeniedError),
+        (grpc.StatusCode.UNAVAILABLE, ServerUnavailable),
+        (grpc.StatusCode.CANCELLED, ServerUnavailable),
+        (grpc.StatusCode.INTERNAL, ServerError),
+    ],
+    ids=lambda value: getattr(value, "name", None),
+)
+async def test_a_status_becomes_an_error_with_the_daemons_words(
+    stand_in: Any, spec: NamespaceSpec, code: grpc.StatusCode, kind: type[ClientError]
+) -> None:
+    async with AsyncClient(stand_in.address) as client:
+        cache = await client.register(spec)
+        stand_in.failures["Match"] = (code, "because of the weather")
+        with pytest.raises(kind, match="because of the weather") as caught:
+            await cache.match(TOKENS)
+        assert type(caught.value) is kind
+        del stand_in.failures["Match"]
+        assert (await cache.match(TOKENS)).blocks == 1
+
+
+async def test_no_daemon_is_said_at_once_and_names_the_address(short_folder: Any) -> None:
+    async with AsyncClient(f"unix:{short_folder}/nobody") as client:
+        begin = time.monotonic()
+        with pytest.raises(ServerUnavailable, match="nobody"):
+            await client.stats()
+        assert time.monotonic() - begin < 2
+
+
+async def test_a_call_that_hangs_times_out(stand_in: Any, spec: NamespaceSpec) -> None:
+    async with AsyncClient(stand_in.address, timeout_s=0.2) as client:
+        cache = await client.register(spec)
+        stand_in.hang.add("Match")
+        with pytest.raises(CallTimeout):
+            await cache.match(TOKENS)
+    stand_in.hang.add("OpenSession")
+    async with AsyncClient(stand_in.address, timeout_s=0.2) as client:
+        with pytest.raises(ServerUnavailable, match=r"within 0\.2 s"):
+            await client.register(spec)
+
+
+@pytest.mark.parametrize("address", ["", "nonsense", "host:", ":1", "host:0", "host:99999"])
+def test_a_bad_address_is_refused(address: str) -> None:
+    with pytest.raises(InvalidArgumentError):
+        AsyncClient(address)
+
+
+async def test_when_the_session_ends_its_leases_are_lost_and_the_next_call_opens_another(
+    stand_in: Any, spec: NamespaceSpec
+) -> None:
+    async with AsyncClient(stand_in.address) as client:
+        cache = await client.register(spec)
+        lease = await cache.acquire(TOKENS)
+        reservation = await cache.reserve(TOKENS)
+        view = lease.view(0)
+        kept = np.frombuffer(lease.view(1), np.uint8)
+        arena = client.arena
+        stand_in.end_sessions()
+        async with asyncio.timeout(5):
+            while client.arena is not None:
+                await asyncio.sleep(0.01)
+        for touch in (lambda: lease.view(0), lambda: reservation.view(0), lease.check):
+            with pytest.raises(LeaseLost, match="ended the session"):
+                touch()
+        with pytest.raises(ValueError, match="released"):
+            view[0]
+        assert kept.nbytes == 96  # an array made from a view must not crash its holder
+        for call in (lease.copy_into(bytearray(256)), lease.release(), reservation.commit()):
+            with pytest.raises(LeaseLost):
+                await call
+        await reservation.release()
+        assert (await cache.match(TOKENS)).blocks == 1
+        assert (stand_in.opened, stand_in.registered) == (2, [spec.name] * 2)
+        assert client.arena is not None and client.arena is not arena
+        async with await cache.acquire(TOKENS) as again:
+            assert again.blocks == 2
+
+
+async def test_a_restarted_daemon_is_found_again(stand_in: Any, spec: NamespaceSpec) -> None:
+    async with AsyncClient(stand_in.address) as client:
+        cache = await client.register(spec)
+        lease = await cache.acquire(TOKENS)
+        await stand_in.stop()
+        with pytest.raises(ServerUnavailable):
+            await cache.match(TOKENS)
+        with pytest.raises(LeaseLost):
+            await lease.release()
+        await stand_in.start()
+        assert (await cache.match(TOKENS)).blocks == 1
+        assert stand_in.registered == [spec.name] * 2
+
+
+async def test_a_call_in_flight_fails_with_the_daemon(stand_in: Any, spec: NamespaceSpec) -> None:
+    async with AsyncClient(stand_in.address) as client:
+        cache = await client.register(spec)
+        stand_in.hang.add("Acquire")
+        call = asyncio.create_task(cache.acquire(TOKENS))
+        while not call.done() and not stand_in.hang:
+            await asyncio.sleep(0)
+        await cache.match(TOKENS)
+        await stand_in.stop()
+        with pytest.raises(ServerUnavailable):
+            await call
+
+
+async def test_an_expired_lease_is_not_read(stand_in: Any, spec: NamespaceSpec) -> None:
+    now = [100.0]
+    stand_in.ttl_s = 5.0
+    async with AsyncClient(stand_in.address, clock=lambda: now[0]) as client:
+        cache = await client.register(spec)
+        lease = await cache.acquire(TOKENS)
+        reservation = await cache.reserve(TOKENS)
+        assert lease.remaining_s == 5.0
+        now[0] = 105.0
+        assert lease.remaining_s == 0.0
+        with pytest.raises(LeaseLost, match="expired"):
+            lease.view(0)
+        with pytest.raises(LeaseLost, match="expired"):
+            await reservation.copy_from(bytes(256))
+        with pytest.raises(LeaseLost, match="expired"):
+            await reservation.commit()
+
+
+async def test_bytes_loaded_under_a_lease_that_ended_are_not_given_as_good(
+    stand_in: Any, spec: NamespaceSpec
+) -> None:
+    async with AsyncClient(stand_in.address) as client:
+        cache = await client.register(spec)
+        stand_in.failures["Release"] = (grpc.StatusCode.NOT_FOUND, "expired")
+        with pytest.raises(LeaseLost, match="expired"):
+            await cache.load(TOKENS, bytearray(256))
+        stand_in.failures["Commit"] = (grpc.StatusCode.NOT_FOUND, "expired")
+        with pytest.raises(LeaseLost, match="expired"):
+            await cache.store(TOKENS, bytes(256))
+
+
+async def test_an_error_inside_releases_and_stays_the_error(stand_in: Any, spec: NamespaceSpec) -> None:
+    async with AsyncClient(stand_in.address) as client:
+        cache = await client.register(spec)
+        with pytest.raises(ZeroDivisionError):
+            async with await cache.acquire(TOKENS):
+                raise ZeroDivisionError
+        with pytest.raises(ZeroDivisionError):
+            async with await cache.reserve(TOKENS):
+                raise ZeroDivisionError
+        assert stand_in.released == ["lease", "reservation"]
+
+
+async def test_wrong_buffers_and_indexes_are_refused_before_anything_is_asked(
+    stand_in: Any, spec: NamespaceSpec
+) -> None:
+    async with AsyncClient(stand_in.address) as client:
+        cache = await client.register(spec)
+        stand_in.hang |= {"Acquire", "Reserve"}
+        for call in (
+            cache.load(TOKENS, bytearray(255)),
+            cache.store(TOKENS, bytes(257)),
+            cache.load(TOKENS, bytearray(256), parts=[2]),
+            cache.load(TOKENS, bytearray(256), first_block=-1),
+        ):
+            with pytest.raises(InvalidArgumentError):
+                await call
+        stand_in.hang.clear()
+        async with await cache.acquire(TOKENS) as lease:
+            with pytest.raises(InvalidArgumentError, match="2 blocks of 2 parts"):
+                lease.view(2)
+        with pytest.raises(InvalidArgumentError, match="commit 3 blocks"):
+            async with await cache.reserve(TOKENS) as reservation:
+                await reservation.commit(3)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "data", "what"),
+    [(2, [bytes(200)], "56 bytes before"), (2, [bytes(300)], "44 bytes more"), (3, [], "3 blocks where 2")],
+)
+async def test_a_stream_that_breaks_the_contract_is_an_error(
+    stand_in: Any, spec: NamespaceSpec, blocks: int, data: list[bytes], what: str
+) -> None:
+    stand_in.get_blocks, stand_in.get_data = blocks, data
+    async with AsyncClient(stand_in.address, memory="streamed") as client:
+        cache = await client.register(spec)
+        with pytest.raises(ClientError, match=what):
+            await cache.load(TOKENS, bytearray(256))
+        with pytest.raises(MemoryUnavailable):
+            await cache.acquire(TOKENS)
+
+
+async def test_a_closed_client_says_so_and_its_views_do_no_harm(stand_in: Any, spec: NamespaceSpec) -> None:
+    client = AsyncClient(stand_in.address)
+    cache = await client.register(spec)
+    lease = await cache.acquire(TOKENS)
+    kept = np.frombuffer(lease.view(0), np.uint8)
+    await client.close()
+    await client.close()
+    assert kept.sum() == 0
+    with pytest.raises(ClientClosed):
+        await cache.match(TOKENS)
+    with pytest.raises(LeaseLost, match="closed"):
+        lease.view(0)
+    async with asyncio.timeout(5):
+        while stand_in.sessions:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_cancelled_copy_is_finished_before_its_caller_goes_on() -> None:
+    started, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        started.set()
+        go_on.wait(5)
+
+    copier = Copier(1)
+    source, target = np.ones(1 << 20, np.uint8), np.zeros(1 << 20, np.uint8)
+    task = asyncio.create_task(copier.copy([(target, source)], hold))
+    await asyncio.to_thread(started.wait, 5)
+    for _ in range(2):
+        task.cancel()
+        await asyncio.sleep(0)
+    assert not task.done()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert target.all()
+    copier.close()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+async def test_threads_share_a_copy(threads: int) -> None:
+    rng = np.random.default_rng(threads)
+    sizes = rng.integers(1, 200_000, 9)
+    pairs = [(np.zeros(n, np.uint8), rng.integers(0, 256, n, dtype=np.uint8)) for n in sizes]
+    copier = Copier(threads)
+    await copier.copy(pairs, lambda: None)
+    copier.close()
+    assert all(np.array_equal(target, source) for target, source in pairs)
+
+
+async def test_closing_a_blocking_client_ends_calls_in_other_threads(stand_in: Any, spec: NamespaceSpec) -> None:
+    def use() -> list[BaseException]:
+        caught: list[BaseException] = []
+        client = Client(stand_in.address)
+        cache = client.register(spec)
+        stand_in.hang.add("Match")
+
+        def match() -> None:
+            try:
+                cache.match(TOKENS)
+            except BaseException as error:
+                caught.append(error)
+
+        thread = threading.Thread(target=match)
+        thread.start()
+        while not _in_call(thread):
+            time.sleep(0.001)
+        client.close()
+        client.close()
+        thread.join(5)
+        with pytest.raises(ClientClosed):
+            cache.match(TOKENS)
+        return caught
+
+    (error,) = await asyncio.to_thread(use)
+    assert isinstance(error, ClientError)
+
+
+def _in_call(thread: threading.Thread) -> bool:
+    import sys
+
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None:
+        if frame.f_code.co_name == "result":
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from prefixd_scheduler import (
+    POLICIES,
+    Distance,
+    DuplicateRequestError,
+    IntegrityError,
+    InvalidValueError,
+    QueuedRequest,
+    QueueFullError,
+    RequestQueue,
+    UnknownRequestError,
+    create_policy,
+)
+
+
+def request(id: int, arrival_s: float = 0.0, distance: Distance = Distance.NONE) -> QueuedRequest:
+    return QueuedRequest(id, arrival_s, prompt_tokens=10, distance=distance)
+
+
+def fcfs(limit: int) -> RequestQueue:
+    return RequestQueue(create_policy("fcfs"), limit)
+
+
+def test_a_full_queue_refuses_with_its_limit_and_a_remedy() -> None:
+    queue = fcfs(2)
+    queue.push(request(1))
+    queue.push(request(2))
+    with pytest.raises(QueueFullError, match=r"2 is the limit; send the request again later") as refusal:
+        queue.push(request(3))
+    assert refusal.value.limit == 2
+    assert 3 not in queue
+    queue.remove(1)
+    queue.push(request(3))
+    assert [r.id for r in queue] == [2, 3]
+
+
+def test_an_interrupted_request_comes_back_to_a_full_queue() -> None:
+    queue = fcfs(1)
+    queue.push(request(1, arrival_s=1.0))
+    interrupted = queue.remove(1)
+    queue.push(request(2, arrival_s=2.0))
+    queue.readmit(interrupted)
+    queue.check_integrity()
+    assert [r.id for r in queue.window(2, 3.0)] == [1, 2]
+    with pytest.raises(QueueFullError):
+        queue.push(request(3))
+
+
+def test_ids_are_unique_and_unknown_ones_are_refused() -> None:
+    queue = fcfs(4)
+    queue.push(request(1))
+    with pytest.raises(DuplicateRequestError, match="id 1 waits already"):
+        queue.push(request(1))
+    with pytest.raises(DuplicateRequestError):
+        queue.readmit(request(1))
+    with pytest.raises(UnknownRequestError, match="no request with id 9 waits"):
+        queue.remove(9)
+    assert queue.get(9) is None
+    assert len(queue) == 1
+
+
+def test_a_queue_has_room_for_one_at_least() -> None:
+    with pytest.raises(InvalidValueError, match="limited to 0 requests"):
+        fcfs(0)
+
+
+def test_a_request_that_moves_changes_its_place() -> None:
+    queue = RequestQueue(create_policy("fpf"), 4)
+    queue.push(request(1, 1.0, Distance.CPU))
+    queue.push(request(2, 2.0, Distance.DISK))
+    assert [r.id for r in queue.window(2, 3.0)] == [1, 2]
+    waiting = queue.get(2)
+    assert waiting is not None
+    waiting.distance = Distance.GPU
+    assert [r.id for r in queue.window(2, 3.0)] == [2, 1]
+
+
+def test_time_alone_changes_the_order_of_relaxed_fpf() -> None:
+    queue = RequestQueue(create_policy("relaxed-fpf"), 4)
+    queue.push(request(1, 0.0, Distance.NONE))
+    queue.push(request(2, 6.0, Distance.GPU))
+    assert [r.id for r in queue.window(2, 7.0)] == [1, 2]  # 7 * 1 against 1 * 4
+    assert [r.id for r in queue.window(2, 10.0)] == [2, 1]  # 10 * 1 against 4 * 4
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@given(
+    arrivals=st.lists(st.tuples(st.integers(0, 50), st.sampled_from(Distance)), max_size=60),
+    n=st.integers(0, 70),
+)
+def test_a_window_is_the_head_of_the_whole_order(
+    policy: str, arrivals: list[tuple[int, Distance]], n: int
+) -> None:
+    queue = RequestQueue(create_policy(policy), 100)
+    for id, (arrival_s, distance) in enumerate(arrivals):
+        queue.push(request(id, float(arrival_s), distance))
+    everything = queue.window(len(arrivals), 60.0)
+    assert sorted(r.id for r in everything) == list(range(len(arrivals)))
+    assert queue.window(n, 60.0) == everything[:n]
+    assert len(queue) == len(arrivals)
+
+
+def test_integrity_notices_a_request_that_changed_its_id() -> None:
+    queue = fcfs(2)
+    waiting = request(1)
+    queue.push(waiting)
+    waiting.id = 2
+    with pytest.raises(IntegrityError, match="queued as 1 says that its id is 2"):
+        queue.check_integrity()
+
+
+def test_integrity_notices_impossible_counts() -> None:
+    queue = fcfs(2)
+    waiting = request(1)
+    queue.push(waiting)
+    waiting.cached_tokens = 11
+    with pytest.raises(IntegrityError, match="11 cached of 10"):
+        queue.check_integrity()
+
+
+class QueueMachine(RuleBasedStateMachine):
+    """Any sequence of calls leaves the queue with exactly the requests that a plain dict says it has."""
+
+    LIMIT = 5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = RequestQueue(create_policy("relaxed-fpf"), self.LIMIT)
+        self.waiting: dict[int, QueuedRequest] = {}
+        self.running: dict[int, QueuedRequest] = {}
+        self.next_id = 0
+
+    @rule(distance=st.sampled_from(Distance))
+    def push(self, distance: Distance) -> None:
+        new = request(self.next_id, float(self.next_id), distance)
+        self.next_id += 1
+        if len(self.waiting) >= self.LIMIT:
+            with pytest.raises(QueueFullError):
+                self.queue.push(new)
+        else:
+            self.queue.push(new)
+            self.waiting[new.id] = new
+
+    @precondition(lambda self: self.waiting)
+    @rule()
+    def hand_over(self) -> None:
+        first = self.queue.window(1, float(self.next_id))[0]
+        assert self.queue.remove(first.id) is first
+        self.running[first.id] = self.waiting.pop(first.id)
+
+    @precondition(lambda self: self.running)
+    @rule()
+    def interrupt(self) -> None:
+        id, interrupted = self.running.popitem()
+        self.queue.readmit(interrupted)
+        self.waiting[id] = interrupted
+
+    @invariant()
+    def same_as_the_model(self) -> None:
+        self.queue.check_integrity()
+        assert {r.id: r for r in self.queue} == self.waiting
+        assert len(self.queue) == len(self.waiting)
+        assert all(self.queue.get(id) is r and id in self.queue for id, r in self.waiting.items())
+
+
+TestQueueMachine = QueueMachine.TestCase

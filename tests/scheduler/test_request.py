@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+import pytest
+
+from prefixd_scheduler import Distance, InvalidValueError, QueuedRequest, farthest
+
+
+def test_distances_are_the_papers_n() -> None:
+    assert [(d.name, int(d)) for d in Distance] == [("GPU", 0), ("CPU", 1), ("DISK", 2), ("NONE", 3)]
+
+
+def test_the_farthest_block_decides() -> None:
+    assert farthest([Distance.GPU, Distance.DISK, Distance.CPU]) is Distance.DISK
+    assert farthest([Distance.GPU]) is Distance.GPU
+    assert farthest([]) is Distance.NONE
+
+
+def test_missing_tokens() -> None:
+    assert QueuedRequest(id=1, arrival_s=0.0, prompt_tokens=100, cached_tokens=64).missing_tokens == 36
+
+
+@pytest.mark.parametrize(("prompt", "cached"), [(10, 11), (10, -1), (-1, 0)])
+def test_counts_outside_their_range_are_refused_with_the_value(prompt: int, cached: int) -> None:
+    with pytest.raises(
+        InvalidValueError, match=f"request 7 has {cached} cached of {prompt} prompt tokens; pass"
+    ):
+        QueuedRequest(id=7, arrival_s=0.0, prompt_tokens=prompt, cached_tokens=cached)

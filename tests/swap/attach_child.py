@@ -1,0 +1,41 @@
+"""The other process of test_vmem_transfer.py: attaches a memory, checks what it reads, and writes an answer.
+
+Arguments: the number of an inherited socket, the description of the memory, how many descriptors follow.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+
+import torch
+
+from prefixd_swap.errors import MemoryMisuseError
+from prefixd_swap.vmem import attach_memory, recv_export
+
+
+def main() -> None:
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    meta, count = sys.argv[2].encode(), int(sys.argv[3])
+    with attach_memory(meta, recv_export(sock, count, timeout_s=30)) as memory:
+        chunks = sock.recv(64)
+        mapped = memory.reserve(len(chunks) * memory.chunk_bytes)
+        mapped.map(0, list(chunks))
+        view = mapped.tensor((len(chunks), memory.chunk_bytes), torch.uint8)
+        seen = [[int(row.min()), int(row.max())] for row in view]
+        view[0].fill_(200)
+        refused = []
+        for change in (lambda: memory.create(1), lambda: memory.destroy(range(1)), memory.export):
+            try:
+                change()
+            except MemoryMisuseError as error:
+                refused.append(str(error))
+        if memory.device.type == "cuda":
+            torch.cuda.synchronize()
+        sock.sendall(json.dumps({"seen": seen, "refused": refused}).encode())
+        sock.recv(1)  # hold the mappings until the parent has looked
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,469 @@
+// A libcuda.so.1 for machines without a GPU: the part of the CUDA driver API that prefixd uses, on memfd and mmap.
+//
+//   gcc -O2 -Wall -Werror -shared -fPIC -pthread -Wl,-soname,libcuda.so.1 -o libcuda.so.1 libcuda.c
+//
+// It exists to refuse what the driver refuses: sizes that are not a multiple of the granularity, an offset into a
+// chunk, a second mapping over a first one, unmapping anything but whole mappings, touching memory without access,
+// exporting what was not created exportable, calls from a thread without a current context. Copies run on a thread
+// per stream, late on purpose, so that a missing wait shows as wrong bytes, and a copy that meets memory which was
+// unmapped under it fails the context for good, as on a device. It proves calling conventions, not the behaviour or
+// the speed of a driver.
+//
+// Environment: PREFIXD_STAND_IN_MIB, the device's memory (default 1024); PREFIXD_STAND_IN_COPY_US, what each
+// asynchronous copy waits before it runs (default 300).
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+// The types and values of cuda.h that cross the interface; the assertions pin their layout.
+typedef int Result;
+enum {
+  OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, INVALID_DEVICE = 101, INVALID_CONTEXT = 201,
+  ALREADY_MAPPED = 208, INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_READY = 600, ILLEGAL_ADDRESS = 700,
+  HOST_MEMORY_ALREADY_REGISTERED = 712, HOST_MEMORY_NOT_REGISTERED = 713
+};
+enum { PINNED = 1, POSIX_FD = 1, ON_DEVICE = 1, READ_WRITE = 3 };
+enum { ATTRIBUTE_VIRTUAL_MEMORY = 102, ATTRIBUTE_POSIX_FD = 103 };
+typedef struct { int type, id; } Location;
+typedef struct {
+  int type, handle_types;
+  Location location;
+  void *win32;
+  struct { unsigned char compression, rdma; unsigned short usage; unsigned char reserved[4]; } flags;
+} AllocationProp;
+typedef struct { Location location; int flags; } AccessDesc;
+_Static_assert(sizeof(AllocationProp) == 32 && sizeof(AccessDesc) == 12, "cuda.h's layout on x86-64 and arm64");
+
+#define GRANULARITY (2ull << 20)
+#define MAX_CHUNKS 16384
+#define MAX_RANGES 1024
+#define MAX_STREAMS 1024
+#define MAX_PINNED 1024
+
+typedef struct { int fd, live, mappings, exportable, imported; size_t size; } Chunk;
+typedef struct { uintptr_t base; size_t size; int chunk, accessible, used; } Mapping;
+typedef struct { uintptr_t base; size_t size; int used; } Range;
+typedef struct Op { int kind; void *dst, *src; size_t n; struct Stream *other; uint64_t at; struct Op *next; } Op;
+typedef struct Stream { pthread_t thread; Op *head, *tail; uint64_t submitted, done; int live; } Stream;
+typedef struct { Stream *stream; uint64_t at; } Event;
+enum { COPY_TO_HOST, COPY_TO_DEVICE, COPY_ON_DEVICE, WAIT };
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t moved = PTHREAD_COND_INITIALIZER;
+static int initialized, failed;  // failed: the sticky error of a context that has faulted
+static __thread void *current_context;
+static Chunk chunks[MAX_CHUNKS];
+static Mapping mappings[MAX_CHUNKS];
+static Range ranges[MAX_RANGES], pinned[MAX_PINNED];
+static Stream streams[MAX_STREAMS];  // streams[0] is the default stream
+static int context_object;
+static size_t chunk_bytes_live;
+
+static long setting(const char *name, long fallback) {
+  const char *value = getenv(name);
+  return value ? atol(value) : fallback;
+}
+static size_t capacity(void) { return (size_t)setting("PREFIXD_STAND_IN_MIB", 1024) << 20; }
+
+#define LOCKED(expression) do { pthread_mutex_lock(&lock); Result r_ = (expression); pthread_mutex_unlock(&lock); \
+                                return r_; } while (0)
+#define NEEDS_CONTEXT do { if (!initialized) return NOT_INITIALIZED; if (!current_context) return INVALID_CONTEXT; \
+                           if (failed) return failed; } while (0)
+
+static int overlaps(uintptr_t a, size_t n, uintptr_t b, size_t m) { return a < b + m && b < a + n; }
+static int inside(uintptr_t a, size_t n, uintptr_t b, size_t m) { return a >= b && a + n <= b + m; }
+
+static int reserved(uintptr_t base, size_t n) {
+  for (int i = 0; i < MAX_RANGES; i++)
+    if (ranges[i].used && inside(base, n, ranges[i].base, ranges[i].size)) return 1;
+  return 0;
+}
+// How many bytes of [base, base + n) lie in whole mappings inside it (or, for a copy, in parts of accessible ones).
+static size_t covered(uintptr_t base, size_t n, int for_copy) {
+  size_t total = 0;
+  for (int i = 0; i < MAX_CHUNKS; i++) {
+    Mapping *m = &mappings[i];
+    if (!m->used) continue;
+    if (!for_copy && inside(m->base, m->size, base, n)) total += m->size;
+    if (for_copy && m->accessible && overlaps(base, n, m->base, m->size)) {
+      uintptr_t low = base > m->base ? base : m->base;
+      uintptr_t high = base + n < m->base + m->size ? base + n : m->base + m->size;
+      total += high - low;
+    }
+  }
+  return total;
+}
+static int free_slot_of_chunks(void) {
+  for (int i = 1; i < MAX_CHUNKS; i++) if (!chunks[i].fd) return i;
+  return 0;
+}
+static void drop_if_unused(int i) {
+  if (chunks[i].live || chunks[i].mappings) return;
+  close(chunks[i].fd);
+  if (!chunks[i].imported) chunk_bytes_live -= chunks[i].size;
+  chunks[i] = (Chunk){0};
+}
+static int known(unsigned long long handle) { return handle > 0 && handle < MAX_CHUNKS && chunks[handle].live; }
+static int good(const AllocationProp *p) {
+  return p->type == PINNED && !p->win32 && p->location.type == ON_DEVICE && p->location.id == 0;
+}
+
+// ------------------------------------------------------------------ device and context
+static Result init(unsigned flags) { if (flags) return INVALID_VALUE; initialized = 1; return OK; }
+static Result driver_get_version(int *version) { *version = 13000; return OK; }
+static Result device_get(int *device, int ordinal) {
+  if (!initialized) return NOT_INITIALIZED;
+  if (ordinal) return INVALID_DEVICE;
+  *device = 0;
+  return OK;
+}
+static Result device_get_count(int *n) { if (!initialized) return NOT_INITIALIZED; *n = 1; return OK; }
+static Result device_get_name(char *name, int n, int device) { snprintf(name, n, "prefixd stand-in"); return OK; }
+static Result device_get_attribute(int *value, int attribute, int device) {
+  *value = attribute == ATTRIBUTE_VIRTUAL_MEMORY || attribute == ATTRIBUTE_POSIX_FD;
+  return OK;
+}
+static Result primary_ctx_retain(void **context, int device) {
+  if (!initialized) return NOT_INITIALIZED;
+  *context = &context_object;
+  return OK;
+}
+static Result ctx_set_current(void *context) {
+  if (context && context != &context_object) return INVALID_CONTEXT;
+  current_context = context;
+  return OK;
+}
+static Result get_error_name(Result e, const char **name) {
+  static const struct { Result code; const char *name; } names[] = {
+    {INVALID_VALUE, "CUDA_ERROR_INVALID_VALUE"}, {OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY"},
+    {NOT_INITIALIZED, "CUDA_ERROR_NOT_INITIALIZED"}, {INVALID_DEVICE, "CUDA_ERROR_INVALID_DEVICE"},
+    {INVALID_CONTEXT, "CUDA_ERROR_INVALID_CONTEXT"}, {ALREADY_MAPPED, "CUDA_ERROR_ALREADY_MAPPED"},
+    {INVALID_HANDLE, "CUDA_ERROR_INVALID_HANDLE"}, {NOT_FOUND, "CUDA_ERROR_NOT_FOUND"},
+    {NOT_READY, "CUDA_ERROR_NOT_READY"}, {ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS"},
+    {HOST_MEMORY_ALREADY_REGISTERED, "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"},
+    {HOST_MEMORY_NOT_REGISTERED, "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED"}};
+  for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+    if (names[i].code == e) { *name = names[i].name; return OK; }
+  return INVALID_VALUE;
+}
+static Result mem_get_info(size_t *free_bytes, size_t *total) {
+  NEEDS_CONTEXT;
+  *total = capacity();
+  *free_bytes = *total > chunk_bytes_live ? *total - chunk_bytes_live : 0;
+  return OK;
+}
+
+// ------------------------------------------------------------------ virtual memory
+static Result get_granularity(size_t *g, const AllocationProp *p, int option) {
+  if (!good(p)) return INVALID_VALUE;
+  *g = GRANULARITY;
+  return OK;
+}
+static Result reserve_locked(uintptr_t *out, size_t n, size_t align) {
+  int slot = 0;
+  while (slot < MAX_RANGES && ranges[slot].used) slot++;
+  if (slot == MAX_RANGES) return OUT_OF_MEMORY;
+  char *raw = mmap(NULL, n + align, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (raw == MAP_FAILED) return OUT_OF_MEMORY;
+  uintptr_t low = (uintptr_t)raw, base = (low + align - 1) / align * align, high = low + n + align;
+  if (base > low) munmap(raw, base - low);
+  if (high > base + n) munmap((void *)(base + n), high - base - n);
+  ranges[slot] = (Range){base, n, 1};
+  *out = base;
+  return OK;
+}
+static Result address_reserve(uintptr_t *out, size_t n, size_t align, uintptr_t hint, unsigned long long flags) {
+  NEEDS_CONTEXT;
+  if (flags || !n || n % GRANULARITY || (align & (align - 1))) return INVALID_VALUE;
+  LOCKED(reserve_locked(out, n, align < GRANULARITY ? GRANULARITY : align));
+}
+static Result address_free_locked(uintptr_t base, size_t n) {
+  for (int i = 0; i < MAX_CHUNKS; i++)
+    if (mappings[i].used && overlaps(base, n, mappings[i].base, mappings[i].size)) return INVALID_VALUE;
+  for (int i = 0; i < MAX_RANGES; i++)
+    if (ranges[i].used && ranges[i].base == base && ranges[i].size == n) {
+      munmap((void *)base, n);
+      ranges[i].used = 0;
+      return OK;
+    }
+  return INVALID_VALUE;
+}
+static Result address_free(uintptr_t base, size_t n) { NEEDS_CONTEXT; LOCKED(address_free_locked(base, n)); }
+
+static Result create_locked(unsigned long long *handle, size_t n, int exportable) {
+  int slot = free_slot_of_chunks();
+  if (!slot || chunk_bytes_live + n > capacity()) return OUT_OF_MEMORY;
+  int fd = memfd_create("stand-in-chunk", MFD_CLOEXEC);
+  if (fd < 0) return OUT_OF_MEMORY;
+  if (ftruncate(fd, n)) { close(fd); return OUT_OF_MEMORY; }
+  chunks[slot] = (Chunk){fd, 1, 0, exportable, 0, n};
+  chunk_bytes_live += n;
+  *handle = slot;
+  return OK;
+}
+static Result create(unsigned long long *handle, size_t n, const AllocationProp *p, unsigned long long flags) {
+  NEEDS_CONTEXT;
+  if (flags || !good(p) || !n || n % GRANULARITY) return INVALID_VALUE;
+  LOCKED(create_locked(handle, n, p->handle_types == POSIX_FD));
+}
+static Result release_locked(unsigned long long handle) {
+  if (!known(handle)) return INVALID_VALUE;
+  chunks[handle].live = 0;
+  drop_if_unused(handle);
+  return OK;
+}
+static Result release(unsigned long long handle) { NEEDS_CONTEXT; LOCKED(release_locked(handle)); }
+
+static Result map_locked(uintptr_t base, size_t n, unsigned long long handle) {
+  if (!known(handle) || n > chunks[handle].size || !reserved(base, n)) return INVALID_VALUE;
+  int slot = -1;
+  for (int i = 0; i < MAX_CHUNKS; i++) {
+    if (!mappings[i].used) { if (slot < 0) slot = i; continue; }
+    if (overlaps(base, n, mappings[i].base, mappings[i].size)) return ALREADY_MAPPED;
+  }
+  if (slot < 0) return OUT_OF_MEMORY;
+  if (mmap((void *)base, n, PROT_NONE, MAP_SHARED | MAP_FIXED, chunks[handle].fd, 0) == MAP_FAILED) return OUT_OF_MEMORY;
+  mappings[slot] = (Mapping){base, n, handle, 0, 1};
+  chunks[handle].mappings++;
+  return OK;
+}
+static Result map(uintptr_t base, size_t n, size_t offset, unsigned long long handle, unsigned long long flags) {
+  NEEDS_CONTEXT;
+  if (flags || offset || !n || n % GRANULARITY || base % GRANULARITY) return INVALID_VALUE;
+  LOCKED(map_locked(base, n, handle));
+}
+static Result set_access_locked(uintptr_t base, size_t n) {
+  if (covered(base, n, 0) != n) return INVALID_VALUE;
+  for (int i = 0; i < MAX_CHUNKS; i++)
+    if (mappings[i].used && inside(mappings[i].base, mappings[i].size, base, n)) mappings[i].accessible = 1;
+  return mprotect((void *)base, n, PROT_READ | PROT_WRITE) ? INVALID_VALUE : OK;
+}
+static Result set_access(uintptr_t base, size_t n, const AccessDesc *access, size_t count) {
+  NEEDS_CONTEXT;
+  if (count != 1 || access->location.type != ON_DEVICE || access->location.id || access->flags != READ_WRITE)
+    return INVALID_VALUE;
+  LOCKED(set_access_locked(base, n));
+}
+static Result unmap_locked(uintptr_t base, size_t n) {
+  if (!n || covered(base, n, 0) != n) return INVALID_VALUE;
+  for (int i = 0; i < MAX_CHUNKS; i++) {
+    Mapping *m = &mappings[i];
+    if (!m->used || !inside(m->base, m->size, base, n)) continue;
+    m->used = 0;
+    chunks[m->chunk].mappings--;
+    drop_if_unused(m->chunk);
+  }
+  void *at = mmap((void *)base, n, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+  return at == MAP_FAILED ? OUT_OF_MEMORY : OK;
+}
+static Result unmap(uintptr_t base, size_t n) { NEEDS_CONTEXT; LOCKED(unmap_locked(base, n)); }
+
+static Result export_locked(int *fd, unsigned long long handle) {
+  if (!known(handle) || !chunks[handle].exportable) return INVALID_VALUE;
+  *fd = dup(chunks[handle].fd);
+  return *fd < 0 ? OUT_OF_MEMORY : OK;
+}
+static Result export_handle(void *fd, unsigned long long handle, int type, unsigned long long flags) {
+  NEEDS_CONTEXT;
+  if (flags || type != POSIX_FD) return INVALID_VALUE;
+  LOCKED(export_locked(fd, handle));
+}
+static Result import_locked(unsigned long long *handle, int fd) {
+  struct stat s;
+  int slot = free_slot_of_chunks();
+  if (fstat(fd, &s) || !s.st_size || s.st_size % GRANULARITY) return INVALID_VALUE;
+  int own = slot ? dup(fd) : -1;
+  if (own < 0) return OUT_OF_MEMORY;
+  chunks[slot] = (Chunk){own, 1, 0, 0, 1, s.st_size};
+  *handle = slot;
+  return OK;
+}
+static Result import_handle(unsigned long long *handle, void *fd, int type) {
+  NEEDS_CONTEXT;
+  if (type != POSIX_FD) return INVALID_VALUE;
+  LOCKED(import_locked(handle, (int)(intptr_t)fd));
+}
+
+// ------------------------------------------------------------------ pinned host memory
+static Result host_register_locked(uintptr_t base, size_t n) {
+  int slot = -1;
+  for (int i = 0; i < MAX_PINNED; i++) {
+    if (pinned[i].used && overlaps(base, n, pinned[i].base, pinned[i].size)) return HOST_MEMORY_ALREADY_REGISTERED;
+    if (!pinned[i].used && slot < 0) slot = i;
+  }
+  if (slot < 0) return OUT_OF_MEMORY;
+  pinned[slot] = (Range){base, n, 1};
+  return OK;
+}
+static Result host_register(void *base, size_t n, unsigned flags) {
+  NEEDS_CONTEXT;
+  if (!base || !n) return INVALID_VALUE;
+  LOCKED(host_register_locked((uintptr_t)base, n));
+}
+static Result host_unregister_locked(uintptr_t base) {
+  for (int i = 0; i < MAX_PINNED; i++)
+    if (pinned[i].used && pinned[i].base == base) { pinned[i].used = 0; return OK; }
+  return HOST_MEMORY_NOT_REGISTERED;
+}
+static Result host_unregister(void *base) { NEEDS_CONTEXT; LOCKED(host_unregister_locked((uintptr_t)base)); }
+
+// ------------------------------------------------------------------ streams, events, copies
+static void execute(Op *op) {
+  if (op->kind == WAIT) {
+    while (op->other->done < op->at) pthread_cond_wait(&moved, &lock);
+    return;
+  }
+  int reads = op->kind == COPY_TO_DEVICE || covered((uintptr_t)op->src, op->n, 1) == op->n;
+  int writes = op->kind == COPY_TO_HOST || covered((uintptr_t)op->dst, op->n, 1) == op->n;
+  if (!reads || !writes) failed = ILLEGAL_ADDRESS;
+  if (!failed) memcpy(op->dst, op->src, op->n);
+}
+static void *run(void *argument) {
+  Stream *s = argument;
+  long delay = setting("PREFIXD_STAND_IN_COPY_US", 300);
+  pthread_mutex_lock(&lock);
+  for (;;) {
+    while (!s->head && s->live) pthread_cond_wait(&moved, &lock);
+    Op *op = s->head;
+    if (!op) break;
+    if (op->kind != WAIT) {
+      pthread_mutex_unlock(&lock);
+      usleep(delay);
+      pthread_mutex_lock(&lock);
+    }
+    execute(op);
+    s->head = op->next;
+    if (!s->head) s->tail = NULL;
+    s->done++;
+    free(op);
+    pthread_cond_broadcast(&moved);
+  }
+  pthread_mutex_unlock(&lock);
+  return NULL;
+}
+static Stream *stream_of(void *handle) {
+  Stream *s = handle ? handle : &streams[0];
+  if (s < streams || s >= streams + MAX_STREAMS) return NULL;
+  if (s == &streams[0] && !s->live) { s->live = 1; pthread_create(&s->thread, NULL, run, s); }
+  return s->live ? s : NULL;
+}
+static Result submit(void *handle, Op wanted) {
+  pthread_mutex_lock(&lock);
+  Stream *s = stream_of(handle);
+  if (s) {
+    Op *op = malloc(sizeof *op);
+    *op = wanted;
+    if (s->tail) s->tail->next = op; else s->head = op;
+    s->tail = op;
+    s->submitted++;
+    pthread_cond_broadcast(&moved);
+  }
+  pthread_mutex_unlock(&lock);
+  return s ? OK : INVALID_HANDLE;
+}
+static Result stream_create(void **out, unsigned flags) {
+  NEEDS_CONTEXT;
+  pthread_mutex_lock(&lock);
+  int i = 1;
+  while (i < MAX_STREAMS && (streams[i].live || streams[i].submitted)) i++;
+  if (i < MAX_STREAMS) {
+    streams[i].live = 1;
+    pthread_create(&streams[i].thread, NULL, run, &streams[i]);
+    *out = &streams[i];
+  }
+  pthread_mutex_unlock(&lock);
+  return i < MAX_STREAMS ? OK : OUT_OF_MEMORY;
+}
+static Result wait_for(Stream *s, uint64_t at) {
+  while (s->done < at) pthread_cond_wait(&moved, &lock);
+  return failed;
+}
+static Result stream_destroy(void *handle) {
+  NEEDS_CONTEXT;
+  Stream *s = handle;
+  pthread_mutex_lock(&lock);
+  int mine = s > streams && s < streams + MAX_STREAMS && s->live;
+  if (mine) { s->live = 0; pthread_cond_broadcast(&moved); }
+  pthread_mutex_unlock(&lock);
+  if (!mine) return INVALID_HANDLE;
+  pthread_join(s->thread, NULL);  // the slot is kept if it was used: events may still point at it
+  return OK;
+}
+static Result stream_synchronize(void *handle) {
+  NEEDS_CONTEXT;
+  pthread_mutex_lock(&lock);
+  Stream *s = stream_of(handle);
+  Result r = s ? wait_for(s, s->submitted) : INVALID_HANDLE;
+  pthread_mutex_unlock(&lock);
+  return r;
+}
+static Result event_create(void **out, unsigned flags) { NEEDS_CONTEXT; *out = calloc(1, sizeof(Event)); return OK; }
+static Result event_destroy(void *event) { NEEDS_CONTEXT; free(event); return OK; }
+static Result event_record(Event *event, void *handle) {
+  NEEDS_CONTEXT;
+  pthread_mutex_lock(&lock);
+  Stream *s = stream_of(handle);
+  if (s) *event = (Event){s, s->submitted};
+  pthread_mutex_unlock(&lock);
+  return s ? OK : INVALID_HANDLE;
+}
+static Result event_query(Event *event) {
+  NEEDS_CONTEXT;
+  LOCKED(!event->stream || event->stream->done >= event->at ? OK : NOT_READY);
+}
+static Result event_synchronize(Event *event) {
+  NEEDS_CONTEXT;
+  LOCKED(event->stream ? wait_for(event->stream, event->at) : OK);
+}
+static Result stream_wait_event(void *handle, Event *event, unsigned flags) {
+  NEEDS_CONTEXT;
+  if (!event->stream) return OK;
+  return submit(handle, (Op){.kind = WAIT, .other = event->stream, .at = event->at});
+}
+static Result copy(void *stream, int kind, uintptr_t dst, uintptr_t src, size_t n) {
+  NEEDS_CONTEXT;
+  pthread_mutex_lock(&lock);
+  int dst_on_device = reserved(dst, n), src_on_device = reserved(src, n);
+  pthread_mutex_unlock(&lock);
+  if (dst_on_device != (kind != COPY_TO_HOST) || src_on_device != (kind != COPY_TO_DEVICE)) return INVALID_VALUE;
+  return submit(stream, (Op){.kind = kind, .dst = (void *)dst, .src = (void *)src, .n = n});
+}
+static Result memcpy_to_device(uintptr_t dst, const void *src, size_t n, void *stream) {
+  return copy(stream, COPY_TO_DEVICE, dst, (uintptr_t)src, n);
+}
+static Result memcpy_to_host(void *dst, uintptr_t src, size_t n, void *stream) {
+  return copy(stream, COPY_TO_HOST, (uintptr_t)dst, src, n);
+}
+static Result memcpy_on_device(uintptr_t dst, uintptr_t src, size_t n, void *stream) {
+  return copy(stream, COPY_ON_DEVICE, dst, src, n);
+}
+
+// ------------------------------------------------------------------ how bindings find the functions
+Result cuGetProcAddress_v2(const char *symbol, void **out, int version, uint64_t flags, int *status) {
+  static const struct { const char *name; void *function; } table[] = {
+    {"cuGetProcAddress", cuGetProcAddress_v2}, {"cuInit", init}, {"cuDriverGetVersion", driver_get_version},
+    {"cuDeviceGet", device_get}, {"cuDeviceGetCount", device_get_count}, {"cuDeviceGetName", device_get_name},
+    {"cuDeviceGetAttribute", device_get_attribute}, {"cuDevicePrimaryCtxRetain", primary_ctx_retain},
+    {"cuCtxSetCurrent", ctx_set_current}, {"cuGetErrorName", get_error_name}, {"cuMemGetInfo", mem_get_info},
+    {"cuMemGetAllocationGranularity", get_granularity}, {"cuMemAddressReserve", address_reserve},
+    {"cuMemAddressFree", address_free}, {"cuMemCreate", create}, {"cuMemRelease", release}, {"cuMemMap", map},
+    {"cuMemSetAccess", set_access}, {"cuMemUnmap", unmap}, {"cuMemExportToShareableHandle", export_handle},
+    {"cuMemImportFromShareableHandle", import_handle}, {"cuMemHostRegister", host_register},
+    {"cuMemHostUnregister", host_unregister}, {"cuStreamCreate", stream_create}, {"cuStreamDestroy", stream_destroy},
+    {"cuStreamSynchronize", stream_synchronize}, {"cuStreamWaitEvent", stream_wait_event},
+    {"cuEventCreate", event_create}, {"cuEventDestroy", event_destroy}, {"cuEventRecord", event_record},
+    {"cuEventQuery", event_query}, {"cuEventSynchronize", event_synchronize},
+    {"cuMemcpyHtoDAsync", memcpy_to_device}, {"cuMemcpyDtoHAsync", memcpy_to_host},
+    {"cuMemcpyDtoDAsync", memcpy_on_device}};
+  *out = NULL;
+  for (size_t i = 0; i < sizeof table / sizeof *table; i++)
+    if (!strcmp(table[i].name, symbol)) *out = table[i].function;
+  if (status) *status = *out ? 0 : 1;
+  return *out ? OK : NOT_FOUND;
+}

@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from prefixd_swap.errors import GeometryError, IntegrityError, MemoryMisuseError, OutOfMemoryError
+from prefixd_swap.geometry import KvGeometry
+from prefixd_swap.vmem import FrameId, FramePool, VirtualMemory, create_memory
+from prefixd_swap.vmem.free_runs import FreeRuns
+
+
+@pytest.fixture
+def pool(memory: VirtualMemory, geometry: KvGeometry) -> FramePool:
+    return FramePool(memory, geometry, 8)
+
+
+def test_frames_are_consecutive_chunks_in_one_window(pool: FramePool, geometry: KvGeometry) -> None:
+    frames = pool.allocate(8)
+    assert frames is not None
+    spans = [pool.span(frame) for frame in frames]
+    assert [span.address for span in spans] == [spans[0].address + i * geometry.block_bytes for i in range(8)]
+    assert {(span.nbytes, span.on_device) for span in spans} == {(geometry.block_bytes, pool.memory.on_device)}
+    assert [list(pool.chunks(frame)) for frame in frames] == [[2 * frame, 2 * frame + 1] for frame in frames]
+
+
+def test_a_frame_holds_what_is_written_to_its_span(pool: FramePool) -> None:
+    frames = pool.allocate(2)
+    assert frames is not None
+    mapped = pool.memory.reserve(2 * pool.memory.chunk_bytes)
+    mapped.map(0, pool.chunks(frames[1]))
+    view = mapped.tensor((2 * pool.memory.chunk_bytes,), torch.uint8)
+    view.fill_(3)
+    assert pool._window.tensor((1,), torch.uint8, offset=pool.span(frames[1]).address - pool._window.base).item() == 3
+
+
+def test_all_or_nothing(pool: FramePool) -> None:
+    assert pool.allocate(9) is None
+    assert (pool.free_count, pool.used_count) == (8, 0)
+    assert pool.allocate(0) == []
+    taken = pool.allocate(8)
+    assert taken is not None and pool.allocate(1) is None
+    pool.free(taken)
+    assert pool.free_count == 8
+    pool.check_integrity()
+
+
+def test_consecutive_frames_are_preferred_to_scattered_ones(pool: FramePool) -> None:
+    frames = pool.allocate(8)
+    assert frames == list(range(8))
+    pool.free([frames[i] for i in (0, 2, 4, 5, 6)])
+    assert pool.allocate(3) == [4, 5, 6]
+    assert pool.allocate(2) == [0, 2]
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [[3, 3], [0, 7], [8], [-1]],
+    ids=["twice in one call", "one not allocated", "past the end", "negative"],
+)
+def test_a_wrong_free_is_refused_as_a_whole(pool: FramePool, frames: list[int]) -> None:
+    pool.allocate(4)
+    with pytest.raises(MemoryMisuseError, match=str(frames[-1])):
+        pool.free([FrameId(frame) for frame in frames])
+    assert pool.used_count == 4
+    pool.check_integrity()
+
+
+def test_impossible_pools_are_refused(memory: VirtualMemory, geometry: KvGeometry) -> None:
+    with pytest.raises(MemoryMisuseError, match="0 frames"):
+        FramePool(memory, geometry, 0)
+    odd = KvGeometry(1, 1, 100, "float16", block_tokens=3)
+    with pytest.raises(GeometryError, match="block_tokens"):
+        FramePool(memory, odd, 4)
+    with pytest.raises(OutOfMemoryError):
+        FramePool(memory, geometry, (1 << 42) // geometry.block_bytes)
+    assert memory.chunk_count == 0
+
+
+def test_two_pools_share_a_memory(memory: VirtualMemory, geometry: KvGeometry) -> None:
+    one, two = FramePool(memory, geometry, 2), FramePool(memory, geometry, 3)
+    assert two.first_chunk == 4 and list(two.chunks(FrameId(0))) == [4, 5]
+    one.close()
+    one.close()
+    assert memory.chunk_count == 6
+    two.check_integrity()
+
+
+def test_integrity_notices_a_frame_that_is_neither(pool: FramePool) -> None:
+    pool.allocate(2)
+    pool._used[1] = False
+    with pytest.raises(IntegrityError, match="frame 1 is marked free"):
+        pool.check_integrity()
+
+
+class FrameMachine(RuleBasedStateMachine):
+    """A pool against a plain set of the frames that are out."""
+
+    FRAMES = 24
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = create_memory("cpu", 4096)
+        self.pool = FramePool(self.memory, KvGeometry(1, 1, 512, "float32", block_tokens=2), self.FRAMES)
+        self.out: set[FrameId] = set()
+
+    @rule(count=st.integers(0, FRAMES + 1))
+    def allocate(self, count: int) -> None:
+        free = sorted(set(range(self.FRAMES)) - self.out)
+        frames = self.pool.allocate(count)
+        if count > len(free):
+            assert frames is None
+            return
+        assert frames is not None and len(frames) == count
+        assert len(set(frames)) == count and not self.out & set(frames)
+        runs_possible = any(free[i : i + count] == list(range(free[i], free[i] + count)) for i in range(len(free)))
+        if count and runs_possible:
+            assert frames == list(range(frames[0], frames[0] + count)), "a run was there, so a run it must be"
+        self.out |= set(frames)
+
+    @precondition(lambda self: self.out)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        frames = data.draw(st.lists(st.sampled_from(sorted(self.out)), unique=True))
+        self.pool.free(frames)
+        self.out -= set(frames)
+
+    @precondition(lambda self: len(self.out) < self.FRAMES)
+    @rule(data=st.data())
+    def free_what_is_free(self, data: st.DataObject) -> None:
+        frame = data.draw(st.sampled_from(sorted(set(range(self.FRAMES)) - self.out)))
+        with pytest.raises(MemoryMisuseError):
+            self.pool.free([FrameId(frame), *self.out])
+
+    @invariant()
+    def every_frame_is_counted_once(self) -> None:
+        self.pool.check_integrity()
+        assert self.pool.used_count == len(self.out)
+        assert self.pool.free_count + self.pool.used_count == self.pool.capacity
+
+    def teardown(self) -> None:
+        self.memory.close()
+
+
+def test_frames_follow_the_model() -> None:
+    run_state_machine_as_test(FrameMachine, settings=settings(max_examples=50, stateful_step_count=30))
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.data())
+def test_free_runs_merge_back_into_one(takes: list[int], data: st.DataObject) -> None:
+    free = FreeRuns(100)
+    taken = [run for count in takes for run in free.take(count) or []]
+    free.check_integrity()
+    for run in data.draw(st.permutations(taken)):
+        free.give(run)
+        free.check_integrity()
+    assert list(free.runs()) == [range(0, 100)] and len(free) == 100
+
+
+def test_without_a_long_run_the_fewest_are_used() -> None:
+    free = FreeRuns(20)
+    everything = free.take(20)
+    assert everything == [range(0, 20)]
+    for run in (range(0, 2), range(4, 9), range(12, 15)):
+        free.give(run)
+    assert free.take(8) == [range(4, 9), range(12, 15)]
+    assert free.take(3) is None and len(free) == 2

@@ -1,0 +1,323 @@
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import lmdb
+import numpy as np
+import pytest
+
+from prefixd_swap.block_record import BlockRecord, DiskPart, NewBlock, encode_record
+from prefixd_swap.errors import DirectoryInUseError, DiskFullError, FormatError, StorageError, SwapError
+from prefixd_swap.file_ops import FileOps
+from prefixd_swap.slab_recovery import Recovery
+from prefixd_swap.slab_store import SlabStore
+from prefixd_swap.spans import Span
+
+NS = b"namespac"
+PAGE = 4096
+CAPACITY = 64 * PAGE
+
+
+def key(number: int) -> bytes:
+    return struct.pack(">QQ", 0, number)
+
+
+def write(store: SlabStore, *chain: tuple[int, int | None, bytes]) -> list[BlockRecord]:
+    """Store (number, parent's number, content); a block is deeper than every block of a lower number."""
+    arrays = [np.frombuffer(bytearray(content), dtype=np.uint8) for _, _, content in chain]
+    records = store.write(
+        [
+            NewBlock(
+                NS,
+                key(number),
+                b"" if parent is None else key(parent),
+                b"tokn",
+                number,
+                [Span(int(array.ctypes.data), array.nbytes)],
+            )
+            for (number, parent, _), array in zip(chain, arrays, strict=True)
+        ]
+    )
+    assert all(records)
+    return [record for record in records if record]
+
+
+def read(store: SlabStore, record: BlockRecord) -> bytes:
+    part = record.parts[0]
+    assert part is not None
+    target = np.zeros(part.nbytes, dtype=np.uint8)
+    store.read(part, Span(int(target.ctypes.data), part.nbytes))
+    return target.tobytes()
+
+
+def put_raw(path: Path, rows: dict[bytes, bytes]) -> None:
+    """Write into the index behind the store's back."""
+    with lmdb.open(str(path / "index"), max_dbs=2, lock=False) as env:
+        blocks = env.open_db(b"blocks")
+        with env.begin(write=True, db=blocks) as txn:
+            for name, value in rows.items():
+                txn.put(name, value)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "data" / "store"
+
+
+def test_blocks_survive_a_restart_parents_first(path: Path) -> None:
+    store = SlabStore.open(path, CAPACITY)
+    records = write(store, (5, None, b"root"), (7, 6, b"leaf"), (6, 5, b"middle"))
+    store.close()
+    store = SlabStore.open(path, CAPACITY)
+    assert store.recovery == Recovery(kept=3)
+    assert list(store.records()) == sorted(records, key=lambda record: record.depth)
+    assert [read(store, record) for record in store.records()] == [b"root", b"middle", b"leaf"]
+    assert store.used_bytes == 3 * PAGE
+    more = write(store, (8, 7, b"more"))
+    assert {record.parts for record in records}.isdisjoint({more[0].parts})
+    store.check_integrity()
+    store.close()
+
+
+def test_a_killed_writer_loses_nothing_it_was_told_is_stored(path: Path) -> None:
+    script = """
+import sys
+from pathlib import Path
+import numpy as np
+from prefixd_swap.block_record import NewBlock
+from prefixd_swap.slab_store import SlabStore
+from prefixd_swap.spans import Span
+store = SlabStore.open(Path(sys.argv[1]), 64 * 4096)
+for number in range(10**6):
+    data = np.full(9000, number % 256, dtype=np.uint8)
+    name = number.to_bytes(16, "big")
+    if store.write([NewBlock(b"namespac", name, b"", b"tokn", 0, [Span(int(data.ctypes.data), 9000)])])[0]:
+        print("+", number, flush=True)
+    if number >= 12:
+        store.remove([(b"namespac", (number - 12).to_bytes(16, "big"))])
+        print("-", number - 12, flush=True)
+"""
+    child = subprocess.Popen(
+        [sys.executable, "-c", script, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert child.stdout is not None and child.stderr is not None
+    alive: set[int] = set()
+    last = -1
+    for line in child.stdout:
+        sign, number = line.split()
+        last = max(last, int(number))
+        alive = alive | {int(number)} if sign == "+" else alive - {int(number)}
+        if last >= 60:
+            child.send_signal(signal.SIGKILL)
+    child.wait(30)
+    assert last >= 60, child.stderr.read()
+    child.stderr.close()
+    store = SlabStore.open(path, CAPACITY)
+    assert store.recovery.lost_slots == store.recovery.lost_parents == 0
+    found = {int.from_bytes(record.key, "big"): record for record in store.records()}
+    # Only the operation under way may go either way.
+    assert alive - {last - 11, last - 12} <= set(found) <= alive | {last + 1}
+    for number, record in found.items():
+        assert read(store, record) == bytes([number % 256]) * 9000
+    store.check_integrity()
+    store.close()
+
+
+def test_a_lost_slab_costs_its_blocks_and_their_children(path: Path) -> None:
+    store = SlabStore.open(path, CAPACITY)
+    write(
+        store,
+        (0, None, b"small"),
+        (1, None, b"L" * 5 * PAGE),
+        (2, 1, b"child"),
+        (3, 2, b"grandchild"),
+        (4, 0, b"ok"),
+    )
+    store.close()
+    (lost,) = (path / "slabs").glob(f"*-{5 * PAGE}.slab")
+    lost.unlink()
+    store = SlabStore.open(path, CAPACITY)
+    assert store.recovery == Recovery(kept=2, lost_slots=1, lost_parents=2)
+    assert [read(store, record) for record in store.records()] == [b"small", b"ok"]
+    store.check_integrity()
+    write(store, (9, None, b"N" * 5 * PAGE))
+    store.close()
+    store = SlabStore.open(path, CAPACITY)
+    assert store.recovery == Recovery(kept=3)
+    store.close()
+
+
+def test_a_truncated_slab_costs_what_was_cut_off(path: Path) -> None:
+    store = SlabStore.open(path, CAPACITY)
+    write(store, *((i, None, bytes([i]) * PAGE) for i in range(4)))
+    store.close()
+    (slab,) = (path / "slabs").iterdir()
+    os.truncate(slab, 2 * PAGE + 5)
+    store = SlabStore.open(path, CAPACITY)
+    assert store.recovery == Recovery(kept=2, lost_slots=2)
+    assert [read(store, record) for record in store.records()] == [bytes(PAGE), b"\1" * PAGE]
+    store.check_integrity()
+    store.close()
+
+
+def test_a_slab_cut_off_while_open_is_an_error_not_a_signal(path: Path) -> None:
+    store = SlabStore.open(path, CAPACITY)
+    (record,) = write(store, (0, None, b"x" * PAGE))
+    (slab,) = (path / "slabs").iterdir()
+    os.truncate(slab, 100)
+    with pytest.raises(StorageError, match="ends inside slot 0, at byte 100"):
+        read(store, record)
+    store.close()
+
+
+def test_nonsense_in_the_index_is_dropped(path: Path) -> None:
+    store = SlabStore.open(path, CAPACITY)
+    good, other = write(store, (0, None, b"good"), (1, None, b"other"))
+    store.close()
+    part = good.parts[0]
+    assert part is not None
+
+    def row(number: int, parent: bytes, *parts: DiskPart) -> tuple[bytes, bytes]:
+        return NS + key(number), encode_record(NewBlock(NS, key(number), parent, b"tokn", number, []), parts)
+
+    put_raw(
+        path,
+        dict(
+            [
+                row(10, b"", part),  # another block's slot
+                row(11, b"", DiskPart(part.slot + 2, PAGE + 1, 0)),  # larger than the slot
+                row(12, b"", DiskPart(part.slot + 2, 1, 0), DiskPart(part.slot + 9999, 1, 0)),  # no such slot
+                row(13, b"", DiskPart(77 << 24, 1, 0)),  # no such slab
+                row(14, b""),  # nothing stored
+                row(15, key(400), DiskPart(part.slot + 2, 1, 0)),  # no parent
+                (NS + key(16), b"short"),
+                (NS + key(17), encode_record(NewBlock(NS, key(17), b"", b"", 1, []), [part])[:30]),
+            ]
+        ),
+    )
+    store = SlabStore.open(path, CAPACITY)
+    assert store.recovery == Recovery(kept=2, lost_slots=7, lost_parents=1)
+    assert list(store.records()) == [good, other]
+    assert store.used_bytes == 2 * PAGE
+    store.check_integrity()
+    store.close()
+    store = SlabStore.open(path, CAPACITY)
+    assert store.recovery == Recovery(kept=2)
+    store.close()
+
+
+def test_a_smaller_capacity_holds_at_once(path: Path) -> None:
+    store = SlabStore.open(path, CAPACITY)
+    write(store, *((i, None, bytes([i]) * PAGE) for i in range(64)))
+    store.close()
+    (path / "slabs" / "notes.txt").write_text("not a slab")
+    (path / "slabs" / f"00000000ff-{PAGE}.slab").touch()  # a crash before its space was there
+    store = SlabStore.open(path, 10 * PAGE)
+    assert sum(file.stat().st_size for file in (path / "slabs").glob("*.slab")) <= 10 * PAGE
+    kept = list(store.records())
+    assert store.recovery.kept == len(kept) == 8 and store.recovery.lost_slots == 56
+    assert all(read(store, record) == record.key[-1:] * PAGE for record in kept)
+    write(store, (100, None, b"a"), (101, None, b"b"))
+    assert store.room(1) == 0
+    store.check_integrity()
+    store.close()
+
+
+def test_the_directory_has_one_owner(path: Path) -> None:
+    script = """
+import sys
+from pathlib import Path
+from prefixd_swap.slab_store import SlabStore
+store = SlabStore.open(Path(sys.argv[1]), 64 * 4096)
+print("open", flush=True)
+sys.stdin.read()
+"""
+    child = subprocess.Popen(
+        [sys.executable, "-c", script, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert child.stdin is not None and child.stdout is not None
+    assert child.stdout.readline() == "open\n"
+    with pytest.raises(DirectoryInUseError, match=rf"{path} is in use by process {child.pid};"):
+        SlabStore.open(path, CAPACITY)
+    child.kill()  # dies without closing
+    child.communicate(timeout=30)
+    store = SlabStore.open(path, CAPACITY)
+    with pytest.raises(DirectoryInUseError, match=f"process {os.getpid()}"):
+        SlabStore.open(path, CAPACITY)
+    store.close()
+
+
+def test_files_of_others_and_other_versions_are_left_alone(path: Path) -> None:
+    path.mkdir(parents=True)
+    (path / "thesis.txt").write_text("precious")
+    with pytest.raises(FormatError, match=r"no superblock but holds 'thesis.txt'; choose an empty directory"):
+        SlabStore.open(path, CAPACITY)
+    assert os.listdir(path) == ["thesis.txt"]
+    shutil.rmtree(path)
+    SlabStore.open(path, CAPACITY).close()
+    good = (path / "SUPERBLOCK").read_bytes()
+    for content, message in [
+        (b"", "not a prefixd superblock"),
+        (b"somebody else's file", "not a prefixd superblock"),
+        (good[:8] + struct.pack("<I", 99) + good[12:], "has format 99"),
+        (good[:12] + struct.pack("<I", 16384) + good[16:], "pages of 16384"),
+        (good[:-1] + bytes([good[-1] ^ 1]), "damaged"),
+        (good[:-3], "damaged"),
+    ]:
+        (path / "SUPERBLOCK").write_bytes(content)
+        with pytest.raises(FormatError, match=message):
+            SlabStore.open(path, CAPACITY)
+    (path / "SUPERBLOCK").write_bytes(good)
+    SlabStore.open(path, CAPACITY).close()
+
+
+def test_a_crash_before_the_superblock_is_no_obstacle(path: Path) -> None:
+    path.mkdir(parents=True)
+    (path / "LOCK").write_text("1\n")
+    (path / "SUPERBLOCK.new").write_bytes(b"half")
+    SlabStore.open(path, CAPACITY).close()
+    assert (path / "SUPERBLOCK").exists() and not (path / "SUPERBLOCK.new").exists()
+
+
+def test_a_damaged_index_says_what_to_do(path: Path) -> None:
+    SlabStore.open(path, CAPACITY).close()
+    (path / "index" / "data.mdb").write_bytes(b"garbage " * 4096)
+    with pytest.raises(FormatError, match=f"delete {path}"):
+        SlabStore.open(path, CAPACITY)
+    (path / "index" / "data.mdb").unlink()
+    store = SlabStore.open(path, CAPACITY)
+    assert store.recovery == Recovery()
+    store.close()
+
+
+def test_paths_that_cannot_be_a_store(tmp_path: Path) -> None:
+    descriptors = len(os.listdir("/proc/self/fd"))
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(StorageError, match="file"):
+        SlabStore.open(tmp_path / "file", CAPACITY)
+    with pytest.raises(StorageError, match="/proc/prefixd"):
+        SlabStore.open(Path("/proc/prefixd"), CAPACITY)
+
+    class NoSpace(FileOps):
+        def fdatasync(self, fd: int) -> None:
+            raise OSError(28, "No space left on device")
+
+    with pytest.raises(DiskFullError):
+        SlabStore.open(tmp_path / "full", CAPACITY, ops=NoSpace())
+    SlabStore.open(tmp_path / "full", CAPACITY).close()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert issubclass(FormatError, SwapError)
+
+
+def test_files_are_for_their_owner_only(path: Path) -> None:
+    store = SlabStore.open(path, CAPACITY)
+    write(store, (0, None, b"secret"))
+    store.close()
+    for entry in [path, *path.rglob("*")]:
+        assert entry.stat().st_mode & 0o077 == 0, entry

@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from prefixd_swap.errors import TransferError
+from prefixd_swap.vmem import Export, VirtualMemory, attach_memory, recv_export, send_export
+
+CHILD = Path(__file__).with_name("attach_child.py")
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    with ours, theirs:
+        yield ours, theirs
+
+
+@contextlib.contextmanager
+def child_attached(
+    ours: socket.socket, theirs: socket.socket, memory: VirtualMemory
+) -> Iterator[subprocess.Popen[bytes]]:
+    export = memory.export()
+    arguments = [sys.executable, str(CHILD), str(theirs.fileno()), export.meta.decode(), str(export.count)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(arguments, pass_fds=[theirs.fileno()], env=environment) as child:
+        theirs.close()
+        ours.settimeout(60)
+        try:
+            send_export(ours, export)
+            yield child
+        finally:
+            ours.close()
+            child.wait(60)
+
+
+def test_another_process_reads_and_writes_the_same_chunks(
+    memory: VirtualMemory, pair: tuple[socket.socket, socket.socket]
+) -> None:
+    ours, theirs = pair
+    memory.create(2)
+    memory.destroy(range(0, 2))  # ids do not start at 0, and the child must use the same ones
+    chunks = memory.create(4)
+    mapped = memory.reserve(4 * memory.chunk_bytes)
+    mapped.map(0, chunks)
+    view = mapped.tensor((4, memory.chunk_bytes), torch.uint8)
+    for row in range(4):
+        view[row].fill_(row + 10)
+    if memory.device.type == "cuda":
+        torch.cuda.synchronize()
+    with child_attached(ours, theirs, memory) as child:
+        ours.sendall(bytes([chunks[3], chunks[1]]))
+        answer = json.loads(ours.recv(4096))
+        assert answer["seen"] == [[13, 13], [11, 11]]
+        assert len(answer["refused"]) == 3 and "attached" in answer["refused"][0]
+        assert view[3].eq(200).all(), "what the child wrote is here without a copy"
+        assert view[1].eq(11).all()
+        ours.sendall(b"x")
+    assert child.returncode == 0
+
+
+def test_memory_outlives_a_process_that_dies_with_it_mapped(
+    memory: VirtualMemory, pair: tuple[socket.socket, socket.socket]
+) -> None:
+    ours, theirs = pair
+    chunks = memory.create(1)
+    mapped = memory.reserve(memory.chunk_bytes)
+    mapped.map(0, chunks)
+    view = mapped.tensor((memory.chunk_bytes,), torch.uint8)
+    view.fill_(1)
+    with child_attached(ours, theirs, memory) as child:
+        ours.sendall(bytes([chunks[0]]))
+        ours.recv(4096)
+        child.kill()
+        child.wait(60)
+        assert view.eq(200).all()
+
+
+def _numbered_file(number: int) -> int:
+    fd = os.memfd_create(f"number-{number}")
+    os.write(fd, str(number).encode())
+    return fd
+
+
+def _open_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_many_descriptors_come_in_order_and_a_batch_at_a_time(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    """More chunks than the process may hold files: 700 through a limit that leaves room for two batches a
+    side."""
+    ours, theirs = pair
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = _open_descriptors()
+    errors: list[BaseException] = []
+
+    def send() -> None:
+        try:
+            send_export(ours, Export(b"", 700, _numbered_file), timeout_s=30)
+        except BaseException as error:
+            errors.append(error)
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before + 560, hard))
+    try:
+        sender = threading.Thread(target=send)
+        sender.start()
+        numbers = []
+        for fd in recv_export(theirs, 700, timeout_s=30):
+            numbers.append(int(os.pread(fd, 16, 0)))
+            os.close(fd)
+        sender.join()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert not errors
+    assert numbers == list(range(700))
+    assert _open_descriptors() == before
+
+
+def test_what_follows_the_descriptors_stays_in_the_socket(pair: tuple[socket.socket, socket.socket]) -> None:
+    ours, theirs = pair
+    send_export(ours, Export(b"", 3, _numbered_file))
+    ours.sendall(b"next message")
+    for fd in recv_export(theirs, 3):
+        os.close(fd)
+    assert theirs.recv(64) == b"next message"
+
+
+def test_descriptors_left_over_are_closed(pair: tuple[socket.socket, socket.socket]) -> None:
+    ours, theirs = pair
+    before = _open_descriptors()
+    send_export(ours, Export(b"", 5, _numbered_file))
+    arriving = recv_export(theirs, 5)
+    os.close(next(arriving))
+    arriving.close()  # type: ignore[attr-defined]
+    assert _open_descriptors() == before
+
+
+def test_a_peer_that_goes_away_is_an_error(pair: tuple[socket.socket, socket.socket]) -> None:
+    ours, theirs = pair
+    send_export(ours, Export(b"", 2, _numbered_file))
+    ours.close()
+    arriving = recv_export(theirs, 3)
+    with pytest.raises(TransferError, match="after 2 of 3 descriptors the peer closed"):
+        for fd in arriving:
+            os.close(fd)
+
+
+def test_sending_to_a_peer_that_is_gone_is_an_error_and_leaks_nothing(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    ours, theirs = pair
+    theirs.close()
+    before = _open_descriptors()
+    with pytest.raises(TransferError):
+        send_export(ours, Export(b"", 2, _numbered_file))
+    assert _open_descriptors() == before
+
+
+def test_a_silent_peer_is_given_up(pair: tuple[socket.socket, socket.socket]) -> None:
+    with pytest.raises(TransferError, match="in time"):
+        next(recv_export(pair[1], 1, timeout_s=0.01))
+
+
+def test_bytes_without_descriptors_are_refused(pair: tuple[socket.socket, socket.socket]) -> None:
+    ours, theirs = pair
+    ours.sendall(b"\x01")
+    with pytest.raises(TransferError, match="0 descriptors"):
+        next(recv_export(theirs, 1))
+
+
+@pytest.mark.parametrize(
+    "meta", [b"", b"[]", b'{"kind": "host"}', b'{"kind": "tape", "chunk_bytes": 4096, "chunks": []}']
+)
+def test_a_description_of_something_else_is_refused(meta: bytes) -> None:
+    with pytest.raises(TransferError, match="one version"):
+        attach_memory(meta, [])
+
+
+def test_attaching_without_the_descriptors_is_refused(memory: VirtualMemory) -> None:
+    memory.create(2)
+    with pytest.raises(TransferError, match="no descriptor came"):
+        attach_memory(memory.export().meta, [])

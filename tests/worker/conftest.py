@@ -1,0 +1,197 @@
+"""A small random model, host memory, and an engine on them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from prefixd_swap.vmem import FrameId, FramePool, VirtualTensor, VirtualTensorPool, create_memory
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from prefixd.worker.engine import Engine
+from prefixd.worker.kv_cache import Segment
+from prefixd.worker.model import CausalModel, load_model
+from prefixd.worker.model_spec import read_model_spec
+from prefixd.worker.protocol import Done, Sampling, Start, Step
+from prefixd.worker.settings import WorkerSettings
+
+VOCAB = 96
+EOS = 95
+
+
+def tiny_llama_config(**changes: object) -> LlamaConfig:
+    return LlamaConfig(
+        **{
+            "vocab_size": VOCAB,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "max_position_embeddings": 512,
+            "initializer_range": 0.3,
+            "bos_token_id": None,
+            "eos_token_id": EOS,
+            "tie_word_embeddings": False,
+            **changes,
+        }
+    )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def two_threads() -> None:
+    torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="session")
+def llama_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("llama")
+    torch.manual_seed(7)
+    LlamaForCausalLM(tiny_llama_config()).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def model(llama_directory: Path) -> CausalModel:
+    return load_model(read_model_spec(WorkerSettings(model=str(llama_directory))))
+
+
+class Rig:
+    """The daemon's side of an engine, in one process."""
+
+    def __init__(self, model: CausalModel, frames: int = 64, max_step_tokens: int = 64) -> None:
+        self.model = model
+        self.block_tokens = model.spec.geometry.block_tokens
+        self.memory = create_memory("cpu", model.spec.chunk_bytes)
+        self.pool = FramePool(self.memory, model.spec.geometry, frames)
+        self.tensors = VirtualTensorPool(
+            self.memory, model.spec.geometry, model.spec.sequence_capacity, self.pool.first_chunk
+        )
+        self.engine = Engine(model, self.tensors, max_step_tokens, itertools.count().__next__)
+        self.tokens: dict[int, list[int]] = {}
+        self.filled: dict[int, int] = {}
+        self.done: dict[int, Done] = {}
+        self.steps: list[Step] = []
+        self._ids = itertools.count()
+        self._bare: list[VirtualTensor] = []
+
+    def frames(self, count: int) -> list[int]:
+        taken = self.pool.allocate(count)
+        assert taken is not None
+        return [int(frame) for frame in taken]
+
+    def free(self, frames: Sequence[int]) -> None:
+        self.pool.free([FrameId(frame) for frame in frames])
+
+    def blocks(self, tokens: int) -> int:
+        return -(-tokens // self.block_tokens)
+
+    def start(
+        self,
+        tokens: Sequence[int],
+        frames: Sequence[int] | None = None,
+        cached_blocks: int = 0,
+        generated: int = 0,
+        **sampling: object,
+    ) -> int:
+        """Begin a request; with frames for all it may need if none are given."""
+        request = next(self._ids)
+        choice = Sampling(**{"max_tokens": 8, "ignore_eos": True, **sampling})
+        if frames is None:
+            frames = self.frames(self.blocks(len(tokens) + choice.max_tokens))
+        self.tokens[request] = []
+        message = Start(
+            id=request,
+            tokens=np.array(tokens, dtype="<u4").tobytes(),
+            generated=generated,
+            cached_blocks=cached_blocks,
+            frames=list(frames),
+            sampling=choice,
+        )
+        self.take(self.engine.start(message))
+        return request
+
+    def take(self, messages: Sequence[Step | Done]) -> None:
+        for message in messages:
+            if isinstance(message, Done):
+                assert message.id not in self.done
+                self.done[message.id] = message
+                continue
+            self.steps.append(message)
+            for update in message.updates:
+                assert update.id not in self.done
+                assert update.filled_blocks >= self.filled.get(update.id, 0)
+                self.tokens[update.id] += update.tokens
+                self.filled[update.id] = update.filled_blocks
+
+    def step(self) -> None:
+        self.take(self.engine.step())
+
+    def run(self) -> None:
+        """Step until nothing can run."""
+        while self.engine.runnable:
+            self.step()
+
+    def generate(self, tokens: Sequence[int], **arguments: object) -> list[int]:
+        """One request alone, to its end."""
+        request = self.start(tokens, **arguments)
+        self.run()
+        return self.tokens[request]
+
+    def tensor(self, frames: Sequence[int]) -> VirtualTensor:
+        """A request's memory without an engine."""
+        tensor = self.tensors.acquire()
+        self._bare.append(tensor)
+        tensor.extend([FrameId(frame) for frame in frames])
+        return tensor
+
+    def logits(self, tensor: VirtualTensor, tokens: Sequence[int], cuts: Sequence[int], start: int = 0) -> torch.Tensor:
+        """Logits of tokens[start:], computed in pieces that end at `cuts` and at the end."""
+        rows = []
+        for stop in [*cuts, len(tokens)]:
+            part = tokens[start:stop]
+            rows.append(self.model.forward(part, [Segment(tensor.kv, start, stop)], range(len(part))).clone())
+            start = stop
+        return torch.cat(rows)
+
+    def close(self) -> None:
+        self.engine.close()
+        for tensor in self._bare:
+            self.tensors.release(tensor)
+        self.tensors.close()
+        self.memory.check_integrity()
+        self.pool.close()
+        self.memory.close()
+
+
+@pytest.fixture
+def rig(model: CausalModel) -> Iterator[Rig]:
+    rig = Rig(model)
+    yield rig
+    rig.close()
+
+
+@pytest.fixture
+def prompt() -> list[int]:
+    """Fifty tokens: three blocks of 16 and a bit."""
+    return np.random.default_rng(11).integers(0, VOCAB - 1, 50).tolist()
+
+
+@pytest.fixture
+def make_rig(llama_directory: Path) -> Iterator[Callable[..., Rig]]:
+    """Rigs on a given model, or on the small one with other settings."""
+    rigs: list[Rig] = []
+
+    def make(model: CausalModel | None = None, max_step_tokens: int = 64, frames: int = 160, **settings: object) -> Rig:
+        chosen = model or load_model(read_model_spec(WorkerSettings(model=str(llama_directory), **settings)))
+        rigs.append(Rig(chosen, frames, max_step_tokens))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.close()

@@ -1,0 +1,62 @@
+"""The model that comes with prefixd."""
+
+from __future__ import annotations
+
+import hashlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from prefixd.embedded_model import EOS, ensure_embedded_model
+from prefixd.worker.model import load_model
+from prefixd.worker.model_spec import read_model_spec
+from prefixd.worker.settings import WorkerSettings
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built by three callers at once."""
+    cache = tmp_path_factory.mktemp("models")
+    with ThreadPoolExecutor(3) as threads:
+        found = set(threads.map(lambda _: ensure_embedded_model(cache), range(3)))
+    assert len(found) == 1
+    directory = found.pop()
+    assert list(cache.iterdir()) == [directory], "nothing half-built is left"
+    return directory
+
+
+def test_it_is_the_same_everywhere(directory):
+    digest = hashlib.sha256((directory / "model.safetensors").read_bytes()).hexdigest()
+    assert digest == "975c5d8373b02e96570a0a247c32c4a1e1e875e29cb72827de31031856ac0e95"
+
+
+def test_it_is_built_once(directory):
+    before = (directory / "model.safetensors").stat()
+    assert ensure_embedded_model(directory.parent) == directory
+    assert (directory / "model.safetensors").stat().st_mtime_ns == before.st_mtime_ns
+
+
+def test_a_token_is_a_byte(directory):
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    text = "Grüße,\n\n  ' 日本 \x00\x7f 🙂"
+    ids = tokenizer(text).input_ids
+    assert ids == list(text.encode())
+    assert tokenizer.decode(ids) == text
+    assert tokenizer("a<eos>").input_ids == [ord("a"), EOS]
+    assert tokenizer.eos_token_id == EOS
+
+
+def test_output_is_printable_and_depends_on_the_whole_prompt(directory, make_rig):
+    model = load_model(read_model_spec(WorkerSettings(model=str(directory))))
+    assert model.spec.geometry.block_tokens == 16
+    rig = make_rig(model, max_step_tokens=512)
+    rest = " Tell me about the sea, the wind and the light." * 3
+    prompts = [first + rest + last for first in "AB" for last in ("", "!")]
+    requests = [rig.start(list(prompt.encode()), max_tokens=24) for prompt in prompts]
+    rig.run()
+    outputs = [bytes(rig.tokens[request]).decode() for request in requests]
+    assert all(output.isprintable() for output in outputs)
+    assert len(set(outputs)) == 4
+    assert all(len(set(output)) > 6 for output in outputs)

@@ -1,0 +1,221 @@
+"""Requests through the engine: what is generated, when it ends, and what happens without frames."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from prefixd.worker.kv_cache import Segment
+from prefixd.worker.protocol import Cancel, Extend, Sampling, Start
+
+EOS = 95
+
+
+def test_greedy_is_the_argmax_of_transformers_logits(rig, prompt, llama_directory):
+    generated = rig.generate(prompt, max_tokens=12)
+    model = AutoModelForCausalLM.from_pretrained(llama_directory)
+    tokens = torch.tensor([[*prompt, *generated]])
+    with torch.inference_mode():
+        expected = model(input_ids=tokens, use_cache=False).logits[0].argmax(-1)
+    assert generated == expected[len(prompt) - 1 : -1].tolist()
+    assert len(set(generated)) > 1
+    assert rig.done[0].reason == "length"
+
+
+def test_requests_side_by_side_generate_what_they_generate_alone(rig, prompt):
+    prompts = [prompt[:length] for length in (1, 16, 17, 50)]
+    alone = [rig.generate(each, temperature=1.0, seed=seed) for seed, each in enumerate(prompts)]
+    together = [rig.start(each, temperature=1.0, seed=seed) for seed, each in enumerate(prompts)]
+    rig.run()
+    assert [rig.tokens[request] for request in together] == alone
+
+
+def test_a_cached_prefix_gives_the_same_tokens_and_is_not_computed_again(rig, prompt):
+    frames = rig.frames(4)
+    expected = rig.generate(prompt, frames=frames)
+    computed = sum(step.computed_tokens for step in rig.steps)
+    rig.steps.clear()
+    shared = [*frames[:3], *rig.frames(1)]
+    assert rig.generate(prompt, frames=shared, cached_blocks=3) == expected
+    assert sum(step.computed_tokens for step in rig.steps) == computed - 48
+
+
+def test_blocks_filled_while_decoding_serve_as_a_prefix(rig, prompt):
+    """A block of generated tokens has the bits that a prompt with these tokens would have filled it with."""
+    frames = rig.frames(6)
+    generated = rig.generate(prompt, frames=frames, max_tokens=40)
+    longer = [*prompt, *generated[:30]]
+    plain = rig.generate(longer, temperature=1.0, seed=5)
+    assert rig.generate(longer, frames=[*frames[:4], *rig.frames(2)], cached_blocks=4, temperature=1.0, seed=5) == plain
+    fresh = rig.tensor(rig.frames(6))
+    rig.model.forward(longer, [Segment(fresh.kv, 0, len(longer))], [])
+    assert torch.equal(rig.tensor(frames).kv[:64], fresh.kv[:64])
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 42}])
+def test_an_interrupted_run_continues_with_the_same_tokens(rig, prompt, sampling):
+    whole = rig.generate(prompt, max_tokens=20, **sampling)
+    for kept in (1, 7, 19):
+        rest = rig.generate([*prompt, *whole[:kept]], generated=kept, max_tokens=20, **sampling)
+        assert whole[:kept] + rest == whole
+
+
+def test_seed_and_temperature_decide_the_sample(rig, prompt):
+    def sample(**sampling):
+        return rig.generate(prompt, max_tokens=10, **sampling)
+
+    assert sample(temperature=1.0, seed=1) == sample(temperature=1.0, seed=1)
+    assert sample(temperature=1.0, seed=1) != sample(temperature=1.0, seed=2)
+    assert sample(temperature=3.0, top_p=1e-6, seed=3) == sample()
+    assert sample(temperature=1e-4, seed=3) == sample()
+
+
+def test_stop_tokens_end_a_request_and_are_reported(rig, prompt):
+    generated = rig.generate(prompt, max_tokens=12)
+    stop = generated[5]
+    expected = generated[: generated.index(stop) + 1]
+    request = rig.start(prompt, max_tokens=12, stop_token_ids=(stop,))
+    rig.run()
+    assert rig.tokens[request] == expected
+    assert rig.done[request].reason == "stop"
+
+
+def test_the_models_end_of_sequence_token_ends_a_request_unless_ignored(rig, prompt):
+    seeds = range(200)
+    ends = {}
+    for seed in seeds:
+        request = rig.start(prompt[:3], frames=(frames := rig.frames(1)), max_tokens=3, temperature=5.0, seed=seed, ignore_eos=False)
+        rig.run()
+        rig.free(frames)
+        ends[seed] = request
+    stopped = [seed for seed in seeds if rig.done[ends[seed]].reason == "stop"]
+    assert stopped
+    assert all((EOS in rig.tokens[ends[seed]]) == (seed in stopped) for seed in seeds)
+    assert len(rig.generate(prompt[:3], max_tokens=3, temperature=5.0, seed=stopped[0])) == 3
+
+
+def test_one_token_ends_after_the_prompt_without_a_decode_step(rig, prompt):
+    assert len(rig.generate(prompt, max_tokens=1)) == 1
+    assert [step.computed_tokens for step in rig.steps] == [50]
+    assert rig.filled[0] == 3
+
+
+def test_the_models_length_ends_a_request(make_rig, prompt):
+    rig = make_rig(max_model_tokens=60, chunk_bytes=4096)
+    request = rig.start(prompt, max_tokens=100, frames=rig.frames(4))
+    rig.run()
+    assert len(rig.tokens[request]) == 10
+    assert rig.done[request].reason == "length"
+
+
+def test_prefill_is_cut_at_the_step_limit_and_decoding_goes_first(make_rig):
+    rig = make_rig(max_step_tokens=32, chunk_bytes=4096)
+    decoding = rig.start([1, 2, 3], max_tokens=20)
+    rig.step()
+    rig.start(list(range(90)), max_tokens=1)
+    rig.start(list(range(40)), max_tokens=1)
+    rig.steps.clear()
+    rig.run()
+    assert [step.computed_tokens for step in rig.steps][:5] == [32, 32, 32, 32, 7]
+    assert all(step.updates[0].id == decoding for step in rig.steps[:5])
+
+
+def test_filled_blocks_are_reported_as_they_fill(make_rig, prompt):
+    rig = make_rig(max_step_tokens=20, chunk_bytes=4096)
+    rig.start(prompt, max_tokens=20)
+    seen = []
+    while rig.engine.runnable:
+        rig.step()
+        seen.append(rig.filled.get(0))
+    assert seen[:3] == [1, 2, 3]
+    assert seen[-1] == (50 + 19) // 16
+
+
+def test_a_request_without_frames_waits_and_goes_on_after_extend(rig, prompt):
+    expected = rig.generate(prompt, max_tokens=30)
+    request = rig.start(prompt, frames=rig.frames(2), max_tokens=30)
+    other = rig.start([5, 6], max_tokens=4)
+    rig.run()
+    assert rig.tokens[request] == []
+    assert rig.filled[request] == 2
+    assert rig.done[other].reason == "length"
+    assert rig.engine.step() == []
+    while request not in rig.done:
+        rig.take(rig.engine.extend(Extend(request, rig.frames(1))))
+        rig.run()
+    assert rig.tokens[request] == expected
+
+
+def test_done_comes_after_the_frames_are_unmapped(rig, prompt):
+    frames = rig.frames(4)
+    request = rig.start(prompt, frames=frames, max_tokens=2)
+    rig.step()
+    rig.take(rig.engine.cancel(Cancel(request)))
+    assert rig.done[request].reason == "cancelled"
+    assert not rig.engine.runnable
+    window_only = [rig.memory.create(1)]
+    rig.memory.destroy(window_only[0])
+    rig.memory.check_integrity()
+    assert rig.tensors.idle_count == 1
+    assert rig.engine.cancel(Cancel(request)) == []
+    assert rig.engine.extend(Extend(request, frames)) == []
+
+
+def start_message(**changes: object) -> Start:
+    fields: dict[str, object] = {
+        "id": 0,
+        "tokens": np.arange(20, dtype="<u4").tobytes(),
+        "generated": 0,
+        "cached_blocks": 0,
+        "frames": [0, 1],
+        "sampling": Sampling(max_tokens=4),
+    }
+    return Start(**{**fields, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tokens": b""}, "0 bytes"),
+        ({"tokens": b"abc"}, "3 bytes"),
+        ({"tokens": np.array([1, 96], "<u4").tobytes()}, "96 is outside"),
+        ({"tokens": np.zeros(513, "<u4").tobytes()}, "513 tokens"),
+        ({"generated": 20}, "generated=20"),
+        ({"cached_blocks": 2}, "leave at least one token"),
+        ({"cached_blocks": 3}, "cached_blocks=3 with 2 frames"),
+        ({"frames": [0, 10**6]}, "cannot be mapped"),
+        ({"frames": list(range(40))}, "cannot be mapped"),
+        ({"sampling": Sampling(max_tokens=0)}, "max_tokens=0"),
+        ({"sampling": Sampling(max_tokens=1, temperature=-1.0)}, "temperature=-1"),
+        ({"sampling": Sampling(max_tokens=1, top_p=0.0)}, "top_p=0"),
+    ],
+)
+def test_a_request_that_cannot_run_says_why_and_leaves_nothing_behind(rig, changes, message):
+    (done,) = rig.engine.start(start_message(**changes))
+    assert done.reason == "error"
+    assert message in done.detail
+    assert not rig.engine.runnable
+    assert rig.generate([1, 2, 3])
+
+
+def test_an_id_in_use_is_refused_and_the_first_request_goes_on(rig, prompt):
+    request = rig.start(prompt)
+    (done,) = rig.engine.start(start_message(id=request))
+    assert done.reason == "error"
+    rig.run()
+    assert len(rig.tokens[request]) == 8
+
+
+def test_logits_that_are_not_finite_end_the_request_alone(rig, prompt):
+    frames = rig.frames(5)
+    rig.generate(prompt, frames=frames)
+    tensor = rig.tensor(frames)
+    tensor.kv[3] = float("nan")
+    broken = rig.start(prompt, frames=[*frames[:3], *rig.frames(1)], cached_blocks=3)
+    healthy = rig.start(prompt)
+    rig.run()
+    assert rig.done[broken].reason == "error"
+    assert broken not in rig.filled
+    assert rig.done[healthy].reason == "length"

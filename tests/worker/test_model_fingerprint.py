@@ -1,0 +1,84 @@
+"""The fingerprint follows the contents of a model and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from prefixd import model_fingerprint
+from prefixd.errors import ConfigError
+from prefixd.model_fingerprint import CACHE_NAME, fingerprint
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    (directory / "model-1.safetensors").write_bytes(bytes(range(256)) * 100)
+    (directory / "model-2.safetensors").write_bytes(b"weights")
+    return directory
+
+
+def copy(directory: Path, target: Path) -> Path:
+    target.mkdir()
+    for path in directory.iterdir():
+        (target / path.name).write_bytes(path.read_bytes())
+    return target
+
+
+def test_a_copy_has_the_same_and_one_changed_bit_another(directory, tmp_path):
+    cache = tmp_path / "cache"
+    before = fingerprint(directory, cache)
+    assert len(before) == 32
+    assert fingerprint(copy(directory, tmp_path / "copy"), cache) == before
+    weights = directory / "model-1.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[12_345] ^= 1
+    weights.write_bytes(data)
+    assert fingerprint(directory, cache) != before
+
+
+def test_config_and_file_names_count_and_other_files_do_not(directory, tmp_path):
+    before = fingerprint(directory, tmp_path)
+    (directory / "README.md").write_text("hello")
+    (directory / "tokenizer.json").write_text("{}")
+    assert fingerprint(directory, tmp_path) == before
+    (directory / "model-2.safetensors").rename(directory / "model-3.safetensors")
+    assert fingerprint(directory, tmp_path) != before
+    (directory / "model-3.safetensors").rename(directory / "model-2.safetensors")
+    (directory / "config.json").write_text('{"rope_theta": 1}')
+    assert fingerprint(directory, tmp_path) != before
+
+
+def test_files_that_are_known_are_not_read_again(directory, tmp_path, monkeypatch):
+    read: list[str] = []
+    hash_file = model_fingerprint._hash_file
+    monkeypatch.setattr(model_fingerprint, "_hash_file", lambda path: (read.append(path.name), hash_file(path))[1])
+    before = fingerprint(directory, tmp_path)
+    assert sorted(read) == ["config.json", "model-1.safetensors", "model-2.safetensors"]
+    read.clear()
+    assert fingerprint(directory, tmp_path) == before
+    assert read == []
+    os.utime(directory / "model-2.safetensors", ns=(1, 1))
+    assert fingerprint(directory, tmp_path) == before
+    assert read == ["model-2.safetensors"]
+
+
+@pytest.mark.parametrize("content", ["", "not json", "[]", '{"x": 1}'])
+def test_a_damaged_cache_is_replaced(directory, tmp_path, content):
+    expected = fingerprint(directory, tmp_path / "other")
+    (tmp_path / CACHE_NAME).write_text(content)
+    assert fingerprint(directory, tmp_path) == expected
+    assert len(json.loads((tmp_path / CACHE_NAME).read_text())) >= 3
+
+
+def test_a_directory_without_a_model_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"lacks config\.json"):
+        fingerprint(tmp_path, tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="lacks weights"):
+        fingerprint(tmp_path, tmp_path)

@@ -1,0 +1,149 @@
+"""What is read from a model's configuration, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from prefixd.worker.errors import ModelError
+from prefixd.worker.model import load_model
+from prefixd.worker.model_spec import read_model_spec
+from prefixd.worker.settings import WorkerSettings
+
+
+def spec_of(directory: Path, **settings: object):
+    return read_model_spec(WorkerSettings(model=str(directory), **settings))
+
+
+@pytest.fixture
+def directory(llama_directory: Path, tmp_path: Path) -> Path:
+    """A copy that may be damaged."""
+    return Path(shutil.copytree(llama_directory, tmp_path / "model"))
+
+
+def edit(directory: Path, **changes: object) -> Path:
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    return directory
+
+
+def test_hello_says_what_the_model_needs(llama_directory, model):
+    hello = spec_of(llama_directory, chunk_bytes=4096).hello()
+    assert (hello.layers, hello.kv_heads, hello.head_dim, hello.dtype) == (3, 2, 16, "float32")
+    assert (hello.vocab_size, hello.max_model_tokens, hello.eos_token_ids) == (96, 512, (95,))
+    assert hello.architecture == "LlamaForCausalLM"
+    assert hello.parameters == sum(weights.numel() for weights in load_file(llama_directory / "model.safetensors").values())
+
+
+@pytest.mark.parametrize(
+    ("layout", "chunk_bytes", "asked", "given"),
+    [
+        ("token", 4096, 16, 16),  # 768 bytes a token: 16 tokens are 3 chunks
+        ("token", 4096, 17, 32),
+        ("layer", 4096, 1, 16),  # 256 bytes a token and layer
+        ("layer", 4096, 33, 48),
+        ("token", 2 << 20, 16, 8192),
+    ],
+)
+def test_block_tokens_are_rounded_up_to_whole_chunks(llama_directory, layout, chunk_bytes, asked, given):
+    spec = spec_of(llama_directory, layout=layout, chunk_bytes=chunk_bytes, block_tokens=asked)
+    assert spec.geometry.block_tokens == given
+    assert spec.hello().chunk_bytes == chunk_bytes
+    assert spec.sequence_capacity % given == 0
+
+
+def test_settings_limit_length_and_choose_the_dtype(llama_directory):
+    spec = spec_of(llama_directory, max_model_tokens=100, dtype="bfloat16", chunk_bytes=4096)
+    assert spec.max_model_tokens == 100
+    assert spec.geometry.dtype == "bfloat16"
+    assert spec_of(llama_directory, max_model_tokens=10**6).max_model_tokens == 512
+
+
+def test_end_of_sequence_of_the_generation_config_comes_first(directory):
+    (directory / "generation_config.json").write_text('{"eos_token_id": [4, 5]}')
+    assert spec_of(directory).eos_token_ids == (4, 5)
+
+
+def test_not_a_model_directory(tmp_path):
+    with pytest.raises(ModelError, match="is not a directory"):
+        spec_of(tmp_path / "nothing")
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        spec_of(tmp_path)
+    (tmp_path / "config.json").write_text("{broken")
+    with pytest.raises(ModelError, match="cannot be read"):
+        spec_of(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')
+    with pytest.raises(ModelError, match="no-such-model"):
+        spec_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "mistral", "sliding_window": 128}, "sliding window of 128"),
+        ({"model_type": "gemma2", "layer_types": ["sliding_attention", "full_attention"]}, "sliding"),
+        ({"model_type": "mamba"}, "state-space"),
+        ({"model_type": "t5"}, "encoder-decoder"),
+        ({"model_type": "deepseek_v3"}, "latent attention"),
+        ({"model_type": "clip"}, "several models|attention heads"),
+        ({"model_type": "vit"}, "causal language model"),
+        ({"model_type": "bloom"}, "BloomForCausalLM|max_position|attention"),
+        (
+            {"model_type": "llama", "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "rotary",
+        ),
+        ({"model_type": "llama", "max_position_embeddings": 0}, "max_position_embeddings=0"),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)
+def test_models_that_cannot_run_are_refused_by_their_configuration(tmp_path, config, message):
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 50, "intermediate_size": 32}
+    (tmp_path / "config.json").write_text(json.dumps({**small, **config}))
+    with pytest.raises(ModelError, match=message) as caught:
+        spec_of(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("device", ["gpu", "meta", "cuda:99"])
+def test_devices_that_are_not_there(llama_directory, device):
+    with pytest.raises(ModelError, match=device):
+        spec_of(llama_directory, device=device)
+
+
+def test_weights_that_are_not_there(directory):
+    spec = spec_of(directory)
+    path = directory / "model.safetensors"
+    weights = load_file(path)
+    lost = "model.layers.1.mlp.up_proj.weight"
+    save_file({name: tensor for name, tensor in weights.items() if name != lost}, path, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=lost):
+        load_model(spec)
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load_model(spec)
+    path.unlink()
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load_model(spec)
+
+
+def test_weights_of_another_shape(directory):
+    with pytest.raises(ModelError, match="cannot be loaded|lack"):
+        load_model(spec_of(edit(directory, intermediate_size=128)))
+
+
+def test_a_model_whose_logits_differ_on_our_cache_is_refused(llama_directory, monkeypatch):
+    """The check at load, made to fail: attention with another scale than the model's own."""
+    import prefixd.worker.attention as attention
+
+    original = attention.StepAttention.attend
+    monkeypatch.setattr(
+        attention.StepAttention,
+        "attend",
+        lambda self, query, layer, scaling: original(self, query, layer, 2 * scaling),
+    )
+    with pytest.raises(ModelError, match="relative error"):
+        load_model(spec_of(llama_directory))

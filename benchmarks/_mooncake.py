@@ -67,9 +67,7 @@ def _parse(line: bytes) -> TraceRequest:
         raise ValueError(
             f"{len(ids)} hash_ids for input_length {content['input_length']}, which has {full} full blocks"
         )
-    return TraceRequest(
-        content["timestamp"], content["input_length"], content["output_length"], tuple(ids[:full])
-    )
+    return TraceRequest(content["timestamp"], content["input_length"], content["output_length"], tuple(ids[:full]))
 
 
 def _is_count(value: object) -> bool:

@@ -32,9 +32,7 @@ async def measure(address: str, block_bytes: int, blocks: int, rounds: int, thre
     store: list[float] = []
     load: list[float] = []
     plain: list[float] = []
-    async with AsyncClient(
-        address, name="benchmark shared_memory", memory="shared", copy_threads=threads
-    ) as client:
+    async with AsyncClient(address, name="benchmark shared_memory", memory="shared", copy_threads=threads) as client:
         cache = await client.register(spec)
         with ThreadPoolExecutor(threads) as pool, _harness.progress("rounds", rounds + 1) as step:
             for number in range(rounds + 1):
@@ -44,9 +42,7 @@ async def measure(address: str, block_bytes: int, blocks: int, rounds: int, thre
                 target[:] = 0
                 load.append(await _load(cache, tokens, target, blocks))
                 if not np.array_equal(source, target):
-                    raise _harness.BenchmarkError(
-                        f"round {number}: the bytes loaded are not the bytes stored"
-                    )
+                    raise _harness.BenchmarkError(f"round {number}: the bytes loaded are not the bytes stored")
                 await client.evict(namespace_id=cache.namespace_id)
                 step()
     nbytes = blocks * block_bytes
@@ -79,9 +75,7 @@ async def _store(
     return elapsed
 
 
-async def _load(
-    cache: AsyncCache, tokens: npt.NDArray[np.uint32], target: npt.NDArray[np.uint8], blocks: int
-) -> float:
+async def _load(cache: AsyncCache, tokens: npt.NDArray[np.uint32], target: npt.NDArray[np.uint8], blocks: int) -> float:
     begin = time.perf_counter()
     loaded = await cache.load(tokens, target)
     elapsed = time.perf_counter() - begin
@@ -115,9 +109,7 @@ def main() -> None:
     options = parser.parse_args()
 
     def run_at(address: str) -> dict[str, Any]:
-        return asyncio.run(
-            measure(address, options.block_bytes, options.blocks, options.rounds, options.threads)
-        )
+        return asyncio.run(measure(address, options.block_bytes, options.blocks, options.rounds, options.threads))
 
     if options.address:
         result = run_at(options.address)
@@ -131,9 +123,7 @@ def main() -> None:
         names = ["plain_copy_gbps", "store_gbps", "load_gbps"]
         axes.bar(["plain copy", "store", "load"], [result[name] for name in names])
         axes.set_ylabel("GB/s")
-        axes.set_title(
-            f"{options.blocks} blocks of {options.block_bytes / 2**20:g} MiB, {options.threads} thread(s)"
-        )
+        axes.set_title(f"{options.blocks} blocks of {options.block_bytes / 2**20:g} MiB, {options.threads} thread(s)")
 
     _harness.plot(options.plot, draw)
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from benchmarks import _harness
+from prefixd.cli.progress import RichProgress
 from prefixd.workloads.daemon_process import DaemonFailed
 from prefixd.workloads.figures import Figures
-from prefixd.workloads.runner import run_config
+from prefixd.workloads.runner import Progress, Silence, run_config, run_in_order
 from prefixd.workloads.text_analysis import CONFIGS, TextAnalysis, TierSizes
 
 DESCRIPTION = """\
@@ -37,13 +40,14 @@ GPU_HELP = (
 
 
 async def measure(configs: Sequence[str], workload: TextAnalysis, tiers: TierSizes) -> list[Figures]:
-    """One daemon after the other; a line for each on stdout. Raises BenchmarkError and ClientError."""
+    """One daemon after the other; a line for each on stdout. Raises BenchmarkError."""
     figures: list[Figures] = []
     for config in configs:
         # A short path: a unix socket's name has at most 107 bytes.
         with tempfile.TemporaryDirectory(prefix="prefixd-") as directory:
             try:
-                run = await run_config(config, workload, tiers, Path(directory), progress=_Lines())
+                with _progress() as progress:
+                    run = await run_config(config, workload, tiers, Path(directory), progress=progress)
             except DaemonFailed as error:
                 raise _harness.BenchmarkError(str(error)) from error
         figures.append(run)
@@ -57,21 +61,14 @@ async def measure(configs: Sequence[str], workload: TextAnalysis, tiers: TierSiz
     return figures
 
 
-class _Lines:
-    """Progress on stderr: a line for each stretch, and some on the way."""
-
-    def __init__(self) -> None:
-        self._total = 0
-        self._done = 0
-
-    def begin(self, text: str, total: int) -> None:
-        self._total, self._done = total, 0
-        print(text, file=sys.stderr, flush=True)
-
-    def advance(self) -> None:
-        self._done += 1
-        if self._done % 64 == 0 and self._done < self._total:
-            print(f"  {self._done} of {self._total}", file=sys.stderr, flush=True)
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    """A bar where somebody looks, silence in pipes and logs."""
+    if not sys.stderr.isatty():
+        yield Silence()
+        return
+    with RichProgress(Console(stderr=True)) as progress:
+        yield progress
 
 
 def draw(axes: Any, figures: Sequence[Figures]) -> None:
@@ -119,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         disk_prefixes=options.disk_prefixes,
         running=options.running,
     )
-    figures = asyncio.run(measure(options.configs, workload, tiers))
+    figures = run_in_order(measure(options.configs, workload, tiers))
     same = len({run.output_digest for run in figures}) == 1
     no_parameters = ("json", "plot", "configs")
     parameters = {name: value for name, value in vars(options).items() if name not in no_parameters}

@@ -117,9 +117,7 @@ def tokens_of(ids: Sequence[int]) -> npt.NDArray[np.uint32]:
     return tokens.reshape(-1)
 
 
-async def replay(
-    address: str, requests: Sequence[TraceRequest], bytes_per_token: int, salt: bytes
-) -> dict[str, Any]:
+async def replay(address: str, requests: Sequence[TraceRequest], bytes_per_token: int, salt: bytes) -> dict[str, Any]:
     """Replays `requests` against the daemon at `address` in a namespace of its own."""
     block_bytes = HASH_TOKENS * bytes_per_token
     part = PartSpec("full", 0, block_bytes)
@@ -144,24 +142,16 @@ def _differing_bytes(got: npt.NDArray[np.uint64], expected: npt.NDArray[np.uint6
 def main() -> None:
     """The command."""
     parser = _harness.parser("trace", DESCRIPTION)
-    parser.add_argument(
-        "--trace", type=Path, default=_DEFAULT_TRACE, metavar="FILE", help="the trace to replay"
-    )
-    parser.add_argument(
-        "--requests", type=_harness.positive, default=2000, help="its first N requests (2000)"
-    )
+    parser.add_argument("--trace", type=Path, default=_DEFAULT_TRACE, metavar="FILE", help="the trace to replay")
+    parser.add_argument("--requests", type=_harness.positive, default=2000, help="its first N requests (2000)")
     parser.add_argument(
         "--bytes-per-token",
         type=_harness.positive,
         default=64,
         help="KV bytes of a token, a multiple of 8 (64)",
     )
-    parser.add_argument(
-        "--cpu-bytes", type=_harness.size, default=1 << 29, help="CPU tier of the own daemon (512MiB)"
-    )
-    parser.add_argument(
-        "--disk-bytes", type=_harness.size, default=4 << 30, help="disk tier of the own daemon (4GiB)"
-    )
+    parser.add_argument("--cpu-bytes", type=_harness.size, default=1 << 29, help="CPU tier of the own daemon (512MiB)")
+    parser.add_argument("--disk-bytes", type=_harness.size, default=4 << 30, help="disk tier of the own daemon (4GiB)")
     parser.add_argument("--address", help="a running daemon; by default one is started for this run")
     options = parser.parse_args()
     if options.bytes_per_token % 8:
@@ -189,7 +179,7 @@ def main() -> None:
             bottom += count / result["blocks"]
         axes.bar(["unlimited memory"], [result["achievable_hit_rate"]], color="grey")
         axes.set_ylabel("hit rate, blocks")
-        axes.legend()
+        axes.legend(loc="lower right")
 
     _harness.plot(options.plot, draw)
     if result["wrong_bytes"]:

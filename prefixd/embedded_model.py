@@ -132,7 +132,7 @@ def _byte_characters() -> list[str]:
 def _gain(name: str) -> float:
     """Sharp queries and keys, so that attention chooses; a strong way back, so that its choice shows."""
     if "q_proj" in name or "k_proj" in name:
-        return 2.1
+        return 2.6
     if "down_proj" in name:
         return 0.5
     return 2.0 if "o_proj" in name or "lm_head" in name else 1.0

@@ -24,9 +24,7 @@ def fingerprint(model_directory: Path, cache_directory: Path) -> str:
     config.json or no weights.
     """
     config = model_directory / "config.json"
-    weights = sorted(
-        {path for pattern in _WEIGHTS for path in model_directory.glob(pattern) if path.is_file()}
-    )
+    weights = sorted({path for pattern in _WEIGHTS for path in model_directory.glob(pattern) if path.is_file()})
     if not config.is_file() or not weights:
         lacking = "weights" if config.is_file() else "config.json"
         raise ConfigError(

@@ -49,6 +49,7 @@ def _check_trie(trie: Trie) -> None:
             _demand(trie.holds[row, tier] >= 0, f"row {row} is released more often than held in tier {tier}")
         nearest = next((t for t in (GPU, CPU, DISK) if trie.whole[row] & (1 << t)), NONE)
         _demand(trie.nearest[row] == nearest, f"row {row}: nearest tier is {nearest}, not {trie.nearest[row]}")
+        _demand(bool(trie.some[row]) or not trie.removable(row), f"row {row} has no copy and nobody needs it")
         _demand(trie.keep[row] >= trie.holds[row].sum(), f"row {row} is held but not kept")
     for row in rows.tolist():
         _demand(
@@ -66,15 +67,17 @@ def _check_slots(cache: TieredCache) -> None:
         tiers.gpu.check_integrity()
     if tiers.disk is not None:
         tiers.disk.check_integrity()
-    for tier in (GPU, CPU):
+    for tier in (GPU, CPU, DISK):
         if not tiers.exists(tier):
             continue
-        owned: Counter[int] = Counter(tiers.loose[tier])
+        owned: Counter[int] = Counter(tiers.loose[tier] if tier != DISK else ())
         for trie in cache.tries:
             slots = trie.slots[trie.used_rows(), tier].ravel()
             owned.update(slots[slots != NO_SLOT].tolist())
         twice = [slot for slot, owners in owned.items() if owners > 1]
         _demand(not twice, f"tier {tier}: slots {twice[:5]} have several owners")
+        if tier == DISK:  # the store accounts for its slots itself; a removal under way is still among them
+            continue
         taken = tiers.frames.used_count if tier == GPU else tiers.arena.slots_used
         _demand(len(owned) == taken, f"tier {tier}: {taken} slots are taken, but {len(owned)} are accounted for")
 

@@ -7,6 +7,7 @@ blocks are born in the GPU tier (`record`). Both stand in the same trie.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -18,10 +19,12 @@ from prefixd.cache.leases import Lease, LeaseTable, Reservation, Session
 from prefixd.cache.namespaces import Namespace, NamespaceRegistry, NamespaceSpec
 from prefixd.cache.residency import Residency
 from prefixd.cache.tiers import Tiers
-from prefixd.cache.trie import CPU, DISK, GPU, TIERS, Match, Rows, Trie
+from prefixd.cache.trie import CPU, DISK, GPU, NO_SLOT, NONE, TIERS, Match, Rows, Trie
 from prefixd.cache.write_back import WriteBack
 from prefixd.errors import ExhaustedError, InvalidArgumentError, PreconditionError, UnsupportedError
 from prefixd_swap import CopyEngine, EvictionPolicy
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -93,6 +96,8 @@ class TieredCache:
             trie = self.trie(home)
             parent = trie.index.get(record.parent) if record.parent else home.root
             if parent is None or len(record.parts) != len(trie.part_bytes) or None in record.parts:
+                continue
+            if parent >= 0 and trie.namespace[parent] != home.ordinal:  # another namespace's block with that key
                 continue
             row = trie.insert(parent, home.ordinal, record.key, record.tokens, now)
             if row is None:
@@ -202,7 +207,7 @@ class TieredCache:
         if not parts:
             return tuple(range(have))
         for part in parts:
-            if part >= have:
+            if not 0 <= part < have:
                 raise InvalidArgumentError(f"part {part} does not exist; the namespace has parts 0 to {have - 1}")
         if len(set(parts)) != len(parts):
             raise InvalidArgumentError(f"parts {list(parts)} name one twice; name each once")
@@ -232,7 +237,11 @@ class TieredCache:
             return len(chain)
         trie.retain(prefix)
         sizes = [trie.part_bytes[part] for part in chosen]
-        slots = await self.residency.take(CPU, sizes, wanted)
+        try:
+            slots = await self.residency.take(CPU, sizes, wanted)
+        except BaseException:
+            self._unretain(trie, prefix)
+            raise
         if not slots:
             self._unretain(trie, prefix)
             raise ExhaustedError(
@@ -256,7 +265,8 @@ class TieredCache:
 
     async def commit(self, reservation: Reservation, blocks: int, *, durable: bool = False) -> tuple[int, int]:
         """Makes the first `blocks` of a reservation matchable and ends it; returns (committed, duplicates)."""
-        if blocks > len(reservation.slots):
+        self.leases.find(reservation.session, reservation.id)  # it may have expired while it was filled
+        if not 0 <= blocks <= len(reservation.slots):
             raise InvalidArgumentError(
                 f"commit of {blocks} blocks, but reservation {reservation.id} has {len(reservation.slots)}; "
                 "commit only what was reserved"
@@ -275,13 +285,7 @@ class TieredCache:
             if row is None:  # the key is another block's
                 self.residency.lost["key collision"] += blocks - i
                 break
-            if (trie.slots[row, CPU, reservation.parts] < 0).all() and not trie.has(row, CPU):
-                slots = [-1] * len(trie.part_bytes)
-                for part, slot in zip(reservation.parts, reservation.slots[i], strict=True):
-                    slots[part] = slot
-                self.residency.put(trie, row, CPU, slots)
-                reservation.slots[i] = []
-                committed += 1
+            committed += self._fill(reservation, i, row)
             rows.append(row)
             parent = row
         done = np.array(rows, np.int64)
@@ -296,6 +300,22 @@ class TieredCache:
             self._unretain(trie, done)
         return committed, len(rows) - committed
 
+    def _fill(self, reservation: Reservation, index: int, row: int) -> bool:
+        """Enters the parts of a reserved block that the CPU tier lacks; False when it lacks none."""
+        trie = reservation.trie
+        slots = [NO_SLOT] * len(trie.part_bytes)
+        spare: list[int] = []
+        for part, slot in zip(reservation.parts, reservation.slots[index], strict=True):
+            if trie.slots[row, CPU, part] == NO_SLOT:
+                slots[part] = slot
+            else:
+                spare.append(slot)
+        if len(spare) == len(reservation.parts):
+            return False
+        self.residency.put(trie, row, CPU, slots)
+        reservation.slots[index] = spare
+        return True
+
     def release(self, session: Session, grant_id: str) -> None:
         """Ends a lease or gives up a reservation; NotFoundError when it is over already."""
         self.leases.release(session, grant_id)
@@ -307,8 +327,13 @@ class TieredCache:
         missing = len(trie.missing(rows, CPU))
         if missing and self.tiers.cpu is not None:
             trie.hold(rows, CPU)
-            task = asyncio.create_task(self.residency.bring(trie, rows, CPU))
-            task.add_done_callback(lambda _: self._unhold(trie, rows, CPU))
+
+            def end(task: asyncio.Task[int]) -> None:
+                self._unhold(trie, rows, CPU)
+                if not task.cancelled() and (error := task.exception()) is not None:
+                    log.error("a prefix could not be brought up ahead of need: %s", error)
+
+            self.residency.spawn(self.residency.bring(trie, rows, CPU)).add_done_callback(end)
         return missing
 
     # -- the worker's side ----------------------------------------------------------------------------------------
@@ -374,8 +399,7 @@ class TieredCache:
         self._unretain(grant.trie, grant.prefix)
 
     def _unhold(self, trie: Trie, rows: Rows, tier: int) -> None:
-        trie.unhold(rows, tier)
-        self.residency.sweep(trie, rows)
+        self.residency.unhold(trie, rows, tier)
 
     def _unretain(self, trie: Trie, rows: Rows) -> None:
         trie.unretain(rows)
@@ -392,6 +416,12 @@ class TieredCache:
                     await self.residency.write(trie, todo, source)
                 finally:
                     trie.unhold(todo, source)
+        torn = int((trie.nearest[path] == NONE).sum())
+        if torn:
+            raise PreconditionError(
+                f"{torn} of the blocks lack parts that others have yet to commit, so they cannot be durable; what was "
+                "committed is kept - ask for durable in the commit that completes them"
+            )
         if len(trie.missing(path, DISK)):
             raise ExhaustedError(
                 "the blocks are cached, but the disk tier has no room for them"

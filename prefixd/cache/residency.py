@@ -10,25 +10,22 @@ Locks are taken downward only (GPU, CPU, disk): whoever makes room in a tier may
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import TypeVar
 
 import numpy as np
 
+from prefixd.cache.disk_copies import DiskCopies
+from prefixd.cache.ledger import Ledger
 from prefixd.cache.namespaces import NamespaceRegistry
 from prefixd.cache.tiers import Tiers
-from prefixd.cache.trie import CPU, DISK, GPU, NO_SLOT, TIERS, Rows, Trie
+from prefixd.cache.trie import CPU, DISK, GPU, Rows, Trie
 from prefixd.cache.victims import find_victims
-from prefixd_swap import ChecksumError, CopyEngine, DiskPart, EvictionPolicy, NewBlock, StorageError
-
-log = logging.getLogger(__name__)
+from prefixd_swap import CopyEngine, EvictionPolicy
 
 T = TypeVar("T")
 
-_WRITE_BATCH = 64
 _ALL = np.uint8(7)
 
 
@@ -58,42 +55,69 @@ class Residency:
     ) -> None:
         self.tiers = tiers
         self.tries = tries
-        self.namespaces = namespaces
         self.engine = engine
         self.policy = policy
-        self.clock = clock
-        self.lost: Counter[str] = Counter()
-        self.epoch = 0  # grows with every change of what is where
-        self.changed = asyncio.Event()  # set when write-back may have work
-        self._locks = tuple(asyncio.Lock() for _ in range(TIERS))
+        self._ledger = Ledger(tiers, clock)
+        self._disk = DiskCopies(self._ledger, tries, namespaces, policy, threads=io_threads)
+        self._locks = (asyncio.Lock(), asyncio.Lock())
         self._moving: dict[tuple[int, int, int], asyncio.Task[None]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._io = ThreadPoolExecutor(io_threads, thread_name_prefix="prefixd-disk")
+        self._tasks: set[asyncio.Task[object]] = set()
+
+    @property
+    def lost(self) -> Counter[str]:
+        """Blocks that could have been kept, by reason."""
+        return self._ledger.lost
+
+    @property
+    def epoch(self) -> int:
+        """Grows with every change of what is where."""
+        return self._ledger.epoch
+
+    @property
+    def changed(self) -> asyncio.Event:
+        """Set when write-back may have work."""
+        return self._ledger.changed
 
     async def close(self) -> None:
         """Waits for the copies under way and ends the threads."""
         await self.quiesce()
-        self._io.shutdown()
+        self._disk.close()
 
     async def quiesce(self) -> None:
         """Waits for the copies under way."""
-        while self._moving or self._tasks:
-            await asyncio.gather(*self._moving.values(), *self._tasks, return_exceptions=True)
+        while waiting := {*self._moving.values(), *self._tasks, *self._disk.busy}:
+            await asyncio.wait(waiting)
+
+    def spawn(self, work: Coroutine[object, object, T]) -> asyncio.Task[T]:
+        """Runs `work` beside the caller; `quiesce` waits for it."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     # -- room ---------------------------------------------------------------------------------------------------
 
-    async def take(self, tier: int, sizes: Sequence[int], blocks: int) -> list[list[int]]:
-        """Loose slots for up to `blocks` blocks in the GPU or CPU tier, evicting what may go; fewer if need be."""
+    async def take(self, tier: int, sizes: Sequence[int], blocks: int, *, ahead: bool = False) -> list[list[int]]:
+        """Loose slots for up to `blocks` blocks in the GPU or CPU tier, evicting what may go; fewer if need be.
+
+        `ahead` spares copies of blocks that are in a tier above as well: they were made ahead of need, too, and one
+        such copy must not cost another.
+        """
         taken: list[list[int]] = []
         if not self.tiers.exists(tier):
             return taken
-        async with self._locks[tier]:
-            while len(taken) < blocks:
-                slots = self.tiers.allocate(tier, sizes)
-                if slots is not None:
-                    taken.append(slots)
-                elif not await self._evict(tier, blocks - len(taken)):
-                    break
+        try:
+            async with self._locks[tier]:
+                while len(taken) < blocks:
+                    slots = self.tiers.allocate(tier, sizes)
+                    if slots is not None:
+                        taken.append(slots)
+                    elif not await self._evict(tier, blocks - len(taken), ahead):
+                        break
+        except BaseException:
+            for slots in taken:
+                self.tiers.release(tier, slots)
+            raise
         return taken
 
     async def take_frames(self, count: int) -> list[int] | None:
@@ -106,66 +130,42 @@ class Residency:
 
     def put(self, trie: Trie, row: int, tier: int, slots: Sequence[int]) -> None:
         """Enters a copy into the trie; its slots belong to the trie from here on."""
-        trie.put_copy(row, tier, slots, self.clock())
-        if tier != DISK:
-            self.tiers.loose[tier].difference_update(slots)
-        self.epoch += 1
+        self._ledger.put(trie, row, tier, slots)
 
-    async def _evict(self, tier: int, want: int) -> int:
+    def unhold(self, trie: Trie, rows: Rows, tier: int) -> None:
+        """Ends one hold of each row."""
+        self._ledger.unhold(trie, rows, tier)
+
+    def sweep(self, trie: Trie, rows: Rows) -> None:
+        """Forgets blocks that lost their last copy while somebody kept them, once nobody does."""
+        self._ledger.sweep(trie, rows)
+
+    async def _evict(self, tier: int, want: int, ahead: bool) -> int:
         """Frees up to `want` blocks' copies in `tier`, whose lock the caller has; 0 when nothing may go."""
         below = self.tiers.below(tier)
+        drop = self._ledger.drop
         freed = 0
         if below is not None:
-            for trie, rows in find_victims(self.tries, tier, want, self.policy, demotable=True):
-                last = (trie.some[rows] & ~np.uint8(1 << tier) & _ALL) == 0
-                last &= (trie.whole[rows] & np.uint8(1 << tier)) != 0
+            victims = find_victims(self.tries, tier, want, self.policy, demotable=True, spare_copies=ahead)
+            for trie, rows in victims:  # all of them before the first copy: rows may be recycled meanwhile
                 trie.hold(rows, tier)
-                try:
+            try:
+                for trie, rows in victims:
+                    last = (trie.some[rows] & ~np.uint8(1 << tier) & _ALL) == 0
+                    last &= (trie.whole[rows] & np.uint8(1 << tier)) != 0
                     if last.any():
-                        self.tiers.counters[tier].demoted += await self.copy(trie, rows[last], tier, below)
-                finally:
+                        arrived = await self.copy(trie, rows[last], tier, below, ahead=ahead)
+                        self.tiers.counters[tier].demoted += arrived
+            finally:
+                for trie, rows in victims:
                     trie.unhold(rows, tier)
-                freed += self._drop(trie, rows.tolist(), tier)
+            freed = sum(drop(trie, rows.tolist(), tier) for trie, rows in victims)
         if not freed:  # nothing can go down: drop what may vanish
-            for trie, rows in find_victims(self.tries, tier, want, self.policy, demotable=False):
-                freed += self._drop(trie, rows.tolist(), tier)
-        self.changed.set()
+            victims = find_victims(self.tries, tier, want, self.policy, demotable=False, spare_copies=ahead)
+            freed = sum(drop(trie, rows.tolist(), tier) for trie, rows in victims)
+        if freed:
+            self.changed.set()
         return freed
-
-    async def _evict_disk(self, want: int, *, only_alone: bool) -> int:
-        removed: list[tuple[bytes, bytes]] = []
-        for trie, rows in find_victims(self.tries, DISK, want, self.policy, demotable=False, only_alone=only_alone):
-            removed += [self._identity(trie, row) for row in rows.tolist()]
-            self._drop(trie, rows.tolist(), DISK)
-        if removed:
-            await self._in_thread(self.tiers.store.remove, removed)
-        return len(removed)
-
-    def _drop(self, trie: Trie, rows: Iterable[int], tier: int) -> int:
-        """Drops copies that nobody holds and that are not the last of a block that has to stay."""
-        dropped = 0
-        for row in rows:
-            last = int(trie.some[row]) == 1 << tier
-            if trie.holds[row, tier] or not trie.some[row] & (1 << tier) or (last and not trie.removable(row)):
-                continue
-            self._discard_copy(trie, row, tier)
-            self.tiers.counters[tier].evicted += 1
-            dropped += 1
-            if last:
-                trie.remove(row)
-        self.epoch += 1
-        return dropped
-
-    def _discard(self, trie: Trie, row: int) -> None:
-        for tier in range(TIERS):
-            if trie.some[row] & (1 << tier):
-                self._discard_copy(trie, row, tier)
-        trie.remove(row)
-
-    def _discard_copy(self, trie: Trie, row: int, tier: int) -> None:
-        slots = trie.drop_copy(row, tier)
-        if tier != DISK:
-            self.tiers.release(tier, slots)
 
     # -- moving -------------------------------------------------------------------------------------------------
 
@@ -206,21 +206,22 @@ class Residency:
                 self.tiers.counters[tier].promoted += await self.copy(trie, there, source, tier)
         finally:
             for there, source in held:
-                trie.unhold(there, source)
+                self.unhold(trie, there, source)
             for row in rows.tolist():
                 del self._moving[trie.ordinal, row, tier]
 
-    async def copy(self, trie: Trie, rows: Rows, source: int, target: int) -> int:
-        """Copies rows, held in `source`, to `target`; returns how many arrived (the first ones when room is short)."""
+    async def copy(self, trie: Trie, rows: Rows, source: int, target: int, *, ahead: bool = False) -> int:
+        """Copies rows, held in `source`, to `target`; returns how many arrived (the first ones when room is short).
+
+        For `ahead` see `take` and `write`.
+        """
         if target == DISK:
-            return await self.write(trie, rows, source)
-        taken = await self.take(target, trie.part_bytes, len(rows))
+            return await self.write(trie, rows, source, ahead=ahead)
+        taken = await self.take(target, trie.part_bytes, len(rows), ahead=ahead)
         rows = rows[: len(taken)]
         arrived = [False] * len(rows)
         try:
-            if source == DISK:
-                arrived = await self._read(trie, rows, taken, target)
-            else:
+            if source != DISK:
                 pairs = [
                     (self.tiers.span(target, into, size), self.tiers.span(source, out, size))
                     for row, slots in zip(rows.tolist(), taken, strict=True)
@@ -228,30 +229,17 @@ class Residency:
                 ]
                 await self.engine.copy(pairs)
                 arrived = [True] * len(rows)
+            elif target == GPU and self.tiers.gpu_on_device:
+                arrived = await self._read_staged(trie, rows, taken)
+            else:
+                arrived = await self._disk.read(trie, rows, taken, target)
         finally:
             for row, slots, good in zip(rows.tolist(), taken, arrived, strict=True):
-                if good and not trie.some[row] & (1 << target):
-                    self.put(trie, row, target, slots)
+                if good:
+                    self._ledger.put_lacking(trie, row, target, slots)
                 else:
                     self.tiers.release(target, slots)
         return sum(arrived)
-
-    async def _read(self, trie: Trie, rows: Rows, taken: list[list[int]], target: int) -> list[bool]:
-        """Reads rows from disk into slots of `target`; a block whose bytes are bad is dropped, with its descendants."""
-        store = self.tiers.store
-
-        def read(row: int, slots: list[int]) -> None:
-            for part, (slot, size) in enumerate(zip(slots, trie.part_bytes, strict=True)):
-                where = DiskPart(int(trie.slots[row, DISK, part]), size, int(trie.checksums[row, part]))
-                store.read(where, self.tiers.span(target, slot, size))
-
-        if target == GPU and self.tiers.gpu_on_device:
-            return await self._read_staged(trie, rows, taken)
-        results = await asyncio.gather(
-            *(self._in_thread(read, row, slots) for row, slots in zip(rows.tolist(), taken, strict=True)),
-            return_exceptions=True,
-        )
-        return [self._judge(trie, row, result) for row, result in zip(rows.tolist(), results, strict=True)]
 
     async def _read_staged(self, trie: Trie, rows: Rows, taken: list[list[int]]) -> list[bool]:
         """Disk to GPU memory by way of the pinned arena, since a file cannot be read into a device address.
@@ -266,7 +254,7 @@ class Residency:
                 good.append(False)
                 continue
             try:
-                fine = (await self._read(trie, np.array([row]), staged, CPU))[0]
+                fine = (await self._disk.read(trie, np.array([row]), staged, CPU))[0]
                 if fine:
                     size = trie.part_bytes[0]
                     await self.engine.copy(
@@ -277,63 +265,12 @@ class Residency:
                 self.tiers.release(CPU, staged[0])
         return good
 
-    async def write(self, trie: Trie, rows: Rows, source: int, *, only_alone: bool = False) -> int:
-        """Writes rows, held in `source`, to disk; returns how many became durable.
+    async def write(self, trie: Trie, rows: Rows, source: int, *, ahead: bool = False) -> int:
+        """Writes rows, held in `source`, to disk, parents first; returns how many became durable.
 
-        Parents first, so that what survives a crash is prefix-closed. `only_alone` makes room by evicting only blocks
-        that live on disk alone: what is written ahead of need must not cost another block its write-ahead copy.
+        `ahead` makes room only at the cost of blocks that live on disk alone.
         """
-        rows = rows[np.argsort(trie.depth[rows], kind="stable")]
-        written = 0
-        async with self._locks[DISK]:
-            for start in range(0, len(rows), _WRITE_BATCH):
-                batch = trie.missing(rows[start : start + _WRITE_BATCH], DISK).tolist()
-                left = await self._write_batch(trie, batch, source)
-                if left and await self._evict_disk(len(left), only_alone=only_alone):
-                    left = await self._write_batch(trie, left, source)
-                written += len(batch) - len(left)
-                if left:
-                    self.lost["no room on disk" if not self.tiers.trouble[DISK] else "disk write failed"] += len(left)
-                    break
-        return written
-
-    async def _write_batch(self, trie: Trie, batch: list[int], source: int) -> list[int]:
-        """Writes a batch; returns the rows for which there was no room."""
-        blocks = [self._new_block(trie, row, source) for row in batch]
-        try:
-            records = await self._in_thread(self.tiers.store.write, blocks)
-        except StorageError as error:
-            if not self.tiers.trouble[DISK]:
-                log.error("the disk tier is out of service: %s", error)
-            self.tiers.trouble[DISK] = str(error)
-            return batch
-        if self.tiers.trouble[DISK]:
-            log.warning("the disk tier is back in service")
-            self.tiers.trouble[DISK] = ""
-        left = []
-        for row, record in zip(batch, records, strict=True):
-            if record is None:
-                left.append(row)
-                continue
-            places = [part if part is not None else DiskPart(NO_SLOT, 0, 0) for part in record.parts]
-            trie.checksums[row] = [place.checksum for place in places]
-            self.put(trie, row, DISK, [place.slot for place in places])
-        return left
-
-    def _new_block(self, trie: Trie, row: int, source: int) -> NewBlock:
-        parent = int(trie.parent[row])
-        namespace, key = self._identity(trie, row)
-        return NewBlock(
-            namespace=namespace,
-            key=key,
-            parent=trie.key(parent) if parent >= 0 else b"",
-            tokens=trie.tokens[row].tobytes(),
-            depth=int(trie.depth[row]),
-            parts=[
-                self.tiers.span(source, slot, size)
-                for slot, size in zip(trie.slots[row, source].tolist(), trie.part_bytes, strict=True)
-            ],
-        )
+        return await self._disk.write(trie, rows, source, ahead=ahead)
 
     # -- forgetting ---------------------------------------------------------------------------------------------
 
@@ -341,6 +278,9 @@ class Residency:
         """Drops blocks, children before parents, from every tier; skips what is held, kept, pinned or has children.
 
         Returns how many went, when their going is durable.
+
+        Raises:
+            StorageError: they are gone from memory, but the disk failed and they come back at the next start.
         """
         vanished = 0
         removed: list[tuple[bytes, bytes]] = []
@@ -348,49 +288,8 @@ class Residency:
             if not trie.removable(row):
                 continue
             if trie.some[row] & (1 << DISK):
-                removed.append(self._identity(trie, row))
-            self._discard(trie, row)
+                removed.append(self._disk.identity(trie, row))
+            self._ledger.discard(trie, row)
             vanished += 1
-        self.epoch += 1
-        await self._remove_from_disk(removed)
+        await self._disk.remove(trie, removed)
         return vanished
-
-    def sweep(self, trie: Trie, rows: Rows) -> None:
-        """Forgets blocks that lost their last copy while somebody kept them, once nobody does."""
-        for row in rows[(trie.some[rows] == 0)].tolist()[::-1]:
-            if trie.removable(row):
-                trie.remove(row)
-
-    def _judge(self, trie: Trie, row: int, result: BaseException | None) -> bool:
-        if result is None:
-            return True
-        if not isinstance(result, StorageError):
-            raise result
-        self.lost["checksum mismatch on disk" if isinstance(result, ChecksumError) else "disk read failed"] += 1
-        log.error("block %s dropped, it will be recomputed: %s", trie.key(row).hex(), result)
-        identities = [self._identity(trie, row)]
-        self._discard_copy(trie, row, DISK)
-        if not trie.some[row]:
-            for child in trie.subtree(row)[:0:-1]:
-                if trie.removable(child):
-                    if trie.some[child] & (1 << DISK):
-                        identities.append(self._identity(trie, child))
-                    self._discard(trie, child)
-        self.epoch += 1
-        task = asyncio.create_task(self._remove_from_disk(identities))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return False
-
-    async def _remove_from_disk(self, ids: list[tuple[bytes, bytes]]) -> None:
-        if ids:
-            async with self._locks[DISK]:
-                await self._in_thread(self.tiers.store.remove, ids)
-
-    # -- helpers ------------------------------------------------------------------------------------------------
-
-    def _identity(self, trie: Trie, row: int) -> tuple[bytes, bytes]:
-        return self.namespaces.at(int(trie.namespace[row])).id, trie.key(row)
-
-    async def _in_thread(self, work: Callable[..., T], *args: object) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._io, work, *args)

@@ -87,13 +87,7 @@ class Trie:
         Keys lead to candidates; token ids and parents are then compared, so that a collision of keys can never hand
         out another prompt's KV.
         """
-        found: list[int] = []
-        index = self.index
-        for position in range(len(chain) if limit is None else min(limit, len(chain))):
-            row = index.get(chain.key(position))
-            if row is None:
-                break
-            found.append(row)
+        found = chain.walk(self.index, len(chain) if limit is None else limit)
         return Match(self.verified(root, chain, np.array(found, np.int64)))
 
     def verified(self, root: int, chain: BlockChain, rows: Rows) -> Rows:
@@ -119,6 +113,15 @@ class Trie:
             path.append(row)
             row = int(self.parent[row])
         return np.array(path[::-1], np.int64)
+
+    def ancestry(self, rows: Rows) -> Rows:
+        """`rows` and every block that they continue, each once."""
+        seen: set[int] = set()
+        for row in rows.tolist():
+            while row >= 0 and row not in seen:
+                seen.add(row)
+                row = int(self.parent[row])
+        return np.fromiter(seen, np.int64, len(seen))
 
     def used_rows(self) -> Rows:
         """All rows that hold a block."""
@@ -171,20 +174,27 @@ class Trie:
         return row
 
     def removable(self, row: int) -> bool:
-        """Whether nothing continues, keeps or pins the block."""
-        return self.children[row] == 0 and self.keep[row] == 0 and not self.pinned[row]
+        """Whether the block exists and nothing continues, keeps or pins it."""
+        return bool(self._keys[row] and not self.children[row] and not self.keep[row] and not self.pinned[row])
 
     def remove(self, row: int) -> None:
-        """Forgets a block that has no copy left and is removable."""
+        """Forgets a block that has no copy left and is removable.
+
+        Ancestors that were without copies and stayed only for its sake go with it.
+        """
         if self.some[row] or not self.removable(row):
             raise RuntimeError(f"block {self._keys[row].hex()} was removed while it has copies, children or keepers")
-        del self.index[self._keys[row]]
-        parent = int(self.parent[row])
-        if parent >= 0:
-            self.children[parent] -= 1
-        self._keys[row] = b""
-        self.generation[row] += 1
-        self.free.append(row)
+        while True:
+            del self.index[self._keys[row]]
+            self._keys[row] = b""
+            self.generation[row] += 1
+            self.free.append(row)
+            row = int(self.parent[row])
+            if row < 0:
+                return
+            self.children[row] -= 1
+            if self.some[row] or not self.removable(row):
+                return
 
     # -- copies -------------------------------------------------------------------------------------------------
 
@@ -257,17 +267,18 @@ class Trie:
     def evictable(self, tier: int, *, demotable: bool) -> Rows:
         """Rows whose copy in `tier` may go now: not held, and no child has a copy there (leaves first).
 
-        A copy that is the block's last may only go when the block itself may, or when it can be written a tier down.
+        A copy that is the block's last may only go when the block itself may, or when it can be written a tier down,
+        which takes all of its parts.
         """
         n = self.rows
         bit = np.uint8(1 << tier)
         can = (self.some[:n] & bit) != 0
         can &= self.holds[:n, tier] == 0
         can &= self.tier_children[:n, tier] == 0
-        if not demotable:
-            alone = (self.some[:n] & ~bit & np.uint8(7)) == 0
-            may_vanish = (self.children[:n] == 0) & (self.keep[:n] == 0) & ~self.pinned[:n]
-            can &= ~alone | may_vanish
+        elsewhere = (self.some[:n] & ~bit & np.uint8(7)) != 0
+        may_vanish = (self.children[:n] == 0) & (self.keep[:n] == 0) & ~self.pinned[:n]
+        may_go_down = (self.whole[:n] & bit) != 0 if demotable else np.zeros(n, np.bool_)
+        can &= elsewhere | may_vanish | may_go_down
         return np.flatnonzero(can)
 
     def copies(self, tier: int, without: int | None = None) -> Rows:

@@ -21,7 +21,7 @@ def find_victims(
     policy: EvictionPolicy,
     *,
     demotable: bool,
-    only_alone: bool = False,
+    spare_copies: bool = False,
 ) -> list[tuple[Trie, Rows]]:
     """The `want` blocks that the policy sends out of `tier` first, by trie, each trie's leaves before their parents.
 
@@ -31,15 +31,15 @@ def find_victims(
         want: how many; fewer are returned when no more may go.
         policy: gives every block a score, lowest goes first.
         demotable: a block's last copy may go too, because it will be written a tier down before.
-        only_alone: only blocks that have no copy in another tier.
+        spare_copies: spare blocks that are in a tier above as well.
     """
     bit = 1 << tier
+    above = bit - 1 if spare_copies else 0
     ids: list[Rows] = [np.empty(0, np.int64)]
     scores = [np.empty(0, np.float64)]
     for trie in tries:
         rows = trie.evictable(tier, demotable=demotable)
-        if only_alone:
-            rows = rows[trie.some[rows] == bit]
+        rows = rows[(trie.some[rows] & np.uint8(above)) == 0]
         ids.append(rows | (trie.ordinal << _ROW_BITS))
         scores.append(policy.scores(trie.last_used[rows], trie.entered[rows, tier]))
     gone: dict[int, int] = {}  # children in this tier that are victims already, by parent
@@ -54,10 +54,10 @@ def find_victims(
         some = int(trie.some[parent])
         if gone[up] < trie.tier_children[parent, tier] or trie.holds[parent, tier] or not some & bit:
             return None
-        alone = some == bit
-        if only_alone and not alone:
+        if some & above:
             return None
-        if alone and not demotable and (trie.keep[parent] or trie.pinned[parent] or trie.children[parent] > gone[up]):
+        may_stay = some != bit or (demotable and trie.has(parent, tier))
+        if not may_stay and (trie.keep[parent] or trie.pinned[parent] or trie.children[parent] > gone[up]):
             return None
         here = slice(parent, parent + 1)
         return up, float(policy.scores(trie.last_used[here], trie.entered[here, tier])[0])

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+from contextlib import suppress
 
 import numpy as np
 
 from prefixd.cache.residency import Residency
 from prefixd.cache.trie import CPU, DISK, GPU, Rows, Trie
+from prefixd_swap import SwapError
+
+log = logging.getLogger(__name__)
 
 _BATCH = 64
 _CLEAN_SHARE = 8  # an eighth of the GPU tier is to be had without waiting for a copy
@@ -78,11 +83,16 @@ class WriteBack:
         while not self._stopping.is_set():
             await residency.changed.wait()
             residency.changed.clear()
-            while await self._batch():
-                if self._stopping.is_set():
-                    return
-            if self._tiers.trouble[DISK]:
-                await asyncio.sleep(_RETRY_S)
+            failed = False
+            try:
+                while not self._stopping.is_set() and await self._batch():
+                    pass
+            except SwapError as error:
+                log.error("write back failed and is tried again: %s", error)
+                failed = True
+            if failed or self._tiers.trouble[DISK]:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._stopping.wait(), _RETRY_S)
                 residency.changed.set()
 
     async def _batch(self) -> bool:
@@ -103,9 +113,7 @@ class WriteBack:
             return 0
         trie.hold(rows, source)
         try:
-            if target == DISK:
-                return await self._residency.write(trie, rows, source, only_alone=True)
-            return await self._residency.copy(trie, rows, source, target)
+            return await self._residency.copy(trie, rows, source, target, ahead=True)
         finally:
             trie.unhold(rows, source)
 

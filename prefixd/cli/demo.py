@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import tempfile
 from collections.abc import Sequence
@@ -39,13 +38,14 @@ def demo_command(
     time to a fresh daemon. The GPU tier holds a sixth of the prefixes, the CPU tier a third, the disk all.
     Then the last daemon is restarted and asked again.
     """
+    from prefixd.workloads.runner import run_in_order
     from prefixd.workloads.text_analysis import TextAnalysis, TierSizes
 
     workload = TextAnalysis(prefixes=prefixes, requests=requests, prefix_tokens=prefix_tokens, seed=seed)
     tiers = TierSizes(
         gpu_prefixes=max(2, prefixes // 6), cpu_prefixes=max(2, prefixes // 3), disk_prefixes=2 * prefixes
     )
-    figures = asyncio.run(_demo(workload, tiers))
+    figures = run_in_order(_demo(workload, tiers))
     _print_result(figures, workload, tiers)
     if json_file is not None:
         _write(json_file, figures)
@@ -55,16 +55,12 @@ async def _demo(workload: TextAnalysis, tiers: TierSizes) -> list[Figures]:
     from rich.console import Console
 
     from prefixd.cli.progress import RichProgress
-    from prefixd.client import ClientError
 
     with (
         tempfile.TemporaryDirectory(prefix="prefixd-demo-") as directory,
         RichProgress(Console(stderr=True)) as progress,
     ):
-        try:
-            return await _run_all(workload, tiers, Path(directory), progress)
-        except ClientError as error:
-            raise CommandFailed(f"the demo's daemon failed: {error}") from error
+        return await _run_all(workload, tiers, Path(directory), progress)
 
 
 async def _run_all(workload: TextAnalysis, tiers: TierSizes, directory: Path, progress: Progress) -> list[Figures]:
@@ -76,11 +72,11 @@ async def _run_all(workload: TextAnalysis, tiers: TierSizes, directory: Path, pr
     daemon = daemon_for(last, workload, tiers, directory / last)
     progress.begin(f"{last}: starting a daemon", 0)
     async with daemon:
-        figures.append(await measure(last, daemon.address, workload, warm_up=True, progress=progress))
+        figures.append(await measure(last, daemon, workload, warm_up=True, progress=progress))
         progress.begin(f"{last}: restarting the daemon", 0)
         await daemon.stop()
         await daemon.start()
-        figures.append(await measure(RESTARTED, daemon.address, workload, warm_up=False, progress=progress))
+        figures.append(await measure(RESTARTED, daemon, workload, warm_up=False, progress=progress))
     return figures
 
 
@@ -114,8 +110,10 @@ def _print_result(figures: Sequence[Figures], workload: TextAnalysis, tiers: Tie
         out.print(f"[red]The answers differ from those without a cache: {', '.join(different)}[/]")
     else:
         out.print("[green]All answers are the same, token for token.[/]")
-    kept = restarted.hit_tokens.total / (restarted.requests * workload.prefix_tokens)
-    out.print(f"After the restart {kept:.0%} of the prefix tokens came from what the daemon had left on disk.")
+    out.print(
+        f"After the restart {1 - restarted.miss_rate:.0%} of the prefix tokens came from what the daemon had left "
+        "on disk."
+    )
     out.print(
         "Tokens from a tier were not computed again. With a cache, each prefix was asked for once before the "
         "clock started, except after the restart."

@@ -27,9 +27,7 @@ class Arena:
         """Maps `nbytes` of `fd`, which stays the caller's to close. Raises `MemoryUnavailable`."""
         size = os.fstat(fd).st_size
         if not 0 < nbytes <= size:
-            raise MemoryUnavailable(
-                f"the daemon announces an arena of {nbytes} bytes and hands over one of {size}"
-            )
+            raise MemoryUnavailable(f"the daemon announces an arena of {nbytes} bytes and hands over one of {size}")
         try:
             self._map: mmap.mmap | None = mmap.mmap(fd, nbytes, mmap.MAP_SHARED)
         except OSError as error:
@@ -90,9 +88,7 @@ def _parse_answer(answer: bytes, door: str) -> dict[str, Any]:
     try:
         header = json.loads(answer)
     except ValueError as error:
-        raise MemoryUnavailable(
-            f"{door} does not speak prefixd's memory protocol: {answer[:80]!r}"
-        ) from error
+        raise MemoryUnavailable(f"{door} does not speak prefixd's memory protocol: {answer[:80]!r}") from error
     if not isinstance(header, dict) or "arena_bytes" not in header:
         reason = header.get("error") if isinstance(header, dict) else header
         raise MemoryUnavailable(f"the daemon does not hand over its arena: {reason}")

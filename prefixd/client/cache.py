@@ -200,9 +200,7 @@ class AsyncCache:
         )
         return AsyncLease(self._granted(answer, answer.response.lease_id, part_bytes))
 
-    async def _reserve(
-        self, prompt: bytes, ttl_s: float | None, parts: Sequence[int] | None
-    ) -> AsyncReservation:
+    async def _reserve(self, prompt: bytes, ttl_s: float | None, parts: Sequence[int] | None) -> AsyncReservation:
         part_bytes = self._namespace.part_bytes(parts)
         answer = await self._namespace.ask(
             self._namespace.client.connection.cache.Reserve,
@@ -241,6 +239,4 @@ class AsyncCache:
 
 def _check_range(first_block: int, max_blocks: int = 0) -> None:
     if first_block < 0 or max_blocks < 0:
-        raise InvalidArgumentError(
-            f"first_block={first_block} and max_blocks={max_blocks} must not be negative"
-        )
+        raise InvalidArgumentError(f"first_block={first_block} and max_blocks={max_blocks} must not be negative")

@@ -50,9 +50,7 @@ class AsyncClient:
         if memory not in ("auto", "shared", "streamed"):
             raise InvalidArgumentError(f"memory={memory!r} is none of 'auto', 'shared', 'streamed'")
         if timeout_s <= 0 or copy_threads < 1:
-            raise InvalidArgumentError(
-                f"timeout_s={timeout_s} and copy_threads={copy_threads} must be positive"
-            )
+            raise InvalidArgumentError(f"timeout_s={timeout_s} and copy_threads={copy_threads} must be positive")
         self.address = parse_address(address)
         self.clock = clock
         self.copier = Copier(copy_threads)
@@ -153,9 +151,7 @@ class AsyncClient:
         sampling = Sampling(max_tokens, temperature, top_p, seed, stop_token_ids, ignore_eos)
         request = generate_request(prompt, sampling, request_id, priority, salt)
         connection = self.connection
-        async with aclosing(
-            connection.stream(connection.inference.Generate, request, timeout_s)
-        ) as responses:
+        async with aclosing(connection.stream(connection.inference.Generate, request, timeout_s)) as responses:
             async for response in responses:
                 yield event_from_proto(response)
 
@@ -183,9 +179,7 @@ class AsyncClient:
         """One prefix, block by block. `key` is its last block's, or an unambiguous beginning.
         `NotFoundError`.
         """
-        response = await self.connection.call(
-            self.connection.admin.Inspect, admin_pb2.InspectRequest(key=key)
-        )
+        response = await self.connection.call(self.connection.admin.Inspect, admin_pb2.InspectRequest(key=key))
         return cast(admin_pb2.InspectResponse, response)
 
     async def pin(self, key: str) -> admin_pb2.PinResponse:
@@ -198,9 +192,7 @@ class AsyncClient:
         response = await self.connection.call(self.connection.admin.Unpin, admin_pb2.UnpinRequest(key=key))
         return cast(admin_pb2.UnpinResponse, response)
 
-    async def evict(
-        self, *, key: str = "", namespace_id: bytes = b"", all: bool = False
-    ) -> admin_pb2.EvictResponse:
+    async def evict(self, *, key: str = "", namespace_id: bytes = b"", all: bool = False) -> admin_pb2.EvictResponse:
         """Drops a prefix and what continues it, a namespace, or everything: exactly one of the three.
 
         What is held or pinned stays and is counted. Raises `InvalidArgumentError` for none or several.

@@ -20,6 +20,9 @@ _MAX_BACKOFF_S = 1.0
 _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.max_send_message_length", 64 << 20),
+    # The default window of 64 KiB makes a long answer wait for a round trip every 64 KiB.
+    ("grpc.http2.lookahead_bytes", 8 << 20),
+    ("grpc.http2.max_frame_size", 1 << 20),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", int(_MAX_BACKOFF_S * 1000)),
@@ -75,9 +78,7 @@ class Connection:
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, self.address) from error
 
-    async def stream(
-        self, method: Any, request: Any, timeout_s: float | None = None
-    ) -> AsyncGenerator[Any, None]:
+    async def stream(self, method: Any, request: Any, timeout_s: float | None = None) -> AsyncGenerator[Any, None]:
         """The messages that answer one request; closing the iterator cancels the call."""
         await self.wait_out_backoff()
         call = method(request, timeout=timeout_s)

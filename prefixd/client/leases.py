@@ -88,9 +88,7 @@ class _Hold:
         if self._ended and self._id:
             raise LeaseLost(f"the {self._word} was released")
         if self._id and self.remaining_s <= 0:
-            raise LeaseLost(
-                f"the {self._word} has expired: ask for a longer ttl_s, or fewer blocks at a time"
-            )
+            raise LeaseLost(f"the {self._word} has expired: ask for a longer ttl_s, or fewer blocks at a time")
 
     def offset(self, block: int, part: int = 0) -> int:
         """Byte offset in the arena of part `part` of block `block`, both counted from what was asked for."""

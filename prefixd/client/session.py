@@ -30,9 +30,7 @@ class Holder(Protocol):
 class Session:
     """An open session. `arena` is None when bytes travel in the stream of Get and Put."""
 
-    def __init__(
-        self, stream: Any, opened: cache_pb2.SessionOpened, arena: Arena | None, address: str
-    ) -> None:
+    def __init__(self, stream: Any, opened: cache_pb2.SessionOpened, arena: Arena | None, address: str) -> None:
         self.session_id = opened.session_id
         self.server_version = opened.server_version
         self.max_ttl_s = opened.max_ttl_s
@@ -56,9 +54,7 @@ class Session:
             async with asyncio.timeout(connection.timeout_s):
                 event = await stream.read()
                 if event is _END or event.WhichOneof("event") != "opened":
-                    raise ServerUnavailable(
-                        f"the daemon at {connection.address} ended the session as it began"
-                    )
+                    raise ServerUnavailable(f"the daemon at {connection.address} ended the session as it began")
                 arena = await _map_arena(event.opened, memory, connection.timeout_s)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, connection.address) from error

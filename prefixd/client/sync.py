@@ -49,6 +49,10 @@ class Lease:
         """See `AsyncLease.remaining_s`."""
         return self._lease.remaining_s
 
+    def offset(self, block: int, part: int = 0) -> int:
+        """See `AsyncLease.offset`."""
+        return self._lease.offset(block, part)
+
     def view(self, block: int, part: int = 0) -> memoryview:
         """See `AsyncLease.view`."""
         return self._lease.view(block, part)
@@ -86,6 +90,10 @@ class Reservation:
     def remaining_s(self) -> float:
         """See `AsyncReservation.remaining_s`."""
         return self._reservation.remaining_s
+
+    def offset(self, block: int, part: int = 0) -> int:
+        """See `AsyncReservation.offset`."""
+        return self._reservation.offset(block, part)
 
     def view(self, block: int, part: int = 0) -> memoryview:
         """See `AsyncReservation.view`."""
@@ -134,18 +142,14 @@ class Cache:
         parts: Sequence[int] | None = None,
     ) -> Lease:
         """See `AsyncCache.acquire`."""
-        lease = self._cache.acquire(
-            tokens, first_block=first_block, max_blocks=max_blocks, ttl_s=ttl_s, parts=parts
-        )
+        lease = self._cache.acquire(tokens, first_block=first_block, max_blocks=max_blocks, ttl_s=ttl_s, parts=parts)
         return Lease(self._portal, self._portal.run(lease))
 
     def reserve(
         self, tokens: TokenIds, *, ttl_s: float | None = None, parts: Sequence[int] | None = None
     ) -> Reservation:
         """See `AsyncCache.reserve`."""
-        return Reservation(
-            self._portal, self._portal.run(self._cache.reserve(tokens, ttl_s=ttl_s, parts=parts))
-        )
+        return Reservation(self._portal, self._portal.run(self._cache.reserve(tokens, ttl_s=ttl_s, parts=parts)))
 
     def load(
         self,
@@ -188,9 +192,7 @@ class Client:
         timeout_s: float = 30.0,
         copy_threads: int = 1,
     ) -> None:
-        self._client = AsyncClient(
-            address, name=name, memory=memory, timeout_s=timeout_s, copy_threads=copy_threads
-        )
+        self._client = AsyncClient(address, name=name, memory=memory, timeout_s=timeout_s, copy_threads=copy_threads)
         self._portal = Portal()
 
     def __enter__(self) -> Self:
@@ -294,9 +296,7 @@ class Client:
         """See `AsyncClient.unpin`."""
         return self._portal.run(self._client.unpin(key))
 
-    def evict(
-        self, *, key: str = "", namespace_id: bytes = b"", all: bool = False
-    ) -> admin_pb2.EvictResponse:
+    def evict(self, *, key: str = "", namespace_id: bytes = b"", all: bool = False) -> admin_pb2.EvictResponse:
         """See `AsyncClient.evict`."""
         return self._portal.run(self._client.evict(key=key, namespace_id=namespace_id, all=all))
 

@@ -28,9 +28,7 @@ def token_bytes(tokens: TokenIds) -> bytes:
             # Twice as fast as numpy for a list of Python integers.
             return array("I", tokens).tobytes()
         except (TypeError, OverflowError) as error:
-            raise InvalidArgumentError(
-                f"token ids must be integers from 0 to {_LIMIT - 1}: {error}"
-            ) from error
+            raise InvalidArgumentError(f"token ids must be integers from 0 to {_LIMIT - 1}: {error}") from error
     try:
         ids = np.asarray(tokens)
     except (ValueError, OverflowError) as error:

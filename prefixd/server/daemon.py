@@ -152,6 +152,9 @@ class Daemon:
                 ("grpc.max_receive_message_length", _MESSAGE_BYTES),
                 ("grpc.max_send_message_length", _MESSAGE_BYTES),
                 ("grpc.so_reuseport", 0),
+                # A prompt of 131,072 tokens is 512 KiB: let it come in one go.
+                ("grpc.http2.lookahead_bytes", 8 << 20),
+                ("grpc.http2.max_frame_size", 1 << 20),
                 # A client on another host that vanishes without a word is dead after half a minute.
                 ("grpc.keepalive_time_ms", 20_000),
                 ("grpc.keepalive_timeout_ms", 10_000),

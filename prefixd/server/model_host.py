@@ -138,12 +138,12 @@ class ModelHost:
         )
         return ServedModel(hello, namespace, codec, self._cache.tiers.frames.capacity)
 
-    def _on_hello(self, hello: Hello) -> VirtualMemory:
+    def _on_hello(self, hello: Hello) -> FramePool:
         """Makes the GPU tier for the first worker; its successors get the same one."""
         if self._memory is not None:
             if self._hello != hello:
                 raise ConfigError("the model changed while the daemon ran; restart the daemon")
-            return self._memory
+            return self._cache.tiers.frames
         geometry = _geometry(hello)
         frames = self._settings.gpu.bytes // geometry.block_bytes
         try:
@@ -158,7 +158,7 @@ class ModelHost:
             raise ConfigError(f"the GPU tier of {self._settings.gpu.bytes} bytes cannot be made: {error}") from error
         self._hello = hello
         self._memory = memory
-        return memory
+        return self._cache.tiers.frames
 
     def _on_done(self, done: Done) -> None:
         self.worker.proven()

@@ -21,9 +21,7 @@ _PR_SET_PDEATHSIG = 1
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a worker; returns the exit status: 0 after Shutdown or when the daemon is gone, 1 after Failed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m prefixd.worker", description="prefixd's inference worker"
-    )
+    parser = argparse.ArgumentParser(prog="python -m prefixd.worker", description="prefixd's inference worker")
     parser.add_argument("--fd", type=int, required=True, help="descriptor of the socket to the daemon")
     parser.add_argument("--config", required=True, help="settings as JSON, see prefixd/worker/settings.py")
     options = parser.parse_args(arguments)

@@ -81,9 +81,7 @@ class TileMasks:
 
     def _make(self, width: int) -> torch.Tensor:
         last = torch.full((self._tile, self._tile), -math.inf, dtype=self._dtype, device=self._device).triu(1)
-        return torch.cat(
-            [torch.zeros(self._tile, width, dtype=self._dtype, device=self._device), last], dim=1
-        )
+        return torch.cat([torch.zeros(self._tile, width, dtype=self._dtype, device=self._device), last], dim=1)
 
 
 class StepAttention:
@@ -122,7 +120,7 @@ class StepAttention:
                 tile.mask,
                 scaling,
             )
-            result = result.view(heads, -1, head_dim)[:, : tile.last - tile.first]
+            result = result.reshape(heads, -1, head_dim)[:, : tile.last - tile.first]
             output[tile.first : tile.last] = result.transpose(0, 1)
 
     def _attend_segments(self, query: torch.Tensor, output: torch.Tensor, layer: int, scaling: float) -> None:
@@ -139,7 +137,7 @@ class StepAttention:
             else:
                 mask = _causal_mask(segment, self._group, query.device) if len(segment) > 1 else None
                 result = _grouped(part, keys, values, mask, scaling)
-                output[first:last] = result.view(part.shape).transpose(0, 1)
+                output[first:last] = result.reshape(part.shape).transpose(0, 1)
             first = last
 
 

@@ -95,9 +95,7 @@ class Engine:
         for part, token in zip(sampled, chosen, strict=True):
             run = part.run
             if token is None:
-                done.append(
-                    Done(run.id, "error", "the model's logits are not finite; its weights may be damaged")
-                )
+                done.append(Done(run.id, "error", "the model's logits are not finite; its weights may be damaged"))
                 continue
             run.append(token)
             news[run.id] = token

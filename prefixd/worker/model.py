@@ -35,9 +35,7 @@ class CausalModel:
         self._masks = TileMasks(self._tile, getattr(torch, geometry.dtype), spec.device)
 
     @torch.inference_mode()
-    def forward(
-        self, tokens: Sequence[int], segments: Sequence[Segment], wanted: Sequence[int]
-    ) -> torch.Tensor:
+    def forward(self, tokens: Sequence[int], segments: Sequence[Segment], wanted: Sequence[int]) -> torch.Tensor:
         """Compute the segments' tokens, writing their KV, and return the logits of some of them.
 
         tokens: the ids of all segments' tokens, one segment after the other.
@@ -58,9 +56,7 @@ class CausalModel:
         if not wanted:  # no need for the vocabulary's projection, which can be a tenth of the work
             self._model.base_model(**arguments)
             return torch.empty(0, self.spec.vocab_size, device=self.spec.device)
-        keep = torch.tensor(
-            [*wanted, *[wanted[0]] * (_padded(len(wanted)) - len(wanted))], device=self.spec.device
-        )
+        keep = torch.tensor([*wanted, *[wanted[0]] * (_padded(len(wanted)) - len(wanted))], device=self.spec.device)
         logits: torch.Tensor = self._model(**arguments, logits_to_keep=keep).logits
         return logits[0, : len(wanted)]
 
@@ -90,9 +86,7 @@ class CausalModel:
         ours = self.forward(tokens[half:], [Segment(kv, half, count)], range(count - half)).float()
         self._model.set_attn_implementation("eager")
         try:
-            reference = self._model(
-                input_ids=torch.tensor([tokens], device=self.spec.device), use_cache=False
-            )
+            reference = self._model(input_ids=torch.tensor([tokens], device=self.spec.device), use_cache=False)
         finally:
             self._model.set_attn_implementation(ATTENTION_NAME)
         theirs = reference.logits[0, half:].float()

@@ -73,7 +73,6 @@ def read_model_spec(settings: WorkerSettings) -> ModelSpec:
     _check_config(path, config)
     architecture, parameters = _check_architecture(path, config)
     dtype = _dtype(path, config) if settings.dtype == "auto" else settings.dtype
-    chunk_bytes = settings.chunk_bytes or (mmap.PAGESIZE if device.type == "cpu" else CUDA_CHUNK_BYTES)
     query_heads = _count(path, config, "num_attention_heads")
     geometry = KvGeometry(
         layers=_count(path, config, "num_hidden_layers"),
@@ -83,6 +82,7 @@ def read_model_spec(settings: WorkerSettings) -> ModelSpec:
         block_tokens=settings.block_tokens,
         layout=settings.layout,
     )
+    chunk_bytes = settings.chunk_bytes or _chunk_bytes(device, geometry)
     limit = _count(path, config, "max_position_embeddings")
     return ModelSpec(
         path=path,
@@ -97,6 +97,14 @@ def read_model_spec(settings: WorkerSettings) -> ModelSpec:
         parameters=parameters,
         device=device,
     )
+
+
+def _chunk_bytes(device: torch.device, geometry: KvGeometry) -> int:
+    """The device's chunk; on a CPU, where any number of pages will do, the largest that needs no rounding."""
+    if device.type == "cuda":
+        return CUDA_CHUNK_BYTES
+    fitting = math.gcd(geometry.piece_bytes, CUDA_CHUNK_BYTES)
+    return fitting if fitting % mmap.PAGESIZE == 0 else mmap.PAGESIZE
 
 
 def _round_up(geometry: KvGeometry, chunk_bytes: int) -> KvGeometry:
@@ -125,9 +133,7 @@ def _device(name: str) -> torch.device:
     if device.type == "cuda":
         count = torch.cuda.device_count()
         if (device.index or 0) >= count:
-            raise ModelError(
-                f"device {name!r} is not there: torch {torch.__version__} sees {count} GPUs; use cpu"
-            )
+            raise ModelError(f"device {name!r} is not there: torch {torch.__version__} sees {count} GPUs; use cpu")
         device = torch.device("cuda", device.index or 0)
     return device
 
@@ -136,9 +142,7 @@ def _read_config(path: Path) -> Any:
     if not path.is_dir():
         raise ModelError(f"model {str(path)!r} is not a directory; give one with config.json and the weights")
     if not (path / "config.json").is_file():
-        raise ModelError(
-            f"model directory {str(path)!r} has no config.json; give a Hugging Face model's directory"
-        )
+        raise ModelError(f"model directory {str(path)!r} has no config.json; give a Hugging Face model's directory")
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -175,9 +179,7 @@ def _check_config(path: Path, config: Any) -> None:
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     rope_type = rope.get("rope_type", rope.get("type"))
     if rope_type in _LENGTH_DEPENDENT_ROPE:
-        raise refuse(
-            f"has rotary embeddings of type {rope_type!r}, which change with the length of the prompt"
-        )
+        raise refuse(f"has rotary embeddings of type {rope_type!r}, which change with the length of the prompt")
 
 
 def _check_architecture(path: Path, config: Any) -> tuple[str, int]:
@@ -216,9 +218,7 @@ def _count(path: Path, config: Any, name: str, default: int | None = None) -> in
     if value is None:
         value = default
     if not isinstance(value, int) or value < 1:
-        raise ModelError(
-            f"config.json in {str(path)!r} has {name}={value!r}; prefixd needs one positive number"
-        )
+        raise ModelError(f"config.json in {str(path)!r} has {name}={value!r}; prefixd needs one positive number")
     return value
 
 
@@ -229,9 +229,7 @@ def _eos_token_ids(path: Path, config: Any) -> tuple[int, ...]:
         try:
             generation = GenerationConfig.from_pretrained(path, local_files_only=True)
         except (OSError, ValueError) as error:
-            raise ModelError(
-                f"generation_config.json in {str(path)!r} cannot be read: {_one_line(error)}"
-            ) from error
+            raise ModelError(f"generation_config.json in {str(path)!r} cannot be read: {_one_line(error)}") from error
         ids = generation.eos_token_id if generation.eos_token_id is not None else ids
     if ids is None:
         return ()

@@ -81,21 +81,15 @@ class Run:
 def check_start(start: Start, block_tokens: int, limits: Limits) -> None:
     """Refuse a request that cannot run. Raises RequestError."""
     if not start.tokens or len(start.tokens) % 4:
-        raise RequestError(
-            f"{len(start.tokens)} bytes of tokens; send at least one token as 4-byte little-endian ids"
-        )
+        raise RequestError(f"{len(start.tokens)} bytes of tokens; send at least one token as 4-byte little-endian ids")
     tokens = np.frombuffer(start.tokens, dtype="<u4")
     largest = int(tokens.max())
     if largest >= limits.vocab_size:
         raise RequestError(f"token id {largest} is outside the model's vocabulary of {limits.vocab_size}")
     if len(tokens) > limits.max_model_tokens:
-        raise RequestError(
-            f"{len(tokens)} tokens are over the model's {limits.max_model_tokens}; shorten the prompt"
-        )
+        raise RequestError(f"{len(tokens)} tokens are over the model's {limits.max_model_tokens}; shorten the prompt")
     if not 0 <= start.generated < len(tokens):
-        raise RequestError(
-            f"generated={start.generated} of {len(tokens)} tokens; at least one must be the prompt's"
-        )
+        raise RequestError(f"generated={start.generated} of {len(tokens)} tokens; at least one must be the prompt's")
     if not 0 <= start.cached_blocks <= len(start.frames):
         raise RequestError(f"cached_blocks={start.cached_blocks} with {len(start.frames)} frames")
     if start.cached_blocks * block_tokens >= len(tokens):

@@ -44,9 +44,7 @@ def _sample(row: torch.Tensor, sampling: Sampling, at: float) -> int:
     scaled = (row - row.max()) / sampling.temperature
     probabilities, order = torch.sort(torch.softmax(scaled, dim=-1), descending=True, stable=True)
     cumulative = probabilities.double().cumsum(dim=-1)
-    nucleus = torch.searchsorted(
-        cumulative, torch.tensor(sampling.top_p, dtype=cumulative.dtype, device=row.device)
-    )
+    nucleus = torch.searchsorted(cumulative, torch.tensor(sampling.top_p, dtype=cumulative.dtype, device=row.device))
     last = min(int(nucleus), row.numel() - 1)
     target = at * cumulative[last]
     chosen = torch.searchsorted(cumulative, target, right=True)

@@ -74,7 +74,7 @@ class DaemonProcess:
         except TimeoutError as error:
             await self.stop()
             raise DaemonFailed(
-                f"the daemon was not ready within {self._start_timeout_s:g} s{self._last_words()}"
+                f"the daemon was not ready within {self._start_timeout_s:g} s{self.last_words()}"
             ) from error
         except BaseException:
             await self.stop()
@@ -94,12 +94,16 @@ class DaemonProcess:
             process.kill()
             await process.wait()
             raise DaemonFailed(
-                f"the daemon did not end within {self._stop_timeout_s:g} s of SIGTERM{self._last_words()}"
+                f"the daemon did not end within {self._stop_timeout_s:g} s of SIGTERM{self.last_words()}"
             ) from error
         finally:
             for reader in self._readers:
                 reader.cancel()
             await asyncio.gather(*self._readers, return_exceptions=True)
+
+    def last_words(self) -> str:
+        """The end of its log, to be put behind an error's message."""
+        return "; it said: " + " | ".join(self._log) if self._log else ""
 
     def _command(self) -> list[str]:
         overrides = {
@@ -122,14 +126,11 @@ class DaemonProcess:
                     self._readers.append(asyncio.create_task(self._keep_log(stdout)))
                     return
         await asyncio.gather(*self._readers)
-        raise DaemonFailed(f"the daemon ended before it was ready{self._last_words()}")
+        raise DaemonFailed(f"the daemon ended before it was ready{self.last_words()}")
 
     async def _keep_log(self, stream: asyncio.StreamReader | None) -> None:
         while stream is not None and (line := await stream.readline()):
             self._log.append(line.decode(errors="replace").rstrip())
-
-    def _last_words(self) -> str:
-        return "; it said: " + " | ".join(self._log) if self._log else ""
 
 
 def _text(value: Any) -> str:

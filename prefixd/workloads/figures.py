@@ -19,6 +19,11 @@ class RequestResult:
     cpu_tokens: int
     disk_tokens: int
 
+    @property
+    def hit_tokens(self) -> int:
+        """Prompt tokens that were not computed; more than the prefix when the body was known too."""
+        return self.gpu_tokens + self.cpu_tokens + self.disk_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
@@ -35,11 +40,6 @@ class HitTokens:
     gpu: int
     cpu: int
     disk: int
-
-    @property
-    def total(self) -> int:
-        """Of all tiers."""
-        return self.gpu + self.cpu + self.disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,7 @@ def summarise(
         cpu=sum(result.cpu_tokens for result in results),
         disk=sum(result.disk_tokens for result in results),
     )
+    prefix_hits = sum(min(result.hit_tokens, prefix_tokens) for result in results)
     waits = sorted(result.ttft_s for result in results)
     return Figures(
         name=name,
@@ -84,7 +85,7 @@ def summarise(
         requests_per_s=len(results) / elapsed_s,
         ttft_s=Quantiles(quantile(waits, 0.5), quantile(waits, 0.95)),
         hit_tokens=hits,
-        miss_rate=max(0.0, 1 - hits.total / (len(results) * prefix_tokens)),
+        miss_rate=1 - prefix_hits / (len(results) * prefix_tokens),
         output_digest=digest([result.output for result in results]),
     )
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from prefixd.workloads.daemon_process import DaemonProcess
+from prefixd.workloads.daemon_process import DaemonFailed, DaemonProcess
 from prefixd.workloads.figures import Figures, RequestResult, summarise
 from prefixd.workloads.text_analysis import FIRST_TOKEN, TextAnalysis, TierSizes, config_overrides
 
 if TYPE_CHECKING:
     from prefixd.client import AsyncClient
+
+T = TypeVar("T")
 
 
 class Progress(Protocol):
@@ -36,6 +39,21 @@ class Silence:
         """Says nothing."""
 
 
+def run_in_order(main: Coroutine[object, object, T]) -> T:
+    """`asyncio.run` for what starts daemons: SIGTERM, like Ctrl-C, ends them before it ends this process."""
+
+    async def cancellable() -> T:
+        task = asyncio.current_task()
+        if task is not None:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        return await main
+
+    try:
+        return asyncio.run(cancellable())
+    except asyncio.CancelledError as error:
+        raise SystemExit(128 + signal.SIGTERM) from error
+
+
 def daemon_for(config: str, workload: TextAnalysis, tiers: TierSizes, directory: Path) -> DaemonProcess:
     """A daemon (not started) with the embedded model, set up for `config`, one of CONFIGS."""
     overrides: dict[str, Any] = {
@@ -47,28 +65,33 @@ def daemon_for(config: str, workload: TextAnalysis, tiers: TierSizes, directory:
     return DaemonProcess(directory, overrides)
 
 
-async def measure(name: str, address: str, workload: TextAnalysis, *, warm_up: bool, progress: Progress) -> Figures:
-    """Sends the requests, all at once, to the daemon at `address`; its queue orders them.
+async def measure(
+    name: str, daemon: DaemonProcess, workload: TextAnalysis, *, warm_up: bool, progress: Progress
+) -> Figures:
+    """Sends the requests, all at once, to a started daemon; its queue orders them.
 
     With `warm_up` each prefix is asked for once before the clock starts, so that the run finds the tiers as
-    those of a daemon that has served for a while: full. Raises ClientError.
+    those of a daemon that has served for a while: full. Raises DaemonFailed.
     """
-    from prefixd.client import AsyncClient
+    from prefixd.client import AsyncClient, ClientError
 
-    async with AsyncClient(address, name="text analysis", memory="streamed") as client:
-        progress.begin(f"{name}: loading the model", 0)
-        # Less than a block: nothing of it is cached.
-        await _send(client, [FIRST_TOKEN], 1)
-        began = time.monotonic()
-        if warm_up:
-            prompts = workload.warm_up_prompts()
-            progress.begin(f"{name}: each prefix once", len(prompts))
-            await _send_all(client, prompts, workload.output_tokens, progress.advance)
-        warm = time.monotonic()
-        prompts = workload.prompts()
-        progress.begin(f"{name}: {len(prompts)} requests", len(prompts))
-        results = await _send_all(client, prompts, workload.output_tokens, progress.advance)
-        ended = time.monotonic()
+    try:
+        async with AsyncClient(daemon.address, name="text analysis", memory="streamed") as client:
+            progress.begin(f"{name}: loading the model", 0)
+            # Less than a block: nothing of it is cached.
+            await _send(client, [FIRST_TOKEN], 1)
+            began = time.monotonic()
+            if warm_up:
+                prompts = workload.warm_up_prompts()
+                progress.begin(f"{name}: each prefix once", len(prompts))
+                await _send_all(client, prompts, workload.output_tokens, progress.advance)
+            warm = time.monotonic()
+            prompts = workload.prompts()
+            progress.begin(f"{name}: {len(prompts)} requests", len(prompts))
+            results = await _send_all(client, prompts, workload.output_tokens, progress.advance)
+            ended = time.monotonic()
+    except ClientError as error:
+        raise DaemonFailed(f"the daemon failed: {error}{daemon.last_words()}") from error
     return summarise(
         name, results, elapsed_s=ended - warm, warm_up_s=warm - began, prefix_tokens=workload.prefix_tokens
     )
@@ -77,10 +100,10 @@ async def measure(name: str, address: str, workload: TextAnalysis, *, warm_up: b
 async def run_config(
     config: str, workload: TextAnalysis, tiers: TierSizes, directory: Path, *, progress: Progress
 ) -> Figures:
-    """One of CONFIGS on a fresh daemon in the empty `directory`. Raises DaemonFailed and ClientError."""
+    """One of CONFIGS on a fresh daemon in the empty `directory`. Raises DaemonFailed."""
     progress.begin(f"{config}: starting a daemon", 0)
     async with daemon_for(config, workload, tiers, directory) as daemon:
-        return await measure(config, daemon.address, workload, warm_up=config != "no-cache", progress=progress)
+        return await measure(config, daemon, workload, warm_up=config != "no-cache", progress=progress)
 
 
 async def _send_all(

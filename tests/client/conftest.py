@@ -108,9 +108,7 @@ class StandIn(cache_pb2_grpc.PrefixCacheServicer):
     async def Reserve(self, request: pb.ReserveRequest, context: Any) -> pb.ReserveResponse:
         await self._enter("Reserve", context)
         blocks, offsets = self._blocks(request.token_ids)
-        return pb.ReserveResponse(
-            reservation_id="reservation", blocks=blocks, offsets=offsets, ttl_s=self.ttl_s
-        )
+        return pb.ReserveResponse(reservation_id="reservation", blocks=blocks, offsets=offsets, ttl_s=self.ttl_s)
 
     async def Commit(self, request: pb.CommitRequest, context: Any) -> pb.CommitResponse:
         await self._enter("Commit", context)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -14,7 +16,10 @@ PARTS = (6, 2)
 
 
 @given(
-    blocks=st.integers(1, 12), first=st.integers(0, 3), separate=st.booleans(), shuffle=st.randoms(use_true_random=False)
+    blocks=st.integers(1, 12),
+    first=st.integers(0, 3),
+    separate=st.booleans(),
+    shuffle=st.randoms(use_true_random=False),
 )
 def test_runs_move_each_part_between_its_place_and_its_slot(blocks, first, separate, shuffle) -> None:
     total = first + blocks
@@ -85,7 +90,7 @@ def test_a_stream_fills_blocks_whatever_its_pieces(cuts: list[int], separate: bo
     target = [bytearray(18), bytearray(6)] if separate else bytearray(24)
     sink = StreamSink(BlockBuffers(target, PARTS, 3, writable=True), 3)
     edges = [0, *sorted(cuts), 24]
-    for begin, end in zip(edges, edges[1:], strict=False):
+    for begin, end in pairwise(edges):
         assert sink.missing_bytes == 24 - begin
         sink.write(data[begin:end])
     assert not sink.missing_bytes

@@ -79,9 +79,24 @@ async def test_first_block_and_max_blocks_cut_a_piece(client: AsyncClient, spec:
 async def test_a_source_without_its_prefix_is_refused(client: AsyncClient, spec: NamespaceSpec) -> None:
     cache = await client.register(spec)
     await cache.store(TOKENS[:2], KV[:128])
-    with pytest.raises(PreconditionError, match="ends at block 1 .* starts at block 2"):
+    with pytest.raises(PreconditionError, match=r"ends at block 1 .* starts at block 2"):
         await cache.store(TOKENS, KV[2 * 128 :], first_block=2)
     assert (await cache.match(TOKENS)).blocks == 1
+
+
+async def test_what_does_not_fit_is_dropped_and_the_rest_is_good(client: AsyncClient) -> None:
+    part = PartSpec("full", 0, 4 << 20)
+    cache = await client.register(NamespaceSpec("too long", 2, (part,)))
+    blocks = 20  # 80 MiB where there are 64
+    kv = np.repeat(np.arange(blocks, dtype=np.uint8), part.nbytes)
+    stored = await cache.store(range(2 * blocks), kv)
+    assert stored.committed + stored.dropped == blocks
+    assert 0 < stored.dropped < blocks
+    kept = (await cache.match(range(2 * blocks))).blocks
+    target = np.zeros(kept * part.nbytes, np.uint8)
+    assert await cache.load(range(2 * blocks), target, max_blocks=kept) == kept == stored.committed
+    assert np.array_equal(target, kv[: target.nbytes])
+    await client.evict(namespace_id=cache.namespace_id)
 
 
 async def test_parts_can_be_given_and_taken_apart(client: AsyncClient, spec: NamespaceSpec) -> None:
@@ -199,9 +214,7 @@ def test_another_process_reads_what_this_one_stored(daemon: Daemon, spec: Namesp
     )
     with Client(daemon.address) as client:
         client.register(spec).store(TOKENS, KV)
-    done = subprocess.run(
-        [sys.executable, "-c", reader, daemon.address, spec.name], capture_output=True, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", reader, daemon.address, spec.name], capture_output=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, b"")
     assert done.stdout == KV.tobytes()
 

@@ -166,9 +166,7 @@ async def test_an_expired_lease_is_not_read(stand_in: Any, spec: NamespaceSpec) 
             await reservation.commit()
 
 
-async def test_bytes_loaded_under_a_lease_that_ended_are_not_given_as_good(
-    stand_in: Any, spec: NamespaceSpec
-) -> None:
+async def test_bytes_loaded_under_a_lease_that_ended_are_not_given_as_good(stand_in: Any, spec: NamespaceSpec) -> None:
     async with AsyncClient(stand_in.address) as client:
         cache = await client.register(spec)
         stand_in.failures["Release"] = (grpc.StatusCode.NOT_FOUND, "expired")

@@ -31,7 +31,18 @@ def test_a_range_is_a_sequence_too() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [[-1], [2**32], [1.5], ["a"], "text", [[1, 2]], np.array([-1]), np.array([2**32]), np.zeros((2, 2), int), np.ones(3)],
+    [
+        [-1],
+        [2**32],
+        [1.5],
+        ["a"],
+        "text",
+        [[1, 2]],
+        np.array([-1]),
+        np.array([2**32]),
+        np.zeros((2, 2), int),
+        np.ones(3),
+    ],
     ids=str,
 )
 def test_anything_else_is_refused(wrong: object) -> None:

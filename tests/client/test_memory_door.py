@@ -99,7 +99,7 @@ async def test_visits_leave_no_descriptors(door: MemoryDoor) -> None:
 def test_an_arena_smaller_than_announced_is_refused() -> None:
     fd = os.memfd_create("small")
     os.ftruncate(fd, 4096)
-    with pytest.raises(MemoryUnavailable, match="8192 bytes.*4096"):
+    with pytest.raises(MemoryUnavailable, match=r"8192 bytes.*4096"):
         Arena(fd, 8192)
     os.close(fd)
 

@@ -185,6 +185,18 @@ async def test_an_error_of_the_driver_reaches_the_caller_and_the_engine_survives
     await engine.copy([(home.span(0, 64), span(array))])
 
 
+@cuda_only
+async def test_when_a_copy_is_refused_those_before_it_have_ended(engine: CopyEngine, home: VirtualRange) -> None:
+    """The caller may free the memory as soon as it gets the error."""
+    size = home.memory.chunk_bytes
+    source, target = noise(size), np.zeros(size, np.uint8)
+    await engine.copy([(home.span(0, size), span(source))])
+    nowhere = Span(4096, 64, on_device=True)
+    with pytest.raises(DeviceError, match="cuMemcpyDtoHAsync"):
+        await engine.copy([(span(target), home.span(0, size)), (span(noise(64)), nowhere)])
+    assert np.array_equal(source, target)
+
+
 @given(
     st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(0, 3)), max_size=12),
 )

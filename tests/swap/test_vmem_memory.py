@@ -3,8 +3,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -215,24 +215,50 @@ def test_create_takes_memory_at_once_and_destroy_gives_it_back(memory: VirtualMe
     assert _used_bytes(memory) == before
 
 
-def test_a_fresh_thread_can_use_the_memory(memory: VirtualMemory) -> None:
-    """A new thread has no current CUDA context; the memory sets it."""
-    mapped = memory.reserve(2 * memory.chunk_bytes)
-    errors: list[BaseException] = []
+def test_fresh_threads_can_use_the_memory(memory: VirtualMemory) -> None:
+    """A new thread has no current CUDA context; every call sets it."""
+    size = memory.chunk_bytes
+    mapped, other = memory.reserve(2 * size), memory.reserve(size)
+    uses: list[Callable[[], object]] = [
+        lambda: memory.create(3),
+        lambda: mapped.map(0, [0, 1]),
+        lambda: mapped.unmap(0, size),
+        lambda: memory.reserve(size),
+        other.close,
+        lambda: os.close(memory.export().open(0)),
+        lambda: memory.destroy(range(2, 3)),
+    ]
+    for use in uses:
+        with ThreadPoolExecutor(1) as fresh:
+            fresh.submit(use).result()
+    assert mapped.mapped_chunks().tolist() == [1] and memory.chunk_count == 2
 
-    def use() -> None:
-        try:
-            mapped.map(0, memory.create(2))
-            mapped.unmap(0, memory.chunk_bytes)
-            memory.reserve(memory.chunk_bytes).close()
-        except BaseException as error:
-            errors.append(error)
 
-    thread = threading.Thread(target=use)
-    thread.start()
-    thread.join()
-    assert not errors
-    assert mapped.mapped_chunks().tolist() == [1]
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+@pytest.mark.parametrize("failing", ["cuMemMap", "cuMemSetAccess"])
+def test_a_map_that_fails_half_way_leaves_nothing(
+    memory: VirtualMemory, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    cuda = open_device(0)
+    call, last = cuda.call, 0
+    mapped = memory.reserve(3 * memory.chunk_bytes)
+    chunks = memory.create(3)
+
+    def fail(name: str, *arguments: Any) -> Any:
+        nonlocal last
+        last += name == "cuMemMap"
+        if name == failing and last == 3:
+            return ck(name, (cuda.api.CUresult.CUDA_ERROR_NOT_SUPPORTED,))
+        return call(name, *arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(cuda, "call", fail)
+        with pytest.raises(DeviceError, match=f"{failing} failed with CUDA_ERROR_NOT_SUPPORTED"):
+            mapped.map(0, chunks)
+    assert not len(mapped.mapped_chunks())
+    memory.check_integrity()
+    mapped.map(0, chunks)
+    bytes_at(mapped, 0, 3).fill_(1)
 
 
 def test_integrity_notices_a_wrong_count(device: str, chunk_bytes: int | None) -> None:

@@ -174,6 +174,20 @@ def test_a_silent_peer_is_given_up(pair: tuple[socket.socket, socket.socket]) ->
         next(recv_export(pair[1], 1, timeout_s=0.01))
 
 
+def test_a_receiver_without_room_for_descriptors_says_so(pair: tuple[socket.socket, socket.socket]) -> None:
+    ours, theirs = pair
+    send_export(ours, Export(b"", 5, _numbered_file))
+    before = _open_descriptors()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before + 1, hard))
+    try:
+        with pytest.raises(TransferError, match="ulimit -n"):
+            next(recv_export(theirs, 5))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert _open_descriptors() == before
+
+
 def test_bytes_without_descriptors_are_refused(pair: tuple[socket.socket, socket.socket]) -> None:
     ours, theirs = pair
     ours.sendall(b"\x01")

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from prefixd_swap.vmem import FrameId, FramePool, VirtualTensor, VirtualTensorPool, create_memory
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from prefixd.worker.engine import Engine
@@ -18,6 +17,7 @@ from prefixd.worker.model import CausalModel, load_model
 from prefixd.worker.model_spec import read_model_spec
 from prefixd.worker.protocol import Done, Sampling, Start, Step
 from prefixd.worker.settings import WorkerSettings
+from prefixd_swap.vmem import FrameId, FramePool, VirtualTensor, VirtualTensorPool, create_memory
 
 VOCAB = 96
 EOS = 95
@@ -44,8 +44,9 @@ def tiny_llama_config(**changes: object) -> LlamaConfig:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def two_threads() -> None:
-    torch.set_num_threads(2)
+def one_thread() -> None:
+    """The models are small, and other tests may want the other cores."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

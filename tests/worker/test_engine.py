@@ -83,17 +83,16 @@ def test_stop_tokens_end_a_request_and_are_reported(rig, prompt):
 
 
 def test_the_models_end_of_sequence_token_ends_a_request_unless_ignored(rig, prompt):
-    seeds = range(200)
-    ends = {}
-    for seed in seeds:
-        request = rig.start(prompt[:3], frames=(frames := rig.frames(1)), max_tokens=3, temperature=5.0, seed=seed, ignore_eos=False)
-        rig.run()
-        rig.free(frames)
-        ends[seed] = request
-    stopped = [seed for seed in seeds if rig.done[ends[seed]].reason == "stop"]
+    sampling = {"max_tokens": 12, "temperature": 5.0}
+    requests = [rig.start(prompt[:3], seed=seed, ignore_eos=False, **sampling) for seed in range(60)]
+    rig.run()
+    stopped = [seed for seed, request in enumerate(requests) if rig.done[request].reason == "stop"]
     assert stopped
-    assert all((EOS in rig.tokens[ends[seed]]) == (seed in stopped) for seed in seeds)
-    assert len(rig.generate(prompt[:3], max_tokens=3, temperature=5.0, seed=stopped[0])) == 3
+    for seed, request in enumerate(requests):
+        assert (EOS in rig.tokens[request]) == (seed in stopped)
+        assert rig.tokens[request].index(EOS) == len(rig.tokens[request]) - 1 if seed in stopped else True
+    first = next(seed for seed in stopped if len(rig.tokens[requests[seed]]) < 12)
+    assert len(rig.generate(prompt[:3], seed=first, **sampling)) == 12
 
 
 def test_one_token_ends_after_the_prompt_without_a_decode_step(rig, prompt):

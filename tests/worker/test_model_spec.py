@@ -36,7 +36,9 @@ def test_hello_says_what_the_model_needs(llama_directory, model):
     assert (hello.layers, hello.kv_heads, hello.head_dim, hello.dtype) == (3, 2, 16, "float32")
     assert (hello.vocab_size, hello.max_model_tokens, hello.eos_token_ids) == (96, 512, (95,))
     assert hello.architecture == "LlamaForCausalLM"
-    assert hello.parameters == sum(weights.numel() for weights in load_file(llama_directory / "model.safetensors").values())
+    assert hello.parameters == sum(
+        weights.numel() for weights in load_file(llama_directory / "model.safetensors").values()
+    )
 
 
 @pytest.mark.parametrize(
@@ -54,6 +56,13 @@ def test_block_tokens_are_rounded_up_to_whole_chunks(llama_directory, layout, ch
     assert spec.geometry.block_tokens == given
     assert spec.hello().chunk_bytes == chunk_bytes
     assert spec.sequence_capacity % given == 0
+
+
+def test_the_default_chunk_on_a_cpu_leaves_the_block_as_asked_if_it_can(llama_directory):
+    spec = spec_of(llama_directory, block_tokens=64)  # 48 KiB
+    assert (spec.chunk_bytes, spec.geometry.block_tokens) == (16384, 64)
+    spec = spec_of(llama_directory, block_tokens=5)
+    assert (spec.chunk_bytes, spec.geometry.block_tokens) == (4096, 16)
 
 
 def test_settings_limit_length_and_choose_the_dtype(llama_directory):
@@ -101,7 +110,13 @@ def test_not_a_model_directory(tmp_path):
     ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
 )
 def test_models_that_cannot_run_are_refused_by_their_configuration(tmp_path, config, message):
-    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 50, "intermediate_size": 32}
+    small = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "vocab_size": 50,
+        "intermediate_size": 32,
+    }
     (tmp_path / "config.json").write_text(json.dumps({**small, **config}))
     with pytest.raises(ModelError, match=message) as caught:
         spec_of(tmp_path)
@@ -131,7 +146,7 @@ def test_weights_that_are_not_there(directory):
 
 
 def test_weights_of_another_shape(directory):
-    with pytest.raises(ModelError, match="cannot be loaded|lack"):
+    with pytest.raises(ModelError, match=r"cannot be loaded|lack"):
         load_model(spec_of(edit(directory, intermediate_size=128)))
 
 

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch.utils.dlpack import from_dlpack
 
+from prefixd_swap.errors import DeviceError
+
 _KDL_CPU, _KDL_CUDA = 1, 2
 _KDL_INT, _KDL_UINT, _KDL_FLOAT, _KDL_BFLOAT = 0, 1, 2, 4
 _TYPE_CODES: dict[torch.dtype, int] = {
@@ -63,12 +65,17 @@ def tensor_at(
 ) -> torch.Tensor:
     """A tensor over `address`, `strides` in elements. It borrows the memory and keeps nothing alive.
 
-    Raises TypeError for a dtype or device that DLPack or this module does not know.
+    Raises TypeError for a dtype or device that DLPack or this module does not know, DeviceError when torch
+    cannot use CUDA.
     """
     if dtype not in _TYPE_CODES:
         raise TypeError(f"no view of {dtype}; supported are {', '.join(map(str, _TYPE_CODES))}")
     if device.type not in ("cpu", "cuda"):
         raise TypeError(f"no view on device {device}; supported are cpu and cuda")
+    if device.type == "cuda":
+        if not torch.backends.cuda.is_built():
+            raise DeviceError("this torch is a build without CUDA; install one with it, or use the device cpu")
+        torch.cuda.init()
     ndim = len(shape)
     header = ctypes.sizeof(_ManagedTensor)
     # One block from malloc holds everything that the consumer reads, and free() itself is the deleter: it can

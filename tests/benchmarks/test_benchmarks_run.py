@@ -1,0 +1,96 @@
+"""Each benchmark as a user runs it, with as little to do as still goes through everything."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks._harness import BenchmarkError, Daemon
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", *arguments],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+def result_of(name: str, folder: Path, *arguments: str) -> dict[str, Any]:
+    file = folder / "result.json"
+    # Settings of the caller must not reach the daemon that is measured.
+    done = run(f"benchmarks.{name}", "--json", str(file), *arguments, PREFIXD_CPU__BYTES="1")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    result: dict[str, Any] = json.loads(file.read_text())
+    assert result["benchmark"] == name
+    assert set(result["circumstances"]) >= {"machine", "cpus", "python", "versions", "commit", "command"}
+    assert result["circumstances"]["versions"]["grpcio"]
+    return result
+
+
+def test_match(tmp_path: Path) -> None:
+    result = result_of("match", tmp_path, "--blocks", "20", "--repeats", "5")
+    assert result["empty_rpc_p50_us"] > 0 and 0 < result["p50_us"] <= result["p99_us"]
+    assert (result["blocks"], len(result["samples_us"])) == (20, 5)
+
+
+def test_shared_memory(tmp_path: Path) -> None:
+    sizes = ("--blocks", "4", "--block-bytes", "64KiB", "--rounds", "2", "--threads", "2")
+    result = result_of("shared_memory", tmp_path, *sizes)
+    assert result["store_ratio"] == pytest.approx(result["store_gbps"] / result["plain_copy_gbps"], rel=0.1, abs=0.01)
+    assert result["load_ratio"] == pytest.approx(result["load_gbps"] / result["plain_copy_gbps"], rel=0.1, abs=0.01)
+
+
+def trace(folder: Path) -> Path:
+    requests = [[1, 2, 3], [1, 2, 4], [5], [1, 2, 3, 6], [5, 2]]
+    lines = [
+        json.dumps({"timestamp": 0, "input_length": 512 * len(ids) + 9, "output_length": 1, "hash_ids": [*ids, 99]})
+        for ids in requests
+    ]
+    file = folder / "trace.jsonl"
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+def test_trace(tmp_path: Path) -> None:
+    result = result_of("trace", tmp_path, "--trace", str(trace(tmp_path)), "--disk-bytes", "0")
+    assert (result["requests"], result["blocks"], result["wrong_bytes"]) == (5, 13, 0)
+    assert result["hit_blocks"] == result["achievable_hit_blocks"] == 2 + 3 + 1
+    assert result["hit_rate"] == result["achievable_hit_rate"] == pytest.approx(6 / 13)
+    assert result["hits"] == {"gpu": 0, "cpu": 6, "disk": 0}
+
+
+def test_a_bad_trace_is_one_line_and_status_2(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text("{}\n")
+    for file, what in [(bad, "line 1: hash_ids"), (tmp_path / "none", "Mooncake"), (tmp_path, "Is a directory")]:
+        done = run("benchmarks.trace", "--trace", str(file))
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+        assert str(file) in done.stderr and what in done.stderr
+
+
+def test_nobody_at_the_address_is_one_line_and_status_2(tmp_path: Path) -> None:
+    done = run("benchmarks.match", "--address", f"unix:{tmp_path}/nobody")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr and "nobody" in done.stderr
+
+
+def test_a_daemon_that_cannot_start_is_named_with_its_reason() -> None:
+    with (
+        pytest.raises(BenchmarkError, match=r"ended before it was ready: .*") as caught,
+        Daemon({"CPU__BYTES": "lots"}),
+    ):
+        pass
+    assert "lots" in str(caught.value)

@@ -1,0 +1,354 @@
+"""A cache over small real tiers, and blocks whose bytes follow from their tokens, so that every byte can be checked."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+
+from prefixd.cache import (
+    CPU,
+    DISK,
+    BlockChain,
+    Lease,
+    Namespace,
+    NamespaceSpec,
+    PartSpec,
+    Reservation,
+    Session,
+    TieredCache,
+    Tiers,
+    Trie,
+    check_integrity,
+)
+from prefixd.cache.keys import Digest, xxh3_digest
+from prefixd_swap import (
+    CpuArena,
+    FrameId,
+    FramePool,
+    KvGeometry,
+    SlabStore,
+    Span,
+    create_copy_engine,
+    create_eviction_policy,
+    create_memory,
+)
+from prefixd_swap.file_ops import FileOps
+
+BLOCK_TOKENS = 2
+PART_BYTES = 4096
+
+
+class Clock:
+    """Seconds that pass only when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Disk(FileOps):
+    """The real file calls without waiting for the device; `fail` makes writes, reads and new slabs fail."""
+
+    def __init__(self) -> None:
+        self.fail: OSError | None = None
+        self.reads = 0
+
+    def _maybe(self) -> None:
+        if self.fail is not None:
+            raise self.fail
+
+    def fallocate(self, fd: int, nbytes: int) -> None:
+        self._maybe()
+        super().fallocate(fd, nbytes)
+
+    def pwrite(self, fd: int, buffer: memoryview, offset: int) -> int:
+        self._maybe()
+        return super().pwrite(fd, buffer, offset)
+
+    def pread(self, fd: int, buffer: memoryview, offset: int) -> int:
+        self.reads += 1
+        return super().pread(fd, buffer, offset)
+
+    def fdatasync(self, fd: int) -> None:
+        self._maybe()
+
+
+class Rig:
+    """A cache with as many slots a tier as a test asks for (0: no such tier). A slot has 4096 bytes."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        gpu: int = 0,
+        cpu: int = 8,
+        disk: int = 0,
+        policy: str = "lru",
+        digest: Digest = xxh3_digest,
+        write_back: bool = False,
+        max_sessions: int = 256,
+    ) -> None:
+        self.path = path
+        self.clock = Clock()
+        self.ops = Disk()
+        self._slots = (gpu, cpu, disk)
+        self._policy = policy
+        self._digest = digest
+        self._write_back = write_back
+        self._max_sessions = max_sessions
+        self._open()
+
+    def _open(self) -> None:
+        gpu, cpu, disk = self._slots
+        self.store = None
+        if disk:
+            self.store = SlabStore.open(self.path, disk * PART_BYTES, slab_bytes=disk * PART_BYTES, ops=self.ops)
+        self.arena = CpuArena(cpu * PART_BYTES) if cpu else None
+        self.memory = self.pool = None
+        if gpu:
+            geometry = KvGeometry(1, 1, PART_BYTES // 8 // BLOCK_TOKENS, "float32", BLOCK_TOKENS, "token")
+            self.memory = create_memory("cpu", PART_BYTES)
+            self.pool = FramePool(self.memory, geometry, gpu)
+        self.engine = create_copy_engine("cpu", 2)
+        self.cache = TieredCache(
+            Tiers(self.arena, self.store, self.pool),
+            self.engine,
+            create_eviction_policy(self._policy, seed=1),
+            self.clock,
+            write_back=self._write_back,
+            digest=self._digest,
+            max_sessions=self._max_sessions,
+        )
+        self.restored = self.cache.restore()
+        self.namespace = self.register()
+        self.session = self.open_session()
+
+    async def close(self) -> None:
+        await self.cache.close()
+        self.check()
+        self.engine.close()
+        if self.store is not None:
+            self.store.close()
+        if self.pool is not None and self.memory is not None:
+            self.pool.close()
+            self.memory.close()
+        if self.arena is not None:
+            self.arena.close()
+
+    async def restart(self) -> None:
+        """Ends the cache and opens another one on the same disk."""
+        await self.close()
+        self._open()
+
+    def start_write_back(self) -> None:
+        """Starts the background copies; needs a running loop."""
+        self.cache.write_back.start()
+
+    # -- names --------------------------------------------------------------------------------------------------
+
+    def register(self, name: str = "model", parts: int = 1, nbytes: int = PART_BYTES, salt: bytes = b"") -> Namespace:
+        spec = NamespaceSpec(name, BLOCK_TOKENS, tuple(PartSpec("kv", rank, nbytes) for rank in range(parts)), salt)
+        return self.cache.register(spec)
+
+    def open_session(self) -> Session:
+        return self.cache.leases.open("test", 1, self.clock())
+
+    def chain(self, prompt: Sequence[int], namespace: Namespace | None = None) -> BlockChain:
+        """The prompt in which block i is all `prompt[i]`."""
+        tokens = np.repeat(np.array(prompt, "<u4"), BLOCK_TOKENS).tobytes()
+        return self.cache.chain(namespace or self.namespace, tokens)
+
+    @property
+    def trie(self) -> Trie:
+        return self.cache.trie(self.namespace)
+
+    def rows(self, prompt: Sequence[int], namespace: Namespace | None = None) -> list[int]:
+        """Rows of the cached prefix, without counting as use."""
+        home = namespace or self.namespace
+        rows: list[int] = self.cache.trie(home).match(home.root, self.chain(prompt, home)).rows.tolist()
+        return rows
+
+    def tiers(self, prompt: Sequence[int], tier: int) -> list[bool]:
+        """For each cached block of the prompt whether `tier` has it."""
+        return [self.trie.has(row, tier) for row in self.rows(prompt)]
+
+    # -- bytes --------------------------------------------------------------------------------------------------
+
+    def content(self, namespace: Namespace, chain: BlockChain, block: int, part: int = 0) -> bytes:
+        """The only right bytes of a block's part."""
+        seed = xxhash.xxh3_64_intdigest(namespace.id + chain.blocks(block + 1), part)
+        size = namespace.spec.parts[part].nbytes
+        return np.random.default_rng(seed).bytes(size)
+
+    def write(self, span: Span, data: bytes) -> None:
+        ctypes.memmove(span.address, data, len(data))
+
+    def read(self, span: Span) -> bytes:
+        return ctypes.string_at(span.address, span.nbytes)
+
+    def frame(self, frame: int) -> Span:
+        assert self.pool is not None
+        return self.pool.span(FrameId(frame))
+
+    def fill(self, reservation: Reservation, blocks: int | None = None) -> None:
+        """Writes the right bytes into the first `blocks` blocks of a reservation, as an engine would."""
+        for i, slots in enumerate(reservation.slots[:blocks]):
+            for part, slot in zip(reservation.parts, slots, strict=True):
+                block = reservation.first_block + i
+                data = self.content(reservation.namespace, reservation.chain, block, part)
+                self.write(self.cache.tiers.arena.span(slot, len(data)), data)
+
+    def check_lease(self, lease: Lease, namespace: Namespace, chain: BlockChain, first_block: int = 0) -> None:
+        """Every byte of a lease is right."""
+        for i, row in enumerate(lease.rows.tolist()):
+            for part, spec in enumerate(namespace.spec.parts):
+                span = self.cache.tiers.arena.span(int(lease.trie.slots[row, CPU, part]), spec.nbytes)
+                assert self.read(span) == self.content(namespace, chain, first_block + i, part)
+
+    # -- what engines do ----------------------------------------------------------------------------------------
+
+    async def put(
+        self,
+        prompt: Sequence[int],
+        *,
+        namespace: Namespace | None = None,
+        parts: Sequence[int] = (),
+        durable: bool = False,
+    ) -> tuple[int, int]:
+        """Reserves, fills and commits what is not cached of the prompt; returns (committed, duplicates)."""
+        home = namespace or self.namespace
+        self.clock.now += 1
+        reservation = await self.cache.reserve(self.session, home, self.chain(prompt, home), parts=parts)
+        if isinstance(reservation, int):
+            return 0, 0
+        self.fill(reservation)
+        return await self.cache.commit(reservation, len(reservation.slots), durable=durable)
+
+    async def lease(self, prompt: Sequence[int], *, namespace: Namespace | None = None, **how: Any) -> Lease | None:
+        """Acquires the prompt's prefix and checks every byte."""
+        home = namespace or self.namespace
+        self.clock.now += 1
+        chain = self.chain(prompt, home)
+        lease = await self.cache.acquire(self.session, home, chain, **how)
+        if lease is not None:
+            self.check_lease(lease, home, chain, how.get("first_block", 0))
+        return lease
+
+    async def get(self, prompt: Sequence[int], *, namespace: Namespace | None = None) -> int:
+        """Blocks of the prompt that could be read, every byte of them checked."""
+        lease = await self.lease(prompt, namespace=namespace)
+        if lease is None:
+            return 0
+        self.cache.release(self.session, lease.id)
+        return len(lease.rows)
+
+    async def put_gpu(self, prompt: Sequence[int]) -> list[int]:
+        """Computes the prompt's blocks as the worker does; returns their rows, held in the GPU tier."""
+        chain, cache = self.chain(prompt), self.cache
+        self.clock.now += 1
+        frames = await cache.residency.take_frames(len(prompt))
+        assert frames is not None
+        rows: list[int] = []
+        for block, frame in enumerate(frames):
+            self.write(self.frame(frame), self.content(self.namespace, chain, block))
+            entered = cache.record(self.namespace, rows[-1] if rows else self.namespace.root, chain, block, frame)
+            assert entered is not None
+            if not entered[1]:
+                cache.tiers.release(0, [frame])
+            rows.append(entered[0])
+        return rows
+
+    def unhold(self, rows: Sequence[int], tier: int) -> None:
+        self.cache.unhold(self.trie, np.array(rows, np.int64), tier)
+
+    # -- what must hold -----------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """The cache adds up. What is on disk is checked by `check_disk`."""
+        check_integrity(self.cache)
+
+    async def check_disk(self) -> None:
+        """Once nothing is under way, the store's index names exactly what the tries say is on disk."""
+        await self.cache.residency.quiesce()
+        self.check()
+        if self.store is None:
+            return
+        there = {(r.namespace, r.key): tuple(p.slot for p in r.parts if p) for r in self.store.records()}
+        known = {
+            (self.cache.namespaces.at(int(trie.namespace[row])).id, trie.key(row)): tuple(trie.slots[row, DISK].tolist())
+            for trie in self.cache.tries
+            for row in trie.used_rows().tolist()
+            if trie.some[row] & (1 << DISK)
+        }
+        assert there == known
+
+    def damage(self, row: int, part: int = 0) -> None:
+        """Flips a byte of a block on disk."""
+        assert self.store is not None
+        slab, index = self.store._slabs.find(int(self.trie.slots[row, DISK, part]))
+        with slab.path.open("r+b") as file:
+            file.seek(index * slab.slot_bytes + 17)
+            byte = file.read(1)
+            file.seek(-1, 1)
+            file.write(bytes([byte[0] ^ 1]))
+
+    @contextmanager
+    def nothing_lost(self) -> Iterator[None]:
+        """What is free and held afterwards is what was before."""
+        tiers = self.cache.tiers
+
+        def standing() -> list[object]:
+            holds = [(int(t.keep[: t.rows].sum()), int(t.holds[: t.rows].sum())) for t in self.cache.tries]
+            grants = [g for s in self.cache.leases.sessions.values() for g in s.grants]
+            return [len(tiers.loose[0]), len(tiers.loose[1]), holds, grants]
+
+        before = standing()
+        yield
+        assert standing() == before
+        self.check()
+
+
+async def until(condition: Callable[[], bool], turns: int = 2000) -> None:
+    """Lets the loop run until `condition` holds; each turn waits for what the threads have reported."""
+    for _ in range(turns):
+        if condition():
+            return
+        await asyncio.sleep(0.001)
+    raise AssertionError("what the test waits for did not happen")
+
+
+@pytest.fixture
+def rig_type() -> type[Rig]:
+    """For tests that make and end caches themselves."""
+    return Rig
+
+
+@pytest.fixture
+async def make_rig(tmp_path: Path) -> AsyncIterator[Callable[..., Rig]]:
+    """Makes caches; when the test ends each must add up, agree with its disk, and close."""
+    made: list[Rig] = []
+
+    def make(**how: Any) -> Rig:
+        made.append(Rig(tmp_path / f"disk{len(made)}", **how))
+        return made[-1]
+
+    yield make
+    for rig in made:
+        await rig.check_disk()
+        await rig.close()
+
+
+@pytest.fixture
+def eventually() -> Callable[[Callable[[], bool]], Any]:
+    """Waits, with a deadline, until a condition holds."""
+    return until

@@ -1,0 +1,106 @@
+"""Namespaces: one geometry a name, and no block shared between two of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+
+from prefixd.cache import NamespaceSpec, PartSpec
+from prefixd.cache.namespaces import NamespaceRegistry, namespace_id
+from prefixd.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
+
+if TYPE_CHECKING:
+    from tests.cache.conftest import Rig
+
+SPEC = NamespaceSpec("llama", 16, (PartSpec("kv", 0, 4096), PartSpec("kv", 1, 4096)), b"salt", "bfloat16", "token")
+
+
+def changed(**fields: Any) -> NamespaceSpec:
+    return msgspec.structs.replace(SPEC, **fields)
+
+
+def test_registering_again_gives_the_same_namespace() -> None:
+    registry = NamespaceRegistry()
+    first, new = registry.register(SPEC)
+    assert new
+    assert registry.register(changed()) == (first, False)
+    assert registry.get(first.id) is registry.at(first.ordinal) is first
+    assert [first] == list(registry)
+    assert (first.root, first.block_bytes) == (-1, 8192)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "ours", "theirs"),
+    [
+        ("block_tokens", 32, "16", "32"),
+        ("dtype", "float16", "'bfloat16'", "'float16'"),
+        ("layout", "layer", "'token'", "'layer'"),
+        ("parts", (PartSpec("kv", 0, 512),), "[kv/0: 4096 B, kv/1: 4096 B]", "[kv/0: 512 B]"),
+    ],
+)
+def test_a_disagreement_names_both_values(field: str, value: object, ours: str, theirs: str) -> None:
+    registry = NamespaceRegistry()
+    registry.register(SPEC)
+    with pytest.raises(AlreadyExistsError) as error:
+        registry.register(changed(**{field: value}))
+    assert f"{field} {ours}, not {theirs}" in str(error.value)
+    assert len(list(registry)) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"name": ""}, "name is empty"),
+        ({"block_tokens": 0}, "block_tokens is 0"),
+        ({"block_tokens": 65_537}, "65537"),
+        ({"parts": ()}, "0 parts"),
+        ({"parts": tuple(PartSpec("kv", rank, 1) for rank in range(1025))}, "1025 parts"),
+        ({"parts": (PartSpec("kv", 0, 1), PartSpec("kv", 0, 2))}, "same group and rank"),
+        ({"parts": (PartSpec("kv", 3, 0),)}, "'kv'/3 has 0 bytes"),
+    ],
+)
+def test_a_spec_that_cannot_be_stored_is_refused(fields: dict[str, object], message: str) -> None:
+    registry = NamespaceRegistry()
+    with pytest.raises(InvalidArgumentError, match=message):
+        registry.register(changed(**fields))
+    assert not list(registry)
+
+
+def test_salt_and_name_are_told_apart() -> None:
+    specs = [changed(name="ab", salt=b"c"), changed(name="a", salt=b"bc"), changed(name="abc", salt=b"")]
+    assert len({namespace_id(spec) for spec in specs}) == 3
+
+
+def test_an_id_collision_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefixd.cache.namespaces.namespace_id", lambda spec: b"\0" * 8)
+    registry = NamespaceRegistry()
+    registry.register(SPEC)
+    with pytest.raises(AlreadyExistsError, match=r"'other' collides with 'llama'"):
+        registry.register(changed(name="other"))
+
+
+def test_an_unknown_namespace_is_named() -> None:
+    with pytest.raises(NotFoundError, match=r"0102030405060708 is not registered"):
+        NamespaceRegistry().get(bytes(range(1, 9)))
+    with pytest.raises(NotFoundError, match=r"\(empty\)"):
+        NamespaceRegistry().get(b"")
+
+
+async def test_tenants_with_different_salts_share_no_block(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig()
+    ours, theirs = rig.register("m", salt=b"1"), rig.register("m", salt=b"2")
+    assert rig.cache.trie(ours) is rig.cache.trie(theirs), "one geometry, one trie"
+    await rig.put([1, 2, 3], namespace=ours)
+    assert await rig.get([1, 2, 3], namespace=ours) == 3
+    assert await rig.get([1, 2, 3], namespace=theirs) == 0
+
+
+async def test_namespaces_survive_a_restart_and_still_disagree(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(disk=8)
+    rig.register("kept", parts=2)
+    await rig.restart()
+    with pytest.raises(AlreadyExistsError, match="'kept' is registered with parts"):
+        rig.register("kept", parts=1)

@@ -1,0 +1,317 @@
+"""A small random model, daemons as processes with raw stubs on their sockets, and what every scenario has to leave."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import grpc
+import numpy as np
+import pytest
+
+from benchmarks._harness import Daemon
+from prefixd.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, inference_pb2, inference_pb2_grpc
+
+BLOCK_TOKENS = 16
+VOCAB_SIZE = 272
+WAIT_S = 60.0
+
+_CHANNEL = [
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.max_send_message_length", 64 << 20),
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 200),
+]
+
+
+@dataclass
+class Answer:
+    """What a generation streamed."""
+
+    accepted: inference_pb2.Accepted
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    finished: inference_pb2.Finished = field(default_factory=inference_pb2.Finished)
+
+    @property
+    def hits(self) -> tuple[int, int, int]:
+        """Hit tokens in the GPU, the CPU and the disk tier."""
+        hits = self.finished.hit_tokens
+        return hits.gpu, hits.cpu, hits.disk
+
+
+class Remote:
+    """Raw stubs on one address of a daemon."""
+
+    def __init__(self, daemon: Daemon, address: str | None = None) -> None:
+        self.daemon = daemon
+        self.channel = grpc.insecure_channel(address or daemon.address, options=_CHANNEL)
+        self.cache: Any = cache_pb2_grpc.PrefixCacheStub(self.channel)
+        self.inference: Any = inference_pb2_grpc.InferenceStub(self.channel)
+        self.admin: Any = admin_pb2_grpc.AdminStub(self.channel)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.channel.close()
+
+    def stats(self) -> admin_pb2.StatsResponse:
+        return self.admin.Stats(admin_pb2.StatsRequest(), timeout=WAIT_S)
+
+    def tier(self, tier: int) -> admin_pb2.TierStats:
+        return next(stats for stats in self.stats().tiers if stats.tier == tier)
+
+    def until(self, condition: Callable[[admin_pb2.StatsResponse], bool], within_s: float = WAIT_S) -> Any:
+        """The first statistics for which `condition` holds."""
+        deadline = time.monotonic() + within_s
+        while True:
+            stats = self.stats()
+            if condition(stats):
+                return stats
+            if time.monotonic() > deadline:
+                raise AssertionError(f"not within {within_s:g} s; last seen: {stats}")
+            time.sleep(0.02)
+
+    def settled(self) -> admin_pb2.StatsResponse:
+        """Waits until nothing runs; fails unless everything that was taken or held has been given back."""
+
+        def idle(stats: admin_pb2.StatsResponse) -> bool:
+            quiet = not stats.leases and not stats.reservations
+            quiet &= not stats.worker.running_requests and not stats.scheduler.waiting_requests
+            return quiet and not any(tier.held_blocks or tier.in_flight_bytes for tier in stats.tiers)
+
+        return self.until(idle, 15.0)
+
+    # -- generation -----------------------------------------------------------------------------------------------
+
+    def begin(self, prompt: str | Sequence[int], *, request_id: str = "", salt: bytes = b"", **sampling: Any) -> Any:
+        """The stream of a generation; sampled with a fixed seed, so that a wrong logit shows."""
+        chosen = {"max_tokens": 12, "temperature": 1.0, "seed": 7, "ignore_eos": True, **sampling}
+        request = inference_pb2.GenerateRequest(
+            request_id=request_id, salt=salt, sampling=inference_pb2.SamplingParams(**chosen)
+        )
+        if isinstance(prompt, str):
+            request.text = prompt
+        else:
+            request.token_ids.ids = token_bytes(prompt)
+        return self.inference.Generate(request, timeout=WAIT_S)
+
+    def generate(self, prompt: str | Sequence[int], **options: Any) -> Answer:
+        return collect(self.begin(prompt, **options))
+
+    def generate_all(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[Answer]:
+        """All at once."""
+        with ThreadPoolExecutor(len(prompts)) as threads:
+            return list(threads.map(lambda prompt: self.generate(prompt, **options), prompts))
+
+    # -- engines' side ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def session(self, name: str = "test") -> Iterator[cache_pb2.SessionOpened]:
+        stream = self.cache.OpenSession(cache_pb2.OpenSessionRequest(client_name=name, pid=os.getpid()))
+        try:
+            yield next(stream).opened
+        finally:
+            stream.cancel()
+
+    def register(self, name: str, *part_bytes: int, block_tokens: int = 4, salt: bytes = b"") -> bytes:
+        parts = [cache_pb2.Part(group=f"g{i}", nbytes=nbytes) for i, nbytes in enumerate(part_bytes)]
+        wanted = cache_pb2.Namespace(name=name, salt=salt, block_tokens=block_tokens, parts=parts)
+        return self.cache.RegisterNamespace(cache_pb2.RegisterNamespaceRequest(namespace=wanted)).namespace_id
+
+    def put(self, session: str, namespace: bytes, tokens: Sequence[int], data: bytes, **header: Any) -> Any:
+        first = cache_pb2.PutHeader(
+            session_id=session, namespace_id=namespace, token_ids=token_bytes(tokens), **header
+        )
+        messages = [cache_pb2.PutRequest(header=first)]
+        messages += [cache_pb2.PutRequest(data=data[i : i + 50_000]) for i in range(0, len(data), 50_000)]
+        return self.cache.Put(iter(messages), timeout=WAIT_S)
+
+    def get(self, session: str, namespace: bytes, tokens: Sequence[int], **request: Any) -> tuple[int, bytes]:
+        """Blocks and bytes."""
+        messages = list(
+            self.cache.Get(
+                cache_pb2.GetRequest(
+                    session_id=session, namespace_id=namespace, token_ids=token_bytes(tokens), **request
+                ),
+                timeout=WAIT_S,
+            )
+        )
+        return messages[0].header.blocks, b"".join(message.data for message in messages[1:])
+
+
+def collect(stream: Any) -> Answer:
+    """Everything a generation streams; checks that its events come in order."""
+    answer = Answer(next(stream).accepted)
+    last = ""
+    for event in stream:
+        assert last != "finished"
+        last = event.WhichOneof("event")
+        if last == "tokens":
+            answer.tokens += event.tokens.token_ids
+            answer.text += event.tokens.text
+        else:
+            assert last == "finished"
+            answer.finished = event.finished
+    assert last == "finished"
+    assert answer.finished.output_tokens == len(answer.tokens)
+    return answer
+
+
+def token_bytes(tokens: Sequence[int]) -> bytes:
+    return np.asarray(tokens, "<u4").tobytes()
+
+
+@pytest.fixture
+def prompt(request: pytest.FixtureRequest) -> Callable[..., list[int]]:
+    """`prompt(n, k)`: n token ids that no other test uses; prompts of one test and one k share their beginning."""
+
+    def make(tokens: int, variant: int = 0) -> list[int]:
+        seed = [*request.node.nodeid.encode(), variant]
+        return np.random.default_rng(seed).integers(0, 256, 4096)[:tokens].tolist()
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def refused() -> Callable[..., Any]:
+    """`with refused("NOT_FOUND", "words", ...)`: the call fails with this status, and its message has the words."""
+
+    @contextmanager
+    def expect(status: str, *words: str) -> Iterator[None]:
+        with pytest.raises(grpc.RpcError) as caught:
+            yield
+        details = caught.value.details()
+        assert caught.value.code() is grpc.StatusCode[status], details
+        for word in words:
+            assert re.search(word, details), f"{word!r} is not in {details!r}"
+
+    return expect
+
+
+@pytest.fixture(scope="session")
+def collector() -> Callable[[Any], Answer]:
+    """`collect`, for streams that a test began itself."""
+    return collect
+
+
+@pytest.fixture(scope="session")
+def model_directory() -> Iterator[Path]:
+    """A Llama of 2 layers with random weights (512 bytes of KV a token) and a byte-level tokenizer."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=2048,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=VOCAB_SIZE - 1,
+        tie_word_embeddings=False,
+    )
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    directory = Path(tempfile.mkdtemp(prefix="prefixd-model-"))
+    try:
+        LlamaForCausalLM(config).save_pretrained(directory)
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(directory)
+        yield directory
+    finally:
+        shutil.rmtree(directory)
+
+
+@pytest.fixture(scope="session")
+def with_model(model_directory: Path) -> dict[str, str | int]:
+    """Settings of a daemon with the small model: 128 frames of 8 KiB."""
+    return {
+        "WORKER__MODEL": str(model_directory),
+        "WORKER__THREADS": 1,
+        "GPU__BYTES": "1MiB",
+        "GPU__DEVICE": "cpu",
+        "CPU__BYTES": "16MiB",
+        "DISK__BYTES": "64MiB",
+    }
+
+
+@pytest.fixture(scope="module")
+def launch() -> Iterator[Callable[..., Remote]]:
+    """`launch(settings)` starts a daemon that ends with the module's last test."""
+    running: list[Remote] = []
+
+    def start(settings: dict[str, str | int], **options: Any) -> Remote:
+        daemon = Daemon(settings, **options)
+        daemon.__enter__()
+        running.append(Remote(daemon))
+        return running[-1]
+
+    yield start
+    for remote in running:
+        remote.channel.close()
+        if os.environ.get("KEEPLOG"): shutil.copy(remote.daemon.log, os.environ["KEEPLOG"])
+        remote.daemon.__exit__(None, None, None)
+
+
+@pytest.fixture(scope="session")
+def model_daemon(with_model: dict[str, str | int]) -> Iterator[Remote]:
+    """A daemon with the small model that many modules share."""
+    settings = {**with_model, "GPU__BYTES": "4MiB", "SERVER__TCP": "127.0.0.1:0"}
+    with Daemon(settings) as daemon, Remote(daemon) as remote:
+        yield remote
+
+
+@pytest.fixture(scope="session")
+def serve_failing() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs `prefixd serve` with settings it cannot start with, to its end."""
+
+    def run(settings: dict[str, str | int]) -> subprocess.CompletedProcess[str]:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFIXD_")}
+        environment |= {f"PREFIXD_{name}": str(value) for name, value in settings.items()}
+        return subprocess.run(
+            [sys.executable, "-m", "prefixd", "serve"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=WAIT_S,
+            check=False,
+        )
+
+    return run
+
+
+@pytest.fixture
+def in_thread() -> Iterator[Callable[..., threading.Thread]]:
+    """Runs a function beside the test; waited for at the end."""
+    threads: list[threading.Thread] = []
+
+    def start(work: Callable[[], object]) -> threading.Thread:
+        threads.append(threading.Thread(target=work))
+        threads[-1].start()
+        return threads[-1]
+
+    yield start
+    for thread in threads:
+        thread.join(WAIT_S)

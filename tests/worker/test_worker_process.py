@@ -1,0 +1,236 @@
+"""The worker as a process of its own; the test is its daemon."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from prefixd.worker.errors import ConnectionClosedError
+from prefixd.worker.protocol import (
+    Cancel,
+    Connection,
+    Done,
+    Extend,
+    Failed,
+    FromWorker,
+    Hello,
+    Memory,
+    Ready,
+    Sampling,
+    Shutdown,
+    Start,
+    Step,
+    from_worker,
+)
+from prefixd.worker.settings import WorkerSettings, encode_settings
+from prefixd_swap.geometry import KvGeometry
+from prefixd_swap.vmem import FramePool, create_memory, send_export
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 60
+
+
+class Daemon:
+    """Starts a worker and speaks with it."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        ours, theirs = socket.socketpair()
+        ours.settimeout(TIMEOUT_S)
+        self.process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "prefixd.worker",
+                "--fd",
+                str(theirs.fileno()),
+                "--config",
+                encode_settings(settings),
+            ],
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / path) for path in (".", "swap", "scheduler"))},
+            stderr=subprocess.PIPE,
+        )
+        theirs.close()
+        self.connection: Connection[FromWorker] = Connection(ours, from_worker())
+
+    def receive(self) -> FromWorker:
+        assert self.connection.poll(TIMEOUT_S), "the worker is silent"
+        return self.connection.receive()
+
+    def hand_over_memory(self, frames: int) -> FramePool:
+        hello = self.receive()
+        assert isinstance(hello, Hello)
+        self.hello = hello
+        geometry = KvGeometry(
+            hello.layers, hello.kv_heads, hello.head_dim, hello.dtype, hello.block_tokens, hello.layout
+        )
+        memory = create_memory(hello.device, hello.chunk_bytes)
+        memory.create(3)  # frames need not begin at the first chunk
+        pool = FramePool(memory, geometry, frames)
+        export = memory.export()
+        self.connection.send(Memory(export.meta, export.count, pool.first_chunk))
+        send_export(self.connection.socket, export)
+        assert self.receive() == Ready()
+        return pool
+
+    def start(self, request: int, tokens: list[int], frames: list[int], cached: int = 0, max_tokens: int = 8) -> None:
+        self.connection.send(
+            Start(
+                id=request,
+                tokens=np.array(tokens, "<u4").tobytes(),
+                generated=0,
+                cached_blocks=cached,
+                frames=frames,
+                sampling=Sampling(max_tokens=max_tokens, ignore_eos=True),
+            )
+        )
+
+    def collect(self, requests: set[int]) -> tuple[dict[int, list[int]], dict[int, Done]]:
+        """Everything until all of `requests` are done."""
+        tokens: dict[int, list[int]] = {}
+        done: dict[int, Done] = {}
+        while requests - done.keys():
+            message = self.receive()
+            if isinstance(message, Done):
+                done[message.id] = message
+            else:
+                assert isinstance(message, Step), message
+                for update in message.updates:
+                    tokens.setdefault(update.id, []).extend(update.tokens)
+        return tokens, done
+
+    def close(self) -> None:
+        self.connection.close()
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.communicate()
+
+
+@pytest.fixture(scope="module")
+def settings(llama_directory: Path) -> WorkerSettings:
+    return WorkerSettings(model=str(llama_directory), threads=1, max_step_tokens=64)
+
+
+@pytest.fixture(scope="module")
+def daemon(settings: WorkerSettings) -> Iterator[Daemon]:
+    daemon = Daemon(settings)
+    yield daemon
+    daemon.close()
+
+
+@pytest.fixture(scope="module")
+def pool(daemon: Daemon) -> Iterator[FramePool]:
+    pool = daemon.hand_over_memory(frames=32)
+    yield pool
+    daemon.close()
+    pool.check_integrity()
+    pool.close()
+    pool.memory.close()
+
+
+def frame_bytes(pool: FramePool, frame: int) -> bytes:
+    span = pool.span(frame)
+    return ctypes.string_at(span.address, span.nbytes)
+
+
+def test_tokens_are_those_of_an_engine_in_process(daemon, pool, rig, prompt):
+    first, second = pool.allocate(4), pool.allocate(2)
+    daemon.start(1, prompt, first)
+    daemon.start(2, prompt[:20], second)
+    tokens, done = daemon.collect({1, 2})
+    assert tokens == {1: rig.generate(prompt), 2: rig.generate(prompt[:20])}
+    assert {done[1].reason, done[2].reason} == {"length"}
+    frames = rig.frames(4)
+    rig.generate(prompt, frames=frames)
+    for block in range(3):
+        assert frame_bytes(pool, first[block]) == frame_bytes(rig.pool, frames[block])
+
+
+def test_a_prefix_is_shared_between_requests_without_a_copy(daemon, pool, rig, prompt):
+    frames = pool.allocate(4)
+    daemon.start(10, prompt, frames)
+    daemon.collect({10})
+    before = [frame_bytes(pool, frame) for frame in frames[:3]]
+    other = [*prompt[:48], 7, 8, 9]
+    daemon.start(11, other, [*frames[:3], *pool.allocate(1)], cached=3)
+    daemon.start(12, prompt, [*frames[:3], *pool.allocate(1)], cached=3)
+    tokens, _ = daemon.collect({11, 12})
+    assert tokens == {11: rig.generate(other), 12: rig.generate(prompt)}
+    assert [frame_bytes(pool, frame) for frame in frames[:3]] == before
+
+
+def test_extend_cancel_and_errors_reach_the_worker(daemon, pool, rig, prompt):
+    daemon.start(20, prompt, pool.allocate(2))
+    daemon.start(21, prompt, pool.allocate(1))
+    daemon.start(22, [10**6], pool.allocate(1))
+    _, done = daemon.collect({22})
+    assert done[22].reason == "error"
+    daemon.connection.send(Cancel(21))
+    daemon.connection.send(Extend(20, [int(frame) for frame in pool.allocate(2)]))
+    tokens, done = daemon.collect({20, 21})
+    assert done[21].reason == "cancelled"
+    assert tokens[20] == rig.generate(prompt)
+
+
+def test_interrupt_from_the_terminal_is_the_daemons_business(daemon, pool, rig):
+    daemon.process.send_signal(signal.SIGINT)
+    daemon.start(30, [1, 2, 3], pool.allocate(1))
+    tokens, _ = daemon.collect({30})
+    assert tokens[30] == rig.generate([1, 2, 3])
+
+
+def test_the_memory_outlives_a_killed_worker(daemon, pool, settings, rig, prompt):
+    """A new worker goes on with the blocks that a dead one left."""
+    expected = rig.generate(prompt)
+    frames = pool.allocate(4)
+    daemon.start(40, prompt, frames, max_tokens=8)
+    daemon.collect({40})
+    daemon.process.kill()
+    assert daemon.process.wait(TIMEOUT_S) == -signal.SIGKILL
+    successor = Daemon(settings)
+    try:
+        assert successor.receive() == daemon.hello
+        export = pool.memory.export()
+        successor.connection.send(Memory(export.meta, export.count, pool.first_chunk))
+        send_export(successor.connection.socket, export)
+        assert successor.receive() == Ready()
+        successor.start(41, prompt, [*frames[:3], *pool.allocate(1)], cached=3)
+        assert successor.collect({41})[0] == {41: expected}
+        successor.connection.send(Shutdown())
+        assert successor.process.wait(TIMEOUT_S) == 0
+    finally:
+        successor.close()
+
+
+def test_a_worker_ends_with_its_socket(settings):
+    daemon = Daemon(settings)
+    try:
+        assert isinstance(daemon.receive(), Hello)
+        daemon.connection.close()
+        assert daemon.process.wait(TIMEOUT_S) == 0
+    finally:
+        daemon.close()
+
+
+def test_a_model_that_cannot_be_loaded_is_reported_in_one_line(tmp_path):
+    daemon = Daemon(WorkerSettings(model=str(tmp_path / "nothing")))
+    try:
+        failed = daemon.receive()
+        assert isinstance(failed, Failed)
+        assert failed.detail.startswith(f"model '{tmp_path}/nothing' is not a directory")
+        with pytest.raises(ConnectionClosedError):
+            daemon.receive()
+        _, errors = daemon.process.communicate(timeout=TIMEOUT_S)
+        assert daemon.process.returncode == 1
+        assert b"Traceback" not in errors
+    finally:
+        daemon.close()

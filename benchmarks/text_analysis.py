@@ -26,16 +26,16 @@ The throughput benchmark of "Long-Term Memory" (sections VII.A and VII.C) on thi
         --disk-prefixes 128 --requests 512 --json results.json
 
 There are more prefixes than fit into the GPU and CPU tiers. Each request is a randomly chosen prefix and a
-random body. All requests are sent at once: the daemon's queue orders them. The same requests go to a daemon
-without a cache, then to one with each policy of the queue, each with the small model that comes with
-prefixd, in a process of its own and with an empty data directory. With a cache, each prefix is asked for
-once before the clock starts (warm_up_s); requests_per_s counts the requests after that. miss_rate is the
-share of the prefixes' tokens that had to be computed. output_digest covers every output token: it must be the
-same in all of them."""
+random body. Requests are streamed into the queue, --outstanding at a time, and the daemon orders them. The same
+requests go to a daemon without a cache, then to one with each policy of the queue, each with the small model that
+comes with prefixd, in a process of its own and with an empty data directory: every cache begins cold, and computing
+each prefix the first time counts. miss_rate is the share of the prefixes' tokens that had to be computed; with k
+requests for n prefixes it is at least n / k. output_digest covers every output token: it must be the same in all of
+them."""
 
 GPU_HELP = (
     "prefixes that fit into the GPU tier; it gets more room for the requests that run at once (--running): "
-    "for each the blocks of its body and output and one to grow into, 4 blocks or 1 MiB with the defaults"
+    "for each the blocks of its body and output and one to grow into, 3 blocks or 768 KiB with the defaults"
 )
 
 
@@ -87,10 +87,11 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         ("--cpu-prefixes", 32, "prefixes that fit into the CPU tier"),
         ("--disk-prefixes", 128, "prefixes that fit into the disk tier"),
         ("--requests", 512, "requests, each with a randomly chosen prefix"),
-        ("--prefix-tokens", 512, "length of a prefix"),
-        ("--body-tokens", 32, "length of a body"),
-        ("--output-tokens", 4, "tokens generated for a request"),
-        ("--running", 4, "requests computed at once"),
+        ("--prefix-tokens", 768, "length of a prefix"),
+        ("--body-tokens", 16, "length of a body"),
+        ("--output-tokens", 2, "tokens generated for a request"),
+        ("--running", 8, "requests computed at once"),
+        ("--outstanding", 64, "requests sent before the first of them is answered"),
     ]
     for flag, default, text in numbers:
         parser.add_argument(flag, type=_harness.positive, default=default, metavar="N", help=f"{text} ({default})")
@@ -108,6 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prefix_tokens=options.prefix_tokens,
         body_tokens=options.body_tokens,
         output_tokens=options.output_tokens,
+        outstanding=options.outstanding,
         seed=options.seed,
     )
     tiers = TierSizes(

@@ -137,8 +137,10 @@ class DiskCopies:
             for other, victims in find_victims(
                 self._tries, DISK, want, self._policy, demotable=False, spare_copies=ahead
             ):
-                removed += [self.identity(other, row) for row in victims.tolist()]
-                self._ledger.drop(other, victims.tolist(), DISK)
+                for row in victims.tolist():
+                    identity = self.identity(other, row)
+                    if self._ledger.drop(other, [row], DISK):
+                        removed.append(identity)
             if removed:
                 await self._in_thread(self._tiers.store.remove, removed)
         finally:

@@ -26,8 +26,6 @@ from prefixd_swap import CopyEngine, EvictionPolicy
 
 T = TypeVar("T")
 
-_ALL = np.uint8(7)
-
 
 class Residency:
     """Brings blocks to the tier that wants them and decides who leaves a full one.
@@ -104,7 +102,7 @@ class Residency:
         such copy must not cost another.
         """
         taken: list[list[int]] = []
-        if not self.tiers.exists(tier):
+        if not self.tiers.exists(tier) or not self.tiers.ever_fits(tier, sizes):
             return taken
         try:
             async with self._locks[tier]:
@@ -151,10 +149,11 @@ class Residency:
                 trie.hold(rows, tier)
             try:
                 for trie, rows in victims:
-                    last = (trie.some[rows] & ~np.uint8(1 << tier) & _ALL) == 0
-                    last &= (trie.whole[rows] & np.uint8(1 << tier)) != 0
-                    if last.any():
-                        arrived = await self.copy(trie, rows[last], tier, below, ahead=ahead)
+                    # A tier at a time, though there may be a copy further down: what was up here is wanted near.
+                    sinks = (trie.some[rows] & np.uint8(1 << below)) == 0
+                    sinks &= (trie.whole[rows] & np.uint8(1 << tier)) != 0
+                    if sinks.any():
+                        arrived = await self.copy(trie, rows[sinks], tier, below, ahead=ahead)
                         self.tiers.counters[tier].demoted += arrived
             finally:
                 for trie, rows in victims:

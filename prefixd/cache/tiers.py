@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from prefixd.cache.trie import CPU, GPU, NO_SLOT, TIERS
-from prefixd_swap import CpuArena, FrameId, FramePool, SlabStore, Span
+from prefixd_swap import CpuArena, FrameId, FramePool, SlabStore, Span, round_to_slot
 
 TIER_NAMES = ("gpu", "cpu", "disk")
 
@@ -80,6 +80,10 @@ class Tiers:
     def span(self, tier: int, slot: int, nbytes: int) -> Span:
         """The memory of a slot in the GPU or CPU tier."""
         return self.frames.span(FrameId(slot)) if tier == GPU else self.arena.span(slot, nbytes)
+
+    def ever_fits(self, tier: int, sizes: Sequence[int]) -> bool:
+        """Whether an empty tier has room for one block; if not, nothing need be evicted for it."""
+        return tier == GPU or sum(map(round_to_slot, sizes)) <= self.arena.capacity_bytes
 
     def allocate(self, tier: int, sizes: Sequence[int]) -> list[int] | None:
         """Loose slots for the parts of one block, or None when there is no room for all of them."""

@@ -42,22 +42,24 @@ def find_victims(
         rows = rows[(trie.some[rows] & np.uint8(above)) == 0]
         ids.append(rows | (trie.ordinal << _ROW_BITS))
         scores.append(policy.scores(trie.last_used[rows], trie.entered[rows, tier]))
-    gone: dict[int, int] = {}  # children in this tier that are victims already, by parent
+    gone: dict[int, int] = {}  # children that leave this tier as victims, by parent
+    vanished: dict[int, int] = {}  # those of them that had no other copy and go nowhere
 
     def reveal(identity: int) -> tuple[int, float] | None:
-        trie = tries[identity >> _ROW_BITS]
-        parent = int(trie.parent[identity & _ROW_MASK])
+        trie, row = tries[identity >> _ROW_BITS], identity & _ROW_MASK
+        parent = int(trie.parent[row])
         if parent < 0:
             return None
         up = parent | (trie.ordinal << _ROW_BITS)
         gone[up] = gone.get(up, 0) + 1
+        vanished[up] = vanished.get(up, 0) + (trie.some[row] == bit and not (demotable and trie.has(row, tier)))
         some = int(trie.some[parent])
         if gone[up] < trie.tier_children[parent, tier] or trie.holds[parent, tier] or not some & bit:
             return None
         if some & above:
             return None
         may_stay = some != bit or (demotable and trie.has(parent, tier))
-        if not may_stay and (trie.keep[parent] or trie.pinned[parent] or trie.children[parent] > gone[up]):
+        if not may_stay and (trie.keep[parent] or trie.pinned[parent] or trie.children[parent] > vanished[up]):
             return None
         here = slice(parent, parent + 1)
         return up, float(policy.scores(trie.last_used[here], trie.entered[here, tier])[0])

@@ -10,6 +10,7 @@ import numpy as np
 
 from prefixd.cache.residency import Residency
 from prefixd.cache.trie import CPU, DISK, GPU, Rows, Trie
+from prefixd.cache.victims import find_victims
 from prefixd_swap import SwapError
 
 log = logging.getLogger(__name__)
@@ -97,35 +98,38 @@ class WriteBack:
 
     async def _batch(self) -> bool:
         """One batch down from each tier; whether there may be more to write to disk."""
+        below = self._tiers.below(GPU)
+        if below is not None and not (below == DISK and self._tiers.gpu_on_device):
+            await self._down(self._next_gpu_victims(below), GPU, below)
+        if self._tiers.disk is None or self._tiers.cpu is None:
+            return False
         more = False
         for trie in self._residency.tries:
-            below = self._tiers.below(GPU)
-            if below is not None and not (below == DISK and self._tiers.gpu_on_device):
-                await self._down(trie, self._next_gpu_victims(trie), GPU, below)
-            if self._tiers.disk is not None and self._tiers.cpu is not None:
-                rows = trie.copies(CPU, without=DISK)
-                rows = rows[np.lexsort((trie.depth[rows], trie.entered[rows, CPU]))][:_BATCH]
-                more |= await self._down(trie, rows, CPU, DISK) > 0
+            rows = trie.copies(CPU, without=DISK)
+            rows = rows[np.lexsort((trie.depth[rows], trie.entered[rows, CPU]))][:_BATCH]
+            more |= await self._down([(trie, rows)], CPU, DISK) > 0
         return more
 
-    async def _down(self, trie: Trie, rows: Rows, source: int, target: int) -> int:
-        if not len(rows):
-            return 0
-        trie.hold(rows, source)
+    async def _down(self, chosen: list[tuple[Trie, Rows]], source: int, target: int) -> int:
+        copied = 0
+        for trie, rows in chosen:  # all of them before the first copy: rows may be recycled meanwhile
+            trie.hold(rows, source)
         try:
-            return await self._residency.copy(trie, rows, source, target, ahead=True)
+            for trie, rows in chosen:
+                if len(rows):
+                    copied += await self._residency.copy(trie, rows, source, target, ahead=True)
         finally:
-            trie.unhold(rows, source)
+            for trie, rows in chosen:
+                trie.unhold(rows, source)
+        return copied
 
-    def _next_gpu_victims(self, trie: Trie) -> Rows:
+    def _next_gpu_victims(self, below: int) -> list[tuple[Trie, Rows]]:
+        """The blocks that would be evicted next and are not in the tier below."""
         pool = self._tiers.gpu
         if pool is None:
-            return np.empty(0, np.int64)
-        rows = trie.evictable(GPU, demotable=True)
-        rows = rows[(trie.whole[rows] & np.uint8(1 << GPU)) != 0]
-        clean = (trie.some[rows] & np.uint8((1 << CPU) | (1 << DISK))) != 0
-        short = pool.capacity // _CLEAN_SHARE - pool.free_count - int(clean.sum())
-        dirty = rows[~clean]
-        scores = self._residency.policy.scores(trie.last_used[dirty], trie.entered[dirty, GPU])
-        order: Rows = dirty[np.argsort(scores, kind="stable")]
-        return order[: max(short, 0)]
+            return []
+        residency = self._residency
+        want = pool.capacity // _CLEAN_SHARE - pool.free_count
+        victims = find_victims(residency.tries, GPU, want, residency.policy, demotable=True)
+        lacking = np.uint8(1 << below)
+        return [(trie, rows[(trie.some[rows] & lacking) == 0]) for trie, rows in victims]

@@ -23,9 +23,9 @@ RESTARTED = "restarted"
 
 
 def demo_command(
-    prefixes: Annotated[int, typer.Option(min=2, help="Different prefixes (prompt templates).")] = 24,
-    requests: Annotated[int, typer.Option(min=1, help="Requests, each with a random one of the prefixes.")] = 96,
-    prefix_tokens: Annotated[int, typer.Option(min=16, help="Length of a prefix.")] = 512,
+    prefixes: Annotated[int, typer.Option(min=2, help="Different prefixes (prompt templates).")] = 16,
+    requests: Annotated[int, typer.Option(min=1, help="Requests, each with a random one of the prefixes.")] = 128,
+    prefix_tokens: Annotated[int, typer.Option(min=16, help="Length of a prefix.")] = 768,
     seed: Annotated[int, typer.Option(help="Seed of prefixes, bodies and choices.")] = 0,
     json_file: Annotated[
         Path | None,
@@ -35,16 +35,14 @@ def demo_command(
     """Start a daemon with a small random model, show what the cache brings, and restart it.
 
     The same requests are sent without a cache, then with the three tiers and each policy of the queue, each
-    time to a fresh daemon. The GPU tier holds a sixth of the prefixes, the CPU tier a third, the disk all.
+    time to a fresh daemon. The GPU tier holds an eighth of the prefixes, the CPU tier a quarter, the disk all.
     Then the last daemon is restarted and asked again.
     """
     from prefixd.workloads.runner import run_in_order
     from prefixd.workloads.text_analysis import TextAnalysis, TierSizes
 
     workload = TextAnalysis(prefixes=prefixes, requests=requests, prefix_tokens=prefix_tokens, seed=seed)
-    tiers = TierSizes(
-        gpu_prefixes=max(2, prefixes // 6), cpu_prefixes=max(2, prefixes // 3), disk_prefixes=2 * prefixes
-    )
+    tiers = TierSizes(gpu_prefixes=max(2, prefixes // 8), cpu_prefixes=max(2, prefixes // 4), disk_prefixes=prefixes)
     figures = run_in_order(_demo(workload, tiers))
     _print_result(figures, workload, tiers)
     if json_file is not None:
@@ -72,11 +70,11 @@ async def _run_all(workload: TextAnalysis, tiers: TierSizes, directory: Path, pr
     daemon = daemon_for(last, workload, tiers, directory / last)
     progress.begin(f"{last}: starting a daemon", 0)
     async with daemon:
-        figures.append(await measure(last, daemon, workload, warm_up=True, progress=progress))
+        figures.append(await measure(last, daemon, workload, progress=progress))
         progress.begin(f"{last}: restarting the daemon", 0)
         await daemon.stop()
         await daemon.start()
-        figures.append(await measure(RESTARTED, daemon, workload, warm_up=False, progress=progress))
+        figures.append(await measure(RESTARTED, daemon, workload, progress=progress))
     return figures
 
 
@@ -114,10 +112,7 @@ def _print_result(figures: Sequence[Figures], workload: TextAnalysis, tiers: Tie
         f"After the restart {1 - restarted.miss_rate:.0%} of the prefix tokens came from what the daemon had left "
         "on disk."
     )
-    out.print(
-        "Tokens from a tier were not computed again. With a cache, each prefix was asked for once before the "
-        "clock started, except after the restart."
-    )
+    out.print("Tokens from a tier were not computed again. Each cache began empty, except after the restart.")
     out.print(
         "\nNext, in two terminals:\n"
         "  prefixd serve --embedded\n"

@@ -38,6 +38,9 @@ class CleanGroup(TyperGroup):
             # The reader (`head`, a pager) has seen enough. Python would complain when it flushes at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(0) from error
+        except OSError as error:
+            where = f": {error.filename}" if error.filename else ""
+            raise _end(f"{error.strerror or error}{where}", EXIT_FAILED) from error
         except KeyboardInterrupt as error:
             raise typer.Exit(EXIT_INTERRUPTED) from error
 

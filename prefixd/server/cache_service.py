@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from itertools import groupby
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 
 import prefixd
-from prefixd.cache import CPU, NamespaceSpec, PartSpec, Reservation, TieredCache, Trie
-from prefixd.errors import InvalidArgumentError, UnavailableError
-from prefixd.server.rpc import Context, abort, streaming, unary
+from prefixd.cache import CPU, Lease, NamespaceSpec, PartSpec, Reservation, TieredCache, Trie
+from prefixd.errors import InvalidArgumentError, PreconditionError, UnavailableError
+from prefixd.server.rpc import Context, abort, outlive, streaming, unary
 from prefixd.v1 import cache_pb2 as pb
 from prefixd.v1 import cache_pb2_grpc
 
 PIECE_BYTES = 1 << 20
+
+Grant = TypeVar("Grant", Lease | None, Reservation | int)
 
 
 class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
@@ -164,13 +167,13 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         return pb.PrefetchResponse(blocks=cache.prefetch(namespace, cache.chain(namespace, request.token_ids)))
 
     @streaming
-    async def Get(self, request: pb.GetRequest) -> AsyncIterator[pb.GetResponse]:
+    async def Get(self, request: pb.GetRequest) -> AsyncGenerator[pb.GetResponse, None]:
         """Reads with the bytes in the stream."""
         cache = self._cache
         session = cache.leases.session(request.session_id)
         namespace = cache.namespaces.get(request.namespace_id)
         parts = cache.check_parts(namespace, request.parts)
-        lease = await asyncio.shield(
+        lease = await self._granted(
             cache.acquire(
                 session,
                 namespace,
@@ -188,12 +191,13 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
             for row in lease.rows.tolist():
                 for part in parts:
                     nbytes = lease.trie.part_bytes[part]
-                    data = cache.tiers.arena.array(int(lease.trie.slots[row, CPU, part]), nbytes)
                     for start in range(0, nbytes, PIECE_BYTES):
+                        # While a piece was sent the session may have ended, and the slot with it.
+                        cache.leases.find(session, lease.id)
+                        data = cache.tiers.arena.array(int(lease.trie.slots[row, CPU, part]), nbytes)
                         yield pb.GetResponse(data=data[start : start + PIECE_BYTES].tobytes())
         finally:
-            if lease.id in session.grants:
-                cache.release(session, lease.id)
+            self._give_back(lease)
 
     async def Put(self, requests: AsyncIterator[pb.PutRequest], context: Context) -> pb.PutResponse:
         """Writes with the bytes in the stream."""
@@ -209,6 +213,8 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         if first is None or first.WhichOneof("content") != "header":
             raise InvalidArgumentError("the first message of Put has no header; send the header, then the data")
         header = first.header
+        if header.durable and cache.tiers.disk is None:
+            raise PreconditionError("durable Put without a disk tier; set disk.bytes or send without durable")
         session = cache.leases.session(header.session_id)
         namespace = cache.namespaces.get(header.namespace_id)
         parts = cache.check_parts(namespace, header.parts)
@@ -217,13 +223,12 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
             raise InvalidArgumentError(
                 f"first_block is {header.first_block}, but token_ids has {len(chain)} full blocks; send all tokens"
             )
-        reservation = await asyncio.shield(
+        reservation = await self._granted(
             cache.reserve(session, namespace, chain, parts=parts, ttl_s=cache.leases.max_ttl_s)
         )
         known = reservation if isinstance(reservation, int) else reservation.first_block
         if known < header.first_block:
-            if isinstance(reservation, Reservation):
-                cache.release(session, reservation.id)
+            self._give_back(reservation)
             raise InvalidArgumentError(
                 f"the stream begins at block {header.first_block}, but only {known} blocks before it are cached; "
                 f"begin at block {known} or earlier"
@@ -238,14 +243,13 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
                     f"bytes are {expected}; send whole blocks"
                 )
         except BaseException:
-            if isinstance(reservation, Reservation) and reservation.id in session.grants:
-                cache.release(session, reservation.id)
+            self._give_back(reservation)
             raise
         skipped = known - header.first_block
         if isinstance(reservation, int):
             return pb.PutResponse(duplicates=skipped)
         committed, duplicates = await asyncio.shield(
-            cache.commit(reservation, len(reservation.slots), durable=header.durable)
+            outlive(cache.commit(reservation, len(reservation.slots), durable=header.durable))
         )
         return pb.PutResponse(committed=committed, duplicates=duplicates + skipped)
 
@@ -262,6 +266,8 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
                 raise InvalidArgumentError("a message of Put after the first has no data; send one header only")
             data = np.frombuffer(message.data, np.uint8)
             received += len(data)
+            if isinstance(reservation, Reservation):  # if it ended while we waited, its slots are another's
+                self._cache.leases.find(reservation.session, reservation.id)
             left = min(skip, len(data))
             skip -= left
             data = data[left:]
@@ -274,6 +280,23 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
                 if filled == size:
                     index, filled = index + 1, 0
         return received
+
+    async def _granted(self, work: Coroutine[Any, Any, Grant]) -> Grant:
+        """What `work` grants. A caller that hangs up before it is granted gets it taken back."""
+        task = outlive(work)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(self._give_back_result)
+            raise
+
+    def _give_back_result(self, task: asyncio.Task[Grant]) -> None:
+        if not task.cancelled() and task.exception() is None:
+            self._give_back(task.result())
+
+    def _give_back(self, grant: Lease | Reservation | int | None) -> None:
+        if isinstance(grant, Lease | Reservation) and grant.id in grant.session.grants:
+            self._cache.release(grant.session, grant.id)
 
     def _take_work(self) -> None:
         if self._draining.is_set():

@@ -21,7 +21,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from prefixd.cache import TieredCache, Tiers
-from prefixd.errors import ConfigError
+from prefixd.errors import ConfigError, UnavailableError
 from prefixd.server import rpc
 from prefixd.server.admin_service import AdminService
 from prefixd.server.cache_service import PrefixCacheService
@@ -175,6 +175,7 @@ class Daemon:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection([*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
         tcp = await self._listen(server, path)
+        stack.push_async_callback(cache.write_back.flush)  # what clients committed while the daemon drained
         stack.push_async_callback(server.stop, 1.0)
         stack.callback(service.closing.set)
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
@@ -209,7 +210,11 @@ class Daemon:
             try:
                 await asyncio.wait_for(self.host.dispatcher.idle(), self.settings.server.drain_timeout_s)
             except TimeoutError:
-                log.warning("requests still run after %g s; they are ended", self.settings.server.drain_timeout_s)
+                seconds = self.settings.server.drain_timeout_s
+                log.warning("requests still run after %g s; they are ended", seconds)
+                await self.host.dispatcher.end_all(
+                    UnavailableError(f"the daemon drained for {seconds:g} s and ended the request; send it again")
+                )
             finished = self.host.dispatcher.finished - before
         written = await self.cache.write_back.flush()
         log.info("drained: %d requests finished, %d blocks written to disk", finished, written)

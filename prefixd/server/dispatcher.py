@@ -11,12 +11,14 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 
 import numpy as np
 
 from prefixd.cache import CPU, DISK, GPU, TieredCache
 from prefixd.cache.trie import Rows
-from prefixd.errors import UnavailableError
+from prefixd.errors import PrefixdError, UnavailableError
+from prefixd.server.load_meter import LoadMeter
 from prefixd.server.request import Ended, NewTokens, Request
 from prefixd.server.tracker import PrefixTracker
 from prefixd.worker.protocol import Cancel, Done, Extend, Start, Step, ToWorker
@@ -27,6 +29,8 @@ log = logging.getLogger(__name__)
 
 _RETRY_S = 0.02
 _ATTEMPTS = 3
+_SETBACKS = 8
+_END_S = 5.0
 
 
 class Dispatcher:
@@ -65,6 +69,7 @@ class Dispatcher:
         self._residency = cache.residency
         self._tracker = PrefixTracker(cache)
         self._cost = cost
+        self._meter = LoadMeter(clock)
         self._send = send
         self._clock = clock
         self._max_running = max_running
@@ -77,6 +82,7 @@ class Dispatcher:
         self._idle = asyncio.Event()
         self._idle.set()
         self._ready = False
+        self._stopping = False
         self._task: asyncio.Task[None] | None = None
 
     # -- life ---------------------------------------------------------------------------------------------------
@@ -87,8 +93,9 @@ class Dispatcher:
 
     async def stop(self) -> None:
         """Stops dispatching and fails what waits or runs."""
+        self._stopping = True  # not cancelled: it may be waiting for a copy, whose memory goes next
+        self._wake.set()
         if self._task is not None:
-            self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         await asyncio.gather(*(r.staging for r in self.waiting.values() if r.staging), return_exceptions=True)
         error = UnavailableError("the daemon is ending; send the request again when it is back")
@@ -102,6 +109,18 @@ class Dispatcher:
         for request in self.running.values():
             self._give_back(request)
         self.running.clear()
+
+    async def end_all(self, error: PrefixdError) -> None:
+        """Ends what waits and what runs; their callers get `error`. Returns when the worker has let go, or is slow."""
+        for request in list(self.waiting.values()):
+            self._withdraw(request)
+            request.events.put_nowait(error)
+        for request in self.running.values():
+            request.failure = error
+            self.cancel(request)
+        self._look()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.idle(), _END_S)
 
     async def idle(self) -> None:
         """Waits until nothing waits or runs."""
@@ -165,6 +184,8 @@ class Dispatcher:
         if request.preempted and done.reason == "cancelled" and not request.cancelled:
             self.preempted += 1
             self._put_back(request)
+        elif request.failure is not None:
+            request.events.put_nowait(request.failure)
         elif done.reason == "error":
             request.events.put_nowait(UnavailableError(f"the worker could not run the request: {done.detail}"))
         else:
@@ -180,7 +201,9 @@ class Dispatcher:
         for request in interrupted:
             self._give_back(request)
             request.attempts += 1
-            if request.cancelled:
+            if request.failure is not None:
+                request.events.put_nowait(request.failure)
+            elif request.cancelled:
                 request.events.put_nowait(Ended("cancelled"))
             elif gave_up or request.attempts >= _ATTEMPTS:
                 request.events.put_nowait(UnavailableError(f"the worker died ({why}); send the request again later"))
@@ -195,12 +218,17 @@ class Dispatcher:
     # -- dispatching --------------------------------------------------------------------------------------------
 
     async def _run(self) -> None:
-        while True:
+        while not self._stopping:
             await self._wake.wait()
             self._wake.clear()
-            if self._ready:
+            if self._taking:
                 await self._extend_starved()
                 await self._dispatch()
+
+    @property
+    def _taking(self) -> bool:
+        """Whether there is a worker to give requests to. It may die whenever we wait."""
+        return self._ready and not self._stopping
 
     async def _dispatch(self) -> None:
         if self._caching:
@@ -211,10 +239,15 @@ class Dispatcher:
         for request in self.waiting.values():
             if request.ready and id(request) not in inside:
                 self._unstage(request)
-        held = {frame for request in self.running.values() for frame in request.frames}
+        held: set[int] = set()
+        counted: set[int] = set()  # rows whose frames a running request, or one before in the window, needs anyway
+        for request in self.running.values():
+            held.update(request.frames, request.trie.slots[request.rows, GPU, 0].tolist())
+            counted.update(request.rows.tolist())
         budget = self._cache.tiers.frames.capacity - len(held)
-        counted: set[int] = set()
         for request in window:
+            if not self._taking:
+                break
             if request.id not in self.waiting:
                 continue  # cancelled while we waited for frames
             if not request.staged and request.next_key in self._computing:
@@ -251,20 +284,35 @@ class Dispatcher:
 
     async def _bring(self, request: Request, distance: int) -> None:
         trie, rows = request.trie, request.rows
-        began = self._clock()
+        missing = len(trie.missing(rows, GPU))
         there = 0
+        mark = self._meter.begin()
         try:
-            missing = len(trie.missing(rows, GPU))
             there = await self._residency.bring(trie, rows, GPU)
-            if distance != GPU:
-                self._cost.observe_load(Distance(distance), missing * trie.part_bytes[0], self._clock() - began)
         except SwapError as error:
-            log.error("the prefix of request %s could not be brought up, it is computed: %s", request.name, error)
+            log.error("the prefix of request %s could not be brought up: %s", request.name, error)
         finally:
-            if there < len(rows):  # no room, or a damaged block: the rest is computed
-                self._cache.unhold(trie, rows[there:], GPU)
-                request.rows = rows[:there]
-                request.cut = True
+            elapsed_s = self._meter.end(mark)
+            if there == len(rows):
+                self._cost.observe_load(Distance(distance), missing * trie.part_bytes[0], elapsed_s)
+                self._look()
+            else:
+                self._set_back(request, rows, there)
+
+    def _set_back(self, request: Request, rows: Rows, there: int) -> None:
+        """A prefix came up in part: a block was damaged, or frames were short for the moment.
+
+        It is looked up and staged again. When that does not help either, what is missing is computed.
+        """
+        request.setbacks += 1
+        if request.setbacks < _SETBACKS:
+            request.staging = None
+            self._unstage(request)
+            asyncio.get_running_loop().call_later(_RETRY_S, self._look)
+        else:
+            self._cache.unhold(request.trie, rows[there:], GPU)
+            request.rows = rows[:there]
+            request.cut = True
             self._look()
 
     def _unstage(self, request: Request) -> None:
@@ -305,7 +353,7 @@ class Dispatcher:
         fresh = await self._residency.take_frames(self._blocks(request) - len(request.rows))
         if fresh is None:
             return False
-        if request.id not in self.waiting:
+        if request.id not in self.waiting or not self._taking:  # cancelled, or the worker died while we waited
             self._cache.tiers.release(GPU, fresh)
             return True
         self.queue.remove(request.id)
@@ -409,8 +457,11 @@ class Dispatcher:
 
     def _preempt(self) -> None:
         """Frees frames by taking back the request that was handed over last; its blocks stay cached."""
-        if len(self.running) > 1 and not any(request.preempted for request in self.running.values()):
-            youngest = next(reversed(self.running.values()))
+        if any(request.preempted for request in self.running.values()):
+            return
+        youngest = next(reversed(self.running.values()))
+        # Alone it fits, unless it filled blocks that another had recorded: it then has them twice until it starts over.
+        if len(self.running) > 1 or not youngest.own.isdisjoint(youngest.frames[: youngest.recorded]):
             youngest.preempted = True
             log.info("request %s is preempted: the GPU tier has no frame left", youngest.name)
             self._send(Cancel(youngest.id))

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import math
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from prefixd.worker.protocol import Hello, Sampling
 from prefixd_scheduler import QueuedRequest
 
 DEFAULT_MAX_TOKENS = 16
+_LONGEST_NAME = 256
 _REASONS: dict[str, pb.FinishReason] = {
     "stop": pb.FINISH_REASON_STOP,
     "length": pb.FINISH_REASON_LENGTH,
@@ -85,12 +86,12 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self._ids = itertools.count(1)
 
     @streaming
-    async def Generate(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
+    async def Generate(self, request: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateResponse, None]:
         """Runs a prompt and streams its tokens."""
         dispatcher = self._need_dispatcher()
-        if self._draining.is_set():
-            raise UnavailableError("the daemon drains and takes no new requests; try again when it is back")
+        self._take_work()
         model = await self._model()
+        self._take_work()  # the model may have taken a while to load
         live = self._build(request, model)
         if live.name in self._by_name:
             raise AlreadyExistsError(f"request_id {live.name!r} is running; choose another or leave it empty")
@@ -129,21 +130,24 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         return pb.CancelResponse(cancelled=live is not None)
 
     def _build(self, request: pb.GenerateRequest, model: ServedModel) -> Request:
+        if len(request.request_id) > _LONGEST_NAME:
+            raise InvalidArgumentError(
+                f"request_id has {len(request.request_id)} characters; choose one of at most {_LONGEST_NAME}"
+            )
         ids = self._prompt(request, model)
-        sampling = _sampling(request.sampling, model.hello)
         limit = model.hello.max_model_tokens
         if len(ids) >= limit:
             raise InvalidArgumentError(
                 f"the prompt has {len(ids)} tokens, but the model takes {limit} with the output; "
                 f"send at most {limit - 1}"
             )
+        sampling = _sampling(request.sampling, model.hello, limit - len(ids))
         block_tokens = model.hello.block_tokens
-        longest = min(len(ids) + sampling.max_tokens, limit)
-        blocks = -(-longest // block_tokens) + 1
-        if blocks > model.frames:
+        longest = len(ids) + sampling.max_tokens
+        if longest > model.frames * block_tokens:
             raise ExhaustedError(
                 f"prompt and output need up to {longest} tokens, but the GPU tier holds "
-                f"{(model.frames - 1) * block_tokens}; shorten the prompt, lower max_tokens or raise gpu.bytes"
+                f"{model.frames * block_tokens}; shorten the prompt, lower max_tokens or raise gpu.bytes"
             )
         namespace = self._cache.register(model.salted(request.salt))
         chain = self._cache.chain(namespace, ids.tobytes())
@@ -192,6 +196,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             resumed=live.resumed,
         )
 
+    def _take_work(self) -> None:
+        if self._draining.is_set():
+            raise UnavailableError("the daemon drains and takes no new requests; try again when it is back")
+
     def _need_dispatcher(self) -> Dispatcher:
         if self._dispatcher is None:
             raise UnsupportedError(
@@ -200,7 +208,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         return self._dispatcher
 
 
-def _sampling(wanted: pb.SamplingParams, hello: Hello) -> Sampling:
+def _sampling(wanted: pb.SamplingParams, hello: Hello, room: int) -> Sampling:
+    """Checked parameters, for an output of at most `room` tokens."""
     if wanted.temperature < 0 or not math.isfinite(wanted.temperature):
         raise InvalidArgumentError(f"temperature is {wanted.temperature}; it must be 0 (greedy) or positive")
     if not 0 <= wanted.top_p <= 1:
@@ -209,7 +218,7 @@ def _sampling(wanted: pb.SamplingParams, hello: Hello) -> Sampling:
         if token >= hello.vocab_size:
             raise InvalidArgumentError(f"stop token id {token} is outside the vocabulary of {hello.vocab_size}")
     return Sampling(
-        max_tokens=wanted.max_tokens or DEFAULT_MAX_TOKENS,
+        max_tokens=min(wanted.max_tokens or DEFAULT_MAX_TOKENS, room),
         temperature=wanted.temperature,
         top_p=wanted.top_p or 1.0,
         # Chosen here, so that a run that is taken up again samples the same tokens.

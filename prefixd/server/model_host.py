@@ -100,7 +100,10 @@ class ModelHost:
         """Waits for the model. Raises UnavailableError when its worker was given up."""
         if self._model is None:
             raise UnavailableError("the model is not being loaded; start the daemon's worker first")
-        model = await asyncio.shield(self._model)
+        try:
+            model = await asyncio.shield(self._model)
+        except ConfigError as error:  # the operator's mistake, not the caller's
+            raise UnavailableError(f"the model cannot be served: {error}") from error
         if self.worker.failure:
             raise UnavailableError(f"the worker was given up: {self.worker.failure}")
         return model

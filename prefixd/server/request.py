@@ -10,6 +10,7 @@ import numpy as np
 
 from prefixd.cache import BlockChain, Namespace, Trie
 from prefixd.cache.trie import Rows
+from prefixd.errors import PrefixdError
 from prefixd.worker.protocol import Sampling
 from prefixd_scheduler import QueuedRequest
 
@@ -50,6 +51,7 @@ class Request:
         claimed: while running, the prompt's blocks that this run computes for everybody.
         cut: `rows` is shorter than what is cached, on purpose or because the rest could not be brought up.
         own: frames that belong to this run and to no trie.
+        failure: what the caller is told instead of the reason for which a run that was ended from outside ended.
         hit_tokens: prompt tokens found, by tier, when the request was looked up for its turn.
     """
 
@@ -77,7 +79,9 @@ class Request:
     first_token_s: float | None = None
     resumed: int = 0
     attempts: int = 0
+    setbacks: int = 0
     cancelled: bool = False
+    failure: PrefixdError | None = None
     preempted: bool = False
     extending: bool = False
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import aclosing
 from typing import Any, NoReturn, TypeVar
 
 import grpc
@@ -20,11 +21,14 @@ Request = TypeVar("Request")
 Response = TypeVar("Response")
 Context = Any  # grpc.aio.ServicerContext is generic in what our handlers never name
 
+# gRPC sends the message percent-encoded in a header, and a client refuses headers of more than 8 KiB.
+_MESSAGE_CHARACTERS = 600
+
 _working: set[asyncio.Task[Any]] = set()
 
 
 def unary(
-    method: Callable[[Any, Request], Awaitable[Response]],
+    method: Callable[[Any, Request], Coroutine[Any, Any, Response]],
 ) -> Callable[[Any, Request, Context], Awaitable[Response]]:
     """Turns `async def f(self, request) -> response` into a handler.
 
@@ -34,9 +38,7 @@ def unary(
 
     @functools.wraps(method)
     async def handler(self: Any, request: Request, context: Context) -> Response:
-        task = asyncio.ensure_future(method(self, request))
-        _working.add(task)
-        task.add_done_callback(_finished)
+        task = outlive(method(self, request))
         try:
             return await asyncio.shield(task)
         except Exception as error:
@@ -46,15 +48,16 @@ def unary(
 
 
 def streaming(
-    method: Callable[[Any, Any], AsyncIterator[Response]],
-) -> Callable[[Any, Any, Context], AsyncIterator[Response]]:
-    """Turns `async def f(self, request) -> AsyncIterator[response]` into a handler; the work ends with the call."""
+    method: Callable[[Any, Any], AsyncGenerator[Response, None]],
+) -> Callable[[Any, Any, Context], AsyncGenerator[Response, None]]:
+    """Turns `async def f(self, request) -> AsyncGenerator[response]` into a handler; the work ends with the call."""
 
     @functools.wraps(method)
-    async def handler(self: Any, request: Any, context: Context) -> AsyncIterator[Response]:
+    async def handler(self: Any, request: Any, context: Context) -> AsyncGenerator[Response, None]:
         try:
-            async for response in method(self, request):
-                yield response
+            async with aclosing(method(self, request)) as responses:
+                async for response in responses:
+                    yield response
         except Exception as error:
             await abort(context, error)
 
@@ -76,8 +79,16 @@ async def abort(context: Context, error: Exception) -> NoReturn:
         await context.abort(
             grpc.StatusCode.INTERNAL, f"{type(error).__name__} in the daemon; its log says where. Please report it"
         )
-    await context.abort(code, str(error))
+    await context.abort(code, _short(str(error)))
     raise AssertionError("abort does not return")
+
+
+def outlive(work: Coroutine[Any, Any, Response]) -> asyncio.Task[Response]:
+    """Starts work that goes on when its caller has gone; `settle` waits for it."""
+    task = asyncio.ensure_future(work)
+    _working.add(task)
+    task.add_done_callback(_finished)
+    return task
 
 
 async def settle() -> None:
@@ -90,3 +101,11 @@ def _finished(task: asyncio.Task[Any]) -> None:
     _working.discard(task)
     if not task.cancelled():
         task.exception()  # the caller has had it, or has gone
+
+
+def _short(message: str) -> str:
+    """A message that repeats what it was sent can be of any length; its beginning and its remedy are kept."""
+    if len(message) <= _MESSAGE_CHARACTERS:
+        return message
+    half = _MESSAGE_CHARACTERS // 2
+    return f"{message[:half]} ... {message[-half:]}"

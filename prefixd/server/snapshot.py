@@ -18,6 +18,7 @@ from prefixd.server.dispatcher import Dispatcher
 from prefixd.server.worker_process import WorkerProcess, WorkerState
 from prefixd.v1 import admin_pb2 as pb
 from prefixd.v1 import cache_pb2
+from prefixd_swap import round_to_slot
 
 _STATES = {
     WorkerState.STARTING: pb.WorkerStats.STATE_STARTING,
@@ -106,7 +107,7 @@ class Snapshot:
         elif tier == CPU:
             capacity, used = tiers.arena.capacity_bytes, tiers.arena.used_bytes
             in_flight = used - sum(
-                int((trie.slots[: trie.rows, CPU] >= 0).sum(axis=0) @ np.array(trie.part_bytes))
+                int((trie.slots[: trie.rows, CPU] >= 0).sum(axis=0) @ [round_to_slot(size) for size in trie.part_bytes])
                 for trie in self.cache.tries
             )
         else:

@@ -10,6 +10,7 @@ import socket
 import sys
 from collections.abc import Callable
 
+from prefixd.errors import PrefixdError
 from prefixd.worker.protocol import (
     Done,
     Failed,
@@ -24,7 +25,7 @@ from prefixd.worker.protocol import (
     from_worker,
 )
 from prefixd.worker.settings import WorkerSettings, encode_settings
-from prefixd_swap import FramePool, send_export
+from prefixd_swap import FramePool, SwapError, send_export
 
 log = logging.getLogger(__name__)
 
@@ -119,6 +120,8 @@ class WorkerProcess:
         while not self._stopping.is_set():
             try:
                 why = await self._live()
+            except (PrefixdError, SwapError) as error:
+                why = str(error)
             except Exception as error:
                 log.error("the worker could not be run", exc_info=error)
                 why = f"{type(error).__name__}: {error}"
@@ -182,12 +185,7 @@ class WorkerProcess:
         elif isinstance(message, Done):
             self._on_done(message)
         elif isinstance(message, Hello):
-            frames = self._on_hello(message)
-            export = frames.memory.export()
-            self.send(Memory(export.meta, export.count, frames.first_chunk))
-            if self._writer is not None:
-                await self._writer.drain()
-            await asyncio.get_running_loop().run_in_executor(None, send_export, ours, export)
+            await self._hand_over(self._on_hello(message), ours)
         elif isinstance(message, Ready):
             self.state = WorkerState.READY
             self._was_ready = True
@@ -195,3 +193,16 @@ class WorkerProcess:
             self._on_ready()
         elif isinstance(message, Failed):
             self._last_words = message.detail
+
+    async def _hand_over(self, frames: FramePool, ours: socket.socket) -> None:
+        """Gives the worker the GPU tier. One that ended meanwhile has said why, which is still to be read."""
+        export = frames.memory.export()
+        self.send(Memory(export.meta, export.count, frames.first_chunk))
+        try:
+            with ours.dup() as door:  # the stream closes its own socket as soon as it finds the worker gone
+                if self._writer is not None:
+                    await self._writer.drain()
+                await asyncio.get_running_loop().run_in_executor(None, send_export, door, export)
+        except (OSError, SwapError) as error:
+            log.debug("the worker did not take the GPU tier's memory: %s", error)
+            self._last_words = self._last_words or str(error)

@@ -46,7 +46,6 @@ class HitTokens:
 class Figures:
     """A run's figures.
 
-    requests_per_s counts the measured requests alone; warm_up_s is what the requests before them took.
     miss_rate is the share of the prefixes' tokens that had to be computed.
     output_digest covers the output tokens of all requests in the order of the requests.
     """
@@ -54,7 +53,6 @@ class Figures:
     name: str
     requests: int
     elapsed_s: float
-    warm_up_s: float
     requests_per_s: float
     ttft_s: Quantiles
     hit_tokens: HitTokens
@@ -66,9 +64,7 @@ class Figures:
         return asdict(self)
 
 
-def summarise(
-    name: str, results: Sequence[RequestResult], *, elapsed_s: float, warm_up_s: float, prefix_tokens: int
-) -> Figures:
+def summarise(name: str, results: Sequence[RequestResult], *, elapsed_s: float, prefix_tokens: int) -> Figures:
     """The figures of `results`, at least one, in the requests' order; prefixes are `prefix_tokens` long."""
     hits = HitTokens(
         gpu=sum(result.gpu_tokens for result in results),
@@ -81,7 +77,6 @@ def summarise(
         name=name,
         requests=len(results),
         elapsed_s=elapsed_s,
-        warm_up_s=warm_up_s,
         requests_per_s=len(results) / elapsed_s,
         ttft_s=Quantiles(quantile(waits, 0.5), quantile(waits, 0.95)),
         hit_tokens=hits,

@@ -65,13 +65,10 @@ def daemon_for(config: str, workload: TextAnalysis, tiers: TierSizes, directory:
     return DaemonProcess(directory, overrides)
 
 
-async def measure(
-    name: str, daemon: DaemonProcess, workload: TextAnalysis, *, warm_up: bool, progress: Progress
-) -> Figures:
-    """Sends the requests, all at once, to a started daemon; its queue orders them.
+async def measure(name: str, daemon: DaemonProcess, workload: TextAnalysis, *, progress: Progress) -> Figures:
+    """Streams the requests to a started daemon, `workload.outstanding` at a time; its queue orders them.
 
-    With `warm_up` each prefix is asked for once before the clock starts, so that the run finds the tiers as
-    those of a daemon that has served for a while: full. Raises DaemonFailed.
+    Raises DaemonFailed.
     """
     from prefixd.client import AsyncClient, ClientError
 
@@ -80,21 +77,13 @@ async def measure(
             progress.begin(f"{name}: loading the model", 0)
             # Less than a block: nothing of it is cached.
             await _send(client, [FIRST_TOKEN], 1)
+            progress.begin(f"{name}: {workload.requests} requests", workload.requests)
             began = time.monotonic()
-            if warm_up:
-                prompts = workload.warm_up_prompts()
-                progress.begin(f"{name}: each prefix once", len(prompts))
-                await _send_all(client, prompts, workload.output_tokens, progress.advance)
-            warm = time.monotonic()
-            prompts = workload.prompts()
-            progress.begin(f"{name}: {len(prompts)} requests", len(prompts))
-            results = await _send_all(client, prompts, workload.output_tokens, progress.advance)
-            ended = time.monotonic()
+            results = await _send_all(client, workload, progress.advance)
+            elapsed_s = time.monotonic() - began
     except ClientError as error:
         raise DaemonFailed(f"the daemon failed: {error}{daemon.last_words()}") from error
-    return summarise(
-        name, results, elapsed_s=ended - warm, warm_up_s=warm - began, prefix_tokens=workload.prefix_tokens
-    )
+    return summarise(name, results, elapsed_s=elapsed_s, prefix_tokens=workload.prefix_tokens)
 
 
 async def run_config(
@@ -103,20 +92,21 @@ async def run_config(
     """One of CONFIGS on a fresh daemon in the empty `directory`. Raises DaemonFailed."""
     progress.begin(f"{config}: starting a daemon", 0)
     async with daemon_for(config, workload, tiers, directory) as daemon:
-        return await measure(config, daemon, workload, warm_up=config != "no-cache", progress=progress)
+        return await measure(config, daemon, workload, progress=progress)
 
 
-async def _send_all(
-    client: AsyncClient, prompts: Sequence[Sequence[int]], output_tokens: int, finished: Callable[[], None]
-) -> list[RequestResult]:
+async def _send_all(client: AsyncClient, workload: TextAnalysis, finished: Callable[[], None]) -> list[RequestResult]:
+    places = asyncio.Semaphore(workload.outstanding)
+
     async def send(prompt: Sequence[int]) -> RequestResult:
-        result = await _send(client, prompt, output_tokens)
+        async with places:
+            result = await _send(client, prompt, workload.output_tokens)
         finished()
         return result
 
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(send(prompt)) for prompt in prompts]
+            tasks = [group.create_task(send(prompt)) for prompt in workload.prompts()]
     except ExceptionGroup as errors:
         # The first failure ended the others; one is enough to tell.
         raise errors.exceptions[0] from errors

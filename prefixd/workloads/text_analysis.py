@@ -26,19 +26,21 @@ CONFIGS = ("no-cache", "fcfs", "fpf", "relaxed-fpf")
 class TextAnalysis:
     """The requests: the same arguments give the same prompts.
 
-    Lengths are in tokens. `prefix_tokens` should be whole blocks: only those can be found again.
+    Lengths are in tokens. `prefix_tokens` should be whole blocks: only those can be found again. `outstanding` is how
+    many requests are sent before the first of them has been answered: what the daemon's queue can choose from.
     """
 
     prefixes: int
     requests: int
-    prefix_tokens: int = 512
-    body_tokens: int = 32
-    output_tokens: int = 4
+    prefix_tokens: int = 768
+    body_tokens: int = 16
+    output_tokens: int = 2
+    outstanding: int = 64
     seed: int = 0
 
     def __post_init__(self) -> None:
         """Raises ValueError for sizes below 1."""
-        for name in ("prefixes", "requests", "prefix_tokens", "body_tokens", "output_tokens"):
+        for name in ("prefixes", "requests", "prefix_tokens", "body_tokens", "output_tokens", "outstanding"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be at least 1")
 
@@ -48,11 +50,6 @@ class TextAnalysis:
         prefixes = self._prefixes()
         return [source.choice(prefixes) + _tokens(source, self.body_tokens) for _ in range(self.requests)]
 
-    def warm_up_prompts(self) -> list[list[int]]:
-        """One prompt a prefix, with bodies that no other prompt has."""
-        source = random.Random(f"warm-up {self.seed}")
-        return [prefix + _tokens(source, self.body_tokens) for prefix in self._prefixes()]
-
     def _prefixes(self) -> list[list[int]]:
         source = random.Random(f"prefixes {self.seed}")
         return [_tokens(source, self.prefix_tokens) for _ in range(self.prefixes)]
@@ -60,12 +57,16 @@ class TextAnalysis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSizes:
-    """Room in each tier, in prefixes; on the GPU the `running` requests' own tokens have room beside them."""
+    """Room in each tier, in prefixes.
+
+    Bodies and outputs are cached like everything else: in the CPU and disk tiers a prefix has its share of them beside
+    it, in the GPU tier the `running` requests have theirs.
+    """
 
     gpu_prefixes: int
     cpu_prefixes: int
     disk_prefixes: int
-    running: int = 4
+    running: int = 8
 
     def overrides(self, workload: TextAnalysis) -> dict[str, Any]:
         """The settings, by dotted name, that give a daemon these tiers for `workload`."""
@@ -73,10 +74,11 @@ class TierSizes:
         prefix = prefix_blocks * BLOCK_BYTES
         longest = workload.prefix_tokens + workload.body_tokens + workload.output_tokens
         beside = (_blocks(longest) - prefix_blocks + 1) * BLOCK_BYTES
+        kept = (longest // BLOCK_TOKENS - prefix_blocks) * -(-workload.requests // workload.prefixes) * BLOCK_BYTES
         return {
             "gpu.bytes": self.gpu_prefixes * prefix + self.running * beside,
-            "cpu.bytes": self.cpu_prefixes * prefix,
-            "disk.bytes": self.disk_prefixes * prefix,
+            "cpu.bytes": self.cpu_prefixes * (prefix + kept),
+            "disk.bytes": self.disk_prefixes * (prefix + kept),
             "worker.block_tokens": BLOCK_TOKENS,
             "worker.max_running": self.running,
         }

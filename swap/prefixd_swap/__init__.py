@@ -25,6 +25,7 @@ from prefixd_swap.errors import (
 from prefixd_swap.eviction import EvictionPolicy, choose_victims, create_eviction_policy
 from prefixd_swap.geometry import KvGeometry
 from prefixd_swap.slab_store import SlabStore
+from prefixd_swap.slots import round_to_slot
 from prefixd_swap.spans import Span
 from prefixd_swap.vmem import FrameId, FramePool, VirtualMemory, create_memory, send_export
 
@@ -58,6 +59,7 @@ __all__ = [
     "create_eviction_policy",
     "create_memory",
     "register_host",
+    "round_to_slot",
     "send_export",
     "unregister_host",
 ]

@@ -285,7 +285,9 @@ class Rig:
             return
         there = {(r.namespace, r.key): tuple(p.slot for p in r.parts if p) for r in self.store.records()}
         known = {
-            (self.cache.namespaces.at(int(trie.namespace[row])).id, trie.key(row)): tuple(trie.slots[row, DISK].tolist())
+            (self.cache.namespaces.at(int(trie.namespace[row])).id, trie.key(row)): tuple(
+                trie.slots[row, DISK].tolist()
+            )
             for trie in self.cache.tries
             for row in trie.used_rows().tolist()
             if trie.some[row] & (1 << DISK)

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from prefixd.cache.keys import BlockChain, xxh3_digest
 
-tokens = st.lists(st.integers(0, 2**32 - 1), max_size=40).map(lambda ids: b"".join(i.to_bytes(4, "little") for i in ids))
+tokens = st.lists(st.integers(0, 2**32 - 1), max_size=40).map(
+    lambda ids: b"".join(i.to_bytes(4, "little") for i in ids)
+)
 
 
 @given(tokens, st.integers(1, 5), st.integers(0, 2**64 - 1))

@@ -135,9 +135,9 @@ def test_mistakes_are_answered_in_one_line(serving: object, prefixd: Prefixd) ->
 
 def test_a_second_daemon_on_the_same_socket_is_refused(serving: object, prefixd: Prefixd) -> None:
     result = prefixd("serve", *SIZES[2:], "--log-level", "error")
-    assert result.returncode in (1, 2)
-    assert "Traceback" not in result.stderr
-    assert result.stderr.count("prefixd: ") == 1
+    assert result.returncode == 2
+    assert result.stderr.startswith("prefixd: ") and result.stderr.count("\n") == 1
+    assert "in use" in result.stderr
     assert prefixd("stats").returncode == 0
 
 
@@ -172,7 +172,7 @@ def test_the_demo(prefixd: Prefixd, home: Path) -> None:
     result = prefixd("demo", "--prefixes", "4", "--requests", "8", "--prefix-tokens", "64", "--json", "demo.json")
     assert result.returncode == 0, result.stderr
     assert "All answers are the same, token for token." in result.stdout
-    assert "After the restart 100% of the prefix tokens" in result.stdout
+    assert "of the prefix tokens came from what the daemon had left on disk" in result.stdout
     assert "prefixd serve --embedded" in result.stdout
     figures = json.loads((home / "demo.json").read_text())
     assert figures["same_answers"] is True
@@ -181,7 +181,9 @@ def test_the_demo(prefixd: Prefixd, home: Path) -> None:
     no_cache, *cached = figures["configs"]
     assert (sum(no_cache["hit_tokens"].values()), no_cache["miss_rate"]) == (0, 1.0)
     for run in cached:
-        assert run["miss_rate"] == 0.0, run
+        # Not 0: where loading would take longer than computing, the daemon computes.
+        assert run["miss_rate"] < 0.5, run
+    assert cached[-1]["hit_tokens"]["disk"] > 0
 
 
 def test_a_demo_that_is_ended_takes_its_daemon_with_it(environment: dict[str, str], home: Path) -> None:
@@ -204,6 +206,6 @@ def test_a_demo_that_is_ended_takes_its_daemon_with_it(environment: dict[str, st
         errors = process.stderr.read()
         assert process.wait(60) == 128 + signal.SIGTERM
     assert "Traceback" not in errors
-    assert list(temporary.iterdir()) == []
+    assert list(temporary.glob("prefixd*")) == []
     with pytest.raises(ProcessLookupError):
         os.kill(daemon, 0)

@@ -186,6 +186,15 @@ def test_the_configured_socket_is_the_default_address(cli: Cli, tmp_path: Any) -
     assert f"{tmp_path}/mine.sock" in cli("stats").stderr
 
 
+def test_a_file_that_cannot_be_opened_is_one_line(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", str(tmp_path / "secret"))
+
+    monkeypatch.setattr("prefixd.settings.Settings.load", refuse)
+    result = cli("stats")
+    assert (result.exit_code, result.stderr) == (1, f"prefixd: Permission denied: {tmp_path}/secret\n")
+
+
 def test_the_daemons_refusal_is_one_line(cli: Cli, daemon: Any) -> None:
     daemon.failure = (grpc.StatusCode.NOT_FOUND, "no prefix abcd;\n`prefixd ls` lists them")
     result = cli("inspect", "abcd", "--address", daemon.address)

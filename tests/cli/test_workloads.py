@@ -34,9 +34,6 @@ def test_prompts_are_a_shared_prefix_and_a_body_of_their_own() -> None:
     prefixes = {tuple(prompt[:64]) for prompt in prompts}
     assert len(prefixes) == 4
     assert len({tuple(prompt[64:]) for prompt in prompts}) == 32
-    warm_up = workload.warm_up_prompts()
-    assert {tuple(prompt[:64]) for prompt in warm_up} == prefixes and len(warm_up) == 4
-    assert not {tuple(prompt) for prompt in warm_up} & {tuple(prompt) for prompt in prompts}
 
 
 def test_sizes_below_one_are_refused() -> None:
@@ -70,7 +67,7 @@ def test_every_configuration_is_one_the_daemon_accepts(config: str) -> None:
 
 def test_figures_add_up() -> None:
     results = [RequestResult((1, 2), ttft_s=0.1 * n, gpu_tokens=64, cpu_tokens=32, disk_tokens=0) for n in range(1, 21)]
-    figures = summarise("fpf", results, elapsed_s=4.0, warm_up_s=1.0, prefix_tokens=128)
+    figures = summarise("fpf", results, elapsed_s=4.0, prefix_tokens=128)
     assert figures.requests_per_s == 5.0
     assert figures.miss_rate == pytest.approx(0.25)
     assert (figures.ttft_s.p50, figures.ttft_s.p95) == (pytest.approx(1.0), pytest.approx(1.9))
@@ -110,4 +107,4 @@ async def test_the_users_configuration_does_not_reach_the_daemon(
 def test_a_body_that_is_known_too_makes_up_for_no_prefix() -> None:
     whole = RequestResult((1,), ttft_s=1.0, gpu_tokens=160, cpu_tokens=0, disk_tokens=0)
     missed = RequestResult((1,), ttft_s=1.0, gpu_tokens=0, cpu_tokens=0, disk_tokens=0)
-    assert summarise("fpf", [whole, missed], elapsed_s=1, warm_up_s=0, prefix_tokens=128).miss_rate == 0.5
+    assert summarise("fpf", [whole, missed], elapsed_s=1, prefix_tokens=128).miss_rate == 0.5

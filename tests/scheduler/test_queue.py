@@ -94,9 +94,7 @@ def test_time_alone_changes_the_order_of_relaxed_fpf() -> None:
     arrivals=st.lists(st.tuples(st.integers(0, 50), st.sampled_from(Distance)), max_size=60),
     n=st.integers(0, 70),
 )
-def test_a_window_is_the_head_of_the_whole_order(
-    policy: str, arrivals: list[tuple[int, Distance]], n: int
-) -> None:
+def test_a_window_is_the_head_of_the_whole_order(policy: str, arrivals: list[tuple[int, Distance]], n: int) -> None:
     queue = RequestQueue(create_policy(policy), 100)
     for id, (arrival_s, distance) in enumerate(arrivals):
         queue.push(request(id, float(arrival_s), distance))

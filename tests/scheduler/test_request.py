@@ -21,7 +21,5 @@ def test_missing_tokens() -> None:
 
 @pytest.mark.parametrize(("prompt", "cached"), [(10, 11), (10, -1), (-1, 0)])
 def test_counts_outside_their_range_are_refused_with_the_value(prompt: int, cached: int) -> None:
-    with pytest.raises(
-        InvalidValueError, match=f"request 7 has {cached} cached of {prompt} prompt tokens; pass"
-    ):
+    with pytest.raises(InvalidValueError, match=f"request 7 has {cached} cached of {prompt} prompt tokens; pass"):
         QueuedRequest(id=7, arrival_s=0.0, prompt_tokens=prompt, cached_tokens=cached)

@@ -134,9 +134,7 @@ class Remote:
         return self.cache.RegisterNamespace(cache_pb2.RegisterNamespaceRequest(namespace=wanted)).namespace_id
 
     def put(self, session: str, namespace: bytes, tokens: Sequence[int], data: bytes, **header: Any) -> Any:
-        first = cache_pb2.PutHeader(
-            session_id=session, namespace_id=namespace, token_ids=token_bytes(tokens), **header
-        )
+        first = cache_pb2.PutHeader(session_id=session, namespace_id=namespace, token_ids=token_bytes(tokens), **header)
         messages = [cache_pb2.PutRequest(header=first)]
         messages += [cache_pb2.PutRequest(data=data[i : i + 50_000]) for i in range(0, len(data), 50_000)]
         return self.cache.Put(iter(messages), timeout=WAIT_S)
@@ -254,6 +252,8 @@ def with_model(model_directory: Path) -> dict[str, str | int]:
         "GPU__DEVICE": "cpu",
         "CPU__BYTES": "16MiB",
         "DISK__BYTES": "64MiB",
+        # This model computes faster than a disk reads.
+        "SCHEDULER__RECOMPUTE_IF_SLOWER": "false",
     }
 
 
@@ -271,7 +271,8 @@ def launch() -> Iterator[Callable[..., Remote]]:
     yield start
     for remote in running:
         remote.channel.close()
-        if os.environ.get("KEEPLOG"): shutil.copy(remote.daemon.log, os.environ["KEEPLOG"])
+        if os.environ.get("KEEPLOG") and remote.daemon.log.exists():
+            shutil.copy(remote.daemon.log, os.environ["KEEPLOG"])
         remote.daemon.__exit__(None, None, None)
 
 
@@ -280,6 +281,7 @@ def model_daemon(with_model: dict[str, str | int]) -> Iterator[Remote]:
     """A daemon with the small model that many modules share."""
     settings = {**with_model, "GPU__BYTES": "4MiB", "SERVER__TCP": "127.0.0.1:0"}
     with Daemon(settings) as daemon, Remote(daemon) as remote:
+        remote.until(lambda stats: stats.worker.state == admin_pb2.WorkerStats.STATE_READY)
         yield remote
 
 

@@ -131,7 +131,7 @@ def test_a_model_that_cannot_be_loaded_is_one_clear_line(
         shutil.copy(model_directory / "config.json", tmp_path)
     remote = launch({**with_model, "WORKER__MODEL": str(tmp_path), "DISK__BYTES": 0})
     remote.until(lambda stats: stats.worker.state == FAILED)
-    with refused("UNAVAILABLE|INVALID_ARGUMENT".split("|")[0], "given up|lacks", str(tmp_path)):
+    with refused("UNAVAILABLE", str(tmp_path)):
         remote.generate([1, 2, 3])
     log = remote.daemon.log.read_text()
     assert "Traceback" not in log

@@ -32,9 +32,7 @@ def test_random_repeats_with_its_seed_and_changes_between_calls() -> None:
 
 def test_a_revealed_parent_competes_at_once() -> None:
     # 0 <- 1 and 2: once 1 is gone its parent 0 is older than 2.
-    victims = choose_victims(
-        2, np.array([1, 2]), np.array([1.0, 9.0]), lambda row: (0, 5.0) if row == 1 else None
-    )
+    victims = choose_victims(2, np.array([1, 2]), np.array([1.0, 9.0]), lambda row: (0, 5.0) if row == 1 else None)
     assert victims == [1, 0]
 
 
@@ -67,9 +65,7 @@ def brute_force(count: int, parents: list[int], scores: list[float], pinned: set
 
 
 @given(forests(), st.integers(0, 35))
-def test_victims_are_those_of_the_definition(
-    forest: tuple[list[int], list[float], set[int]], count: int
-) -> None:
+def test_victims_are_those_of_the_definition(forest: tuple[list[int], list[float], set[int]], count: int) -> None:
     parents, scores, pinned = forest
     children = [parents.count(row) for row in range(len(parents))]
 

@@ -158,9 +158,7 @@ def test_the_capacity_is_filled_exactly_and_never_exceeded(store: SlabStore, tmp
     assert store.room(8192) == 0
     sizes = [path.stat().st_size for path in (tmp_path / "store" / "slabs").iterdir()]
     assert sum(sizes) == 64 * PAGE
-    assert all(
-        path.stat().st_blocks * 512 >= path.stat().st_size for path in (tmp_path / "store/slabs").iterdir()
-    )
+    assert all(path.stat().st_blocks * 512 >= path.stat().st_size for path in (tmp_path / "store/slabs").iterdir())
     store.check_integrity()
 
 
@@ -303,9 +301,7 @@ def test_a_failed_write_leaks_nothing(
     store.check_integrity()
 
 
-def test_a_slab_whose_sync_failed_is_not_trusted_again(
-    store: SlabStore, faults: Faults, tmp_path: Path
-) -> None:
+def test_a_slab_whose_sync_failed_is_not_trusted_again(store: SlabStore, faults: Faults, tmp_path: Path) -> None:
     """The kernel reports a lost page once: another writer's next sync would succeed over lost data."""
     kept = put(store, 0, b"kept")
     failed_slab = next((tmp_path / "store" / "slabs").iterdir())
@@ -314,9 +310,7 @@ def test_a_slab_whose_sync_failed_is_not_trusted_again(
         put(store, 1, b"lost")
     del faults.fail["fdatasync"]
     record = put(store, 2, b"elsewhere")
-    assert (
-        kept is not None and kept.parts[0] is not None and record is not None and record.parts[0] is not None
-    )
+    assert kept is not None and kept.parts[0] is not None and record is not None and record.parts[0] is not None
     assert record.parts[0].slot >> INDEX_BITS != kept.parts[0].slot >> INDEX_BITS
     assert stored(store, kept) == b"kept"
     store.remove([(NS, key(0))])
@@ -551,9 +545,7 @@ class StoreModel(RuleBasedStateMachine):
         numbers = range(self.next, self.next + len(sizes))
         self.next += len(sizes)
         room = self.store.room(sizes[0])
-        written = self.store.write(
-            [block(*fields) for fields in zip(numbers, payloads, parents, strict=True)]
-        )
+        written = self.store.write([block(*fields) for fields in zip(numbers, payloads, parents, strict=True)])
         assert (written[0] is None) == (room == 0)
         for number, parent, content, record in zip(numbers, parents, contents, written, strict=True):
             if record is not None:
@@ -563,9 +555,7 @@ class StoreModel(RuleBasedStateMachine):
     @precondition(lambda self: self.model)
     @rule(data=st.data())
     def remove(self, data: st.DataObject) -> None:
-        numbers = data.draw(
-            st.lists(st.sampled_from(sorted(self.model)), min_size=1, max_size=5, unique=True)
-        )
+        numbers = data.draw(st.lists(st.sampled_from(sorted(self.model)), min_size=1, max_size=5, unique=True))
         self.store.remove([(NS, key(number)) for number in numbers])
         for number in numbers:
             del self.model[number], self.records[number]

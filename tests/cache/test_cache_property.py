@@ -1,0 +1,351 @@
+"""The whole cache against a dict of prefixes, over real tiers of a few slots each, with every eviction policy.
+
+After every step: the books balance, leased and held blocks are where they were and have their bytes, and nothing
+matches that was never committed. What is read is compared byte by byte.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import pytest
+import xxhash
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from prefixd.cache import CPU, DISK, GPU, BlockChain, Lease, Namespace, Reservation
+from prefixd.errors import ExhaustedError, NotFoundError, PreconditionError
+
+if TYPE_CHECKING:
+    from tests.cache.conftest import Rig
+
+T = TypeVar("T")
+
+prompts = st.lists(st.integers(0, 1), min_size=1, max_size=5)
+homes = st.sampled_from(["model", "model", "salted", "parts"])
+
+
+def weak_digest(data: bytes, seed: int) -> bytes:
+    """A key function with 4096 different keys, so that collisions happen and are not the rule."""
+    digest = xxhash.xxh3_64_digest(data, seed)
+    return bytes([digest[0], digest[1] & 15]) * 8
+
+
+@dataclass(eq=False)
+class Held:
+    """What somebody was given: rows, their slots then, and whose blocks they are."""
+
+    lease: Lease | None
+    rows: list[int]
+    slots: list[list[int]]
+    tier: int
+    home: str
+    chain: BlockChain
+    first_block: int = 0
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """The model is `committed`: for each home and prefix the parts that were ever committed."""
+
+    rig_type: type[Rig]
+    policy: str
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = tempfile.TemporaryDirectory(prefix="prefixd-test-")
+        self.loop = asyncio.new_event_loop()
+        self.committed: dict[tuple[str, bytes], set[int]] = {}
+        self.held: list[Held] = []
+        self.reserved: list[Reservation] = []
+        self.own: list[int] = []
+        self.rig = self.run(self.make())
+
+    async def make(self) -> Rig:
+        rig = self.rig_type(Path(self.folder.name), gpu=4, cpu=6, disk=8, policy=self.policy, digest=weak_digest)
+        self.adopt(rig)
+        return rig
+
+    def adopt(self, rig: Rig) -> None:
+        self.homes: dict[str, Namespace] = {
+            "model": rig.namespace,
+            "salted": rig.register(salt=b"tenant"),
+            "parts": rig.register("tp2", parts=2),
+        }
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Runs `work`, then what it left to do in the background, so that every run of an example is the same."""
+
+        async def and_rest() -> T:
+            try:
+                return await work
+            finally:
+                if hasattr(self, "rig"):
+                    await self.rest()
+
+        return self.loop.run_until_complete(asyncio.wait_for(and_rest(), 20))
+
+    async def rest(self) -> None:
+        cache = self.rig.cache
+        await cache.residency.quiesce()
+        for _ in range(30):
+            if not cache.residency.changed.is_set():
+                return
+            cache.residency.changed.clear()
+            while await cache.write_back._batch():
+                pass
+        raise AssertionError("write back keeps giving itself work")
+
+    def teardown(self) -> None:
+        async def end() -> None:
+            self.let_go()
+            await self.rig.check_disk()
+            await self.rig.close()
+
+        try:
+            self.run(end())
+        finally:
+            self.loop.close()
+            self.folder.cleanup()
+
+    def let_go(self) -> None:
+        """Ends what the worker holds; leases and reservations end with their sessions."""
+        for held in self.held:
+            if held.lease is None:
+                self.rig.unhold(held.rows, held.tier)
+        self.rig.cache.tiers.release(GPU, self.own)
+        self.held, self.reserved, self.own = [], [], []
+
+    def note(self, home: str, chain: BlockChain, block: int, parts: tuple[int, ...] = (0,)) -> None:
+        self.committed.setdefault((home, chain.blocks(block + 1)), set()).update(parts)
+
+    def whole(self, home: str, chain: BlockChain, block: int) -> bool:
+        parts = range(len(self.homes[home].spec.parts))
+        return self.committed.get((home, chain.blocks(block + 1)), set()) == set(parts)
+
+    # -- engines ------------------------------------------------------------------------------------------------
+
+    @rule(home=homes, prompt=prompts, rank=st.none() | st.integers(0, 1))
+    def reserve(self, home: str, prompt: list[int], rank: int | None) -> None:
+        parts = [rank] if home == "parts" and rank is not None else []
+        self.rig.clock.now += 1
+        chain = self.rig.chain(prompt, self.homes[home])
+        try:
+            given = self.run(self.rig.cache.reserve(self.rig.session, self.homes[home], chain, parts=parts))
+        except ExhaustedError:
+            assert self.held or self.reserved or self.own, "all is free, yet there was no room"
+            return
+        if isinstance(given, Reservation):
+            self.rig.fill(given)
+            self.reserved.append(given)
+
+    @rule(home=homes, prompt=prompts, durable=st.booleans())
+    def store(self, home: str, prompt: list[int], durable: bool) -> None:
+        before = len(self.reserved)
+        self.reserve(home, prompt, None)
+        if len(self.reserved) > before:
+            self.commit_all(self.reserved[-1], len(self.reserved[-1].slots), durable)
+
+    @precondition(lambda self: self.reserved)
+    @rule(data=st.data(), durable=st.booleans())
+    def commit(self, data: st.DataObject, durable: bool) -> None:
+        given = data.draw(st.sampled_from(self.reserved))
+        self.commit_all(given, data.draw(st.integers(0, len(given.slots))), durable)
+
+    def commit_all(self, given: Reservation, blocks: int, durable: bool) -> None:
+        self.reserved.remove(given)
+        home = next(name for name, namespace in self.homes.items() if namespace is given.namespace)
+        collisions = self.rig.cache.residency.lost["key collision"]
+        for block in range(given.first_block, given.first_block + blocks):
+            self.note(home, given.chain, block, given.parts)
+        try:
+            committed, duplicates = self.run(self.rig.cache.commit(given, blocks, durable=durable))
+        except (ExhaustedError, PreconditionError):
+            assert durable
+            return
+        lost = self.rig.cache.residency.lost["key collision"] - collisions
+        assert committed + duplicates + lost == blocks
+        if durable and blocks and not lost:
+            on_disk = self.rig.trie if home != "parts" else self.rig.cache.trie(given.namespace)
+            rows = self.rig.cache.match(given.namespace, given.chain, given.first_block + blocks).rows
+            assert len(rows) == given.first_block + blocks
+            assert not len(on_disk.missing(rows, DISK))
+
+    @rule(home=homes, prompt=prompts, first=st.integers(0, 2), ttl=st.sampled_from([5.0, 50.0]))
+    def acquire(self, home: str, prompt: list[int], first: int, ttl: float) -> None:
+        rig, namespace = self.rig, self.homes[home]
+        lease = self.run(rig.lease(prompt, namespace=namespace, first_block=first, ttl_s=ttl))
+        if lease is None:
+            return
+        chain = rig.chain(prompt, namespace)
+        assert all(self.whole(home, chain, block) for block in range(first + len(lease.rows)))
+        slots = lease.trie.slots[lease.rows, CPU].tolist()
+        self.held.append(Held(lease, lease.rows.tolist(), slots, CPU, home, chain, first))
+
+    @rule(home=homes, prompt=prompts)
+    def load(self, home: str, prompt: list[int]) -> None:
+        found = self.run(self.rig.get(prompt, namespace=self.homes[home]))
+        chain = self.rig.chain(prompt, self.homes[home])
+        assert all(self.whole(home, chain, block) for block in range(found))
+
+    @precondition(lambda self: any(held.lease for held in self.held))
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        held = data.draw(st.sampled_from([held for held in self.held if held.lease]))
+        assert held.lease is not None
+        self.rig.cache.release(self.rig.session, held.lease.id)
+        self.held.remove(held)
+        with pytest.raises(NotFoundError, match="it was released"):
+            self.rig.cache.release(self.rig.session, held.lease.id)
+
+    @rule(home=homes, prompt=prompts, other=prompts)
+    def prefetch(self, home: str, prompt: list[int], other: list[int]) -> None:
+        async def begin() -> None:
+            self.rig.cache.prefetch(self.homes[home], self.rig.chain(prompt, self.homes[home]))
+            await self.rig.get(other, namespace=self.homes[home])
+
+        self.run(begin())
+
+    @rule(seconds=st.sampled_from([1.0, 10.0, 100.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.rig.clock.now += seconds
+        self.rig.cache.leases.expire(self.rig.clock())
+        alive = self.rig.session.grants
+        self.held = [held for held in self.held if held.lease is None or held.lease.id in alive]
+        self.reserved = [given for given in self.reserved if given.id in alive]
+
+    @rule()
+    def session_ends(self) -> None:
+        self.rig.cache.leases.close(self.rig.session)
+        self.rig.session = self.rig.open_session()
+        self.held = [held for held in self.held if held.lease is None]
+        self.reserved = []
+
+    # -- the worker ---------------------------------------------------------------------------------------------
+
+    @rule(home=st.sampled_from(["model", "salted"]), prompt=prompts)
+    def compute(self, home: str, prompt: list[int]) -> None:
+        self.run(self._compute(home, self.rig.chain(prompt[:4], self.homes[home])))
+
+    async def _compute(self, home: str, chain: BlockChain) -> None:
+        """One request: its prefix brought up and checked, the rest computed and recorded."""
+        rig, namespace, cache = self.rig, self.homes[home], self.rig.cache
+        rig.clock.now += 1
+        rows = cache.match(namespace, chain).rows
+        assert all(self.whole(home, chain, block) for block in range(len(rows)))
+        rig.trie.hold(rows, GPU)
+        there = await cache.residency.bring(rig.trie, rows, GPU)
+        rig.unhold(rows[there:].tolist(), GPU)
+        found: list[int] = rows[:there].tolist()
+        frames = await cache.residency.take_frames(len(chain) - there)
+        for block, frame in zip(range(there, len(chain)), frames or [], strict=False):
+            rig.write(rig.frame(frame), rig.content(namespace, chain, block))
+            entered = cache.record(namespace, found[-1] if found else namespace.root, chain, block, frame)
+            if entered is None:
+                self.own += [frame]
+                self.own += (frames or [])[block - there + 1 :]
+                break
+            found.append(entered[0])
+            self.note(home, chain, block)
+            if not entered[1]:
+                self.own.append(frame)
+        slots = rig.trie.slots[found, GPU].tolist() if found else []
+        self.held.append(Held(None, found, slots, GPU, home, chain))
+
+    @precondition(lambda self: any(held.lease is None for held in self.held))
+    @rule()
+    def requests_end(self) -> None:
+        for held in [held for held in self.held if held.lease is None]:
+            self.rig.unhold(held.rows, GPU)
+            self.held.remove(held)
+        self.rig.cache.tiers.release(GPU, self.own)
+        self.own = []
+
+    @rule(count=st.integers(1, 4))
+    def press(self, count: int) -> None:
+        frames = self.run(self.rig.cache.residency.take_frames(count))
+        if frames is not None:
+            self.rig.cache.tiers.release(GPU, frames)
+
+    # -- operators ----------------------------------------------------------------------------------------------
+
+    @rule()
+    def flush(self) -> None:
+        self.run(self.rig.cache.write_back.flush())
+
+    @rule(home=homes, prompt=prompts, pinned=st.booleans())
+    def pin(self, home: str, prompt: list[int], pinned: bool) -> None:
+        trie = self.rig.cache.trie(self.homes[home])
+        trie.pinned[self.rig.rows(prompt, self.homes[home])] = pinned
+
+    @rule(home=homes, prompt=prompts)
+    def forget(self, home: str, prompt: list[int]) -> None:
+        namespace, rig = self.homes[home], self.rig
+        trie, rows = rig.cache.trie(namespace), rig.rows(prompt, namespace)
+        if not rows:
+            return
+        subtree = trie.subtree(rows[-1])
+        prefix = rig.chain(prompt, namespace).blocks(len(rows))
+        went = self.run(rig.cache.residency.forget(trie, subtree[::-1]))
+        assert went <= len(subtree)
+        if len(rig.rows(prompt, namespace)) < len(rows):
+            for key in [key for key in self.committed if key[0] == home and key[1].startswith(prefix)]:
+                del self.committed[key]
+
+    @rule()
+    def restart(self) -> None:
+        async def again() -> None:
+            self.let_go()
+            await self.rig.check_disk()
+            assert self.rig.store is not None
+            kept = {(record.namespace, record.key): record.parent for record in self.rig.store.records()}
+            closed = {at for at, parent in kept.items() if not parent or (at[0], parent) in kept}
+            await self.rig.restart()
+            assert self.rig.restored <= len(kept)
+            if closed == set(kept):
+                assert self.rig.restored == len(kept)
+            self.adopt(self.rig)
+
+        self.run(again())
+
+    # -- always -------------------------------------------------------------------------------------------------
+
+    @invariant()
+    def the_books_balance(self) -> None:
+        self.rig.check()
+
+    @invariant()
+    def what_is_held_stays(self) -> None:
+        for held in self.held:
+            namespace = self.homes[held.home]
+            trie, tiers = self.rig.cache.trie(namespace), self.rig.cache.tiers
+            assert trie.slots[held.rows, held.tier].tolist() == held.slots if held.rows else True
+            for i, slots in enumerate(held.slots):
+                for part, slot in enumerate(slots):
+                    size = namespace.spec.parts[part].nbytes
+                    data = self.rig.read(tiers.span(held.tier, slot, size))
+                    assert data == self.rig.content(namespace, held.chain, held.first_block + i, part)
+
+    @invariant()
+    def nothing_matches_that_was_not_committed(self) -> None:
+        for home, namespace in self.homes.items():
+            trie = self.rig.cache.trie(namespace)
+            for row in trie.used_rows().tolist():
+                if trie.namespace[row] == namespace.ordinal and trie.whole[row]:
+                    tokens = trie.tokens[trie.path(row)].astype("<u4").tobytes()
+                    assert self.committed.get((home, tokens)) == set(range(len(namespace.spec.parts)))
+
+    @invariant()
+    def every_frame_is_the_tries_or_a_requests(self) -> None:
+        assert len(self.rig.cache.tiers.loose[GPU]) == len(self.own)
+
+
+@pytest.mark.parametrize("policy", ["lru", "fifo", "random"])
+def test_cache_against_a_dict(rig_type: type[Rig], policy: str) -> None:
+    machine = type("Machine", (CacheMachine,), {"rig_type": rig_type, "policy": policy})
+    run_state_machine_as_test(machine, settings=settings(max_examples=50, stateful_step_count=50))

@@ -1,0 +1,252 @@
+"""Many callers at once: bytes are read once, and who dies or is cancelled half-way leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from prefixd.cache import CPU, DISK, GPU, Reservation
+from prefixd.errors import ExhaustedError, NotFoundError
+
+if TYPE_CHECKING:
+    from tests.cache.conftest import Rig
+
+MakeRig = Callable[..., "Rig"]
+Eventually = Callable[[Callable[[], bool]], Any]
+
+
+@contextmanager
+def stopped(rig: Rig, name: str) -> Iterator[threading.Event]:
+    """Holds up the store's `read` or `write` until the block ends; the event says that a call has begun."""
+    assert rig.store is not None
+    real: Callable[..., object] = getattr(rig.store, name)
+    begun, go = threading.Event(), threading.Event()
+
+    def wait(*args: object) -> object:
+        begun.set()
+        assert go.wait(30)
+        return real(*args)
+
+    setattr(rig.store, name, wait)
+    try:
+        yield begun
+    finally:
+        go.set()
+        setattr(rig.store, name, real)
+
+
+async def on_disk(rig: Rig, prompt: Sequence[int]) -> None:
+    """The prompt's blocks, on disk only."""
+    await rig.put(prompt, durable=True)
+    taken = await rig.cache.residency.take(CPU, (4096,), rig.cache.tiers.arena.capacity_bytes // 4096)
+    for slots in taken:
+        rig.cache.tiers.release(CPU, slots)
+    assert not any(rig.tiers(prompt, CPU))
+
+
+async def test_a_prefix_on_disk_is_read_once_for_all_who_ask(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=8, disk=8)
+    await on_disk(rig, [1, 2, 3])
+    before = rig.ops.reads
+    rig.cache.prefetch(rig.namespace, rig.chain([1, 2, 3]))
+    found = await asyncio.gather(*map(rig.get, ([1, 2, 3], [1, 2], [1, 2, 3, 4], [1])))
+    assert found == [3, 2, 3, 1]
+    assert rig.ops.reads - before == 3
+    assert rig.cache.tiers.counters[CPU].promoted == 3
+
+
+async def test_a_session_that_ends_during_acquire_gets_nothing(make_rig: MakeRig, eventually: Eventually) -> None:
+    rig = make_rig(cpu=8, disk=8)
+    await on_disk(rig, [1, 2])
+    with rig.nothing_lost():
+        doomed = rig.open_session()
+        with stopped(rig, "read") as begun:
+            acquire = asyncio.create_task(rig.cache.acquire(doomed, rig.namespace, rig.chain([1, 2])))
+            await eventually(begun.is_set)
+            rig.cache.leases.close(doomed)
+        with pytest.raises(NotFoundError, match="is not open"):
+            await acquire
+    assert rig.tiers([1, 2], CPU) == [True, True], "what was read is there for the next one"
+
+
+async def test_a_session_that_ends_during_reserve_gets_nothing(make_rig: MakeRig, eventually: Eventually) -> None:
+    rig = make_rig(cpu=2, disk=8)
+    await rig.put([1, 2])
+    with rig.nothing_lost():
+        doomed = rig.open_session()
+        with stopped(rig, "write") as begun:
+            reserve = asyncio.create_task(rig.cache.reserve(doomed, rig.namespace, rig.chain([1, 5])))
+            await eventually(begun.is_set)
+            rig.cache.leases.close(doomed)
+        with pytest.raises(NotFoundError, match="is not open"):
+            await reserve
+    assert rig.rows([1, 2])
+
+
+async def test_a_cancelled_acquire_does_not_disturb_the_read(make_rig: MakeRig, eventually: Eventually) -> None:
+    rig = make_rig(cpu=8, disk=8)
+    await on_disk(rig, [1, 2])
+    with rig.nothing_lost():
+        with stopped(rig, "read") as begun:
+            first = asyncio.create_task(rig.get([1, 2]))
+            second = asyncio.create_task(rig.get([1, 2]))
+            await eventually(begun.is_set)
+            first.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await first
+        assert await second == 2
+        await rig.cache.residency.quiesce()
+
+
+async def test_a_cancelled_reserve_waits_for_the_write_that_makes_room(
+    make_rig: MakeRig, eventually: Eventually
+) -> None:
+    rig = make_rig(cpu=2, disk=8)
+    await rig.put([1, 2])
+    with rig.nothing_lost():
+        with stopped(rig, "write") as begun:
+            reserve = asyncio.create_task(rig.put([1, 5, 6]))
+            await eventually(begun.is_set)
+            reserve.cancel()
+            await asyncio.sleep(0)
+            assert not reserve.done(), "the thread still reads the slot that would be given away"
+        with pytest.raises(asyncio.CancelledError):
+            await reserve
+        await rig.check_disk()
+    assert await rig.get([1, 2]) == 2
+    await rig.restart()
+    assert rig.restored > 0, "what the thread wrote is known"
+
+
+@pytest.mark.parametrize("turns", range(12))
+async def test_take_frames_can_be_cancelled_anywhere(make_rig: MakeRig, turns: int) -> None:
+    rig = make_rig(gpu=4, cpu=2, disk=2)
+    rig.unhold(await rig.put_gpu([1, 2, 3, 4]), GPU)
+    await rig.put([7, 8])
+    with rig.nothing_lost():
+        take = asyncio.create_task(rig.cache.residency.take_frames(3))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        take.cancel()
+        result = (await asyncio.gather(take, return_exceptions=True))[0]
+        if isinstance(result, list):
+            rig.cache.tiers.release(GPU, result)
+        await rig.check_disk()
+    frames = await rig.cache.residency.take_frames(4)
+    assert frames is not None
+    rig.cache.tiers.release(GPU, frames)
+
+
+async def test_a_block_written_again_while_its_removal_waits_stays(make_rig: MakeRig, eventually: Eventually) -> None:
+    rig = make_rig(cpu=8, disk=8)
+    await on_disk(rig, [1, 2])
+    await rig.put([5])
+    with stopped(rig, "write") as begun:
+        flush = asyncio.create_task(rig.cache.write_back.flush())
+        await eventually(begun.is_set)
+        forget = asyncio.create_task(rig.cache.residency.forget(rig.trie, rig.rows([1, 2])[::-1]))
+        again = asyncio.create_task(rig.put([1, 2], durable=True))
+        await eventually(lambda: len(rig.rows([1, 2])) == 2)
+    assert (await flush, await forget, await again) == (1, 2, (2, 0))
+    await rig.check_disk()
+    assert rig.tiers([1, 2], DISK) == [True, True]
+
+
+async def test_two_who_fill_the_same_blocks_both_succeed(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=8)
+    both = [await rig.cache.reserve(rig.session, rig.namespace, rig.chain([1, 2, 3])) for _ in range(2)]
+    results = []
+    for reservation in both:
+        assert isinstance(reservation, Reservation)
+        rig.fill(reservation)
+        results.append(await rig.cache.commit(reservation, 3))
+    assert results == [(3, 0), (0, 3)]
+    assert rig.cache.tiers.arena.slots_used == 3
+
+
+@pytest.mark.parametrize("policy", ["lru", "fifo", "random"])
+@pytest.mark.parametrize("seed", range(3))
+async def test_engines_workers_and_operators_at_once(make_rig: MakeRig, policy: str, seed: int) -> None:
+    rig = make_rig(gpu=6, cpu=8, disk=12, policy=policy, write_back=True)
+    rig.start_write_back()
+    dice = random.Random(seed)
+    served = 0
+
+    def prompt() -> list[int]:
+        return [dice.randrange(3) for _ in range(dice.randint(1, 5))]
+
+    async def engine() -> None:
+        nonlocal served
+        for _ in range(12):
+            wanted = prompt()
+            found = await rig.get(wanted)
+            served += found
+            with suppress(ExhaustedError):  # the others may hold all there is
+                await rig.put(wanted, durable=dice.random() < 0.3)
+
+    async def worker() -> None:
+        residency, trie = rig.cache.residency, rig.trie
+        for _ in range(12):
+            wanted = prompt()[:3]
+            chain = rig.chain(wanted)
+            rows = rig.cache.match(rig.namespace, chain).rows
+            trie.hold(rows, GPU)
+            there = await residency.bring(trie, rows, GPU)
+            rig.unhold(rows[there:].tolist(), GPU)
+            for block, row in enumerate(rows[:there].tolist()):
+                data = rig.read(rig.frame(int(trie.slots[row, GPU, 0])))
+                assert data == rig.content(rig.namespace, chain, block)
+            rig.unhold(rows[:there].tolist(), GPU)
+            frames = await residency.take_frames(len(wanted))
+            if frames is not None:
+                rig.cache.tiers.release(GPU, frames)
+                rig.unhold(await rig.put_gpu(wanted), GPU)
+
+    async def operator() -> None:
+        for _ in range(10):
+            await asyncio.sleep(0)
+            rig.check()
+            rows = rig.trie.used_rows().tolist()
+            if rows:
+                subtree = rig.trie.subtree(dice.choice(rows))
+                await rig.cache.residency.forget(rig.trie, subtree[::-1])
+            await rig.cache.write_back.flush()
+
+    async def dying() -> None:
+        for _ in range(8):
+            session = rig.open_session()
+            wanted = rig.chain(prompt())
+            work = [
+                asyncio.create_task(rig.cache.acquire(session, rig.namespace, wanted)),
+                asyncio.create_task(rig.cache.reserve(session, rig.namespace, wanted)),
+            ]
+            for _ in range(dice.randrange(6)):
+                await asyncio.sleep(0)
+            dice.choice(work).cancel()
+            rig.cache.leases.close(session)
+            await asyncio.gather(*work, return_exceptions=True)
+
+    with rig.nothing_lost():
+        await asyncio.wait_for(asyncio.gather(engine(), engine(), worker(), operator(), dying()), 60)
+        await rig.cache.write_back.stop()
+        await rig.check_disk()
+    assert served > 0
+    assert not rig.cache.residency.lost["checksum mismatch on disk"]
+
+
+async def test_a_write_of_blocks_that_are_there_writes_nothing(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=4, disk=4)
+    await rig.put([1, 2], durable=True)
+    assert rig.store is not None
+    commits = rig.store.commits
+    assert await rig.put([1, 2], durable=True) == (0, 0)
+    rows = rig.trie.path(rig.rows([1, 2])[-1])
+    assert await rig.cache.residency.write(rig.trie, rows, CPU) == 0
+    assert await rig.cache.write_back.flush() == 0
+    assert rig.store.commits == commits

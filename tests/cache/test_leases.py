@@ -1,0 +1,193 @@
+"""Sessions, leases and reservations: how each ends, and what is said about it afterwards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+
+from prefixd.cache import CPU, Lease, Reservation
+from prefixd.cache.leases import LeaseTable
+from prefixd.errors import (
+    ExhaustedError,
+    InvalidArgumentError,
+    NotFoundError,
+    PreconditionError,
+    UnsupportedError,
+)
+
+if TYPE_CHECKING:
+    from tests.cache.conftest import Rig
+
+
+async def test_a_lease_released_twice_says_so(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig()
+    await rig.put([1, 2])
+    lease = await rig.lease([1, 2])
+    assert lease is not None
+    rig.cache.release(rig.session, lease.id)
+    with pytest.raises(NotFoundError, match=f"{lease.id} is over: it was released"):
+        rig.cache.release(rig.session, lease.id)
+    with pytest.raises(NotFoundError, match="5-beef was never granted"):
+        rig.cache.release(rig.session, "5-beef")
+    with pytest.raises(NotFoundError, match=r"\(empty\) was never granted"):
+        rig.cache.release(rig.session, "")
+
+
+async def test_leases_expire_when_their_time_is_up_and_not_before(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig()
+    await rig.put([1, 2])
+    lease = await rig.lease([1, 2], ttl_s=5.0)
+    assert lease is not None
+    rig.clock.now = lease.expires_s - 0.001
+    assert rig.cache.leases.expire(rig.clock()) == 0
+    rig.clock.now = lease.expires_s
+    assert rig.cache.leases.expire(rig.clock()) == 1
+    with pytest.raises(NotFoundError, match="its time was up; acquire or reserve again"):
+        rig.cache.release(rig.session, lease.id)
+    assert not rig.trie.holds[lease.rows].any()
+
+
+async def test_a_reservation_that_expired_cannot_be_committed(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig()
+    reservation = await rig.cache.reserve(rig.session, rig.namespace, rig.chain([1, 2]), ttl_s=5.0)
+    assert isinstance(reservation, Reservation)
+    rig.fill(reservation)
+    rig.clock.now += 5
+    assert rig.cache.leases.expire(rig.clock()) == 1
+    with pytest.raises(NotFoundError, match="its time was up"):
+        await rig.cache.commit(reservation, 2)
+    assert rig.rows([1, 2]) == []
+    assert rig.cache.tiers.arena.used_bytes == 0
+
+
+async def test_a_reservation_is_committed_once(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig()
+    reservation = await rig.cache.reserve(rig.session, rig.namespace, rig.chain([1, 2]))
+    assert isinstance(reservation, Reservation)
+    with pytest.raises(InvalidArgumentError, match=f"commit of 3 blocks, but reservation {reservation.id} has 2"):
+        await rig.cache.commit(reservation, 3)
+    rig.fill(reservation)
+    assert await rig.cache.commit(reservation, 2) == (2, 0)
+    with pytest.raises(NotFoundError, match="it was committed"):
+        await rig.cache.commit(reservation, 2)
+
+
+async def test_a_partial_commit_gives_the_rest_back(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(cpu=4)
+    reservation = await rig.cache.reserve(rig.session, rig.namespace, rig.chain([1, 2, 3, 4]))
+    assert isinstance(reservation, Reservation)
+    assert len(rig.rows([1, 2, 3, 4])) == 0, "nothing is visible before commit"
+    rig.fill(reservation, 1)
+    assert await rig.cache.commit(reservation, 1) == (1, 0)
+    assert await rig.get([1, 2, 3, 4]) == 1
+    assert rig.cache.tiers.arena.slots_used == 1
+    empty = await rig.cache.reserve(rig.session, rig.namespace, rig.chain([1, 2]))
+    assert isinstance(empty, Reservation) and empty.first_block == 1
+    assert await rig.cache.commit(empty, 0) == (0, 0)
+    assert rig.cache.tiers.arena.slots_used == 1
+
+
+async def test_a_session_takes_all_it_was_granted_with_it(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(cpu=4)
+    await rig.put([1, 2])
+    lease = await rig.lease([1, 2])
+    reservation = await rig.cache.reserve(rig.session, rig.namespace, rig.chain([1, 2, 3]))
+    assert lease is not None and isinstance(reservation, Reservation)
+    leases = rig.cache.leases
+    assert (leases.count(Lease), leases.count(Reservation)) == (1, 1)
+    leases.close(rig.session)
+    leases.close(rig.session)
+    assert (leases.count(Lease), leases.count(Reservation)) == (0, 0)
+    assert rig.cache.tiers.arena.slots_used == 2
+    assert not rig.trie.keep[: rig.trie.rows].any()
+    with pytest.raises(NotFoundError, match="its session ended"):
+        await rig.cache.commit(reservation, 1)
+    with pytest.raises(NotFoundError, match=f"session {rig.session.id[:8]} is not open"):
+        leases.session(rig.session.id)
+
+
+async def test_sessions_are_limited(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(max_sessions=2)
+    second = rig.open_session()
+    with pytest.raises(ExhaustedError, match=r"2 sessions are open.*server\.max_sessions"):
+        rig.open_session()
+    rig.cache.leases.close(second)
+    assert rig.open_session().id != second.id
+
+
+def test_lifetimes_are_bounded() -> None:
+    table = LeaseTable(lambda grant: None, default_ttl_s=60.0, max_ttl_s=100.0, max_sessions=1)
+    assert [table.ttl(wanted) for wanted in (0.0, 5.0, 500.0, math.inf)] == [60.0, 5.0, 100.0, 100.0]
+    for wrong in (-1.0, math.nan):
+        with pytest.raises(InvalidArgumentError, match=f"ttl_s is {wrong}"):
+            table.ttl(wrong)
+
+
+async def test_only_so_many_ended_leases_are_remembered(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prefixd.cache.leases._REMEMBERED", 2)
+    rig = make_rig()
+    await rig.put([1])
+    ended = []
+    for _ in range(3):
+        lease = await rig.lease([1])
+        assert lease is not None
+        rig.cache.release(rig.session, lease.id)
+        ended.append(lease.id)
+    with pytest.raises(NotFoundError, match="never granted"):
+        rig.cache.release(rig.session, ended[0])
+    for lease_id in ended[1:]:
+        with pytest.raises(NotFoundError, match="it was released"):
+            rig.cache.release(rig.session, lease_id)
+
+
+async def test_prompts_that_are_none_are_refused(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig()
+    with pytest.raises(InvalidArgumentError, match="token_ids is empty"):
+        rig.cache.chain(rig.namespace, b"")
+    with pytest.raises(InvalidArgumentError, match="token_ids has 7 bytes, no multiple of 4"):
+        rig.cache.chain(rig.namespace, bytes(7))
+    short = rig.cache.chain(rig.namespace, bytes(4))
+    assert await rig.cache.reserve(rig.session, rig.namespace, short) == 0, "no full block, so nothing to reserve"
+    assert await rig.cache.acquire(rig.session, rig.namespace, short) is None
+
+
+async def test_without_a_cpu_tier_nothing_is_leased(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(cpu=0, gpu=4)
+    with pytest.raises(UnsupportedError, match=r"cpu\.bytes"):
+        await rig.cache.acquire(rig.session, rig.namespace, rig.chain([1]))
+    with pytest.raises(UnsupportedError, match=r"cpu\.bytes"):
+        await rig.cache.reserve(rig.session, rig.namespace, rig.chain([1]))
+    rig.unhold(await rig.put_gpu([1, 2]), 0)
+    assert rig.cache.prefetch(rig.namespace, rig.chain([1, 2])) == 2
+
+
+async def test_a_lease_covers_what_was_asked_for(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig()
+    await rig.put([1, 2, 3, 4])
+    rows = rig.rows([1, 2, 3, 4])
+    middle = await rig.lease([1, 2, 3, 4, 5], first_block=1, max_blocks=2)
+    assert middle is not None and middle.rows.tolist() == rows[1:3]
+    assert rig.trie.holds[rows, CPU].tolist() == [0, 1, 1, 0]
+    assert await rig.lease([1, 2, 3, 4, 5], first_block=4) is None
+    assert rig.cache.offsets(middle.trie, middle.rows, [0]) == rig.trie.slots[rows[1:3], CPU, 0].tolist()
+
+
+async def test_hits_are_counted_where_they_were_found(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(gpu=4, disk=8)
+    await rig.put([1, 2], durable=True)
+    rig.unhold(await rig.put_gpu([1]), 0)
+    await rig.get([1, 2, 3])
+    assert rig.cache.counters.asked_tokens == 6
+    assert rig.cache.counters.hit_tokens == [2, 2, 0]
+
+
+async def test_durable_needs_a_disk(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig()
+    with pytest.raises(PreconditionError, match=r"disk\.bytes"):
+        await rig.put([1], durable=True)
+    assert rig.rows([1]) == []

@@ -1,0 +1,181 @@
+"""Blocks go down before anybody needs their room, and the background comes to rest."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from prefixd.cache import CPU, DISK, GPU
+
+if TYPE_CHECKING:
+    from tests.cache.conftest import Rig
+
+MakeRig = Callable[..., "Rig"]
+Eventually = Callable[[Callable[[], bool]], Any]
+
+
+async def rest(rig: Rig) -> None:
+    """Runs write-back batches until it would wait for news; fails when it never would."""
+    changed = rig.cache.residency.changed
+    for _ in range(50):
+        if not changed.is_set():
+            return
+        changed.clear()
+        while await rig.cache.write_back._batch():
+            pass
+    raise AssertionError("write back keeps giving itself work")
+
+
+async def test_blocks_reach_the_disk_without_being_asked(make_rig: MakeRig, eventually: Eventually) -> None:
+    rig = make_rig(cpu=8, disk=8, write_back=True)
+    rig.start_write_back()
+    await rig.put([1, 2, 3])
+    await eventually(lambda: all(rig.tiers([1, 2, 3], DISK)))
+    await rig.put([1, 2, 4])
+    await eventually(lambda: all(rig.tiers([1, 2, 4], DISK)))
+    await rig.cache.write_back.stop()
+    await rig.check_disk()
+    await rig.restart()
+    assert await rig.get([1, 2, 3]) == 3
+    assert await rig.get([1, 2, 4]) == 3
+
+
+async def test_switched_off_it_leaves_only_flush(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=8, disk=8, write_back=False)
+    rig.start_write_back()
+    await rig.put([1, 2])
+    assert rig.store is not None and rig.store.commits == 0
+    assert await rig.cache.write_back.flush() == 2
+    assert await rig.cache.write_back.flush() == 0
+    assert all(rig.tiers([1, 2], DISK))
+
+
+async def test_flush_without_a_disk_writes_nothing(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=8)
+    await rig.put([1, 2])
+    assert await rig.cache.write_back.flush() == 0
+
+
+async def test_it_rests_when_the_disk_is_smaller_than_the_cpu_tier(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=16, disk=4, write_back=True)
+    for prompt in range(6):
+        await rig.put([prompt, 100])
+        await rest(rig)
+    assert rig.store is not None
+    commits = rig.store.commits
+    for prompt in range(6):
+        assert await rig.get([prompt, 100]) == 2
+    rig.cache.residency.changed.set()
+    await rest(rig)
+    assert rig.store.commits == commits, "a full disk of copies is no reason to write"
+    assert not rig.cache.residency.lost, "what stays in the CPU tier is not lost"
+
+
+async def test_what_lives_on_disk_alone_gives_way_to_what_is_newer(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=4, disk=4, write_back=True)
+    await rig.put([1, 2, 3, 4])
+    await rest(rig)
+    await rig.put([5, 6, 7, 8])
+    await rest(rig)
+    assert rig.rows([1, 2, 3, 4]) == []
+    assert rig.tiers([5, 6, 7, 8], DISK) == [True] * 4
+
+
+async def test_an_eighth_of_the_gpu_tier_is_kept_clean(make_rig: MakeRig) -> None:
+    rig = make_rig(gpu=16, cpu=8, write_back=True)
+    for prompt in range(8):
+        rig.unhold(await rig.put_gpu([prompt, 50]), GPU)
+    await rest(rig)
+    assert [rig.tiers([prompt, 50], CPU) for prompt in range(8)] == [[True, True]] + [[False, False]] * 7
+    moved = rig.cache.tiers.counters[GPU].demoted
+    frames = await rig.cache.residency.take_frames(2)
+    assert frames is not None
+    assert rig.cache.tiers.counters[GPU].demoted == moved, "their eviction needs no copy"
+    rig.cache.tiers.release(GPU, frames)
+
+
+@pytest.mark.parametrize("disk", [0, 2])
+async def test_it_rests_when_the_cpu_tier_is_smaller_than_the_clean_share(make_rig: MakeRig, disk: int) -> None:
+    rig = make_rig(gpu=32, cpu=2, disk=disk, write_back=True)
+    for prompt in range(32):
+        rig.unhold(await rig.put_gpu([prompt]), GPU)
+    await rest(rig)
+    evicted = rig.cache.tiers.counters[CPU].evicted
+    rig.cache.residency.changed.set()
+    await rest(rig)
+    assert rig.cache.tiers.counters[CPU].evicted == evicted, "one copy ahead of need must not cost another"
+    assert sum(rig.tiers([prompt], CPU)[0] for prompt in range(32)) == 2
+
+
+async def test_it_rests_and_lets_others_run_when_the_cpu_tier_is_leased(
+    make_rig: MakeRig, eventually: Eventually
+) -> None:
+    rig = make_rig(gpu=8, cpu=2, write_back=True)
+    await rig.put([1, 2])
+    lease = await rig.lease([1, 2])
+    rig.start_write_back()
+    for prompt in range(10, 18):
+        rig.unhold(await rig.put_gpu([prompt]), GPU)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    await eventually(lambda: not rig.cache.residency.changed.is_set())
+    assert lease is not None
+    await asyncio.wait_for(rig.cache.write_back.stop(), 5)
+
+
+async def test_a_small_disk_keeps_beginnings_not_ends(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=80, disk=4)
+    prompt = list(range(70))
+    await rig.put(prompt)
+    assert await rig.cache.write_back.flush() == 4
+    assert rig.tiers(prompt, DISK) == [True] * 4 + [False] * 66
+    assert rig.cache.residency.lost["no room on disk"] > 0
+    await rig.restart()
+    assert await rig.get(prompt) == 4
+
+
+async def test_a_flush_makes_room_at_the_cost_of_other_prompts(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=8, disk=4)
+    await rig.put([1, 2, 3, 4], durable=True)
+    await rig.put([5, 6, 7], durable=True)
+    assert rig.tiers([5, 6, 7], DISK) == [True] * 3
+    assert rig.tiers([1, 2, 3, 4], DISK) == [True, False, False, False]
+    assert rig.tiers([1, 2, 3, 4], CPU) == [True] * 4
+    await rig.restart()
+    assert (await rig.get([1, 2, 3, 4]), await rig.get([5, 6, 7])) == (1, 3)
+
+
+async def test_flush_takes_gpu_blocks_too(make_rig: MakeRig) -> None:
+    rig = make_rig(gpu=4, cpu=2, disk=8)
+    rig.unhold(await rig.put_gpu([1, 2, 3]), GPU)
+    assert await rig.cache.write_back.flush() == 3
+    await rig.restart()
+    assert await rig.get([1, 2, 3]) == 2, "as much as the CPU tier takes"
+
+
+async def test_an_error_does_not_end_it(
+    make_rig: MakeRig, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prefixd.cache.write_back._RETRY_S", 0.01)
+    rig = make_rig(cpu=8, disk=8, write_back=True)
+    rig.ops.fail = OSError(5, "Input/output error")
+    rig.start_write_back()
+    await rig.put([1, 2])
+    await eventually(lambda: bool(rig.cache.tiers.trouble[DISK]))
+    assert await rig.get([1, 2]) == 2, "the rest goes on"
+    rig.ops.fail = None
+    await eventually(lambda: all(rig.tiers([1, 2], DISK)))
+    assert not rig.cache.tiers.trouble[DISK]
+
+
+async def test_it_ends_at_once_while_it_waits_to_try_again(make_rig: MakeRig, eventually: Eventually) -> None:
+    rig = make_rig(cpu=8, disk=8, write_back=True)
+    rig.ops.fail = OSError(5, "Input/output error")
+    rig.start_write_back()
+    await rig.put([1, 2])
+    await eventually(lambda: bool(rig.cache.tiers.trouble[DISK]))
+    await asyncio.wait_for(rig.cache.write_back.stop(), 2)
+    assert rig.tiers([1, 2], DISK) == [False, False]

@@ -1,0 +1,241 @@
+"""The dispatcher when all goes well: the order, the look-ahead and its budget, prefixes shared and recomputed."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from prefixd.cache import CPU, DISK, GPU
+from prefixd.worker.protocol import Start
+from prefixd_scheduler import Distance, QueueFullError
+
+if TYPE_CHECKING:
+    from prefixd.server.request import Request
+    from tests.server.dispatcher.conftest import Bench
+
+    MakeBench = Callable[..., Awaitable[Bench]]
+    Events = Callable[[Request], tuple[list[int], object]]
+    Expected = Callable[[Sequence[int], int], list[int]]
+
+COLD = range(100, 117)  # 4 blocks of 4 tokens, and one that has to be computed
+WARM = range(200, 217)
+
+
+def started(bench: Bench) -> list[int]:
+    return [message.id for message in bench.sent if isinstance(message, Start)]
+
+
+async def test_an_answer_from_end_to_end(make_bench: MakeBench, events: Events, expected: Expected) -> None:
+    bench = await make_bench(16)
+    request = bench.submit(COLD, max_tokens=11)
+    run = await bench.running(request)
+    assert (run.start.cached_blocks, len(run.start.frames)) == (0, 5)
+    await bench.finish(request)
+    assert events(request) == (expected(COLD, 11), "length")
+    assert (bench.dispatcher.finished, request.generated) == (1, 11)
+    # 17 + 11 tokens, the last of them never computed: 6 full blocks, of which the prompt's 4 are asked for.
+    again = bench.submit(COLD, max_tokens=1)
+    assert (await bench.running(again)).start.cached_blocks == 4
+    assert again.hit_tokens == [16, 0, 0]
+    await bench.finish(again)
+    assert bench.cache.counters.hit_tokens == [16, 0, 0]
+    assert bench.cache.counters.asked_tokens == 34
+
+
+@pytest.mark.parametrize(
+    ("policy", "cold_s", "warm_s", "now_s", "warm_first"),
+    [
+        ("fcfs", 1, 2, 10, False),
+        ("fpf", 1, 2, 10, True),
+        ("fpf", 1, 90, 100, True),
+        ("relaxed-fpf", 1, 2, 10, True),  # (10 - 2) * 4 > (10 - 1) * 1
+        ("relaxed-fpf", 1, 90, 100, False),  # (100 - 90) * 4 < (100 - 1) * 1
+    ],
+)
+async def test_policies_decide_who_is_next(
+    make_bench: MakeBench, policy: str, cold_s: float, warm_s: float, now_s: float, warm_first: bool
+) -> None:
+    bench = await make_bench(32, policy=policy, max_running=1)
+    before = bench.submit(WARM, max_tokens=1)
+    await bench.running(before)
+    await bench.finish(before)
+    busy = bench.submit(range(5), max_tokens=3)
+    await bench.running(busy)
+    bench.now = cold_s
+    cold = bench.submit(COLD)
+    bench.now = warm_s
+    warm = bench.submit(WARM)
+    assert (cold.queued.distance, warm.queued.distance) == (Distance.NONE, Distance.GPU)
+    bench.now = now_s
+    await bench.finish(busy, cold, warm)
+    order = [warm.id, cold.id] if warm_first else [cold.id, warm.id]
+    assert started(bench)[2:] == order
+
+
+async def test_a_lower_priority_number_goes_first(make_bench: MakeBench) -> None:
+    bench = await make_bench(32, max_running=1)
+    busy = bench.submit(range(5))
+    await bench.running(busy)
+    later, urgent = bench.submit(COLD, priority=5), bench.submit(WARM, priority=-5)
+    await bench.finish(busy, later, urgent)
+    assert started(bench) == [busy.id, urgent.id, later.id]
+
+
+async def test_the_look_ahead_brings_up_what_there_are_frames_for(make_bench: MakeBench) -> None:
+    bench = await make_bench(16, max_running=1)
+    prompts = [range(1000 * k, 1000 * k + 17) for k in range(1, 5)]
+    for prompt in prompts:
+        await bench.cached(prompt)
+    busy = bench.submit(range(13))  # 4 of the 16 frames
+    await bench.running(busy)
+    waiting = [bench.submit(prompt) for prompt in prompts]
+    await bench.quiet()
+    # 4 frames for a prefix and one for what is computed: twelve frames are enough for two.
+    assert [request.staged for request in waiting] == [True, True, False, False]
+    assert [request.ready for request in waiting[:2]] == [True, True]
+    trie = bench.cache.trie(bench.namespace)
+    for request, up in zip(waiting, (True, True, False, False), strict=True):
+        assert bool((trie.whole[request.rows] & (1 << GPU)).all()) is up
+        assert (trie.holds[request.rows, GPU] == int(up)).all()
+    assert [request.queued.distance for request in waiting] == [Distance.CPU] * 4
+    await bench.finish(busy, *waiting)
+    assert [request.hit_tokens for request in waiting] == [[0, 16, 0]] * 4
+
+
+async def test_who_leaves_the_window_loses_its_hold_but_not_its_blocks(make_bench: MakeBench) -> None:
+    bench = await make_bench(32, max_running=1, look_ahead=1)
+    await bench.cached(WARM)
+    busy = bench.submit(range(5))
+    await bench.running(busy)
+    staged = bench.submit(WARM)
+    await bench.until(lambda: staged.ready)
+    urgent = bench.submit(COLD, priority=-1)
+    await bench.until(lambda: not staged.staged)
+    trie = bench.cache.trie(bench.namespace)
+    rows = staged.rows
+    assert len(rows) == 4
+    assert not trie.holds[rows, GPU].any()
+    assert (trie.nearest[rows] == GPU).all()
+    await bench.finish(busy, urgent, staged)
+    assert staged.hit_tokens == [16, 0, 0]
+
+
+async def test_no_look_ahead_stages_nothing_ahead(make_bench: MakeBench) -> None:
+    bench = await make_bench(32, max_running=1, look_ahead=0)
+    await bench.cached(WARM)
+    busy = bench.submit(range(5))
+    await bench.running(busy)
+    waiting = bench.submit(WARM)
+    await bench.quiet()
+    assert not waiting.staged
+    await bench.finish(busy, waiting)
+    assert waiting.hit_tokens == [0, 16, 0]
+
+
+async def test_what_another_computes_is_waited_for(make_bench: MakeBench, events: Events, expected: Expected) -> None:
+    bench = await make_bench(32)
+    first = bench.submit(COLD)
+    await bench.running(first)
+    same, longer, other = bench.submit(COLD), bench.submit([*COLD[:8], *WARM]), bench.submit(WARM)
+    await bench.running(other)
+    await bench.quiet()
+    assert started(bench) == [first.id, other.id]
+    bench.step()  # the prompts' blocks are there
+    await bench.running(longer)
+    assert [(await bench.running(request)).start.cached_blocks for request in (same, longer)] == [4, 2]
+    await bench.finish(first, same, longer, other)
+    assert events(same) == (expected(COLD, 2), "length")
+    assert [request.hit_tokens for request in (same, longer)] == [[16, 0, 0], [8, 0, 0]]
+
+
+async def test_frames_of_a_shared_prefix_are_counted_once(make_bench: MakeBench) -> None:
+    """8 shared blocks and 2 of its own each: 4 requests run in 16 frames, which hold one and a half of them alone."""
+    bench = await make_bench(16)
+    shared = list(range(32))
+    first = bench.submit([*shared, 1], max_tokens=1)
+    await bench.running(first)
+    await bench.finish(first)
+    requests = []
+    for k in range(4):  # the later ones come when the earlier ones run already
+        requests.append(bench.submit([*shared, 50 + k, 51, 52, 53, 54]))
+        assert (await bench.running(requests[-1])).start.cached_blocks == 8
+    assert len(bench.runs) == 4
+    await bench.finish(*requests)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("tier", [CPU, DISK])
+async def test_a_prefix_that_is_slower_to_load_is_computed(
+    make_bench: MakeBench, events: Events, expected: Expected, recompute: bool, tier: int
+) -> None:
+    bench = await make_bench(16, disk=True, recompute_if_slower=recompute)
+    await bench.cached(WARM)
+    if tier == DISK:
+        trie = bench.cache.trie(bench.namespace)
+        await bench.cache.write_back.flush()
+        slots = await bench.cache.residency.take(CPU, trie.part_bytes, 64)  # all of the tier
+        for taken in slots:
+            bench.cache.tiers.release(CPU, taken)
+    bench.cost.observe_compute(10_000, 0.001)
+    bench.cost.observe_load(Distance(tier), 4096, 10.0)
+    request = bench.submit(WARM)
+    assert request.queued.distance == tier
+    run = await bench.running(request)
+    found = [0, 0, 0]
+    found[tier] = 0 if recompute else 16
+    assert run.start.cached_blocks == (0 if recompute else 4)
+    assert request.hit_tokens == found
+    await bench.finish(request)
+    assert events(request) == (expected(WARM, 2), "length")
+
+
+async def test_without_caching_nothing_is_found_or_kept(make_bench: MakeBench) -> None:
+    bench = await make_bench(16, caching=False)
+    await bench.cached(WARM)
+    requests = [bench.submit(WARM), bench.submit(WARM)]
+    for request in requests:
+        assert (await bench.running(request)).start.cached_blocks == 0
+    await bench.finish(*requests)
+    assert bench.cache.tiers.frames.free_count == 16
+    assert bench.cache.counters.hit_tokens == [0, 0, 0]
+
+
+async def test_the_queue_has_a_limit_that_interrupted_requests_do_not_count_for(make_bench: MakeBench) -> None:
+    bench = await make_bench(16, max_running=1, queue_limit=2)
+    busy = bench.submit(range(5))
+    await bench.running(busy)
+    waiting = [bench.submit(COLD), bench.submit(WARM)]
+    refused = bench.request(range(9))
+    with pytest.raises(QueueFullError, match="2"):
+        bench.dispatcher.submit(refused)
+    assert refused.id not in bench.dispatcher.waiting
+    bench.die()
+    assert len(bench.dispatcher.queue) == 3
+    bench.dispatcher.queue.check_integrity()
+    bench.dispatcher.on_ready()
+    await bench.finish(busy, *waiting)
+
+
+async def test_many_requests_in_little_memory(make_bench: MakeBench, events: Events, expected: Expected) -> None:
+    """A hundred prompts with shared beginnings through 24 frames, 16 slots and a disk: all of it right."""
+    bench = await make_bench(24, cpu_slots=16, disk=True, policy="relaxed-fpf")
+    rng = np.random.default_rng(11)
+    trunks = [rng.integers(0, 1000, 24).tolist() for _ in range(6)]
+    requests = []
+    for number in range(100):
+        trunk = trunks[rng.integers(6)]
+        prompt = [*trunk[: int(rng.integers(1, 25))], *rng.integers(0, 1000, int(rng.integers(1, 9))).tolist()]
+        requests.append((prompt, int(rng.integers(1, 20)), None))
+        bench.now = number
+        requests[-1] = (prompt, requests[-1][1], bench.submit(prompt, max_tokens=requests[-1][1]))
+        if number % 3 == 0:
+            bench.step()
+            await bench.quiet()
+    await bench.finish(*(request for _, _, request in requests))
+    for prompt, count, request in requests:
+        assert events(request) == (expected(prompt, count), "length")
+    assert bench.cache.tiers.counters[GPU].evicted > 0
+    assert sum(bench.cache.counters.hit_tokens) > 0

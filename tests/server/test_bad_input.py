@@ -1,0 +1,337 @@
+"""Every wrong call gets its status and a message that names value and remedy, and costs the daemon nothing."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from prefixd.v1 import admin_pb2, inference_pb2
+from prefixd.v1 import cache_pb2 as pb
+
+if TYPE_CHECKING:
+    from tests.server.conftest import Remote
+
+PART_BYTES = (100, 28)
+BLOCK_BYTES = sum(PART_BYTES)
+NOWHERE = b"\1\2\3\4\5\6\7\x08"
+
+
+def ids(*tokens: int) -> bytes:
+    return np.asarray(tokens, "<u4").tobytes()
+
+
+@pytest.fixture(scope="module")
+def sidecar(launch: Callable[..., Remote]) -> Remote:
+    """No model, no disk."""
+    return launch({"CPU__BYTES": "4MiB", "DISK__BYTES": 0, "SERVER__MAX_LEASE_TTL_S": 90})
+
+
+@pytest.fixture
+def namespace(sidecar: Remote) -> bytes:
+    return sidecar.register("bad-input", *PART_BYTES)
+
+
+@pytest.fixture
+def session(sidecar: Remote) -> Iterator[str]:
+    with sidecar.session() as opened:
+        yield opened.session_id
+    sidecar.settled()
+
+
+def figures(remote: Remote) -> admin_pb2.StatsResponse:
+    stats = remote.stats()
+    stats.uptime_s = 0
+    for session in stats.sessions:
+        session.age_s = 0
+    return stats
+
+
+@pytest.fixture
+def rejected(sidecar: Remote, refused: Callable[..., Any]) -> Callable[..., None]:
+    """`rejected(call, status, *words)`: refused so, and every figure of the sidecar is as before."""
+
+    def check(call: Callable[[], object], status: str, *words: str) -> None:
+        before = figures(sidecar)
+        with refused(status, *words):
+            call()
+        assert figures(sidecar) == before
+
+    return check
+
+
+# -- generation -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("request_", "status", "words"),
+    [
+        ({}, "INVALID_ARGUMENT", ["prompt is empty", "send text or"]),
+        ({"text": ""}, "INVALID_ARGUMENT", ["prompt is empty", "send"]),
+        ({"token_ids": b""}, "INVALID_ARGUMENT", ["prompt is empty", "send"]),
+        ({"token_ids": ids(1, 2) + b"\0"}, "INVALID_ARGUMENT", ["9 bytes", "multiple of 4", "little-endian"]),
+        ({"token_ids": ids(1, 272)}, "INVALID_ARGUMENT", ["272", "vocabulary", "own tokenizer"]),
+        ({"token_ids": ids(2**32 - 1)}, "INVALID_ARGUMENT", ["4294967295", "vocabulary"]),
+        ({"token_ids": ids(*[1] * 2048)}, "INVALID_ARGUMENT", ["2048 tokens", "at most 2047"]),
+        ({"temperature": -0.5}, "INVALID_ARGUMENT", ["temperature is -0.5", "0 .greedy. or positive"]),
+        ({"temperature": float("nan")}, "INVALID_ARGUMENT", ["temperature is nan"]),
+        ({"temperature": float("inf")}, "INVALID_ARGUMENT", ["temperature is inf"]),
+        ({"top_p": 1.5}, "INVALID_ARGUMENT", ["top_p is 1.5", "between 0 and 1"]),
+        ({"top_p": -0.1}, "INVALID_ARGUMENT", ["top_p is -0.1"]),
+        ({"top_p": float("nan")}, "INVALID_ARGUMENT", ["top_p is nan"]),
+        ({"stop_token_ids": [5, 272]}, "INVALID_ARGUMENT", ["stop token id 272", "vocabulary of 272"]),
+        ({"request_id": "x" * 300}, "INVALID_ARGUMENT", ["300 characters", "at most 256"]),
+    ],
+    ids=lambda value: None if isinstance(value, str | list) else "-".join(value) or "nothing",
+)
+def test_generate(
+    model_daemon: Remote, refused: Callable[..., Any], request_: dict[str, Any], status: str, words: list[str]
+) -> None:
+    fields = {name: request_.pop(name) for name in ("temperature", "top_p", "stop_token_ids") if name in request_}
+    wanted = inference_pb2.GenerateRequest(
+        text=request_.get("text", "fine" if fields or "request_id" in request_ else None),
+        token_ids=inference_pb2.TokenIds(ids=request_["token_ids"]) if "token_ids" in request_ else None,
+        request_id=request_.get("request_id", ""),
+        sampling=inference_pb2.SamplingParams(**fields),
+    )
+    before = figures(model_daemon)
+    with refused(status, *words):
+        list(model_daemon.inference.Generate(wanted, timeout=30))
+    assert figures(model_daemon) == before
+
+
+def test_cancel_without_an_id(model_daemon: Remote, refused: Callable[..., Any]) -> None:
+    with refused("INVALID_ARGUMENT", "request_id is empty", "first message"):
+        model_daemon.inference.Cancel(inference_pb2.CancelRequest())
+    assert not model_daemon.inference.Cancel(inference_pb2.CancelRequest(request_id="never was")).cancelled
+
+
+def test_a_sidecar_generates_nothing(sidecar: Remote, rejected: Callable[..., None]) -> None:
+    for call in (
+        lambda: sidecar.generate("hello"),
+        lambda: sidecar.inference.Cancel(inference_pb2.CancelRequest(request_id="r")),
+    ):
+        rejected(call, "UNIMPLEMENTED", "sidecar", "worker.model or worker.embedded")
+
+
+# -- the engines' side ----------------------------------------------------------------------------------------------
+
+
+def test_namespaces(sidecar: Remote, namespace: bytes, rejected: Callable[..., None]) -> None:
+    cases: list[tuple[Callable[[], object], str, list[str]]] = [
+        (lambda: sidecar.register("", 100), "INVALID_ARGUMENT", ["name is empty"]),
+        (lambda: sidecar.register("new"), "INVALID_ARGUMENT", ["0 parts"]),
+        (lambda: sidecar.register("new", 0), "INVALID_ARGUMENT", ["0 bytes", "at least 1"]),
+        (lambda: sidecar.register("new", 100, block_tokens=0), "INVALID_ARGUMENT", ["block_tokens is 0", "between 1"]),
+        (lambda: sidecar.register("bad-input", 100, 29), "ALREADY_EXISTS", ["28 B", "29 B", "another name"]),
+        (
+            lambda: sidecar.register("bad-input", *PART_BYTES, block_tokens=8),
+            "ALREADY_EXISTS",
+            ["block_tokens 4, not 8"],
+        ),
+    ]
+    for call, status, words in cases:
+        rejected(call, status, *words)
+    assert sidecar.register("bad-input", *PART_BYTES) == namespace
+    assert sidecar.register("bad-input", *PART_BYTES, salt=b"tenant") != namespace
+
+
+@pytest.mark.parametrize("method", ["Match", "Acquire", "Reserve", "Prefetch", "Get"])
+def test_what_every_call_checks(
+    sidecar: Remote, namespace: bytes, session: str, rejected: Callable[..., None], method: str
+) -> None:
+    def call(**changes: Any) -> Callable[[], object]:
+        kind = getattr(pb, f"{method}Request")
+        fields = {"session_id": session, "namespace_id": namespace, "token_ids": ids(1, 2, 3, 4), **changes}
+        known = {name: value for name, value in fields.items() if name in kind.DESCRIPTOR.fields_by_name}
+
+        def run() -> object:
+            result = getattr(sidecar.cache, method)(kind(**known), timeout=30)
+            return list(result) if method == "Get" else result
+
+        return run
+
+    rejected(call(token_ids=b""), "INVALID_ARGUMENT", "empty", "at least one token")
+    rejected(call(token_ids=bytes(17)), "INVALID_ARGUMENT", "17 bytes", "multiple of 4")
+    rejected(call(namespace_id=NOWHERE), "NOT_FOUND", NOWHERE.hex(), "RegisterNamespace")
+    rejected(call(namespace_id=b""), "NOT_FOUND", "empty", "RegisterNamespace")
+    if method not in ("Match", "Prefetch"):
+        rejected(call(session_id="nobody"), "NOT_FOUND", "session nobody", "OpenSession")
+        rejected(call(session_id=""), "NOT_FOUND", "OpenSession")
+        rejected(call(parts=[2]), "INVALID_ARGUMENT", "part 2", "0 to 1")
+        rejected(call(parts=[1, 1]), "INVALID_ARGUMENT", "twice", "once")
+    if method in ("Acquire", "Reserve"):
+        rejected(call(ttl_s=-1.0), "INVALID_ARGUMENT", "ttl_s is -1", "positive")
+        rejected(call(ttl_s=float("nan")), "INVALID_ARGUMENT", "ttl_s is nan")
+
+
+def test_commit_and_release(
+    sidecar: Remote, namespace: bytes, session: str, rejected: Callable[..., None], refused: Callable[..., Any]
+) -> None:
+    def commit(reservation: str, blocks: int = 1, who: str = session, **flags: Any) -> Callable[[], object]:
+        return lambda: sidecar.cache.Commit(
+            pb.CommitRequest(session_id=who, reservation_id=reservation, blocks=blocks, **flags)
+        )
+
+    def release(lease: str, who: str = session) -> Callable[[], object]:
+        return lambda: sidecar.cache.Release(pb.ReleaseRequest(session_id=who, lease_id=lease))
+
+    rejected(commit("7-deadbeef"), "NOT_FOUND", "7-deadbeef", "never granted")
+    rejected(commit(""), "NOT_FOUND", "empty")
+    rejected(release("7-deadbeef"), "NOT_FOUND", "never granted")
+    wanted = {"session_id": session, "namespace_id": namespace}
+    tokens = ids(*range(300, 308))
+    reservation = sidecar.cache.Reserve(pb.ReserveRequest(**wanted, token_ids=tokens)).reservation_id
+    rejected(commit(reservation, 3), "INVALID_ARGUMENT", "3 blocks", "has 2")
+    rejected(commit(reservation, 2, durable=True), "FAILED_PRECONDITION", "disk tier", "disk.bytes")
+    with sidecar.session() as other:
+        rejected(commit(reservation, 2, other.session_id), "NOT_FOUND", "never granted to this session")
+        rejected(release(reservation, other.session_id), "NOT_FOUND", "never granted to this session")
+    assert sidecar.cache.Match(pb.MatchRequest(namespace_id=namespace, token_ids=tokens)).blocks == 0
+    commit(reservation, 2)()
+    with refused("NOT_FOUND", "committed", "again"):
+        commit(reservation, 2)()
+    lease = sidecar.cache.Acquire(pb.AcquireRequest(**wanted, token_ids=tokens)).lease_id
+    rejected(commit(lease), "INVALID_ARGUMENT", "lease for reading", "reservation")
+    release(lease)()
+    rejected(release(lease), "NOT_FOUND", "released", "again")
+    # More than the daemon allows is granted as much as it allows.
+    lasting = sidecar.cache.Acquire(pb.AcquireRequest(**wanted, token_ids=tokens, ttl_s=1e9))
+    assert 60 < lasting.ttl_s <= 90
+    release(lasting.lease_id)()
+
+
+def test_put(sidecar: Remote, namespace: bytes, session: str, rejected: Callable[..., None]) -> None:
+    tokens = list(range(400, 408))
+    data = bytes(2 * BLOCK_BYTES)
+
+    def put(data: bytes = data, tokens: list[int] = tokens, **header: Any) -> Callable[[], object]:
+        return lambda: sidecar.put(session, namespace, tokens, data, **header)
+
+    def stream(*messages: pb.PutRequest) -> Callable[[], object]:
+        return lambda: sidecar.cache.Put(iter(messages), timeout=30)
+
+    header = pb.PutRequest(header=pb.PutHeader(session_id=session, namespace_id=namespace, token_ids=ids(*tokens)))
+    rejected(put(data[:-1]), "INVALID_ARGUMENT", "255 bytes", "2 blocks of 128", "256", "whole blocks")
+    rejected(put(data + b"x"), "INVALID_ARGUMENT", "257 bytes")
+    rejected(put(data * 50), "INVALID_ARGUMENT", "12800 bytes")
+    rejected(put(b""), "INVALID_ARGUMENT", "0 bytes")
+    rejected(put(first_block=3), "INVALID_ARGUMENT", "first_block is 3", "2 full blocks")
+    rejected(put(data[:128], first_block=1), "INVALID_ARGUMENT", "begins at block 1", "begin at block 0")
+    rejected(put(parts=[7]), "INVALID_ARGUMENT", "part 7")
+    rejected(put(tokens=[]), "INVALID_ARGUMENT", "empty")
+    rejected(put(durable=True), "FAILED_PRECONDITION", "disk.bytes")
+    rejected(lambda: sidecar.put("nobody", namespace, tokens, data), "NOT_FOUND", "OpenSession")
+    rejected(lambda: sidecar.put(session, NOWHERE, tokens, data), "NOT_FOUND", "RegisterNamespace")
+    rejected(stream(), "INVALID_ARGUMENT", "no header", "send the header")
+    rejected(stream(pb.PutRequest(data=data)), "INVALID_ARGUMENT", "no header")
+    rejected(stream(pb.PutRequest()), "INVALID_ARGUMENT", "no header")
+    rejected(stream(header, header), "INVALID_ARGUMENT", "one header only")
+    rejected(stream(header, pb.PutRequest()), "INVALID_ARGUMENT", "no data")
+    big = sidecar.register("a block larger than the tier", 8 << 20)
+    rejected(
+        lambda: sidecar.put(session, big, [1, 2, 3, 4], b""), "RESOURCE_EXHAUSTED", "4194304", "8388608", "cpu.bytes"
+    )
+
+
+def test_admin(sidecar: Remote, namespace: bytes, session: str, rejected: Callable[..., None]) -> None:
+    rng = np.random.default_rng(3)
+    for _ in range(40):  # 40 prefixes; of 16 first digits some have several
+        sidecar.put(session, namespace, rng.integers(0, 99, 4).tolist(), bytes(BLOCK_BYTES))
+    admin = sidecar.admin
+    keys = [p.key for p in admin.ListPrefixes(admin_pb2.ListPrefixesRequest()).prefixes]
+    assert len(keys) >= 40
+    for kind, method in (
+        (admin_pb2.InspectRequest, admin.Inspect),
+        (admin_pb2.PinRequest, admin.Pin),
+        (admin_pb2.UnpinRequest, admin.Unpin),
+        (admin_pb2.EvictRequest, admin.Evict),
+    ):
+        for key in ("", "abc", "g" * 8, keys[0] + "0", "%%%%", "z" * 100_000):
+            rejected(lambda: method(kind(key=key)), "INVALID_ARGUMENT", "4 to 32 hex digits", "prefixd ls")  # noqa: B023
+        rejected(lambda: method(kind(key="0" * 32)), "NOT_FOUND", "0" * 32, "prefixd ls")  # noqa: B023
+    assert admin.Inspect(admin_pb2.InspectRequest(key=keys[0].upper())).prefix.key == keys[0]
+    rejected(lambda: admin.Evict(admin_pb2.EvictRequest()), "INVALID_ARGUMENT", "all = true")
+    rejected(lambda: admin.Evict(admin_pb2.EvictRequest(all=False)), "INVALID_ARGUMENT", "all = true")
+    rejected(lambda: admin.Evict(admin_pb2.EvictRequest(namespace_id=NOWHERE)), "NOT_FOUND", NOWHERE.hex())
+    rejected(lambda: admin.ListPrefixes(admin_pb2.ListPrefixesRequest(namespace_id=NOWHERE)), "NOT_FOUND")
+    rejected(lambda: admin.Flush(admin_pb2.FlushRequest()), "FAILED_PRECONDITION", "no disk tier", "disk.bytes")
+    admin.Pin(admin_pb2.PinRequest(key=keys[0]))
+    rejected(lambda: admin.Evict(admin_pb2.EvictRequest(key=keys[0])), "FAILED_PRECONDITION", "pinned", "unpin")
+    admin.Unpin(admin_pb2.UnpinRequest(key=keys[0]))
+    assert admin.Evict(admin_pb2.EvictRequest(all=True)).kept_blocks == 0
+
+
+def test_a_short_key_that_several_prefixes_share(sidecar: Remote, session: str, rejected: Callable[..., None]) -> None:
+    """600 keys in a chain of one-token blocks: two begin with the same four digits (the birthday paradox)."""
+    admin = sidecar.admin
+    crowded = sidecar.register("crowded", 1, block_tokens=1)
+    sidecar.put(session, crowded, list(range(600)), bytes(600))
+    (leaf,) = admin.ListPrefixes(admin_pb2.ListPrefixesRequest(namespace_id=crowded)).prefixes
+    keys = [block.key for block in admin.Inspect(admin_pb2.InspectRequest(key=leaf.key)).blocks]
+    assert (len(keys), keys[-1]) == (600, leaf.key)
+    counts = Counter(key[:4] for key in keys)
+    shared, times = counts.most_common(1)[0]
+    assert times >= 2
+    rejected(
+        lambda: admin.Pin(admin_pb2.PinRequest(key=shared)), "INVALID_ARGUMENT", f"{times} prefixes", "more digits"
+    )
+    alone = next(key for key in keys if counts[key[:4]] == 1)
+    assert admin.Inspect(admin_pb2.InspectRequest(key=alone[:4])).prefix.key == alone
+    admin.Evict(admin_pb2.EvictRequest(all=True))
+
+
+# -- below the contract -----------------------------------------------------------------------------------------------
+
+
+def test_unknown_methods_and_garbage_messages(sidecar: Remote, rejected: Callable[..., None]) -> None:
+    unknown = sidecar.channel.unary_unary("/prefixd.v1.PrefixCache/Explode")
+    rejected(lambda: unknown(b"", timeout=10), "UNIMPLEMENTED")
+    match = sidecar.channel.unary_unary("/prefixd.v1.PrefixCache/Match")
+    rejected(lambda: match(b"\xff" * 40, timeout=10), "UNKNOWN")  # gRPC answers before a handler has a say
+    too_large = pb.MatchRequest(namespace_id=NOWHERE, token_ids=bytes(17 << 20))
+    rejected(lambda: sidecar.cache.Match(too_large, timeout=20), "RESOURCE_EXHAUSTED")
+
+
+def test_a_long_name_comes_back_short(sidecar: Remote, namespace: bytes, rejected: Callable[..., None]) -> None:
+    """An error travels in a header; one that repeats a long value must still arrive, with its remedy."""
+    long = "ä" * 100_000
+    release = pb.ReleaseRequest(session_id=long, lease_id=long)
+    rejected(lambda: sidecar.cache.Release(release, timeout=10), "NOT_FOUND", "OpenSession")
+    with sidecar.session() as opened:
+        release.session_id = opened.session_id
+        rejected(lambda: sidecar.cache.Release(release, timeout=10), "NOT_FOUND", "check the id")
+
+
+@pytest.mark.parametrize("suffix", ["", "-memory"])
+def test_raw_bytes_on_the_sockets(sidecar: Remote, suffix: str) -> None:
+    noise = np.random.default_rng(9)
+    greeting = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+    for data in (
+        b"",
+        b"\n",
+        b"GET / HTTP/1.1\r\n\r\n",
+        greeting,
+        greeting + noise.bytes(500),
+        noise.bytes(100_000),
+        b"\0" * 5000,
+    ):
+        with socket.socket(socket.AF_UNIX) as visitor:
+            visitor.settimeout(5)
+            visitor.connect(f"{sidecar.daemon.socket}{suffix}")
+            try:
+                visitor.sendall(data)
+                visitor.shutdown(socket.SHUT_WR)
+                while visitor.recv(65536):
+                    pass
+            except (BrokenPipeError, ConnectionResetError):
+                pass
+    os.kill(sidecar.daemon.pid, 0)
+    sidecar.settled()
+    with sidecar.session() as opened:
+        assert opened.memory_socket

@@ -1,0 +1,101 @@
+"""What machines ask a daemon: health, reflection, Prometheus."""
+
+from __future__ import annotations
+
+import socket
+import urllib.request
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from prometheus_client.parser import text_string_to_metric_families
+
+if TYPE_CHECKING:
+    from tests.server.conftest import Remote
+
+SERVICES = {"prefixd.v1.PrefixCache", "prefixd.v1.Inference", "prefixd.v1.Admin"}
+
+
+@pytest.fixture(scope="module")
+def metrics_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def remote(launch: Callable[..., Remote], metrics_port: int) -> Remote:
+    return launch({"CPU__BYTES": "4MiB", "DISK__BYTES": "16MiB", "SERVER__METRICS_PORT": metrics_port})
+
+
+def test_every_service_is_healthy(remote: Remote) -> None:
+    health = health_pb2_grpc.HealthStub(remote.channel)
+    for service in ("", *SERVICES):
+        status = health.Check(health_pb2.HealthCheckRequest(service=service)).status
+        assert status == health_pb2.HealthCheckResponse.SERVING
+    with pytest.raises(grpc.RpcError) as caught:
+        health.Check(health_pb2.HealthCheckRequest(service="prefixd.v1.Nothing"))
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+def test_reflection_lists_the_services_and_has_their_contracts(remote: Remote) -> None:
+    reflection = reflection_pb2_grpc.ServerReflectionStub(remote.channel)
+    questions = [
+        reflection_pb2.ServerReflectionRequest(list_services=""),
+        reflection_pb2.ServerReflectionRequest(file_containing_symbol="prefixd.v1.PrefixCache"),
+    ]
+    services, contract = reflection.ServerReflectionInfo(iter(questions))
+    listed = {service.name for service in services.list_services_response.service}
+    assert listed >= {*SERVICES, "grpc.health.v1.Health"}
+    assert b"ReserveRequest" in b"".join(contract.file_descriptor_response.file_descriptor_proto)
+
+
+def scrape(port: int) -> dict[tuple[str, str], float]:
+    """(metric, its only label's value) -> value."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+        return {
+            (sample.name, next(iter(sample.labels.values()), "")): sample.value
+            for family in families
+            for sample in family.samples
+        }
+
+
+def test_metrics_say_what_the_statistics_say(remote: Remote, metrics_port: int) -> None:
+    namespace = remote.register("metrics", 500)
+    with remote.session() as session:
+        remote.put(session.session_id, namespace, range(20), bytes(2500), durable=True)
+        remote.get(session.session_id, namespace, range(24))
+        figures = scrape(metrics_port)
+        stats = remote.stats()
+    for tier in stats.tiers:
+        label = {2: "cpu", 3: "disk"}[tier.tier]
+        assert figures["prefixd_tier_capacity_bytes", label] == tier.capacity_bytes > 0
+        assert figures["prefixd_tier_used_bytes", label] == tier.used_bytes == 5 * 4096
+        assert figures["prefixd_tier_blocks", label] == tier.blocks == 5
+        assert figures["prefixd_tier_in_flight_bytes", label] == 0
+        assert figures["prefixd_tier_held_blocks", label] == 0
+        assert figures["prefixd_tier_hit_tokens_total", label] == tier.hit_tokens
+        assert figures["prefixd_tier_trouble", label] == 0
+    assert figures["prefixd_asked_tokens_total", ""] == stats.asked_tokens == 24
+    assert figures["prefixd_hit_tokens_total", ""] == stats.hit_tokens == 20
+    assert figures["prefixd_sessions", ""] == 1
+    assert figures["prefixd_leases", ""] == figures["prefixd_reservations", ""] == 0
+    assert ("prefixd_tier_used_bytes", "gpu") not in figures
+
+
+def test_metrics_of_a_daemon_with_a_model(
+    launch: Callable[..., Remote], with_model: dict[str, str | int], metrics_port: int
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = int(probe.getsockname()[1])
+    remote = launch({**with_model, "SERVER__METRICS_PORT": port})
+    remote.generate(list(range(40)))
+    remote.generate(list(range(40)))
+    figures = scrape(port)
+    assert figures["prefixd_tier_hit_tokens_total", "gpu"] == 32
+    assert figures["prefixd_tier_blocks", "gpu"] == 3
+    assert figures["prefixd_asked_tokens_total", ""] == 80
+    assert figures["prefixd_waiting_requests", ""] == figures["prefixd_worker_restarts_total", ""] == 0

@@ -1,0 +1,238 @@
+"""The end of a daemon and the next one's beginning: drained, killed, refused."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from prefixd.v1 import admin_pb2, inference_pb2
+from prefixd.v1 import cache_pb2 as pb
+
+if TYPE_CHECKING:
+    from tests.server.conftest import Answer, Remote
+
+SIDECAR: dict[str, str | int] = {"CPU__BYTES": "4MiB", "DISK__BYTES": "16MiB"}
+TOKENS = list(range(50, 90))
+BYTES = np.random.default_rng(8).bytes(10 * 3000)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Short enough for a socket's path."""
+    name = tempfile.mkdtemp(prefix="prefixd-")
+    yield Path(name)
+    shutil.rmtree(name)
+
+
+@pytest.fixture
+def start(launch: Callable[..., Remote], folder: Path) -> Iterator[Callable[..., Remote]]:
+    """Starts a daemon on this test's folder; what still runs at the end is stopped."""
+    started: list[Remote] = []
+
+    def begin(settings: dict[str, str | int]) -> Remote:
+        started.append(launch(settings, folder=folder))
+        return started[-1]
+
+    yield begin
+    for remote in started:
+        remote.daemon.stop()
+
+
+def store(remote: Remote, name: str = "kept", **header: Any) -> bytes:
+    namespace = remote.register(name, 3000)
+    with remote.session() as session:
+        remote.put(session.session_id, namespace, TOKENS, BYTES, **header)
+    return namespace
+
+
+def tiers(remote: Remote, namespace: bytes, tokens: list[int] = TOKENS) -> list[tuple[int, int]]:
+    match = remote.cache.Match(pb.MatchRequest(namespace_id=namespace, token_ids=np.asarray(tokens, "<u4").tobytes()))
+    return [(run.tier, run.blocks) for run in match.runs]
+
+
+def load(remote: Remote, namespace: bytes) -> tuple[int, bytes]:
+    with remote.session() as session:
+        return remote.get(session.session_id, namespace, TOKENS)
+
+
+def test_what_was_cached_is_there_after_a_restart(start: Callable[..., Remote], folder: Path) -> None:
+    remote = start({**SIDECAR, "CACHE__WRITE_BACK": "false"})
+    namespace = store(remote)
+    assert tiers(remote, namespace) == [(pb.TIER_CPU, 10)]
+    assert remote.daemon.stop() == 0
+    assert not [path for path in folder.iterdir() if path.is_socket()]
+    again = start(SIDECAR)
+    assert remote.register("kept", 3000) == namespace
+    assert tiers(again, namespace) == [(pb.TIER_DISK, 10)]
+    assert load(again, namespace) == (10, BYTES)
+    assert tiers(again, namespace) == [(pb.TIER_CPU, 10)]
+    again.settled()
+
+
+@pytest.mark.parametrize("how", ["durable", "flush"])
+def test_what_was_durable_survives_a_crash(start: Callable[..., Remote], how: str) -> None:
+    remote = start({**SIDECAR, "CACHE__WRITE_BACK": "false"})
+    namespace = store(remote, durable=how == "durable")
+    if how == "flush":
+        flushed = remote.admin.Flush(admin_pb2.FlushRequest())
+        assert (flushed.blocks, flushed.nbytes) == (10, 10 * 4096)
+        assert remote.admin.Flush(admin_pb2.FlushRequest()).blocks == 0
+    lost = store(remote, "not flushed")
+    assert remote.daemon.kill() == -signal.SIGKILL
+    assert remote.daemon.socket.exists()  # stale; it is in nobody's way
+    again = start(SIDECAR)
+    assert tiers(again, namespace) == [(pb.TIER_DISK, 10)]
+    assert load(again, namespace) == (10, BYTES)
+    assert tiers(again, lost) == []
+    again.settled()
+
+
+def test_evicted_is_evicted_after_a_crash_too(start: Callable[..., Remote]) -> None:
+    remote = start(SIDECAR)
+    namespace = store(remote, durable=True)
+    assert remote.admin.Evict(admin_pb2.EvictRequest(all=True)).evicted_blocks == 10
+    remote.daemon.kill()
+    again = start(SIDECAR)
+    assert tiers(again, namespace) == []
+    assert again.tier(pb.TIER_DISK).used_bytes == 0
+
+
+def refusal(result: subprocess.CompletedProcess[str]) -> str:
+    """The one line that a refused daemon prints (gRPC may log another before it)."""
+    assert result.returncode == 2  # the configuration is wrong
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    *others, line = result.stderr.splitlines()
+    assert line.startswith("prefixd: ")
+    assert all("grpc" in other or "chttp2" in other for other in others), result.stderr
+    return line
+
+
+def test_a_second_daemon_is_refused(
+    start: Callable[..., Remote], serve_failing: Callable[..., subprocess.CompletedProcess[str]], folder: Path
+) -> None:
+    remote = start(SIDECAR)
+    namespace = store(remote)
+    same_data = {**SIDECAR, "DATA_DIR": str(folder / "data"), "SERVER__SOCKET": str(folder / "other.sock")}
+    line = refusal(serve_failing(same_data))
+    assert str(folder / "data") in line
+    assert f"pid {remote.daemon.pid}" in line
+    same_socket = {**SIDECAR, "DATA_DIR": str(folder / "elsewhere"), "SERVER__SOCKET": str(remote.daemon.socket)}
+    line = refusal(serve_failing(same_socket))
+    assert str(remote.daemon.socket) in line
+    assert "in use" in line
+    same_disk = {**same_socket, "SERVER__SOCKET": str(folder / "third.sock"), "DISK__PATH": f"{folder}/data/blocks"}
+    assert f"{folder}/data/blocks" in refusal(serve_failing(same_disk))
+    # The first one has not noticed.
+    assert load(remote, namespace) == (10, BYTES)
+
+
+def test_a_taken_port_is_refused(serve_failing: Callable[..., subprocess.CompletedProcess[str]], folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        settings = {**SIDECAR, "DATA_DIR": str(folder / "data"), "SERVER__SOCKET": str(folder / "s")}
+        assert str(port) in refusal(serve_failing({**settings, "SERVER__TCP": f"127.0.0.1:{port}"}))
+        assert str(port) in refusal(serve_failing({**settings, "SERVER__METRICS_PORT": port}))
+    assert not (folder / "s").exists()
+
+
+def test_a_drain_takes_no_new_work_but_ends_what_was_begun(
+    start: Callable[..., Remote], refused: Callable[..., Any]
+) -> None:
+    remote = start({**SIDECAR, "CACHE__WRITE_BACK": "false"})
+    health = health_pb2_grpc.HealthStub(remote.channel)
+    check = health_pb2.HealthCheckRequest(service="prefixd.v1.PrefixCache")
+    assert health.Check(check).status == health_pb2.HealthCheckResponse.SERVING
+    namespace = store(remote)
+    token_ids = np.asarray(range(300, 308), "<u4").tobytes()
+    events = remote.cache.OpenSession(pb.OpenSessionRequest(client_name="drained"))
+    who = {"session_id": next(events).opened.session_id, "namespace_id": namespace}
+    reservation = remote.cache.Reserve(pb.ReserveRequest(**who, token_ids=token_ids))
+    drained = remote.admin.Drain(admin_pb2.DrainRequest(), timeout=20)
+    assert drained.written_blocks == 10
+    assert next(events).WhichOneof("event") == "draining"
+    assert remote.stats().draining
+    assert health.Check(check).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    with refused("UNAVAILABLE", "drains", "again"):
+        remote.cache.Reserve(pb.ReserveRequest(**who, token_ids=token_ids))
+    with refused("UNAVAILABLE", "drains"):
+        remote.put(who["session_id"], namespace, [1, 2, 3, 4], bytes(3000))
+    with refused("UNAVAILABLE", "drains"), remote.session():
+        pass
+    # What was reserved before can be committed, and is on disk at the end.
+    wanted = {"session_id": who["session_id"], "reservation_id": reservation.reservation_id}
+    assert remote.cache.Commit(pb.CommitRequest(**wanted, blocks=2)).committed == 2
+    assert remote.get(who["session_id"], namespace, TOKENS) == (10, BYTES)
+    pid = remote.daemon.pid
+    assert remote.admin.Drain(admin_pb2.DrainRequest(shutdown=True), timeout=20).written_blocks == 10
+    assert list(events) == []
+    assert os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT).si_status == 0
+    remote.daemon.stop()
+    again = start(SIDECAR)
+    assert tiers(again, namespace) == [(pb.TIER_DISK, 10)]
+    assert tiers(again, namespace, list(range(300, 308))) == [(pb.TIER_DISK, 2)]
+
+
+def test_a_request_that_runs_at_sigterm_ends_well_and_its_blocks_are_kept(
+    start: Callable[..., Remote],
+    with_model: dict[str, str | int],
+    prompt: Callable[..., list[int]],
+    collector: Callable[[Any], Answer],
+    refused: Callable[..., Any],
+) -> None:
+    remote = start({**with_model, "GPU__BYTES": "4MiB", "CACHE__WRITE_BACK": "false"})
+    tokens = prompt(100)
+    stream = remote.begin(tokens, max_tokens=500)
+    remote.until(lambda stats: stats.worker.running_requests == 1)
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(collector, stream)
+        os.kill(remote.daemon.pid, signal.SIGTERM)
+        assert answer.result().finished.output_tokens == 500
+    assert remote.daemon.stop() == 0
+    again = start(with_model)
+    after = again.generate(tokens, max_tokens=500)
+    assert after.hits == (0, 0, 96)
+    assert after.tokens == answer.result().tokens
+    again.settled()
+
+
+def test_a_request_that_outlasts_the_drain_is_told(
+    start: Callable[..., Remote],
+    with_model: dict[str, str | int],
+    prompt: Callable[..., list[int]],
+    refused: Callable[..., Any],
+) -> None:
+    remote = start({**with_model, "SERVER__DRAIN_TIMEOUT_S": 0.5, "DISK__BYTES": 0, "WORKER__MAX_RUNNING": 1})
+    worker = remote.until(lambda stats: stats.worker.state == admin_pb2.WorkerStats.STATE_READY).worker.pid
+    streams = [remote.begin(prompt(20, variant), max_tokens=1900) for variant in range(3)]
+    for stream in streams:
+        next(stream)
+    os.kill(worker, signal.SIGSTOP)  # so slow that a half second is not enough
+    try:
+        with ThreadPoolExecutor(1) as threads:
+            drain = threads.submit(remote.admin.Drain, admin_pb2.DrainRequest(), timeout=20)
+            for stream in streams[1:]:
+                with refused("UNAVAILABLE", "drained for 0.5 s", "again"):
+                    list(stream)
+            os.kill(worker, signal.SIGCONT)
+            with refused("UNAVAILABLE", "drained for 0.5 s"):
+                list(streams[0])
+            drain.result()
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    with refused("UNAVAILABLE", "drains"):
+        list(remote.inference.Generate(inference_pb2.GenerateRequest(text="late")))
+    remote.settled()
+    assert remote.daemon.stop() == 0

@@ -1,0 +1,275 @@
+"""Engines as processes of their own: what one writes another reads, and what a dead one held is free again."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from prefixd.v1 import cache_pb2 as pb
+
+if TYPE_CHECKING:
+    from tests.server.conftest import Remote
+
+BLOCK_BYTES = (96, 5000)  # parts that do not fill their slots
+TOKENS = list(range(42))  # 10 blocks of 4 tokens, and a bit
+BYTES = np.random.default_rng(5).integers(0, 256, 10 * sum(BLOCK_BYTES), dtype=np.uint8).tobytes()
+
+
+@pytest.fixture(scope="module")
+def remote(launch: Callable[..., Remote]) -> Remote:
+    return launch({"CPU__BYTES": "4MiB", "DISK__BYTES": "16MiB", "SERVER__TCP": "127.0.0.1:0"})
+
+
+@pytest.fixture(autouse=True)
+def adds_up(remote: Remote) -> Iterator[None]:
+    yield
+    remote.settled()
+
+
+@pytest.fixture
+def namespace(remote: Remote, request: pytest.FixtureRequest) -> bytes:
+    return remote.register(request.node.nodeid, *BLOCK_BYTES)
+
+
+@pytest.fixture
+def engine(remote: Remote) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Runs code in a process of its own, with `client` and `cache` (prefixd.client) and the bytes in `kv`.
+
+    It then waits until it is killed.
+    """
+    running: list[subprocess.Popen[str]] = []
+
+    def start(name: str, code: str) -> subprocess.Popen[str]:
+        program = f"""
+            import sys, numpy as np
+            from prefixd.client import Client, NamespaceSpec, PartSpec
+            kv = np.random.default_rng(5).integers(0, 256, {len(BYTES)}, dtype=np.uint8)
+            tokens = list(range(42))
+            client = Client({remote.daemon.address!r}, name={name!r})
+            parts = tuple(PartSpec(f"g{{i}}", 0, nbytes) for i, nbytes in enumerate({BLOCK_BYTES!r}))
+            cache = client.register(NamespaceSpec({name!r}.partition(" ")[2], 4, parts))
+        """
+        running.append(
+            subprocess.Popen(
+                [
+                    sys.executable,
+                    "-c",
+                    textwrap.dedent(program) + textwrap.dedent(code) + "\nsys.stdout.flush(); sys.stdin.readline()",
+                ],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            )
+        )
+        return running[-1]
+
+    yield start
+    for process in running:
+        process.kill()
+        process.communicate()
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def test_what_one_process_writes_another_reads(
+    remote: Remote, engine: Callable[..., subprocess.Popen[str]], request: pytest.FixtureRequest
+) -> None:
+    name = request.node.nodeid
+    writer = engine(f"writer {name}", "print(client.arena is not None, cache.store(tokens, kv).committed)")
+    assert said(writer) == "True 10"
+    reader = engine(
+        f"reader {name}",
+        """
+        into = np.zeros_like(kv)
+        print(cache.load(tokens, into), np.array_equal(into, kv), client.arena is not None)
+       
+        """,
+    )
+    assert said(reader) == "10 True True"
+    # And the same bytes for one that has them streamed, over TCP.
+    with over_tcp(remote) as far, far.session() as session:
+        assert session.memory_socket == ""
+        assert far.get(session.session_id, far.register(name, *BLOCK_BYTES), TOKENS) == (10, BYTES)
+
+
+def over_tcp(remote: Remote) -> Remote:
+    return type(remote)(remote.daemon, remote.daemon.tcp)
+
+
+def test_a_tcp_client_puts_and_gets(remote: Remote, namespace: bytes) -> None:
+    with over_tcp(remote) as far, far.session() as session:
+        sent = far.put(session.session_id, namespace, TOKENS, BYTES)
+        assert (sent.committed, sent.duplicates) == (10, 0)
+        again = far.put(session.session_id, namespace, TOKENS, BYTES)
+        assert (again.committed, again.duplicates) == (0, 10)
+        assert far.get(session.session_id, namespace, TOKENS) == (10, BYTES)
+        size = sum(BLOCK_BYTES)
+        assert far.get(session.session_id, namespace, TOKENS, first_block=3, max_blocks=4) == (
+            4,
+            BYTES[3 * size : 7 * size],
+        )
+        blocks, data = far.get(session.session_id, namespace, TOKENS, parts=[1], first_block=9)
+        assert (blocks, data) == (1, BYTES[-BLOCK_BYTES[1] :])
+        assert far.get(session.session_id, namespace, [9, 9, 9, 9, 9]) == (0, b"")
+
+
+def test_a_killed_engine_holds_nothing(remote: Remote, engine: Callable[..., subprocess.Popen[str]]) -> None:
+    """Killed with a lease, with a reservation half filled, and with nothing at all: all is gone within seconds."""
+    before = remote.settled()
+    processes = [
+        engine("reader killed", "cache.store(tokens, kv); lease = cache.acquire(tokens); print(lease.blocks)"),
+        engine("writer killed", "r = cache.reserve(range(500, 542)); r.view(0)[:] = bytes(96); print(r.blocks)"),
+        engine("idle killed", "print(10)"),
+    ]
+    for process in processes:
+        assert said(process) == "10"
+    holding = remote.stats()
+    assert (holding.leases, holding.reservations) == (1, 1)
+    assert {session.client_name for session in holding.sessions} >= {"reader killed", "writer killed", "idle killed"}
+    cpu = next(tier for tier in holding.tiers if tier.tier == pb.TIER_CPU)
+    assert cpu.in_flight_bytes > 0
+    assert cpu.held_blocks == 10
+    for process in processes:
+        os.kill(process.pid, signal.SIGKILL)
+    after = remote.until(lambda stats: not stats.sessions, 10.0)
+    assert (after.leases, after.reservations) == (0, 0)
+    cpu = next(tier for tier in after.tiers if tier.tier == pb.TIER_CPU)
+    was = next(tier for tier in before.tiers if tier.tier == pb.TIER_CPU)
+    assert cpu.blocks == was.blocks + 10
+    assert cpu.in_flight_bytes == cpu.held_blocks == 0
+
+
+def visit(remote: Remote, session_id: str) -> tuple[dict[str, Any], list[int]]:
+    """What the memory door answers."""
+    with socket.socket(socket.AF_UNIX) as door:
+        door.settimeout(10)
+        door.connect(f"{remote.daemon.socket}-memory")
+        door.sendall(session_id.encode() + b"\n")
+        answer, fds, _, _ = socket.recv_fds(door, 4096, 1)
+        return json.loads(answer), list(fds)
+
+
+def test_the_arena_goes_to_live_sessions_only(remote: Remote) -> None:
+    with remote.session() as session:
+        answer, (fd,) = visit(remote, session.session_id)
+        assert answer == {"arena_bytes": session.arena_bytes}
+        assert os.fstat(fd).st_size == session.arena_bytes
+        os.close(fd)
+        for stranger in ("", "no-such-session", session.session_id[:8], session.session_id + "x", "a" * 200):
+            answer, fds = visit(remote, stranger)
+            assert "session" in answer["error"]
+            assert not fds
+    remote.until(lambda stats: not stats.sessions)
+    answer, fds = visit(remote, session.session_id)
+    assert "ended" in answer["error"]
+    assert not fds
+
+
+def test_offsets_name_the_bytes_in_the_arena(remote: Remote, namespace: bytes) -> None:
+    """Reserve, fill through the mapping, commit; then acquire and find them where the offsets say."""
+    token_ids = np.asarray(TOKENS, "<u4").tobytes()
+    with remote.session() as session:
+        _, (fd,) = visit(remote, session.session_id)
+        with mmap.mmap(fd, session.arena_bytes) as arena:
+            os.close(fd)
+            who = {"session_id": session.session_id, "namespace_id": namespace, "token_ids": token_ids}
+            reserved = remote.cache.Reserve(pb.ReserveRequest(**who))
+            assert (reserved.first_block, reserved.blocks, len(reserved.offsets)) == (0, 10, 20)
+            place = 0
+            for offset, size in zip(reserved.offsets, BLOCK_BYTES * 10, strict=True):
+                arena[offset : offset + size] = BYTES[place : place + size]
+                place += size
+            assert remote.cache.Match(pb.MatchRequest(namespace_id=namespace, token_ids=token_ids)).blocks == 0
+            # Only the first seven are ready; the slots of the others are given back.
+            wanted = {"session_id": session.session_id, "reservation_id": reserved.reservation_id}
+            assert remote.cache.Commit(pb.CommitRequest(**wanted, blocks=7)).committed == 7
+            lease = remote.cache.Acquire(pb.AcquireRequest(**who))
+            assert lease.blocks == 7
+            found = b"".join(
+                arena[offset : offset + size] for offset, size in zip(lease.offsets, BLOCK_BYTES * 7, strict=True)
+            )
+            assert found == BYTES[: len(found)]
+            remote.cache.Release(pb.ReleaseRequest(session_id=session.session_id, lease_id=lease.lease_id))
+
+
+def test_a_lease_ends_when_its_time_is_up(remote: Remote, namespace: bytes, refused: Callable[..., Any]) -> None:
+    token_ids = np.asarray(TOKENS, "<u4").tobytes()
+    with remote.session() as session:
+        remote.put(session.session_id, namespace, TOKENS, BYTES)
+        who = {"session_id": session.session_id, "namespace_id": namespace}
+        lease = remote.cache.Acquire(pb.AcquireRequest(**who, token_ids=token_ids, ttl_s=0.3))
+        other = np.asarray([7, *TOKENS], "<u4").tobytes()
+        reserved = remote.cache.Reserve(pb.ReserveRequest(**who, token_ids=other, ttl_s=0.3))
+        assert 0 < lease.ttl_s <= 0.3
+        remote.until(lambda stats: not stats.leases and not stats.reservations, 5.0)
+        for grant in (lease.lease_id, reserved.reservation_id):
+            with refused("NOT_FOUND", "time was up", "again"):
+                remote.cache.Release(pb.ReleaseRequest(session_id=session.session_id, lease_id=grant))
+        with refused("NOT_FOUND", "time was up"):
+            remote.cache.Commit(
+                pb.CommitRequest(session_id=session.session_id, reservation_id=reserved.reservation_id, blocks=1)
+            )
+
+
+def test_a_reader_that_hangs_up_in_the_middle_leaves_no_lease(remote: Remote, namespace: bytes) -> None:
+    big = remote.register("big blocks", 1 << 18)
+    tokens = list(range(40))
+    with remote.session() as session:
+        remote.put(session.session_id, big, tokens, bytes(10 << 18))
+        for _ in range(5):
+            stream = remote.cache.Get(
+                pb.GetRequest(
+                    session_id=session.session_id, namespace_id=big, token_ids=np.asarray(tokens, "<u4").tobytes()
+                )
+            )
+            assert next(stream).header.blocks == 10
+            stream.cancel()
+        remote.until(lambda stats: not stats.leases, 5.0)
+
+
+def test_a_stream_ends_with_its_session(remote: Remote, refused: Callable[..., Any]) -> None:
+    """Its slots may be another's by the next message: they are neither read nor written from then on."""
+    big = remote.register("ends with its session", 1 << 18)
+    tokens = list(range(40))
+    token_ids = np.asarray(tokens, "<u4").tobytes()
+    data = [pb.PutRequest(data=bytes(1 << 17))] * 20
+
+    def interrupted(session: pb.SessionOpened, end: Callable[[], None]) -> Iterator[pb.PutRequest]:
+        header = pb.PutHeader(session_id=session.session_id, namespace_id=big, token_ids=token_ids)
+        yield pb.PutRequest(header=header)
+        yield from data[:10]
+        remote.until(lambda stats: stats.reservations == 1)
+        end()
+        remote.until(lambda stats: not stats.reservations)
+        yield from data[10:]
+
+    opened = remote.session()
+    session = opened.__enter__()
+    with refused("NOT_FOUND", "session ended"):
+        remote.cache.Put(interrupted(session, lambda: opened.__exit__(None, None, None)), timeout=30)
+    assert remote.cache.Match(pb.MatchRequest(namespace_id=big, token_ids=token_ids)).blocks == 0
+
+
+def test_too_many_sessions_are_refused(launch: Callable[..., Remote], refused: Callable[..., Any]) -> None:
+    remote = launch({"CPU__BYTES": "1MiB", "DISK__BYTES": 0, "SERVER__MAX_SESSIONS": 2})
+    too_many = refused("RESOURCE_EXHAUSTED", "2 sessions", "server.max_sessions")
+    with remote.session(), remote.session(), too_many, remote.session():
+        pass
+    remote.until(lambda stats: not stats.sessions)
+    with remote.session() as session:
+        assert session.session_id

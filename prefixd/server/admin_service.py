@@ -96,6 +96,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         path = trie.path(row)
         pinned = int(trie.pinned[path].sum())
         trie.pinned[path] = False
+        self._cache.residency.sweep(trie, path)
         return pb.UnpinResponse(blocks=pinned)
 
     @unary

@@ -142,40 +142,41 @@ class WorkerProcess:
     async def _live(self) -> str:
         """One worker's life; returns how it ended."""
         self._last_words = ""
+        loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
-        with theirs:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "prefixd.worker",
-                "--fd",
-                str(theirs.fileno()),
-                "--config",
-                encode_settings(self.settings),
-                pass_fds=[theirs.fileno()],
-                env={**_ENVIRONMENT, **os.environ},
-                stdin=asyncio.subprocess.DEVNULL,
-            )
-        self.pid = process.pid
-        reader, self._writer = await asyncio.open_unix_connection(sock=ours)
-        # drain() then waits until everything is sent: descriptors go beside the stream and must not overtake it.
-        self._writer.transport.set_write_buffer_limits(high=0)
-        decoder = from_worker()
-        try:
-            while data := await reader.read(_READ_BYTES):
-                for message in decoder.feed(data):
-                    await self._take(message, ours)
-        except ConnectionResetError:
-            pass
-        finally:
-            self._writer.close()
-            self._writer = None
+        with ours:
+            ours.setblocking(False)
+            with theirs:
+                self._writer = await _writer(ours.dup())
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    "-m",
+                    "prefixd.worker",
+                    "--fd",
+                    str(theirs.fileno()),
+                    "--config",
+                    encode_settings(self.settings),
+                    pass_fds=[theirs.fileno()],
+                    env={**_ENVIRONMENT, **os.environ},
+                    stdin=asyncio.subprocess.DEVNULL,
+                )
+            self.pid = process.pid
+            decoder = from_worker()
             try:
-                await asyncio.wait_for(process.wait(), _STOP_S)
-            except TimeoutError:
-                process.kill()
-                await process.wait()
-            self.pid = 0
+                while data := await loop.sock_recv(ours, _READ_BYTES):
+                    for message in decoder.feed(data):
+                        await self._take(message, ours)
+            except ConnectionResetError:
+                pass
+            finally:
+                self._writer.close()
+                self._writer = None
+                try:
+                    await asyncio.wait_for(process.wait(), _STOP_S)
+                except TimeoutError:
+                    process.kill()
+                    await process.wait()
+                self.pid = 0
         code = process.returncode
         return self._last_words or (f"signal {-code}" if code is not None and code < 0 else f"exit status {code}")
 
@@ -199,10 +200,19 @@ class WorkerProcess:
         export = frames.memory.export()
         self.send(Memory(export.meta, export.count, frames.first_chunk))
         try:
-            with ours.dup() as door:  # the stream closes its own socket as soon as it finds the worker gone
-                if self._writer is not None:
-                    await self._writer.drain()
-                await asyncio.get_running_loop().run_in_executor(None, send_export, door, export)
+            if self._writer is not None:
+                await self._writer.drain()
+            await asyncio.get_running_loop().run_in_executor(None, send_export, ours, export)
         except (OSError, SwapError) as error:
             log.debug("the worker did not take the GPU tier's memory: %s", error)
             self._last_words = self._last_words or str(error)
+
+
+async def _writer(end: socket.socket) -> asyncio.StreamWriter:
+    """Writes to the worker, on a descriptor of its own: when a write fails, what the worker said is still to be read."""
+    _, writer = await asyncio.open_unix_connection(sock=end)
+    if isinstance(writer.transport, asyncio.Transport):
+        writer.transport.pause_reading()  # the other descriptor is for that
+    # drain() then waits until everything is sent: descriptors go beside the stream and must not overtake it.
+    writer.transport.set_write_buffer_limits(high=0)
+    return writer

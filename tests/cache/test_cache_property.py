@@ -348,4 +348,4 @@ class CacheMachine(RuleBasedStateMachine):
 @pytest.mark.parametrize("policy", ["lru", "fifo", "random"])
 def test_cache_against_a_dict(rig_type: type[Rig], policy: str) -> None:
     machine = type("Machine", (CacheMachine,), {"rig_type": rig_type, "policy": policy})
-    run_state_machine_as_test(machine, settings=settings(max_examples=50, stateful_step_count=50))
+    run_state_machine_as_test(machine, settings=settings(max_examples=35, stateful_step_count=50))

@@ -37,6 +37,16 @@ async def test_blocks_go_down_a_tier_at_a_time_and_come_up_straight(make_rig: Ma
     rig.unhold(rows, GPU)
 
 
+async def test_a_block_that_is_on_disk_still_goes_down_by_way_of_the_cpu_tier(make_rig: MakeRig) -> None:
+    rig = make_rig(gpu=2, cpu=2, disk=8)
+    rig.unhold(await rig.put_gpu([1, 2]), GPU)
+    assert await rig.cache.write_back.flush() == 2
+    assert (rig.tiers([1, 2], CPU), rig.tiers([1, 2], DISK)) == ([False] * 2, [True] * 2)
+    rig.unhold(await rig.put_gpu([3, 4]), GPU)
+    assert (rig.tiers([1, 2], GPU), rig.tiers([1, 2], CPU)) == ([False] * 2, [True] * 2)
+    assert await rig.get([1, 2]) == 2
+
+
 async def test_without_a_tier_below_the_least_recent_leaf_is_forgotten(make_rig: MakeRig) -> None:
     rig = make_rig(cpu=3)
     await rig.put([1, 2])

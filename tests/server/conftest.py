@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -277,9 +277,15 @@ def launch() -> Iterator[Callable[..., Remote]]:
 
 
 @pytest.fixture(scope="session")
-def model_daemon(with_model: dict[str, str | int]) -> Iterator[Remote]:
-    """A daemon with the small model that many modules share."""
-    settings = {**with_model, "GPU__BYTES": "4MiB", "SERVER__TCP": "127.0.0.1:0"}
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="session")
+def model_daemon(with_model: dict[str, str | int], free_port: int) -> Iterator[Remote]:
+    """A daemon with the small model that many modules share; its metrics are at `free_port`."""
+    settings = {**with_model, "GPU__BYTES": "4MiB", "SERVER__METRICS_PORT": free_port}
     with Daemon(settings) as daemon, Remote(daemon) as remote:
         remote.until(lambda stats: stats.worker.state == admin_pb2.WorkerStats.STATE_READY)
         yield remote
@@ -302,18 +308,3 @@ def serve_failing() -> Callable[..., subprocess.CompletedProcess[str]]:
         )
 
     return run
-
-
-@pytest.fixture
-def in_thread() -> Iterator[Callable[..., threading.Thread]]:
-    """Runs a function beside the test; waited for at the end."""
-    threads: list[threading.Thread] = []
-
-    def start(work: Callable[[], object]) -> threading.Thread:
-        threads.append(threading.Thread(target=work))
-        threads[-1].start()
-        return threads[-1]
-
-    yield start
-    for thread in threads:
-        thread.join(WAIT_S)

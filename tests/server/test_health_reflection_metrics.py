@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import socket
+import os
 import urllib.request
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
@@ -20,14 +21,19 @@ SERVICES = {"prefixd.v1.PrefixCache", "prefixd.v1.Inference", "prefixd.v1.Admin"
 
 
 @pytest.fixture(scope="module")
-def metrics_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+def remote(launch: Callable[..., Remote]) -> Remote:
+    return launch({"CPU__BYTES": "4MiB", "DISK__BYTES": "16MiB", "SERVER__METRICS_PORT": 0})
 
 
 @pytest.fixture(scope="module")
-def remote(launch: Callable[..., Remote], metrics_port: int) -> Remote:
-    return launch({"CPU__BYTES": "4MiB", "DISK__BYTES": "16MiB", "SERVER__METRICS_PORT": metrics_port})
+def metrics_port(remote: Remote) -> int:
+    """The port that the daemon chose: the only one on which its process listens."""
+    sockets = {os.readlink(path) for path in Path(f"/proc/{remote.daemon.pid}/fd").iterdir()}
+    for line in Path(f"/proc/{remote.daemon.pid}/net/tcp").read_text().splitlines()[1:]:
+        _, local, _, state, *_, inode = line.split()[:10]
+        if state == "0A" and f"socket:[{inode}]" in sockets:
+            return int(local.rpartition(":")[2], 16)
+    raise AssertionError("the daemon listens on no port")
 
 
 def test_every_service_is_healthy(remote: Remote) -> None:
@@ -86,16 +92,19 @@ def test_metrics_say_what_the_statistics_say(remote: Remote, metrics_port: int) 
     assert ("prefixd_tier_used_bytes", "gpu") not in figures
 
 
-def test_metrics_of_a_daemon_with_a_model(
-    launch: Callable[..., Remote], with_model: dict[str, str | int], metrics_port: int
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = int(probe.getsockname()[1])
-    remote = launch({**with_model, "SERVER__METRICS_PORT": port})
-    remote.generate(list(range(40)))
-    remote.generate(list(range(40)))
-    figures = scrape(port)
-    assert figures["prefixd_tier_hit_tokens_total", "gpu"] == 32
-    assert figures["prefixd_tier_blocks", "gpu"] == 3
-    assert figures["prefixd_asked_tokens_total", ""] == 80
-    assert figures["prefixd_waiting_requests", ""] == figures["prefixd_worker_restarts_total", ""] == 0
+def test_metrics_of_a_daemon_with_a_model(model_daemon: Remote, free_port: int) -> None:
+    before = scrape(free_port)
+    for _ in range(2):
+        model_daemon.generate([5, 77, *range(200, 238)])
+    after = scrape(free_port)
+    grown = {
+        name: after[name] - before.get(name, 0)
+        for name in (
+            ("prefixd_tier_hit_tokens_total", "gpu"),
+            ("prefixd_tier_blocks", "gpu"),
+            ("prefixd_asked_tokens_total", ""),
+            ("prefixd_worker_restarts_total", ""),
+            ("prefixd_running_requests", ""),
+        )
+    }
+    assert list(grown.values()) == [32, 3, 80, 0, 0]

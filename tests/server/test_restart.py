@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -74,39 +75,34 @@ def test_what_was_cached_is_there_after_a_restart(start: Callable[..., Remote], 
     assert remote.daemon.stop() == 0
     assert not [path for path in folder.iterdir() if path.is_socket()]
     again = start(SIDECAR)
-    assert remote.register("kept", 3000) == namespace
+    assert again.register("kept", 3000) == namespace
     assert tiers(again, namespace) == [(pb.TIER_DISK, 10)]
     assert load(again, namespace) == (10, BYTES)
     assert tiers(again, namespace) == [(pb.TIER_CPU, 10)]
     again.settled()
 
 
-@pytest.mark.parametrize("how", ["durable", "flush"])
-def test_what_was_durable_survives_a_crash(start: Callable[..., Remote], how: str) -> None:
+def test_what_survives_a_crash(start: Callable[..., Remote]) -> None:
+    """What was durable or flushed is there, and nothing that was evicted or never written."""
     remote = start({**SIDECAR, "CACHE__WRITE_BACK": "false"})
-    namespace = store(remote, durable=how == "durable")
-    if how == "flush":
-        flushed = remote.admin.Flush(admin_pb2.FlushRequest())
-        assert (flushed.blocks, flushed.nbytes) == (10, 10 * 4096)
-        assert remote.admin.Flush(admin_pb2.FlushRequest()).blocks == 0
-    lost = store(remote, "not flushed")
+    admin = remote.admin
+    flushed = store(remote, "flushed")
+    answer = admin.Flush(admin_pb2.FlushRequest())
+    assert (answer.blocks, answer.nbytes) == (10, 10 * 4096)
+    durable, evicted = store(remote, "durable", durable=True), store(remote, "evicted", durable=True)
+    assert admin.Flush(admin_pb2.FlushRequest()).blocks == 0
+    assert admin.Evict(admin_pb2.EvictRequest(namespace_id=evicted)).evicted_blocks == 10
+    lost = store(remote, "never written")
     assert remote.daemon.kill() == -signal.SIGKILL
     assert remote.daemon.socket.exists()  # stale; it is in nobody's way
     again = start(SIDECAR)
-    assert tiers(again, namespace) == [(pb.TIER_DISK, 10)]
-    assert load(again, namespace) == (10, BYTES)
+    for namespace in (flushed, durable):
+        assert tiers(again, namespace) == [(pb.TIER_DISK, 10)]
+        assert load(again, namespace) == (10, BYTES)
+    assert tiers(again, evicted) == []
     assert tiers(again, lost) == []
+    assert again.tier(pb.TIER_DISK).used_bytes == 20 * 4096
     again.settled()
-
-
-def test_evicted_is_evicted_after_a_crash_too(start: Callable[..., Remote]) -> None:
-    remote = start(SIDECAR)
-    namespace = store(remote, durable=True)
-    assert remote.admin.Evict(admin_pb2.EvictRequest(all=True)).evicted_blocks == 10
-    remote.daemon.kill()
-    again = start(SIDECAR)
-    assert tiers(again, namespace) == []
-    assert again.tier(pb.TIER_DISK).used_bytes == 0
 
 
 def refusal(result: subprocess.CompletedProcess[str]) -> str:
@@ -116,7 +112,7 @@ def refusal(result: subprocess.CompletedProcess[str]) -> str:
     assert "Traceback" not in result.stderr
     *others, line = result.stderr.splitlines()
     assert line.startswith("prefixd: ")
-    assert all("grpc" in other or "chttp2" in other for other in others), result.stderr
+    assert all(re.match(r"[EWI]\d{4} ", other) for other in others), result.stderr
     return line
 
 
@@ -133,8 +129,6 @@ def test_a_second_daemon_is_refused(
     line = refusal(serve_failing(same_socket))
     assert str(remote.daemon.socket) in line
     assert "in use" in line
-    same_disk = {**same_socket, "SERVER__SOCKET": str(folder / "third.sock"), "DISK__PATH": f"{folder}/data/blocks"}
-    assert f"{folder}/data/blocks" in refusal(serve_failing(same_disk))
     # The first one has not noticed.
     assert load(remote, namespace) == (10, BYTES)
 

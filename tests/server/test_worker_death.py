@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -61,36 +62,25 @@ def test_a_batch_that_is_interrupted_ends_with_the_same_tokens(
     assert len({tuple(tokens) for tokens in undisturbed}) == len(prompts)
 
 
-def test_what_was_on_the_gpu_is_there_for_the_next_worker(remote: Remote, prompt: Callable[..., list[int]]) -> None:
+def test_the_next_worker_finds_the_gpu_tier_as_it_was(
+    remote: Remote, prompt: Callable[..., list[int]], collector: Callable[[Any], Answer]
+) -> None:
+    """Requests that come while there is no worker wait for it, and one whose caller goes meanwhile is forgotten."""
     tokens = prompt(100)
     first = remote.generate(tokens)
     assert first.hits == (0, 0, 0)
-    kill_worker(remote)
-    again = remote.generate(tokens)
-    assert again.hits == (96, 0, 0)
-    assert again.tokens == first.tokens
-
-
-def test_requests_that_come_while_there_is_no_worker_wait_for_the_next(
-    remote: Remote, prompt: Callable[..., list[int]], collector: Callable[[Any], Answer]
-) -> None:
+    running = remote.begin(prompt(40, 9), max_tokens=1900)
+    next(running)
+    remote.until(lambda stats: stats.worker.running_requests == 1)
     kill_worker(remote)
     remote.until(lambda stats: stats.worker.state == admin_pb2.WorkerStats.STATE_STARTING)
-    streams = [remote.begin(prompt(40, variant)) for variant in range(3)]
-    answers = [collector(stream) for stream in streams]
-    assert [len(answer.tokens) for answer in answers] == [12, 12, 12]
-
-
-def test_cancelled_while_the_worker_is_dead(remote: Remote, prompt: Callable[..., list[int]], refused: Any) -> None:
-    stream = remote.begin(prompt(40), max_tokens=1000)
-    next(stream)
-    assert next(stream).tokens.token_ids
-    kill_worker(remote)
-    remote.until(lambda stats: stats.worker.state == admin_pb2.WorkerStats.STATE_STARTING)
-    stream.cancel()
+    running.cancel()
     remote.until(lambda stats: stats.scheduler.waiting_requests == 0)
-    kill_worker(remote)
-    assert len(remote.generate(prompt(40)).tokens) == 12
+    streams = [remote.begin(tokens), remote.begin([*tokens, 1, 2, 3])]
+    again, longer = [collector(stream) for stream in streams]
+    assert [answer.hits for answer in (again, longer)] == [(96, 0, 0)] * 2
+    assert again.tokens == first.tokens
+    assert longer.tokens == remote.generate([*tokens, 1, 2, 3], salt=b"nothing cached").tokens
 
 
 def test_a_worker_that_dies_again_and_again_is_given_up(
@@ -116,25 +106,34 @@ def test_a_worker_that_dies_again_and_again_is_given_up(
     remote.settled()
 
 
-@pytest.mark.parametrize("lacking", ["weights", "everything"])
-def test_a_model_that_cannot_be_loaded_is_one_clear_line(
+def test_a_model_without_weights_is_one_clear_line(
     launch: Callable[..., Remote],
     with_model: dict[str, str | int],
     model_directory: Path,
     tmp_path: Path,
     refused: Any,
-    lacking: str,
 ) -> None:
-    """A directory that is no model at all is refused by `prefixd serve` before it starts."""
-    (tmp_path / "config.json").write_text("{}")
-    if lacking == "weights":
-        shutil.copy(model_directory / "config.json", tmp_path)
+    shutil.copy(model_directory / "config.json", tmp_path)
     remote = launch({**with_model, "WORKER__MODEL": str(tmp_path), "DISK__BYTES": 0})
     remote.until(lambda stats: stats.worker.state == FAILED)
-    with refused("UNAVAILABLE", str(tmp_path)):
+    with refused("UNAVAILABLE", str(tmp_path), "safetensors"):
         remote.generate([1, 2, 3])
     log = remote.daemon.log.read_text()
     assert "Traceback" not in log
     errors = [line for line in log.splitlines() if " ERROR " in line]
     assert len(errors) == 1, log
     assert str(tmp_path) in errors[0]
+    assert "given up" in errors[0]
+
+
+def test_a_directory_that_is_no_model_is_refused_at_the_start(
+    with_model: dict[str, str | int], tmp_path: Path, serve_failing: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    settings = {**with_model, "DATA_DIR": str(tmp_path / "data"), "SERVER__SOCKET": "/tmp/prefixd-never-made/s"}
+    for model, words in ((tmp_path, "config.json"), (tmp_path / "none", "not a directory")):
+        result = serve_failing({**settings, "WORKER__MODEL": str(model)})
+        (line,) = result.stderr.splitlines()
+        assert result.returncode == 2
+        assert str(model) in line
+        assert words in line
+    assert not Path("/tmp/prefixd-never-made").exists()

@@ -209,7 +209,7 @@ class WorkerProcess:
 
 
 async def _writer(end: socket.socket) -> asyncio.StreamWriter:
-    """Writes to the worker, on a descriptor of its own: when a write fails, what the worker said is still to be read."""
+    """Writes to the worker on a descriptor of its own: when a write fails, its last words are still to be read."""
     _, writer = await asyncio.open_unix_connection(sock=end)
     if isinstance(writer.transport, asyncio.Transport):
         writer.transport.pause_reading()  # the other descriptor is for that

@@ -12,7 +12,17 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARK = [sys.executable, "-m", "benchmarks.text_analysis"]
-SIZES = {"prefixes": 6, "gpu-prefixes": 2, "cpu-prefixes": 2, "disk-prefixes": 12, "requests": 12, "prefix-tokens": 64}
+# One request after the other: with several at a time it would depend on the machine which tier serves whom.
+SIZES = {
+    "prefixes": 8,
+    "gpu-prefixes": 2,
+    "cpu-prefixes": 2,
+    "disk-prefixes": 12,
+    "requests": 40,
+    "prefix-tokens": 64,
+    "running": 1,
+    "outstanding": 1,
+}
 
 
 @pytest.mark.timeout(240)  # two daemons, each with a model to load
@@ -36,7 +46,7 @@ def test_a_cache_gives_the_same_answers_from_all_tiers(tmp_path: Path) -> None:
     assert all(tokens > 0 for tokens in fcfs["hit_tokens"].values()), fcfs["hit_tokens"]
     assert fcfs["miss_rate"] < 0.5
     assert 0 < fcfs["ttft_s"]["p50"] <= fcfs["ttft_s"]["p95"]
-    assert (result["requests"], result["gpu_prefixes"]) == (12, 2)
+    assert (result["requests"], result["gpu_prefixes"]) == (40, 2)
     assert picture.read_text().startswith("<?xml")
 
 

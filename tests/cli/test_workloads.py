@@ -45,11 +45,13 @@ def test_tiers_are_sized_in_prefixes_with_room_for_what_runs() -> None:
     workload = TextAnalysis(prefixes=128, requests=512)
     tiers = TierSizes(gpu_prefixes=8, cpu_prefixes=32, disk_prefixes=128, running=4)
     overrides = tiers.overrides(workload)
-    prefix = 32 * BLOCK_BYTES
-    assert prefix == 8 << 20
-    # 36 tokens beside the prefix need 3 blocks, and a fourth is on its way.
-    assert overrides["gpu.bytes"] == 8 * prefix + 4 * 4 * BLOCK_BYTES
-    assert (overrides["cpu.bytes"], overrides["disk.bytes"]) == (32 * prefix, 128 * prefix)
+    prefix = 48 * BLOCK_BYTES
+    assert prefix == 12 << 20
+    # 18 tokens beside the prefix need 2 blocks, and a third is on its way.
+    assert overrides["gpu.bytes"] == 8 * prefix + 4 * 3 * BLOCK_BYTES
+    # Four requests a prefix, each of which leaves one full block beside it.
+    beside = 4 * BLOCK_BYTES
+    assert (overrides["cpu.bytes"], overrides["disk.bytes"]) == (32 * (prefix + beside), 128 * (prefix + beside))
 
 
 @pytest.mark.parametrize("config", CONFIGS)

@@ -72,7 +72,9 @@ def test_size_errors_are_value_errors() -> None:
         BlockBuffers(b"", PARTS, 1, writable=False)
 
 
-@pytest.mark.parametrize("wrong", [bytes(8), np.zeros((4, 4), np.uint8)[:, :2], 5, pytest.param(object(), id="object")], ids=repr)
+@pytest.mark.parametrize(
+    "wrong", [bytes(8), np.zeros((4, 4), np.uint8)[:, :2], 5, pytest.param(object(), id="object")], ids=repr
+)
 def test_unusable_targets_are_refused(wrong: object) -> None:
     with pytest.raises(InvalidArgumentError):
         BlockBuffers(wrong, PARTS, 1, writable=True)

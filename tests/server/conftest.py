@@ -271,8 +271,6 @@ def launch() -> Iterator[Callable[..., Remote]]:
     yield start
     for remote in running:
         remote.channel.close()
-        if os.environ.get("KEEPLOG") and remote.daemon.log.exists():
-            shutil.copy(remote.daemon.log, os.environ["KEEPLOG"])
         remote.daemon.__exit__(None, None, None)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import itertools
+import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -260,14 +261,13 @@ def events() -> Callable[[Request], tuple[list[int], object]]:
 
 
 @asynccontextmanager
-async def open_bench(
-    folder: Path, frames: int, cpu_slots: int = 64, disk: bool = False, **options: Any
-) -> AsyncIterator[Bench]:
+async def open_bench(frames: int, cpu_slots: int = 64, disk: bool = False, **options: Any) -> AsyncIterator[Bench]:
     """A bench with so many GPU frames and CPU slots; at the end nothing may be held and all has to add up."""
     memory = create_memory("cpu", GEOMETRY.block_bytes)
     frame_pool = FramePool(memory, GEOMETRY, frames)
     arena = CpuArena(cpu_slots * GEOMETRY.block_bytes)
-    store = SlabStore.open(folder / "blocks", 8 << 20) if disk else None
+    folder = tempfile.TemporaryDirectory(prefix="prefixd-")
+    store = SlabStore.open(Path(folder.name) / "blocks", 8 << 20) if disk else None
     engine = Gate()
     bench: Bench
     cache = TieredCache(
@@ -287,6 +287,7 @@ async def open_bench(
         await bench.dispatcher.stop()
         bench.dispatcher.abandon()
         await cache.close()
+        folder.cleanup()
     check_integrity(cache)
     bench.dispatcher.queue.check_integrity()
     for trie in cache.tries:
@@ -302,13 +303,13 @@ async def open_bench(
 
 
 @pytest.fixture
-async def make_bench(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[Bench]]]:
+async def make_bench() -> AsyncIterator[Callable[..., Awaitable[Bench]]]:
     """`await make_bench(frames, ...)`: see `open_bench`."""
     async with AsyncExitStack() as stack:
-        yield lambda *sizes, **options: stack.enter_async_context(open_bench(tmp_path, *sizes, **options))
+        yield lambda *sizes, **options: stack.enter_async_context(open_bench(*sizes, **options))
 
 
 @pytest.fixture(scope="module")
-def bench_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., AbstractAsyncContextManager[Bench]]:
-    """The same for tests that open many, each in a loop of its own and an empty folder."""
-    return lambda **options: open_bench(tmp_path_factory.mktemp("bench"), **options)
+def bench_of() -> Callable[..., AbstractAsyncContextManager[Bench]]:
+    """The same for tests that open many, each in a loop of its own."""
+    return open_bench

@@ -35,10 +35,11 @@ class WriteBack:
         self._stopping = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
-        """Starts working in the background."""
+    def start(self) -> asyncio.Task[None] | None:
+        """Starts working in the background, if enabled; the task ends with `stop`, or by a defect."""
         if self._enabled:
             self._task = asyncio.create_task(self._run(), name="write-back")
+        return self._task
 
     async def stop(self) -> None:
         """Ends after the batch under way."""

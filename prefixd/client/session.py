@@ -15,7 +15,7 @@ from prefixd.client.connection import Connection
 from prefixd.client.errors import MemoryUnavailable, ServerUnavailable, from_rpc_error
 from prefixd.v1 import cache_pb2
 
-_END: Any = grpc.aio.EOF  # type: ignore[attr-defined]
+_END: Any = grpc.aio.EOF
 
 MemoryMode: TypeAlias = Literal["auto", "shared", "streamed"]
 

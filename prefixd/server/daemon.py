@@ -65,6 +65,8 @@ class Endpoints:
 async def serve(settings: Settings, *, ready: Callable[[Endpoints], None] | None = None) -> int:
     """Runs the daemon until SIGTERM, SIGINT or a drain with shutdown; returns the exit status.
 
+    The status is 1 when the daemon ended itself because one of its background tasks failed, else 0.
+
     Args:
         settings: checked settings.
         ready: called once, when calls are taken (the model may still be loading; requests for it wait).
@@ -79,7 +81,7 @@ async def serve(settings: Settings, *, ready: Callable[[Endpoints], None] | None
             ready(endpoints)
         await daemon.ended.wait()
         await daemon.drain()
-    return 0
+    return 1 if daemon.failed else 0
 
 
 class Daemon:
@@ -93,9 +95,10 @@ class Daemon:
         self.settings = settings
         self.draining = asyncio.Event()
         self.ended = asyncio.Event()
+        self.failed = False
         self._drained: asyncio.Task[tuple[int, int]] | None = None
         self._signalled_s: float | None = None
-        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        self._health = health.aio.HealthServicer()
 
     async def start(self, stack: AsyncExitStack) -> Endpoints:
         """Starts everything, innermost first."""
@@ -119,15 +122,17 @@ class Daemon:
         restored = cache.restore()
         if restored:
             log.info("%d blocks are back from disk", restored)
-        cache.write_back.start()
+        self._watch(cache.write_back.start())
         stack.push_async_callback(cache.close)
         stack.push_async_callback(rpc.settle)
         expiry = asyncio.create_task(self._expire(), name="expiry")
         stack.callback(expiry.cancel)
+        self._watch(expiry)
 
         self.host = ModelHost(settings, device, cache, clock) if settings.worker.enabled else None
         if self.host is not None:
-            self.host.start()
+            for task in self.host.start():
+                self._watch(task)
             stack.push_async_callback(self.host.stop)
 
         snapshot = Snapshot(
@@ -207,8 +212,9 @@ class Daemon:
         finished = 0
         if self.host is not None:
             before = self.host.dispatcher.finished
+            patience_s = 0.0 if self.failed else self.settings.server.drain_timeout_s
             try:
-                await asyncio.wait_for(self.host.dispatcher.idle(), self.settings.server.drain_timeout_s)
+                await asyncio.wait_for(self.host.dispatcher.idle(), patience_s)
             except TimeoutError:
                 seconds = self.settings.server.drain_timeout_s
                 log.warning("requests still run after %g s; they are ended", seconds)
@@ -225,6 +231,18 @@ class Daemon:
         if shutdown:
             self.ended.set()
         return result
+
+    def _watch(self, task: asyncio.Task[None] | None) -> None:
+        """Ends the daemon when a background task fails: without it, it would take calls and never answer."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and task.exception() is not None:
+                log.critical("task %s failed; the daemon ends", task.get_name(), exc_info=task.exception())
+                self.failed = True
+                self.ended.set()
+
+        if task is not None:
+            task.add_done_callback(ended)
 
     def _on_signal(self) -> None:
         now = time.monotonic()

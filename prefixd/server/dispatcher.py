@@ -1,8 +1,7 @@
-"""From the queue to the worker: look ahead, bring prefixes up, hand over what is ready, record what comes back.
+"""From the queue to the worker: look ahead, hand over what is ready, record what comes back.
 
-The prefetcher (paper `prefix_cache_long_term_memory`, V.G) is the loop in `_dispatch`: it takes the next requests in
-the policy's order, as many as the GPU tier has frames for, holds their prefixes there and starts bringing up what is
-missing. A request that leaves that window loses its hold, not its blocks.
+`_dispatch` takes the next requests in the policy's order, as many as the GPU tier has frames for, and has the
+prefetcher stage them. A request that leaves that window loses its hold, not its blocks.
 """
 
 from __future__ import annotations
@@ -16,20 +15,16 @@ from contextlib import suppress
 import numpy as np
 
 from prefixd.cache import CPU, DISK, GPU, TieredCache
-from prefixd.cache.trie import Rows
 from prefixd.errors import PrefixdError, UnavailableError
-from prefixd.server.load_meter import LoadMeter
+from prefixd.server.prefetcher import Prefetcher
 from prefixd.server.request import Ended, NewTokens, Request
 from prefixd.server.tracker import PrefixTracker
 from prefixd.worker.protocol import Cancel, Done, Extend, Start, Step, ToWorker
-from prefixd_scheduler import CostModel, Distance, RequestQueue
-from prefixd_swap import SwapError
+from prefixd_scheduler import CostModel, RequestQueue
 
 log = logging.getLogger(__name__)
 
-_RETRY_S = 0.02
 _ATTEMPTS = 3
-_SETBACKS = 8
 _END_S = 5.0
 
 
@@ -69,13 +64,19 @@ class Dispatcher:
         self._residency = cache.residency
         self._tracker = PrefixTracker(cache)
         self._cost = cost
-        self._meter = LoadMeter(clock)
         self._send = send
         self._clock = clock
         self._max_running = max_running
         self._look_ahead = look_ahead
-        self._recompute_if_slower = recompute_if_slower
         self._caching = caching
+        self._prefetcher = Prefetcher(
+            cache,
+            self._tracker if caching else None,
+            cost,
+            clock,
+            self._look,
+            recompute_if_slower=recompute_if_slower,
+        )
         self._computing: Counter[bytes] = Counter()  # keys of prompt blocks that running requests are computing
         self._starved: dict[int, Request] = {}  # running requests that wait for a frame
         self._wake = asyncio.Event()
@@ -87,9 +88,10 @@ class Dispatcher:
 
     # -- life ---------------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Starts dispatching in the background."""
+    def start(self) -> asyncio.Task[None]:
+        """Starts dispatching in the background; the task ends only with `stop`, or by a defect."""
         self._task = asyncio.create_task(self._run(), name="dispatcher")
+        return self._task
 
     async def stop(self) -> None:
         """Stops dispatching and fails what waits or runs."""
@@ -102,7 +104,7 @@ class Dispatcher:
         for request in [*self.waiting.values(), *self.running.values()]:
             request.events.put_nowait(error)
         for request in list(self.waiting.values()):
-            self._unstage(request)
+            self._prefetcher.unstage(request)
 
     def abandon(self) -> None:
         """Gives back what running requests held; their worker is gone for good."""
@@ -147,9 +149,9 @@ class Dispatcher:
         self.queue.remove(request.id)
         del self.waiting[request.id]
         if request.staging is not None and not request.staging.done():
-            request.staging.add_done_callback(lambda _: self._unstage(request))
+            request.staging.add_done_callback(lambda _: self._prefetcher.unstage(request))
         else:
-            self._unstage(request)
+            self._prefetcher.unstage(request)
 
     # -- the worker's side --------------------------------------------------------------------------------------
 
@@ -238,7 +240,7 @@ class Dispatcher:
         inside = set(map(id, window))
         for request in self.waiting.values():
             if request.ready and id(request) not in inside:
-                self._unstage(request)
+                self._prefetcher.unstage(request)
         held: set[int] = set()
         counted: set[int] = set()  # rows whose frames a running request, or one before in the window, needs anyway
         for request in self.running.values():
@@ -259,95 +261,16 @@ class Dispatcher:
             if budget < 0:
                 break
             if not request.staged:
-                self._stage(request)
+                self._prefetcher.stage(request)
             if request.ready and len(self.running) < self._max_running and not await self._hand_over(request):
-                self._free_stages(request)
+                self._prefetcher.unstage_all_but(request, self.waiting.values())
                 break
-
-    def _stage(self, request: Request) -> None:
-        """Holds the request's prefix in the GPU tier and starts bringing up what is missing there."""
-        trie = request.trie
-        request.cut = False
-        if self._recompute_if_slower:
-            found = len(request.rows)
-            request.rows = self._worth_loading(request)
-            request.cut = len(request.rows) < found
-        tiers = trie.nearest[request.rows]
-        if request.hit_tokens is None or not request.resumed:
-            request.hit_tokens = [int((tiers == tier).sum()) * trie.block_tokens for tier in (GPU, CPU, DISK)]
-        trie.hold(request.rows, GPU)
-        trie.touch(request.rows, self._clock())
-        request.staged = True
-        request.staging = None
-        if len(trie.missing(request.rows, GPU)):
-            request.staging = asyncio.create_task(self._bring(request, int(tiers.max())))
-
-    async def _bring(self, request: Request, distance: int) -> None:
-        trie, rows = request.trie, request.rows
-        missing = len(trie.missing(rows, GPU))
-        there = 0
-        mark = self._meter.begin()
-        try:
-            there = await self._residency.bring(trie, rows, GPU)
-        except SwapError as error:
-            log.error("the prefix of request %s could not be brought up: %s", request.name, error)
-        finally:
-            elapsed_s = self._meter.end(mark)
-            if there == len(rows):
-                self._cost.observe_load(Distance(distance), missing * trie.part_bytes[0], elapsed_s)
-                self._look()
-            else:
-                self._set_back(request, rows, there)
-
-    def _set_back(self, request: Request, rows: Rows, there: int) -> None:
-        """A prefix came up in part: a block was damaged, or frames were short for the moment.
-
-        It is looked up and staged again. When that does not help either, what is missing is computed.
-        """
-        request.setbacks += 1
-        if request.setbacks < _SETBACKS:
-            request.staging = None
-            self._unstage(request)
-            asyncio.get_running_loop().call_later(_RETRY_S, self._look)
-        else:
-            self._cache.unhold(request.trie, rows[there:], GPU)
-            request.rows = rows[:there]
-            request.cut = True
-            self._look()
-
-    def _unstage(self, request: Request) -> None:
-        if request.staged:
-            request.staged = False
-            self._cache.unhold(request.trie, request.rows, GPU)
-            request.forget_rows()
-            if request.id in self.waiting and self._caching:
-                self._tracker.look_up(request)
-
-    def _free_stages(self, head: Request) -> None:
-        """The next request in order lacks frames: those behind it may not keep theirs."""
-        for request in self.waiting.values():
-            if request is not head and request.ready:
-                self._unstage(request)
-        asyncio.get_running_loop().call_later(_RETRY_S, self._look)
-
-    def _worth_loading(self, request: Request) -> Rows:
-        """The prefix up to the first tier that is slower to load from than to compute."""
-        trie, rows = request.trie, request.rows
-        tiers = trie.nearest[rows]
-        for distance in (Distance.CPU, Distance.DISK):
-            far = np.flatnonzero(tiers >= distance)
-            if len(far) and (tiers[far] == distance).any():
-                nbytes = int((tiers == distance).sum()) * trie.part_bytes[0]
-                tokens = (len(rows) - int(far[0])) * trie.block_tokens
-                if not self._cost.load_pays(tokens, nbytes, distance):
-                    return rows[: int(far[0])]
-        return rows
 
     async def _hand_over(self, request: Request) -> bool:
         """Gives the request to the worker; False when there are no frames for it."""
         trie = request.trie
-        if self._grew(request):
-            self._unstage(request)
+        if self._prefetcher.grew(request):
+            self._prefetcher.unstage(request)
             self._look()
             return True
         fresh = await self._residency.take_frames(self._blocks(request) - len(request.rows))
@@ -381,13 +304,6 @@ class Dispatcher:
             )
         )
         return True
-
-    def _grew(self, request: Request) -> bool:
-        """Whether somebody computed more of the prefix since it was staged."""
-        if not self._caching or request.cut or request.next_key not in request.trie.index:
-            return False
-        match = request.trie.match(request.namespace.root, request.chain, request.usable_blocks)
-        return len(match) > len(request.rows)
 
     def _count(self, request: Request) -> None:
         found = request.hit_tokens or [0, 0, 0]
@@ -446,7 +362,7 @@ class Dispatcher:
                     self._cache.tiers.release(GPU, frames)
                 continue
             if frames is None:
-                self._free_stages(request)
+                self._prefetcher.unstage_all_but(request, self.waiting.values())
                 self._preempt()
                 return
             del self._starved[request.id]

@@ -74,11 +74,10 @@ class ModelHost:
             caching=settings.cache.enabled,
         )
 
-    def start(self) -> None:
-        """Starts the worker and the dispatcher."""
+    def start(self) -> list[asyncio.Task[None]]:
+        """Starts the worker and the dispatcher; returns the tasks that run them."""
         self._model = asyncio.create_task(self._load(), name="model")
-        self.worker.start()
-        self.dispatcher.start()
+        return [self.worker.start(), self.dispatcher.start()]
 
     async def stop(self) -> None:
         """Ends the worker and gives the GPU tier's memory back."""

@@ -91,9 +91,10 @@ class WorkerProcess:
         self._last_words = ""
         self._settled = asyncio.Event()
 
-    def start(self) -> None:
-        """Starts the first worker and keeps one running."""
+    def start(self) -> asyncio.Task[None]:
+        """Starts the first worker and keeps one running; the task ends with `stop`, or when the worker is given up."""
         self._task = asyncio.create_task(self._run(), name="worker")
+        return self._task
 
     async def settled(self) -> bool:
         """Waits until a worker is ready, or given up; whether one is ready."""

@@ -46,7 +46,7 @@ class WriteBack:
         if self._task is not None:
             self._stopping.set()
             self._residency.changed.set()
-            await self._task
+            await asyncio.wait({self._task})  # how it ended is its watcher's to report
             self._task = None
 
     async def flush(self) -> int:

@@ -115,7 +115,7 @@ class WorkerProcess:
         self._stopping.set()
         self.send(Shutdown())
         if self._task is not None:
-            await self._task
+            await asyncio.wait({self._task})  # how it ended is its watcher's to report
 
     async def _run(self) -> None:
         while not self._stopping.is_set():

@@ -17,6 +17,7 @@ help:
 	@echo "make run        start a daemon with a small random model and show what the cache does"
 	@echo "make test       run the tests (TESTS=tests/swap for one room)"
 	@echo "make check      style, types, import rules, generated code"
+	@echo "make install    set up .venv (the others do it when needed)"
 	@echo "make format     let ruff fix and format"
 	@echo "make proto      regenerate prefixd/v1 from proto/"
 	@echo "make gpu-check  what needs a GPU: tests and copy benchmark; says so and ends well where there is none"
@@ -50,16 +51,20 @@ format: $(INSTALLED)
 proto: $(INSTALLED)
 	$(BIN)/python proto/generate.py
 
-# Without .venv this takes the system's Python and whatever it has, so that it runs on a GPU machine with no network.
-GPU_PYTHON ?= $(shell test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON))
+# Takes the first Python whose torch sees a GPU, with whatever else it has, so that it runs on a GPU machine with no
+# network. What that Python lacks of the tests' packages comes as unpacked wheels on PYTHONPATH.
+GPU_PYTHON ?= $(BIN)/python python3 python3.13 python3.12 python3.11
 
 gpu-check: export PYTHONPATH := .:swap:scheduler:$(PYTHONPATH)
 gpu-check:
-	@if $(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
-		$(GPU_PYTHON) -m pytest -o addopts=--import-mode=importlib -m gpu -rs tests/swap tests/worker && $(GPU_PYTHON) -m benchmarks.gpu_copy; \
-	else \
-		echo "gpu-check: skipped, $(GPU_PYTHON) sees no CUDA GPU"; \
-	fi
+	@for python in $(GPU_PYTHON); do \
+		if $$python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
+			$$python -m pytest -o addopts=--import-mode=importlib -m gpu -rs tests/swap tests/cache tests/worker && \
+				$$python -m benchmarks.gpu_copy; \
+			exit; \
+		fi; \
+	done; \
+	echo "gpu-check: skipped, no Python here ($(GPU_PYTHON)) has a torch that sees a CUDA GPU"
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -6,7 +6,6 @@ import asyncio
 import mmap
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -143,14 +142,17 @@ def measure(ordinal: int, chunks: int, rounds: int) -> dict[str, Any]:
     engine = CudaCopyEngine(ordinal)
     try:
         with create_memory(f"cuda:{ordinal}") as memory:
+            mapping = measure_mapping(memory, chunks, rounds)
+            ours = measure_copies(memory, engine, chunks, rounds)
+            theirs = measure_torch(ordinal, memory.chunk_bytes, chunks, rounds)
+            copies = {key: both[key] for name in ours for key, both in ((name, ours), (f"torch_{name}", theirs))}
             return {
                 "gpu": torch.cuda.get_device_name(ordinal),
                 "chunk_bytes": memory.chunk_bytes,
                 "chunks": chunks,
                 "rounds": rounds,
-                **measure_mapping(memory, chunks, rounds),
-                **measure_copies(memory, engine, chunks, rounds),
-                **measure_torch(ordinal, memory.chunk_bytes, chunks, rounds),
+                **mapping,
+                **copies,
             }
     finally:
         engine.close()
@@ -170,8 +172,8 @@ def _gbps(nbytes: int, times: list[float]) -> float:
     return round(nbytes / statistics.median(times) / 1e9, 3)
 
 
-def main() -> int:
-    """The command; its exit status."""
+def main() -> None:
+    """The command. Raises BenchmarkError."""
     parser = _harness.parser("gpu_copy", DESCRIPTION)
     parser.add_argument("--ordinal", type=int, default=0, help="which GPU (0)")
     parser.add_argument("--chunks", type=_harness.positive, default=64, help="chunks of a run (64)")
@@ -181,12 +183,11 @@ def main() -> int:
         parser.error("--chunks must be at least 2, to tell mapping from setting access")
     if not torch.cuda.is_available():
         _harness.finish("gpu_copy", {"skipped": "torch sees no CUDA GPU on this machine"}, options.json)
-        return 0
+        return
     try:
         result = measure(options.ordinal, options.chunks, options.rounds)
-    except (SwapError, _harness.BenchmarkError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    except SwapError as error:
+        raise _harness.BenchmarkError(str(error)) from error
     _harness.finish("gpu_copy", result, options.json)
 
     def draw(axes: Any) -> None:
@@ -199,8 +200,7 @@ def main() -> int:
         axes.legend()
 
     _harness.plot(options.plot, draw)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    _harness.run(main)

@@ -77,18 +77,12 @@ def main() -> None:
     parser.add_argument("--blocks", type=_harness.positive, default=1000, help="blocks of the prompt (1000)")
     parser.add_argument("--block-tokens", type=_harness.positive, default=16, help="tokens of a block (16)")
     parser.add_argument("--repeats", type=_harness.positive, default=1000, help="matches to time (1000)")
-    parser.add_argument("--address", help="a running daemon; by default one is started for this run")
+    _harness.add_address(parser)
     options = parser.parse_args()
 
-    def run_at(address: str) -> dict[str, Any]:
-        return asyncio.run(measure(address, options.blocks, options.block_tokens, options.repeats))
-
-    if options.address:
-        result = run_at(options.address)
-    else:
-        cpu_bytes = max(256 << 20, 2 * options.blocks * _PART_BYTES)
-        with _harness.Daemon({"CPU__BYTES": cpu_bytes, "DISK__BYTES": 0}) as daemon:
-            result = run_at(daemon.address)
+    cpu_bytes = max(256 << 20, 2 * options.blocks * _PART_BYTES)
+    with _harness.daemon_address(options.address, {"cpu.bytes": cpu_bytes, "disk.bytes": 0}) as address:
+        result = asyncio.run(measure(address, options.blocks, options.block_tokens, options.repeats))
     _harness.finish("match", result, options.json)
 
     def draw(axes: Any) -> None:

@@ -105,18 +105,13 @@ def main() -> None:
     parser.add_argument("--blocks", type=_harness.positive, default=256, help="blocks a round (256)")
     parser.add_argument("--rounds", type=_harness.positive, default=15, help="rounds to time (15)")
     parser.add_argument("--threads", type=_harness.positive, default=1, help="threads that copy (1)")
-    parser.add_argument("--address", help="a running daemon; by default one is started for this run")
+    _harness.add_address(parser)
     options = parser.parse_args()
 
-    def run_at(address: str) -> dict[str, Any]:
-        return asyncio.run(measure(address, options.block_bytes, options.blocks, options.rounds, options.threads))
-
-    if options.address:
-        result = run_at(options.address)
-    else:
-        cpu_bytes = options.blocks * options.block_bytes * 5 // 4 + (64 << 20)
-        with _harness.Daemon({"CPU__BYTES": cpu_bytes, "DISK__BYTES": 0}) as daemon:
-            result = run_at(daemon.address)
+    cpu_bytes = options.blocks * options.block_bytes * 5 // 4 + (64 << 20)
+    with _harness.daemon_address(options.address, {"cpu.bytes": cpu_bytes, "disk.bytes": 0}) as address:
+        sizes = (options.block_bytes, options.blocks, options.rounds, options.threads)
+        result = asyncio.run(measure(address, *sizes))
     _harness.finish("shared_memory", result, options.json)
 
     def draw(axes: Any) -> None:

@@ -152,7 +152,7 @@ def main() -> None:
     )
     parser.add_argument("--cpu-bytes", type=_harness.size, default=1 << 29, help="CPU tier of the own daemon (512MiB)")
     parser.add_argument("--disk-bytes", type=_harness.size, default=4 << 30, help="disk tier of the own daemon (4GiB)")
-    parser.add_argument("--address", help="a running daemon; by default one is started for this run")
+    _harness.add_address(parser)
     options = parser.parse_args()
     if options.bytes_per_token % 8:
         parser.error(f"--bytes-per-token {options.bytes_per_token} is no multiple of 8")
@@ -160,14 +160,12 @@ def main() -> None:
     if not requests:
         raise _harness.BenchmarkError(f"{options.trace} is empty")
 
-    if options.address:
-        # Prompts of an earlier run on the same daemon must not count as hits.
-        salt = os.urandom(16)
-        result = asyncio.run(replay(options.address, requests, options.bytes_per_token, salt))
-    else:
-        tiers = {"CPU__BYTES": options.cpu_bytes, "DISK__BYTES": options.disk_bytes}
-        with _harness.Daemon(tiers) as daemon:
-            result = asyncio.run(replay(daemon.address, requests, options.bytes_per_token, b""))
+    tiers = {"cpu.bytes": options.cpu_bytes, "disk.bytes": options.disk_bytes}
+    # Prompts of an earlier run on the same daemon must not count as hits.
+    salt = os.urandom(16) if options.address else b""
+    with _harness.daemon_address(options.address, tiers) as address:
+        result = asyncio.run(replay(address, requests, options.bytes_per_token, salt))
+    if not options.address:
         result |= {"cpu_bytes": options.cpu_bytes, "disk_bytes": options.disk_bytes}
     result = {"trace": options.trace.name, "bytes_per_token": options.bytes_per_token, **result}
     _harness.finish("trace", result, options.json)

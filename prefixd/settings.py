@@ -17,30 +17,14 @@ from pydantic import model_validator as check_together
 
 from prefixd.errors import ConfigError
 from prefixd.settings_sources import gather_layers
+from prefixd.sizes import parse_size
 
 # The socket that hands over the CPU tier's memory lies beside the daemon's, under its name and this.
 MEMORY_SOCKET_SUFFIX = "-memory"
 # sun_path of sockaddr_un has 108 bytes, the last of which is a NUL.
 LONGEST_SOCKET_PATH = 107 - len(MEMORY_SOCKET_SUFFIX)
 
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
-_UNITS = {"": 1, "b": 1} | {
-    f"{letter}{suffix}": base**power
-    for power, letter in enumerate("kmgt", start=1)
-    for suffix, base in (("ib", 1024), ("b", 1000))
-}
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
-
-
-def parse_size(value: object) -> int:
-    """Bytes from `8GiB` (powers of 1024), `500MB` (powers of 1000) or a plain number; else ValueError."""
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return int(value)
-    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
-    unit = _UNITS.get(match[2].lower()) if match else None
-    if match is None or unit is None:
-        raise ValueError("write a size such as 8GiB, 512MiB or 4096 (bytes), not below 0")
-    return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
 
 
 def _device(value: str) -> str:

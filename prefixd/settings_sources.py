@@ -1,6 +1,10 @@
 """Where settings come from: flags, environment, file; which one wins, and what is said of each.
 
 Knows the settings by dotted name only (`cpu.bytes`); types and limits are `prefixd.settings`' business.
+
+pydantic-settings merges such layers too, but does not say which of them a value came from, passes over misspelt
+variables, accepts a section as JSON in one variable (a second way to set the same thing), and reads the process's
+environment whenever a settings object is made. Getting these right around it took more code than reading the layers.
 """
 
 from __future__ import annotations

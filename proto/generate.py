@@ -78,9 +78,7 @@ def contract_of(generated: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     parser = argparse.ArgumentParser(description="Generate prefixd/v1 from the contracts in proto/.")
-    parser.add_argument(
-        "--check", action="store_true", help="write nothing; fail where the code is not current"
-    )
+    parser.add_argument("--check", action="store_true", help="write nothing; fail where the code is not current")
     check = parser.parse_args(arguments).check
 
     with tempfile.TemporaryDirectory() as scratch:

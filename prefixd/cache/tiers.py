@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from prefixd.cache.trie import CPU, GPU, NO_SLOT, TIERS
+from prefixd.cache.trie import CPU, DISK, GPU, NO_SLOT, TIERS
 from prefixd_swap import CpuArena, FrameId, FramePool, SlabStore, Span, round_to_slot
 
 TIER_NAMES = ("gpu", "cpu", "disk")
@@ -48,8 +48,13 @@ class Tiers:
         return (self.gpu, self.cpu, self.disk)[tier] is not None
 
     def below(self, tier: int) -> int | None:
-        """The next tier down that exists and works."""
-        return next((t for t in range(tier + 1, TIERS) if self.exists(t) and not self.trouble[t]), None)
+        """The next tier down that exists, works, and can be written from this one."""
+        for lower in range(tier + 1, TIERS):
+            # A file cannot be written from an address that a CPU cannot read: that goes by way of the CPU tier.
+            reachable = lower != DISK or tier != GPU or not self.gpu_on_device
+            if self.exists(lower) and not self.trouble[lower] and reachable:
+                return lower
+        return None
 
     @property
     def arena(self) -> CpuArena:

@@ -71,13 +71,18 @@ class WriteBack:
             return await residency.write(trie, rows, source)
         written = 0
         rows = rows[np.argsort(trie.depth[rows], kind="stable")]
-        for start in range(0, len(rows), _BATCH):  # device memory reaches the disk through the pinned arena
-            batch = rows[start : start + _BATCH]
+        while len(rows):  # device memory reaches the disk through the pinned arena, as much at a time as fits
+            batch = rows[:_BATCH]
             trie.hold(batch, CPU)
             try:
-                written += await residency.write(trie, batch[: await residency.bring(trie, batch, CPU)], CPU)
+                there = await residency.bring(trie, batch, CPU)
+                written += await residency.write(trie, batch[:there], CPU)
             finally:
                 trie.unhold(batch, CPU)
+            if not there:
+                residency.lost["no room in the CPU tier to write back through"] += len(rows)
+                break
+            rows = rows[there:]
         return written
 
     async def _run(self) -> None:
@@ -100,7 +105,7 @@ class WriteBack:
     async def _batch(self) -> bool:
         """One batch down from each tier; whether there may be more to write to disk."""
         below = self._tiers.below(GPU)
-        if below is not None and not (below == DISK and self._tiers.gpu_on_device):
+        if below is not None:
             await self._down(self._next_gpu_victims(below), GPU, below)
         if self._tiers.disk is None or self._tiers.cpu is None:
             return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ RESTARTED = "restarted"
 def demo_command(
     prefixes: Annotated[int, typer.Option(min=2, help="Different prefixes (prompt templates).")] = 16,
     requests: Annotated[int, typer.Option(min=1, help="Requests, each with a random one of the prefixes.")] = 128,
-    prefix_tokens: Annotated[int, typer.Option(min=16, help="Length of a prefix.")] = 768,
+    prefix_tokens: Annotated[int, typer.Option(min=16, help="Length of a prefix.")] = 512,
     seed: Annotated[int, typer.Option(help="Seed of prefixes, bodies and choices.")] = 0,
     json_file: Annotated[
         Path | None,
@@ -38,18 +39,21 @@ def demo_command(
     time to a fresh daemon. The GPU tier holds an eighth of the prefixes, the CPU tier a quarter, the disk all.
     Then the last daemon is restarted and asked again.
     """
-    from prefixd.workloads.runner import run_in_order
+    from prefixd.workloads.daemon_process import ended_by_sigterm
     from prefixd.workloads.text_analysis import TextAnalysis, TierSizes
 
+    if json_file is not None:
+        _check_writable(json_file)
     workload = TextAnalysis(prefixes=prefixes, requests=requests, prefix_tokens=prefix_tokens, seed=seed)
     tiers = TierSizes(gpu_prefixes=max(2, prefixes // 8), cpu_prefixes=max(2, prefixes // 4), disk_prefixes=prefixes)
-    figures = run_in_order(_demo(workload, tiers))
+    with ended_by_sigterm():
+        figures = _demo(workload, tiers)
     _print_result(figures, workload, tiers)
     if json_file is not None:
         _write(json_file, figures)
 
 
-async def _demo(workload: TextAnalysis, tiers: TierSizes) -> list[Figures]:
+def _demo(workload: TextAnalysis, tiers: TierSizes) -> list[Figures]:
     from rich.console import Console
 
     from prefixd.cli.progress import RichProgress
@@ -58,23 +62,21 @@ async def _demo(workload: TextAnalysis, tiers: TierSizes) -> list[Figures]:
         tempfile.TemporaryDirectory(prefix="prefixd-demo-") as directory,
         RichProgress(Console(stderr=True)) as progress,
     ):
-        return await _run_all(workload, tiers, Path(directory), progress)
+        return _run_all(workload, tiers, Path(directory), progress)
 
 
-async def _run_all(workload: TextAnalysis, tiers: TierSizes, directory: Path, progress: Progress) -> list[Figures]:
+def _run_all(workload: TextAnalysis, tiers: TierSizes, directory: Path, progress: Progress) -> list[Figures]:
     from prefixd.workloads.runner import daemon_for, measure, run_config
     from prefixd.workloads.text_analysis import CONFIGS
 
     *others, last = CONFIGS
-    figures = [await run_config(config, workload, tiers, directory / config, progress=progress) for config in others]
-    daemon = daemon_for(last, workload, tiers, directory / last)
+    figures = [run_config(config, workload, tiers, directory / config, progress=progress) for config in others]
     progress.begin(f"{last}: starting a daemon", 0)
-    async with daemon:
-        figures.append(await measure(last, daemon, workload, progress=progress))
+    with daemon_for(last, workload, tiers, directory / last) as daemon:
+        figures.append(measure(last, daemon, workload, progress=progress))
         progress.begin(f"{last}: restarting the daemon", 0)
-        await daemon.stop()
-        await daemon.start()
-        figures.append(await measure(RESTARTED, daemon, workload, progress=progress))
+        daemon.restart()
+        figures.append(measure(RESTARTED, daemon, workload, progress=progress))
     return figures
 
 
@@ -126,7 +128,10 @@ def _write(path: Path, figures: Sequence[Figures]) -> None:
         "same_answers": len({run.output_digest for run in figures}) == 1,
         "configs": [run.to_plain() for run in figures],
     }
-    try:
-        path.write_text(json.dumps(answers, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise CommandFailed(f"cannot write {path}: {error.strerror}; choose another file") from error
+    path.write_text(json.dumps(answers, indent=2) + "\n", encoding="utf-8")
+
+
+def _check_writable(path: Path) -> None:
+    """Raises CommandFailed now rather than after the minutes that the run takes."""
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise CommandFailed(f"cannot write to {path}; choose another file in a directory that exists")

@@ -24,7 +24,8 @@ _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.http2.lookahead_bytes", 8 << 20),
     ("grpc.http2.max_frame_size", 1 << 20),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # Despite its name the time that one attempt may take: a daemon that is busy loading a model greets late.
+    ("grpc.min_reconnect_backoff_ms", 10_000),
     ("grpc.max_reconnect_backoff_ms", int(_MAX_BACKOFF_S * 1000)),
     # Channels of one process otherwise share connections and each other's backoff.
     ("grpc.use_local_subchannel_pool", 1),
@@ -51,7 +52,7 @@ def parse_address(address: str | None) -> str:
         return default_address()
     if address.startswith("/"):
         return f"unix:{address}"
-    if address.startswith("unix:"):
+    if address.startswith("unix:") and address != "unix:":
         return address
     host, colon, port = address.rpartition(":")
     if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
@@ -94,15 +95,13 @@ class Connection:
         """After a failed connection, gives the channel its next attempt.
 
         Without this the first call after a daemon's restart would be refused by the channel without being
-        tried.
+        tried, or share the fate of an attempt that began before the daemon was back.
         """
-        failure = grpc.ChannelConnectivity.TRANSIENT_FAILURE
-        if self._channel.get_state(try_to_connect=True) is not failure:
-            return
+        waiting = (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.CONNECTING)
+        state = self._channel.get_state(try_to_connect=True)
         with suppress(TimeoutError):
             async with asyncio.timeout(_MAX_BACKOFF_S + 0.2):
-                state = failure
-                while state in (failure, grpc.ChannelConnectivity.CONNECTING):
+                while state in waiting:
                     await self._channel.wait_for_state_change(state)
                     state = self._channel.get_state(try_to_connect=True)
 

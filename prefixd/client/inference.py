@@ -102,10 +102,9 @@ def event_from_proto(response: inference_pb2.GenerateResponse) -> GenerateEvent:
             return Tokens(tuple(response.tokens.token_ids), response.tokens.text)
         case "finished":
             finished = response.finished
-            reason = inference_pb2.FinishReason.Name(finished.reason).removeprefix("FINISH_REASON_").lower()
             hits = finished.hit_tokens
             return Finished(
-                reason=FinishReason(reason),
+                reason=_reason(finished.reason),
                 prompt_tokens=finished.prompt_tokens,
                 output_tokens=finished.output_tokens,
                 hit_tokens={Tier.GPU: hits.gpu, Tier.CPU: hits.cpu, Tier.DISK: hits.disk},
@@ -115,3 +114,10 @@ def event_from_proto(response: inference_pb2.GenerateResponse) -> GenerateEvent:
             )
         case unknown:
             raise ServerError(f"the daemon sent an event this client does not know: {unknown}")
+
+
+def _reason(value: inference_pb2.FinishReason) -> FinishReason:
+    try:
+        return FinishReason(inference_pb2.FinishReason.Name(value).removeprefix("FINISH_REASON_").lower())
+    except ValueError as error:
+        raise ServerError(f"the daemon gave a reason to finish that this client does not know: {value}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ class Granted:
     clock: Callable[[], float]
 
 
-class _Hold:
+class _Hold(ABC):
     """What leases and reservations share: some blocks' bytes in the arena, until a moment."""
 
     _word = "hold"
@@ -70,6 +71,23 @@ class _Hold:
 
     async def __aenter__(self) -> Self:
         return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            await self.release()
+        else:
+            with suppress(ClientError):
+                await self.release()
+
+    @abstractmethod
+    def view(self, block: int, part: int = 0) -> memoryview:
+        """The bytes of one part of one block, in the arena itself."""
+
+    @abstractmethod
+    async def release(self) -> None:
+        """Ends it before its time."""
 
     @property
     def remaining_s(self) -> float:
@@ -143,7 +161,8 @@ class _Hold:
                 self._connection.cache.Release,
                 cache_pb2.ReleaseRequest(session_id=self._session.session_id, lease_id=self._id),
             )
-        except NotFoundError as error:
+        except (NotFoundError, ServerUnavailable) as error:
+            # A daemon that is away has ended it, even where its session's end has not been heard of yet.
             raise LeaseLost(f"the {self._word} ended before it was released: {error}") from error
 
 
@@ -186,15 +205,6 @@ class AsyncLease(_Hold):
         Raises `LeaseLost` when it had ended before; a second call does nothing.
         """
         await self._release()
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            await self._release()
-        else:
-            with suppress(ClientError):
-                await self._release()
 
 
 class AsyncReservation(_Hold):
@@ -258,14 +268,5 @@ class AsyncReservation(_Hold):
 
     async def release(self) -> None:
         """Gives the slots back without committing; does nothing when the reservation has ended."""
-        with suppress(LeaseLost, ServerUnavailable):
+        with suppress(LeaseLost):
             await self._release()
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            await self.release()
-        else:
-            with suppress(ClientError):
-                await self.release()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
+from prefixd.client.errors import ServerError
 from prefixd.v1 import cache_pb2
 
 
@@ -78,8 +79,12 @@ class MatchResult:
 
     @classmethod
     def from_proto(cls, response: cache_pb2.MatchResponse) -> MatchResult:
-        """The result in the client's words; the contract's tiers count from 1."""
-        return cls(response.blocks, tuple(TierRun(Tier(run.tier - 1), run.blocks) for run in response.runs))
+        """The result in the client's words. Raises `ServerError` for a tier that this version does not know."""
+        try:
+            # The contract's tiers count from 1.
+            return cls(response.blocks, tuple(TierRun(Tier(run.tier - 1), run.blocks) for run in response.runs))
+        except ValueError as error:
+            raise ServerError(f"the daemon has blocks in a tier that this client does not know: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)

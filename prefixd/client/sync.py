@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing, suppress
 from types import TracebackType
-from typing import Self
+from typing import Generic, Self, TypeVar
 
 from prefixd.client.arena import Arena
 from prefixd.client.buffers import Buffer
@@ -24,13 +24,16 @@ from prefixd.client.spec import MatchResult, NamespaceSpec, StoreResult
 from prefixd.client.tokens import TokenIds
 from prefixd.v1 import admin_pb2
 
+HoldT = TypeVar("HoldT", bound=AsyncLease | AsyncReservation)
 
-class Lease:
-    """See `AsyncLease`."""
 
-    def __init__(self, portal: Portal, lease: AsyncLease) -> None:
-        self._portal, self._lease = portal, lease
-        self.first_block, self.blocks, self.offsets = lease.first_block, lease.blocks, lease.offsets
+class _Hold(Generic[HoldT]):
+    """What a lease and a reservation share. `with` it, or call `release`."""
+
+    def __init__(self, portal: Portal, hold: HoldT) -> None:
+        self._portal = portal
+        self._hold = hold
+        self.first_block, self.blocks, self.offsets = hold.first_block, hold.blocks, hold.offsets
 
     def __enter__(self) -> Self:
         return self
@@ -47,69 +50,39 @@ class Lease:
     @property
     def remaining_s(self) -> float:
         """See `AsyncLease.remaining_s`."""
-        return self._lease.remaining_s
+        return self._hold.remaining_s
 
     def offset(self, block: int, part: int = 0) -> int:
         """See `AsyncLease.offset`."""
-        return self._lease.offset(block, part)
+        return self._hold.offset(block, part)
 
     def view(self, block: int, part: int = 0) -> memoryview:
-        """See `AsyncLease.view`."""
-        return self._lease.view(block, part)
+        """See `AsyncLease.view` and `AsyncReservation.view`."""
+        return self._hold.view(block, part)
+
+    def release(self) -> None:
+        """See `AsyncLease.release` and `AsyncReservation.release`."""
+        self._portal.run(self._hold.release())
+
+
+class Lease(_Hold[AsyncLease]):
+    """See `AsyncLease`."""
 
     def copy_into(self, into: Buffer) -> int:
         """See `AsyncLease.copy_into`."""
-        return self._portal.run(self._lease.copy_into(into))
-
-    def release(self) -> None:
-        """See `AsyncLease.release`."""
-        self._portal.run(self._lease.release())
+        return self._portal.run(self._hold.copy_into(into))
 
 
-class Reservation:
+class Reservation(_Hold[AsyncReservation]):
     """See `AsyncReservation`."""
-
-    def __init__(self, portal: Portal, reservation: AsyncReservation) -> None:
-        self._portal, self._reservation = portal, reservation
-        self.first_block, self.blocks = reservation.first_block, reservation.blocks
-        self.offsets = reservation.offsets
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.release()
-        else:
-            with suppress(ClientError):
-                self.release()
-
-    @property
-    def remaining_s(self) -> float:
-        """See `AsyncReservation.remaining_s`."""
-        return self._reservation.remaining_s
-
-    def offset(self, block: int, part: int = 0) -> int:
-        """See `AsyncReservation.offset`."""
-        return self._reservation.offset(block, part)
-
-    def view(self, block: int, part: int = 0) -> memoryview:
-        """See `AsyncReservation.view`."""
-        return self._reservation.view(block, part)
 
     def copy_from(self, source: Buffer) -> int:
         """See `AsyncReservation.copy_from`."""
-        return self._portal.run(self._reservation.copy_from(source))
+        return self._portal.run(self._hold.copy_from(source))
 
     def commit(self, blocks: int | None = None, *, durable: bool = False) -> StoreResult:
         """See `AsyncReservation.commit`."""
-        return self._portal.run(self._reservation.commit(blocks, durable=durable))
-
-    def release(self) -> None:
-        """See `AsyncReservation.release`."""
-        self._portal.run(self._reservation.release())
+        return self._portal.run(self._hold.commit(blocks, durable=durable))
 
 
 class Cache:

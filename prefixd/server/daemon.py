@@ -197,6 +197,8 @@ class Daemon:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
+            # Once it is over, a signal that comes before the process has ended must not change its exit status.
+            stack.callback(signal.signal, number, signal.SIG_IGN)
             stack.callback(loop.remove_signal_handler, number)
         return Endpoints(path, tcp, metrics_port)
 
@@ -353,8 +355,9 @@ def _open_arena(settings: Settings, device: str, stack: AsyncExitStack) -> CpuAr
         stack.callback(arena.close)
         if device != "cpu":
             address = arena.span(0, arena.capacity_bytes).address
-            register_host(address, arena.capacity_bytes)
-            stack.callback(unregister_host, address)
+            ordinal = int(device.partition(":")[2])
+            register_host(address, arena.capacity_bytes, ordinal)
+            stack.callback(unregister_host, address, ordinal)
     except SwapError as error:
         raise ConfigError(f"cpu.bytes = {settings.cpu.bytes}: {error}") from error
     return arena

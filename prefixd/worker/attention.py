@@ -93,9 +93,13 @@ class StepAttention:
 
     def __init__(self, cache: StepCache, masks: TileMasks, tile: int, group: int) -> None:
         self._cache = cache
-        self._group = group
-        on_cpu = cache.segments[0].kv.device.type == "cpu"
-        self._tiles = list(_cut(cache, masks, tile, group)) if on_cpu else []
+        kv = cache.segments[0].kv
+        self._tiles = _cut(cache, masks, tile, group) if _in_tiles(kv) else []
+        self._varlen = None if self._tiles else _varlen_for(kv)
+        self._bounds: list[torch.Tensor | None] = []
+        if not self._tiles:  # made once a pass: every layer needs the same
+            make = _causal_mask if self._varlen is None else _lengths
+            self._bounds = [make(segment, group) if len(segment) > 1 else None for segment in cache.segments]
 
     def attend(self, query: torch.Tensor, layer: int, scaling: float) -> torch.Tensor:
         """[1, heads, rows, head_dim] to [1, rows, heads, head_dim]; padding rows come out as zeros."""
@@ -124,19 +128,21 @@ class StepAttention:
             output[tile.first : tile.last] = result.transpose(0, 1)
 
     def _attend_segments(self, query: torch.Tensor, output: torch.Tensor, layer: int, scaling: float) -> None:
-        """Whole segments, on a GPU. Unverified: written without a GPU to run it on."""
-        varlen = _varlen_for(query)
+        """Whole segments one after the other, on a GPU: one kernel a request, decoding ones too.
+
+        Requests lie in ranges of their own, and no kernel takes keys from several ranges at once.
+        Unverified: written without a GPU to run it on.
+        """
         first = 0
-        for segment, keys, values in zip(
-            self._cache.segments, self._cache.keys(layer), self._cache.values(layer), strict=True
+        for segment, keys, values, bounds in zip(
+            self._cache.segments, self._cache.keys(layer), self._cache.values(layer), self._bounds, strict=True
         ):
             last = first + len(segment)
             part, keys, values = query[:, first:last], keys[:, : segment.stop], values[:, : segment.stop]
-            if len(segment) > 1 and varlen is not None:
-                output[first:last] = _without_mask(varlen, part, keys, values, segment, scaling)
+            if bounds is not None and self._varlen is not None:
+                output[first:last] = _without_mask(self._varlen, part, keys, values, bounds, scaling)
             else:
-                mask = _causal_mask(segment, self._group, query.device) if len(segment) > 1 else None
-                result = _grouped(part, keys, values, mask, scaling)
+                result = _grouped(part, keys, values, bounds, scaling)
                 output[first:last] = result.reshape(part.shape).transpose(0, 1)
             first = last
 
@@ -207,17 +213,34 @@ def _grouped(
     return scaled_dot_product_attention(grouped, keys[None], values[None], attn_mask=mask, scale=scaling)
 
 
-def _causal_mask(segment: Segment, group: int, device: torch.device) -> torch.Tensor:
+def _in_tiles(kv: torch.Tensor) -> bool:
+    """A GPU's kernels promise no bits to be equal, so only a CPU pays for tiles."""
+    return kv.device.type == "cpu"
+
+
+def _causal_mask(segment: Segment, group: int) -> torch.Tensor:
+    """[group * len(segment), segment.stop], true where a query may look."""
+    device = segment.kv.device
     positions = torch.arange(segment.start, segment.stop, device=device)
     mask = torch.arange(segment.stop, device=device)[None, :] <= positions[:, None]
     return mask.repeat(group, 1)
 
 
-def _varlen_for(query: torch.Tensor) -> Callable[..., Any] | None:
-    """Flash attention takes 16-bit types, on GPUs from Ampere on. Unverified: never run on a GPU."""
-    if not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16):
+def _lengths(segment: Segment, group: int) -> torch.Tensor:
+    """[2, 2]: where the one sequence of queries, and that of keys, begins and ends. A kernel knows the group itself."""
+    ends = [[0, len(segment)], [0, segment.stop]]
+    return torch.tensor(ends, dtype=torch.int32, device=segment.kv.device)
+
+
+def _varlen_for(kv: torch.Tensor) -> Callable[..., Any] | None:
+    """Flash attention takes 16-bit types and heads of up to 256 in eights, on GPUs from Ampere on.
+
+    Unverified: never run on a GPU.
+    """
+    head_dim = kv.shape[-1]
+    if not kv.is_cuda or kv.dtype not in (torch.float16, torch.bfloat16) or head_dim % 8 or head_dim > 256:
         return None
-    return _VARLEN if torch.cuda.get_device_capability(query.device) >= (8, 0) else None
+    return _VARLEN if torch.cuda.get_device_capability(kv.device) >= (8, 0) else None
 
 
 def _without_mask(
@@ -225,19 +248,18 @@ def _without_mask(
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    segment: Segment,
+    lengths: torch.Tensor,
     scaling: float,
 ) -> torch.Tensor:
-    """One segment's causal attention, [n, heads, dim]. Unverified: never run on a GPU."""
-    lengths = torch.tensor([[0, len(segment)], [0, segment.stop]], dtype=torch.int32, device=query.device)
+    """One segment's causal attention, [n, heads, dim]; the last query looks at all keys. Unverified, see above."""
     result: torch.Tensor = varlen(
         query.transpose(0, 1).contiguous(),
         keys.transpose(0, 1),
         values.transpose(0, 1),
         lengths[0],
         lengths[1],
-        len(segment),
-        segment.stop,
+        query.shape[1],
+        keys.shape[1],
         scale=scaling,
         window_size=(-1, 0),
         enable_gqa=True,

@@ -3,11 +3,13 @@
 The way of a conversation (``>`` from the worker, ``<`` from the daemon)::
 
     > Hello     what the model needs; from its configuration alone, so the daemon can size its memory early
-    < Memory    followed on the same socket by the GPU tier's file descriptors
-    (`prefixd_swap.vmem.send_export`) > Ready     weights loaded, memory attached < Start, Extend, Cancel   at
-    any time > Step      after each forward pass that changed something > Done      once a request, after its
-    last Step, when its frames are unmapped < Shutdown  or the socket closes: the worker ends > Failed    in
-    place of anything else: the worker ends
+    < Memory    followed on the same socket by the GPU tier's descriptors (`prefixd_swap.vmem.send_export`)
+    > Ready     memory attached, weights loaded
+    < Start, Extend, Cancel   at any time from here on
+    > Step      after each forward pass
+    > Done      once a request, after its last Step, when its frames are unmapped
+    < Shutdown  or the socket closes: the worker ends
+    > Failed    in place of anything else: the worker ends
 
 A message is a 4-byte little-endian length and that many bytes of msgpack: a map with the message's name under
 "type".

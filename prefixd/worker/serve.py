@@ -26,7 +26,9 @@ from prefixd_swap.vmem import VirtualTensorPool, attach_memory, recv_export
 
 
 def serve(connection: Connection[ToWorker], settings: WorkerSettings, clock: Callable[[], float]) -> None:
-    """Say Hello, load, attach the daemon's memory and run requests until Shutdown.
+    """Say Hello, attach the daemon's memory, load, and run requests until Shutdown.
+
+    Loading may take minutes, and the daemon does not wait that long for its descriptors to be taken.
 
     Raises ModelError, SwapError, ProtocolError, and ConnectionClosedError when the daemon is gone.
     """
@@ -34,23 +36,21 @@ def serve(connection: Connection[ToWorker], settings: WorkerSettings, clock: Cal
         torch.set_num_threads(settings.threads)
     spec = read_model_spec(settings)
     connection.send(spec.hello())
-    model = load_model(spec)
     message = connection.receive()
     if isinstance(message, Shutdown):
         return
     if not isinstance(message, Memory):
         raise ProtocolError(f"{type(message).__name__} before Memory: the daemon must send its memory first")
-    fds = recv_export(connection.socket, message.fds)
-    memory = attach_memory(message.meta, fds)
-    tensors = VirtualTensorPool(memory, spec.geometry, spec.sequence_capacity, message.first_chunk)
-    engine = Engine(model, tensors, settings.max_step_tokens, clock)
-    connection.send(Ready())
-    try:
-        _run(connection, engine)
-    finally:
-        engine.close()
-        tensors.close()
-        memory.close()
+    with attach_memory(message.meta, recv_export(connection.socket, message.fds)) as memory:
+        model = load_model(spec)
+        tensors = VirtualTensorPool(memory, spec.geometry, spec.sequence_capacity, message.first_chunk)
+        engine = Engine(model, tensors, settings.max_step_tokens, clock)
+        connection.send(Ready())
+        try:
+            _run(connection, engine)
+        finally:
+            engine.close()
+            tensors.close()
 
 
 def _run(connection: Connection[ToWorker], engine: Engine) -> None:

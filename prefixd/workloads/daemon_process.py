@@ -1,21 +1,26 @@
-"""A daemon in its own process, for the demo and the benchmarks: started, waited for, ended by its pid."""
+"""A daemon in its own process, for the demo, the benchmarks and the tests: started, waited for, ended by its pid."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
+import select
+import shutil
+import signal
+import subprocess
 import sys
-from collections import deque
-from collections.abc import Mapping
-from contextlib import suppress
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
 from prefixd.errors import PrefixdError
 from prefixd.settings_sources import ENV_PREFIX
 
-_LOG_LINES = 20
+_LAST_LINES = 20
+_LAST_BYTES = 16 << 10
 
 
 class DaemonFailed(PrefixdError):
@@ -23,115 +28,187 @@ class DaemonFailed(PrefixdError):
 
 
 class DaemonProcess:
-    """`prefixd serve` with its data and socket in `directory`. Started again, it finds there what it kept.
+    """`prefixd serve` with its data, its socket and its log in `directory`. Started again, it finds there what it kept.
 
-    `overrides` are settings by dotted name. Use it as an asynchronous context manager: on leaving, the
-    process gets SIGTERM (it writes its cache back and ends), and is killed when that takes longer than
-    `stop_timeout_s`.
+    `settings` are by dotted name (`{"cpu.bytes": "2GiB"}`); configuration and `PREFIXD_*` variables of the caller do
+    not reach the daemon, so that a run can be repeated. Without `directory` it gets a temporary one, which goes when
+    the context is left. Use it as a context manager: on leaving, the process gets SIGTERM (it writes its cache back
+    and ends). It also gets it when the thread that started it ends, however that happens.
     """
 
     def __init__(
         self,
-        directory: Path,
-        overrides: Mapping[str, Any],
+        settings: Mapping[str, object] | None = None,
         *,
+        directory: Path | None = None,
         start_timeout_s: float = 120.0,
         stop_timeout_s: float = 60.0,
     ) -> None:
-        self.directory = directory
-        self.address = f"unix:{directory / 'prefixd.sock'}"
-        self._overrides = dict(overrides)
+        self._temporary = directory is None
+        # Not below a long path: a unix socket's name has at most 107 bytes.
+        self.directory = Path(tempfile.mkdtemp(prefix="prefixd-")) if directory is None else directory
+        self.tcp: str | None = None
+        """host:port where it listens for other hosts, when its settings say so and it runs."""
+        self._settings = dict(settings or {})
         self._start_timeout_s = start_timeout_s
         self._stop_timeout_s = stop_timeout_s
-        self._process: asyncio.subprocess.Process | None = None
-        self._log: deque[str] = deque(maxlen=_LOG_LINES)
-        self._readers: list[asyncio.Task[None]] = []
+        self._process: subprocess.Popen[bytes] | None = None
 
-    async def __aenter__(self) -> Self:
-        await self.start()
+    @property
+    def socket(self) -> Path:
+        """The daemon's unix socket."""
+        return self.directory / "prefixd.sock"
+
+    @property
+    def address(self) -> str:
+        """What a client connects to."""
+        return f"unix:{self.socket}"
+
+    @property
+    def log(self) -> Path:
+        """What it writes to stderr: warnings and errors, of all its runs."""
+        return self.directory / "daemon.log"
+
+    @property
+    def pid(self) -> int:
+        """The process; raises DaemonFailed when none runs."""
+        if self._process is None:
+            raise DaemonFailed("the daemon is not running; start it first")
+        return self._process.pid
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self._remove_directory()
+            raise
         return self
 
-    async def __aexit__(self, *exception: object) -> None:
-        await self.stop()
-
-    async def start(self) -> None:
-        """Returns when the daemon answers; raises DaemonFailed."""
-        self._log.clear()
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self._process = process = await asyncio.create_subprocess_exec(
-            *self._command(),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            # Its own group: Ctrl-C reaches us alone, and we end it in order.
-            start_new_session=True,
-            env={name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)},
-        )
-        self._readers = [asyncio.create_task(self._keep_log(process.stderr))]
+    def __exit__(self, *exception: object) -> None:
         try:
-            async with asyncio.timeout(self._start_timeout_s):
-                await self._wait_until_ready(process.stdout)
-        except TimeoutError as error:
-            await self.stop()
-            raise DaemonFailed(
-                f"the daemon was not ready within {self._start_timeout_s:g} s{self.last_words()}"
-            ) from error
+            self.stop()
+        finally:
+            self._remove_directory()
+
+    def start(self) -> None:
+        """Returns when the daemon answers; raises DaemonFailed."""
+        if self._process is not None:
+            raise DaemonFailed(f"the daemon runs already, as process {self._process.pid}; stop it first")
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command(),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                # Its own group: Ctrl-C reaches us alone, and we end it in order.
+                start_new_session=True,
+                env={name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)},
+            )
+        try:
+            self.tcp = self._wait_until_ready(self._process).get("tcp")
         except BaseException:
-            await self.stop()
+            self._end(signal.SIGTERM)
             raise
 
-    async def stop(self) -> None:
-        """SIGTERM, then the wait for its end; SIGKILL and DaemonFailed when it takes too long."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        with suppress(ProcessLookupError):
-            process.terminate()
-        try:
-            async with asyncio.timeout(self._stop_timeout_s):
-                await process.wait()
-        except TimeoutError as error:
-            process.kill()
-            await process.wait()
-            raise DaemonFailed(
-                f"the daemon did not end within {self._stop_timeout_s:g} s of SIGTERM{self.last_words()}"
-            ) from error
-        finally:
-            for reader in self._readers:
-                reader.cancel()
-            await asyncio.gather(*self._readers, return_exceptions=True)
+    def stop(self) -> int | None:
+        """SIGTERM and the wait for its end; its exit status, or None when it did not run.
+
+        SIGKILL, and DaemonFailed, when it takes longer than `stop_timeout_s`.
+        """
+        return self._end(signal.SIGTERM)
+
+    def kill(self) -> int | None:
+        """SIGKILL, as in a crash; its exit status, or None when it did not run."""
+        return self._end(signal.SIGKILL)
+
+    def restart(self) -> None:
+        """`stop`, then `start` on the same directory."""
+        self.stop()
+        self.start()
 
     def last_words(self) -> str:
         """The end of its log, to be put behind an error's message."""
-        return "; it said: " + " | ".join(self._log) if self._log else ""
+        try:
+            with self.log.open("rb") as log:
+                log.seek(max(0, self.log.stat().st_size - _LAST_BYTES))
+                lines = log.read().decode(errors="replace").splitlines()
+        except FileNotFoundError:
+            return ""
+        said = [line.strip() for line in lines if line.strip()][-_LAST_LINES:]
+        return "; it said: " + " | ".join(said) if said else ""
 
     def _command(self) -> list[str]:
-        overrides = {
-            "data_dir": self.directory / "data",
-            "server.socket": self.directory / "prefixd.sock",
-            **self._overrides,
-        }
-        settings = [f"--set={name}={_text(value)}" for name, value in overrides.items()]
-        # No configuration but this one: the figures must not depend on the user's.
-        serve = ["serve", "--json", "--log-level=warning", f"--config={os.devnull}"]
-        return [sys.executable, "-m", "prefixd", *serve, *settings]
+        settings = {"data_dir": self.directory / "data", "server.socket": self.socket, **self._settings}
+        return [
+            *(sys.executable, "-m", "prefixd.workloads.tethered", str(os.getpid())),
+            *("serve", "--json", "--log-level=warning", f"--config={os.devnull}"),
+            *(f"--set={name}={_text(value)}" for name, value in settings.items()),
+        ]
 
-    async def _wait_until_ready(self, stdout: asyncio.StreamReader | None) -> None:
-        while stdout is not None:
-            line = await stdout.readline()
-            if not line:
-                break
-            with suppress(ValueError):
-                if "socket" in json.loads(line):
-                    self._readers.append(asyncio.create_task(self._keep_log(stdout)))
-                    return
-        await asyncio.gather(*self._readers)
-        raise DaemonFailed(f"the daemon ended before it was ready{self.last_words()}")
+    def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> dict[str, Any]:
+        """The line of JSON by which the daemon announces itself."""
+        if process.stdout is None:
+            raise DaemonFailed("the daemon was started without a pipe to announce itself on")
+        deadline = time.monotonic() + self._start_timeout_s
+        line = b""
+        while not line.endswith(b"\n"):
+            readable, _, _ = select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))
+            data = os.read(process.stdout.fileno(), 4096) if readable else b""
+            if not data:
+                why = "ended before it was ready" if readable else f"was not ready within {self._start_timeout_s:g} s"
+                raise DaemonFailed(f"the daemon {why}{self.last_words()}")
+            line += data
+        try:
+            ready: dict[str, Any] = json.loads(line)
+        except ValueError as error:
+            raise DaemonFailed(f"the daemon announced itself with {line[:200]!r}, not JSON") from error
+        return ready
 
-    async def _keep_log(self, stream: asyncio.StreamReader | None) -> None:
-        while stream is not None and (line := await stream.readline()):
-            self._log.append(line.decode(errors="replace").rstrip())
+    def _end(self, how: signal.Signals) -> int | None:
+        process, self._process = self._process, None
+        if process is None:
+            return None
+        with process:
+            process.send_signal(how)
+            try:
+                return process.wait(self._stop_timeout_s)
+            except subprocess.TimeoutExpired as error:
+                process.kill()
+                raise DaemonFailed(
+                    f"the daemon did not end within {self._stop_timeout_s:g} s of {how.name}{self.last_words()}"
+                ) from error
+            except BaseException:
+                process.kill()
+                raise
+
+    def _remove_directory(self) -> None:
+        if self._temporary:
+            shutil.rmtree(self.directory, ignore_errors=True)
 
 
-def _text(value: Any) -> str:
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends the block as Ctrl-C does, so that its daemons are ended in order; the exit status is 143.
+
+    For the main thread. By way of SIGINT, which asyncio turns into a cancellation.
+    """
+    received: list[int] = []
+
+    def interrupt(number: int, _frame: object) -> None:
+        received.append(number)
+        signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        if received:
+            raise SystemExit(128 + signal.SIGTERM) from error
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -46,6 +46,7 @@ class HitTokens:
 class Figures:
     """A run's figures.
 
+    requests_per_s counts the measured requests; cold_requests_per_s the warm-up before them too, and its seconds.
     miss_rate is the share of the prefixes' tokens that had to be computed.
     output_digest covers the output tokens of all requests in the order of the requests.
     """
@@ -54,6 +55,7 @@ class Figures:
     requests: int
     elapsed_s: float
     requests_per_s: float
+    cold_requests_per_s: float
     ttft_s: Quantiles
     hit_tokens: HitTokens
     miss_rate: float
@@ -64,7 +66,15 @@ class Figures:
         return asdict(self)
 
 
-def summarise(name: str, results: Sequence[RequestResult], *, elapsed_s: float, prefix_tokens: int) -> Figures:
+def summarise(
+    name: str,
+    results: Sequence[RequestResult],
+    *,
+    elapsed_s: float,
+    prefix_tokens: int,
+    warm_up_requests: int = 0,
+    warm_up_s: float = 0.0,
+) -> Figures:
     """The figures of `results`, at least one, in the requests' order; prefixes are `prefix_tokens` long."""
     hits = HitTokens(
         gpu=sum(result.gpu_tokens for result in results),
@@ -78,6 +88,7 @@ def summarise(name: str, results: Sequence[RequestResult], *, elapsed_s: float, 
         requests=len(results),
         elapsed_s=elapsed_s,
         requests_per_s=len(results) / elapsed_s,
+        cold_requests_per_s=(len(results) + warm_up_requests) / (elapsed_s + warm_up_s),
         ttft_s=Quantiles(quantile(waits, 0.5), quantile(waits, 0.95)),
         hit_tokens=hits,
         miss_rate=1 - prefix_hits / (len(results) * prefix_tokens),

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 from prefixd.workloads.daemon_process import DaemonFailed, DaemonProcess
 from prefixd.workloads.figures import Figures, RequestResult, summarise
@@ -15,8 +14,6 @@ from prefixd.workloads.text_analysis import FIRST_TOKEN, TextAnalysis, TierSizes
 
 if TYPE_CHECKING:
     from prefixd.client import AsyncClient
-
-T = TypeVar("T")
 
 
 class Progress(Protocol):
@@ -39,63 +36,72 @@ class Silence:
         """Says nothing."""
 
 
-def run_in_order(main: Coroutine[object, object, T]) -> T:
-    """`asyncio.run` for what starts daemons: SIGTERM, like Ctrl-C, ends them before it ends this process."""
-
-    async def cancellable() -> T:
-        task = asyncio.current_task()
-        if task is not None:
-            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-        return await main
-
-    try:
-        return asyncio.run(cancellable())
-    except asyncio.CancelledError as error:
-        raise SystemExit(128 + signal.SIGTERM) from error
-
-
 def daemon_for(config: str, workload: TextAnalysis, tiers: TierSizes, directory: Path) -> DaemonProcess:
     """A daemon (not started) with the embedded model, set up for `config`, one of CONFIGS."""
-    overrides: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "worker.embedded": True,
         "scheduler.queue_limit": max(4096, workload.requests),
         **tiers.overrides(workload),
         **config_overrides(config),
     }
-    return DaemonProcess(directory, overrides)
+    return DaemonProcess(settings, directory=directory)
 
 
-async def measure(name: str, daemon: DaemonProcess, workload: TextAnalysis, *, progress: Progress) -> Figures:
-    """Streams the requests to a started daemon, `workload.outstanding` at a time; its queue orders them.
-
-    Raises DaemonFailed.
-    """
-    from prefixd.client import AsyncClient, ClientError
-
-    try:
-        async with AsyncClient(daemon.address, name="text analysis", memory="streamed") as client:
-            progress.begin(f"{name}: loading the model", 0)
-            # Less than a block: nothing of it is cached.
-            await _send(client, [FIRST_TOKEN], 1)
-            progress.begin(f"{name}: {workload.requests} requests", workload.requests)
-            began = time.monotonic()
-            results = await _send_all(client, workload, progress.advance)
-            elapsed_s = time.monotonic() - began
-    except ClientError as error:
-        raise DaemonFailed(f"the daemon failed: {error}{daemon.last_words()}") from error
-    return summarise(name, results, elapsed_s=elapsed_s, prefix_tokens=workload.prefix_tokens)
-
-
-async def run_config(
-    config: str, workload: TextAnalysis, tiers: TierSizes, directory: Path, *, progress: Progress
+def run_config(
+    config: str, workload: TextAnalysis, tiers: TierSizes, directory: Path, *, warm_up: bool = False, progress: Progress
 ) -> Figures:
     """One of CONFIGS on a fresh daemon in the empty `directory`. Raises DaemonFailed."""
     progress.begin(f"{config}: starting a daemon", 0)
-    async with daemon_for(config, workload, tiers, directory) as daemon:
-        return await measure(config, daemon, workload, progress=progress)
+    with daemon_for(config, workload, tiers, directory) as daemon:
+        return measure(config, daemon, workload, warm_up=warm_up, progress=progress)
 
 
-async def _send_all(client: AsyncClient, workload: TextAnalysis, finished: Callable[[], None]) -> list[RequestResult]:
+def measure(
+    name: str, daemon: DaemonProcess, workload: TextAnalysis, *, warm_up: bool = False, progress: Progress
+) -> Figures:
+    """Streams the requests to a started daemon, `workload.outstanding` at a time; its queue orders them.
+
+    With `warm_up` each prefix is asked for once before, so that the run finds full tiers. Raises DaemonFailed.
+    """
+    from prefixd.client import ClientError
+
+    try:
+        results, elapsed_s, warm_up_s = asyncio.run(_requests(name, daemon.address, workload, warm_up, progress))
+    except ClientError as error:
+        raise DaemonFailed(f"the daemon failed: {error}{daemon.last_words()}") from error
+    return summarise(
+        name,
+        results,
+        elapsed_s=elapsed_s,
+        warm_up_requests=workload.prefixes if warm_up else 0,
+        warm_up_s=warm_up_s,
+        prefix_tokens=workload.prefix_tokens,
+    )
+
+
+async def _requests(
+    name: str, address: str, workload: TextAnalysis, warm_up: bool, progress: Progress
+) -> tuple[list[RequestResult], float, float]:
+    """The results of all requests in their order, the seconds that they took together, and those of the warm-up."""
+    from prefixd.client import AsyncClient
+
+    async with AsyncClient(address, name="text analysis", memory="streamed") as client:
+        progress.begin(f"{name}: loading the model", 0)
+        # Less than a block: nothing of it is cached.
+        await _send(client, [FIRST_TOKEN], 1)
+        began = time.monotonic()
+        if warm_up:
+            progress.begin(f"{name}: each prefix once", workload.prefixes)
+            await _send_all(client, workload, workload.warm_up_prompts(), progress.advance)
+        warm = time.monotonic()
+        progress.begin(f"{name}: {workload.requests} requests", workload.requests)
+        results = await _send_all(client, workload, workload.prompts(), progress.advance)
+        return results, time.monotonic() - warm, warm - began
+
+
+async def _send_all(
+    client: AsyncClient, workload: TextAnalysis, prompts: Sequence[Sequence[int]], finished: Callable[[], None]
+) -> list[RequestResult]:
     places = asyncio.Semaphore(workload.outstanding)
 
     async def send(prompt: Sequence[int]) -> RequestResult:
@@ -106,7 +112,7 @@ async def _send_all(client: AsyncClient, workload: TextAnalysis, finished: Calla
 
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(send(prompt)) for prompt in workload.prompts()]
+            tasks = [group.create_task(send(prompt)) for prompt in prompts]
     except ExceptionGroup as errors:
         # The first failure ended the others; one is enough to tell.
         raise errors.exceptions[0] from errors

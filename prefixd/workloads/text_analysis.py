@@ -32,8 +32,8 @@ class TextAnalysis:
 
     prefixes: int
     requests: int
-    prefix_tokens: int = 768
-    body_tokens: int = 16
+    prefix_tokens: int = 512
+    body_tokens: int = 32
     output_tokens: int = 2
     outstanding: int = 64
     seed: int = 0
@@ -49,6 +49,11 @@ class TextAnalysis:
         source = random.Random(f"requests {self.seed}")
         prefixes = self._prefixes()
         return [source.choice(prefixes) + _tokens(source, self.body_tokens) for _ in range(self.requests)]
+
+    def warm_up_prompts(self) -> list[list[int]]:
+        """One prompt a prefix, with bodies that no other prompt has."""
+        source = random.Random(f"warm-up {self.seed}")
+        return [prefix + _tokens(source, self.body_tokens) for prefix in self._prefixes()]
 
     def _prefixes(self) -> list[list[int]]:
         source = random.Random(f"prefixes {self.seed}")
@@ -74,7 +79,9 @@ class TierSizes:
         prefix = prefix_blocks * BLOCK_BYTES
         longest = workload.prefix_tokens + workload.body_tokens + workload.output_tokens
         beside = (_blocks(longest) - prefix_blocks + 1) * BLOCK_BYTES
-        kept = (longest // BLOCK_TOKENS - prefix_blocks) * -(-workload.requests // workload.prefixes) * BLOCK_BYTES
+        # The share of a prefix in the requests, and its own in the warm-up.
+        requests = -(-workload.requests // workload.prefixes) + 1
+        kept = (longest // BLOCK_TOKENS - prefix_blocks) * requests * BLOCK_BYTES
         return {
             "gpu.bytes": self.gpu_prefixes * prefix + self.running * beside,
             "cpu.bytes": self.cpu_prefixes * (prefix + kept),

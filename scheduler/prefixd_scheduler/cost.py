@@ -22,9 +22,7 @@ class _Rate:
 
     def observe(self, units: int, elapsed_s: float) -> None:
         if units < 0 or elapsed_s < 0:
-            raise InvalidValueError(
-                f"an observation of {units} units in {elapsed_s} s; both have to be 0 or more"
-            )
+            raise InvalidValueError(f"an observation of {units} units in {elapsed_s} s; both have to be 0 or more")
         if units == 0:
             return
         weight = self.smoothing if self.mean_units else 1.0
@@ -54,9 +52,7 @@ class CostModel:
         if not 0 < smoothing <= 1:
             raise InvalidValueError(f"smoothing is {smoothing}; pass 0 < smoothing <= 1")
         if probe_every < 2:
-            raise InvalidValueError(
-                f"probe_every is {probe_every}; pass 2 or more, or every load would be made"
-            )
+            raise InvalidValueError(f"probe_every is {probe_every}; pass 2 or more, or every load would be made")
         self._compute = _Rate(smoothing)
         self._loads = {distance: _Rate(smoothing) for distance in (Distance.CPU, Distance.DISK)}
         self._refusals = dict.fromkeys(self._loads, 0)

@@ -94,10 +94,7 @@ class RelaxedFastestPrefixFirst(Policy):
 
     def ranks(self, requests: Sequence[QueuedRequest], now_s: float) -> list[Rank]:
         # Clamped: the negative age of a request stamped after `now_s` was read would turn the order around.
-        return [
-            (r.priority, -max(0.0, now_s - r.arrival_s) * (4 - r.distance), r.arrival_s, r.id)
-            for r in requests
-        ]
+        return [(r.priority, -max(0.0, now_s - r.arrival_s) * (4 - r.distance), r.arrival_s, r.id) for r in requests]
 
 
 POLICIES: dict[str, type[Policy]] = {
@@ -114,6 +111,4 @@ def create_policy(name: str) -> Policy:
     try:
         return POLICIES[name]()
     except KeyError:
-        raise UnknownPolicyError(
-            f"no policy is called {name!r}; choose one of {', '.join(POLICIES)}"
-        ) from None
+        raise UnknownPolicyError(f"no policy is called {name!r}; choose one of {', '.join(POLICIES)}") from None

@@ -29,9 +29,7 @@ class RequestQueue:
 
     def __init__(self, policy: Policy, limit: int) -> None:
         if limit < 1:
-            raise InvalidValueError(
-                f"a queue limited to {limit} requests admits none; pass a limit of at least 1"
-            )
+            raise InvalidValueError(f"a queue limited to {limit} requests admits none; pass a limit of at least 1")
         self.policy = policy
         self.limit = limit
         self._requests: dict[int, QueuedRequest] = {}

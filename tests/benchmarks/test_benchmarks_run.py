@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks._harness import BenchmarkError, Daemon
+from prefixd.client import Client
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -87,10 +91,48 @@ def test_nobody_at_the_address_is_one_line_and_status_2(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr and "nobody" in done.stderr
 
 
-def test_a_daemon_that_cannot_start_is_named_with_its_reason() -> None:
-    with (
-        pytest.raises(BenchmarkError, match=r"ended before it was ready: .*") as caught,
-        Daemon({"CPU__BYTES": "lots"}),
-    ):
-        pass
-    assert "lots" in str(caught.value)
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+def test_a_result_that_cannot_be_written_is_refused_before_the_run(tmp_path: Path, option: str) -> None:
+    done = run("benchmarks.match", option, str(tmp_path))
+    assert done.returncode == 2 and done.stdout == ""
+    assert f"cannot write to {tmp_path}; choose another file" in done.stderr
+
+
+@pytest.mark.parametrize("text", ["lots", "-1", "12QiB"])
+def test_a_size_that_is_none_is_refused(text: str) -> None:
+    done = run("benchmarks.trace", f"--cpu-bytes={text}")
+    assert done.returncode == 2
+    assert text in done.stderr and "8GiB" in done.stderr
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A folder whose path leaves room for a unix socket's name, which has 107 characters at most."""
+    with tempfile.TemporaryDirectory(prefix="pfx-") as name:
+        yield Path(name)
+
+
+def test_sigterm_ends_a_benchmark_and_its_daemon(short_folder: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.match", "--repeats", "100000000"],
+        cwd=ROOT,
+        env=os.environ | {"TMPDIR": str(short_folder)},
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        deadline = time.monotonic() + 60
+        while not (sockets := list(short_folder.glob("*/prefixd.sock"))):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        with Client(f"unix:{sockets[0]}") as client:
+            while not client.stats().sessions:
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.02)
+        (lock,) = sockets[0].parent.glob("data/daemon.lock")
+        daemon = int(lock.read_text())
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 128 + signal.SIGTERM
+        assert process.stderr is not None and process.stderr.read() == ""
+    assert list(short_folder.iterdir()) == []
+    with pytest.raises(ProcessLookupError):
+        os.kill(daemon, 0)

@@ -39,6 +39,8 @@ from prefixd_swap import (
     create_copy_engine,
     create_eviction_policy,
     create_memory,
+    register_host,
+    unregister_host,
 )
 from prefixd_swap.file_ops import FileOps
 
@@ -84,7 +86,10 @@ class Disk(FileOps):
 
 
 class Rig:
-    """A cache with as many slots a tier as a test asks for (0: no such tier). A slot has 4096 bytes."""
+    """A cache with as many slots a tier as a test asks for (0: no such tier).
+
+    A slot has 4096 bytes, or 2 MiB with the GPU tier on CUDA, where a chunk cannot be smaller.
+    """
 
     def __init__(
         self,
@@ -97,8 +102,11 @@ class Rig:
         digest: Digest = xxh3_digest,
         write_back: bool = False,
         max_sessions: int = 256,
+        device: str = "cpu",
     ) -> None:
         self.path = path
+        self.device = device
+        self.part_bytes = PART_BYTES if device == "cpu" else 2 << 20
         self.clock = Clock()
         self.ops = Disk()
         self._slots = (gpu, cpu, disk)
@@ -112,14 +120,17 @@ class Rig:
         gpu, cpu, disk = self._slots
         self.store = None
         if disk:
-            self.store = SlabStore.open(self.path, disk * PART_BYTES, slab_bytes=disk * PART_BYTES, ops=self.ops)
-        self.arena = CpuArena(cpu * PART_BYTES) if cpu else None
+            nbytes = disk * self.part_bytes
+            self.store = SlabStore.open(self.path, nbytes, slab_bytes=nbytes, ops=self.ops)
+        self.arena = CpuArena(cpu * self.part_bytes) if cpu else None
+        if self.arena is not None and self.device != "cpu":
+            register_host(self.arena.span(0, 0).address, self.arena.capacity_bytes)
         self.memory = self.pool = None
         if gpu:
-            geometry = KvGeometry(1, 1, PART_BYTES // 8 // BLOCK_TOKENS, "float32", BLOCK_TOKENS, "token")
-            self.memory = create_memory("cpu", PART_BYTES)
+            geometry = KvGeometry(1, 1, self.part_bytes // 8 // BLOCK_TOKENS, "float32", BLOCK_TOKENS, "token")
+            self.memory = create_memory(self.device, self.part_bytes)
             self.pool = FramePool(self.memory, geometry, gpu)
-        self.engine = create_copy_engine("cpu", 2)
+        self.engine = create_copy_engine(self.device, 2)
         self.cache = TieredCache(
             Tiers(self.arena, self.store, self.pool),
             self.engine,
@@ -143,6 +154,8 @@ class Rig:
             self.pool.close()
             self.memory.close()
         if self.arena is not None:
+            if self.device != "cpu":
+                unregister_host(self.arena.span(0, 0).address)
             self.arena.close()
 
     async def restart(self) -> None:
@@ -156,8 +169,9 @@ class Rig:
 
     # -- names --------------------------------------------------------------------------------------------------
 
-    def register(self, name: str = "model", parts: int = 1, nbytes: int = PART_BYTES, salt: bytes = b"") -> Namespace:
-        spec = NamespaceSpec(name, BLOCK_TOKENS, tuple(PartSpec("kv", rank, nbytes) for rank in range(parts)), salt)
+    def register(self, name: str = "model", parts: int = 1, nbytes: int | None = None, salt: bytes = b"") -> Namespace:
+        size = self.part_bytes if nbytes is None else nbytes
+        spec = NamespaceSpec(name, BLOCK_TOKENS, tuple(PartSpec("kv", rank, size) for rank in range(parts)), salt)
         return self.cache.register(spec)
 
     def open_session(self) -> Session:
@@ -195,6 +209,22 @@ class Rig:
 
     def read(self, span: Span) -> bytes:
         return ctypes.string_at(span.address, span.nbytes)
+
+    async def upload(self, span: Span, data: bytes) -> None:
+        """Writes to wherever the span is, as the worker does before it tells of a block."""
+        if not span.on_device:
+            self.write(span, data)
+            return
+        source = np.frombuffer(data, np.uint8)
+        await self.engine.copy([(span, Span(source.ctypes.data, source.nbytes))])
+
+    async def download(self, span: Span) -> bytes:
+        """Reads from wherever the span is."""
+        if not span.on_device:
+            return self.read(span)
+        target = np.empty(span.nbytes, np.uint8)
+        await self.engine.copy([(Span(target.ctypes.data, target.nbytes), span)])
+        return target.tobytes()
 
     def frame(self, frame: int) -> Span:
         assert self.pool is not None
@@ -260,7 +290,7 @@ class Rig:
         assert frames is not None
         rows: list[int] = []
         for block, frame in enumerate(frames):
-            self.write(self.frame(frame), self.content(self.namespace, chain, block))
+            await self.upload(self.frame(frame), self.content(self.namespace, chain, block))
             entered = cache.record(self.namespace, rows[-1] if rows else self.namespace.root, chain, block, frame)
             assert entered is not None
             if not entered[1]:

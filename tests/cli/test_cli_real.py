@@ -101,9 +101,8 @@ def test_what_is_cached_can_be_seen_pinned_and_dropped(serving: object, prefixd:
     assert bytes(inspected["blocks"][0]["token_ids"]).decode() == text[:16]
     assert answer(prefixd("pin", key, "--json"))["blocks"] == newest["blocks"]
     assert answer(prefixd("inspect", key[:8], "--json"))["prefix"]["pinned"] is True
-    refused = prefixd("evict", key, "--json")
-    if refused.returncode == 0:
-        assert json.loads(refused.stdout)["evicted_blocks"] == 0
+    refused = prefixd("evict", key)
+    assert refused.returncode == 1 and "is pinned; unpin it first" in refused.stderr
     assert answer(prefixd("unpin", key, "--json"))["blocks"] == newest["blocks"]
     assert answer(prefixd("evict", key, "--json"))["evicted_blocks"] >= 1
     gone = prefixd("inspect", key)
@@ -112,7 +111,7 @@ def test_what_is_cached_can_be_seen_pinned_and_dropped(serving: object, prefixd:
 
 def test_stats_and_flush(serving: object, prefixd: Prefixd) -> None:
     assert prefixd("generate", PROMPT, "--max-tokens", "2").returncode == 0
-    assert answer(prefixd("flush", "--json"))["blocks"] >= 0
+    answer(prefixd("flush", "--json"))
     stats = answer(prefixd("stats", "--json"))
     tiers = {tier["tier"]: tier for tier in stats["tiers"]}
     assert set(tiers) == {"gpu", "cpu", "disk"}
@@ -163,7 +162,7 @@ def test_ctrl_c_ends_a_daemon_without_a_model(environment: dict[str, str], home:
         assert ready == {"socket": str(home / "other.sock"), "tcp": None, "pid": process.pid}
         process.send_signal(signal.SIGINT)
         errors = process.stderr.read()
-        assert process.wait(60) in (0, 130)
+        assert process.wait(60) == 0
     assert "Traceback" not in errors
 
 

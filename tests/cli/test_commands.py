@@ -243,3 +243,10 @@ def test_serve_refuses_what_cannot_work_in_one_line(cli: Cli, arguments: list[st
     assert result.exit_code == 2
     assert words in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_a_demo_whose_figures_cannot_be_written_ends_before_it_begins(cli: Cli, tmp_path: Any) -> None:
+    for path in (tmp_path, tmp_path / "none" / "demo.json"):
+        result = cli("demo", "--json", str(path))
+        assert result.exit_code == 1
+        assert result.stderr.startswith(f"prefixd: cannot write to {path}") and result.stderr.count("\n") == 1

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from prefixd.errors import ConfigError
-from prefixd.settings import Settings, dotted_names, dotted_values, parse_size
+from prefixd.settings import Settings, dotted_names, dotted_values
 from prefixd.settings_checks import check_start
+from prefixd.sizes import parse_size
 
 
 @pytest.fixture(autouse=True)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from pathlib import Path
 
 import pytest
 
 from prefixd.settings import Settings
-from prefixd.workloads.daemon_process import DaemonFailed, DaemonProcess
 from prefixd.workloads.figures import RequestResult, digest, quantile, summarise
 from prefixd.workloads.text_analysis import (
     BLOCK_BYTES,
@@ -34,6 +32,9 @@ def test_prompts_are_a_shared_prefix_and_a_body_of_their_own() -> None:
     prefixes = {tuple(prompt[:64]) for prompt in prompts}
     assert len(prefixes) == 4
     assert len({tuple(prompt[64:]) for prompt in prompts}) == 32
+    warm_up = workload.warm_up_prompts()
+    assert {tuple(prompt[:64]) for prompt in warm_up} == prefixes and len(warm_up) == 4
+    assert not {tuple(prompt) for prompt in warm_up} & {tuple(prompt) for prompt in prompts}
 
 
 def test_sizes_below_one_are_refused() -> None:
@@ -45,12 +46,12 @@ def test_tiers_are_sized_in_prefixes_with_room_for_what_runs() -> None:
     workload = TextAnalysis(prefixes=128, requests=512)
     tiers = TierSizes(gpu_prefixes=8, cpu_prefixes=32, disk_prefixes=128, running=4)
     overrides = tiers.overrides(workload)
-    prefix = 48 * BLOCK_BYTES
-    assert prefix == 12 << 20
-    # 18 tokens beside the prefix need 2 blocks, and a third is on its way.
-    assert overrides["gpu.bytes"] == 8 * prefix + 4 * 3 * BLOCK_BYTES
-    # Four requests a prefix, each of which leaves one full block beside it.
-    beside = 4 * BLOCK_BYTES
+    prefix = 32 * BLOCK_BYTES
+    assert prefix == 8 << 20
+    # 34 tokens beside the prefix need 3 blocks, and a fourth is on its way.
+    assert overrides["gpu.bytes"] == 8 * prefix + 4 * 4 * BLOCK_BYTES
+    # Four requests a prefix and the one that warms up, each of which leaves two full blocks beside it.
+    beside = 5 * 2 * BLOCK_BYTES
     assert (overrides["cpu.bytes"], overrides["disk.bytes"]) == (32 * (prefix + beside), 128 * (prefix + beside))
 
 
@@ -87,23 +88,6 @@ def test_the_digest_sees_every_token_and_where_outputs_end() -> None:
     assert digest(outputs) != digest([[1, 2], [4]])
     assert digest(outputs) != digest([[1], [2, 3]])
     assert digest(outputs) != digest([[3], [1, 2]])
-
-
-async def test_a_daemon_that_does_not_start_tells_why(tmp_path: Path) -> None:
-    daemon = DaemonProcess(tmp_path, {"cpu.bytes": "12QiB"})
-    with pytest.raises(DaemonFailed, match="12QiB"):
-        async with asyncio.timeout(60), daemon:
-            pass
-
-
-async def test_the_users_configuration_does_not_reach_the_daemon(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PREFIXD_CPU__BYTES", "nonsense from the environment")
-    with pytest.raises(DaemonFailed) as failed:
-        async with DaemonProcess(tmp_path, {"scheduler.policy": "sjf"}):
-            pass
-    assert "sjf" in str(failed.value) and "nonsense" not in str(failed.value)
 
 
 def test_a_body_that_is_known_too_makes_up_for_no_prefix() -> None:

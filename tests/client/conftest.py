@@ -12,11 +12,11 @@ from typing import Any
 import grpc
 import pytest
 
-from benchmarks._harness import Daemon
 from prefixd.client import NamespaceSpec, PartSpec
 from prefixd.server.memory_door import MemoryDoor
 from prefixd.v1 import cache_pb2 as pb
 from prefixd.v1 import cache_pb2_grpc
+from prefixd.workloads.daemon_process import DaemonProcess
 
 ARENA_BYTES = 1 << 20
 
@@ -34,6 +34,8 @@ class StandIn(cache_pb2_grpc.PrefixCacheServicer):
         self.released: list[str] = []
         self.registered: list[str] = []
         self.hang: set[str] = set()
+        self.entered: list[str] = []
+        self.tier: Any = pb.TIER_CPU
         self.ttl_s = 60.0
         self.get_data: list[bytes] = []
         self.get_blocks = 0
@@ -60,6 +62,7 @@ class StandIn(cache_pb2_grpc.PrefixCacheServicer):
             ended.set()
 
     async def _enter(self, method: str, context: Any) -> None:
+        self.entered.append(method)
         if method in self.hang:
             await asyncio.Event().wait()
         if method in self.failures:
@@ -93,7 +96,7 @@ class StandIn(cache_pb2_grpc.PrefixCacheServicer):
 
     async def Match(self, request: pb.MatchRequest, context: Any) -> pb.MatchResponse:
         await self._enter("Match", context)
-        return pb.MatchResponse(blocks=1, runs=[pb.TierRun(tier=pb.TIER_CPU, blocks=1)])
+        return pb.MatchResponse(blocks=1, runs=[pb.TierRun(tier=self.tier, blocks=1)])
 
     def _blocks(self, token_ids: bytes) -> tuple[int, list[int]]:
         blocks = len(token_ids) // 4 // self._spec.block_tokens
@@ -142,9 +145,9 @@ async def stand_in(short_folder: Path) -> AsyncIterator[StandIn]:
 
 
 @pytest.fixture(scope="module")
-def daemon() -> Iterator[Daemon]:
+def daemon() -> Iterator[DaemonProcess]:
     """The real daemon, without a disk; shared by a module's tests, which use namespaces of their own."""
-    with Daemon({"CPU__BYTES": "64MiB", "DISK__BYTES": 0}) as running:
+    with DaemonProcess({"cpu.bytes": "64MiB", "disk.bytes": 0}) as running:
         yield running
 
 

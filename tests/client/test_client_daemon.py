@@ -7,13 +7,13 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks._harness import Daemon
 from prefixd.client import (
     AlreadyExistsError,
     AsyncClient,
@@ -31,6 +31,7 @@ from prefixd.client import (
     UnsupportedError,
 )
 from prefixd.v1 import cache_pb2
+from prefixd.workloads.daemon_process import DaemonProcess
 
 BLOCKS = 5
 TOKENS = np.arange(2 * BLOCKS + 1, dtype=np.uint32)
@@ -38,7 +39,7 @@ KV = np.random.default_rng(1).integers(0, 256, BLOCKS * 128, dtype=np.uint8)
 
 
 @pytest.fixture(params=["shared", "streamed"])
-async def client(request: pytest.FixtureRequest, daemon: Daemon) -> AsyncIterator[AsyncClient]:
+async def client(request: pytest.FixtureRequest, daemon: DaemonProcess) -> AsyncIterator[AsyncClient]:
     async with AsyncClient(daemon.address, name="test", memory=request.param) as made:
         yield made
 
@@ -171,7 +172,7 @@ async def test_an_operator_sees_pins_and_evicts(client: AsyncClient, spec: Names
             await client.evict(**nothing_or_two)
 
 
-async def test_lease_and_reservation_are_the_arena_itself(daemon: Daemon, spec: NamespaceSpec) -> None:
+async def test_lease_and_reservation_are_the_arena_itself(daemon: DaemonProcess, spec: NamespaceSpec) -> None:
     async with AsyncClient(daemon.address) as client, AsyncClient(daemon.address) as reader:
         cache = await client.register(spec)
         async with await cache.reserve(TOKENS) as reservation:
@@ -197,7 +198,7 @@ async def test_lease_and_reservation_are_the_arena_itself(daemon: Daemon, spec: 
         assert (await client.stats()).reservations == 0
 
 
-def test_another_process_reads_what_this_one_stored(daemon: Daemon, spec: NamespaceSpec) -> None:
+def test_another_process_reads_what_this_one_stored(daemon: DaemonProcess, spec: NamespaceSpec) -> None:
     reader = textwrap.dedent(
         """
         import sys
@@ -219,7 +220,7 @@ def test_another_process_reads_what_this_one_stored(daemon: Daemon, spec: Namesp
     assert done.stdout == KV.tobytes()
 
 
-def test_one_blocking_client_serves_many_threads(daemon: Daemon, spec: NamespaceSpec) -> None:
+def test_one_blocking_client_serves_many_threads(daemon: DaemonProcess, spec: NamespaceSpec) -> None:
     problems: list[BaseException] = []
 
     with Client(daemon.address) as client, Client(daemon.address, memory="streamed") as streamed:
@@ -246,12 +247,12 @@ def test_one_blocking_client_serves_many_threads(daemon: Daemon, spec: Namespace
 
 
 @pytest.fixture
-def own_daemon() -> Iterator[Daemon]:
-    with Daemon({"CPU__BYTES": "16MiB", "DISK__BYTES": "64MiB"}) as running:
+def own_daemon() -> Iterator[DaemonProcess]:
+    with DaemonProcess({"cpu.bytes": "16MiB", "disk.bytes": "64MiB"}) as running:
         yield running
 
 
-async def test_a_killed_daemon_comes_back_with_what_was_durable(own_daemon: Daemon, spec: NamespaceSpec) -> None:
+async def test_a_killed_daemon_comes_back_with_what_was_durable(own_daemon: DaemonProcess, spec: NamespaceSpec) -> None:
     async with AsyncClient(own_daemon.address) as client:
         cache = await client.register(spec)
         await cache.store(TOKENS, KV, durable=True)
@@ -271,7 +272,7 @@ async def test_a_killed_daemon_comes_back_with_what_was_durable(own_daemon: Daem
         assert client.arena is not arena
 
 
-def test_a_dead_client_leaves_nothing_behind(own_daemon: Daemon, spec: NamespaceSpec, tmp_path: Path) -> None:
+def test_a_dead_client_leaves_nothing_behind(own_daemon: DaemonProcess, spec: NamespaceSpec, tmp_path: Path) -> None:
     holder = textwrap.dedent(
         """
         import os, signal, sys
@@ -288,15 +289,14 @@ def test_a_dead_client_leaves_nothing_behind(own_daemon: Daemon, spec: Namespace
     done = subprocess.run([sys.executable, "-c", holder, own_daemon.address, spec.name], timeout=60)
     assert done.returncode == -9
     with Client(own_daemon.address) as client:
-        for _ in range(500):
-            stats = client.stats()
-            if not stats.sessions:
-                break
+        deadline = time.monotonic() + 10
+        while (stats := client.stats()).sessions and time.monotonic() < deadline:
+            time.sleep(0.01)
         assert (len(stats.sessions), stats.leases, stats.reservations) == (0, 0, 0)
         assert client.register(spec).match(range(8)).blocks == 2
 
 
-async def test_a_draining_daemon_tells_and_refuses(own_daemon: Daemon, spec: NamespaceSpec) -> None:
+async def test_a_draining_daemon_tells_and_refuses(own_daemon: DaemonProcess, spec: NamespaceSpec) -> None:
     async with AsyncClient(own_daemon.address) as client:
         cache = await client.register(spec)
         await cache.store(TOKENS, KV)

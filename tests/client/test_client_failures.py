@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -31,6 +33,8 @@ from prefixd.client import (
     UnsupportedError,
 )
 from prefixd.client.copying import Copier
+from prefixd.client.inference import event_from_proto
+from prefixd.v1 import inference_pb2
 
 TOKENS = [1, 2, 3, 4, 5]
 
@@ -72,6 +76,29 @@ async def test_no_daemon_is_said_at_once_and_names_the_address(short_folder: Any
         assert time.monotonic() - begin < 2
 
 
+async def test_a_daemon_that_is_slow_to_greet_is_waited_for(
+    stand_in: Any, spec: NamespaceSpec, short_folder: Path
+) -> None:
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+        writer.close()
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(0.5)  # as long as an event loop may be busy
+        there = await asyncio.open_unix_connection(stand_in.address.removeprefix("unix:"))
+        await asyncio.gather(pump(reader, there[1]), pump(there[0], writer))
+
+    late = short_folder / "late"
+    async with (
+        await asyncio.start_unix_server(relay, late),
+        AsyncClient(f"unix:{late}", memory="streamed") as client,
+    ):
+        cache = await client.register(spec)
+        assert (await cache.match(TOKENS)).blocks == 1
+
+
 async def test_a_call_that_hangs_times_out(stand_in: Any, spec: NamespaceSpec) -> None:
     async with AsyncClient(stand_in.address, timeout_s=0.2) as client:
         cache = await client.register(spec)
@@ -84,7 +111,7 @@ async def test_a_call_that_hangs_times_out(stand_in: Any, spec: NamespaceSpec) -
             await client.register(spec)
 
 
-@pytest.mark.parametrize("address", ["", "nonsense", "host:", ":1", "host:0", "host:99999"])
+@pytest.mark.parametrize("address", ["", "nonsense", "unix:", "host:", ":1", "host:0", "host:99999"])
 def test_a_bad_address_is_refused(address: str) -> None:
     with pytest.raises(InvalidArgumentError):
         AsyncClient(address)
@@ -140,9 +167,9 @@ async def test_a_call_in_flight_fails_with_the_daemon(stand_in: Any, spec: Names
         cache = await client.register(spec)
         stand_in.hang.add("Acquire")
         call = asyncio.create_task(cache.acquire(TOKENS))
-        while not call.done() and not stand_in.hang:
-            await asyncio.sleep(0)
-        await cache.match(TOKENS)
+        async with asyncio.timeout(5):
+            while "Acquire" not in stand_in.entered:
+                await asyncio.sleep(0.01)
         await stand_in.stop()
         with pytest.raises(ServerUnavailable):
             await call
@@ -228,6 +255,18 @@ async def test_a_stream_that_breaks_the_contract_is_an_error(
             await cache.acquire(TOKENS)
 
 
+async def test_values_of_a_newer_daemon_are_named(stand_in: Any, spec: NamespaceSpec) -> None:
+    stand_in.tier = 9
+    async with AsyncClient(stand_in.address) as client:
+        with pytest.raises(ServerError, match="tier that this client does not know"):
+            await (await client.register(spec)).match(TOKENS)
+    finished = inference_pb2.Finished(reason=9)
+    with pytest.raises(ServerError, match="reason to finish that this client does not know: 9"):
+        event_from_proto(inference_pb2.GenerateResponse(finished=finished))
+    with pytest.raises(ServerError, match="event this client does not know"):
+        event_from_proto(inference_pb2.GenerateResponse())
+
+
 async def test_a_closed_client_says_so_and_its_views_do_no_harm(stand_in: Any, spec: NamespaceSpec) -> None:
     client = AsyncClient(stand_in.address)
     cache = await client.register(spec)
@@ -307,8 +346,6 @@ async def test_closing_a_blocking_client_ends_calls_in_other_threads(stand_in: A
 
 
 def _in_call(thread: threading.Thread) -> bool:
-    import sys
-
     frame = sys._current_frames().get(thread.ident or 0)
     while frame is not None:
         if frame.f_code.co_name == "result":

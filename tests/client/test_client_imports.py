@@ -1,9 +1,13 @@
-"""An engine that installs the client must not load what the daemon needs."""
+"""An engine that installs the client must not load what the daemon needs, nor change its protobuf runtime for it."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 import prefixd.client
 
@@ -11,16 +15,57 @@ HEAVY = ("torch", "transformers", "lmdb", "cuda", "pydantic", "prefixd_swap", "p
 DAEMON = ("prefixd.server", "prefixd.cache", "prefixd.worker", "prefixd.settings", "prefixd.cli.")
 
 
-def test_the_client_loads_neither_torch_nor_the_daemon() -> None:
-    listing = subprocess.run(
-        [sys.executable, "-c", "import sys, prefixd.client; print(*sys.modules)"],
+def python(program: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | environment,
         capture_output=True,
         text=True,
-        check=True,
+        check=False,
         timeout=60,
-    ).stdout.split()
-    assert [name for name in listing if name.startswith((*HEAVY, *DAEMON))] == []
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_client_loads_neither_torch_nor_the_daemon() -> None:
+    loaded = python("import sys, prefixd.client; print(*sys.modules)").split()
+    assert "prefixd.client.sync" in loaded
+    assert [name for name in loaded if name.startswith((*HEAVY, *DAEMON))] == []
 
 
 def test_public_names_exist() -> None:
     assert all(hasattr(prefixd.client, name) for name in prefixd.client.__all__)
+
+
+@pytest.fixture(scope="module", params=["protobuf>=6.33,<7", "protobuf>=7,<8"])
+def runtime(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """The major version of a protobuf runtime, and a directory with that runtime alone."""
+    requirement: str = request.param
+    directory = tmp_path_factory.mktemp("protobuf")
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--retries", "1", "--timeout", "10"]
+    install = [*pip, "install", "--quiet", "--only-binary=:all:", "--no-deps", "--target", str(directory), requirement]
+    # The caller's constraints pin one of the two.
+    environment = {name: value for name, value in os.environ.items() if name != "PIP_CONSTRAINT"}
+    done = subprocess.run(install, env=environment, capture_output=True, text=True, check=False, timeout=100)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
+        pytest.skip(f"pip cannot install {requirement} here: {reason}")
+    return requirement.removeprefix("protobuf>=")[0], directory
+
+
+def test_the_generated_code_works_with_the_protobuf_runtimes_that_engines_pin(runtime: tuple[str, Path]) -> None:
+    major, directory = runtime
+    path = os.pathsep.join([str(directory), *(entry for entry in sys.path if entry)])
+    program = """if True:
+        import google.protobuf
+        from prefixd.client import Client, NamespaceSpec, PartSpec
+        from prefixd.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, inference_pb2, inference_pb2_grpc
+        spec = NamespaceSpec("model", 16, (PartSpec("full", 0, 4096),), salt=b"tenant")
+        sent = cache_pb2.RegisterNamespaceRequest(namespace=spec.to_proto()).SerializeToString()
+        got = cache_pb2.RegisterNamespaceRequest.FromString(sent).namespace
+        print(google.protobuf.__version__, got.name, got.parts[0].nbytes, got.salt.decode())
+    """
+    version, *fields = python(program, PYTHONPATH=path).split()
+    assert version.partition(".")[0] == major
+    assert fields == ["model", "4096", "tenant"]

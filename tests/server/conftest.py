@@ -21,8 +21,8 @@ import grpc
 import numpy as np
 import pytest
 
-from benchmarks._harness import Daemon
 from prefixd.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, inference_pb2, inference_pb2_grpc
+from prefixd.workloads.daemon_process import DaemonProcess
 
 BLOCK_TOKENS = 16
 VOCAB_SIZE = 272
@@ -56,7 +56,7 @@ class Answer:
 class Remote:
     """Raw stubs on one address of a daemon."""
 
-    def __init__(self, daemon: Daemon, address: str | None = None) -> None:
+    def __init__(self, daemon: DaemonProcess, address: str | None = None) -> None:
         self.daemon = daemon
         self.channel = grpc.insecure_channel(address or daemon.address, options=_CHANNEL)
         self.cache: Any = cache_pb2_grpc.PrefixCacheStub(self.channel)
@@ -246,14 +246,14 @@ def model_directory() -> Iterator[Path]:
 def with_model(model_directory: Path) -> dict[str, str | int]:
     """Settings of a daemon with the small model: 128 frames of 8 KiB."""
     return {
-        "WORKER__MODEL": str(model_directory),
-        "WORKER__THREADS": 1,
-        "GPU__BYTES": "1MiB",
-        "GPU__DEVICE": "cpu",
-        "CPU__BYTES": "16MiB",
-        "DISK__BYTES": "64MiB",
+        "worker.model": str(model_directory),
+        "worker.threads": 1,
+        "gpu.bytes": "1MiB",
+        "gpu.device": "cpu",
+        "cpu.bytes": "16MiB",
+        "disk.bytes": "64MiB",
         # This model computes faster than a disk reads.
-        "SCHEDULER__RECOMPUTE_IF_SLOWER": "false",
+        "scheduler.recompute_if_slower": "false",
     }
 
 
@@ -263,7 +263,7 @@ def launch() -> Iterator[Callable[..., Remote]]:
     running: list[Remote] = []
 
     def start(settings: dict[str, str | int], **options: Any) -> Remote:
-        daemon = Daemon(settings, **options)
+        daemon = DaemonProcess(settings, **options)
         daemon.__enter__()
         running.append(Remote(daemon))
         return running[-1]
@@ -283,8 +283,8 @@ def free_port() -> int:
 @pytest.fixture(scope="session")
 def model_daemon(with_model: dict[str, str | int], free_port: int) -> Iterator[Remote]:
     """A daemon with the small model that many modules share; its metrics are at `free_port`."""
-    settings = {**with_model, "GPU__BYTES": "4MiB", "SERVER__METRICS_PORT": free_port}
-    with Daemon(settings) as daemon, Remote(daemon) as remote:
+    settings = {**with_model, "gpu.bytes": "4MiB", "server.metrics_port": free_port}
+    with DaemonProcess(settings) as daemon, Remote(daemon) as remote:
         remote.until(lambda stats: stats.worker.state == admin_pb2.WorkerStats.STATE_READY)
         yield remote
 
@@ -295,9 +295,8 @@ def serve_failing() -> Callable[..., subprocess.CompletedProcess[str]]:
 
     def run(settings: dict[str, str | int]) -> subprocess.CompletedProcess[str]:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFIXD_")}
-        environment |= {f"PREFIXD_{name}": str(value) for name, value in settings.items()}
         return subprocess.run(
-            [sys.executable, "-m", "prefixd", "serve"],
+            [sys.executable, "-m", "prefixd", "serve", *(f"--set={name}={value}" for name, value in settings.items())],
             env=environment,
             capture_output=True,
             text=True,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import signal
 from pathlib import Path
 
 import pytest
@@ -14,12 +16,17 @@ from prefixd.settings import Settings
 
 
 async def test_the_daemon_ends_with_status_1(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    request: pytest.FixtureRequest,
 ) -> None:
     async def defect(self: WriteBack) -> bool:
         raise RuntimeError("a defect in write-back")
 
     monkeypatch.setattr(WriteBack, "_batch", defect)
+    for number in (signal.SIGTERM, signal.SIGINT):  # a daemon that has ended leaves them ignored
+        request.addfinalizer(functools.partial(signal.signal, number, signal.getsignal(number)))
     settings = Settings.load(
         None,
         {

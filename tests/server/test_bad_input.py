@@ -29,7 +29,7 @@ def ids(*tokens: int) -> bytes:
 @pytest.fixture(scope="module")
 def sidecar(launch: Callable[..., Remote]) -> Remote:
     """No model, no disk."""
-    return launch({"CPU__BYTES": "4MiB", "DISK__BYTES": 0, "SERVER__MAX_LEASE_TTL_S": 90})
+    return launch({"cpu.bytes": "4MiB", "disk.bytes": 0, "server.max_lease_ttl_s": 90})
 
 
 @pytest.fixture

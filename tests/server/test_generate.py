@@ -68,7 +68,7 @@ def test_cold_warm_and_without_a_cache(
     with_model: dict[str, str | int],
     prompt: Callable[..., list[int]],
 ) -> None:
-    plain = launch({**with_model, "CACHE__ENABLED": "false"})
+    plain = launch({**with_model, "cache.enabled": "false"})
     for length in (1, 15, 16, 17, 32, 33, 200):
         tokens = prompt(length, length)
         cold = remote.generate(tokens, max_tokens=20)

@@ -17,7 +17,7 @@ FRAMES = 24
 
 @pytest.fixture(scope="module")
 def remote(launch: Callable[..., Remote], with_model: dict[str, str | int]) -> Remote:
-    return launch({**with_model, "GPU__BYTES": FRAMES * 8192, "CPU__BYTES": "256KiB", "SCHEDULER__QUEUE_LIMIT": 10})
+    return launch({**with_model, "gpu.bytes": FRAMES * 8192, "cpu.bytes": "256KiB", "scheduler.queue_limit": 10})
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ SERVICES = {"prefixd.v1.PrefixCache", "prefixd.v1.Inference", "prefixd.v1.Admin"
 
 @pytest.fixture(scope="module")
 def remote(launch: Callable[..., Remote]) -> Remote:
-    return launch({"CPU__BYTES": "4MiB", "DISK__BYTES": "16MiB", "SERVER__METRICS_PORT": 0})
+    return launch({"cpu.bytes": "4MiB", "disk.bytes": "16MiB", "server.metrics_port": 0})
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from prefixd.v1 import cache_pb2 as pb
 if TYPE_CHECKING:
     from tests.server.conftest import Answer, Remote
 
-SIDECAR: dict[str, str | int] = {"CPU__BYTES": "4MiB", "DISK__BYTES": "16MiB"}
+SIDECAR: dict[str, str | int] = {"cpu.bytes": "4MiB", "disk.bytes": "16MiB"}
 TOKENS = list(range(50, 90))
 BYTES = np.random.default_rng(8).bytes(10 * 3000)
 
@@ -43,7 +43,7 @@ def start(launch: Callable[..., Remote], folder: Path) -> Iterator[Callable[...,
     started: list[Remote] = []
 
     def begin(settings: dict[str, str | int]) -> Remote:
-        started.append(launch(settings, folder=folder))
+        started.append(launch(settings, directory=folder))
         return started[-1]
 
     yield begin
@@ -69,7 +69,7 @@ def load(remote: Remote, namespace: bytes) -> tuple[int, bytes]:
 
 
 def test_what_was_cached_is_there_after_a_restart(start: Callable[..., Remote], folder: Path) -> None:
-    remote = start({**SIDECAR, "CACHE__WRITE_BACK": "false"})
+    remote = start({**SIDECAR, "cache.write_back": "false"})
     namespace = store(remote)
     assert tiers(remote, namespace) == [(pb.TIER_CPU, 10)]
     assert remote.daemon.stop() == 0
@@ -84,7 +84,7 @@ def test_what_was_cached_is_there_after_a_restart(start: Callable[..., Remote], 
 
 def test_what_survives_a_crash(start: Callable[..., Remote]) -> None:
     """What was durable or flushed is there, and nothing that was evicted or never written."""
-    remote = start({**SIDECAR, "CACHE__WRITE_BACK": "false"})
+    remote = start({**SIDECAR, "cache.write_back": "false"})
     admin = remote.admin
     flushed = store(remote, "flushed")
     answer = admin.Flush(admin_pb2.FlushRequest())
@@ -121,11 +121,11 @@ def test_a_second_daemon_is_refused(
 ) -> None:
     remote = start(SIDECAR)
     namespace = store(remote)
-    same_data = {**SIDECAR, "DATA_DIR": str(folder / "data"), "SERVER__SOCKET": str(folder / "other.sock")}
+    same_data = {**SIDECAR, "data_dir": str(folder / "data"), "server.socket": str(folder / "other.sock")}
     line = refusal(serve_failing(same_data))
     assert str(folder / "data") in line
     assert f"pid {remote.daemon.pid}" in line
-    same_socket = {**SIDECAR, "DATA_DIR": str(folder / "elsewhere"), "SERVER__SOCKET": str(remote.daemon.socket)}
+    same_socket = {**SIDECAR, "data_dir": str(folder / "elsewhere"), "server.socket": str(remote.daemon.socket)}
     line = refusal(serve_failing(same_socket))
     assert str(remote.daemon.socket) in line
     assert "in use" in line
@@ -136,16 +136,16 @@ def test_a_second_daemon_is_refused(
 def test_a_taken_port_is_refused(serve_failing: Callable[..., subprocess.CompletedProcess[str]], folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        settings = {**SIDECAR, "DATA_DIR": str(folder / "data"), "SERVER__SOCKET": str(folder / "s")}
-        assert str(port) in refusal(serve_failing({**settings, "SERVER__TCP": f"127.0.0.1:{port}"}))
-        assert str(port) in refusal(serve_failing({**settings, "SERVER__METRICS_PORT": port}))
+        settings = {**SIDECAR, "data_dir": str(folder / "data"), "server.socket": str(folder / "s")}
+        assert str(port) in refusal(serve_failing({**settings, "server.tcp": f"127.0.0.1:{port}"}))
+        assert str(port) in refusal(serve_failing({**settings, "server.metrics_port": port}))
     assert not (folder / "s").exists()
 
 
 def test_a_drain_takes_no_new_work_but_ends_what_was_begun(
     start: Callable[..., Remote], refused: Callable[..., Any]
 ) -> None:
-    remote = start({**SIDECAR, "CACHE__WRITE_BACK": "false"})
+    remote = start({**SIDECAR, "cache.write_back": "false"})
     health = health_pb2_grpc.HealthStub(remote.channel)
     check = health_pb2.HealthCheckRequest(service="prefixd.v1.PrefixCache")
     assert health.Check(check).status == health_pb2.HealthCheckResponse.SERVING
@@ -186,7 +186,7 @@ def test_a_request_that_runs_at_sigterm_ends_well_and_its_blocks_are_kept(
     collector: Callable[[Any], Answer],
     refused: Callable[..., Any],
 ) -> None:
-    remote = start({**with_model, "GPU__BYTES": "4MiB", "CACHE__WRITE_BACK": "false"})
+    remote = start({**with_model, "gpu.bytes": "4MiB", "cache.write_back": "false"})
     tokens = prompt(100)
     stream = remote.begin(tokens, max_tokens=500)
     remote.until(lambda stats: stats.worker.running_requests == 1)
@@ -208,7 +208,7 @@ def test_a_request_that_outlasts_the_drain_is_told(
     prompt: Callable[..., list[int]],
     refused: Callable[..., Any],
 ) -> None:
-    remote = start({**with_model, "SERVER__DRAIN_TIMEOUT_S": 0.5, "DISK__BYTES": 0, "WORKER__MAX_RUNNING": 1})
+    remote = start({**with_model, "server.drain_timeout_s": 0.5, "disk.bytes": 0, "worker.max_running": 1})
     worker = remote.until(lambda stats: stats.worker.state == admin_pb2.WorkerStats.STATE_READY).worker.pid
     streams = [remote.begin(prompt(20, variant), max_tokens=1900) for variant in range(3)]
     for stream in streams:

@@ -28,7 +28,7 @@ BYTES = np.random.default_rng(5).integers(0, 256, 10 * sum(BLOCK_BYTES), dtype=n
 
 @pytest.fixture(scope="module")
 def remote(launch: Callable[..., Remote]) -> Remote:
-    return launch({"CPU__BYTES": "4MiB", "DISK__BYTES": "16MiB", "SERVER__TCP": "127.0.0.1:0"})
+    return launch({"cpu.bytes": "4MiB", "disk.bytes": "16MiB", "server.tcp": "127.0.0.1:0"})
 
 
 @pytest.fixture(autouse=True)
@@ -266,7 +266,7 @@ def test_a_stream_ends_with_its_session(remote: Remote, refused: Callable[..., A
 
 
 def test_too_many_sessions_are_refused(launch: Callable[..., Remote], refused: Callable[..., Any]) -> None:
-    remote = launch({"CPU__BYTES": "1MiB", "DISK__BYTES": 0, "SERVER__MAX_SESSIONS": 2})
+    remote = launch({"cpu.bytes": "1MiB", "disk.bytes": 0, "server.max_sessions": 2})
     too_many = refused("RESOURCE_EXHAUSTED", "2 sessions", "server.max_sessions")
     with remote.session(), remote.session(), too_many, remote.session():
         pass

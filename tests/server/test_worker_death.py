@@ -24,7 +24,7 @@ FAILED = admin_pb2.WorkerStats.STATE_FAILED
 
 @pytest.fixture(scope="module")
 def remote(launch: Callable[..., Remote], with_model: dict[str, str | int]) -> Remote:
-    return launch({**with_model, "GPU__BYTES": "4MiB"})
+    return launch({**with_model, "gpu.bytes": "4MiB"})
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +86,7 @@ def test_the_next_worker_finds_the_gpu_tier_as_it_was(
 def test_a_worker_that_dies_again_and_again_is_given_up(
     launch: Callable[..., Remote], with_model: dict[str, str | int], prompt: Callable[..., list[int]], refused: Any
 ) -> None:
-    remote = launch({**with_model, "WORKER__RESTART_LIMIT": 1, "DISK__BYTES": 0})
+    remote = launch({**with_model, "worker.restart_limit": 1, "disk.bytes": 0})
     waiting = remote.begin(prompt(40), max_tokens=1900)
     next(waiting)
     kill_worker(remote)
@@ -114,7 +114,7 @@ def test_a_model_without_weights_is_one_clear_line(
     refused: Any,
 ) -> None:
     shutil.copy(model_directory / "config.json", tmp_path)
-    remote = launch({**with_model, "WORKER__MODEL": str(tmp_path), "DISK__BYTES": 0})
+    remote = launch({**with_model, "worker.model": str(tmp_path), "disk.bytes": 0})
     remote.until(lambda stats: stats.worker.state == FAILED)
     with refused("UNAVAILABLE", str(tmp_path), "safetensors"):
         remote.generate([1, 2, 3])
@@ -129,9 +129,9 @@ def test_a_model_without_weights_is_one_clear_line(
 def test_a_directory_that_is_no_model_is_refused_at_the_start(
     with_model: dict[str, str | int], tmp_path: Path, serve_failing: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
-    settings = {**with_model, "DATA_DIR": str(tmp_path / "data"), "SERVER__SOCKET": "/tmp/prefixd-never-made/s"}
+    settings = {**with_model, "data_dir": str(tmp_path / "data"), "server.socket": "/tmp/prefixd-never-made/s"}
     for model, words in ((tmp_path, "config.json"), (tmp_path / "none", "not a directory")):
-        result = serve_failing({**settings, "WORKER__MODEL": str(model)})
+        result = serve_failing({**settings, "worker.model": str(model)})
         (line,) = result.stderr.splitlines()
         assert result.returncode == 2
         assert str(model) in line

@@ -62,13 +62,23 @@ def model(llama_directory: Path) -> CausalModel:
     return load_model(read_model_spec(WorkerSettings(model=str(llama_directory))))
 
 
+@pytest.fixture(scope="session")
+def wide_llama_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Small weights and much KV, 128 KiB a token in float32: the 2 MiB chunk of a GPU holds 16 tokens."""
+    directory = tmp_path_factory.mktemp("wide_llama")
+    wide = {"num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+    torch.manual_seed(9)
+    LlamaForCausalLM(tiny_llama_config(**wide, initializer_range=0.1)).save_pretrained(directory)
+    return directory
+
+
 class Rig:
     """The daemon's side of an engine, in one process."""
 
-    def __init__(self, model: CausalModel, frames: int = 64, max_step_tokens: int = 64) -> None:
+    def __init__(self, model: CausalModel, frames: int = 64, max_step_tokens: int = 64, device: str = "cpu") -> None:
         self.model = model
         self.block_tokens = model.spec.geometry.block_tokens
-        self.memory = create_memory("cpu", model.spec.chunk_bytes)
+        self.memory = create_memory(device, model.spec.chunk_bytes)
         self.pool = FramePool(self.memory, model.spec.geometry, frames)
         self.tensors = VirtualTensorPool(
             self.memory, model.spec.geometry, model.spec.sequence_capacity, self.pool.first_chunk
@@ -162,12 +172,19 @@ class Rig:
 
     def close(self) -> None:
         self.engine.close()
+        self.model.synchronize()
         for tensor in self._bare:
             self.tensors.release(tensor)
         self.tensors.close()
         self.memory.check_integrity()
         self.pool.close()
         self.memory.close()
+
+
+@pytest.fixture(scope="session")
+def rig_type() -> type[Rig]:
+    """For tests that make rigs themselves."""
+    return Rig
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
+from prefixd.worker import attention
 from prefixd.worker.kv_cache import Segment
 from prefixd.worker.model import CausalModel, load_model
 from prefixd.worker.model_spec import read_model_spec
@@ -79,6 +80,33 @@ def test_recycled_memory_may_hold_anything(rig):
     dirty = rig.tensor(frames)
     dirty.kv[:48].fill_(float("nan"))
     assert torch.equal(rig.logits(dirty, tokens, cuts=[20]), clean)
+
+
+def by_definition(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
+    """torch's variable-length attention for one sequence, causal from its end, as its documentation has it."""
+    assert window_size == (-1, 0) and enable_gqa
+    assert cu_seq_q.tolist() == [0, max_q] and cu_seq_k.tolist() == [0, max_k]
+    assert query.shape[0] == max_q and key.shape[0] == value.shape[0] == max_k
+    group = query.shape[1] // key.shape[1]
+    key, value = (states.repeat_interleave(group, dim=1).transpose(0, 1) for states in (key, value))
+    scores = query.transpose(0, 1) @ key.transpose(1, 2) * scale
+    hidden = torch.ones(max_q, max_k, dtype=torch.bool).triu(max_k - max_q + 1)
+    return (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value).transpose(0, 1)
+
+
+@pytest.mark.parametrize("varlen", [None, by_definition], ids=["masks", "varlen"])
+def test_whole_segments_as_on_a_gpu_give_the_same_logits(rig, llama_directory, monkeypatch, varlen):
+    monkeypatch.setattr(attention, "_in_tiles", lambda kv: False)
+    monkeypatch.setattr(attention, "_varlen_for", lambda kv: varlen)
+    tokens = random_tokens(5, 70)
+    ours = rig.logits(rig.tensor(rig.frames(5)), tokens, cuts=[16, 37, 48, 60, *range(61, 70)])
+    torch.testing.assert_close(ours, reference_logits(llama_directory, tokens), rtol=1e-4, atol=1e-4)
+    prompts = [random_tokens(seed, length) for seed, length in ((1, 5), (2, 33), (4, 1))]
+    tensors = [rig.tensor(rig.frames(rig.blocks(len(prompt)))) for prompt in prompts]
+    segments = [Segment(t.kv, 0, len(p)) for t, p in zip(tensors, prompts, strict=True)]
+    flat = [token for prompt in prompts for token in prompt]
+    theirs = torch.cat([reference_logits(llama_directory, prompt) for prompt in prompts])
+    torch.testing.assert_close(rig.model.forward(flat, segments, range(len(flat))), theirs, rtol=1e-4, atol=1e-4)
 
 
 def test_padding_writes_nothing(rig):

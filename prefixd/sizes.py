@@ -1,0 +1,23 @@
+"""Sizes as people write them."""
+
+from __future__ import annotations
+
+import re
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+_UNITS = {"": 1, "b": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("kmgt", start=1)
+    for suffix, base in (("ib", 1024), ("b", 1000))
+}
+
+
+def parse_size(value: object) -> int:
+    """Bytes from `8GiB` (powers of 1024), `500MB` (powers of 1000) or a plain number; else ValueError."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return int(value)
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    unit = _UNITS.get(match[2].lower()) if match else None
+    if match is None or unit is None:
+        raise ValueError("write a size such as 8GiB, 512MiB or 4096 (bytes), not below 0")
+    return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit

@@ -1,0 +1,29 @@
+"""`python -m prefixd.workloads.tethered PARENT serve ...`: the command line, which ends when process PARENT does.
+
+The kernel sends SIGTERM when the thread that started this process is gone, even by SIGKILL, so that no daemon of
+a demo, a benchmark or a test outlives what it was started for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Ties this process to its parent and goes on as `prefixd`."""
+    from prefixd.cli import main as prefixd
+
+    parent = int(sys.argv.pop(1))
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent:
+        sys.exit(f"prefixd: process {parent}, for which this daemon was started, has ended")
+    prefixd()
+
+
+if __name__ == "__main__":
+    main()

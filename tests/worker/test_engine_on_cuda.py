@@ -1,0 +1,141 @@
+"""The engine on CUDA memory.
+
+With a GPU the model runs there too. Against the stand-in driver (`tests/swap/test_cuda_stand_in.py`) it runs on the
+CPU over what the driver maps. A GPU's kernels sum in another order for every shape, so logits are compared within a
+tolerance here; the CPU's tests compare bits.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from prefixd.worker.kv_cache import Segment
+from prefixd.worker.model import load_model
+from prefixd.worker.model_spec import CUDA_CHUNK_BYTES, read_model_spec
+from prefixd.worker.protocol import Cancel
+from prefixd.worker.settings import WorkerSettings
+
+STAND_IN = "PREFIXD_TEST_STAND_IN" in os.environ
+DEVICE = "cpu" if STAND_IN else "cuda"
+VOCAB = 96
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05}
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not STAND_IN and not torch.cuda.is_available(), reason="no CUDA GPU on this machine"),
+]
+
+Make = Callable[..., object]
+
+
+@pytest.fixture
+def make(wide_llama_directory: Path, rig_type: type) -> Iterator[Make]:
+    rigs = []
+
+    def make(dtype: str = "float32", layout: str = "token", frames: int = 40, max_step_tokens: int = 64) -> object:
+        settings = WorkerSettings(
+            model=str(wide_llama_directory), device=DEVICE, dtype=dtype, layout=layout, chunk_bytes=CUDA_CHUNK_BYTES
+        )
+        rigs.append(rig_type(load_model(read_model_spec(settings)), frames, max_step_tokens, device="cuda"))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.close()
+
+
+def random_tokens(seed: int, count: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, VOCAB - 1, count).tolist()
+
+
+def reference_logits(directory: Path, tokens: list[int], dtype: str) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager", dtype=getattr(torch, dtype))
+    with torch.inference_mode():
+        return model.to(DEVICE)(input_ids=torch.tensor([tokens], device=DEVICE), use_cache=False).logits[0].float()
+
+
+def assert_near(ours: torch.Tensor, theirs: torch.Tensor, dtype: str) -> None:
+    assert ours.shape == theirs.shape
+    error = float((ours.float() - theirs).norm() / theirs.norm())
+    assert error <= TOLERANCE[dtype], f"relative error {error:.2g}"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_batched_prompts_match_transformers(make: Make, wide_llama_directory: Path, dtype: str) -> None:
+    rig = make(dtype)
+    prompts = [random_tokens(seed, length) for seed, length in ((1, 5), (2, 33), (3, 100), (4, 1))]
+    tensors = [rig.tensor(rig.frames(rig.blocks(len(prompt)))) for prompt in prompts]
+    segments = [Segment(t.kv, 0, len(p)) for t, p in zip(tensors, prompts, strict=True)]
+    flat = [token for prompt in prompts for token in prompt]
+    ours = rig.model.forward(flat, segments, range(len(flat)))
+    theirs = torch.cat([reference_logits(wide_llama_directory, prompt, dtype) for prompt in prompts])
+    assert_near(ours, theirs, dtype)
+
+
+@pytest.mark.parametrize(("dtype", "layout"), [("float32", "token"), ("float32", "layer"), ("bfloat16", "token")])
+def test_chunks_and_single_tokens_match_transformers(
+    make: Make, wide_llama_directory: Path, dtype: str, layout: str
+) -> None:
+    rig = make(dtype, layout, frames=8)
+    tokens = random_tokens(5, 100)
+    ours = rig.logits(rig.tensor(rig.frames(rig.blocks(100))), tokens, cuts=[16, 37, 64, *range(90, 100)])
+    assert_near(ours, reference_logits(wide_llama_directory, tokens, dtype), dtype)
+
+
+@pytest.mark.parametrize(("layout", "length"), [("token", 100), ("layer", 300)])
+def test_a_mapped_prefix_gives_the_same_tokens_and_is_not_computed_again(make: Make, layout: str, length: int) -> None:
+    rig = make(layout=layout, frames=40 if layout == "token" else 6)
+    prompt = random_tokens(6, length)
+    cached, blocks = length // rig.block_tokens, rig.blocks(length + 8)
+    assert cached
+    frames = rig.frames(blocks)
+    expected = rig.generate(prompt, frames=frames, temperature=1.0)
+    assert len(set(expected)) > 1
+    rig.steps.clear()
+    shared = [*frames[:cached], *rig.frames(blocks - cached)]
+    assert rig.generate(prompt, frames=shared, cached_blocks=cached, temperature=1.0) == expected
+    assert sum(step.computed_tokens for step in rig.steps) == length + 7 - cached * rig.block_tokens
+
+
+def test_two_requests_on_one_prefix_at_once_generate_what_they_generate_alone(make: Make) -> None:
+    rig = make()
+    prefix = random_tokens(7, 64)
+    prompts = [[*prefix, *random_tokens(seed, 20)] for seed in (1, 2)]
+    frames = rig.frames(6)
+    alone = [rig.generate(prompts[0], frames=frames, temperature=1.0), rig.generate(prompts[1], temperature=1.0)]
+    cached = 64 // rig.block_tokens
+    requests = [
+        rig.start(prompt, frames=[*frames[:cached], *rig.frames(2)], cached_blocks=cached, temperature=1.0)
+        for prompt in prompts
+    ]
+    rig.run()
+    assert [rig.tokens[request] for request in requests] == alone
+
+
+def test_recycled_memory_may_hold_anything(make: Make) -> None:
+    rig = make()
+    tokens = random_tokens(10, 37)
+    clean = rig.logits(rig.tensor(rig.frames(3)), tokens, cuts=[20]).float()
+    dirty = rig.tensor(rig.frames(3))
+    dirty.kv[: 3 * rig.block_tokens].fill_(float("nan"))
+    assert_near(rig.logits(dirty, tokens, cuts=[20]), clean, "float32")
+
+
+def test_a_request_cancelled_in_its_prompt_leaves_its_frames_to_the_next(make: Make) -> None:
+    rig = make(max_step_tokens=32)
+    prompt = random_tokens(11, 100)
+    expected = rig.generate(prompt, temperature=1.0)
+    frames = rig.frames(7)
+    request = rig.start(random_tokens(12, 100), frames=frames)
+    rig.step()
+    rig.take(rig.engine.cancel(Cancel(request)))
+    assert rig.done[request].reason == "cancelled"
+    assert rig.memory._mapped.max() == 1, "on the pool's window alone"
+    assert rig.generate(prompt, frames=frames, temperature=1.0) == expected

@@ -1,0 +1,67 @@
+"""The worker's loop, on a connection without a socket."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from prefixd.worker import serve
+from prefixd.worker.errors import ModelError
+from prefixd.worker.protocol import Done, Extend, Hello, Memory, Sampling, Shutdown, Start, Step
+from prefixd.worker.settings import WorkerSettings
+from prefixd_swap.vmem import create_memory
+
+
+class Script:
+    """Hands out messages, the next one whenever the worker has nothing to compute; at the end, Shutdown."""
+
+    socket = None
+
+    def __init__(self, *messages: object) -> None:
+        self.messages = [*messages, Shutdown()]
+        self.sent: list[object] = []
+        self.polls: list[float | None] = []
+
+    def poll(self, timeout_s: float | None) -> bool:
+        self.polls.append(timeout_s)
+        return timeout_s is None
+
+    def receive(self) -> object:
+        return self.messages.pop(0)
+
+    def send(self, message: object) -> None:
+        self.sent.append(message)
+
+
+def test_a_request_without_frames_lets_the_worker_sleep(rig, prompt):
+    """It waits for the daemon's next message without computing, and without asking over and over."""
+    first, second = rig.frames(2), rig.frames(2)
+    sampling = Sampling(max_tokens=3, ignore_eos=True)
+    tokens = np.array(prompt, "<u4").tobytes()
+    start = Start(id=1, tokens=tokens, generated=0, cached_blocks=0, frames=first, sampling=sampling)
+    script = Script(start, Extend(1, second))
+    serve._run(script, rig.engine)
+    steps = [message for message in script.sent if isinstance(message, Step)]
+    assert [step.computed_tokens for step in steps] == [32, 18, 1, 1]
+    assert script.sent[-1] == Done(1, "length")
+    assert script.polls == [None, 0.0, None, 0.0, 0.0, 0.0, None], "one poll a step, and sleep between"
+
+
+def test_the_memory_is_taken_before_weights_are_loaded(llama_directory, monkeypatch):
+    """Loading can take minutes; the daemon gives up on descriptors that nobody takes long before that."""
+    taken = []
+
+    def load(spec):
+        assert taken == [0]
+        raise ModelError("these weights are damaged")
+
+    with create_memory("cpu", 4096) as memory:
+        memory.create(2)
+        export = memory.export()
+        descriptors = (taken.append(index) or export.open(index) for index in range(export.count))
+        monkeypatch.setattr(serve, "recv_export", lambda socket, count: descriptors)
+        monkeypatch.setattr(serve, "load_model", load)
+        script = Script(Memory(export.meta, export.count))
+        with pytest.raises(ModelError, match="damaged"):
+            serve.serve(script, WorkerSettings(model=str(llama_directory)), iter(range(9)).__next__)
+    assert [type(message) for message in script.sent] == [Hello]

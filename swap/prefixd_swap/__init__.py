@@ -24,6 +24,7 @@ from prefixd_swap.errors import (
 )
 from prefixd_swap.eviction import EvictionPolicy, choose_victims, create_eviction_policy
 from prefixd_swap.geometry import KvGeometry
+from prefixd_swap.slab_records import RecordGroup, Records
 from prefixd_swap.slab_store import SlabStore
 from prefixd_swap.slots import round_to_slot
 from prefixd_swap.spans import Span
@@ -48,6 +49,8 @@ __all__ = [
     "MemoryMisuseError",
     "NewBlock",
     "OutOfMemoryError",
+    "RecordGroup",
+    "Records",
     "SlabStore",
     "Span",
     "StorageError",

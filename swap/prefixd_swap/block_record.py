@@ -2,7 +2,8 @@
 
 The index key is namespace (8 bytes) + block key (16 bytes). The value is, little-endian: depth u32, number
 of parts u16, flags u16 (bit 0: has a parent), parent 16 bytes; for each part slot u64, nbytes u64 (0: the
-part is not on disk), xxh3_64 u64; then the token ids as u32. The superblock's version covers this layout.
+part is not on disk), xxh3_64 u64; then the token ids as u32. The superblock's version covers this layout. Blocks
+of one geometry have values of one length, so that a million of them can be read as one array.
 """
 
 from __future__ import annotations
@@ -11,15 +12,23 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from prefixd_swap.errors import StorageError
 from prefixd_swap.spans import Span
 
 NAMESPACE_BYTES = 8
 KEY_BYTES = 16
 
+HEADER = np.dtype([("depth", "<u4"), ("parts", "<u2"), ("flags", "<u2"), ("parent", "V16")])
+"""The fixed beginning of a value, as the columns that `slab_records` reads."""
+HEADER_BYTES = HEADER.itemsize
+PARENT_OFFSET = 8
+PART_BYTES = 24
+HAS_PARENT = 1
+
 _HEADER = struct.Struct("<IHH16s")
 _PART = struct.Struct("<QQQ")
-_HAS_PARENT = 1
 _MAX_PARTS = 0xFFFF
 
 
@@ -89,7 +98,7 @@ def index_key(namespace: bytes, key: bytes) -> bytes:
 
 def encode_record(block: NewBlock, parts: Sequence[DiskPart | None]) -> bytes:
     """The block's value in the index, `parts` standing for its spans."""
-    flags = _HAS_PARENT if block.parent else 0
+    flags = HAS_PARENT if block.parent else 0
     header = _HEADER.pack(block.depth, len(parts), flags, block.parent)
     packed = [_PART.pack(p.slot, p.nbytes, p.checksum) if p else _PART.pack(0, 0, 0) for p in parts]
     return b"".join((header, *packed, block.tokens))
@@ -108,7 +117,7 @@ def decode_record(key: bytes, value: bytes) -> BlockRecord:
     return BlockRecord(
         key[:NAMESPACE_BYTES],
         key[NAMESPACE_BYTES:],
-        parent if flags & _HAS_PARENT else b"",
+        parent if flags & HAS_PARENT else b"",
         value[end:],
         parts,
         depth,
@@ -123,12 +132,6 @@ def record_depth(value: bytes) -> int:
     """
     depth: int = _HEADER.unpack_from(value)[0]
     return depth
-
-
-def parent_key(key: bytes, value: bytes) -> bytes | None:
-    """The parent's key in the index, None for a first block."""
-    _, _, flags, parent = _HEADER.unpack_from(value)
-    return key[:NAMESPACE_BYTES] + parent if flags & _HAS_PARENT else None
 
 
 def record_slots(value: bytes) -> list[tuple[int, int]]:

@@ -180,6 +180,7 @@ class _Lane:
             except SwapError:
                 # Some copies may be under way; the caller may free the memory as soon as this raises.
                 self._cuda.api.cuStreamSynchronize(self._stream)
+                self._events.append(event)
                 raise
         self._cuda.call("cuEventSynchronize", event)
         with self._submitting:

@@ -16,6 +16,7 @@ import xxhash
 
 from prefixd_swap.errors import DirectoryInUseError, FormatError
 from prefixd_swap.file_ops import FileOps, storage_error
+from prefixd_swap.slab_io import supports_direct
 from prefixd_swap.slots import PAGE_BYTES
 
 MAGIC = b"prefixd\0"
@@ -41,7 +42,7 @@ class DataDirectory:
         self.index = path / "index"
         self._ops = ops
         try:
-            path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            ops.mkdir(path)
             _refuse_foreign(path)
             self._fd = os.open(path / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -49,8 +50,7 @@ class DataDirectory:
         try:
             self._lock()
             self._check_superblock()
-            for folder in (self.slabs, self.index):
-                folder.mkdir(exist_ok=True, mode=0o700)
+            ops.mkdir(self.slabs)
             ops.sync_directory(path)
         except OSError as error:
             os.close(self._fd)
@@ -59,16 +59,16 @@ class DataDirectory:
             os.close(self._fd)
             raise
 
-    def sync_index(self) -> None:
-        """Make the names of the index's files durable.
+    def supports_direct(self) -> bool:
+        """Whether the file system here takes `O_DIRECT`.
 
         Raises:
-            StorageError: the file system refused.
+            StorageError: it cannot be read at all.
         """
         try:
-            self._ops.sync_directory(self.index)
+            return supports_direct(self.path / "SUPERBLOCK", self._ops)
         except OSError as error:
-            raise storage_error(f"syncing {self.index}", error) from error
+            raise storage_error(f"reading {self.path / 'SUPERBLOCK'}", error) from error
 
     def close(self) -> None:
         """Let another process take the directory."""
@@ -96,17 +96,30 @@ class DataDirectory:
             self._write_superblock(name, fields + _CHECK.pack(xxhash.xxh3_64_intdigest(fields)))
             return
         found = name.read_bytes()
-        if len(found) < _SUPERBLOCK.size or not found.startswith(MAGIC):
+        if not found.startswith(MAGIC):
             raise FormatError(f"{name} is not a prefixd superblock; choose an empty directory")
+        damaged = FormatError(f"{name} is damaged; delete {self.path} to start with an empty cache")
+        if len(found) < _SUPERBLOCK.size:
+            raise damaged
         _, version, page_bytes = _SUPERBLOCK.unpack_from(found)
-        if (version, page_bytes) != (VERSION, PAGE_BYTES):
+        if version != VERSION:
+            age, remedy = (
+                ("a newer", "upgrade prefixd, choose another directory")
+                if version > VERSION
+                else ("an older", "use the prefixd that wrote it, choose another directory")
+            )
             raise FormatError(
-                f"{self.path} has format {version} with pages of {page_bytes} bytes, this prefixd reads "
-                f"format {VERSION} with {PAGE_BYTES}; use the prefixd that wrote it, or delete the directory"
+                f"{self.path} has format {version}, of {age} prefixd than this one, which reads format {VERSION}; "
+                f"{remedy}, or delete this one to start with an empty cache"
+            )
+        if page_bytes != PAGE_BYTES:
+            raise FormatError(
+                f"{self.path} has pages of {page_bytes} bytes, this prefixd has pages of {PAGE_BYTES}; "
+                "choose another directory, or delete this one to start with an empty cache"
             )
         check = found[_SUPERBLOCK.size :]
         if check != _CHECK.pack(xxhash.xxh3_64_intdigest(found[: _SUPERBLOCK.size])):
-            raise FormatError(f"{name} is damaged; delete {self.path} to start with an empty cache")
+            raise damaged
 
     def _write_superblock(self, name: Path, content: bytes) -> None:
         fresh = name.with_suffix(".new")
@@ -116,7 +129,7 @@ class DataDirectory:
             self._ops.fdatasync(fd)
         finally:
             os.close(fd)
-        fresh.replace(name)
+        self._ops.rename(fresh, name)
         self._ops.sync_directory(self.path)
         with contextlib.suppress(OSError):  # we may lack the right to open the parent
             self._ops.sync_directory(self.path.parent)

@@ -7,6 +7,8 @@ import errno
 import os
 from pathlib import Path
 
+import lmdb
+
 from prefixd_swap.errors import DiskFullError, StorageError
 from prefixd_swap.spans import Span
 
@@ -19,6 +21,14 @@ class FileOps:
     def open(self, path: Path, flags: int) -> int:
         """Descriptor of the file, readable by its owner only."""
         return os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+    def mkdir(self, path: Path) -> None:
+        """Make a directory for its owner only, with its parents, unless it is there."""
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Give `old` another name; a file that had this name is replaced."""
+        old.rename(new)
 
     def fallocate(self, fd: int, nbytes: int) -> None:
         """Give the file `nbytes` of disk space, so that no later write into it can lack room."""
@@ -47,6 +57,10 @@ class FileOps:
     def unlink(self, path: Path) -> None:
         """Remove the file's name."""
         path.unlink()
+
+    def commit(self, transaction: lmdb.Transaction[bytes]) -> None:
+        """Commit an index transaction durably. LMDB does the writing; unlike the rest this raises lmdb.Error."""
+        transaction.commit()
 
     def free_bytes(self, path: Path) -> int:
         """Bytes that the file system of `path` has left for us."""

@@ -40,6 +40,11 @@ class GroupCommit:
         self.interrupted = False
         """A flush ended by anything but a StorageError: nobody knows whether its batch is durable."""
 
+    @property
+    def waiting(self) -> int:
+        """Commits that wait for the batch under way."""
+        return len(self._waiting)
+
     def run(self, commit: Commit) -> None:
         """Return when the commit is durable.
 

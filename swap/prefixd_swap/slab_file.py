@@ -6,8 +6,12 @@ import contextlib
 import os
 import re
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 
+import xxhash
+
+from prefixd_swap import slab_io
 from prefixd_swap.errors import StorageError
 from prefixd_swap.file_ops import FileOps, storage_error
 from prefixd_swap.slots import PAGE_BYTES, SlotRun
@@ -24,7 +28,9 @@ class SlabFile:
     The descriptor is closed when the last reference goes, so a reader may finish on a slab that was deleted.
     """
 
-    def __init__(self, number: int, path: Path, slot_bytes: int, count: int, fd: int, ops: FileOps) -> None:
+    def __init__(
+        self, number: int, path: Path, slot_bytes: int, count: int, fd: int, ops: FileOps, direct: bool
+    ) -> None:
         self.number = number
         self.path = path
         self.slot_bytes = slot_bytes
@@ -33,6 +39,7 @@ class SlabFile:
         """A sync failed: the kernel may have dropped pages, so nothing written since may be trusted."""
         self._fd = fd
         self._ops = ops
+        self._direct = direct
         weakref.finalize(self, os.close, fd)
 
     @property
@@ -41,7 +48,9 @@ class SlabFile:
         return self.run.count * self.slot_bytes
 
     @classmethod
-    def create(cls, folder: Path, number: int, slot_bytes: int, count: int, ops: FileOps) -> SlabFile:
+    def create(
+        cls, folder: Path, number: int, slot_bytes: int, count: int, ops: FileOps, direct: bool = False
+    ) -> SlabFile:
         """Make and preallocate the file, durably.
 
         Raises:
@@ -50,10 +59,10 @@ class SlabFile:
         """
         path = folder / f"{number:010x}-{slot_bytes}.slab"
         try:
-            fd = ops.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            fd = ops.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _flag(direct))
         except OSError as error:
             raise storage_error(f"creating the slab {path}", error) from error
-        slab = cls(number, path, slot_bytes, count, fd, ops)
+        slab = cls(number, path, slot_bytes, count, fd, ops, direct)
         try:
             ops.fallocate(fd, slab.nbytes)
             ops.fdatasync(fd)
@@ -65,7 +74,7 @@ class SlabFile:
         return slab
 
     @classmethod
-    def reopen(cls, path: Path, ops: FileOps) -> SlabFile | None:
+    def reopen(cls, path: Path, ops: FileOps, direct: bool = False) -> SlabFile | None:
         """The slab in that file, as many slots as it holds, all free; None when the name is no slab's.
 
         Raises:
@@ -79,7 +88,8 @@ class SlabFile:
             return None
         try:
             count = min(path.stat().st_size // slot_bytes, 1 << INDEX_BITS)
-            return cls(number, path, slot_bytes, count, ops.open(path, os.O_RDWR), ops)
+            fd = ops.open(path, os.O_RDWR | _flag(direct))
+            return cls(number, path, slot_bytes, count, fd, ops, direct)
         except OSError as error:
             raise storage_error(f"opening the slab {path}", error) from error
 
@@ -89,33 +99,33 @@ class SlabFile:
         Raises:
             StorageError: the device or the file system refused.
         """
-        offset = index * self.slot_bytes
         try:
-            while data:
-                written = self._ops.pwrite(self._fd, data, offset)
-                data, offset = data[written:], offset + written
+            slab_io.write(self._ops, self._fd, data, index * self.slot_bytes, self._direct)
         except OSError as error:
             raise storage_error(f"writing slot {index} of {self.path}", error) from error
 
     def read(self, index: int, into: memoryview) -> None:
         """Read a slot's first `len(into)` bytes.
 
-        `pread`, not a mapping: as fast from 64 KiB up, and a failing device is an error instead of SIGBUS.
+        Not by a mapping: reads are as fast from 64 KiB up, and a failing device is an error instead of SIGBUS.
 
         Raises:
             StorageError: the device failed, or the file ends too early.
         """
-        offset = index * self.slot_bytes
-        try:
-            while into:
-                got = self._ops.pread(self._fd, into, offset)
-                if not got:
-                    raise StorageError(
-                        f"{self.path} ends inside slot {index}, at byte {offset}; drop its blocks"
-                    )
-                into, offset = into[got:], offset + got
-        except OSError as error:
-            raise storage_error(f"reading slot {index} of {self.path}", error) from error
+        with self._reading(index):
+            slab_io.read(self._ops, self._fd, into, index * self.slot_bytes, self._direct)
+
+    def checksum(self, index: int, nbytes: int) -> int:
+        """xxh3_64 of a slot's first `nbytes` bytes.
+
+        Raises:
+            StorageError: as `read`.
+        """
+        digest = xxhash.xxh3_64()
+        with self._reading(index):
+            for piece in slab_io.pieces(self._ops, self._fd, nbytes, index * self.slot_bytes, self._direct):
+                digest.update(piece)
+        return digest.intdigest()
 
     def sync(self) -> None:
         """Return when everything written is durable.
@@ -147,3 +157,18 @@ class SlabFile:
             pass
         except OSError as error:
             raise storage_error(f"deleting the slab {self.path}", error) from error
+
+    @contextlib.contextmanager
+    def _reading(self, index: int) -> Iterator[None]:
+        try:
+            yield
+        except slab_io.EndOfFileError as error:
+            raise StorageError(
+                f"{self.path} ends inside slot {index}, at byte {error.offset}; drop its blocks"
+            ) from error
+        except OSError as error:
+            raise storage_error(f"reading slot {index} of {self.path}", error) from error
+
+
+def _flag(direct: bool) -> int:
+    return os.O_DIRECT if direct else 0

@@ -5,7 +5,11 @@ from __future__ import annotations
 import logging
 from bisect import insort
 from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
 
 from prefixd_swap.errors import DiskFullError, IntegrityError, StorageError
 from prefixd_swap.file_ops import FileOps, storage_error
@@ -13,6 +17,8 @@ from prefixd_swap.slab_file import INDEX_BITS, SlabFile
 from prefixd_swap.slots import MIN_SLOTS, round_to_slot, slots_per_slab
 
 SLAB_BYTES = 64 << 20
+MAX_SLABS = 256
+"""Larger capacities have larger slabs: each is an open file, and a process may have few."""
 INDEX_RESERVE_BYTES = 16 << 20
 """Left free on the file system when a slab is made, so that the index can still record removals."""
 
@@ -26,8 +32,18 @@ class SlabFiles:
     A slab that lost its last block is kept for its size and deleted when another size needs the space.
     """
 
-    def __init__(self, folder: Path, capacity_bytes: int, ops: FileOps, slab_bytes: int = SLAB_BYTES) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        capacity_bytes: int,
+        ops: FileOps,
+        slab_bytes: int | None = None,
+        direct: bool = False,
+    ) -> None:
         """Open the slabs there are, every slot free; `claim` those in use next.
+
+        `slab_bytes` is 64 MiB or what makes about 256 slabs of the capacity. `direct`: read and write past the page
+        cache.
 
         If there is more than the capacity, which was lowered then, the newest slabs are deleted.
 
@@ -37,15 +53,17 @@ class SlabFiles:
         self.capacity_bytes = capacity_bytes
         self.allocated_bytes = 0  # of all files
         self.used_bytes = 0  # of all slots taken
+        self.freed = 0  # slots freed so far
         self._folder = folder
-        self._slab_bytes = slab_bytes
+        self._slab_bytes = slab_bytes or max(SLAB_BYTES, capacity_bytes // MAX_SLABS)
+        self._direct = direct
         self._ops = ops
         self._slabs: dict[int, SlabFile] = {}
         self._partial: defaultdict[int, list[int]] = defaultdict(list)  # slot bytes -> slabs with room
         self._next_number = 1
         self._full_at: int | None = None  # bytes the file system had left when it last refused a slab
         for path in sorted(folder.iterdir()):
-            slab = SlabFile.reopen(path, ops)
+            slab = SlabFile.reopen(path, ops, direct)
             if slab is None:
                 log.warning("%s is not a slab; it is left alone", path)
                 continue
@@ -86,6 +104,7 @@ class SlabFiles:
         slab, index = self.find(slot)
         was_full = slab.run.full
         slab.run.give(index)
+        self.freed += 1
         self.used_bytes -= slab.slot_bytes
         if slab.failed:
             if not slab.run.used:
@@ -96,16 +115,28 @@ class SlabFiles:
         elif was_full:
             insort(self._partial[slab.slot_bytes], slab.number)
 
-    def claim(self, slot: int, nbytes: int) -> bool:
-        """Take the slot that a record names; False when it does not exist, is too small or is taken."""
-        self._next_number = max(self._next_number, (slot >> INDEX_BITS) + 1)
-        slab = self._slabs.get(slot >> INDEX_BITS)
-        if slab is None or not 0 < nbytes <= slab.slot_bytes or not slab.run.claim(slot & _INDEX_MASK):
-            return False
-        self.used_bytes += slab.slot_bytes
-        if slab.run.full:
-            self._partial[slab.slot_bytes].remove(slab.number)
-        return True
+    def exist(self, slots: npt.NDArray[np.int64], nbytes: int) -> npt.NDArray[np.bool_]:
+        """Which of `slots` exist and can hold `nbytes` bytes."""
+        numbers = np.array(sorted(self._slabs), np.int64)
+        if not len(numbers):
+            return np.zeros(len(slots), np.bool_)
+        slabs = [self._slabs[number] for number in numbers.tolist()]
+        counts = np.array([slab.run.count if nbytes <= slab.slot_bytes else 0 for slab in slabs], np.int64)
+        at = np.minimum(np.searchsorted(numbers, slots >> INDEX_BITS), len(slabs) - 1)
+        there: npt.NDArray[np.bool_] = (numbers[at] == slots >> INDEX_BITS) & ((slots & _INDEX_MASK) < counts[at])
+        return there
+
+    def claim(self, slots: npt.NDArray[np.int64]) -> None:
+        """Take slots that records name. They must exist and be free, each once."""
+        slots = np.sort(slots)
+        numbers = slots >> INDEX_BITS
+        bounds = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(slots)] if len(slots) else [0]
+        for start, end in pairwise(bounds):
+            slab = self._slabs[int(numbers[start])]
+            slab.run.claim_many(slots[start:end] & _INDEX_MASK)
+            self.used_bytes += (end - start) * slab.slot_bytes
+            if slab.run.full:
+                self._partial[slab.slot_bytes].remove(slab.number)
 
     def find(self, slot: int) -> tuple[SlabFile, int]:
         """The slab and the index in it that a slot number names. Any thread may call this.
@@ -115,9 +146,7 @@ class SlabFiles:
         """
         slab = self._slabs.get(slot >> INDEX_BITS)
         if slab is None:
-            raise StorageError(
-                f"slot {slot:#x} is in slab {slot >> INDEX_BITS}, which is gone; drop the block"
-            )
+            raise StorageError(f"slot {slot:#x} is in slab {slot >> INDEX_BITS}, which is gone; drop the block")
         return slab, slot & _INDEX_MASK
 
     def quarantine(self, slab: SlabFile) -> None:
@@ -166,7 +195,7 @@ class SlabFiles:
         self._partial.clear()
 
     def _new_slab(self, slot_bytes: int) -> SlabFile | None:
-        wanted = slots_per_slab(slot_bytes, self.capacity_bytes, self._slab_bytes)
+        wanted = min(slots_per_slab(slot_bytes, self.capacity_bytes, self._slab_bytes), 1 << INDEX_BITS)
         self._make_space(wanted * slot_bytes, slot_bytes)
         wanted = min(wanted, self._unassigned() // slot_bytes)
         if not wanted or self._disk_is_full():
@@ -180,7 +209,7 @@ class SlabFiles:
                     "free space or lower the disk capacity"
                 )
             number, self._next_number = self._next_number, self._next_number + 1
-            slab = SlabFile.create(self._folder, number, slot_bytes, count, self._ops)
+            slab = SlabFile.create(self._folder, number, slot_bytes, count, self._ops, self._direct)
         except DiskFullError:
             self._full_at = left
             raise

@@ -3,23 +3,38 @@
 from __future__ import annotations
 
 import errno
+import logging
+import shutil
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
 import lmdb
 
 from prefixd_swap.errors import DiskFullError, FormatError, StorageError
-from prefixd_swap.file_ops import storage_error
+from prefixd_swap.file_ops import FileOps, storage_error
 
 MAP_BYTES = 16 << 20
 """First size of the memory map; it doubles when it is full."""
+CHUNK_ROWS = 4096
+"""Rows read at once: few enough to stay in the processor's cache, twice as fast as 65,536."""
 
+Row = tuple[bytes, bytes]
+"""A block's key and value."""
 Change = tuple[bytes, bytes | None]
 """A key and its new value; None removes the key."""
 
 _Result = TypeVar("_Result")
+
+_DAMAGE = (lmdb.InvalidError, lmdb.CorruptedError, lmdb.PageNotFoundError)
+
+log = logging.getLogger(__name__)
+
+
+class IndexDamagedError(StorageError):
+    """The index's file cannot be read; `replace` it."""
 
 
 class SlabIndex:
@@ -29,29 +44,53 @@ class SlabIndex:
     while no transaction is open.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Open or create the environment in the folder `path`.
+    def __init__(self, path: Path, ops: FileOps) -> None:
+        """Open the environment in the folder `path`, or make it there.
+
+        An environment that is damaged is set aside as `path` + ".damaged" and an empty one takes its place: that costs
+        the blocks that it named, which can be computed again.
 
         Raises:
-            FormatError: the files are not LMDB's, or damaged.
-            StorageError: they cannot be opened.
+            FormatError: it is another LMDB's.
+            StorageError: it cannot be made or opened.
         """
         self._path = path
+        self._ops = ops
         self._lock = threading.Lock()
+        self.damage = ""
+        """What was wrong with the environment that was found; empty when it was good or absent."""
         self.broken = False
         """A commit failed so that LMDB does not know what is on disk; only reopening tells."""
         try:
-            self._env = lmdb.open(
-                str(path), map_size=MAP_BYTES, max_dbs=2, mode=0o600, lock=False, sync=True, metasync=True
-            )
-            self._blocks = self._env.open_db(b"blocks")
-            self._namespaces = self._env.open_db(b"namespaces")
-        except (lmdb.InvalidError, lmdb.VersionMismatchError, lmdb.CorruptedError) as error:
+            if not (path / "data.mdb").exists():
+                _create(path, ops)
+            try:
+                self._open()
+            except _DAMAGE as error:
+                self._replace(str(error))
+        except lmdb.VersionMismatchError as error:
             raise FormatError(
-                f"the index in {path} is damaged ({error}); delete {path.parent} to start with an empty cache"
+                f"the index in {path} is of another LMDB ({error}); use the one that wrote it, or delete {path.parent} "
+                "to start with an empty cache"
             ) from error
         except lmdb.Error as error:
             raise self._translated("opening", error) from error
+        except OSError as error:
+            raise storage_error(f"making the index in {path}", error) from error
+
+    def replace(self, damage: str) -> None:
+        """Set the environment aside, because of `damage`, and start an empty one.
+
+        Raises:
+            StorageError: it cannot be made.
+        """
+        self.close()
+        try:
+            self._replace(damage)
+        except lmdb.Error as error:
+            raise self._translated("opening", error) from error
+        except OSError as error:
+            raise storage_error(f"replacing the index in {self._path}", error) from error
 
     def apply(self, changes: Sequence[Change]) -> list[bytes | None]:
         """Make the changes in order, in one transaction; the values that they replaced or removed.
@@ -71,12 +110,38 @@ class SlabIndex:
 
         return self._write(change)
 
-    def rows(self) -> list[tuple[bytes, bytes]]:
-        """Every block's key and value, in key order."""
+    def get(self, key: bytes) -> bytes | None:
+        """A block's value, None when there is none.
+
+        Raises:
+            StorageError: LMDB failed.
+        """
+        with self._lock:
+            try:
+                with self._env.begin(db=self._blocks) as txn:
+                    return txn.get(key)
+            except lmdb.Error as error:
+                raise self._translated("reading", error) from error
+
+    def chunks(self) -> Iterator[list[Row]]:
+        """Every block's key and value as of now, in key order, some thousands at a time.
+
+        Until the iterator is done or closed, nothing else can use the index.
+
+        Raises:
+            IndexDamagedError: LMDB found its pages broken.
+            StorageError: any other failure.
+        """
         with self._lock:
             try:
                 with self._env.begin(db=self._blocks) as txn, txn.cursor() as cursor:
-                    return list(cursor)
+                    rows = iter(cursor)
+                    while chunk := list(islice(rows, CHUNK_ROWS)):
+                        yield chunk
+                # What was read stays mapped and counts as this process's memory until the map is made anew.
+                self._env.set_mapsize(self._env.info()["map_size"])
+            except _DAMAGE as error:
+                raise IndexDamagedError(f"{error} while reading the index in {self._path}") from error
             except lmdb.Error as error:
                 raise self._translated("reading", error) from error
 
@@ -104,13 +169,43 @@ class SlabIndex:
                 if self.broken:
                     raise StorageError(f"the index in {self._path} failed in a commit; restart to recover it")
                 try:
-                    with self._env.begin(write=True) as txn:
-                        return change(txn)
+                    txn = self._env.begin(write=True)
+                    try:
+                        result = change(txn)
+                        self._ops.commit(txn)
+                    except BaseException:
+                        txn.abort()
+                        raise
+                    return result
                 except lmdb.MapFullError:
                     self._env.set_mapsize(2 * self._env.info()["map_size"])
                 except lmdb.Error as error:
                     self._probe()
                     raise self._translated("writing", error) from error
+
+    def _replace(self, damage: str) -> None:
+        log.error("the index in %s is set aside, its blocks are lost: %s", self._path, damage)
+        self.damage = damage
+        aside = self._path.with_name(self._path.name + ".damaged")
+        if aside.exists():
+            shutil.rmtree(aside)
+        self._ops.rename(self._path, aside)
+        _create(self._path, self._ops)
+        self._open()
+
+    def _open(self) -> None:
+        env = lmdb.open(str(self._path), map_size=MAP_BYTES, max_dbs=2, mode=0o600, lock=False)
+        try:
+            wanted = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
+            found = (self._path / "data.mdb").stat().st_size
+            if found < wanted:  # LMDB reads through a mapping: beyond the file's end that is SIGBUS, not an error
+                raise lmdb.CorruptedError(f"data.mdb has {found} bytes of {wanted}")
+            self._blocks = env.open_db(b"blocks")
+            self._namespaces = env.open_db(b"namespaces")
+        except BaseException:
+            env.close()
+            raise
+        self._env = env
 
     def _probe(self) -> None:
         """Once writing a meta page failed, LMDB refuses every transaction: what is durable is not known."""
@@ -125,9 +220,22 @@ class SlabIndex:
             return DiskFullError(f"no room left while {what}; free space or lower the disk capacity")
         code = getattr(error, "code", 0)  # since lmdb 2
         if code == errno.EIO:
-            return StorageError(
-                f"{error} while {what}; the disk is full (a short write is EIO to LMDB) or failing"
-            )
+            return StorageError(f"{error} while {what}; the disk is full (a short write is EIO to LMDB) or failing")
         if code in errno.errorcode:
             return storage_error(what, OSError(code, str(error)))
         return StorageError(f"{error} while {what}; restart to recover it")
+
+
+def _create(path: Path, ops: FileOps) -> None:
+    """Make an empty environment, under another name first: a power cut leaves a whole one or none."""
+    fresh = path.with_name(path.name + ".new")
+    for leftover in (path, fresh):
+        if leftover.exists():
+            shutil.rmtree(leftover)
+    ops.mkdir(fresh)
+    with lmdb.open(str(fresh), map_size=MAP_BYTES, max_dbs=2, mode=0o600, lock=False) as env:
+        env.open_db(b"blocks")
+        env.open_db(b"namespaces")
+    ops.sync_directory(fresh)
+    ops.rename(fresh, path)
+    ops.sync_directory(path.parent)

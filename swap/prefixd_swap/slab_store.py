@@ -10,9 +10,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Self
 
+import numpy as np
 import xxhash
 
 from prefixd_swap.block_record import (
@@ -22,6 +26,7 @@ from prefixd_swap.block_record import (
     decode_record,
     encode_record,
     index_key,
+    record_depth,
     record_slots,
 )
 from prefixd_swap.data_directory import DataDirectory
@@ -29,23 +34,34 @@ from prefixd_swap.errors import ChecksumError, IntegrityError, StorageError
 from prefixd_swap.file_ops import FileOps, host_bytes
 from prefixd_swap.group_commit import Commit, GroupCommit
 from prefixd_swap.slab_file import SlabFile
-from prefixd_swap.slab_files import SLAB_BYTES, SlabFiles
-from prefixd_swap.slab_index import Change, SlabIndex
-from prefixd_swap.slab_recovery import Recovery, parents_first, recover
+from prefixd_swap.slab_files import SlabFiles
+from prefixd_swap.slab_index import Change, IndexDamagedError, SlabIndex
+from prefixd_swap.slab_records import IndexTable, Records
+from prefixd_swap.slab_recovery import Recovery, prefix_closed, recover
 from prefixd_swap.slots import round_to_slot
 from prefixd_swap.spans import Span
 
 log = logging.getLogger(__name__)
+_CHECKS = 8  # a block that was found bad so often while others were freed is bad
 
 
 class SlabStore:
     """Blocks in one directory. Calls block; they may come from any thread, and writers share commits."""
 
     def __init__(
-        self, directory: DataDirectory, index: SlabIndex, slabs: SlabFiles, recovery: Recovery
+        self,
+        directory: DataDirectory,
+        index: SlabIndex,
+        slabs: SlabFiles,
+        recovery: Recovery,
+        recovered: Records,
+        io_threads: int,
     ) -> None:
         """For `open`."""
         self.recovery = recovery
+        self._recovered: Records | None = recovered  # until `load` or the first change
+        self._io_threads = io_threads
+        self._pool: ThreadPoolExecutor | None = None
         self._directory = directory
         self._index = index
         self._slabs = slabs
@@ -56,14 +72,28 @@ class SlabStore:
 
     @classmethod
     def open(
-        cls, path: Path, capacity_bytes: int, *, slab_bytes: int = SLAB_BYTES, ops: FileOps | None = None
-    ) -> SlabStore:
+        cls,
+        path: Path,
+        capacity_bytes: int,
+        *,
+        slab_bytes: int | None = None,
+        direct: bool = True,
+        io_threads: int = 4,
+        ops: FileOps | None = None,
+    ) -> Self:
         """Open or create the store in `path` and drop what a crash or a lost file has made useless.
+
+        A damaged index is set aside and an empty one started, see `recovery`.
 
         Args:
             path: a directory that is empty, absent or a store's.
             capacity_bytes: the most that slab files take together. Lowering it drops the newest slabs.
-            slab_bytes: size of a slab file where the capacity is large enough for several.
+            slab_bytes: size of a slab file where the capacity is large enough for several; by default 64 MiB, or what
+                keeps the files to a few hundred.
+            direct: read and write past the page cache (`O_DIRECT`) where the file system can. `benchmarks.disk`
+                compares both: stores are as fast or up to twice as fast, and memory holds no block twice; loads may be
+                slower on a disk that gains from the kernel's reading ahead.
+            io_threads: parts that one `write` writes at a time.
             ops: file calls, for tests that inject faults.
 
         Raises:
@@ -75,16 +105,16 @@ class SlabStore:
         with ExitStack() as undo:
             directory = DataDirectory(path, ops)
             undo.callback(directory.close)
-            index = SlabIndex(directory.index)
+            index = SlabIndex(directory.index, ops)
             undo.callback(index.close)
-            directory.sync_index()
-            slabs = SlabFiles(directory.slabs, capacity_bytes, ops, slab_bytes)
-            recovery, dropped = recover(index.rows(), slabs)
+            direct = direct and directory.supports_direct()
+            slabs = SlabFiles(directory.slabs, capacity_bytes, ops, slab_bytes, direct)
+            recovery, recovered, dropped = recover(_read_index(index), slabs, index.damage)
             if dropped:
                 log.warning("%s: dropped blocks that are not whole: %s", path, recovery)
                 index.apply([(key, None) for key in dropped])
             undo.pop_all()
-        return cls(directory, index, slabs, recovery)
+        return cls(directory, index, slabs, recovery, recovered, io_threads)
 
     @property
     def capacity_bytes(self) -> int:
@@ -100,6 +130,11 @@ class SlabStore:
     def commits(self) -> int:
         """Durable transactions so far, each for one or more calls."""
         return self._commits.batches
+
+    @property
+    def waiting(self) -> int:
+        """Calls that wait for the durable transaction under way, to share the next."""
+        return self._commits.waiting
 
     def room(self, nbytes: int) -> int:
         """How many more parts of `nbytes` bytes each could be written now."""
@@ -152,16 +187,54 @@ class SlabStore:
         buffer = host_bytes(into, part.nbytes)
         slab, index = self._slabs.find(part.slot)
         slab.read(index, buffer)
-        found = xxhash.xxh3_64_intdigest(buffer)
-        if found != part.checksum:
-            raise ChecksumError(
-                f"slot {index} of {slab.path}: {part.nbytes} bytes have checksum {found:016x}, written were "
-                f"{part.checksum:016x}; remove the block, it will be computed again"
-            )
+        _verify(part, slab, index, xxhash.xxh3_64_intdigest(buffer))
+
+    def check(self, namespace: bytes, key: bytes) -> bool:
+        """Verify a stored block where it is; False when there is no such block, or no longer.
+
+        A slot that is freed and used again meanwhile is not taken for damage.
+
+        Raises:
+            ChecksumError: a part's bytes are not those that were written.
+            StorageError: they cannot be read.
+        """
+        name = index_key(namespace, key)
+        for attempt in range(1, _CHECKS + 1):
+            freed, value = self._slabs.freed, self._index.get(name)
+            if value is None:
+                return False
+            try:
+                for part in decode_record(name, value).parts:
+                    if part is not None:
+                        slab, index = self._slabs.find(part.slot)
+                        _verify(part, slab, index, slab.checksum(index, part.nbytes))
+                return True
+            except StorageError:
+                if self._index.get(name) == value and (self._slabs.freed == freed or attempt == _CHECKS):
+                    raise
+        return False
+
+    def load(self) -> Records:
+        """Every block as of now, in columns: a million of them in about a second.
+
+        Blocks whose parent was removed before them are left out. What `open` has read is given without reading it
+        again, once, until the first change.
+
+        Raises:
+            StorageError: the index cannot be read.
+        """
+        with self._changed:
+            recovered, self._recovered = self._recovered, None
+        if recovered is not None:
+            return recovered
+        table = IndexTable(self._index.chunks())
+        parent = table.link()
+        return table.records(prefix_closed(table.depth, parent, table.readable), parent)
 
     def records(self) -> Iterator[BlockRecord]:
-        """Every block as of now, parents before children."""
-        for key, value in parents_first(self._index.rows()):
+        """Every block as of now, parents before children; for a few of them, otherwise `load`."""
+        rows = [row for chunk in self._index.chunks() for row in chunk]
+        for key, value in sorted(rows, key=lambda row: record_depth(row[1])):
             yield decode_record(key, value)
 
     def put_namespace(self, namespace: bytes, spec: bytes) -> None:
@@ -185,13 +258,10 @@ class SlabStore:
         """
         with self._changed:
             self._slabs.check_integrity()
-            named = [slot for _, value in self._index.rows() for slot, _ in record_slots(value)]
-            taken = self._slabs.taken()
-            different = len(set(named))
+            named = IndexTable(self._index.chunks()).slots()
+            taken, different = self._slabs.taken(), len(np.unique(named))
             if different != len(named) or different > taken or (different < taken and not self._active):
-                raise IntegrityError(
-                    f"{len(named)} slots are named, {different} different; {taken} are taken"
-                )
+                raise IntegrityError(f"{len(named)} slots are named, {different} different; {taken} are taken")
 
     def close(self) -> None:
         """Wait for writes and removals under way, then let go of the directory. No read may follow."""
@@ -200,6 +270,8 @@ class SlabStore:
                 return
             self._closed = True
             self._changed.wait_for(lambda: not self._active)
+            if self._pool is not None:
+                self._pool.shutdown()
             self._index.close()
             self._slabs.close()
             self._directory.close()
@@ -211,10 +283,9 @@ class SlabStore:
             if self._closed:
                 raise StorageError(f"the store in {self._directory.path} is closed; open it again")
             if self._commits.interrupted or self._index.broken:
-                raise StorageError(
-                    f"a commit in {self._directory.path} failed half-way; open the store again"
-                )
+                raise StorageError(f"a commit in {self._directory.path} failed half-way; open the store again")
             self._active += 1
+            self._recovered = None
         try:
             yield
         finally:
@@ -252,44 +323,57 @@ class SlabStore:
     def _store(
         self, blocks: Sequence[NewBlock], slots: Sequence[Sequence[int | None] | None]
     ) -> list[BlockRecord | None]:
-        records: list[BlockRecord | None] = []
         commit = Commit([])
+        spans = [
+            (part, slot)
+            for block, taken in zip(blocks, slots, strict=True)
+            for part, slot in zip(block.parts, taken or (), strict=False)
+            if part and slot is not None
+        ]
+        written = iter(self._write_parts(spans, commit.slabs))
+        records: list[BlockRecord | None] = []
         for block, taken in zip(blocks, slots, strict=True):
             if taken is None:
                 records.append(None)
                 continue
-            parts = tuple(
-                self._write_part(part, slot, commit.slabs) if part and slot is not None else None
-                for part, slot in zip(block.parts, taken, strict=True)
-            )
+            parts = tuple(next(written) if slot is not None else None for slot in taken)
             commit.changes.append((index_key(block.namespace, block.key), encode_record(block, parts)))
-            records.append(
-                BlockRecord(block.namespace, block.key, block.parent, block.tokens, parts, block.depth)
-            )
+            records.append(BlockRecord(block.namespace, block.key, block.parent, block.tokens, parts, block.depth))
         if commit.changes:
             self._commits.run(commit)
         return records
 
-    def _write_part(self, part: Span, slot: int, slabs: set[SlabFile]) -> DiskPart:
-        data = host_bytes(part, part.nbytes)
-        slab, index = self._slabs.find(slot)
-        slabs.add(slab)
-        checksum = xxhash.xxh3_64_intdigest(data)
-        slab.write(index, data)
-        return DiskPart(slot, part.nbytes, checksum)
+    def _write_parts(self, spans: Sequence[tuple[Span, int]], slabs: set[SlabFile]) -> list[DiskPart]:
+        """Write each span to its slot, several at a time; `slabs` gets the slabs written to."""
+        jobs = []
+        for part, slot in spans:
+            slab, index = self._slabs.find(slot)
+            slabs.add(slab)
+            jobs.append(partial(_write_part, host_bytes(part, part.nbytes), slab, index, slot))
+        if len(jobs) < 2 or self._io_threads < 2:
+            return [job() for job in jobs]
+        with self._changed:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(self._io_threads, thread_name_prefix="prefixd-slabs")
+        futures = [self._pool.submit(job) for job in jobs]
+        wait(futures)  # even if one fails: their slots may be freed only when nobody writes to them
+        return [future.result() for future in futures]
 
     def _flush(self, batch: Sequence[Commit]) -> None:
         """Data first, then the index, then the slots of what was replaced or removed are free."""
-        for slab in set[SlabFile]().union(*(commit.slabs for commit in batch)):
+        self._sync(set[SlabFile]().union(*(commit.slabs for commit in batch)))
+        changes: list[Change] = [change for commit in batch for change in commit.changes]
+        gone = self._index.apply(changes)
+        self._free_slots([slot for value in gone if value for slot, _ in record_slots(value)])
+
+    def _sync(self, slabs: set[SlabFile]) -> None:
+        for slab in sorted(slabs, key=lambda slab: slab.number):
             try:
                 slab.sync()
             except StorageError:
                 with self._changed:
                     self._slabs.quarantine(slab)
                 raise
-        changes: list[Change] = [change for commit in batch for change in commit.changes]
-        gone = self._index.apply(changes)
-        self._free_slots([slot for value in gone if value for slot, _ in record_slots(value)])
 
     def _free_slots(self, slots: Sequence[int]) -> None:
         with self._changed:
@@ -299,3 +383,25 @@ class SlabStore:
         for slot in slots:
             if slot is not None:
                 self._slabs.free(slot)
+
+
+def _read_index(index: SlabIndex) -> IndexTable:
+    try:
+        return IndexTable(index.chunks())
+    except IndexDamagedError as error:
+        index.replace(str(error))
+        return IndexTable(())
+
+
+def _write_part(data: memoryview, slab: SlabFile, index: int, slot: int) -> DiskPart:
+    checksum = xxhash.xxh3_64_intdigest(data)
+    slab.write(index, data)
+    return DiskPart(slot, len(data), checksum)
+
+
+def _verify(part: DiskPart, slab: SlabFile, index: int, found: int) -> None:
+    if found != part.checksum:
+        raise ChecksumError(
+            f"slot {index} of {slab.path}: {part.nbytes} bytes have checksum {found:016x}, written were "
+            f"{part.checksum:016x}; remove the block, it will be computed again"
+        )

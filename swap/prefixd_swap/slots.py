@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
+
 from prefixd_swap.errors import IntegrityError, MemoryMisuseError
 
 PAGE_BYTES = 4096
@@ -64,13 +67,10 @@ class SlotRun:
         self.used += 1
         return index
 
-    def claim(self, index: int) -> bool:
-        """Take this very slot; False when it does not exist or is taken already."""
-        if not 0 <= index < self.count or self._taken[index]:
-            return False
-        self._taken[index] = 1
-        self.used += 1
-        return True
+    def claim_many(self, indices: npt.NDArray[np.int64]) -> None:
+        """Take these very slots, which must exist and be free, each once."""
+        np.frombuffer(self._taken, np.uint8)[indices] = 1
+        self.used += len(indices)
 
     def give(self, index: int) -> None:
         """Make a taken slot free.

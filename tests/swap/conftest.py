@@ -43,6 +43,8 @@ def memory(device: str, chunk_bytes: int | None) -> Iterator[VirtualMemory]:
     """A fresh memory that must account for every mapping when the test ends."""
     with create_memory(device, chunk_bytes) as created:
         yield created
+        if created.device.type == "cuda":
+            torch.cuda.synchronize()  # what the test queued last may still use what is unmapped now
         created.check_integrity()
 
 

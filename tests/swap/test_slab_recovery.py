@@ -264,11 +264,13 @@ def test_files_of_others_and_other_versions_are_left_alone(path: Path) -> None:
     good = (path / "SUPERBLOCK").read_bytes()
     for content, message in [
         (b"", "not a prefixd superblock"),
-        (b"somebody else's file", "not a prefixd superblock"),
-        (good[:8] + struct.pack("<I", 99) + good[12:], "has format 99"),
-        (good[:12] + struct.pack("<I", 16384) + good[16:], "pages of 16384"),
-        (good[:-1] + bytes([good[-1] ^ 1]), "damaged"),
+        (b"somebody else's file", "not a prefixd superblock; choose an empty directory"),
+        (good[:8] + struct.pack("<I", 99) + good[12:], "format 99, of a newer prefixd .*; upgrade prefixd"),
+        (good[:8] + struct.pack("<I", 0) + good[12:], "format 0, of an older prefixd .*; use the prefixd that wrote"),
+        (good[:12] + struct.pack("<I", 16384) + good[16:], "pages of 16384 .*; choose another directory"),
+        (good[:-1] + bytes([good[-1] ^ 1]), f"damaged; delete {path} to start"),
         (good[:-3], "damaged"),
+        (good[:10], "damaged"),
     ]:
         (path / "SUPERBLOCK").write_bytes(content)
         with pytest.raises(FormatError, match=message):
@@ -285,14 +287,28 @@ def test_a_crash_before_the_superblock_is_no_obstacle(path: Path) -> None:
     assert (path / "SUPERBLOCK").exists() and not (path / "SUPERBLOCK.new").exists()
 
 
-def test_a_damaged_index_says_what_to_do(path: Path) -> None:
-    SlabStore.open(path, CAPACITY).close()
-    (path / "index" / "data.mdb").write_bytes(b"garbage " * 4096)
-    with pytest.raises(FormatError, match=f"delete {path}"):
-        SlabStore.open(path, CAPACITY)
-    (path / "index" / "data.mdb").unlink()
+@pytest.mark.parametrize("damage", ["garbage", "cut off", "empty", "gone"])
+def test_a_damaged_index_costs_its_blocks_and_no_more(path: Path, damage: str) -> None:
     store = SlabStore.open(path, CAPACITY)
-    assert store.recovery == Recovery()
+    write(store, *((number, None, b"x") for number in range(40)))
+    store.close()
+    data = path / "index" / "data.mdb"
+    if damage == "gone":
+        data.unlink()
+    else:
+        content = {"garbage": b"garbage " * 4096, "cut off": data.read_bytes()[:12_288], "empty": b""}[damage]
+        data.write_bytes(content)
+    store = SlabStore.open(path, CAPACITY)
+    assert store.recovery.kept == 0 and list(store.records()) == []
+    set_aside = path / "index.damaged" / "data.mdb"
+    if damage in ("garbage", "cut off"):
+        assert store.recovery.index_damage and set_aside.read_bytes() == content
+    write(store, (1, None, b"again"))
+    store.check_integrity()
+    store.close()
+    store = SlabStore.open(path, CAPACITY)
+    assert store.recovery == Recovery(kept=1)
+    assert [read(store, record) for record in store.records()] == [b"again"]
     store.close()
 
 
@@ -321,3 +337,68 @@ def test_files_are_for_their_owner_only(path: Path) -> None:
     store.close()
     for entry in [path, *path.rglob("*")]:
         assert entry.stat().st_mode & 0o077 == 0, entry
+
+
+def test_records_in_columns_say_what_records_say(path: Path) -> None:
+    """Several namespaces, block widths and part sizes, keys that differ only in their last or first bytes."""
+    store = SlabStore.open(path, 1024 * PAGE)
+    array = np.arange(3 * PAGE, dtype=np.uint8)
+    rng = np.random.default_rng(5)
+    expected: dict[tuple[bytes, bytes], NewBlock] = {}
+    for namespace in (b"zzzzzzzz", b"aaaaaaaa", bytes(8)):
+        keys: list[bytes] = []
+        for number in range(60):
+            name = number.to_bytes(16, "little" if number % 2 else "big") if number % 3 else rng.bytes(16)
+            parent = keys[int(rng.integers(number))] if number and number % 7 else b""
+            depth = expected[namespace, parent].depth + 1 if parent else 0
+            sizes = [(PAGE,), (PAGE, 100), (None, 5000)][number % 3 if namespace[0] else 0]
+            parts = [Span(int(array.ctypes.data), size) if size else None for size in sizes]
+            tokens = rng.bytes(4 * (16 if number % 5 else 4))
+            keys.append(name)
+            expected[namespace, name] = NewBlock(namespace, name, parent, tokens, depth, parts)
+    blocks = list(expected.values())
+    assert all(store.write(blocks))
+    store.close()
+    store = SlabStore.open(path, 1024 * PAGE)
+    assert store.recovery == Recovery(kept=180)
+    by_name = {(record.namespace, record.key): record for record in store.records()}
+    for _ in range(2):  # what `open` read, then read anew
+        records = store.load()
+        assert len(records) == 180 and sorted(records.namespaces) == [bytes(8), b"aaaaaaaa", b"zzzzzzzz"]
+        assert (np.diff(records.depth) >= 0).all()
+        rows = np.concatenate([group.rows for group in records.groups])
+        assert sorted(rows.tolist()) == list(range(180))
+        for group in records.groups:
+            for at, row in enumerate(group.rows.tolist()):
+                namespace = records.namespaces[records.namespace[row]]
+                found = by_name[namespace, records.keys[row].tobytes()]
+                above = int(records.parent[row])
+                assert above < row
+                if above < 0:
+                    assert found.parent == b"" and records.namespaces[-1 - above] == namespace
+                else:
+                    assert found.parent == records.keys[above].tobytes()
+                    assert records.namespace[above] == records.namespace[row]
+                parts = tuple(
+                    DiskPart(slot, size, check) if size else None
+                    for slot, size, check in zip(
+                        group.slots[at].tolist(), group.part_bytes, group.checksums[at].tolist(), strict=True
+                    )
+                )
+                assert (parts, group.tokens[at].tobytes(), int(records.depth[row])) == (
+                    found.parts,
+                    found.tokens,
+                    found.depth,
+                )
+    victim = next(block for block in blocks if any(block.key == other.parent for other in blocks))
+    store.remove([(victim.namespace, victim.key)])
+    children = [b for b in blocks if b.parent == victim.key and b.namespace == victim.namespace]
+    assert 0 < len(store.load()) <= 179 - len(children)
+    store.close()
+
+
+def test_an_empty_store_has_empty_columns(path: Path) -> None:
+    store = SlabStore.open(path, CAPACITY)
+    for _ in range(2):
+        assert len(store.load()) == 0 and store.load().groups == ()
+    store.close()

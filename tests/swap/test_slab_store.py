@@ -97,11 +97,11 @@ class Faults(FileOps):
 
     def pread(self, fd: int, buffer: memoryview, offset: int) -> int:
         self._maybe("pread")
-        return super().pread(fd, buffer[:1000] if self.short_writes else buffer, offset)
+        return super().pread(fd, buffer[:PAGE] if self.short_writes else buffer, offset)
 
     def pwrite(self, fd: int, buffer: memoryview, offset: int) -> int:
         self._maybe("pwrite")
-        return super().pwrite(fd, buffer[:1000] if self.short_writes else buffer, offset)
+        return super().pwrite(fd, buffer[:PAGE] if self.short_writes else buffer, offset)
 
     def fdatasync(self, fd: int) -> None:
         self.on_sync()
@@ -124,9 +124,9 @@ def faults() -> Faults:
     return Faults()
 
 
-@pytest.fixture
-def store(tmp_path: Path, faults: Faults) -> Iterator[SlabStore]:
-    made = SlabStore.open(tmp_path / "store", 64 * PAGE, ops=faults)
+@pytest.fixture(params=[False, True], ids=["buffered", "direct"])
+def store(tmp_path: Path, faults: Faults, request: pytest.FixtureRequest) -> Iterator[SlabStore]:
+    made = SlabStore.open(tmp_path / "store", 64 * PAGE, direct=request.param, ops=faults)
     yield made
     made.close()
 
@@ -245,6 +245,44 @@ def test_flipped_bytes_on_disk_are_never_served(store: SlabStore, tmp_path: Path
         assert record is not None and stored(store, record) == bytes([i]) * 5000
 
 
+def test_memory_of_any_alignment_is_written_and_read(tmp_path: Path) -> None:
+    memory = np.zeros(5 * MIB, np.uint8)
+    memory[:] = np.random.default_rng(0).integers(0, 256, len(memory), np.uint8)
+    base = -int(memory.ctypes.data) % PAGE + int(memory.ctypes.data)
+    for direct in (False, True):
+        store = SlabStore.open(tmp_path / str(direct), 64 * MIB, direct=direct)
+        for shift, nbytes in [(0, 2 * MIB), (0, 2 * MIB + 1), (64, 2 * MIB), (1, PAGE + 7), (8, MIB), (3, 1)]:
+            content = memory[base - int(memory.ctypes.data) + shift :][:nbytes].tobytes()
+            new = NewBlock(NS, key(nbytes + shift), b"", b"", 0, [Span(base + shift, nbytes)])
+            (record,) = store.write([new])
+            part = record.parts[0] if record else None
+            assert record is not None and part is not None
+            for into in (0, 5):
+                target = np.zeros(nbytes + PAGE + 8, np.uint8)
+                start = -int(target.ctypes.data) % PAGE + into
+                store.read(part, Span(int(target.ctypes.data) + start, nbytes))
+                assert target[start : start + nbytes].tobytes() == content
+                assert not target[start + nbytes :].any() and not target[:start].any()
+            assert store.check(NS, record.key)
+        store.close()
+
+
+def test_many_slabs_become_fewer_larger_ones(tmp_path: Path) -> None:
+    made: list[int] = []
+
+    class NoSpace(FileOps):
+        def fallocate(self, fd: int, nbytes: int) -> None:
+            made.append(nbytes)
+
+        def free_bytes(self, path: Path) -> int:
+            return 1 << 50
+
+    store = SlabStore.open(tmp_path / "store", 1 << 40, ops=NoSpace())
+    put(store, 1, b"x" * PAGE)
+    assert made == [(1 << 40) // 256]
+    store.close()
+
+
 def test_reading_refuses_wrong_spans_and_lost_slabs(store: SlabStore, faults: Faults) -> None:
     record = put(store, 1, b"x" * 100)
     part = record.parts[0] if record else None
@@ -260,6 +298,45 @@ def test_reading_refuses_wrong_spans_and_lost_slabs(store: SlabStore, faults: Fa
     store.write([block(i, Payload(b"z" * 8 * PAGE)) for i in range(8)])  # takes the slab's space
     with pytest.raises(StorageError, match="gone"):
         store.read(part, Payload(b"y" * 100).span)
+
+
+def test_a_block_is_checked_where_it_is(store: SlabStore, tmp_path: Path, faults: Faults) -> None:
+    record = put(store, 1, os.urandom(2 * MIB + 5))
+    assert record is None  # larger than the store
+    first, second = Payload(os.urandom(5000)), Payload(os.urandom(9000))
+    store.write([block(2, [first, None, second])])
+    assert store.check(NS, key(2)) and not store.check(NS, key(3)) and not store.check(b"another!", key(2))
+    slab = next((tmp_path / "store" / "slabs").glob("*-12288.slab"))
+    with slab.open("r+b") as file:
+        file.seek(8999)
+        file.write(bytes([second.content[8999] ^ 1]))
+    with pytest.raises(ChecksumError, match=f"{slab}: 9000 bytes"):
+        store.check(NS, key(2))
+    faults.fail["pread"] = errno.EIO
+    with pytest.raises(StorageError, match="kernel log"):
+        store.check(NS, key(2))
+
+
+def test_a_slot_used_again_while_it_is_checked_is_no_damage(store: SlabStore, faults: Faults) -> None:
+    pread = faults.pread
+    for replacement in (None, b"second"):
+        put(store, 1, b"first")
+        reads = 0
+
+        def meanwhile(fd: int, buffer: memoryview, offset: int, put_back: bytes | None = replacement) -> int:
+            nonlocal reads
+            reads += 1
+            if reads == 1:
+                store.remove([(NS, key(1))])
+                put(store, 9, b"another block, in the slot of the first")
+                if put_back is not None:
+                    put(store, 1, put_back)
+            return pread(fd, buffer, offset)
+
+        faults.pread = meanwhile  # type: ignore[method-assign]
+        assert store.check(NS, key(1)) is (replacement is not None)
+        faults.pread = pread  # type: ignore[method-assign]
+        store.remove([(NS, key(1)), (NS, key(9))])
 
 
 def test_short_reads_and_writes_are_continued(store: SlabStore, faults: Faults) -> None:

@@ -195,7 +195,7 @@ def test_attention_over_a_shared_prefix_is_that_over_plain_tensors(tensors: Virt
                 )
                 for kv in (tensor.kv, plain)
             )
-            torch.testing.assert_close(views, copies)
+            torch.testing.assert_close(views, copies, rtol=1e-4, atol=1e-4)
 
 
 @given(data=st.data())

@@ -1,0 +1,83 @@
+"""The power-cut harness in short, and proof that it sees: stores that leave out one of the rules are found out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from benchmarks import power_loss
+from benchmarks._power_cut import PowerCutOps
+from benchmarks._power_player import Violation
+from prefixd_swap.block_record import record_slots
+from prefixd_swap.group_commit import Commit
+from prefixd_swap.slab_file import SlabFile
+from prefixd_swap.slab_store import SlabStore
+
+
+def steps(finding: power_loss.Finding) -> int:
+    return sum(len(life.steps) for life in finding.lives)
+
+
+def test_no_cut_breaks_a_promise() -> None:
+    acknowledged, findings = power_loss.run_cases(range(200))
+    assert findings == []
+    assert acknowledged > 200
+
+
+class NoDataSync(SlabStore):
+    """Names blocks in the index before their bytes are on the disk."""
+
+    def _sync(self, slabs: set[SlabFile]) -> None:
+        pass
+
+
+class EarlyReuse(SlabStore):
+    """Gives slots of removed blocks to others before the removal is on the disk."""
+
+    def _flush(self, batch: Sequence[Commit]) -> None:
+        for commit in batch:
+            for key, value in commit.changes:
+                old = self._index.get(key)
+                if value is None and old is not None:
+                    self._free_slots([slot for slot, _ in record_slots(old)])
+        self._sync(set[SlabFile]().union(*(commit.slabs for commit in batch)))
+        replaced = {key for commit in batch for key, value in commit.changes if value is not None}
+        changes = [change for commit in batch for change in commit.changes]
+        for (key, _), value in zip(changes, self._index.apply(changes), strict=True):
+            if value is not None and key in replaced:
+                self._free_slots([slot for slot, _ in record_slots(value)])
+
+
+@pytest.mark.parametrize("store_class", [NoDataSync, EarlyReuse])
+def test_a_store_without_a_rule_is_found_out_by_a_small_case(store_class: type[SlabStore], tmp_path: Path) -> None:
+    _, findings = power_loss.run_cases(range(100), store_class)
+    assert findings
+    smallest = findings[0]
+    assert steps(smallest) <= 2, smallest
+    problem = "other bytes" if "other bytes" in smallest.problem else "have checksum"
+    assert problem in smallest.problem
+    with pytest.raises(Violation):
+        power_loss.run_case(smallest.lives, tmp_path, store_class)
+
+
+def test_names_that_are_not_synced_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    sync = PowerCutOps.sync_directory
+
+    def forget_slabs(self: PowerCutOps, path: Path) -> None:
+        if path.name != "slabs":
+            sync(self, path)
+
+    monkeypatch.setattr(PowerCutOps, "sync_directory", forget_slabs)
+    _, findings = power_loss.run_cases(range(60))
+    assert findings and "is missing" in findings[0].problem and steps(findings[0]) <= 2
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "result.json"
+    monkeypatch.setattr("sys.argv", ["power_loss", "--cases", "3", "--processes", "1", "--json", str(file)])
+    power_loss.main()
+    result = json.loads(file.read_text())
+    assert (result["cases"], result["violations"]) == (3, 0) and result["seconds"] > 0

@@ -117,12 +117,13 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
 
     def Generate(self, request: Any, context: grpc.ServicerContext) -> Iterator[inference_pb2.GenerateResponse]:
         self._note(request, context)
+        if self.endless:
+            context.add_callback(self.cancelled.set)  # before the caller has anything that it could cancel
         yield inference_pb2.GenerateResponse(accepted=inference_pb2.Accepted(request_id="r1", prompt_tokens=20))
         for token_id, text in ((104, "Hell"), (111, "o ☃")):
             text = "" if request.WhichOneof("prompt") == "token_ids" else text
             yield inference_pb2.GenerateResponse(tokens=inference_pb2.Tokens(token_ids=[token_id], text=text))
         if self.endless:
-            context.add_callback(self.cancelled.set)
             self.cancelled.wait(30)
         yield inference_pb2.GenerateResponse(
             finished=inference_pb2.Finished(

@@ -101,10 +101,11 @@ def test_metrics_of_a_daemon_with_a_model(model_daemon: Remote, free_port: int) 
         name: after[name] - before.get(name, 0)
         for name in (
             ("prefixd_tier_hit_tokens_total", "gpu"),
-            ("prefixd_tier_blocks", "gpu"),
             ("prefixd_asked_tokens_total", ""),
             ("prefixd_worker_restarts_total", ""),
             ("prefixd_running_requests", ""),
         )
     }
-    assert list(grown.values()) == [32, 3, 80, 0, 0]
+    assert list(grown.values()) == [32, 80, 0, 0]
+    # Other tests have used this daemon: its GPU tier may be full, so that new blocks replace others.
+    assert after["prefixd_tier_blocks", "gpu"] >= 3

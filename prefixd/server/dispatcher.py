@@ -242,12 +242,16 @@ class Dispatcher:
             if request.ready and id(request) not in inside:
                 self._prefetcher.unstage(request)
         held: set[int] = set()
-        counted: set[int] = set()  # rows whose frames a running request, or one before in the window, needs anyway
+        counted: set[int] = set()  # rows whose frames are spoken for
         for request in self.running.values():
             held.update(request.frames, request.trie.slots[request.rows, GPU, 0].tolist())
             counted.update(request.rows.tolist())
         budget = self._cache.tiers.frames.capacity - len(held)
-        for request in window:
+        for request in self.waiting.values():
+            if request.staged and not request.ready:  # a copy under way keeps its frames, in the window or not
+                budget -= len(set(request.rows.tolist()) - counted)
+                counted.update(request.rows.tolist())
+        for place, request in enumerate(window):
             if not self._taking:
                 break
             if request.id not in self.waiting:
@@ -259,6 +263,9 @@ class Dispatcher:
             budget -= fresh + len(rows - counted)
             counted |= rows
             if budget < 0:
+                for later in window[place:]:
+                    if later.ready:
+                        self._prefetcher.unstage(later)
                 break
             if not request.staged:
                 self._prefetcher.stage(request)

@@ -109,6 +109,7 @@ class Prefetcher:
             self._look()
 
     def unstage(self, request: Request) -> None:
+        """Ends the hold on a request's prefix and looks it up anew; its blocks stay where they are."""
         if request.staged:
             request.staged = False
             self._cache.unhold(request.trie, request.rows, GPU)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -121,6 +122,24 @@ async def test_who_leaves_the_window_loses_its_hold_but_not_its_blocks(make_benc
     assert (trie.nearest[rows] == GPU).all()
     await bench.finish(busy, urgent, staged)
     assert staged.hit_tokens == [16, 0, 0]
+
+
+async def test_a_copy_under_way_keeps_its_frames_when_its_request_leaves_the_window(make_bench: MakeBench) -> None:
+    bench = await make_bench(6, max_running=1, look_ahead=0)
+    await bench.cached(WARM)
+    await bench.cached(COLD)
+    bench.engine.open.clear()
+    slow = bench.submit(WARM, priority=1)
+    await bench.until(lambda: bench.engine.waiting)
+    urgent = bench.submit(COLD, priority=0)
+    for _ in range(20):  # the dispatcher looks; `quiet` would wait for the copy
+        await asyncio.sleep(0)
+    assert slow.staged and not urgent.staged, "there are two frames left, and it needs five"
+    bench.engine.open.set()
+    run = await bench.running(urgent)
+    assert (run.start.cached_blocks, urgent.setbacks) == (4, 0)
+    await bench.finish(slow, urgent)
+    assert slow.setbacks == 0
 
 
 async def test_no_look_ahead_stages_nothing_ahead(make_bench: MakeBench) -> None:

@@ -13,7 +13,7 @@ class StatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class TierStats(_message.Message):
-    __slots__ = ("tier", "capacity_bytes", "used_bytes", "blocks", "held_blocks", "in_flight_bytes", "hit_tokens", "evicted_blocks", "demoted_blocks", "promoted_blocks", "trouble")
+    __slots__ = ("tier", "capacity_bytes", "used_bytes", "blocks", "held_blocks", "in_flight_bytes", "hit_tokens", "evicted_blocks", "demoted_blocks", "promoted_blocks", "trouble", "quarantined_bytes")
     TIER_FIELD_NUMBER: _ClassVar[int]
     CAPACITY_BYTES_FIELD_NUMBER: _ClassVar[int]
     USED_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -25,6 +25,7 @@ class TierStats(_message.Message):
     DEMOTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     PROMOTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TROUBLE_FIELD_NUMBER: _ClassVar[int]
+    QUARANTINED_BYTES_FIELD_NUMBER: _ClassVar[int]
     tier: _cache_pb2.Tier
     capacity_bytes: int
     used_bytes: int
@@ -36,7 +37,46 @@ class TierStats(_message.Message):
     demoted_blocks: int
     promoted_blocks: int
     trouble: str
-    def __init__(self, tier: _Optional[_Union[_cache_pb2.Tier, str]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., held_blocks: _Optional[int] = ..., in_flight_bytes: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., demoted_blocks: _Optional[int] = ..., promoted_blocks: _Optional[int] = ..., trouble: _Optional[str] = ...) -> None: ...
+    quarantined_bytes: int
+    def __init__(self, tier: _Optional[_Union[_cache_pb2.Tier, str]] = ..., capacity_bytes: _Optional[int] = ..., used_bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., held_blocks: _Optional[int] = ..., in_flight_bytes: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., demoted_blocks: _Optional[int] = ..., promoted_blocks: _Optional[int] = ..., trouble: _Optional[str] = ..., quarantined_bytes: _Optional[int] = ...) -> None: ...
+
+class Trouble(_message.Message):
+    __slots__ = ("part", "what", "remedy", "since_s")
+    PART_FIELD_NUMBER: _ClassVar[int]
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    REMEDY_FIELD_NUMBER: _ClassVar[int]
+    SINCE_S_FIELD_NUMBER: _ClassVar[int]
+    part: str
+    what: str
+    remedy: str
+    since_s: float
+    def __init__(self, part: _Optional[str] = ..., what: _Optional[str] = ..., remedy: _Optional[str] = ..., since_s: _Optional[float] = ...) -> None: ...
+
+class ScrubStats(_message.Message):
+    __slots__ = ("checked_blocks", "checked_bytes", "damaged_blocks", "passes")
+    CHECKED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CHECKED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DAMAGED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PASSES_FIELD_NUMBER: _ClassVar[int]
+    checked_blocks: int
+    checked_bytes: int
+    damaged_blocks: int
+    passes: int
+    def __init__(self, checked_blocks: _Optional[int] = ..., checked_bytes: _Optional[int] = ..., damaged_blocks: _Optional[int] = ..., passes: _Optional[int] = ...) -> None: ...
+
+class WriteBackStats(_message.Message):
+    __slots__ = ("queued_blocks", "queued_bytes", "limit_bytes", "written_blocks", "pushed_back_calls")
+    QUEUED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PUSHED_BACK_CALLS_FIELD_NUMBER: _ClassVar[int]
+    queued_blocks: int
+    queued_bytes: int
+    limit_bytes: int
+    written_blocks: int
+    pushed_back_calls: int
+    def __init__(self, queued_blocks: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., limit_bytes: _Optional[int] = ..., written_blocks: _Optional[int] = ..., pushed_back_calls: _Optional[int] = ...) -> None: ...
 
 class SessionStats(_message.Message):
     __slots__ = ("session_id", "client_name", "pid", "leases", "reservations", "age_s")
@@ -107,7 +147,7 @@ class SchedulerStats(_message.Message):
     def __init__(self, policy: _Optional[str] = ..., waiting_requests: _Optional[int] = ..., finished_requests: _Optional[int] = ..., preempted_requests: _Optional[int] = ..., resumed_requests: _Optional[int] = ...) -> None: ...
 
 class StatsResponse(_message.Message):
-    __slots__ = ("version", "uptime_s", "draining", "tiers", "sessions", "namespaces", "leases", "reservations", "worker", "scheduler", "asked_tokens", "hit_tokens", "lost_blocks")
+    __slots__ = ("version", "uptime_s", "draining", "tiers", "sessions", "namespaces", "leases", "reservations", "worker", "scheduler", "asked_tokens", "hit_tokens", "lost_blocks", "troubles", "scrub", "write_back")
     class LostBlocksEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -128,6 +168,9 @@ class StatsResponse(_message.Message):
     ASKED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TROUBLES_FIELD_NUMBER: _ClassVar[int]
+    SCRUB_FIELD_NUMBER: _ClassVar[int]
+    WRITE_BACK_FIELD_NUMBER: _ClassVar[int]
     version: str
     uptime_s: float
     draining: bool
@@ -141,7 +184,10 @@ class StatsResponse(_message.Message):
     asked_tokens: int
     hit_tokens: int
     lost_blocks: _containers.ScalarMap[str, int]
-    def __init__(self, version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., draining: bool = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., leases: _Optional[int] = ..., reservations: _Optional[int] = ..., worker: _Optional[_Union[WorkerStats, _Mapping]] = ..., scheduler: _Optional[_Union[SchedulerStats, _Mapping]] = ..., asked_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., lost_blocks: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    troubles: _containers.RepeatedCompositeFieldContainer[Trouble]
+    scrub: ScrubStats
+    write_back: WriteBackStats
+    def __init__(self, version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., draining: bool = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., leases: _Optional[int] = ..., reservations: _Optional[int] = ..., worker: _Optional[_Union[WorkerStats, _Mapping]] = ..., scheduler: _Optional[_Union[SchedulerStats, _Mapping]] = ..., asked_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., lost_blocks: _Optional[_Mapping[str, int]] = ..., troubles: _Optional[_Iterable[_Union[Trouble, _Mapping]]] = ..., scrub: _Optional[_Union[ScrubStats, _Mapping]] = ..., write_back: _Optional[_Union[WriteBackStats, _Mapping]] = ...) -> None: ...
 
 class ListPrefixesRequest(_message.Message):
     __slots__ = ("namespace_id", "limit")
@@ -288,3 +334,57 @@ class DrainResponse(_message.Message):
     written_blocks: int
     finished_requests: int
     def __init__(self, written_blocks: _Optional[int] = ..., finished_requests: _Optional[int] = ...) -> None: ...
+
+class VerifyRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DamagedBlock(_message.Message):
+    __slots__ = ("key", "namespace_id", "reason")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    key: str
+    namespace_id: bytes
+    reason: str
+    def __init__(self, key: _Optional[str] = ..., namespace_id: _Optional[bytes] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class VerifyProgress(_message.Message):
+    __slots__ = ("checked_blocks", "total_blocks", "checked_bytes", "damaged_blocks", "dropped_blocks", "damaged", "done")
+    CHECKED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CHECKED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DAMAGED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DAMAGED_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    checked_blocks: int
+    total_blocks: int
+    checked_bytes: int
+    damaged_blocks: int
+    dropped_blocks: int
+    damaged: _containers.RepeatedCompositeFieldContainer[DamagedBlock]
+    done: bool
+    def __init__(self, checked_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., checked_bytes: _Optional[int] = ..., damaged_blocks: _Optional[int] = ..., dropped_blocks: _Optional[int] = ..., damaged: _Optional[_Iterable[_Union[DamagedBlock, _Mapping]]] = ..., done: bool = ...) -> None: ...
+
+class CheckIntegrityRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class CheckIntegrityResponse(_message.Message):
+    __slots__ = ("violations", "blocks", "slots", "sessions", "leases", "reservations", "troubles")
+    VIOLATIONS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    RESERVATIONS_FIELD_NUMBER: _ClassVar[int]
+    TROUBLES_FIELD_NUMBER: _ClassVar[int]
+    violations: _containers.RepeatedScalarFieldContainer[str]
+    blocks: int
+    slots: int
+    sessions: int
+    leases: int
+    reservations: int
+    troubles: _containers.RepeatedCompositeFieldContainer[Trouble]
+    def __init__(self, violations: _Optional[_Iterable[str]] = ..., blocks: _Optional[int] = ..., slots: _Optional[int] = ..., sessions: _Optional[int] = ..., leases: _Optional[int] = ..., reservations: _Optional[int] = ..., troubles: _Optional[_Iterable[_Union[Trouble, _Mapping]]] = ...) -> None: ...

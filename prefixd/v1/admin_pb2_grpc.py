@@ -74,6 +74,16 @@ class AdminStub(object):
                 request_serializer=prefixd_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
                 response_deserializer=prefixd_dot_v1_dot_admin__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.Verify = channel.unary_stream(
+                '/prefixd.v1.Admin/Verify',
+                request_serializer=prefixd_dot_v1_dot_admin__pb2.VerifyRequest.SerializeToString,
+                response_deserializer=prefixd_dot_v1_dot_admin__pb2.VerifyProgress.FromString,
+                _registered_method=True)
+        self.CheckIntegrity = channel.unary_unary(
+                '/prefixd.v1.Admin/CheckIntegrity',
+                request_serializer=prefixd_dot_v1_dot_admin__pb2.CheckIntegrityRequest.SerializeToString,
+                response_deserializer=prefixd_dot_v1_dot_admin__pb2.CheckIntegrityResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -134,6 +144,21 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Verify(self, request, context):
+        """Reads every block on disk and compares its checksum, as fast as the disk allows. A damaged block is dropped with its
+        descendants, as when a reader finds it. The stream reports progress; its last message has `done` set.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CheckIntegrity(self, request, context):
+        """Accounts for every slot, lease and reservation of the live daemon, and says what is wrong with it and what to do.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -176,6 +201,16 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=prefixd_dot_v1_dot_admin__pb2.DrainRequest.FromString,
                     response_serializer=prefixd_dot_v1_dot_admin__pb2.DrainResponse.SerializeToString,
+            ),
+            'Verify': grpc.unary_stream_rpc_method_handler(
+                    servicer.Verify,
+                    request_deserializer=prefixd_dot_v1_dot_admin__pb2.VerifyRequest.FromString,
+                    response_serializer=prefixd_dot_v1_dot_admin__pb2.VerifyProgress.SerializeToString,
+            ),
+            'CheckIntegrity': grpc.unary_unary_rpc_method_handler(
+                    servicer.CheckIntegrity,
+                    request_deserializer=prefixd_dot_v1_dot_admin__pb2.CheckIntegrityRequest.FromString,
+                    response_serializer=prefixd_dot_v1_dot_admin__pb2.CheckIntegrityResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -394,6 +429,60 @@ class Admin(object):
             '/prefixd.v1.Admin/Drain',
             prefixd_dot_v1_dot_admin__pb2.DrainRequest.SerializeToString,
             prefixd_dot_v1_dot_admin__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Verify(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/prefixd.v1.Admin/Verify',
+            prefixd_dot_v1_dot_admin__pb2.VerifyRequest.SerializeToString,
+            prefixd_dot_v1_dot_admin__pb2.VerifyProgress.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CheckIntegrity(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/prefixd.v1.Admin/CheckIntegrity',
+            prefixd_dot_v1_dot_admin__pb2.CheckIntegrityRequest.SerializeToString,
+            prefixd_dot_v1_dot_admin__pb2.CheckIntegrityResponse.FromString,
             options,
             channel_credentials,
             insecure,

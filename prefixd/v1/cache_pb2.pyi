@@ -81,10 +81,12 @@ class Namespace(_message.Message):
     def __init__(self, name: _Optional[str] = ..., salt: _Optional[bytes] = ..., dtype: _Optional[str] = ..., layout: _Optional[str] = ..., block_tokens: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[Part, _Mapping]]] = ...) -> None: ...
 
 class RegisterNamespaceRequest(_message.Message):
-    __slots__ = ("namespace",)
+    __slots__ = ("namespace", "session_id")
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     namespace: Namespace
-    def __init__(self, namespace: _Optional[_Union[Namespace, _Mapping]] = ...) -> None: ...
+    session_id: str
+    def __init__(self, namespace: _Optional[_Union[Namespace, _Mapping]] = ..., session_id: _Optional[str] = ...) -> None: ...
 
 class RegisterNamespaceResponse(_message.Message):
     __slots__ = ("namespace_id",)
@@ -93,12 +95,14 @@ class RegisterNamespaceResponse(_message.Message):
     def __init__(self, namespace_id: _Optional[bytes] = ...) -> None: ...
 
 class MatchRequest(_message.Message):
-    __slots__ = ("namespace_id", "token_ids")
+    __slots__ = ("namespace_id", "token_ids", "session_id")
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     namespace_id: bytes
     token_ids: bytes
-    def __init__(self, namespace_id: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ...) -> None: ...
+    session_id: str
+    def __init__(self, namespace_id: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., session_id: _Optional[str] = ...) -> None: ...
 
 class TierRun(_message.Message):
     __slots__ = ("tier", "blocks")
@@ -208,13 +212,47 @@ class ReleaseResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
-class PrefetchRequest(_message.Message):
-    __slots__ = ("namespace_id", "token_ids")
+class PersistRequest(_message.Message):
+    __slots__ = ("session_id", "namespace_id", "token_ids")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
     namespace_id: bytes
     token_ids: bytes
-    def __init__(self, namespace_id: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, session_id: _Optional[str] = ..., namespace_id: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ...) -> None: ...
+
+class PersistResponse(_message.Message):
+    __slots__ = ("blocks",)
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    blocks: int
+    def __init__(self, blocks: _Optional[int] = ...) -> None: ...
+
+class RenewRequest(_message.Message):
+    __slots__ = ("session_id", "lease_ids", "ttl_s")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    LEASE_IDS_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    lease_ids: _containers.RepeatedScalarFieldContainer[str]
+    ttl_s: float
+    def __init__(self, session_id: _Optional[str] = ..., lease_ids: _Optional[_Iterable[str]] = ..., ttl_s: _Optional[float] = ...) -> None: ...
+
+class RenewResponse(_message.Message):
+    __slots__ = ("ttl_s",)
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    ttl_s: float
+    def __init__(self, ttl_s: _Optional[float] = ...) -> None: ...
+
+class PrefetchRequest(_message.Message):
+    __slots__ = ("namespace_id", "token_ids", "session_id")
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    namespace_id: bytes
+    token_ids: bytes
+    session_id: str
+    def __init__(self, namespace_id: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., session_id: _Optional[str] = ...) -> None: ...
 
 class PrefetchResponse(_message.Message):
     __slots__ = ("blocks",)

@@ -64,10 +64,20 @@ class PrefixCacheStub(object):
                 request_serializer=prefixd_dot_v1_dot_cache__pb2.CommitRequest.SerializeToString,
                 response_deserializer=prefixd_dot_v1_dot_cache__pb2.CommitResponse.FromString,
                 _registered_method=True)
+        self.Persist = channel.unary_unary(
+                '/prefixd.v1.PrefixCache/Persist',
+                request_serializer=prefixd_dot_v1_dot_cache__pb2.PersistRequest.SerializeToString,
+                response_deserializer=prefixd_dot_v1_dot_cache__pb2.PersistResponse.FromString,
+                _registered_method=True)
         self.Release = channel.unary_unary(
                 '/prefixd.v1.PrefixCache/Release',
                 request_serializer=prefixd_dot_v1_dot_cache__pb2.ReleaseRequest.SerializeToString,
                 response_deserializer=prefixd_dot_v1_dot_cache__pb2.ReleaseResponse.FromString,
+                _registered_method=True)
+        self.Renew = channel.unary_unary(
+                '/prefixd.v1.PrefixCache/Renew',
+                request_serializer=prefixd_dot_v1_dot_cache__pb2.RenewRequest.SerializeToString,
+                response_deserializer=prefixd_dot_v1_dot_cache__pb2.RenewResponse.FromString,
                 _registered_method=True)
         self.Prefetch = channel.unary_unary(
                 '/prefixd.v1.PrefixCache/Prefetch',
@@ -98,8 +108,8 @@ class PrefixCacheServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RegisterNamespace(self, request, context):
-        """Names what must be equal for KV to be reusable. Registering the same namespace again is free and returns the same
-        id, across restarts too. ALREADY_EXISTS when (name, salt) is known with another geometry.
+        """Names what must be equal for KV to be reusable, and opens it to the session. Registering the same namespace again
+        is free and returns the same id, across restarts too. ALREADY_EXISTS when (name, salt) is known with another geometry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -124,7 +134,8 @@ class PrefixCacheServicer(object):
     def Reserve(self, request, context):
         """Slots to fill for the blocks of `token_ids` that are not cached yet. The cached prefix before them is held until
         the reservation ends, so that a committed block always has its prefix. May return fewer blocks than are missing
-        when room is short; RESOURCE_EXHAUSTED when there is room for none.
+        when room is short; RESOURCE_EXHAUSTED when there is room for none. Waits while the queue of blocks to be written to
+        disk is full: a client that fills faster than the disk writes is slowed down, and nothing is dropped.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -138,8 +149,25 @@ class PrefixCacheServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Persist(self, request, context):
+        """Returns when the cached prefix of `token_ids` is on disk, whoever committed it: what a client that asks for durable
+        calls for blocks that were cached already. FAILED_PRECONDITION without a disk tier.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Release(self, request, context):
-        """Ends a lease, or gives up a reservation without committing. Releasing twice is NOT_FOUND.
+        """Ends a lease, or gives up a reservation without committing. Releasing twice is NOT_FOUND. Releasing a reservation
+        that has ended otherwise (it expired, its session's stream broke) is NOT_FOUND too, but tells the daemon that this
+        client no longer writes into its slots: until then, or until the client's process ends, they are given to nobody.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Renew(self, request, context):
+        """Gives leases and reservations a new lifetime from now; all of them or, with NOT_FOUND for one that is over, none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -200,10 +228,20 @@ def add_PrefixCacheServicer_to_server(servicer, server):
                     request_deserializer=prefixd_dot_v1_dot_cache__pb2.CommitRequest.FromString,
                     response_serializer=prefixd_dot_v1_dot_cache__pb2.CommitResponse.SerializeToString,
             ),
+            'Persist': grpc.unary_unary_rpc_method_handler(
+                    servicer.Persist,
+                    request_deserializer=prefixd_dot_v1_dot_cache__pb2.PersistRequest.FromString,
+                    response_serializer=prefixd_dot_v1_dot_cache__pb2.PersistResponse.SerializeToString,
+            ),
             'Release': grpc.unary_unary_rpc_method_handler(
                     servicer.Release,
                     request_deserializer=prefixd_dot_v1_dot_cache__pb2.ReleaseRequest.FromString,
                     response_serializer=prefixd_dot_v1_dot_cache__pb2.ReleaseResponse.SerializeToString,
+            ),
+            'Renew': grpc.unary_unary_rpc_method_handler(
+                    servicer.Renew,
+                    request_deserializer=prefixd_dot_v1_dot_cache__pb2.RenewRequest.FromString,
+                    response_serializer=prefixd_dot_v1_dot_cache__pb2.RenewResponse.SerializeToString,
             ),
             'Prefetch': grpc.unary_unary_rpc_method_handler(
                     servicer.Prefetch,
@@ -394,6 +432,33 @@ class PrefixCache(object):
             _registered_method=True)
 
     @staticmethod
+    def Persist(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/prefixd.v1.PrefixCache/Persist',
+            prefixd_dot_v1_dot_cache__pb2.PersistRequest.SerializeToString,
+            prefixd_dot_v1_dot_cache__pb2.PersistResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Release(request,
             target,
             options=(),
@@ -410,6 +475,33 @@ class PrefixCache(object):
             '/prefixd.v1.PrefixCache/Release',
             prefixd_dot_v1_dot_cache__pb2.ReleaseRequest.SerializeToString,
             prefixd_dot_v1_dot_cache__pb2.ReleaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Renew(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/prefixd.v1.PrefixCache/Renew',
+            prefixd_dot_v1_dot_cache__pb2.RenewRequest.SerializeToString,
+            prefixd_dot_v1_dot_cache__pb2.RenewResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -191,12 +191,15 @@ class DaemonProcess:
 def ended_by_sigterm() -> Iterator[None]:
     """SIGTERM ends the block as Ctrl-C does, so that its daemons are ended in order; the exit status is 143.
 
-    For the main thread. By way of SIGINT, which asyncio turns into a cancellation.
+    For the main thread. By way of SIGINT, which asyncio turns into a cancellation; a script's background jobs ignore
+    that signal.
     """
     received: list[int] = []
 
     def interrupt(number: int, _frame: object) -> None:
         received.append(number)
+        if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+            raise KeyboardInterrupt
         signal.raise_signal(signal.SIGINT)
 
     before = signal.signal(signal.SIGTERM, interrupt)

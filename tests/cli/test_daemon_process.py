@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -115,10 +116,14 @@ def test_it_does_not_start_for_a_parent_that_is_gone() -> None:
     assert done.returncode == 1 and done.stderr == "prefixd: process 1, for which this daemon was started, has ended\n"
 
 
-def test_sigterm_unwinds_and_gives_its_own_exit_status() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit) as ended, ended_by_sigterm():
-        signal.raise_signal(signal.SIGTERM)
+@pytest.mark.parametrize("interrupt", [signal.default_int_handler, signal.SIG_IGN])  # SIG_IGN: a script's job
+def test_sigterm_unwinds_and_gives_its_own_exit_status(interrupt: Any) -> None:
+    before, usual = signal.getsignal(signal.SIGTERM), signal.signal(signal.SIGINT, interrupt)
+    try:
+        with pytest.raises(SystemExit) as ended, ended_by_sigterm():
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGINT, usual)
     assert ended.value.code == 128 + signal.SIGTERM
     with pytest.raises(KeyboardInterrupt), ended_by_sigterm():
         signal.raise_signal(signal.SIGINT)

@@ -190,11 +190,11 @@ def test_a_request_that_runs_at_sigterm_ends_well_and_its_blocks_are_kept(
     tokens = prompt(100)
     stream = remote.begin(tokens, max_tokens=500)
     remote.until(lambda stats: stats.worker.running_requests == 1)
-    with ThreadPoolExecutor(1) as threads:
+    with ThreadPoolExecutor(2) as threads:
         answer = threads.submit(collector, stream)
-        os.kill(remote.daemon.pid, signal.SIGTERM)
+        status = threads.submit(remote.daemon.stop)
         assert answer.result().finished.output_tokens == 500
-    assert remote.daemon.stop() == 0
+        assert status.result() == 0
     again = start(with_model)
     after = again.generate(tokens, max_tokens=500)
     assert after.hits == (0, 0, 96)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tokenizers.decoders import DecodeStream
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from prefixd.errors import ConfigError, UnsupportedError
+
+if TYPE_CHECKING:  # importing it takes a second, which a sidecar without a model need not wait
+    from transformers import PreTrainedTokenizerFast
 
 
 class TextCodec:
@@ -19,6 +22,8 @@ class TextCodec:
     """
 
     def __init__(self, model: Path) -> None:
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
         try:
             tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
         except (OSError, ValueError) as error:

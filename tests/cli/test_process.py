@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 
@@ -20,6 +21,23 @@ def test_help_imports_nothing_heavy() -> None:
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stderr == "[]\n"
+
+
+def test_a_sidecar_starts_without_torch(tmp_path: Path) -> None:
+    """Loading torch and transformers takes longer than all else of a start, and a restart is a time without a cache."""
+    program = (
+        "import asyncio, os, signal, sys\n"
+        "from pathlib import Path\n"
+        "from prefixd.server.daemon import serve\n"
+        "from prefixd.settings import Settings\n"
+        f"folder = Path({str(tmp_path)!r})\n"
+        "names = {'data_dir': folder, 'server.socket': folder / 's', 'cpu.bytes': '1MiB', 'disk.bytes': '1MiB'}\n"
+        "end = lambda _: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "asyncio.run(serve(Settings.load(None, names, {}), ready=end))\n"
+        "print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout == "[]\n"
 
 
 def test_version() -> None:

@@ -31,7 +31,7 @@ def main() -> None:
                 change()
             except MemoryMisuseError as error:
                 refused.append(str(error))
-        if memory.device.type == "cuda":
+        if memory.device != "cpu":
             torch.cuda.synchronize()
         sock.sendall(json.dumps({"seen": seen, "refused": refused}).encode())
         sock.recv(1)  # hold the mappings until the parent has looked

@@ -43,7 +43,7 @@ def memory(device: str, chunk_bytes: int | None) -> Iterator[VirtualMemory]:
     """A fresh memory that must account for every mapping when the test ends."""
     with create_memory(device, chunk_bytes) as created:
         yield created
-        if created.device.type == "cuda":
+        if created.device != "cpu":
             torch.cuda.synchronize()  # what the test queued last may still use what is unmapped now
         created.check_integrity()
 
@@ -62,4 +62,4 @@ def geometry_for(memory: VirtualMemory, layout: Layout) -> KvGeometry:
 @pytest.fixture
 def settle(memory: VirtualMemory) -> Callable[[], None]:
     """Waits for what torch has submitted; call it before unmapping."""
-    return (lambda: None) if memory.device.type == "cpu" else torch.cuda.synchronize
+    return (lambda: None) if memory.device == "cpu" else torch.cuda.synchronize

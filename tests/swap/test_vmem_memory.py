@@ -63,7 +63,7 @@ def test_a_view_may_be_made_before_anything_is_mapped(memory: VirtualMemory) -> 
     size = memory.chunk_bytes
     mapped = memory.reserve(1024 * size)
     view = mapped.tensor((1024, size // 2), torch.bfloat16)
-    assert view.data_ptr() == mapped.base and view.device == memory.device
+    assert view.data_ptr() == mapped.base and str(view.device) == memory.device
     mapped.map(1000 * size, memory.create(1))
     view[1000] = 1.5
     assert view[1000].float().sum().item() == 1.5 * size // 2
@@ -169,7 +169,7 @@ def test_ids_are_consecutive_and_never_used_twice(memory: VirtualMemory) -> None
 def test_more_memory_than_there_is_is_refused_and_leaves_nothing(memory: VirtualMemory) -> None:
     memory.create(1)
     with pytest.raises(OutOfMemoryError, match=r"bytes.*make the (gpu )?tier smaller|bytes.*GPU tier smaller"):
-        memory.create((1 << 40) // memory.chunk_bytes if memory.device.type == "cuda" else (1 << 33))
+        memory.create((1 << 40) // memory.chunk_bytes if memory.device != "cpu" else (1 << 33))
     assert memory.chunk_count == 1
     memory.reserve(memory.chunk_bytes).map(0, memory.create(1))
 

@@ -34,7 +34,7 @@ class MappingMachine(RuleBasedStateMachine):
         self.holds: dict[int, int] = {}
 
     def settle(self) -> None:
-        if self.memory.device.type == "cuda":
+        if self.memory.device != "cpu":
             torch.cuda.synchronize()
 
     @rule(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from prefixd_swap.errors import DeviceError
 from prefixd_swap.vmem.base import ChunkId, Export, FrameId, VirtualMemory, VirtualRange
 from prefixd_swap.vmem.cuda import CudaMemory
@@ -35,12 +33,9 @@ def create_memory(device: str, chunk_bytes: int | None = None) -> VirtualMemory:
 
     Raises DeviceError for another device or one that is not there, MemoryMisuseError for an impossible chunk.
     """
-    try:
-        parsed = torch.device(device)
-    except RuntimeError as error:
-        raise DeviceError(f'device {device!r} is unknown; use "cpu", "cuda" or "cuda:N"') from error
-    if parsed.type == "cpu":
+    kind, _, ordinal = device.partition(":")
+    if device == "cpu":
         return HostMemory(chunk_bytes)
-    if parsed.type == "cuda":
-        return CudaMemory(parsed.index or 0, chunk_bytes)
+    if kind == "cuda" and (not ordinal or ordinal.isdecimal()):
+        return CudaMemory(int(ordinal or 0), chunk_bytes)
     raise DeviceError(f'device {device!r} is not supported; use "cpu", "cuda" or "cuda:N"')

@@ -13,16 +13,17 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NewType
+from typing import TYPE_CHECKING, NewType
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from prefixd_swap.errors import IntegrityError, MemoryMisuseError, SwapError
 from prefixd_swap.spans import Span
-from prefixd_swap.vmem.dlpack import tensor_at
 from prefixd_swap.vmem.fence import Fence
+
+if TYPE_CHECKING:  # a daemon that makes no tensors starts without torch, in a fifth of the time
+    import torch
 
 ChunkId = NewType("ChunkId", int)
 FrameId = NewType("FrameId", int)
@@ -50,7 +51,7 @@ class VirtualMemory(ABC):
     Every misuse raises MemoryMisuseError, the same on every implementation, and leaves the memory as it was.
     """
 
-    def __init__(self, chunk_bytes: int, device: torch.device, on_device: bool, owner: bool) -> None:
+    def __init__(self, chunk_bytes: int, device: str, on_device: bool, owner: bool) -> None:
         self.chunk_bytes = chunk_bytes
         self.device = device
         self.on_device = on_device
@@ -281,6 +282,8 @@ class VirtualRange:
                 f"a view of {dtype} {tuple(shape)} from byte {offset} ends at {end}; it must be aligned to "
                 f"its elements and stay within the {self.nbytes} bytes of the range"
             )
+        from prefixd_swap.vmem.dlpack import tensor_at
+
         return tensor_at(self.base + offset, shape, strides, dtype, self.memory.device)
 
     def span(self, offset: int, nbytes: int) -> Span:

@@ -33,7 +33,7 @@ class CudaMemory(VirtualMemory):
         chunk_bytes = granularity if chunk_bytes is None else chunk_bytes
         if chunk_bytes < 1 or chunk_bytes % granularity:
             raise MemoryMisuseError(f"a chunk of {chunk_bytes} bytes is not a multiple of the device's {granularity}")
-        super().__init__(chunk_bytes, cuda.torch_device, on_device=True, owner=True)
+        super().__init__(chunk_bytes, cuda.tensor_device, on_device=True, owner=True)
         self._setup(cuda)
         self._properties = properties
 
@@ -45,7 +45,7 @@ class CudaMemory(VirtualMemory):
         """
         memory = cls.__new__(cls)
         cuda = open_device(ordinal)
-        VirtualMemory.__init__(memory, chunk_bytes, cuda.torch_device, on_device=True, owner=False)
+        VirtualMemory.__init__(memory, chunk_bytes, cuda.tensor_device, on_device=True, owner=False)
         memory._setup(cuda)
         memory._adopt(runs)
         cuda.use_context()

@@ -6,8 +6,6 @@ import functools
 import importlib
 from typing import Any
 
-import torch
-
 from prefixd_swap.errors import DeviceError, OutOfMemoryError
 
 STAND_IN_NAME = "prefixd stand-in"
@@ -81,9 +79,9 @@ class CudaDevice:
         self.use_context()
 
     @property
-    def torch_device(self) -> torch.device:
+    def tensor_device(self) -> str:
         """Where torch sees this device's memory: host memory if the driver is the tests' stand-in."""
-        return torch.device("cpu") if self.name == STAND_IN_NAME else torch.device("cuda", self.ordinal)
+        return "cpu" if self.name == STAND_IN_NAME else f"cuda:{self.ordinal}"
 
     def use_context(self) -> None:
         """Make the primary context current in the calling thread; a fresh thread has none."""

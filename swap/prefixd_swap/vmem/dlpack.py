@@ -61,7 +61,7 @@ _new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 
 
 def tensor_at(
-    address: int, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device
+    address: int, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: str
 ) -> torch.Tensor:
     """A tensor over `address`, `strides` in elements. It borrows the memory and keeps nothing alive.
 
@@ -70,9 +70,10 @@ def tensor_at(
     """
     if dtype not in _TYPE_CODES:
         raise TypeError(f"no view of {dtype}; supported are {', '.join(map(str, _TYPE_CODES))}")
-    if device.type not in ("cpu", "cuda"):
+    kind, _, ordinal = device.partition(":")
+    if kind not in ("cpu", "cuda"):
         raise TypeError(f"no view on device {device}; supported are cpu and cuda")
-    if device.type == "cuda":
+    if kind == "cuda":
         if not torch.backends.cuda.is_built():
             raise DeviceError("this torch is a build without CUDA; install one with it, or use the device cpu")
         torch.cuda.init()
@@ -85,7 +86,7 @@ def tensor_at(
     sizes = (ctypes.c_int64 * (2 * ndim)).from_address(block + header)
     sizes[:] = [*shape, *strides]
     managed.data = address
-    managed.device = _Device(_KDL_CPU if device.type == "cpu" else _KDL_CUDA, device.index or 0)
+    managed.device = _Device(_KDL_CPU if kind == "cpu" else _KDL_CUDA, int(ordinal or 0))
     managed.ndim = ndim
     managed.dtype = _DataType(_TYPE_CODES[dtype], dtype.itemsize * 8, 1)
     managed.shape = block + header

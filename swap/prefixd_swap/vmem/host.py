@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import torch
 
 from prefixd_swap.errors import MemoryMisuseError, OutOfMemoryError
 from prefixd_swap.vmem import linux
@@ -32,14 +31,14 @@ class HostMemory(VirtualMemory):
         chunk_bytes = linux.PAGE_BYTES if chunk_bytes is None else chunk_bytes
         if chunk_bytes < 1 or chunk_bytes % linux.PAGE_BYTES:
             raise MemoryMisuseError(f"a chunk of {chunk_bytes} bytes is not a multiple of the page, {linux.PAGE_BYTES}")
-        super().__init__(chunk_bytes, torch.device("cpu"), on_device=False, owner=True)
+        super().__init__(chunk_bytes, "cpu", on_device=False, owner=True)
         self._fd = os.memfd_create("prefixd-gpu-tier", os.MFD_CLOEXEC)
 
     @classmethod
     def attach(cls, chunk_bytes: int, runs: Sequence[Sequence[int]], fd: int) -> HostMemory:
         """The memory of another process through its file, which this object owns from now on."""
         memory = cls.__new__(cls)
-        VirtualMemory.__init__(memory, chunk_bytes, torch.device("cpu"), on_device=False, owner=False)
+        VirtualMemory.__init__(memory, chunk_bytes, "cpu", on_device=False, owner=False)
         memory._fd = fd
         memory._adopt(runs)
         return memory

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from prefixd_swap.errors import MemoryMisuseError, SwapError
 from prefixd_swap.geometry import KvGeometry
 from prefixd_swap.vmem.base import FrameId, VirtualMemory
+
+if TYPE_CHECKING:
+    import torch
 
 
 class VirtualTensor:
@@ -99,6 +102,8 @@ class VirtualTensor:
         return piece * self._region_bytes + len(self._frames) * self.geometry.piece_bytes
 
     def _view(self) -> torch.Tensor:
+        import torch
+
         shape = self.geometry
         heads = shape.kv_heads * shape.head_dim
         if shape.layout == "token":

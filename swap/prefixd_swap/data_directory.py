@@ -1,6 +1,7 @@
 """The disk tier's directory: one owner at a time, and a mark that says whose format it is.
 
-`LOCK` is held with flock(2) and names its holder; `SUPERBLOCK` is written once, before anything else.
+`LOCK` is held with flock(2) and names its holder; `SUPERBLOCK` is written once, before anything else, and again as
+`SUPERBLOCK.copy`: either is enough to open the directory, and the other is then written anew.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import struct
 from pathlib import Path
@@ -21,6 +23,9 @@ from prefixd_swap.slots import PAGE_BYTES
 
 MAGIC = b"prefixd\0"
 VERSION = 1
+SUPERBLOCKS = ("SUPERBLOCK", "SUPERBLOCK.copy")
+
+log = logging.getLogger(__name__)
 
 _SUPERBLOCK = struct.Struct("<8sII")  # magic, version, page bytes; an xxh3_64 of these follows
 _CHECK = struct.Struct("<Q")
@@ -90,39 +95,65 @@ class DataDirectory:
         os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
 
     def _check_superblock(self) -> None:
-        name = self.path / "SUPERBLOCK"
+        """Write the superblock and its copy in a new directory; in an old one mend either from the other."""
         fields = _SUPERBLOCK.pack(MAGIC, VERSION, PAGE_BYTES)
-        if not name.exists():
-            self._write_superblock(name, fields + _CHECK.pack(xxhash.xxh3_64_intdigest(fields)))
-            return
-        found = name.read_bytes()
+        content = fields + _CHECK.pack(xxhash.xxh3_64_intdigest(fields))
+        there = [name for name in SUPERBLOCKS if (self.path / name).exists()]
+        faults = {name: self._fault(self.path / name) for name in there}
+        if there and all(faults.values()):
+            raise FormatError(faults[there[0]])
+        # The copy comes second here. A later format's writer takes it away first, or it would undo its work.
+        for name in SUPERBLOCKS:
+            if name not in faults or faults[name]:
+                if there:
+                    log.warning("%s; written anew", faults.get(name) or f"{self.path / name} was absent")
+                self._write_superblock(self.path / name, content)
+
+    def _fault(self, name: Path) -> str:
+        """Why the superblock in the file `name` cannot be used, and what to do; empty when it can.
+
+        Raises:
+            FormatError: it is whole and says that the format is not ours.
+        """
+        anew = f"delete {self.path} to start with an empty cache"
+        try:
+            found = name.read_bytes()
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            return f"{name} cannot be read ({error.strerror}); {anew}"
         if not found.startswith(MAGIC):
-            raise FormatError(f"{name} is not a prefixd superblock; choose an empty directory")
-        damaged = FormatError(f"{name} is damaged; delete {self.path} to start with an empty cache")
+            return f"{name} is not a prefixd superblock; choose an empty directory"
         if len(found) < _SUPERBLOCK.size:
-            raise damaged
+            return f"{name} is damaged; {anew}"
         _, version, page_bytes = _SUPERBLOCK.unpack_from(found)
-        if version != VERSION:
-            age, remedy = (
-                ("a newer", "upgrade prefixd, choose another directory")
-                if version > VERSION
-                else ("an older", "use the prefixd that wrote it, choose another directory")
+        if version > VERSION:
+            fault = (
+                f"{self.path} has format {version}, of a newer prefixd than this one, which reads format {VERSION}; "
+                "upgrade prefixd, choose another directory"
             )
-            raise FormatError(
-                f"{self.path} has format {version}, of {age} prefixd than this one, which reads format {VERSION}; "
-                f"{remedy}, or delete this one to start with an empty cache"
+        elif version < VERSION:
+            fault = (
+                f"{self.path} has format {version}, of an older prefixd than this one, which reads format {VERSION}; "
+                "use the prefixd that wrote it, choose another directory"
             )
-        if page_bytes != PAGE_BYTES:
-            raise FormatError(
+        elif page_bytes != PAGE_BYTES:
+            fault = (
                 f"{self.path} has pages of {page_bytes} bytes, this prefixd has pages of {PAGE_BYTES}; "
-                "choose another directory, or delete this one to start with an empty cache"
+                "choose another directory"
             )
-        check = found[_SUPERBLOCK.size :]
-        if check != _CHECK.pack(xxhash.xxh3_64_intdigest(found[: _SUPERBLOCK.size])):
-            raise damaged
+        else:
+            fault = ""
+        is_whole = found[_SUPERBLOCK.size :] == _CHECK.pack(xxhash.xxh3_64_intdigest(found[: _SUPERBLOCK.size]))
+        if not fault:
+            return "" if is_whole else f"{name} is damaged; {anew}"
+        fault = f"{fault}, or {anew}"
+        if is_whole:
+            raise FormatError(fault)
+        return fault  # also what a later format looks like that has other fields after its version
 
     def _write_superblock(self, name: Path, content: bytes) -> None:
-        fresh = name.with_suffix(".new")
+        fresh = name.with_name(f"{name.name}.new")
         fd = self._ops.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
             self._ops.pwrite(fd, memoryview(content), 0)
@@ -138,8 +169,9 @@ class DataDirectory:
 def _refuse_foreign(path: Path) -> None:
     """Leave a directory alone that was never ours: one with files in it and no superblock."""
     names = {entry.name for entry in path.iterdir()}
-    foreign = sorted(names - {"LOCK", "SUPERBLOCK.new"})  # a crash may have left these two alone
-    if foreign and "SUPERBLOCK" not in names:
+    leftovers = {f"{name}.new" for name in SUPERBLOCKS}  # of a crash, like a lone LOCK
+    foreign = sorted(names - leftovers - {"LOCK"})
+    if foreign and names.isdisjoint(SUPERBLOCKS):
         raise FormatError(
             f"{path} has no superblock but holds {foreign[0]!r}; choose an empty directory, "
             "or delete this one if it was prefixd's"

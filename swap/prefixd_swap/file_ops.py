@@ -92,5 +92,8 @@ def storage_error(doing: str, error: OSError) -> StorageError:
         errno.EPERM: "give this user the right to read and write there",
         errno.EROFS: "the file system is read-only: remount it or choose another directory",
         errno.EIO: "the device failed: look at the kernel log",
+        errno.EMFILE: "raise this process's limit of open files (ulimit -n, LimitNOFILE=)",
+        errno.ENFILE: "raise the system's limit of open files (fs.file-max)",
+        errno.ENOMEM: "free memory or raise this process's limits (ulimit -v, vm.max_map_count)",
     }.get(error.errno or 0, "check the directory and its file system")
     return StorageError(f"{error.strerror or error} while {doing}; {remedy}")

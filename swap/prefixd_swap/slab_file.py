@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import weakref
@@ -20,6 +21,16 @@ INDEX_BITS = 24
 """A slot's number is its slab's number, then its index in the slab in the low 24 bits."""
 
 _NAME = re.compile(r"([0-9a-f]{10})-([0-9]{4,})\.slab")
+_OWN_FAULTS = frozenset({errno.EIO, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP, errno.ENOENT, errno.EUCLEAN})
+"""Errors in opening a file that say nothing about its neighbours, unlike too many open files."""
+
+
+class UnreadableSlabError(StorageError):
+    """This slab cannot be opened; others may be."""
+
+    def __init__(self, message: str, number: int) -> None:
+        super().__init__(message)
+        self.number = number
 
 
 class SlabFile:
@@ -78,7 +89,8 @@ class SlabFile:
         """The slab in that file, as many slots as it holds, all free; None when the name is no slab's.
 
         Raises:
-            StorageError: the file cannot be opened.
+            UnreadableSlabError: this file cannot be opened.
+            StorageError: no file could be.
         """
         match = _NAME.fullmatch(path.name)
         if match is None:
@@ -91,7 +103,10 @@ class SlabFile:
             fd = ops.open(path, os.O_RDWR | _flag(direct))
             return cls(number, path, slot_bytes, count, fd, ops, direct)
         except OSError as error:
-            raise storage_error(f"opening the slab {path}", error) from error
+            fault = storage_error(f"opening the slab {path}", error)
+            if error.errno in _OWN_FAULTS:
+                raise UnreadableSlabError(str(fault), number) from error
+            raise fault from error
 
     def write(self, index: int, data: memoryview) -> None:
         """Write a slot's bytes; durable only after `sync`.

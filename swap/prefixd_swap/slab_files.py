@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from prefixd_swap.errors import DiskFullError, IntegrityError, StorageError
 from prefixd_swap.file_ops import FileOps, storage_error
-from prefixd_swap.slab_file import INDEX_BITS, SlabFile
+from prefixd_swap.slab_file import INDEX_BITS, SlabFile, UnreadableSlabError
 from prefixd_swap.slots import MIN_SLOTS, round_to_slot, slots_per_slab
 
 SLAB_BYTES = 64 << 20
@@ -45,10 +45,11 @@ class SlabFiles:
         `slab_bytes` is 64 MiB or what makes about 256 slabs of the capacity. `direct`: read and write past the page
         cache.
 
-        If there is more than the capacity, which was lowered then, the newest slabs are deleted.
+        If there is more than the capacity, which was lowered then, the newest slabs are deleted. A slab that cannot be
+        opened by itself is left alone, as if it were gone.
 
         Raises:
-            StorageError: a slab cannot be opened or deleted.
+            StorageError: no slab can be opened, or one not deleted.
         """
         self.capacity_bytes = capacity_bytes
         self.allocated_bytes = 0  # of all files
@@ -63,7 +64,12 @@ class SlabFiles:
         self._next_number = 1
         self._full_at: int | None = None  # bytes the file system had left when it last refused a slab
         for path in sorted(folder.iterdir()):
-            slab = SlabFile.reopen(path, ops, direct)
+            try:
+                slab = SlabFile.reopen(path, ops, direct)
+            except UnreadableSlabError as error:
+                log.error("%s. Its blocks are lost", error)
+                self._next_number = max(self._next_number, error.number + 1)
+                continue
             if slab is None:
                 log.warning("%s is not a slab; it is left alone", path)
                 continue

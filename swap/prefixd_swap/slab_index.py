@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,8 @@ MAP_BYTES = 16 << 20
 """First size of the memory map; it doubles when it is full."""
 CHUNK_ROWS = 4096
 """Rows read at once: few enough to stay in the processor's cache, twice as fast as 65,536."""
+
+READ_BYTES = 1 << 20
 
 Row = tuple[bytes, bytes]
 """A block's key and value."""
@@ -65,6 +68,7 @@ class SlabIndex:
             if not (path / "data.mdb").exists():
                 _create(path, ops)
             try:
+                self._check_readable()
                 self._open()
             except _DAMAGE as error:
                 self._replace(str(error))
@@ -193,12 +197,27 @@ class SlabIndex:
         _create(self._path, self._ops)
         self._open()
 
+    def _check_readable(self) -> None:
+        """Read the file once: LMDB does it through a mapping, where what the device cannot read is SIGBUS, no error."""
+        buffer = memoryview(bytearray(READ_BYTES))
+        fd = self._ops.open(self._path / "data.mdb", os.O_RDONLY)
+        try:
+            offset = 0
+            while got := self._ops.pread(fd, buffer, offset):
+                offset += got
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            raise lmdb.CorruptedError(f"data.mdb cannot be read at byte {offset}: {error.strerror}") from error
+        finally:
+            os.close(fd)
+
     def _open(self) -> None:
         env = lmdb.open(str(self._path), map_size=MAP_BYTES, max_dbs=2, mode=0o600, lock=False)
         try:
             wanted = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
             found = (self._path / "data.mdb").stat().st_size
-            if found < wanted:  # LMDB reads through a mapping: beyond the file's end that is SIGBUS, not an error
+            if found < wanted:  # beyond the file's end a mapping gives SIGBUS too
                 raise lmdb.CorruptedError(f"data.mdb has {found} bytes of {wanted}")
             self._blocks = env.open_db(b"blocks")
             self._namespaces = env.open_db(b"namespaces")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -11,6 +12,7 @@ from pathlib import Path
 import lmdb
 import numpy as np
 import pytest
+import xxhash
 
 from prefixd_swap.block_record import BlockRecord, DiskPart, NewBlock, encode_record
 from prefixd_swap.errors import DirectoryInUseError, DiskFullError, FormatError, StorageError, SwapError
@@ -272,11 +274,103 @@ def test_files_of_others_and_other_versions_are_left_alone(path: Path) -> None:
         (good[:-3], "damaged"),
         (good[:10], "damaged"),
     ]:
-        (path / "SUPERBLOCK").write_bytes(content)
+        for name in ("SUPERBLOCK", "SUPERBLOCK.copy"):
+            (path / name).write_bytes(content)
         with pytest.raises(FormatError, match=message):
             SlabStore.open(path, CAPACITY)
+        assert (path / "SUPERBLOCK").read_bytes() == content
     (path / "SUPERBLOCK").write_bytes(good)
     SlabStore.open(path, CAPACITY).close()
+    assert (path / "SUPERBLOCK.copy").read_bytes() == good
+
+
+@pytest.mark.parametrize("damaged", ["SUPERBLOCK", "SUPERBLOCK.copy"])
+@pytest.mark.parametrize("damage", ["absent", "empty", "cut off", "flipped bit", "flipped version", "garbage"])
+def test_a_damaged_superblock_is_mended_from_the_other(path: Path, damaged: str, damage: str) -> None:
+    store = SlabStore.open(path, CAPACITY)
+    (record,) = write(store, (1, None, b"kept"))
+    store.close()
+    good = (path / damaged).read_bytes()
+    contents = {
+        "empty": b"",
+        "cut off": good[:-3],
+        "flipped bit": good[:-1] + bytes([good[-1] ^ 1]),
+        "flipped version": good[:8] + bytes([good[8] ^ 64]) + good[9:],
+        "garbage": os.urandom(len(good)),
+    }
+    if damage == "absent":
+        (path / damaged).unlink()
+    else:
+        (path / damaged).write_bytes(contents[damage])
+    store = SlabStore.open(path, CAPACITY)
+    assert store.recovery == Recovery(kept=1) and read(store, record) == b"kept"
+    store.close()
+    assert (path / "SUPERBLOCK").read_bytes() == (path / "SUPERBLOCK.copy").read_bytes() == good
+
+
+def test_a_whole_superblock_of_another_format_is_refused_whatever_its_copy_says(path: Path) -> None:
+    SlabStore.open(path, CAPACITY).close()
+    fields = (path / "SUPERBLOCK").read_bytes()[:8] + struct.pack("<II", 2, PAGE)
+    newer = fields + struct.pack("<Q", xxhash.xxh3_64_intdigest(fields))
+    (path / "SUPERBLOCK").write_bytes(newer)
+    with pytest.raises(FormatError, match=f"{path} has format 2, of a newer prefixd .* or delete {path} to start"):
+        SlabStore.open(path, CAPACITY)
+    assert (path / "SUPERBLOCK").read_bytes() == newer
+
+
+@pytest.mark.parametrize("fault", ["a folder", "a device error"])
+def test_an_unreadable_slab_costs_its_blocks(path: Path, fault: str) -> None:
+    store = SlabStore.open(path, CAPACITY)
+    write(store, (0, None, b"small"), (1, None, b"L" * 5 * PAGE), (2, 1, b"child"))
+    store.close()
+    (lost,) = (path / "slabs").glob(f"*-{5 * PAGE}.slab")
+
+    class Failing(FileOps):
+        def open(self, name: Path, flags: int) -> int:
+            if name == lost:
+                raise OSError(errno.EIO, "Input/output error")
+            return super().open(name, flags)
+
+    if fault == "a folder":
+        lost.unlink()
+        lost.mkdir()
+    store = SlabStore.open(path, CAPACITY, ops=FileOps() if fault == "a folder" else Failing())
+    assert store.recovery == Recovery(kept=1, lost_slots=1, lost_parents=1)
+    assert [read(store, record) for record in store.records()] == [b"small"]
+    (again,) = write(store, (1, None, b"L" * 5 * PAGE))  # in another slab, of another number
+    assert read(store, again) == b"L" * 5 * PAGE
+    store.check_integrity()
+    store.close()
+
+
+def test_too_many_open_files_cost_no_block(path: Path) -> None:
+    store = SlabStore.open(path, CAPACITY)
+    write(store, (0, None, b"small"))
+    store.close()
+
+    class Exhausted(FileOps):
+        def open(self, name: Path, flags: int) -> int:
+            if name.suffix == ".slab":
+                raise OSError(errno.EMFILE, "Too many open files")
+            return super().open(name, flags)
+
+    with pytest.raises(StorageError, match=r"opening the slab .*; raise this process's limit of open files"):
+        SlabStore.open(path, CAPACITY, ops=Exhausted())
+    store = SlabStore.open(path, CAPACITY)
+    assert store.recovery == Recovery(kept=1)
+    store.close()
+
+
+def test_a_slab_that_grew_keeps_its_blocks(path: Path) -> None:
+    store = SlabStore.open(path, CAPACITY, slab_bytes=4 * PAGE)
+    (record,) = write(store, (0, None, b"kept"))
+    store.close()
+    (slab,) = (path / "slabs").iterdir()
+    os.truncate(slab, slab.stat().st_size + 3 * PAGE + 7)
+    store = SlabStore.open(path, CAPACITY, slab_bytes=4 * PAGE)
+    assert store.recovery == Recovery(kept=1) and read(store, record) == b"kept"
+    store.check_integrity()
+    store.close()
 
 
 def test_a_crash_before_the_superblock_is_no_obstacle(path: Path) -> None:
@@ -284,7 +378,36 @@ def test_a_crash_before_the_superblock_is_no_obstacle(path: Path) -> None:
     (path / "LOCK").write_text("1\n")
     (path / "SUPERBLOCK.new").write_bytes(b"half")
     SlabStore.open(path, CAPACITY).close()
-    assert (path / "SUPERBLOCK").exists() and not (path / "SUPERBLOCK.new").exists()
+    assert {file.name for file in path.iterdir()} == {"LOCK", "SUPERBLOCK", "SUPERBLOCK.copy", "index", "slabs"}
+
+
+def test_an_index_that_cannot_be_read_is_set_aside(path: Path) -> None:
+    """LMDB itself would be killed by SIGBUS."""
+    store = SlabStore.open(path, CAPACITY)
+    write(store, (1, None, b"x"))
+    store.close()
+
+    class Failing(FileOps):
+        bad: int | None = None
+
+        def open(self, name: Path, flags: int) -> int:
+            fd = super().open(name, flags)
+            if self.bad is None and name.name == "data.mdb":
+                self.bad = fd
+            return fd
+
+        def pread(self, fd: int, buffer: memoryview, offset: int) -> int:
+            if fd == self.bad:
+                self.bad = -1
+                raise OSError(errno.EIO, "Input/output error")
+            return super().pread(fd, buffer, offset)
+
+    store = SlabStore.open(path, CAPACITY, ops=Failing())
+    assert "cannot be read at byte 0: Input/output error" in store.recovery.index_damage
+    assert list(store.records()) == [] and (path / "index.damaged" / "data.mdb").exists()
+    write(store, (1, None, b"again"))
+    store.check_integrity()
+    store.close()
 
 
 @pytest.mark.parametrize("damage", ["garbage", "cut off", "empty", "gone"])

@@ -26,7 +26,7 @@ def check_integrity(cache: TieredCache) -> None:
 
 def _check_trie(trie: Trie) -> None:
     rows = trie.used_rows()
-    _demand(len(set(rows.tolist())) == len(rows), "two keys lead to one row")
+    _demand(len(trie) == len(rows), f"{len(trie)} keys lead to {len(rows)} rows")
     _demand(not set(rows.tolist()) & set(trie.free), "a row is used and free at once")
     _demand(
         len(rows) + len(trie.free) == trie.rows, f"{trie.rows} rows, but {len(rows)} used and {len(trie.free)} free"
@@ -36,7 +36,7 @@ def _check_trie(trie: Trie) -> None:
     used = set(rows.tolist())
     for row in rows.tolist():
         parent = int(trie.parent[row])
-        _demand(trie.index.get(trie.key(row)) == row, f"row {row} is not found under its key")
+        _demand(trie.find(trie.key(row)) == row, f"row {row} is not found under its key")
         _demand(parent < 0 or parent in used, f"block {trie.key(row).hex()} continues a block that does not exist")
         _demand(trie.depth[row] == (trie.depth[parent] + 1 if parent >= 0 else 0), f"row {row} has a wrong depth")
         children[parent] += 1

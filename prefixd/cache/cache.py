@@ -94,7 +94,7 @@ class TieredCache:
             if home is None:
                 continue
             trie = self.trie(home)
-            parent = trie.index.get(record.parent) if record.parent else home.root
+            parent = trie.find(record.parent) if record.parent else home.root
             if parent is None or len(record.parts) != len(trie.part_bytes) or None in record.parts:
                 continue
             if parent >= 0 and trie.namespace[parent] != home.ordinal:  # another namespace's block with that key
@@ -374,7 +374,7 @@ class TieredCache:
         found: list[int] = []
         parent = namespace.root
         for block in range(len(chain)):
-            row = trie.index.get(chain.key(block))
+            row = trie.find(chain.key(block))
             if row is None or trie.parent[row] != parent or trie.tokens[row].tobytes() != chain.block(block):
                 break
             if not trie.whole[row] and (trie.slots[row, CPU, list(parts)] < 0).any():

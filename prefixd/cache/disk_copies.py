@@ -235,7 +235,7 @@ class DiskCopies:
 
     def _is_back(self, trie: Trie, identity: Identity) -> bool:
         """Whether the block was written again while its removal waited; the write has replaced the record."""
-        row = trie.index.get(identity[1])
+        row = trie.find(identity[1])
         return row is not None and bool(trie.some[row] & (1 << DISK)) and self.identity(trie, row) == identity
 
     async def _in_thread(self, work: Callable[..., T], *args: object) -> T:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
+import numpy as np
 import xxhash
+
+from prefixd.cache.key_index import Rows
+
+_BATCH_GROWTH = 16
+_LARGEST_BATCH = 4096
 
 Digest = Callable[[bytes, int], bytes]
 """`(parent's key + the block's token ids as little-endian uint32, seed) -> 16 bytes`."""
@@ -62,31 +68,37 @@ class BlockChain:
         """Token ids of the first `count` blocks."""
         return bytes(self._tokens[: count * self.width])
 
-    def walk(self, index: Mapping[bytes, int], limit: int) -> list[int]:
-        """The rows that `index` has for the first blocks, at most `limit`, up to the first key it does not have.
+    def walk(self, find_all: Callable[[bytes], Rows], limit: int) -> Rows:
+        """The rows of the first blocks, at most `limit`, up to the first that has none.
 
-        One loop with local names: a cached prompt of 1,000 blocks takes 0.15 ms, half of it hashing.
+        `find_all` takes keys one behind the other and gives their rows, -1 for none (`KeyIndex.find_all`). It is asked
+        for one key, then for ever more at a time: many are found faster together, but what is hashed behind the first
+        miss is for nothing.
         """
-        keys, tokens, width, seed, digest = self.keys, self._tokens, self.width, self._seed, self._digest
-        rows: list[int] = []
-        key = b""
-        for position in range(min(limit, len(self))):
-            if position < len(keys):
-                key = keys[position]
-            else:
-                key = digest(key + tokens[position * width : (position + 1) * width], seed)
-                keys.append(key)
-            row = index.get(key)
-            if row is None:
+        end = min(limit, len(self))
+        found: list[Rows] = [np.zeros(0, np.int64)]
+        start, batch = 0, 1
+        while start < end:
+            stop = min(start + batch, end)
+            self._hash(stop)
+            rows = find_all(b"".join(self.keys[start:stop]))
+            missing = rows < 0
+            if missing.any():
+                found.append(rows[: int(missing.argmax())])
                 break
-            rows.append(row)
-        return rows
+            found.append(rows)
+            start, batch = stop, min(batch * _BATCH_GROWTH, _LARGEST_BATCH)
+        return np.concatenate(found)
 
     def key(self, index: int) -> bytes:
         """Key of block `index`, 16 bytes; hashes what has not been hashed yet."""
-        keys = self.keys
-        while len(keys) <= index:
-            done = len(keys)
-            parent = keys[-1] if keys else b""
-            keys.append(self._digest(parent + self._tokens[done * self.width : (done + 1) * self.width], self._seed))
-        return keys[index]
+        self._hash(index + 1)
+        return self.keys[index]
+
+    def _hash(self, blocks: int) -> None:
+        """Computes the keys of the first `blocks`. One loop with local names: half of a match's time is here."""
+        keys, tokens, width, seed, digest = self.keys, self._tokens, self.width, self._seed, self._digest
+        key = keys[-1] if keys else b""
+        for start in range(len(keys) * width, blocks * width, width):
+            key = digest(key + tokens[start : start + width], seed)
+            keys.append(key)

@@ -11,19 +11,22 @@ hold also keeps.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from prefixd.cache.key_index import KeyIndex, grown
+from prefixd.cache.key_index import Rows as Rows
 from prefixd.cache.keys import BlockChain
 
 GPU, CPU, DISK, NONE = 0, 1, 2, 3
 TIERS = 3
 NO_SLOT = -1
-
-Rows = npt.NDArray[np.int64]
+_NOWHERE = -1  # namespace of a row that has no block
 
 # Nearest tier of a block by the bit mask of the tiers that have all of its parts.
 _NEAREST = np.array([NONE, GPU, CPU, GPU, DISK, GPU, CPU, GPU], dtype=np.int8)
@@ -53,31 +56,33 @@ class Trie:
         self.part_bytes = tuple(part_bytes)
         parts = len(self.part_bytes)
         self.ordinal = ordinal
-        self.index: dict[bytes, int] = {}
         self.rows = 0  # rows ever used; the columns are valid below
-        self.free: list[int] = []
+        self.free = array("i")
         self._capacity = 0
-        self._keys: list[bytes] = []
+        self._keys = KeyIndex()
         self.tokens = np.empty((0, block_tokens), np.uint32)
-        self.parent = np.empty(0, np.int64)
+        self.parent = np.empty(0, np.int32)
         self.namespace = np.empty(0, np.int32)
         self.depth = np.empty(0, np.int32)
         self.children = np.empty(0, np.int32)
-        self.generation = np.empty(0, np.int64)
+        self.generation = np.empty(0, np.int32)
         self.keep = np.empty(0, np.int32)
         self.pinned = np.empty(0, np.bool_)
         self.last_used = np.empty(0, np.float64)
         self.some = np.empty(0, np.uint8)  # tiers that have any part, a bit each
         self.whole = np.empty(0, np.uint8)  # tiers that have every part
         self.nearest = np.empty(0, np.int8)
-        self.slots = np.empty((0, TIERS, parts), np.int64)
+        self.slots = _by_tier(0, (parts,), np.int64)
         self.checksums = np.empty((0, parts), np.uint64)
-        self.holds = np.empty((0, TIERS), np.int32)
-        self.tier_children = np.empty((0, TIERS), np.int32)
-        self.entered = np.empty((0, TIERS), np.float64)
+        self.holds = _by_tier(0, (), np.int32)
+        self.tier_children = _by_tier(0, (), np.int32)
+        self.entered = _by_tier(0, (), np.float64)
 
     def __len__(self) -> int:
-        return len(self.index)
+        return len(self._keys)
+
+    def __contains__(self, key: bytes | None) -> bool:
+        return key is not None and self._keys.find(key) is not None
 
     # -- finding ------------------------------------------------------------------------------------------------
 
@@ -87,8 +92,8 @@ class Trie:
         Keys lead to candidates; token ids and parents are then compared, so that a collision of keys can never hand
         out another prompt's KV.
         """
-        found = chain.walk(self.index, len(chain) if limit is None else limit)
-        return Match(self.verified(root, chain, np.array(found, np.int64)))
+        found = chain.walk(self._keys.find_all, len(chain) if limit is None else limit)
+        return Match(self.verified(root, chain, found))
 
     def verified(self, root: int, chain: BlockChain, rows: Rows) -> Rows:
         """The beginning of `rows` that really is this chain's and has its bytes."""
@@ -102,9 +107,28 @@ class Trie:
         good[1:] &= parents[1:] == rows[:-1]
         return rows if good.all() else rows[: int(good.argmin())]
 
+    def find(self, key: bytes) -> int | None:
+        """The row of the block that has this key; its tokens and its parent may be another prompt's."""
+        return self._keys.find(key)
+
+    def find_all(self, keys: npt.NDArray[np.uint8]) -> Rows:
+        """`find` for [m, 16] keys at once, -1 where there is none."""
+        return self._keys.find_all(keys)
+
+    def find_by_digits(self, digits: str) -> Rows:
+        """The rows whose keys begin with these hex digits."""
+        rows = self.used_rows()
+        keys = self._keys.keys(rows)
+        whole = np.frombuffer(bytes.fromhex(digits[: len(digits) // 2 * 2]), np.uint8)
+        same = (keys[:, : len(whole)] == whole).all(axis=1)
+        if len(digits) % 2:
+            same &= keys[:, len(whole)] >> 4 == int(digits[-1], 16)
+        chosen: Rows = rows[same]
+        return chosen
+
     def key(self, row: int) -> bytes:
         """Key of the block in `row`."""
-        return self._keys[row]
+        return self._keys.key(row)
 
     def path(self, row: int) -> Rows:
         """The rows from the first block of the prefix to `row`."""
@@ -125,17 +149,24 @@ class Trie:
 
     def used_rows(self) -> Rows:
         """All rows that hold a block."""
-        return np.fromiter(self.index.values(), np.int64, len(self.index))
+        return np.flatnonzero(self.namespace[: self.rows] != _NOWHERE)
 
     def subtree(self, row: int) -> list[int]:
         """`row` and everything that continues it, parents before children."""
-        by_parent: dict[int, list[int]] = {}
+        if not self.children[row]:
+            return [row]
         rows = self.used_rows()
-        for child, parent in zip(rows.tolist(), self.parent[rows].tolist(), strict=True):
-            by_parent.setdefault(parent, []).append(child)
-        found = [row]
-        for current in found:
-            found.extend(by_parent.get(current, ()))
+        rows = rows[np.argsort(self.parent[rows])]  # siblings side by side
+        parents = self.parent[rows]
+        found: list[int] = []
+        level = np.array([row], np.int64)
+        while len(level):
+            found += level.tolist()
+            level = level[self.children[level] > 0]
+            first = np.searchsorted(parents, level)
+            count = self.children[level]
+            starts = np.repeat(first - np.cumsum(count) + count, count)
+            level = rows[starts + np.arange(len(starts))]
         return found
 
     # -- adding and removing ------------------------------------------------------------------------------------
@@ -147,13 +178,12 @@ class Trie:
         cannot be cached.
         """
         tokens = np.frombuffer(token_ids, np.uint32)
-        row = self.index.get(key)
+        row = self._keys.find(key)
         if row is not None:
             same = self.parent[row] == parent and bool((self.tokens[row] == tokens).all())
             return row if same else None
         row = self.free.pop() if self.free else self._new_row()
-        self.index[key] = row
-        self._keys[row] = key
+        self._keys.insert(key, row)
         self.tokens[row] = tokens
         self.parent[row] = parent
         self.namespace[row] = namespace
@@ -175,7 +205,9 @@ class Trie:
 
     def removable(self, row: int) -> bool:
         """Whether the block exists and nothing continues, keeps or pins it."""
-        return bool(self._keys[row] and not self.children[row] and not self.keep[row] and not self.pinned[row])
+        if self.children[row] or self.keep[row] or self.pinned[row]:
+            return False
+        return bool(self.namespace[row] != _NOWHERE)
 
     def remove(self, row: int) -> None:
         """Forgets a block that has no copy left and is removable.
@@ -183,10 +215,10 @@ class Trie:
         Ancestors that were without copies and stayed only for its sake go with it.
         """
         if self.some[row] or not self.removable(row):
-            raise RuntimeError(f"block {self._keys[row].hex()} was removed while it has copies, children or keepers")
+            raise RuntimeError(f"row {row} was removed while it has no block, or one with copies, children or keepers")
         while True:
-            del self.index[self._keys[row]]
-            self._keys[row] = b""
+            self._keys.remove(row)
+            self.namespace[row] = _NOWHERE
             self.generation[row] += 1
             self.free.append(row)
             row = int(self.parent[row])
@@ -295,16 +327,24 @@ class Trie:
         if self.rows == self._capacity:
             self._grow(max(1024, self._capacity + self._capacity // 2))
         self.rows += 1
-        self._keys.append(b"")
         return self.rows - 1
 
     def _grow(self, capacity: int) -> None:
+        """A column at a time, so that only one is there twice."""
+        self._keys.reserve(capacity)
         for name in _COLUMNS:
+            setattr(self, name, grown(getattr(self, name), capacity))
+        for name in _TIER_COLUMNS:
             old = getattr(self, name)
-            new = np.zeros((capacity, *old.shape[1:]), old.dtype)
+            new = _by_tier(capacity, old.shape[2:], old.dtype)
             new[: self.rows] = old[: self.rows]
             setattr(self, name, new)
         self._capacity = capacity
+
+
+def _by_tier(rows: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """A column of 0 for each tier, [rows, TIERS, *shape]; where no tier writes, it takes no memory."""
+    return np.zeros((TIERS, rows, *shape), dtype).swapaxes(0, 1)
 
 
 _COLUMNS = (
@@ -320,9 +360,6 @@ _COLUMNS = (
     "some",
     "whole",
     "nearest",
-    "slots",
     "checksums",
-    "holds",
-    "tier_children",
-    "entered",
 )
+_TIER_COLUMNS = ("slots", "holds", "tier_children", "entered")

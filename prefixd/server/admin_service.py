@@ -150,12 +150,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             raise InvalidArgumentError(
                 f"key {key!r} is not {_SHORTEST_KEY} to {_KEY_DIGITS} hex digits; `prefixd ls` shows the keys"
             )
-        found = [
-            (trie, row)
-            for trie in self._cache.tries
-            for candidate, row in trie.index.items()
-            if candidate.hex().startswith(digits)
-        ]
+        found = [(trie, row) for trie in self._cache.tries for row in trie.find_by_digits(digits).tolist()]
         if not found:
             raise NotFoundError(f"no prefix has the key {key}; `prefixd ls` shows what there is")
         if len(found) > 1:

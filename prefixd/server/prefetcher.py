@@ -139,7 +139,7 @@ class Prefetcher:
 
     def grew(self, request: Request) -> bool:
         """Whether somebody computed more of the prefix since it was staged."""
-        if self._tracker is None or request.cut or request.next_key not in request.trie.index:
+        if self._tracker is None or request.cut or request.next_key not in request.trie:
             return False
         match = request.trie.match(request.namespace.root, request.chain, request.usable_blocks)
         return len(match) > len(request.rows)

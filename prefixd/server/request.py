@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from prefixd.cache import BlockChain, Namespace, Trie
 from prefixd.cache.trie import Rows
@@ -16,6 +17,7 @@ from prefixd_scheduler import QueuedRequest
 
 FinishReason = Literal["stop", "length", "cancelled"]
 _NO_ROWS = np.empty(0, np.int64)
+_NO_GENERATIONS = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ class Request:
     queued: QueuedRequest
     events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
     rows: Rows = field(default_factory=lambda: _NO_ROWS)
-    generations: Rows = field(default_factory=lambda: _NO_ROWS)
+    generations: npt.NDArray[np.int32] = field(default_factory=lambda: _NO_GENERATIONS)
     staged: bool = False
     staging: asyncio.Task[None] | None = None
     frames: list[int] = field(default_factory=list)
@@ -107,4 +109,4 @@ class Request:
 
     def forget_rows(self) -> None:
         """Starts over with nothing found."""
-        self.rows = self.generations = _NO_ROWS
+        self.rows, self.generations = _NO_ROWS, _NO_GENERATIONS

@@ -38,7 +38,7 @@ class PrefixTracker:
         loose = [request for request in waiting if not request.staged]
         found = [request for request in loose if len(request.rows)]
         for request in loose:
-            if not len(request.rows) and request.next_key in request.trie.index:
+            if not len(request.rows) and request.next_key in request.trie:
                 self.look_up(request)
         if not found:
             return
@@ -49,7 +49,7 @@ class PrefixTracker:
         stale = trie.generation[rows] != np.concatenate([request.generations for request in found])
         far = np.maximum.reduceat(np.where(stale, NONE, trie.nearest[rows]), starts)
         for request, distance in zip(found, far.tolist(), strict=True):
-            if distance == NONE or request.next_key in trie.index:
+            if distance == NONE or request.next_key in trie:
                 self.look_up(request)
             else:
                 self._note(request, Distance(distance))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prefixd.cache.key_index import Rows
 from prefixd.cache.keys import BlockChain, xxh3_digest
 
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=40).map(
@@ -56,18 +58,24 @@ def test_a_miss_does_not_hash_the_rest_of_the_prompt() -> None:
         return xxh3_digest(data, seed)
 
     chain = BlockChain(bytes(4 * 100), 1, 0, digest)
-    assert chain.walk({}, 100) == []
+    assert not len(chain.walk(lambda keys: np.full(len(keys) // 16, -1), 100))
     assert len(hashed) == 1
     chain.key(4)
     chain.key(2)
     assert len(hashed) == 5
 
 
-@given(tokens, st.integers(1, 3), st.integers(0, 12), st.integers(0, 12))
-def test_a_walk_ends_at_the_limit_or_the_first_unknown_key(ids: bytes, width: int, known: int, limit: int) -> None:
-    reference = BlockChain(ids, width, 5)
+@given(st.binary(min_size=4, max_size=4), st.integers(0, 400), st.integers(0, 400), st.integers(0, 400))
+def test_a_walk_ends_at_the_limit_or_the_first_unknown_key(seed: bytes, blocks: int, known: int, limit: int) -> None:
+    ids = seed * blocks
+    reference = BlockChain(ids, 1, 5)
     index = {reference.key(i): 10 + i for i in range(min(known, len(reference)))}
-    chain = BlockChain(ids, width, 5)
+
+    def find_all(keys: bytes) -> Rows:
+        return np.array([index.get(keys[at : at + 16], -1) for at in range(0, len(keys), 16)])
+
+    chain = BlockChain(ids, 1, 5)
     expected = [10 + i for i in range(min(known, limit, len(chain)))]
-    assert chain.walk(index, limit) == expected
-    assert chain.walk(index, limit) == expected, "half-hashed chains walk the same way"
+    assert chain.walk(find_all, limit).tolist() == expected
+    assert len(chain.keys) <= 17 * (len(expected) + 1), "what is hashed behind the first miss is bounded"
+    assert chain.walk(find_all, limit).tolist() == expected, "half-hashed chains walk the same way"

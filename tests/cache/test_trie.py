@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections import Counter
 
 import numpy as np
@@ -259,3 +260,37 @@ def test_the_table_grows_and_keeps_what_it_has() -> None:
     assert len(rows) == 3000
     assert trie.slots[rows, CPU, 0].tolist() == list(range(3000))
     assert trie.depth[rows].tolist() == list(range(3000))
+
+
+def test_growing_holds_one_column_twice_and_no_more() -> None:
+    tracemalloc.start()
+    try:
+        trie = Trie(16, (1,))
+        for number in range(1024):
+            trie.insert(-1, 0, number.to_bytes(16, "little"), bytes(64), 0.0)
+        before, _ = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        trie.insert(-1, 0, b"k" * 16, bytes(64), 0.0)
+        after, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert after > 1.4 * before, "it did grow"
+    assert peak < 1.9 * before, "what is replaced is let go before the next column is made"
+
+
+def test_a_row_is_found_by_the_first_digits_of_its_key() -> None:
+    trie = Trie(1, (1,))
+    keys = [bytes.fromhex(digits.ljust(32, "0")) for digits in ("abcd", "abce", "abcef", "b")]
+    rows = [trie.insert(-1, 0, key, number.to_bytes(4, "little"), 0.0) for number, key in enumerate(keys)]
+    assert [trie.find_by_digits(digits).tolist() for digits in ("a", "abc", "abce", "abcef", "b0", "c")] == [
+        *([rows[:3]] * 2),
+        rows[1:3],
+        rows[2:3],
+        rows[3:],
+        [],
+    ]
+    gone = rows[1]
+    assert gone is not None
+    trie.remove(gone)
+    assert trie.find_by_digits("abce").tolist() == rows[2:3]
+    assert (keys[1] in trie, keys[2] in trie, None in trie) == (False, True, False)

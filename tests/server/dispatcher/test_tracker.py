@@ -38,7 +38,7 @@ def from_scratch(bench: Bench, request: Request) -> tuple[int, int]:
     trie = request.trie
     parent, distance, blocks = request.namespace.root, GPU, 0
     for block in range(request.usable_blocks):
-        row = trie.index.get(request.chain.key(block))
+        row = trie.find(request.chain.key(block))
         if row is None or trie.parent[row] != parent or trie.tokens[row].tobytes() != request.chain.block(block):
             break
         tiers = [tier for tier in range(NONE) if trie.has(row, tier)]

@@ -120,19 +120,22 @@ def test_sigterm_ends_a_benchmark_and_its_daemon(short_folder: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
-        deadline = time.monotonic() + 60
-        while not (sockets := list(short_folder.glob("*/prefixd.sock"))):
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.02)
-        with Client(f"unix:{sockets[0]}") as client:
-            while not client.stats().sessions:
+        try:
+            deadline = time.monotonic() + 60
+            while not (sockets := list(short_folder.glob("*/prefixd.sock"))):
                 assert process.poll() is None and time.monotonic() < deadline
                 time.sleep(0.02)
-        (lock,) = sockets[0].parent.glob("data/daemon.lock")
-        daemon = int(lock.read_text())
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 128 + signal.SIGTERM
-        assert process.stderr is not None and process.stderr.read() == ""
+            with Client(f"unix:{sockets[0]}") as client:
+                while not client.stats().sessions:
+                    assert process.poll() is None and time.monotonic() < deadline
+                    time.sleep(0.02)
+            (lock,) = sockets[0].parent.glob("data/daemon.lock")
+            daemon = int(lock.read_text())
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 128 + signal.SIGTERM
+            assert process.stderr is not None and process.stderr.read() == ""
+        finally:
+            process.kill()
     assert list(short_folder.iterdir()) == []
     with pytest.raises(ProcessLookupError):
         os.kill(daemon, 0)

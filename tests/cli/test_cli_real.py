@@ -195,15 +195,18 @@ def test_a_demo_that_is_ended_takes_its_daemon_with_it(environment: dict[str, st
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
-        assert process.stderr is not None
-        while "loading the model" not in (line := process.stderr.readline()):
-            assert line, "the demo ended by itself"
-        (lock,) = temporary.glob("*/no-cache/data/daemon.lock")
-        daemon = int(lock.read_text())
-        os.kill(daemon, 0)
-        process.send_signal(signal.SIGTERM)
-        errors = process.stderr.read()
-        assert process.wait(60) == 128 + signal.SIGTERM
+        try:
+            assert process.stderr is not None
+            while "loading the model" not in (line := process.stderr.readline()):
+                assert line, "the demo ended by itself"
+            (lock,) = temporary.glob("*/no-cache/data/daemon.lock")
+            daemon = int(lock.read_text())
+            os.kill(daemon, 0)
+            process.send_signal(signal.SIGTERM)
+            errors = process.stderr.read()
+            assert process.wait(60) == 128 + signal.SIGTERM
+        finally:
+            process.kill()
     assert "Traceback" not in errors
     assert list(temporary.glob("prefixd*")) == []
     with pytest.raises(ProcessLookupError):

@@ -29,6 +29,12 @@ class AlreadyExistsError(PrefixdError):
     status = "ALREADY_EXISTS"
 
 
+class PermissionDeniedError(PrefixdError):
+    """This caller may not have what it asks for."""
+
+    status = "PERMISSION_DENIED"
+
+
 class ExhaustedError(PrefixdError):
     """No room, and nothing may be evicted or no more may wait."""
 

@@ -87,6 +87,8 @@ class ServerSettings(_Section):
     """host:port for clients on other hosts; none by default."""
     max_sessions: Count = 256
     """Sessions open at once; one more is refused."""
+    max_namespaces: Count = 1024
+    """Namespaces (a model and a tenant's salt each) that the daemon knows; one more is refused."""
     lease_ttl_s: Seconds = 60.0
     """How long a lease or a reservation lives unless its client asks otherwise."""
     max_lease_ttl_s: Seconds = 3600.0

@@ -46,6 +46,7 @@ class TieredCache:
         default_ttl_s: lifetime of a lease that asked for none.
         max_ttl_s: longest lifetime of a lease.
         max_sessions: sessions open at once.
+        max_namespaces: no more than these are taken on; those that come back from disk count, but always come back.
         write_back: copy down ahead of need.
         digest: block key function; replaced in tests.
     """
@@ -60,6 +61,7 @@ class TieredCache:
         default_ttl_s: float = 60.0,
         max_ttl_s: float = 3600.0,
         max_sessions: int = 256,
+        max_namespaces: int = 1024,
         write_back: bool = True,
         digest: Digest = xxh3_digest,
     ) -> None:
@@ -73,6 +75,7 @@ class TieredCache:
         self.leases = LeaseTable(
             self._end_grant, default_ttl_s=default_ttl_s, max_ttl_s=max_ttl_s, max_sessions=max_sessions
         )
+        self._max_namespaces = max_namespaces
         self._digest = digest
         self._trie_of: dict[tuple[int, tuple[int, ...]], Trie] = {}
 
@@ -115,7 +118,18 @@ class TieredCache:
         await self.residency.close()
 
     def register(self, spec: NamespaceSpec) -> Namespace:
-        """The namespace for `spec`, made durable when it is new. AlreadyExistsError when it disagrees."""
+        """The namespace for `spec`, made durable when it is new.
+
+        Raises:
+            InvalidArgumentError: the spec itself is wrong.
+            AlreadyExistsError: (name, salt) is registered with another geometry.
+            ExhaustedError: it would be one too many.
+        """
+        if spec not in self.namespaces and len(self.namespaces) >= self._max_namespaces:
+            raise ExhaustedError(
+                f"{len(self.namespaces)} namespaces are registered, the most allowed; use one of them or raise "
+                "server.max_namespaces"
+            )
         namespace, new = self.namespaces.register(spec)
         self.trie(namespace)
         if new and self.tiers.disk is not None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from prefixd.cache.keys import BlockChain
 from prefixd.cache.namespaces import Namespace
 from prefixd.cache.trie import Rows, Trie
-from prefixd.errors import ExhaustedError, InvalidArgumentError, NotFoundError
+from prefixd.errors import ExhaustedError, InvalidArgumentError, NotFoundError, PermissionDeniedError
 
 _REMEMBERED = 10_000  # ended leases of which we still know how they ended, for a better message
 
@@ -48,13 +48,27 @@ class Reservation:
 
 @dataclass(slots=True)
 class Session:
-    """One engine's connection. Everything it was granted ends with it."""
+    """One engine's connection. Everything it was granted ends with it.
+
+    `namespaces` are those it has registered, by id: it reads and fills no others.
+    """
 
     id: str
     client_name: str
     pid: int
     opened_s: float
     grants: dict[str, Lease | Reservation] = field(default_factory=dict)
+    namespaces: dict[bytes, Namespace] = field(default_factory=dict)
+
+    def namespace(self, identity: bytes) -> Namespace:
+        """A namespace that this session has registered; PermissionDeniedError for every other, known or not."""
+        try:
+            return self.namespaces[identity]
+        except KeyError:
+            raise PermissionDeniedError(
+                f"namespace {identity.hex() or '(empty)'} is not open to this session; register it in this session "
+                "with RegisterNamespace"
+            ) from None
 
 
 class LeaseTable:

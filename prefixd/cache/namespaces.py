@@ -12,6 +12,9 @@ from prefixd.errors import AlreadyExistsError, InvalidArgumentError, NotFoundErr
 
 _MAX_BLOCK_TOKENS = 65_536
 _MAX_PARTS = 1_024
+_MAX_PART_BYTES = 1 << 40
+_MAX_NAME_BYTES = 1_024
+_MAX_LABEL_BYTES = 256
 
 
 class PartSpec(msgspec.Struct, frozen=True):
@@ -41,6 +44,9 @@ class NamespaceSpec(msgspec.Struct, frozen=True):
         """Raises InvalidArgumentError unless the spec can be stored."""
         if not self.name:
             raise InvalidArgumentError("namespace name is empty; pass the model's fingerprint")
+        _check_length("namespace name", self.name, _MAX_NAME_BYTES)
+        for what in ("salt", "dtype", "layout"):
+            _check_length(what, getattr(self, what), _MAX_LABEL_BYTES)
         if not 1 <= self.block_tokens <= _MAX_BLOCK_TOKENS:
             raise InvalidArgumentError(
                 f"block_tokens is {self.block_tokens}; it must be between 1 and {_MAX_BLOCK_TOKENS}"
@@ -50,9 +56,11 @@ class NamespaceSpec(msgspec.Struct, frozen=True):
         if len({(part.group, part.rank) for part in self.parts}) != len(self.parts):
             raise InvalidArgumentError("two parts of the namespace have the same group and rank; name each once")
         for part in self.parts:
-            if part.nbytes < 1:
+            _check_length("part's group", part.group, _MAX_LABEL_BYTES)
+            if not 1 <= part.nbytes <= _MAX_PART_BYTES:
                 raise InvalidArgumentError(
-                    f"part {part.group!r}/{part.rank} has {part.nbytes} bytes; it needs at least 1"
+                    f"part {part.group!r}/{part.rank} has {part.nbytes} bytes; it needs at least 1 and at most "
+                    f"{_MAX_PART_BYTES}"
                 )
 
 
@@ -128,6 +136,12 @@ class NamespaceRegistry:
         """The namespace with this ordinal."""
         return self._by_ordinal[ordinal]
 
+    def __contains__(self, spec: NamespaceSpec) -> bool:
+        return namespace_id(spec) in self._by_id
+
+    def __len__(self) -> int:
+        return len(self._by_ordinal)
+
     def __iter__(self) -> Iterator[Namespace]:
         return iter(self._by_ordinal)
 
@@ -136,6 +150,12 @@ def namespace_id(spec: NamespaceSpec) -> bytes:
     """8 bytes over (name, salt), length-prefixed so that no two pairs read the same."""
     name = spec.name.encode()
     return xxhash.xxh3_64_digest(len(name).to_bytes(8, "little") + name + spec.salt)
+
+
+def _check_length(what: str, value: str | bytes, limit: int) -> None:
+    length = len(value.encode() if isinstance(value, str) else value)
+    if length > limit:
+        raise InvalidArgumentError(f"the {what} has {length} bytes; use at most {limit}, a digest of it for example")
 
 
 def _short(value: object) -> str:

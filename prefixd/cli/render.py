@@ -125,9 +125,8 @@ def _tier_table(tiers: Iterable[admin_pb2.TierStats]) -> Table:
 def _namespace_table(namespaces: Iterable[admin_pb2.NamespaceStats]) -> Table:
     made = table("namespace", "id", "block tokens", "blocks", right=("block tokens", "blocks"), fold=("namespace",))
     for entry in namespaces:
-        salted = " (salted)" if entry.namespace.salt else ""
         made.add_row(
-            Text(entry.namespace.name + salted),
+            Text(entry.namespace.name),
             entry.namespace_id.hex(),
             str(entry.namespace.block_tokens),
             f"{entry.blocks:,}",

@@ -42,7 +42,9 @@ class AsyncCache:
         prompt = token_bytes(tokens)
         answer = await self._namespace.ask(
             self._namespace.client.connection.cache.Match,
-            lambda _: cache_pb2.MatchRequest(namespace_id=self.namespace_id, token_ids=prompt),
+            lambda session: cache_pb2.MatchRequest(
+                session_id=session.session_id, namespace_id=self.namespace_id, token_ids=prompt
+            ),
         )
         return MatchResult.from_proto(answer.response)
 
@@ -51,7 +53,9 @@ class AsyncCache:
         prompt = token_bytes(tokens)
         answer = await self._namespace.ask(
             self._namespace.client.connection.cache.Prefetch,
-            lambda _: cache_pb2.PrefetchRequest(namespace_id=self.namespace_id, token_ids=prompt),
+            lambda session: cache_pb2.PrefetchRequest(
+                session_id=session.session_id, namespace_id=self.namespace_id, token_ids=prompt
+            ),
         )
         return int(answer.response.blocks)
 

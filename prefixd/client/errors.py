@@ -38,7 +38,7 @@ class UnsupportedError(ClientError):
 
 
 class PermissionDeniedError(ClientError):
-    """The daemon refuses this caller."""
+    """The daemon refuses this caller: a missing or unknown token, or a namespace that it has not registered."""
 
 
 class ServerUnavailable(ClientError):

@@ -53,7 +53,7 @@ class RegisteredNamespace:
             connection = self.client.connection
             response = await connection.call(
                 connection.cache.RegisterNamespace,
-                cache_pb2.RegisterNamespaceRequest(namespace=self.spec.to_proto()),
+                cache_pb2.RegisterNamespaceRequest(namespace=self.spec.to_proto(), session_id=session.session_id),
             )
             self.namespace_id = response.namespace_id
             self._registered_in = session

@@ -62,7 +62,9 @@ async def put(
     connection = namespace.client.connection
     answer = await namespace.ask(
         connection.cache.Match,
-        lambda _: cache_pb2.MatchRequest(namespace_id=namespace.namespace_id, token_ids=prompt),
+        lambda session: cache_pb2.MatchRequest(
+            session_id=session.session_id, namespace_id=namespace.namespace_id, token_ids=prompt
+        ),
     )
     cached: int = answer.response.blocks
     if cached < first_block:

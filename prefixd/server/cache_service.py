@@ -73,7 +73,8 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
 
     @unary
     async def RegisterNamespace(self, request: pb.RegisterNamespaceRequest) -> pb.RegisterNamespaceResponse:
-        """Names what must be equal for KV to be reusable."""
+        """Names what must be equal for KV to be reusable, and opens it to the session."""
+        session = self._cache.leases.session(request.session_id)
         wanted = request.namespace
         spec = NamespaceSpec(
             name=wanted.name,
@@ -83,13 +84,15 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
             dtype=wanted.dtype,
             layout=wanted.layout,
         )
-        return pb.RegisterNamespaceResponse(namespace_id=self._cache.register(spec).id)
+        namespace = self._cache.register(spec)
+        session.namespaces[namespace.id] = namespace
+        return pb.RegisterNamespaceResponse(namespace_id=namespace.id)
 
     @unary
     async def Match(self, request: pb.MatchRequest) -> pb.MatchResponse:
         """The longest cached prefix."""
         cache = self._cache
-        namespace = cache.namespaces.get(request.namespace_id)
+        namespace = cache.leases.session(request.session_id).namespace(request.namespace_id)
         match = cache.match(namespace, cache.chain(namespace, request.token_ids))
         return pb.MatchResponse(blocks=len(match), runs=tier_runs(cache.trie(namespace), match.rows))
 
@@ -98,7 +101,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         """Match and lease for reading."""
         cache = self._cache
         session = cache.leases.session(request.session_id)
-        namespace = cache.namespaces.get(request.namespace_id)
+        namespace = session.namespace(request.namespace_id)
         parts = cache.check_parts(namespace, request.parts)
         lease = await cache.acquire(
             session,
@@ -124,7 +127,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         cache = self._cache
         self._take_work()
         session = cache.leases.session(request.session_id)
-        namespace = cache.namespaces.get(request.namespace_id)
+        namespace = session.namespace(request.namespace_id)
         reservation = await cache.reserve(
             session,
             namespace,
@@ -163,7 +166,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
     async def Prefetch(self, request: pb.PrefetchRequest) -> pb.PrefetchResponse:
         """Brings a prefix up before it is asked for."""
         cache = self._cache
-        namespace = cache.namespaces.get(request.namespace_id)
+        namespace = cache.leases.session(request.session_id).namespace(request.namespace_id)
         return pb.PrefetchResponse(blocks=cache.prefetch(namespace, cache.chain(namespace, request.token_ids)))
 
     @streaming
@@ -171,7 +174,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         """Reads with the bytes in the stream."""
         cache = self._cache
         session = cache.leases.session(request.session_id)
-        namespace = cache.namespaces.get(request.namespace_id)
+        namespace = session.namespace(request.namespace_id)
         parts = cache.check_parts(namespace, request.parts)
         lease = await self._granted(
             cache.acquire(
@@ -216,7 +219,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         if header.durable and cache.tiers.disk is None:
             raise PreconditionError("durable Put without a disk tier; set disk.bytes or send without durable")
         session = cache.leases.session(header.session_id)
-        namespace = cache.namespaces.get(header.namespace_id)
+        namespace = session.namespace(header.namespace_id)
         parts = cache.check_parts(namespace, header.parts)
         chain = cache.chain(namespace, header.token_ids)
         if header.first_block > len(chain):

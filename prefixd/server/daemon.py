@@ -117,6 +117,7 @@ class Daemon:
             default_ttl_s=settings.server.lease_ttl_s,
             max_ttl_s=settings.server.max_lease_ttl_s,
             max_sessions=settings.server.max_sessions,
+            max_namespaces=settings.server.max_namespaces,
             write_back=settings.cache.write_back,
         )
         restored = cache.restore()

@@ -128,10 +128,17 @@ class Remote:
         finally:
             stream.cancel()
 
-    def register(self, name: str, *part_bytes: int, block_tokens: int = 4, salt: bytes = b"") -> bytes:
+    def register(
+        self, session: str, name: str, *part_bytes: int, block_tokens: int = 4, salt: bytes = b"", **fields: Any
+    ) -> bytes:
         parts = [cache_pb2.Part(group=f"g{i}", nbytes=nbytes) for i, nbytes in enumerate(part_bytes)]
-        wanted = cache_pb2.Namespace(name=name, salt=salt, block_tokens=block_tokens, parts=parts)
-        return self.cache.RegisterNamespace(cache_pb2.RegisterNamespaceRequest(namespace=wanted)).namespace_id
+        wanted = cache_pb2.Namespace(name=name, salt=salt, block_tokens=block_tokens, parts=parts, **fields)
+        request = cache_pb2.RegisterNamespaceRequest(namespace=wanted, session_id=session)
+        return self.cache.RegisterNamespace(request).namespace_id
+
+    def match(self, session: str, namespace: bytes, tokens: Sequence[int]) -> cache_pb2.MatchResponse:
+        request = cache_pb2.MatchRequest(session_id=session, namespace_id=namespace, token_ids=token_bytes(tokens))
+        return self.cache.Match(request)
 
     def put(self, session: str, namespace: bytes, tokens: Sequence[int], data: bytes, **header: Any) -> Any:
         first = cache_pb2.PutHeader(session_id=session, namespace_id=namespace, token_ids=token_bytes(tokens), **header)

@@ -33,15 +33,15 @@ def sidecar(launch: Callable[..., Remote]) -> Remote:
 
 
 @pytest.fixture
-def namespace(sidecar: Remote) -> bytes:
-    return sidecar.register("bad-input", *PART_BYTES)
-
-
-@pytest.fixture
 def session(sidecar: Remote) -> Iterator[str]:
     with sidecar.session() as opened:
         yield opened.session_id
     sidecar.settled()
+
+
+@pytest.fixture
+def namespace(sidecar: Remote, session: str) -> bytes:
+    return sidecar.register(session, "bad-input", *PART_BYTES)
 
 
 def figures(remote: Remote) -> admin_pb2.StatsResponse:
@@ -122,23 +122,38 @@ def test_a_sidecar_generates_nothing(sidecar: Remote, rejected: Callable[..., No
 # -- the engines' side ----------------------------------------------------------------------------------------------
 
 
-def test_namespaces(sidecar: Remote, namespace: bytes, rejected: Callable[..., None]) -> None:
+def test_namespaces(sidecar: Remote, namespace: bytes, session: str, rejected: Callable[..., None]) -> None:
+    def register(*arguments: Any, who: str = session, **fields: Any) -> Callable[[], bytes]:
+        return lambda: sidecar.register(who, *arguments, **fields)
+
     cases: list[tuple[Callable[[], object], str, list[str]]] = [
-        (lambda: sidecar.register("", 100), "INVALID_ARGUMENT", ["name is empty"]),
-        (lambda: sidecar.register("new"), "INVALID_ARGUMENT", ["0 parts"]),
-        (lambda: sidecar.register("new", 0), "INVALID_ARGUMENT", ["0 bytes", "at least 1"]),
-        (lambda: sidecar.register("new", 100, block_tokens=0), "INVALID_ARGUMENT", ["block_tokens is 0", "between 1"]),
-        (lambda: sidecar.register("bad-input", 100, 29), "ALREADY_EXISTS", ["28 B", "29 B", "another name"]),
-        (
-            lambda: sidecar.register("bad-input", *PART_BYTES, block_tokens=8),
-            "ALREADY_EXISTS",
-            ["block_tokens 4, not 8"],
-        ),
+        (register("", 100), "INVALID_ARGUMENT", ["name is empty"]),
+        (register("n" * 1025, 100), "INVALID_ARGUMENT", ["name has 1025 bytes", "at most 1024"]),
+        (register("new", 100, salt=bytes(257)), "INVALID_ARGUMENT", ["salt has 257 bytes", "at most 256"]),
+        (register("new", 100, dtype="d" * 257), "INVALID_ARGUMENT", ["dtype has 257 bytes"]),
+        (register("new", 100, layout="\u00e9" * 129), "INVALID_ARGUMENT", ["layout has 258 bytes"]),
+        (register("new"), "INVALID_ARGUMENT", ["0 parts"]),
+        (register("new", 0), "INVALID_ARGUMENT", ["0 bytes", "at least 1"]),
+        (register("new", 2**64 - 1), "INVALID_ARGUMENT", ["18446744073709551615 bytes", "at most"]),
+        (register("new", 100, block_tokens=0), "INVALID_ARGUMENT", ["block_tokens is 0", "between 1"]),
+        (register("bad-input", 100, 29), "ALREADY_EXISTS", ["28 B", "29 B", "another name"]),
+        (register("bad-input", *PART_BYTES, block_tokens=8), "ALREADY_EXISTS", ["block_tokens 4, not 8"]),
+        (register("new", 100, who="nobody"), "NOT_FOUND", ["session nobody", "OpenSession"]),
     ]
     for call, status, words in cases:
         rejected(call, status, *words)
-    assert sidecar.register("bad-input", *PART_BYTES) == namespace
-    assert sidecar.register("bad-input", *PART_BYTES, salt=b"tenant") != namespace
+    assert register("bad-input", *PART_BYTES)() == namespace
+    assert register("bad-input", *PART_BYTES, salt=b"tenant")() != namespace
+
+
+def test_namespaces_are_limited(launch: Callable[..., Remote], refused: Callable[..., Any]) -> None:
+    remote = launch({"cpu.bytes": "1MiB", "disk.bytes": 0, "server.max_namespaces": 2})
+    with remote.session() as session:
+        first = remote.register(session.session_id, "first", 100)
+        remote.register(session.session_id, "second", 100)
+        with refused("RESOURCE_EXHAUSTED", "2 namespaces", "server.max_namespaces"):
+            remote.register(session.session_id, "third", 100)
+        assert remote.register(session.session_id, "first", 100) == first
 
 
 @pytest.mark.parametrize("method", ["Match", "Acquire", "Reserve", "Prefetch", "Get"])
@@ -158,11 +173,13 @@ def test_what_every_call_checks(
 
     rejected(call(token_ids=b""), "INVALID_ARGUMENT", "empty", "at least one token")
     rejected(call(token_ids=bytes(17)), "INVALID_ARGUMENT", "17 bytes", "multiple of 4")
-    rejected(call(namespace_id=NOWHERE), "NOT_FOUND", NOWHERE.hex(), "RegisterNamespace")
-    rejected(call(namespace_id=b""), "NOT_FOUND", "empty", "RegisterNamespace")
+    rejected(call(namespace_id=NOWHERE), "PERMISSION_DENIED", NOWHERE.hex(), "register it in this session")
+    rejected(call(namespace_id=b""), "PERMISSION_DENIED", "empty", "RegisterNamespace")
+    rejected(call(session_id="nobody"), "NOT_FOUND", "session nobody", "OpenSession")
+    rejected(call(session_id=""), "NOT_FOUND", "OpenSession")
+    with sidecar.session() as other:  # the id alone opens nothing
+        rejected(call(session_id=other.session_id), "PERMISSION_DENIED", namespace.hex(), "register it in this session")
     if method not in ("Match", "Prefetch"):
-        rejected(call(session_id="nobody"), "NOT_FOUND", "session nobody", "OpenSession")
-        rejected(call(session_id=""), "NOT_FOUND", "OpenSession")
         rejected(call(parts=[2]), "INVALID_ARGUMENT", "part 2", "0 to 1")
         rejected(call(parts=[1, 1]), "INVALID_ARGUMENT", "twice", "once")
     if method in ("Acquire", "Reserve"):
@@ -192,7 +209,7 @@ def test_commit_and_release(
     with sidecar.session() as other:
         rejected(commit(reservation, 2, other.session_id), "NOT_FOUND", "never granted to this session")
         rejected(release(reservation, other.session_id), "NOT_FOUND", "never granted to this session")
-    assert sidecar.cache.Match(pb.MatchRequest(namespace_id=namespace, token_ids=tokens)).blocks == 0
+    assert sidecar.match(session, namespace, range(300, 308)).blocks == 0
     commit(reservation, 2)()
     with refused("NOT_FOUND", "committed", "again"):
         commit(reservation, 2)()
@@ -227,13 +244,13 @@ def test_put(sidecar: Remote, namespace: bytes, session: str, rejected: Callable
     rejected(put(tokens=[]), "INVALID_ARGUMENT", "empty")
     rejected(put(durable=True), "FAILED_PRECONDITION", "disk.bytes")
     rejected(lambda: sidecar.put("nobody", namespace, tokens, data), "NOT_FOUND", "OpenSession")
-    rejected(lambda: sidecar.put(session, NOWHERE, tokens, data), "NOT_FOUND", "RegisterNamespace")
+    rejected(lambda: sidecar.put(session, NOWHERE, tokens, data), "PERMISSION_DENIED", "RegisterNamespace")
     rejected(stream(), "INVALID_ARGUMENT", "no header", "send the header")
     rejected(stream(pb.PutRequest(data=data)), "INVALID_ARGUMENT", "no header")
     rejected(stream(pb.PutRequest()), "INVALID_ARGUMENT", "no header")
     rejected(stream(header, header), "INVALID_ARGUMENT", "one header only")
     rejected(stream(header, pb.PutRequest()), "INVALID_ARGUMENT", "no data")
-    big = sidecar.register("a block larger than the tier", 8 << 20)
+    big = sidecar.register(session, "a block larger than the tier", 8 << 20)
     rejected(
         lambda: sidecar.put(session, big, [1, 2, 3, 4], b""), "RESOURCE_EXHAUSTED", "4194304", "8388608", "cpu.bytes"
     )
@@ -270,7 +287,7 @@ def test_admin(sidecar: Remote, namespace: bytes, session: str, rejected: Callab
 def test_a_short_key_that_several_prefixes_share(sidecar: Remote, session: str, rejected: Callable[..., None]) -> None:
     """600 keys in a chain of one-token blocks: two begin with the same four digits (the birthday paradox)."""
     admin = sidecar.admin
-    crowded = sidecar.register("crowded", 1, block_tokens=1)
+    crowded = sidecar.register(session, "crowded", 1, block_tokens=1)
     sidecar.put(session, crowded, list(range(600)), bytes(600))
     (leaf,) = admin.ListPrefixes(admin_pb2.ListPrefixesRequest(namespace_id=crowded)).prefixes
     keys = [block.key for block in admin.Inspect(admin_pb2.InspectRequest(key=leaf.key)).blocks]

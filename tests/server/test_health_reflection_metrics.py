@@ -70,8 +70,8 @@ def scrape(port: int) -> dict[tuple[str, str], float]:
 
 
 def test_metrics_say_what_the_statistics_say(remote: Remote, metrics_port: int) -> None:
-    namespace = remote.register("metrics", 500)
     with remote.session() as session:
+        namespace = remote.register(session.session_id, "metrics", 500)
         remote.put(session.session_id, namespace, range(20), bytes(2500), durable=True)
         remote.get(session.session_id, namespace, range(24))
         figures = scrape(metrics_port)

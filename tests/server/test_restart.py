@@ -51,34 +51,33 @@ def start(launch: Callable[..., Remote], folder: Path) -> Iterator[Callable[...,
         remote.daemon.stop()
 
 
-def store(remote: Remote, name: str = "kept", **header: Any) -> bytes:
-    namespace = remote.register(name, 3000)
+def store(remote: Remote, name: str = "kept", **header: Any) -> None:
     with remote.session() as session:
+        namespace = remote.register(session.session_id, name, 3000)
         remote.put(session.session_id, namespace, TOKENS, BYTES, **header)
-    return namespace
 
 
-def tiers(remote: Remote, namespace: bytes, tokens: list[int] = TOKENS) -> list[tuple[int, int]]:
-    match = remote.cache.Match(pb.MatchRequest(namespace_id=namespace, token_ids=np.asarray(tokens, "<u4").tobytes()))
+def tiers(remote: Remote, name: str = "kept", tokens: list[int] = TOKENS) -> list[tuple[int, int]]:
+    with remote.session() as session:
+        match = remote.match(session.session_id, remote.register(session.session_id, name, 3000), tokens)
     return [(run.tier, run.blocks) for run in match.runs]
 
 
-def load(remote: Remote, namespace: bytes) -> tuple[int, bytes]:
+def load(remote: Remote, name: str = "kept") -> tuple[int, bytes]:
     with remote.session() as session:
-        return remote.get(session.session_id, namespace, TOKENS)
+        return remote.get(session.session_id, remote.register(session.session_id, name, 3000), TOKENS)
 
 
 def test_what_was_cached_is_there_after_a_restart(start: Callable[..., Remote], folder: Path) -> None:
     remote = start({**SIDECAR, "cache.write_back": "false"})
-    namespace = store(remote)
-    assert tiers(remote, namespace) == [(pb.TIER_CPU, 10)]
+    store(remote)
+    assert tiers(remote) == [(pb.TIER_CPU, 10)]
     assert remote.daemon.stop() == 0
     assert not [path for path in folder.iterdir() if path.is_socket()]
     again = start(SIDECAR)
-    assert again.register("kept", 3000) == namespace
-    assert tiers(again, namespace) == [(pb.TIER_DISK, 10)]
-    assert load(again, namespace) == (10, BYTES)
-    assert tiers(again, namespace) == [(pb.TIER_CPU, 10)]
+    assert tiers(again) == [(pb.TIER_DISK, 10)]
+    assert load(again) == (10, BYTES)
+    assert tiers(again) == [(pb.TIER_CPU, 10)]
     again.settled()
 
 
@@ -86,21 +85,23 @@ def test_what_survives_a_crash(start: Callable[..., Remote]) -> None:
     """What was durable or flushed is there, and nothing that was evicted or never written."""
     remote = start({**SIDECAR, "cache.write_back": "false"})
     admin = remote.admin
-    flushed = store(remote, "flushed")
+    store(remote, "flushed")
     answer = admin.Flush(admin_pb2.FlushRequest())
     assert (answer.blocks, answer.nbytes) == (10, 10 * 4096)
-    durable, evicted = store(remote, "durable", durable=True), store(remote, "evicted", durable=True)
+    store(remote, "durable", durable=True)
+    store(remote, "evicted", durable=True)
     assert admin.Flush(admin_pb2.FlushRequest()).blocks == 0
-    assert admin.Evict(admin_pb2.EvictRequest(namespace_id=evicted)).evicted_blocks == 10
-    lost = store(remote, "never written")
+    ids = {known.namespace.name: known.namespace_id for known in remote.stats().namespaces}
+    assert admin.Evict(admin_pb2.EvictRequest(namespace_id=ids["evicted"])).evicted_blocks == 10
+    store(remote, "never written")
     assert remote.daemon.kill() == -signal.SIGKILL
     assert remote.daemon.socket.exists()  # stale; it is in nobody's way
     again = start(SIDECAR)
-    for namespace in (flushed, durable):
-        assert tiers(again, namespace) == [(pb.TIER_DISK, 10)]
-        assert load(again, namespace) == (10, BYTES)
-    assert tiers(again, evicted) == []
-    assert tiers(again, lost) == []
+    for name in ("flushed", "durable"):
+        assert tiers(again, name) == [(pb.TIER_DISK, 10)]
+        assert load(again, name) == (10, BYTES)
+    assert tiers(again, "evicted") == []
+    assert tiers(again, "never written") == []
     assert again.tier(pb.TIER_DISK).used_bytes == 20 * 4096
     again.settled()
 
@@ -120,7 +121,7 @@ def test_a_second_daemon_is_refused(
     start: Callable[..., Remote], serve_failing: Callable[..., subprocess.CompletedProcess[str]], folder: Path
 ) -> None:
     remote = start(SIDECAR)
-    namespace = store(remote)
+    store(remote)
     same_data = {**SIDECAR, "data_dir": str(folder / "data"), "server.socket": str(folder / "other.sock")}
     line = refusal(serve_failing(same_data))
     assert str(folder / "data") in line
@@ -130,7 +131,7 @@ def test_a_second_daemon_is_refused(
     assert str(remote.daemon.socket) in line
     assert "in use" in line
     # The first one has not noticed.
-    assert load(remote, namespace) == (10, BYTES)
+    assert load(remote) == (10, BYTES)
 
 
 def test_a_taken_port_is_refused(serve_failing: Callable[..., subprocess.CompletedProcess[str]], folder: Path) -> None:
@@ -149,10 +150,12 @@ def test_a_drain_takes_no_new_work_but_ends_what_was_begun(
     health = health_pb2_grpc.HealthStub(remote.channel)
     check = health_pb2.HealthCheckRequest(service="prefixd.v1.PrefixCache")
     assert health.Check(check).status == health_pb2.HealthCheckResponse.SERVING
-    namespace = store(remote)
+    store(remote)
     token_ids = np.asarray(range(300, 308), "<u4").tobytes()
     events = remote.cache.OpenSession(pb.OpenSessionRequest(client_name="drained"))
-    who = {"session_id": next(events).opened.session_id, "namespace_id": namespace}
+    session = next(events).opened.session_id
+    namespace = remote.register(session, "kept", 3000)
+    who = {"session_id": session, "namespace_id": namespace}
     reservation = remote.cache.Reserve(pb.ReserveRequest(**who, token_ids=token_ids))
     drained = remote.admin.Drain(admin_pb2.DrainRequest(), timeout=20)
     assert drained.written_blocks == 10
@@ -175,8 +178,8 @@ def test_a_drain_takes_no_new_work_but_ends_what_was_begun(
     assert os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT).si_status == 0
     remote.daemon.stop()
     again = start(SIDECAR)
-    assert tiers(again, namespace) == [(pb.TIER_DISK, 10)]
-    assert tiers(again, namespace, list(range(300, 308))) == [(pb.TIER_DISK, 2)]
+    assert tiers(again) == [(pb.TIER_DISK, 10)]
+    assert tiers(again, tokens=list(range(300, 308))) == [(pb.TIER_DISK, 2)]
 
 
 def test_a_request_that_runs_at_sigterm_ends_well_and_its_blocks_are_kept(

@@ -38,11 +38,6 @@ def adds_up(remote: Remote) -> Iterator[None]:
 
 
 @pytest.fixture
-def namespace(remote: Remote, request: pytest.FixtureRequest) -> bytes:
-    return remote.register(request.node.nodeid, *BLOCK_BYTES)
-
-
-@pytest.fixture
 def engine(remote: Remote) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Runs code in a process of its own, with `client` and `cache` (prefixd.client) and the bytes in `kv`.
 
@@ -104,15 +99,16 @@ def test_what_one_process_writes_another_reads(
     # And the same bytes for one that has them streamed, over TCP.
     with over_tcp(remote) as far, far.session() as session:
         assert session.memory_socket == ""
-        assert far.get(session.session_id, far.register(name, *BLOCK_BYTES), TOKENS) == (10, BYTES)
+        assert far.get(session.session_id, far.register(session.session_id, name, *BLOCK_BYTES), TOKENS) == (10, BYTES)
 
 
 def over_tcp(remote: Remote) -> Remote:
     return type(remote)(remote.daemon, remote.daemon.tcp)
 
 
-def test_a_tcp_client_puts_and_gets(remote: Remote, namespace: bytes) -> None:
+def test_a_tcp_client_puts_and_gets(remote: Remote) -> None:
     with over_tcp(remote) as far, far.session() as session:
+        namespace = far.register(session.session_id, "over tcp", *BLOCK_BYTES)
         sent = far.put(session.session_id, namespace, TOKENS, BYTES)
         assert (sent.committed, sent.duplicates) == (10, 0)
         again = far.put(session.session_id, namespace, TOKENS, BYTES)
@@ -148,10 +144,10 @@ def test_a_killed_engine_holds_nothing(remote: Remote, engine: Callable[..., sub
         os.kill(process.pid, signal.SIGKILL)
     after = remote.until(lambda stats: not stats.sessions, 10.0)
     assert (after.leases, after.reservations) == (0, 0)
+    after = remote.settled()  # the blocks may still be on their way to disk
     cpu = next(tier for tier in after.tiers if tier.tier == pb.TIER_CPU)
     was = next(tier for tier in before.tiers if tier.tier == pb.TIER_CPU)
     assert cpu.blocks == was.blocks + 10
-    assert cpu.in_flight_bytes == cpu.held_blocks == 0
 
 
 def visit(remote: Remote, session_id: str) -> tuple[dict[str, Any], list[int]]:
@@ -180,10 +176,11 @@ def test_the_arena_goes_to_live_sessions_only(remote: Remote) -> None:
     assert not fds
 
 
-def test_offsets_name_the_bytes_in_the_arena(remote: Remote, namespace: bytes) -> None:
+def test_offsets_name_the_bytes_in_the_arena(remote: Remote) -> None:
     """Reserve, fill through the mapping, commit; then acquire and find them where the offsets say."""
     token_ids = np.asarray(TOKENS, "<u4").tobytes()
     with remote.session() as session:
+        namespace = remote.register(session.session_id, "offsets", *BLOCK_BYTES)
         _, (fd,) = visit(remote, session.session_id)
         with mmap.mmap(fd, session.arena_bytes) as arena:
             os.close(fd)
@@ -194,7 +191,7 @@ def test_offsets_name_the_bytes_in_the_arena(remote: Remote, namespace: bytes) -
             for offset, size in zip(reserved.offsets, BLOCK_BYTES * 10, strict=True):
                 arena[offset : offset + size] = BYTES[place : place + size]
                 place += size
-            assert remote.cache.Match(pb.MatchRequest(namespace_id=namespace, token_ids=token_ids)).blocks == 0
+            assert remote.match(session.session_id, namespace, TOKENS).blocks == 0
             # Only the first seven are ready; the slots of the others are given back.
             wanted = {"session_id": session.session_id, "reservation_id": reserved.reservation_id}
             assert remote.cache.Commit(pb.CommitRequest(**wanted, blocks=7)).committed == 7
@@ -207,9 +204,10 @@ def test_offsets_name_the_bytes_in_the_arena(remote: Remote, namespace: bytes) -
             remote.cache.Release(pb.ReleaseRequest(session_id=session.session_id, lease_id=lease.lease_id))
 
 
-def test_a_lease_ends_when_its_time_is_up(remote: Remote, namespace: bytes, refused: Callable[..., Any]) -> None:
+def test_a_lease_ends_when_its_time_is_up(remote: Remote, refused: Callable[..., Any]) -> None:
     token_ids = np.asarray(TOKENS, "<u4").tobytes()
     with remote.session() as session:
+        namespace = remote.register(session.session_id, "a short life", *BLOCK_BYTES)
         remote.put(session.session_id, namespace, TOKENS, BYTES)
         who = {"session_id": session.session_id, "namespace_id": namespace}
         lease = remote.cache.Acquire(pb.AcquireRequest(**who, token_ids=token_ids, ttl_s=0.3))
@@ -226,10 +224,10 @@ def test_a_lease_ends_when_its_time_is_up(remote: Remote, namespace: bytes, refu
             )
 
 
-def test_a_reader_that_hangs_up_in_the_middle_leaves_no_lease(remote: Remote, namespace: bytes) -> None:
-    big = remote.register("big blocks", 1 << 18)
+def test_a_reader_that_hangs_up_in_the_middle_leaves_no_lease(remote: Remote) -> None:
     tokens = list(range(40))
     with remote.session() as session:
+        big = remote.register(session.session_id, "big blocks", 1 << 18)
         remote.put(session.session_id, big, tokens, bytes(10 << 18))
         for _ in range(5):
             stream = remote.cache.Get(
@@ -244,7 +242,6 @@ def test_a_reader_that_hangs_up_in_the_middle_leaves_no_lease(remote: Remote, na
 
 def test_a_stream_ends_with_its_session(remote: Remote, refused: Callable[..., Any]) -> None:
     """Its slots may be another's by the next message: they are neither read nor written from then on."""
-    big = remote.register("ends with its session", 1 << 18)
     tokens = list(range(40))
     token_ids = np.asarray(tokens, "<u4").tobytes()
     data = [pb.PutRequest(data=bytes(1 << 17))] * 20
@@ -260,9 +257,12 @@ def test_a_stream_ends_with_its_session(remote: Remote, refused: Callable[..., A
 
     opened = remote.session()
     session = opened.__enter__()
+    big = remote.register(session.session_id, "ends with its session", 1 << 18)
     with refused("NOT_FOUND", "session ended"):
         remote.cache.Put(interrupted(session, lambda: opened.__exit__(None, None, None)), timeout=30)
-    assert remote.cache.Match(pb.MatchRequest(namespace_id=big, token_ids=token_ids)).blocks == 0
+    with remote.session() as other:
+        big = remote.register(other.session_id, "ends with its session", 1 << 18)
+        assert remote.match(other.session_id, big, tokens).blocks == 0
 
 
 def test_too_many_sessions_are_refused(launch: Callable[..., Remote], refused: Callable[..., Any]) -> None:
@@ -273,3 +273,17 @@ def test_too_many_sessions_are_refused(launch: Callable[..., Remote], refused: C
     remote.until(lambda stats: not stats.sessions)
     with remote.session() as session:
         assert session.session_id
+
+
+def test_a_tenants_salt_opens_its_blocks_and_is_told_to_nobody(remote: Remote, refused: Callable[..., Any]) -> None:
+    with remote.session() as ours, remote.session() as theirs:
+        namespace = remote.register(ours.session_id, "salted", *BLOCK_BYTES, salt=b"secret")
+        remote.put(ours.session_id, namespace, TOKENS, BYTES)
+        (told,) = [known for known in remote.stats().namespaces if known.namespace.name == "salted"]
+        assert (told.namespace_id, told.namespace.salt) == (namespace, b"")
+        with refused("PERMISSION_DENIED", "register it in this session"):
+            remote.get(theirs.session_id, namespace, TOKENS)
+        guessed = remote.register(theirs.session_id, "salted", *BLOCK_BYTES)
+        assert remote.get(theirs.session_id, guessed, TOKENS) == (0, b"")
+        remote.register(theirs.session_id, "salted", *BLOCK_BYTES, salt=b"secret")
+        assert remote.get(theirs.session_id, namespace, TOKENS) == (10, BYTES)

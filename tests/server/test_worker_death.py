@@ -101,7 +101,7 @@ def test_a_worker_that_dies_again_and_again_is_given_up(
     assert "given up" in remote.daemon.log.read_text()
     # The cache itself goes on.
     with remote.session() as session:
-        namespace = remote.register("engine", 4096)
+        namespace = remote.register(session.session_id, "engine", 4096)
         assert remote.put(session.session_id, namespace, range(8), bytes(8192)).committed == 2
     remote.settled()
 

@@ -195,9 +195,25 @@ class DiskCopies:
             return True
         if not isinstance(result, StorageError):
             raise result
+        reason = "checksum mismatch on disk" if isinstance(result, ChecksumError) else "disk read failed"
+        self.drop_damaged(trie, row, reason, str(result))
+        return False
+
+    def drop_damaged(self, trie: Trie, row: int, reason: str, details: str) -> None:
+        """Drops a block's copy on disk, whoever holds it, because its bytes cannot be had.
+
+        A block that has no other copy is matched no more, and its descendants that nobody holds go with it. Their
+        removal from the index becomes durable in the background, see `busy`.
+
+        Args:
+            trie: the block's trie.
+            row: a row that has a copy on disk.
+            reason: what it is counted under in `lost`.
+            details: for the log.
+        """
         ledger = self._ledger
-        ledger.lost["checksum mismatch on disk" if isinstance(result, ChecksumError) else "disk read failed"] += 1
-        log.error("block %s dropped, it will be recomputed: %s", trie.key(row).hex(), result)
+        ledger.lost[reason] += 1
+        log.error("block %s dropped, it will be recomputed: %s", trie.key(row).hex(), details)
         identities = [self.identity(trie, row)]
         ledger.discard_copy(trie, row, DISK)
         if not trie.some[row]:
@@ -209,7 +225,6 @@ class DiskCopies:
         task = asyncio.create_task(self._remove_damaged(trie, identities))
         self._removals.add(task)
         task.add_done_callback(self._removals.discard)
-        return False
 
     # -- removing -----------------------------------------------------------------------------------------------
 

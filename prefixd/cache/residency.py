@@ -292,3 +292,7 @@ class Residency:
             vanished += 1
         await self._disk.remove(trie, removed)
         return vanished
+
+    def drop_damaged(self, trie: Trie, row: int, reason: str, details: str) -> None:
+        """Drops a block's copy on disk because its bytes are bad; see `DiskCopies.drop_damaged`."""
+        self._disk.drop_damaged(trie, row, reason, details)

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
 
-def main() -> None:
-    """Entry point of the `prefixd` command; ends the process with its exit code."""
+if TYPE_CHECKING:
+    from prefixd_swap import FileOps
+
+
+def main(ops: FileOps | None = None) -> None:
+    """Entry point of the `prefixd` command; ends the process with its exit code.
+
+    Args:
+        ops: file calls of the disk tier of a daemon that is served, to have them fail in a test.
+    """
     from prefixd.cli.app import app
 
-    app(prog_name="prefixd")
+    app(prog_name="prefixd", obj=ops)
 
 
 __all__ = ["main"]

@@ -34,6 +34,7 @@ def _option(name: str, panel: str | None, help: str, metavar: str | None = None)
 
 
 def serve_command(
+    context: typer.Context,
     config: ConfigFile = None,
     data_dir: Annotated[
         Path | None, _option("--data-dir", None, "What must outlive the daemon lives here.", "DIR")
@@ -109,7 +110,7 @@ def serve_command(
         typer.echo(_ready_json(endpoints) if as_json else _ready_line(endpoints))
 
     try:
-        code = asyncio.run(serve(settings, ready=announce))
+        code = asyncio.run(serve(settings, ready=announce, ops=context.obj))
     except KeyboardInterrupt as error:
         raise typer.Exit(EXIT_INTERRUPTED) from error
     raise typer.Exit(code)

@@ -33,6 +33,7 @@ from prefixd.settings import Settings
 from prefixd.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, inference_pb2, inference_pb2_grpc
 from prefixd_swap import (
     CpuArena,
+    FileOps,
     SlabStore,
     SwapError,
     create_copy_engine,
@@ -62,7 +63,9 @@ class Endpoints:
     metrics_port: int | None
 
 
-async def serve(settings: Settings, *, ready: Callable[[Endpoints], None] | None = None) -> int:
+async def serve(
+    settings: Settings, *, ready: Callable[[Endpoints], None] | None = None, ops: FileOps | None = None
+) -> int:
     """Runs the daemon until SIGTERM, SIGINT or a drain with shutdown; returns the exit status.
 
     The status is 1 when the daemon ended itself because one of its background tasks failed, else 0.
@@ -70,12 +73,13 @@ async def serve(settings: Settings, *, ready: Callable[[Endpoints], None] | None
     Args:
         settings: checked settings.
         ready: called once, when calls are taken (the model may still be loading; requests for it wait).
+        ops: the disk tier's file calls, to have them fail in a test.
 
     Raises:
         ConfigError: a directory, socket or size that the daemon cannot start with.
     """
     async with AsyncExitStack() as stack:
-        daemon = Daemon(settings)
+        daemon = Daemon(settings, ops)
         endpoints = await daemon.start(stack)
         if ready is not None:
             ready(endpoints)
@@ -89,10 +93,12 @@ class Daemon:
 
     Args:
         settings: checked settings.
+        ops: the disk tier's file calls, to have them fail in a test.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, ops: FileOps | None = None) -> None:
         self.settings = settings
+        self._ops = ops
         self.draining = asyncio.Event()
         self.ended = asyncio.Event()
         self.failed = False
@@ -106,7 +112,7 @@ class Daemon:
         clock = time.monotonic
         device = resolve_device(settings) if settings.worker.enabled else "cpu"
         stack.callback(_lock_directory(settings.data_dir))
-        tiers = Tiers(_open_arena(settings, device, stack), _open_store(settings, stack))
+        tiers = Tiers(_open_arena(settings, device, stack), _open_store(settings, self._ops, stack))
         engine = create_copy_engine(device)
         stack.callback(engine.close)
         self.cache = cache = TieredCache(
@@ -364,12 +370,12 @@ def _open_arena(settings: Settings, device: str, stack: AsyncExitStack) -> CpuAr
     return arena
 
 
-def _open_store(settings: Settings, stack: AsyncExitStack) -> SlabStore | None:
+def _open_store(settings: Settings, ops: FileOps | None, stack: AsyncExitStack) -> SlabStore | None:
     if not settings.disk.bytes:
         return None
     path = settings.disk_path
     try:
-        store = SlabStore.open(path, settings.disk.bytes)
+        store = SlabStore.open(path, settings.disk.bytes, ops=ops)
     except SwapError as error:
         raise ConfigError(f"disk.path = {path}: {error}") from error
     stack.callback(store.close)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -34,6 +34,8 @@ class DaemonProcess:
     not reach the daemon, so that a run can be repeated. Without `directory` it gets a temporary one, which goes when
     the context is left. Use it as a context manager: on leaving, the process gets SIGTERM (it writes its cache back
     and ends). It also gets it when the thread that started it ends, however that happens.
+
+    `program` is what Python runs; it gets this process's id and then the command line of `prefixd`.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class DaemonProcess:
         directory: Path | None = None,
         start_timeout_s: float = 120.0,
         stop_timeout_s: float = 60.0,
+        program: Sequence[str] = ("-m", "prefixd.workloads.tethered"),
     ) -> None:
         self._temporary = directory is None
         # Not below a long path: a unix socket's name has at most 107 bytes.
@@ -52,6 +55,7 @@ class DaemonProcess:
         self._settings = dict(settings or {})
         self._start_timeout_s = start_timeout_s
         self._stop_timeout_s = stop_timeout_s
+        self._program = program
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -141,7 +145,7 @@ class DaemonProcess:
     def _command(self) -> list[str]:
         settings = {"data_dir": self.directory / "data", "server.socket": self.socket, **self._settings}
         return [
-            *(sys.executable, "-m", "prefixd.workloads.tethered", str(os.getpid())),
+            *(sys.executable, *self._program, str(os.getpid())),
             *("serve", "--json", "--log-level=warning", f"--config={os.devnull}"),
             *(f"--set={name}={_text(value)}" for name, value in settings.items()),
         ]

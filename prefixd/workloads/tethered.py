@@ -10,19 +10,23 @@ import ctypes
 import os
 import signal
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from prefixd_swap import FileOps
 
 PR_SET_PDEATHSIG = 1
 
 
-def main() -> None:
-    """Ties this process to its parent and goes on as `prefixd`."""
+def main(ops: FileOps | None = None) -> None:
+    """Ties this process to its parent and goes on as `prefixd`; `ops` as for its `main`."""
     from prefixd.cli import main as prefixd
 
     parent = int(sys.argv.pop(1))
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:
         sys.exit(f"prefixd: process {parent}, for which this daemon was started, has ended")
-    prefixd()
+    prefixd(ops)
 
 
 if __name__ == "__main__":

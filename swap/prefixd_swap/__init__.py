@@ -23,6 +23,7 @@ from prefixd_swap.errors import (
     UnknownPolicyError,
 )
 from prefixd_swap.eviction import EvictionPolicy, choose_victims, create_eviction_policy
+from prefixd_swap.file_ops import FileOps
 from prefixd_swap.geometry import KvGeometry
 from prefixd_swap.slab_records import RecordGroup, Records
 from prefixd_swap.slab_store import SlabStore
@@ -40,6 +41,7 @@ __all__ = [
     "DiskFullError",
     "DiskPart",
     "EvictionPolicy",
+    "FileOps",
     "FormatError",
     "FrameId",
     "FramePool",

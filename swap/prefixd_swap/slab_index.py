@@ -186,6 +186,9 @@ class SlabIndex:
                 except lmdb.Error as error:
                     self._probe()
                     raise self._translated("writing", error) from error
+                except OSError as error:  # not LMDB's: whether it has committed is not known
+                    self.broken = True
+                    raise storage_error(f"writing the index in {self._path}", error) from error
 
     def _replace(self, damage: str) -> None:
         log.error("the index in %s is set aside, its blocks are lost: %s", self._path, damage)

@@ -59,7 +59,7 @@ class AsyncClient:
         self._timeout_s = timeout_s
         self._connection: Connection | None = None
         self._session: Session | None = None
-        self._opening = asyncio.Lock()
+        self._opening: asyncio.Task[Session] | None = None
         self._closed = False
 
     async def __aenter__(self) -> Self:
@@ -73,6 +73,9 @@ class AsyncClient:
     async def close(self) -> None:
         """Ends the session, and with it every lease and reservation, and the connection."""
         self._closed = True
+        if self._opening is not None:
+            self._opening.cancel()
+            await asyncio.wait({self._opening})
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -105,16 +108,33 @@ class AsyncClient:
         return self._session is not None and self._session.draining
 
     async def session(self) -> Session:
-        """The open session; a new one when the last has ended."""
-        async with self._opening:
-            connection = self.connection
-            if self._session is None or not self._session.alive:
-                session = await Session.open(connection, self._name, self._memory)
-                if self._closed:
-                    await session.close()
-                    raise ClientClosed("the client was closed while its session was opened")
-                self._session = session
+        """The open session; a new one when the last has ended.
+
+        Calls that need a new one at the same time share one attempt and its failure: while the daemon is away, each
+        waits once.
+        """
+        connection = self.connection
+        if self._session is not None and self._session.alive:
             return self._session
+        if self._opening is None:
+            self._opening = asyncio.create_task(self._open(connection), name="prefixd-open-session")
+            self._opening.add_done_callback(self._opened)
+        opening = self._opening
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            if opening.cancelled():
+                raise ClientClosed("the client was closed while its session was opened") from None
+            raise
+
+    async def _open(self, connection: Connection) -> Session:
+        self._session = await Session.open(connection, self._name, self._memory)
+        return self._session
+
+    def _opened(self, opening: asyncio.Task[Session]) -> None:
+        self._opening = None
+        if not opening.cancelled():
+            opening.exception()  # those who waited for it have it, if they still wait
 
     async def register(self, namespace: NamespaceSpec) -> AsyncCache:
         """Names what must be equal for KV to be reusable, and gives the cache of it. Registering again is

@@ -352,3 +352,41 @@ def _in_call(thread: threading.Thread) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+async def test_calls_that_wait_for_a_session_share_the_attempt_and_its_failure(
+    stand_in: Any, spec: NamespaceSpec
+) -> None:
+    stand_in.failures["OpenSession"] = (grpc.StatusCode.RESOURCE_EXHAUSTED, "too many sessions")
+    async with AsyncClient(stand_in.address) as client:
+        results = await asyncio.gather(*(client.register(spec) for _ in range(5)), return_exceptions=True)
+        assert [type(result) for result in results] == [ExhaustedError] * 5
+        assert stand_in.entered == ["OpenSession"]
+        stand_in.failures.clear()
+        await asyncio.gather(*(client.register(spec) for _ in range(5)))
+        assert stand_in.entered.count("OpenSession") == 2 and stand_in.opened == 1
+
+
+async def test_a_caller_that_gives_up_leaves_the_attempt_to_the_others(stand_in: Any, spec: NamespaceSpec) -> None:
+    stand_in.hang.add("OpenSession")
+    async with AsyncClient(stand_in.address, timeout_s=1.0) as client:
+        first, second = (asyncio.create_task(client.register(spec)) for _ in range(2))
+        while not stand_in.entered:
+            await asyncio.sleep(0.001)
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        with pytest.raises(ServerUnavailable, match="opened no session within"):
+            await second
+        assert stand_in.entered == ["OpenSession"]
+
+
+async def test_closing_ends_the_wait_for_a_session(stand_in: Any, spec: NamespaceSpec) -> None:
+    stand_in.hang.add("OpenSession")
+    client = AsyncClient(stand_in.address)
+    waiting = asyncio.create_task(client.register(spec))
+    while not stand_in.entered:
+        await asyncio.sleep(0.001)
+    await client.close()
+    with pytest.raises(ClientClosed, match="while its session was opened"):
+        await waiting

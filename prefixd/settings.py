@@ -40,6 +40,17 @@ def _tcp(value: str) -> str:
     return value
 
 
+def _socket_mode(value: object) -> object:
+    if not isinstance(value, str) or not re.fullmatch("0?6[0246][0246]", value):
+        raise ValueError('write the mode as an octal string such as "0600", "0660" or "0666"')
+    return value.zfill(4)
+
+
+def _numbers(value: object) -> object:
+    """A list as it stands in a variable or behind --set: 1001,1002."""
+    return value.replace(",", " ").split() if isinstance(value, str) else value
+
+
 def _absolute(value: Path) -> Path:
     return Path(os.path.abspath(value.expanduser()))
 
@@ -58,6 +69,7 @@ SocketPath = Annotated[Path, AfterValidator(_socket)]
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
+UserId = Annotated[int, Field(ge=0, le=(1 << 32) - 2)]
 
 
 def default_data_dir() -> Path:
@@ -83,6 +95,10 @@ class ServerSettings(_Section):
 
     socket: SocketPath = Field(default_factory=default_socket)
     """Unix socket for clients on this host."""
+    socket_mode: Annotated[str, BeforeValidator(_socket_mode)] = "0600"
+    """Permissions of the sockets; "0660" lets the socket's group in too, but only this user maps the memory."""
+    allow_uids: Annotated[tuple[UserId, ...], BeforeValidator(_numbers)] = ()
+    """Further users, by id, who may use the daemon and map its memory; by an access control list on the sockets."""
     tcp: Annotated[str, AfterValidator(_tcp)] | None = None
     """host:port for clients on other hosts; none by default."""
     max_sessions: Count = 256

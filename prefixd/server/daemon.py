@@ -23,6 +23,7 @@ from grpc_reflection.v1alpha import reflection
 from prefixd.cache import TieredCache, Tiers
 from prefixd.errors import ConfigError, UnavailableError
 from prefixd.server import rpc
+from prefixd.server.access import SocketAccess, make_private, private_umask
 from prefixd.server.admin_service import AdminService
 from prefixd.server.cache_service import PrefixCacheService
 from prefixd.server.inference_service import InferenceService
@@ -111,6 +112,7 @@ class Daemon:
         settings = self.settings
         clock = time.monotonic
         device = resolve_device(settings) if settings.worker.enabled else "cpu"
+        stack.callback(private_umask())
         stack.callback(_lock_directory(settings.data_dir))
         tiers = Tiers(_open_arena(settings, device, stack), _open_store(settings, self._ops, stack))
         engine = create_copy_engine(device)
@@ -151,11 +153,14 @@ class Daemon:
             self.host.worker if self.host else None,
         )
         path = settings.server.socket
-        _make_private(path.parent)
+        access = SocketAccess(int(settings.server.socket_mode, 8), settings.server.allow_uids)
+        access.make_directory(path.parent)
         _refuse_taken(path)
         door_path = path.with_name(path.name + "-memory")
         if tiers.cpu is not None:
-            door = MemoryDoor(door_path, tiers.cpu.fd, tiers.cpu.capacity_bytes, lambda s: s in cache.leases.sessions)
+            door = MemoryDoor(
+                door_path, tiers.cpu.fd, tiers.cpu.capacity_bytes, lambda s: s in cache.leases.sessions, access
+            )
             await door.start()
             stack.push_async_callback(door.close)
         service = PrefixCacheService(cache, door_path if tiers.cpu is not None else None, self.draining)
@@ -186,7 +191,7 @@ class Daemon:
         admin_pb2_grpc.add_AdminServicer_to_server(AdminService(cache, snapshot, self._drain_on_request), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection([*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
-        tcp = await self._listen(server, path)
+        tcp = await self._listen(server, path, access)
         stack.push_async_callback(cache.write_back.flush)  # what clients committed while the daemon drained
         stack.push_async_callback(server.stop, 1.0)
         stack.callback(service.closing.set)
@@ -274,7 +279,7 @@ class Daemon:
         for service in ("", *_SERVICES):
             await self._health.set(service, status)
 
-    async def _listen(self, server: grpc.aio.Server, path: Path) -> str | None:
+    async def _listen(self, server: grpc.aio.Server, path: Path, access: SocketAccess) -> str | None:
         try:
             server.add_insecure_port(f"unix:{path}")
         except RuntimeError as error:
@@ -286,8 +291,8 @@ class Daemon:
             except RuntimeError as error:
                 raise ConfigError(f"server.tcp = {tcp} cannot be bound; choose another address or port 0") from error
             tcp = f"{tcp.rpartition(':')[0]}:{port}"
+        access.open(path)
         await server.start()
-        path.chmod(0o600)
         return tcp
 
 
@@ -310,16 +315,9 @@ async def _no_model() -> Any:
     raise AssertionError("a sidecar refuses before it asks for its model")
 
 
-def _make_private(directory: Path) -> None:
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"directory {directory} cannot be made ({error.strerror}); choose another path") from error
-
-
 def _lock_directory(directory: Path) -> Callable[[], None]:
     """Makes the data directory and locks it; returns how to unlock it."""
-    _make_private(directory)
+    make_private("data_dir", directory)
     try:
         fd = os.open(directory / "daemon.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -374,6 +372,7 @@ def _open_store(settings: Settings, ops: FileOps | None, stack: AsyncExitStack) 
     if not settings.disk.bytes:
         return None
     path = settings.disk_path
+    make_private("disk.path", path)
     try:
         store = SlabStore.open(path, settings.disk.bytes, ops=ops)
     except SwapError as error:

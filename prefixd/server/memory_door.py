@@ -3,13 +3,14 @@
 A client connects to a unix socket, sends its session id and a newline, and gets one line of JSON whose first
 byte carries the descriptor (SCM_RIGHTS): `{"arena_bytes": 8589934592}`. Who may not have it gets `{"error":
 "..."}` without one. A descriptor cannot be taken back, so it goes only to processes of the daemon's user, or
-root's.
+root's, or of a user that `server.allow_uids` names.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import socket
 import stat
@@ -18,6 +19,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from prefixd.server.access import SocketAccess
+
+log = logging.getLogger(__name__)
+
 _LINE_LIMIT = 256
 _ANSWER_TIME_S = 5.0
 _WAITING_LIMIT = 64
@@ -25,13 +30,21 @@ _UCRED = struct.Struct("3i")  # pid, uid, gid
 
 
 class MemoryDoor:
-    """Listens on `path` and hands out `fd`, an arena of `nbytes` bytes, to live sessions of this user."""
+    """Listens on `path` and hands out `fd`, an arena of `nbytes` bytes, to live sessions of the users let in."""
 
-    def __init__(self, path: Path, fd: int, nbytes: int, is_session: Callable[[str], bool]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        fd: int,
+        nbytes: int,
+        is_session: Callable[[str], bool],
+        access: SocketAccess = SocketAccess(),  # noqa: B008 - immutable
+    ) -> None:
         self.path = path
         self._fd = fd
         self._nbytes = nbytes
         self._is_session = is_session
+        self._access = access
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         self._visits: set[asyncio.Task[None]] = set()
@@ -45,7 +58,7 @@ class MemoryDoor:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         try:
             listener.bind(str(self.path))
-            os.chmod(self.path, 0o600)
+            self._access.open(self.path)
             listener.listen(_WAITING_LIMIT)
         except BaseException:
             listener.close()
@@ -93,8 +106,12 @@ class MemoryDoor:
                     socket.send_fds(visitor, [_line({"arena_bytes": self._nbytes})], [self._fd])
 
     def _refuse(self, uid: int, session_id: str | None) -> str | None:
-        if uid not in (0, os.geteuid()):
-            return f"user {uid} may not map the memory of user {os.geteuid()}: use memory='streamed'"
+        if not self._access.admits(uid):
+            log.warning("user %d asked for the memory and is not in server.allow_uids", uid)
+            return (
+                f"user {uid} may not map the memory of user {os.geteuid()}: use memory='streamed', "
+                "or have the operator add the user to server.allow_uids"
+            )
         if session_id is None or not self._is_session(session_id):
             return "no such session: it has ended, or was never opened"
         return None

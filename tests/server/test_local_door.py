@@ -1,0 +1,196 @@
+"""What another user of this host can reach: nothing, unless the settings say so."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+
+from prefixd.client import Client, NamespaceSpec, PartSpec
+from prefixd.errors import ConfigError
+from prefixd.server.access import SocketAccess, make_private
+from prefixd.v1 import cache_pb2, cache_pb2_grpc
+from prefixd.workloads.daemon_process import DaemonProcess
+
+if TYPE_CHECKING:
+    from tests.server.conftest import Remote
+
+SIDECAR: dict[str, str | int] = {"cpu.bytes": "1MiB", "disk.bytes": "4MiB"}
+NOBODY, SOMEBODY = 65534, 65533
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+
+# Says what a process of another user gets: at the socket, and at the door that hands out the memory.
+VISIT = """
+import os, socket, sys
+uid = int(sys.argv[1])
+os.setgroups([])
+os.setresgid(uid, uid, uid)
+os.setresuid(uid, uid, uid)
+visitor = socket.socket(socket.AF_UNIX)
+visitor.settimeout(30)
+try:
+    visitor.connect(sys.argv[2])
+    if sys.argv[3:]:
+        visitor.sendall(sys.argv[3].encode() + b"\\n")
+        answer, descriptors, _, _ = socket.recv_fds(visitor, 4096, 1)
+        print(len(descriptors), answer.decode())
+    else:
+        print("connected")
+except OSError as error:
+    print(type(error).__name__)
+"""
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Short enough for a socket's path, and open to be passed through."""
+    with tempfile.TemporaryDirectory(prefix="prefixd-") as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+@pytest.fixture
+def open_umask() -> Iterator[None]:
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+def visit(uid: int, path: Path, session_id: str = "") -> str:
+    """The answer that a process of user `uid` gets."""
+    script = [sys.executable, "-I", "-c", VISIT, str(uid), str(path), *([session_id] if session_id else [])]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.lstat().st_mode)
+
+
+@contextmanager
+def session(path: Path) -> Iterator[cache_pb2.SessionOpened]:
+    with grpc.insecure_channel(f"unix:{path}") as channel:
+        events = cache_pb2_grpc.PrefixCacheStub(channel).OpenSession(cache_pb2.OpenSessionRequest(), timeout=60)
+        yield next(events).opened
+        events.cancel()
+
+
+def test_everything_is_private_whatever_the_umask(folder: Path, open_umask: None) -> None:
+    run = folder / "new" / "run"
+    settings = SIDECAR | {"server.socket": str(run / "s"), "data_dir": str(folder / "new" / "data")}
+    with DaemonProcess(settings, directory=folder / "d"), Client(f"unix:{run}/s") as client:
+        cache = client.register(NamespaceSpec("private", 4, (PartSpec("full", 0, 128),)))
+        assert cache.store(range(40), bytes(1280), durable=True).committed == 10
+        found = {path: mode(path) for path in (folder / "new").rglob("*")}
+        assert sum(stat.S_ISSOCK(path.lstat().st_mode) for path in found) == 2
+        assert {"daemon.lock", "LOCK", "SUPERBLOCK", "data.mdb"} <= {path.name for path in found}
+        assert any("slabs" in path.parts and path.is_file() for path in found)
+        open_to_others = {str(path): f"{bits:04o}" for path, bits in found.items() if bits & 0o077}
+        assert not open_to_others
+
+
+def test_a_readable_data_directory_is_closed(folder: Path, launch: Callable[..., Remote]) -> None:
+    (folder / "data").mkdir(mode=0o755)
+    (folder / "disk").mkdir(mode=0o755)
+    remote = launch(SIDECAR | {"data_dir": str(folder / "data"), "disk.path": str(folder / "disk")})
+    assert mode(folder / "data") == mode(folder / "disk") == 0o700
+    assert f"{folder / 'data'} was open to other users (mode 0755)" in remote.daemon.log.read_text()
+
+
+@pytest.mark.parametrize("name", ["data_dir", "disk.path"])
+@pytest.mark.parametrize("bits", [0o777, 0o770, 0o1777])
+def test_a_directory_that_others_can_write_to_is_refused(
+    folder: Path, serve_failing: Callable[..., subprocess.CompletedProcess[str]], name: str, bits: int
+) -> None:
+    shared = folder / "shared"
+    shared.mkdir()
+    shared.chmod(bits)
+    settings = SIDECAR | {"data_dir": str(folder / "data"), "server.socket": str(folder / "s"), name: str(shared)}
+    done = serve_failing(settings)
+    line = done.stderr.splitlines()[-1]
+    assert done.returncode == 2
+    assert f"prefixd: {name} = {shared} can be written to by other users (mode {bits:04o}); run `chmod 700" in line
+    assert not list(shared.iterdir()) and mode(shared) == bits
+
+
+@as_root
+def test_a_directory_of_another_user_is_refused(folder: Path) -> None:
+    os.chown(folder, NOBODY, NOBODY)
+    with pytest.raises(ConfigError, match=f"belongs to user {NOBODY}, and the daemon runs as user 0; run `chown 0"):
+        make_private("data_dir", folder)
+    with pytest.raises(ConfigError, match=f"belongs to user {NOBODY}, who could put another socket in its place"):
+        SocketAccess().make_directory(folder)
+
+
+def test_the_directory_of_the_socket(folder: Path, open_umask: None) -> None:
+    folder.chmod(0o777)
+    with pytest.raises(ConfigError, match=rf"\(mode 0777\); run `chmod go-w {folder}`"):
+        SocketAccess().make_directory(folder)
+    folder.chmod(0o1777)
+    SocketAccess().make_directory(folder)  # as /tmp
+    for bits, made in ((0o600, 0o700), (0o660, 0o710), (0o666, 0o711), (0o620, 0o710)):
+        directory = folder / f"{bits:o}" / "run"
+        SocketAccess(bits).make_directory(directory)
+        assert mode(directory) == made
+        SocketAccess(bits).make_directory(directory)
+        assert mode(directory) == made
+    with pytest.raises(ConfigError, match=rf"0660, but {folder}/600/run \(mode 0700\).*run `chmod 0710 {folder}"):
+        SocketAccess(0o660).make_directory(folder / "600" / "run")
+    (folder / "file").touch()
+    with pytest.raises(ConfigError, match="it is there and no directory"):
+        SocketAccess().make_directory(folder / "file")
+
+
+def test_sockets_get_the_mode_that_is_set(folder: Path, launch: Callable[..., Remote]) -> None:
+    remote = launch(SIDECAR | {"server.socket_mode": "0660", "server.socket": str(folder / "run" / "s")})
+    assert mode(folder / "run") == 0o710
+    assert mode(folder / "run" / "s") == mode(folder / "run" / "s-memory") == 0o660
+    assert mode(remote.daemon.directory / "data") == 0o700
+
+
+@as_root
+def test_users_that_are_named_use_the_daemon_and_others_do_not(folder: Path, launch: Callable[..., Remote]) -> None:
+    path = folder / "run" / "s"
+    settings = SIDECAR | {"server.socket": str(path), "server.allow_uids": str(NOBODY)}
+    first = launch(settings)
+    for _ in range(2):
+        with session(path) as opened:
+            memory = Path(opened.memory_socket)
+            assert visit(NOBODY, path) == "connected"
+            assert visit(NOBODY, memory, opened.session_id).startswith("1 {")
+            assert visit(SOMEBODY, path) == visit(SOMEBODY, memory, opened.session_id) == "PermissionError"
+        first.daemon.restart()  # finds the directory as it left it
+
+
+@as_root
+def test_the_memory_goes_to_nobody_who_merely_reaches_the_socket(folder: Path, launch: Callable[..., Remote]) -> None:
+    path = folder / "run" / "s"
+    first = launch(SIDECAR | {"server.socket": str(path), "server.socket_mode": "0666"})
+    with session(path) as opened:
+        assert visit(NOBODY, path) == "connected"
+        answer = visit(NOBODY, Path(opened.memory_socket), opened.session_id)
+        assert answer.startswith("0 ") and "server.allow_uids" in answer
+    assert f"user {NOBODY} asked for the memory and is not in server.allow_uids" in first.daemon.log.read_text()
+
+
+def test_without_access_control_lists_the_remedy_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*_: Any) -> None:
+        raise OSError(95, "Operation not supported")
+
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(folder / "s"))
+        monkeypatch.setattr(os, "setxattr", unsupported)
+        with pytest.raises(ConfigError, match=r"allow_uids = \[7\].*Operation not supported.*socket_mode = 0660"):
+            SocketAccess(uids=(7,)).open(folder / "s")

@@ -151,6 +151,10 @@ class DiskSettings(_Section):
     """Size of the tier; 0: none, the cache is then forgotten at a restart."""
     path: AbsolutePath | None = None
     """Directory of the tier; by default `blocks` in data_dir."""
+    scrub_bytes_per_s: Bytes = 16 << 20
+    """The most that the scrubber reads in a second to find damage before a reader does; 0: off."""
+    scrub_every_s: Seconds = 3600.0
+    """A pass of the scrubber begins this long after the last one began, or when that one is done."""
 
 
 class CacheSettings(_Section):

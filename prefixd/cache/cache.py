@@ -18,6 +18,7 @@ from prefixd.cache.keys import BlockChain, Digest, xxh3_digest
 from prefixd.cache.leases import Lease, LeaseTable, Reservation, Session
 from prefixd.cache.namespaces import Namespace, NamespaceRegistry, NamespaceSpec
 from prefixd.cache.residency import Residency
+from prefixd.cache.scrubber import Scrubber
 from prefixd.cache.tiers import Tiers
 from prefixd.cache.trie import CPU, DISK, GPU, NO_SLOT, NONE, TIERS, Match, Rows, Trie
 from prefixd.cache.write_back import WriteBack
@@ -48,6 +49,8 @@ class TieredCache:
         max_sessions: sessions open at once.
         max_namespaces: no more than these are taken on; those that come back from disk count, but always come back.
         write_back: copy down ahead of need.
+        scrub_bytes_per_s: the most that the scrubber reads from disk; 0: no scrubber in the background.
+        scrub_every_s: how long after the last one a pass of the scrubber begins.
         digest: block key function; replaced in tests.
     """
 
@@ -63,6 +66,8 @@ class TieredCache:
         max_sessions: int = 256,
         max_namespaces: int = 1024,
         write_back: bool = True,
+        scrub_bytes_per_s: int = 0,
+        scrub_every_s: float = 3600.0,
         digest: Digest = xxh3_digest,
     ) -> None:
         self.tiers = tiers
@@ -72,6 +77,7 @@ class TieredCache:
         self.counters = CacheCounters()
         self.residency = Residency(tiers, self.tries, self.namespaces, engine, policy, clock)
         self.write_back = WriteBack(self.residency, enabled=write_back)
+        self.scrubber = Scrubber(self.residency, clock, bytes_per_s=scrub_bytes_per_s, every_s=scrub_every_s)
         self.leases = LeaseTable(
             self._end_grant, default_ttl_s=default_ttl_s, max_ttl_s=max_ttl_s, max_sessions=max_sessions
         )
@@ -114,6 +120,7 @@ class TieredCache:
         """Ends all sessions and waits for the copies under way."""
         for session in list(self.leases.sessions.values()):
             self.leases.close(session)
+        await self.scrubber.stop()
         await self.write_back.stop()
         await self.residency.close()
 

@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -29,6 +30,16 @@ _WRITE_BATCH = 64
 
 Identity = tuple[bytes, bytes]
 """Namespace id and block key: a block's name on disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A block whose bytes on disk were not what was written."""
+
+    identity: Identity
+    error: StorageError
+    dropped: int
+    """Blocks that left the disk for it: itself, and what continued it."""
 
 
 class DiskCopies:
@@ -195,36 +206,67 @@ class DiskCopies:
             return True
         if not isinstance(result, StorageError):
             raise result
-        reason = "checksum mismatch on disk" if isinstance(result, ChecksumError) else "disk read failed"
-        self.drop_damaged(trie, row, reason, str(result))
+        self.drop_damaged(trie, row, result)
         return False
 
-    def drop_damaged(self, trie: Trie, row: int, reason: str, details: str) -> None:
+    async def recheck(self, trie: Trie, row: int, generation: int) -> Damage | None:
+        """Verifies a block on disk while nothing else changes the store, and drops it if it is bad.
+
+        None when it is good, or when `row` is no longer the block that it was at `generation`.
+        """
+        return await _to_the_end(self._recheck(trie, row, generation))
+
+    async def _recheck(self, trie: Trie, row: int, generation: int) -> Damage | None:
+        def there() -> bool:
+            return trie.generation[row] == generation and bool(trie.some[row] & (1 << DISK))
+
+        async with self._lock:
+            if not there():
+                return None
+            identity = self.identity(trie, row)
+            try:
+                if await self._in_thread(self._tiers.store.check, *identity):
+                    return None
+                error = StorageError("the index has lost the block")
+            except StorageError as found:
+                error = found
+            if not there():
+                return None
+            return Damage(identity, error, self.drop_damaged(trie, row, error))
+
+    def drop_damaged(self, trie: Trie, row: int, error: StorageError) -> int:
         """Drops a block's copy on disk, whoever holds it, because its bytes cannot be had.
 
-        A block that has no other copy is matched no more, and its descendants that nobody holds go with it. Their
-        removal from the index becomes durable in the background, see `busy`.
+        A block that has no other copy is matched no more, and its descendants that nobody holds go with it; one that is
+        in memory is written again by write-back. Their removal from the index becomes durable in the background, see
+        `busy`. Counts the block under `lost`.
 
         Args:
             trie: the block's trie.
             row: a row that has a copy on disk.
-            reason: what it is counted under in `lost`.
-            details: for the log.
+            error: what was found.
+
+        Returns:
+            How many blocks have left the disk.
         """
         ledger = self._ledger
-        ledger.lost[reason] += 1
-        log.error("block %s dropped, it will be recomputed: %s", trie.key(row).hex(), details)
+        ledger.lost["checksum mismatch on disk" if isinstance(error, ChecksumError) else "disk read failed"] += 1
+        log.error("block %s dropped, it will be recomputed: %s", trie.key(row).hex(), error)
         identities = [self.identity(trie, row)]
         ledger.discard_copy(trie, row, DISK)
-        if not trie.some[row]:
+        if trie.some[row]:
+            ledger.changed.set()  # write-back writes it again
+        else:
             for child in trie.subtree(row)[:0:-1]:
                 if trie.removable(child):
                     if trie.some[child] & (1 << DISK):
                         identities.append(self.identity(trie, child))
                     ledger.discard(trie, child)
+            ledger.sweep(trie, np.array([row], np.int64))
         task = asyncio.create_task(self._remove_damaged(trie, identities))
         self._removals.add(task)
         task.add_done_callback(self._removals.discard)
+        return len(identities)
 
     # -- removing -----------------------------------------------------------------------------------------------
 

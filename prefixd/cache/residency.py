@@ -56,7 +56,7 @@ class Residency:
         self.engine = engine
         self.policy = policy
         self._ledger = Ledger(tiers, clock)
-        self._disk = DiskCopies(self._ledger, tries, namespaces, policy, threads=io_threads)
+        self.disk = DiskCopies(self._ledger, tries, namespaces, policy, threads=io_threads)
         self._locks = (asyncio.Lock(), asyncio.Lock())
         self._moving: dict[tuple[int, int, int], asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[object]] = set()
@@ -79,11 +79,11 @@ class Residency:
     async def close(self) -> None:
         """Waits for the copies under way and ends the threads."""
         await self.quiesce()
-        self._disk.close()
+        self.disk.close()
 
     async def quiesce(self) -> None:
         """Waits for the copies under way."""
-        while waiting := {*self._moving.values(), *self._tasks, *self._disk.busy}:
+        while waiting := {*self._moving.values(), *self._tasks, *self.disk.busy}:
             await asyncio.wait(waiting)
 
     def spawn(self, work: Coroutine[object, object, T]) -> asyncio.Task[T]:
@@ -231,7 +231,7 @@ class Residency:
             elif target == GPU and self.tiers.gpu_on_device:
                 arrived = await self._read_staged(trie, rows, taken)
             else:
-                arrived = await self._disk.read(trie, rows, taken, target)
+                arrived = await self.disk.read(trie, rows, taken, target)
         finally:
             for row, slots, good in zip(rows.tolist(), taken, arrived, strict=True):
                 if good:
@@ -253,7 +253,7 @@ class Residency:
                 good.append(False)
                 continue
             try:
-                fine = (await self._disk.read(trie, np.array([row]), staged, CPU))[0]
+                fine = (await self.disk.read(trie, np.array([row]), staged, CPU))[0]
                 if fine:
                     size = trie.part_bytes[0]
                     await self.engine.copy(
@@ -269,7 +269,7 @@ class Residency:
 
         `ahead` makes room only at the cost of blocks that live on disk alone.
         """
-        return await self._disk.write(trie, rows, source, ahead=ahead)
+        return await self.disk.write(trie, rows, source, ahead=ahead)
 
     # -- forgetting ---------------------------------------------------------------------------------------------
 
@@ -287,12 +287,8 @@ class Residency:
             if not trie.removable(row):
                 continue
             if trie.some[row] & (1 << DISK):
-                removed.append(self._disk.identity(trie, row))
+                removed.append(self.disk.identity(trie, row))
             self._ledger.discard(trie, row)
             vanished += 1
-        await self._disk.remove(trie, removed)
+        await self.disk.remove(trie, removed)
         return vanished
-
-    def drop_damaged(self, trie: Trie, row: int, reason: str, details: str) -> None:
-        """Drops a block's copy on disk because its bytes are bad; see `DiskCopies.drop_damaged`."""
-        self._disk.drop_damaged(trie, row, reason, details)

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from prefixd import __version__
-from prefixd.cli import admin, config, demo, generate, prefixes, serve
+from prefixd.cli import admin, config, demo, generate, prefixes, serve, verify
 from prefixd.cli.failures import CleanGroup, examples
 
 app = typer.Typer(
@@ -28,6 +28,7 @@ app.command("unpin", epilog=prefixes.UNPIN_EXAMPLES, rich_help_panel="Change")(p
 app.command("evict", epilog=prefixes.EVICT_EXAMPLES, rich_help_panel="Change")(prefixes.evict_command)
 app.command("flush", epilog=admin.FLUSH_EXAMPLES, rich_help_panel="Change")(admin.flush_command)
 app.command("drain", epilog=admin.DRAIN_EXAMPLES, rich_help_panel="Change")(admin.drain_command)
+app.command("verify", epilog=verify.EXAMPLES, rich_help_panel="Look")(verify.verify_command)
 app.add_typer(config.app, name="config", rich_help_panel="Look")
 
 

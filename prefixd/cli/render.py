@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -101,6 +101,19 @@ def print_stats(stats: admin_pb2.StatsResponse) -> None:
         out.print(_session_table(stats.sessions))
     for reason, blocks in sorted(stats.lost_blocks.items()):
         out.print(f"[yellow]lost blocks:[/] {blocks:,} {reason}")
+    scrub, write_back = stats.scrub, stats.write_back
+    if scrub.checked_blocks:
+        damage = f"[red]{scrub.damaged_blocks:,} damaged[/]" if scrub.damaged_blocks else "none damaged"
+        out.print(
+            f"scrubbed: {scrub.checked_blocks:,} blocks ({size(scrub.checked_bytes)}), {damage}, "
+            f"{scrub.passes:,} times through"
+        )
+    if write_back.limit_bytes:
+        out.print(
+            f"to be written to disk: {write_back.queued_blocks:,} blocks ({size(write_back.queued_bytes)} of "
+            f"{size(write_back.limit_bytes)}), {write_back.written_blocks:,} written, "
+            f"{write_back.pushed_back_calls:,} calls had to wait"
+        )
     for tier in stats.tiers:
         if tier.trouble:
             out.print(Text(f"{tier_name(tier.tier)} tier: {tier.trouble}", style="red"))
@@ -199,3 +212,25 @@ def print_inspection(inspection: admin_pb2.InspectResponse, *, tokens: bool) -> 
             *([" ".join(map(str, block.token_ids))] if tokens else []),
         )
     out.print(made)
+
+
+def print_verification(
+    progress: admin_pb2.VerifyProgress, damaged: Sequence[admin_pb2.DamagedBlock], elapsed_s: float
+) -> None:
+    """What a verification went through and found."""
+    out = console()
+    rate = size(int(progress.checked_bytes / max(elapsed_s, 1e-3)))
+    read = f"{progress.checked_blocks:,} blocks, {size(progress.checked_bytes)} in {duration(elapsed_s)} ({rate}/s)"
+    if not damaged:
+        out.print(f"{read}: [green]all in order[/]")
+        return
+    made = table("block", "namespace", "what was wrong", fold=("what was wrong",))
+    for block in damaged:
+        made.add_row(block.key, block.namespace_id.hex(), Text(block.reason))
+    out.print(made)
+    more = progress.dropped_blocks - progress.damaged_blocks
+    out.print(
+        f"{read}: [red]{progress.damaged_blocks:,} damaged[/] and dropped"
+        + (f", with {more:,} that continued them" if more > 0 else "")
+        + "; what was in memory is written again, the rest is computed when it is next wanted"
+    )

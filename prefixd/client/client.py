@@ -242,3 +242,20 @@ class AsyncClient:
             self.connection.admin.Drain, admin_pb2.DrainRequest(shutdown=shutdown), timeout_s=timeout_s
         )
         return cast(admin_pb2.DrainResponse, response)
+
+    async def verify(self) -> AsyncGenerator[admin_pb2.VerifyProgress, None]:
+        """Has the daemon read everything on disk and compare checksums; the last progress has `done` set.
+
+        Closing the iterator ends it. `PreconditionError` without a disk tier, or when its device fails.
+        """
+        connection = self.connection
+        async with aclosing(connection.stream(connection.admin.Verify, admin_pb2.VerifyRequest())) as responses:
+            async for response in responses:
+                yield response
+
+    async def check_integrity(self, timeout_s: float = 600.0) -> admin_pb2.CheckIntegrityResponse:
+        """Has the daemon account for every slot, lease and reservation; what does not add up is in `violations`."""
+        response = await self.connection.call(
+            self.connection.admin.CheckIntegrity, admin_pb2.CheckIntegrityRequest(), timeout_s=timeout_s
+        )
+        return cast(admin_pb2.CheckIntegrityResponse, response)

@@ -6,7 +6,7 @@ several threads at once; a lease or reservation belongs to one thread at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, suppress
 from types import TracebackType
 from typing import Generic, Self, TypeVar
@@ -24,6 +24,7 @@ from prefixd.client.spec import MatchResult, NamespaceSpec, StoreResult
 from prefixd.client.tokens import TokenIds
 from prefixd.v1 import admin_pb2
 
+T = TypeVar("T")
 HoldT = TypeVar("HoldT", bound=AsyncLease | AsyncReservation)
 
 
@@ -230,20 +231,7 @@ class Client:
             salt=salt,
             timeout_s=timeout_s,
         )
-
-        async def following() -> GenerateEvent | None:
-            return await anext(events, None)
-
-        async def close() -> None:
-            async with aclosing(events):
-                pass
-
-        try:
-            while (event := self._portal.run(following())) is not None:
-                yield event
-        finally:
-            with suppress(ClientClosed):
-                self._portal.run(close())
+        yield from self._each(events)
 
     def cancel(self, request_id: str) -> bool:
         """See `AsyncClient.cancel`."""
@@ -280,3 +268,28 @@ class Client:
     def drain(self, *, shutdown: bool = False, timeout_s: float = 3600.0) -> admin_pb2.DrainResponse:
         """See `AsyncClient.drain`."""
         return self._portal.run(self._client.drain(shutdown=shutdown, timeout_s=timeout_s))
+
+    def verify(self) -> Iterator[admin_pb2.VerifyProgress]:
+        """See `AsyncClient.verify`."""
+        yield from self._each(self._client.verify())
+
+    def check_integrity(self, timeout_s: float = 600.0) -> admin_pb2.CheckIntegrityResponse:
+        """See `AsyncClient.check_integrity`."""
+        return self._portal.run(self._client.check_integrity(timeout_s))
+
+    def _each(self, answers: AsyncGenerator[T, None]) -> Iterator[T]:
+        """What an asynchronous call yields, one by one; the call ends when the iterator is closed."""
+
+        async def following() -> T | None:
+            return await anext(answers, None)
+
+        async def close() -> None:
+            async with aclosing(answers):
+                pass
+
+        try:
+            while (answer := self._portal.run(following())) is not None:
+                yield answer
+        finally:
+            with suppress(ClientClosed):
+                self._portal.run(close())

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 
 import numpy as np
 
 from prefixd.cache import DISK, Namespace, TieredCache, Trie
+from prefixd.cache.scrubber import ScrubProgress
 from prefixd.cache.trie import TIERS, Rows
 from prefixd.errors import InvalidArgumentError, NotFoundError, PreconditionError
-from prefixd.server.rpc import unary
+from prefixd.server.rpc import streaming, unary
 from prefixd.server.snapshot import Snapshot
 from prefixd.v1 import admin_pb2 as pb
 from prefixd.v1 import admin_pb2_grpc, cache_pb2
@@ -17,6 +19,7 @@ from prefixd.v1 import admin_pb2_grpc, cache_pb2
 _LIST_LIMIT = 100
 _KEY_DIGITS = 32
 _SHORTEST_KEY = 4
+_PROGRESS_S = 0.1
 
 
 class AdminService(admin_pb2_grpc.AdminServicer):
@@ -143,6 +146,22 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         written, finished = await self._drain(request.shutdown)
         return pb.DrainResponse(written_blocks=written, finished_requests=finished)
 
+    @streaming
+    async def Verify(self, request: pb.VerifyRequest) -> AsyncGenerator[pb.VerifyProgress, None]:
+        """Checks every block on disk."""
+        cache = self._cache
+        if cache.tiers.disk is None:
+            raise PreconditionError("there is no disk tier to verify; start the daemon with disk.bytes above 0")
+        told_s = cache.clock()
+        async with aclosing(cache.scrubber.verify()) as steps:
+            async for progress in steps:
+                if cache.clock() - told_s >= _PROGRESS_S:
+                    told_s = cache.clock()
+                    yield _progress(progress)
+        last = _progress(progress)
+        last.done = True
+        yield last
+
     def _find(self, key: str) -> tuple[Trie, int]:
         """The prefix whose last block's key is, or begins with, `key`."""
         digits = key.lower()
@@ -175,6 +194,22 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             pinned=bool(trie.pinned[row]),
             held=int(trie.holds[path].sum(axis=1).max()),
         )
+
+
+def _progress(progress: ScrubProgress) -> pb.VerifyProgress:
+    """The progress as a message; what it tells as found is not told again."""
+    found, progress.damaged = progress.damaged, []
+    return pb.VerifyProgress(
+        checked_blocks=progress.checked_blocks,
+        total_blocks=progress.total_blocks,
+        checked_bytes=progress.checked_bytes,
+        damaged_blocks=progress.damaged_blocks,
+        dropped_blocks=progress.dropped_blocks,
+        damaged=[
+            pb.DamagedBlock(key=damage.identity[1].hex(), namespace_id=damage.identity[0], reason=str(damage.error))
+            for damage in found
+        ],
+    )
 
 
 def _shallow_first(trie: Trie, rows: Rows) -> list[int]:

@@ -127,11 +127,14 @@ class Daemon:
             max_sessions=settings.server.max_sessions,
             max_namespaces=settings.server.max_namespaces,
             write_back=settings.cache.write_back,
+            scrub_bytes_per_s=settings.disk.scrub_bytes_per_s,
+            scrub_every_s=settings.disk.scrub_every_s,
         )
         restored = cache.restore()
         if restored:
             log.info("%d blocks are back from disk", restored)
         self._watch(cache.write_back.start())
+        self._watch(cache.scrubber.start())
         stack.push_async_callback(cache.close)
         stack.push_async_callback(rpc.settle)
         expiry = asyncio.create_task(self._expire(), name="expiry")

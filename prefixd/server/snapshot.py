@@ -83,6 +83,7 @@ class Snapshot:
             asked_tokens=counters.asked_tokens,
             hit_tokens=sum(counters.hit_tokens),
             lost_blocks=dict(cache.residency.lost),
+            scrub=self._scrub(),
         )
 
     def _blocks_by_namespace(self) -> list[int]:
@@ -125,6 +126,15 @@ class Snapshot:
             demoted_blocks=counters.demoted,
             promoted_blocks=counters.promoted,
             trouble=tiers.trouble[tier],
+        )
+
+    def _scrub(self) -> pb.ScrubStats:
+        counters = self.cache.scrubber.counters
+        return pb.ScrubStats(
+            checked_blocks=counters.checked_blocks,
+            checked_bytes=counters.checked_bytes,
+            damaged_blocks=counters.damaged_blocks,
+            passes=counters.passes,
         )
 
     def _worker(self) -> pb.WorkerStats:
@@ -186,6 +196,14 @@ class _Metrics(Collector):
         for reason, blocks in stats.lost_blocks.items():
             lost.add_metric([reason], blocks)
         yield lost
+        scrubbed = {
+            "checked_blocks": "blocks on disk whose checksums were verified, readers' own checks apart",
+            "checked_bytes": "bytes of them",
+            "damaged_blocks": "damaged blocks found so",
+            "passes": "times the whole disk tier was gone through",
+        }
+        for field, text in scrubbed.items():
+            yield CounterMetricFamily(f"prefixd_scrub_{field}", text, value=getattr(stats.scrub, field))
         yield CounterMetricFamily("prefixd_asked_tokens", "prompt tokens asked for", value=stats.asked_tokens)
         yield CounterMetricFamily("prefixd_hit_tokens", "prompt tokens found", value=stats.hit_tokens)
         yield GaugeMetricFamily("prefixd_sessions", "open sessions", value=len(stats.sessions))

@@ -27,8 +27,10 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
         self.address = address
         self.requests: list[Any] = []
         self.failure: tuple[grpc.StatusCode, str] | None = None
-        # Generations go on until they are cancelled.
+        self.damage = False
+        # Generations and verifications go on until they are cancelled.
         self.endless = False
+        self.asked = threading.Event()
         self.cancelled = threading.Event()
 
     def last(self) -> Any:
@@ -36,6 +38,7 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
 
     def _note(self, request: Any, context: grpc.ServicerContext) -> None:
         self.requests.append(request)
+        self.asked.set()
         if self.failure is not None:
             context.abort(*self.failure)
 
@@ -61,6 +64,8 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
             asked_tokens=1000,
             hit_tokens=750,
             lost_blocks={"checksum": 2},
+            scrub=admin_pb2.ScrubStats(checked_blocks=5000, checked_bytes=3 << 30, damaged_blocks=1, passes=2),
+            write_back=admin_pb2.WriteBackStats(queued_blocks=7, queued_bytes=7 << 20, limit_bytes=64 << 20),
         )
 
     def ListPrefixes(self, request: Any, context: grpc.ServicerContext) -> admin_pb2.ListPrefixesResponse:
@@ -114,6 +119,21 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
     def Drain(self, request: Any, context: grpc.ServicerContext) -> admin_pb2.DrainResponse:
         self._note(request, context)
         return admin_pb2.DrainResponse(written_blocks=5, finished_requests=1)
+
+    def Verify(self, request: Any, context: grpc.ServicerContext) -> Iterator[admin_pb2.VerifyProgress]:
+        self._note(request, context)
+        if self.endless:
+            context.add_callback(self.cancelled.set)
+        half = {"checked_blocks": 2000, "total_blocks": 4000, "checked_bytes": 1 << 30}
+        yield admin_pb2.VerifyProgress(**half)
+        if self.endless:
+            self.cancelled.wait(30)
+        whole = {"checked_blocks": 4000, "total_blocks": 4000, "checked_bytes": 2 << 30, "done": True}
+        if self.damage:
+            bad = admin_pb2.DamagedBlock(key=KEY, namespace_id=NAMESPACE, reason="slot 3: checksum")
+            yield admin_pb2.VerifyProgress(damaged=[bad], damaged_blocks=1, dropped_blocks=3, **half)
+            whole |= {"damaged_blocks": 1, "dropped_blocks": 3}
+        yield admin_pb2.VerifyProgress(**whole)
 
     def Generate(self, request: Any, context: grpc.ServicerContext) -> Iterator[inference_pb2.GenerateResponse]:
         self._note(request, context)

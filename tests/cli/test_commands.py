@@ -25,6 +25,7 @@ COMMANDS = [
     "evict",
     "flush",
     "drain",
+    "verify",
     "config show",
 ]
 
@@ -53,6 +54,8 @@ def test_stats(cli: Cli, daemon: Any) -> None:
         "vllm",
         "2 checksum",
         "disk tier: the file system is full",
+        "scrubbed: 5,000 blocks (3.0 GiB), 1 damaged, 2 times through",
+        "7 blocks (7.0 MiB of 64.0 MiB)",
     ):
         assert words in out
 

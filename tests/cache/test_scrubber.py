@@ -1,0 +1,256 @@
+"""Every block on disk is read in time, what is damaged goes, and nobody has to wait for it."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import threading
+from collections.abc import Callable
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from prefixd.cache import CPU, DISK
+from prefixd.cache.scrubber import Scrubber, ScrubProgress, TokenBucket
+from prefixd_swap import ChecksumError, StorageError
+
+if TYPE_CHECKING:
+    from tests.cache.conftest import Rig
+
+MakeRig = Callable[..., "Rig"]
+
+
+async def verified(rig: Rig, **how: Any) -> ScrubProgress:
+    async with aclosing(rig.cache.scrubber.verify(**how)) as steps:
+        seen = [progress async for progress in steps]
+    return seen[-1]
+
+
+def unreadable(fd: int, buffer: memoryview, offset: int) -> int:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+async def test_everything_is_checked(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=64, disk=64)
+    two = rig.register("two", parts=2)
+    await rig.put(range(20), durable=True)
+    await rig.put([1, 2, 3], namespace=two, durable=True)
+    progress = await verified(rig)
+    assert (progress.checked_blocks, progress.total_blocks, progress.damaged_blocks) == (23, 23, 0)
+    assert progress.checked_bytes == (20 + 3 * 2) * rig.part_bytes
+    counters = rig.cache.scrubber.counters
+    assert (counters.checked_blocks, counters.damaged_blocks, counters.passes) == (23, 0, 1)
+
+
+async def test_damage_is_found_and_goes_with_what_continues_it(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=16, disk=32)
+    await rig.put([1, 2, 3, 4], durable=True)
+    await rig.put([1, 2, 5], durable=True)
+    await rig.put([7, 8], durable=True)
+    await rig.restart()
+    key = rig.trie.key(rig.rows([1, 2])[1])
+    rig.damage(rig.rows([1, 2])[1])
+    rig.damage(rig.rows([7, 8])[1])
+    progress = await verified(rig)
+    assert (progress.damaged_blocks, progress.dropped_blocks) == (2, 5)
+    assert (rig.namespace.id, key) in [damage.identity for damage in progress.damaged]
+    assert all(isinstance(damage.error, ChecksumError) for damage in progress.damaged)
+    assert rig.cache.residency.lost == {"checksum mismatch on disk": 2}
+    await rig.check_disk()
+    assert [len(rig.rows(p)) for p in ([1, 2, 3, 4], [1, 2, 5], [7, 8])] == [1, 1, 1]
+    assert await rig.put([1, 2, 3, 4], durable=True) == (3, 0), "computed again"
+    assert (await verified(rig)).damaged_blocks == 0
+
+
+async def test_a_damaged_leaf_leaves_no_row_behind(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=16, disk=32)
+    await rig.put([1], durable=True)
+    await rig.restart()
+    rig.damage(rig.rows([1])[0])
+    assert (await verified(rig)).dropped_blocks == 1
+    assert len(rig.trie) == 0
+
+
+async def test_a_block_that_is_in_memory_is_written_again(make_rig: MakeRig, eventually: Any) -> None:
+    rig = make_rig(cpu=16, disk=32, write_back=True)
+    rig.start_write_back()
+    await rig.put([1, 2, 3], durable=True)
+    rows = rig.rows([1, 2, 3])
+    rig.damage(rows[0])
+    assert (await verified(rig)).dropped_blocks == 1
+    await eventually(lambda: rig.trie.has(rows[0], DISK))
+    assert rig.rows([1, 2, 3]) == rows and all(rig.tiers([1, 2, 3], CPU))
+    assert (await verified(rig)).damaged_blocks == 0
+
+
+async def test_a_leased_block_stays_where_it_is_read(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=16, disk=32)
+    await rig.put([1, 2], durable=True)
+    await rig.restart()
+    lease = await rig.lease([1, 2])
+    assert lease is not None
+    rig.damage(rig.rows([1, 2])[0])
+    assert (await verified(rig)).dropped_blocks == 1
+    rig.check_lease(lease, rig.namespace, rig.chain([1, 2]))
+    rig.cache.release(rig.session, lease.id)
+
+
+async def test_what_is_replaced_while_it_is_read_is_no_damage(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=16, disk=32)
+    await rig.put([1, 2], durable=True)
+    assert rig.store is not None
+    really, calls = rig.store.check, []
+
+    def check(namespace: bytes, key: bytes) -> bool:
+        calls.append(threading.current_thread())
+        if len(calls) == 1:
+            raise ChecksumError("a write came between")
+        return really(namespace, key)
+
+    rig.store.check = check  # type: ignore[method-assign]
+    assert (await verified(rig)).damaged_blocks == 0
+    assert len(calls) == 3, "the first was read again"
+    assert threading.main_thread() not in calls
+
+
+async def test_what_left_while_it_is_read_is_no_damage(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=16, disk=32)
+    await rig.put([1, 2], durable=True)
+    assert rig.store is not None
+    loop, really = asyncio.get_running_loop(), rig.store.check
+
+    async def forget() -> None:
+        await rig.cache.residency.forget(rig.trie, rig.rows([1, 2])[::-1])
+        await rig.put([8, 9], durable=True)  # in the same rows
+
+    def check(namespace: bytes, key: bytes) -> bool:
+        if rig.rows([1, 2]):
+            asyncio.run_coroutine_threadsafe(forget(), loop).result()
+        return really(namespace, key)
+
+    rig.store.check = check  # type: ignore[method-assign]
+    assert (await verified(rig, depth=1)).damaged_blocks == 0
+    assert len(rig.rows([8, 9])) == 2
+
+
+async def test_a_record_that_the_index_has_lost_is_damage(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=16, disk=32)
+    await rig.put([1, 2], durable=True)
+    await rig.restart()
+    assert rig.store is not None
+    rig.store.remove([(rig.namespace.id, rig.trie.key(rig.rows([1, 2])[1]))])
+    progress = await verified(rig)
+    assert [str(damage.error) for damage in progress.damaged] == ["the index has lost the block"]
+    assert len(rig.rows([1, 2])) == 1
+
+
+async def test_a_failing_device_ends_it_before_the_cache_is_gone(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=64, disk=64)
+    await rig.put(range(40), durable=True)
+    await rig.restart()
+
+    rig.ops.pread = unreadable  # type: ignore[method-assign]
+    with pytest.raises(StorageError, match="Input/output error"):
+        await verified(rig, depth=1)
+    assert len(rig.rows(range(40))) == 40 and not rig.cache.residency.lost
+    assert rig.cache.scrubber.counters.passes == 0
+
+
+async def test_a_few_blocks_that_cannot_be_read_go(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=16, disk=256)  # 16 slots a slab
+    for prompt in range(6):
+        await rig.put([prompt], durable=True)
+    await rig.restart()
+    really = rig.ops.pread
+
+    def read(fd: int, buffer: memoryview, offset: int) -> int:
+        return unreadable(fd, buffer, offset) if offset < 2 * rig.part_bytes else really(fd, buffer, offset)
+
+    rig.ops.pread = read  # type: ignore[method-assign]
+    progress = await verified(rig)
+    assert (progress.damaged_blocks, progress.dropped_blocks) == (2, 2)
+    assert rig.cache.residency.lost == {"disk read failed": 2}
+
+
+async def test_closing_a_verification_ends_its_reads(make_rig: MakeRig, eventually: Any) -> None:
+    rig = make_rig(cpu=64, disk=64)
+    await rig.put(range(40), durable=True)
+    gate, reading, really = threading.Event(), threading.Event(), rig.ops.pread
+
+    def read(fd: int, buffer: memoryview, offset: int) -> int:
+        reading.set()
+        gate.wait()
+        return really(fd, buffer, offset)
+
+    rig.ops.pread = read  # type: ignore[method-assign]
+    steps = rig.cache.scrubber.verify(depth=1)
+    task = asyncio.create_task(anext(steps))
+    await eventually(reading.is_set)
+    before = rig.ops.reads
+    task.cancel()
+    await asyncio.sleep(0)
+    gate.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert rig.ops.reads - before <= 1, "what had begun was read to its end, and no more"
+
+
+def test_the_bucket_gives_a_rate_with_a_second_in_store() -> None:
+    bucket = TokenBucket(1000, now_s=10.0)
+    assert bucket.take(1000, 10.0) == 0
+    assert bucket.take(500, 10.0) == pytest.approx(0.5)
+    assert bucket.take(500, 10.5) == pytest.approx(0.5)
+    assert bucket.take(0, 1000.0) == 0
+    assert bucket.take(3000, 1000.0) == pytest.approx(2.0), "idle time is not saved up"
+
+
+class Sleeper:
+    """Lets the time of a rig pass instead of waiting; waits for real after `turns` of it."""
+
+    def __init__(self, rig: Rig, turns: int) -> None:
+        self._rig, self._turns = rig, turns
+        self.slept: list[float] = []
+        self.over = asyncio.Event()
+
+    async def __call__(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self._rig.clock.now += seconds
+        if len(self.slept) >= self._turns:
+            self.over.set()
+            await asyncio.Event().wait()
+
+
+async def test_the_background_keeps_to_its_rate_and_its_rhythm(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=200, disk=200)
+    await rig.put(range(150), durable=True)
+    rig.damage(rig.rows(range(150))[149])
+    sleep = Sleeper(rig, 5)
+    scrubber = Scrubber(rig.cache.residency, rig.clock, bytes_per_s=50 * rig.part_bytes, every_s=60.0, sleep=sleep)
+    assert scrubber.start() is not None
+    await sleep.over.wait()
+    # 150 blocks in batches of 64, 50 a second and 50 in store; then it waits for the next pass.
+    assert sleep.slept[:4] == pytest.approx([14 / 50, 64 / 50, 22 / 50, 60 - 2.0])
+    assert scrubber.counters.passes == 1
+    assert (scrubber.counters.checked_blocks, scrubber.counters.damaged_blocks) == (150, 1)
+    await scrubber.stop()
+
+
+async def test_the_background_waits_while_the_disk_is_in_trouble(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=16, disk=32)
+    await rig.put([1, 2], durable=True)
+    rig.cache.tiers.trouble[DISK] = "full"
+    sleep = Sleeper(rig, 3)
+    scrubber = Scrubber(rig.cache.residency, rig.clock, bytes_per_s=1 << 30, sleep=sleep)
+    scrubber.start()
+    await sleep.over.wait()
+    assert scrubber.counters.checked_blocks == 0
+    await scrubber.stop()
+    rig.cache.tiers.trouble[DISK] = ""
+
+
+async def test_without_a_rate_or_a_disk_there_is_no_background(make_rig: MakeRig) -> None:
+    rig, diskless = make_rig(cpu=4, disk=4), make_rig(cpu=4)
+    assert Scrubber(rig.cache.residency, rig.clock).start() is None
+    assert Scrubber(diskless.cache.residency, diskless.clock, bytes_per_s=1).start() is None

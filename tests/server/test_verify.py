@@ -1,0 +1,69 @@
+"""`Admin.Verify` on a live daemon."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from prefixd.v1 import admin_pb2
+
+if TYPE_CHECKING:
+    from tests.server.conftest import Remote
+
+SETTINGS: dict[str, str | int] = {"cpu.bytes": "4MiB", "disk.bytes": "64MiB", "disk.scrub_bytes_per_s": 0}
+BLOCK = 3 * 4096 + 5
+
+
+def flip(folder: Path, content: bytes) -> None:
+    """A bit of the slot that begins with `content`."""
+    (slab, at) = next((slab, at) for slab in folder.glob("*.slab") if (at := slab.read_bytes().find(content)) >= 0)
+    with slab.open("r+b") as file:
+        file.seek(at + 7000)
+        (byte,) = file.read(1)
+        file.seek(at + 7000)
+        file.write(bytes([byte ^ 16]))
+
+
+def verify(remote: Remote) -> tuple[list[admin_pb2.DamagedBlock], admin_pb2.VerifyProgress]:
+    damaged: list[admin_pb2.DamagedBlock] = []
+    for progress in remote.admin.Verify(admin_pb2.VerifyRequest(), timeout=60):
+        damaged += progress.damaged
+        last = progress
+    assert last.done
+    return damaged, last
+
+
+def test_damage_on_a_live_daemon(launch: Callable[..., Remote], refused: Callable[..., Any]) -> None:
+    remote = launch(SETTINGS)
+    prompts = [[number, 1, 2, 3, 4, 5, 6, 7] for number in range(20)]
+    contents = [bytes([number]) * (2 * BLOCK) for number in range(20)]
+    with remote.session() as session:
+        space = remote.register(session.session_id, "m", BLOCK)
+        for prompt, content in zip(prompts, contents, strict=True):
+            remote.put(session.session_id, space, prompt, content, durable=True)
+        assert verify(remote)[1].checked_blocks == 40
+        flip(remote.daemon.directory / "data/blocks/slabs", contents[3][:BLOCK])
+        damaged, last = verify(remote)
+        assert (last.damaged_blocks, last.dropped_blocks, last.total_blocks) == (1, 1, 40)
+        assert damaged[0].namespace_id == space and "checksum" in damaged[0].reason
+        stats = remote.until(lambda stats: any(tier.blocks == 40 for tier in stats.tiers if tier.tier == 3))
+        assert stats.lost_blocks == {"checksum mismatch on disk": 1}
+        assert (stats.scrub.damaged_blocks, stats.scrub.passes) == (1, 2)
+        assert verify(remote)[1].damaged_blocks == 0, "it was written again from memory"
+        assert remote.get(session.session_id, space, prompts[3]) == (2, contents[3])
+
+
+def test_without_a_disk_there_is_nothing_to_verify(launch: Callable[..., Remote], refused: Callable[..., Any]) -> None:
+    remote = launch({"cpu.bytes": "4MiB", "disk.bytes": 0})
+    with refused("FAILED_PRECONDITION", "no disk tier", "disk.bytes"):
+        verify(remote)
+
+
+@pytest.mark.parametrize("setting", ["disk.scrub_bytes_per_s=fast", "disk.scrub_every_s=0"])
+def test_settings_that_make_no_sense(serve_failing: Callable[..., Any], setting: str) -> None:
+    name, _, value = setting.partition("=")
+    done = serve_failing({name: value})
+    assert done.returncode == 2 and name in done.stderr

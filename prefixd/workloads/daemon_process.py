@@ -96,6 +96,11 @@ class DaemonProcess:
 
     def start(self) -> None:
         """Returns when the daemon answers; raises DaemonFailed."""
+        self.launch()
+        self.wait_until_ready()
+
+    def launch(self) -> None:
+        """Starts the process and does not wait until it answers."""
         if self._process is not None:
             raise DaemonFailed(f"the daemon runs already, as process {self._process.pid}; stop it first")
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -109,8 +114,13 @@ class DaemonProcess:
                 start_new_session=True,
                 env={name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)},
             )
+
+    def wait_until_ready(self) -> None:
+        """Returns when the daemon that was launched answers; raises DaemonFailed, and ends it."""
+        if self._process is None:
+            raise DaemonFailed("the daemon is not running; launch it first")
         try:
-            self.tcp = self._wait_until_ready(self._process).get("tcp")
+            self.tcp = self._announcement(self._process).get("tcp")
         except BaseException:
             self._end(signal.SIGTERM)
             raise
@@ -121,6 +131,10 @@ class DaemonProcess:
         SIGKILL, and DaemonFailed, when it takes longer than `stop_timeout_s`.
         """
         return self._end(signal.SIGTERM)
+
+    def terminate(self) -> None:
+        """SIGTERM alone: what follows is the daemon's to do, and `stop` or `kill` to wait for."""
+        os.kill(self.pid, signal.SIGTERM)
 
     def kill(self) -> int | None:
         """SIGKILL, as in a crash; its exit status, or None when it did not run."""
@@ -150,7 +164,7 @@ class DaemonProcess:
             *(f"--set={name}={_text(value)}" for name, value in settings.items()),
         ]
 
-    def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> dict[str, Any]:
+    def _announcement(self, process: subprocess.Popen[bytes]) -> dict[str, Any]:
         """The line of JSON by which the daemon announces itself."""
         if process.stdout is None:
             raise DaemonFailed("the daemon was started without a pipe to announce itself on")

@@ -1,0 +1,245 @@
+"""A daemon under load, killed again and again."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from benchmarks import _harness
+from benchmarks._integrity import violations_of
+from benchmarks._load import LoadPlan, Tally
+from benchmarks._load_process import LoadProcess
+from benchmarks._load_world import prompts
+from prefixd.client import Client
+from prefixd.workloads.daemon_process import DaemonFailed, DaemonProcess
+
+DESCRIPTION = """\
+Kills a daemon with SIGKILL at random moments while two client processes store, read, lease, prefetch and
+evict, each with four calls at a time; starts it again on the same directory; audits it; and lets the load
+go on. Most kills come under load, some in a drain, some while the daemon that was just killed starts again.
+The load is idle during an audit: the clients read everything they know of and compare every byte with what
+it has to be, and the daemon accounts for its slots.
+
+In three of four lives the disk tier has room for everything, so that every block that was acknowledged as
+durable must be there (lost_durable), unless its client had asked to drop it; and then it must stay away
+(resurrected). In the others the disk tier is full and evicts all the time; there a durable block may have
+had to go (evicted_durable), and what is there must be right. wrong_bytes counts bytes under load and in
+audits; reopen_failures counts starts that did not end in a daemon that answers."""
+
+_NUMBERS = 32
+"""Prompts of each namespace that all clients ask for: 36 MiB."""
+_CPU_BYTES = 12 << 20
+_ROOMY_BYTES, _TIGHT_BYTES = 192 << 20, 20 << 20
+_FULL = 0.5
+"""A disk tier with more than this share in use is not roomy: a loss could not be told from an eviction."""
+
+Phase = Literal["load", "drain", "start"]
+_PHASES: tuple[tuple[Phase, float], ...] = (("load", 0.7), ("drain", 0.1), ("start", 0.2))
+
+
+@dataclass(slots=True)
+class Findings:
+    """What came of the kills."""
+
+    kills: Counter[str] = field(default_factory=Counter)
+    """By phase."""
+    reopen_failures: int = 0
+    lost_durable: int = 0
+    evicted_durable: int = 0
+    resurrected: int = 0
+    violations: list[str] = field(default_factory=list)
+    audits: int = 0
+    audited_blocks: int = 0
+    durable_prompts: int = 0
+    starts_s: list[float] = field(default_factory=list)
+    tally: Tally = field(default_factory=Tally)
+    notes: list[str] = field(default_factory=list)
+
+    def result(self) -> dict[str, Any]:
+        """For `_harness.finish`."""
+        starts = sorted(self.starts_s)
+        return {
+            "kills": self.kills.total(),
+            **{f"kills_in_{phase}": self.kills[phase] for phase, _ in _PHASES},
+            "wrong_bytes": self.tally.wrong_bytes,
+            "lost_durable": self.lost_durable,
+            "reopen_failures": self.reopen_failures,
+            "resurrected": self.resurrected,
+            "evicted_durable": self.evicted_durable,
+            "integrity_violations": len(self.violations),
+            "failed_calls": self.tally.failed_calls,
+            "interrupted_calls": self.tally.interrupted.total(),
+            "interrupted_by_call": dict(self.tally.interrupted),
+            "audits": self.audits,
+            "audited_blocks": self.audited_blocks,
+            "durable_prompts_checked": self.durable_prompts,
+            "verified_bytes": self.tally.verified_bytes,
+            "start_p50_s": round(starts[len(starts) // 2], 3) if starts else 0.0,
+            "start_max_s": round(starts[-1], 3) if starts else 0.0,
+            "found": [*self.notes, *self.violations, *self.tally.wrong, *self.tally.failures],
+        }
+
+    @property
+    def broken(self) -> int:
+        """Promises that were not kept."""
+        kinds = (self.tally.wrong_bytes, self.lost_durable, self.reopen_failures, self.resurrected)
+        return sum(kinds) + len(self.violations) + self.tally.failed_calls
+
+
+class Lives:
+    """One daemon's lives on one directory, and the load on it.
+
+    Args:
+        roomy: whether the disk tier takes everything.
+        seed: of the load and of the kills.
+        between: called with the data directory while the daemon is dead; for tests of what the audit sees.
+    """
+
+    def __init__(
+        self, directory: Path, roomy: bool, seed: int, findings: Findings, between: Callable[[Path], None] | None = None
+    ) -> None:
+        self._roomy = roomy
+        self._rng = random.Random(f"crash {seed} {roomy}")
+        self._seed = seed
+        self._findings = findings
+        self._between = between
+        disk_bytes = _ROOMY_BYTES if roomy else _TIGHT_BYTES
+        self._daemon = DaemonProcess({"cpu.bytes": _CPU_BYTES, "disk.bytes": disk_bytes}, directory=directory)
+        self._clients: list[LoadProcess] = []
+        self._start_s = 1.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The daemon and its clients; what the clients counted goes to the findings at the end."""
+        with self._daemon, ExitStack() as stack:
+            for owner in (1, 2):
+                plan = LoadPlan(owner, self._seed, numbers=_NUMBERS, outages=True)
+                self._clients.append(stack.enter_context(LoadProcess(self._daemon.address, plan)))
+            yield
+            for client in self._clients:
+                self._findings.tally.add(client.stop())
+
+    def kill(self, left: int) -> int:
+        """Load, one kill or two (at most `left`), a start and an audit; how many kills."""
+        rng, findings = self._rng, self._findings
+        (phase,) = rng.choices(*zip(*_PHASES, strict=True))
+        self._order("go")
+        time.sleep(rng.uniform(0.02, 0.7))
+        if phase == "drain":
+            self._daemon.terminate()
+            time.sleep(rng.uniform(0, 0.15))
+        self._daemon.kill()
+        findings.kills[phase if phase == "drain" else "load"] += 1
+        kills = 1
+        for client in self._clients:
+            client.order("pause")
+        if phase == "start" and left > 1:
+            self._daemon.launch()
+            time.sleep(rng.uniform(0.3, 1.05) * self._start_s)
+            self._daemon.kill()
+            findings.kills["start"] += 1
+            kills += 1
+        if self._between is not None:
+            self._between(self._daemon.directory / "data")
+        self._start()
+        for client in self._clients:  # idle: their calls have failed, or found the new daemon
+            client.answer()
+        self._audit()
+        return kills
+
+    def _start(self) -> None:
+        begin = time.perf_counter()
+        try:
+            self._daemon.start()
+        except DaemonFailed as error:
+            self._findings.reopen_failures += 1
+            self._findings.notes.append(str(error))
+            raise
+        self._start_s = time.perf_counter() - begin
+        self._findings.starts_s.append(self._start_s)
+
+    def _audit(self) -> None:
+        findings = self._findings
+        everything = [(prompt.namespace, prompt.owner, prompt.number) for prompt in prompts(_NUMBERS)]
+        for index, client in enumerate(self._clients):
+            client.order("audit", shared=everything[index :: len(self._clients)])
+        for client in self._clients:
+            answer = client.answer()
+            findings.audited_blocks += answer["found"]
+            findings.durable_prompts += answer["durable"]
+            findings.resurrected += len(answer["back"])
+            findings.notes += [f"came back: {prompt}" for prompt in answer["back"]]
+            if self._roomy:
+                findings.lost_durable += answer["lost_blocks"]
+                findings.notes += [f"lost: {lost}" for lost in answer["lost"]]
+            else:
+                findings.evicted_durable += answer["lost_blocks"]
+        with Client(self._daemon.address) as admin:
+            disk = admin.stats().tiers[-1]
+            findings.violations += violations_of(admin)
+        findings.audits += 1
+        if self._roomy and disk.used_bytes > _FULL * disk.capacity_bytes:
+            raise _harness.BenchmarkError(
+                f"the disk tier has {disk.used_bytes} of {disk.capacity_bytes} bytes in use, so that a loss cannot be "
+                "told from an eviction; make it larger in benchmarks/crash.py"
+            )
+
+    def _order(self, do: str) -> None:
+        for client in self._clients:
+            client.order(do)
+        for client in self._clients:
+            client.answer()
+
+
+def run(
+    kills: int,
+    seed: int,
+    step: Callable[[], None] = lambda: None,
+    between: Callable[[Path], None] | None = None,
+) -> Findings:
+    """Kills daemons `kills` times in all, in four directories after each other, of which the first is tight.
+
+    `step` is called after each.
+    """
+    findings = Findings()
+    for number in range(4):
+        left = kills * (number + 1) // 4 - kills * number // 4
+        if not left:
+            continue
+        with tempfile.TemporaryDirectory(prefix="prefixd-crash-") as folder:
+            lives = Lives(Path(folder), number > 0, seed + number, findings, between)
+            with lives.running():
+                while left:
+                    done = lives.kill(left)
+                    left -= done
+                    for _ in range(done):
+                        step()
+    return findings
+
+
+def main() -> None:
+    """The command."""
+    parser = _harness.parser("crash", DESCRIPTION)
+    parser.add_argument("--kills", type=_harness.positive, default=200, help="how often to kill (200)")
+    parser.add_argument("--seed", type=int, default=0, help="of the load and of the moments of the kills (0)")
+    options = parser.parse_args()
+    begin = time.perf_counter()
+    with _harness.progress("kills", options.kills) as step:
+        findings = run(options.kills, options.seed, step)
+    result = {**findings.result(), "seed": options.seed, "seconds": round(time.perf_counter() - begin, 1)}
+    _harness.finish("crash", result, options.json)
+    for line in result["found"][:20]:
+        print(line)
+    if findings.broken:
+        raise _harness.BenchmarkError("a promise was broken, see above")
+
+
+if __name__ == "__main__":
+    _harness.run(main)

@@ -18,6 +18,7 @@ from prefixd.cache.keys import BlockChain, Digest, xxh3_digest
 from prefixd.cache.leases import Lease, LeaseTable, Reservation, Session
 from prefixd.cache.namespaces import Namespace, NamespaceRegistry, NamespaceSpec
 from prefixd.cache.residency import Residency
+from prefixd.cache.restore import give_back_memory, known_namespaces, remove_refused, restore
 from prefixd.cache.scrubber import Scrubber
 from prefixd.cache.tiers import Tiers
 from prefixd.cache.trie import CPU, DISK, GPU, NO_SLOT, NONE, TIERS, Match, Rows, Trie
@@ -88,33 +89,19 @@ class TieredCache:
     # -- life ---------------------------------------------------------------------------------------------------
 
     def restore(self) -> int:
-        """Reads the disk tier's index into the trie; returns how many blocks came back."""
+        """Reads the disk tier's index into the tries; returns how many blocks came back. See `restore`.
+
+        Raises:
+            StorageError: the index cannot be read.
+        """
         store = self.tiers.disk
         if store is None:
             return 0
-        now = self.clock()
-        known = {}
-        for identity, spec in store.namespaces().items():
-            namespace, _ = self.namespaces.register(msgspec.msgpack.decode(spec, type=NamespaceSpec))
-            known[identity] = namespace
-        restored = 0
-        for record in store.records():
-            home = known.get(record.namespace)
-            if home is None:
-                continue
-            trie = self.trie(home)
-            parent = trie.find(record.parent) if record.parent else home.root
-            if parent is None or len(record.parts) != len(trie.part_bytes) or None in record.parts:
-                continue
-            if parent >= 0 and trie.namespace[parent] != home.ordinal:  # another namespace's block with that key
-                continue
-            row = trie.insert(parent, home.ordinal, record.key, record.tokens, now)
-            if row is None:
-                continue
-            trie.put_copy(row, DISK, [part.slot for part in record.parts if part is not None], now)
-            trie.checksums[row] = [part.checksum for part in record.parts if part is not None]
-            restored += 1
-        return restored
+        known = known_namespaces(store, self.namespaces)
+        restored = restore(store.load(), known, self.tries, self.trie, self.residency.ledger)
+        remove_refused(store, restored)
+        give_back_memory()
+        return restored.blocks
 
     async def close(self) -> None:
         """Ends all sessions and waits for the copies under way."""

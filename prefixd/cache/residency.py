@@ -62,6 +62,11 @@ class Residency:
         self._tasks: set[asyncio.Task[object]] = set()
 
     @property
+    def ledger(self) -> Ledger:
+        """What is where."""
+        return self._ledger
+
+    @property
     def lost(self) -> Counter[str]:
         """Blocks that could have been kept, by reason."""
         return self._ledger.lost

@@ -11,22 +11,19 @@ hold also keeps.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from prefixd.cache.key_index import KeyIndex, grown
 from prefixd.cache.key_index import Rows as Rows
 from prefixd.cache.keys import BlockChain
+from prefixd.cache.trie_table import NOWHERE, TrieTable
+from prefixd.cache.trie_table import TIERS as TIERS
 
 GPU, CPU, DISK, NONE = 0, 1, 2, 3
-TIERS = 3
 NO_SLOT = -1
-_NOWHERE = -1  # namespace of a row that has no block
 
 # Nearest tier of a block by the bit mask of the tiers that have all of its parts.
 _NEAREST = np.array([NONE, GPU, CPU, GPU, DISK, GPU, CPU, GPU], dtype=np.int8)
@@ -42,7 +39,7 @@ class Match:
         return len(self.rows)
 
 
-class Trie:
+class Trie(TrieTable):
     """All blocks of one geometry (tokens a block, bytes of its parts).
 
     Args:
@@ -52,31 +49,10 @@ class Trie:
     """
 
     def __init__(self, block_tokens: int, part_bytes: Sequence[int], ordinal: int = 0) -> None:
+        super().__init__(block_tokens, len(part_bytes))
         self.block_tokens = block_tokens
         self.part_bytes = tuple(part_bytes)
-        parts = len(self.part_bytes)
         self.ordinal = ordinal
-        self.rows = 0  # rows ever used; the columns are valid below
-        self.free = array("i")
-        self._capacity = 0
-        self._keys = KeyIndex()
-        self.tokens = np.empty((0, block_tokens), np.uint32)
-        self.parent = np.empty(0, np.int32)
-        self.namespace = np.empty(0, np.int32)
-        self.depth = np.empty(0, np.int32)
-        self.children = np.empty(0, np.int32)
-        self.generation = np.empty(0, np.int32)
-        self.keep = np.empty(0, np.int32)
-        self.pinned = np.empty(0, np.bool_)
-        self.last_used = np.empty(0, np.float64)
-        self.some = np.empty(0, np.uint8)  # tiers that have any part, a bit each
-        self.whole = np.empty(0, np.uint8)  # tiers that have every part
-        self.nearest = np.empty(0, np.int8)
-        self.slots = _by_tier(0, (parts,), np.int64)
-        self.checksums = np.empty((0, parts), np.uint64)
-        self.holds = _by_tier(0, (), np.int32)
-        self.tier_children = _by_tier(0, (), np.int32)
-        self.entered = _by_tier(0, (), np.float64)
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -147,10 +123,6 @@ class Trie:
                 row = int(self.parent[row])
         return np.fromiter(seen, np.int64, len(seen))
 
-    def used_rows(self) -> Rows:
-        """All rows that hold a block."""
-        return np.flatnonzero(self.namespace[: self.rows] != _NOWHERE)
-
     def subtree(self, row: int) -> list[int]:
         """`row` and everything that continues it, parents before children."""
         if not self.children[row]:
@@ -182,7 +154,7 @@ class Trie:
         if row is not None:
             same = self.parent[row] == parent and bool((self.tokens[row] == tokens).all())
             return row if same else None
-        row = self.free.pop() if self.free else self._new_row()
+        row = self.take_row()
         self._keys.insert(key, row)
         self.tokens[row] = tokens
         self.parent[row] = parent
@@ -203,11 +175,46 @@ class Trie:
             self.children[parent] += 1
         return row
 
+    def insert_all(
+        self,
+        rows: Rows,
+        parents: Rows,
+        namespaces: npt.NDArray[np.int64],
+        depths: npt.NDArray[np.int64],
+        keys: npt.NDArray[np.uint8],
+        tokens: npt.NDArray[np.uint32],
+        now_s: float,
+    ) -> None:
+        """Puts m blocks that are not there into rows just taken; parents are there, or among them and before them.
+
+        What a row without a block has as 0 (`remove`) stays as it is, and untouched memory stays untaken.
+
+        Args:
+            rows: [m], from `take_rows`.
+            parents: [m], rows or roots.
+            namespaces: [m] ordinals.
+            depths: [m], one more than the parents'.
+            keys: [m, 16], all different.
+            tokens: [m, block_tokens].
+            now_s: the time of their last use.
+        """
+        self._keys.insert_all(keys, rows)
+        self.tokens[rows] = tokens
+        self.parent[rows] = parents
+        self.namespace[rows] = namespaces
+        self.depth[rows] = depths
+        self.last_used[rows] = now_s
+        self.nearest[rows] = NONE
+        self.slots[rows] = NO_SLOT
+        self.checksums[rows] = 0
+        inner = parents >= 0
+        np.add.at(self.children, parents[inner], 1)
+
     def removable(self, row: int) -> bool:
         """Whether the block exists and nothing continues, keeps or pins it."""
         if self.children[row] or self.keep[row] or self.pinned[row]:
             return False
-        return bool(self.namespace[row] != _NOWHERE)
+        return bool(self.namespace[row] != NOWHERE)
 
     def remove(self, row: int) -> None:
         """Forgets a block that has no copy left and is removable.
@@ -218,7 +225,7 @@ class Trie:
             raise RuntimeError(f"row {row} was removed while it has no block, or one with copies, children or keepers")
         while True:
             self._keys.remove(row)
-            self.namespace[row] = _NOWHERE
+            self.namespace[row] = NOWHERE
             self.generation[row] += 1
             self.free.append(row)
             row = int(self.parent[row])
@@ -260,6 +267,26 @@ class Trie:
             if parent >= 0:
                 self.tier_children[parent, tier] -= 1
         return slots
+
+    def put_copies(self, rows: Rows, tier: int, slots: npt.NDArray[np.int64], now_s: float) -> None:
+        """Records whole copies, [m, parts] slots, of m rows that have none in `tier`."""
+        self.slots[rows, tier] = slots
+        self.some[rows] |= np.uint8(1 << tier)
+        self.whole[rows] |= np.uint8(1 << tier)
+        self.nearest[rows] = _NEAREST[self.whole[rows]]
+        self.entered[rows, tier] = now_s
+        parents = self.parent[rows]
+        np.add.at(self.tier_children[:, tier], parents[parents >= 0], 1)
+
+    def drop_copies(self, tier: int) -> Rows:
+        """Forgets all copies in `tier`, whoever holds them; the rows that had one."""
+        rows = np.flatnonzero(self.some[: self.rows] & np.uint8(1 << tier))
+        self.some[rows] &= np.uint8(7 & ~(1 << tier))
+        self.whole[rows] &= np.uint8(7 & ~(1 << tier))
+        self.nearest[rows] = _NEAREST[self.whole[rows]]
+        self.slots[rows, tier] = NO_SLOT
+        self.tier_children[rows, tier] = 0
+        return rows
 
     def has(self, row: int, tier: int) -> bool:
         """Whether `tier` has every part of the block."""
@@ -320,46 +347,3 @@ class Trie:
         if without is not None:
             rows &= (self.some[:n] & np.uint8(1 << without)) == 0
         return np.flatnonzero(rows)
-
-    # -- storage ------------------------------------------------------------------------------------------------
-
-    def _new_row(self) -> int:
-        if self.rows == self._capacity:
-            self._grow(max(1024, self._capacity + self._capacity // 2))
-        self.rows += 1
-        return self.rows - 1
-
-    def _grow(self, capacity: int) -> None:
-        """A column at a time, so that only one is there twice."""
-        self._keys.reserve(capacity)
-        for name in _COLUMNS:
-            setattr(self, name, grown(getattr(self, name), capacity))
-        for name in _TIER_COLUMNS:
-            old = getattr(self, name)
-            new = _by_tier(capacity, old.shape[2:], old.dtype)
-            new[: self.rows] = old[: self.rows]
-            setattr(self, name, new)
-        self._capacity = capacity
-
-
-def _by_tier(rows: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """A column of 0 for each tier, [rows, TIERS, *shape]; where no tier writes, it takes no memory."""
-    return np.zeros((TIERS, rows, *shape), dtype).swapaxes(0, 1)
-
-
-_COLUMNS = (
-    "tokens",
-    "parent",
-    "namespace",
-    "depth",
-    "children",
-    "generation",
-    "keep",
-    "pinned",
-    "last_used",
-    "some",
-    "whole",
-    "nearest",
-    "checksums",
-)
-_TIER_COLUMNS = ("slots", "holds", "tier_children", "entered")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from prefixd.cache import CPU, DISK, GPU
+from prefixd_swap import NewBlock, SlabStore, Span, StorageError
+from prefixd_swap.block_record import index_key
+from tests.cache.conftest import BLOCK_TOKENS, PART_BYTES
 
 if TYPE_CHECKING:
     from tests.cache.conftest import Rig
@@ -69,22 +73,170 @@ async def test_restored_blocks_are_written_no_second_time(make_rig: MakeRig) -> 
     assert rig.store is not None and rig.store.commits == 0
 
 
-async def test_a_record_of_an_unknown_namespace_is_left_alone(
-    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(params=["at once", "in small chunks"])
+def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are entered all at once, and as if there were many of them."""
+    if request.param == "in small chunks":
+        monkeypatch.setattr("prefixd.cache.restore._CHUNK", 3)
+        monkeypatch.setattr("prefixd.cache.restore._REMOVED_AT_ONCE", 2)
+
+
+def write(rig: Rig, key: bytes, *, parent: bytes = b"", depth: int = 0, **other: Any) -> None:
+    """Stores a block behind the cache's back."""
+    assert rig.store is not None
+    data = np.zeros(other.pop("nbytes", PART_BYTES), np.uint8)
+    span = Span(data.ctypes.data, data.nbytes)
+    parts = [span if there else None for there in other.pop("parts", [True])]
+    tokens = bytes(other.pop("tokens", 4 * BLOCK_TOKENS))
+    (record,) = rig.store.write([NewBlock(other.pop("namespace", rig.namespace.id), key, parent, tokens, depth, parts)])
+    assert record is not None and not other
+
+
+K = [bytes([number]) * 16 for number in range(8)]
+
+
+async def refuses(rig: Rig, reason: str, blocks: int, restored: int) -> None:
+    """At the next start, so many blocks are refused for the reason, and leave nothing on disk; nor at the one after."""
+    await rig.restart()
+    lost = rig.cache.residency.lost
+    assert (rig.restored, lost[f"on disk, but {reason}"]) == (restored, blocks), dict(lost)
+    assert rig.store is not None and rig.store.used_bytes == restored * PART_BYTES
+    await rig.check_disk()
+    await rig.restart()
+    assert (rig.restored, sum(rig.cache.residency.lost.values())) == (restored, 0)
+
+
+@pytest.mark.usefixtures("chunks")
+async def test_blocks_of_an_unknown_namespace_leave_the_disk(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=4, disk=16)
+    await rig.put([1, 2], durable=True)
+    for depth, (key, parent) in enumerate([(K[0], b""), (K[1], K[0]), (K[2], K[1])]):
+        write(rig, key, parent=parent, depth=depth, namespace=b"whatever")
+    await refuses(rig, "of an unknown namespace", 3, restored=2)
+    assert await rig.get([1, 2]) == 2
+
+
+@pytest.mark.parametrize("how", [{"nbytes": 100}, {"tokens": 4}, {"tokens": 0}])
+async def test_blocks_of_another_size_go_with_what_continues_them(make_rig: MakeRig, how: dict[str, Any]) -> None:
+    rig = make_rig(cpu=4, disk=16)
+    await rig.put([1, 2], durable=True)
+    write(rig, K[0])
+    write(rig, K[1], parent=K[0], depth=1, **how)
+    await refuses(rig, "of another size than their namespace's", 1, restored=3)
+    write(rig, K[1], parent=K[0], depth=1, **how)
+    write(rig, K[2], parent=K[1], depth=2)
+    write(rig, K[3], parent=K[2], depth=3)
+    write(rig, K[4], parent=K[0], depth=1)
+    await refuses(rig, "of a prefix that was dropped", 2, restored=4)
+
+
+async def test_a_record_with_bytes_behind_its_tokens_is_dropped(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=4, disk=16)
+    write(rig, K[0])
+    write(rig, K[1])
+    assert rig.store is not None
+    name = index_key(rig.namespace.id, K[1])
+    record = rig.store._index.get(name)
+    assert record is not None
+    rig.store._index.apply([(name, record + b"?")])
+    await refuses(rig, "of another size than their namespace's", 1, restored=1)
+
+
+async def test_blocks_that_lack_parts_are_dropped(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=8, disk=16)
+    home = rig.register("two", 2)
+    await rig.put([1], namespace=home, durable=True)
+    write(rig, K[0], namespace=home.id, parts=[True, False])
+    await rig.restart()
+    assert rig.restored == 1
+    assert rig.cache.residency.lost["on disk, but without some of their parts"] == 1
+    await rig.check_disk()
+
+
+async def test_a_block_that_is_not_where_its_parent_says_is_dropped(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=4, disk=16)
+    write(rig, K[0])
+    write(rig, K[1], parent=K[0], depth=2)
+    await refuses(rig, "not where their parents say", 1, restored=1)
+
+
+@pytest.mark.usefixtures("chunks")
+async def test_one_of_two_blocks_with_one_key_stays(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=4, disk=16)
+    other = rig.register("other")  # the same geometry, so the same trie
+    for home in (rig.namespace, other):
+        write(rig, K[0], namespace=home.id)
+        write(rig, K[1], parent=K[0], depth=1, namespace=home.id)
+    await refuses(rig, "with the key of another block", 2, restored=2)
+
+
+async def test_a_namespace_that_cannot_be_read_costs_its_blocks_alone(make_rig: MakeRig) -> None:
     rig = make_rig(cpu=4, disk=16)
     await rig.put([1, 2], durable=True)
     other = rig.register("other")
     await rig.put([3], namespace=other, durable=True)
     assert rig.store is not None
-    known = rig.store.namespaces()
-    del known[other.id]
-    monkeypatch.setattr("prefixd_swap.SlabStore.namespaces", lambda self: known)
+    rig.store.put_namespace(other.id, b"?")
+    await refuses(rig, "of an unknown namespace", 1, restored=2)
+    await rig.put([3], namespace=rig.register("other"), durable=True)
     await rig.restart()
+    assert rig.restored == 3, "registered again, it is whole again"
+
+
+async def test_what_cannot_be_removed_now_is_removed_at_the_next_start(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = make_rig(cpu=4, disk=16)
+    await rig.put([1, 2], durable=True)
+    write(rig, K[0], namespace=b"whatever")
+
+    def fail(self: SlabStore, ids: object) -> None:
+        raise StorageError("read-only file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SlabStore, "remove", fail)
+        await rig.restart()
     assert rig.restored == 2
-    monkeypatch.undo()
-    await rig.restart()
-    assert rig.restored == 3
+    assert "the next start tries again: read-only file system" in caplog.text
+    await refuses(rig, "of an unknown namespace", 1, restored=2)
+
+
+@pytest.mark.usefixtures("chunks")
+async def test_a_store_that_was_opened_again_replaces_the_copies_on_disk(make_rig: MakeRig) -> None:
+    rig = make_rig(gpu=4, cpu=8, disk=16)
+    await rig.put([1, 2, 3, 4], durable=True)
+    await rig.put([1, 5], durable=True)
+    await rig.put([6, 7], durable=True)
+    rows, cut = rig.rows([1, 2, 3, 4]), rig.rows([6, 7])
+    held = await rig.lease([1, 5])
+    assert held is not None
+    store, trie, cache = rig.store, rig.trie, rig.cache
+    assert store is not None
+    on_disk = trie.slots[rows, DISK].tolist()
+    cache.residency.ledger.drop(trie, [*rows[::-1], *cut[::-1]], CPU)  # of what nobody holds
+    for row in (rows[3], held.rows[1], *cut[::-1]):  # lost, it seems
+        store.remove([(rig.namespace.id, trie.key(row))])
+    moved = trie.key(rows[2])
+    store.remove([(rig.namespace.id, moved)])
+    write(rig, K[0])  # takes the slot, so that the block comes to be elsewhere
+    write(rig, moved, parent=trie.key(rows[1]), depth=2, tokens=trie.tokens[rows[2]].tobytes())
+    write(rig, K[1], parent=trie.key(rows[1]), depth=2)
+    generations = trie.generation[rows].tolist()
+
+    assert cache.restore() == 5
+
+    assert trie.generation[rows[:3]].tolist() == generations[:3], "blocks that are still there are the same"
+    assert trie.slots[rows[:2], DISK].tolist() == on_disk[:2]
+    assert trie.slots[rows[2], DISK].tolist() != on_disk[2]
+    assert trie.find(K[1]) is not None
+    assert rig.rows([1, 2, 3, 4]) == rows[:3], "its only copy is gone"
+    assert rig.rows([6, 7]) == []
+    assert rig.tiers([1, 5], DISK) == [True, False], "held in memory, it lost the copy on disk"
+    assert rig.tiers([1, 5], CPU) == [True, True]
+    assert cache.residency.lost["gone from disk"] == 4
+    await rig.check_disk()
+    cache.release(rig.session, held.id)
+    rig.check()
 
 
 async def test_a_cache_without_a_disk_restores_nothing(make_rig: MakeRig) -> None:

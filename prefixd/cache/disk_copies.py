@@ -20,7 +20,7 @@ from prefixd.cache.ledger import Ledger
 from prefixd.cache.namespaces import NamespaceRegistry
 from prefixd.cache.trie import DISK, NO_SLOT, Rows, Trie
 from prefixd.cache.victims import find_victims
-from prefixd_swap import ChecksumError, DiskFullError, DiskPart, EvictionPolicy, NewBlock, StorageError
+from prefixd_swap import ChecksumError, DiskFullError, DiskPart, EvictionPolicy, NewBlock, StorageError, round_to_slot
 
 log = logging.getLogger(__name__)
 
@@ -103,8 +103,10 @@ class DiskCopies:
                 batch = trie.missing(rows[start : start + _WRITE_BATCH], DISK)
                 try:
                     left = await self._write_batch(trie, batch.tolist(), source)
-                    if left and await self._make_room(trie, rows, len(left), ahead):
+                    while left and await self._make_room(trie, rows, len(left), ahead):
                         left = await self._write_batch(trie, left, source)
+                        if self._tiers.trouble[DISK]:  # it is not our blocks that are in the way
+                            break
                 except StorageError as error:
                     self._report(error)
                     left = trie.missing(batch, DISK).tolist()
@@ -140,20 +142,28 @@ class DiskCopies:
         return left
 
     async def _make_room(self, trie: Trie, rows: Rows, want: int, ahead: bool) -> int:
-        """Evicts up to `want` blocks from disk, none of them in the prefixes of `rows`."""
+        """Evicts up to `want` blocks from disk, none of them in the prefixes of `rows`.
+
+        Blocks whose slots are of the sizes that are wanted go first. Only when there is none of them that may go, those
+        of other sizes do: their slots help once a whole slab of them is empty.
+        """
         family = trie.ancestry(rows)
         trie.hold(family, DISK)
         removed: list[Identity] = []
+        wanted = {round_to_slot(size) for size in trie.part_bytes}
+        fitting = [other for other in self._tries if wanted <= {round_to_slot(size) for size in other.part_bytes}]
         try:
-            for other, victims in find_victims(
-                self._tries, DISK, want, self._policy, demotable=False, spare_copies=ahead
-            ):
-                for row in victims.tolist():
-                    identity = self.identity(other, row)
-                    if self._ledger.drop(other, [row], DISK):
-                        removed.append(identity)
-            if removed:
-                await self._in_thread(self._tiers.store.remove, removed)
+            for among in (fitting, self._tries):
+                for other, victims in find_victims(
+                    self._tries, DISK, want, self._policy, demotable=False, spare_copies=ahead, among=among
+                ):
+                    for row in victims.tolist():
+                        identity = self.identity(other, row)
+                        if self._ledger.drop(other, [row], DISK):
+                            removed.append(identity)
+                if removed:
+                    await self._in_thread(self._tiers.store.remove, removed)
+                    break
         finally:
             trie.unhold(family, DISK)
         return len(removed)

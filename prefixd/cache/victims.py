@@ -22,22 +22,24 @@ def find_victims(
     *,
     demotable: bool,
     spare_copies: bool = False,
+    among: Sequence[Trie] | None = None,
 ) -> list[tuple[Trie, Rows]]:
     """The `want` blocks that the policy sends out of `tier` first, by trie, each trie's leaves before their parents.
 
     Args:
-        tries: where to look.
+        tries: all tries, by ordinal.
         tier: the tier that needs room.
         want: how many; fewer are returned when no more may go.
         policy: gives every block a score, lowest goes first.
         demotable: a block's last copy may go too, because it will be written a tier down before.
         spare_copies: spare blocks that are in a tier above as well.
+        among: choose in these tries alone.
     """
     bit = 1 << tier
     above = bit - 1 if spare_copies else 0
     ids: list[Rows] = [np.empty(0, np.int64)]
     scores = [np.empty(0, np.float64)]
-    for trie in tries:
+    for trie in tries if among is None else among:
         rows = trie.evictable(tier, demotable=demotable)
         rows = rows[(trie.some[rows] & np.uint8(above)) == 0]
         ids.append(rows | (trie.ordinal << _ROW_BITS))

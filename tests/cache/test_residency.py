@@ -216,3 +216,21 @@ async def test_colliding_keys_are_counted_and_never_served(make_rig: MakeRig) ->
     assert rig.restored > 0
     for first in range(12):
         await rig.get([first, 0, 1])
+
+
+async def test_blocks_of_another_size_get_room_on_a_full_disk(make_rig: MakeRig) -> None:
+    """Slots belong to slabs of one size: blocks of another size help only once all of a slab's have gone."""
+    rig = make_rig(cpu=64, disk=64)
+    large = rig.register("large", nbytes=3 * rig.part_bytes)
+    for prompt in range(64):
+        await rig.put([100 + prompt], durable=True)
+    assert len(rig.trie.copies(DISK)) == 64
+    assert await rig.put([1, 2, 3, 4, 5], namespace=large, durable=True) == (5, 0)
+    for prompt in range(30):  # a size that has slots replaces its own blocks, and no more than it must
+        assert await rig.put([prompt * 10, prompt * 10 + 1], namespace=large, durable=True) == (2, 0)
+    await rig.check_disk()
+    assert len(rig.trie.copies(DISK)) >= 40
+    assert rig.cache.residency.lost == {}
+    await rig.restart()
+    large = rig.register("large", nbytes=3 * rig.part_bytes)
+    assert await rig.get([290, 291], namespace=large) == 2

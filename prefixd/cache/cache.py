@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
+from prefixd.cache.filling import Filling
 from prefixd.cache.keys import BlockChain, Digest, xxh3_digest
 from prefixd.cache.leases import Lease, LeaseTable, Reservation, Session
 from prefixd.cache.namespaces import Namespace, NamespaceRegistry, NamespaceSpec
@@ -21,9 +22,9 @@ from prefixd.cache.residency import Residency
 from prefixd.cache.restore import give_back_memory, known_namespaces, remove_refused, restore
 from prefixd.cache.scrubber import Scrubber
 from prefixd.cache.tiers import Tiers
-from prefixd.cache.trie import CPU, DISK, GPU, NO_SLOT, NONE, TIERS, Match, Rows, Trie
+from prefixd.cache.trie import CPU, GPU, TIERS, Match, Rows, Trie
 from prefixd.cache.write_back import WriteBack
-from prefixd.errors import ExhaustedError, InvalidArgumentError, PreconditionError, UnsupportedError
+from prefixd.errors import ExhaustedError, InvalidArgumentError, UnsupportedError
 from prefixd_swap import CopyEngine, EvictionPolicy
 
 log = logging.getLogger(__name__)
@@ -82,6 +83,7 @@ class TieredCache:
         self.leases = LeaseTable(
             self._end_grant, default_ttl_s=default_ttl_s, max_ttl_s=max_ttl_s, max_sessions=max_sessions
         )
+        self._filling = Filling(tiers, self.residency, self.leases, clock)
         self._max_namespaces = max_namespaces
         self._digest = digest
         self._trie_of: dict[tuple[int, tuple[int, ...]], Trie] = {}
@@ -200,8 +202,8 @@ class TieredCache:
         rows = rows[:there]
         if not there:
             return None
-        lease = Lease(self.leases.next_id(session), session, trie, rows, self.clock() + ttl)
-        self._grant(session, lease)
+        lease = Lease(self.leases.next_id(), session, trie, rows, self.clock() + ttl)
+        self.leases.grant(lease)
         return lease
 
     def offsets(self, trie: Trie, rows: Rows, parts: Sequence[int]) -> list[int]:
@@ -238,91 +240,19 @@ class TieredCache:
         self._need_cpu()
         ttl = self.leases.ttl(ttl_s)
         chosen = self.check_parts(namespace, parts)
-        trie = self.trie(namespace)
-        prefix = self._present(trie, namespace, chain, chosen)
-        wanted = len(chain) - len(prefix)
-        if not wanted:
-            return len(chain)
-        trie.retain(prefix)
-        sizes = [trie.part_bytes[part] for part in chosen]
-        try:
-            slots = await self.residency.take(CPU, sizes, wanted)
-        except BaseException:
-            self._unretain(trie, prefix)
-            raise
-        if not slots:
-            self._unretain(trie, prefix)
-            raise ExhaustedError(
-                f"the CPU tier ({self.tiers.arena.capacity_bytes} bytes) has no room for a block of {sum(sizes)} bytes "
-                "and nothing in it may be evicted; release leases or raise cpu.bytes"
-            )
-        reservation = Reservation(
-            self.leases.next_id(session),
-            session,
-            namespace,
-            trie,
-            chain,
-            prefix,
-            len(prefix),
-            chosen,
-            slots,
-            self.clock() + ttl,
-        )
-        self._grant(session, reservation)
-        return reservation
+        return await self._filling.reserve(session, namespace, chain, self.trie(namespace), chosen, ttl)
 
     async def commit(self, reservation: Reservation, blocks: int, *, durable: bool = False) -> tuple[int, int]:
-        """Makes the first `blocks` of a reservation matchable and ends it; returns (committed, duplicates)."""
-        self.leases.find(reservation.session, reservation.id)  # it may have expired while it was filled
-        if not 0 <= blocks <= len(reservation.slots):
-            raise InvalidArgumentError(
-                f"commit of {blocks} blocks, but reservation {reservation.id} has {len(reservation.slots)}; "
-                "commit only what was reserved"
-            )
-        if durable and self.tiers.disk is None:
-            raise PreconditionError("durable commit without a disk tier; set disk.bytes or commit without durable")
-        self.leases.settle(reservation, "it was committed")
-        trie, namespace, chain = reservation.trie, reservation.namespace, reservation.chain
-        parent = int(reservation.prefix[-1]) if len(reservation.prefix) else namespace.root
-        rows: list[int] = []
-        committed = 0
-        now = self.clock()
-        for i in range(blocks):
-            block = reservation.first_block + i
-            row = trie.insert(parent, namespace.ordinal, chain.key(block), chain.block(block), now)
-            if row is None:  # the key is another block's
-                self.residency.lost["key collision"] += blocks - i
-                break
-            committed += self._fill(reservation, i, row)
-            rows.append(row)
-            parent = row
-        done = np.array(rows, np.int64)
-        trie.touch(done, now)
-        trie.retain(done)
-        self._end_grant(reservation)
-        self.residency.changed.set()
-        try:
-            if durable:
-                await self._make_durable(trie, done)
-        finally:
-            self._unretain(trie, done)
-        return committed, len(rows) - committed
+        """Makes the first `blocks` of a reservation matchable and ends it; returns (committed, duplicates).
 
-    def _fill(self, reservation: Reservation, index: int, row: int) -> bool:
-        """Enters the parts of a reserved block that the CPU tier lacks; False when it lacks none."""
-        trie = reservation.trie
-        slots = [NO_SLOT] * len(trie.part_bytes)
-        spare: list[int] = []
-        for part, slot in zip(reservation.parts, reservation.slots[index], strict=True):
-            if trie.slots[row, CPU, part] == NO_SLOT:
-                slots[part] = slot
-            else:
-                spare.append(slot)
-        if len(spare) == len(reservation.parts):
-            return False
-        self.residency.put(trie, row, CPU, slots)
-        reservation.slots[index] = spare
-        return True
+        With `durable` it returns when they and the prefix before them are on disk.
+        """
+        return await self._filling.commit(reservation, blocks, durable)
+
+    async def persist(self, namespace: Namespace, chain: BlockChain) -> int:
+        """Returns when the cached prefix of `chain` is on disk: its blocks. PreconditionError without a disk tier."""
+        trie = self.trie(namespace)
+        return await self._filling.persist(trie, trie.match(namespace.root, chain).rows)
 
     def release(self, session: Session, grant_id: str) -> None:
         """Ends a lease or gives up a reservation; NotFoundError when it is over already."""
@@ -375,66 +305,14 @@ class TieredCache:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _present(self, trie: Trie, namespace: Namespace, chain: BlockChain, parts: Sequence[int]) -> Rows:
-        """The prefix that has at least `parts` somewhere."""
-        if len(parts) == len(trie.part_bytes):
-            return trie.match(namespace.root, chain).rows
-        found: list[int] = []
-        parent = namespace.root
-        for block in range(len(chain)):
-            row = trie.find(chain.key(block))
-            if row is None or trie.parent[row] != parent or trie.tokens[row].tobytes() != chain.block(block):
-                break
-            if not trie.whole[row] and (trie.slots[row, CPU, list(parts)] < 0).any():
-                break
-            found.append(row)
-            parent = row
-        return np.array(found, np.int64)
-
-    def _grant(self, session: Session, grant: Lease | Reservation) -> None:
-        if session.id not in self.leases.sessions:  # its client died while we worked
-            self._end_grant(grant)
-            self.leases.session(session.id)
-        self.leases.grant(grant)
-
     def _end_grant(self, grant: Lease | Reservation) -> None:
         if isinstance(grant, Lease):
             self._unhold(grant.trie, grant.rows, CPU)
-            return
-        for slots in grant.slots:
-            self.tiers.release(CPU, slots)
-        grant.slots = []
-        self._unretain(grant.trie, grant.prefix)
+        else:
+            self._filling.end(grant)
 
     def _unhold(self, trie: Trie, rows: Rows, tier: int) -> None:
         self.residency.unhold(trie, rows, tier)
-
-    def _unretain(self, trie: Trie, rows: Rows) -> None:
-        trie.unretain(rows)
-        self.residency.sweep(trie, rows)
-
-    async def _make_durable(self, trie: Trie, rows: Rows) -> None:
-        path = trie.path(int(rows[-1])) if len(rows) else rows
-        for source in (CPU, GPU):
-            if self.tiers.exists(source):
-                todo = trie.missing(path, DISK)
-                todo = todo[(trie.whole[todo] & (1 << source)) != 0]
-                trie.hold(todo, source)
-                try:
-                    await self.residency.write(trie, todo, source)
-                finally:
-                    trie.unhold(todo, source)
-        torn = int((trie.nearest[path] == NONE).sum())
-        if torn:
-            raise PreconditionError(
-                f"{torn} of the blocks lack parts that others have yet to commit, so they cannot be durable; what was "
-                "committed is kept - ask for durable in the commit that completes them"
-            )
-        if len(trie.missing(path, DISK)):
-            raise ExhaustedError(
-                "the blocks are cached, but the disk tier has no room for them"
-                + (f": {self.tiers.trouble[DISK]}" if self.tiers.trouble[DISK] else "; raise disk.bytes")
-            )
 
     def _need_cpu(self) -> None:
         if self.tiers.cpu is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from prefixd.cache.keys import BlockChain
@@ -129,14 +129,16 @@ class LeaseTable:
             raise InvalidArgumentError(f"ttl_s is {wanted_s}; it must be 0 (default) or positive")
         return min(wanted_s or self.default_ttl_s, self.max_ttl_s)
 
-    def next_id(self, session: Session) -> str:
-        """A fresh id for a grant; the session's own id stays secret."""
+    def next_id(self) -> str:
+        """A fresh id for a grant, that nobody can guess."""
         self._granted += 1
-        return f"{self._granted}-{secrets.token_hex(4)}"
+        return f"{self._granted}-{secrets.token_hex(8)}"
 
     def grant(self, grant: Lease | Reservation) -> None:
-        """Adds a grant to its session."""
-        grant.session.grants[grant.id] = grant
+        """Adds a grant to its session; ends it with NotFoundError when the session ended while it was prepared."""
+        if grant.session.id not in self.sessions:
+            self._end(grant)
+        self.session(grant.session.id).grants[grant.id] = grant
 
     def find(self, session: Session, grant_id: str) -> Lease | Reservation:
         """A session's grant; NotFoundError says how it ended if it did."""
@@ -151,6 +153,12 @@ class LeaseTable:
     def release(self, session: Session, grant_id: str) -> None:
         """Ends a grant at its holder's wish."""
         self._finish(self.find(session, grant_id), "it was released")
+
+    def renew(self, session: Session, grant_ids: Sequence[str], ttl_s: float, now_s: float) -> None:
+        """Lets grants live for `ttl_s` seconds from now; none of them, with NotFoundError, when one is over."""
+        grants = [self.find(session, grant_id) for grant_id in grant_ids]
+        for grant in grants:
+            grant.expires_s = now_s + ttl_s
 
     def expire(self, now_s: float) -> int:
         """Ends every grant whose time is up; returns how many."""

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from prefixd.client import streaming
 from prefixd.client.buffers import BlockBuffers, Buffer
 from prefixd.client.errors import ExhaustedError, InvalidArgumentError, ServerError
-from prefixd.client.leases import AsyncLease, AsyncReservation, Granted
+from prefixd.client.holds import Granted
+from prefixd.client.leases import AsyncLease, AsyncReservation
 from prefixd.client.namespace import Answer, RegisteredNamespace
 from prefixd.client.spec import MatchResult, NamespaceSpec, StoreResult
 from prefixd.client.tokens import TokenIds, token_bytes
@@ -58,6 +59,13 @@ class AsyncCache:
             ),
         )
         return int(answer.response.blocks)
+
+    async def persist(self, tokens: TokenIds) -> int:
+        """Returns when the cached prefix of `tokens` is on disk, whoever committed it: its length in blocks.
+
+        Raises `PreconditionError` without a disk tier, `ExhaustedError` when the disk tier has no room.
+        """
+        return await self._namespace.persist(token_bytes(tokens))
 
     async def acquire(
         self,
@@ -126,9 +134,9 @@ class AsyncCache:
         """Gives the cache the blocks of `tokens` from `first_block` on; those it has already are skipped.
 
         `source` has exactly these blocks, one after the other, or is a list with one buffer per part. With
-        `durable`, returns when they are on disk. Raises `BufferSizeError`; `ExhaustedError` when there is
-        room for none; `PreconditionError` when the blocks before `first_block` are not cached (any more), or
-        when `durable` meets a daemon without a disk tier.
+        `durable`, returns when they and the prefix before them are on disk, those that were cached already too.
+        Raises `BufferSizeError`; `ExhaustedError` when there is room for none; `PreconditionError` when the blocks
+        before `first_block` are not cached (any more), or when `durable` meets a daemon without a disk tier.
         """
         _check_range(first_block)
         prompt = token_bytes(tokens)
@@ -163,8 +171,10 @@ class AsyncCache:
                 break
             async with reservation:
                 if not reservation.blocks:
-                    duplicates += total - done
-                    done = total
+                    # What was evicted between the two questions is not there, and not said to be.
+                    there = await self._namespace.persist(prompt) if durable else total
+                    duplicates += max(there - done, 0)
+                    done = max(there, done)
                     break
                 if reservation.first_block < first_block:
                     raise streaming.gap_error(reservation.first_block, first_block)
@@ -200,9 +210,9 @@ class AsyncCache:
                 ttl_s=ttl_s or 0.0,
                 parts=parts or (),
             ),
-            needs_arena=True,
+            grant_id=lambda response: str(response.lease_id),
         )
-        return AsyncLease(self._granted(answer, answer.response.lease_id, part_bytes))
+        return AsyncLease(self._granted(answer, prompt, answer.response.lease_id, part_bytes))
 
     async def _reserve(self, prompt: bytes, ttl_s: float | None, parts: Sequence[int] | None) -> AsyncReservation:
         part_bytes = self._namespace.part_bytes(parts)
@@ -215,11 +225,11 @@ class AsyncCache:
                 ttl_s=ttl_s or 0.0,
                 parts=parts or (),
             ),
-            needs_arena=True,
+            grant_id=lambda response: str(response.reservation_id),
         )
-        return AsyncReservation(self._granted(answer, answer.response.reservation_id, part_bytes))
+        return AsyncReservation(self._granted(answer, prompt, answer.response.reservation_id, part_bytes))
 
-    def _granted(self, answer: Answer, hold_id: str, part_bytes: tuple[int, ...]) -> Granted:
+    def _granted(self, answer: Answer, prompt: bytes, hold_id: str, part_bytes: tuple[int, ...]) -> Granted:
         response, client = answer.response, self._namespace.client
         if len(response.offsets) != response.blocks * len(part_bytes):
             raise ServerError(
@@ -235,9 +245,10 @@ class AsyncCache:
             # Counted from before the request left, so it is never later than the daemon's own.
             expires_s=answer.asked_at_s + response.ttl_s,
             session=answer.session,
+            client=client,
             connection=client.connection,
-            copier=client.copier,
-            clock=client.clock,
+            persist=lambda: self._namespace.persist(prompt),
+            asked_blocks=self._namespace.full_blocks(prompt),
         )
 
 

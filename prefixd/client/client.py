@@ -14,7 +14,9 @@ from prefixd.client.cache import AsyncCache
 from prefixd.client.connection import Connection, parse_address
 from prefixd.client.copying import Copier
 from prefixd.client.errors import ClientClosed, InvalidArgumentError
+from prefixd.client.holds import renew
 from prefixd.client.inference import GenerateEvent, Sampling, event_from_proto, generate_request
+from prefixd.client.leases import AsyncLease, AsyncReservation
 from prefixd.client.namespace import RegisteredNamespace
 from prefixd.client.session import MemoryMode, Session
 from prefixd.client.spec import NamespaceSpec
@@ -145,6 +147,13 @@ class AsyncClient:
         registered = RegisteredNamespace(self, namespace)
         await registered.ready()
         return AsyncCache(registered)
+
+    async def renew(self, holds: Sequence[AsyncLease | AsyncReservation], ttl_s: float | None = None) -> None:
+        """Lets leases and reservations live for `ttl_s` seconds from now (None: the daemon's default).
+
+        All of them or, with `LeaseLost` when one is over, none.
+        """
+        await renew(holds, ttl_s)
 
     async def generate(
         self,

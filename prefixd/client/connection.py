@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import grpc
 
-from prefixd.client.errors import InvalidArgumentError, from_rpc_error
+from prefixd.client.errors import CallTimeout, ClientError, InvalidArgumentError, from_rpc_error
 from prefixd.v1.admin_pb2_grpc import AdminStub
 from prefixd.v1.cache_pb2_grpc import PrefixCacheStub
 from prefixd.v1.inference_pb2_grpc import InferenceStub
 
 _MAX_BACKOFF_S = 1.0
+_LATE_S = 60.0  # how long after its caller has given up a call for a grant may still be answered
 _OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.max_send_message_length", 64 << 20),
@@ -66,6 +67,7 @@ class Connection:
     def __init__(self, address: str | None, timeout_s: float) -> None:
         self.address = parse_address(address)
         self.timeout_s = timeout_s
+        self._late: set[asyncio.Task[None]] = set()
         self._channel = grpc.aio.insecure_channel(self.address, options=_OPTIONS)
         self.cache: Any = PrefixCacheStub(self._channel)
         self.inference: Any = InferenceStub(self._channel)
@@ -78,6 +80,24 @@ class Connection:
             return await method(request, timeout=self.timeout_s if timeout_s is None else timeout_s)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, self.address) from error
+
+    async def call_for_grant(self, method: Any, request: Any, give_back: Callable[[Any], Awaitable[None]]) -> Any:
+        """As `call`, for an answer that grants something.
+
+        For a caller that is cancelled or out of time the call goes on: what it is granted then, `give_back` gets.
+        Otherwise nobody could ever end it.
+        """
+        call = asyncio.ensure_future(self.call(method, request, self.timeout_s + _LATE_S))
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                return await asyncio.shield(call)
+        except (TimeoutError, asyncio.CancelledError) as error:
+            late = asyncio.create_task(_end_late(call, give_back))
+            self._late.add(late)
+            late.add_done_callback(self._late.discard)
+            if isinstance(error, TimeoutError):
+                raise CallTimeout(f"no answer from the daemon at {self.address} within {self.timeout_s:g} s") from error
+            raise
 
     async def stream(self, method: Any, request: Any, timeout_s: float | None = None) -> AsyncGenerator[Any, None]:
         """The messages that answer one request; closing the iterator cancels the call."""
@@ -107,4 +127,11 @@ class Connection:
 
     async def close(self) -> None:
         """Ends every call and the channel."""
+        for late in self._late:
+            late.cancel()
         await self._channel.close(None)
+
+
+async def _end_late(call: asyncio.Future[Any], give_back: Callable[[Any], Awaitable[None]]) -> None:
+    with suppress(ClientError):  # then nothing was granted, or it has ended with its session
+        await give_back(await call)

@@ -2,171 +2,27 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
-from prefixd.client.arena import Arena
-from prefixd.client.buffers import BlockBuffers, Buffer, Bytes
-from prefixd.client.connection import Connection
-from prefixd.client.copying import Copier
+from prefixd.client.buffers import BlockBuffers, Buffer
 from prefixd.client.errors import (
     ClientError,
     InvalidArgumentError,
     LeaseLost,
-    MemoryUnavailable,
     NotFoundError,
+    PreconditionError,
     ServerUnavailable,
 )
+from prefixd.client.holds import Granted, Hold
 from prefixd.client.session import Session
 from prefixd.client.spec import StoreResult
 from prefixd.v1 import cache_pb2
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Granted:
-    """What the daemon granted, and what it takes to use and end it."""
-
-    hold_id: str
-    """Empty when nothing was granted, and there is nothing to end."""
-    first_block: int
-    blocks: int
-    offsets: Sequence[int]
-    part_bytes: tuple[int, ...]
-    expires_s: float
-    """By `clock`."""
-    session: Session
-    connection: Connection
-    copier: Copier
-    clock: Callable[[], float]
+_FAREWELL_S = 2.0  # what closing a client may wait for a daemon that does not answer
+_TELL_ATTEMPTS = 3
 
 
-class _Hold(ABC):
-    """What leases and reservations share: some blocks' bytes in the arena, until a moment."""
-
-    _word = "hold"
-
-    def __init__(self, granted: Granted) -> None:
-        self.first_block = granted.first_block
-        """Index in the prompt of the first block here."""
-        self.blocks = granted.blocks
-        self.offsets = granted.offsets
-        """Byte offset in the arena of each block's parts: block-major, blocks * parts entries."""
-        self.part_bytes = granted.part_bytes
-        self._id = granted.hold_id
-        self._granted = granted
-        self._session = granted.session
-        self._connection = granted.connection
-        self._views: list[memoryview] = []
-        self._ended = not self._id
-        self._lost_because: str | None = None
-        if not self._ended:
-            self._session.add(self)
-            if self._session.lost_because is not None:
-                # Lost between the daemon's answer and now: nobody else will tell.
-                self.on_session_lost(self._session.lost_because)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            await self.release()
-        else:
-            with suppress(ClientError):
-                await self.release()
-
-    @abstractmethod
-    def view(self, block: int, part: int = 0) -> memoryview:
-        """The bytes of one part of one block, in the arena itself."""
-
-    @abstractmethod
-    async def release(self) -> None:
-        """Ends it before its time."""
-
-    @property
-    def remaining_s(self) -> float:
-        """Seconds until it expires; 0 when it has ended. Time to be done, as nothing extends it."""
-        return 0.0 if self._ended else max(0.0, self._granted.expires_s - self._granted.clock())
-
-    def on_session_lost(self, reason: str) -> None:
-        """Called by the session: nothing here may be touched any more."""
-        self._lost_because = reason
-        self._end()
-
-    def check(self) -> None:
-        """Raises `LeaseLost` when the right has ended: released, expired, or its session is gone."""
-        if self._lost_because is not None:
-            raise LeaseLost(f"the {self._word} is lost: {self._lost_because}")
-        if self._ended and self._id:
-            raise LeaseLost(f"the {self._word} was released")
-        if self._id and self.remaining_s <= 0:
-            raise LeaseLost(f"the {self._word} has expired: ask for a longer ttl_s, or fewer blocks at a time")
-
-    def offset(self, block: int, part: int = 0) -> int:
-        """Byte offset in the arena of part `part` of block `block`, both counted from what was asked for."""
-        if not 0 <= block < self.blocks or not 0 <= part < len(self.part_bytes):
-            raise InvalidArgumentError(
-                f"block {block}, part {part} is not here: the {self._word} has {self.blocks} blocks "
-                f"of {len(self.part_bytes)} parts"
-            )
-        return self.offsets[block * len(self.part_bytes) + part]
-
-    def _arena(self) -> Arena:
-        arena = self._session.arena
-        if arena is None:
-            raise MemoryUnavailable("this client does not share memory with the daemon: use load and store")
-        return arena
-
-    def _view(self, block: int, part: int, *, writable: bool) -> memoryview:
-        offset = self.offset(block, part)
-        self.check()
-        view = self._arena().bytes_at(offset, self.part_bytes[part]).data
-        if not writable:
-            view = view.toreadonly()
-        self._views.append(view)
-        return view
-
-    def _pairs(self, buffers: BlockBuffers, first: int, blocks: int) -> list[tuple[Bytes, Bytes]]:
-        """(arena bytes, the caller's bytes) of `blocks` blocks, starting at block `first` of `buffers`."""
-        return [
-            (self._arena().bytes_at(run.arena_offset, run.user.nbytes), run.user)
-            for run in buffers.runs(self.offsets, first, blocks)
-        ]
-
-    def _end(self) -> None:
-        self._ended = True
-        self._session.discard(self)
-        views, self._views = self._views, []
-        for view in views:
-            # An array made from the view keeps it; it must not be read, but it does not crash.
-            with suppress(BufferError):
-                view.release()
-
-    async def _release(self) -> None:
-        """Ends it here and at the daemon. Raises `LeaseLost` when it had ended before."""
-        if self._ended and self._lost_because is None:
-            return
-        try:
-            self.check()
-        finally:
-            self._end()
-        try:
-            await self._connection.call(
-                self._connection.cache.Release,
-                cache_pb2.ReleaseRequest(session_id=self._session.session_id, lease_id=self._id),
-            )
-        except (NotFoundError, ServerUnavailable) as error:
-            # A daemon that is away has ended it, even where its session's end has not been heard of yet.
-            raise LeaseLost(f"the {self._word} ended before it was released: {error}") from error
-
-
-class AsyncLease(_Hold):
+class AsyncLease(Hold):
     """Blocks that neither move nor go while it lasts. `async with` it, or call `release`.
 
     `blocks` is 0 when nothing was cached; there is then nothing to release.
@@ -194,8 +50,7 @@ class AsyncLease(_Hold):
         """`copy_into` for buffers that are checked already."""
         if self.blocks:
             self.check()
-            pairs = [(user, shared) for shared, user in self._pairs(buffers, 0, self.blocks)]
-            await self._granted.copier.copy(pairs, self.check)
+            await self._copy([(user, shared) for shared, user in self._pairs(buffers, 0, self.blocks)])
             self.check()
         return self.blocks
 
@@ -204,16 +59,38 @@ class AsyncLease(_Hold):
 
         Raises `LeaseLost` when it had ended before; a second call does nothing.
         """
-        await self._release()
+        if self._ended and self._lost_because is None:
+            return
+        try:
+            self.check()
+        finally:
+            self._end()
+        try:
+            await self._connection.call(
+                self._connection.cache.Release,
+                cache_pb2.ReleaseRequest(session_id=self._session.session_id, lease_id=self._id),
+            )
+        except (NotFoundError, ServerUnavailable) as error:
+            # A daemon that is away has ended it, even where its session's end has not been heard of yet.
+            raise LeaseLost(f"the lease ended before it was released: {error}") from error
+
+    async def before_close(self) -> None:
+        """Nothing: who only reads leaves nothing behind."""
 
 
-class AsyncReservation(_Hold):
+class AsyncReservation(Hold):
     """Slots to fill for blocks that are not cached. Nothing in them is visible before `commit`.
 
-    `async with` gives back what was not committed. `blocks` is 0 when all was cached already.
+    `async with` gives back what was not committed. `blocks` is 0 when all was cached already. Where it ends
+    against its holder's will (it expires, the connection breaks), the daemon gives the slots to nobody else until
+    `release` tells it that nothing here writes into them any more, or until this process ends.
     """
 
     _word = "reservation"
+
+    def __init__(self, granted: Granted) -> None:
+        self._told = not granted.hold_id  # the daemon knows that nothing here writes into the slots any more
+        super().__init__(granted)
 
     def view(self, block: int, part: int = 0) -> memoryview:
         """The bytes of a slot, writable, in the arena itself; gone with the reservation.
@@ -235,21 +112,25 @@ class AsyncReservation(_Hold):
         """`copy_from` for buffers that are checked already; the first slot is their block `first`."""
         if self.blocks:
             self.check()
-            await self._granted.copier.copy(self._pairs(buffers, first, self.blocks), self.check)
+            await self._copy(self._pairs(buffers, first, self.blocks))
         return self.blocks
 
     async def commit(self, blocks: int | None = None, *, durable: bool = False) -> StoreResult:
         """Makes the first `blocks` slots (None: all) matchable and ends the reservation.
 
-        With `durable`, returns when they are on disk. Raises `LeaseLost` when the reservation had ended
-        before; `PreconditionError` for `durable` without a disk tier.
+        With `durable`, returns when they and the prefix before them are on disk, also where all was cached
+        already. Raises `LeaseLost` when the reservation had ended before; `PreconditionError` for `durable`
+        without a disk tier, or when blocks that were cached already are not any more.
         """
         count = self.blocks if blocks is None else blocks
         if not 0 <= count <= self.blocks:
             raise InvalidArgumentError(f"cannot commit {count} blocks of a reservation of {self.blocks}")
         if not self._id:
+            if durable:
+                await self._persist()
             return StoreResult(0, 0)
         self.check()
+        await self._still.wait()
         request = cache_pb2.CommitRequest(
             session_id=self._session.session_id, reservation_id=self._id, blocks=count, durable=durable
         )
@@ -258,15 +139,61 @@ class AsyncReservation(_Hold):
         except NotFoundError as error:
             self._lost_because = str(error)
             self._end()
+            await self._tell()
             raise LeaseLost(f"the reservation ended before it was committed: {error}") from error
         except ServerUnavailable:
             # Whether it was committed is unknown; either way the daemon has ended it.
             self._end()
+            await self._tell()
             raise
+        self._told = True
         self._end()
         return StoreResult(response.committed, response.duplicates)
 
     async def release(self) -> None:
-        """Gives the slots back without committing; does nothing when the reservation has ended."""
-        with suppress(LeaseLost):
-            await self._release()
+        """Gives the slots back without committing, once the copies under way have stopped.
+
+        The holder's word that nothing writes into them any more, through a `view` either. A second call does nothing.
+        """
+        self._end()
+        await self._tell()
+
+    async def before_close(self) -> None:
+        """The last chance to tell, in the session itself."""
+        if not self._told:
+            self._told = True
+            await self._still.wait()
+            with suppress(ClientError):  # a daemon that is away has nothing to be told
+                await self._release_in(self._session, _FAREWELL_S)
+
+    async def _tell(self) -> None:
+        """Tells the daemon, once, that nothing here writes into the slots any more.
+
+        Where that fails, the slots come back when this process ends.
+        """
+        if self._told:
+            return
+        self._told = True
+        await self._still.wait()
+        with suppress(ClientError):
+            for _ in range(_TELL_ATTEMPTS):
+                # In a new session where the old one has ended; the old one's end may be heard of only meanwhile.
+                session = self._session if self._session.alive else await self._granted.client.session()
+                try:
+                    await self._release_in(session)
+                    return
+                except (NotFoundError, ServerUnavailable):
+                    if session.alive:
+                        return
+
+    async def _release_in(self, session: Session, timeout_s: float | None = None) -> None:
+        request = cache_pb2.ReleaseRequest(session_id=session.session_id, lease_id=self._id)
+        await self._connection.call(self._connection.cache.Release, request, timeout_s)
+
+    async def _persist(self) -> None:
+        there, asked = await self._granted.persist(), self._granted.asked_blocks
+        if there < asked:
+            raise PreconditionError(
+                f"only {there} of the prompt's {asked} blocks are on disk: the others were evicted meanwhile, or parts "
+                "of them are yet to be committed; reserve again"
+            )

@@ -59,28 +59,55 @@ class RegisteredNamespace:
             self._registered_in = session
         return session
 
-    async def ask(self, method: Any, build: Callable[[Session], Any], *, needs_arena: bool = False) -> Answer:
+    async def ask(
+        self, method: Any, build: Callable[[Session], Any], *, grant_id: Callable[[Any], str] | None = None
+    ) -> Answer:
         """The answer of `method` to the request that `build` makes for the session.
 
         What the daemon does not know because it was restarted meanwhile is asked again in a new session,
-        once. Raises `MemoryUnavailable` when `needs_arena` and the bytes are streamed.
+        once. `grant_id` finds in the answer the id of the lease or reservation that it grants: such an answer is not
+        lost with a caller that is cancelled, but given back. Raises `MemoryUnavailable` when the bytes of such a
+        grant would have to be streamed.
         """
         session = await self.ready()
         try:
-            return await self._ask_in(session, method, build, needs_arena)
+            return await self._ask_in(session, method, build, grant_id)
         except NotFoundError:
             if session.alive:
                 raise
-        return await self._ask_in(await self.ready(), method, build, needs_arena)
+        return await self._ask_in(await self.ready(), method, build, grant_id)
 
     async def _ask_in(
-        self, session: Session, method: Any, build: Callable[[Session], Any], needs_arena: bool
+        self,
+        session: Session,
+        method: Any,
+        build: Callable[[Session], Any],
+        grant_id: Callable[[Any], str] | None,
     ) -> Answer:
-        if needs_arena and session.arena is None:
-            raise MemoryUnavailable("this client does not share memory with the daemon: use load and store")
+        connection = self.client.connection
         asked_at_s = self.client.clock()
-        response = await self.client.connection.call(method, build(session))
-        return Answer(session, response, asked_at_s)
+        if grant_id is None:
+            return Answer(session, await connection.call(method, build(session)), asked_at_s)
+        if session.arena is None:
+            raise MemoryUnavailable("this client does not share memory with the daemon: use load and store")
+        find_id = grant_id
+
+        async def give_back(response: Any) -> None:
+            if found := find_id(response):
+                request = cache_pb2.ReleaseRequest(session_id=session.session_id, lease_id=found)
+                await connection.call(connection.cache.Release, request)
+
+        return Answer(session, await connection.call_for_grant(method, build(session), give_back), asked_at_s)
+
+    async def persist(self, prompt: bytes) -> int:
+        """Returns when the cached prefix of `prompt` is on disk: its length in blocks."""
+        answer = await self.ask(
+            self.client.connection.cache.Persist,
+            lambda session: cache_pb2.PersistRequest(
+                session_id=session.session_id, namespace_id=self.namespace_id, token_ids=prompt
+            ),
+        )
+        return int(answer.response.blocks)
 
     def full_blocks(self, prompt: bytes) -> int:
         """Full blocks of a prompt given as little-endian uint32 token ids."""

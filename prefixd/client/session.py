@@ -26,6 +26,9 @@ class Holder(Protocol):
     def on_session_lost(self, reason: str) -> None:
         """The session is gone; so is the right to read or fill."""
 
+    async def before_close(self) -> None:
+        """The session has been lost on purpose; what the daemon has to be told in it can be told now."""
+
 
 class Session:
     """An open session. `arena` is None when bytes travel in the stream of Get and Put."""
@@ -33,6 +36,7 @@ class Session:
     def __init__(self, stream: Any, opened: cache_pb2.SessionOpened, arena: Arena | None, address: str) -> None:
         self.session_id = opened.session_id
         self.server_version = opened.server_version
+        self.default_ttl_s = opened.default_ttl_s
         self.max_ttl_s = opened.max_ttl_s
         self.arena = arena
         self.draining = False
@@ -83,7 +87,9 @@ class Session:
 
     async def close(self) -> None:
         """Ends the session; its leases and reservations end with it."""
+        holders = list(self._holders) if self.alive else []
         self._lose("the client was closed")
+        await asyncio.gather(*(holder.before_close() for holder in holders))
         self._stream.cancel()
         self._watcher.cancel()
         with suppress(asyncio.CancelledError):

@@ -72,7 +72,7 @@ async def put(
     # A match speaks of all parts together, so of single parts it is the daemon that knows which are missing.
     start = first_block if parts else cached
     if start >= total:
-        return StoreResult(0, total - first_block)
+        return await _persisted(namespace, prompt, first_block) if durable else StoreResult(0, total - first_block)
     header = cache_pb2.PutHeader(
         session_id=answer.session.session_id,
         namespace_id=namespace.namespace_id,
@@ -88,8 +88,16 @@ async def put(
             yield cache_pb2.PutRequest(data=piece.tobytes())
 
     response = await connection.call(connection.cache.Put, requests())
+    if durable and not response.committed:
+        return await _persisted(namespace, prompt, first_block)
     dropped = total - start - response.committed - response.duplicates
     return StoreResult(response.committed, response.duplicates + start - first_block, max(0, dropped))
+
+
+async def _persisted(namespace: RegisteredNamespace, prompt: bytes, first_block: int) -> StoreResult:
+    """For a durable store of what was cached already: what of it is on disk."""
+    there = max(await namespace.persist(prompt), first_block)
+    return StoreResult(0, there - first_block, namespace.full_blocks(prompt) - there)
 
 
 def gap_error(cached: int, first_block: int) -> PreconditionError:

@@ -53,6 +53,10 @@ class _Hold(Generic[HoldT]):
         """See `AsyncLease.remaining_s`."""
         return self._hold.remaining_s
 
+    def renew(self, ttl_s: float | None = None) -> None:
+        """See `AsyncLease.renew`."""
+        self._portal.run(self._hold.renew(ttl_s))
+
     def offset(self, block: int, part: int = 0) -> int:
         """See `AsyncLease.offset`."""
         return self._hold.offset(block, part)
@@ -105,6 +109,10 @@ class Cache:
     def prefetch(self, tokens: TokenIds) -> int:
         """See `AsyncCache.prefetch`."""
         return self._portal.run(self._cache.prefetch(tokens))
+
+    def persist(self, tokens: TokenIds) -> int:
+        """See `AsyncCache.persist`."""
+        return self._portal.run(self._cache.persist(tokens))
 
     def acquire(
         self,
@@ -201,6 +209,10 @@ class Client:
     def register(self, namespace: NamespaceSpec) -> Cache:
         """See `AsyncClient.register`."""
         return Cache(self._portal, self._portal.run(self._client.register(namespace)))
+
+    def renew(self, holds: Sequence[Lease | Reservation], ttl_s: float | None = None) -> None:
+        """See `AsyncClient.renew`."""
+        self._portal.run(self._client.renew([hold._hold for hold in holds], ttl_s))
 
     def generate(
         self,

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeVar
 
 import numpy as np
 
 import prefixd
 from prefixd.cache import CPU, Lease, NamespaceSpec, PartSpec, Reservation, TieredCache, Trie
 from prefixd.errors import InvalidArgumentError, PreconditionError, UnavailableError
-from prefixd.server.rpc import Context, abort, outlive, streaming, unary
+from prefixd.server.rpc import Context, abort, deliver, granting, outlive, streaming, unary
 from prefixd.v1 import cache_pb2 as pb
 from prefixd.v1 import cache_pb2_grpc
 
 PIECE_BYTES = 1 << 20
-
-Grant = TypeVar("Grant", Lease | None, Reservation | int)
 
 
 class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
@@ -96,7 +93,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         match = cache.match(namespace, cache.chain(namespace, request.token_ids))
         return pb.MatchResponse(blocks=len(match), runs=tier_runs(cache.trie(namespace), match.rows))
 
-    @unary
+    @granting(lambda self, request, response: self._take_back(request.session_id, response.lease_id))
     async def Acquire(self, request: pb.AcquireRequest) -> pb.AcquireResponse:
         """Match and lease for reading."""
         cache = self._cache
@@ -121,7 +118,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
             ttl_s=lease.expires_s - cache.clock(),
         )
 
-    @unary
+    @granting(lambda self, request, response: self._take_back(request.session_id, response.reservation_id))
     async def Reserve(self, request: pb.ReserveRequest) -> pb.ReserveResponse:
         """Slots to fill."""
         cache = self._cache
@@ -157,6 +154,21 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         return pb.CommitResponse(committed=committed, duplicates=duplicates)
 
     @unary
+    async def Persist(self, request: pb.PersistRequest) -> pb.PersistResponse:
+        """Waits until a cached prefix is on disk."""
+        cache = self._cache
+        namespace = cache.leases.session(request.session_id).namespace(request.namespace_id)
+        return pb.PersistResponse(blocks=await cache.persist(namespace, cache.chain(namespace, request.token_ids)))
+
+    @unary
+    async def Renew(self, request: pb.RenewRequest) -> pb.RenewResponse:
+        """Gives leases and reservations a new lifetime."""
+        leases = self._cache.leases
+        ttl_s = leases.ttl(request.ttl_s)
+        leases.renew(leases.session(request.session_id), request.lease_ids, ttl_s, self._cache.clock())
+        return pb.RenewResponse(ttl_s=ttl_s)
+
+    @unary
     async def Release(self, request: pb.ReleaseRequest) -> pb.ReleaseResponse:
         """Ends a lease or a reservation."""
         self._cache.release(self._cache.leases.session(request.session_id), request.lease_id)
@@ -176,7 +188,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         session = cache.leases.session(request.session_id)
         namespace = session.namespace(request.namespace_id)
         parts = cache.check_parts(namespace, request.parts)
-        lease = await self._granted(
+        lease = await deliver(
             cache.acquire(
                 session,
                 namespace,
@@ -184,7 +196,8 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
                 first_block=request.first_block,
                 max_blocks=request.max_blocks,
                 ttl_s=cache.leases.max_ttl_s,
-            )
+            ),
+            self._give_back,
         )
         if lease is None:
             yield pb.GetResponse(header=pb.GetHeader(first_block=request.first_block))
@@ -226,8 +239,8 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
             raise InvalidArgumentError(
                 f"first_block is {header.first_block}, but token_ids has {len(chain)} full blocks; send all tokens"
             )
-        reservation = await self._granted(
-            cache.reserve(session, namespace, chain, parts=parts, ttl_s=cache.leases.max_ttl_s)
+        reservation = await deliver(
+            cache.reserve(session, namespace, chain, parts=parts, ttl_s=cache.leases.max_ttl_s), self._give_back
         )
         known = reservation if isinstance(reservation, int) else reservation.first_block
         if known < header.first_block:
@@ -250,6 +263,8 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
             raise
         skipped = known - header.first_block
         if isinstance(reservation, int):
+            if header.durable:  # of what has been evicted since, nothing is said
+                skipped = max(await cache.persist(namespace, chain) - header.first_block, 0)
             return pb.PutResponse(duplicates=skipped)
         committed, duplicates = await asyncio.shield(
             outlive(cache.commit(reservation, len(reservation.slots), durable=header.durable))
@@ -284,22 +299,15 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
                     index, filled = index + 1, 0
         return received
 
-    async def _granted(self, work: Coroutine[Any, Any, Grant]) -> Grant:
-        """What `work` grants. A caller that hangs up before it is granted gets it taken back."""
-        task = outlive(work)
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            task.add_done_callback(self._give_back_result)
-            raise
-
-    def _give_back_result(self, task: asyncio.Task[Grant]) -> None:
-        if not task.cancelled() and task.exception() is None:
-            self._give_back(task.result())
+    def _take_back(self, session_id: str, grant_id: str) -> None:
+        """Ends what a caller was granted that has gone, unless its session has ended it."""
+        session = self._cache.leases.sessions.get(session_id)
+        if session is not None and grant_id in session.grants:
+            self._cache.release(session, grant_id)
 
     def _give_back(self, grant: Lease | Reservation | int | None) -> None:
-        if isinstance(grant, Lease | Reservation) and grant.id in grant.session.grants:
-            self._cache.release(grant.session, grant.id)
+        if isinstance(grant, Lease | Reservation):
+            self._take_back(grant.session.id, grant.id)
 
     def _take_work(self) -> None:
         if self._draining.is_set():

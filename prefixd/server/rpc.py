@@ -33,18 +33,35 @@ def unary(
     """Turns `async def f(self, request) -> response` into a handler.
 
     The work runs as a task of its own: a caller that goes away in the middle must not leave a copy writing into slots
-    that have been given back. What such a call was granted ends with its session.
+    that have been given back.
+    """
+    return granting(lambda self, request, response: None)(method)
+
+
+def granting(
+    take_back: Callable[[Any, Any, Any], None],
+) -> Callable[
+    [Callable[[Any, Request], Coroutine[Any, Any, Response]]], Callable[[Any, Request, Context], Awaitable[Response]]
+]:
+    """Like `unary`, for a method whose response names something that the caller is granted.
+
+    When the caller has gone (cancelled, out of time) before the response could be sent, `take_back(self, request,
+    response)` is called as soon as there is one: the caller will never know what it was granted.
     """
 
-    @functools.wraps(method)
-    async def handler(self: Any, request: Request, context: Context) -> Response:
-        task = outlive(method(self, request))
-        try:
-            return await asyncio.shield(task)
-        except Exception as error:
-            await abort(context, error)
+    def decorate(
+        method: Callable[[Any, Request], Coroutine[Any, Any, Response]],
+    ) -> Callable[[Any, Request, Context], Awaitable[Response]]:
+        @functools.wraps(method)
+        async def handler(self: Any, request: Request, context: Context) -> Response:
+            try:
+                return await deliver(method(self, request), lambda response: take_back(self, request, response))
+            except Exception as error:
+                await abort(context, error)
 
-    return handler
+        return handler
+
+    return decorate
 
 
 def streaming(
@@ -83,6 +100,16 @@ async def abort(context: Context, error: Exception) -> NoReturn:
     raise AssertionError("abort does not return")
 
 
+async def deliver(work: Coroutine[Any, Any, Response], take_back: Callable[[Response], None]) -> Response:
+    """What `work` comes to, inside a handler; `take_back` gets it when the caller goes away before it is there."""
+    task = outlive(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        task.add_done_callback(lambda done: _undo(done, take_back))
+        raise
+
+
 def outlive(work: Coroutine[Any, Any, Response]) -> asyncio.Task[Response]:
     """Starts work that goes on when its caller has gone; `settle` waits for it."""
     task = asyncio.ensure_future(work)
@@ -95,6 +122,11 @@ async def settle() -> None:
     """Waits for the work of calls whose callers have gone."""
     while _working:
         await asyncio.gather(*_working, return_exceptions=True)
+
+
+def _undo(task: asyncio.Task[Response], take_back: Callable[[Response], None]) -> None:
+    if not task.cancelled() and task.exception() is None:
+        take_back(task.result())
 
 
 def _finished(task: asyncio.Task[Any]) -> None:

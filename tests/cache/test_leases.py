@@ -50,6 +50,30 @@ async def test_leases_expire_when_their_time_is_up_and_not_before(make_rig: Call
     assert not rig.trie.holds[lease.rows].any()
 
 
+async def test_a_renewed_lease_lives_on_and_an_unknown_one_renews_none(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig()
+    await rig.put([1, 2])
+    lease = await rig.lease([1, 2], ttl_s=5.0)
+    reservation = await rig.cache.reserve(rig.session, rig.namespace, rig.chain([3]), ttl_s=5.0)
+    assert lease is not None and isinstance(reservation, Reservation)
+    leases = rig.cache.leases
+    rig.clock.now += 4
+    with pytest.raises(NotFoundError, match="never granted"):
+        leases.renew(rig.session, [lease.id, "5-beef"], 5.0, rig.clock())
+    with pytest.raises(NotFoundError, match="never granted to this session"):
+        leases.renew(rig.open_session(), [lease.id], 5.0, rig.clock())
+    rig.clock.now += 0.5
+    leases.renew(rig.session, [reservation.id], 5.0, rig.clock())
+    rig.clock.now += 0.5
+    assert leases.expire(rig.clock()) == 1, "the reservation alone was renewed"
+    assert list(rig.session.grants) == [reservation.id]
+    with pytest.raises(NotFoundError, match="its time was up"):
+        leases.renew(rig.session, [reservation.id, lease.id], 5.0, rig.clock())
+    rig.clock.now += 4.5
+    assert leases.expire(rig.clock()) == 1
+    assert not rig.session.grants
+
+
 async def test_a_reservation_that_expired_cannot_be_committed(make_rig: Callable[..., Rig]) -> None:
     rig = make_rig()
     reservation = await rig.cache.reserve(rig.session, rig.namespace, rig.chain([1, 2]), ttl_s=5.0)

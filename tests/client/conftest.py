@@ -34,6 +34,9 @@ class StandIn(cache_pb2_grpc.PrefixCacheServicer):
         self.released: list[str] = []
         self.registered: list[str] = []
         self.hang: set[str] = set()
+        self.gates: dict[str, asyncio.Event] = {}
+        self.persisted = 0
+        self.nothing_to_reserve = False
         self.entered: list[str] = []
         self.tier: Any = pb.TIER_CPU
         self.ttl_s = 60.0
@@ -65,6 +68,9 @@ class StandIn(cache_pb2_grpc.PrefixCacheServicer):
         self.entered.append(method)
         if method in self.hang:
             await asyncio.Event().wait()
+        if method in self.gates:
+            # As in the daemon, the work goes on when its caller has gone.
+            await asyncio.shield(asyncio.ensure_future(self.gates[method].wait()))
         if method in self.failures:
             await context.abort(*self.failures[method])
 
@@ -110,6 +116,8 @@ class StandIn(cache_pb2_grpc.PrefixCacheServicer):
 
     async def Reserve(self, request: pb.ReserveRequest, context: Any) -> pb.ReserveResponse:
         await self._enter("Reserve", context)
+        if self.nothing_to_reserve:
+            return pb.ReserveResponse()
         blocks, offsets = self._blocks(request.token_ids)
         return pb.ReserveResponse(reservation_id="reservation", blocks=blocks, offsets=offsets, ttl_s=self.ttl_s)
 
@@ -121,6 +129,14 @@ class StandIn(cache_pb2_grpc.PrefixCacheServicer):
         await self._enter("Release", context)
         self.released.append(request.lease_id)
         return pb.ReleaseResponse()
+
+    async def Renew(self, request: pb.RenewRequest, context: Any) -> pb.RenewResponse:
+        await self._enter("Renew", context)
+        return pb.RenewResponse(ttl_s=request.ttl_s or 60.0)
+
+    async def Persist(self, request: pb.PersistRequest, context: Any) -> pb.PersistResponse:
+        await self._enter("Persist", context)
+        return pb.PersistResponse(blocks=self.persisted)
 
     async def Get(self, request: pb.GetRequest, context: Any) -> AsyncIterator[pb.GetResponse]:
         yield pb.GetResponse(header=pb.GetHeader(blocks=self.get_blocks))

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -270,6 +271,24 @@ async def test_a_killed_daemon_comes_back_with_what_was_durable(own_daemon: Daem
         assert await cache.load(TOKENS, target) == BLOCKS
         assert np.array_equal(target, KV)
         assert client.arena is not arena
+
+
+@pytest.mark.parametrize("memory", ["shared", "streamed"])
+async def test_durable_covers_what_was_cached_already(
+    own_daemon: DaemonProcess, spec: NamespaceSpec, memory: Literal["shared", "streamed"]
+) -> None:
+    async with AsyncClient(own_daemon.address, memory=memory) as client:
+        cache = await client.register(spec)
+        await cache.store(TOKENS[:4], KV[:256])
+        assert await cache.store(TOKENS[:4], KV[:256], durable=True) == StoreResult(0, 2)
+        assert await cache.store(TOKENS[:6], KV[:384]) == StoreResult(1, 2)
+        assert await cache.persist(TOKENS) == 3
+        assert await cache.store(TOKENS, KV, durable=True) == StoreResult(2, 3)
+        await asyncio.to_thread(own_daemon.kill)
+        await asyncio.to_thread(own_daemon.start)
+        target = np.zeros_like(KV)
+        assert await cache.load(TOKENS, target) == BLOCKS
+        assert np.array_equal(target, KV)
 
 
 def test_a_dead_client_leaves_nothing_behind(own_daemon: DaemonProcess, spec: NamespaceSpec, tmp_path: Path) -> None:

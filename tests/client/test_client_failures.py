@@ -30,6 +30,7 @@ from prefixd.client import (
     PreconditionError,
     ServerError,
     ServerUnavailable,
+    StoreResult,
     UnsupportedError,
 )
 from prefixd.client.copying import Copier
@@ -191,6 +192,76 @@ async def test_an_expired_lease_is_not_read(stand_in: Any, spec: NamespaceSpec) 
             await reservation.copy_from(bytes(256))
         with pytest.raises(LeaseLost, match="expired"):
             await reservation.commit()
+
+
+async def test_a_renewed_lease_is_counted_from_before_the_question(stand_in: Any, spec: NamespaceSpec) -> None:
+    now = [100.0]
+    stand_in.ttl_s = 5.0
+    async with AsyncClient(stand_in.address, clock=lambda: now[0]) as client:
+        cache = await client.register(spec)
+        lease, reservation = await cache.acquire(TOKENS), await cache.reserve(TOKENS)
+        now[0] = 104.0
+        await client.renew([lease, reservation], 10.0)
+        assert (lease.remaining_s, reservation.remaining_s) == (10.0, 10.0)
+        stand_in.failures["Renew"] = (grpc.StatusCode.NOT_FOUND, "it was released")
+        with pytest.raises(LeaseLost, match="it was released"):
+            await lease.renew(2.0)
+        assert lease.remaining_s == 10.0
+        stand_in.failures.clear()
+        stand_in.gates["Renew"] = asyncio.Event()
+        shorter = asyncio.create_task(lease.renew(2.0))
+        async with asyncio.timeout(5):
+            while stand_in.entered.count("Renew") < 3:
+                await asyncio.sleep(0.01)
+        assert lease.remaining_s == 2.0, "the daemon may have heard of it already"
+        stand_in.gates["Renew"].set()
+        await shorter
+        assert lease.remaining_s == 2.0
+        now[0] = 106.0
+        with pytest.raises(LeaseLost, match="expired"):
+            await lease.renew()
+        await reservation.release()
+        with pytest.raises(LeaseLost, match="released"):
+            await reservation.renew()
+
+
+@pytest.mark.parametrize("method", ["Acquire", "Reserve"])
+async def test_what_is_granted_to_a_caller_that_gave_up_is_given_back(
+    stand_in: Any, spec: NamespaceSpec, method: str
+) -> None:
+    async with AsyncClient(stand_in.address, timeout_s=0.5) as client:
+        cache = await client.register(spec)
+        ask = cache.acquire if method == "Acquire" else cache.reserve
+        stand_in.gates[method] = asyncio.Event()
+        with pytest.raises(CallTimeout):
+            await ask(TOKENS)
+        cancelled = asyncio.create_task(ask(TOKENS))
+        async with asyncio.timeout(5):
+            while stand_in.entered.count(method) < 2:
+                await asyncio.sleep(0.01)
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        assert stand_in.released == []
+        stand_in.gates[method].set()
+        async with asyncio.timeout(5):
+            while len(stand_in.released) < 2:
+                await asyncio.sleep(0.01)
+
+
+async def test_durable_is_said_only_of_what_is_on_disk(stand_in: Any, spec: NamespaceSpec) -> None:
+    async with AsyncClient(stand_in.address) as client:
+        cache = await client.register(spec)
+        stand_in.nothing_to_reserve = True
+        stand_in.persisted = 2
+        assert await cache.store(TOKENS, bytes(256)) == StoreResult(0, 2)
+        assert "Persist" not in stand_in.entered
+        assert await cache.store(TOKENS, bytes(256), durable=True) == StoreResult(0, 2)
+        assert await (await cache.reserve(TOKENS)).commit(durable=True) == StoreResult(0, 0)
+        stand_in.persisted = 1  # the other one was evicted meanwhile
+        assert await cache.store(TOKENS, bytes(256), durable=True) == StoreResult(0, 1, 1)
+        with pytest.raises(PreconditionError, match="only 1 of the prompt's 2 blocks are on disk"):
+            await (await cache.reserve(TOKENS)).commit(durable=True)
 
 
 async def test_bytes_loaded_under_a_lease_that_ended_are_not_given_as_good(stand_in: Any, spec: NamespaceSpec) -> None:

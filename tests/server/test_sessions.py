@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from prefixd.v1 import admin_pb2
 from prefixd.v1 import cache_pb2 as pb
 
 if TYPE_CHECKING:
@@ -287,3 +288,32 @@ def test_a_tenants_salt_opens_its_blocks_and_is_told_to_nobody(remote: Remote, r
         assert remote.get(theirs.session_id, guessed, TOKENS) == (0, b"")
         remote.register(theirs.session_id, "salted", *BLOCK_BYTES, salt=b"secret")
         assert remote.get(theirs.session_id, namespace, TOKENS) == (10, BYTES)
+
+
+def test_renew_and_persist(remote: Remote, refused: Callable[..., Any]) -> None:
+    token_ids = np.asarray(TOKENS, "<u4").tobytes()
+    with remote.session() as session:
+        namespace = remote.register(session.session_id, "renewed", *BLOCK_BYTES)
+        remote.put(session.session_id, namespace, TOKENS, BYTES)
+        who = {"session_id": session.session_id}
+        named = {**who, "namespace_id": namespace, "token_ids": token_ids}
+        assert remote.cache.Persist(pb.PersistRequest(**named)).blocks == 10
+        assert [run.blocks for run in remote.match(session.session_id, namespace, TOKENS).runs] == [10]
+        lease = remote.cache.Acquire(pb.AcquireRequest(**named, ttl_s=1.0)).lease_id
+        renewed = remote.cache.Renew(pb.RenewRequest(**who, lease_ids=[lease], ttl_s=1e9))
+        assert renewed.ttl_s == session.max_ttl_s
+        assert remote.cache.Renew(pb.RenewRequest(**who, lease_ids=[lease])).ttl_s == session.default_ttl_s
+        with refused("INVALID_ARGUMENT", "ttl_s is -1"):
+            remote.cache.Renew(pb.RenewRequest(**who, lease_ids=[lease], ttl_s=-1))
+        remote.cache.Release(pb.ReleaseRequest(**who, lease_id=lease))
+        with refused("NOT_FOUND", "it was released"):
+            remote.cache.Renew(pb.RenewRequest(**who, lease_ids=[lease]))
+
+
+def test_put_durable_of_what_is_cached_is_durable(remote: Remote) -> None:
+    with remote.session() as session:
+        namespace = remote.register(session.session_id, "durable at last", *BLOCK_BYTES)
+        remote.put(session.session_id, namespace, TOKENS, BYTES)
+        again = remote.put(session.session_id, namespace, TOKENS, BYTES, durable=True)
+        assert (again.committed, again.duplicates) == (0, 10)
+        assert remote.admin.Evict(admin_pb2.EvictRequest(namespace_id=namespace)).kept_blocks == 0

@@ -1,0 +1,119 @@
+"""A caller that goes away in the middle of a call."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from prefixd.cache import TieredCache, Tiers, check_integrity
+from prefixd.errors import ExhaustedError
+from prefixd.server import rpc
+from prefixd.server.cache_service import PrefixCacheService
+from prefixd.v1 import cache_pb2 as pb
+from prefixd.v1 import cache_pb2_grpc
+from prefixd_swap import CpuArena, create_copy_engine, create_eviction_policy
+
+
+class Service:
+    """Grants what it is asked for, once it may."""
+
+    def __init__(self) -> None:
+        self.may = asyncio.Event()
+        self.taken_back: list[tuple[str, str]] = []
+
+    @rpc.granting(lambda self, request, response: self.taken_back.append((request, response)))
+    async def grant(self, request: str) -> str:
+        await self.may.wait()
+        if request == "too much":
+            raise ExhaustedError("no room")
+        return f"granted {request}"
+
+
+async def test_what_a_caller_that_has_gone_is_granted_is_taken_back() -> None:
+    service, context = Service(), object()
+    gone, there = (asyncio.create_task(service.grant(name, context)) for name in ("gone", "there"))
+    refused: asyncio.Task[Any] = asyncio.create_task(service.grant("too much", context))
+    await asyncio.sleep(0)
+    gone.cancel()
+    refused.cancel()
+    for task in (gone, refused):
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    service.may.set()
+    assert await there == "granted there"
+    await rpc.settle()
+    await asyncio.sleep(0)
+    assert service.taken_back == [("gone", "granted gone")]
+
+
+@pytest.fixture
+async def cache() -> AsyncIterator[TieredCache]:
+    arena, engine = CpuArena(1 << 20), create_copy_engine("cpu")
+    made = TieredCache(Tiers(arena), engine, create_eviction_policy("lru", 1), time.monotonic)
+    yield made
+    await made.close()
+    check_integrity(made)
+    engine.close()
+    arena.close()
+
+
+@pytest.mark.parametrize("hang_up", ["cancel", "deadline"])
+@pytest.mark.parametrize("method", ["Acquire", "Reserve"])
+async def test_a_grant_that_comes_too_late_is_given_back(
+    cache: TieredCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, hang_up: str
+) -> None:
+    server = grpc.aio.server()
+    service = PrefixCacheService(cache, None, asyncio.Event())
+    cache_pb2_grpc.add_PrefixCacheServicer_to_server(service, server)
+    server.add_insecure_port(f"unix:{tmp_path}/s")
+    await server.start()
+    entered, may, slow = asyncio.Event(), asyncio.Event(), "bring" if method == "Acquire" else "take"
+    work = getattr(cache.residency, slow)
+
+    async def slowly(*arguments: Any, **options: Any) -> Any:
+        entered.set()
+        await may.wait()
+        return await work(*arguments, **options)
+
+    async with grpc.aio.insecure_channel(f"unix:{tmp_path}/s") as channel:
+        stub: Any = cache_pb2_grpc.PrefixCacheStub(channel)
+        events = stub.OpenSession(pb.OpenSessionRequest())
+        session = (await events.read()).opened.session_id
+        wanted = pb.Namespace(name="n", block_tokens=1, parts=[pb.Part(group="g", nbytes=8)])
+        register = pb.RegisterNamespaceRequest(session_id=session, namespace=wanted)
+        named = {
+            "session_id": session,
+            "namespace_id": (await stub.RegisterNamespace(register)).namespace_id,
+            "token_ids": bytes(8),
+        }
+        if method == "Acquire":
+            put = [pb.PutRequest(header=pb.PutHeader(**named)), pb.PutRequest(data=bytes(16))]
+            await stub.Put(iter(put))
+        monkeypatch.setattr(cache.residency, slow, slowly)
+        call = getattr(stub, method)(
+            getattr(pb, f"{method}Request")(**named), timeout=0.5 if hang_up == "deadline" else None
+        )
+        await entered.wait()
+        if hang_up == "cancel":
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+        else:
+            with pytest.raises(grpc.aio.AioRpcError, match="DEADLINE"):
+                await call
+        # A call on the same connection that comes later is answered later: by then the daemon knows that we hung up.
+        await stub.Match(pb.MatchRequest(**named))
+        await asyncio.sleep(0)
+        may.set()
+        await rpc.settle()
+        await asyncio.sleep(0)
+        (opened,) = cache.leases.sessions.values()
+        assert not opened.grants
+        check_integrity(cache)
+    await server.stop(None)

@@ -100,7 +100,21 @@ class ServerSettings(_Section):
     allow_uids: Annotated[tuple[UserId, ...], BeforeValidator(_numbers)] = ()
     """Further users, by id, who may use the daemon and map its memory; by an access control list on the sockets."""
     tcp: Annotated[str, AfterValidator(_tcp)] | None = None
-    """host:port for clients on other hosts; none by default."""
+    """host:port for clients on other hosts; none by default. Needs tls_cert and tls_key, or insecure_tcp."""
+    tls_cert: AbsolutePath | None = None
+    """Certificate (chain) of the TCP port, PEM. With it and tls_key nobody reads along, and clients can check whom they
+    talk to. Who may use the port is up to tls_client_ca and tokens: with neither, everyone who reaches it."""
+    tls_key: AbsolutePath | None = None
+    """The certificate's private key, PEM, without a password."""
+    tls_client_ca: AbsolutePath | None = None
+    """Authorities, PEM: only clients with a certificate of theirs may use the TCP port (mutual TLS); for everything,
+    where tokens do not say otherwise."""
+    insecure_tcp: bool = False
+    """Open the TCP port without TLS, on loopback too: everyone who reaches it may use it, and what travels can be read
+    and changed on the way. With tokens only their holders may use it, but the tokens can be read on the way too."""
+    tokens: AbsolutePath | None = None
+    """File (mode 0600) of bearer tokens for the TCP port, read at the start: lines `name role token`, and comments that
+    begin with `#`. The role client opens PrefixCache and Inference, admin those and Admin; health is open to all."""
     max_sessions: Count = 256
     """Sessions open at once; one more is refused."""
     max_namespaces: Count = 1024
@@ -113,6 +127,24 @@ class ServerSettings(_Section):
     """How long a drain or a SIGTERM waits for running requests before it ends them."""
     metrics_port: Port | None = None
     """Port for Prometheus metrics on 127.0.0.1; none by default."""
+
+    @check_together(mode="after")
+    def _tcp_is_secure_or_says_so(self) -> Self:
+        for name, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert"), ("tls_client_ca", "tls_cert")):
+            if getattr(self, name) is not None and getattr(self, other) is None:
+                raise ValueError(f"server.{name} = {getattr(self, name)} needs server.{other} too")
+        if self.tcp is None:
+            return self
+        if self.tls_cert is not None and self.insecure_tcp:
+            raise ValueError(
+                f"server.insecure_tcp = true and server.tls_cert = {self.tls_cert} contradict each other; keep one"
+            )
+        if self.tls_cert is None and not self.insecure_tcp:
+            raise ValueError(
+                f"server.tcp = {self.tcp} has no TLS; set server.tls_cert and server.tls_key, or "
+                "server.insecure_tcp = true to do without, for everyone who reaches the port"
+            )
+        return self
 
     @check_together(mode="after")
     def _ttl_within_limit(self) -> Self:
@@ -312,7 +344,7 @@ def dotted_values(section: BaseModel, prefix: str = "") -> dict[str, Any]:
 def _one_line(error: ValidationError, known: Mapping[str, str], sources: Mapping[str, str]) -> str:
     problems = error.errors(include_url=False)
     first = problems[0]
-    name = ".".join(str(part) for part in first["loc"])
+    name = ".".join(part for part in first["loc"] if isinstance(part, str))  # a number: the place in a list
     source = f" (set by {sources[name]})" if name in sources else ""
     message = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
     if first["type"] == "literal_error":

@@ -8,6 +8,7 @@ import typer
 
 from prefixd import __version__
 from prefixd.cli import admin, config, demo, generate, prefixes, serve, verify
+from prefixd.cli.connect import asks_daemon
 from prefixd.cli.failures import CleanGroup, examples
 
 app = typer.Typer(
@@ -18,17 +19,17 @@ app = typer.Typer(
 )
 
 app.command("serve", epilog=serve.EXAMPLES, rich_help_panel="Run")(serve.serve_command)
-app.command("generate", epilog=generate.EXAMPLES, rich_help_panel="Run")(generate.generate_command)
+app.command("generate", epilog=generate.EXAMPLES, rich_help_panel="Run")(asks_daemon(generate.generate_command))
 app.command("demo", epilog=demo.EXAMPLES, rich_help_panel="Run")(demo.demo_command)
-app.command("stats", epilog=admin.STATS_EXAMPLES, rich_help_panel="Look")(admin.stats_command)
-app.command("ls", epilog=prefixes.LS_EXAMPLES, rich_help_panel="Look")(prefixes.ls_command)
-app.command("inspect", epilog=prefixes.INSPECT_EXAMPLES, rich_help_panel="Look")(prefixes.inspect_command)
-app.command("pin", epilog=prefixes.PIN_EXAMPLES, rich_help_panel="Change")(prefixes.pin_command)
-app.command("unpin", epilog=prefixes.UNPIN_EXAMPLES, rich_help_panel="Change")(prefixes.unpin_command)
-app.command("evict", epilog=prefixes.EVICT_EXAMPLES, rich_help_panel="Change")(prefixes.evict_command)
-app.command("flush", epilog=admin.FLUSH_EXAMPLES, rich_help_panel="Change")(admin.flush_command)
-app.command("drain", epilog=admin.DRAIN_EXAMPLES, rich_help_panel="Change")(admin.drain_command)
-app.command("verify", epilog=verify.EXAMPLES, rich_help_panel="Look")(verify.verify_command)
+app.command("stats", epilog=admin.STATS_EXAMPLES, rich_help_panel="Look")(asks_daemon(admin.stats_command))
+app.command("ls", epilog=prefixes.LS_EXAMPLES, rich_help_panel="Look")(asks_daemon(prefixes.ls_command))
+app.command("inspect", epilog=prefixes.INSPECT_EXAMPLES, rich_help_panel="Look")(asks_daemon(prefixes.inspect_command))
+app.command("pin", epilog=prefixes.PIN_EXAMPLES, rich_help_panel="Change")(asks_daemon(prefixes.pin_command))
+app.command("unpin", epilog=prefixes.UNPIN_EXAMPLES, rich_help_panel="Change")(asks_daemon(prefixes.unpin_command))
+app.command("evict", epilog=prefixes.EVICT_EXAMPLES, rich_help_panel="Change")(asks_daemon(prefixes.evict_command))
+app.command("flush", epilog=admin.FLUSH_EXAMPLES, rich_help_panel="Change")(asks_daemon(admin.flush_command))
+app.command("drain", epilog=admin.DRAIN_EXAMPLES, rich_help_panel="Change")(asks_daemon(admin.drain_command))
+app.command("verify", epilog=verify.EXAMPLES, rich_help_panel="Look")(asks_daemon(verify.verify_command))
 app.add_typer(config.app, name="config", rich_help_panel="Look")
 
 

@@ -1,11 +1,16 @@
-"""What every command that talks to a daemon shares: its address, and the client's errors with a next step."""
+"""What every command that talks to a daemon shares: where it is, how to get in, and errors with a next step."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+import functools
+import inspect
+import os
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from contextvars import ContextVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -22,10 +27,50 @@ Address = Annotated[
         "--address",
         metavar="ADDRESS",
         show_default=False,
+        envvar="PREFIXD_ADDRESS",
         help="The daemon: unix:/path or host:port. By default server.socket of `prefixd config show`.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+TOKEN_VARIABLE = "PREFIXD_TOKEN"
+_PANEL = "A daemon on another host"
+
+
+def _file(flag: str, help: str, variable: str | None) -> Any:
+    option = typer.Option(flag, metavar="FILE", show_default=False, envvar=variable, rich_help_panel=_PANEL, help=help)
+    return Annotated[Path | None, option]
+
+
+_CREDENTIALS = {
+    "tls_ca": _file(
+        "--tls-ca", "Authorities (PEM) to check its certificate with; without them: no TLS.", "PREFIXD_TLS_CA"
+    ),
+    "tls_cert": _file("--tls-cert", "Certificate (PEM) to show it.", "PREFIXD_TLS_CERT"),
+    "tls_key": _file("--tls-key", "The certificate's key (PEM).", "PREFIXD_TLS_KEY"),
+    # A file, since every user of a machine can read its command lines.
+    "token_file": _file("--token-file", f"File with the token to show it; or set {TOKEN_VARIABLE}.", None),
+}
+_given: ContextVar[dict[str, Path | None]] = ContextVar("credentials given on the command line", default={})  # noqa: B039
+
+
+def asks_daemon(command: Callable[..., None]) -> Callable[..., None]:
+    """A command that has `--address` and connects by `connected`, with the options for a daemon on another host."""
+
+    @functools.wraps(command)
+    def with_credentials(**options: Any) -> None:
+        _given.set({name: options.pop(name) for name in _CREDENTIALS})
+        command(**options)
+
+    signature = inspect.signature(command, eval_str=True)
+    added = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=option)
+        for name, option in _CREDENTIALS.items()
+    ]
+    with_credentials.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[*signature.parameters.values(), *added]
+    )
+    return with_credentials
 
 
 @asynccontextmanager
@@ -36,18 +81,31 @@ async def connected(address: str | None) -> AsyncIterator[AsyncClient]:
 
     target = address or f"unix:{Settings.load().server.socket}"
     try:
-        async with AsyncClient(target, name="prefixd cli", memory="streamed") as client:
+        async with AsyncClient(target, name="prefixd cli", memory="streamed", **_credentials()) as client:
             yield client
     except ServerUnavailable as error:
-        raise CommandFailed(
-            f"{error}. Is it running? Start it with `prefixd serve`, or name it with --address"
-        ) from error
+        here = target.startswith(("unix:", "/"))
+        hint = "Start it with `prefixd serve`, or name it with --address" if here else "Does it want TLS (--tls-ca)?"
+        raise CommandFailed(f"{error}. Is it running? {hint}") from error
     except UnsupportedError as error:
         raise CommandFailed(
             f"{error}. Start a daemon with a model: `prefixd serve --model DIR` or --embedded"
         ) from error
     except ClientError as error:
         raise CommandFailed(str(error)) from error
+
+
+def _credentials() -> dict[str, Any]:
+    given = dict(_given.get())
+    token_file = given.pop("token_file", None)
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    if token_file is not None:
+        try:
+            token = token_file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else "it is no text"
+            raise CommandFailed(f"cannot read the token in {token_file}: {why}") from error
+    return {**given, "token": token.strip()}
 
 
 def run(command: Coroutine[object, object, T]) -> T:

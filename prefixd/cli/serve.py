@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 EXAMPLES = examples(
     "prefixd serve --embedded",
     "prefixd serve --model ~/models/Llama-3.2-1B --gpu-bytes 8GiB --cpu-bytes 32GiB --disk-bytes 200GiB",
-    "prefixd serve --cpu-bytes 64GiB --tcp 0.0.0.0:7070",
+    "prefixd serve --cpu-bytes 64GiB --tcp 0.0.0.0:7070 --tls-cert host.pem --tls-key host.key --tokens tokens.txt",
 )
 
+TCP = "For clients on other hosts"
 TIERS = "Tiers (sizes such as 8GiB, 512MiB, 4096)"
 WORKER = "Model"
 QUEUE = "Queue and eviction"
@@ -41,7 +42,20 @@ def serve_command(
     ] = None,
     socket: Annotated[Path | None, _option("--socket", None, "Unix socket to listen on.", "PATH")] = None,
     tcp: Annotated[
-        str | None, _option("--tcp", None, "Also listen here, for clients on other hosts.", "HOST:PORT")
+        str | None, _option("--tcp", TCP, "Listen here too; needs TLS, or --insecure-tcp.", "HOST:PORT")
+    ] = None,
+    tls_cert: Annotated[Path | None, _option("--tls-cert", TCP, "Certificate of the TCP port, PEM.", "FILE")] = None,
+    tls_key: Annotated[Path | None, _option("--tls-key", TCP, "The certificate's key, PEM.", "FILE")] = None,
+    tls_client_ca: Annotated[
+        Path | None,
+        _option("--tls-client-ca", TCP, "Let in only whom these authorities signed.", "FILE"),
+    ] = None,
+    tokens: Annotated[
+        Path | None, _option("--tokens", TCP, "Let in only holders of these tokens: lines `name role token`.", "FILE")
+    ] = None,
+    insecure_tcp: Annotated[
+        bool | None,
+        typer.Option("--insecure-tcp", rich_help_panel=TCP, show_default=False, help="Do without TLS."),
     ] = None,
     metrics_port: Annotated[
         str | None, _option("--metrics-port", None, "Prometheus metrics on 127.0.0.1.", "PORT")
@@ -89,6 +103,11 @@ def serve_command(
         "data_dir": data_dir,
         "server.socket": socket,
         "server.tcp": tcp,
+        "server.tls_cert": tls_cert,
+        "server.tls_key": tls_key,
+        "server.tls_client_ca": tls_client_ca,
+        "server.tokens": tokens,
+        "server.insecure_tcp": insecure_tcp,
         "server.metrics_port": metrics_port,
         "worker.model": model,
         "worker.embedded": embedded,

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from os import PathLike
 from types import TracebackType
 from typing import Self, cast
 
@@ -13,6 +14,7 @@ from prefixd.client.arena import Arena
 from prefixd.client.cache import AsyncCache
 from prefixd.client.connection import Connection, parse_address
 from prefixd.client.copying import Copier
+from prefixd.client.credentials import Credentials
 from prefixd.client.errors import ClientClosed, InvalidArgumentError
 from prefixd.client.holds import renew
 from prefixd.client.inference import GenerateEvent, Sampling, event_from_proto, generate_request
@@ -40,6 +42,10 @@ class AsyncClient:
         memory: MemoryMode = "auto",
         timeout_s: float = 30.0,
         copy_threads: int = 1,
+        tls_ca: str | PathLike[str] | None = None,
+        tls_cert: str | PathLike[str] | None = None,
+        tls_key: str | PathLike[str] | None = None,
+        token: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """A client of the daemon at `address`: "unix:/path", "host:port", or None for the default socket.
@@ -48,12 +54,17 @@ class AsyncClient:
         `MemoryUnavailable`; "streamed" sends bytes through gRPC; "auto" shares when it can. `timeout_s`
         bounds every call but `generate`, `flush` and `drain`. `copy_threads` copy between the arena and
         buffers.
+
+        For "host:port": with `tls_ca`, a PEM file of authorities, the connection is TLS and the daemon's certificate is
+        checked; `tls_cert` and `tls_key` are PEM files to show for ourselves; `token` is one of the daemon's
+        `server.tokens`. On a unix socket all four are left alone: the socket's permissions say who may come.
         """
         if memory not in ("auto", "shared", "streamed"):
             raise InvalidArgumentError(f"memory={memory!r} is none of 'auto', 'shared', 'streamed'")
         if timeout_s <= 0 or copy_threads < 1:
             raise InvalidArgumentError(f"timeout_s={timeout_s} and copy_threads={copy_threads} must be positive")
         self.address = parse_address(address)
+        self._credentials = Credentials(tls_ca, tls_cert, tls_key, token)
         self.clock = clock
         self.copier = Copier(copy_threads)
         self._name = name
@@ -92,7 +103,7 @@ class AsyncClient:
         if self._closed:
             raise ClientClosed("the client is closed")
         if self._connection is None:
-            self._connection = Connection(self.address, self._timeout_s)
+            self._connection = Connection(self.address, self._timeout_s, self._credentials)
         return self._connection
 
     @property

@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 
+from prefixd.client.credentials import Credentials
 from prefixd.client.errors import CallTimeout, ClientError, InvalidArgumentError, from_rpc_error
 from prefixd.v1.admin_pb2_grpc import AdminStub
 from prefixd.v1.cache_pb2_grpc import PrefixCacheStub
@@ -64,14 +65,15 @@ def parse_address(address: str | None) -> str:
 class Connection:
     """One channel with the three services on it. It reconnects by itself; failures leave as `ClientError`."""
 
-    def __init__(self, address: str | None, timeout_s: float) -> None:
+    def __init__(self, address: str | None, timeout_s: float, credentials: Credentials = Credentials()) -> None:  # noqa: B008
         self.address = parse_address(address)
         self.timeout_s = timeout_s
         self._late: set[asyncio.Task[None]] = set()
-        self._channel = grpc.aio.insecure_channel(self.address, options=_OPTIONS)
-        self.cache: Any = PrefixCacheStub(self._channel)
-        self.inference: Any = InferenceStub(self._channel)
-        self.admin: Any = AdminStub(self._channel)
+        self._channel = credentials.channel(self.address, _OPTIONS)
+        base = credentials.stubs_on(self._channel, self.address)
+        self.cache: Any = PrefixCacheStub(base)
+        self.inference: Any = InferenceStub(base)
+        self.admin: Any = AdminStub(base)
 
     async def call(self, method: Any, request: Any, timeout_s: float | None = None) -> Any:
         """One answer to one request (a message, or an iterator of messages)."""

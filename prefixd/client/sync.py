@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, suppress
+from os import PathLike
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
@@ -173,8 +174,22 @@ class Client:
         memory: MemoryMode = "auto",
         timeout_s: float = 30.0,
         copy_threads: int = 1,
+        tls_ca: str | PathLike[str] | None = None,
+        tls_cert: str | PathLike[str] | None = None,
+        tls_key: str | PathLike[str] | None = None,
+        token: str = "",
     ) -> None:
-        self._client = AsyncClient(address, name=name, memory=memory, timeout_s=timeout_s, copy_threads=copy_threads)
+        self._client = AsyncClient(
+            address,
+            name=name,
+            memory=memory,
+            timeout_s=timeout_s,
+            copy_threads=copy_threads,
+            tls_ca=tls_ca,
+            tls_cert=tls_cert,
+            tls_key=tls_key,
+            token=token,
+        )
         self._portal = Portal()
 
     def __enter__(self) -> Self:

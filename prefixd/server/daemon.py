@@ -16,16 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from prefixd.cache import TieredCache, Tiers
 from prefixd.errors import ConfigError, UnavailableError
 from prefixd.server import rpc
-from prefixd.server.access import SocketAccess, make_private, private_umask
+from prefixd.server.access import make_private, private_umask
 from prefixd.server.admin_service import AdminService
 from prefixd.server.cache_service import PrefixCacheService
+from prefixd.server.doors import Doors
 from prefixd.server.inference_service import InferenceService
 from prefixd.server.memory_door import MemoryDoor
 from prefixd.server.model_host import ModelHost
@@ -45,7 +45,6 @@ from prefixd_swap import (
 
 log = logging.getLogger(__name__)
 
-_MESSAGE_BYTES = 16 << 20
 _EXPIRY_S = 0.25
 _SAME_SIGNAL_S = 1.0  # `timeout` and shells signal a process and its group: twice, but meant once
 _SERVICES = (
@@ -112,6 +111,7 @@ class Daemon:
         settings = self.settings
         clock = time.monotonic
         device = resolve_device(settings) if settings.worker.enabled else "cpu"
+        doors = Doors(settings.server)
         stack.callback(private_umask())
         stack.callback(_lock_directory(settings.data_dir))
         tiers = Tiers(_open_arena(settings, device, stack), _open_store(settings, self._ops, stack))
@@ -156,31 +156,17 @@ class Daemon:
             self.host.worker if self.host else None,
         )
         path = settings.server.socket
-        access = SocketAccess(int(settings.server.socket_mode, 8), settings.server.allow_uids)
-        access.make_directory(path.parent)
+        doors.access.make_directory(path.parent)
         _refuse_taken(path)
         door_path = path.with_name(path.name + "-memory")
         if tiers.cpu is not None:
             door = MemoryDoor(
-                door_path, tiers.cpu.fd, tiers.cpu.capacity_bytes, lambda s: s in cache.leases.sessions, access
+                door_path, tiers.cpu.fd, tiers.cpu.capacity_bytes, lambda s: s in cache.leases.sessions, doors.access
             )
             await door.start()
             stack.push_async_callback(door.close)
         service = PrefixCacheService(cache, door_path if tiers.cpu is not None else None, self.draining)
-        server = grpc.aio.server(
-            options=[
-                ("grpc.max_receive_message_length", _MESSAGE_BYTES),
-                ("grpc.max_send_message_length", _MESSAGE_BYTES),
-                ("grpc.so_reuseport", 0),
-                # A prompt of 131,072 tokens is 512 KiB: let it come in one go.
-                ("grpc.http2.lookahead_bytes", 8 << 20),
-                ("grpc.http2.max_frame_size", 1 << 20),
-                # A client on another host that vanishes without a word is dead after half a minute.
-                ("grpc.keepalive_time_ms", 20_000),
-                ("grpc.keepalive_timeout_ms", 10_000),
-            ]
-        )
-        cache_pb2_grpc.add_PrefixCacheServicer_to_server(service, server)
+        cache_pb2_grpc.add_PrefixCacheServicer_to_server(service, doors.services)
         inference_pb2_grpc.add_InferenceServicer_to_server(
             InferenceService(
                 cache,
@@ -189,14 +175,19 @@ class Daemon:
                 self.draining,
                 clock,
             ),
-            server,
+            doors.services,
         )
-        admin_pb2_grpc.add_AdminServicer_to_server(AdminService(cache, snapshot, self._drain_on_request), server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        reflection.enable_server_reflection([*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
-        tcp = await self._listen(server, path, access)
+        admin_pb2_grpc.add_AdminServicer_to_server(
+            AdminService(cache, snapshot, self._drain_on_request), doors.services
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, doors.services)
+        named = [*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME]
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(
+            reflection.aio.ReflectionServicer(named), doors.services
+        )
+        tcp = await doors.open()
         stack.push_async_callback(cache.write_back.flush)  # what clients committed while the daemon drained
-        stack.push_async_callback(server.stop, 1.0)
+        stack.push_async_callback(doors.close, 1.0)
         stack.callback(service.closing.set)
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
         metrics_port = None
@@ -281,22 +272,6 @@ class Daemon:
     async def _set_health(self, status: Any) -> None:
         for service in ("", *_SERVICES):
             await self._health.set(service, status)
-
-    async def _listen(self, server: grpc.aio.Server, path: Path, access: SocketAccess) -> str | None:
-        try:
-            server.add_insecure_port(f"unix:{path}")
-        except RuntimeError as error:
-            raise ConfigError(f"server.socket = {path} cannot be bound ({error}); choose another path") from error
-        tcp = self.settings.server.tcp
-        if tcp is not None:
-            try:
-                port = server.add_insecure_port(tcp)
-            except RuntimeError as error:
-                raise ConfigError(f"server.tcp = {tcp} cannot be bound; choose another address or port 0") from error
-            tcp = f"{tcp.rpartition(':')[0]}:{port}"
-        access.open(path)
-        await server.start()
-        return tcp
 
 
 def resolve_device(settings: Settings) -> str:

@@ -34,7 +34,7 @@ def alive(pid: int) -> bool:
 
 
 def test_it_runs_is_restarted_and_leaves_nothing() -> None:
-    with DaemonProcess(SMALL | {"server.tcp": "127.0.0.1:0"}) as daemon:
+    with DaemonProcess(SMALL | {"server.tcp": "127.0.0.1:0", "server.insecure_tcp": True}) as daemon:
         first = daemon.pid
         assert alive(first) and daemon.socket.exists()
         assert daemon.tcp is not None and daemon.tcp.startswith("127.0.0.1:")

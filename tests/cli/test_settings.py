@@ -88,6 +88,12 @@ def test_sizes_that_are_refused(text: object) -> None:
         parse_size(text)
 
 
+def test_who_may_use_the_sockets() -> None:
+    settings = Settings.load(None, {"server.allow_uids": "1001, 1002", "server.socket_mode": "660"}, {})
+    assert (settings.server.allow_uids, settings.server.socket_mode) == ((1001, 1002), "0660")
+    assert Settings.load(None, {"server.allow_uids": [7]}, {}).server.allow_uids == (7,)
+
+
 def test_the_gpu_tier_exists_only_with_a_model() -> None:
     assert Settings.load(environ={}).gpu.bytes == 0
     assert Settings.load(None, {"worker.embedded": True}, {}).gpu.bytes == 256 << 20
@@ -105,6 +111,23 @@ def test_the_gpu_tier_exists_only_with_a_model() -> None:
         ({"scheduler.look_ahead": "-1"}, ["scheduler.look_ahead = '-1'", "0"]),
         ({"server.tcp": "localhost"}, ["server.tcp = 'localhost'", "host:port"]),
         ({"server.tcp": "localhost:99999"}, ["server.tcp = 'localhost:99999'", "host:port"]),
+        (
+            {"server.tcp": "0.0.0.0:7070"},
+            ["server.tcp = 0.0.0.0:7070 has no TLS", "server.tls_cert", "server.insecure_tcp = true"],
+        ),
+        ({"server.tcp": "127.0.0.1:0", "server.tokens": "/t"}, ["server.tcp = 127.0.0.1:0 has no TLS"]),
+        ({"server.tls_cert": "/c"}, ["server.tls_cert = /c needs server.tls_key too"]),
+        ({"server.tls_key": "/k"}, ["server.tls_key = /k needs server.tls_cert too"]),
+        ({"server.tls_client_ca": "/a"}, ["server.tls_client_ca = /a needs server.tls_cert too"]),
+        (
+            {"server.tcp": "a:1", "server.insecure_tcp": "1", "server.tls_cert": "/c", "server.tls_key": "/k"},
+            ["server.insecure_tcp = true and server.tls_cert = /c", "keep one"],
+        ),
+        ({"server.socket_mode": "0777"}, ["server.socket_mode = '0777'", '"0660"']),
+        ({"server.socket_mode": "0060"}, ["server.socket_mode = '0060'"]),
+        ({"server.socket_mode": 432}, ["server.socket_mode = '432'", "octal string"]),
+        ({"server.allow_uids": "1001,-1"}, ["server.allow_uids"]),
+        ({"server.allow_uids": "root"}, ["server.allow_uids"]),
         ({"server.socket": "/" + "s" * 100}, ["at most 100 bytes", "101"]),
         ({"server.lease_ttl_s": "nan"}, ["server.lease_ttl_s = 'nan'"]),
         ({"server.lease_ttl_s": 7200}, ["server.lease_ttl_s = 7200", "server.max_lease_ttl_s = 3600"]),

@@ -138,7 +138,9 @@ def test_a_taken_port_is_refused(serve_failing: Callable[..., subprocess.Complet
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         settings = {**SIDECAR, "data_dir": str(folder / "data"), "server.socket": str(folder / "s")}
-        assert str(port) in refusal(serve_failing({**settings, "server.tcp": f"127.0.0.1:{port}"}))
+        assert str(port) in refusal(
+            serve_failing({**settings, "server.tcp": f"127.0.0.1:{port}", "server.insecure_tcp": "true"})
+        )
         assert str(port) in refusal(serve_failing({**settings, "server.metrics_port": port}))
     assert not (folder / "s").exists()
 

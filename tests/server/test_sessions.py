@@ -29,7 +29,9 @@ BYTES = np.random.default_rng(5).integers(0, 256, 10 * sum(BLOCK_BYTES), dtype=n
 
 @pytest.fixture(scope="module")
 def remote(launch: Callable[..., Remote]) -> Remote:
-    return launch({"cpu.bytes": "4MiB", "disk.bytes": "16MiB", "server.tcp": "127.0.0.1:0"})
+    return launch(
+        {"cpu.bytes": "4MiB", "disk.bytes": "16MiB", "server.tcp": "127.0.0.1:0", "server.insecure_tcp": "true"}
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,99 @@
+"""What a client shows to a daemon on another host, and by what it knows that daemon."""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from prefixd.client.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """For connections to `host:port`; a unix socket needs none and is not shown any.
+
+    Args:
+        tls_ca: file of the authorities, PEM, one of which signed the daemon's certificate. Without it the connection is
+            plain TCP: what travels, the token too, can be read and changed on the way.
+        tls_cert: file of our own certificate, PEM, for a daemon with `server.tls_client_ca`.
+        tls_key: file of its key.
+        token: for a daemon with `server.tokens`.
+
+    Raises:
+        InvalidArgumentError: they do not go together, or the token is none.
+    """
+
+    tls_ca: str | os.PathLike[str] | None = None
+    tls_cert: str | os.PathLike[str] | None = None
+    tls_key: str | os.PathLike[str] | None = None
+    token: str = ""
+
+    def __post_init__(self) -> None:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise InvalidArgumentError("tls_cert and tls_key belong together; give both or none")
+        if self.tls_cert is not None and self.tls_ca is None:
+            raise InvalidArgumentError("tls_cert is for connections with TLS; give tls_ca too")
+        if not all("!" <= character <= "~" for character in self.token):
+            raise InvalidArgumentError("the token has characters that are not visible ASCII; give the token alone")
+
+    def channel(self, address: str, options: list[tuple[str, Any]]) -> grpc.aio.Channel:
+        """A channel to `address`. Raises InvalidArgumentError for a file that cannot be used."""
+        if address.startswith("unix:") or self.tls_ca is None:
+            return grpc.aio.insecure_channel(address, options=options)
+        return grpc.aio.secure_channel(address, self._tls(), options=options)
+
+    def stubs_on(self, channel: grpc.aio.Channel, address: str) -> Any:
+        """What stubs are made on: the channel, whose calls carry the token where there is one to show."""
+        return channel if address.startswith("unix:") or not self.token else _WithToken(channel, self.token)
+
+    def _tls(self) -> grpc.ChannelCredentials:
+        import ssl
+
+        content = [
+            None if path is None else _read(name, Path(path))
+            for name, path in (("tls_ca", self.tls_ca), ("tls_key", self.tls_key), ("tls_cert", self.tls_cert))
+        ]
+        # gRPC itself would try again and again with files that are no good, and say little.
+        try:
+            check = ssl.create_default_context(cafile=self.tls_ca)
+            if self.tls_cert is not None:
+                check.load_cert_chain(self.tls_cert, self.tls_key, password="")
+        except (ssl.SSLError, ValueError) as error:
+            given = ", ".join(
+                f"{name} = {path}"
+                for name, path in (("tls_ca", self.tls_ca), ("tls_cert", self.tls_cert), ("tls_key", self.tls_key))
+                if path is not None
+            )
+            raise InvalidArgumentError(
+                f"{given}: not certificates in PEM and a key without a password that belongs to its certificate "
+                f"({getattr(error, 'reason', None) or error})"
+            ) from error
+        return grpc.ssl_channel_credentials(*content)
+
+
+class _WithToken:
+    """The part of a channel that stubs use; each call carries the token."""
+
+    def __init__(self, channel: grpc.aio.Channel, token: str) -> None:
+        self._channel = channel
+        self._metadata = (("authorization", f"Bearer {token}"),)
+
+    def __getattr__(self, kind: str) -> Any:
+        make = getattr(self._channel, kind)  # unary_unary and the like
+
+        def method(*arguments: Any, **options: Any) -> Any:
+            return functools.partial(make(*arguments, **options), metadata=self._metadata)
+
+        return method
+
+
+def _read(name: str, path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise InvalidArgumentError(f"{name} = {path}: {error.strerror}") from error

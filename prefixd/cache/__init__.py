@@ -5,7 +5,7 @@ from __future__ import annotations
 from prefixd.cache.audit import check_integrity
 from prefixd.cache.cache import TieredCache
 from prefixd.cache.keys import BlockChain
-from prefixd.cache.leases import Lease, Reservation, Session
+from prefixd.cache.leases import Lease, Process, Reservation, Session
 from prefixd.cache.namespaces import Namespace, NamespaceSpec, PartSpec
 from prefixd.cache.tiers import TIER_NAMES, Tiers
 from prefixd.cache.trie import CPU, DISK, GPU, NONE, Trie
@@ -21,6 +21,7 @@ __all__ = [
     "Namespace",
     "NamespaceSpec",
     "PartSpec",
+    "Process",
     "Reservation",
     "Session",
     "TieredCache",

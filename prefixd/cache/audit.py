@@ -98,6 +98,9 @@ def _check_leases(cache: TieredCache) -> None:
                 _demand(slots <= cache.tiers.loose[CPU], f"reservation {grant.id} has slots that are not its own")
                 _demand(not slots & reserved, f"reservation {grant.id} shares slots with another one")
                 reserved |= slots
+    kept = list(cache.quarantine.slots())
+    _demand(set(kept) <= cache.tiers.loose[CPU], "the quarantine has slots that are not its own")
+    _demand(len(kept) == len(set(kept)) and not reserved & set(kept), "slots in quarantine have another owner, too")
     for trie in cache.tries:
         less = trie.holds[: trie.rows, CPU] < held[trie.ordinal]
         _demand(not less.any(), f"rows {np.flatnonzero(less)[:5]} are leased but not held")

@@ -16,7 +16,7 @@ import numpy as np
 
 from prefixd.cache.filling import Filling
 from prefixd.cache.keys import BlockChain, Digest, xxh3_digest
-from prefixd.cache.leases import Lease, LeaseTable, Reservation, Session
+from prefixd.cache.leases import Lease, LeaseTable, Process, Reservation, Session
 from prefixd.cache.namespaces import Namespace, NamespaceRegistry, NamespaceSpec
 from prefixd.cache.residency import Residency
 from prefixd.cache.restore import give_back_memory, known_namespaces, remove_refused, restore
@@ -24,7 +24,7 @@ from prefixd.cache.scrubber import Scrubber
 from prefixd.cache.tiers import Tiers
 from prefixd.cache.trie import CPU, GPU, TIERS, Match, Rows, Trie
 from prefixd.cache.write_back import WriteBack
-from prefixd.errors import ExhaustedError, InvalidArgumentError, UnsupportedError
+from prefixd.errors import ExhaustedError, InvalidArgumentError, NotFoundError, UnsupportedError
 from prefixd_swap import CopyEngine, EvictionPolicy
 
 log = logging.getLogger(__name__)
@@ -84,6 +84,7 @@ class TieredCache:
             self._end_grant, default_ttl_s=default_ttl_s, max_ttl_s=max_ttl_s, max_sessions=max_sessions
         )
         self._filling = Filling(tiers, self.residency, self.leases, clock)
+        self.quarantine = self._filling.quarantine
         self._max_namespaces = max_namespaces
         self._digest = digest
         self._trie_of: dict[tuple[int, tuple[int, ...]], Trie] = {}
@@ -231,8 +232,11 @@ class TieredCache:
         *,
         parts: Sequence[int] = (),
         ttl_s: float = 0.0,
+        by_daemon: bool = False,
     ) -> Reservation | int:
         """Slots for the blocks of `chain` that are not cached; the number of blocks when all are.
+
+        `by_daemon`: the caller fills them here; no client is told where they are.
 
         Raises:
             ExhaustedError: there is room for none and nothing may be evicted.
@@ -240,7 +244,7 @@ class TieredCache:
         self._need_cpu()
         ttl = self.leases.ttl(ttl_s)
         chosen = self.check_parts(namespace, parts)
-        return await self._filling.reserve(session, namespace, chain, self.trie(namespace), chosen, ttl)
+        return await self._filling.reserve(session, namespace, chain, self.trie(namespace), chosen, ttl, by_daemon)
 
     async def commit(self, reservation: Reservation, blocks: int, *, durable: bool = False) -> tuple[int, int]:
         """Makes the first `blocks` of a reservation matchable and ends it; returns (committed, duplicates).
@@ -255,8 +259,24 @@ class TieredCache:
         return await self._filling.persist(trie, trie.match(namespace.root, chain).rows)
 
     def release(self, session: Session, grant_id: str) -> None:
-        """Ends a lease or gives up a reservation; NotFoundError when it is over already."""
-        self.leases.release(session, grant_id)
+        """Ends a lease or gives up a reservation.
+
+        Raises:
+            NotFoundError: it is over already. The slots of a reservation that ended without its holder's word are
+                given back all the same: now there is its word.
+        """
+        try:
+            self.leases.release(session, grant_id)
+        except NotFoundError:
+            self.quarantine.acknowledge(grant_id, session.processes)
+            raise
+
+    def process_ended(self, process: Process) -> None:
+        """A client's process has ended: nobody writes through its mapping of the arena any more."""
+        process.alive = False
+        for session in self.leases.sessions.values():
+            session.processes.discard(process)
+        self.quarantine.process_ended(process)
 
     def prefetch(self, namespace: Namespace, chain: BlockChain) -> int:
         """Starts bringing the cached prefix to the CPU tier; returns how many blocks have to come."""
@@ -305,11 +325,11 @@ class TieredCache:
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _end_grant(self, grant: Lease | Reservation) -> None:
+    def _end_grant(self, grant: Lease | Reservation, at_its_word: bool) -> None:
         if isinstance(grant, Lease):
             self._unhold(grant.trie, grant.rows, CPU)
         else:
-            self._filling.end(grant)
+            self._filling.end(grant, at_its_word)
 
     def _unhold(self, trie: Trie, rows: Rows, tier: int) -> None:
         self.residency.unhold(trie, rows, tier)

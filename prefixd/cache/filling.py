@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
 from prefixd.cache.keys import BlockChain
 from prefixd.cache.leases import LeaseTable, Reservation, Session
 from prefixd.cache.namespaces import Namespace
+from prefixd.cache.quarantine import Quarantine
 from prefixd.cache.residency import Residency
 from prefixd.cache.tiers import Tiers
 from prefixd.cache.trie import CPU, DISK, GPU, NO_SLOT, NONE, Rows, Trie
 from prefixd.errors import ExhaustedError, InvalidArgumentError, PreconditionError
+from prefixd_swap import round_to_slot
 
 
 class Filling:
@@ -30,6 +33,7 @@ class Filling:
         self._residency = residency
         self._leases = leases
         self._clock = clock
+        self.quarantine = Quarantine(partial(tiers.release, CPU))
 
     async def reserve(
         self,
@@ -39,6 +43,7 @@ class Filling:
         trie: Trie,
         parts: tuple[int, ...],
         ttl_s: float,
+        by_daemon: bool,
     ) -> Reservation | int:
         """See `TieredCache.reserve`; the arguments are checked."""
         prefix = _present(trie, namespace, chain, parts)
@@ -60,7 +65,17 @@ class Filling:
             )
         expires_s = self._clock() + ttl_s
         reservation = Reservation(
-            self._leases.next_id(), session, namespace, trie, chain, prefix, len(prefix), parts, slots, expires_s
+            self._leases.next_id(),
+            session,
+            namespace,
+            trie,
+            chain,
+            prefix,
+            len(prefix),
+            parts,
+            slots,
+            expires_s,
+            by_daemon,
         )
         self._leases.grant(reservation)
         return reservation
@@ -94,7 +109,7 @@ class Filling:
         trie.touch(done, now)
         path = np.concatenate([reservation.prefix, done])
         trie.retain(path)
-        self.end(reservation)
+        self.end(reservation, True)
         self._residency.changed.set()
         try:
             if durable:
@@ -119,11 +134,16 @@ class Filling:
             self._unretain(trie, path)
         return len(path)
 
-    def end(self, reservation: Reservation) -> None:
-        """Gives back what a reservation protected."""
-        for slots in reservation.slots:
-            self._tiers.release(CPU, slots)
+    def end(self, reservation: Reservation, at_its_word: bool) -> None:
+        """Gives back what a reservation protected; its slots only when nobody can be writing into them any more."""
+        sizes = [round_to_slot(reservation.trie.part_bytes[part]) for part in reservation.parts]
+        slots = [slot for block in reservation.slots for slot in block]
+        nbytes = len(reservation.slots) * sum(sizes)
         reservation.slots = []
+        if at_its_word:
+            self._tiers.release(CPU, slots)
+        else:
+            self.quarantine.keep(reservation, slots, nbytes)
         self._unretain(reservation.trie, reservation.prefix)
 
     def _fill(self, reservation: Reservation, index: int, row: int) -> bool:

@@ -26,12 +26,21 @@ class Lease:
     expires_s: float
 
 
+@dataclass(eq=False, slots=True)
+class Process:
+    """A client's process that has the arena mapped."""
+
+    pid: int
+    alive: bool = True
+
+
 @dataclass(slots=True)
 class Reservation:
     """The right to fill `slots` for the blocks from `first_block` on.
 
     `slots[i][j]` is the arena offset of part `parts[j]` of block `first_block + i`; `prefix` are the rows before
-    `first_block`, retained so that a committed block always has its prefix.
+    `first_block`, retained so that a committed block always has its prefix. `by_daemon`: the daemon fills the slots
+    itself, from a stream; the client does not know them.
     """
 
     id: str
@@ -44,13 +53,15 @@ class Reservation:
     parts: tuple[int, ...]
     slots: list[list[int]]
     expires_s: float
+    by_daemon: bool = False
 
 
 @dataclass(slots=True)
 class Session:
     """One engine's connection. Everything it was granted ends with it.
 
-    `namespaces` are those it has registered, by id: it reads and fills no others.
+    `namespaces` are those it has registered, by id: it reads and fills no others. `processes` are those that have the
+    arena through it and live.
     """
 
     id: str
@@ -59,6 +70,7 @@ class Session:
     opened_s: float
     grants: dict[str, Lease | Reservation] = field(default_factory=dict)
     namespaces: dict[bytes, Namespace] = field(default_factory=dict)
+    processes: set[Process] = field(default_factory=set)
 
     def namespace(self, identity: bytes) -> Namespace:
         """A namespace that this session has registered; PermissionDeniedError for every other, known or not."""
@@ -75,7 +87,8 @@ class LeaseTable:
     """All sessions and what they hold.
 
     Args:
-        end: called with every grant that ends, however it ends; gives back what the grant protected.
+        end: called with every grant that ends, however it ends, and whether at its holder's word; gives back what the
+            grant protected.
         default_ttl_s: lifetime of a grant that asked for none.
         max_ttl_s: longest lifetime that may be asked for.
         max_sessions: sessions open at once.
@@ -83,7 +96,7 @@ class LeaseTable:
 
     def __init__(
         self,
-        end: Callable[[Lease | Reservation], None],
+        end: Callable[[Lease | Reservation, bool], None],
         *,
         default_ttl_s: float,
         max_ttl_s: float,
@@ -112,7 +125,7 @@ class LeaseTable:
         if self.sessions.pop(session.id, None) is None:
             return
         for grant in list(session.grants.values()):
-            self._finish(grant, "its session ended")
+            self._finish(grant, "its session ended", at_its_word=False)
 
     def session(self, session_id: str) -> Session:
         """The open session with this id."""
@@ -137,7 +150,7 @@ class LeaseTable:
     def grant(self, grant: Lease | Reservation) -> None:
         """Adds a grant to its session; ends it with NotFoundError when the session ended while it was prepared."""
         if grant.session.id not in self.sessions:
-            self._end(grant)
+            self._end(grant, True)  # nobody has been told of it
         self.session(grant.session.id).grants[grant.id] = grant
 
     def find(self, session: Session, grant_id: str) -> Lease | Reservation:
@@ -152,7 +165,7 @@ class LeaseTable:
 
     def release(self, session: Session, grant_id: str) -> None:
         """Ends a grant at its holder's wish."""
-        self._finish(self.find(session, grant_id), "it was released")
+        self._finish(self.find(session, grant_id), "it was released", at_its_word=True)
 
     def renew(self, session: Session, grant_ids: Sequence[str], ttl_s: float, now_s: float) -> None:
         """Lets grants live for `ttl_s` seconds from now; none of them, with NotFoundError, when one is over."""
@@ -164,7 +177,7 @@ class LeaseTable:
         """Ends every grant whose time is up; returns how many."""
         overdue = [g for s in self.sessions.values() for g in s.grants.values() if g.expires_s <= now_s]
         for grant in overdue:
-            self._finish(grant, "its time was up")
+            self._finish(grant, "its time was up", at_its_word=False)
         return len(overdue)
 
     def settle(self, grant: Lease | Reservation, how: str) -> None:
@@ -178,6 +191,6 @@ class LeaseTable:
         """Grants of one kind, all sessions."""
         return sum(isinstance(g, kind) for s in self.sessions.values() for g in s.grants.values())
 
-    def _finish(self, grant: Lease | Reservation, how: str) -> None:
+    def _finish(self, grant: Lease | Reservation, how: str, *, at_its_word: bool) -> None:
         self.settle(grant, how)
-        self._end(grant)
+        self._end(grant, at_its_word)

@@ -240,7 +240,8 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
                 f"first_block is {header.first_block}, but token_ids has {len(chain)} full blocks; send all tokens"
             )
         reservation = await deliver(
-            cache.reserve(session, namespace, chain, parts=parts, ttl_s=cache.leases.max_ttl_s), self._give_back
+            cache.reserve(session, namespace, chain, parts=parts, ttl_s=cache.leases.max_ttl_s, by_daemon=True),
+            self._give_back,
         )
         known = reservation if isinstance(reservation, int) else reservation.first_block
         if known < header.first_block:

@@ -29,6 +29,7 @@ from prefixd.server.doors import Doors
 from prefixd.server.inference_service import InferenceService
 from prefixd.server.memory_door import MemoryDoor
 from prefixd.server.model_host import ModelHost
+from prefixd.server.processes import ProcessWatch
 from prefixd.server.snapshot import Snapshot, serve_metrics
 from prefixd.settings import Settings
 from prefixd.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -160,8 +161,15 @@ class Daemon:
         _refuse_taken(path)
         door_path = path.with_name(path.name + "-memory")
         if tiers.cpu is not None:
+            watch = ProcessWatch(cache)
+            stack.callback(watch.close)
             door = MemoryDoor(
-                door_path, tiers.cpu.fd, tiers.cpu.capacity_bytes, lambda s: s in cache.leases.sessions, doors.access
+                door_path,
+                tiers.cpu.fd,
+                tiers.cpu.capacity_bytes,
+                lambda s: s in cache.leases.sessions,
+                doors.access,
+                watch.visit,
             )
             await door.start()
             stack.push_async_callback(door.close)

@@ -30,7 +30,10 @@ _UCRED = struct.Struct("3i")  # pid, uid, gid
 
 
 class MemoryDoor:
-    """Listens on `path` and hands out `fd`, an arena of `nbytes` bytes, to live sessions of the users let in."""
+    """Listens on `path` and hands out `fd`, an arena of `nbytes` bytes, to live sessions of the users let in.
+
+    `visit(session id, pid, its connection)` is called before each time, and may say why not.
+    """
 
     def __init__(
         self,
@@ -39,12 +42,14 @@ class MemoryDoor:
         nbytes: int,
         is_session: Callable[[str], bool],
         access: SocketAccess = SocketAccess(),  # noqa: B008 - immutable
+        visit: Callable[[str, int, socket.socket], str | None] = lambda session_id, pid, visitor: None,
     ) -> None:
         self.path = path
         self._fd = fd
         self._nbytes = nbytes
         self._is_session = is_session
         self._access = access
+        self._visit = visit
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         self._visits: set[asyncio.Task[None]] = set()
@@ -98,14 +103,16 @@ class MemoryDoor:
         with visitor, suppress(OSError, TimeoutError):
             visitor.setblocking(False)
             async with asyncio.timeout(_ANSWER_TIME_S):
-                refusal = self._refuse(_peer_uid(visitor), await _read_line(visitor))
+                session_id = await _read_line(visitor)
+                refusal = self._refuse(visitor, session_id)
                 if refusal is not None:
                     await asyncio.get_running_loop().sock_sendall(visitor, _line({"error": refusal}))
                 else:
                     # One short line into an empty socket buffer: it cannot block.
                     socket.send_fds(visitor, [_line({"arena_bytes": self._nbytes})], [self._fd])
 
-    def _refuse(self, uid: int, session_id: str | None) -> str | None:
+    def _refuse(self, visitor: socket.socket, session_id: str | None) -> str | None:
+        pid, uid = _peer(visitor)
         if not self._access.admits(uid):
             log.warning("user %d asked for the memory and is not in server.allow_uids", uid)
             return (
@@ -114,7 +121,7 @@ class MemoryDoor:
             )
         if session_id is None or not self._is_session(session_id):
             return "no such session: it has ended, or was never opened"
-        return None
+        return self._visit(session_id, pid, visitor)
 
     def _remove_leftover(self) -> None:
         try:
@@ -129,10 +136,10 @@ class MemoryDoor:
                 self.path.unlink(missing_ok=True)
 
 
-def _peer_uid(visitor: socket.socket) -> int:
-    credentials = visitor.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-    _, uid, _ = _UCRED.unpack(credentials)
-    return int(uid)
+def _peer(visitor: socket.socket) -> tuple[int, int]:
+    """Pid and uid of the process that connected."""
+    pid, uid, _ = _UCRED.unpack(visitor.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    return int(pid), int(uid)
 
 
 async def _read_line(visitor: socket.socket) -> str | None:

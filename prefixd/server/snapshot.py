@@ -100,7 +100,7 @@ class Snapshot:
             rows = trie.copies(tier)
             blocks += len(rows)
             held += int((trie.holds[rows, tier] > 0).sum())
-        in_flight = 0
+        in_flight = quarantined = 0
         if tier == GPU:
             frame = tiers.frames.geometry.block_bytes
             capacity, used = tiers.frames.capacity * frame, tiers.frames.used_count * frame
@@ -111,6 +111,8 @@ class Snapshot:
                 int((trie.slots[: trie.rows, CPU] >= 0).sum(axis=0) @ [round_to_slot(size) for size in trie.part_bytes])
                 for trie in self.cache.tries
             )
+            quarantined = self.cache.quarantine.nbytes
+            in_flight -= quarantined
         else:
             capacity, used = tiers.store.capacity_bytes, tiers.store.used_bytes
         counters = tiers.counters[tier]
@@ -126,6 +128,7 @@ class Snapshot:
             demoted_blocks=counters.demoted,
             promoted_blocks=counters.promoted,
             trouble=tiers.trouble[tier],
+            quarantined_bytes=quarantined,
         )
 
     def _scrub(self) -> pb.ScrubStats:
@@ -176,6 +179,7 @@ class _Metrics(Collector):
             "blocks": ("blocks with a copy in a tier", False),
             "held_blocks": ("blocks of a tier that may not move", False),
             "in_flight_bytes": ("bytes taken, but not matchable yet", False),
+            "quarantined_bytes": ("bytes that a silent client may still write into", False),
             "hit_tokens": ("prompt tokens found in a tier", True),
             "evicted_blocks": ("copies dropped from a tier", True),
             "demoted_blocks": ("blocks written a tier down to make room", True),

@@ -143,7 +143,7 @@ async def test_sessions_are_limited(make_rig: Callable[..., Rig]) -> None:
 
 
 def test_lifetimes_are_bounded() -> None:
-    table = LeaseTable(lambda grant: None, default_ttl_s=60.0, max_ttl_s=100.0, max_sessions=1)
+    table = LeaseTable(lambda grant, at_its_word: None, default_ttl_s=60.0, max_ttl_s=100.0, max_sessions=1)
     assert [table.ttl(wanted) for wanted in (0.0, 5.0, 500.0, math.inf)] == [60.0, 5.0, 100.0, 100.0]
     for wrong in (-1.0, math.nan):
         with pytest.raises(InvalidArgumentError, match=f"ttl_s is {wrong}"):

@@ -264,6 +264,74 @@ async def test_durable_is_said_only_of_what_is_on_disk(stand_in: Any, spec: Name
             await (await cache.reserve(TOKENS)).commit(durable=True)
 
 
+async def test_the_daemon_is_told_when_nothing_writes_into_a_lost_reservation(
+    stand_in: Any, spec: NamespaceSpec
+) -> None:
+    now = [100.0]
+    stand_in.ttl_s = 5.0
+    async with AsyncClient(stand_in.address, clock=lambda: now[0]) as client:
+        cache = await client.register(spec)
+        expired, lost = await cache.reserve(TOKENS), await cache.reserve(TOKENS)
+        lease = await cache.acquire(TOKENS)
+        now[0] = 105.0
+        with pytest.raises(LeaseLost, match="expired"):
+            async with expired:
+                await expired.copy_from(bytes(256))
+        assert stand_in.released == ["reservation"]
+        stand_in.end_sessions()
+        async with asyncio.timeout(5):
+            while client.arena is not None:
+                await asyncio.sleep(0.01)
+        stand_in.failures["Release"] = (grpc.StatusCode.NOT_FOUND, "its session ended")
+        with pytest.raises(LeaseLost):
+            await lease.release()
+        before = stand_in.entered.count("Release")
+        await lost.release()
+        await lost.release()
+        await expired.release()
+        assert stand_in.entered.count("Release") == before + 1
+        assert stand_in.opened == 2, "in a new session"
+        failed = await cache.reserve(TOKENS)
+        stand_in.failures["Commit"] = (grpc.StatusCode.NOT_FOUND, "its time was up")
+        with pytest.raises(LeaseLost, match="its time was up"):
+            await failed.commit()
+        assert stand_in.entered.count("Release") == before + 2
+        del stand_in.failures["Release"]
+        open_at_the_end, committed = await cache.reserve(TOKENS), await cache.reserve(TOKENS)
+        del stand_in.failures["Commit"]
+        await committed.commit()
+        await committed.release()
+    assert stand_in.released == ["reservation"] * 2, "the one that was open when the client was closed"
+    assert open_at_the_end.remaining_s == 0
+
+
+@pytest.mark.parametrize("end", ["release", "commit", "close"])
+async def test_nothing_is_given_up_while_a_copy_is_under_way(
+    stand_in: Any, spec: NamespaceSpec, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    client = AsyncClient(stand_in.address)
+    cache = await client.register(spec)
+    reservation = await cache.reserve(TOKENS)
+    copying, may_end = asyncio.Event(), asyncio.Event()
+
+    async def copy(*_: object) -> None:
+        copying.set()
+        await may_end.wait()
+
+    monkeypatch.setattr(client.copier, "copy", copy)
+    copied = asyncio.create_task(reservation.copy_from(bytes(256)))
+    await copying.wait()
+    ways = {"release": reservation.release, "commit": reservation.commit, "close": client.close}
+    ending = asyncio.create_task(ways[end]())
+    await asyncio.sleep(0.05)
+    assert not {"Release", "Commit"} & set(stand_in.entered)
+    may_end.set()
+    await copied
+    await ending
+    await client.close()
+    assert ("Commit" if end == "commit" else "Release") in stand_in.entered
+
+
 async def test_bytes_loaded_under_a_lease_that_ended_are_not_given_as_good(stand_in: Any, spec: NamespaceSpec) -> None:
     async with AsyncClient(stand_in.address) as client:
         cache = await client.register(spec)

@@ -53,7 +53,7 @@ async def test_anyone_else_is_refused(door: MemoryDoor, session_id: str) -> None
 
 
 async def test_another_user_is_refused(door: MemoryDoor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_door, "_peer_uid", lambda visitor: os.geteuid() + 1)
+    monkeypatch.setattr(memory_door, "_peer", lambda visitor: (os.getpid(), os.geteuid() + 1))
     with pytest.raises(MemoryUnavailable, match="may not map"):
         await fetch(door, "alive")
 

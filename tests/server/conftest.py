@@ -9,8 +9,9 @@ import socket
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,8 +22,10 @@ import grpc
 import numpy as np
 import pytest
 
+from prefixd.cache import TieredCache, Tiers, check_integrity
 from prefixd.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, inference_pb2, inference_pb2_grpc
 from prefixd.workloads.daemon_process import DaemonProcess
+from prefixd_swap import CpuArena, create_copy_engine, create_eviction_policy
 
 BLOCK_TOKENS = 16
 VOCAB_SIZE = 272
@@ -92,7 +95,9 @@ class Remote:
         def idle(stats: admin_pb2.StatsResponse) -> bool:
             quiet = not stats.leases and not stats.reservations
             quiet &= not stats.worker.running_requests and not stats.scheduler.waiting_requests
-            return quiet and not any(tier.held_blocks or tier.in_flight_bytes for tier in stats.tiers)
+            return quiet and not any(
+                tier.held_blocks or tier.in_flight_bytes or tier.quarantined_bytes for tier in stats.tiers
+            )
 
         return self.until(idle, 15.0)
 
@@ -262,6 +267,55 @@ def with_model(model_directory: Path) -> dict[str, str | int]:
         # This model computes faster than a disk reads.
         "scheduler.recompute_if_slower": "false",
     }
+
+
+@pytest.fixture
+async def cache() -> AsyncIterator[TieredCache]:
+    """A cache of 1 MiB of CPU memory, in this process."""
+    arena, engine = CpuArena(1 << 20), create_copy_engine("cpu")
+    made = TieredCache(Tiers(arena), engine, create_eviction_policy("lru", 1), time.monotonic)
+    yield made
+    await made.close()
+    check_integrity(made)
+    engine.close()
+    arena.close()
+
+
+@pytest.fixture
+def engine(remote: Remote) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Runs code in a process of its own, with `client`, `cache` (prefixd.client), `tokens` (42) and bytes for them.
+
+    `engine("client's name namespace's name", code)`; a block has 4 tokens and parts of 96 and 5000 bytes, `kv` has 10
+    blocks. The process then waits until it is killed. It connects to `address`, the daemon's unless said otherwise.
+    """
+    running: list[subprocess.Popen[str]] = []
+
+    def start(name: str, code: str, address: str | None = None) -> subprocess.Popen[str]:
+        program = f"""
+            import sys, time, numpy as np
+            from prefixd.client import Client, NamespaceSpec, PartSpec
+            kv = np.random.default_rng(5).integers(0, 256, 50960, dtype=np.uint8)
+            tokens = list(range(42))
+            client = Client({address or remote.daemon.address!r}, name={name!r})
+            parts = (PartSpec("g0", 0, 96), PartSpec("g1", 0, 5000))
+            cache = client.register(NamespaceSpec({name!r}.partition(" ")[2], 4, parts))
+        """
+        end = "\nprint(flush=True); sys.stdin.readline()"
+        running.append(
+            subprocess.Popen(
+                [sys.executable, "-c", textwrap.dedent(program) + textwrap.dedent(code) + end],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            )
+        )
+        return running[-1]
+
+    yield start
+    for process in running:
+        process.kill()
+        process.communicate()
 
 
 @pytest.fixture(scope="module")

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
-from prefixd.cache import TieredCache, Tiers, check_integrity
+from prefixd.cache import TieredCache, check_integrity
 from prefixd.errors import ExhaustedError
 from prefixd.server import rpc
 from prefixd.server.cache_service import PrefixCacheService
 from prefixd.v1 import cache_pb2 as pb
 from prefixd.v1 import cache_pb2_grpc
-from prefixd_swap import CpuArena, create_copy_engine, create_eviction_policy
 
 
 class Service:
@@ -50,17 +47,6 @@ async def test_what_a_caller_that_has_gone_is_granted_is_taken_back() -> None:
     await rpc.settle()
     await asyncio.sleep(0)
     assert service.taken_back == [("gone", "granted gone")]
-
-
-@pytest.fixture
-async def cache() -> AsyncIterator[TieredCache]:
-    arena, engine = CpuArena(1 << 20), create_copy_engine("cpu")
-    made = TieredCache(Tiers(arena), engine, create_eviction_policy("lru", 1), time.monotonic)
-    yield made
-    await made.close()
-    check_integrity(made)
-    engine.close()
-    arena.close()
 
 
 @pytest.mark.parametrize("hang_up", ["cancel", "deadline"])

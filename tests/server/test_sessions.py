@@ -8,8 +8,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -38,45 +36,6 @@ def remote(launch: Callable[..., Remote]) -> Remote:
 def adds_up(remote: Remote) -> Iterator[None]:
     yield
     remote.settled()
-
-
-@pytest.fixture
-def engine(remote: Remote) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Runs code in a process of its own, with `client` and `cache` (prefixd.client) and the bytes in `kv`.
-
-    It then waits until it is killed.
-    """
-    running: list[subprocess.Popen[str]] = []
-
-    def start(name: str, code: str) -> subprocess.Popen[str]:
-        program = f"""
-            import sys, numpy as np
-            from prefixd.client import Client, NamespaceSpec, PartSpec
-            kv = np.random.default_rng(5).integers(0, 256, {len(BYTES)}, dtype=np.uint8)
-            tokens = list(range(42))
-            client = Client({remote.daemon.address!r}, name={name!r})
-            parts = tuple(PartSpec(f"g{{i}}", 0, nbytes) for i, nbytes in enumerate({BLOCK_BYTES!r}))
-            cache = client.register(NamespaceSpec({name!r}.partition(" ")[2], 4, parts))
-        """
-        running.append(
-            subprocess.Popen(
-                [
-                    sys.executable,
-                    "-c",
-                    textwrap.dedent(program) + textwrap.dedent(code) + "\nsys.stdout.flush(); sys.stdin.readline()",
-                ],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-            )
-        )
-        return running[-1]
-
-    yield start
-    for process in running:
-        process.kill()
-        process.communicate()
 
 
 def said(process: subprocess.Popen[str]) -> str:

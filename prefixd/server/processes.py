@@ -1,0 +1,83 @@
+"""The processes that have the arena mapped, and how their ends are noticed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import select
+import socket
+import struct
+
+from prefixd.cache import Process, TieredCache
+
+_SO_PEERPIDFD = 77  # Linux 6.5: a descriptor of the process that connected, whatever its pid is called where
+_PID = struct.Struct("i")
+
+
+class ProcessWatch:
+    """Tells the cache which sessions' clients have the arena mapped, and when their processes have ended.
+
+    A descriptor of the process (pidfd) becomes readable when the last of its threads has ended: by then its mappings
+    are gone. Children that a client forks inherit its mapping and are not watched: they must not fill its reservations.
+
+    Args:
+        cache: whose slots the processes can write into.
+    """
+
+    def __init__(self, cache: TieredCache) -> None:
+        self._cache = cache
+        self._watched: dict[int, Process] = {}  # by pidfd
+
+    def visit(self, session_id: str, pid: int, visitor: socket.socket) -> str | None:
+        """The arena is about to be handed to process `pid`, for a session; returns why it must not be.
+
+        A process that cannot be watched gets none: nobody could ever know when it has stopped writing.
+        """
+        try:
+            pidfd = _open_pidfd(pid, visitor)
+        except OSError as error:
+            return f"process {pid} cannot be watched for its end ({error}): use memory='streamed'"
+        process = self._known(pid)
+        if process is None:
+            process = Process(pid)
+            self._watched[pidfd] = process
+            asyncio.get_running_loop().add_reader(pidfd, self._ended, pidfd)
+        else:
+            os.close(pidfd)
+        self._cache.leases.session(session_id).processes.add(process)
+        return None
+
+    def close(self) -> None:
+        """Stops watching."""
+        for pidfd in list(self._watched):
+            self._forget(pidfd)
+
+    def _known(self, pid: int) -> Process | None:
+        for known, process in list(self._watched.items()):
+            if _has_ended(known):  # its number may be another's by now
+                self._ended(known)
+            elif process.pid == pid > 0:
+                return process
+        return None
+
+    def _ended(self, pidfd: int) -> None:
+        self._cache.process_ended(self._forget(pidfd))
+
+    def _forget(self, pidfd: int) -> Process:
+        asyncio.get_running_loop().remove_reader(pidfd)
+        os.close(pidfd)
+        return self._watched.pop(pidfd)
+
+
+def _open_pidfd(pid: int, visitor: socket.socket) -> int:
+    try:
+        return int(_PID.unpack(visitor.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, _PID.size))[0])
+    except OSError:
+        # An older kernel. For a client in another pid namespace, whose number is 0 here, this fails too.
+        return os.pidfd_open(pid)
+
+
+def _has_ended(pidfd: int) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))

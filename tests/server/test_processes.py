@@ -1,0 +1,118 @@
+"""Which processes have the arena, and that their ends are noticed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from prefixd.cache import NamespaceSpec, PartSpec, Process, Reservation, TieredCache
+from prefixd.server import processes
+from prefixd.server.processes import ProcessWatch
+
+
+@pytest.fixture
+async def watch(cache: TieredCache) -> AsyncIterator[ProcessWatch]:
+    made = ProcessWatch(cache)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def listener(tmp_path: Path) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(f"{tmp_path}/s")
+        made.listen()
+        yield made
+
+
+def visitor(listener: socket.socket) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """A process that has connected and lives until its standard input ends."""
+    code = "import socket, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); sys.stdin.read()"
+    process = subprocess.Popen([sys.executable, "-c", code, listener.getsockname()], stdin=subprocess.PIPE)
+    return process, listener.accept()[0]
+
+
+@pytest.mark.parametrize("with_peer_pidfd", [True, False])
+async def test_the_end_of_a_process_is_noticed(
+    cache: TieredCache,
+    watch: ProcessWatch,
+    listener: socket.socket,
+    monkeypatch: pytest.MonkeyPatch,
+    with_peer_pidfd: bool,
+) -> None:
+    if not with_peer_pidfd:  # a kernel that has no such option
+        monkeypatch.setattr(processes, "_SO_PEERPIDFD", 9999)
+    session = cache.leases.open("one", 1, 0.0)
+    ended = asyncio.Event()
+    tell = cache.process_ended
+
+    def note(process: Process) -> None:
+        tell(process)
+        ended.set()
+
+    cache.process_ended = note  # type: ignore[method-assign]
+    process, connection = visitor(listener)
+    with process, connection:
+        try:
+            for _ in range(2):
+                assert watch.visit(session.id, process.pid, connection) is None
+            (known,) = session.processes
+            assert (known.pid, known.alive) == (process.pid, True)
+            namespace = cache.register(NamespaceSpec("n", 1, (PartSpec("g", 0, 8),)))
+            chain = cache.chain(namespace, bytes(8))
+            assert isinstance(await cache.reserve(session, namespace, chain), Reservation)
+            cache.leases.close(session)
+            assert cache.quarantine.nbytes == 2 * 4096
+            another = cache.leases.open("two", 1, 0.0)
+            assert watch.visit(another.id, process.pid, connection) is None
+            assert another.processes == {known}, "the same process, that may speak for what it has lost"
+        finally:
+            process.kill()
+        async with asyncio.timeout(30):
+            await ended.wait()
+    assert not known.alive
+    assert (cache.quarantine.nbytes, another.processes) == (0, set())
+
+
+async def test_a_number_that_another_process_has_now_is_not_mistaken(
+    cache: TieredCache, watch: ProcessWatch, listener: socket.socket
+) -> None:
+    session = cache.leases.open("one", 1, 0.0)
+    first, connection = visitor(listener)
+    with first, connection:
+        assert watch.visit(session.id, 4711, connection) is None
+        (gone,) = session.processes
+        first.kill()
+        first.wait()
+        # Its end is not noticed yet, as the event loop has not run; the next one has the same number.
+        second, other = visitor(listener)
+        with second, other:
+            assert watch.visit(session.id, 4711, other) is None
+            (new,) = session.processes
+            assert new is not gone and new.alive and not gone.alive
+            second.kill()
+
+
+async def test_a_process_that_cannot_be_watched_gets_no_memory(
+    cache: TieredCache, watch: ProcessWatch, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "_SO_PEERPIDFD", 9999)
+    session = cache.leases.open("one", 1, 0.0)
+    with socket.socket(socket.AF_UNIX) as ours:
+        ours.connect(listener.getsockname())
+        connection, _ = listener.accept()
+        with connection:
+            # In another pid namespace it has no number here.
+            refusal = watch.visit(session.id, 0, connection)
+    assert refusal is not None and "cannot be watched" in refusal and "memory='streamed'" in refusal
+    assert not session.processes
+    before = len(os.listdir("/proc/self/fd"))
+    watch.close()
+    assert len(os.listdir("/proc/self/fd")) == before

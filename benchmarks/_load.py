@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,14 +19,15 @@ from prefixd.client import (
     CallTimeout,
     ClientError,
     ExhaustedError,
-    Finished,
     LeaseLost,
     NotFoundError,
     PreconditionError,
     ServerUnavailable,
+    Tokens,
 )
 
 _SHOWN_FAILURES = 20
+_GENERATE_PROMPTS = 64
 
 
 @dataclass(slots=True)
@@ -112,6 +113,7 @@ class LoadPlan:
     """Durable prompts of its own that it has at a time."""
     outages: bool = False
     generate: bool = False
+    """Also ask the daemon's worker for tokens."""
     memory: str = "auto"
     timeout_s: float = 30.0
 
@@ -133,6 +135,7 @@ class MixedLoad:
             timeout_s=plan.timeout_s,
         )
         self._caches: dict[int, AsyncCache] = {}
+        self._generated: dict[int, list[int]] = {}
         self._next_own = 0
         self._going = asyncio.Event()
         self._busy = 0
@@ -242,8 +245,10 @@ class MixedLoad:
                 del self.forgotten[next(iter(self.forgotten))]
         self._next_own += 1
         prompt = Prompt(rng.randrange(len(NAMESPACES)), self.plan.owner, self._next_own)
-        stored = await (await self._cache(prompt)).store(_full(prompt), content(prompt), durable=True)
-        if stored.committed + stored.duplicates == prompt.blocks:
+        cache, at_once = await self._cache(prompt), rng.random() < 0.7
+        stored = await cache.store(_full(prompt), content(prompt), durable=at_once)
+        there = stored.committed + stored.duplicates if at_once else await cache.persist(_full(prompt))
+        if there == prompt.blocks:
             self.durable[prompt] = None
 
     async def _hold(self, rng: random.Random) -> None:
@@ -257,6 +262,8 @@ class MixedLoad:
             got = np.empty(len(expected), np.uint8)
             for delay_s in (0.0, rng.uniform(0, 0.03)):
                 await asyncio.sleep(delay_s)
+                if lease.blocks and rng.random() < 0.3:
+                    await lease.renew()
                 got[:] = 0
                 await lease.copy_into(got)
         self.tally.verify(f"lease of {prompt}", got, expected)
@@ -290,20 +297,31 @@ class MixedLoad:
     async def _evict(self, rng: random.Random) -> None:
         """Drops what a prompt does not share with others, if nobody uses it."""
         prompt = self._shared(rng)
-        with contextlib.suppress(NotFoundError, PreconditionError):
+        with suppress(NotFoundError, PreconditionError):
             await self._client.evict(key=block_key(prompt, prompt.shared_blocks))
 
     async def _generate(self, rng: random.Random) -> None:
-        """A request for the daemon's own worker, one of a few prompts with a random end; some are broken off."""
-        start = np.random.default_rng(rng.randrange(12)).integers(0, 256, 200)
-        end = [rng.randrange(256) for _ in range(rng.randint(1, 30))]
-        patience = rng.randint(1, 40)
-        events = self._client.generate([*start.tolist(), *end], max_tokens=rng.randint(1, 12), timeout_s=60.0)
-        async for event in events:
-            patience -= 1
-            if not patience or isinstance(event, Finished):
-                break
-        await events.aclose()
+        """A greedy request for the daemon's own worker: always the same tokens for a prompt. Some are broken off."""
+        number, patience = rng.randrange(_GENERATE_PROMPTS), rng.choice((1, 3, 99))
+        family, own = np.random.default_rng([number % 8]), np.random.default_rng([8, number])
+        prompt = [*family.integers(0, 256, 180).tolist(), *own.integers(0, 256, 1 + number % 40).tolist()]
+        got: list[int] = []
+        length = rng.randint(1, 10)
+        async with aclosing(
+            self._client.generate(prompt, max_tokens=length, ignore_eos=True, timeout_s=90.0)
+        ) as events:
+            async for event in events:
+                if isinstance(event, Tokens):
+                    got += event.token_ids
+                    patience -= 1
+                    if not patience:
+                        break
+        known = self._generated.setdefault(number, got)
+        common = min(len(known), len(got))
+        if known[:common] != got[:common]:
+            self.tally.fail(f"generate: prompt {number} gave {got} and before {known}")
+        if len(got) > len(known):
+            self._generated[number] = got
 
     # -- inside -----------------------------------------------------------------------------------------------------
 

@@ -69,6 +69,10 @@ class LoadProcess:
         self._close()
         return tally
 
+    def count(self) -> Tally:
+        """What it has counted so far."""
+        return Tally.from_plain(self.ask("count")["tally"])
+
     def kill(self) -> None:
         """SIGKILL, wherever it is."""
         self._process.kill()
@@ -102,6 +106,8 @@ async def _obey(load: MixedLoad, order: dict[str, Any]) -> dict[str, Any]:
         case "go":
             load.go()
             return {}
+        case "count":
+            return {"tally": load.tally.to_plain()}
         case "pause":
             await load.pause()
             return {"tally": load.tally.to_plain(), "durable": len(load.durable)}

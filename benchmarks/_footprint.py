@@ -1,0 +1,54 @@
+"""What a process takes of the machine, from /proc, and how that changes over time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """One look at one process; memory in MiB.
+
+    `rss` is all that it has touched: `anon` is its own (heap, stacks), `shmem` the tiers in shared memory, `file` its
+    programs and mapped files.
+    """
+
+    at_s: float
+    rss: float
+    anon: float
+    shmem: float
+    file: float
+    descriptors: int
+    mappings: int
+
+
+def footprint(pid: int, at_s: float) -> Footprint:
+    """A look at process `pid`. Raises OSError when it has gone."""
+    proc = Path("/proc") / str(pid)
+    fields = dict(line.split(":", 1) for line in (proc / "status").read_text().splitlines())
+    rss, anon, shmem, file = (
+        int(fields[name].split()[0]) * 1024 / _MIB for name in ("VmRSS", "RssAnon", "RssShmem", "RssFile")
+    )
+    mappings = (proc / "maps").read_text().count("\n")
+    return Footprint(at_s, rss, anon, shmem, file, len(os.listdir(proc / "fd")), mappings)
+
+
+def slope_per_minute(at_s: Sequence[float], values: Sequence[float]) -> float:
+    """The median of the slopes between all pairs of samples (Theil-Sen); 0 for fewer than two.
+
+    Outliers and steps back and forth do not move it, as long as they are less than three samples in ten.
+    """
+    times, levels = np.asarray(at_s, float) / 60, np.asarray(values, float)
+    first, second = np.triu_indices(len(times), 1)
+    apart = times[second] > times[first]
+    if not apart.any():
+        return 0.0
+    first, second = first[apart], second[apart]
+    return float(np.median((levels[second] - levels[first]) / (times[second] - times[first])))

@@ -1,0 +1,248 @@
+"""A daemon with a worker under mixed load for a long time: does it stay as large as it is?"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from benchmarks import _harness
+from benchmarks._footprint import Footprint, footprint, slope_per_minute
+from benchmarks._integrity import violations_of
+from benchmarks._load import LoadPlan, Tally
+from benchmarks._load_process import LoadProcess
+from prefixd.client import Client
+from prefixd.v1 import admin_pb2
+from prefixd.workloads.daemon_process import DaemonProcess
+
+DESCRIPTION = """\
+Runs one daemon with the embedded model under mixed load: client processes that store, read, lease,
+prefetch, evict and generate, through shared memory and streamed; every few seconds one of them ends, in
+order or by SIGKILL, and another comes. Every byte that is read is verified, and a prompt must always get
+the same tokens. Every --sample seconds the resident memory, descriptors and mappings of daemon and worker
+are read from /proc; every minute the daemon accounts for its slots.
+
+Slopes are medians over all pairs of samples (Theil-Sen) after the warm-up: a quarter of the run, or until
+all tiers are full if that is later. Up to then memory grows on purpose: tiers are touched for the first
+time, the index grows with the blocks, pools of buffers and threads reach their sizes, and the ten thousand
+last leases that ended are remembered.
+
+rss_slope_mib_per_min is of the whole resident memory of both processes, shared tiers included. The CPU tier
+is populated at the start, so that first touches of its pages are no growth; anon_slope_mib_per_min, their
+own memory without tiers and files, is given beside it. The run fails when memory grows by --max-slope MiB a
+minute or more, or descriptors or mappings by more than one a minute. A run whose part after the warm-up is
+shorter than 5 minutes shows slopes but is not judged by them."""
+
+_SETTINGS = {
+    "worker.embedded": True,
+    "worker.threads": 1,
+    "gpu.bytes": "16MiB",
+    "cpu.bytes": "48MiB",
+    "cpu.populate": True,
+    "disk.bytes": "96MiB",
+}
+_CLIENTS = 3
+_CLIENT_LIFE_S = 20.0
+_WARM_UP = 0.25
+_FULL = 0.85
+"""Used share at which a tier counts as full: slots of several sizes do not fill it to the last byte."""
+_INTEGRITY_S = 60.0
+_JUDGED_S = 300.0
+_MAX_COUNT_SLOPE = 1.0
+
+
+@dataclass(slots=True)
+class Findings:
+    """What was seen of daemon and worker, sample by sample, and of the clients."""
+
+    daemon: list[Footprint] = field(default_factory=list)
+    worker: list[Footprint] = field(default_factory=list)
+    full_after_s: float | None = None
+    violations: list[str] = field(default_factory=list)
+    integrity_checks: int = 0
+    worker_restarts: int = 0
+    clients: int = 0
+    tally: Tally = field(default_factory=Tally)
+
+    def result(self, seconds: float, max_slope: float) -> dict[str, Any]:
+        """Figures, and under `broken` which bounds do not hold."""
+        warm_up_s = max(_WARM_UP * seconds, self.full_after_s or 0.0)
+        both = list(zip(self.daemon, self.worker, strict=True))
+        warm = [(daemon, worker) for daemon, worker in both if daemon.at_s >= warm_up_s]
+
+        def slope(name: str, which: Sequence[int] = (0, 1)) -> float:
+            values = [sum(getattr(pair[index], name) for index in which) for pair in warm]
+            return round(slope_per_minute([pair[0].at_s for pair in warm], values), 4)
+
+        result: dict[str, Any] = {
+            "rss_slope_mib_per_min": slope("rss"),
+            "anon_slope_mib_per_min": slope("anon"),
+            "descriptors_slope": slope("descriptors"),
+            "mappings_slope": slope("mappings"),
+            "daemon_rss_slope_mib_per_min": slope("rss", [0]),
+            "worker_rss_slope_mib_per_min": slope("rss", [1]),
+            "daemon_anon_slope_mib_per_min": slope("anon", [0]),
+            "worker_anon_slope_mib_per_min": slope("anon", [1]),
+            "integrity_violations": len(self.violations),
+            "integrity_checks": self.integrity_checks,
+            "wrong_bytes": self.tally.wrong_bytes,
+            "failed_calls": self.tally.failed_calls,
+            "refused_calls": self.tally.refused.total(),
+            "worker_restarts": self.worker_restarts,
+            "calls": self.tally.calls.total(),
+            "calls_by_kind": dict(self.tally.calls),
+            "verified_bytes": self.tally.verified_bytes,
+            "clients": self.clients,
+            "warm_up_s": round(warm_up_s, 1),
+            "tiers_full_after_s": None if self.full_after_s is None else round(self.full_after_s, 1),
+            "samples": len(both),
+            "judged": seconds - warm_up_s >= _JUDGED_S,
+        }
+        for name, process in (("daemon", self.daemon), ("worker", self.worker)):
+            last = process[-1]
+            result |= {f"{name}_rss_mib": round(last.rss, 1), f"{name}_anon_mib": round(last.anon, 1)}
+            result |= {f"{name}_shmem_mib": round(last.shmem, 1), f"{name}_descriptors": last.descriptors}
+            result[f"{name}_mappings"] = last.mappings
+        zero = ("integrity_violations", "wrong_bytes", "failed_calls", "worker_restarts")
+        broken = [f"{name} is {result[name]}" for name in zero if result[name]]
+        if result["judged"]:
+            bounds = {"rss_slope_mib_per_min": max_slope, "anon_slope_mib_per_min": max_slope}
+            bounds |= {"descriptors_slope": _MAX_COUNT_SLOPE, "mappings_slope": _MAX_COUNT_SLOPE}
+            broken += [f"{name} is {result[name]:g}" for name, bound in bounds.items() if result[name] >= bound]
+        return {**result, "broken": broken, "found": [*self.violations, *self.tally.wrong, *self.tally.failures]}
+
+
+class Soak:
+    """One daemon, and clients that come and go."""
+
+    def __init__(self, daemon: DaemonProcess, seed: int, stack: ExitStack) -> None:
+        self.findings = Findings()
+        self._daemon = daemon
+        self._seed = seed
+        self._rng = random.Random(f"soak {seed}")
+        self._stack = stack
+        self._admin = stack.enter_context(Client(daemon.address, name="soak"))
+        self._owners = itertools.count(1)
+        self._clients: list[LoadProcess] = []
+        self._worker_pid = 0
+
+    def run(self, seconds: float, sample_s: float, step: Any) -> None:
+        """Load and samples for `seconds`; `step` is called after each sample."""
+        self._worker_pid = self._wait_for_worker()
+        begin = time.monotonic()
+        replace_s = integrity_s = 0.0
+        for number in itertools.count():
+            at_s = time.monotonic() - begin
+            if at_s >= seconds:
+                break
+            while len(self._clients) < _CLIENTS:
+                self._begin_client()
+            if at_s - replace_s >= _CLIENT_LIFE_S / _CLIENTS:
+                replace_s = at_s
+                self._end_client()
+                self._begin_client()
+            if at_s - integrity_s >= _INTEGRITY_S:
+                integrity_s = at_s
+                self._check_integrity()
+            self._sample(at_s)
+            step()
+            time.sleep(max(0.0, begin + (number + 1) * sample_s - time.monotonic()))
+        for client in self._clients:
+            self.findings.tally.add(client.stop())
+        self._check_integrity()
+
+    def _begin_client(self) -> None:
+        owner = next(self._owners)
+        memory = "streamed" if owner % 3 == 0 else "shared"
+        plan = LoadPlan(owner, self._seed, tasks=3, own_durable=8, generate=True, memory=memory, timeout_s=60.0)
+        client = self._stack.enter_context(LoadProcess(self._daemon.address, plan))
+        client.ask("go")
+        self._clients.append(client)
+        self.findings.clients += 1
+
+    def _end_client(self) -> None:
+        client = self._clients.pop(0)
+        if self._rng.random() < 0.5:
+            self.findings.tally.add(client.stop())
+        else:
+            self.findings.tally.add(client.count())
+            client.kill()
+
+    def _sample(self, at_s: float) -> None:
+        findings, stats = self.findings, self._admin.stats()
+        findings.daemon.append(footprint(self._daemon.pid, at_s))
+        if stats.worker.pid != self._worker_pid:
+            raise _harness.BenchmarkError(f"the worker was restarted{self._daemon.last_words()}")
+        findings.worker.append(footprint(self._worker_pid, at_s))
+        findings.worker_restarts = stats.worker.restarts
+        full = all(tier.used_bytes >= _FULL * tier.capacity_bytes for tier in stats.tiers)
+        if full and findings.full_after_s is None:
+            findings.full_after_s = at_s
+
+    def _check_integrity(self) -> None:
+        self.findings.integrity_checks += 1
+        self.findings.violations += violations_of(self._admin)
+
+    def _wait_for_worker(self) -> int:
+        """The worker's pid, once it takes requests."""
+        deadline = time.monotonic() + 120
+        while (worker := self._admin.stats().worker).state != admin_pb2.WorkerStats.STATE_READY:
+            if worker.state == admin_pb2.WorkerStats.STATE_FAILED or time.monotonic() > deadline:
+                raise _harness.BenchmarkError(f"the worker did not start{self._daemon.last_words()}")
+            time.sleep(0.05)
+        return worker.pid
+
+
+def draw(axes: Any, findings: Findings, warm_up_s: float) -> None:
+    """Resident memory over time, and descriptors and mappings on a second scale."""
+    for name, samples, colour in (("daemon", findings.daemon, "#4477aa"), ("worker", findings.worker, "#ee6677")):
+        minutes = [each.at_s / 60 for each in samples]
+        axes.plot(minutes, [each.rss for each in samples], color=colour, label=f"{name}, all")
+        axes.plot(minutes, [each.anon for each in samples], color=colour, linestyle="--", label=f"{name}, own")
+    axes.axvspan(0, warm_up_s / 60, color="#dddddd", label="warm-up")
+    axes.set_xlabel("minutes")
+    axes.set_ylabel("resident memory, MiB")
+    axes.set_ylim(bottom=0)
+    counts = axes.twinx()
+    for samples, colour in ((findings.daemon, "#4477aa"), (findings.worker, "#ee6677")):
+        minutes = [each.at_s / 60 for each in samples]
+        counts.plot(minutes, [each.mappings for each in samples], color=colour, linewidth=0.7, linestyle=":")
+        counts.plot(minutes, [each.descriptors for each in samples], color=colour, linewidth=0.7, linestyle="-.")
+    counts.set_ylabel("mappings (dotted), descriptors (dash-dotted)")
+    counts.set_ylim(bottom=0)
+    axes.legend(loc="lower right", fontsize="small")
+
+
+def main() -> None:
+    """The command."""
+    parser = _harness.parser("soak", DESCRIPTION)
+    parser.add_argument("--minutes", type=float, default=20.0, help="how long (20)")
+    parser.add_argument("--sample", type=float, default=2.0, metavar="S", help="seconds from sample to sample (2)")
+    parser.add_argument("--max-slope", type=float, default=1.0, metavar="MIB", help="growth that fails the run (1)")
+    parser.add_argument("--seed", type=int, default=0, help="of the load (0)")
+    options = parser.parse_args()
+    if options.minutes <= 0 or options.sample <= 0:
+        parser.error("--minutes and --sample must be positive")
+    seconds = options.minutes * 60
+    with DaemonProcess(_SETTINGS) as daemon, ExitStack() as stack:
+        soak = Soak(daemon, options.seed, stack)
+        with _harness.progress("samples", max(1, round(seconds / options.sample))) as step:
+            soak.run(seconds, options.sample, step)
+    findings = soak.findings
+    result = {"minutes": options.minutes, "seed": options.seed, **findings.result(seconds, options.max_slope)}
+    series = {name: [asdict(each) for each in getattr(findings, name)] for name in ("daemon", "worker")}
+    result["series"] = [series]
+    _harness.finish("soak", result, options.json)
+    for line in result["found"][:20]:
+        print(line)
+    _harness.plot(options.plot, lambda axes: draw(axes, findings, result["warm_up_s"]))
+    if result["broken"]:
+        raise _harness.BenchmarkError("; ".join(result["broken"]))
+
+
+if __name__ == "__main__":
+    _harness.run(main)

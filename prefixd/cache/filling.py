@@ -59,9 +59,11 @@ class Filling:
             raise
         if not slots:
             self._unretain(trie, prefix)
+            waiting = self.quarantine.nbytes
+            kept = f" ({waiting} bytes wait for silent clients to release or end)" if waiting else ""
             raise ExhaustedError(
                 f"the CPU tier ({self._tiers.arena.capacity_bytes} bytes) has no room for a block of {sum(sizes)} "
-                "bytes and nothing in it may be evicted; release leases or raise cpu.bytes"
+                f"bytes and nothing in it may be evicted{kept}; release leases or raise cpu.bytes"
             )
         expires_s = self._clock() + ttl_s
         reservation = Reservation(

@@ -115,6 +115,11 @@ def print_stats(stats: admin_pb2.StatsResponse) -> None:
             f"{write_back.pushed_back_calls:,} calls had to wait"
         )
     for tier in stats.tiers:
+        if tier.quarantined_bytes:
+            out.print(
+                f"[yellow]quarantine:[/] {size(tier.quarantined_bytes)} of the {tier_name(tier.tier)} tier, into which "
+                "clients may still write whose reservations ended without their word; free when they release or end"
+            )
         if tier.trouble:
             out.print(Text(f"{tier_name(tier.tier)} tier: {tier.trouble}", style="red"))
 

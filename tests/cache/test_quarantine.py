@@ -54,7 +54,7 @@ async def test_nobody_gets_the_slots_while_the_process_lives(make_rig: MakeRig, 
     other = rig.open_session()
     partial = await rig.cache.reserve(other, rig.namespace, rig.chain([7, 8]))
     assert isinstance(partial, Reservation) and len(partial.slots) == 1, "only the block that could be evicted"
-    with pytest.raises(ExhaustedError):
+    with pytest.raises(ExhaustedError, match=f"{3 * rig.part_bytes} bytes wait for silent clients"):
         await rig.cache.reserve(other, rig.namespace, rig.chain([9]))
     rig.cache.process_ended(client)
     assert (used(rig), rig.cache.quarantine.nbytes) == (1, 0)

@@ -51,6 +51,7 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
             used_bytes=1 << 30,
             blocks=4096,
             hit_tokens=12345,
+            quarantined_bytes=3 << 20,
             trouble="the file system is full",
         )
         return admin_pb2.StatsResponse(

@@ -53,6 +53,7 @@ def test_stats(cli: Cli, daemon: Any) -> None:
         NAMESPACE.hex(),
         "vllm",
         "2 checksum",
+        "quarantine: 3.0 MiB",
         "disk tier: the file system is full",
         "scrubbed: 5,000 blocks (3.0 GiB), 1 damaged, 2 times through",
         "7 blocks (7.0 MiB of 64.0 MiB)",

@@ -1,0 +1,151 @@
+"""Leases and reservations from the client's side: renewed, durable, and given up for certain; against a stand-in."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+import pytest
+
+from prefixd.client import AsyncClient, CallTimeout, LeaseLost, NamespaceSpec, PreconditionError, StoreResult
+
+TOKENS = [1, 2, 3, 4, 5]
+
+
+async def test_a_renewed_lease_is_counted_from_before_the_question(stand_in: Any, spec: NamespaceSpec) -> None:
+    now = [100.0]
+    stand_in.ttl_s = 5.0
+    async with AsyncClient(stand_in.address, clock=lambda: now[0]) as client:
+        cache = await client.register(spec)
+        lease, reservation = await cache.acquire(TOKENS), await cache.reserve(TOKENS)
+        now[0] = 104.0
+        await client.renew([lease, reservation], 10.0)
+        assert (lease.remaining_s, reservation.remaining_s) == (10.0, 10.0)
+        stand_in.failures["Renew"] = (grpc.StatusCode.NOT_FOUND, "it was released")
+        with pytest.raises(LeaseLost, match="it was released"):
+            await lease.renew(2.0)
+        assert lease.remaining_s == 10.0
+        stand_in.failures.clear()
+        stand_in.gates["Renew"] = asyncio.Event()
+        shorter = asyncio.create_task(lease.renew(2.0))
+        async with asyncio.timeout(5):
+            while stand_in.entered.count("Renew") < 3:
+                await asyncio.sleep(0.01)
+        assert lease.remaining_s == 2.0, "the daemon may have heard of it already"
+        stand_in.gates["Renew"].set()
+        await shorter
+        assert lease.remaining_s == 2.0
+        now[0] = 106.0
+        with pytest.raises(LeaseLost, match="expired"):
+            await lease.renew()
+        await reservation.release()
+        with pytest.raises(LeaseLost, match="released"):
+            await reservation.renew()
+
+
+@pytest.mark.parametrize("method", ["Acquire", "Reserve"])
+async def test_what_is_granted_to_a_caller_that_gave_up_is_given_back(
+    stand_in: Any, spec: NamespaceSpec, method: str
+) -> None:
+    async with AsyncClient(stand_in.address, timeout_s=0.5) as client:
+        cache = await client.register(spec)
+        ask = cache.acquire if method == "Acquire" else cache.reserve
+        stand_in.gates[method] = asyncio.Event()
+        with pytest.raises(CallTimeout):
+            await ask(TOKENS)
+        cancelled = asyncio.create_task(ask(TOKENS))
+        async with asyncio.timeout(5):
+            while stand_in.entered.count(method) < 2:
+                await asyncio.sleep(0.01)
+        cancelled.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await cancelled
+        assert stand_in.released == []
+        stand_in.gates[method].set()
+        async with asyncio.timeout(5):
+            while len(stand_in.released) < 2:
+                await asyncio.sleep(0.01)
+
+
+async def test_durable_is_said_only_of_what_is_on_disk(stand_in: Any, spec: NamespaceSpec) -> None:
+    async with AsyncClient(stand_in.address) as client:
+        cache = await client.register(spec)
+        stand_in.nothing_to_reserve = True
+        stand_in.persisted = 2
+        assert await cache.store(TOKENS, bytes(256)) == StoreResult(0, 2)
+        assert "Persist" not in stand_in.entered
+        assert await cache.store(TOKENS, bytes(256), durable=True) == StoreResult(0, 2)
+        assert await (await cache.reserve(TOKENS)).commit(durable=True) == StoreResult(0, 0)
+        stand_in.persisted = 1  # the other one was evicted meanwhile
+        assert await cache.store(TOKENS, bytes(256), durable=True) == StoreResult(0, 1, 1)
+        with pytest.raises(PreconditionError, match="only 1 of the prompt's 2 blocks are on disk"):
+            await (await cache.reserve(TOKENS)).commit(durable=True)
+
+
+async def test_the_daemon_is_told_when_nothing_writes_into_a_lost_reservation(
+    stand_in: Any, spec: NamespaceSpec
+) -> None:
+    now = [100.0]
+    stand_in.ttl_s = 5.0
+    async with AsyncClient(stand_in.address, clock=lambda: now[0]) as client:
+        cache = await client.register(spec)
+        expired, lost = await cache.reserve(TOKENS), await cache.reserve(TOKENS)
+        lease = await cache.acquire(TOKENS)
+        now[0] = 105.0
+        with pytest.raises(LeaseLost, match="expired"):
+            async with expired:
+                await expired.copy_from(bytes(256))
+        assert stand_in.released == ["reservation"]
+        stand_in.end_sessions()
+        async with asyncio.timeout(5):
+            while client.arena is not None:
+                await asyncio.sleep(0.01)
+        stand_in.failures["Release"] = (grpc.StatusCode.NOT_FOUND, "its session ended")
+        with pytest.raises(LeaseLost):
+            await lease.release()
+        before = stand_in.entered.count("Release")
+        await lost.release()
+        await lost.release()
+        await expired.release()
+        assert stand_in.entered.count("Release") == before + 1
+        assert stand_in.opened == 2, "in a new session"
+        failed = await cache.reserve(TOKENS)
+        stand_in.failures["Commit"] = (grpc.StatusCode.NOT_FOUND, "its time was up")
+        with pytest.raises(LeaseLost, match="its time was up"):
+            await failed.commit()
+        assert stand_in.entered.count("Release") == before + 2
+        del stand_in.failures["Release"]
+        open_at_the_end, committed = await cache.reserve(TOKENS), await cache.reserve(TOKENS)
+        del stand_in.failures["Commit"]
+        await committed.commit()
+        await committed.release()
+    assert stand_in.released == ["reservation"] * 2, "the one that was open when the client was closed"
+    assert open_at_the_end.remaining_s == 0
+
+
+@pytest.mark.parametrize("end", ["release", "commit", "close"])
+async def test_nothing_is_given_up_while_a_copy_is_under_way(
+    stand_in: Any, spec: NamespaceSpec, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    client = AsyncClient(stand_in.address)
+    cache = await client.register(spec)
+    reservation = await cache.reserve(TOKENS)
+    copying, may_end = asyncio.Event(), asyncio.Event()
+
+    async def copy(*_: object) -> None:
+        copying.set()
+        await may_end.wait()
+
+    monkeypatch.setattr(client.copier, "copy", copy)
+    copied = asyncio.create_task(reservation.copy_from(bytes(256)))
+    await copying.wait()
+    ways = {"release": reservation.release, "commit": reservation.commit, "close": client.close}
+    ending = asyncio.create_task(ways[end]())
+    await asyncio.sleep(0.05)
+    assert not {"Release", "Commit"} & set(stand_in.entered)
+    may_end.set()
+    await copied
+    await ending
+    await client.close()
+    assert ("Commit" if end == "commit" else "Release") in stand_in.entered

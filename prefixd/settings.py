@@ -174,6 +174,9 @@ class CpuSettings(_Section):
     """Size of the tier."""
     populate: bool = False
     """Touch the arena's pages at the start rather than on first use."""
+    lock: bool = False
+    """Lock the arena's pages into memory (mlock), so that they are never swapped out. Where the limit RLIMIT_MEMLOCK is
+    too low, the daemon goes on without and says so."""
 
 
 class DiskSettings(_Section):
@@ -187,6 +190,13 @@ class DiskSettings(_Section):
     """The most that the scrubber reads in a second to find damage before a reader does; 0: off."""
     scrub_every_s: Seconds = 3600.0
     """A pass of the scrubber begins this long after the last one began, or when that one is done."""
+    direct: bool = True
+    """Read and write past the page cache (O_DIRECT) where the file system can; `benchmarks.disk` compares both."""
+    io_threads: Count = 4
+    """Reads or writes of the tier at a time."""
+    write_queue_bytes: Bytes | None = None
+    """Blocks that may wait in memory to be written to disk; above it, Reserve waits for the disk. By default half of
+    cpu.bytes."""
 
 
 class CacheSettings(_Section):

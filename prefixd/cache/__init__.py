@@ -9,6 +9,7 @@ from prefixd.cache.leases import Lease, Process, Reservation, Session
 from prefixd.cache.namespaces import Namespace, NamespaceSpec, PartSpec
 from prefixd.cache.tiers import TIER_NAMES, Tiers
 from prefixd.cache.trie import CPU, DISK, GPU, NONE, Trie
+from prefixd.cache.troubles import Troubles
 
 __all__ = [
     "CPU",
@@ -27,5 +28,6 @@ __all__ = [
     "TieredCache",
     "Tiers",
     "Trie",
+    "Troubles",
     "check_integrity",
 ]

@@ -47,7 +47,7 @@ def _check_trie(trie: Trie) -> None:
             _demand(bool(trie.whole[row] & bit) == bool(has.all()), f"row {row}: tier {tier} is not whole as marked")
             by_tier[parent, tier] += bool(has.any())
             _demand(trie.holds[row, tier] >= 0, f"row {row} is released more often than held in tier {tier}")
-        nearest = next((t for t in (GPU, CPU, DISK) if trie.whole[row] & (1 << t)), NONE)
+        nearest = next((t for t in (GPU, CPU, DISK) if trie.whole[row] & trie.offered & (1 << t)), NONE)
         _demand(trie.nearest[row] == nearest, f"row {row}: nearest tier is {nearest}, not {trie.nearest[row]}")
         _demand(bool(trie.some[row]) or not trie.removable(row), f"row {row} has no copy and nobody needs it")
         _demand(trie.keep[row] >= trie.holds[row].sum(), f"row {row} is held but not kept")

@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
 import numpy as np
 
 from prefixd.cache.filling import Filling
@@ -22,7 +21,7 @@ from prefixd.cache.residency import Residency
 from prefixd.cache.restore import give_back_memory, known_namespaces, remove_refused, restore
 from prefixd.cache.scrubber import Scrubber
 from prefixd.cache.tiers import Tiers
-from prefixd.cache.trie import CPU, GPU, TIERS, Match, Rows, Trie
+from prefixd.cache.trie import CPU, DISK, GPU, TIERS, Match, Rows, Trie
 from prefixd.cache.write_back import WriteBack
 from prefixd.errors import ExhaustedError, InvalidArgumentError, NotFoundError, UnsupportedError
 from prefixd_swap import CopyEngine, EvictionPolicy
@@ -53,6 +52,9 @@ class TieredCache:
         write_back: copy down ahead of need.
         scrub_bytes_per_s: the most that the scrubber reads from disk; 0: no scrubber in the background.
         scrub_every_s: how long after the last one a pass of the scrubber begins.
+        write_queue_bytes: blocks that may wait in memory to be written to disk before `reserve` waits; half of the CPU
+            tier by default.
+        io_threads: threads for disk reads and writes.
         digest: block key function; replaced in tests.
     """
 
@@ -70,6 +72,8 @@ class TieredCache:
         write_back: bool = True,
         scrub_bytes_per_s: int = 0,
         scrub_every_s: float = 3600.0,
+        write_queue_bytes: int | None = None,
+        io_threads: int = 4,
         digest: Digest = xxh3_digest,
     ) -> None:
         self.tiers = tiers
@@ -77,8 +81,10 @@ class TieredCache:
         self.namespaces = NamespaceRegistry()
         self.tries: list[Trie] = []
         self.counters = CacheCounters()
-        self.residency = Residency(tiers, self.tries, self.namespaces, engine, policy, clock)
-        self.write_back = WriteBack(self.residency, enabled=write_back)
+        self.residency = Residency(tiers, self.tries, self.namespaces, engine, policy, clock, io_threads=io_threads)
+        if write_queue_bytes is None and tiers.cpu is not None:
+            write_queue_bytes = tiers.cpu.capacity_bytes // 2
+        self.write_back = WriteBack(self.residency, enabled=write_back, limit_bytes=write_queue_bytes)
         self.scrubber = Scrubber(self.residency, clock, bytes_per_s=scrub_bytes_per_s, every_s=scrub_every_s)
         self.leases = LeaseTable(
             self._end_grant, default_ttl_s=default_ttl_s, max_ttl_s=max_ttl_s, max_sessions=max_sessions
@@ -115,7 +121,7 @@ class TieredCache:
         await self.residency.close()
 
     def register(self, spec: NamespaceSpec) -> Namespace:
-        """The namespace for `spec`, made durable when it is new.
+        """The namespace for `spec`; made durable in the background when it is new, with its first block at the latest.
 
         Raises:
             InvalidArgumentError: the spec itself is wrong.
@@ -130,7 +136,7 @@ class TieredCache:
         namespace, new = self.namespaces.register(spec)
         self.trie(namespace)
         if new and self.tiers.disk is not None:
-            self.tiers.disk.put_namespace(namespace.id, msgspec.msgpack.encode(spec))
+            self.residency.save_namespace(namespace)
         return namespace
 
     def trie(self, namespace: Namespace) -> Trie:
@@ -140,6 +146,7 @@ class TieredCache:
         trie = self._trie_of.get(geometry)
         if trie is None:
             trie = Trie(spec.block_tokens, geometry[1], len(self.tries))
+            trie.offer(DISK, self.tiers.disk_gives)
             self._trie_of[geometry] = trie
             self.tries.append(trie)
         return trie
@@ -244,6 +251,7 @@ class TieredCache:
         self._need_cpu()
         ttl = self.leases.ttl(ttl_s)
         chosen = self.check_parts(namespace, parts)
+        await self.write_back.admit()
         return await self._filling.reserve(session, namespace, chain, self.trie(namespace), chosen, ttl, by_daemon)
 
     async def commit(self, reservation: Reservation, blocks: int, *, durable: bool = False) -> tuple[int, int]:

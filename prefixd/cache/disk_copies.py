@@ -11,16 +11,30 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
+import msgspec
 import numpy as np
 
+from prefixd.cache.disk_care import DiskCare
 from prefixd.cache.ledger import Ledger
-from prefixd.cache.namespaces import NamespaceRegistry
-from prefixd.cache.trie import DISK, NO_SLOT, Rows, Trie
+from prefixd.cache.namespaces import Namespace, NamespaceRegistry
+from prefixd.cache.seals import Seals
+from prefixd.cache.trie import CPU, DISK, NO_SLOT, Rows, Trie
 from prefixd.cache.victims import find_victims
-from prefixd_swap import ChecksumError, DiskFullError, DiskPart, EvictionPolicy, NewBlock, StorageError, round_to_slot
+from prefixd_swap import (
+    ChecksumError,
+    DiskFullError,
+    DiskPart,
+    EvictionPolicy,
+    LostBytesError,
+    NewBlock,
+    Span,
+    StorageError,
+    round_to_slot,
+)
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +64,7 @@ class DiskCopies:
         tries: all tries, by ordinal.
         namespaces: for the ids on disk.
         policy: who goes first.
+        seals: checksums of what is in memory.
         threads: threads for reads and writes.
     """
 
@@ -59,6 +74,7 @@ class DiskCopies:
         tries: list[Trie],
         namespaces: NamespaceRegistry,
         policy: EvictionPolicy,
+        seals: Seals,
         *,
         threads: int = 4,
     ) -> None:
@@ -67,9 +83,12 @@ class DiskCopies:
         self._tries = tries
         self._namespaces = namespaces
         self._policy = policy
+        self._seals = seals
         self._lock = asyncio.Lock()
+        self._saved: set[bytes] = set()  # namespaces that the index knows
         self._removals: set[asyncio.Task[None]] = set()
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="prefixd-disk")
+        self.care = DiskCare(ledger, tries, self._lock, self.drop_damaged, self._reread, self._saved.clear)
 
     @property
     def busy(self) -> set[asyncio.Task[None]]:
@@ -99,47 +118,74 @@ class DiskCopies:
         rows = rows[np.argsort(trie.depth[rows], kind="stable")]
         written = 0
         async with self._lock:
+            if not ahead:  # somebody waits for it: try now, whenever the next probe is due
+                await self.care.revive_locked()
             for start in range(0, len(rows), _WRITE_BATCH):
+                if not self._tiers.disk_takes:
+                    break
                 batch = trie.missing(rows[start : start + _WRITE_BATCH], DISK)
+                await self._seals.wait(trie, batch)
                 try:
-                    left = await self._write_batch(trie, batch.tolist(), source)
-                    while left and await self._make_room(trie, rows, len(left), ahead):
-                        left = await self._write_batch(trie, left, source)
-                        if self._tiers.trouble[DISK]:  # it is not our blocks that are in the way
-                            break
+                    await self._save_namespaces(trie, batch)
+                    left = await self._fit_batch(trie, rows, batch.tolist(), source, ahead)
                 except StorageError as error:
-                    self._report(error)
+                    self.care.write_failed(error)
                     left = trie.missing(batch, DISK).tolist()
                 written += len(batch) - len(left)
                 if left:
-                    if not ahead:
-                        trouble = self._tiers.trouble[DISK]
-                        self._ledger.lost["disk write failed" if trouble else "no room on disk"] += len(left)
                     break
         return written
+
+    async def _fit_batch(self, trie: Trie, rows: Rows, batch: list[int], source: int, ahead: bool) -> list[int]:
+        """Writes a batch, at others' cost if need be; returns the rows for which there was no room."""
+        try:
+            left = await self._write_batch(trie, batch, source)
+        except DiskFullError as error:
+            if not await self._in_thread(lambda: self._tiers.store.shrunk):
+                raise
+            await self._in_thread(self._tiers.store.try_commit)  # else others would be evicted for nothing
+            self.care.shrunk(error)
+            left = batch
+        while left and await self._make_room(trie, rows, len(left), ahead):
+            left = await self._write_batch(trie, left, source)
+        return left
 
     async def _write_batch(self, trie: Trie, batch: list[int], source: int) -> list[int]:
         """Writes a batch; returns the rows for which there was no room."""
         if not batch:
             return batch
         blocks = [self._new_block(trie, row, source) for row in batch]
-        try:
-            records = await self._in_thread(self._tiers.store.write, blocks)
-        except DiskFullError as error:
-            self._report(error)
-            return batch
+        records = await self._in_thread(self._tiers.store.write, blocks)
         left = []
         for row, record in zip(batch, records, strict=True):
             if record is None:
                 left.append(row)
                 continue
             places = [part if part is not None else DiskPart(NO_SLOT, 0, 0) for part in record.parts]
-            trie.checksums[row] = [place.checksum for place in places]
+            trie.set_checksums(row, [place.checksum for place in places])
+            if source == CPU:
+                trie.sealed[row] = True
             self._ledger.put(trie, row, DISK, [place.slot for place in places])
-        if len(left) < len(batch) and self._tiers.trouble[DISK]:
-            log.warning("the disk tier is back in service")
-            self._tiers.trouble[DISK] = ""
         return left
+
+    async def save_namespace(self, namespace: Namespace) -> None:
+        """Makes durable what a namespace stands for, unless the disk is out of service."""
+        async with self._lock:
+            if self._tiers.disk_takes:
+                try:
+                    await _to_the_end(self._save_namespace(namespace))
+                except StorageError as error:
+                    self.care.write_failed(error)
+
+    async def _save_namespaces(self, trie: Trie, rows: Rows) -> None:
+        """Makes durable what the blocks' namespaces stand for, before the first block of each."""
+        for ordinal in np.unique(trie.namespace[rows]).tolist():
+            await self._save_namespace(self._namespaces.at(ordinal))
+
+    async def _save_namespace(self, namespace: Namespace) -> None:
+        if namespace.id not in self._saved:
+            await self._in_thread(self._tiers.store.put_namespace, namespace.id, msgspec.msgpack.encode(namespace.spec))
+            self._saved.add(namespace.id)
 
     async def _make_room(self, trie: Trie, rows: Rows, want: int, ahead: bool) -> int:
         """Evicts up to `want` blocks from disk, none of them in the prefixes of `rows`.
@@ -181,12 +227,11 @@ class DiskCopies:
                 self._tiers.span(source, slot, size)
                 for slot, size in zip(trie.slots[row, source].tolist(), trie.part_bytes, strict=True)
             ],
+            checksums=[
+                checksum if sealed and source == CPU else None
+                for checksum, sealed in zip(trie.checksums[row].tolist(), trie.sealed[row].tolist(), strict=True)
+            ],
         )
-
-    def _report(self, error: StorageError) -> None:
-        if not self._tiers.trouble[DISK]:
-            log.error("the disk tier is out of service: %s", error)
-        self._tiers.trouble[DISK] = str(error)
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -198,26 +243,45 @@ class DiskCopies:
         return await _to_the_end(self._read(trie, rows, taken, target))
 
     async def _read(self, trie: Trie, rows: Rows, taken: Sequence[Sequence[int]], target: int) -> list[bool]:
-        store = self._tiers.store
-
-        def read(row: int, slots: Sequence[int]) -> None:
-            for part, (slot, size) in enumerate(zip(slots, trie.part_bytes, strict=True)):
-                where = DiskPart(int(trie.slots[row, DISK, part]), size, int(trie.checksums[row, part]))
-                store.read(where, self._tiers.span(target, slot, size))
-
+        if not self._tiers.disk_gives:
+            return [False] * len(rows)
         results = await asyncio.gather(
-            *(self._in_thread(read, row, slots) for row, slots in zip(rows.tolist(), taken, strict=True)),
-            return_exceptions=True,
+            *(
+                self._in_thread(self._read_parts, _places(trie, row), self._spans(trie, slots, target))
+                for row, slots in zip(rows.tolist(), taken, strict=True)
+            )
         )
         return [self._judge(trie, row, result) for row, result in zip(rows.tolist(), results, strict=True)]
 
-    def _judge(self, trie: Trie, row: int, result: BaseException | None) -> bool:
-        if result is None:
-            return True
-        if not isinstance(result, StorageError):
-            raise result
-        self.drop_damaged(trie, row, result)
-        return False
+    def _spans(self, trie: Trie, slots: Sequence[int], target: int) -> list[Span]:
+        return [self._tiers.span(target, slot, size) for slot, size in zip(slots, trie.part_bytes, strict=True)]
+
+    def _read_parts(self, places: Sequence[DiskPart], spans: Sequence[Span]) -> StorageError | None:
+        try:
+            for place, span in zip(places, spans, strict=True):
+                self._tiers.store.read(place, span)
+        except StorageError as error:
+            return error
+        return None
+
+    async def _reread(self, trie: Trie, row: int) -> StorageError | None:
+        """Reads a block to nowhere; why that failed, if it did."""
+        scratch = [np.empty(size, np.uint8) for size in trie.part_bytes]
+        spans = [Span(buffer.ctypes.data, buffer.nbytes) for buffer in scratch]
+        one = np.array([row], np.int64)
+        trie.hold(one, DISK)
+        try:
+            return await self._in_thread(self._read_parts, _places(trie, row), spans)
+        finally:
+            self._ledger.unhold(trie, one, DISK)
+
+    def _judge(self, trie: Trie, row: int, error: StorageError | None) -> bool:
+        if isinstance(error, ChecksumError | LostBytesError):
+            self.drop_damaged(trie, row, error)
+        elif error is not None:
+            self._ledger.lost["not served: disk read error"] += 1
+            self.care.read_failed(trie, row, error)
+        return error is None
 
     async def recheck(self, trie: Trie, row: int, generation: int) -> Damage | None:
         """Verifies a block on disk while nothing else changes the store, and drops it if it is bad.
@@ -284,7 +348,7 @@ class DiskCopies:
         """Removes blocks that have left the trie; returns when that is durable.
 
         Raises:
-            StorageError: I/O failed; the blocks come back at the next start.
+            StorageError: I/O failed; the blocks are removed when the disk works again, or come back at the next start.
         """
         if ids:
             await _to_the_end(self._remove(trie, ids))
@@ -292,13 +356,15 @@ class DiskCopies:
     async def _remove(self, trie: Trie, ids: list[Identity]) -> None:
         async with self._lock:
             gone = [identity for identity in ids if not self._is_back(trie, identity)]
-            await self._in_thread(self._tiers.store.remove, gone)
+            try:
+                await self._in_thread(self._tiers.store.remove, gone)
+            except StorageError as error:
+                self.care.write_failed(error)
+                raise
 
     async def _remove_damaged(self, trie: Trie, ids: list[Identity]) -> None:
-        try:
+        with suppress(StorageError):  # reported; the records go when the disk works again
             await self.remove(trie, ids)
-        except StorageError as error:
-            self._report(error)
 
     def _is_back(self, trie: Trie, identity: Identity) -> bool:
         """Whether the block was written again while its removal waited; the write has replaced the record."""
@@ -307,6 +373,11 @@ class DiskCopies:
 
     async def _in_thread(self, work: Callable[..., T], *args: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
+
+
+def _places(trie: Trie, row: int) -> list[DiskPart]:
+    slots, checksums = trie.slots[row, DISK].tolist(), trie.checksums[row].tolist()
+    return [DiskPart(*place) for place in zip(slots, trie.part_bytes, checksums, strict=True)]
 
 
 async def _to_the_end(work: Coroutine[object, object, T]) -> T:

@@ -112,6 +112,7 @@ class Filling:
         path = np.concatenate([reservation.prefix, done])
         trie.retain(path)
         self.end(reservation, True)
+        self._residency.seal(trie, done)
         self._residency.changed.set()
         try:
             if durable:
@@ -174,7 +175,7 @@ class Filling:
                     await self._residency.write(trie, todo, source)
                 finally:
                     trie.unhold(todo, source)
-        torn = int((trie.nearest[path] == NONE).sum())
+        torn = int((trie.whole[path] == 0).sum())
         if torn:
             raise PreconditionError(
                 f"{torn} of the blocks lack parts that others have yet to commit, so they cannot be durable; what was "
@@ -202,7 +203,7 @@ def _present(trie: Trie, namespace: Namespace, chain: BlockChain, parts: Sequenc
         row = trie.find(chain.key(block))
         if row is None or trie.parent[row] != parent or trie.tokens[row].tobytes() != chain.block(block):
             break
-        if not trie.whole[row] and (trie.slots[row, CPU, list(parts)] < 0).any():
+        if trie.nearest[row] == NONE and (trie.slots[row, CPU, list(parts)] < 0).any():
             break
         found.append(row)
         parent = row

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from prefixd.cache.tiers import Tiers
-from prefixd.cache.trie import DISK, NO_SLOT, TIERS, Rows, Trie
+from prefixd.cache.trie import CPU, DISK, NO_SLOT, TIERS, Rows, Trie
 
 
 class Ledger:
@@ -24,10 +24,14 @@ class Ledger:
         self.lost: Counter[str] = Counter()  # blocks that could have been kept, by reason
         self.epoch = 0  # grows with every change of what is where
         self.changed = asyncio.Event()  # set when write-back may have work
+        self.queued_blocks = 0  # in the CPU tier and not on disk
+        self.queued_bytes = 0
 
     def put(self, trie: Trie, row: int, tier: int, slots: Sequence[int]) -> None:
         """Enters a copy into the trie; its slots belong to the trie from here on."""
+        before = _is_queued(trie, row)
         trie.put_copy(row, tier, slots, self.clock())
+        self._count_queue(trie, row, before)
         if tier != DISK:
             self.tiers.loose[tier].difference_update(slots)
         self.epoch += 1
@@ -55,6 +59,8 @@ class Ledger:
             dropped += 1
             if last:
                 trie.remove(row)
+                if tier != DISK and self.tiers.disk is not None:
+                    self.lost[f"evicted before it was written: {self.why_unwritten()}"] += 1
         self.epoch += 1
         return dropped
 
@@ -68,10 +74,16 @@ class Ledger:
 
     def discard_copy(self, trie: Trie, row: int, tier: int) -> None:
         """Drops one copy, whoever holds it."""
+        before = _is_queued(trie, row)
         slots = trie.drop_copy(row, tier)
+        self._count_queue(trie, row, before)
         if tier != DISK:
             self.tiers.release(tier, slots)
         self.epoch += 1
+
+    def why_unwritten(self) -> str:
+        """Why a block could not be written to disk now, for `lost`."""
+        return "no room on disk" if self.tiers.disk_takes else "disk out of service"
 
     def unhold(self, trie: Trie, rows: Rows, tier: int) -> None:
         """Ends one hold of each row."""
@@ -84,3 +96,19 @@ class Ledger:
             if trie.removable(row):
                 trie.remove(row)
                 self.epoch += 1
+
+    def recount(self, tries: Iterable[Trie]) -> None:
+        """Counts the queue anew, after copies were entered past `put`."""
+        waiting = [(len(trie.copies(CPU, without=DISK)), sum(trie.part_bytes)) for trie in tries]
+        self.queued_blocks = sum(blocks for blocks, _ in waiting)
+        self.queued_bytes = sum(blocks * nbytes for blocks, nbytes in waiting)
+
+    def _count_queue(self, trie: Trie, row: int, before: bool) -> None:
+        change = _is_queued(trie, row) - before
+        self.queued_blocks += change
+        self.queued_bytes += change * sum(trie.part_bytes)
+
+
+def _is_queued(trie: Trie, row: int) -> bool:
+    """Whether the block waits in the CPU tier to be written to disk."""
+    return bool(trie.whole[row] & (1 << CPU)) and not trie.some[row] & (1 << DISK)

@@ -16,11 +16,13 @@ from typing import TypeVar
 
 import numpy as np
 
+from prefixd.cache.disk_care import DiskCare
 from prefixd.cache.disk_copies import DiskCopies
 from prefixd.cache.ledger import Ledger
-from prefixd.cache.namespaces import NamespaceRegistry
+from prefixd.cache.namespaces import Namespace, NamespaceRegistry
+from prefixd.cache.seals import Seals
 from prefixd.cache.tiers import Tiers
-from prefixd.cache.trie import CPU, DISK, GPU, Rows, Trie
+from prefixd.cache.trie import CPU, DISK, GPU, NO_SLOT, Rows, Trie
 from prefixd.cache.victims import find_victims
 from prefixd_swap import CopyEngine, EvictionPolicy
 
@@ -56,10 +58,12 @@ class Residency:
         self.engine = engine
         self.policy = policy
         self._ledger = Ledger(tiers, clock)
-        self.disk = DiskCopies(self._ledger, tries, namespaces, policy, threads=io_threads)
+        self._seals = Seals(self._ledger)
+        self.disk = DiskCopies(self._ledger, tries, namespaces, policy, self._seals, threads=io_threads)
         self._locks = (asyncio.Lock(), asyncio.Lock())
         self._moving: dict[tuple[int, int, int], asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[object]] = set()
+        self._probing: asyncio.Task[None] | None = None
 
     @property
     def ledger(self) -> Ledger:
@@ -72,6 +76,18 @@ class Residency:
         return self._ledger.lost
 
     @property
+    def queued(self) -> tuple[int, int]:
+        """Blocks, and their bytes, that wait in the CPU tier to be written to disk."""
+        if self.tiers.disk is None:
+            return 0, 0
+        return self._ledger.queued_blocks, self._ledger.queued_bytes
+
+    @property
+    def disk_care(self) -> DiskCare:
+        """The disk tier's failures and how they end."""
+        return self.disk.care
+
+    @property
     def epoch(self) -> int:
         """Grows with every change of what is where."""
         return self._ledger.epoch
@@ -81,14 +97,23 @@ class Residency:
         """Set when write-back may have work."""
         return self._ledger.changed
 
+    def start_probing(self) -> asyncio.Task[None]:
+        """Has a background task try a disk tier in trouble until it works again; it ends with `close`."""
+        self._probing = asyncio.create_task(self.disk.care.watch(), name="disk-probe")
+        return self._probing
+
     async def close(self) -> None:
         """Waits for the copies under way and ends the threads."""
+        if self._probing is not None:
+            self._probing.cancel()
+            await asyncio.wait({self._probing})
         await self.quiesce()
         self.disk.close()
+        self._seals.close()
 
     async def quiesce(self) -> None:
         """Waits for the copies under way."""
-        while waiting := {*self._moving.values(), *self._tasks, *self.disk.busy}:
+        while waiting := {*self._moving.values(), *self._tasks, *self.disk.busy, *self._seals.tasks}:
             await asyncio.wait(waiting)
 
     def spawn(self, work: Coroutine[object, object, T]) -> asyncio.Task[T]:
@@ -115,7 +140,9 @@ class Residency:
                     slots = self.tiers.allocate(tier, sizes)
                     if slots is not None:
                         taken.append(slots)
-                    elif not await self._evict(tier, blocks - len(taken), ahead):
+                    elif await self._evict(tier, blocks - len(taken), ahead):
+                        continue
+                    elif tier != CPU or not await self._seals.settle():  # what was hashed may go now
                         break
         except BaseException:
             for slots in taken:
@@ -220,7 +247,9 @@ class Residency:
         For `ahead` see `take` and `write`.
         """
         if target == DISK:
-            return await self.write(trie, rows, source, ahead=ahead)
+            return await self.disk.write(trie, rows, source, ahead=ahead)
+        if source == DISK and not self.tiers.disk_gives:
+            return 0
         taken = await self.take(target, trie.part_bytes, len(rows), ahead=ahead)
         rows = rows[: len(taken)]
         arrived = [False] * len(rows)
@@ -240,10 +269,27 @@ class Residency:
         finally:
             for row, slots, good in zip(rows.tolist(), taken, arrived, strict=True):
                 if good:
-                    self._ledger.put_lacking(trie, row, target, slots)
+                    self._enter(trie, row, source, target, slots)
                 else:
                     self.tiers.release(target, slots)
+            if source == GPU and target == CPU:
+                self.seal(trie, rows[arrived])
         return sum(arrived)
+
+    def _enter(self, trie: Trie, row: int, source: int, target: int, slots: Sequence[int]) -> None:
+        lacked = trie.slots[row, target] == NO_SLOT
+        self._ledger.put_lacking(trie, row, target, slots)
+        if source == DISK and target == CPU:
+            trie.sealed[row, lacked] = True  # verified
+
+    def seal(self, trie: Trie, rows: Rows) -> None:
+        """Starts taking the checksums of blocks that have come to the CPU tier other than from disk; see `seals`."""
+        self._seals.begin(trie, rows)
+
+    async def sealed(self) -> None:
+        """Waits until no block is held for its checksum's sake."""
+        while await self._seals.settle():
+            pass
 
     async def _read_staged(self, trie: Trie, rows: Rows, taken: list[list[int]]) -> list[bool]:
         """Disk to GPU memory by way of the pinned arena, since a file cannot be read into a device address.
@@ -274,7 +320,15 @@ class Residency:
 
         `ahead` makes room only at the cost of blocks that live on disk alone.
         """
-        return await self.disk.write(trie, rows, source, ahead=ahead)
+        lacking = len(trie.missing(rows, DISK))
+        written = await self.disk.write(trie, rows, source, ahead=ahead)
+        if not ahead and written < lacking:
+            self.lost[f"not written: {self._ledger.why_unwritten()}"] += len(trie.missing(rows, DISK))
+        return written
+
+    def save_namespace(self, namespace: Namespace) -> None:
+        """Makes durable, in the background, what a namespace stands for."""
+        self.spawn(self.disk.save_namespace(namespace))
 
     # -- forgetting ---------------------------------------------------------------------------------------------
 
@@ -286,6 +340,7 @@ class Residency:
         Raises:
             StorageError: they are gone from memory, but the disk failed and they come back at the next start.
         """
+        await self.sealed()
         vanished = 0
         removed: list[tuple[bytes, bytes]] = []
         for row in rows:
@@ -293,6 +348,8 @@ class Residency:
                 continue
             if trie.some[row] & (1 << DISK):
                 removed.append(self.disk.identity(trie, row))
+            elif self.tiers.disk is not None:
+                self.lost["removed before it was written"] += 1
             self._ledger.discard(trie, row)
             vanished += 1
         await self.disk.remove(trie, removed)

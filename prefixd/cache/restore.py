@@ -88,6 +88,7 @@ def restore(
     entry.take_in(ledger.clock())
     for trie, rows in had:
         _forget(trie, rows, ledger)
+    ledger.recount(tries)
     for reason, blocks in entry.refused.items():
         ledger.lost[f"on disk, but {reason}"] += blocks
         log.warning("%d blocks on disk are dropped: %s", blocks, reason)

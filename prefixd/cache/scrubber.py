@@ -193,7 +193,7 @@ class Scrubber:
     async def _pass(self, bucket: TokenBucket, threads: ThreadPoolExecutor) -> None:
         progress = ScrubProgress(0)
         for batch in self._batches():
-            while self._tiers.trouble[DISK]:
+            while not (self._tiers.disk_takes and self._tiers.disk_gives):
                 await self._sleep(_TROUBLE_PAUSE_S)
             nbytes = len(batch.rows) * _bytes_on_disk(batch.trie)
             wait_s = bucket.take(nbytes, self._clock())

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from prefixd.cache.trie import CPU, DISK, GPU, NO_SLOT, TIERS
+from prefixd.cache.troubles import Troubles
 from prefixd_swap import CpuArena, FrameId, FramePool, SlabStore, Span, round_to_slot
 
 TIER_NAMES = ("gpu", "cpu", "disk")
+
+
+def tier_part(tier: int) -> str:
+    """What a tier's troubles are about, in `Troubles`."""
+    return f"{TIER_NAMES[tier]} tier"
 
 
 @dataclass(slots=True)
@@ -31,17 +38,32 @@ class Tiers:
         cpu: the arena, if there is a CPU tier.
         disk: the slab store, if there is a disk tier.
         gpu: the frames; set later, when the worker has said what a block looks like.
+        troubles: where what is wrong with a tier is entered; a list of their own by default.
     """
 
     def __init__(
-        self, cpu: CpuArena | None = None, disk: SlabStore | None = None, gpu: FramePool | None = None
+        self,
+        cpu: CpuArena | None = None,
+        disk: SlabStore | None = None,
+        gpu: FramePool | None = None,
+        *,
+        troubles: Troubles | None = None,
     ) -> None:
         self.cpu = cpu
         self.disk = disk
         self.gpu = gpu
         self.counters = tuple(TierCounters() for _ in range(TIERS))
-        self.trouble = [""] * TIERS
+        self.troubles = Troubles(time.monotonic) if troubles is None else troubles
+        self.disk_takes = True
+        """Whether the disk tier is written to; False from a failure until it is known to work again."""
+        self.disk_gives = True
+        """Likewise, whether it is read."""
         self.loose: tuple[set[int], set[int]] = (set(), set())
+
+    @property
+    def trouble(self) -> list[str]:
+        """By tier, why it is out or shrunk; empty for one that is well."""
+        return [self.troubles.what(tier_part(tier)) for tier in range(TIERS)]
 
     def exists(self, tier: int) -> bool:
         """Whether this daemon has the tier."""
@@ -52,7 +74,7 @@ class Tiers:
         for lower in range(tier + 1, TIERS):
             # A file cannot be written from an address that a CPU cannot read: that goes by way of the CPU tier.
             reachable = lower != DISK or tier != GPU or not self.gpu_on_device
-            if self.exists(lower) and not self.trouble[lower] and reachable:
+            if self.exists(lower) and (lower != DISK or self.disk_takes) and reachable:
                 return lower
         return None
 

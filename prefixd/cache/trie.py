@@ -53,6 +53,7 @@ class Trie(TrieTable):
         self.block_tokens = block_tokens
         self.part_bytes = tuple(part_bytes)
         self.ordinal = ordinal
+        self.offered = 0b111  # tiers whose copies count as there
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -168,6 +169,7 @@ class Trie(TrieTable):
         self.nearest[row] = NONE
         self.slots[row] = NO_SLOT
         self.checksums[row] = 0
+        self.sealed[row] = False
         self.holds[row] = 0
         self.tier_children[row] = 0
         self.entered[row] = 0.0
@@ -252,7 +254,7 @@ class Trie(TrieTable):
                 self.tier_children[parent, tier] += 1
         if (place != NO_SLOT).all():
             self.whole[row] |= bit
-            self.nearest[row] = _NEAREST[self.whole[row]]
+            self.nearest[row] = _NEAREST[self.whole[row] & self.offered]
 
     def drop_copy(self, row: int, tier: int) -> list[int]:
         """Forgets the copy in `tier` and returns its slots (NO_SLOT for parts that had none)."""
@@ -262,7 +264,9 @@ class Trie(TrieTable):
             self.some[row] &= ~bit & 7
             self.whole[row] &= ~bit & 7
             self.slots[row, tier] = NO_SLOT
-            self.nearest[row] = _NEAREST[self.whole[row]]
+            self.nearest[row] = _NEAREST[self.whole[row] & self.offered]
+            if tier == CPU:
+                self.sealed[row] = False
             parent = int(self.parent[row])
             if parent >= 0:
                 self.tier_children[parent, tier] -= 1
@@ -273,7 +277,7 @@ class Trie(TrieTable):
         self.slots[rows, tier] = slots
         self.some[rows] |= np.uint8(1 << tier)
         self.whole[rows] |= np.uint8(1 << tier)
-        self.nearest[rows] = _NEAREST[self.whole[rows]]
+        self.nearest[rows] = _NEAREST[self.whole[rows] & np.uint8(self.offered)]
         self.entered[rows, tier] = now_s
         parents = self.parent[rows]
         np.add.at(self.tier_children[:, tier], parents[parents >= 0], 1)
@@ -283,10 +287,27 @@ class Trie(TrieTable):
         rows = np.flatnonzero(self.some[: self.rows] & np.uint8(1 << tier))
         self.some[rows] &= np.uint8(7 & ~(1 << tier))
         self.whole[rows] &= np.uint8(7 & ~(1 << tier))
-        self.nearest[rows] = _NEAREST[self.whole[rows]]
+        self.nearest[rows] = _NEAREST[self.whole[rows] & np.uint8(self.offered)]
         self.slots[rows, tier] = NO_SLOT
         self.tier_children[rows, tier] = 0
         return rows
+
+    def offer(self, tier: int, offered: bool) -> None:
+        """Whether copies in `tier` count as there: blocks that have no other copy are matched no more if not."""
+        self.offered = self.offered | 1 << tier if offered else self.offered & ~(1 << tier)
+        self.nearest[: self.rows] = _NEAREST[self.whole[: self.rows] & np.uint8(self.offered)]
+
+    def set_checksums(self, row: int, checksums: Sequence[int]) -> None:
+        """Records the checksums of the copy on disk. A CPU copy that has others is sealed no more."""
+        new = np.array(checksums, np.uint64)
+        self.sealed[row] &= self.checksums[row] == new
+        self.checksums[row] = new
+
+    def seal(self, row: int, part: int, checksum: int) -> None:
+        """Records the checksum of a part's bytes in the CPU tier, unless a copy on disk has another."""
+        if self.slots[row, DISK, part] == NO_SLOT:
+            self.checksums[row, part] = checksum
+        self.sealed[row, part] = int(self.checksums[row, part]) == checksum
 
     def has(self, row: int, tier: int) -> bool:
         """Whether `tier` has every part of the block."""

@@ -41,6 +41,7 @@ class TrieTable:
         self.nearest = np.empty(0, np.int8)
         self.slots = _by_tier(0, (parts,), np.int64)
         self.checksums = np.empty((0, parts), np.uint64)
+        self.sealed = np.empty((0, parts), np.bool_)  # the CPU copy's bytes are those of the checksums
         self.holds = _by_tier(0, (), np.int32)
         self.tier_children = _by_tier(0, (), np.int32)
         self.entered = _by_tier(0, (), np.float64)
@@ -103,5 +104,6 @@ _COLUMNS = (
     "whole",
     "nearest",
     "checksums",
+    "sealed",
 )
 _TIER_COLUMNS = ("slots", "holds", "tier_children", "entered")

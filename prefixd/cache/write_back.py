@@ -26,12 +26,20 @@ class WriteBack:
     Args:
         residency: does the copying.
         enabled: False leaves only `flush`.
+        limit_bytes: above this many bytes of blocks that wait in the CPU tier to be written to disk, `admit` waits.
     """
 
-    def __init__(self, residency: Residency, *, enabled: bool = True) -> None:
+    def __init__(self, residency: Residency, *, enabled: bool = True, limit_bytes: int | None = None) -> None:
         self._residency = residency
         self._tiers = residency.tiers
         self._enabled = enabled
+        self.limit_bytes = limit_bytes
+        self.written = 0
+        """Blocks written to disk since the start."""
+        self.pushed_back = 0
+        """Calls that had to wait in `admit`."""
+        self._working = False
+        self._turned = asyncio.Event()  # set, and replaced, after each batch and when there is nothing more to do
         self._stopping = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -40,6 +48,28 @@ class WriteBack:
         if self._enabled:
             self._task = asyncio.create_task(self._run(), name="write-back")
         return self._task
+
+    async def admit(self) -> None:
+        """Waits until the disk has caught up with what is queued for it, so that new blocks do not outrun it.
+
+        It does not wait for what cannot come: while the disk is out of service, or has no room for what is queued, the
+        queue is what fits into memory, and eviction says what is lost.
+        """
+        if not self._must_wait():
+            return
+        self.pushed_back += 1
+        while self._must_wait():
+            await self._turned.wait()
+
+    def _must_wait(self) -> bool:
+        if self.limit_bytes is None or self._task is None or self._task.done() or not self._tiers.disk_takes:
+            return False
+        queued_bytes = self._residency.queued[1]
+        return queued_bytes > self.limit_bytes and (self._working or self._residency.changed.is_set())
+
+    def _turn(self) -> None:
+        turned, self._turned = self._turned, asyncio.Event()
+        turned.set()
 
     async def stop(self) -> None:
         """Ends after the batch under way."""
@@ -63,6 +93,7 @@ class WriteBack:
                         written += await self._to_disk(trie, rows, source)
                     finally:
                         trie.unhold(rows, source)
+        self.written += written
         return written
 
     async def _to_disk(self, trie: Trie, rows: Rows, source: int) -> int:
@@ -90,14 +121,18 @@ class WriteBack:
         while not self._stopping.is_set():
             await residency.changed.wait()
             residency.changed.clear()
+            self._working = True
             failed = False
             try:
                 while not self._stopping.is_set() and await self._batch():
-                    pass
+                    self._turn()
             except SwapError as error:
                 log.error("write back failed and is tried again: %s", error)
                 failed = True
-            if failed or self._tiers.trouble[DISK]:
+            finally:
+                self._working = False
+                self._turn()
+            if failed:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._stopping.wait(), _RETRY_S)
                 residency.changed.set()
@@ -107,13 +142,15 @@ class WriteBack:
         below = self._tiers.below(GPU)
         if below is not None:
             await self._down(self._next_gpu_victims(below), GPU, below)
-        if self._tiers.disk is None or self._tiers.cpu is None:
+        if self._tiers.disk is None or self._tiers.cpu is None or not self._tiers.disk_takes:
             return False
         more = False
         for trie in self._residency.tries:
             rows = trie.copies(CPU, without=DISK)
             rows = rows[np.lexsort((trie.depth[rows], trie.entered[rows, CPU]))][:_BATCH]
-            more |= await self._down([(trie, rows)], CPU, DISK) > 0
+            written = await self._down([(trie, rows)], CPU, DISK)
+            self.written += written
+            more |= written > 0
         return more
 
     async def _down(self, chosen: list[tuple[Trie, Rows]], source: int, target: int) -> int:

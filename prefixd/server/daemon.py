@@ -19,7 +19,7 @@ from typing import Any
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
-from prefixd.cache import TieredCache, Tiers
+from prefixd.cache import TIER_NAMES, TieredCache, Tiers, Troubles
 from prefixd.errors import ConfigError, UnavailableError
 from prefixd.server import rpc
 from prefixd.server.access import make_private, private_umask
@@ -27,6 +27,7 @@ from prefixd.server.admin_service import AdminService
 from prefixd.server.cache_service import PrefixCacheService
 from prefixd.server.doors import Doors
 from prefixd.server.inference_service import InferenceService
+from prefixd.server.limits import raise_descriptor_limit, watch_descriptors
 from prefixd.server.memory_door import MemoryDoor
 from prefixd.server.model_host import ModelHost
 from prefixd.server.processes import ProcessWatch
@@ -34,6 +35,7 @@ from prefixd.server.snapshot import Snapshot, serve_metrics
 from prefixd.settings import Settings
 from prefixd.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, inference_pb2, inference_pb2_grpc
 from prefixd_swap import (
+    MAX_SLABS,
     CpuArena,
     FileOps,
     SlabStore,
@@ -47,6 +49,8 @@ from prefixd_swap import (
 log = logging.getLogger(__name__)
 
 _EXPIRY_S = 0.25
+TIER_HEALTH = "prefixd.tier."
+"""Before a tier's name (`prefixd.tier.disk`): the health service that says whether the tier is well."""
 _SAME_SIGNAL_S = 1.0  # `timeout` and shells signal a process and its group: twice, but meant once
 _SERVICES = (
     cache_pb2.DESCRIPTOR.services_by_name["PrefixCache"].full_name,
@@ -115,7 +119,13 @@ class Daemon:
         doors = Doors(settings.server)
         stack.callback(private_umask())
         stack.callback(_lock_directory(settings.data_dir))
-        tiers = Tiers(_open_arena(settings, device, stack), _open_store(settings, self._ops, stack))
+        troubles = Troubles(clock)
+        troubles.listeners.append(self._on_troubles)
+        self._troubles = troubles
+        slabs = settings.disk.bytes and MAX_SLABS
+        raise_descriptor_limit(settings.server.max_sessions, slabs, troubles)
+        arena = _open_arena(settings, device, troubles, stack)
+        tiers = Tiers(arena, _open_store(settings, self._ops, stack), troubles=troubles)
         engine = create_copy_engine(device)
         stack.callback(engine.close)
         self.cache = cache = TieredCache(
@@ -130,17 +140,24 @@ class Daemon:
             write_back=settings.cache.write_back,
             scrub_bytes_per_s=settings.disk.scrub_bytes_per_s,
             scrub_every_s=settings.disk.scrub_every_s,
+            write_queue_bytes=settings.disk.write_queue_bytes,
+            io_threads=settings.disk.io_threads,
         )
         restored = cache.restore()
         if restored:
             log.info("%d blocks are back from disk", restored)
         self._watch(cache.write_back.start())
         self._watch(cache.scrubber.start())
+        if tiers.disk is not None:
+            self._watch(cache.residency.start_probing())
         stack.push_async_callback(cache.close)
         stack.push_async_callback(rpc.settle)
         expiry = asyncio.create_task(self._expire(), name="expiry")
         stack.callback(expiry.cancel)
         self._watch(expiry)
+        descriptors = asyncio.create_task(watch_descriptors(troubles), name="descriptors")
+        stack.callback(descriptors.cancel)
+        self._watch(descriptors)
 
         self.host = ModelHost(settings, device, cache, clock) if settings.worker.enabled else None
         if self.host is not None:
@@ -280,6 +297,21 @@ class Daemon:
     async def _set_health(self, status: Any) -> None:
         for service in ("", *_SERVICES):
             await self._health.set(service, status)
+        await self._set_tier_health()
+
+    async def _set_tier_health(self) -> None:
+        """A health service of its own for each tier: out or shrunk is NOT_SERVING, while the daemon serves."""
+        for tier, trouble in enumerate(self.cache.tiers.trouble):
+            if self.cache.tiers.exists(tier):
+                serving = not trouble and not self.draining.is_set()
+                status = (
+                    health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+                )
+                await self._health.set(f"{TIER_HEALTH}{TIER_NAMES[tier]}", status)
+
+    def _on_troubles(self) -> None:
+        if hasattr(self, "cache"):
+            rpc.outlive(self._set_tier_health())
 
 
 def resolve_device(settings: Settings) -> str:
@@ -338,19 +370,27 @@ def _refuse_taken(path: Path) -> None:
     raise ConfigError(f"server.socket = {path} is in use by another process; stop it or choose another path")
 
 
-def _open_arena(settings: Settings, device: str, stack: AsyncExitStack) -> CpuArena | None:
+def _open_arena(settings: Settings, device: str, troubles: Troubles, stack: AsyncExitStack) -> CpuArena | None:
     if not settings.cpu.bytes:
         return None
     try:
         arena = CpuArena(settings.cpu.bytes, populate=settings.cpu.populate)
-        stack.callback(arena.close)
-        if device != "cpu":
-            address = arena.span(0, arena.capacity_bytes).address
-            ordinal = int(device.partition(":")[2])
-            register_host(address, arena.capacity_bytes, ordinal)
-            stack.callback(unregister_host, address, ordinal)
     except SwapError as error:
         raise ConfigError(f"cpu.bytes = {settings.cpu.bytes}: {error}") from error
+    stack.callback(arena.close)
+    if settings.cpu.lock:
+        try:
+            arena.lock()
+        except SwapError as error:
+            troubles.begin("memory lock", str(error))
+    if device != "cpu":
+        address = arena.span(0, arena.capacity_bytes).address
+        ordinal = int(device.partition(":")[2])
+        try:
+            register_host(address, arena.capacity_bytes, ordinal)
+            stack.callback(unregister_host, address, ordinal)
+        except SwapError as error:  # copies from memory that is not pinned are slower, and as right
+            troubles.begin("memory pinning", f"the CPU tier is not pinned for {device} ({error}); raise RLIMIT_MEMLOCK")
     return arena
 
 
@@ -360,7 +400,13 @@ def _open_store(settings: Settings, ops: FileOps | None, stack: AsyncExitStack) 
     path = settings.disk_path
     make_private("disk.path", path)
     try:
-        store = SlabStore.open(path, settings.disk.bytes, ops=ops)
+        store = SlabStore.open(
+            path,
+            settings.disk.bytes,
+            direct=settings.disk.direct,
+            io_threads=settings.disk.io_threads,
+            ops=ops,
+        )
     except SwapError as error:
         raise ConfigError(f"disk.path = {path}: {error}") from error
     stack.callback(store.close)

@@ -84,6 +84,11 @@ class Snapshot:
             hit_tokens=sum(counters.hit_tokens),
             lost_blocks=dict(cache.residency.lost),
             scrub=self._scrub(),
+            write_back=self._write_back(),
+            troubles=[
+                pb.Trouble(part=trouble.part, what=trouble.what, remedy=trouble.remedy, since_s=now - trouble.since_s)
+                for trouble in cache.tiers.troubles
+            ],
         )
 
     def _blocks_by_namespace(self) -> list[int]:
@@ -140,6 +145,17 @@ class Snapshot:
             passes=counters.passes,
         )
 
+    def _write_back(self) -> pb.WriteBackStats:
+        write_back = self.cache.write_back
+        blocks, nbytes = self.cache.residency.queued
+        return pb.WriteBackStats(
+            queued_blocks=blocks,
+            queued_bytes=nbytes,
+            limit_bytes=write_back.limit_bytes or 0,
+            written_blocks=write_back.written,
+            pushed_back_calls=write_back.pushed_back,
+        )
+
     def _worker(self) -> pb.WorkerStats:
         if self.worker is None:
             return pb.WorkerStats(state=pb.WorkerStats.STATE_NONE)
@@ -192,7 +208,11 @@ class _Metrics(Collector):
             for tier in stats.tiers:
                 family.add_metric([TIER_NAMES[tier.tier - 1]], getattr(tier, field))
             yield family
-        trouble = GaugeMetricFamily("prefixd_tier_trouble", "1 while a tier is out of service", labels=["tier"])
+        troubles = GaugeMetricFamily("prefixd_trouble_seconds", "how long a part has been in trouble", labels=["part"])
+        for each in stats.troubles:
+            troubles.add_metric([each.part], each.since_s)
+        yield troubles
+        trouble = GaugeMetricFamily("prefixd_tier_trouble", "1 while a tier is out or shrunk", labels=["tier"])
         for tier in stats.tiers:
             trouble.add_metric([TIER_NAMES[tier.tier - 1]], bool(tier.trouble))
         yield trouble
@@ -208,6 +228,16 @@ class _Metrics(Collector):
         }
         for field, text in scrubbed.items():
             yield CounterMetricFamily(f"prefixd_scrub_{field}", text, value=getattr(stats.scrub, field))
+        queue = stats.write_back
+        yield GaugeMetricFamily("prefixd_write_queue_blocks", "blocks to be written to disk", value=queue.queued_blocks)
+        yield GaugeMetricFamily("prefixd_write_queue_bytes", "bytes to be written to disk", value=queue.queued_bytes)
+        yield GaugeMetricFamily(
+            "prefixd_write_queue_limit_bytes", "the most before it pushes back", value=queue.limit_bytes
+        )
+        yield CounterMetricFamily("prefixd_written_blocks", "blocks written to disk", value=queue.written_blocks)
+        yield CounterMetricFamily(
+            "prefixd_pushed_back_calls", "calls that waited for the disk", value=queue.pushed_back_calls
+        )
         yield CounterMetricFamily("prefixd_asked_tokens", "prompt tokens asked for", value=stats.asked_tokens)
         yield CounterMetricFamily("prefixd_hit_tokens", "prompt tokens found", value=stats.hit_tokens)
         yield GaugeMetricFamily("prefixd_sessions", "open sessions", value=len(stats.sessions))

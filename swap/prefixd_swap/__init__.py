@@ -16,6 +16,7 @@ from prefixd_swap.errors import (
     FormatError,
     GeometryError,
     IntegrityError,
+    LostBytesError,
     MemoryMisuseError,
     OutOfMemoryError,
     StorageError,
@@ -23,8 +24,9 @@ from prefixd_swap.errors import (
     UnknownPolicyError,
 )
 from prefixd_swap.eviction import EvictionPolicy, choose_victims, create_eviction_policy
-from prefixd_swap.file_ops import FileOps
+from prefixd_swap.file_ops import FileOps, host_bytes
 from prefixd_swap.geometry import KvGeometry
+from prefixd_swap.slab_files import MAX_SLABS
 from prefixd_swap.slab_records import RecordGroup, Records
 from prefixd_swap.slab_store import SlabStore
 from prefixd_swap.slots import round_to_slot
@@ -32,6 +34,7 @@ from prefixd_swap.spans import Span
 from prefixd_swap.vmem import FrameId, FramePool, VirtualMemory, create_memory, send_export
 
 __all__ = [
+    "MAX_SLABS",
     "BlockRecord",
     "ChecksumError",
     "CopyEngine",
@@ -48,6 +51,7 @@ __all__ = [
     "GeometryError",
     "IntegrityError",
     "KvGeometry",
+    "LostBytesError",
     "MemoryMisuseError",
     "NewBlock",
     "OutOfMemoryError",
@@ -63,6 +67,7 @@ __all__ = [
     "create_copy_engine",
     "create_eviction_policy",
     "create_memory",
+    "host_bytes",
     "register_host",
     "round_to_slot",
     "send_export",

@@ -12,6 +12,7 @@ import fcntl
 import logging
 import mmap
 import os
+import resource
 import threading
 from bisect import bisect_right, insort
 from collections import defaultdict
@@ -27,6 +28,7 @@ from prefixd_swap.spans import Span
 SLAB_BYTES = 32 << 20
 POPULATE_STEP_BYTES = 16 << 20
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+MLOCK_ONFAULT = 1  # absent from the resource module
 MADV_POPULATE_WRITE = 23  # Linux 5.14; absent from the mmap module
 
 log = logging.getLogger(__name__)
@@ -87,6 +89,21 @@ class CpuArena:
         if populate:
             self._populator = threading.Thread(target=self._populate, name="prefixd-populate", daemon=True)
             self._populator.start()
+
+    def lock(self) -> None:
+        """Keep every page in memory once it was touched: none of it is ever swapped out.
+
+        Raises:
+            OutOfMemoryError: this process may not lock so much; the arena works as before.
+        """
+        if libc.mlock2(ctypes.c_void_p(self._address), ctypes.c_size_t(self.capacity_bytes), MLOCK_ONFAULT):
+            code = ctypes.get_errno()
+            soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+            raise OutOfMemoryError(
+                f"the CPU arena of {self.capacity_bytes} bytes is not locked in memory and may be swapped out "
+                f"({os.strerror(code)}, {soft} bytes may be locked); raise RLIMIT_MEMLOCK (`ulimit -l`, LimitMEMLOCK= "
+                "of systemd) or set cpu.lock = false"
+            )
 
     @property
     def free_bytes(self) -> int:

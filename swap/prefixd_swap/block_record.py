@@ -55,6 +55,8 @@ class NewBlock:
     """Larger than the parent's."""
     parts: Sequence[Span | None]
     """Host memory that stays as it is until the write returns; None for a part that is not to be stored."""
+    checksums: Sequence[int | None] | None = None
+    """xxh3_64 of each part, taken when its bytes were known to be right; where None it is taken at the write."""
 
     def check(self) -> None:
         """Refuse what a record cannot hold.
@@ -70,6 +72,7 @@ class NewBlock:
             or not 0 <= self.depth < 1 << 32
             or not 0 < len(self.parts) <= _MAX_PARTS
             or all(part is None for part in self.parts)
+            or (self.checksums is not None and len(self.checksums) != len(self.parts))
         )
         if wrong:
             raise StorageError(

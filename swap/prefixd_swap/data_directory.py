@@ -18,7 +18,7 @@ import xxhash
 
 from prefixd_swap.errors import DirectoryInUseError, FormatError
 from prefixd_swap.file_ops import FileOps, storage_error
-from prefixd_swap.slab_io import supports_direct
+from prefixd_swap.slab_io import supports_direct, try_read
 from prefixd_swap.slots import PAGE_BYTES
 
 MAGIC = b"prefixd\0"
@@ -74,6 +74,38 @@ class DataDirectory:
             return supports_direct(self.path / "SUPERBLOCK", self._ops)
         except OSError as error:
             raise storage_error(f"reading {self.path / 'SUPERBLOCK'}", error) from error
+
+    def try_read(self, direct: bool) -> None:
+        """Read a page of a file that has been here from the start, with `direct` past the page cache.
+
+        Raises:
+            StorageError: the device refuses.
+        """
+        name = self.path / "SUPERBLOCK"
+        try:
+            try_read(name, self._ops, direct)
+        except OSError as error:
+            raise storage_error(f"reading {name}", error) from error
+
+    def try_write(self) -> None:
+        """Write a page to a new file, sync it, and delete it.
+
+        Raises:
+            DiskFullError: there is no room for a page.
+            StorageError: the device or the file system refuses.
+        """
+        name = self.path / "PROBE"
+        try:
+            fd = self._ops.open(name, os.O_RDWR | os.O_CREAT)
+            try:
+                self._ops.fallocate(fd, PAGE_BYTES)
+                self._ops.pwrite(fd, memoryview(bytes(PAGE_BYTES)), 0)
+                self._ops.fdatasync(fd)
+            finally:
+                os.close(fd)
+            self._ops.unlink(name)
+        except OSError as error:
+            raise storage_error(f"writing {name}", error) from error
 
     def close(self) -> None:
         """Let another process take the directory."""

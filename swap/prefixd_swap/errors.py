@@ -43,6 +43,10 @@ class ChecksumError(StorageError):
     """Bytes read from disk are not the bytes that were written."""
 
 
+class LostBytesError(StorageError):
+    """The file that had the bytes is gone or too short; reading again will not help."""
+
+
 class UnknownPolicyError(SwapError):
     """A policy name that does not exist."""
 

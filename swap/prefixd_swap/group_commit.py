@@ -45,6 +45,10 @@ class GroupCommit:
         """Commits that wait for the batch under way."""
         return len(self._waiting)
 
+    def resume(self) -> None:
+        """Go on after an interruption, once the caller knows what is durable."""
+        self.interrupted = False
+
     def run(self, commit: Commit) -> None:
         """Return when the commit is durable.
 

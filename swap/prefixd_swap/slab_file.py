@@ -13,7 +13,7 @@ from pathlib import Path
 import xxhash
 
 from prefixd_swap import slab_io
-from prefixd_swap.errors import StorageError
+from prefixd_swap.errors import LostBytesError, StorageError
 from prefixd_swap.file_ops import FileOps, storage_error
 from prefixd_swap.slots import PAGE_BYTES, SlotRun
 
@@ -160,6 +160,21 @@ class SlabFile:
             self.failed = True
             raise storage_error(f"syncing {self.path}", error) from error
 
+    def sync_again(self) -> None:
+        """Trust the file again after a failed sync. Nobody may have written to it since his own last sync.
+
+        What the kernel dropped is then named by no record: whoever wrote it was told that it is not stored.
+
+        Raises:
+            StorageError: it still cannot be synced.
+        """
+        failed, self.failed = self.failed, False
+        try:
+            self.sync()
+        except StorageError:
+            self.failed = failed
+            raise
+
     def unlink(self) -> None:
         """Delete the file; its space returns when the last reader is done.
 
@@ -178,7 +193,7 @@ class SlabFile:
         try:
             yield
         except slab_io.EndOfFileError as error:
-            raise StorageError(
+            raise LostBytesError(
                 f"{self.path} ends inside slot {index}, at byte {error.offset}; drop its blocks"
             ) from error
         except OSError as error:

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from prefixd_swap.errors import DiskFullError, IntegrityError, StorageError
+from prefixd_swap.errors import DiskFullError, IntegrityError, LostBytesError, StorageError
 from prefixd_swap.file_ops import FileOps, storage_error
 from prefixd_swap.slab_file import INDEX_BITS, SlabFile, UnreadableSlabError
-from prefixd_swap.slots import MIN_SLOTS, round_to_slot, slots_per_slab
+from prefixd_swap.slots import MIN_SLOTS, SlotRun, round_to_slot, slots_per_slab
 
 SLAB_BYTES = 64 << 20
 MAX_SLABS = 256
@@ -57,7 +57,7 @@ class SlabFiles:
         self.freed = 0  # slots freed so far
         self._folder = folder
         self._slab_bytes = slab_bytes or max(SLAB_BYTES, capacity_bytes // MAX_SLABS)
-        self._direct = direct
+        self.direct = direct
         self._ops = ops
         self._slabs: dict[int, SlabFile] = {}
         self._partial: defaultdict[int, list[int]] = defaultdict(list)  # slot bytes -> slabs with room
@@ -144,15 +144,32 @@ class SlabFiles:
             if slab.run.full:
                 self._partial[slab.slot_bytes].remove(slab.number)
 
+    def reclaim(self, slots: npt.NDArray[np.int64]) -> None:
+        """Take these slots and no others, and use slabs again whose sync had failed. Nobody may be writing.
+
+        Raises:
+            StorageError: a slab still cannot be synced; nothing has changed but slabs that can be.
+        """
+        for slab in self._slabs.values():
+            if slab.failed:
+                slab.sync_again()
+        self._partial.clear()
+        self.used_bytes = 0
+        for slab in self._slabs.values():
+            slab.run = SlotRun(slab.run.count)
+            insort(self._partial[slab.slot_bytes], slab.number)
+        self.freed += 1
+        self.claim(slots)
+
     def find(self, slot: int) -> tuple[SlabFile, int]:
         """The slab and the index in it that a slot number names. Any thread may call this.
 
         Raises:
-            StorageError: the slab is gone.
+            LostBytesError: the slab is gone.
         """
         slab = self._slabs.get(slot >> INDEX_BITS)
         if slab is None:
-            raise StorageError(f"slot {slot:#x} is in slab {slot >> INDEX_BITS}, which is gone; drop the block")
+            raise LostBytesError(f"slot {slot:#x} is in slab {slot >> INDEX_BITS}, which is gone; drop the block")
         return slab, slot & _INDEX_MASK
 
     def quarantine(self, slab: SlabFile) -> None:
@@ -167,7 +184,7 @@ class SlabFiles:
         slot_bytes = round_to_slot(nbytes)
         in_slabs = sum(self._slabs[number].run.free for number in self._partial[slot_bytes])
         reusable = sum(slab.nbytes for slab in self._empty(other_than=slot_bytes))
-        fresh = 0 if self._disk_is_full() else self.capacity_bytes - self.allocated_bytes
+        fresh = 0 if self.disk_is_full() else self.capacity_bytes - self.allocated_bytes
         return in_slabs + (fresh + reusable) // slot_bytes
 
     def taken(self) -> int:
@@ -204,7 +221,7 @@ class SlabFiles:
         wanted = min(slots_per_slab(slot_bytes, self.capacity_bytes, self._slab_bytes), 1 << INDEX_BITS)
         self._make_space(wanted * slot_bytes, slot_bytes)
         wanted = min(wanted, self._unassigned() // slot_bytes)
-        if not wanted or self._disk_is_full():
+        if not wanted or self.disk_is_full():
             return None
         left = self._left_on_disk()
         count = min(wanted, (left - INDEX_RESERVE_BYTES) // slot_bytes)
@@ -215,7 +232,7 @@ class SlabFiles:
                     "free space or lower the disk capacity"
                 )
             number, self._next_number = self._next_number, self._next_number + 1
-            slab = SlabFile.create(self._folder, number, slot_bytes, count, self._ops, self._direct)
+            slab = SlabFile.create(self._folder, number, slot_bytes, count, self._ops, self.direct)
         except DiskFullError:
             self._full_at = left
             raise
@@ -230,7 +247,7 @@ class SlabFiles:
                 return
             self._delete(slab)
 
-    def _disk_is_full(self) -> bool:
+    def disk_is_full(self) -> bool:
         """Whether the file system refused a slab and has not gained a slab's worth of space since."""
         if self._full_at is None:
             return False

@@ -162,6 +162,41 @@ class SlabIndex:
         with self._lock, self._env.begin(db=self._namespaces) as txn, txn.cursor() as cursor:
             return dict(cursor)
 
+    def probe(self) -> None:
+        """Commit a change that changes nothing.
+
+        Raises:
+            StorageError: as `apply`.
+        """
+
+        def change(txn: lmdb.Transaction[bytes]) -> None:
+            txn.put(b"probe", b"", db=self._namespaces)
+            txn.delete(b"probe", db=self._namespaces)
+
+        self._write(change)
+
+    def reopen(self) -> None:
+        """Open the environment again, to learn what is durable after a commit of unknown outcome.
+
+        One that turns out damaged is replaced by an empty one.
+
+        Raises:
+            StorageError: the device refuses; try again when it works.
+        """
+        with self._lock:
+            try:
+                self._env.close()
+                try:
+                    self._read_file()
+                    self._open()
+                except _DAMAGE as error:
+                    self._replace(str(error))
+                self.broken = False
+            except lmdb.Error as error:
+                raise self._translated("opening", error) from error
+            except OSError as error:
+                raise storage_error(f"opening the index in {self._path}", error) from error
+
     def close(self) -> None:
         """Close the environment."""
         with self._lock:
@@ -182,13 +217,19 @@ class SlabIndex:
                         raise
                     return result
                 except lmdb.MapFullError:
-                    self._env.set_mapsize(2 * self._env.info()["map_size"])
+                    self._grow()
                 except lmdb.Error as error:
                     self._probe()
                     raise self._translated("writing", error) from error
                 except OSError as error:  # not LMDB's: whether it has committed is not known
                     self.broken = True
                     raise storage_error(f"writing the index in {self._path}", error) from error
+
+    def _grow(self) -> None:
+        try:
+            self._env.set_mapsize(2 * self._env.info()["map_size"])
+        except lmdb.Error as error:
+            raise self._translated("growing", error) from error
 
     def _replace(self, damage: str) -> None:
         log.error("the index in %s is set aside, its blocks are lost: %s", self._path, damage)
@@ -201,6 +242,15 @@ class SlabIndex:
         self._open()
 
     def _check_readable(self) -> None:
+        """At a start, what the device cannot read is damage: nobody waits for the device to come back."""
+        try:
+            self._read_file()
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            raise lmdb.CorruptedError(f"data.mdb cannot be read: {error.strerror}") from error
+
+    def _read_file(self) -> None:
         """Read the file once: LMDB does it through a mapping, where what the device cannot read is SIGBUS, no error."""
         buffer = memoryview(bytearray(READ_BYTES))
         fd = self._ops.open(self._path / "data.mdb", os.O_RDONLY)
@@ -209,9 +259,7 @@ class SlabIndex:
             while got := self._ops.pread(fd, buffer, offset):
                 offset += got
         except OSError as error:
-            if error.errno != errno.EIO:
-                raise
-            raise lmdb.CorruptedError(f"data.mdb cannot be read at byte {offset}: {error.strerror}") from error
+            raise OSError(error.errno, f"{error.strerror} at byte {offset}") from error
         finally:
             os.close(fd)
 

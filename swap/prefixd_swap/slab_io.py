@@ -48,6 +48,19 @@ def supports_direct(path: Path, ops: FileOps) -> bool:
     return True
 
 
+def try_read(path: Path, ops: FileOps, direct: bool) -> None:
+    """Read a page at the beginning of a file, with `direct` from the device itself.
+
+    Raises:
+        OSError: the file cannot be opened or read.
+    """
+    fd = ops.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
+    try:
+        ops.pread(fd, _scratch()[:PAGE_BYTES], 0)
+    finally:
+        os.close(fd)
+
+
 def write(ops: FileOps, fd: int, data: memoryview, offset: int, direct: bool) -> None:
     """Write all of `data` into a slot at `offset`. With `direct` the slot's last page is filled with zeros.
 

@@ -36,7 +36,7 @@ from prefixd_swap.group_commit import Commit, GroupCommit
 from prefixd_swap.slab_file import SlabFile
 from prefixd_swap.slab_files import SlabFiles
 from prefixd_swap.slab_index import Change, IndexDamagedError, SlabIndex
-from prefixd_swap.slab_records import IndexTable, Records
+from prefixd_swap.slab_records import IndexTable, Int64s, Records
 from prefixd_swap.slab_recovery import Recovery, prefix_closed, recover
 from prefixd_swap.slots import round_to_slot
 from prefixd_swap.spans import Span
@@ -68,6 +68,7 @@ class SlabStore:
         self._commits = GroupCommit(self._flush)
         self._changed = threading.Condition()  # guards the slabs and what follows
         self._active = 0  # writes and removals under way
+        self._reviving = False
         self._closed = False
 
     @classmethod
@@ -214,6 +215,78 @@ class SlabStore:
                     raise
         return False
 
+    @property
+    def shrunk(self) -> bool:
+        """Whether the file system has refused a slab and not gained room for one since."""
+        with self._changed:
+            return self._slabs.disk_is_full()
+
+    def try_commit(self) -> None:
+        """Whether the index takes changes.
+
+        Raises:
+            StorageError: it does not.
+        """
+        with self._operation():
+            self._index.probe()
+
+    def try_read(self) -> None:
+        """Whether the device can be read.
+
+        Raises:
+            StorageError: it cannot.
+        """
+        self._directory.try_read(self._slabs.direct)
+
+    def revive(self, known: Int64s) -> Int64s:
+        """Try whether the disk takes writes again, and clear up what failed ones have left.
+
+        The index is opened again if a commit's outcome is unknown; records of blocks that the caller does not know are
+        removed (they were being written or removed when the disk failed); slots that no record names are free; slabs
+        whose sync failed are used again.
+
+        Args:
+            known: every slot of the blocks that the caller takes to be stored. It must not write or remove meanwhile.
+
+        Returns:
+            Those of `known` that the index does not name: the bytes are lost.
+
+        Raises:
+            StorageError: the disk refuses still; try again later.
+        """
+        with self._changed:
+            self._refuse_closed()
+            self._changed.wait_for(lambda: not self._active)
+            self._active = 1
+            self._reviving = True
+        try:
+            self._directory.try_write()
+            if self._unsure:
+                self._index.reopen()
+            self._index.probe()
+            return self._reconcile(known)
+        finally:
+            with self._changed:
+                self._active = 0
+                self._reviving = False
+                self._changed.notify_all()
+
+    def _reconcile(self, known: Int64s) -> Int64s:
+        table = IndexTable(self._index.chunks())
+        wanted = np.zeros(table.rows, np.bool_)
+        for group in table.groups:
+            wanted[group.rows] = np.isin(group.slots[:, group.on_disk], known).all(axis=1)
+        unwanted = table.index_keys(~wanted) + table.unreadable
+        if unwanted:
+            self._index.apply([(key, None) for key in unwanted])
+        named = [group.slots[wanted[group.rows]][:, group.on_disk].ravel() for group in table.groups]
+        stored = np.concatenate([np.zeros(0, np.int64), *named])
+        with self._changed:
+            self._slabs.reclaim(stored)
+            self._recovered = None
+        self._commits.resume()
+        return np.setdiff1d(known, stored)
+
     def load(self) -> Records:
         """Every block as of now, in columns: a million of them in about a second.
 
@@ -258,6 +331,8 @@ class SlabStore:
         """
         with self._changed:
             self._slabs.check_integrity()
+            if self._unsure:
+                return  # what is named is not known until `revive`
             named = IndexTable(self._index.chunks()).slots()
             taken, different = self._slabs.taken(), len(np.unique(named))
             if different != len(named) or different > taken or (different < taken and not self._active):
@@ -280,10 +355,13 @@ class SlabStore:
     def _operation(self) -> Iterator[None]:
         """Counts a write or removal, so that `close` waits for it."""
         with self._changed:
-            if self._closed:
-                raise StorageError(f"the store in {self._directory.path} is closed; open it again")
-            if self._commits.interrupted or self._index.broken:
-                raise StorageError(f"a commit in {self._directory.path} failed half-way; open the store again")
+            self._refuse_closed()
+            if self._unsure:
+                raise StorageError(
+                    f"a commit in {self._directory.path} failed half-way; revive the store or open it again"
+                )
+            if self._reviving:
+                raise StorageError(f"the store in {self._directory.path} is being revived; try again")
             self._active += 1
             self._recovered = None
         try:
@@ -292,6 +370,15 @@ class SlabStore:
             with self._changed:
                 self._active -= 1
                 self._changed.notify_all()
+
+    @property
+    def _unsure(self) -> bool:
+        """Whether nobody knows what is durable."""
+        return self._commits.interrupted or self._index.broken
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise StorageError(f"the store in {self._directory.path} is closed; open it again")
 
     def _take_slots(self, blocks: Sequence[NewBlock]) -> list[list[int | None] | None]:
         """For each block a slot for each of its parts; None where not all of them have room."""
@@ -325,9 +412,11 @@ class SlabStore:
     ) -> list[BlockRecord | None]:
         commit = Commit([])
         spans = [
-            (part, slot)
+            (part, slot, checksum)
             for block, taken in zip(blocks, slots, strict=True)
-            for part, slot in zip(block.parts, taken or (), strict=False)
+            for part, slot, checksum in zip(
+                block.parts, taken or (), block.checksums or (None,) * len(block.parts), strict=False
+            )
             if part and slot is not None
         ]
         written = iter(self._write_parts(spans, commit.slabs))
@@ -343,13 +432,13 @@ class SlabStore:
             self._commits.run(commit)
         return records
 
-    def _write_parts(self, spans: Sequence[tuple[Span, int]], slabs: set[SlabFile]) -> list[DiskPart]:
+    def _write_parts(self, spans: Sequence[tuple[Span, int, int | None]], slabs: set[SlabFile]) -> list[DiskPart]:
         """Write each span to its slot, several at a time; `slabs` gets the slabs written to."""
         jobs = []
-        for part, slot in spans:
+        for part, slot, checksum in spans:
             slab, index = self._slabs.find(slot)
             slabs.add(slab)
-            jobs.append(partial(_write_part, host_bytes(part, part.nbytes), slab, index, slot))
+            jobs.append(partial(_write_part, host_bytes(part, part.nbytes), checksum, slab, index, slot))
         if len(jobs) < 2 or self._io_threads < 2:
             return [job() for job in jobs]
         with self._changed:
@@ -393,8 +482,9 @@ def _read_index(index: SlabIndex) -> IndexTable:
         return IndexTable(())
 
 
-def _write_part(data: memoryview, slab: SlabFile, index: int, slot: int) -> DiskPart:
-    checksum = xxhash.xxh3_64_intdigest(data)
+def _write_part(data: memoryview, checksum: int | None, slab: SlabFile, index: int, slot: int) -> DiskPart:
+    if checksum is None:
+        checksum = xxhash.xxh3_64_intdigest(data)
     slab.write(index, data)
     return DiskPart(slot, len(data), checksum)
 

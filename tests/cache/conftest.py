@@ -103,17 +103,20 @@ class Rig:
         write_back: bool = False,
         max_sessions: int = 256,
         device: str = "cpu",
+        ops: FileOps | None = None,
+        write_queue: int | None = None,
     ) -> None:
         self.path = path
         self.device = device
         self.part_bytes = PART_BYTES if device == "cpu" else 2 << 20
         self.clock = Clock()
-        self.ops = Disk()
+        self.ops: Any = ops or Disk()
         self._slots = (gpu, cpu, disk)
         self._policy = policy
         self._digest = digest
         self._write_back = write_back
         self._max_sessions = max_sessions
+        self._write_queue = write_queue
         self._open()
 
     def _open(self) -> None:
@@ -139,6 +142,7 @@ class Rig:
             write_back=self._write_back,
             digest=self._digest,
             max_sessions=self._max_sessions,
+            write_queue_bytes=None if self._write_queue is None else self._write_queue * self.part_bytes,
         )
         self.restored = self.cache.restore()
         self.namespace = self.register()
@@ -166,6 +170,7 @@ class Rig:
     def start_write_back(self) -> None:
         """Starts the background copies; needs a running loop."""
         self.cache.write_back.start()
+        self.cache.residency.start_probing()
 
     # -- names --------------------------------------------------------------------------------------------------
 
@@ -262,7 +267,9 @@ class Rig:
         if isinstance(reservation, int):
             return 0, 0
         self.fill(reservation)
-        return await self.cache.commit(reservation, len(reservation.slots), durable=durable)
+        done = await self.cache.commit(reservation, len(reservation.slots), durable=durable)
+        await self.cache.residency.sealed()  # so that what a test finds held is held by whom it thinks of
+        return done
 
     async def lease(self, prompt: Sequence[int], *, namespace: Namespace | None = None, **how: Any) -> Lease | None:
         """Acquires the prompt's prefix and checks every byte."""

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from prefixd.cache import CPU, DISK
+from benchmarks._faulty_daemon import FAULTS, FaultyOps
+from prefixd.cache import DISK
 from prefixd.errors import ExhaustedError
 from prefixd_swap import StorageError
 
@@ -17,6 +20,20 @@ if TYPE_CHECKING:
     from tests.cache.conftest import Rig
 
 MakeRig = Callable[..., "Rig"]
+
+
+class Faults:
+    """A cache on a disk that fails on command, as `benchmarks._faulty_daemon` has it."""
+
+    def __init__(self, make_rig: MakeRig, path: Path, **how: Any) -> None:
+        self._orders = path / "orders"
+        self.rig = make_rig(ops=FaultyOps(self._orders), **how)
+        self.care = self.rig.cache.residency.disk_care
+
+    def order(self, name: str | None) -> None:
+        fresh = self._orders.with_suffix(".new")
+        fresh.write_text(json.dumps(dict(FAULTS[name]) if name else {}))
+        fresh.rename(self._orders)
 
 
 def full() -> OSError:
@@ -98,8 +115,7 @@ async def test_a_full_file_system_is_reported_and_the_rest_goes_on(make_rig: Mak
     with pytest.raises(ExhaustedError, match="the blocks are cached, but the disk tier has no room for them: No space"):
         await rig.put([1, 2], durable=True)
     assert "No space left" in rig.cache.tiers.trouble[DISK]
-    assert rig.cache.residency.lost["disk write failed"] == 2
-    assert rig.cache.tiers.below(CPU) is None
+    assert rig.cache.residency.lost["not written: no room on disk"] == 2
     for prompt in range(10, 20):
         assert await rig.put([prompt, 7]) == (2, 0)
         assert await rig.get([prompt, 7]) == 2
@@ -170,3 +186,198 @@ async def test_an_eviction_that_fails_on_disk_fails_no_caller(
     assert "index cannot be written" in rig.cache.tiers.trouble[DISK]
     assert await rig.get([5, 6]) == 2
     await rig.restart()
+
+
+REFUSES_WRITES = [
+    "disk full",
+    "no room for the index",
+    "write error",
+    "sync error",
+    "index error",
+    "index error half-way",
+    "index error afterwards",
+    "read-only file system",
+]
+
+
+@pytest.mark.parametrize("name", REFUSES_WRITES)
+async def test_a_disk_that_refuses_writes_is_out_and_comes_back(make_rig: MakeRig, tmp_path: Path, name: str) -> None:
+    faults = Faults(make_rig, tmp_path, cpu=4, disk=8)
+    rig, tiers = faults.rig, faults.rig.cache.tiers
+    await rig.put([1, 2], durable=True)
+    faults.order(name)
+    with pytest.raises(ExhaustedError, match="the blocks are cached"):
+        await rig.put([3, 4], durable=True)
+    assert not tiers.disk_takes and tiers.trouble[DISK]
+    assert not await faults.care.revive()
+    assert await rig.get([3, 4]) == 2, "from memory"
+    for prompt in range(10, 16):  # more than memory holds: what is not on disk gives way
+        assert await rig.put([prompt]) == (1, 0)
+        assert await rig.get([prompt]) == 1
+    assert await rig.get([1, 2]) == 2, "reads go on"
+    assert sum(blocks for why, blocks in rig.cache.residency.lost.items() if "disk out of service" in why) >= 4
+    rig.check()
+
+    faults.order(None)
+    assert await faults.care.revive()
+    assert tiers.disk_takes and not tiers.trouble[DISK]
+    await rig.check_disk()
+    assert await rig.put([5, 6], durable=True) == (2, 0)
+    assert await rig.get([1, 2]) == 2
+    await rig.restart()
+    assert await rig.get([1, 2]) == 2
+    assert await rig.get([5, 6]) == 2
+
+
+async def test_it_comes_back_by_itself_with_nothing_to_write(
+    make_rig: MakeRig, tmp_path: Path, eventually: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prefixd.cache.disk_care.FIRST_PROBE_S", 0.01)
+    faults = Faults(make_rig, tmp_path, cpu=4, disk=8)
+    faults.rig.cache.residency.start_probing()
+    faults.order("index error half-way")
+    with pytest.raises(ExhaustedError):
+        await faults.rig.put([1, 2], durable=True)
+    faults.order(None)
+    await eventually(lambda: not faults.rig.cache.tiers.trouble[DISK])
+
+
+async def test_what_a_half_written_commit_left_is_cleared_up(make_rig: MakeRig, tmp_path: Path) -> None:
+    faults = Faults(make_rig, tmp_path, cpu=4, disk=4)
+    rig = faults.rig
+    assert rig.store is not None
+    await rig.put([1], durable=True)
+    faults.order("index error afterwards")  # on disk, but nobody was told
+    with pytest.raises(ExhaustedError):
+        await rig.put([2, 3], durable=True)
+    faults.order(None)
+    assert await faults.care.revive()
+    await rig.check_disk()
+    assert rig.store.used_bytes == rig.part_bytes
+    assert await rig.cache.write_back.flush() == 2
+    await rig.put([4], durable=True)
+    assert rig.store.used_bytes == 4 * rig.part_bytes, "no slot was lost"
+    await rig.restart()
+    assert [await rig.get(prompt) for prompt in ([1], [2, 3], [4])] == [1, 2, 1]
+
+
+async def test_a_removal_that_failed_is_made_good_when_the_disk_is_back(make_rig: MakeRig, tmp_path: Path) -> None:
+    faults = Faults(make_rig, tmp_path, cpu=4, disk=4)
+    rig = faults.rig
+    await rig.put([1, 2], durable=True)
+    faults.order("index error")
+    with pytest.raises(StorageError):
+        await rig.cache.residency.forget(rig.trie, rig.rows([1, 2])[::-1])
+    faults.order(None)
+    assert await faults.care.revive()
+    await rig.check_disk()
+    await rig.restart()
+    assert rig.rows([1, 2]) == []
+
+
+async def test_an_index_that_is_lost_costs_its_blocks_and_no_wrong_bytes(
+    make_rig: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = Faults(make_rig, tmp_path, cpu=2, disk=8)
+    rig = faults.rig
+    await rig.put([1, 2], durable=True)
+    await rig.put([3, 4], durable=True)
+    faults.order("index error half-way")
+    with pytest.raises(ExhaustedError):
+        await rig.put([3, 5], durable=True)
+    faults.order(None)
+    (rig.path / "index" / "data.mdb").write_bytes(b"no index")
+    assert await faults.care.revive()
+    await rig.check_disk()
+    assert await rig.get([1, 2]) == 0
+    assert await rig.get([3, 5]) == 2, "they were in memory"
+    await rig.put([1, 2], durable=True)
+    await rig.restart()
+    assert await rig.get([1, 2]) == 2, "the namespace was written again, too"
+
+
+async def test_a_disk_that_cannot_be_read_is_not_matched(make_rig: MakeRig, tmp_path: Path) -> None:
+    faults = Faults(make_rig, tmp_path, cpu=4, disk=16)
+    rig = faults.rig
+    for prompt in ([1, 2], [8, 9], [3, 4]):
+        await rig.put(prompt, durable=True)
+    faults.order("read error")
+    assert await rig.get([1, 2]) == 0, "a miss for who asks"
+    assert not rig.cache.tiers.disk_gives and "Input/output error" in rig.cache.tiers.trouble[DISK]
+    assert rig.rows([1, 2]) == []
+    assert await rig.get([3, 4]) == 2, "from memory"
+    assert rig.cache.residency.lost["not served: disk read error"] >= 1
+    rig.check()
+    assert await rig.put([1, 2]) == (2, 0), "computed again, beside the copy on disk"
+    assert await rig.get([1, 2]) == 2
+    assert await rig.put([7], durable=True) == (1, 0), "it still takes blocks"
+    assert not await faults.care.revive()
+    faults.order(None)
+    assert await faults.care.revive()
+    assert [await rig.get(prompt) for prompt in ([1, 2], [3, 4], [7])] == [2, 2, 1]
+    await rig.check_disk()
+
+
+async def test_a_sector_that_stays_bad_costs_its_block_alone(
+    make_rig: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = Faults(make_rig, tmp_path, cpu=2, disk=8)
+    rig = faults.rig
+    await rig.put([1, 2], durable=True)
+    await rig.put([3, 4], durable=True)
+    bad = int(rig.trie.slots[rig.rows([1, 2])[1], DISK, 0])
+    assert rig.store is not None
+    read = rig.store.read
+
+    def fail(part: Any, into: Any) -> None:
+        if part.slot == bad:
+            raise StorageError("Input/output error while reading; look at the kernel log")
+        read(part, into)
+
+    monkeypatch.setattr(rig.store, "read", fail)
+    assert await rig.get([1, 2]) == 1
+    assert await faults.care.revive()
+    assert [await rig.get(prompt) for prompt in ([1, 2], [3, 4])] == [1, 2]
+    assert await rig.put([1, 2], durable=True) == (1, 0)
+
+
+async def test_one_line_of_log_a_trouble(make_rig: MakeRig, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    faults = Faults(make_rig, tmp_path, cpu=8, disk=8)
+    faults.order("read-only file system")
+    for prompt in range(3):
+        with pytest.raises(ExhaustedError):
+            await faults.rig.put([prompt], durable=True)
+        assert not await faults.care.revive()
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert "Read-only file system" in line and line.endswith("remount it or choose another directory")
+    (trouble,) = faults.rig.cache.tiers.troubles
+    assert trouble.part == "disk tier" and trouble.remedy
+    faults.order(None)
+    assert await faults.care.revive()
+    assert not list(faults.rig.cache.tiers.troubles)
+
+
+async def test_a_full_file_system_shrinks_the_tier_until_there_is_room(make_rig: MakeRig, tmp_path: Path) -> None:
+    faults = Faults(make_rig, tmp_path, cpu=8, disk=64)
+    rig, tiers = faults.rig, faults.rig.cache.tiers
+    await rig.put([1, 2, 3, 4], durable=True)  # a whole slab
+    faults.order("no room for a slab")
+    assert await rig.put([5], durable=True) == (1, 0), "at the cost of another block"
+    assert tiers.disk_takes and "too few for another slab" in tiers.trouble[DISK]
+    assert len(rig.trie.copies(DISK)) == 4
+    assert not await faults.care.revive()
+    assert await rig.get([1, 2, 3, 4]) == 4
+    faults.order(None)
+    assert await faults.care.revive()
+    assert not tiers.trouble[DISK]
+    assert await rig.put([6], durable=True) == (1, 0)
+    assert len(rig.trie.copies(DISK)) == 5
+
+
+async def test_the_index_grows_when_its_map_is_full(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefixd_swap.slab_index.MAP_BYTES", 1 << 16)
+    rig = make_rig(cpu=64, disk=512)
+    for prompt in range(6):
+        await rig.put(list(range(100 * prompt, 100 * prompt + 60)), durable=True)
+    assert not list(rig.cache.tiers.troubles)
+    assert len(rig.trie) == 360

@@ -132,7 +132,7 @@ async def test_a_small_disk_keeps_beginnings_not_ends(make_rig: MakeRig) -> None
     await rig.put(prompt)
     assert await rig.cache.write_back.flush() == 4
     assert rig.tiers(prompt, DISK) == [True] * 4 + [False] * 66
-    assert rig.cache.residency.lost["no room on disk"] > 0
+    assert rig.cache.residency.lost["not written: no room on disk"] > 0
     await rig.restart()
     assert await rig.get(prompt) == 4
 
@@ -159,7 +159,7 @@ async def test_flush_takes_gpu_blocks_too(make_rig: MakeRig) -> None:
 async def test_an_error_does_not_end_it(
     make_rig: MakeRig, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prefixd.cache.write_back._RETRY_S", 0.01)
+    monkeypatch.setattr("prefixd.cache.disk_care.FIRST_PROBE_S", 0.01)
     rig = make_rig(cpu=8, disk=8, write_back=True)
     rig.ops.fail = OSError(5, "Input/output error")
     rig.start_write_back()

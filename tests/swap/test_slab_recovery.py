@@ -403,7 +403,7 @@ def test_an_index_that_cannot_be_read_is_set_aside(path: Path) -> None:
             return super().pread(fd, buffer, offset)
 
     store = SlabStore.open(path, CAPACITY, ops=Failing())
-    assert "cannot be read at byte 0: Input/output error" in store.recovery.index_damage
+    assert "cannot be read: Input/output error at byte 0" in store.recovery.index_damage
     assert list(store.records()) == [] and (path / "index.damaged" / "data.mdb").exists()
     write(store, (1, None, b"again"))
     store.check_integrity()

@@ -1,0 +1,72 @@
+"""This process's limits: file descriptors. They are raised as far as allowed, and reported when they are too low."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import resource
+
+from prefixd.cache import Troubles
+
+AT_START = "descriptor limit"
+NOW = "file descriptors"
+
+_BASE = 128
+"""Descriptors that every daemon needs: listeners, libraries, the worker, the index, pipes."""
+_A_SESSION = 2
+"""Its connection, and for a moment one at the memory door."""
+_SPARE = 16
+"""So few left are reported: the next sessions would be refused."""
+_WATCH_S = 1.0
+
+
+def raise_descriptor_limit(max_sessions: int, slabs: int, troubles: Troubles) -> int:
+    """Raises the soft limit of open files to the hard one; reports it when it is too low for what is configured.
+
+    Args:
+        max_sessions: sessions open at once.
+        slabs: slab files that the disk tier may have open.
+        troubles: where it is reported.
+
+    Returns:
+        The soft limit from now on.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    wanted = _BASE + _A_SESSION * max_sessions + slabs
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        troubles.begin(
+            AT_START,
+            f"{soft} open files are allowed, but {max_sessions} sessions and {slabs} slab files may take {wanted}; "
+            "raise RLIMIT_NOFILE (`ulimit -n`, LimitNOFILE= of systemd) or lower server.max_sessions",
+        )
+    return soft
+
+
+def check_descriptors(troubles: Troubles) -> None:
+    """Reports when hardly any descriptor is left, and that there are some again."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        used = len(os.listdir("/proc/self/fd"))
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        used = soft
+    if soft != resource.RLIM_INFINITY and used > soft - _SPARE:
+        troubles.begin(
+            NOW,
+            f"{used} of {soft} open files are in use, so that new connections are refused; close sessions or raise "
+            "RLIMIT_NOFILE (`ulimit -n`, LimitNOFILE= of systemd)",
+        )
+    else:
+        troubles.end(NOW)
+
+
+async def watch_descriptors(troubles: Troubles) -> None:
+    """Checks once a second, for ever."""
+    while True:
+        check_descriptors(troubles)
+        await asyncio.sleep(_WATCH_S)

@@ -1,0 +1,85 @@
+"""The queue of blocks for the disk: bounded, pushing back, and never for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+
+from prefixd.cache import Reservation
+
+if TYPE_CHECKING:
+    from tests.cache.conftest import Rig
+
+MakeRig = Callable[..., "Rig"]
+
+
+async def turns(count: int = 50) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def test_a_full_queue_makes_reserve_wait_until_the_disk_has_caught_up(
+    make_rig: MakeRig, eventually: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_rig(cpu=16, disk=64, write_back=True, write_queue=2)
+    go = threading.Event()
+    monkeypatch.setattr(rig.ops, "fdatasync", lambda fd: go.wait(30))
+    rig.start_write_back()
+    await rig.put([1, 2, 3, 4])
+    assert rig.cache.residency.queued == (4, 4 * rig.part_bytes)
+    waiting = asyncio.create_task(rig.cache.reserve(rig.session, rig.namespace, rig.chain([5])))
+    await turns()
+    assert not waiting.done()
+    assert rig.cache.write_back.pushed_back == 1
+    go.set()
+    reservation = await waiting
+    assert isinstance(reservation, Reservation)
+    assert rig.cache.residency.queued == (0, 0)
+    rig.cache.release(rig.session, reservation.id)
+
+
+async def test_nobody_waits_for_a_disk_that_is_out_of_service(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=16, disk=64, write_back=True, write_queue=2)
+    rig.ops.fail = OSError(5, "Input/output error")
+    rig.start_write_back()
+    for prompt in range(6):
+        assert await asyncio.wait_for(rig.put([prompt, 9]), 30) == (2, 0)
+    assert rig.cache.residency.queued[0] == 12
+
+
+async def test_nobody_waits_for_a_disk_that_has_no_room(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=16, disk=4, write_back=True, write_queue=2)
+    rig.start_write_back()
+    for prompt in range(7):
+        assert await asyncio.wait_for(rig.put([prompt, 9]), 30) == (2, 0)
+
+
+async def test_the_queue_counts_what_is_in_memory_and_not_on_disk(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=4, disk=8)
+    size = rig.part_bytes
+    assert rig.cache.residency.queued == (0, 0)
+    await rig.put([1, 2])
+    assert rig.cache.residency.queued == (2, 2 * size)
+    await rig.put([3], durable=True)
+    assert rig.cache.residency.queued == (2, 2 * size)
+    await rig.cache.residency.forget(rig.trie, rig.rows([1, 2])[::-1])
+    assert rig.cache.residency.queued == (0, 0)
+    assert rig.cache.residency.lost == {"removed before it was written": 2}
+    await rig.put([5, 6, 7])
+    assert await rig.cache.write_back.flush() == 3
+    assert rig.cache.residency.queued == (0, 0)
+    assert rig.cache.write_back.written == 3
+    await rig.restart()
+    assert rig.cache.residency.queued == (0, 0)
+
+
+async def test_without_a_disk_there_is_no_queue(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=4, write_back=True, write_queue=0)
+    rig.start_write_back()
+    await rig.put([1, 2])
+    await asyncio.wait_for(rig.put([3, 4]), 30)
+    assert rig.cache.residency.queued == (0, 0)

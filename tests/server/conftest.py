@@ -323,8 +323,8 @@ def launch() -> Iterator[Callable[..., Remote]]:
     """`launch(settings)` starts a daemon that ends with the module's last test."""
     running: list[Remote] = []
 
-    def start(settings: dict[str, str | int], **options: Any) -> Remote:
-        daemon = DaemonProcess(settings, **options)
+    def start(settings: dict[str, str | int], *, kind: type[DaemonProcess] = DaemonProcess, **options: Any) -> Remote:
+        daemon = kind(settings, **options)
         daemon.__enter__()
         running.append(Remote(daemon))
         return running[-1]

@@ -1,0 +1,65 @@
+"""Limits of the process: descriptors, and memory that may be locked."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+
+import pytest
+
+from prefixd.cache import Troubles
+from prefixd.server import limits
+from prefixd_swap import CpuArena, OutOfMemoryError
+from prefixd_swap import arena as arena_module
+
+
+@pytest.fixture
+def troubles() -> Troubles:
+    return Troubles(time.monotonic)
+
+
+def test_the_descriptor_limit_is_raised_and_one_that_is_too_low_is_said(
+    troubles: Troubles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allowed = [(256, 1024)]
+    monkeypatch.setattr(resource, "getrlimit", lambda which: allowed[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda which, both: allowed.append(both))
+    assert limits.raise_descriptor_limit(100, 256, troubles) == 1024
+    assert allowed[-1] == (1024, 1024)
+    assert not list(troubles)
+    assert limits.raise_descriptor_limit(1000, 256, troubles) == 1024
+    (trouble,) = troubles
+    assert trouble.part == "descriptor limit" and "1000 sessions" in trouble.what and "LimitNOFILE" in trouble.remedy
+
+
+def test_running_out_of_descriptors_is_said_as_long_as_it_lasts(troubles: Troubles) -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    held: list[int] = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 64, before[1]))
+        limits.check_descriptors(troubles)
+        assert limits.NOW not in troubles
+        with pytest.raises(OSError, match="Too many open files"):
+            while True:
+                held.append(os.open("/dev/null", os.O_RDONLY))
+        limits.check_descriptors(troubles)
+        assert limits.NOW in troubles
+    finally:
+        for fd in held:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    limits.check_descriptors(troubles)
+    assert limits.NOW not in troubles
+
+
+def test_an_arena_that_may_not_be_locked_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = CpuArena(1 << 20)
+    try:
+        arena.lock()
+        monkeypatch.setattr(arena_module.libc, "mlock2", lambda *_: -1, raising=False)
+        with pytest.raises(OutOfMemoryError, match=r"may be swapped out .*; raise RLIMIT_MEMLOCK"):
+            arena.lock()
+    finally:
+        arena.close()

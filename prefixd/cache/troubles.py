@@ -67,7 +67,7 @@ class Troubles:
         """Strikes the part's trouble off, if it has one."""
         trouble = self._troubles.pop(part, None)
         if trouble is not None:
-            log.warning("the %s is back in service after %.1f s", part, self._clock() - trouble.since_s)
+            log.warning("no more trouble with the %s, after %.1f s", part, self._clock() - trouble.since_s)
             self._tell()
 
     def _tell(self) -> None:

@@ -120,8 +120,9 @@ def print_stats(stats: admin_pb2.StatsResponse) -> None:
                 f"[yellow]quarantine:[/] {size(tier.quarantined_bytes)} of the {tier_name(tier.tier)} tier, into which "
                 "clients may still write whose reservations ended without their word; free when they release or end"
             )
-        if tier.trouble:
-            out.print(Text(f"{tier_name(tier.tier)} tier: {tier.trouble}", style="red"))
+    for trouble in stats.troubles:
+        line = f"{trouble.part}, for {duration(trouble.since_s)}: {trouble.what}; {trouble.remedy}"
+        out.print(Text(line, style="red"))
 
 
 def _tier_table(tiers: Iterable[admin_pb2.TierStats]) -> Table:

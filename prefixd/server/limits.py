@@ -7,6 +7,8 @@ import errno
 import os
 import resource
 
+import numpy.ma  # noqa: F401 - numpy imports it when first needed, which fails without a free descriptor
+
 from prefixd.cache import Troubles
 
 AT_START = "descriptor limit"

@@ -52,7 +52,6 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
             blocks=4096,
             hit_tokens=12345,
             quarantined_bytes=3 << 20,
-            trouble="the file system is full",
         )
         return admin_pb2.StatsResponse(
             version="0.1.0",
@@ -65,6 +64,9 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
             asked_tokens=1000,
             hit_tokens=750,
             lost_blocks={"checksum": 2},
+            troubles=[
+                admin_pb2.Trouble(part="disk tier", what="the file system is full", remedy="free space", since_s=90)
+            ],
             scrub=admin_pb2.ScrubStats(checked_blocks=5000, checked_bytes=3 << 30, damaged_blocks=1, passes=2),
             write_back=admin_pb2.WriteBackStats(queued_blocks=7, queued_bytes=7 << 20, limit_bytes=64 << 20),
         )

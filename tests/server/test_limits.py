@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import resource
+import socket
 import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -12,6 +15,9 @@ from prefixd.cache import Troubles
 from prefixd.server import limits
 from prefixd_swap import CpuArena, OutOfMemoryError
 from prefixd_swap import arena as arena_module
+
+if TYPE_CHECKING:
+    from tests.server.conftest import Remote
 
 
 @pytest.fixture
@@ -63,3 +69,29 @@ def test_an_arena_that_may_not_be_locked_says_what_to_do(monkeypatch: pytest.Mon
             arena.lock()
     finally:
         arena.close()
+
+
+def test_a_daemon_without_descriptors_serves_whom_it_has(launch: Callable[..., Remote]) -> None:
+    remote = launch({"cpu.bytes": "4MiB", "disk.bytes": "64MiB"})
+    pid = remote.daemon.pid
+    with remote.session() as session:
+        space = remote.register(session.session_id, "m", 4096)
+        _, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        highest = max(map(int, os.listdir(f"/proc/{pid}/fd")))
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (highest + 4, hard))
+        callers = [socket.socket(socket.AF_UNIX) for _ in range(12)]
+        try:
+            for caller in callers:
+                caller.connect(str(remote.daemon.socket))
+            stats = remote.until(lambda stats: any(each.part == limits.NOW for each in stats.troubles))
+            assert "RLIMIT_NOFILE" in next(each.remedy for each in stats.troubles if each.part == limits.NOW)
+            for number in range(4):
+                tokens = [number, 1, 2, 3]
+                remote.put(session.session_id, space, tokens, bytes([number]) * 4096)
+                assert remote.get(session.session_id, space, tokens) == (1, bytes([number]) * 4096)
+        finally:
+            for caller in callers:
+                caller.close()
+            resource.prlimit(pid, resource.RLIMIT_NOFILE, (hard, hard))
+        remote.until(lambda stats: not stats.troubles)
+        remote.put(session.session_id, space, [9, 9, 9, 9], bytes(4096), durable=True)

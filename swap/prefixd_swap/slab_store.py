@@ -358,7 +358,7 @@ class SlabStore:
             self._refuse_closed()
             if self._unsure:
                 raise StorageError(
-                    f"a commit in {self._directory.path} failed half-way; revive the store or open it again"
+                    f"a commit in {self._directory.path} failed half-way; revive it or open the store again"
                 )
             if self._reviving:
                 raise StorageError(f"the store in {self._directory.path} is being revived; try again")

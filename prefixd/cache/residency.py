@@ -234,7 +234,8 @@ class Residency:
                     held.append((left[there], source))
                     left = left[~there]
             for there, source in held:
-                self.tiers.counters[tier].promoted += await self.copy(trie, there, source, tier)
+                arrived = await self.copy(trie, there, source, tier)
+                self.tiers.counters[tier].promoted += arrived
         finally:
             for there, source in held:
                 self.unhold(trie, there, source)

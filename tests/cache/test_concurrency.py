@@ -61,6 +61,16 @@ async def test_a_prefix_on_disk_is_read_once_for_all_who_ask(make_rig: MakeRig) 
     assert rig.cache.tiers.counters[CPU].promoted == 3
 
 
+async def test_prompts_brought_up_at_once_are_all_counted(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=6, disk=16)
+    prompts = [[1, 2], [3, 4, 5], [6]]
+    for prompt in prompts:
+        await rig.put(prompt, durable=True)
+    await rig.restart()
+    assert await asyncio.gather(*map(rig.get, prompts)) == [2, 3, 1]
+    assert rig.cache.tiers.counters[CPU].promoted == 6
+
+
 async def test_a_session_that_ends_during_acquire_gets_nothing(make_rig: MakeRig, eventually: Eventually) -> None:
     rig = make_rig(cpu=8, disk=8)
     await on_disk(rig, [1, 2])

@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from prefixd import heap
 from prefixd.cache.filling import Filling
 from prefixd.cache.keys import BlockChain, Digest, xxh3_digest
 from prefixd.cache.leases import Lease, LeaseTable, Process, Reservation, Session
 from prefixd.cache.namespaces import Namespace, NamespaceRegistry, NamespaceSpec
 from prefixd.cache.residency import Residency
-from prefixd.cache.restore import give_back_memory, known_namespaces, remove_refused, restore
+from prefixd.cache.restore import known_namespaces, remove_refused, restore
 from prefixd.cache.scrubber import Scrubber
 from prefixd.cache.tiers import Tiers
 from prefixd.cache.trie import CPU, DISK, GPU, TIERS, Match, Rows, Trie
@@ -109,7 +110,7 @@ class TieredCache:
         known = known_namespaces(store, self.namespaces)
         restored = restore(store.load(), known, self.tries, self.trie, self.residency.ledger)
         remove_refused(store, restored)
-        give_back_memory()
+        heap.give_back()
         return restored.blocks
 
     async def close(self) -> None:

@@ -6,7 +6,6 @@ there get the places on disk that the index has now, and lose the copy on disk t
 
 from __future__ import annotations
 
-import ctypes
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -98,13 +97,6 @@ def restore(
     return Restored(len(records) - len(ids), dict(entry.refused), ids)
 
 
-def give_back_memory() -> None:
-    """Returns to the system what reading an index took: the C library keeps freed memory that lies between the used."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
-    if trim is not None:
-        trim(0)
-
-
 def remove_refused(store: SlabStore, restored: Restored) -> None:
     """Frees the slots of what was refused. On an error they stay taken until the next start tries again."""
     ids = restored.refused_ids
@@ -151,6 +143,7 @@ class _Entry:
         for group in records.groups:
             self._find(group)
         self._refuse_orphans()
+        self._places = self._prompt_order()
         for group in records.groups:
             self._enter(group, now_s)
 
@@ -165,8 +158,7 @@ class _Entry:
         if self.sound.all():
             return
         parent, lost = self._records.parent, np.zeros(len(self.sound), np.bool_)
-        bounds = np.flatnonzero(np.diff(self._records.depth, prepend=-1, append=-1)).tolist()
-        for start, end in pairwise(bounds):
+        for start, end in self._levels():
             above = parent[start:end]
             lost[start:end] = (above >= 0) & (~self.sound[above] | lost[above])
         self._refuse(lost, "of a prefix that was dropped")
@@ -235,6 +227,30 @@ class _Entry:
         inner[inner == _NO_ROW] = _NO_PARENT
         return np.where(first, self._roots[self._records.namespace[rows]], inner)
 
+    def _levels(self) -> list[tuple[int, int]]:
+        """The records of each depth, which are side by side."""
+        return list(pairwise(np.flatnonzero(np.diff(self._records.depth, prepend=-1, append=-1)).tolist()))
+
+    def _prompt_order(self) -> Rows:
+        """The place of each record when what continues a block comes right behind it (preorder).
+
+        Matching a prompt then reads memory from front to back, and uses few pages of the columns that are still empty.
+        """
+        parent, levels = self._records.parent, self._levels()
+        sizes = np.ones(len(parent), np.int64)  # of the subtrees
+        for start, end in reversed(levels[1:]):
+            np.add.at(sizes, parent[start:end], sizes[start:end])
+        places = np.zeros(len(parent), np.int64)
+        for start, end in levels:
+            order = start + np.argsort(parent[start:end], kind="stable")  # siblings side by side
+            above, before = parent[order], np.cumsum(sizes[order]) - sizes[order]
+            if start:
+                eldest = np.flatnonzero(np.diff(above, prepend=-1))
+                before -= np.repeat(before[eldest], np.diff(eldest, append=len(above)))
+                before += places[above] + 1
+            places[order] = before
+        return places
+
     def _enter(self, group: RecordGroup, now_s: float) -> None:
         """Enters the sound records of a group, parents first, and their copies on disk."""
         trie = self._trie(group)
@@ -242,12 +258,13 @@ class _Entry:
             return
         records = self._records
         new = self.sound[group.rows] & (self._rows[group.rows] == _NO_ROW)
-        trie.reserve(int(np.count_nonzero(new)))
+        added = group.rows[new]
+        added = added[np.argsort(self._places[added])]
+        self._rows[added] = trie.take_rows(len(added))
         for start in range(0, len(group.rows), _CHUNK):
             part = slice(start, start + _CHUNK)
             rows, fresh = group.rows[part], new[part]
             added = rows[fresh]
-            self._rows[added] = trie.take_rows(len(added))
             trie.insert_all(
                 self._rows[added],
                 self._parents(added),
@@ -258,8 +275,10 @@ class _Entry:
                 now_s,
             )
             sound = self.sound[rows]
-            trie.put_copies(self._rows[rows[sound]], DISK, group.slots[part][sound], now_s)
-            trie.checksums[self._rows[rows[sound]]] = group.checksums[part][sound]
+            there, checksums = self._rows[rows[sound]], group.checksums[part][sound]
+            trie.put_copies(there, DISK, group.slots[part][sound], now_s)
+            trie.sealed[there] &= trie.checksums[there] == checksums
+            trie.checksums[there] = checksums
 
 
 def _shape(group: RecordGroup) -> tuple[int, tuple[int, ...]]:

@@ -150,4 +150,11 @@ def _ready_line(endpoints: Endpoints) -> str:
 
 
 def _ready_json(endpoints: Endpoints) -> str:
-    return json.dumps({"socket": str(endpoints.socket), "tcp": endpoints.tcp, "pid": os.getpid()})
+    return json.dumps(
+        {
+            "socket": str(endpoints.socket),
+            "tcp": endpoints.tcp,
+            "pid": os.getpid(),
+            "opening_s": round(endpoints.opening_s, 3),
+        }
+    )

@@ -19,6 +19,7 @@ from typing import Any
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
+from prefixd import heap
 from prefixd.cache import TIER_NAMES, TieredCache, Tiers, Troubles
 from prefixd.errors import ConfigError, UnavailableError
 from prefixd.server import rpc
@@ -61,11 +62,12 @@ _SERVICES = (
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """Where the daemon listens."""
+    """Where the daemon listens, and how long that took since it opened its tiers."""
 
     socket: Path
     tcp: str | None
     metrics_port: int | None
+    opening_s: float
 
 
 async def serve(
@@ -119,6 +121,8 @@ class Daemon:
         doors = Doors(settings.server)
         stack.callback(private_umask())
         stack.callback(_lock_directory(settings.data_dir))
+        heap.keep_large_arrays_apart()
+        began_s = clock()
         troubles = Troubles(clock)
         troubles.listeners.append(self._on_troubles)
         self._troubles = troubles
@@ -231,7 +235,7 @@ class Daemon:
             # Once it is over, a signal that comes before the process has ended must not change its exit status.
             stack.callback(signal.signal, number, signal.SIG_IGN)
             stack.callback(loop.remove_signal_handler, number)
-        return Endpoints(path, tcp, metrics_port)
+        return Endpoints(path, tcp, metrics_port, clock() - began_s)
 
     async def drain(self) -> tuple[int, int]:
         """Takes no new work, finishes what runs, writes back; the same drain for everyone who asks."""

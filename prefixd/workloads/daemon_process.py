@@ -52,6 +52,8 @@ class DaemonProcess:
         self.directory = Path(tempfile.mkdtemp(prefix="prefixd-")) if directory is None else directory
         self.tcp: str | None = None
         """host:port where it listens for other hosts, when its settings say so and it runs."""
+        self.opening_s = 0.0
+        """From opening its tiers, restoring what is on disk among it, until it took calls; of its last start."""
         self._settings = dict(settings or {})
         self._start_timeout_s = start_timeout_s
         self._stop_timeout_s = stop_timeout_s
@@ -120,7 +122,8 @@ class DaemonProcess:
         if self._process is None:
             raise DaemonFailed("the daemon is not running; launch it first")
         try:
-            self.tcp = self._announcement(self._process).get("tcp")
+            ready = self._announcement(self._process)
+            self.tcp, self.opening_s = ready.get("tcp"), float(ready["opening_s"])
         except BaseException:
             self._end(signal.SIGTERM)
             raise

@@ -16,6 +16,7 @@ import lmdb
 
 from prefixd_swap.errors import DiskFullError, FormatError, StorageError
 from prefixd_swap.file_ops import FileOps, storage_error
+from prefixd_swap.mapped_file import MappedFile
 
 MAP_BYTES = 16 << 20
 """First size of the memory map; it doubles when it is full."""
@@ -23,6 +24,8 @@ CHUNK_ROWS = 4096
 """Rows read at once: few enough to stay in the processor's cache, twice as fast as 65,536."""
 
 READ_BYTES = 1 << 20
+_MAPPED_BYTES = 4 << 20
+"""About the most of the index that stays mapped, and counts as this process's memory, after reads and writes."""
 
 Row = tuple[bytes, bytes]
 """A block's key and value."""
@@ -112,7 +115,7 @@ class SlabIndex:
                 for key, value in changes
             ]
 
-        return self._write(change)
+        return self._write(change, len(changes))
 
     def get(self, key: bytes) -> bytes | None:
         """A block's value, None when there is none.
@@ -123,7 +126,9 @@ class SlabIndex:
         with self._lock:
             try:
                 with self._env.begin(db=self._blocks) as txn:
-                    return txn.get(key)
+                    value: bytes | None = txn.get(key)
+                self._mapped.touch(1)
+                return value
             except lmdb.Error as error:
                 raise self._translated("reading", error) from error
 
@@ -142,8 +147,7 @@ class SlabIndex:
                     rows = iter(cursor)
                     while chunk := list(islice(rows, CHUNK_ROWS)):
                         yield chunk
-                # What was read stays mapped and counts as this process's memory until the map is made anew.
-                self._env.set_mapsize(self._env.info()["map_size"])
+                self._mapped.let_go()
             except _DAMAGE as error:
                 raise IndexDamagedError(f"{error} while reading the index in {self._path}") from error
             except lmdb.Error as error:
@@ -202,7 +206,7 @@ class SlabIndex:
         with self._lock:
             self._env.close()
 
-    def _write(self, change: Callable[[lmdb.Transaction[bytes]], _Result]) -> _Result:
+    def _write(self, change: Callable[[lmdb.Transaction[bytes]], _Result], rows: int = 1) -> _Result:
         with self._lock:
             while True:
                 if self.broken:
@@ -215,6 +219,7 @@ class SlabIndex:
                     except BaseException:
                         txn.abort()
                         raise
+                    self._mapped.touch(rows)
                     return result
                 except lmdb.MapFullError:
                     self._grow()
@@ -230,6 +235,7 @@ class SlabIndex:
             self._env.set_mapsize(2 * self._env.info()["map_size"])
         except lmdb.Error as error:
             raise self._translated("growing", error) from error
+        self._mapped.moved()
 
     def _replace(self, damage: str) -> None:
         log.error("the index in %s is set aside, its blocks are lost: %s", self._path, damage)
@@ -276,6 +282,7 @@ class SlabIndex:
             env.close()
             raise
         self._env = env
+        self._mapped = MappedFile(self._path / "data.mdb", _MAPPED_BYTES)
 
     def _probe(self) -> None:
         """Once writing a meta page failed, LMDB refuses every transaction: what is durable is not known."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -104,6 +105,25 @@ async def refuses(rig: Rig, reason: str, blocks: int, restored: int) -> None:
     await rig.check_disk()
     await rig.restart()
     assert (rig.restored, sum(rig.cache.residency.lost.values())) == (restored, 0)
+
+
+@pytest.mark.usefixtures("chunks")
+async def test_a_prompt_comes_back_in_neighbouring_rows(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=32, disk=64)
+    dice = random.Random(0)
+    prompts = [[dice.randrange(3) for _ in range(dice.randrange(1, 7))] for _ in range(12)]
+    for prompt in prompts:
+        await rig.put(prompt, durable=True)
+    await rig.restart()
+    trie = rig.trie
+    assert (
+        trie.rows == rig.restored == len({tuple(prompt[: end + 1]) for prompt in prompts for end in range(len(prompt))})
+    )
+    for row in range(trie.rows):
+        subtree = sorted(trie.subtree(row))
+        assert subtree == list(range(row, row + len(subtree)))
+    for prompt in prompts:
+        assert await rig.get(prompt) == len(prompt)
 
 
 @pytest.mark.usefixtures("chunks")

@@ -1,0 +1,28 @@
+"""The C library's heap, kept from holding on to memory that nobody uses. Without effect where it is not glibc."""
+
+from __future__ import annotations
+
+import ctypes
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+_LARGE_BYTES = 1 << 20
+_SPARE_BYTES = 4 << 20
+
+
+def keep_large_arrays_apart() -> None:
+    """Has arrays of 1 MiB and more lie outside the heap, so that their memory is the system's again once they are gone.
+
+    By default glibc moves that limit up to 32 MiB after the first such array, and what is freed between arrays that are
+    used stays resident: 100 bytes a block with a million blocks.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _SPARE_BYTES)
+
+
+def give_back() -> None:
+    """Returns to the system what is free in the heap between what is used."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -1,0 +1,61 @@
+"""Pages of a file that a library has mapped: they count as this process's memory for as long as they stay mapped."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from pathlib import Path
+
+_PAGES_A_TOUCH = 16  # the kernel maps what it has of the 64 KiB around a page that is touched
+
+
+class MappedFile:
+    """The read-only mapping of a file, somewhere in this process.
+
+    Args:
+        path: the file.
+        most_bytes: let go of its pages when about so much is mapped.
+    """
+
+    def __init__(self, path: Path, most_bytes: int) -> None:
+        self._path = os.path.realpath(path)
+        self._most = most_bytes // (_PAGES_A_TOUCH * mmap.PAGESIZE)
+        self._touched = 0
+        self._ranges: list[tuple[int, int]] | None = None
+
+    def moved(self) -> None:
+        """The mapping was made anew, maybe elsewhere."""
+        self._ranges = None
+
+    def touch(self, places: int) -> None:
+        """So many places of the file were read; when they are many, lets go of all."""
+        self._touched += places
+        if self._touched >= self._most:
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Unmaps the pages, whoever reads them: they stay in the page cache, and come back when they are touched."""
+        self._touched = 0
+        if self._ranges is None:
+            self._ranges = _ranges(self._path)
+        for start, nbytes in self._ranges:
+            _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), mmap.MADV_DONTNEED)
+
+
+def _ranges(path: str) -> list[tuple[int, int]]:
+    """Start and length of every mapping of `path`; none where the system does not tell."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        fields = line.split(maxsplit=5)
+        if fields[-1] == path:
+            start, end = (int(address, 16) for address in fields[0].split("-"))
+            found.append((start, end - start))
+    return found
+
+
+_libc = ctypes.CDLL(None)

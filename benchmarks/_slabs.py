@@ -6,25 +6,31 @@ import mmap
 import os
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import msgspec
 import numpy as np
+import xxhash
 
 from benchmarks import _harness
+from prefixd.cache import BlockChain, NamespaceSpec, PartSpec
+from prefixd.cache.namespaces import namespace_id
 from prefixd_swap import BlockRecord, DiskPart, NewBlock, SlabStore, Span
 from prefixd_swap.block_record import encode_record, index_key
 from prefixd_swap.file_ops import FileOps
 from prefixd_swap.slab_file import INDEX_BITS
 from prefixd_swap.slab_index import SlabIndex
 
-_NAMESPACE = b"namespac"
-_SLOT_BYTES = 4096
+SLOT_BYTES = 4096
+TOKENS = 16
+CHAIN = 500  # blocks of a prompt
 _SLAB_SLOTS = 16384
-_TOKENS = 16
+SPEC = NamespaceSpec("benchmark-disk-large", TOKENS, (PartSpec("full", 0, SLOT_BYTES),))
+_NAMESPACE = namespace_id(SPEC)
 
 
 class Memory:
@@ -42,9 +48,36 @@ class Memory:
         """A block's bytes."""
         return memoryview(self._map)[block * self.block_bytes : (block + 1) * self.block_bytes]
 
+    def must_equal(self, other: Memory) -> None:
+        """Raises BenchmarkError when the bytes differ."""
+        if not np.array_equal(self.bytes, other.bytes):
+            raise _harness.BenchmarkError("the bytes loaded are not the bytes stored")
+
     def span(self, block: int) -> Span:
         """A block's bytes as the store takes them."""
         return Span(int(self.bytes.ctypes.data) + block * self.block_bytes, self.block_bytes)
+
+
+class Way(Protocol):
+    """A way to store blocks and to load them."""
+
+    def clear(self) -> None:
+        """Remove all blocks, where that has to be done before storing them again."""
+
+    def store(self, source: Memory, batch: int) -> None:
+        """Store all blocks, durably after each batch."""
+
+    def load(self, target: Memory) -> None:
+        """Load all blocks."""
+
+    def verify(self, source: Memory, target: Memory) -> None:
+        """Raises BenchmarkError unless what was just loaded is what was stored."""
+
+    def forget(self) -> None:
+        """Drop them from the page cache."""
+
+    def close(self) -> None:
+        """Let go of files and processes."""
 
 
 class PlainFile:
@@ -56,6 +89,9 @@ class PlainFile:
         os.posix_fallocate(self._fd, 0, blocks * block_bytes)
         os.fsync(self._fd)
 
+    def clear(self) -> None:
+        """They are written over."""
+
     def store(self, source: Memory, batch: int) -> None:
         """Write all blocks, durably after each batch."""
         for start in range(0, self._blocks, batch):
@@ -66,6 +102,10 @@ class PlainFile:
     def load(self, target: Memory) -> None:
         """Read all blocks."""
         list(self._pool.map(lambda number: self._all(os.preadv, target, number), range(self._blocks)))
+
+    def verify(self, source: Memory, target: Memory) -> None:
+        """Compare."""
+        target.must_equal(source)
 
     def forget(self) -> None:
         """Drop it from the page cache."""
@@ -115,6 +155,10 @@ class Store:
 
         list(self._pool.map(read, range(self._blocks), self._records))
 
+    def verify(self, source: Memory, target: Memory) -> None:
+        """Compare."""
+        target.must_equal(source)
+
     def forget(self) -> None:
         """Drop its slabs from the page cache."""
         for slab in (self._path / "slabs").iterdir():
@@ -127,60 +171,59 @@ class Store:
         self.store_itself.close()
 
 
-def throughput(folder: Path, block_bytes: int, blocks: int, batch: int, depth: int, rounds: int) -> dict[str, Any]:
+def throughput(
+    ways: Mapping[str, Callable[[ThreadPoolExecutor], Way]],
+    block_bytes: int,
+    blocks: int,
+    batch: int,
+    depth: int,
+    rounds: int,
+) -> dict[str, float]:
     """Medians over rounds in which every way takes its turn, after one that is not counted; in GB/s."""
     source, target = Memory(blocks, block_bytes), Memory(blocks, block_bytes)
     source.bytes[:] = np.random.default_rng(0).integers(0, 256, len(source.bytes), np.uint8)
     target.bytes[:] = 1
     times: dict[str, list[float]] = {}
-    with ThreadPoolExecutor(depth) as pool:
-        ways: dict[str, PlainFile | Store] = {
-            "raw_direct": PlainFile(folder / "direct", blocks, block_bytes, pool, True),
-            "store_direct": Store(folder / "store-direct", blocks, block_bytes, pool, depth, True),
-            "raw_buffered": PlainFile(folder / "buffered", blocks, block_bytes, pool, False),
-            "store_buffered": Store(folder / "store-buffered", blocks, block_bytes, pool, depth, False),
-        }
+    with ThreadPoolExecutor(depth) as pool, ExitStack() as undo:
+        made = {}
+        for name, make in ways.items():
+            made[name] = make(pool)
+            undo.callback(made[name].close)
         with _harness.progress("rounds", rounds + 1) as step:
             for turn in range(rounds + 1):
-                for name, way in ways.items():
-                    if isinstance(way, Store):
-                        way.clear()
+                for name, way in made.items():
+                    way.clear()
                     with _timed(times, f"{name}_store", turn > 0):
                         way.store(source, batch)
                     way.forget()
                     target.bytes[:] = 1
                     with _timed(times, f"{name}_load", turn > 0):
                         way.load(target)
-                    if not np.array_equal(source.bytes, target.bytes):
-                        raise _harness.BenchmarkError(f"{name}: the bytes read are not the bytes written")
+                    way.verify(source, target)
                     way.forget()
                 step()
-        for way in ways.values():
-            way.close()
-    gbps = {name: blocks * block_bytes / float(np.median(taken)) / 1e9 for name, taken in times.items()}
-    ratios = {
-        f"{kind}{what}_ratio": gbps[f"store_{way}_{what}"] / gbps[f"raw_{way}_{what}"]
-        for kind, way in (("", "direct"), ("buffered_", "buffered"))  # direct is what the store does by default
-        for what in ("store", "load")
-    }
-    return {f"{name}_gbps": round(value, 3) for name, value in gbps.items()} | {
-        name: round(value, 3) for name, value in ratios.items()
-    }
+    return {name: blocks * block_bytes / float(np.median(taken)) / 1e9 for name, taken in times.items()}
+
+
+def prompt(chain: int) -> bytes:
+    """The token ids of a prompt of `fill`."""
+    return random.Random(chain).randbytes(4 * TOKENS * CHAIN)
 
 
 def fill(path: Path, blocks: int) -> None:
     """A store of `blocks` blocks of one 4 KiB slot in chains of 500, with a real index and slabs that are holes."""
-    capacity = blocks * _SLOT_BYTES
+    capacity = blocks * SLOT_BYTES
     SlabStore.open(path, capacity).close()
     for first in range(0, blocks, _SLAB_SLOTS):
-        slab = path / "slabs" / f"{first // _SLAB_SLOTS + 1:010x}-{_SLOT_BYTES}.slab"
+        slab = path / "slabs" / f"{first // _SLAB_SLOTS + 1:010x}-{SLOT_BYTES}.slab"
         slab.touch(0o600)
-        os.truncate(slab, min(_SLAB_SLOTS, blocks - first) * _SLOT_BYTES)
+        os.truncate(slab, min(_SLAB_SLOTS, blocks - first) * SLOT_BYTES)
     index = SlabIndex(path / "index", FileOps())
     with _harness.progress("records", blocks // 10_000) as step:
         for changes in _batches(blocks, 10_000):
             index.apply(changes)
             step()
+    index.put_namespace(_NAMESPACE, msgspec.msgpack.encode(SPEC))
     index.close()
 
 
@@ -188,7 +231,7 @@ def reopen(path: Path, blocks: int) -> dict[str, Any]:
     """Time to open and load the store, and what stays in memory; in a process that did nothing else before."""
     before = _resident_bytes()
     begin = time.perf_counter()
-    store = SlabStore.open(path, blocks * _SLOT_BYTES)
+    store = SlabStore.open(path, blocks * SLOT_BYTES)
     records = store.load()
     elapsed = time.perf_counter() - begin
     if len(records) != blocks:
@@ -200,22 +243,24 @@ def reopen(path: Path, blocks: int) -> dict[str, Any]:
 
 
 def _batches(blocks: int, size: int) -> Iterator[list[tuple[bytes, bytes]]]:
-    rng = random.Random(0)
-    parent = b""
+    checksum = xxhash.xxh3_64_intdigest(bytes(SLOT_BYTES))  # of a hole
+    seed = int.from_bytes(_NAMESPACE, "little")
     for start in range(0, blocks, size):
         changes = []
         for number in range(start, min(start + size, blocks)):
-            depth = number % 500
-            key = rng.randbytes(16)
+            chain, depth = divmod(number, CHAIN)
+            if number == start or not depth:
+                keys = BlockChain(prompt(chain), TOKENS, seed)
             slot = number // _SLAB_SLOTS + 1 << INDEX_BITS | number % _SLAB_SLOTS
-            block = NewBlock(_NAMESPACE, key, parent if depth else b"", rng.randbytes(4 * _TOKENS), depth, [])
-            changes.append((index_key(_NAMESPACE, key), encode_record(block, [DiskPart(slot, _SLOT_BYTES, number)])))
-            parent = key
+            parent = keys.key(depth - 1) if depth else b""
+            block = NewBlock(_NAMESPACE, keys.key(depth), parent, keys.block(depth), depth, [])
+            record = encode_record(block, [DiskPart(slot, SLOT_BYTES, checksum)])
+            changes.append((index_key(_NAMESPACE, block.key), record))
         yield sorted(changes)
 
 
 def _block(number: int, parts: Sequence[Span]) -> NewBlock:
-    return NewBlock(_NAMESPACE, number.to_bytes(16, "big"), b"", bytes(4 * _TOKENS), 0, parts)
+    return NewBlock(_NAMESPACE, number.to_bytes(16, "big"), b"", bytes(4 * TOKENS), 0, parts)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The store's half of the disk benchmark, with as little to do as still goes through everything."""
+"""The disk benchmark, with as little to do as still goes through everything."""
 
 from __future__ import annotations
 
@@ -6,17 +6,32 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import _slabs
+from benchmarks import _disk_daemon, _harness, _slabs, disk
 
 
 def test_throughput_compares_the_same_bytes(tmp_path: Path) -> None:
-    result = _slabs.throughput(tmp_path, block_bytes=65536, blocks=6, batch=4, depth=2, rounds=2)
+    result = disk.throughput(tmp_path, block_bytes=65536, blocks=14, batch=4, depth=2, rounds=2)
     assert all(value > 0 for value in result.values())
-    ratio = result["store_direct_load_gbps"] / result["raw_direct_load_gbps"]
-    assert result["load_ratio"] == pytest.approx(ratio, rel=0.1, abs=0.01)
+    for ratio, way in (("load_ratio", "daemon"), ("slabs_load_ratio", "slabs_direct")):
+        expected = result[f"{way}_load_gbps"] / result["raw_direct_load_gbps"]
+        assert result[ratio] == pytest.approx(expected, rel=0.1, abs=0.01)
 
 
-def test_a_store_that_was_filled_opens_whole(tmp_path: Path) -> None:
-    _slabs.fill(tmp_path / "store", 30_000)
-    result = _slabs.reopen(tmp_path / "store", 30_000)
+def test_a_round_that_memory_could_hold_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(_harness.BenchmarkError, match="11 blocks a round are too few for batches of 4: give 12"):
+        _disk_daemon.DaemonDisk(tmp_path / "daemon", 11, 65536, 4)
+
+
+def test_a_daemon_on_a_store_that_was_filled_serves_it(tmp_path: Path) -> None:
+    blocks = 10_300
+    result = disk.reopen(tmp_path, blocks)
     assert result["store_reopen_s"] > 0
+    assert 0 < result["reopen_s"] < result["start_s"]
+    assert result["empty_daemon_bytes"] < result["bytes_per_block"] * blocks <= result["peak_bytes_per_block"] * blocks
+
+
+def test_a_daemon_that_lacks_blocks_is_found_out(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir(mode=0o700)
+    _slabs.fill(tmp_path / "data" / "blocks", 1_000)
+    with pytest.raises(_harness.BenchmarkError, match="1000 of 1001 blocks came back"):
+        _disk_daemon.reopen(tmp_path / "data", 1_001)

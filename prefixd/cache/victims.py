@@ -49,19 +49,25 @@ def find_victims(
 
     def reveal(identity: int) -> tuple[int, float] | None:
         trie, row = tries[identity >> _ROW_BITS], identity & _ROW_MASK
-        parent = int(trie.parent[row])
-        if parent < 0:
-            return None
-        up = parent | (trie.ordinal << _ROW_BITS)
-        gone[up] = gone.get(up, 0) + 1
-        vanished[up] = vanished.get(up, 0) + (trie.some[row] == bit and not (demotable and trie.has(row, tier)))
-        some = int(trie.some[parent])
+        leaves, vanishes = 1, bool(trie.some[row] == bit and not (demotable and trie.has(row, tier)))
+        while True:
+            parent = int(trie.parent[row])
+            if parent < 0:
+                return None
+            up = parent | (trie.ordinal << _ROW_BITS)
+            gone[up] = gone.get(up, 0) + leaves
+            vanished[up] = vanished.get(up, 0) + vanishes
+            protected = trie.keep[parent] or trie.pinned[parent] or trie.children[parent] > vanished[up]
+            some = int(trie.some[parent])
+            if some or protected:
+                break
+            row, leaves = parent, 0  # it has no copy, and goes with the last of its children
         if gone[up] < trie.tier_children[parent, tier] or trie.holds[parent, tier] or not some & bit:
             return None
         if some & above:
             return None
         may_stay = some != bit or (demotable and trie.has(parent, tier))
-        if not may_stay and (trie.keep[parent] or trie.pinned[parent] or trie.children[parent] > vanished[up]):
+        if protected if not may_stay else not leaves:  # what may stay was revealed by the last that left the tier
             return None
         here = slice(parent, parent + 1)
         return up, float(policy.scores(trie.last_used[here], trie.entered[here, tier])[0])

@@ -126,3 +126,15 @@ def test_a_torn_block_cannot_go_down() -> None:
     assert find_victims([trie], CPU, 1, lru, demotable=True) == [], "pinned, and no tier below can take half a block"
     trie.put_copy(row, CPU, [-1, 1], 0.0)
     assert find_victims([trie], CPU, 1, lru, demotable=True) != []
+
+
+def test_a_block_above_others_without_copies_goes_after_what_continues_them() -> None:
+    forest = Forest([-1, 0, 1, 2])
+    forest.put(0, CPU)
+    forest.put(3, CPU)
+    assert forest.victims(CPU, 4, demotable=False) == [3, 0]
+    forest.put(0, DISK)
+    assert sorted(forest.victims(CPU, 4, demotable=False)) == [0, 3], "a leaf of its tier from the start; once"
+    forest.put(1, DISK)
+    forest.tries[0].drop_copy(forest.rows[0][1], DISK)
+    assert forest.victims(CPU, 4, demotable=False) == [3], "a block between them stays"

@@ -43,10 +43,12 @@ class DaemonDisk:
     """
 
     def __init__(self, folder: Path, blocks: int, block_bytes: int, batch: int) -> None:
-        fewest = (_IN_FLIGHT + 1) * batch
-        if blocks < fewest:
-            raise _harness.BenchmarkError(f"{blocks} blocks a round are too few for batches of {batch}: give {fewest}")
-        self._prompts = [_Prompt(start, min(start + batch, blocks)) for start in range(0, blocks, batch)]
+        if blocks % batch or blocks < (_IN_FLIGHT + 1) * batch:
+            raise _harness.BenchmarkError(
+                f"of {blocks} blocks a round some would be loaded from memory: give a multiple of --batch {batch}, "
+                f"at least {_IN_FLIGHT + 1} times as many"
+            )
+        self._prompts = [_Prompt(start, start + batch) for start in range(0, blocks, batch)]
         self._block_bytes = block_bytes
         self._promoted = 0
         self._compared = False

@@ -106,6 +106,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def Evict(self, request: pb.EvictRequest) -> pb.EvictResponse:
         """Drops a prefix and what continues it, a namespace, or everything."""
         what = request.WhichOneof("what")
+        await self._cache.residency.sealed()  # what was just committed is held for a moment
         doomed: list[tuple[Trie, list[int]]] = []
         if what == "key":
             trie, row = self._find(request.key)

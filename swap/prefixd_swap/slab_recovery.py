@@ -39,6 +39,15 @@ def recover(table: IndexTable, slabs: SlabFiles, index_damage: str = "") -> tupl
     return Recovery(len(records), len(dropped) - lost_parents, lost_parents, index_damage), records, dropped
 
 
+def reconcile(table: IndexTable, known: Int64s) -> tuple[Int64s, list[bytes]]:
+    """The slots of the blocks whose slots are all `known`, and the index keys of all others."""
+    wanted = np.zeros(table.rows, np.bool_)
+    for group in table.groups:
+        wanted[group.rows] = np.isin(group.slots[:, group.on_disk], known).all(axis=1)
+    slots = [group.slots[wanted[group.rows]][:, group.on_disk].ravel() for group in table.groups]
+    return np.concatenate([np.zeros(0, np.int64), *slots]), table.index_keys(~wanted) + table.unreadable
+
+
 def prefix_closed(depth: Int64s, parent: Int64s, sound: Bools) -> Bools:
     """Those of `sound` whose ancestors are all in it. A parent is less deep than its child, so one pass does."""
     kept: Bools = sound & (parent != LOST_PARENT)

@@ -10,9 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -24,7 +22,6 @@ from prefixd_swap.block_record import (
     DiskPart,
     NewBlock,
     decode_record,
-    encode_record,
     index_key,
     record_depth,
     record_slots,
@@ -37,7 +34,8 @@ from prefixd_swap.slab_file import SlabFile
 from prefixd_swap.slab_files import SlabFiles
 from prefixd_swap.slab_index import Change, IndexDamagedError, SlabIndex
 from prefixd_swap.slab_records import IndexTable, Int64s, Records
-from prefixd_swap.slab_recovery import Recovery, prefix_closed, recover
+from prefixd_swap.slab_recovery import Recovery, prefix_closed, reconcile, recover
+from prefixd_swap.slab_writer import SlabWriter
 from prefixd_swap.slots import round_to_slot
 from prefixd_swap.spans import Span
 
@@ -60,13 +58,12 @@ class SlabStore:
         """For `open`."""
         self.recovery = recovery
         self._recovered: Records | None = recovered  # until `load` or the first change
-        self._io_threads = io_threads
-        self._pool: ThreadPoolExecutor | None = None
         self._directory = directory
         self._index = index
         self._slabs = slabs
         self._commits = GroupCommit(self._flush)
         self._changed = threading.Condition()  # guards the slabs and what follows
+        self._writer = SlabWriter(slabs, self._changed, io_threads)
         self._active = 0  # writes and removals under way
         self._reviving = False
         self._closed = False
@@ -160,11 +157,14 @@ class SlabStore:
         for block in blocks:
             block.check()
         with self._operation():
-            slots = self._take_slots(blocks)
+            slots = self._writer.take(blocks)
             try:
-                return self._store(blocks, slots)
+                records, commit = self._writer.write(blocks, slots)
+                if commit.changes:
+                    self._commits.run(commit)
+                return records
             except Exception:
-                self._free_slots([slot for taken in slots if taken for slot in taken if slot is not None])
+                self._writer.free([slot for taken in slots if taken for slot in taken if slot is not None])
                 raise
 
     def remove(self, ids: Sequence[tuple[bytes, bytes]]) -> None:
@@ -272,15 +272,9 @@ class SlabStore:
                 self._changed.notify_all()
 
     def _reconcile(self, known: Int64s) -> Int64s:
-        table = IndexTable(self._index.chunks())
-        wanted = np.zeros(table.rows, np.bool_)
-        for group in table.groups:
-            wanted[group.rows] = np.isin(group.slots[:, group.on_disk], known).all(axis=1)
-        unwanted = table.index_keys(~wanted) + table.unreadable
-        if unwanted:
-            self._index.apply([(key, None) for key in unwanted])
-        named = [group.slots[wanted[group.rows]][:, group.on_disk].ravel() for group in table.groups]
-        stored = np.concatenate([np.zeros(0, np.int64), *named])
+        stored, unknown = reconcile(IndexTable(self._index.chunks()), known)
+        if unknown:
+            self._index.apply([(key, None) for key in unknown])
         with self._changed:
             self._slabs.reclaim(stored)
             self._recovered = None
@@ -345,8 +339,7 @@ class SlabStore:
                 return
             self._closed = True
             self._changed.wait_for(lambda: not self._active)
-            if self._pool is not None:
-                self._pool.shutdown()
+            self._writer.close()
             self._index.close()
             self._slabs.close()
             self._directory.close()
@@ -380,98 +373,12 @@ class SlabStore:
         if self._closed:
             raise StorageError(f"the store in {self._directory.path} is closed; open it again")
 
-    def _take_slots(self, blocks: Sequence[NewBlock]) -> list[list[int | None] | None]:
-        """For each block a slot for each of its parts; None where not all of them have room."""
-        taken: list[list[int | None] | None] = []
-        with self._changed:
-            try:
-                for block in blocks:
-                    taken.append(self._take_block_slots(block))
-            except Exception:
-                for slots in taken:
-                    self._give_back(slots or [])
-                raise
-        return taken
-
-    def _take_block_slots(self, block: NewBlock) -> list[int | None] | None:
-        slots: list[int | None] = []
-        try:
-            for part in block.parts:
-                slot = self._slabs.allocate(part.nbytes) if part else None
-                if part and slot is None:
-                    self._give_back(slots)
-                    return None
-                slots.append(slot)
-        except Exception:
-            self._give_back(slots)
-            raise
-        return slots
-
-    def _store(
-        self, blocks: Sequence[NewBlock], slots: Sequence[Sequence[int | None] | None]
-    ) -> list[BlockRecord | None]:
-        commit = Commit([])
-        spans = [
-            (part, slot, checksum)
-            for block, taken in zip(blocks, slots, strict=True)
-            for part, slot, checksum in zip(
-                block.parts, taken or (), block.checksums or (None,) * len(block.parts), strict=False
-            )
-            if part and slot is not None
-        ]
-        written = iter(self._write_parts(spans, commit.slabs))
-        records: list[BlockRecord | None] = []
-        for block, taken in zip(blocks, slots, strict=True):
-            if taken is None:
-                records.append(None)
-                continue
-            parts = tuple(next(written) if slot is not None else None for slot in taken)
-            commit.changes.append((index_key(block.namespace, block.key), encode_record(block, parts)))
-            records.append(BlockRecord(block.namespace, block.key, block.parent, block.tokens, parts, block.depth))
-        if commit.changes:
-            self._commits.run(commit)
-        return records
-
-    def _write_parts(self, spans: Sequence[tuple[Span, int, int | None]], slabs: set[SlabFile]) -> list[DiskPart]:
-        """Write each span to its slot, several at a time; `slabs` gets the slabs written to."""
-        jobs = []
-        for part, slot, checksum in spans:
-            slab, index = self._slabs.find(slot)
-            slabs.add(slab)
-            jobs.append(partial(_write_part, host_bytes(part, part.nbytes), checksum, slab, index, slot))
-        if len(jobs) < 2 or self._io_threads < 2:
-            return [job() for job in jobs]
-        with self._changed:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(self._io_threads, thread_name_prefix="prefixd-slabs")
-        futures = [self._pool.submit(job) for job in jobs]
-        wait(futures)  # even if one fails: their slots may be freed only when nobody writes to them
-        return [future.result() for future in futures]
-
     def _flush(self, batch: Sequence[Commit]) -> None:
         """Data first, then the index, then the slots of what was replaced or removed are free."""
-        self._sync(set[SlabFile]().union(*(commit.slabs for commit in batch)))
+        self._writer.sync(set[SlabFile]().union(*(commit.slabs for commit in batch)))
         changes: list[Change] = [change for commit in batch for change in commit.changes]
         gone = self._index.apply(changes)
-        self._free_slots([slot for value in gone if value for slot, _ in record_slots(value)])
-
-    def _sync(self, slabs: set[SlabFile]) -> None:
-        for slab in sorted(slabs, key=lambda slab: slab.number):
-            try:
-                slab.sync()
-            except StorageError:
-                with self._changed:
-                    self._slabs.quarantine(slab)
-                raise
-
-    def _free_slots(self, slots: Sequence[int]) -> None:
-        with self._changed:
-            self._give_back(slots)
-
-    def _give_back(self, slots: Sequence[int | None]) -> None:
-        for slot in slots:
-            if slot is not None:
-                self._slabs.free(slot)
+        self._writer.free([slot for value in gone if value for slot, _ in record_slots(value)])
 
 
 def _read_index(index: SlabIndex) -> IndexTable:
@@ -480,13 +387,6 @@ def _read_index(index: SlabIndex) -> IndexTable:
     except IndexDamagedError as error:
         index.replace(str(error))
         return IndexTable(())
-
-
-def _write_part(data: memoryview, checksum: int | None, slab: SlabFile, index: int, slot: int) -> DiskPart:
-    if checksum is None:
-        checksum = xxhash.xxh3_64_intdigest(data)
-    slab.write(index, data)
-    return DiskPart(slot, len(data), checksum)
 
 
 def _verify(part: DiskPart, slab: SlabFile, index: int, found: int) -> None:

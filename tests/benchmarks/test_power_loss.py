@@ -30,8 +30,10 @@ def test_no_cut_breaks_a_promise() -> None:
 class NoDataSync(SlabStore):
     """Names blocks in the index before their bytes are on the disk."""
 
-    def _sync(self, slabs: set[SlabFile]) -> None:
-        pass
+    def _flush(self, batch: Sequence[Commit]) -> None:
+        for commit in batch:
+            commit.slabs.clear()
+        super()._flush(batch)
 
 
 class EarlyReuse(SlabStore):
@@ -42,13 +44,13 @@ class EarlyReuse(SlabStore):
             for key, value in commit.changes:
                 old = self._index.get(key)
                 if value is None and old is not None:
-                    self._free_slots([slot for slot, _ in record_slots(old)])
-        self._sync(set[SlabFile]().union(*(commit.slabs for commit in batch)))
+                    self._writer.free([slot for slot, _ in record_slots(old)])
+        self._writer.sync(set[SlabFile]().union(*(commit.slabs for commit in batch)))
         replaced = {key for commit in batch for key, value in commit.changes if value is not None}
         changes = [change for commit in batch for change in commit.changes]
         for (key, _), value in zip(changes, self._index.apply(changes), strict=True):
             if value is not None and key in replaced:
-                self._free_slots([slot for slot, _ in record_slots(value)])
+                self._writer.free([slot for slot, _ in record_slots(value)])
 
 
 @pytest.mark.parametrize("store_class", [NoDataSync, EarlyReuse])

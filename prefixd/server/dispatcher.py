@@ -15,7 +15,8 @@ from contextlib import suppress
 import numpy as np
 
 from prefixd.cache import CPU, DISK, GPU, TieredCache
-from prefixd.errors import PrefixdError, UnavailableError
+from prefixd.errors import ExhaustedError, PrefixdError, UnavailableError
+from prefixd.server.places import Places
 from prefixd.server.prefetcher import Prefetcher
 from prefixd.server.request import Ended, NewTokens, Request
 from prefixd.server.tracker import PrefixTracker
@@ -66,7 +67,7 @@ class Dispatcher:
         self._cost = cost
         self._send = send
         self._clock = clock
-        self._max_running = max_running
+        self._places = Places(max_running, cache.tiers.troubles, self._look)
         self._look_ahead = look_ahead
         self._caching = caching
         self._prefetcher = Prefetcher(
@@ -95,6 +96,7 @@ class Dispatcher:
 
     async def stop(self) -> None:
         """Stops dispatching and fails what waits or runs."""
+        self._places.close()
         self._stopping = True  # not cancelled: it may be waiting for a copy, whose memory goes next
         self._wake.set()
         if self._task is not None:
@@ -188,6 +190,11 @@ class Dispatcher:
             self._put_back(request)
         elif request.failure is not None:
             request.events.put_nowait(request.failure)
+        elif done.reason == "no_memory" and not request.cancelled and self.running:
+            self._places.shrink(len(self.running), done.detail)
+            self._put_back(request)
+        elif done.reason == "no_memory":
+            request.events.put_nowait(ExhaustedError(f"the worker has no memory for the request: {done.detail}"))
         elif done.reason == "error":
             request.events.put_nowait(UnavailableError(f"the worker could not run the request: {done.detail}"))
         else:
@@ -235,7 +242,7 @@ class Dispatcher:
     async def _dispatch(self) -> None:
         if self._caching:
             self._tracker.refresh(self.waiting.values())
-        places = self._max_running - len(self.running)
+        places = max(0, self._places.limit - len(self.running))
         window = [self.waiting[q.id] for q in self.queue.window(places + self._look_ahead, self._clock())]
         inside = set(map(id, window))
         for request in self.waiting.values():
@@ -269,7 +276,7 @@ class Dispatcher:
                 break
             if not request.staged:
                 self._prefetcher.stage(request)
-            if request.ready and len(self.running) < self._max_running and not await self._hand_over(request):
+            if request.ready and len(self.running) < self._places.limit and not await self._hand_over(request):
                 self._prefetcher.unstage_all_but(request, self.waiting.values())
                 break
 

@@ -61,6 +61,7 @@ class ModelHost:
             on_step=lambda step: self.dispatcher.on_step(step),
             on_done=self._on_done,
             on_death=lambda why, gave_up: self.dispatcher.on_death(why, gave_up),
+            troubles=cache.tiers.troubles,
         )
         self.dispatcher = Dispatcher(
             cache,

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 import numpy as np
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
 import prefixd
@@ -20,6 +26,7 @@ from prefixd.v1 import admin_pb2 as pb
 from prefixd.v1 import cache_pb2
 from prefixd_swap import round_to_slot
 
+_ACCEPT_PAUSE_S = 0.1
 _STATES = {
     WorkerState.STARTING: pb.WorkerStats.STATE_STARTING,
     WorkerState.READY: pb.WorkerStats.STATE_READY,
@@ -248,6 +255,25 @@ class _Metrics(Collector):
         yield CounterMetricFamily("prefixd_worker_restarts", "worker restarts", value=stats.worker.restarts)
 
 
+class _Server(ThreadingWSGIServer):
+    """Serves scrapes in threads."""
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """The next connection. Out of descriptors there is none, at once and again and again: that needs a pause."""
+        try:
+            return super().get_request()
+        except OSError:
+            time.sleep(_ACCEPT_PAUSE_S)
+            raise
+
+
+class _Handler(WSGIRequestHandler):
+    """Says nothing."""
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing."""
+
+
 def serve_metrics(port: int, snapshot: Snapshot, loop: asyncio.AbstractEventLoop) -> tuple[int, Callable[[], None]]:
     """Serves Prometheus metrics on 127.0.0.1:`port` (0: any free one); returns the port and how to stop.
 
@@ -258,7 +284,9 @@ def serve_metrics(port: int, snapshot: Snapshot, loop: asyncio.AbstractEventLoop
         return snapshot.take()
 
     registry = CollectorRegistry()
-    server, thread = start_http_server(port, addr="127.0.0.1", registry=registry)
+    server = make_server("127.0.0.1", port, make_wsgi_app(registry), _Server, _Handler)
+    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread.start()
     registry.register(_Metrics(lambda: asyncio.run_coroutine_threadsafe(take(), loop).result(timeout=5)))
 
     def stop() -> None:

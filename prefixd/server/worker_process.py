@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import errno
 import logging
 import os
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 
+from prefixd.cache.troubles import Troubles
 from prefixd.errors import PrefixdError
 from prefixd.worker.protocol import (
     Done,
@@ -32,9 +35,21 @@ log = logging.getLogger(__name__)
 _STOP_S = 5.0
 _RESTART_PAUSE_S = 0.2
 _READ_BYTES = 1 << 18
+_SCARCE_PAUSE_S = 1.0
+_REMEDIES = {
+    errno.EMFILE: "raise the limit of open files (ulimit -n, LimitNOFILE=)",
+    errno.ENFILE: "raise the system's limit of open files (fs.file-max)",
+    errno.ENOMEM: "free memory, or raise its limits (ulimit -v, the cgroup's)",
+    errno.EAGAIN: "raise the limit of processes (ulimit -u, TasksMax=)",
+}
+PART = "worker"
 # OpenMP threads that spin at barriers stand in the daemon's way on a small machine: with one busy core of two, a step
 # takes 188 ms spinning and 26 ms sleeping.
 _ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
+
+
+class _NotStartedError(Exception):
+    """This machine has not what it takes to start a process; what that is and what to do."""
 
 
 class WorkerState(enum.Enum):
@@ -59,6 +74,7 @@ class WorkerProcess:
         on_step: results.
         on_done: a request ended and its frames are unmapped.
         on_death: the worker is gone (the reason in words), and whether it is given up.
+        troubles: told while this machine has no process, memory or descriptor for a worker.
     """
 
     def __init__(
@@ -71,6 +87,7 @@ class WorkerProcess:
         on_step: Callable[[Step], None],
         on_done: Callable[[Done], None],
         on_death: Callable[[str, bool], None],
+        troubles: Troubles,
     ) -> None:
         self.settings = settings
         self.state = WorkerState.STARTING
@@ -84,6 +101,7 @@ class WorkerProcess:
         self._on_step = on_step
         self._on_done = on_done
         self._on_death = on_death
+        self._troubles = troubles
         self._writer: asyncio.StreamWriter | None = None
         self._task: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
@@ -121,6 +139,9 @@ class WorkerProcess:
         while not self._stopping.is_set():
             try:
                 why = await self._live()
+            except _NotStartedError as error:
+                await self._wait_for_means(error)
+                continue
             except (PrefixdError, SwapError) as error:
                 why = str(error)
             except Exception as error:
@@ -140,15 +161,51 @@ class WorkerProcess:
             self.restarts += 1
             await asyncio.sleep(_RESTART_PAUSE_S)
 
+    async def _wait_for_means(self, error: _NotStartedError) -> None:
+        """There is no worker for want of means, which may come back: it is never given up for that."""
+        self._troubles.begin(PART, str(error))
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._stopping.wait(), _SCARCE_PAUSE_S)
+
     async def _live(self) -> str:
         """One worker's life; returns how it ended."""
         self._last_words = ""
         loop = asyncio.get_running_loop()
+        with ExitStack() as stack:
+            try:
+                ours, process = await self._spawn(stack)
+            except OSError as error:
+                if error.errno not in _REMEDIES:
+                    raise
+                raise _NotStartedError(f"it cannot be started ({error.strerror}); {_REMEDIES[error.errno]}") from error
+            self._troubles.end(PART)
+            self.pid = process.pid
+            decoder = from_worker()
+            try:
+                while data := await loop.sock_recv(ours, _READ_BYTES):
+                    for message in decoder.feed(data):
+                        await self._take(message, ours)
+            except ConnectionResetError:
+                pass
+            finally:
+                self._let_go()
+                try:
+                    await asyncio.wait_for(process.wait(), _STOP_S)
+                except TimeoutError:
+                    process.kill()
+                    await process.wait()
+                self.pid = 0
+        code = process.returncode
+        return self._last_words or (f"signal {-code}" if code is not None and code < 0 else f"exit status {code}")
+
+    async def _spawn(self, stack: ExitStack) -> tuple[socket.socket, asyncio.subprocess.Process]:
+        """The daemon's end of the socket, which `stack` closes, and the process that has the other."""
         ours, theirs = socket.socketpair()
-        with ours:
+        stack.enter_context(ours)
+        with theirs:
             ours.setblocking(False)
-            with theirs:
-                self._writer = await _writer(ours.dup())
+            self._writer = await _writer(ours.dup())
+            try:
                 process = await asyncio.create_subprocess_exec(
                     sys.executable,
                     "-m",
@@ -161,25 +218,15 @@ class WorkerProcess:
                     env={**_ENVIRONMENT, **os.environ},
                     stdin=asyncio.subprocess.DEVNULL,
                 )
-            self.pid = process.pid
-            decoder = from_worker()
-            try:
-                while data := await loop.sock_recv(ours, _READ_BYTES):
-                    for message in decoder.feed(data):
-                        await self._take(message, ours)
-            except ConnectionResetError:
-                pass
-            finally:
-                self._writer.close()
-                self._writer = None
-                try:
-                    await asyncio.wait_for(process.wait(), _STOP_S)
-                except TimeoutError:
-                    process.kill()
-                    await process.wait()
-                self.pid = 0
-        code = process.returncode
-        return self._last_words or (f"signal {-code}" if code is not None and code < 0 else f"exit status {code}")
+            except BaseException:
+                self._let_go()
+                raise
+        return ours, process
+
+    def _let_go(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
 
     async def _take(self, message: FromWorker, ours: socket.socket) -> None:
         if isinstance(message, Step):

@@ -10,7 +10,7 @@ from prefixd.worker.model import CausalModel
 from prefixd.worker.protocol import Cancel, Done, Extend, Start, Step, Update
 from prefixd.worker.run import Run, check_start
 from prefixd.worker.sampling import choose_tokens
-from prefixd_swap.errors import SwapError
+from prefixd_swap.errors import OutOfMemoryError, SwapError
 from prefixd_swap.vmem import FrameId, VirtualTensorPool
 
 
@@ -57,6 +57,8 @@ class Engine:
         try:
             check_start(message, self._block_tokens, self._model.spec)
             memory = self._tensors.acquire()
+        except OutOfMemoryError as error:
+            return [Done(message.id, "no_memory", str(error))]
         except (RequestError, SwapError) as error:
             return [Done(message.id, "error", str(error))]
         run = Run(message, memory, self._block_tokens, self._model.spec)
@@ -134,6 +136,8 @@ class Engine:
     def _map(self, run: Run, frames: list[int]) -> list[Done]:
         try:
             run.memory.extend([FrameId(frame) for frame in frames])
+        except OutOfMemoryError as error:
+            return [self._finish(run, Done(run.id, "no_memory", str(error)))]
         except SwapError as error:
             return [self._finish(run, Done(run.id, "error", f"frames {frames} cannot be mapped: {error}"))]
         return []

@@ -96,10 +96,14 @@ class Step(msgspec.Struct, frozen=True, tag=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """A request ended and nothing maps its frames any more. `detail` says why when the reason is "error"."""
+    """A request ended and nothing maps its frames any more.
+
+    `detail` says why when the reason is "error", or "no_memory": the process has no addresses or mappings left for it,
+    but may have when others have ended.
+    """
 
     id: int
-    reason: Literal["stop", "length", "cancelled", "error"]
+    reason: Literal["stop", "length", "cancelled", "error", "no_memory"]
     detail: str = ""
 
 

@@ -9,6 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from prefixd.worker.kv_cache import Segment
 from prefixd.worker.protocol import Cancel, Extend, Sampling, Start
+from prefixd_swap.errors import OutOfMemoryError
+from prefixd_swap.vmem import VirtualTensor
 
 EOS = 95
 
@@ -216,3 +218,25 @@ def test_logits_that_are_not_finite_end_the_request_alone(rig, prompt):
     assert rig.done[broken].reason == "error"
     assert broken not in rig.filled
     assert rig.done[healthy].reason == "length"
+
+
+def test_without_mappings_a_request_is_refused_and_the_others_go_on(rig, prompt, monkeypatch):
+    """`no_memory` is another answer than `error`: the daemon may send the request again when others have ended."""
+    expected = rig.generate(prompt, max_tokens=4)
+    rig.done.clear()
+    running = rig.start(prompt, max_tokens=4)
+
+    def nothing_left(*_):
+        raise OutOfMemoryError("the process has too many mappings; raise that limit")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.tensors, "acquire", nothing_left)
+        refused = rig.start(prompt, max_tokens=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(VirtualTensor, "extend", nothing_left)
+        unmapped = rig.start(prompt, max_tokens=4)
+    assert [(done.id, done.reason) for done in rig.done.values()] == [(refused, "no_memory"), (unmapped, "no_memory")]
+    assert all("raise that limit" in done.detail for done in rig.done.values())
+    rig.run()
+    assert rig.tokens[running] == expected
+    assert rig.generate(prompt, max_tokens=4) == expected

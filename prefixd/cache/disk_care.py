@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 import numpy as np
 
@@ -17,10 +18,12 @@ from prefixd.cache.ledger import Ledger
 from prefixd.cache.tiers import tier_part
 from prefixd.cache.trie import DISK, NO_SLOT, Rows, Trie
 from prefixd_swap import LostBytesError, StorageError
+from prefixd_swap.slab_records import Int64s
 
 PART = tier_part(DISK)
 FIRST_PROBE_S = 0.25
 LONGEST_PROBE_S = 4.0
+INSPECT_S = 1.0
 
 _SHRUNK = "the file system has no room for more of it; free space or lower disk.bytes"
 
@@ -77,13 +80,26 @@ class DiskCare:
         self._begin(error)
 
     async def watch(self) -> None:
-        """Probes the disk whenever it is in trouble, until it is not; runs for ever."""
+        """Looks at the disk's files, and while it is in trouble probes it instead; runs for ever."""
         wait_s = FIRST_PROBE_S
         while True:
-            await self._failed.wait()
+            while not self._failed.is_set():
+                await self.inspect()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._failed.wait(), INSPECT_S)
             await asyncio.sleep(wait_s)
             well = await self.revive()
             wait_s = FIRST_PROBE_S if well else min(2 * wait_s, LONGEST_PROBE_S)
+
+    async def inspect(self) -> None:
+        """Drops blocks whose file was deleted or cut off; those that are in memory are written again."""
+        try:
+            gone = await asyncio.to_thread(self._tiers.store.lost_slots)
+        except StorageError as error:
+            self.write_failed(error)
+            return
+        if len(gone):
+            self._drop_all(gone, "its file was deleted or cut off")
 
     async def revive(self) -> bool:
         """Tries the disk now; whether it is well."""
@@ -113,19 +129,27 @@ class DiskCare:
         return True
 
     async def _revive_writing(self) -> None:
-        stored = [(trie, np.flatnonzero(trie.some[: trie.rows] & np.uint8(1 << DISK))) for trie in self._tries]
-        slots = [trie.slots[rows, DISK].ravel().astype(np.int64) for trie, rows in stored]
+        slots = [trie.slots[rows, DISK].ravel().astype(np.int64) for trie, rows in self._stored()]
         known = np.concatenate([np.zeros(0, np.int64), *slots])
         gone = await asyncio.to_thread(self._tiers.store.revive, known[known != NO_SLOT])
         self._tiers.disk_takes = True
         self._tiers.troubles.begin(PART, _SHRUNK)  # unless the caller finds that it can grow
         self._revived()
         self._ledger.changed.set()
-        for trie, rows in stored if len(gone) else ():
-            lost: Rows = rows[np.isin(trie.slots[rows, DISK], gone).any(axis=1)]
+        if len(gone):
+            self._drop_all(gone, "the index has lost the block")
+
+    def _stored(self) -> list[tuple[Trie, Rows]]:
+        """Every block on disk."""
+        return [(trie, np.flatnonzero(trie.some[: trie.rows] & np.uint8(1 << DISK))) for trie in self._tries]
+
+    def _drop_all(self, slots: Int64s, why: str) -> None:
+        """Drops the blocks that are in `slots`."""
+        for trie, rows in self._stored():
+            lost: Rows = rows[np.isin(trie.slots[rows, DISK], slots).any(axis=1)]
             for row in lost.tolist():
                 if trie.some[row] & (1 << DISK):  # its ancestor may have taken it along
-                    self._drop(trie, row, LostBytesError("the index has lost the block"))
+                    self._drop(trie, row, LostBytesError(why))
 
     async def _judge_suspects(self) -> None:
         """The device can be read: those that still cannot are damaged."""

@@ -28,7 +28,7 @@ from prefixd.server.admin_service import AdminService
 from prefixd.server.cache_service import PrefixCacheService
 from prefixd.server.doors import Doors
 from prefixd.server.inference_service import InferenceService
-from prefixd.server.limits import raise_descriptor_limit, watch_descriptors
+from prefixd.server.limits import LOCK, raise_descriptor_limit, watch_descriptors, watch_memory_lock
 from prefixd.server.memory_door import MemoryDoor
 from prefixd.server.model_host import ModelHost
 from prefixd.server.processes import ProcessWatch
@@ -162,6 +162,10 @@ class Daemon:
         descriptors = asyncio.create_task(watch_descriptors(troubles), name="descriptors")
         stack.callback(descriptors.cancel)
         self._watch(descriptors)
+        if tiers.cpu is not None and LOCK in troubles:
+            lock = asyncio.create_task(watch_memory_lock(tiers.cpu, troubles), name="memory-lock")
+            stack.callback(lock.cancel)
+            self._watch(lock)
 
         self.host = ModelHost(settings, device, cache, clock) if settings.worker.enabled else None
         if self.host is not None:
@@ -386,7 +390,7 @@ def _open_arena(settings: Settings, device: str, troubles: Troubles, stack: Asyn
         try:
             arena.lock()
         except SwapError as error:
-            troubles.begin("memory lock", str(error))
+            troubles.begin(LOCK, str(error))
     if device != "cpu":
         address = arena.span(0, arena.capacity_bytes).address
         ordinal = int(device.partition(":")[2])

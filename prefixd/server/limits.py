@@ -1,4 +1,4 @@
-"""This process's limits: file descriptors. They are raised as far as allowed, and reported when they are too low."""
+"""This process's limits: file descriptors and locked memory. Raised as far as allowed, reported when too low."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import asyncio
 import errno
 import os
 import resource
+from contextlib import suppress
 
 import numpy.ma  # noqa: F401 - numpy imports it when first needed, which fails without a free descriptor
 
 from prefixd.cache import Troubles
+from prefixd_swap import CpuArena, OutOfMemoryError
 
 AT_START = "descriptor limit"
 NOW = "file descriptors"
+LOCK = "memory lock"
 
 _BASE = 128
 """Descriptors that every daemon needs: listeners, libraries, the worker, the index, pipes."""
@@ -21,6 +24,7 @@ _A_SESSION = 2
 _SPARE = 16
 """So few left are reported: the next sessions would be refused."""
 _WATCH_S = 1.0
+_LOCK_S = 2.0
 
 
 def raise_descriptor_limit(max_sessions: int, slabs: int, troubles: Troubles) -> int:
@@ -65,6 +69,15 @@ def check_descriptors(troubles: Troubles) -> None:
         )
     else:
         troubles.end(NOW)
+
+
+async def watch_memory_lock(arena: CpuArena, troubles: Troubles) -> None:
+    """Locks the arena as soon as it may be, when it could not be at the start; returns then."""
+    while LOCK in troubles:
+        await asyncio.sleep(_LOCK_S)
+        with suppress(OutOfMemoryError):
+            await asyncio.to_thread(arena.lock)
+            troubles.end(LOCK)
 
 
 async def watch_descriptors(troubles: Troubles) -> None:

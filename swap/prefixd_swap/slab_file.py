@@ -48,6 +48,8 @@ class SlabFile:
         self.run = SlotRun(count)
         self.failed = False
         """A sync failed: the kernel may have dropped pages, so nothing written since may be trusted."""
+        self.lost_from: int | None = None
+        """First slot that is gone from the file, once `find_loss` found one: such a slab is given up."""
         self._fd = fd
         self._ops = ops
         self._direct = direct
@@ -112,8 +114,14 @@ class SlabFile:
         """Write a slot's bytes; durable only after `sync`.
 
         Raises:
+            LostBytesError: the file was deleted or cut off, and must not grow again as if nothing had happened.
             StorageError: the device or the file system refused.
         """
+        if self.find_loss():
+            raise LostBytesError(
+                f"{self.path} was deleted or cut off while in use; leave the files of a running daemon alone, and "
+                "check the file system"
+            )
         try:
             slab_io.write(self._ops, self._fd, data, index * self.slot_bytes, self._direct)
         except OSError as error:
@@ -159,6 +167,23 @@ class SlabFile:
         except OSError as error:
             self.failed = True
             raise storage_error(f"syncing {self.path}", error) from error
+
+    def find_loss(self) -> bool:
+        """Whether somebody has deleted the file or cut off its end under us, which `lost_from` then says.
+
+        What is in a deleted file could still be read, but would be gone at the next start.
+
+        Raises:
+            StorageError: the file cannot be asked for its size.
+        """
+        try:
+            stat = os.fstat(self._fd)
+        except OSError as error:
+            raise storage_error(f"asking for the size of {self.path}", error) from error
+        kept = stat.st_size // self.slot_bytes if stat.st_nlink else 0
+        if kept < self.run.count:
+            self.lost_from = min(kept, self.run.count if self.lost_from is None else self.lost_from)
+        return self.lost_from is not None
 
     def sync_again(self) -> None:
         """Trust the file again after a failed sync. Nobody may have written to it since his own last sync.

@@ -141,8 +141,31 @@ class SlabFiles:
             slab = self._slabs[int(numbers[start])]
             slab.run.claim_many(slots[start:end] & _INDEX_MASK)
             self.used_bytes += (end - start) * slab.slot_bytes
-            if slab.run.full:
+            if slab.run.full and not slab.failed:
                 self._partial[slab.slot_bytes].remove(slab.number)
+
+    def lost_slots(self) -> npt.NDArray[np.int64]:
+        """Slots, taken or not, that files deleted or cut off under us have lost. Such files get no more blocks.
+
+        Raises:
+            StorageError: a file cannot be looked at.
+        """
+        lost = [np.zeros(0, np.int64)]
+        for slab in list(self._slabs.values()):
+            if not slab.find_loss() or slab.lost_from is None:
+                continue
+            if not slab.failed:
+                log.error(
+                    "%s was deleted or cut off while in use; its blocks are dropped and computed again; leave the "
+                    "files of a running daemon alone, and check the file system",
+                    slab.path,
+                )
+                self.quarantine(slab)
+            if slab.run.used:
+                lost.append(slab.number << INDEX_BITS | np.arange(slab.lost_from, slab.run.count, dtype=np.int64))
+            else:
+                self._delete(slab)
+        return np.concatenate(lost)
 
     def reclaim(self, slots: npt.NDArray[np.int64]) -> None:
         """Take these slots and no others, and use slabs again whose sync had failed. Nobody may be writing.
@@ -151,13 +174,14 @@ class SlabFiles:
             StorageError: a slab still cannot be synced; nothing has changed but slabs that can be.
         """
         for slab in self._slabs.values():
-            if slab.failed:
+            if slab.failed and slab.lost_from is None:
                 slab.sync_again()
         self._partial.clear()
         self.used_bytes = 0
         for slab in self._slabs.values():
             slab.run = SlotRun(slab.run.count)
-            insort(self._partial[slab.slot_bytes], slab.number)
+            if not slab.failed:
+                insort(self._partial[slab.slot_bytes], slab.number)
         self.freed += 1
         self.claim(slots)
 

@@ -230,6 +230,15 @@ class SlabStore:
         with self._operation():
             self._index.probe()
 
+    def lost_slots(self) -> Int64s:
+        """Slots whose bytes are gone because their file was deleted or cut off under us; nothing new comes there.
+
+        Raises:
+            StorageError: a file cannot be looked at.
+        """
+        with self._changed:
+            return self._slabs.lost_slots()
+
     def try_read(self) -> None:
         """Whether the device can be read.
 

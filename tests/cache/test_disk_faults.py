@@ -381,3 +381,24 @@ async def test_the_index_grows_when_its_map_is_full(make_rig: MakeRig, monkeypat
         await rig.put(list(range(100 * prompt, 100 * prompt + 60)), durable=True)
     assert not list(rig.cache.tiers.troubles)
     assert len(rig.trie) == 360
+
+
+@pytest.mark.parametrize("how", ["deleted", "cut off"])
+async def test_a_file_that_is_lost_under_us_costs_its_blocks_and_memory_writes_them_again(
+    make_rig: MakeRig, how: str
+) -> None:
+    rig = make_rig(cpu=4, disk=16)
+    await rig.put([1, 2], durable=True)
+    await rig.put([7, 8, 9], durable=True)  # 1 is crowded out of memory
+    for slab in (rig.path / "slabs").iterdir():
+        if how == "deleted":
+            slab.unlink()
+        else:
+            os.truncate(slab, 0)
+    await rig.cache.residency.disk_care.inspect()
+    await rig.check_disk()
+    assert rig.cache.residency.lost["disk read failed"] == 5
+    assert await rig.get([7, 8, 9]) == 3, "memory has it"
+    await rig.cache.write_back.flush()
+    await rig.restart()
+    assert await rig.get([7, 8, 9]) == 3, "and wrote it to other files"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import resource
 import socket
@@ -95,3 +96,18 @@ def test_a_daemon_without_descriptors_serves_whom_it_has(launch: Callable[..., R
             resource.prlimit(pid, resource.RLIMIT_NOFILE, (hard, hard))
         remote.until(lambda stats: not stats.troubles)
         remote.put(session.session_id, space, [9, 9, 9, 9], bytes(4096), durable=True)
+
+
+async def test_an_arena_is_locked_as_soon_as_it_may_be(troubles: Troubles, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "_LOCK_S", 0.001)
+    attempts: list[bool] = []
+
+    class Arena:
+        def lock(self) -> None:
+            attempts.append(len(attempts) >= 2)
+            if not attempts[-1]:
+                raise OutOfMemoryError("not yet; raise RLIMIT_MEMLOCK")
+
+    troubles.begin(limits.LOCK, "not locked; raise RLIMIT_MEMLOCK")
+    await asyncio.wait_for(limits.watch_memory_lock(Arena(), troubles), 30)  # type: ignore[arg-type]
+    assert attempts == [False, False, True] and limits.LOCK not in troubles

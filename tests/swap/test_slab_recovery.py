@@ -525,3 +525,30 @@ def test_an_empty_store_has_empty_columns(path: Path) -> None:
     for _ in range(2):
         assert len(store.load()) == 0 and store.load().groups == ()
     store.close()
+
+
+@pytest.mark.parametrize("how", ["deleted", "cut off"])
+def test_a_slab_that_is_lost_under_us_gets_no_more_blocks(path: Path, how: str) -> None:
+    store = SlabStore.open(path, CAPACITY)
+    first, second = write(store, (0, None, b"a" * PAGE), (1, None, b"b" * PAGE))
+    assert len(store.lost_slots()) == 0
+    (slab,) = (path / "slabs").iterdir()
+    if how == "deleted":
+        slab.unlink()
+    else:
+        os.truncate(slab, PAGE)
+    with pytest.raises(StorageError, match=f"{slab} was deleted or cut off while in use; leave the files"):
+        write(store, (2, None, b"c"))
+    lost = set(store.lost_slots().tolist())
+    parts = [part for record in (first, second) for part in record.parts if part is not None]
+    assert [part.slot in lost for part in parts] == [how == "deleted", True]
+    assert set(store.lost_slots().tolist()) == lost, "as long as it has blocks"
+    (other,) = write(store, (2, None, b"c"))
+    assert other.parts[0] is not None and other.parts[0].slot not in lost, "in another file"
+    store.remove([(NS, key(0)), (NS, key(1))])
+    assert len(store.lost_slots()) == 0
+    store.check_integrity()
+    store.close()
+    store = SlabStore.open(path, CAPACITY)
+    assert store.recovery == Recovery(kept=1)
+    store.close()

@@ -10,7 +10,8 @@ FILE is one JSON object: the name of a call of `FileOps` -> what happens to it. 
 - for `commit`, `half`: LMDB itself fails while it writes its meta page, so that it does not know what is durable;
 - for `commit`, `late`: the transaction is durable, but the call fails.
 
-`free_bytes` may also be a number: what the file system says it has left. An absent file is `{}`. It is looked at before
+`free_bytes` may also be a number: what the file system says it has left. `delay_ms`, a number, is how long every read,
+write, sync and commit takes at least. An absent file is `{}`. It is looked at before
 each call, so that what is written is obeyed from the next call on; replace it in one step (rename).
 """
 
@@ -22,6 +23,7 @@ import json
 import mmap
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +37,7 @@ from prefixd_swap import FileOps
 Orders = Mapping[str, str | int]
 
 _PAGE_BYTES = 4096
+_SLOW = ("pread", "pwrite", "fdatasync", "commit")
 _WRITES = ("mkdir", "rename", "fallocate", "pwrite", "fdatasync", "unlink", "commit")
 
 FAULTS: dict[str, Orders] = {
@@ -77,6 +80,8 @@ class FaultyOps(FileOps):
     def _refuse(self, call: str) -> str | int | None:
         """Raises the errno that is ordered for `call`; other orders are returned."""
         order = self.order(call)
+        if call in _SLOW and isinstance(delay_ms := self._orders.get("delay_ms"), int):
+            time.sleep(delay_ms / 1000)
         if isinstance(order, str) and order.startswith("E"):
             code = int(getattr(errno, order))
             if call == "commit":
@@ -162,6 +167,10 @@ class FaultyDaemon(DaemonProcess):
         super().__init__(settings, **how)
         self.orders = self.directory / "faults.json"
         self._program = ("-m", "benchmarks._faulty_daemon", "--faults", str(self.orders))
+
+    def run_limited(self) -> None:
+        """From its next start on it may lock hardly any memory."""
+        self._program = ("-m", "benchmarks._limited", *self._program)
 
     def break_disk(self, orders: Orders | str) -> None:
         """From its next file call on the disk obeys `orders`, or those of the trouble in FAULTS with that name."""

@@ -82,6 +82,11 @@ class DaemonProcess:
             raise DaemonFailed("the daemon is not running; start it first")
         return self._process.pid
 
+    @property
+    def alive(self) -> bool:
+        """Whether it runs; False too when it ended by itself."""
+        return self._process is not None and self._process.poll() is None
+
     def __enter__(self) -> Self:
         try:
             self.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,17 @@ _TCP_OPTIONS = [
 _TCP_CALLS = 1024  # under way at once, beside the streams of sessions
 
 
+class _CallerHungUp(logging.Filter):
+    """Keeps a traceback out of the log that gRPC writes when a caller goes away while its answer is being sent."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """False for that."""
+        return not str(record.msg).startswith("ExecuteBatchError raised in core by servicer method")
+
+
+_caller_hung_up = _CallerHungUp()
+
+
 class Doors:
     """Where calls come in. Services are added to `services` before it is opened.
 
@@ -50,6 +62,7 @@ class Doors:
     def __init__(self, settings: ServerSettings) -> None:
         self.access = SocketAccess(int(settings.socket_mode, 8), settings.allow_uids)
         self._settings = settings
+        logging.getLogger("grpc._cython.cygrpc").addFilter(_caller_hung_up)
         self._unix = grpc.aio.server(options=_OPTIONS + _UNIX_OPTIONS)
         self._tcp: grpc.aio.Server | None = None
         if settings.tcp is not None:

@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, NoReturn, TypeVar
+from urllib.parse import quote
 
 import grpc
 
@@ -21,8 +22,10 @@ Request = TypeVar("Request")
 Response = TypeVar("Response")
 Context = Any  # grpc.aio.ServicerContext is generic in what our handlers never name
 
-# gRPC sends the message percent-encoded in a header, and a client refuses headers of more than 8 KiB.
+# gRPC sends the message percent-encoded in a header, and leaves out a header of more than 2 KiB: 600 characters fit as
+# long as they are ASCII, and one that is not takes up to twelve.
 _MESSAGE_CHARACTERS = 600
+_MESSAGE_BYTES = 1800
 
 _working: set[asyncio.Task[Any]] = set()
 
@@ -137,7 +140,8 @@ def _finished(task: asyncio.Task[Any]) -> None:
 
 def _short(message: str) -> str:
     """A message that repeats what it was sent can be of any length; its beginning and its remedy are kept."""
-    if len(message) <= _MESSAGE_CHARACTERS:
-        return message
-    half = _MESSAGE_CHARACTERS // 2
-    return f"{message[:half]} ... {message[-half:]}"
+    half, short = (_MESSAGE_CHARACTERS - 5) // 2, message
+    while len(short) > _MESSAGE_CHARACTERS or len(quote(short, " ")) > _MESSAGE_BYTES:
+        short = f"{message[:half]} ... {message[-half:]}"
+        half -= 20
+    return short

@@ -7,10 +7,12 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import numpy as np
 import pytest
 
+from prefixd.server.rpc import _short
 from prefixd.v1 import admin_pb2, inference_pb2
 from prefixd.v1 import cache_pb2 as pb
 
@@ -313,6 +315,30 @@ def test_unknown_methods_and_garbage_messages(sidecar: Remote, rejected: Callabl
     rejected(lambda: match(b"\xff" * 40, timeout=10), "INVALID_ARGUMENT", "cannot be read", "prefixd/v1")
     too_large = pb.MatchRequest(namespace_id=NOWHERE, token_ids=bytes(17 << 20))
     rejected(lambda: sidecar.cache.Match(too_large, timeout=20), "RESOURCE_EXHAUSTED")
+
+
+def test_unreadable_messages_in_streams(sidecar: Remote, rejected: Callable[..., None]) -> None:
+    header = pb.PutRequest(header=pb.PutHeader(session_id="nobody")).SerializeToString()
+    for path, messages in (
+        ("/prefixd.v1.PrefixCache/Put", [b"\xff" * 9]),
+        ("/prefixd.v1.PrefixCache/Put", [b"\xff" * 9, header]),
+        ("/prefixd.v1.PrefixCache/OpenSession", [b"\x0a\x02\xff\xfe"]),  # a string that is no UTF-8
+        ("/prefixd.v1.Inference/Generate", [b"\x0a"]),
+        ("/grpc.health.v1.Health/Check", [b"\x0a\xff"]),
+        ("/grpc.health.v1.Health/Watch", [b"\x0a\xff"]),
+        ("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", [b"\x3a\x00", b"\xff"]),
+    ):
+        stream = sidecar.channel.stream_stream(path)
+        rejected(lambda: list(stream(iter(messages), timeout=30)), "INVALID_ARGUMENT", "cannot be read")  # noqa: B023
+    assert "Traceback" not in sidecar.daemon.log.read_text()
+
+
+def test_messages_of_errors_fit_into_a_header() -> None:
+    for message in ("short", "a" * 5000, "☃" * 5000, "a" * 480 + "😀" * 115, "%" * 700):
+        short = _short(message)
+        assert len(short) <= 600 and len(quote(short, " ")) <= 1800
+        assert (short == message) == (message == "short")
+        assert short[:60] == message[:60] and short[-60:] == message[-60:]
 
 
 def test_a_long_name_comes_back_short(sidecar: Remote, namespace: bytes, rejected: Callable[..., None]) -> None:

@@ -1,111 +1,240 @@
-"""`check_integrity`: does the cache still add up? Tests call it after every scenario."""
+"""Does the cache still add up? Every block, slot, lease, reservation and hold is accounted for.
+
+Tests call `check_integrity` after every scenario; `audit` is the same on a live daemon, while it works, and looks at
+the index on disk too.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
+from prefixd.cache.audit_disk import compare_with_index, snapshot_of_disk
 from prefixd.cache.cache import TieredCache
 from prefixd.cache.leases import Lease, Reservation
-from prefixd.cache.trie import CPU, DISK, GPU, NO_SLOT, NONE, TIERS, Trie
-from prefixd_swap import IntegrityError
+from prefixd.cache.tiers import TIER_NAMES
+from prefixd.cache.trie import CPU, DISK, GPU, NO_SLOT, NONE, TIERS, Rows, Trie
+from prefixd_swap import IntegrityError, StorageError
+
+_SHOWN = 3  # rows or slots named in one line
+_QUIET_TRIES = 50
+_QUIET_PAUSE_S = 0.02
+
+Int64s = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class Audit:
+    """What was accounted for, and what does not add up."""
+
+    violations: list[str] = field(default_factory=list)
+    blocks: int = 0
+    slots: int = 0
+    sessions: int = 0
+    leases: int = 0
+    reservations: int = 0
+
+    def demand(self, holds: bool, otherwise: str) -> None:
+        """Notes `otherwise` unless it holds."""
+        if not holds:
+            self.violations.append(otherwise)
+
+    def demand_none(self, wrong: Iterable[int], what: str) -> None:
+        """Notes rows or slots that are `what`, the first of them by number."""
+        found = np.fromiter(wrong, np.int64)
+        if len(found):
+            shown = ", ".join(map(str, found[:_SHOWN].tolist()))
+            more = f" and {len(found) - _SHOWN:,} more" if len(found) > _SHOWN else ""
+            self.violations.append(f"{what}: {shown}{more}")
 
 
 def check_integrity(cache: TieredCache) -> None:
-    """Raises IntegrityError unless trie, tiers and leases agree.
+    """Raises IntegrityError unless tries, tiers, leases and the slab store agree, as of now.
 
     For each tier: free + resident + in flight = capacity, every slot has one owner, and what is leased is held. For the
-    trie: the index, the children and the parents agree, and every block that is matchable has its prefix.
+    tries: index, children and parents agree, and every block that is matchable has its prefix. When nothing is under
+    way in the cache, holds and loose slots are exactly those of leases, reservations and requests; else at least those.
     """
+    found = audit_memory(cache)
+    try:
+        if cache.tiers.disk is not None:
+            cache.tiers.disk.check_integrity()
+    except IntegrityError as error:
+        found.violations.append(f"disk tier: {error}")
+    if found.violations:
+        raise IntegrityError("; ".join(found.violations))
+
+
+async def audit(cache: TieredCache) -> Audit:
+    """`check_integrity` on a cache that works, and its disk index against its tries; collects what is wrong.
+
+    Looks at memory at a moment when nothing is under way, if there is one within a second, and at the disk while no
+    write or removal is.
+    """
+    for _ in range(_QUIET_TRIES):
+        if cache.residency.quiet:
+            break
+        await asyncio.sleep(_QUIET_PAUSE_S)  # no event says that nobody is at work: there is one in between calls
+    found = audit_memory(cache)
+    if cache.tiers.disk is not None:
+        try:
+            found.violations += await cache.residency.disk.undisturbed(
+                lambda: snapshot_of_disk(cache), lambda known: compare_with_index(known, cache.tiers.store)
+            )
+        except StorageError as error:
+            found.violations.append(f"disk tier: {error}")
+    return found
+
+
+def audit_memory(cache: TieredCache) -> Audit:
+    """Everything but the store: a second for a million blocks, in which nothing else runs."""
+    found = Audit()
     for trie in cache.tries:
-        _check_trie(trie)
-    _check_slots(cache)
-    _check_leases(cache)
+        _audit_trie(found, trie)
+    expected = _Expected(found, cache)
+    _audit_slots(found, cache, expected)
+    _audit_holds(found, cache, expected)
+    return found
 
 
-def _check_trie(trie: Trie) -> None:
+def _audit_trie(found: Audit, trie: Trie) -> None:
+    n, where = trie.rows, f"trie {trie.ordinal}: "
     rows = trie.used_rows()
-    _demand(len(trie) == len(rows), f"{len(trie)} keys lead to {len(rows)} rows")
-    _demand(not set(rows.tolist()) & set(trie.free), "a row is used and free at once")
-    _demand(
-        len(rows) + len(trie.free) == trie.rows, f"{trie.rows} rows, but {len(rows)} used and {len(trie.free)} free"
+    used = np.zeros(n, np.bool_)
+    used[rows] = True
+    free = np.array(trie.free, np.int64)
+    found.demand_none(free[(free < 0) | (free >= n)], f"{where}free rows that do not exist")
+    free = free[(free >= 0) & (free < n)]
+    found.blocks += len(rows)
+    found.demand(len(trie) == len(rows), f"{where}{len(trie)} keys lead to {len(rows)} rows")
+    found.demand_none(free[used[free]], f"{where}rows that are used and free at once")
+    found.demand(
+        len(np.unique(free)) == len(free) and len(rows) + len(free) == n,
+        f"{where}{n} rows, but {len(rows)} used and {len(free)} free",
     )
-    children: Counter[int] = Counter()
-    by_tier: Counter[tuple[int, int]] = Counter()
-    used = set(rows.tolist())
-    for row in rows.tolist():
-        parent = int(trie.parent[row])
-        _demand(trie.find(trie.key(row)) == row, f"row {row} is not found under its key")
-        _demand(parent < 0 or parent in used, f"block {trie.key(row).hex()} continues a block that does not exist")
-        _demand(trie.depth[row] == (trie.depth[parent] + 1 if parent >= 0 else 0), f"row {row} has a wrong depth")
-        children[parent] += 1
-        for tier in range(TIERS):
-            has = trie.slots[row, tier] != NO_SLOT
-            bit = 1 << tier
-            _demand(bool(trie.some[row] & bit) == bool(has.any()), f"row {row}: tier {tier} is marked wrongly")
-            _demand(bool(trie.whole[row] & bit) == bool(has.all()), f"row {row}: tier {tier} is not whole as marked")
-            by_tier[parent, tier] += bool(has.any())
-            _demand(trie.holds[row, tier] >= 0, f"row {row} is released more often than held in tier {tier}")
-        nearest = next((t for t in (GPU, CPU, DISK) if trie.whole[row] & trie.offered & (1 << t)), NONE)
-        _demand(trie.nearest[row] == nearest, f"row {row}: nearest tier is {nearest}, not {trie.nearest[row]}")
-        _demand(bool(trie.some[row]) or not trie.removable(row), f"row {row} has no copy and nobody needs it")
-        _demand(trie.keep[row] >= trie.holds[row].sum(), f"row {row} is held but not kept")
-    for row in rows.tolist():
-        _demand(
-            trie.children[row] == children[row], f"row {row} counts {trie.children[row]} children, has {children[row]}"
+    found.demand_none(rows[trie.find_all(trie.keys(rows)) != rows], f"{where}rows that are not found under their keys")
+
+    parent = trie.parent[rows].astype(np.int64)
+    first = parent < 0
+    lost = ~first & ((parent >= n) | ~used[np.clip(parent, 0, max(n - 1, 0))])
+    found.demand_none(rows[lost], f"{where}rows that continue a block that does not exist")
+    above = np.where(first | lost, 0, parent)
+    found.demand_none(
+        rows[np.where(first, -1 - parent, trie.namespace[above]) != trie.namespace[rows]],
+        f"{where}rows that continue a block of another namespace",
+    )
+    depth = np.where(first, 0, trie.depth[above] + 1)
+    found.demand_none(rows[trie.depth[rows] != depth], f"{where}rows with a wrong depth")
+    inner = parent[~first & ~lost]
+    found.demand_none(
+        rows[np.bincount(inner, minlength=n)[rows] != trie.children[rows]], f"{where}rows that miscount their children"
+    )
+
+    whole = np.zeros(len(rows), np.uint8)
+    for tier in range(TIERS):
+        bit, name = np.uint8(1 << tier), TIER_NAMES[tier]
+        has = trie.slots[rows, tier] != NO_SLOT
+        some = has.any(axis=1)
+        whole |= bit * has.all(axis=1)
+        found.demand_none(
+            rows[((trie.some[rows] & bit) != 0) != some], f"{where}rows marked wrongly for the {name} tier"
         )
-        for tier in range(TIERS):
-            _demand(trie.tier_children[row, tier] == by_tier[row, tier], f"row {row} miscounts children in tier {tier}")
+        here = np.bincount(parent[some & ~first & ~lost], minlength=n)
+        found.demand_none(
+            rows[here[rows] != trie.tier_children[rows, tier]],
+            f"{where}rows that miscount their children in the {name} tier",
+        )
+        found.demand_none(
+            rows[trie.holds[rows, tier] < 0], f"{where}rows released more often than held in the {name} tier"
+        )
+    found.demand_none(rows[trie.whole[rows] != whole], f"{where}rows that are not whole as marked")
+    nearest = np.full(len(rows), NONE, np.int8)
+    for tier in (DISK, CPU, GPU):
+        nearest[(whole & trie.offered & (1 << tier)) != 0] = tier
+    found.demand_none(rows[trie.nearest[rows] != nearest], f"{where}rows with a wrong nearest tier")
+    needed = (trie.children[rows] != 0) | (trie.keep[rows] != 0) | trie.pinned[rows]
+    found.demand_none(rows[(trie.some[rows] == 0) & ~needed], f"{where}rows that have no copy and nobody needs")
+    kept = trie.keep[rows] >= trie.holds[rows].sum(axis=1)
+    found.demand_none(rows[~kept], f"{where}rows that are held but not kept")
 
 
-def _check_slots(cache: TieredCache) -> None:
+class _Expected:
+    """What sessions and requests say is theirs: holds and retentions by row, loose slots by tier."""
+
+    def __init__(self, found: Audit, cache: TieredCache) -> None:
+        self.holds = [np.zeros((trie.rows, TIERS), np.int64) for trie in cache.tries]
+        self.retained = [np.zeros(trie.rows, np.int64) for trie in cache.tries]
+        self.loose: tuple[list[int], list[int]] = ([], [])
+        for key, session in cache.leases.sessions.items():
+            found.sessions += 1
+            found.demand(key == session.id, f"session {session.id[:8]} is filed under another id")
+            for grant_id, grant in session.grants.items():
+                found.demand(
+                    grant.id == grant_id and grant.session is session,
+                    f"lease {grant.id} is filed with a session that is not its own",
+                )
+                if isinstance(grant, Lease):
+                    found.leases += 1
+                    self.hold(grant.trie, grant.rows, CPU)
+                    there = (grant.trie.whole[grant.rows] & (1 << CPU)) != 0
+                    found.demand(bool(there.all()), f"lease {grant.id} covers blocks that left the CPU tier")
+                elif isinstance(grant, Reservation):
+                    found.reservations += 1
+                    self.retained[grant.trie.ordinal][grant.prefix] += 1
+                    self.loose[CPU].extend(slot for block in grant.slots for slot in block)
+        self.loose[CPU].extend(cache.quarantine.slots())
+        for claim in cache.claims:
+            for trie, rows, frames in claim():
+                self.hold(trie, rows, GPU)
+                self.loose[GPU].extend(frames)
+
+    def hold(self, trie: Trie, rows: Rows, tier: int) -> None:
+        """Adds one hold of each row, which are distinct."""
+        self.holds[trie.ordinal][rows, tier] += 1
+
+
+def _audit_slots(found: Audit, cache: TieredCache, expected: _Expected) -> None:
     tiers = cache.tiers
-    if tiers.cpu is not None:
-        tiers.cpu.check_integrity()
-    if tiers.gpu is not None:
-        tiers.gpu.check_integrity()
-    if tiers.disk is not None:
-        tiers.disk.check_integrity()
-    for tier in (GPU, CPU, DISK):
-        if not tiers.exists(tier):
+    for tier, memory in ((GPU, tiers.gpu), (CPU, tiers.cpu)):
+        if memory is None:
             continue
-        owned: Counter[int] = Counter(tiers.loose[tier] if tier != DISK else ())
-        for trie in cache.tries:
-            slots = trie.slots[trie.used_rows(), tier].ravel()
-            owned.update(slots[slots != NO_SLOT].tolist())
-        twice = [slot for slot, owners in owned.items() if owners > 1]
-        _demand(not twice, f"tier {tier}: slots {twice[:5]} have several owners")
-        if tier == DISK:  # the store accounts for its slots itself; a removal under way is still among them
-            continue
-        taken = tiers.frames.used_count if tier == GPU else tiers.arena.slots_used
-        _demand(len(owned) == taken, f"tier {tier}: {taken} slots are taken, but {len(owned)} are accounted for")
+        name = TIER_NAMES[tier]
+        try:
+            memory.check_integrity()
+        except IntegrityError as error:
+            found.violations.append(f"{name} tier: {error}")
+        resident = [trie.slots[trie.used_rows(), tier].ravel() for trie in cache.tries]
+        loose = np.fromiter(tiers.loose[tier], np.int64)
+        owned = np.concatenate([*resident, loose])
+        owned = np.sort(owned[owned != NO_SLOT])
+        taken = memory.allocated()
+        found.slots += len(taken)
+        found.demand_none(np.unique(owned[1:][owned[1:] == owned[:-1]]), f"{name} tier: slots with several owners")
+        found.demand_none(np.setdiff1d(taken, owned), f"{name} tier: slots that are taken, but nobody's")
+        found.demand_none(np.setdiff1d(owned, taken), f"{name} tier: slots that are somebody's, but not taken")
+        claimed = np.sort(np.array(expected.loose[tier], np.int64))
+        found.demand_none(np.unique(claimed[1:][claimed[1:] == claimed[:-1]]), f"{name} tier: slots reserved twice")
+        found.demand_none(np.setdiff1d(claimed, loose), f"{name} tier: reserved slots that were given away")
+        if cache.residency.quiet:
+            found.demand_none(np.setdiff1d(loose, claimed), f"{name} tier: slots in flight that nobody is filling")
 
 
-def _check_leases(cache: TieredCache) -> None:
-    held: dict[int, np.ndarray[tuple[int], np.dtype[np.int64]]] = {
-        trie.ordinal: np.zeros(trie.rows, np.int64) for trie in cache.tries
-    }
-    reserved: set[int] = set()
-    for session in cache.leases.sessions.values():
-        for grant in session.grants.values():
-            if isinstance(grant, Lease):
-                held[grant.trie.ordinal][grant.rows] += 1
-                there = (grant.trie.whole[grant.rows] & (1 << CPU)) != 0
-                _demand(bool(there.all()), f"lease {grant.id} covers blocks that left the CPU tier")
-            elif isinstance(grant, Reservation):
-                slots = {slot for block in grant.slots for slot in block}
-                _demand(slots <= cache.tiers.loose[CPU], f"reservation {grant.id} has slots that are not its own")
-                _demand(not slots & reserved, f"reservation {grant.id} shares slots with another one")
-                reserved |= slots
-    kept = list(cache.quarantine.slots())
-    _demand(set(kept) <= cache.tiers.loose[CPU], "the quarantine has slots that are not its own")
-    _demand(len(kept) == len(set(kept)) and not reserved & set(kept), "slots in quarantine have another owner, too")
+def _audit_holds(found: Audit, cache: TieredCache, expected: _Expected) -> None:
+    quiet = cache.residency.quiet
     for trie in cache.tries:
-        less = trie.holds[: trie.rows, CPU] < held[trie.ordinal]
-        _demand(not less.any(), f"rows {np.flatnonzero(less)[:5]} are leased but not held")
-
-
-def _demand(holds: bool, otherwise: str) -> None:
-    if not holds:
-        raise IntegrityError(otherwise)
+        where, n = f"trie {trie.ordinal}: ", trie.rows
+        holds, retained = expected.holds[trie.ordinal], expected.retained[trie.ordinal]
+        for tier, name in enumerate(TIER_NAMES):
+            wanted, there = holds[:, tier], trie.holds[:n, tier]
+            lacking, surplus = np.flatnonzero(there < wanted), np.flatnonzero(there > wanted)
+            found.demand_none(lacking, f"{where}rows leased or in use, but not held in the {name} tier")
+            if quiet:
+                found.demand_none(surplus, f"{where}rows held in the {name} tier by nobody")
+        wanted = holds.sum(axis=1) + retained
+        found.demand_none(np.flatnonzero(trie.keep[:n] < wanted), f"{where}rows reserved upon, but not kept")
+        if quiet:
+            found.demand_none(np.flatnonzero(trie.keep[:n] > wanted), f"{where}rows kept by nobody")

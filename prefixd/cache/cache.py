@@ -7,9 +7,11 @@ blocks are born in the GPU tier (`record`). Both stand in the same trie.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -28,6 +30,24 @@ from prefixd.errors import ExhaustedError, InvalidArgumentError, NotFoundError, 
 from prefixd_swap import CopyEngine, EvictionPolicy
 
 log = logging.getLogger(__name__)
+
+
+Claim = tuple[Trie, Rows, list[int]]
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _working(
+    method: Callable[Concatenate[TieredCache, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[TieredCache, P], Coroutine[Any, Any, T]]:
+    """A call that holds blocks, or has slots in hand, until it has ended."""
+
+    async def working(self: TieredCache, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with self.residency.working():
+            return await method(self, *args, **kwargs)
+
+    functools.update_wrapper(working, method)
+    return working
 
 
 @dataclass(slots=True)
@@ -82,6 +102,8 @@ class TieredCache:
         self.namespaces = NamespaceRegistry()
         self.tries: list[Trie] = []
         self.counters = CacheCounters()
+        self.claims: list[Callable[[], Iterator[Claim]]] = []
+        """What else holds blocks in the GPU tier, for `check_integrity`: rows held, and loose frames of its own."""
         self.residency = Residency(tiers, self.tries, self.namespaces, engine, policy, clock, io_threads=io_threads)
         if write_queue_bytes is None and tiers.cpu is not None:
             write_queue_bytes = tiers.cpu.capacity_bytes // 2
@@ -181,6 +203,7 @@ class TieredCache:
 
     # -- engines' side --------------------------------------------------------------------------------------------
 
+    @_working
     async def acquire(
         self,
         session: Session,
@@ -232,6 +255,7 @@ class TieredCache:
             raise InvalidArgumentError(f"parts {list(parts)} name one twice; name each once")
         return tuple(parts)
 
+    @_working
     async def reserve(
         self,
         session: Session,
@@ -255,6 +279,7 @@ class TieredCache:
         await self.write_back.admit()
         return await self._filling.reserve(session, namespace, chain, self.trie(namespace), chosen, ttl, by_daemon)
 
+    @_working
     async def commit(self, reservation: Reservation, blocks: int, *, durable: bool = False) -> tuple[int, int]:
         """Makes the first `blocks` of a reservation matchable and ends it; returns (committed, duplicates).
 
@@ -262,6 +287,7 @@ class TieredCache:
         """
         return await self._filling.commit(reservation, blocks, durable)
 
+    @_working
     async def persist(self, namespace: Namespace, chain: BlockChain) -> int:
         """Returns when the cached prefix of `chain` is on disk: its blocks. PreconditionError without a disk tier."""
         trie = self.trie(namespace)

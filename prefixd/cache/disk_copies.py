@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ from prefixd_swap import (
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 _WRITE_BATCH = 64
 
@@ -87,6 +89,7 @@ class DiskCopies:
         self._lock = asyncio.Lock()
         self._saved: set[bytes] = set()  # namespaces that the index knows
         self._removals: set[asyncio.Task[None]] = set()
+        self._leaving: Counter[Identity] = Counter()
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="prefixd-disk")
         self.care = DiskCare(ledger, tries, self._lock, self.drop_damaged, self._reread, self._saved.clear)
 
@@ -94,6 +97,21 @@ class DiskCopies:
     def busy(self) -> set[asyncio.Task[None]]:
         """Removals of damaged blocks under way."""
         return self._removals
+
+    @property
+    def writing(self) -> bool:
+        """Whether a write or a removal is under way."""
+        return self._lock.locked()
+
+    @property
+    def leaving(self) -> Iterable[Identity]:
+        """Blocks that have left the tries, and are about to leave the index."""
+        return self._leaving.keys()
+
+    async def undisturbed(self, look: Callable[[], T], work: Callable[[T], U]) -> U:
+        """`work` on what `look` gives, in a thread, while no write or removal is under way."""
+        async with self._lock:
+            return await self._in_thread(work, look())
 
     def close(self) -> None:
         """Ends the threads."""
@@ -301,7 +319,7 @@ class DiskCopies:
             try:
                 if await self._in_thread(self._tiers.store.check, *identity):
                     return None
-                error = StorageError("the index has lost the block")
+                error: StorageError = LostBytesError("the index has lost the block")
             except StorageError as found:
                 error = found
             if not there():
@@ -351,7 +369,12 @@ class DiskCopies:
             StorageError: I/O failed; the blocks are removed when the disk works again, or come back at the next start.
         """
         if ids:
-            await _to_the_end(self._remove(trie, ids))
+            leaving = Counter(ids)
+            self._leaving += leaving
+            try:
+                await _to_the_end(self._remove(trie, ids))
+            finally:
+                self._leaving -= leaving
 
     async def _remove(self, trie: Trie, ids: list[Identity]) -> None:
         async with self._lock:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 import numpy as np
@@ -64,6 +65,7 @@ class Residency:
         self._moving: dict[tuple[int, int, int], asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[object]] = set()
         self._probing: asyncio.Task[None] | None = None
+        self._working = 0
 
     @property
     def ledger(self) -> Ledger:
@@ -101,6 +103,21 @@ class Residency:
         """Has a background task try a disk tier in trouble until it works again; it ends with `close`."""
         self._probing = asyncio.create_task(self.disk.care.watch(), name="disk-probe")
         return self._probing
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing is under way that holds blocks or has slots in hand, besides leases and requests."""
+        locks = any(lock.locked() for lock in self._locks) or self.disk.writing
+        return not (self._working or self._moving or self._tasks or self._seals.tasks or locks)
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Around work that holds blocks or has slots in hand across an await."""
+        self._working += 1
+        try:
+            yield
+        finally:
+            self._working -= 1
 
     async def close(self) -> None:
         """Waits for the copies under way and ends the threads."""

@@ -107,6 +107,10 @@ class Trie(TrieTable):
         """Key of the block in `row`."""
         return self._keys.key(row)
 
+    def keys(self, rows: Rows) -> npt.NDArray[np.uint8]:
+        """[len(rows), 16]: keys of the blocks in `rows`."""
+        return self._keys.keys(rows)
+
     def path(self, row: int) -> Rows:
         """The rows from the first block of the prefix to `row`."""
         path = []

@@ -81,9 +81,13 @@ class WriteBack:
 
     async def flush(self) -> int:
         """Writes every block that has no copy on disk to disk; returns how many blocks became durable."""
-        written = 0
         if self._tiers.disk is None:
-            return written
+            return 0
+        with self._residency.working():
+            return await self._flush()
+
+    async def _flush(self) -> int:
+        written = 0
         for trie in self._residency.tries:
             for source in (CPU, GPU):
                 if self._tiers.exists(source):
@@ -124,8 +128,9 @@ class WriteBack:
             self._working = True
             failed = False
             try:
-                while not self._stopping.is_set() and await self._batch():
-                    self._turn()
+                with residency.working():
+                    while not self._stopping.is_set() and await self._batch():
+                        self._turn()
             except SwapError as error:
                 log.error("write back failed and is tried again: %s", error)
                 failed = True

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from prefixd import __version__
-from prefixd.cli import admin, config, demo, generate, prefixes, serve, verify
+from prefixd.cli import admin, config, demo, doctor, generate, prefixes, serve, verify
 from prefixd.cli.connect import asks_daemon
 from prefixd.cli.failures import CleanGroup, examples
 
@@ -30,6 +30,7 @@ app.command("evict", epilog=prefixes.EVICT_EXAMPLES, rich_help_panel="Change")(a
 app.command("flush", epilog=admin.FLUSH_EXAMPLES, rich_help_panel="Change")(asks_daemon(admin.flush_command))
 app.command("drain", epilog=admin.DRAIN_EXAMPLES, rich_help_panel="Change")(asks_daemon(admin.drain_command))
 app.command("verify", epilog=verify.EXAMPLES, rich_help_panel="Look")(asks_daemon(verify.verify_command))
+app.command("doctor", epilog=doctor.EXAMPLES, rich_help_panel="Look")(asks_daemon(doctor.doctor_command))
 app.add_typer(config.app, name="config", rich_help_panel="Look")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -13,6 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from prefixd.v1 import admin_pb2, cache_pb2
+
+if TYPE_CHECKING:
+    from prefixd.cli.environment import Check
 
 KEY_DIGITS = 12
 
@@ -240,3 +243,29 @@ def print_verification(
         + (f", with {more:,} that continued them" if more > 0 else "")
         + "; what was in memory is written again, the rest is computed when it is next wanted"
     )
+
+
+def print_diagnosis(integrity: admin_pb2.CheckIntegrityResponse, checks: Iterable[Check]) -> None:
+    """What adds up and what does not, what is in trouble, and what of the machine stands in the way."""
+    out = console()
+    counted = (
+        f"{integrity.blocks:,} blocks, {integrity.slots:,} slots in memory, {integrity.sessions:,} sessions, "
+        f"{integrity.leases:,} leases, {integrity.reservations:,} reservations"
+    )
+    if integrity.violations:
+        out.print(f"[red]does not add up[/] ({counted}); this is a defect, please report it:")
+        for violation in integrity.violations:
+            out.print(Text(f"  {violation}", style="red"))
+    else:
+        out.print(f"[green]ok[/] everything adds up: {counted}")
+    for trouble in integrity.troubles:
+        out.print(Text(f"trouble for {duration(trouble.since_s)}: {trouble.part}: {trouble.what}", style="red"))
+        out.print(Text(f"  {trouble.remedy}"))
+    if not integrity.troubles:
+        out.print("[green]ok[/] no tier is in trouble")
+    for check in checks:
+        if check.remedy:
+            out.print(Text(f"{check.name}: {check.found}", style="yellow"))
+            out.print(Text(f"  {check.remedy}"))
+        else:
+            out.print(Text.assemble(("ok", "green"), f" {check.name}: {check.found}"))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 
 import numpy as np
 
 from prefixd.cache import DISK, Namespace, TieredCache, Trie
+from prefixd.cache.audit import audit
 from prefixd.cache.scrubber import ScrubProgress
 from prefixd.cache.trie import TIERS, Rows
 from prefixd.errors import InvalidArgumentError, NotFoundError, PreconditionError
@@ -15,6 +17,8 @@ from prefixd.server.rpc import streaming, unary
 from prefixd.server.snapshot import Snapshot
 from prefixd.v1 import admin_pb2 as pb
 from prefixd.v1 import admin_pb2_grpc, cache_pb2
+
+log = logging.getLogger(__name__)
 
 _LIST_LIMIT = 100
 _KEY_DIGITS = 32
@@ -162,6 +166,22 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         last = _progress(progress)
         last.done = True
         yield last
+
+    @unary
+    async def CheckIntegrity(self, request: pb.CheckIntegrityRequest) -> pb.CheckIntegrityResponse:
+        """Accounts for everything."""
+        found = await audit(self._cache)
+        if found.violations:
+            log.error("the daemon's accounting contradicts itself: %s", "; ".join(found.violations))
+        return pb.CheckIntegrityResponse(
+            violations=found.violations,
+            blocks=found.blocks,
+            slots=found.slots,
+            sessions=found.sessions,
+            leases=found.leases,
+            reservations=found.reservations,
+            troubles=self._snapshot.take().troubles,
+        )
 
     def _find(self, key: str) -> tuple[Trie, int]:
         """The prefix whose last block's key is, or begins with, `key`."""

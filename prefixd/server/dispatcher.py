@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import numpy as np
 
 from prefixd.cache import CPU, DISK, GPU, TieredCache
+from prefixd.cache.cache import Claim
 from prefixd.errors import ExhaustedError, PrefixdError, UnavailableError
 from prefixd.server.places import Places
 from prefixd.server.prefetcher import Prefetcher
@@ -78,6 +79,8 @@ class Dispatcher:
             self._look,
             recompute_if_slower=recompute_if_slower,
         )
+        self._withdrawn: set[Request] = set()  # cancelled while their prefix was being brought up
+        cache.claims.append(self._claims)
         self._computing: Counter[bytes] = Counter()  # keys of prompt blocks that running requests are computing
         self._starved: dict[int, Request] = {}  # running requests that wait for a frame
         self._wake = asyncio.Event()
@@ -151,9 +154,22 @@ class Dispatcher:
         self.queue.remove(request.id)
         del self.waiting[request.id]
         if request.staging is not None and not request.staging.done():
-            request.staging.add_done_callback(lambda _: self._prefetcher.unstage(request))
+            self._withdrawn.add(request)
+            request.staging.add_done_callback(lambda _: self._let_go(request))
         else:
             self._prefetcher.unstage(request)
+
+    def _let_go(self, request: Request) -> None:
+        self._withdrawn.discard(request)
+        self._prefetcher.unstage(request)
+
+    def _claims(self) -> Iterator[Claim]:
+        """What every request holds in the GPU tier, and the frames that only it has."""
+        for request in [*self.waiting.values(), *self._withdrawn]:
+            if request.staged:
+                yield request.trie, request.rows, []
+        for request in self.running.values():
+            yield request.trie, request.rows, list(request.own)
 
     # -- the worker's side --------------------------------------------------------------------------------------
 

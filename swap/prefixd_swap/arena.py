@@ -154,6 +154,11 @@ class CpuArena:
             del self._slabs[slab.base], self._bases[at]
             self._extents.give(slab.base, slab.run.count * slab.slot_bytes)
 
+    def allocated(self) -> NDArray[np.int64]:
+        """Offsets of all slots that are taken, ascending."""
+        slabs = [self._slabs[base] for base in self._bases]
+        return np.concatenate([np.zeros(0, np.int64), *(s.base + s.run.taken() * s.slot_bytes for s in slabs)])
+
     def room(self, nbytes: int) -> int:
         """How many more slots for `nbytes` bytes each can be allocated now."""
         slot_bytes = round_to_slot(nbytes)

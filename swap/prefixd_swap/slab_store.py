@@ -332,14 +332,29 @@ class SlabStore:
         Raises:
             IntegrityError: they are not.
         """
+        self.audit()
+
+    def audit(self) -> Records | None:
+        """Every record of the index as of now, those without a parent included; the slots are checked as by
+        `check_integrity`. None while it is not known what is named, until `revive`.
+
+        Raises:
+            IntegrityError: the slots do not add up, or an entry of the index is no record.
+            StorageError: the index cannot be read.
+        """
         with self._changed:
             self._slabs.check_integrity()
             if self._unsure:
-                return  # what is named is not known until `revive`
-            named = IndexTable(self._index.chunks()).slots()
-            taken, different = self._slabs.taken(), len(np.unique(named))
+                return None
+            table = IndexTable(self._index.chunks())
+            named = np.sort(table.slots())
+            taken = self._slabs.taken()
+            different = len(named) - int(np.count_nonzero(named[1:] == named[:-1]))
             if different != len(named) or different > taken or (different < taken and not self._active):
                 raise IntegrityError(f"{len(named)} slots are named, {different} different; {taken} are taken")
+        if table.unreadable:
+            raise IntegrityError(f"{len(table.unreadable)} entries of the index are no records")
+        return table.records(table.readable, table.link())
 
     def close(self) -> None:
         """Wait for writes and removals under way, then let go of the directory. No read may follow."""

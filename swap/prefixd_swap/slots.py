@@ -53,6 +53,10 @@ class SlotRun:
         """Slots that are not taken."""
         return self.count - self.used
 
+    def taken(self) -> npt.NDArray[np.int64]:
+        """Indices of the slots that are taken, ascending."""
+        return np.flatnonzero(np.frombuffer(self._taken, np.uint8))
+
     def take(self) -> int:
         """Index of a slot that was free and is now taken.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ import xxhash
 from prefixd.cache import (
     CPU,
     DISK,
+    GPU,
     BlockChain,
     Lease,
     Namespace,
@@ -144,6 +146,9 @@ class Rig:
             max_sessions=self._max_sessions,
             write_queue_bytes=None if self._write_queue is None else self._write_queue * self.part_bytes,
         )
+        self.computed: Counter[int] = Counter()
+        self.own: list[int] = []
+        self.cache.claims.append(self._claims)
         self.restored = self.cache.restore()
         self.namespace = self.register()
         self.session = self.open_session()
@@ -303,9 +308,18 @@ class Rig:
             if not entered[1]:
                 cache.tiers.release(0, [frame])
             rows.append(entered[0])
+        self.computed.update(rows)
         return rows
 
+    def _claims(self) -> Iterator[tuple[Trie, Any, list[int]]]:
+        """What a test holds as a worker would: rows that it computed, frames that it took (`own`)."""
+        yield self.trie, np.empty(0, np.int64), self.own
+        for row in self.computed.elements():
+            yield self.trie, np.array([row], np.int64), []
+
     def unhold(self, rows: Sequence[int], tier: int) -> None:
+        if tier == GPU:
+            self.computed -= Counter(rows)
         self.cache.unhold(self.trie, np.array(rows, np.int64), tier)
 
     # -- what must hold -----------------------------------------------------------------------------------------

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import pytest
 import xxhash
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from prefixd.cache import CPU, DISK, GPU, BlockChain, Lease, Namespace, Reservation
+from prefixd.cache import CPU, DISK, GPU, BlockChain, Lease, Namespace, Reservation, Trie
 from prefixd.errors import ExhaustedError, NotFoundError, PreconditionError
 
 if TYPE_CHECKING:
@@ -71,7 +72,14 @@ class CacheMachine(RuleBasedStateMachine):
         self.adopt(rig)
         return rig
 
+    def claims(self) -> Iterator[tuple[Trie, Any, list[int]]]:
+        yield self.rig.trie, np.empty(0, np.int64), self.own
+        for held in self.held:
+            if held.lease is None:
+                yield self.rig.trie, np.array(held.rows, np.int64), []
+
     def adopt(self, rig: Rig) -> None:
+        rig.cache.claims.append(self.claims)
         self.homes: dict[str, Namespace] = {
             "model": rig.namespace,
             "salted": rig.register(salt=b"tenant"),

@@ -123,6 +123,18 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
         self._note(request, context)
         return admin_pb2.DrainResponse(written_blocks=5, finished_requests=1)
 
+    def CheckIntegrity(self, request: Any, context: grpc.ServicerContext) -> admin_pb2.CheckIntegrityResponse:
+        self._note(request, context)
+        full = admin_pb2.Trouble(part="disk tier", what="the disk is full", remedy="free some space", since_s=90)
+        return admin_pb2.CheckIntegrityResponse(
+            violations=["cpu tier: slots with several owners: 4096"] if self.damage else [],
+            blocks=4096,
+            slots=512,
+            sessions=1,
+            leases=3,
+            troubles=[full],
+        )
+
     def Verify(self, request: Any, context: grpc.ServicerContext) -> Iterator[admin_pb2.VerifyProgress]:
         self._note(request, context)
         if self.endless:

@@ -26,6 +26,7 @@ COMMANDS = [
     "flush",
     "drain",
     "verify",
+    "doctor",
     "config show",
 ]
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from prefixd.cli.environment import check_environment
 from prefixd.v1 import admin_pb2
 
 if TYPE_CHECKING:
@@ -67,3 +68,19 @@ def test_settings_that_make_no_sense(serve_failing: Callable[..., Any], setting:
     name, _, value = setting.partition("=")
     done = serve_failing({name: value})
     assert done.returncode == 2 and name in done.stderr
+
+
+def test_the_daemon_accounts_for_everything(launch: Callable[..., Remote]) -> None:
+    remote = launch(SETTINGS)
+    with remote.session() as session:
+        space = remote.register(session.session_id, "m", BLOCK)
+        remote.put(session.session_id, space, [1, 2, 3, 4], bytes(BLOCK), durable=True)
+        found = remote.admin.CheckIntegrity(admin_pb2.CheckIntegrityRequest(), timeout=60)
+        assert list(found.violations) == []
+        assert (found.blocks, found.slots, found.sessions) == (1, 1, 1)
+
+
+def test_doctor_looks_at_the_daemon_behind_the_socket(launch: Callable[..., Remote]) -> None:
+    remote = launch(SETTINGS)
+    checks = {check.name: check for check in check_environment(remote.daemon.address, remote.stats())}
+    assert str(remote.daemon.directory / "data/blocks") in checks["disk space"].found

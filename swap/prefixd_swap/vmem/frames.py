@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
+import numpy.typing as npt
 
 from prefixd_swap.errors import IntegrityError, MemoryMisuseError
 from prefixd_swap.geometry import KvGeometry
@@ -64,6 +65,10 @@ class FramePool:
         for run in runs:
             self._used[run.start : run.stop] = True
         return [FrameId(frame) for run in runs for frame in run]
+
+    def allocated(self) -> npt.NDArray[np.int64]:
+        """All frames that are taken, ascending."""
+        return np.flatnonzero(self._used)
 
     def free(self, frames: Iterable[FrameId]) -> None:
         """Give frames back. Raises MemoryMisuseError, and frees none, if one is not allocated or named

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from prefixd.v1.admin_pb2_grpc import AdminStub
 from prefixd.v1.cache_pb2_grpc import PrefixCacheStub
 from prefixd.v1.inference_pb2_grpc import InferenceStub
 
+_AGREED = "prefixd-agreed"
 _MAX_BACKOFF_S = 1.0
 _LATE_S = 60.0  # how long after its caller has given up a call for a grant may still be answered
 _OPTIONS: list[tuple[str, Any]] = [
@@ -80,6 +81,27 @@ class Connection:
         await self.wait_out_backoff()
         try:
             return await method(request, timeout=self.timeout_s if timeout_s is None else timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error, self.address) from error
+
+    async def upload(self, method: Any, first: Any, rest: Iterable[Any]) -> Any:
+        """One answer to a stream: `first` and, when the daemon has agreed to it, `rest`.
+
+        A refusal that comes while we send is lost: gRPC's asyncio client reports an internal error instead.
+        """
+        await self.wait_out_backoff()
+
+        async def messages() -> AsyncGenerator[Any, None]:
+            yield first
+            if not any(name == _AGREED for name, _ in await call.initial_metadata()):
+                await call.code()
+                return
+            for message in rest:
+                yield message
+
+        call = method(messages(), timeout=self.timeout_s)
+        try:
+            return await call
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, self.address) from error
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 
 from prefixd.client.buffers import BlockBuffers, StreamSink
@@ -82,12 +82,9 @@ async def put(
         durable=durable,
     )
 
-    async def requests() -> AsyncIterator[cache_pb2.PutRequest]:
-        yield cache_pb2.PutRequest(header=header)
-        for piece in buffers.pieces(start - first_block, total - start, _PIECE_BYTES):
-            yield cache_pb2.PutRequest(data=piece.tobytes())
-
-    response = await connection.call(connection.cache.Put, requests())
+    pieces = buffers.pieces(start - first_block, total - start, _PIECE_BYTES)
+    data = (cache_pb2.PutRequest(data=piece.tobytes()) for piece in pieces)
+    response = await connection.upload(connection.cache.Put, cache_pb2.PutRequest(header=header), data)
     if durable and not response.committed:
         return await _persisted(namespace, prompt, first_block)
     dropped = total - start - response.committed - response.duplicates

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 
+import grpc
 import numpy as np
 
 import prefixd
@@ -18,6 +20,7 @@ from prefixd.v1 import cache_pb2 as pb
 from prefixd.v1 import cache_pb2_grpc
 
 PIECE_BYTES = 1 << 20
+_AGREED = (("prefixd-agreed", "1"),)
 
 
 class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
@@ -218,11 +221,11 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
     async def Put(self, requests: AsyncIterator[pb.PutRequest], context: Context) -> pb.PutResponse:
         """Writes with the bytes in the stream."""
         try:
-            return await self._put(requests)
+            return await self._put(requests, context)
         except Exception as error:
             await abort(context, error)
 
-    async def _put(self, requests: AsyncIterator[pb.PutRequest]) -> pb.PutResponse:
+    async def _put(self, requests: AsyncIterator[pb.PutRequest], context: Context) -> pb.PutResponse:
         cache = self._cache
         self._take_work()
         first = await anext(aiter(requests), None)
@@ -253,6 +256,8 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         sizes = [cache.trie(namespace).part_bytes[part] for part in parts]
         expected = (len(chain) - header.first_block) * sum(sizes)
         try:
+            with suppress(grpc.aio.InternalError):  # the caller has gone; the stream will say so
+                await context.send_initial_metadata(_AGREED)
             received = await self._receive(requests, reservation, (known - header.first_block) * sum(sizes), sizes)
             if received != expected:
                 raise InvalidArgumentError(

@@ -190,6 +190,8 @@ class PrefixCacheServicer(object):
     def Put(self, request_iterator, context):
         """Write with the bytes in the stream: one header, then every part of every block that the header's answer would need,
         in order, in pieces. Blocks that are cached already may be sent; they are counted as duplicates and skipped.
+        The daemon agrees to the header with the response header `prefixd-agreed`; a client need not wait for it, but one that
+        does sends nothing in vain.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

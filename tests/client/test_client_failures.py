@@ -32,9 +32,10 @@ from prefixd.client import (
     ServerUnavailable,
     UnsupportedError,
 )
+from prefixd.client.connection import Connection
 from prefixd.client.copying import Copier
 from prefixd.client.inference import event_from_proto
-from prefixd.v1 import inference_pb2
+from prefixd.v1 import cache_pb2, cache_pb2_grpc, inference_pb2
 
 TOKENS = [1, 2, 3, 4, 5]
 
@@ -390,3 +391,42 @@ async def test_closing_ends_the_wait_for_a_session(stand_in: Any, spec: Namespac
     await client.close()
     with pytest.raises(ClientClosed, match="while its session was opened"):
         await waiting
+
+
+class Taker(cache_pb2_grpc.PrefixCacheServicer):
+    """Agrees to a Put or refuses it."""
+
+    def __init__(self, agrees: bool) -> None:
+        self.agrees = agrees
+        self.received = 0
+
+    async def Put(self, requests: Any, context: Any) -> cache_pb2.PutResponse:
+        await anext(aiter(requests))
+        if not self.agrees:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "no room for that")
+        await context.send_initial_metadata((("prefixd-agreed", "1"),))
+        async for _ in requests:
+            self.received += 1
+        return cache_pb2.PutResponse(committed=self.received)
+
+
+@pytest.mark.parametrize("agrees", [True, False])
+async def test_bytes_are_sent_when_the_daemon_has_agreed_to_take_them(short_folder: Path, agrees: bool) -> None:
+    taker = Taker(agrees)
+    server = grpc.aio.server()
+    cache_pb2_grpc.add_PrefixCacheServicer_to_server(taker, server)
+    server.add_insecure_port(f"unix:{short_folder}/s")
+    await server.start()
+    connection = Connection(f"unix:{short_folder}/s", 60.0)
+    pieces = iter([cache_pb2.PutRequest(data=b"x")] * 5)
+    try:
+        if agrees:
+            answer = await connection.upload(connection.cache.Put, cache_pb2.PutRequest(), pieces)
+            assert answer.committed == taker.received == 5
+        else:
+            with pytest.raises(ExhaustedError, match="no room for that"):
+                await connection.upload(connection.cache.Put, cache_pb2.PutRequest(), pieces)
+            assert len(list(pieces)) == 5
+    finally:
+        await connection.close()
+        await server.stop(None)

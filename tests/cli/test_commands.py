@@ -8,6 +8,9 @@ from typing import Any
 
 import grpc
 import pytest
+from typer.main import get_command
+
+from prefixd.cli.app import app
 
 KEY = "9f86d081884c7d659a2feaa0c55ad015"
 NAMESPACE = bytes(range(8))
@@ -37,6 +40,17 @@ def test_help_has_an_example_that_names_the_command(cli: Cli, command: str) -> N
     assert result.exit_code == 0
     examples = result.stdout.partition("Example")[2]
     assert f"prefixd {command}" in examples
+
+
+def test_every_command_for_a_daemon_can_reach_one_on_another_host() -> None:
+    commands = get_command(app).commands
+    with_address = {
+        name: {flag for option in command.params for flag in option.opts} for name, command in commands.items()
+    }
+    with_address = {name: flags for name, flags in with_address.items() if "--address" in flags}
+    assert with_address.keys() >= {"generate", "stats", "drain", "verify", "doctor"}
+    for name, flags in with_address.items():
+        assert flags >= {"--tls-ca", "--tls-cert", "--tls-key", "--token-file"}, name
 
 
 def test_stats(cli: Cli, daemon: Any) -> None:

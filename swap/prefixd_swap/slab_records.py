@@ -107,6 +107,16 @@ class IndexTable:
         for width, buffer in buffers.items():
             self._take(np.frombuffer(buffer, np.uint8).reshape(-1, width), np.concatenate(positions[width]))
 
+    @property
+    def in_order(self) -> bool:
+        """Whether the keys are in ascending order, each once, as an index gives them unless it is damaged."""
+        columns = [self._namespace.byteswap(), *self._keys.view(">u8").astype(np.uint64).T]
+        less, same = np.zeros(max(self.rows - 1, 0), np.bool_), np.ones(max(self.rows - 1, 0), np.bool_)
+        for column in columns:
+            less |= same & (column[:-1] < column[1:])
+            same &= column[:-1] == column[1:]
+        return bool(less.all())
+
     def slots(self) -> Int64s:
         """Every slot that is named, as often as it is named."""
         named = [group.slots[:, group.on_disk].ravel() for group in self.groups]

@@ -110,7 +110,10 @@ class SlabStore:
             recovery, recovered, dropped = recover(_read_index(index), slabs, index.damage)
             if dropped:
                 log.warning("%s: dropped blocks that are not whole: %s", path, recovery)
-                index.apply([(key, None) for key in dropped])
+                if None in index.apply([(key, None) for key in dropped]):
+                    index.replace("it does not find what it has")
+                    slabs = SlabFiles(directory.slabs, capacity_bytes, ops, slab_bytes, direct)
+                    recovery, recovered, _ = recover(IndexTable(()), slabs, index.damage)
             undo.pop_all()
         return cls(directory, index, slabs, recovery, recovered, io_threads)
 
@@ -407,7 +410,10 @@ class SlabStore:
 
 def _read_index(index: SlabIndex) -> IndexTable:
     try:
-        return IndexTable(index.chunks())
+        table = IndexTable(index.chunks())
+        if table.in_order:
+            return table
+        raise IndexDamagedError("its keys are out of order")
     except IndexDamagedError as error:
         index.replace(str(error))
         return IndexTable(())

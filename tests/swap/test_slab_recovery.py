@@ -17,6 +17,7 @@ import xxhash
 from prefixd_swap.block_record import BlockRecord, DiskPart, NewBlock, encode_record
 from prefixd_swap.errors import DirectoryInUseError, DiskFullError, FormatError, StorageError, SwapError
 from prefixd_swap.file_ops import FileOps
+from prefixd_swap.slab_index import SlabIndex
 from prefixd_swap.slab_recovery import Recovery
 from prefixd_swap.slab_store import SlabStore
 from prefixd_swap.spans import Span
@@ -551,4 +552,33 @@ def test_a_slab_that_is_lost_under_us_gets_no_more_blocks(path: Path, how: str) 
     store.close()
     store = SlabStore.open(path, CAPACITY)
     assert store.recovery == Recovery(kept=1)
+    store.close()
+
+
+def test_an_index_with_keys_out_of_order_is_set_aside(path: Path) -> None:
+    with_blocks = SlabStore.open(path, CAPACITY)
+    write(with_blocks, (1, None, b"one" * 100), (2, 1, b"two" * 100), (3, 2, b"three" * 100))
+    with_blocks.close()
+    data = bytearray((path / "index/data.mdb").read_bytes())
+    assert (NS + key(2)) in data
+    data = data.replace(NS + key(2), NS + b"\xff" + key(2)[1:])
+    (path / "index/data.mdb").write_bytes(data)
+    store = SlabStore.open(path, CAPACITY)
+    assert "out of order" in store.recovery.index_damage and len(store.load()) == 0
+    store.check_integrity()
+    store.close()
+
+
+def test_an_index_that_does_not_find_what_it_has_is_set_aside(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_blocks = SlabStore.open(path, CAPACITY)
+    write(with_blocks, (1, None, b"one" * 100), (2, 1, b"two" * 2000))
+    with_blocks.close()
+    put_raw(path, {NS + key(9): encode_record(NewBlock(NS, key(9), key(8), b"tokn", 9, []), [DiskPart(77, 10, 1)])})
+    with monkeypatch.context() as patched:
+        patched.setattr(SlabIndex, "apply", lambda self, changes: [None for _ in changes])
+        store = SlabStore.open(path, CAPACITY)
+    assert "does not find" in store.recovery.index_damage and len(store.load()) == 0
+    store.check_integrity()
+    write(store, (1, None, b"again" * 100))
+    store.check_integrity()
     store.close()

@@ -1,0 +1,215 @@
+"""Damage to blocks on disk: where each one lies, and the ways in which its bytes go wrong."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from prefixd_swap import SlabStore
+
+KINDS = {
+    "bit": 0.3,  # one bit
+    "bytes": 0.15,  # four bytes next to each other
+    "sector": 0.15,  # 512 bytes, as a disk loses them
+    "zeros": 0.15,  # a range that reads as zeros
+    "stale": 0.1,  # what another block has: a write that went to the wrong place, or never arrived
+    "swap": 0.1,  # two blocks, each in the other's place: two flips
+    "tail": 0.05,  # the file ends inside the block
+}
+_SECTOR = 512
+_INDEX_BITS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A part of a block: a slot's first `nbytes` bytes."""
+
+    file: Path
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A block on disk."""
+
+    key: str
+    parent: str
+    """Empty for the first block of a prompt."""
+    places: tuple[Place, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Bytes that a file gets, or None for a file that ends there."""
+
+    file: Path
+    offset: int
+    data: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class Flip:
+    """One way of going wrong and the blocks that it hits, each of which counts."""
+
+    kind: str
+    blocks: tuple[Stored, ...]
+    writes: tuple[Write, ...]
+
+    def apply(self) -> None:
+        """Changes the files, for every reader from now on."""
+        for write in self.writes:
+            fd = os.open(write.file, os.O_RDWR)
+            try:
+                if write.data is None:
+                    os.ftruncate(fd, write.offset)
+                else:
+                    os.pwrite(fd, write.data, write.offset)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+
+class StoredBlocks:
+    """All blocks of a disk tier that no daemon has open."""
+
+    def __init__(self, path: Path, capacity_bytes: int) -> None:
+        store = SlabStore.open(path, capacity_bytes)
+        files = {int(file.name.partition("-")[0], 16): file for file in (path / "slabs").iterdir()}
+        slot_bytes = {number: int(file.stem.partition("-")[2]) for number, file in files.items()}
+        self.blocks: dict[str, Stored] = {}
+        for record in store.records():
+            places = [
+                Place(files[number], (part.slot & (1 << _INDEX_BITS) - 1) * slot_bytes[number], part.nbytes)
+                for part in record.parts
+                if part is not None
+                for number in [part.slot >> _INDEX_BITS]
+            ]
+            # Keys are unique over all namespaces but for chance: each seeds them with its own number.
+            self.blocks[record.key.hex()] = Stored(record.key.hex(), record.parent.hex(), tuple(places))
+        store.close()
+        self._children: defaultdict[str, list[str]] = defaultdict(list)
+        for block in self.blocks.values():
+            self._children[block.parent].append(block.key)
+
+    def relatives(self, block: Stored) -> Iterator[str]:
+        """The block, what it continues and what continues it: what may not be hit, too, if it is to be found itself."""
+        above = block
+        while above.parent:
+            above = self.blocks[above.parent]
+            yield above.key
+        below = [block.key]
+        for key in below:
+            yield key
+            below += self._children[key]
+
+    def ends(self) -> dict[str, Place]:
+        """Blocks behind which a file has no other, by key, and where they lie in it."""
+        last: dict[Path, tuple[int, str, Place]] = {}
+        for block in self.blocks.values():
+            for place in block.places:
+                if place.offset >= last.get(place.file, (-1,))[0]:
+                    last[place.file] = place.offset, block.key, place
+        return {key: place for _, key, place in last.values()}
+
+
+def draw(stored: StoredBlocks, wanted: int, rng: random.Random) -> list[Flip]:
+    """Flips that hit `wanted` blocks, or fewer when there are not enough, none of which continues another.
+
+    Each of them changes a byte of every block that it hits.
+    """
+    taken: set[str] = set()
+    free = list(stored.blocks.values())
+    rng.shuffle(free)
+    ends = stored.ends()
+    last = [stored.blocks[key] for key in ends]
+    rng.shuffle(last)
+    flips: list[Flip] = []
+    left = wanted
+
+    def next_of(blocks: list[Stored], size: int = 0) -> Stored | None:
+        """One that is no relative of those taken; with a first part of `size` bytes, if that is not 0."""
+        for at in range(len(blocks) - 1, -1, -1):
+            block = blocks[at]
+            if block.key in taken:
+                del blocks[at]
+            elif not size or block.places[0].nbytes == size:
+                del blocks[at]
+                taken.update(stored.relatives(block))
+                return block
+        return None
+
+    while left:
+        (kind,) = rng.choices(list(KINDS), list(KINDS.values()))
+        if kind == "swap" and left < 2:
+            continue
+        block = next_of(last if kind == "tail" else free)
+        if block is None:
+            if kind == "tail":
+                continue
+            break
+        hit = [block]
+        if kind == "swap":
+            other = next_of(free, block.places[0].nbytes)
+            if other is None:
+                kind = "bit"
+            else:
+                hit.append(other)
+        writes = _cut(ends[block.key], rng) if kind == "tail" else _writes(kind, hit, stored, rng)
+        flips.append(Flip(kind, tuple(hit), tuple(writes)))
+        left -= len(hit)
+    return flips
+
+
+def _cut(place: Place, rng: random.Random) -> Iterator[Write]:
+    yield Write(place.file, place.offset + rng.randrange(place.nbytes), None)
+
+
+def _writes(kind: str, hit: Sequence[Stored], stored: StoredBlocks, rng: random.Random) -> Iterator[Write]:
+    if kind == "swap":
+        first, second = (block.places[0] for block in hit)
+        a, b = _read(first), _read(second)
+        yield Write(first.file, first.offset, b)
+        yield Write(second.file, second.offset, a)
+        return
+    place = rng.choice(hit[0].places)
+    before = _read(place)
+    after = before
+    while after == before:
+        after = _changed(kind, before, place, stored, rng)
+    yield Write(place.file, place.offset, after)
+
+
+def _changed(kind: str, before: bytes, place: Place, stored: StoredBlocks, rng: random.Random) -> bytes:
+    """What stands in a place after one of the kinds of damage to it."""
+    data = bytearray(before)
+    if kind == "bit":
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    elif kind == "bytes":
+        at = rng.randrange(len(data) - 4)
+        data[at : at + 4] = bytes(byte ^ rng.randrange(1, 256) for byte in data[at : at + 4])
+    elif kind == "sector":
+        at = rng.randrange(-(-len(data) // _SECTOR)) * _SECTOR
+        data[at : at + _SECTOR] = rng.randbytes(len(data[at : at + _SECTOR]))
+    elif kind == "zeros":
+        at, end = sorted(rng.sample(range(len(data) + 1), 2))
+        data[at:end] = bytes(end - at)
+    else:
+        same = [other for other in _places(stored.blocks.values()) if other.nbytes == place.nbytes and other != place]
+        data[:] = _read(rng.choice(same))
+    return bytes(data)
+
+
+def _places(blocks: Iterable[Stored]) -> Iterator[Place]:
+    for block in blocks:
+        yield from block.places
+
+
+def _read(place: Place) -> bytes:
+    with place.file.open("rb") as file:
+        file.seek(place.offset)
+        return file.read(place.nbytes)

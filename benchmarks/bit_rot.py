@@ -18,6 +18,7 @@ from benchmarks import _harness
 from benchmarks._bit_flips import Flip, Stored, StoredBlocks, draw
 from benchmarks._load_world import Prompt, block_key, content, prompts, wrong_bytes
 from prefixd.client import Client, NotFoundError, ServerUnavailable
+from prefixd.client.session import MemoryMode
 from prefixd.workloads.daemon_process import DaemonFailed, DaemonProcess
 
 DESCRIPTION = """\
@@ -119,8 +120,11 @@ class Rot:
 
     # -- blocks -----------------------------------------------------------------------------------------------------
 
-    def round(self, wanted: int, way: Way, running: bool) -> int:
-        """Flips about `wanted` blocks, has them found in that way, and looks at everything; how many it hit."""
+    def round(self, wanted: int, way: Way, running: bool, memory: MemoryMode) -> int:
+        """Flips about `wanted` blocks, has them found in that way, and looks at everything; how many it hit.
+
+        The client maps the daemon's memory, or has the bytes streamed.
+        """
         self._restore()
         flips = draw(self._stored, wanted, self._rng)
         hit = [block for flip in flips for block in flip.blocks]
@@ -129,7 +133,7 @@ class Rot:
             settings = {"disk.scrub_bytes_per_s": "2GiB", "disk.scrub_every_s": 0.1}
         if not running:
             _apply(flips)
-        with self._daemon(settings) as daemon, Client(daemon.address) as client:
+        with self._daemon(settings) as daemon, Client(daemon.address, memory=memory) as client:
             if running:
                 _apply(flips)
                 dropped: set[str] = set()
@@ -144,7 +148,7 @@ class Rot:
             elif way == "scrub":
                 _wait_for_a_pass(client)
                 self._count(way, left, _gone(client, left))
-            self._read_everything(daemon.address, {block.key for block in hit})
+            self._read_everything(client, {block.key for block in hit})
             if way == "read":
                 self._count(way, left, _gone(client, left))
             self._store_again(client, hit)
@@ -162,18 +166,17 @@ class Rot:
         self._findings.lost_sound += len(keys)
         self._findings.notes += [f"{what}: {key}" for key in keys]
 
-    def _read_everything(self, address: str, hit: set[str]) -> None:
-        """Reads every prompt, half of them streamed: what comes must be right, and end before the first block hit."""
-        with Client(address) as mapped, Client(address, memory="streamed") as streamed:
-            for number, prompt in enumerate(self._prompts):
-                there, wrong = self._read(streamed if number % 2 else mapped, prompt)
-                self._findings.served_wrong += wrong
-                path = self._paths[prompt]
-                expected = next((at for at, key in enumerate(path) if key in hit), len(path))
-                if there > expected and not wrong:
-                    self._findings.notes.append(f"{prompt}: a damaged block was served, with the right bytes?")
-                    self._findings.served_wrong += 1
-                self._sound(set(path[there:expected]), f"{prompt} came without a sound block")
+    def _read_everything(self, client: Client, hit: set[str]) -> None:
+        """Reads every prompt: what comes must be right, and end before the first block that was hit."""
+        for prompt in self._prompts:
+            there, wrong = self._read(client, prompt)
+            self._findings.served_wrong += wrong
+            path = self._paths[prompt]
+            expected = next((at for at, key in enumerate(path) if key in hit), len(path))
+            if there > expected and not wrong:
+                self._findings.notes.append(f"{prompt}: a damaged block was served, with the right bytes?")
+                self._findings.served_wrong += 1
+            self._sound(set(path[there:expected]), f"{prompt} came without a sound block")
 
     def _read(self, client: Client, prompt: Prompt) -> tuple[int, int]:
         """How many blocks of the prompt were served, and how many of them with a wrong byte."""
@@ -301,7 +304,7 @@ def run(
             left = flips - findings.flips.total()
             wanted = -(-left // (rounds - number))
             way, running = WAYS[number % len(WAYS)], number // len(WAYS) % 2 == 1
-            step(rot.round(wanted, way, running))
+            step(rot.round(wanted, way, running, "auto" if number % 2 else "streamed"))
         while findings.index_flips < index_flips:
             wanted = min(_INDEX_ROUND, index_flips - findings.index_flips)
             rot.index_round(wanted)

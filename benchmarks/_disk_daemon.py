@@ -143,10 +143,11 @@ class DaemonDisk:
 
 def reopen(folder: Path, blocks: int) -> dict[str, Any]:
     """What a daemon without a model costs on the store that `_slabs.fill` has made, and that it serves its blocks."""
-    with DaemonProcess({"disk.bytes": blocks * _slabs.SLOT_BYTES}) as daemon:
+    index_alone = {"disk.bytes": blocks * _slabs.SLOT_BYTES, "cpu.populate": False}  # no memory for blocks' bytes
+    with DaemonProcess(index_alone) as daemon:
         empty_bytes = _status_bytes(daemon.pid, "VmRSS")
     begin = time.perf_counter()
-    with DaemonProcess({"data_dir": folder, "disk.bytes": blocks * _slabs.SLOT_BYTES}) as daemon:
+    with DaemonProcess({"data_dir": folder, **index_alone}) as daemon:
         start_s = time.perf_counter() - begin
         asyncio.run(_ask(daemon.address, blocks))
         return {

@@ -172,8 +172,9 @@ class CpuSettings(_Section):
 
     bytes: Bytes = 1 << 30
     """Size of the tier."""
-    populate: bool = False
-    """Touch the arena's pages at the start rather than on first use."""
+    populate: bool = True
+    """Touch the arena's pages at the start, in the background, rather than on first use. Pages touched in order lie
+    together, and the disk reads and writes them about twice as fast."""
     lock: bool = False
     """Lock the arena's pages into memory (mlock), so that they are never swapped out. Where the limit RLIMIT_MEMLOCK is
     too low, the daemon goes on without and says so."""

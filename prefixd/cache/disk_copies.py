@@ -90,6 +90,7 @@ class DiskCopies:
         self._saved: set[bytes] = set()  # namespaces that the index knows
         self._removals: set[asyncio.Task[None]] = set()
         self._leaving: Counter[Identity] = Counter()
+        self._parallel = threads
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="prefixd-disk")
         self.care = DiskCare(ledger, tries, self._lock, self.drop_damaged, self._reread, self._saved.clear)
 
@@ -263,12 +264,18 @@ class DiskCopies:
     async def _read(self, trie: Trie, rows: Rows, taken: Sequence[Sequence[int]], target: int) -> list[bool]:
         if not self._tiers.disk_gives:
             return [False] * len(rows)
-        results = await asyncio.gather(
-            *(
-                self._in_thread(self._read_parts, _places(trie, row), self._spans(trie, slots, target))
-                for row, slots in zip(rows.tolist(), taken, strict=True)
-            )
-        )
+        results: list[StorageError | None] = [None] * len(rows)
+        blocks = [
+            (at, _places(trie, row), self._spans(trie, slots, target))
+            for at, (row, slots) in enumerate(zip(rows.tolist(), taken, strict=True))
+        ]
+        left = iter(blocks)  # the threads share it: one wakes the event loop once, not after every block
+
+        def read() -> None:
+            for at, places, spans in left:
+                results[at] = self._read_parts(places, spans)
+
+        await asyncio.gather(*(self._in_thread(read) for _ in range(min(self._parallel, len(blocks)))))
         return [self._judge(trie, row, result) for row, result in zip(rows.tolist(), results, strict=True)]
 
     def _spans(self, trie: Trie, slots: Sequence[int], target: int) -> list[Span]:

@@ -334,8 +334,17 @@ class Rig:
         self.check()
         if self.store is None:
             return
-        there = {(r.namespace, r.key): tuple(p.slot for p in r.parts if p) for r in self.store.records()}
-        known = {
+        store = self.store
+
+        def stored() -> dict[tuple[bytes, bytes], tuple[int, ...]]:
+            return {(r.namespace, r.key): tuple(p.slot for p in r.parts if p) for r in store.records()}
+
+        there, known = await self.cache.residency.disk.undisturbed(self._on_disk, lambda known: (stored(), known))
+        assert there == known
+
+    def _on_disk(self) -> dict[tuple[bytes, bytes], tuple[int, ...]]:
+        """What the tries say is on disk: slots by namespace and key."""
+        return {
             (self.cache.namespaces.at(int(trie.namespace[row])).id, trie.key(row)): tuple(
                 trie.slots[row, DISK].tolist()
             )
@@ -343,7 +352,6 @@ class Rig:
             for row in trie.used_rows().tolist()
             if trie.some[row] & (1 << DISK)
         }
-        assert there == known
 
     def damage(self, row: int, part: int = 0) -> None:
         """Flips a byte of a block on disk."""

@@ -80,7 +80,7 @@ class DiskCare:
         self._begin(error)
 
     async def watch(self) -> None:
-        """Looks at the disk's files, and while it is in trouble probes it instead; runs for ever."""
+        """Looks at the disk's files, and while it is in trouble probes it too; runs for ever."""
         wait_s = FIRST_PROBE_S
         while True:
             while not self._failed.is_set():
@@ -88,6 +88,7 @@ class DiskCare:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._failed.wait(), INSPECT_S)
             await asyncio.sleep(wait_s)
+            await self.inspect()
             well = await self.revive()
             wait_s = FIRST_PROBE_S if well else min(2 * wait_s, LONGEST_PROBE_S)
 
@@ -122,6 +123,8 @@ class DiskCare:
                 return False
         except StorageError as error:
             self._begin(error)
+            return False
+        if not (tiers.disk_gives and tiers.disk_takes):  # it failed anew meanwhile
             return False
         self._failed.clear()
         tiers.troubles.end(PART)

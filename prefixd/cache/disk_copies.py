@@ -30,6 +30,7 @@ from prefixd_swap import (
     DiskFullError,
     DiskPart,
     EvictionPolicy,
+    IndexUnavailableError,
     LostBytesError,
     NewBlock,
     Span,
@@ -312,6 +313,9 @@ class DiskCopies:
         """Verifies a block on disk while nothing else changes the store, and drops it if it is bad.
 
         None when it is good, or when `row` is no longer the block that it was at `generation`.
+
+        Raises:
+            IndexUnavailableError: whether it is bad cannot be told.
         """
         return await _to_the_end(self._recheck(trie, row, generation))
 
@@ -327,6 +331,8 @@ class DiskCopies:
                 if await self._in_thread(self._tiers.store.check, *identity):
                     return None
                 error: StorageError = LostBytesError("the index has lost the block")
+            except IndexUnavailableError:
+                raise
             except StorageError as found:
                 error = found
             if not there():

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from prefixd.cache.disk_copies import Damage, Identity
 from prefixd.cache.residency import Residency
 from prefixd.cache.trie import DISK, Rows, Trie
-from prefixd_swap import StorageError, round_to_slot
+from prefixd_swap import IndexUnavailableError, StorageError, round_to_slot
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +148,7 @@ class Scrubber:
         Closing it ends the reads. Several may run at once.
 
         Raises:
-            StorageError: the device fails; what was checked until then is counted.
+            StorageError: the device fails, or the index cannot be read; what was checked until then is counted.
         """
         progress = ScrubProgress(self._blocks_on_disk())
         batches = self._batches()
@@ -161,8 +161,9 @@ class Scrubber:
                     if not reads:
                         break
                     done, reads = await asyncio.wait(reads, return_when=asyncio.FIRST_COMPLETED)
-                    for read in done:
-                        read.result()
+                    failures = [error for read in done if (error := read.exception())]  # of all: they fail together
+                    if failures:
+                        raise failures[0]
                     yield progress
             finally:
                 for read in reads:
@@ -185,7 +186,7 @@ class Scrubber:
                 try:
                     await self._pass(bucket, threads)
                 except StorageError as error:
-                    log.error("the scrubber pauses for %g s, the device fails: %s", _FAILURE_PAUSE_S, error)
+                    log.error("the scrubber pauses for %g s: %s", _FAILURE_PAUSE_S, error)
                     await self._sleep(_FAILURE_PAUSE_S)
                     continue
                 await self._sleep(max(began_s + self._every_s - self._clock(), 0.0))
@@ -226,7 +227,7 @@ class Scrubber:
         """Reads a batch in one of `threads` and drops what is bad.
 
         Raises:
-            StorageError: the device has read nothing in several attempts.
+            StorageError: the device has read nothing in several attempts, or the index cannot be read.
         """
         disk, trie = self._residency.disk, batch.trie
         blocks = batch.still_there()
@@ -260,7 +261,11 @@ class Scrubber:
                 progress.damaged.append(damage)
 
     def _suspects(self, names: Sequence[Identity], stop: threading.Event) -> dict[int, StorageError]:
-        """Positions of the blocks that are not in order, and why. Runs in a thread."""
+        """Positions of the blocks that are not in order, and why. Runs in a thread.
+
+        Raises:
+            IndexUnavailableError: nothing can be said about any block.
+        """
         suspects = {}
         for position, name in enumerate(names):
             if stop.is_set():
@@ -268,6 +273,8 @@ class Scrubber:
             try:
                 if not self._tiers.store.check(*name):
                     suspects[position] = StorageError("it is not in the index")
+            except IndexUnavailableError:
+                raise
             except StorageError as error:
                 suspects[position] = error
         return suspects

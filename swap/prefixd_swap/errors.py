@@ -47,6 +47,10 @@ class LostBytesError(StorageError):
     """The file that had the bytes is gone or too short; reading again will not help."""
 
 
+class IndexUnavailableError(StorageError):
+    """The index cannot be read now, so nothing is known about any block; `SlabStore.revive` opens it again."""
+
+
 class UnknownPolicyError(SwapError):
     """A policy name that does not exist."""
 

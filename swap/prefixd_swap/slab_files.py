@@ -174,7 +174,9 @@ class SlabFiles:
             StorageError: a slab still cannot be synced; nothing has changed but slabs that can be.
         """
         for slab in self._slabs.values():
-            if slab.failed and slab.lost_from is None:
+            if slab.lost_from is not None:
+                slab.failed = True  # a write may have found the loss, before `lost_slots`
+            elif slab.failed:
                 slab.sync_again()
         self._partial.clear()
         self.used_bytes = 0

@@ -91,13 +91,16 @@ class SlabIndex:
         Raises:
             StorageError: it cannot be made.
         """
-        self.close()
-        try:
-            self._replace(damage)
-        except lmdb.Error as error:
-            raise self._translated("opening", error) from error
-        except OSError as error:
-            raise storage_error(f"replacing the index in {self._path}", error) from error
+        with self._lock:
+            self._env.close()
+            self.broken = True  # until there is one again: `reopen` goes on where this fails
+            try:
+                self._replace(damage)
+            except lmdb.Error as error:
+                raise self._translated("opening", error) from error
+            except OSError as error:
+                raise storage_error(f"replacing the index in {self._path}", error) from error
+            self.broken = False
 
     def apply(self, changes: Sequence[Change]) -> list[bytes | None]:
         """Make the changes in order, in one transaction; the values that they replaced or removed.
@@ -182,7 +185,7 @@ class SlabIndex:
     def reopen(self) -> None:
         """Open the environment again, to learn what is durable after a commit of unknown outcome.
 
-        One that turns out damaged is replaced by an empty one.
+        One that turns out damaged, or is gone, is replaced by an empty one.
 
         Raises:
             StorageError: the device refuses; try again when it works.
@@ -190,6 +193,8 @@ class SlabIndex:
         with self._lock:
             try:
                 self._env.close()
+                if not (self._path / "data.mdb").exists():  # setting it aside got no further
+                    _create(self._path, self._ops)
                 try:
                     self._read_file()
                     self._open()

@@ -27,7 +27,7 @@ from prefixd_swap.block_record import (
     record_slots,
 )
 from prefixd_swap.data_directory import DataDirectory
-from prefixd_swap.errors import ChecksumError, IntegrityError, StorageError
+from prefixd_swap.errors import ChecksumError, IndexUnavailableError, IntegrityError, StorageError
 from prefixd_swap.file_ops import FileOps, host_bytes
 from prefixd_swap.group_commit import Commit, GroupCommit
 from prefixd_swap.slab_file import SlabFile
@@ -200,11 +200,12 @@ class SlabStore:
 
         Raises:
             ChecksumError: a part's bytes are not those that were written.
+            IndexUnavailableError: the index cannot be read, which says nothing about the block.
             StorageError: they cannot be read.
         """
         name = index_key(namespace, key)
         for attempt in range(1, _CHECKS + 1):
-            freed, value = self._slabs.freed, self._index.get(name)
+            freed, value = self._slabs.freed, self._look_up(name)
             if value is None:
                 return False
             try:
@@ -214,9 +215,15 @@ class SlabStore:
                         _verify(part, slab, index, slab.checksum(index, part.nbytes))
                 return True
             except StorageError:
-                if self._index.get(name) == value and (self._slabs.freed == freed or attempt == _CHECKS):
+                if self._look_up(name) == value and (self._slabs.freed == freed or attempt == _CHECKS):
                     raise
         return False
+
+    def _look_up(self, name: bytes) -> bytes | None:
+        try:
+            return self._index.get(name)
+        except StorageError as error:
+            raise IndexUnavailableError(f"no block can be checked while the index cannot be read: {error}") from error
 
     @property
     def shrunk(self) -> bool:
@@ -253,9 +260,9 @@ class SlabStore:
     def revive(self, known: Int64s) -> Int64s:
         """Try whether the disk takes writes again, and clear up what failed ones have left.
 
-        The index is opened again if a commit's outcome is unknown; records of blocks that the caller does not know are
-        removed (they were being written or removed when the disk failed); slots that no record names are free; slabs
-        whose sync failed are used again.
+        The index is opened again if a commit's outcome is unknown, and replaced by an empty one if it is damaged;
+        records of blocks that the caller does not know are removed (they were being written or removed when the disk
+        failed); slots that no record names are free; slabs whose sync failed are used again.
 
         Args:
             known: every slot of the blocks that the caller takes to be stored. It must not write or remove meanwhile.
@@ -276,7 +283,11 @@ class SlabStore:
             if self._unsure:
                 self._index.reopen()
             self._index.probe()
-            return self._reconcile(known)
+            try:
+                return self._reconcile(known)
+            except IndexDamagedError as error:
+                self._index.replace(str(error))
+                return self._reconcile(known)
         finally:
             with self._changed:
                 self._active = 0

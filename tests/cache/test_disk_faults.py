@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +33,11 @@ class Faults:
         self.care = self.rig.cache.residency.disk_care
 
     def order(self, name: str | None) -> None:
+        self.obey(FAULTS[name] if name else {})
+
+    def obey(self, orders: Mapping[str, str | int]) -> None:
         fresh = self._orders.with_suffix(".new")
-        fresh.write_text(json.dumps(dict(FAULTS[name]) if name else {}))
+        fresh.write_text(json.dumps(dict(orders)))
         fresh.rename(self._orders)
 
 
@@ -402,3 +407,101 @@ async def test_a_file_that_is_lost_under_us_costs_its_blocks_and_memory_writes_t
     await rig.cache.write_back.flush()
     await rig.restart()
     assert await rig.get([7, 8, 9]) == 3, "and wrote it to other files"
+
+
+async def test_a_read_that_fails_while_writing_revives_is_not_forgotten(
+    make_rig: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eventually: Any
+) -> None:
+    faults = Faults(make_rig, tmp_path, cpu=4, disk=32)
+    rig, tiers = faults.rig, faults.rig.cache.tiers
+    for prompt in ([1, 2], [8, 9], [3, 4]):
+        await rig.put(prompt, durable=True)
+    faults.order("write error")
+    with pytest.raises(ExhaustedError):
+        await rig.put([5], durable=True)
+    faults.order(None)
+    assert rig.store is not None
+    really, inside, go = rig.store.revive, threading.Event(), threading.Event()
+
+    def revive(known: Any) -> Any:
+        gone = really(known)
+        inside.set()
+        go.wait()
+        return gone
+
+    monkeypatch.setattr(rig.store, "revive", revive)
+    reviving = asyncio.create_task(faults.care.revive())
+    try:
+        await eventually(inside.is_set)
+        faults.order("read error")
+        assert await rig.get([1, 2]) == 0
+        faults.order(None)
+    finally:
+        go.set()
+    assert not await reviving
+    assert not tiers.disk_gives and tiers.trouble[DISK]
+    assert await faults.care.revive()
+    assert tiers.disk_gives and not tiers.trouble[DISK]
+    assert [await rig.get(prompt) for prompt in ([1, 2], [8, 9])] == [2, 2]
+
+
+async def test_a_file_that_is_lost_while_the_tier_cannot_grow_is_given_up_and_closed(
+    make_rig: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eventually: Any
+) -> None:
+    monkeypatch.setattr("prefixd.cache.disk_care.FIRST_PROBE_S", 0.01)
+    monkeypatch.setattr("prefixd.cache.disk_care.LONGEST_PROBE_S", 0.01)
+    faults = Faults(make_rig, tmp_path, cpu=8, disk=64)
+    rig, tiers = faults.rig, faults.rig.cache.tiers
+    await rig.put([1, 2, 3, 4], durable=True)  # a whole slab
+    faults.order("no room for a slab")
+    assert await rig.put([5], durable=True) == (1, 0)
+    await rig.cache.residency.forget(rig.trie, rig.rows([5]))  # its slot is free
+    assert "too few for another slab" in tiers.trouble[DISK]
+    (slab,) = (rig.path / "slabs").iterdir()
+    assert _open_files(slab)
+    slab.unlink()
+    with pytest.raises(ExhaustedError, match="was deleted or cut off while in use"):
+        await rig.put([6], durable=True)
+    rig.cache.residency.start_probing()
+    await eventually(lambda: len(rig.trie.copies(DISK)) == 0)
+    await eventually(lambda: not _open_files(slab))
+    assert tiers.trouble[DISK], "still no room for another file"
+    faults.order(None)
+    await eventually(lambda: not tiers.trouble[DISK])
+    assert await rig.put([7], durable=True) == (1, 0)
+    await rig.restart()
+    assert await rig.get([7]) == 1
+
+
+def _open_files(path: Path) -> list[str]:
+    """This process's descriptors of a file, deleted or not."""
+    names = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            name = os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:  # closed since it was listed
+            continue
+        if name.removesuffix(" (deleted)") == str(path):
+            names.append(fd)
+    return names
+
+
+async def test_an_index_that_was_set_aside_and_not_made_anew_is_made_later(make_rig: MakeRig, tmp_path: Path) -> None:
+    faults = Faults(make_rig, tmp_path, cpu=8, disk=64)
+    rig, tiers = faults.rig, faults.rig.cache.tiers
+    await rig.put([1, 2, 3, 4], durable=True)
+    faults.order("index error half-way")
+    with pytest.raises(ExhaustedError):
+        await rig.put([99], durable=True)
+    data = rig.path / "index" / "data.mdb"
+    os.truncate(data, data.stat().st_size // 8192 * 4096)
+    faults.obey({"mkdir": "EIO"})
+    for _ in range(2):
+        assert not await faults.care.revive()
+        assert "Input/output error" in tiers.trouble[DISK] and not data.parent.exists()
+    faults.order(None)
+    assert await faults.care.revive()
+    await rig.check_disk()
+    assert await rig.cache.write_back.flush() == 5, "what was on disk and in memory is written again"
+    await rig.restart()
+    assert await rig.get([1, 2, 3, 4]) == 4

@@ -14,7 +14,7 @@ import pytest
 
 from prefixd.cache import CPU, DISK
 from prefixd.cache.scrubber import Scrubber, ScrubProgress, TokenBucket
-from prefixd_swap import ChecksumError, StorageError
+from prefixd_swap import ChecksumError, IndexUnavailableError, StorageError
 
 if TYPE_CHECKING:
     from tests.cache.conftest import Rig
@@ -172,6 +172,51 @@ async def test_a_few_blocks_that_cannot_be_read_go(make_rig: MakeRig) -> None:
     progress = await verified(rig)
     assert (progress.damaged_blocks, progress.dropped_blocks) == (2, 2)
     assert rig.cache.residency.lost == {"disk read failed": 2}
+
+
+def no_index(name: bytes) -> bytes | None:
+    raise StorageError("MDB_PANIC while reading the index")
+
+
+async def test_an_index_that_cannot_be_read_costs_no_block(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=4, disk=64)
+    for prompt in range(10):
+        await rig.put([prompt], durable=True)
+    assert rig.store is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rig.store._index, "get", no_index)
+        with pytest.raises(IndexUnavailableError, match="no block can be checked while the index cannot be read"):
+            await verified(rig)
+        row = rig.rows([1])[0]
+        with pytest.raises(IndexUnavailableError):
+            await rig.cache.residency.disk.recheck(rig.trie, row, int(rig.trie.generation[row]))
+        sleep = Sleeper(rig, 1)
+        scrubber = Scrubber(rig.cache.residency, rig.clock, bytes_per_s=1 << 30, sleep=sleep)
+        scrubber.start()
+        await sleep.over.wait()
+        assert sleep.slept == [60.0], "the background pauses"
+        await scrubber.stop()
+    assert len(rig.trie.copies(DISK)) == 10 and not rig.cache.residency.lost
+    assert (await verified(rig)).damaged_blocks == 0
+
+
+async def test_an_index_that_goes_while_a_block_is_looked_at_again_costs_no_block(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=4, disk=64)
+    await rig.put([1], durable=True)
+    assert rig.store is not None
+    index, really = rig.store._index, rig.ops.pread
+
+    def read(fd: int, buffer: memoryview, offset: int) -> int:
+        index.get = no_index  # type: ignore[method-assign]
+        return unreadable(fd, buffer, offset)
+
+    rig.ops.pread = read  # type: ignore[method-assign]
+    with pytest.raises(IndexUnavailableError):
+        await verified(rig)
+    rig.ops.pread = really  # type: ignore[method-assign]
+    del index.get
+    assert len(rig.trie.copies(DISK)) == 1 and not rig.cache.residency.lost
+    assert (await verified(rig)).damaged_blocks == 0
 
 
 async def test_closing_a_verification_ends_its_reads(make_rig: MakeRig, eventually: Any) -> None:

@@ -7,6 +7,7 @@ import signal
 import struct
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import lmdb
@@ -17,7 +18,7 @@ import xxhash
 from prefixd_swap.block_record import BlockRecord, DiskPart, NewBlock, encode_record
 from prefixd_swap.errors import DirectoryInUseError, DiskFullError, FormatError, StorageError, SwapError
 from prefixd_swap.file_ops import FileOps
-from prefixd_swap.slab_index import SlabIndex
+from prefixd_swap.slab_index import IndexDamagedError, SlabIndex
 from prefixd_swap.slab_recovery import Recovery
 from prefixd_swap.slab_store import SlabStore
 from prefixd_swap.spans import Span
@@ -91,6 +92,7 @@ def test_blocks_survive_a_restart_parents_first(path: Path) -> None:
 def test_a_killed_writer_loses_nothing_it_was_told_is_stored(path: Path) -> None:
     script = """
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 import numpy as np
 from prefixd_swap.block_record import NewBlock
@@ -235,6 +237,7 @@ def test_a_smaller_capacity_holds_at_once(path: Path) -> None:
 def test_the_directory_has_one_owner(path: Path) -> None:
     script = """
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from prefixd_swap.slab_store import SlabStore
 store = SlabStore.open(Path(sys.argv[1]), 64 * 4096)
@@ -580,5 +583,66 @@ def test_an_index_that_does_not_find_what_it_has_is_set_aside(path: Path, monkey
     assert "does not find" in store.recovery.index_damage and len(store.load()) == 0
     store.check_integrity()
     write(store, (1, None, b"again" * 100))
+    store.check_integrity()
+    store.close()
+
+
+def test_an_index_that_is_damaged_while_open_is_replaced_by_revive(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = SlabStore.open(path, CAPACITY)
+    (record,) = write(store, (0, None, b"a" * PAGE))
+    (part,) = record.parts
+    assert part is not None
+    known = np.array([part.slot], np.int64)
+    really = store._index.replace
+    damaged = True
+
+    def chunks(index: SlabIndex) -> Iterator[list[tuple[bytes, bytes]]]:
+        if damaged:
+            raise IndexDamagedError("MDB_CORRUPTED while reading the index")
+        yield from ()
+
+    def replace(damage: str) -> None:
+        nonlocal damaged
+        really(damage)
+        damaged = False
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SlabIndex, "chunks", chunks)
+        patched.setattr(store._index, "replace", replace)
+        assert store.revive(known).tolist() == known.tolist(), "the block is lost"
+    assert "MDB_CORRUPTED" in store._index.damage and list(store.records()) == [] and store.used_bytes == 0
+    write(store, (1, None, b"b" * PAGE))
+    store.check_integrity()
+    store.close()
+    store = SlabStore.open(path, CAPACITY)
+    assert store.recovery == Recovery(kept=1)
+    store.close()
+
+
+def test_an_index_is_replaced_while_others_read_it(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = SlabStore.open(path, CAPACITY)
+    index, free = store._index, []
+    really = index._replace
+
+    def replace(damage: str) -> None:
+        free.append(not index._lock.locked())
+        really(damage)
+
+    monkeypatch.setattr(index, "_replace", replace)
+    index.replace("a test says so")
+    assert free == [False], "nobody gets at an index that is closed"
+    assert index.get(b"x") is None
+    store.close()
+
+
+def test_a_lost_slab_that_a_write_found_gets_no_more_blocks_after_a_revive(path: Path) -> None:
+    store = SlabStore.open(path, CAPACITY)
+    (record,) = write(store, (0, None, b"a" * PAGE))
+    (slab,) = (path / "slabs").iterdir()
+    slab.unlink()
+    with pytest.raises(StorageError, match="was deleted or cut off while in use"):
+        write(store, (1, None, b"b"))
+    store.revive(np.array([part.slot for part in record.parts if part], np.int64))
+    write(store, (1, None, b"b"))  # in another file
     store.check_integrity()
     store.close()

@@ -121,7 +121,7 @@ class TieredCache:
     # -- life ---------------------------------------------------------------------------------------------------
 
     def restore(self) -> int:
-        """Reads the disk tier's index into the tries; returns how many blocks came back. See `restore`.
+        """Reads the disk tier's index into the empty tries; returns how many blocks came back. See `restore`.
 
         Raises:
             StorageError: the index cannot be read.
@@ -130,7 +130,7 @@ class TieredCache:
         if store is None:
             return 0
         known = known_namespaces(store, self.namespaces)
-        restored = restore(store.load(), known, self.tries, self.trie, self.residency.ledger)
+        restored = restore(store.load(), known, self.trie, self.residency.ledger)
         remove_refused(store, restored)
         heap.give_back()
         return restored.blocks

@@ -97,12 +97,6 @@ class Ledger:
                 trie.remove(row)
                 self.epoch += 1
 
-    def recount(self, tries: Iterable[Trie]) -> None:
-        """Counts the queue anew, after copies were entered past `put`."""
-        waiting = [(len(trie.copies(CPU, without=DISK)), sum(trie.part_bytes)) for trie in tries]
-        self.queued_blocks = sum(blocks for blocks, _ in waiting)
-        self.queued_bytes = sum(blocks * nbytes for blocks, nbytes in waiting)
-
     def _count_queue(self, trie: Trie, row: int, before: bool) -> None:
         change = _is_queued(trie, row) - before
         self.queued_blocks += change

@@ -1,8 +1,4 @@
-"""What the disk tier's index names comes back into the tries, in columns: a million blocks in about a second.
-
-At the start the tries are empty. In a daemon that runs, when its store was opened again, they are not: blocks that are
-there get the places on disk that the index has now, and lose the copy on disk that it does not name.
-"""
+"""What the disk tier's index names comes back into the tries, in columns: a million blocks in about a second."""
 
 from __future__ import annotations
 
@@ -65,29 +61,22 @@ def known_namespaces(store: SlabStore, registry: NamespaceRegistry) -> dict[byte
 def restore(
     records: Records,
     known: Mapping[bytes, Namespace],
-    tries: Sequence[Trie],
     trie_of: Callable[[Namespace], Trie],
     ledger: Ledger,
 ) -> Restored:
-    """Makes the tries' copies on disk those of `records`. Nothing else may write to the disk tier meanwhile.
+    """Enters `records` into tries that are empty.
 
-    A record that cannot be a block of these tries costs itself and what continues it. Blocks that lose their last copy
-    are forgotten, unless a reader needs them; then they go when the last reader has.
+    A record that cannot be a block costs itself and what continues it.
 
     Args:
         records: what is on disk, `SlabStore.load`.
         known: the namespaces by their id on disk; a record of another one is refused.
-        tries: all tries so far.
         trie_of: the trie of a namespace, made when there is none.
-        ledger: counts what was refused or lost.
+        ledger: counts what was refused.
     """
-    had = [(trie, trie.drop_copies(DISK)) for trie in tries]
     homes = [known.get(identity) for identity in records.namespaces]
     entry = _Entry(records, homes, [None if home is None else trie_of(home) for home in homes])
     entry.take_in(ledger.clock())
-    for trie, rows in had:
-        _forget(trie, rows, ledger)
-    ledger.recount(tries)
     for reason, blocks in entry.refused.items():
         ledger.lost[f"on disk, but {reason}"] += blocks
         log.warning("%d blocks on disk are dropped: %s", blocks, reason)
@@ -141,7 +130,7 @@ class _Entry:
         del depth
         self._refuse_orphans()
         for group in records.groups:
-            self._find(group)
+            self._refuse_repeated(group)
         self._refuse_orphans()
         self._places = self._prompt_order()
         for group in records.groups:
@@ -185,30 +174,11 @@ class _Entry:
         fitting = np.flatnonzero(self._fitting(group))
         return self._tries[fitting[0]] if len(fitting) else None
 
-    def _find(self, group: RecordGroup) -> None:
-        """Finds the blocks that are in the trie already, and refuses those whose key is another block's."""
-        trie = self._trie(group)
-        if trie is None:
-            return
-        records = self._records
+    def _refuse_repeated(self, group: RecordGroup) -> None:
+        """Of the blocks with one key in a trie, the first one stays."""
         rows = group.rows[self.sound[group.rows]]
-        if len(np.unique(records.namespace[rows])) > 1:  # in one namespace all keys are different
+        if len(np.unique(self._records.namespace[rows])) > 1:  # in one namespace all keys are different
             self._refuse(self._again(rows), "with the key of another block")
-        if not len(trie):
-            return
-        found = trie.find_all(records.keys[rows])
-        self._rows[rows] = found
-        there = np.flatnonzero(self._rows[group.rows] != _NO_ROW)
-        rows = group.rows[there]
-        found = self._rows[rows]
-        same = trie.namespace[found] == self._ordinals[records.namespace[rows]]
-        same &= trie.parent[found] == self._parents(rows)
-        for start in range(0, len(rows), _CHUNK):
-            part = slice(start, start + _CHUNK)
-            same[part] &= (trie.tokens[found[part]] == group.tokens[there[part]]).all(axis=1)
-        other = np.zeros(len(self.sound), np.bool_)
-        other[rows] = ~same
-        self._refuse(other, "with the key of another block")
 
     def _again(self, rows: Rows) -> Bools:
         """Which of `rows` have a key that one of them before has."""
@@ -257,40 +227,26 @@ class _Entry:
         if trie is None:
             return
         records = self._records
-        new = self.sound[group.rows] & (self._rows[group.rows] == _NO_ROW)
-        added = group.rows[new]
-        added = added[np.argsort(self._places[added])]
-        self._rows[added] = trie.take_rows(len(added))
+        sound = group.rows[self.sound[group.rows]]
+        sound = sound[np.argsort(self._places[sound])]
+        self._rows[sound] = trie.take_rows(len(sound))
         for start in range(0, len(group.rows), _CHUNK):
             part = slice(start, start + _CHUNK)
-            rows, fresh = group.rows[part], new[part]
-            added = rows[fresh]
+            entered = self.sound[group.rows[part]]
+            added = group.rows[part][entered]
+            rows = self._rows[added]
             trie.insert_all(
-                self._rows[added],
+                rows,
                 self._parents(added),
                 self._ordinals[records.namespace[added]],
                 records.depth[added],
                 records.keys[added],
-                group.tokens[part][fresh],
+                group.tokens[part][entered],
                 now_s,
             )
-            sound = self.sound[rows]
-            there, checksums = self._rows[rows[sound]], group.checksums[part][sound]
-            trie.put_copies(there, DISK, group.slots[part][sound], now_s)
-            trie.sealed[there] &= trie.checksums[there] == checksums
-            trie.checksums[there] = checksums
+            trie.put_copies(rows, DISK, group.slots[part][entered], now_s)
+            trie.checksums[rows] = group.checksums[part][entered]
 
 
 def _shape(group: RecordGroup) -> tuple[int, tuple[int, ...]]:
     return group.tokens.shape[1], group.part_bytes
-
-
-def _forget(trie: Trie, rows: Rows, ledger: Ledger) -> None:
-    """Forgets which of `rows`, that had a copy on disk, have none anywhere, when nobody needs them."""
-    gone = rows[(trie.some[rows] & (1 << DISK)) == 0]
-    if not len(gone):
-        return
-    ledger.lost["gone from disk"] += len(gone)
-    for row in gone[np.argsort(-trie.depth[gone], kind="stable")].tolist():
-        if not trie.some[row] and trie.removable(row):
-            trie.remove(row)

@@ -286,16 +286,6 @@ class Trie(TrieTable):
         parents = self.parent[rows]
         np.add.at(self.tier_children[:, tier], parents[parents >= 0], 1)
 
-    def drop_copies(self, tier: int) -> Rows:
-        """Forgets all copies in `tier`, whoever holds them; the rows that had one."""
-        rows = np.flatnonzero(self.some[: self.rows] & np.uint8(1 << tier))
-        self.some[rows] &= np.uint8(7 & ~(1 << tier))
-        self.whole[rows] &= np.uint8(7 & ~(1 << tier))
-        self.nearest[rows] = _NEAREST[self.whole[rows] & np.uint8(self.offered)]
-        self.slots[rows, tier] = NO_SLOT
-        self.tier_children[rows, tier] = 0
-        return rows
-
     def offer(self, tier: int, offered: bool) -> None:
         """Whether copies in `tier` count as there: blocks that have no other copy are matched no more if not."""
         self.offered = self.offered | 1 << tier if offered else self.offered & ~(1 << tier)

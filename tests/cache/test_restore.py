@@ -221,44 +221,6 @@ async def test_what_cannot_be_removed_now_is_removed_at_the_next_start(
     await refuses(rig, "of an unknown namespace", 1, restored=2)
 
 
-@pytest.mark.usefixtures("chunks")
-async def test_a_store_that_was_opened_again_replaces_the_copies_on_disk(make_rig: MakeRig) -> None:
-    rig = make_rig(gpu=4, cpu=8, disk=16)
-    await rig.put([1, 2, 3, 4], durable=True)
-    await rig.put([1, 5], durable=True)
-    await rig.put([6, 7], durable=True)
-    rows, cut = rig.rows([1, 2, 3, 4]), rig.rows([6, 7])
-    held = await rig.lease([1, 5])
-    assert held is not None
-    store, trie, cache = rig.store, rig.trie, rig.cache
-    assert store is not None
-    on_disk = trie.slots[rows, DISK].tolist()
-    cache.residency.ledger.drop(trie, [*rows[::-1], *cut[::-1]], CPU)  # of what nobody holds
-    for row in (rows[3], held.rows[1], *cut[::-1]):  # lost, it seems
-        store.remove([(rig.namespace.id, trie.key(row))])
-    moved = trie.key(rows[2])
-    store.remove([(rig.namespace.id, moved)])
-    write(rig, K[0])  # takes the slot, so that the block comes to be elsewhere
-    write(rig, moved, parent=trie.key(rows[1]), depth=2, tokens=trie.tokens[rows[2]].tobytes())
-    write(rig, K[1], parent=trie.key(rows[1]), depth=2)
-    generations = trie.generation[rows].tolist()
-
-    assert cache.restore() == 5
-
-    assert trie.generation[rows[:3]].tolist() == generations[:3], "blocks that are still there are the same"
-    assert trie.slots[rows[:2], DISK].tolist() == on_disk[:2]
-    assert trie.slots[rows[2], DISK].tolist() != on_disk[2]
-    assert trie.find(K[1]) is not None
-    assert rig.rows([1, 2, 3, 4]) == rows[:3], "its only copy is gone"
-    assert rig.rows([6, 7]) == []
-    assert rig.tiers([1, 5], DISK) == [True, False], "held in memory, it lost the copy on disk"
-    assert rig.tiers([1, 5], CPU) == [True, True]
-    assert cache.residency.lost["gone from disk"] == 4
-    await rig.check_disk()
-    cache.release(rig.session, held.id)
-    rig.check()
-
-
 async def test_a_cache_without_a_disk_restores_nothing(make_rig: MakeRig) -> None:
     rig = make_rig(cpu=4)
     await rig.put([1, 2])

@@ -35,7 +35,8 @@ async def send(
     """The call, and what came of it: at the end, or after `stop_after` messages, or after `patience_s`.
 
     gRPC's asyncio client forgets a status that comes while it sends, and puts words of its own in its place, which no
-    server says. Such a stream is sent again, and slower; when that does not help, the status is LOST.
+    server says. Such a stream is sent again, and slower; when that does not help, the status is LOST. An
+    INTERNAL that the server did say would be in its log, which is looked through.
     """
     stream: Any
     if len(raws) == 1:  # what gRPC sends is the same for all kinds of methods
@@ -44,7 +45,8 @@ async def send(
     for pause_s in _PAUSES_S if patience_s is None else (0.005,):
         stream = channel.stream_stream(path)(_each(raws, pause_s), **options)
         answer = await _answer(stream, stop_after, patience_s)
-        if patience_s is not None or answer.details not in _FORGOTTEN:
+        given_up = patience_s is not None and answer.status == "CANCELLED"
+        if given_up or answer.details not in _FORGOTTEN:
             return stream, answer
     return stream, Answer(LOST, "", answer.messages)
 

@@ -46,7 +46,7 @@ _CAUSES = {
     "Verify": "any state",
     "CheckIntegrity": "any",
     "Check": "any known",
-    "Watch": "any",
+    "Watch": "any room",
     "ServerReflectionInfo": "any",
 }
 

@@ -307,10 +307,17 @@ class TieredCache:
             raise
 
     def process_ended(self, process: Process) -> None:
-        """A client's process has ended: nobody writes through its mapping of the arena any more."""
+        """A client's process has ended: nobody writes through its mapping of the arena any more.
+
+        Sessions that no other process has mapped the arena for end with it. Their streams may live on, in a child that
+        it forked.
+        """
         process.alive = False
-        for session in self.leases.sessions.values():
-            session.processes.discard(process)
+        for session in list(self.leases.sessions.values()):
+            if process in session.processes:
+                session.processes.discard(process)
+                if not session.processes:
+                    self.leases.close(session)
         self.quarantine.process_ended(process)
 
     def prefetch(self, namespace: Namespace, chain: BlockChain) -> int:

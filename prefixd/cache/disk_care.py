@@ -27,8 +27,8 @@ INSPECT_S = 1.0
 
 _SHRUNK = "the file system has no room for more of it; free space or lower disk.bytes"
 
-Drop = Callable[[Trie, int, StorageError], int]
-"""Trie, row, what was found: what is done with a block whose bytes are lost."""
+Drop = Callable[[Trie, Rows, StorageError], int]
+"""Trie, rows, what was found: what is done with blocks whose bytes are lost."""
 Reread = Callable[[Trie, int], Awaitable[StorageError | None]]
 """Trie, row: why the block's bytes still cannot be read, or None when they can."""
 
@@ -150,9 +150,8 @@ class DiskCare:
         """Drops the blocks that are in `slots`."""
         for trie, rows in self._stored():
             lost: Rows = rows[np.isin(trie.slots[rows, DISK], slots).any(axis=1)]
-            for row in lost.tolist():
-                if trie.some[row] & (1 << DISK):  # its ancestor may have taken it along
-                    self._drop(trie, row, LostBytesError(why))
+            if len(lost):
+                self._drop(trie, lost, LostBytesError(why))
 
     async def _judge_suspects(self) -> None:
         """The device can be read: those that still cannot are damaged."""
@@ -162,7 +161,7 @@ class DiskCare:
             if trie.generation[row] == generation and trie.some[row] & (1 << DISK):
                 error = await self._reread(trie, row)
                 if error is not None and trie.generation[row] == generation and trie.some[row] & (1 << DISK):
-                    self._drop(trie, row, error)
+                    self._drop(trie, np.array([row]), error)
             self._suspects.pop((ordinal, row), None)
 
     def _give(self, gives: bool) -> None:

@@ -11,7 +11,6 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
@@ -36,6 +35,7 @@ from prefixd_swap import (
     Span,
     StorageError,
     round_to_slot,
+    started_threads,
 )
 
 log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class DiskCopies:
         self._removals: set[asyncio.Task[None]] = set()
         self._leaving: Counter[Identity] = Counter()
         self._parallel = threads
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="prefixd-disk")
+        self._threads = started_threads(threads, "prefixd-disk")
         self.care = DiskCare(ledger, tries, self._lock, self.drop_damaged, self._reread, self._saved.clear)
 
     @property
@@ -303,7 +303,7 @@ class DiskCopies:
 
     def _judge(self, trie: Trie, row: int, error: StorageError | None) -> bool:
         if isinstance(error, ChecksumError | LostBytesError):
-            self.drop_damaged(trie, row, error)
+            self.drop_damaged(trie, np.array([row]), error)
         elif error is not None:
             self._ledger.lost["not served: disk read error"] += 1
             self.care.read_failed(trie, row, error)
@@ -337,37 +337,40 @@ class DiskCopies:
                 error = found
             if not there():
                 return None
-            return Damage(identity, error, self.drop_damaged(trie, row, error))
+            return Damage(identity, error, self.drop_damaged(trie, np.array([row]), error))
 
-    def drop_damaged(self, trie: Trie, row: int, error: StorageError) -> int:
-        """Drops a block's copy on disk, whoever holds it, because its bytes cannot be had.
+    def drop_damaged(self, trie: Trie, rows: Rows, error: StorageError) -> int:
+        """Drops blocks' copies on disk, whoever holds them, because their bytes cannot be had.
 
         A block that has no other copy is matched no more, and its descendants that nobody holds go with it; one that is
         in memory is written again by write-back. Their removal from the index becomes durable in the background, see
-        `busy`. Counts the block under `lost`.
+        `busy`. Counts the blocks under `lost`.
 
         Args:
-            trie: the block's trie.
-            row: a row that has a copy on disk.
+            trie: the blocks' trie.
+            rows: rows that have a copy on disk.
             error: what was found.
 
         Returns:
             How many blocks have left the disk.
         """
         ledger = self._ledger
-        ledger.lost["checksum mismatch on disk" if isinstance(error, ChecksumError) else "disk read failed"] += 1
-        log.error("block %s dropped, it will be recomputed: %s", trie.key(row).hex(), error)
-        identities = [self.identity(trie, row)]
-        ledger.discard_copy(trie, row, DISK)
-        if trie.some[row]:
-            ledger.changed.set()  # write-back writes it again
-        else:
-            for child in trie.subtree(row)[:0:-1]:
-                if trie.removable(child):
-                    if trie.some[child] & (1 << DISK):
-                        identities.append(self.identity(trie, child))
-                    ledger.discard(trie, child)
-            ledger.sweep(trie, np.array([row], np.int64))
+        why = "checksum mismatch on disk" if isinstance(error, ChecksumError) else "disk read failed"
+        ledger.lost[why] += len(rows)
+        more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
+        log.error("block %s%s dropped, to be computed again: %s", trie.key(int(rows[0])).hex(), more, error)
+        identities = [self.identity(trie, row) for row in rows.tolist()]
+        for row in rows.tolist():
+            ledger.discard_copy(trie, row, DISK)
+        emptied = rows[trie.some[rows] == 0]
+        if len(emptied) < len(rows):
+            ledger.changed.set()  # write-back writes the others again
+        for child in trie.subtree(emptied)[::-1]:
+            if trie.some[child] and trie.removable(child):
+                if trie.some[child] & (1 << DISK):
+                    identities.append(self.identity(trie, child))
+                ledger.discard(trie, child)
+        ledger.sweep(trie, emptied[np.argsort(trie.depth[emptied], kind="stable")])
         task = asyncio.create_task(self._remove_damaged(trie, identities))
         self._removals.add(task)
         task.add_done_callback(self._removals.discard)

@@ -128,23 +128,27 @@ class Trie(TrieTable):
                 row = int(self.parent[row])
         return np.fromiter(seen, np.int64, len(seen))
 
-    def subtree(self, row: int) -> list[int]:
-        """`row` and everything that continues it, parents before children."""
-        if not self.children[row]:
-            return [row]
+    def subtree(self, roots: Rows) -> list[int]:
+        """`roots`, different rows, and everything that continues them, each row once and parents before children."""
+        if not self.children[roots].any():
+            found: list[int] = roots.tolist()
+            return found
         rows = self.used_rows()
         rows = rows[np.argsort(self.parent[rows])]  # siblings side by side
         parents = self.parent[rows]
-        found: list[int] = []
-        level = np.array([row], np.int64)
+        under = np.zeros(self.rows, np.bool_)  # of which rows it is known already that they belong here
+        level = roots
         while len(level):
-            found += level.tolist()
+            under[level] = True
             level = level[self.children[level] > 0]
             first = np.searchsorted(parents, level)
             count = self.children[level]
             starts = np.repeat(first - np.cumsum(count) + count, count)
             level = rows[starts + np.arange(len(starts))]
-        return found
+            level = level[~under[level]]
+        below = np.flatnonzero(under)
+        ordered: list[int] = below[np.argsort(self.depth[below], kind="stable")].tolist()
+        return ordered
 
     # -- adding and removing ------------------------------------------------------------------------------------
 

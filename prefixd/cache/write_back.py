@@ -78,6 +78,7 @@ class WriteBack:
             self._residency.changed.set()
             await asyncio.wait({self._task})  # how it ended is its watcher's to report
             self._task = None
+            self._turn()
 
     async def flush(self) -> int:
         """Writes every block that has no copy on disk to disk; returns how many blocks became durable."""

@@ -116,7 +116,7 @@ class AsyncReservation(Hold):
         return self.blocks
 
     async def commit(self, blocks: int | None = None, *, durable: bool = False) -> StoreResult:
-        """Makes the first `blocks` slots (None: all) matchable and ends the reservation.
+        """Makes the first `blocks` slots (None: all) matchable and ends the reservation, even if it fails.
 
         With `durable`, returns when they and the prefix before them are on disk, also where all was cached
         already. Raises `LeaseLost` when the reservation had ended before; `PreconditionError` for `durable`
@@ -134,20 +134,17 @@ class AsyncReservation(Hold):
         request = cache_pb2.CommitRequest(
             session_id=self._session.session_id, reservation_id=self._id, blocks=count, durable=durable
         )
+        self._end()  # from here on the slots may be blocks that others read: nothing here may write to them
         try:
             response = await self._connection.call(self._connection.cache.Commit, request)
         except NotFoundError as error:
             self._lost_because = str(error)
-            self._end()
             await self._tell()
             raise LeaseLost(f"the reservation ended before it was committed: {error}") from error
-        except ServerUnavailable:
-            # Whether it was committed is unknown; either way the daemon has ended it.
-            self._end()
-            await self._tell()
+        except ClientError:
+            await self._tell()  # where it was committed, this is NOT_FOUND
             raise
         self._told = True
-        self._end()
         return StoreResult(response.committed, response.duplicates)
 
     async def release(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import os
 import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -14,16 +15,21 @@ T = TypeVar("T")
 
 
 class Portal:
-    """Runs coroutines in its own thread's event loop. Usable from several threads at once."""
+    """Runs coroutines in its own thread's event loop. Usable from several threads at once, in the process it is of."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(_ignore_shared_poller)
+        self._endings: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._serve, name="prefixd-client", daemon=True)
         self._thread.start()
+        self._pid = os.getpid()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`. An interrupt here cancels it there. Raises `ClientClosed` after `stop`."""
+        if os.getpid() != self._pid:
+            work.close()
+            raise ClientClosed("the client was made before this process was forked: make one in here")
         try:
             future = asyncio.run_coroutine_threadsafe(work, self._loop)
         except RuntimeError as error:
@@ -37,9 +43,17 @@ class Portal:
             future.cancel()
             raise
 
+    def finish(self, work: Coroutine[Any, Any, None]) -> None:
+        """Waits for `work`, unless this is the portal's own thread, where garbage collection may end an iterator."""
+        if threading.current_thread() is self._thread:
+            self._endings.add(ending := self._loop.create_task(work))
+            ending.add_done_callback(self._endings.discard)
+        else:
+            self.run(work)
+
     def stop(self) -> None:
         """Cancels what runs and ends the thread; a second call does nothing."""
-        if self._loop.is_closed():
+        if self._loop.is_closed() or os.getpid() != self._pid:
             return
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 from prefixd.client.errors import ServerError
@@ -37,7 +37,7 @@ class NamespaceSpec:
     name: str
     block_tokens: int
     parts: tuple[PartSpec, ...]
-    salt: bytes = b""
+    salt: bytes = field(default=b"", repr=False)
     dtype: str = ""
     layout: str = ""
 

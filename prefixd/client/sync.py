@@ -319,4 +319,4 @@ class Client:
                 yield answer
         finally:
             with suppress(ClientClosed):
-                self._portal.run(close())
+                self._portal.finish(close())

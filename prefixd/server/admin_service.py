@@ -117,7 +117,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             if trie.pinned[row] or trie.keep[row]:
                 why = "pinned; unpin it first" if trie.pinned[row] else "in use; try again when its leases have ended"
                 raise PreconditionError(f"prefix {request.key} is {why}")
-            doomed.append((trie, trie.subtree(row)))
+            doomed.append((trie, trie.subtree(np.array([row]))))
         elif what == "namespace_id":
             namespace = self._cache.namespaces.get(request.namespace_id)
             trie = self._cache.trie(namespace)

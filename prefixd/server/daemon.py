@@ -27,6 +27,7 @@ from prefixd.server.access import make_private, private_umask
 from prefixd.server.admin_service import AdminService
 from prefixd.server.cache_service import PrefixCacheService
 from prefixd.server.doors import Doors
+from prefixd.server.health import Health
 from prefixd.server.inference_service import InferenceService
 from prefixd.server.limits import LOCK, raise_descriptor_limit, watch_descriptors, watch_memory_lock
 from prefixd.server.memory_door import MemoryDoor
@@ -111,7 +112,7 @@ class Daemon:
         self.failed = False
         self._drained: asyncio.Task[tuple[int, int]] | None = None
         self._signalled_s: float | None = None
-        self._health = health.aio.HealthServicer()
+        self._health = Health()
 
     async def start(self, stack: AsyncExitStack) -> Endpoints:
         """Starts everything, innermost first."""
@@ -132,22 +133,25 @@ class Daemon:
         tiers = Tiers(arena, _open_store(settings, self._ops, stack), troubles=troubles)
         engine = create_copy_engine(device)
         stack.callback(engine.close)
-        self.cache = cache = TieredCache(
-            tiers,
-            engine,
-            create_eviction_policy(settings.cache.eviction, settings.cache.seed),
-            clock,
-            default_ttl_s=settings.server.lease_ttl_s,
-            max_ttl_s=settings.server.max_lease_ttl_s,
-            max_sessions=settings.server.max_sessions,
-            max_namespaces=settings.server.max_namespaces,
-            write_back=settings.cache.write_back,
-            scrub_bytes_per_s=settings.disk.scrub_bytes_per_s,
-            scrub_every_s=settings.disk.scrub_every_s,
-            write_queue_bytes=settings.disk.write_queue_bytes,
-            io_threads=settings.disk.io_threads,
-        )
-        restored = cache.restore()
+        try:
+            self.cache = cache = TieredCache(
+                tiers,
+                engine,
+                create_eviction_policy(settings.cache.eviction, settings.cache.seed),
+                clock,
+                default_ttl_s=settings.server.lease_ttl_s,
+                max_ttl_s=settings.server.max_lease_ttl_s,
+                max_sessions=settings.server.max_sessions,
+                max_namespaces=settings.server.max_namespaces,
+                write_back=settings.cache.write_back,
+                scrub_bytes_per_s=settings.disk.scrub_bytes_per_s,
+                scrub_every_s=settings.disk.scrub_every_s,
+                write_queue_bytes=settings.disk.write_queue_bytes,
+                io_threads=settings.disk.io_threads,
+            )
+            restored = cache.restore()
+        except SwapError as error:
+            raise ConfigError(f"the cache cannot be opened: {error}") from error
         if restored:
             log.info("%d blocks are back from disk", restored)
         self._watch(cache.write_back.start())
@@ -222,7 +226,7 @@ class Daemon:
         stack.push_async_callback(cache.write_back.flush)  # what clients committed while the daemon drained
         stack.push_async_callback(doors.close, 1.0)
         stack.callback(service.closing.set)
-        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        self._set_health(health_pb2.HealthCheckResponse.SERVING)
         metrics_port = None
         if settings.server.metrics_port is not None:
             try:
@@ -249,7 +253,7 @@ class Daemon:
 
     async def _drain(self) -> tuple[int, int]:
         self.draining.set()
-        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         finished = 0
         if self.host is not None:
             before = self.host.dispatcher.finished
@@ -302,12 +306,12 @@ class Daemon:
             if expired:
                 log.warning("%d leases or reservations ended because their time was up", expired)
 
-    async def _set_health(self, status: Any) -> None:
+    def _set_health(self, status: Any) -> None:
         for service in ("", *_SERVICES):
-            await self._health.set(service, status)
-        await self._set_tier_health()
+            self._health.set(service, status)
+        self._set_tier_health()
 
-    async def _set_tier_health(self) -> None:
+    def _set_tier_health(self) -> None:
         """A health service of its own for each tier: out or shrunk is NOT_SERVING, while the daemon serves."""
         for tier, trouble in enumerate(self.cache.tiers.trouble):
             if self.cache.tiers.exists(tier):
@@ -315,11 +319,11 @@ class Daemon:
                 status = (
                     health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
                 )
-                await self._health.set(f"{TIER_HEALTH}{TIER_NAMES[tier]}", status)
+                self._health.set(f"{TIER_HEALTH}{TIER_NAMES[tier]}", status)
 
     def _on_troubles(self) -> None:
         if hasattr(self, "cache"):
-            rpc.outlive(self._set_tier_health())
+            self._set_tier_health()
 
 
 def resolve_device(settings: Settings) -> str:

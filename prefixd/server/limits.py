@@ -19,8 +19,8 @@ LOCK = "memory lock"
 
 _BASE = 128
 """Descriptors that every daemon needs: listeners, libraries, the worker, the index, pipes."""
-_A_SESSION = 2
-"""Its connection, and for a moment one at the memory door."""
+_A_SESSION = 3
+"""Its connection, its process (pidfd), and for a moment one at the memory door."""
 _SPARE = 16
 """So few left are reported: the next sessions would be refused."""
 _WATCH_S = 1.0

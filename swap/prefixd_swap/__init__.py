@@ -32,6 +32,7 @@ from prefixd_swap.slab_records import RecordGroup, Records
 from prefixd_swap.slab_store import SlabStore
 from prefixd_swap.slots import round_to_slot
 from prefixd_swap.spans import Span
+from prefixd_swap.threads import started_threads
 from prefixd_swap.vmem import FrameId, FramePool, VirtualMemory, create_memory, send_export
 
 __all__ = [
@@ -73,5 +74,6 @@ __all__ = [
     "register_host",
     "round_to_slot",
     "send_export",
+    "started_threads",
     "unregister_host",
 ]

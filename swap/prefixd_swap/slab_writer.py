@@ -16,6 +16,7 @@ from prefixd_swap.group_commit import Commit
 from prefixd_swap.slab_file import SlabFile
 from prefixd_swap.slab_files import SlabFiles
 from prefixd_swap.spans import Span
+from prefixd_swap.threads import started_threads
 
 
 class SlabWriter:
@@ -123,7 +124,7 @@ class SlabWriter:
             return [job() for job in jobs]
         with self._lock:
             if self._pool is None:
-                self._pool = ThreadPoolExecutor(self._io_threads, thread_name_prefix="prefixd-slabs")
+                self._pool = started_threads(self._io_threads, "prefixd-slabs")
         futures = [self._pool.submit(job) for job in jobs]
         wait(futures)  # even if one fails: their slots may be freed only when nobody writes to them
         return [future.result() for future in futures]

@@ -297,7 +297,7 @@ class CacheMachine(RuleBasedStateMachine):
         trie, rows = rig.cache.trie(namespace), rig.rows(prompt, namespace)
         if not rows:
             return
-        subtree = trie.subtree(rows[-1])
+        subtree = trie.subtree(np.array(rows[-1:]))
         prefix = rig.chain(prompt, namespace).blocks(len(rows))
         went = self.run(rig.cache.residency.forget(trie, subtree[::-1]))
         assert went <= len(subtree)

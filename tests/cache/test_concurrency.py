@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from prefixd.cache import CPU, DISK, GPU, Reservation
@@ -224,7 +225,7 @@ async def test_engines_workers_and_operators_at_once(make_rig: MakeRig, policy: 
             rig.check()
             rows = rig.trie.used_rows().tolist()
             if rows:
-                subtree = rig.trie.subtree(dice.choice(rows))
+                subtree = rig.trie.subtree(np.array([dice.choice(rows)]))
                 await rig.cache.residency.forget(rig.trie, subtree[::-1])
             await rig.cache.write_back.flush()
 

@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from benchmarks._faulty_daemon import FAULTS, FaultyOps
-from prefixd.cache import DISK
+from prefixd.cache import CPU, DISK
 from prefixd.errors import ExhaustedError
 from prefixd_swap import StorageError
 
@@ -98,6 +99,25 @@ async def test_blocks_in_memory_survive_a_damaged_ancestor_while_leased(make_rig
     rig.cache.release(rig.session, lease.id)
     assert await rig.put([1, 2, 3, 4]) == (4, 0) or len(rig.rows([1, 2, 3])) == 3
     assert await rig.get([1, 2, 3]) == 3
+
+
+async def test_blocks_that_are_lost_together_go_once(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=16, disk=64)
+    await rig.put([1, 2, 3, 4], durable=True)
+    await rig.put([1, 5], durable=True)
+    rows, other = rig.rows([1, 2, 3, 4]), rig.rows([1, 5])
+    held = await rig.lease([1, 5])
+    assert held is not None
+    rig.cache.residency.ledger.drop(rig.trie, rows[:1:-1], CPU)
+    rig.cache.residency.ledger.drop(rig.trie, rows[1:2], CPU)
+    lost = np.array([rows[1], rows[2], other[1]])
+    assert rig.cache.residency.disk.drop_damaged(rig.trie, lost, StorageError("by the test")) == 4
+    assert rig.rows([1, 2, 3, 4]) == rows[:1], "with what continued them"
+    assert rig.tiers([1, 5], CPU) == [True, True]
+    assert rig.tiers([1, 5], DISK) == [True, False], "in memory, to be written again"
+    assert sum(rig.cache.residency.lost.values()) == 3
+    rig.cache.release(rig.session, held.id)
+    await rig.check_disk()
 
 
 async def test_a_deleted_slab_is_a_loss_and_no_more(make_rig: MakeRig) -> None:

@@ -136,3 +136,16 @@ async def test_a_session_that_ends_while_its_reservation_is_made_leaves_nothing(
     with pytest.raises(NotFoundError, match="is not open"):
         await rig.cache.reserve(rig.session, rig.namespace, rig.chain([1, 2]))
     assert used(rig) == 0, "its client was never told where the slots are"
+
+
+async def test_a_session_ends_with_the_last_process_that_had_its_memory(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=4)
+    session, other = rig.open_session(), rig.open_session()
+    first, second = Process(4711), Process(4712)
+    session.processes.update((first, second))
+    await reserved(rig, session, [1, 2, 3])
+    rig.cache.process_ended(first)
+    assert session.id in rig.cache.leases.sessions
+    rig.cache.process_ended(second)  # its stream may live on, in a child that it forked
+    assert session.id not in rig.cache.leases.sessions and other.id in rig.cache.leases.sessions
+    assert (used(rig), rig.cache.quarantine.nbytes) == (0, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
 from prefixd.cache import CPU, DISK, GPU
@@ -131,7 +132,7 @@ async def test_forgetting_is_durable_and_spares_what_is_in_use(make_rig: MakeRig
     await rig.put([1, 2, 3], durable=True)
     await rig.put([1, 5], durable=True)
     lease = await rig.lease([1, 2])
-    rows = rig.trie.subtree(rig.rows([1])[0])
+    rows = rig.trie.subtree(np.array(rig.rows([1])[:1]))
     assert await rig.cache.residency.forget(rig.trie, rows[::-1]) == 2
     assert (len(rig.rows([1, 2, 3])), len(rig.rows([1, 5]))) == (2, 1)
     assert lease is not None

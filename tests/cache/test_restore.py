@@ -120,7 +120,7 @@ async def test_a_prompt_comes_back_in_neighbouring_rows(make_rig: MakeRig) -> No
         trie.rows == rig.restored == len({tuple(prompt[: end + 1]) for prompt in prompts for end in range(len(prompt))})
     )
     for row in range(trie.rows):
-        subtree = sorted(trie.subtree(row))
+        subtree = sorted(trie.subtree(np.array([row])))
         assert subtree == list(range(row, row + len(subtree)))
     for prompt in prompts:
         assert await rig.get(prompt) == len(prompt)

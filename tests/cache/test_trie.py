@@ -165,7 +165,7 @@ class TrieMachine(RuleBasedStateMachine):
     def walk(self, data: st.DataObject) -> None:
         prefix = self.pick(data)
         below = {row for other, row in self.row_of.items() if other[: len(prefix)] == prefix}
-        subtree = self.trie.subtree(self.row_of[prefix])
+        subtree = self.trie.subtree(np.array([self.row_of[prefix]]))
         assert set(subtree) == below and len(subtree) == len(below)
         at = {row: place for place, row in enumerate(subtree)}
         assert all(at[row] > at.get(int(self.trie.parent[row]), -1) for row in subtree)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from prefixd.cache import Reservation
+from prefixd_swap import StorageError
 
 if TYPE_CHECKING:
     from tests.cache.conftest import Rig
@@ -83,3 +84,25 @@ async def test_without_a_disk_there_is_no_queue(make_rig: MakeRig) -> None:
     await rig.put([1, 2])
     await asyncio.wait_for(rig.put([3, 4]), 30)
     assert rig.cache.residency.queued == (0, 0)
+
+
+async def test_who_waits_is_let_go_when_write_back_stops(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = make_rig(cpu=16, disk=64, write_back=True, write_queue=2)
+    failed = asyncio.Event()
+
+    async def fail() -> bool:
+        failed.set()
+        raise StorageError("by the test")
+
+    monkeypatch.setattr(rig.cache.write_back, "_batch", fail)
+    rig.start_write_back()
+    await rig.put([1, 2, 3, 4])
+    await failed.wait()
+    rig.cache.residency.changed.set()
+    waiting = asyncio.create_task(rig.cache.reserve(rig.session, rig.namespace, rig.chain([5])))
+    await turns()
+    assert not waiting.done()
+    await rig.cache.write_back.stop()
+    reservation = await asyncio.wait_for(waiting, 30)
+    assert isinstance(reservation, Reservation)
+    rig.cache.release(rig.session, reservation.id)

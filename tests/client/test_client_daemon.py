@@ -329,3 +329,22 @@ async def test_a_draining_daemon_tells_and_refuses(own_daemon: DaemonProcess, sp
             assert lease.view(0).nbytes == 96
         with pytest.raises(ServerUnavailable):
             await cache.store(TOKENS + 100, KV)
+
+
+async def test_after_a_commit_that_failed_nothing_here_writes_to_the_slots(
+    daemon: DaemonProcess, spec: NamespaceSpec
+) -> None:
+    async with AsyncClient(daemon.address, memory="shared") as client:
+        cache = await client.register(spec)
+        reservation = await cache.reserve(TOKENS)
+        view = reservation.view(0)
+        await reservation.copy_from(KV)
+        with pytest.raises(PreconditionError, match="without a disk tier"):
+            await reservation.commit(durable=True)
+        with pytest.raises(LeaseLost):
+            await reservation.copy_from(KV)
+        with pytest.raises(ValueError, match="released memoryview"):
+            view[0] = 1
+        assert (await cache.match(TOKENS)).blocks == 0
+        assert (await client.stats()).reservations == 0
+        assert await cache.store(TOKENS, KV) == StoreResult(BLOCKS, 0)

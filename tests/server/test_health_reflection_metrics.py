@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import urllib.request
 from collections.abc import Callable
@@ -14,9 +15,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
+from prefixd.server.health import Health
+
 if TYPE_CHECKING:
     from tests.server.conftest import Remote
 
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 SERVICES = {"prefixd.v1.PrefixCache", "prefixd.v1.Inference", "prefixd.v1.Admin"}
 
 
@@ -44,6 +49,50 @@ def test_every_service_is_healthy(remote: Remote) -> None:
     with pytest.raises(grpc.RpcError) as caught:
         health.Check(health_pb2.HealthCheckRequest(service="prefixd.v1.Nothing"))
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_a_watcher_that_does_not_read_holds_nobody_up() -> None:
+    health, stuck = Health(), asyncio.Event()
+    health.set("", SERVING)
+
+    class Deaf:
+        async def write(self, _: object) -> None:
+            stuck.set()
+            await asyncio.Event().wait()
+
+    watching = asyncio.create_task(health.Watch(health_pb2.HealthCheckRequest(), Deaf()))
+    await stuck.wait()
+    health.set("", NOT_SERVING)
+    assert (await health.Check(health_pb2.HealthCheckRequest(), None)).status == NOT_SERVING
+    watching.cancel()
+
+
+async def test_a_watcher_that_leaves_costs_the_others_nothing() -> None:
+    health, heard = Health(), asyncio.Queue[int]()
+    health.set("", SERVING)
+
+    class Listener:
+        async def write(self, response: health_pb2.HealthCheckResponse) -> None:
+            heard.put_nowait(response.status)
+
+    watching = [asyncio.create_task(health.Watch(health_pb2.HealthCheckRequest(), Listener())) for _ in range(2)]
+    assert [await heard.get(), await heard.get()] == [SERVING, SERVING]
+    watching[0].cancel()
+    await asyncio.wait(watching[:1])
+    health.set("", NOT_SERVING)
+    assert await heard.get() == NOT_SERVING
+    watching[1].cancel()
+
+
+def test_watchers_are_bounded(remote: Remote) -> None:
+    watch = health_pb2_grpc.HealthStub(remote.channel).Watch
+    calls = [watch(health_pb2.HealthCheckRequest()) for _ in range(64)]
+    assert {next(call).status for call in calls} == {SERVING}
+    with pytest.raises(grpc.RpcError) as caught:
+        next(watch(health_pb2.HealthCheckRequest()))
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    for call in calls:
+        call.cancel()
 
 
 def test_reflection_lists_the_services_and_has_their_contracts(remote: Remote) -> None:

@@ -55,7 +55,7 @@ async def change(bench: Bench, tracker: PrefixTracker, waiting: list[Request], w
         chain = bench.request(prompt(argument)).chain
         rows = trie.match(bench.namespace.root, chain).rows
         if what == "forget":
-            await cache.residency.forget(trie, trie.subtree(int(rows[-1]))[::-1] if len(rows) else [])
+            await cache.residency.forget(trie, trie.subtree(rows[-1:])[::-1] if len(rows) else [])
             return
         trie.hold(rows, GPU)
         await cache.residency.bring(trie, rows, GPU)

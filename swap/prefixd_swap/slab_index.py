@@ -165,9 +165,17 @@ class SlabIndex:
         self._write(lambda txn: txn.put(namespace, spec, db=self._namespaces))
 
     def namespaces(self) -> dict[bytes, bytes]:
-        """What every namespace stands for."""
-        with self._lock, self._env.begin(db=self._namespaces) as txn, txn.cursor() as cursor:
-            return dict(cursor)
+        """What every namespace stands for.
+
+        Raises:
+            StorageError: LMDB failed.
+        """
+        with self._lock:
+            try:
+                with self._env.begin(db=self._namespaces) as txn, txn.cursor() as cursor:
+                    return dict(cursor)
+            except lmdb.Error as error:
+                raise self._translated("reading", error) from error
 
     def probe(self) -> None:
         """Commit a change that changes nothing.

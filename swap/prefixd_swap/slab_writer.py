@@ -127,7 +127,10 @@ class SlabWriter:
                 self._pool = started_threads(self._io_threads, "prefixd-slabs")
         futures = [self._pool.submit(job) for job in jobs]
         wait(futures)  # even if one fails: their slots may be freed only when nobody writes to them
-        return [future.result() for future in futures]
+        try:
+            return [future.result() for future in futures]
+        finally:
+            del futures  # a failed one has its error, whose traceback has this frame: slabs would stay open until a gc
 
     def _give_back(self, slots: Sequence[int | None]) -> None:
         for slot in slots:

@@ -38,13 +38,17 @@ class ProcessWatch:
         except OSError as error:
             return f"process {pid} cannot be watched for its end ({error}): use memory='streamed'"
         process = self._known(pid)
+        session = self._cache.leases.sessions.get(session_id)
+        if session is None:
+            os.close(pidfd)
+            return "the session ended with the process that had its memory: open another"
         if process is None:
             process = Process(pid)
             self._watched[pidfd] = process
             asyncio.get_running_loop().add_reader(pidfd, self._ended, pidfd)
         else:
             os.close(pidfd)
-        self._cache.leases.session(session_id).processes.add(process)
+        session.processes.add(process)
         return None
 
     def close(self) -> None:

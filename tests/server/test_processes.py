@@ -84,7 +84,7 @@ async def test_the_end_of_a_process_is_noticed(
 async def test_a_number_that_another_process_has_now_is_not_mistaken(
     cache: TieredCache, watch: ProcessWatch, listener: socket.socket
 ) -> None:
-    session = cache.leases.open("one", 1, 0.0)
+    session, fresh = (cache.leases.open("one", 1, 0.0) for _ in range(2))
     first, connection = visitor(listener)
     with first, connection:
         assert watch.visit(session.id, 4711, connection) is None
@@ -94,8 +94,10 @@ async def test_a_number_that_another_process_has_now_is_not_mistaken(
         # Its end is not noticed yet, as the event loop has not run; the next one has the same number.
         second, other = visitor(listener)
         with second, other:
-            assert watch.visit(session.id, 4711, other) is None
-            (new,) = session.processes
+            refusal = watch.visit(session.id, 4711, other)
+            assert refusal is not None and "ended with the process" in refusal
+            assert watch.visit(fresh.id, 4711, other) is None
+            (new,) = fresh.processes
             assert new is not gone and new.alive and not gone.alive
             second.kill()
 

@@ -10,7 +10,13 @@ from dataclasses import dataclass, field
 from prefixd.cache.keys import BlockChain
 from prefixd.cache.namespaces import Namespace
 from prefixd.cache.trie import Rows, Trie
-from prefixd.errors import ExhaustedError, InvalidArgumentError, NotFoundError, PermissionDeniedError
+from prefixd.errors import (
+    ExhaustedError,
+    InvalidArgumentError,
+    NotFoundError,
+    PermissionDeniedError,
+    UnavailableError,
+)
 
 _REMEMBERED = 10_000  # ended leases of which we still know how they ended, for a better message
 
@@ -107,6 +113,8 @@ class LeaseTable:
         self.max_ttl_s = max_ttl_s
         self.max_sessions = max_sessions
         self.sessions: dict[str, Session] = {}
+        self.ending = False
+        """Whether the daemon is ending, and with it every session."""
         self._ended: OrderedDict[str, str] = OrderedDict()
         self._granted = 0
 
@@ -132,6 +140,8 @@ class LeaseTable:
         try:
             return self.sessions[session_id]
         except KeyError:
+            if self.ending:
+                raise UnavailableError("the daemon ends, and its sessions with it; try again when it is back") from None
             raise NotFoundError(
                 f"session {session_id[:8] or '(empty)'} is not open; open one with OpenSession and keep its stream"
             ) from None

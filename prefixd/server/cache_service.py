@@ -38,6 +38,11 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         self._draining = draining
         self.closing = asyncio.Event()
 
+    def close(self) -> None:
+        """Ends all sessions: the daemon ends."""
+        self._cache.leases.ending = True
+        self.closing.set()
+
     async def OpenSession(self, request: pb.OpenSessionRequest, context: Context) -> AsyncIterator[pb.SessionEvent]:
         """Keeps a session for as long as the stream lives."""
         cache = self._cache

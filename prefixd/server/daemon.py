@@ -225,7 +225,7 @@ class Daemon:
         tcp = await doors.open()
         stack.push_async_callback(cache.write_back.flush)  # what clients committed while the daemon drained
         stack.push_async_callback(doors.close, 1.0)
-        stack.callback(service.closing.set)
+        stack.callback(service.close)
         self._set_health(health_pb2.HealthCheckResponse.SERVING)
         metrics_port = None
         if settings.server.metrics_port is not None:

@@ -15,6 +15,7 @@ from prefixd.errors import (
     InvalidArgumentError,
     NotFoundError,
     PreconditionError,
+    UnavailableError,
     UnsupportedError,
 )
 
@@ -140,6 +141,17 @@ async def test_sessions_are_limited(make_rig: Callable[..., Rig]) -> None:
         rig.open_session()
     rig.cache.leases.close(second)
     assert rig.open_session().id != second.id
+
+
+def test_a_session_that_ended_with_the_daemon_is_no_mistake_of_its_client() -> None:
+    table = LeaseTable(lambda grant, at_its_word: None, default_ttl_s=60.0, max_ttl_s=100.0, max_sessions=1)
+    session = table.open("one", 1, 0.0)
+    table.close(session)
+    with pytest.raises(NotFoundError, match="is not open"):
+        table.session(session.id)
+    table.ending = True
+    with pytest.raises(UnavailableError, match="try again when it is back"):
+        table.session(session.id)
 
 
 def test_lifetimes_are_bounded() -> None:

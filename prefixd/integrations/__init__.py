@@ -1,0 +1,1 @@
+"""prefixd inside other engines."""

@@ -1,0 +1,27 @@
+"""vLLM served by prefixd: a KV connector, and a scheduler that lets requests with a near prefix go first.
+
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "PrefixdConnector", "kv_role": "kv_both",
+        "kv_connector_module_path": "prefixd.integrations.vllm", "kv_load_failure_policy": "recompute"}'
+
+Both classes need vLLM and are imported when they are asked for; the modules beside them that need no vLLM can be
+imported without it. See docs/vllm.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_HOMES = {
+    "PrefixdConnector": "prefixd.integrations.vllm.connector",
+    "FastestPrefixFirstScheduler": "prefixd.integrations.vllm.scheduler",
+}
+
+__all__ = ["FastestPrefixFirstScheduler", "PrefixdConnector"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES[name]), name)

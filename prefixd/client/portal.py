@@ -27,14 +27,7 @@ class Portal:
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`. An interrupt here cancels it there. Raises `ClientClosed` after `stop`."""
-        if os.getpid() != self._pid:
-            work.close()
-            raise ClientClosed("the client was made before this process was forked: make one in here")
-        try:
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        except RuntimeError as error:
-            work.close()
-            raise ClientClosed("the client is closed") from error
+        future = self.start(work)
         try:
             return future.result()
         except concurrent.futures.CancelledError as error:
@@ -42,6 +35,17 @@ class Portal:
         except BaseException:
             future.cancel()
             raise
+
+    def start(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Has `work` done, and does not wait for it. Raises `ClientClosed` after `stop`."""
+        if os.getpid() != self._pid:
+            work.close()
+            raise ClientClosed("the client was made before this process was forked: make one in here")
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError as error:
+            work.close()
+            raise ClientClosed("the client is closed") from error
 
     def finish(self, work: Coroutine[Any, Any, None]) -> None:
         """Waits for `work`, unless this is the portal's own thread, where garbage collection may end an iterator."""

@@ -1,0 +1,50 @@
+"""The connector's counters."""
+
+from __future__ import annotations
+
+import threading
+
+COUNTERS = {
+    "loads": "Prefixes brought from prefixd into vLLM's KV cache.",
+    "load_failures": "Loads of which blocks did not come; they were computed again.",
+    "load_failed_blocks": "Blocks that did not come.",
+    "load_bytes": "Bytes brought in.",
+    "load_seconds": "Seconds that loads took, from asking for the lease to giving it back.",
+    "saved_blocks": "Blocks given to prefixd.",
+    "duplicate_blocks": "Blocks that prefixd had already when they were offered.",
+    "dropped_blocks": "Blocks that were not saved: prefixd was away, slow or full, or their prefix had gone.",
+}
+
+
+class ConnectorCounters:
+    """Counts since the last `take`, from any thread. See `COUNTERS`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values: dict[str, float] = {}
+
+    def loaded(self, nbytes: int, elapsed_s: float, failed_blocks: int) -> None:
+        """A load has ended."""
+        self._add(
+            loads=1,
+            load_failures=int(failed_blocks > 0),
+            load_failed_blocks=failed_blocks,
+            load_bytes=nbytes,
+            load_seconds=elapsed_s,
+        )
+
+    def saved(self, blocks: int, duplicates: int, dropped: int) -> None:
+        """A save has ended."""
+        self._add(saved_blocks=blocks, duplicate_blocks=duplicates, dropped_blocks=dropped)
+
+    def take(self) -> dict[str, float]:
+        """The counts since the last call that are not 0."""
+        with self._lock:
+            values, self._values = self._values, {}
+        return values
+
+    def _add(self, **counts: float) -> None:
+        with self._lock:
+            for name, count in counts.items():
+                if count:
+                    self._values[name] = self._values.get(name, 0) + count

@@ -1,0 +1,219 @@
+"""What vLLM's KV cache looks like, and what must be equal for its bytes to be usable elsewhere.
+
+Reads vLLM's configuration objects (0.32) and imports nothing of it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from prefixd.client import NamespaceSpec, PartSpec
+from prefixd.errors import ConfigError
+from prefixd.integrations.vllm.options import DEFAULT_BLOCK_TOKENS, ConnectorOptions
+from prefixd.integrations.vllm.pages import GroupPages, PageRun
+from prefixd.model_fingerprint import fingerprint
+from prefixd.settings import default_data_dir
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One of vLLM's KV cache groups whose blocks prefixd keeps."""
+
+    index: int
+    """In vLLM's tables of block ids."""
+    block_tokens: int
+    """Tokens of one of its blocks."""
+    part_bytes: int
+    """Bytes of a prefixd block that belong to it, on one rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """How prefixd blocks are made of vLLM's."""
+
+    groups: tuple[Group, ...]
+    block_tokens: int
+    """Tokens of a prefixd block."""
+    unit_tokens: int
+    """Tokens after which every group has a whole number of blocks: what vLLM's scheduler counts in."""
+    ranks: int
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a prefixd block, all groups and ranks."""
+        return self.ranks * sum(group.part_bytes for group in self.groups)
+
+    def spec(self, name: str, salt: bytes) -> NamespaceSpec:
+        """The namespace: rank-major, one part per (rank, group)."""
+        return NamespaceSpec(
+            name=name,
+            salt=salt,
+            layout="vllm",
+            block_tokens=self.block_tokens,
+            parts=tuple(
+                PartSpec(f"group{group.index}", rank, group.part_bytes)
+                for rank in range(self.ranks)
+                for group in self.groups
+            ),
+        )
+
+    def parts_of(self, rank: int) -> list[int]:
+        """Indexes of a rank's parts in `spec`."""
+        return list(range(rank * len(self.groups), (rank + 1) * len(self.groups)))
+
+
+def read_geometry(vllm_config: Any, kv_cache_config: Any, options: ConnectorOptions) -> Geometry | None:
+    """The geometry; None for a model whose state prefixd does not keep (state-space layers).
+
+    Raises ConfigError for what the connector cannot work with; the message names it.
+    """
+    parallel = vllm_config.parallel_config
+    for what in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, what, 1) > 1:
+            raise ConfigError(f"{what} = {getattr(parallel, what)}: PrefixdConnector works with 1 only")
+    if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
+        raise ConfigError(
+            'kv_load_failure_policy = "fail" makes vLLM fail requests whose prefix could not be loaded; set '
+            '"kv_load_failure_policy": "recompute" beside "kv_connector"'
+        )
+    chosen = kv_cache_config.prefix_cacheable_group_ids
+    specs = {index: kv_cache_config.kv_cache_groups[index].kv_cache_spec for index in chosen}
+    if not specs or any("Mamba" in type(spec).__name__ for spec in specs.values()):
+        return None
+    unit = math.lcm(*(spec.block_size for spec in specs.values()))
+    block_tokens = options.block_tokens or unit * math.ceil(DEFAULT_BLOCK_TOKENS / unit)
+    if block_tokens % unit:
+        raise ConfigError(f"block_tokens = {block_tokens} is no multiple of {unit}, the tokens of a vLLM block here")
+    if options.load == "layerwise" and len(kv_cache_config.kv_cache_groups) > 1:
+        raise ConfigError(
+            f'load = "layerwise" needs a model with one KV cache group, and this one has '
+            f'{len(kv_cache_config.kv_cache_groups)}; use "async"'
+        )
+    runs = _page_runs(kv_cache_config)
+    groups = []
+    for index, spec in specs.items():
+        names = [name for name in kv_cache_config.kv_cache_groups[index].layer_names if name in runs]
+        page_bytes = sum(run.nbytes for name in names for run in runs[name])
+        groups.append(Group(index, spec.block_size, block_tokens // spec.block_size * page_bytes))
+    return Geometry(tuple(groups), block_tokens, unit, parallel.tensor_parallel_size)
+
+
+def read_pages(kv_cache_config: Any, kv_caches: Mapping[str, Any], geometry: Geometry) -> list[GroupPages]:
+    """Where the pages of every group are, given the tensors that vLLM has allocated (layer's name to tensor)."""
+    runs = _page_runs(kv_cache_config)
+    pages = []
+    for group in geometry.groups:
+        layers = []
+        on_device = False
+        for name in kv_cache_config.kv_cache_groups[group.index].layer_names:
+            if name not in runs:
+                continue
+            base = kv_caches[name].untyped_storage()
+            on_device = kv_caches[name].device.type != "cpu"
+            end = max(run.address + (kv_cache_config.num_blocks - 1) * run.stride + run.nbytes for run in runs[name])
+            if end > base.nbytes():
+                raise ConfigError(f"the KV cache of {name} has {base.nbytes()} bytes where {end} were expected")
+            layers.append(tuple(PageRun(base.data_ptr() + run.address, run.stride, run.nbytes) for run in runs[name]))
+        pages.append(GroupPages(tuple(layers), on_device))
+        if pages[-1].block_bytes * (geometry.block_tokens // group.block_tokens) != group.part_bytes:
+            raise ConfigError(
+                f"KV cache group {group.index} is laid out on this rank otherwise than vLLM's scheduler says"
+            )
+    return pages
+
+
+def layer_names(kv_cache_config: Any, geometry: Geometry) -> list[str]:
+    """The layers of the first group in the order of `GroupPages.layers`."""
+    runs = _page_runs(kv_cache_config)
+    return [name for name in kv_cache_config.kv_cache_groups[geometry.groups[0].index].layer_names if name in runs]
+
+
+def packing(vllm_config: Any, kv_caches: Mapping[str, Any]) -> str:
+    """What decides how keys and values lie inside a page on this rank, as a digest: backends, shapes, processor."""
+    context = vllm_config.compilation_config.static_forward_context
+    facts: list[object] = [torch.__version__, torch.backends.cpu.get_cpu_capability()]
+    for name, tensor in sorted(kv_caches.items()):
+        backend = getattr(context.get(name), "get_attn_backend", None)
+        facts.append((tuple(tensor.shape[1:]), tensor.stride(), str(tensor.dtype), str(tensor.device.type)))
+        facts.append(f"{backend().__module__}.{backend().__qualname__}" if backend else "")
+        facts.append(getattr(context.get(name), "isa", ""))
+        if tensor.device.type == "cuda":
+            facts.append(torch.cuda.get_device_capability(tensor.device))
+    return xxhash.xxh3_128_hexdigest(repr(facts).encode())
+
+
+def model_name(vllm_config: Any, vllm_version: str) -> str:
+    """What the model is, for people to read and for caches to tell apart: its name and a digest of what decides the
+    values of its KV (weights, dtype, quantization, positions, KV dtype)."""
+    model, cache, load = vllm_config.model_config, vllm_config.cache_config, vllm_config.load_config
+    if getattr(cache, "calculate_kv_scales", False):
+        raise ConfigError(
+            "calculate_kv_scales = true gives every engine KV scales of its own; load them with the model"
+        )
+    speculative = vllm_config.speculative_config
+    facts = {
+        "weights": _weights(Path(model.model), model, load),
+        "config": _plain(model.hf_config.to_dict()),
+        "dtype": str(model.dtype),
+        "kv dtype": str(cache.cache_dtype),
+        "quantization": str(model.quantization),
+        "draft": str(getattr(speculative, "model", "")),
+        "tensor parallel": vllm_config.parallel_config.tensor_parallel_size,
+        "vllm": vllm_version,
+    }
+    rope = json.dumps(facts["config"])
+    if "longrope" in rope or '"dynamic"' in rope:  # their positions depend on the longest prompt that is allowed
+        facts["max_model_len"] = model.max_model_len
+    digest = xxhash.xxh3_128_hexdigest(json.dumps(facts, sort_keys=True).encode())
+    return f"vllm/{Path(model.model).name}/{digest}"
+
+
+def _weights(path: Path, model: Any, load: Any) -> str:
+    if str(load.load_format) == "dummy":
+        return f"dummy {model.seed}"
+    if not path.is_dir():
+        commit = getattr(model.hf_config, "_commit_hash", None) or model.revision
+        return f"{model.model}@{commit}"
+    try:
+        return fingerprint(path, default_data_dir())
+    except ConfigError:  # no weights of the kinds that are read by content
+        files = sorted(file for file in path.rglob("*") if file.is_file())
+        return repr([(str(file.relative_to(path)), file.stat().st_size, file.stat().st_mtime_ns) for file in files])
+
+
+def _plain(value: Any) -> Any:
+    """Without what differs between two loads of the same model."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items() if key not in ("_name_or_path", "_commit_hash")}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, str | int | float | bool | None) else str(value)
+
+
+def _page_runs(kv_cache_config: Any) -> dict[str, tuple[PageRun, ...]]:
+    """Every layer's runs of pages; addresses count from the start of the layer's allocation.
+
+    vLLM places layer `l` of a tensor at `offset + l * layer_stride`, its block `b` a further `b * block_stride` on.
+    Layers outermost: a region a layer, or several, one a group of heads. Blocks outermost: the layers of a block
+    together.
+    """
+    runs: dict[str, tuple[PageRun, ...]] = {}
+    for tensor in kv_cache_config.kv_cache_tensors:
+        span = kv_cache_config.num_blocks * tensor.block_stride
+        for place, name in enumerate(tensor.layers):
+            start = tensor.offset + place * tensor.layer_stride
+            if tensor.layer_stride >= span:
+                regions = range(start, start + tensor.layer_stride - span + 1, span)
+                runs[name] = tuple(PageRun(region, tensor.block_stride, tensor.block_stride) for region in regions)
+            else:
+                nbytes = tensor.layer_stride if len(tensor.layers) > 1 else tensor.block_stride
+                runs[name] = (PageRun(start, tensor.block_stride, nbytes),)
+    return runs

@@ -1,0 +1,189 @@
+"""An engine's line to the daemon: the SDK in a thread of its own, behind a circuit breaker.
+
+vLLM's threads must never wait for a daemon that is away or slow. So every call runs in the link's thread, has a limit
+in time, and opens the breaker when it fails for want of an answer: from then on nothing is asked, until a probe in the
+background has its answer. The log says once that the daemon went, and once that it is back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, TypeVar
+
+from prefixd.client import (
+    Arena,
+    AsyncCache,
+    AsyncClient,
+    CallTimeout,
+    ClientClosed,
+    ClientError,
+    MemoryUnavailable,
+    NamespaceSpec,
+    ServerUnavailable,
+    default_address,
+)
+from prefixd.client.portal import Portal
+from prefixd.errors import ConfigError
+
+T = TypeVar("T")
+
+log = logging.getLogger("vllm.prefixd")
+
+_FIRST_PAUSE_S = 0.2
+_LONGEST_PAUSE_S = 1.0
+_CALL_S = 120.0  # never reached: each call gets a shorter limit here
+_NAMESPACES = 1024
+
+
+class LinkDown(Exception):
+    """The daemon did not answer, or is left alone because it did not the last time."""
+
+
+class Link:
+    """One engine process's connection to its daemon. Its methods may be called from any thread.
+
+    Args:
+        address: the daemon's unix socket; None for the default one.
+        name: what `prefixd stats` shows.
+        timeout_s: how long a call may take unless it says otherwise.
+
+    Raises:
+        ConfigError: the address is that of another host.
+    """
+
+    def __init__(self, address: str | None, name: str, timeout_s: float) -> None:
+        self.address = default_address() if address is None else address
+        if not self.address.startswith(("unix:", "/")):
+            raise ConfigError(
+                f"address = {self.address!r}: an engine copies through memory that it shares with the daemon; give the "
+                'unix socket ("unix:/path") of a daemon on this host'
+            )
+        self.timeout_s = timeout_s
+        self._portal = Portal()
+        self._client = AsyncClient(self.address, name=f"{name} {os.getpid()}", memory="shared", timeout_s=_CALL_S)
+        self._caches: dict[NamespaceSpec, AsyncCache] = {}
+        self._up = False
+        self._closed = False
+        self._told_down = False
+        self._fell = asyncio.Event()
+        self._tried = threading.Event()
+        self._watching = self._portal.start(self._watch())
+
+    @property
+    def up(self) -> bool:
+        """Whether the daemon answered when it was last asked."""
+        return self._up
+
+    def wait_first(self) -> bool:
+        """Waits until the daemon was asked once; whether it answered."""
+        self._tried.wait()
+        return self._up
+
+    def start(self, work: Callable[[], Coroutine[Any, Any, T]], timeout_s: float | None = None) -> Future[T]:
+        """Has the coroutine that `work` makes run in the link's thread.
+
+        The future fails with `LinkDown` when the daemon is away, or does not answer within `timeout_s` (None: the
+        link's own), and with the SDK's errors for what it refuses.
+        """
+        return self._portal.start(self.guard(work, timeout_s))
+
+    def spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Has what guards its calls itself run in the link's thread; it must not fail."""
+        self._portal.start(work()).add_done_callback(_report)
+
+    async def guard(self, work: Callable[[], Coroutine[Any, Any, T]], timeout_s: float | None = None) -> T:
+        """As `start`, for what runs in the link's thread already."""
+        if not self._up:
+            raise LinkDown(f"the daemon at {self.address} is away")
+        limit_s = self.timeout_s if timeout_s is None else timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                return await work()
+        except (ServerUnavailable, MemoryUnavailable) as error:
+            self._fall(str(error))
+            raise LinkDown(str(error)) from error
+        except TimeoutError as error:
+            reason = f"no answer from the daemon at {self.address} within {limit_s:g} s"
+            self._fall(reason)
+            raise LinkDown(reason) from error
+
+    async def cache(self, spec: NamespaceSpec) -> AsyncCache:
+        """The registered namespace. For use in the link's thread, inside `guard`."""
+        known = self._caches.get(spec)
+        if known is None:
+            known = await self._client.register(spec)
+            if len(self._caches) >= _NAMESPACES:
+                self._caches.pop(next(iter(self._caches)))
+            self._caches[spec] = known
+        return known
+
+    @property
+    def arena(self) -> Arena | None:
+        """The daemon's memory as mapped here; None while there is no session."""
+        return self._client.arena
+
+    def close(self) -> None:
+        """Ends the session, and with it every lease and reservation."""
+        if self._closed:
+            return
+        self._closed = True
+        self._up = False
+        self._watching.cancel()
+        with suppress(ClientClosed):
+            self._portal.run(self._client.close())
+        self._portal.stop()
+
+    # -- in the link's thread -----------------------------------------------------------------------------------
+
+    def _fall(self, reason: str) -> None:
+        if not self._up:
+            return
+        self._up = False
+        self._fell.set()
+        self._say_down(reason)
+
+    def _say_down(self, reason: str) -> None:
+        if not self._told_down and not self._closed:
+            self._told_down = True
+            log.warning("prefixd is away: %s. vLLM goes on without it and looks for it again by itself.", reason)
+
+    async def _watch(self) -> None:
+        """Looks for the daemon while it is away."""
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            self._fell.clear()
+            try:
+                async with asyncio.timeout(self.timeout_s):
+                    await self._probe()
+            except (ClientError, CallTimeout, TimeoutError) as error:
+                self._say_down(str(error) or f"no answer from the daemon at {self.address} within {self.timeout_s:g} s")
+                self._tried.set()
+                await asyncio.sleep(pause_s)
+                pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
+                continue
+            pause_s = _FIRST_PAUSE_S
+            self._up = True
+            if self._told_down:
+                log.warning("prefixd is back at %s.", self.address)
+            else:
+                log.info("prefixd is at %s.", self.address)
+            self._told_down = False
+            self._tried.set()
+            await self._fell.wait()
+
+    async def _probe(self) -> None:
+        """A session, and a question that shows that it is answered."""
+        await self._client.session()
+        if self._caches:
+            await next(iter(self._caches.values())).match([0])
+
+
+def _report(done: Future[None]) -> None:
+    if not done.cancelled() and (error := done.exception()) is not None:
+        log.error("prefixd: a task of the connector failed", exc_info=error)

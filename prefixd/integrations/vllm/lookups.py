@@ -1,0 +1,322 @@
+"""The scheduler's half, reading: what prefixd has of each waiting request, and the leases of what is to be loaded.
+
+Nothing here waits for the daemon longer than `patience_s` a step: questions are asked in the link's thread, and vLLM is
+told to ask again while an answer is under way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from prefixd.client import AsyncLease, ClientError, NamespaceSpec, Tier
+from prefixd.integrations.vllm.link import Link, LinkDown, log
+from prefixd.integrations.vllm.seen import NOTHING_SEEN, SeenPrefix
+from prefixd_scheduler import CostModel, Distance
+
+_FRESH_S = 1.0  # for so long an answer stands
+_LEASE_S = 30.0
+_LEASES = 32
+_BYTES_PER_S = 100e6
+_COMPLAINT_S = 60.0  # a daemon that refuses is quoted no more often
+
+_DISTANCES = {Tier.GPU: Distance.CPU, Tier.CPU: Distance.CPU, Tier.DISK: Distance.DISK}
+"""By tier of the daemon. What lies in the daemon's own GPU tier comes to an engine through the CPU tier."""
+
+
+@dataclass(slots=True)
+class Lookup:
+    """What is known of one request's prefix."""
+
+    spec: NamespaceSpec
+    tokens: Any = field(repr=False)
+    """The prompt's token ids, uint32."""
+    seen: SeenPrefix | None = None
+    seen_s: float = -float("inf")
+    asking: Future[SeenPrefix] | None = None
+    leasing: Future[AsyncLease] | None = None
+    lease: AsyncLease | None = None
+    leased_from: int = 0
+    began_s: float = 0.0
+    """When the lease was asked for."""
+    refused: bool = False
+    """Nothing is to be loaded for this request, unless it is preempted."""
+    failed: bool = False
+    """Nor then."""
+
+
+class Lookups:
+    """Asks the daemon about prompts, ahead of their turn and at it.
+
+    Args:
+        link: the line to the daemon.
+        block_tokens: tokens of a prefixd block.
+        block_bytes: bytes of one.
+        prefetch: prompts that are brought up from disk ahead of their turn, at a time.
+        cost: judges whether loading pays.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        block_tokens: int,
+        block_bytes: int,
+        prefetch: int,
+        cost: CostModel,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._link = link
+        self._block_tokens = block_tokens
+        self._block_bytes = block_bytes
+        self._prefetch = prefetch
+        self._cost = cost
+        self._clock = clock
+        self._lookups: dict[str, Lookup] = {}
+        self._ahead: set[str] = set()  # prompts that are brought up ahead of their turn
+        self._line: deque[str] = deque()  # those that came when there were enough of them
+        self._complained_s = -float("inf")
+        self._leases = 0
+        self.patience_s = 0.0
+        """How long this step may still wait for answers."""
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._lookups
+
+    def add(self, request_id: str, spec: NamespaceSpec, tokens: list[int]) -> None:
+        """A request has come: asks what there is of its prompt, and has it brought up."""
+        lookup = Lookup(spec, np.asarray(tokens, np.uint32))
+        self._lookups[request_id] = lookup
+        self._ask(request_id, lookup)
+
+    def seen(self, request_id: str) -> SeenPrefix | None:
+        """What was last seen of the request's prompt; asks again when that is long ago. Never waits."""
+        lookup = self._lookups.get(request_id)
+        if lookup is None:
+            return None
+        self._settle(lookup)
+        if self._clock() - lookup.seen_s > _FRESH_S:
+            self._ask(request_id, lookup)
+        return lookup.seen
+
+    def hit(self, request_id: str, local_tokens: int, most_tokens: int) -> int | None:
+        """How many tokens beyond `local_tokens` can be loaded; None: ask again, the answer is under way.
+
+        The tokens counted are leased when this returns more than 0.
+
+        Args:
+            local_tokens: what vLLM has itself.
+            most_tokens: no more than so many of the prompt's tokens can be used.
+        """
+        lookup = self._lookups.get(request_id)
+        if lookup is None or lookup.refused or not self._link.up:
+            return 0
+        self._settle(lookup)
+        if lookup.lease is not None and lookup.lease.remaining_s < _LEASE_S / 2:
+            self._let_go(lookup)
+        if lookup.lease is None and lookup.leasing is None:
+            if self._clock() - lookup.seen_s > _FRESH_S:
+                self._ask(request_id, lookup)
+            if lookup.asking is not None and not self._wait(lookup):
+                return None
+            if lookup.seen is None:  # no answer: the daemon is away
+                return 0
+            if min(lookup.seen.tokens, most_tokens) <= local_tokens:
+                return 0
+            if not self._pays(lookup.seen, local_tokens):
+                lookup.refused = True
+                return 0
+            if self._leases >= _LEASES:
+                return None
+            self._acquire(lookup, local_tokens // self._block_tokens)
+        if lookup.leasing is not None and not self._wait(lookup):
+            return None
+        if lookup.lease is None:
+            return 0
+        end = (lookup.lease.first_block + lookup.lease.blocks) * self._block_tokens if lookup.lease.blocks else 0
+        if lookup.lease.first_block * self._block_tokens > local_tokens:  # vLLM has lost some of its own meanwhile
+            self._let_go(lookup)
+            return None
+        return max(0, min(end, most_tokens) - local_tokens)
+
+    def sources(self, request_id: str, local_tokens: int, tokens: int) -> dict[Distance, int]:
+        """Where `tokens` tokens beyond `local_tokens` came from, as far as was seen when they were asked for."""
+        lookup = self._lookups.get(request_id)
+        found: dict[Distance, int] = {}
+        at, left, end = 0, tokens, local_tokens
+        for distance, run in (lookup.seen or NOTHING_SEEN).runs if lookup else ():
+            at += run
+            taken = min(left, max(0, at - end))
+            if taken:
+                found[distance] = found.get(distance, 0) + taken
+                left -= taken
+                end += taken
+        if left:  # it was committed or brought up since
+            found[Distance.CPU] = found.get(Distance.CPU, 0) + left
+        return found
+
+    def began_s(self, request_id: str) -> float:
+        """When the request's lease was asked for, by the clock."""
+        return self._lookups[request_id].began_s
+
+    def refuse(self, request_id: str) -> None:
+        """Nothing more is loaded for this request: what was to be had it has, or it failed."""
+        lookup = self._lookups.get(request_id)
+        if lookup is not None:
+            lookup.refused = True
+            self._let_go(lookup)
+            self._next_ahead(request_id)
+
+    def again(self, request_id: str, tokens: list[int]) -> None:
+        """The request was preempted and will need its prefix, of more tokens by now, once more."""
+        lookup = self._lookups.get(request_id)
+        if lookup is not None and not lookup.failed:
+            lookup.tokens = np.asarray(tokens, np.uint32)
+            lookup.refused = False
+            lookup.seen_s = -float("inf")
+
+    def failed(self, request_id: str) -> None:
+        """A load for the request failed: it computes what it needs."""
+        lookup = self._lookups.get(request_id)
+        if lookup is not None:
+            lookup.failed = True
+            self.refuse(request_id)
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended."""
+        lookup = self._lookups.pop(request_id, None)
+        self._next_ahead(request_id)
+        if lookup is not None:
+            self._let_go(lookup)
+            if lookup.asking is not None:
+                lookup.asking.cancel()
+
+    def clear(self) -> None:
+        """Forgets every request."""
+        for request_id in list(self._lookups):
+            self.forget(request_id)
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _ask(self, request_id: str, lookup: Lookup) -> None:
+        if lookup.asking is not None or not self._link.up or len(lookup.tokens) < self._block_tokens:
+            if len(lookup.tokens) < self._block_tokens:
+                lookup.seen, lookup.seen_s = NOTHING_SEEN, float("inf")
+            return
+        ahead = request_id not in self._ahead and len(self._ahead) < self._prefetch
+        if ahead:
+            self._ahead.add(request_id)
+        elif lookup.seen is None and self._prefetch:
+            self._line.append(request_id)
+
+        async def ask() -> SeenPrefix:
+            cache = await self._link.cache(lookup.spec)
+            match = await cache.match(lookup.tokens)
+            if ahead and match.blocks_in(Tier.DISK):
+                await cache.prefetch(lookup.tokens)
+            return SeenPrefix(
+                match.blocks * self._block_tokens,
+                tuple((_DISTANCES[run.tier], run.blocks * self._block_tokens) for run in match.runs),
+            )
+
+        lookup.asking = self._link.start(ask)
+
+    def _next_ahead(self, gone: str) -> None:
+        """One prompt less is brought up ahead of its turn; the next that waits in line is."""
+        if gone not in self._ahead:
+            return
+        self._ahead.discard(gone)
+        while self._line:
+            request_id = self._line.popleft()
+            lookup = self._lookups.get(request_id)
+            if lookup is not None and not lookup.refused:
+                self._ask(request_id, lookup)
+                return
+
+    def _acquire(self, lookup: Lookup, first_block: int) -> None:
+        self._leases += 1
+        lookup.leased_from = first_block
+        lookup.began_s = self._clock()
+
+        async def acquire() -> AsyncLease:
+            cache = await self._link.cache(lookup.spec)
+            return await cache.acquire(lookup.tokens, first_block=first_block, ttl_s=_LEASE_S)
+
+        nbytes = len(lookup.tokens) // self._block_tokens * self._block_bytes
+        lookup.leasing = self._link.start(acquire, self._link.timeout_s + nbytes / _BYTES_PER_S)
+
+    def _wait(self, lookup: Lookup) -> bool:
+        """Whether the answer is there, after waiting for it as long as this step's patience lasts."""
+        future: Future[Any] | None = lookup.asking or lookup.leasing
+        assert future is not None
+        began_s = self._clock()
+        with suppress(NotYet):
+            future.exception(max(0.0, self.patience_s))
+        self.patience_s -= self._clock() - began_s
+        self._settle(lookup)
+        return future.done()
+
+    def _settle(self, lookup: Lookup) -> None:
+        """Takes the answers that have come."""
+        if lookup.asking is not None and lookup.asking.done():
+            seen = self._result(lookup.asking)
+            lookup.asking = None
+            lookup.seen_s = self._clock()
+            if seen is not None:
+                lookup.seen = seen
+        if lookup.leasing is not None and lookup.leasing.done():
+            lookup.lease = self._result(lookup.leasing)
+            lookup.leasing = None
+            if lookup.lease is None:
+                self._leases -= 1
+                lookup.refused = True
+
+    def _pays(self, seen: SeenPrefix, local_tokens: int) -> bool:
+        tokens = seen.tokens - local_tokens
+        nbytes = -(-tokens // self._block_tokens) * self._block_bytes
+        return self._cost.load_pays(tokens, nbytes, seen.distance(local_tokens))
+
+    def _let_go(self, lookup: Lookup) -> None:
+        if lookup.leasing is not None:
+            # An answer that comes to a caller who has gone is given back by the SDK.
+            if not lookup.leasing.cancel() and lookup.leasing.done():
+                self._settle(lookup)
+            else:
+                lookup.leasing = None
+                self._leases -= 1
+        if lookup.lease is not None:
+            self._leases -= 1
+            if self._link.up and lookup.lease.blocks:
+                self._link.start(lookup.lease.release).add_done_callback(_report_release)
+            lookup.lease = None
+
+    def _result(self, future: Future[Any]) -> Any:
+        """The answer; None when there is none."""
+        if future.cancelled():
+            return None
+        error = future.exception()
+        if error is None:
+            return future.result()
+        if not isinstance(error, LinkDown | ClientError):
+            raise error
+        if isinstance(error, ClientError) and self._clock() - self._complained_s > _COMPLAINT_S:
+            self._complained_s = self._clock()
+            log.warning("prefixd refuses: %s", error)
+        return None
+
+
+def _report_release(done: Future[None]) -> None:
+    if done.cancelled():
+        return
+    error = done.exception()
+    # A lease that ended by itself before it was given back is no loss.
+    if error is not None and not isinstance(error, LinkDown | ClientError):
+        log.error("prefixd: a lease could not be given back", exc_info=error)

@@ -1,0 +1,65 @@
+"""Where the bytes of vLLM's KV blocks are, and the copies between them and the daemon's arena.
+
+A prefixd block is several vLLM blocks, and a part of it is what one KV group has of them on one rank. Its bytes lie in
+the arena layer by layer, within a layer vLLM block by vLLM block; what is inside a vLLM block's page is never looked
+at (on a CPU vLLM packs keys and values as its instruction set wants them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from prefixd_swap import Span
+
+NO_BLOCK = -1
+"""In a list of vLLM block ids: a position whose bytes are not wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class PageRun:
+    """The pages of one layer (or of one group of its heads): vLLM block `b` has `nbytes` bytes at `address + b *
+    stride`."""
+
+    address: int
+    stride: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPages:
+    """One KV group's memory on this rank.
+
+    `layers` has a layer's runs of pages, in the order in which the model computes its layers.
+    """
+
+    layers: tuple[tuple[PageRun, ...], ...]
+    on_device: bool = False
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes that one vLLM block has in all layers."""
+        return sum(run.nbytes for layer in self.layers for run in layer)
+
+    def pairs(
+        self, arena_address: int, block_ids: Sequence[int], layers: range | None = None
+    ) -> Iterator[tuple[Span, Span]]:
+        """(vLLM's bytes, the arena's bytes) for one part of one prefixd block.
+
+        Args:
+            arena_address: where the part begins.
+            block_ids: its vLLM blocks, in order; `NO_BLOCK` leaves one out.
+            layers: which layers; None: all.
+        """
+        wanted = range(len(self.layers)) if layers is None else layers
+        at = arena_address
+        for index, layer in enumerate(self.layers):
+            for run in layer:
+                if index in wanted:
+                    for place, block in enumerate(block_ids):
+                        if block != NO_BLOCK:
+                            yield (
+                                Span(run.address + block * run.stride, run.nbytes, self.on_device),
+                                Span(at + place * run.nbytes, run.nbytes),
+                            )
+                at += run.nbytes * len(block_ids)

@@ -1,0 +1,196 @@
+"""The scheduler's half, writing: which of vLLM's blocks are given to the cache, and when.
+
+A vLLM block is pinned (its reference count raised) when the step that completes it is scheduled, until the workers have
+acknowledged the save of the prefixd block that it belongs to. So nothing that the scheduler does with the request
+meanwhile, preempting or finishing it, or sliding a window past the block, can change the bytes before they are copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from prefixd.client import NamespaceSpec
+from prefixd.integrations.vllm.geometry import Geometry
+from prefixd.integrations.vllm.jobs import Namespaced, SaveJob
+
+_NULL = 0  # vLLM's id for "no block here": outside a window, or freed
+
+
+@dataclass(slots=True)
+class Saving:
+    """One request's blocks on their way into the cache."""
+
+    spec: NamespaceSpec
+    block: int
+    """The next prefixd block to save."""
+    pinned: list[list[int]]
+    """vLLM blocks of it that are complete, by group."""
+    units: int = 0
+    """How many of the units that `block` consists of are among them."""
+    over: bool = False
+    """vLLM does not have all bytes of `block` any more, so nothing after it can be saved either."""
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    pinned: list[int]
+    keys: list[Hashable]
+    ranks_left: int
+
+
+@dataclass(slots=True)
+class SaveQueue:
+    """Makes save jobs of the blocks that steps complete, and pins their memory.
+
+    Args:
+        geometry: how prefixd blocks are made of vLLM's.
+        pin: raises the reference counts of vLLM blocks, by id.
+        unpin: lowers them.
+        hash_tokens: tokens of each of vLLM's block hashes.
+        most_pinned: no more vLLM blocks are pinned at a time; beyond it, saving waits.
+    """
+
+    geometry: Geometry
+    pin: Callable[[Sequence[int]], None]
+    unpin: Callable[[Sequence[int]], None]
+    hash_tokens: int
+    most_pinned: int
+    _requests: dict[str, Saving] = field(default_factory=dict)
+    _jobs: dict[int, _UnderWay] = field(default_factory=dict)
+    _keys: set[Hashable] = field(default_factory=set)
+    _ready: list[SaveJob] = field(default_factory=list)
+    _pinned: int = 0
+    _next_id: int = 0
+
+    @property
+    def under_way(self) -> bool:
+        """Whether saves wait for their acknowledgement."""
+        return bool(self._jobs)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    def begin(self, request_id: str, spec: NamespaceSpec, cached_tokens: int) -> None:
+        """From now on the request's blocks are saved, from the first on that is not cached."""
+        self._requests[request_id] = Saving(
+            spec, cached_tokens // self.geometry.block_tokens, [[] for _ in self.geometry.groups]
+        )
+
+    def advance(self, request_id: str, request: Any, tables: Sequence[Sequence[int]], computed_tokens: int) -> None:
+        """Takes the blocks that are complete when the step being scheduled has run.
+
+        Args:
+            request: vLLM's.
+            tables: its vLLM block ids, by vLLM's groups.
+            computed_tokens: tokens whose KV is there then; no more than those that are known.
+        """
+        saving = self._requests.get(request_id)
+        if saving is None or saving.over:
+            return
+        geometry = self.geometry
+        units_a_block = geometry.block_tokens // geometry.unit_tokens
+        blocks_a_unit = sum(geometry.unit_tokens // group.block_tokens for group in geometry.groups)
+        first = saving.block
+        done: list[list[int]] = [[] for _ in geometry.groups]
+        while (saving.block * units_a_block + saving.units + 1) * geometry.unit_tokens <= computed_tokens:
+            if self._pinned + blocks_a_unit > self.most_pinned:
+                break  # goes on when some are let go
+            unit = saving.block * units_a_block + saving.units
+            ids = [self._unit(tables[group.index], unit, group.block_tokens) for group in geometry.groups]
+            if any(found is None for found in ids):
+                saving.over = True
+                self._release([block for pinned in saving.pinned for block in pinned])
+                saving.pinned = [[] for _ in geometry.groups]
+                break
+            for found, pinned in zip(ids, saving.pinned, strict=True):
+                assert found is not None
+                self.pin(found)
+                self._pinned += len(found)
+                pinned += found
+            saving.units += 1
+            if saving.units == units_a_block:
+                for pinned, of_job in zip(saving.pinned, done, strict=True):
+                    of_job += pinned
+                    pinned.clear()
+                saving.units = 0
+                saving.block += 1
+        self._finish(request, saving, first, done)
+
+    def take(self) -> list[SaveJob]:
+        """The jobs that are new since the last call."""
+        ready, self._ready = self._ready, []
+        return ready
+
+    def acknowledge(self, job_id: int, ranks: int) -> None:
+        """So many more ranks have ended a job."""
+        job = self._jobs.get(job_id)
+        if job is None:
+            return
+        job.ranks_left -= ranks
+        if job.ranks_left <= 0:
+            del self._jobs[job_id]
+            self._keys.difference_update(job.keys)
+            self._release(job.pinned)
+
+    def end(self, request_id: str) -> None:
+        """The request has finished or was preempted: what is incomplete of its blocks is let go."""
+        saving = self._requests.pop(request_id, None)
+        if saving is not None:
+            self._release([block for ids in saving.pinned for block in ids])
+
+    def clear(self) -> None:
+        """No request's blocks are saved any more; jobs under way are."""
+        for request_id in list(self._requests):
+            self.end(request_id)
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _unit(self, table: Sequence[int], unit: int, block_tokens: int) -> list[int] | None:
+        """A group's vLLM blocks of one unit; None where there are none (any more)."""
+        count = self.geometry.unit_tokens // block_tokens
+        ids = list(table[unit * count : (unit + 1) * count])
+        return ids if len(ids) == count and _NULL not in ids else None
+
+    def _finish(self, request: Any, saving: Saving, first: int, done: list[list[int]]) -> None:
+        """Makes a job of the blocks from `first` up to `saving.block`."""
+        blocks = saving.block - first
+        if not blocks:
+            return
+        pinned = [block for ids in done for block in ids]
+        keys = self._block_keys(request, saving, first)
+        if keys and keys[-1] in self._keys:
+            # Another request of the same prompt is saving them at this moment.
+            self._release(pinned)
+            return
+        self._keys.update(keys)
+        end = saving.block * self.geometry.block_tokens
+        tokens = np.asarray(request.all_token_ids[:end], "<u4").tobytes()
+        job = SaveJob(
+            self._next_id,
+            Namespaced(saving.spec.name, saving.spec.salt, tokens),
+            first,
+            blocks,
+            tuple(tuple(ids) for ids in done),
+        )
+        self._next_id += 1
+        self._jobs[job.id] = _UnderWay(pinned, keys, self.geometry.ranks)
+        self._ready.append(job)
+
+    def _block_keys(self, request: Any, saving: Saving, first: int) -> list[Hashable]:
+        """What tells the blocks from others, by vLLM's own hashes; empty where vLLM makes none."""
+        hashes = request.block_hashes
+        each = self.geometry.block_tokens // self.hash_tokens
+        return [
+            (saving.spec.name, saving.spec.salt, hashes[(block + 1) * each - 1])
+            for block in range(first, saving.block)
+            if (block + 1) * each <= len(hashes)
+        ]
+
+    def _release(self, ids: Sequence[int]) -> None:
+        if ids:
+            self._pinned -= len(ids)
+            self.unpin(ids)

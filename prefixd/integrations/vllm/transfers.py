@@ -1,0 +1,333 @@
+"""The worker's half: copies between vLLM's KV blocks and the daemon's arena, beside the model's steps.
+
+A load acquires its own lease, copies, and releases; that the release succeeds proves that the bytes were the right ones
+from the first to the last. A save reserves, copies, commits. Neither is ever waited for by a step, but for loads that
+the step computes on (`LoadJob.waits`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from prefixd.client import Arena, AsyncLease, AsyncReservation, ClientError, ExhaustedError, LeaseLost
+from prefixd.integrations.vllm.counters import ConnectorCounters
+from prefixd.integrations.vllm.geometry import Geometry
+from prefixd.integrations.vllm.jobs import LoadJob, LoadOutcome, Outcomes, SaveJob
+from prefixd.integrations.vllm.link import Link, LinkDown
+from prefixd.integrations.vllm.pages import NO_BLOCK, GroupPages
+from prefixd_swap import CopyEngine, Span, SwapError, register_host, unregister_host
+
+log = logging.getLogger("vllm.prefixd")
+
+_BYTES_PER_S = 100e6  # a transfer slower than this is given up
+_SAVE_PAUSE_S = 1.0
+
+Fence = Callable[[], None]
+"""Blocks until what it was made after has been computed; called in a thread."""
+
+
+class Transfers:
+    """One rank's loads and saves.
+
+    Args:
+        link: the line to the daemon.
+        geometry: how blocks are made.
+        pages: this rank's memory, one entry per group of `geometry`.
+        rank: of this worker among the tensor-parallel ones.
+        engine: makes the copies.
+        counters: what is counted.
+        ordinal: the CUDA device whose copies want the arena pinned; None on a CPU.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        geometry: Geometry,
+        pages: Sequence[GroupPages],
+        rank: int,
+        engine: CopyEngine,
+        counters: ConnectorCounters,
+        ordinal: int | None = None,
+    ) -> None:
+        self._link = link
+        self._geometry = geometry
+        self._pages = list(pages)
+        self._parts = geometry.parts_of(rank)
+        self._engine = engine
+        self._counters = counters
+        self._pin = ArenaPin(ordinal) if ordinal is not None else None
+        self._changed = threading.Condition()
+        self._outcomes = Outcomes()
+        self._received: set[str] = set()
+        self._failed_requests: set[str] = set()
+        self._failed_ids: set[int] = set()
+        self._loading = 0
+        self._layers_there: dict[str, int] = {}  # of the loads that the present step waits for
+        self._saves: deque[tuple[SaveJob, Fence]] = deque()
+        self._saving = False
+        self._save_again_s = 0.0
+
+    # -- from vLLM's thread ---------------------------------------------------------------------------------------
+
+    def load(self, job: LoadJob) -> None:
+        """Starts a load."""
+        with self._changed:
+            self._loading += 1
+            if job.waits:
+                self._layers_there[job.request_id] = 0
+        nbytes = job.blocks * self._geometry.block_bytes
+        began_s = time.monotonic()
+        there = Progress()
+        future = self._link.start(lambda: self._load(job, there), self._link.timeout_s + nbytes / _BYTES_PER_S)
+        future.add_done_callback(lambda done: self._loaded(job, there, done, time.monotonic() - began_s))
+
+    def save(self, jobs: Sequence[SaveJob], fence: Fence) -> None:
+        """Queues saves of blocks that are complete once `fence` returns."""
+        with self._changed:
+            self._saves.extend((job, fence) for job in jobs)
+            if self._saving or not self._saves:
+                return
+            self._saving = True
+        self._link.spawn(self._drain)
+
+    def wait_for_layer(self, layer: int) -> None:
+        """Returns when every load that this step computes on has the layer's bytes, or has failed."""
+        with self._changed:
+            self._changed.wait_for(lambda: all(there > layer for there in self._layers_there.values()))
+
+    def wait_for_loads_of_step(self) -> None:
+        """Returns when every load that this step computes on has ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._layers_there)
+
+    def wait_for_any(self, timeout_s: float) -> None:
+        """Returns when something has ended, at the latest after `timeout_s`; at once when nothing is under way."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._outcomes) or not (self._loading or self._saving), timeout_s)
+
+    def take_received(self) -> tuple[set[str], set[str]]:
+        """Requests whose loads have ended since the last call, and those among them whose loads failed."""
+        with self._changed:
+            received, failed = self._received, self._failed_requests
+            self._received, self._failed_requests = set(), set()
+            return received, failed
+
+    def take_failed_ids(self) -> set[int]:
+        """vLLM blocks that have no valid bytes because their load failed."""
+        with self._changed:
+            failed, self._failed_ids = self._failed_ids, set()
+            return failed
+
+    def take_outcomes(self) -> Outcomes:
+        """What has ended since the last call."""
+        with self._changed:
+            outcomes, self._outcomes = self._outcomes, Outcomes()
+            return outcomes
+
+    def close(self) -> None:
+        """Ends the session, and waits for the copies under way."""
+        self._link.close()
+        self._engine.close()
+        if self._pin is not None:
+            self._pin.drop()
+
+    # -- loads, in the link's thread --------------------------------------------------------------------------------
+
+    async def _load(self, job: LoadJob, there: Progress) -> None:
+        cache = await self._link.cache(self._geometry.spec(job.prefix.name, job.prefix.salt))
+        lease = await cache.acquire(
+            np.frombuffer(job.prefix.tokens, "<u4"),
+            first_block=job.first_block,
+            max_blocks=job.blocks,
+            parts=self._parts,
+        )
+        async with lease:
+            with self._arena() as base:
+                for layers in self._stages(job) if lease.blocks else ():
+                    await self._engine.copy(
+                        [
+                            pair
+                            for block in range(lease.blocks)
+                            for pair in self._pairs(lease, base, block, job.block_ids, block, layers)
+                        ]
+                    )
+                    if layers is not None and lease.blocks == job.blocks:
+                        self._layer_there(job.request_id, layers.stop)
+        there.blocks = lease.blocks
+
+    def _stages(self, job: LoadJob) -> list[range | None]:
+        """All layers at once; one after the other for a step that waits for each."""
+        if not job.waits:
+            return [None]
+        return [range(layer, layer + 1) for layer in range(len(self._pages[0].layers))]
+
+    def _layer_there(self, request_id: str, layers: int) -> None:
+        with self._changed:
+            # The last layer counts once the lease has proved that the bytes are right.
+            self._layers_there[request_id] = min(layers, len(self._pages[0].layers) - 1)
+            self._changed.notify_all()
+
+    def _loaded(self, job: LoadJob, there: Progress, done: Future[None], elapsed_s: float) -> None:
+        error = LinkDown("vLLM ends") if done.cancelled() else done.exception()
+        good = there.blocks if error is None else 0
+        if error is not None and not isinstance(error, LinkDown | LeaseLost):
+            log.error("prefixd: the prefix of request %s could not be loaded: %s", job.request_id, error)
+        failed = job.blocks - good
+        nbytes = good * sum(group.part_bytes for group in self._geometry.groups)
+        with self._changed:
+            self._loading -= 1
+            self._layers_there.pop(job.request_id, None)
+            if not job.waits:
+                self._received.add(job.request_id)
+            if failed:
+                if len(self._geometry.groups) == 1:
+                    per_block = len(job.block_ids[0]) // job.blocks
+                    self._failed_ids.update(
+                        block for block in job.block_ids[0][good * per_block :] if block != NO_BLOCK
+                    )
+                else:
+                    self._failed_requests.add(job.request_id)
+            self._outcomes.merge(Outcomes({job.request_id: (1, LoadOutcome(nbytes, elapsed_s, failed))}))
+            self._changed.notify_all()
+        self._counters.loaded(nbytes, elapsed_s, failed)
+
+    # -- saves, one after the other, in the link's thread -----------------------------------------------------------
+
+    async def _drain(self) -> None:
+        while self._saves:
+            job, fence = self._saves[0]
+            kept = Progress()
+            try:
+                if time.monotonic() >= self._save_again_s:
+                    limit_s = 2 * self._link.timeout_s + job.blocks * self._geometry.block_bytes / _BYTES_PER_S
+                    await self._link.guard(partial(self._save, job, fence, kept), limit_s)
+            except (LinkDown, LeaseLost):
+                pass  # counted below as dropped
+            except ClientError as error:
+                log.error("prefixd: %d blocks could not be saved: %s", job.blocks, error)
+            self._counters.saved(kept.blocks, kept.duplicates, job.blocks - kept.blocks - kept.duplicates)
+            with self._changed:
+                self._saves.popleft()
+                self._saving = bool(self._saves)
+                self._outcomes.merge(Outcomes(saves={job.id: 1}))
+                self._changed.notify_all()
+                if not self._saving:
+                    return
+
+    async def _save(self, job: SaveJob, fence: Fence, kept: Progress) -> None:
+        await asyncio.to_thread(fence)
+        cache = await self._link.cache(self._geometry.spec(job.prefix.name, job.prefix.salt))
+        tokens = np.frombuffer(job.prefix.tokens, "<u4")
+        done = job.first_block
+        end = job.first_block + job.blocks
+        while done < end:
+            try:
+                async with asyncio.timeout(self._link.timeout_s):
+                    reservation = await cache.reserve(tokens, parts=self._parts)
+            except TimeoutError:
+                # It waits for the disk. What cannot be kept now is computed again one day; the engine does not wait.
+                self._save_again_s = time.monotonic() + _SAVE_PAUSE_S
+                return
+            except ExhaustedError:
+                return
+            async with reservation:
+                if not reservation.blocks:
+                    kept.duplicates += end - done
+                    return
+                if reservation.first_block < done:  # its prefix was evicted meanwhile
+                    return
+                kept.duplicates += reservation.first_block - done
+                skipped = reservation.first_block - job.first_block
+                with self._arena() as base:
+                    await self._engine.copy(
+                        [
+                            (theirs, ours)
+                            for block in range(reservation.blocks)
+                            for ours, theirs in self._pairs(
+                                reservation, base, block, job.block_ids, skipped + block, None
+                            )
+                        ]
+                    )
+                result = await reservation.commit()
+                done = reservation.first_block + reservation.blocks
+                kept.blocks += result.committed
+                kept.duplicates += result.duplicates
+
+    # -- both -------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _arena(self) -> Iterator[int]:
+        """The arena's address, mapped for as long as the context lasts, also when the session ends meanwhile."""
+        arena = self._link.arena
+        if arena is None:
+            raise LeaseLost("the session ended before the copy began")
+        if self._pin is not None:
+            self._pin.keep(arena)
+        mapped = arena.bytes_at(0, arena.nbytes)
+        yield int(mapped.ctypes.data)
+        del mapped
+
+    def _pairs(
+        self,
+        hold: AsyncLease | AsyncReservation,
+        base: int,
+        block: int,
+        block_ids: Sequence[Sequence[int]],
+        place: int,
+        layers: range | None,
+    ) -> list[tuple[Span, Span]]:
+        """(vLLM's bytes, the arena's) of block `block` of `hold`, which is block `place` of the job."""
+        hold.check()
+        pairs: list[tuple[Span, Span]] = []
+        for part, (group, pages) in enumerate(zip(self._geometry.groups, self._pages, strict=True)):
+            count = self._geometry.block_tokens // group.block_tokens
+            ids = block_ids[part][place * count : (place + 1) * count]
+            pairs += pages.pairs(base + hold.offset(block, part), ids, layers)
+        return pairs
+
+
+class Progress:
+    """How far a job got."""
+
+    def __init__(self) -> None:
+        self.blocks = 0
+        self.duplicates = 0
+
+
+class ArenaPin:
+    """Keeps the arena that is in use registered with CUDA, so that copies run at full speed beside the model."""
+
+    def __init__(self, ordinal: int) -> None:
+        self._ordinal = ordinal
+        self._arena: Arena | None = None
+        self._bytes: Any = None  # keeps the mapping while CUDA knows it, also past its session's end
+
+    def keep(self, arena: Arena) -> None:
+        """Registers `arena`, in place of an earlier one."""
+        if self._arena is arena:
+            return
+        self.drop()
+        self._arena, self._bytes = arena, arena.bytes_at(0, arena.nbytes)
+        try:
+            register_host(arena.address, arena.nbytes, self._ordinal)
+        except SwapError as error:
+            log.warning("prefixd: the arena could not be pinned, copies are slower: %s", error)
+            self._bytes = None
+
+    def drop(self) -> None:
+        """Undoes it."""
+        if self._arena is not None and self._bytes is not None:
+            with suppress(SwapError):
+                unregister_host(self._arena.address, self._ordinal)
+        self._arena = self._bytes = None

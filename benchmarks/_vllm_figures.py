@@ -98,8 +98,10 @@ class Round:
     alone_s: float
     prefixd_s: float
     same_tokens: bool
+    alone_cpu_s: float
+    """CPU time of the process, until it had nothing left to do; of the others too."""
+    prefixd_cpu_s: float
     daemon_cpu_s: float
-    """CPU time of the daemon until it had nothing left to do."""
 
     @property
     def rate(self) -> float:
@@ -110,8 +112,8 @@ class Round:
 def nothing_to_hit(rounds: Sequence[Round]) -> dict[str, Any]:
     """The figures of at least one round: medians, the share in each round and its quartiles.
 
-    The share that is judged is the median of the rounds': the two runs of a round are neighbours in time, so what
-    the machine does otherwise is in both.
+    CPU times are of a request. The share that is judged is the median of the rounds': the two runs of a round are
+    neighbours in time, so what the machine does otherwise is in both.
     """
     shares = [each.rate for each in rounds]
     low, _, high = statistics.quantiles(shares, n=4, method="inclusive") if len(shares) > 1 else (shares[0],) * 3
@@ -125,12 +127,15 @@ def nothing_to_hit(rounds: Sequence[Round]) -> dict[str, Any]:
         "share_quartiles": [low, high],
         "shares": [round(share, 4) for share in shares],
         "same_tokens": all(each.same_tokens for each in rounds),
-        "daemon_cpu_ms_per_request": 1e3 * sum(each.daemon_cpu_s for each in rounds) / requests,
+        **{
+            f"{name}_cpu_ms": 1e3 * sum(getattr(each, f"{name}_cpu_s") for each in rounds) / requests
+            for name in ("alone", "prefixd", "daemon")
+        },
     }
 
 
-def broken_promises(alone: Run, prefixd: Run, nothing: dict[str, Any]) -> list[str]:
-    """What does not hold, a line each; `nothing` is of `nothing_to_hit`."""
+def broken_promises(alone: Run, prefixd: Run, nothing: dict[str, Any], *, times: bool = True) -> list[str]:
+    """What does not hold, a line each; `nothing` is of `nothing_to_hit`. Without `times` they are not judged."""
     broken = []
     pairs = list(zip(alone.outputs, prefixd.outputs, strict=True))
     different = sum(one != other for one, other in pairs)
@@ -141,6 +146,8 @@ def broken_promises(alone: Run, prefixd: Run, nothing: dict[str, Any]) -> list[s
     saving = computed_saving(alone, prefixd)
     if saving < LEAST_SAVING:
         broken.append(f"prefixd saved {saving:.2f} times the prompt tokens, not {LEAST_SAVING:g} times")
+    if not times:
+        return broken
     before, after = (_quantiles(run.stages)["p50"] for run in (alone, prefixd))
     if after >= before:
         broken.append(f"the median time to the first token is {after:.3f} s with prefixd, {before:.3f} s without")

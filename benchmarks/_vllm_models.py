@@ -32,11 +32,15 @@ _COMMON: dict[str, Any] = {
 }
 
 
-def save_llama(directory: Path, seed: int = 0, *, layers: int = LAYERS) -> Path:
-    """A Llama of 4 layers, 8 heads and 2 KV heads of 32: 2 KiB of KV a token in float32. Returns `directory`."""
+def save_llama(directory: Path, seed: int = 0, *, layers: int = LAYERS, **shape: int) -> Path:
+    """A Llama of 4 layers, 8 heads and 2 KV heads of 32: 2 KiB of KV a token in float32. Returns `directory`.
+
+    `shape` has other values of Hugging Face's configuration, such as `hidden_size`.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(**_COMMON, num_hidden_layers=layers, num_attention_heads=8, num_key_value_heads=2)
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
+    config = LlamaConfig(**{**_COMMON, **heads, **shape}, num_hidden_layers=layers)
     return _save(LlamaForCausalLM, config, directory, seed)
 
 

@@ -72,6 +72,4 @@ def _draw_rates(axes: Any, result: dict[str, Any]) -> None:
 
 
 def _name_stages(axes: Any, run: dict[str, Any]) -> None:
-    axes.set_xticks(
-        range(len(run["stages"])), [stage["name"].replace(" after ", "\nafter ") for stage in run["stages"]]
-    )
+    axes.set_xticks(range(len(run["stages"])), [stage["name"].replace(" ", "\n") for stage in run["stages"]])

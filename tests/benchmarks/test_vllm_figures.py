@@ -69,7 +69,13 @@ def stage(computed: int, ttft_s: float, tokens: tuple[int, ...] = (1, 2)) -> Sta
 
 ALONE = Run("vllm", (stage(900, 1.0),), (3.0, 3.0))
 PREFIXD = Run("prefixd", (stage(300, 0.5),), (3.0, 3.0))
-ROUNDS = [Round(10, 10.0, taken, True, 0.2) for taken in (10.1, 10.0, 14.0, 10.2, 9.9)]
+
+
+def round_(alone_s: float, prefixd_s: float, *, same_tokens: bool = True) -> Round:
+    return Round(10, alone_s, prefixd_s, same_tokens, alone_cpu_s=3.0, prefixd_cpu_s=3.1, daemon_cpu_s=0.2)
+
+
+ROUNDS = [round_(10.0, taken) for taken in (10.1, 10.0, 14.0, 10.2, 9.9)]
 
 
 def broken(prefixd: Run = PREFIXD, rounds: list[Round] = ROUNDS) -> list[str]:
@@ -86,19 +92,32 @@ def test_what_holds_is_not_reported() -> None:
         (broken(Run("prefixd", (stage(300, 0.5, (1, 3)),), ())), "1 of 2 requests got other tokens"),
         (broken(Run("prefixd", (stage(460, 0.5),), ())), "saved 1.96 times the prompt tokens, not 2 times"),
         (broken(Run("prefixd", (stage(300, 1.0),), ())), "first token is 1.000 s with prefixd, 1.000 s without"),
-        (broken(rounds=[Round(10, 9.4, 10.0, True, 0.2)] * 3), "leaves 94.0% of vLLM's requests a second, not 95%"),
-        (broken(rounds=[Round(10, 9.9, 10.0, False, 0.2)]), "prompts that nobody asked before got other tokens"),
+        (
+            broken(rounds=[round_(9.4, 10.0)] * 3),
+            "leaves 94.0% of vLLM's requests a second, not 95%",
+        ),
+        (
+            broken(rounds=[round_(9.9, 10.0, same_tokens=False)]),
+            "prompts that nobody asked before got other tokens",
+        ),
     ],
 )
 def test_what_does_not_hold_is_one_line(found: list[str], says: str) -> None:
     assert len(found) == 1 and says in found[0]
 
 
+def test_a_run_too_short_for_times_is_judged_by_the_rest() -> None:
+    slow = Run("prefixd", (stage(460, 1.0, (1, 3)),), ())
+    found = broken_promises(ALONE, slow, nothing_to_hit([round_(5.0, 10.0)]), times=False)
+    assert [line.partition(" ")[0] for line in found] == ["1", "prefixd"]
+
+
 def test_a_disturbed_round_does_not_decide() -> None:
     nothing = nothing_to_hit(ROUNDS)
     assert nothing["share"] == pytest.approx(10 / 10.1)
     assert nothing["share_quartiles"] == pytest.approx([10 / 10.2, 1.0])
-    assert nothing["daemon_cpu_ms_per_request"] == pytest.approx(20)
+    cpu_ms = [nothing[f"{name}_cpu_ms"] for name in ("alone", "prefixd", "daemon")]
+    assert cpu_ms == pytest.approx([300, 310, 20])
 
 
 def test_figures_of_a_run_add_up() -> None:

@@ -1,0 +1,346 @@
+"""vLLM alone and vLLM with prefixd on the same chats: waits for the first token, tokens computed, requests a second."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import _harness
+from benchmarks._vllm_chat import ChatPlan, Chats, Tokens, distinct_prompts
+from benchmarks._vllm_engine import EngineProcess, EngineRequest, connector
+from benchmarks._vllm_figures import (
+    PromptTokens,
+    Reply,
+    Round,
+    Run,
+    Stage,
+    broken_promises,
+    computed_saving,
+    nothing_to_hit,
+)
+from benchmarks._vllm_plot import draw
+from prefixd.client import Client
+from prefixd.workloads.daemon_process import DaemonProcess
+
+DESCRIPTION = """\
+The same requests on vLLM alone, its own prefix cache on, and on vLLM with prefixd's connector. Run it with the
+Python that vLLM is installed in:
+
+    .venv-vllm/bin/python -m benchmarks.vllm --json results.json --plot results.png
+
+1. Chats of several turns, more of them than vLLM's own KV cache holds (--held). All conversations have their
+   turn before any has its next; --outstanding are asked for at a time. A prompt is all that was said before,
+   with the answers that this engine gave, and begins with a system prompt that all conversations share.
+2. The engine is restarted; the daemon is not. Then every conversation has one more turn.
+3. Nothing to hit: prompts that nobody asked before, on both engines in turn, in several rounds.
+
+The model is a Llama with random weights in float32, built for the run: in bfloat16 vLLM alone gives other tokens
+when it computes a prompt in other pieces. It computes on --threads cores. Tokens computed and hits are vLLM's own
+counters. The run fails when any answer differs, when prefixd does not halve the prompt tokens that are computed,
+when the median wait for the first token is not shorter, or when with nothing to hit fewer than 95% of the
+requests a second are left. With --short times are shown but not judged: there are too few of them."""
+
+_FULL = {
+    "conversations": 16,
+    "turns": 5,
+    "held": 4,
+    "system_tokens": 256,
+    "user_tokens": 192,
+    "output_tokens": 16,
+    "outstanding": 2,
+    "rounds": 10,
+    "round_requests": 8,
+    "round_tokens": 512,
+    "layers": 8,
+    "cpu_mib": 96,
+}
+_SHORT = {**_FULL, "conversations": 8, "turns": 5, "held": 2, "rounds": 3, "layers": 4, "cpu_mib": 16}
+_HELP = {
+    "conversations": "chats",
+    "turns": "turns of each before the restart",
+    "held": "of the conversations at their longest, how many vLLM's own KV cache holds",
+    "system_tokens": "tokens that all prompts begin with",
+    "user_tokens": "tokens that a user adds each turn",
+    "output_tokens": "tokens generated for a request",
+    "outstanding": "requests asked for at a time",
+    "rounds": "rounds with nothing to hit",
+    "round_requests": "requests of such a round",
+    "round_tokens": "tokens of their prompts",
+    "layers": "layers of the model",
+    "cpu_mib": "MiB of the daemon's CPU tier; less than all chats need, so that some of them are on disk",
+}
+_BLOCK = 32
+_VOCABULARY = 4096
+_WIDTHS = {"vocab_size": _VOCABULARY, "hidden_size": 512, "intermediate_size": 2048}
+_STEP_TOKENS = 1024
+
+
+class Comparison:
+    """The two engines, the daemon, and what has been seen of them."""
+
+    def __init__(self, options: argparse.Namespace, model: Path, stack: ExitStack, step: Callable[[], None]) -> None:
+        self._options = options
+        self._model = model
+        self._stack = stack
+        self._step = step
+        self._askers = stack.enter_context(ThreadPoolExecutor(options.outstanding))
+        # Entered first, left last: an engine gives back what it holds before the daemon ends.
+        self._daemon = stack.enter_context(
+            DaemonProcess({"cpu.bytes": f"{options.cpu_mib}MiB", "disk.bytes": "4GiB", "cpu.populate": True})
+        )
+        self._admin = stack.enter_context(Client(self._daemon.address, name="benchmark"))
+        self._plan = ChatPlan(
+            conversations=options.conversations,
+            turns=options.turns,
+            system_tokens=options.system_tokens,
+            user_tokens=options.user_tokens,
+            output_tokens=options.output_tokens,
+            vocabulary=_VOCABULARY,
+            seed=options.seed,
+        )
+        self._kv_transfer = {"vllm": None, "prefixd": connector(self._daemon.address, **dict(options.option))}
+
+    def chat(self, name: str) -> tuple[Run, EngineProcess]:
+        """All turns on configuration `name`, its engine restarted before the last; the engine still runs."""
+        chats = Chats(self._plan)
+        starts: list[float] = []
+        engine = self._engine(name, starts)
+        stages = [self._turn(f"turn {turn}", engine, chats) for turn in range(1, self._plan.turns + 1)]
+        engine.stop()
+        engine = self._engine(name, starts)
+        stages.append(self._turn("after restart", engine, chats))
+        return Run(name, tuple(stages), tuple(starts)), engine
+
+    def round(self, number: int, alone: EngineProcess, prefixd: EngineProcess) -> Round:
+        """New prompts on both engines, each of which is first every other time."""
+        options = self._options
+        prompts = distinct_prompts(
+            options.round_requests, options.round_tokens, _VOCABULARY, f"{options.seed} round {number}"
+        )
+        seconds: dict[EngineProcess, float] = {}
+        cpu_s: dict[EngineProcess, float] = {}
+        tokens: dict[EngineProcess, list[Tokens]] = {}
+        daemon_before = _cpu_s(self._daemon.pid)
+        for engine in (alone, prefixd) if number % 2 else (prefixd, alone):
+            cpu_before = _cpu_s(engine.pid)
+            begin = time.monotonic()
+            tokens[engine] = [reply.tokens for reply in self._ask(engine, prompts)]
+            seconds[engine] = time.monotonic() - begin
+            # What is left to write would otherwise be done in the other engine's time.
+            engine.wait_until_idle()
+            self._admin.flush()
+            cpu_s[engine] = _cpu_s(engine.pid) - cpu_before
+        self._step()
+        return Round(
+            requests=len(prompts),
+            alone_s=seconds[alone],
+            prefixd_s=seconds[prefixd],
+            same_tokens=tokens[alone] == tokens[prefixd],
+            alone_cpu_s=cpu_s[alone],
+            prefixd_cpu_s=cpu_s[prefixd],
+            daemon_cpu_s=_cpu_s(self._daemon.pid) - daemon_before,
+        )
+
+    def _engine(self, name: str, starts: list[float]) -> EngineProcess:
+        longest = self._plan.prompt_tokens(self._plan.turns + 1) + self._plan.output_tokens
+        longest = max(longest, self._options.round_tokens + self._plan.output_tokens)
+        blocks = -(-longest // _BLOCK)
+        begin = time.monotonic()
+        engine = self._stack.enter_context(
+            EngineProcess(
+                self._model,
+                kv_transfer=self._kv_transfer[name],
+                threads=self._options.threads,
+                block_size=_BLOCK,
+                max_model_len=blocks * _BLOCK,
+                max_num_seqs=max(4, self._options.outstanding),
+                max_num_batched_tokens=_STEP_TOKENS,
+                # Requests that run at once need their own blocks too; block 0 is vLLM's null block.
+                num_gpu_blocks_override=1 + blocks * max(self._options.held, self._options.outstanding),
+            )
+        )
+        starts.append(time.monotonic() - begin)
+        self._step()
+        return engine
+
+    def _turn(self, name: str, engine: EngineProcess, chats: Chats) -> Stage:
+        prompts = chats.next_turn()
+        before = _prompt_tokens(engine)
+        begin = time.monotonic()
+        replies = self._ask(engine, prompts)
+        elapsed_s = time.monotonic() - begin
+        chats.answered([reply.tokens for reply in replies])
+        self._step()
+        return Stage(name, tuple(replies), elapsed_s, _prompt_tokens(engine) - before)
+
+    def _ask(self, engine: EngineProcess, prompts: Sequence[Tokens]) -> list[Reply]:
+        """Asks in order, `outstanding` at a time."""
+
+        def ask(prompt: Tokens) -> Reply:
+            (result,) = engine.generate([EngineRequest(prompt, max_tokens=self._plan.output_tokens)])
+            return Reply(result.token_ids, result.ttft_s)
+
+        return list(self._askers.map(ask, prompts))
+
+
+def _prompt_tokens(engine: EngineProcess) -> PromptTokens:
+    metrics = engine.metrics()
+    by_source, by_tier = metrics.prompt_tokens_by_source, metrics.cached_by_source
+    return PromptTokens(
+        total=metrics.prompt_tokens,
+        local=by_source.get("local_cache_hit", 0),
+        external=by_source.get("external_kv_transfer", 0),
+        cpu=by_tier.get("host", 0),
+        disk=by_tier.get("disk", 0),
+    )
+
+
+def _cpu_s(pid: int) -> float:
+    """CPU seconds that a process has had, all its threads together."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Both configurations, and under `broken` what does not hold. Raises EngineFailed and DaemonFailed."""
+    steps = 2 * (options.turns + 3) + options.rounds
+    with _harness.progress("vLLM", steps) as step, ExitStack() as stack:
+        model = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="prefixd-model-")))
+        _save_model(model, options)
+        comparison = Comparison(options, model, stack, step)
+        alone, alone_engine = comparison.chat("vllm")
+        prefixd, prefixd_engine = comparison.chat("prefixd")
+        rounds = [comparison.round(number, alone_engine, prefixd_engine) for number in range(options.rounds)]
+    nothing = nothing_to_hit(rounds)
+    return {
+        "computed_saving": computed_saving(alone, prefixd),
+        "same_tokens": alone.outputs == prefixd.outputs and nothing["same_tokens"],
+        "nothing_to_hit": nothing,
+        "runs": [alone.to_plain(), prefixd.to_plain()],
+        "broken": broken_promises(alone, prefixd, nothing, times=not options.short),
+    }
+
+
+def _save_model(directory: Path, options: argparse.Namespace) -> None:
+    # torch and transformers take seconds to import: not before the command line was found to be right.
+    from transformers.utils import logging
+
+    from benchmarks._vllm_models import save_llama
+
+    logging.disable_progress_bar()
+
+    save_llama(directory, options.seed, layers=options.layers, **_WIDTHS)
+
+
+def show(result: dict[str, Any]) -> None:
+    """The result as tables."""
+    table = Table(title="Chats of several turns, the engine restarted before the last", title_justify="left")
+    for column in (
+        "",
+        "requests/s",
+        "first token:\np50",
+        "\np95",
+        "prompt tokens:\nasked",
+        "\ncomputed",
+        "hits:\nvLLM",
+    ):
+        table.add_column(column, justify="right" if column else "left", no_wrap=True)
+    for column in ("prefixd,\nCPU", "\ndisk"):
+        table.add_column(column, justify="right")
+    for run in result["runs"]:
+        for stage in [*run["stages"], {**run, "name": "all"}]:
+            prompt = stage["prompt_tokens"]
+            counts = (prompt[name] for name in ("total", "computed", "local", "cpu", "disk"))
+            table.add_row(
+                f"{run['name']:8} {stage['name']}",
+                f"{stage['requests_per_s']:.2f}",
+                f"{stage['ttft']['p50']:.3f} s",
+                f"{stage['ttft']['p95']:.3f} s",
+                *(f"{count:,}" for count in counts),
+                end_section=stage["name"] == "all",
+            )
+    # Wide enough for the table where the output is no terminal too.
+    console = Console(width=max(Console().width, 120), highlight=False)
+    console.print(table)
+    nothing = result["nothing_to_hit"]
+    low, high = nothing["share_quartiles"]
+    console.print(
+        f"prompt tokens computed: {result['computed_saving']:.2f} times fewer with prefixd; "
+        f"same tokens: {'yes' if result['same_tokens'] else 'NO'}"
+    )
+    console.print(
+        f"nothing to hit: {nothing['alone_requests_per_s']:.3f} requests/s alone, "
+        f"{nothing['prefixd_requests_per_s']:.3f} with prefixd: {nothing['share']:.1%} "
+        f"(quartiles {low:.1%} to {high:.1%} of {nothing['rounds']} rounds); CPU time of a request: "
+        f"{nothing['alone_cpu_ms']:.0f} ms alone, {nothing['prefixd_cpu_ms']:.0f} ms with prefixd "
+        f"and {nothing['daemon_cpu_ms']:.0f} ms of the daemon's"
+    )
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = _harness.parser("vllm", DESCRIPTION)
+    for name, text in _HELP.items():
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=_harness.positive, metavar="N", help=f"{text} ({_FULL[name]})")
+    parser.add_argument("--threads", type=_harness.positive, default=1, help="cores that the model computes on (1)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, users and order (0)")
+    parser.add_argument("--short", action="store_true", help="a small run of about a minute, for a first look")
+    parser.add_argument(
+        "--option",
+        type=_option,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an option of the connector, its value in JSON (block_tokens=128); again for another",
+    )
+    options = parser.parse_args(arguments)
+    for name, value in (_SHORT if options.short else _FULL).items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    return options
+
+
+def _option(text: str) -> tuple[str, Any]:
+    name, found, value = text.partition("=")
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command. Raises BenchmarkError when a promise does not hold, after the result is written."""
+    options = _options(arguments)
+    from importlib.util import find_spec
+
+    if find_spec("vllm") is None:
+        raise _harness.BenchmarkError(
+            f"vLLM is not installed in {sys.executable}; run `make test-vllm` once, then .venv-vllm/bin/python"
+        )
+    parameters = {name: value for name, value in vars(options).items() if name not in ("json", "plot", "option")}
+    result = {**parameters, "connector_options": dict(options.option), **measure(options)}
+    show(result)
+    if options.json is not None:
+        _harness.write("vllm", result, options.json)
+    if options.plot is not None:
+        draw(result, options.plot)
+    if result["broken"]:
+        raise _harness.BenchmarkError("; ".join(result["broken"]))
+
+
+if __name__ == "__main__":
+    _harness.run(main)

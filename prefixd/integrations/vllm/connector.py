@@ -275,7 +275,12 @@ class _SchedulerHalf:
         self.link.wait_first()
         self._cost = CostModel()
         self.lookups = Lookups(
-            self.link, geometry.block_tokens, geometry.block_bytes, options.prefetch, self._cost, clock
+            self.link,
+            geometry.block_tokens,
+            geometry.block_bytes,
+            options.prefetch,
+            self._cost if options.recompute_if_slower else None,
+            clock,
         )
         self._blocks: Any = None
         self.saves = SaveQueue(

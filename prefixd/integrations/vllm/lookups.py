@@ -61,7 +61,7 @@ class Lookups:
         block_tokens: tokens of a prefixd block.
         block_bytes: bytes of one.
         prefetch: prompts that are brought up from disk ahead of their turn, at a time.
-        cost: judges whether loading pays.
+        cost: judges whether loading pays; None: it always does.
         clock: seconds, monotonic.
     """
 
@@ -71,7 +71,7 @@ class Lookups:
         block_tokens: int,
         block_bytes: int,
         prefetch: int,
-        cost: CostModel,
+        cost: CostModel | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._link = link
@@ -280,6 +280,8 @@ class Lookups:
                 lookup.refused = True
 
     def _pays(self, seen: SeenPrefix, local_tokens: int) -> bool:
+        if self._cost is None:
+            return True
         tokens = seen.tokens - local_tokens
         nbytes = -(-tokens // self._block_tokens) * self._block_bytes
         return self._cost.load_pays(tokens, nbytes, seen.distance(local_tokens))

@@ -29,6 +29,8 @@ class ConnectorOptions(BaseModel):
     load: Literal["async", "layerwise"] = "async"
     """async: a request waits outside the batch until its prefix is there. layerwise: it joins the batch at once, and
     each layer waits for its own part of the prefix (models with one KV cache group)."""
+    recompute_if_slower: bool = True
+    """Whether a prefix is computed although it is cached, when loading has turned out to be slower."""
     timeout_s: Seconds = 1.0
     """The longest that a call to the daemon may take; above it the daemon counts as away."""
     policy: Literal["fcfs", "fpf", "relaxed-fpf"] = "relaxed-fpf"

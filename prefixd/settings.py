@@ -40,6 +40,22 @@ def _tcp(value: str) -> str:
     return value
 
 
+EVENT_NAMESPACE = "{namespace}"
+"""Stands in `events.topic` for the name of the namespace that a batch is about."""
+
+
+def _zmq(value: str) -> str:
+    if not re.fullmatch(r"tcp://[^/]+:\d{1,5}|ipc://.+", value):
+        raise ValueError("write tcp://host:port, tcp://*:port or ipc:///path")
+    return value
+
+
+def _topic(value: str) -> str:
+    if set("{}") & set(value.replace(EVENT_NAMESPACE, "")):
+        raise ValueError(f"the only thing that can stand in braces is {EVENT_NAMESPACE}")
+    return value
+
+
 def _socket_mode(value: object) -> object:
     if not isinstance(value, str) or not re.fullmatch("0?6[0246][0246]", value):
         raise ValueError('write the mode as an octal string such as "0600", "0660" or "0666"')
@@ -213,6 +229,40 @@ class CacheSettings(_Section):
     """Copy blocks down ahead of need, so that room is made without waiting."""
 
 
+class EventSettings(_Section):
+    """KV events, by which cache-aware routers see what each tier holds; over ZMQ and msgpack, as vLLM publishes them.
+
+    Whoever can connect reads all token ids and the namespaces' salts.
+    """
+
+    endpoint: Annotated[str, AfterValidator(_zmq)] | None = None
+    """Where routers subscribe, such as tcp://127.0.0.1:5557, tcp://*:5557 or ipc:///run/prefixd/events; none by
+    default, and nothing is published."""
+    connect: bool = False
+    """Connect to the endpoint rather than listen there: for routers that listen themselves."""
+    replay_endpoint: Annotated[str, AfterValidator(_zmq)] | None = None
+    """Where subscribers that missed batches ask for them once more."""
+    topic: Annotated[str, AfterValidator(_topic)] = "kv-events"
+    """The first frame of every message; {namespace} in it stands for the namespace's name. llm-d wants kv@POD@MODEL,
+    where POD is what it calls the engine on this host that it may send requests to; Dynamo and SGLang take any."""
+    buffer_batches: Count = 10_000
+    """Batches kept for replay,"""
+    buffer_bytes: Bytes = 64 << 20
+    """as far as they take no more than this."""
+    queue_batches: Count = 4096
+    """Batches that may wait for one subscriber (up to about 100 KiB each); one that is further behind misses some."""
+
+    @check_together(mode="after")
+    def _endpoints_fit(self) -> Self:
+        for name in ("replay_endpoint", "connect"):
+            if self.endpoint is None and getattr(self, name):
+                value = str(getattr(self, name)).lower()
+                raise ValueError(f"events.{name} = {value} needs events.endpoint too")
+        if self.endpoint is not None and self.endpoint == self.replay_endpoint:
+            raise ValueError(f"events.endpoint and events.replay_endpoint are both {self.endpoint}; choose two")
+        return self
+
+
 class SchedulerSettings(_Section):
     """The order of the queue."""
 
@@ -275,6 +325,7 @@ class Settings(_Section):
     cpu: CpuSettings = Field(default_factory=CpuSettings)
     disk: DiskSettings = Field(default_factory=DiskSettings)
     cache: CacheSettings = Field(default_factory=CacheSettings)
+    events: EventSettings = Field(default_factory=EventSettings)
     scheduler: SchedulerSettings = Field(default_factory=SchedulerSettings)
     worker: WorkerSettings = Field(default_factory=WorkerSettings)
 

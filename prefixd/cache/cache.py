@@ -24,7 +24,7 @@ from prefixd.cache.residency import Residency
 from prefixd.cache.restore import known_namespaces, remove_refused, restore
 from prefixd.cache.scrubber import Scrubber
 from prefixd.cache.tiers import Tiers
-from prefixd.cache.trie import CPU, DISK, GPU, TIERS, Match, Rows, Trie
+from prefixd.cache.trie import CPU, DISK, GPU, TIERS, Match, Observer, Rows, Trie
 from prefixd.cache.write_back import WriteBack
 from prefixd.errors import ExhaustedError, InvalidArgumentError, NotFoundError, UnsupportedError
 from prefixd_swap import CopyEngine, EvictionPolicy
@@ -117,6 +117,7 @@ class TieredCache:
         self._max_namespaces = max_namespaces
         self._digest = digest
         self._trie_of: dict[tuple[int, tuple[int, ...]], Trie] = {}
+        self._observer: Observer | None = None
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -170,9 +171,16 @@ class TieredCache:
         if trie is None:
             trie = Trie(spec.block_tokens, geometry[1], len(self.tries))
             trie.offer(DISK, self.tiers.disk_gives)
+            trie.observer = self._observer
             self._trie_of[geometry] = trie
             self.tries.append(trie)
         return trie
+
+    def observe(self, observer: Observer | None) -> None:
+        """Has `observer`, and nobody else, told of changes in all tries from now on; nobody at all when it is None."""
+        self._observer = observer
+        for trie in self.tries:
+            trie.observer = observer
 
     # -- finding ------------------------------------------------------------------------------------------------
 

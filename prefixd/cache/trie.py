@@ -11,7 +11,7 @@ hold also keeps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,6 +39,10 @@ class Match:
         return len(self.rows)
 
 
+Observer = Callable[["Trie", "int | Rows"], None]
+"""Told of the rows whose blocks can be had from other tiers than before, perhaps; it looks at them later."""
+
+
 class Trie(TrieTable):
     """All blocks of one geometry (tokens a block, bytes of its parts).
 
@@ -54,6 +58,7 @@ class Trie(TrieTable):
         self.part_bytes = tuple(part_bytes)
         self.ordinal = ordinal
         self.offered = 0b111  # tiers whose copies count as there
+        self.observer: Observer | None = None
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -263,6 +268,8 @@ class Trie(TrieTable):
         if (place != NO_SLOT).all():
             self.whole[row] |= bit
             self.nearest[row] = _NEAREST[self.whole[row] & self.offered]
+            if self.observer is not None:
+                self.observer(self, row)
 
     def drop_copy(self, row: int, tier: int) -> list[int]:
         """Forgets the copy in `tier` and returns its slots (NO_SLOT for parts that had none)."""
@@ -278,6 +285,8 @@ class Trie(TrieTable):
             parent = int(self.parent[row])
             if parent >= 0:
                 self.tier_children[parent, tier] -= 1
+            if self.observer is not None:
+                self.observer(self, row)
         return slots
 
     def put_copies(self, rows: Rows, tier: int, slots: npt.NDArray[np.int64], now_s: float) -> None:
@@ -289,11 +298,15 @@ class Trie(TrieTable):
         self.entered[rows, tier] = now_s
         parents = self.parent[rows]
         np.add.at(self.tier_children[:, tier], parents[parents >= 0], 1)
+        if self.observer is not None:
+            self.observer(self, rows)
 
     def offer(self, tier: int, offered: bool) -> None:
         """Whether copies in `tier` count as there: blocks that have no other copy are matched no more if not."""
         self.offered = self.offered | 1 << tier if offered else self.offered & ~(1 << tier)
         self.nearest[: self.rows] = _NEAREST[self.whole[: self.rows] & np.uint8(self.offered)]
+        if self.observer is not None:
+            self.observer(self, self.copies(tier))
 
     def set_checksums(self, row: int, checksums: Sequence[int]) -> None:
         """Records the checksums of the copy on disk. A CPU copy that has others is sealed no more."""

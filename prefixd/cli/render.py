@@ -117,6 +117,11 @@ def print_stats(stats: admin_pb2.StatsResponse) -> None:
             f"{size(write_back.limit_bytes)}), {write_back.written_blocks:,} written, "
             f"{write_back.pushed_back_calls:,} calls had to wait"
         )
+    if stats.HasField("kv_events"):
+        events = stats.kv_events
+        said = f"{events.events:,} in {events.batches:,} batches, {events.subscriptions:,} subscriptions"
+        missed = f", [yellow]{events.overruns:,} times one was too slow[/]" if events.overruns else ""
+        out.print(f"KV events: {said}{missed}")
     for tier in stats.tiers:
         if tier.quarantined_bytes:
             out.print(

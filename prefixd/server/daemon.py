@@ -29,6 +29,7 @@ from prefixd.server.cache_service import PrefixCacheService
 from prefixd.server.doors import Doors
 from prefixd.server.health import Health
 from prefixd.server.inference_service import InferenceService
+from prefixd.server.kv_events import KVEvents
 from prefixd.server.limits import LOCK, raise_descriptor_limit, watch_descriptors, watch_memory_lock
 from prefixd.server.memory_door import MemoryDoor
 from prefixd.server.model_host import ModelHost
@@ -160,6 +161,11 @@ class Daemon:
             self._watch(cache.residency.start_probing())
         stack.push_async_callback(cache.close)
         stack.push_async_callback(rpc.settle)
+        events = None
+        if settings.events.endpoint is not None:
+            events = KVEvents(cache, settings.events)
+            stack.push_async_callback(events.stop)
+            self._watch(events.start())
         expiry = asyncio.create_task(self._expire(), name="expiry")
         stack.callback(expiry.cancel)
         self._watch(expiry)
@@ -184,6 +190,7 @@ class Daemon:
             clock(),
             self.host.dispatcher if self.host else None,
             self.host.worker if self.host else None,
+            events,
         )
         path = settings.server.socket
         doors.access.make_directory(path.parent)

@@ -21,6 +21,7 @@ import prefixd
 from prefixd.cache import CPU, GPU, TIER_NAMES, Lease, Reservation, TieredCache
 from prefixd.cache.trie import TIERS
 from prefixd.server.dispatcher import Dispatcher
+from prefixd.server.kv_events import KVEvents
 from prefixd.server.worker_process import WorkerProcess, WorkerState
 from prefixd.v1 import admin_pb2 as pb
 from prefixd.v1 import cache_pb2
@@ -44,6 +45,7 @@ class Snapshot:
     started_s: float
     dispatcher: Dispatcher | None = None
     worker: WorkerProcess | None = None
+    events: KVEvents | None = None
 
     def take(self) -> pb.StatsResponse:
         """The figures now."""
@@ -92,6 +94,7 @@ class Snapshot:
             lost_blocks=dict(cache.residency.lost),
             scrub=self._scrub(),
             write_back=self._write_back(),
+            kv_events=self._kv_events(),
             troubles=[
                 pb.Trouble(part=trouble.part, what=trouble.what, remedy=trouble.remedy, since_s=now - trouble.since_s)
                 for trouble in cache.tiers.troubles
@@ -161,6 +164,17 @@ class Snapshot:
             limit_bytes=write_back.limit_bytes or 0,
             written_blocks=write_back.written,
             pushed_back_calls=write_back.pushed_back,
+        )
+
+    def _kv_events(self) -> pb.KvEventStats | None:
+        if self.events is None:
+            return None
+        counters = self.events.counters
+        return pb.KvEventStats(
+            events=counters.events,
+            batches=counters.batches,
+            overruns=counters.overruns,
+            subscriptions=max(counters.subscriptions, 0),
         )
 
     def _worker(self) -> pb.WorkerStats:
@@ -245,6 +259,18 @@ class _Metrics(Collector):
         yield CounterMetricFamily(
             "prefixd_pushed_back_calls", "calls that waited for the disk", value=queue.pushed_back_calls
         )
+        if stats.HasField("kv_events"):
+            said = stats.kv_events
+            yield CounterMetricFamily("prefixd_kv_events", "KV events published", value=said.events)
+            yield CounterMetricFamily("prefixd_kv_event_batches", "batches of them", value=said.batches)
+            yield CounterMetricFamily(
+                "prefixd_kv_event_overruns",
+                "times a subscriber was too slow and missed batches",
+                value=said.overruns,
+            )
+            yield GaugeMetricFamily(
+                "prefixd_kv_event_subscriptions", "subscriptions in force", value=said.subscriptions
+            )
         yield CounterMetricFamily("prefixd_asked_tokens", "prompt tokens asked for", value=stats.asked_tokens)
         yield CounterMetricFamily("prefixd_hit_tokens", "prompt tokens found", value=stats.hit_tokens)
         yield GaugeMetricFamily("prefixd_sessions", "open sessions", value=len(stats.sessions))

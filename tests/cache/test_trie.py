@@ -294,3 +294,26 @@ def test_a_row_is_found_by_the_first_digits_of_its_key() -> None:
     trie.remove(gone)
     assert trie.find_by_digits("abce").tolist() == rows[2:3]
     assert (keys[1] in trie, keys[2] in trie, None in trie) == (False, True, False)
+
+
+def test_an_observer_is_told_of_rows_that_change() -> None:
+    """Of a copy when it is whole, of one that is dropped, of many that are entered at once, of a tier that goes."""
+    trie = Trie(WIDTH, (10, 20))
+    told: list[list[int]] = []
+    trie.observer = lambda changed, rows: told.append(np.atleast_1d(rows).tolist()) if changed is trie else None
+    chain = chain_of((0, 1))
+    row = trie.insert(-1, 0, chain.key(0), chain.block(0), 0.0)
+    assert row is not None
+    trie.put_copy(row, CPU, [7, NO_SLOT], 0.0)
+    assert told == []
+    trie.put_copy(row, CPU, [NO_SLOT, 8], 0.0)
+    trie.drop_copy(row, DISK)  # has none
+    assert told == [[row]]
+    rows = trie.take_rows(3)
+    keys = np.arange(48, dtype=np.uint8).reshape(3, 16)
+    none = np.zeros(3, np.int64)
+    trie.insert_all(rows, none - 1, none, none, keys, np.zeros((3, WIDTH), np.uint32), 0.0)
+    trie.put_copies(rows, DISK, np.arange(6).reshape(3, 2), 0.0)
+    trie.offer(DISK, False)
+    trie.drop_copy(row, CPU)
+    assert told == [[row], rows.tolist(), rows.tolist(), [row]]

@@ -1,0 +1,294 @@
+"""What routers are told of the cache: the difference between what was announced and what is so.
+
+The cache says which rows of its tries changed; what became of them is looked up when it is announced. So a block that
+came and went in between costs nothing, what waits to be announced is bounded by the size of the tries, and nothing is
+lost in a queue. All removals go first, since a removed block may be back in another row; then what was stored, parents
+before children. A turn on the event loop does a bounded part of that.
+
+Whoever subscribes has missed what was said before: then everything is announced anew, after AllBlocksCleared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixd.cache import CPU, DISK, GPU, Namespace, TieredCache, Trie
+from prefixd.cache.key_index import grown
+from prefixd.cache.trie import Rows
+from prefixd.cache.trie_table import NOWHERE
+from prefixd.server.kv_events.publisher import EventCounters, Publisher
+from prefixd.server.kv_events.wire import AllBlocksCleared, BlockRemoved, BlockStored
+from prefixd.settings import EVENT_NAMESPACE, EventSettings
+
+MEDIA = {GPU: "GPU", CPU: "CPU", DISK: "STORAGE"}
+LOCALITY = "LOCAL"
+
+_GATHER_S = 0.004  # what changes within it goes into one batch; the pause between turns
+_TURN_ROWS = 32_768  # looked at in a turn
+_TURN_HASHES = 4096  # removed in a turn
+_TURN_BLOCKS = 512  # stored in a turn,
+_TURN_TOKENS = 16_384  # and their tokens
+_WINDOW = 8 * _TURN_BLOCKS  # rows among which those are sought
+
+Bits = npt.NDArray[np.uint8]
+Flags = npt.NDArray[np.bool_]
+Hashes = npt.NDArray[np.uint64]
+
+
+class _Announced:
+    """What was said of the rows of one trie."""
+
+    def __init__(self) -> None:
+        self.media: Bits = np.zeros(0, np.uint8)  # where it was said to be, a bit a tier
+        self.hashes: Hashes = np.zeros(0, np.uint64)
+        self.namespace: npt.NDArray[np.int32] = np.zeros(0, np.int32)
+        self.news: Flags = np.zeros(0, np.bool_)  # something changed; not looked at yet
+        self.to_store: Flags = np.zeros(0, np.bool_)  # it is somewhere where it was not said to be
+
+    def fit(self, rows: int) -> None:
+        """Makes room for `rows` rows."""
+        if rows > len(self.news):
+            for name in ("media", "hashes", "namespace", "news", "to_store"):
+                setattr(self, name, grown(getattr(self, name), rows))
+
+
+class KVEvents:
+    """Announces the blocks of all tiers.
+
+    Args:
+        cache: the cache, restored.
+        settings: where to; `endpoint` is set.
+
+    Raises:
+        ConfigError: a socket cannot be opened.
+    """
+
+    def __init__(self, cache: TieredCache, settings: EventSettings) -> None:
+        self._cache = cache
+        self._topic = settings.topic
+        self._announced: list[_Announced] = []  # by the tries' ordinals
+        self._gone: deque[tuple[bytes, int, Hashes]] = deque()  # topic, tier, hashes: removals to be said
+        self._begun: set[bytes] = set()  # topics that have had their AllBlocksCleared
+        self._anew = False  # everything is to be announced from the beginning,
+        self._announcing = False  # and that has begun
+        self._wake = asyncio.Event()
+        self._publisher = Publisher(settings, self.announce_all)
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def counters(self) -> EventCounters:
+        """What was published."""
+        return self._publisher.counters
+
+    def start(self) -> asyncio.Task[None]:
+        """Announces from now on, in a background task that ends with `stop`."""
+        self.announce_all()
+        self._cache.observe(self._note)
+        self._task = asyncio.create_task(self._run(), name="kv-events")
+        return self._task
+
+    async def stop(self) -> None:
+        """Says that nothing can be had here any more, and closes the sockets."""
+        if self._task is not None:
+            self._cache.observe(None)
+            self._task.cancel()
+            await asyncio.wait({self._task})
+            for topic in sorted(self._begun):
+                self._publisher.publish(topic, [AllBlocksCleared()])
+        self._publisher.close()
+
+    def announce_all(self) -> None:
+        """Has everything announced from the beginning; after the announcement that is under way, if there is one."""
+        self._anew = True
+        self._wake.set()
+
+    def _note(self, trie: Trie, rows: int | Rows) -> None:
+        self._of(trie).news[rows] = True
+        self._wake.set()
+
+    def _of(self, trie: Trie) -> _Announced:
+        while len(self._announced) <= trie.ordinal:
+            self._announced.append(_Announced())
+        announced = self._announced[trie.ordinal]
+        announced.fit(len(trie.parent))
+        return announced
+
+    # -- turns --------------------------------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        while True:
+            await self._wake.wait()
+            await asyncio.sleep(_GATHER_S)
+            self._wake.clear()
+            if self._turn():
+                self._wake.set()
+
+    def _turn(self) -> bool:
+        """Announces a bounded part of what is to be said; whether there is more."""
+        if self._anew and not self._announcing:
+            self._begin_anew()
+        tries = [(trie, self._of(trie)) for trie in self._cache.tries]
+        for trie, announced in tries:
+            if announced.news.any():
+                self._look(trie, announced)
+        if any(announced.news.any() for _, announced in tries):
+            return True
+        if self._gone:
+            self._publish_removals()
+        else:
+            for trie, announced in tries:
+                if announced.to_store.any():
+                    self._publish_stored(trie, announced)
+                    break
+        more = any(announced.to_store.any() for _, announced in tries)
+        self._announcing &= more
+        return more or self._anew or bool(self._gone)
+
+    def _begin_anew(self) -> None:
+        self._anew, self._announcing = False, True
+        self._gone.clear()
+        self._begun.clear()
+        if EVENT_NAMESPACE not in self._topic:
+            self._begin(self._topic.encode())
+        for namespace in self._cache.namespaces:
+            self._begin(self._topic_of(namespace))
+        for trie in self._cache.tries:
+            announced = self._of(trie)
+            announced.news[:] = False
+            announced.media[:] = 0
+            announced.to_store[: trie.rows] = (trie.whole[: trie.rows] & np.uint8(trie.offered)) != 0
+
+    def _begin(self, topic: bytes) -> None:
+        """The first that is said on a topic."""
+        if topic not in self._begun:
+            self._begun.add(topic)
+            self._publisher.publish(topic, [AllBlocksCleared()])
+
+    def _topic_of(self, namespace: Namespace) -> bytes:
+        return self._topic.replace(EVENT_NAMESPACE, namespace.spec.name).encode()
+
+    # -- removals -----------------------------------------------------------------------------------------------
+
+    def _look(self, trie: Trie, announced: _Announced) -> None:
+        """Turns news into removals and into what is to be stored."""
+        start = int(announced.news.argmax())
+        rows = start + np.flatnonzero(announced.news[start : start + _TURN_ROWS])
+        is_so, said = _tiers_of(trie, rows), announced.media[rows]
+        same = np.zeros(len(rows), np.bool_)
+        there = np.flatnonzero(is_so)
+        same[there] = announced.hashes[rows[there]] == _hashes(trie, rows[there])
+        still = np.where(same, said & is_so, np.uint8(0))
+        for tier in MEDIA:
+            gone = rows[(said & ~still & np.uint8(1 << tier)) != 0]
+            if len(gone):
+                self._queue_removals(announced, gone, tier)
+        announced.media[rows] = still
+        announced.to_store[rows] = (is_so & ~still) != 0
+        announced.news[rows] = False
+
+    def _queue_removals(self, announced: _Announced, rows: Rows, tier: int) -> None:
+        of = announced.namespace[rows]
+        if EVENT_NAMESPACE not in self._topic:
+            of = np.zeros_like(of)  # all have the same topic
+        for ordinal in np.unique(of).tolist():
+            topic = self._topic_of(self._cache.namespaces.at(ordinal))
+            self._gone.append((topic, tier, announced.hashes[rows[of == ordinal]]))
+
+    def _publish_removals(self) -> None:
+        left = _TURN_HASHES
+        by_topic: dict[bytes, list[BlockRemoved]] = {}
+        while left and self._gone:
+            topic, tier, hashes = self._gone.popleft()
+            now, later = hashes[:left], hashes[left:]
+            left -= len(now)
+            if len(later):
+                self._gone.appendleft((topic, tier, later))
+            event = BlockRemoved(now.tolist(), MEDIA[tier], locality=LOCALITY)
+            by_topic.setdefault(topic, []).append(event)
+        for topic, events in by_topic.items():
+            self._publisher.publish(topic, events)
+
+    # -- what was stored ----------------------------------------------------------------------------------------
+
+    def _publish_stored(self, trie: Trie, announced: _Announced) -> None:
+        rows = _some(trie, announced.to_store, max(min(_TURN_TOKENS // trie.block_tokens, _TURN_BLOCKS), 1))
+        is_so, hashes, ordinals = _tiers_of(trie, rows), _hashes(trie, rows), trie.namespace[rows]
+        fresh = is_so & ~announced.media[rows]
+        announced.media[rows] = is_so
+        announced.hashes[rows] = hashes
+        announced.namespace[rows] = ordinals
+        announced.to_store[rows] = False
+        parents = trie.parent[rows]
+        keys, above = hashes.tolist(), _hashes(trie, np.maximum(parents, 0)).tolist()
+        tokens, width = trie.tokens[rows].ravel().tolist(), trie.block_tokens
+        runs = 1 + np.flatnonzero((parents[1:] != rows[:-1]) | (fresh[1:] != fresh[:-1]))
+        by_topic: dict[bytes, list[BlockStored]] = {}
+        for start, end in pairwise([0, *runs.tolist(), len(rows)]):
+            namespace = self._cache.namespaces.at(int(ordinals[start]))
+            first = bool(parents[start] < 0)
+            events = by_topic.setdefault(self._topic_of(namespace), [])
+            events += [
+                BlockStored(
+                    block_hashes=keys[start:end],
+                    parent_block_hash=None if first else above[start],
+                    token_ids=tokens[start * width : end * width],
+                    block_size=width,
+                    lora_id=None,
+                    medium=medium,
+                    lora_name=None,
+                    extra_keys=[_salted(namespace) if first else None, *[None] * (end - start - 1)],
+                    locality=LOCALITY,
+                )
+                for tier, medium in MEDIA.items()
+                if fresh[start] & (1 << tier)
+            ]
+        for topic, batch in by_topic.items():
+            self._begin(topic)
+            self._publisher.publish(topic, batch)
+
+
+def _salted(namespace: Namespace) -> tuple[str | bytes] | None:
+    """The extra keys of a first block: the salt as vLLM has it in a request, or as bytes where it is no text."""
+    salt = namespace.spec.salt
+    if not salt:
+        return None
+    try:
+        return (salt.decode(),)
+    except UnicodeDecodeError:
+        return (salt,)
+
+
+def _hashes(trie: Trie, rows: Rows) -> Hashes:
+    """The low 64 bits of the blocks' keys, which are big-endian."""
+    low: Hashes = np.ascontiguousarray(trie.keys(rows)[:, 8:]).view(">u8").ravel().astype(np.uint64)
+    return low
+
+
+def _tiers_of(trie: Trie, rows: Rows) -> Bits:
+    """The tiers, a bit each, from which each block can be had with all its parts."""
+    tiers: Bits = trie.whole[rows] & np.uint8(trie.offered)
+    tiers[trie.namespace[rows] == NOWHERE] = 0
+    return tiers
+
+
+def _some(trie: Trie, wanted: Flags, most: int) -> Rows:
+    """Up to `most` of the `wanted` rows, parents before children and one behind the other as far as may be."""
+    start = int(wanted.argmax())
+    found = start + np.flatnonzero(wanted[start : start + _WINDOW])[:most]
+    chosen: list[int] = []
+    seen: set[int] = set()
+    for row in found.tolist():
+        path = []
+        while row >= 0 and wanted[row] and row not in seen:
+            seen.add(row)
+            path.append(row)
+            row = int(trie.parent[row])
+        chosen += path[::-1]
+        if len(chosen) >= most:
+            break
+    return np.array(chosen[:most], np.int64)

@@ -1,0 +1,122 @@
+"""Batches of KV events, out to whoever subscribed.
+
+Nothing here waits. A subscriber has a queue of its own, in ZMQ; who falls behind by more than that misses batches,
+sees it by the sequence numbers, and can ask for them again (`Replay`). The others miss nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import zmq
+
+from prefixd.server.kv_events.replay import Replay
+from prefixd.server.kv_events.sockets import Socket, on_readable, open_socket, receive
+from prefixd.server.kv_events.wire import Event, KVEventBatch
+from prefixd.settings import EventSettings
+
+log = logging.getLogger(__name__)
+
+_DATA_PARALLEL_RANK = 0  # what an engine without data parallelism says
+_LINGER_MS = 200  # for what is still in the queues at the end
+_LOG_EVERY_S = 60.0
+
+
+@dataclass(slots=True)
+class EventCounters:
+    """What was published since the start."""
+
+    events: int = 0
+    batches: int = 0
+    overruns: int = 0
+    """Times a subscriber fell so far behind that it missed batches; one until it has caught up."""
+    subscriptions: int = 0
+    """Those in force now."""
+
+
+class Publisher:
+    """Publishes batches, numbered from 0 on, whatever their topic. Used from the event loop alone.
+
+    Args:
+        settings: where to; `endpoint` is set.
+        subscribed: called when somebody has subscribed.
+        clock: seconds since 1970.
+
+    Raises:
+        ConfigError: a socket cannot be opened.
+    """
+
+    def __init__(
+        self, settings: EventSettings, subscribed: Callable[[], None], clock: Callable[[], float] = time.time
+    ) -> None:
+        self.counters = EventCounters()
+        self._queue_batches = settings.queue_batches
+        self._subscribed = subscribed
+        self._clock = clock
+        self._encoder = msgspec.msgpack.Encoder()
+        self._next = 0
+        self._overrun_s = -_LOG_EVERY_S
+        self._context: zmq.Context[Socket] = zmq.Context()
+        self._replay: Replay | None = None
+        try:
+            # XPUB is PUB that also tells of subscriptions, and (NODROP) of a queue that is full.
+            self._socket: Socket = self._context.socket(zmq.XPUB)
+            self._socket.setsockopt(zmq.SNDHWM, settings.queue_batches)
+            self._socket.setsockopt(zmq.XPUB_VERBOSER, 1)
+            self._socket.setsockopt(zmq.XPUB_NODROP, 1)
+            open_socket(self._socket, "events.endpoint", str(settings.endpoint), connect=settings.connect)
+            if settings.replay_endpoint is not None:
+                self._replay = Replay(self._context, settings.replay_endpoint, settings)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
+        self._end = on_readable(self._socket, self._take_subscriptions)
+
+    def publish(self, topic: bytes, events: Sequence[Event]) -> None:
+        """Sends one batch. Never waits: a subscriber whose queue is full misses it."""
+        payload = self._encoder.encode(KVEventBatch(self._clock(), list(events), _DATA_PARALLEL_RANK))
+        frames = (topic, self._next.to_bytes(8, "big"), payload)
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            self._note_overrun()
+            self._socket.setsockopt(zmq.XPUB_NODROP, 0)
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+            self._socket.setsockopt(zmq.XPUB_NODROP, 1)
+        if self._replay is not None:
+            self._replay.keep(topic, payload)
+        self._next += 1
+        self.counters.batches += 1
+        self.counters.events += len(events)
+        self._take_subscriptions()
+
+    def close(self) -> None:
+        """Closes the sockets; what is queued has a moment to go out."""
+        self._end()
+        if self._replay is not None:
+            self._replay.close()
+        self._context.destroy(linger=_LINGER_MS)
+
+    def _take_subscriptions(self) -> None:
+        while (message := receive(self._socket)) is not None:
+            kind = message[0][:1]
+            if kind == b"\x01":
+                self.counters.subscriptions += 1
+                self._subscribed()
+            elif kind == b"\x00":
+                self.counters.subscriptions -= 1
+
+    def _note_overrun(self) -> None:
+        self.counters.overruns += 1
+        now = time.monotonic()
+        if now - self._overrun_s >= _LOG_EVERY_S:
+            log.warning(
+                "a subscriber of the KV events is more than %d batches behind and misses some; let it ask "
+                "events.replay_endpoint for them, or raise events.queue_batches",
+                self._queue_batches,
+            )
+        self._overrun_s = now

@@ -1,0 +1,256 @@
+"""What is announced against what is so, step by step; and a subscriber that does not keep up."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+
+from prefixd.cache import NamespaceSpec, PartSpec, TieredCache, Tiers, Trie
+from prefixd.cache.trie import DISK, TIERS
+from prefixd.server.kv_events import announcer
+from prefixd.server.kv_events.publisher import EventCounters, Publisher
+from prefixd.server.kv_events.wire import AllBlocksCleared, BlockRemoved, BlockStored, Event
+from prefixd.settings import EventSettings
+from prefixd_swap import create_copy_engine, create_eviction_policy
+
+ON = EventSettings(endpoint="ipc:///nowhere")
+
+
+class Router:
+    """Stands in for the sockets: believes what it is told, and is strict about it."""
+
+    def __init__(self, settings: EventSettings, subscribed: Callable[[], None]) -> None:
+        self.counters = EventCounters()
+        self.blocks: set[tuple[str, int]] = set()
+        self.batches: list[Sequence[Event]] = []
+        self.topics: list[bytes] = []
+
+    def publish(self, topic: bytes, events: Sequence[Event]) -> None:
+        self.batches.append(events)
+        self.topics.append(topic)
+        for event in events:
+            match event:
+                case AllBlocksCleared():
+                    self.blocks.clear()
+                case BlockRemoved(hashes, medium):
+                    for key in hashes:
+                        self.blocks.remove((medium, key))
+                case BlockStored(hashes, parent, tokens, width):
+                    known = {key for _, key in self.blocks}
+                    assert parent is None or parent in known, "its parent was not told"
+                    assert len(tokens) == width * len(hashes)
+                    for key in hashes:
+                        assert (event.medium, key) not in self.blocks, "told twice"
+                        self.blocks.add((event.medium, key))
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+async def cache() -> Any:
+    engine = create_copy_engine("cpu")
+    made = TieredCache(Tiers(), engine, create_eviction_policy("lru", 1), lambda: 0.0)
+    yield made
+    await made.close()
+    engine.close()
+
+
+def hash_of(trie: Trie, row: int) -> int:
+    return int.from_bytes(trie.key(row)[8:], "big")
+
+
+def matchable(trie: Trie) -> set[tuple[str, int]]:
+    return {
+        (medium, hash_of(trie, row))
+        for row in trie.used_rows().tolist()
+        for tier, medium in announcer.MEDIA.items()
+        if trie.whole[row] & trie.offered & (1 << tier)
+    }
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_what_was_told_is_what_is_so(cache: TieredCache, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Rows are used again, blocks come back under other rows, a tier goes and comes, in the middle of small turns."""
+    monkeypatch.setattr(announcer, "Publisher", Router)
+    for name, value in (("_TURN_ROWS", 5), ("_TURN_HASHES", 4), ("_TURN_BLOCKS", 3), ("_WINDOW", 6)):
+        monkeypatch.setattr(announcer, name, value)
+    namespace = cache.register(NamespaceSpec("m", 2, (PartSpec("a", 0, 8), PartSpec("b", 0, 8))))
+    trie = cache.trie(namespace)
+    events = announcer.KVEvents(cache, ON)
+    router: Any = events._publisher
+    cache.observe(events._note)
+    events.announce_all()
+    choose = random.Random(seed)
+
+    def grow() -> None:
+        """A prompt of few different tokens, so that what was removed comes back."""
+        prompt = np.array([choose.randrange(2) for _ in range(2 * choose.randrange(1, 8))], "<u4")
+        chain = cache.chain(namespace, prompt.tobytes())
+        tier, parent = choose.randrange(TIERS), namespace.root
+        for block in range(len(chain)):
+            row = trie.insert(parent, namespace.ordinal, chain.key(block), chain.block(block), 0.0)
+            assert row is not None
+            for part in (0, 1):  # first it is torn
+                trie.put_copy(row, tier, [1 if at == part else -1 for at in range(2)], 0.0)
+                if choose.random() < 0.1:
+                    events._turn()
+            parent = row
+
+    def shrink() -> None:
+        rows = trie.used_rows().tolist()
+        choose.shuffle(rows)
+        for row in rows[: choose.randrange(1, 12)]:
+            if trie.removable(row):  # a leaf goes everywhere
+                for tier in range(TIERS):
+                    trie.drop_copy(row, tier)
+                if not trie.some[row]:
+                    trie.remove(row)
+            elif trie.whole[row]:
+                tiers = [tier for tier in range(TIERS) if trie.whole[row] & (1 << tier)]
+                if len(tiers) > 1:
+                    trie.drop_copy(row, choose.choice(tiers))
+
+    for _ in range(300):
+        choose.choice((grow, grow, shrink))()
+        if choose.random() < 0.02:
+            events.announce_all()
+        for _ in range(choose.randrange(4)):
+            events._turn()
+        if choose.random() < 0.1:
+            while events._turn():
+                pass
+            assert router.blocks == matchable(trie)
+    while events._turn():
+        pass
+    assert router.blocks == matchable(trie) and len(router.blocks) > 20
+    # The disk goes out of service: what is nowhere else is nowhere, and all of it is back later.
+    trie.offer(DISK, False)
+    while events._turn():
+        pass
+    assert router.blocks == matchable(trie) and not any(medium == "STORAGE" for medium, _ in router.blocks)
+    assert max(sum(len(e.block_hashes) for e in batch if isinstance(e, BlockRemoved)) for batch in router.batches) <= 4
+
+
+async def test_turns_are_bounded(cache: TieredCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much comes at once: a turn tells of few blocks, and consecutive ones in one event."""
+    monkeypatch.setattr(announcer, "Publisher", Router)
+    namespace = cache.register(NamespaceSpec("m", 64, (PartSpec("a", 0, 8),)))
+    trie = cache.trie(namespace)
+    chain = cache.chain(namespace, np.arange(64 * 3000, dtype="<u4").tobytes())
+    parent = namespace.root
+    for block in range(len(chain)):
+        row = trie.insert(parent, namespace.ordinal, chain.key(block), chain.block(block), 0.0)
+        assert row is not None
+        trie.put_copy(row, DISK, [block], 0.0)
+        parent = row
+    events = announcer.KVEvents(cache, ON)
+    router: Any = events._publisher
+    events.announce_all()
+    while events._turn():
+        pass
+    assert router.batches[0] == [AllBlocksCleared()]
+    stored = [batch for batch in router.batches[1:]]
+    assert all(len(batch) == 1 for batch in stored)
+    assert [len(batch[0].block_hashes) for batch in stored] == [256] * 11 + [3000 - 11 * 256]
+    assert [key for batch in stored for key in batch[0].block_hashes] == [
+        int.from_bytes(chain.key(i)[8:], "big") for i in range(3000)
+    ]
+
+
+async def test_announcements_do_not_overtake_each_other(cache: TieredCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Subscribers that come one after the other cannot keep an announcement from its end."""
+    monkeypatch.setattr(announcer, "Publisher", Router)
+    monkeypatch.setattr(announcer, "_TURN_BLOCKS", 1)
+    namespace = cache.register(NamespaceSpec("m", 1, (PartSpec("a", 0, 8),)))
+    trie = cache.trie(namespace)
+    for token in range(4):
+        chain = cache.chain(namespace, np.array([token], "<u4").tobytes())
+        row = trie.insert(namespace.root, namespace.ordinal, chain.key(0), chain.block(0), 0.0)
+        assert row is not None
+        trie.put_copy(row, DISK, [token], 0.0)
+    events = announcer.KVEvents(cache, ON)
+    router: Any = events._publisher
+    most = 0
+    for _ in range(12):
+        events.announce_all()
+        assert events._turn()
+        most = max(most, len(router.blocks))
+    assert most == 4
+    while events._turn():
+        pass
+    assert router.blocks == matchable(trie)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Short enough for a socket's path."""
+    name = tempfile.mkdtemp(prefix="prefixd-")
+    yield Path(name)
+    shutil.rmtree(name)
+
+
+async def test_a_subscriber_that_does_not_read(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It misses batches and can see that; others miss nothing, nobody waits, it is counted and logged once."""
+    endpoint, replay = f"ipc://{folder}/events", f"ipc://{folder}/replay"
+    joined: asyncio.Queue[None] = asyncio.Queue()
+    settings = EventSettings(
+        endpoint=endpoint, replay_endpoint=replay, queue_batches=100, buffer_batches=40, buffer_bytes=1 << 30
+    )
+    publisher = Publisher(settings, lambda: joined.put_nowait(None), clock=lambda: 1.5)
+    event = BlockStored([1], None, list(range(1 << 16)), 1 << 16, None, "CPU", None)
+    with zmq.Context() as context:
+        slow, fast = context.socket(zmq.SUB), context.socket(zmq.SUB)
+        asking = context.socket(zmq.DEALER)
+        try:
+            for one in (slow, fast):
+                one.setsockopt(zmq.LINGER, 0)
+                one.setsockopt(zmq.RCVHWM, 1)
+                one.subscribe(b"")
+                one.connect(endpoint)
+                await asyncio.wait_for(joined.get(), 60)
+            sent = 0
+            while not publisher.counters.overruns or sent < 200:
+                publisher.publish(b"t", [event])
+                assert int.from_bytes((await receive(fast))[1], "big") == sent
+                sent += 1
+                assert sent < 5000
+            assert publisher.counters.batches == publisher.counters.events == sent
+            heard = [int.from_bytes((await receive(slow))[1], "big") for _ in range(50)]
+            while heard[-1] == heard[-2] + 1:  # until the gap; what was missed does not come, what is new does
+                if not slow.poll(100):
+                    publisher.publish(b"t", [event])
+                    sent += 1
+                    await receive(fast)
+                else:
+                    heard.append(int.from_bytes(slow.recv_multipart()[1], "big"))
+            assert len([record for record in caplog.records if "behind" in record.message]) == 1
+            # It asks for what it missed and gets what is still there.
+            asking.setsockopt(zmq.LINGER, 0)
+            asking.connect(replay)
+            asking.send_multipart((b"", (heard[-2] + 1).to_bytes(8, "big")))
+            again = []
+            while (message := await receive(asking))[2] != b"\xff" * 8:
+                again.append(int.from_bytes(message[2], "big"))
+            assert again == list(range(sent - 40, sent))
+        finally:
+            for one in (slow, fast, asking):
+                one.close(linger=0)
+            publisher.close()
+
+
+async def receive(socket: zmq.Socket[bytes]) -> list[bytes]:
+    """A message, while the event loop runs on."""
+    async with asyncio.timeout(60):
+        while not socket.poll(0):
+            await asyncio.sleep(0.001)
+    return socket.recv_multipart()

@@ -69,6 +69,7 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
             ],
             scrub=admin_pb2.ScrubStats(checked_blocks=5000, checked_bytes=3 << 30, damaged_blocks=1, passes=2),
             write_back=admin_pb2.WriteBackStats(queued_blocks=7, queued_bytes=7 << 20, limit_bytes=64 << 20),
+            kv_events=admin_pb2.KvEventStats(events=9000, batches=1200, overruns=1, subscriptions=2),
         )
 
     def ListPrefixes(self, request: Any, context: grpc.ServicerContext) -> admin_pb2.ListPrefixesResponse:

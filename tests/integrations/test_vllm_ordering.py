@@ -30,9 +30,7 @@ class Request:
     asked: list[int] = field(default_factory=list)
 
 
-def order_of(
-    policy: str, look_ahead: int, by_id: dict[str, Request], by_priority: bool = False
-) -> PrefixOrder[Request]:
+def order_of(policy: str, look_ahead: int, by_priority: bool = False) -> PrefixOrder[Request]:
     def local_tokens(request: Request, last: int) -> int:
         request.asked.append(last)
         return request.local
@@ -42,7 +40,7 @@ def order_of(
         look_ahead,
         may_move=lambda request: not request.begun,
         local_tokens=local_tokens,
-        seen=lambda request_id: by_id[request_id].seen,
+        seen=lambda request: request.seen,
         prefix_key=lambda request, tokens: (request.key, tokens),
         by_priority=by_priority,
     )
@@ -51,7 +49,7 @@ def order_of(
 def arranged(
     requests: list[Request], policy: str = "fpf", look_ahead: int = 256, by_priority: bool = False, now_s: float = NOW
 ) -> str:
-    order = order_of(policy, look_ahead, {r.request_id: r for r in requests}, by_priority)
+    order = order_of(policy, look_ahead, by_priority)
     return "".join(request.request_id for request in order.arrange(requests, now_s))
 
 
@@ -120,7 +118,7 @@ def test_priority_classes_come_first_only_where_they_count() -> None:
 
 def test_a_request_is_asked_with_its_last_answer_and_forgotten_when_it_leaves() -> None:
     requests = queue(a=3, b=None)
-    order = order_of("fpf", 8, {r.request_id: r for r in requests})
+    order = order_of("fpf", 8)
     order.arrange(requests, NOW)
     order.arrange(requests, NOW)
     assert requests[0].asked == [0, 3 * BLOCK]
@@ -131,7 +129,7 @@ def test_a_request_is_asked_with_its_last_answer_and_forgotten_when_it_leaves() 
 
 def test_an_answer_that_comes_late_counts_from_then_on() -> None:
     requests = queue(a=None, b=None)
-    order = order_of("fpf", 8, {r.request_id: r for r in requests})
+    order = order_of("fpf", 8)
     assert order.arrange(requests, NOW) == requests
     requests[1].seen = on(Distance.CPU)
     assert order.arrange(requests, NOW) == requests[::-1]
@@ -160,7 +158,7 @@ REQUESTS = st.lists(
 @given(REQUESTS, st.sampled_from(["fcfs", "fpf", "relaxed-fpf"]), st.integers(1, 32), st.booleans())
 def test_an_order_is_a_permutation(requests: list[Request], policy: str, look_ahead: int, by_priority: bool) -> None:
     before = sorted(requests, key=lambda r: r.priority) if by_priority else list(requests)
-    after = order_of(policy, look_ahead, {r.request_id: r for r in requests}, by_priority).arrange(requests, NOW)
+    after = order_of(policy, look_ahead, by_priority).arrange(requests, NOW)
     assert Counter(map(id, after)) == Counter(map(id, requests))
     assert [r if r.begun else None for r in after] == [r if r.begun else None for r in before], "begun ones stay"
     movable = [r for r in before if not r.begun]
@@ -180,15 +178,14 @@ class EngineMachine(RuleBasedStateMachine):
         self.now_s = 0.0
         self.waiting: list[Request] = []
         self.running: list[Request] = []
-        self.by_id: dict[str, Request] = {}
-        self.order = order_of("relaxed-fpf", self.LOOK_AHEAD, self.by_id)
+        self.arrived = 0
+        self.order = order_of("relaxed-fpf", self.LOOK_AHEAD)
         self.waits = Waits()
-        self.steps = 0
 
     @rule(tier=st.sampled_from(Distance))
     def arrive(self, tier: Distance) -> None:
-        request = Request(f"r{len(self.by_id)}", self.now_s, seen=None if tier is Distance.NONE else on(tier))
-        self.by_id[request.request_id] = request
+        request = Request(f"r{self.arrived}", self.now_s, seen=None if tier is Distance.NONE else on(tier))
+        self.arrived += 1
         self.waiting.append(request)
 
     @rule(skip=st.integers(0, 2), take=st.integers(1, 3))
@@ -240,16 +237,14 @@ def test_relaxed_fpf_keeps_its_promise_behind_a_look_ahead(
     """One request is begun in each second, and no more than `limit` wait at a time; whatever the window is, none waits
     longer than 4 * L * s."""
     coming = sorted(arrivals, key=lambda arrival: arrival[0])
-    by_id: dict[str, Request] = {}
-    order, waits = order_of("relaxed-fpf", look_ahead, by_id), Waits()
+    order, waits = order_of("relaxed-fpf", look_ahead), Waits()
     waiting: list[Request] = []
     now = 0
     while coming or waiting:
         while coming and coming[0][0] <= now and len(waiting) < limit:
             _, tier = coming.pop(0)
-            request = Request(f"r{len(by_id)}", float(now), seen=None if tier is Distance.NONE else on(tier))
-            by_id[request.request_id] = request
-            waiting.append(request)
+            seen = None if tier is Distance.NONE else on(tier)
+            waiting.append(Request(f"r{len(coming)}", float(now), seen=seen))
         waits.waiting(len(waiting), float(now))
         if waiting:
             first, *waiting = order.arrange(waiting, float(now))

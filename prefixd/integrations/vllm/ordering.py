@@ -71,7 +71,7 @@ class PrefixOrder(Generic[R]):
             appends what arrives and takes from the front, the front of the queue is its oldest part, in any order.
         may_move: whether the engine has not begun the request.
         local_tokens: (request, last answer) -> tokens of its prompt that the engine's own cache holds.
-        seen: request id -> what prefixd holds of its prompt; None while it has not answered.
+        seen: request -> what prefixd holds of its prompt; None while it has not answered.
         prefix_key: (request, cached tokens > 0) -> something equal for requests with the same cached prefix.
         by_priority: whether the requests' priorities count: classes then come in order, also beyond the window.
     """
@@ -83,7 +83,7 @@ class PrefixOrder(Generic[R]):
         *,
         may_move: Callable[[R], bool],
         local_tokens: Callable[[R, int], int],
-        seen: Callable[[str], SeenPrefix | None],
+        seen: Callable[[R], SeenPrefix | None],
         prefix_key: Callable[[R, int], Hashable],
         by_priority: bool = False,
     ) -> None:
@@ -120,7 +120,7 @@ class PrefixOrder(Generic[R]):
                 QueuedRequest(next(self._ids), request.arrival_time, request.num_prompt_tokens, priority=priority)
             )
         local_tokens = self._local_tokens(request, known.local_tokens)
-        seen = self._seen(request.request_id) or NOTHING_SEEN
+        seen = self._seen(request) or NOTHING_SEEN
         if local_tokens != known.local_tokens or seen is not known.seen:
             known.local_tokens, known.seen = local_tokens, seen
             queued = known.queued

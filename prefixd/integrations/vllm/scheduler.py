@@ -70,11 +70,11 @@ class FastestPrefixFirstScheduler(Scheduler):
         by_priority = self.policy is SchedulingPolicy.PRIORITY
         if by_priority:
             self.waiting = create_request_queue(SchedulingPolicy.FCFS)
-        seen: Callable[[str], SeenPrefix | None] = getattr(self.connector, "seen_prefix", _nothing_seen)
-        local = LocalPrefixes(self.kv_cache_manager)
+        ask: Callable[[str], SeenPrefix | None] = getattr(self.connector, "seen_prefix", _nothing_seen)
+        self._local = LocalPrefixes(self.kv_cache_manager)
 
-        def local_tokens(request: Any, last: int) -> int:
-            return local.tokens(request, last)
+        def seen(request: Any) -> SeenPrefix | None:
+            return None if request.skip_reading_prefix_cache else ask(request.request_id)
 
         def prefix_key(request: Any, cached_tokens: int) -> Hashable:
             end = min(cached_tokens // self.hash_block_size, len(request.block_hashes))
@@ -86,7 +86,7 @@ class FastestPrefixFirstScheduler(Scheduler):
             create_policy(options.policy),
             options.look_ahead,
             may_move=_may_move,
-            local_tokens=local_tokens,
+            local_tokens=self._local.tokens,
             seen=seen,
             prefix_key=prefix_key,
             by_priority=by_priority,

@@ -57,6 +57,10 @@ _IDLE_POLL_S = 0.005
 _YOUNG_SAVE_S = 0.05
 _LEAST_OBSERVED_TOKENS = 32
 
+# What loads are taken to cost until enough of them were seen: one that was held up by chance must not count for all.
+_ASSUMED_BYTES_PER_S = {Distance.CPU: 2e9, Distance.DISK: 3e8}
+_ASSUMED_OVER_BYTES = 64 << 20
+
 _SOURCES = {Distance.CPU: CacheHitSource.HOST, Distance.DISK: CacheHitSource.DISK}
 
 
@@ -252,8 +256,8 @@ class _Loading:
     distance: Distance
     start: int
     """The first token that is loaded."""
-    began_s: float
-    """When its lease was asked for."""
+    lease_s: float
+    """How long it took to get its lease."""
 
 
 class _SchedulerHalf:
@@ -273,7 +277,9 @@ class _SchedulerHalf:
         self._clock = clock
         self.link = Link(options.address, "vllm scheduler", options.timeout_s)
         self.link.wait_first()
-        self._cost = CostModel()
+        self._cost = CostModel(smoothing=0.1)
+        for distance, bytes_per_s in _ASSUMED_BYTES_PER_S.items():
+            self._cost.observe_load(distance, _ASSUMED_OVER_BYTES, _ASSUMED_OVER_BYTES / bytes_per_s)
         self.lookups = Lookups(
             self.link,
             geometry.block_tokens,
@@ -334,7 +340,7 @@ class _SchedulerHalf:
         if external_tokens and start is not None:
             job = self._load_job(request, tables, start, start + external_tokens)
             distance = max(self.lookups.sources(request_id, start, external_tokens), default=Distance.CPU)
-            self._loading[request_id] = _Loading(job.blocks, distance, start, self.lookups.began_s(request_id))
+            self._loading[request_id] = _Loading(job.blocks, distance, start, self.lookups.lease_s(request_id))
             self._new_loads.append(job)
         else:
             self.lookups.refuse(request_id)
@@ -378,7 +384,7 @@ class _SchedulerHalf:
                 self.lookups.failed(request_id)
             else:
                 nbytes = loading.blocks * self._geometry.block_bytes
-                self._cost.observe_load(loading.distance, nbytes, now_s - loading.began_s)
+                self._cost.observe_load(loading.distance, nbytes, loading.lease_s + outcome.elapsed_s)
                 self.lookups.refuse(request_id)
 
     @property

@@ -45,8 +45,8 @@ class Lookup:
     leasing: Future[AsyncLease] | None = None
     lease: AsyncLease | None = None
     leased_from: int = 0
-    began_s: float = 0.0
-    """When the lease was asked for."""
+    lease_s: float = 0.0
+    """How long the answer to the wish for a lease took, reading from disk included."""
     refused: bool = False
     """Nothing is to be loaded for this request, unless it is preempted."""
     failed: bool = False
@@ -163,9 +163,9 @@ class Lookups:
             found[Distance.CPU] = found.get(Distance.CPU, 0) + left
         return found
 
-    def began_s(self, request_id: str) -> float:
-        """When the request's lease was asked for, by the clock."""
-        return self._lookups[request_id].began_s
+    def lease_s(self, request_id: str) -> float:
+        """How long it took to get the request's lease, reading from disk included."""
+        return self._lookups[request_id].lease_s
 
     def refuse(self, request_id: str) -> None:
         """Nothing more is loaded for this request: what was to be had it has, or it failed."""
@@ -244,11 +244,13 @@ class Lookups:
     def _acquire(self, lookup: Lookup, first_block: int) -> None:
         self._leases += 1
         lookup.leased_from = first_block
-        lookup.began_s = self._clock()
+        began_s = self._clock()
 
         async def acquire() -> AsyncLease:
             cache = await self._link.cache(lookup.spec)
-            return await cache.acquire(lookup.tokens, first_block=first_block, ttl_s=_LEASE_S)
+            lease = await cache.acquire(lookup.tokens, first_block=first_block, ttl_s=_LEASE_S)
+            lookup.lease_s = self._clock() - began_s
+            return lease
 
         nbytes = len(lookup.tokens) // self._block_tokens * self._block_bytes
         lookup.leasing = self._link.start(acquire, self._link.timeout_s + nbytes / _BYTES_PER_S)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import zmq
@@ -18,7 +19,7 @@ from prefixd.cache import NamespaceSpec, PartSpec, TieredCache, Tiers, Trie
 from prefixd.cache.trie import DISK, TIERS
 from prefixd.server.kv_events import announcer
 from prefixd.server.kv_events.publisher import EventCounters, Publisher
-from prefixd.server.kv_events.wire import AllBlocksCleared, BlockRemoved, BlockStored, Event
+from prefixd.server.kv_events.wire import AllBlocksCleared, BlockRemoved, BlockStored, Event, KVEventBatch
 from prefixd.settings import EventSettings
 from prefixd_swap import create_copy_engine, create_eviction_policy
 
@@ -159,7 +160,7 @@ async def test_turns_are_bounded(cache: TieredCache, monkeypatch: pytest.MonkeyP
     while events._turn():
         pass
     assert router.batches[0] == [AllBlocksCleared()]
-    stored = [batch for batch in router.batches[1:]]
+    stored = router.batches[1:]
     assert all(len(batch) == 1 for batch in stored)
     assert [len(batch[0].block_hashes) for batch in stored] == [256] * 11 + [3000 - 11 * 256]
     assert [key for batch in stored for key in batch[0].block_hashes] == [
@@ -191,6 +192,26 @@ async def test_announcements_do_not_overtake_each_other(cache: TieredCache, monk
     assert router.blocks == matchable(trie)
 
 
+async def test_every_topic_begins_with_all_blocks_cleared(cache: TieredCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also that of a namespace which was not known when the announcement began."""
+    monkeypatch.setattr(announcer, "Publisher", Router)
+    events = announcer.KVEvents(cache, ON.model_copy(update={"topic": "kv@{namespace}"}))
+    router: Any = events._publisher
+    cache.observe(events._note)
+    cache.register(NamespaceSpec("early", 1, (PartSpec("a", 0, 8),)))
+    events.announce_all()
+    events._turn()
+    namespace = cache.register(NamespaceSpec("late", 1, (PartSpec("a", 0, 8),)))
+    trie, chain = cache.trie(namespace), cache.chain(namespace, bytes(4))
+    row = trie.insert(namespace.root, namespace.ordinal, chain.key(0), chain.block(0), 0.0)
+    assert row is not None
+    trie.put_copy(row, DISK, [0], 0.0)
+    events._turn()
+    assert router.topics == [b"kv@early", b"kv@late", b"kv@late"]
+    assert router.batches[:2] == [[AllBlocksCleared()]] * 2
+    assert router.blocks == matchable(trie)
+
+
 @pytest.fixture
 def folder() -> Iterator[Path]:
     """Short enough for a socket's path."""
@@ -199,15 +220,18 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(name)
 
 
-async def test_a_subscriber_that_does_not_read(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("bound", ["batches", "bytes"])
+async def test_a_subscriber_that_does_not_read(bound: str, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """It misses batches and can see that; others miss nothing, nobody waits, it is counted and logged once."""
     endpoint, replay = f"ipc://{folder}/events", f"ipc://{folder}/replay"
     joined: asyncio.Queue[None] = asyncio.Queue()
-    settings = EventSettings(
-        endpoint=endpoint, replay_endpoint=replay, queue_batches=100, buffer_batches=40, buffer_bytes=1 << 30
-    )
-    publisher = Publisher(settings, lambda: joined.put_nowait(None), clock=lambda: 1.5)
     event = BlockStored([1], None, list(range(1 << 16)), 1 << 16, None, "CPU", None)
+    nbytes = len(msgspec.msgpack.encode(KVEventBatch(1.5, [event], 0)))
+    limits = {"buffer_batches": 40, "buffer_bytes": 1 << 30}
+    if bound == "bytes":
+        limits = {"buffer_batches": 10_000, "buffer_bytes": 41 * nbytes - 1}
+    settings = EventSettings(endpoint=endpoint, replay_endpoint=replay, queue_batches=100, **limits)
+    publisher = Publisher(settings, lambda: joined.put_nowait(None), clock=lambda: 1.5)
     with zmq.Context() as context:
         slow, fast = context.socket(zmq.SUB), context.socket(zmq.SUB)
         asking = context.socket(zmq.DEALER)
@@ -242,6 +266,12 @@ async def test_a_subscriber_that_does_not_read(folder: Path, caplog: pytest.LogC
             while (message := await receive(asking))[2] != b"\xff" * 8:
                 again.append(int.from_bytes(message[2], "big"))
             assert again == list(range(sent - 40, sent))
+            # The next time that it stops to read is counted anew.
+            while publisher.counters.overruns < 2:
+                publisher.publish(b"t", [event])
+                await receive(fast)
+                sent += 1
+                assert sent < 5000
         finally:
             for one in (slow, fast, asking):
                 one.close(linger=0)

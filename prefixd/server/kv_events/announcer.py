@@ -20,7 +20,6 @@ import numpy.typing as npt
 from prefixd.cache import CPU, DISK, GPU, Namespace, TieredCache, Trie
 from prefixd.cache.key_index import grown
 from prefixd.cache.trie import Rows
-from prefixd.cache.trie_table import NOWHERE
 from prefixd.server.kv_events.publisher import EventCounters, Publisher
 from prefixd.server.kv_events.wire import AllBlocksCleared, BlockRemoved, BlockStored
 from prefixd.settings import EVENT_NAMESPACE, EventSettings
@@ -159,7 +158,6 @@ class KVEvents:
             self._begin(self._topic_of(namespace))
         for trie in self._cache.tries:
             announced = self._of(trie)
-            announced.news[:] = False
             announced.media[:] = 0
             announced.to_store[: trie.rows] = (trie.whole[: trie.rows] & np.uint8(trie.offered)) != 0
 
@@ -270,9 +268,8 @@ def _hashes(trie: Trie, rows: Rows) -> Hashes:
 
 
 def _tiers_of(trie: Trie, rows: Rows) -> Bits:
-    """The tiers, a bit each, from which each block can be had with all its parts."""
+    """The tiers, a bit each, from which each block can be had with all its parts; none where there is no block."""
     tiers: Bits = trie.whole[rows] & np.uint8(trie.offered)
-    tiers[trie.namespace[rows] == NOWHERE] = 0
     return tiers
 
 

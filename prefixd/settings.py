@@ -244,7 +244,8 @@ class EventSettings(_Section):
     """Where subscribers that missed batches ask for them once more."""
     topic: Annotated[str, AfterValidator(_topic)] = "kv-events"
     """The first frame of every message; {namespace} in it stands for the namespace's name. llm-d wants kv@POD@MODEL,
-    where POD is what it calls the engine on this host that it may send requests to; Dynamo and SGLang take any."""
+    where POD is its name for the engine to which it sends requests for what is held here, such as 10.0.0.5:8000, and
+    MODEL the one that requests name."""
     buffer_batches: Count = 10_000
     """Batches kept for replay,"""
     buffer_bytes: Bytes = 64 << 20

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -148,16 +148,24 @@ class Hold(ABC):
             for run in buffers.runs(self.offsets, first, blocks)
         ]
 
-    async def _copy(self, pairs: Sequence[CopyPair]) -> None:
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """For a copy that the caller makes itself, at `offset`: as long as it lasts, the daemon is not told that
+        nothing here touches the bytes any more, also when the client is closed meanwhile. Raises `LeaseLost`.
+        """
         self.check()
         self._copies += 1
         self._still.clear()
         try:
-            await self._granted.client.copier.copy(pairs, self.check)
+            yield
         finally:
             self._copies -= 1
             if not self._copies:
                 self._still.set()
+
+    async def _copy(self, pairs: Sequence[CopyPair]) -> None:
+        with self.copying():
+            await self._granted.client.copier.copy(pairs, self.check)
 
     def _end(self) -> None:
         self._ended = True

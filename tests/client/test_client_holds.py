@@ -149,3 +149,21 @@ async def test_nothing_is_given_up_while_a_copy_is_under_way(
     await ending
     await client.close()
     assert ("Commit" if end == "commit" else "Release") in stand_in.entered
+
+
+async def test_slots_that_the_caller_fills_itself_are_not_given_up_by_closing_the_client(
+    stand_in: Any, spec: NamespaceSpec
+) -> None:
+    client = AsyncClient(stand_in.address)
+    reservation = await (await client.register(spec)).reserve(TOKENS)
+    with reservation.copying():
+        closing = asyncio.create_task(client.close())
+        while not client._closed:
+            await asyncio.sleep(0)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert stand_in.released == [] and not closing.done()
+    await closing
+    assert stand_in.released == ["reservation"]
+    with pytest.raises(LeaseLost), reservation.copying():
+        pass

@@ -30,6 +30,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from prefixd.client import NamespaceSpec
 from prefixd.integrations.vllm.counters import ConnectorCounters
+from prefixd.integrations.vllm.device import fence_of
 from prefixd.integrations.vllm.geometry import (
     Geometry,
     layer_names,
@@ -479,6 +480,7 @@ class _WorkerHalf:
         self._options = options
         self.counters = ConnectorCounters()
         self.packing = ""
+        self._ordinal: int | None = None
         self._transfers: Transfers | None = None
         self._layers = {name: place for place, name in enumerate(layer_names(kv_cache_config, geometry))}
 
@@ -494,12 +496,11 @@ class _WorkerHalf:
         device = next(iter(kv_caches.values())).device
         pages = read_pages(self._kv_cache_config, kv_caches, self._geometry)
         self.packing = packing(self._vllm_config, kv_caches)
-        ordinal = None if device.type == "cpu" else device.index or 0
+        self._ordinal = None if device.type == "cpu" else device.index or 0
         link = Link(self._options.address, f"vllm worker {rank}", self._options.timeout_s)
         link.wait_first()
-        engine = create_copy_engine("cpu" if ordinal is None else f"cuda:{ordinal}", threads=1)
-        self._transfers = Transfers(link, self._geometry, pages, rank, engine, self.counters, ordinal)
-        self._on_device = ordinal is not None
+        engine = create_copy_engine("cpu" if self._ordinal is None else f"cuda:{self._ordinal}", threads=1)
+        self._transfers = Transfers(link, self._geometry, pages, rank, engine, self.counters, self._ordinal)
 
     def start_loads(self, orders: Orders) -> None:
         for job in orders.loads:
@@ -515,21 +516,10 @@ class _WorkerHalf:
         if any(job.waits for job in orders.loads):
             self.transfers.wait_for_loads_of_step()
         if orders.saves:
-            self.transfers.save(orders.saves, self._fence())
+            self.transfers.save(orders.saves, fence_of(self._ordinal))
         if orders.idle:
             self.transfers.wait_for_any(_IDLE_POLL_S)
-
-    def _fence(self) -> Callable[[], None]:
-        if not self._on_device:
-            return _computed_already
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream())
-        return event.synchronize
 
     def close(self) -> None:
         if self._transfers is not None:
             self._transfers.close()
-
-
-def _computed_already() -> None:
-    """On a CPU a step has computed when it returns."""

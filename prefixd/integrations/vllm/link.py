@@ -14,15 +14,18 @@ import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from prefixd.client import (
     Arena,
     AsyncCache,
     AsyncClient,
-    CallTimeout,
+    AsyncLease,
+    AsyncReservation,
     ClientClosed,
     ClientError,
+    InvalidArgumentError,
     MemoryUnavailable,
     NamespaceSpec,
     ServerUnavailable,
@@ -65,8 +68,11 @@ class Link:
                 'unix socket ("unix:/path") of a daemon on this host'
             )
         self.timeout_s = timeout_s
+        try:
+            self._client = AsyncClient(self.address, name=f"{name} {os.getpid()}", memory="shared", timeout_s=_CALL_S)
+        except InvalidArgumentError as error:
+            raise ConfigError(f"address = {self.address!r}: {error}") from error
         self._portal = Portal()
-        self._client = AsyncClient(self.address, name=f"{name} {os.getpid()}", memory="shared", timeout_s=_CALL_S)
         self._caches: dict[NamespaceSpec, AsyncCache] = {}
         self._up = False
         self._closed = False
@@ -89,13 +95,23 @@ class Link:
         """Has the coroutine that `work` makes run in the link's thread.
 
         The future fails with `LinkDown` when the daemon is away, or does not answer within `timeout_s` (None: the
-        link's own), and with the SDK's errors for what it refuses.
+        link's own), or the link is closed, and with the SDK's errors for what the daemon refuses.
         """
-        return self._portal.start(self.guard(work, timeout_s))
+        return self.spawn(lambda: self.guard(work, timeout_s))
 
-    def spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Has what guards its calls itself run in the link's thread; it must not fail."""
-        self._portal.start(work()).add_done_callback(_report)
+    def spawn(self, work: Callable[[], Coroutine[Any, Any, T]]) -> Future[T]:
+        """Has what guards its calls itself run in the link's thread. Fails with `LinkDown` when the link is closed."""
+        try:
+            return self._portal.start(work())
+        except ClientClosed as error:
+            failed: Future[T] = Future()
+            failed.set_exception(LinkDown(str(error)))
+            return failed
+
+    def give_back(self, hold: AsyncLease | AsyncReservation) -> None:
+        """Ends a hold that is not needed any more, and waits for nothing: the daemon may be what failed."""
+        if not self._closed:  # then it ends with the session
+            self.spawn(partial(_end, hold)).add_done_callback(report)
 
     async def guard(self, work: Callable[[], Coroutine[Any, Any, T]], timeout_s: float | None = None) -> T:
         """As `start`, for what runs in the link's thread already."""
@@ -107,6 +123,8 @@ class Link:
                 return await work()
         except (ServerUnavailable, MemoryUnavailable) as error:
             self._fall(str(error))
+            raise LinkDown(str(error)) from error
+        except ClientClosed as error:
             raise LinkDown(str(error)) from error
         except TimeoutError as error:
             reason = f"no answer from the daemon at {self.address} within {limit_s:g} s"
@@ -123,6 +141,21 @@ class Link:
             self._caches[spec] = known
         return known
 
+    async def ask(self) -> None:
+        """Returns when the daemon has answered something. For use in the link's thread, inside `guard`."""
+        await self._client.session()
+        try:
+            await self._client.stats()
+        except (ServerUnavailable, TimeoutError):
+            raise
+        except ClientError:
+            pass  # a refusal is an answer
+
+    @property
+    def draining(self) -> bool:
+        """Whether the daemon is about to end: it answers, and takes no new blocks."""
+        return self._client.draining
+
     @property
     def arena(self) -> Arena | None:
         """The daemon's memory as mapped here; None while there is no session."""
@@ -135,6 +168,7 @@ class Link:
         self._closed = True
         self._up = False
         self._watching.cancel()
+        self._tried.set()
         with suppress(ClientClosed):
             self._portal.run(self._client.close())
         self._portal.stop()
@@ -160,8 +194,10 @@ class Link:
             self._fell.clear()
             try:
                 async with asyncio.timeout(self.timeout_s):
-                    await self._probe()
-            except (ClientError, CallTimeout, TimeoutError) as error:
+                    await self.ask()
+            except Exception as error:
+                if not isinstance(error, ClientError | TimeoutError):
+                    log.error("prefixd: looking for the daemon failed", exc_info=error)
                 self._say_down(str(error) or f"no answer from the daemon at {self.address} within {self.timeout_s:g} s")
                 self._tried.set()
                 await asyncio.sleep(pause_s)
@@ -177,13 +213,13 @@ class Link:
             self._tried.set()
             await self._fell.wait()
 
-    async def _probe(self) -> None:
-        """A session, and a question that shows that it is answered."""
-        await self._client.session()
-        if self._caches:
-            await next(iter(self._caches.values())).match([0])
+
+async def _end(hold: AsyncLease | AsyncReservation) -> None:
+    with suppress(ClientError):  # where it has ended already, or the daemon has
+        await hold.release()
 
 
-def _report(done: Future[None]) -> None:
-    if not done.cancelled() and (error := done.exception()) is not None:
+def report(done: Future[Any]) -> None:
+    """Logs what a task failed with; for tasks that should not fail."""
+    if not done.cancelled() and (error := done.exception()) is not None and not isinstance(error, LinkDown):
         log.error("prefixd: a task of the connector failed", exc_info=error)

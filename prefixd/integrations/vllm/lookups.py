@@ -7,9 +7,8 @@ told to ask again while an answer is under way.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -44,7 +43,6 @@ class Lookup:
     asking: Future[SeenPrefix] | None = None
     leasing: Future[AsyncLease] | None = None
     lease: AsyncLease | None = None
-    leased_from: int = 0
     lease_s: float = 0.0
     """How long the answer to the wish for a lease took, reading from disk included."""
     refused: bool = False
@@ -82,7 +80,7 @@ class Lookups:
         self._clock = clock
         self._lookups: dict[str, Lookup] = {}
         self._ahead: set[str] = set()  # prompts that are brought up ahead of their turn
-        self._line: deque[str] = deque()  # those that came when there were enough of them
+        self._line: dict[str, None] = {}  # those that came when there were enough of them, in order
         self._complained_s = -float("inf")
         self._leases = 0
         self.patience_s = 0.0
@@ -93,6 +91,7 @@ class Lookups:
 
     def add(self, request_id: str, spec: NamespaceSpec, tokens: list[int]) -> None:
         """A request has come: asks what there is of its prompt, and has it brought up."""
+        self.forget(request_id)
         lookup = Lookup(spec, np.asarray(tokens, np.uint32))
         self._lookups[request_id] = lookup
         self._ask(request_id, lookup)
@@ -141,7 +140,7 @@ class Lookups:
             return None
         if lookup.lease is None:
             return 0
-        end = (lookup.lease.first_block + lookup.lease.blocks) * self._block_tokens if lookup.lease.blocks else 0
+        end = (lookup.lease.first_block + lookup.lease.blocks) * self._block_tokens
         if lookup.lease.first_block * self._block_tokens > local_tokens:  # vLLM has lost some of its own meanwhile
             self._let_go(lookup)
             return None
@@ -193,6 +192,7 @@ class Lookups:
     def forget(self, request_id: str) -> None:
         """The request has ended."""
         lookup = self._lookups.pop(request_id, None)
+        self._line.pop(request_id, None)
         self._next_ahead(request_id)
         if lookup is not None:
             self._let_go(lookup)
@@ -201,6 +201,7 @@ class Lookups:
 
     def clear(self) -> None:
         """Forgets every request."""
+        self._line.clear()
         for request_id in list(self._lookups):
             self.forget(request_id)
 
@@ -214,8 +215,9 @@ class Lookups:
         ahead = request_id not in self._ahead and len(self._ahead) < self._prefetch
         if ahead:
             self._ahead.add(request_id)
-        elif lookup.seen is None and self._prefetch:
-            self._line.append(request_id)
+            self._line.pop(request_id, None)
+        elif lookup.seen is None and self._prefetch and request_id not in self._ahead:
+            self._line.setdefault(request_id)
 
         async def ask() -> SeenPrefix:
             cache = await self._link.cache(lookup.spec)
@@ -235,15 +237,24 @@ class Lookups:
             return
         self._ahead.discard(gone)
         while self._line:
-            request_id = self._line.popleft()
-            lookup = self._lookups.get(request_id)
-            if lookup is not None and not lookup.refused:
-                self._ask(request_id, lookup)
+            request_id = next(iter(self._line))
+            del self._line[request_id]
+            lookup = self._lookups[request_id]
+            if not lookup.refused:
+                self._ahead.add(request_id)
+                self._bring_up(lookup)
                 return
+
+    def _bring_up(self, lookup: Lookup) -> None:
+        async def bring_up() -> int:
+            cache = await self._link.cache(lookup.spec)
+            return await cache.prefetch(lookup.tokens)
+
+        # Whether it came, the next answer shows.
+        self._link.start(bring_up).add_done_callback(self._result)
 
     def _acquire(self, lookup: Lookup, first_block: int) -> None:
         self._leases += 1
-        lookup.leased_from = first_block
         began_s = self._clock()
 
         async def acquire() -> AsyncLease:
@@ -260,7 +271,7 @@ class Lookups:
         future: Future[Any] | None = lookup.asking or lookup.leasing
         assert future is not None
         began_s = self._clock()
-        with suppress(NotYet):
+        with suppress(NotYet, CancelledError):
             future.exception(max(0.0, self.patience_s))
         self.patience_s -= self._clock() - began_s
         self._settle(lookup)
@@ -280,6 +291,10 @@ class Lookups:
             if lookup.lease is None:
                 self._leases -= 1
                 lookup.refused = True
+            elif not lookup.lease.blocks:  # evicted since it was seen
+                self._leases -= 1
+                lookup.lease = None
+                lookup.seen, lookup.seen_s = NOTHING_SEEN, self._clock()
 
     def _pays(self, seen: SeenPrefix, local_tokens: int) -> bool:
         if self._cost is None:
@@ -290,37 +305,31 @@ class Lookups:
 
     def _let_go(self, lookup: Lookup) -> None:
         if lookup.leasing is not None:
-            # An answer that comes to a caller who has gone is given back by the SDK.
-            if not lookup.leasing.cancel() and lookup.leasing.done():
-                self._settle(lookup)
-            else:
-                lookup.leasing = None
-                self._leases -= 1
+            # Not cancelled: who cancels does not learn of a lease that was granted at that moment.
+            lookup.leasing.add_done_callback(self._give_back)
+            lookup.leasing = None
+            self._leases -= 1
         if lookup.lease is not None:
             self._leases -= 1
-            if self._link.up and lookup.lease.blocks:
-                self._link.start(lookup.lease.release).add_done_callback(_report_release)
+            if lookup.lease.blocks:
+                self._link.give_back(lookup.lease)
             lookup.lease = None
 
+    def _give_back(self, leasing: Future[AsyncLease]) -> None:
+        lease = self._result(leasing)
+        if lease is not None and lease.blocks:
+            self._link.give_back(lease)
+
     def _result(self, future: Future[Any]) -> Any:
-        """The answer; None when there is none."""
+        """The answer; None when there is none, which the log says now and then."""
         if future.cancelled():
             return None
         error = future.exception()
         if error is None:
             return future.result()
         if not isinstance(error, LinkDown | ClientError):
-            raise error
-        if isinstance(error, ClientError) and self._clock() - self._complained_s > _COMPLAINT_S:
+            log.error("prefixd: a question to the daemon failed", exc_info=error)
+        elif isinstance(error, ClientError) and self._clock() - self._complained_s > _COMPLAINT_S:
             self._complained_s = self._clock()
             log.warning("prefixd refuses: %s", error)
         return None
-
-
-def _report_release(done: Future[None]) -> None:
-    if done.cancelled():
-        return
-    error = done.exception()
-    # A lease that ended by itself before it was given back is no loss.
-    if error is not None and not isinstance(error, LinkDown | ClientError):
-        log.error("prefixd: a lease could not be given back", exc_info=error)

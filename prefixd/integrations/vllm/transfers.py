@@ -2,7 +2,8 @@
 
 A load acquires its own lease, copies, and releases; that the release succeeds proves that the bytes were the right ones
 from the first to the last. A save reserves, copies, commits. Neither is ever waited for by a step, but for loads that
-the step computes on (`LoadJob.waits`).
+the step computes on (`LoadJob.waits`). Only calls to the daemon have a limit in time: what a copy or a step of the
+model takes says nothing about the daemon.
 """
 
 from __future__ import annotations
@@ -12,29 +13,27 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
-from typing import Any
 
 import numpy as np
 
-from prefixd.client import Arena, AsyncLease, AsyncReservation, ClientError, ExhaustedError, LeaseLost
+from prefixd.client import AsyncCache, AsyncLease, AsyncReservation, ClientError, ExhaustedError, LeaseLost
 from prefixd.integrations.vllm.counters import ConnectorCounters
+from prefixd.integrations.vllm.device import ArenaPin, Fence
 from prefixd.integrations.vllm.geometry import Geometry
 from prefixd.integrations.vllm.jobs import LoadJob, LoadOutcome, Outcomes, SaveJob
-from prefixd.integrations.vllm.link import Link, LinkDown
+from prefixd.integrations.vllm.link import Link, LinkDown, report
 from prefixd.integrations.vllm.pages import NO_BLOCK, GroupPages
-from prefixd_swap import CopyEngine, Span, SwapError, register_host, unregister_host
+from prefixd_swap import CopyEngine, Span, SwapError
 
 log = logging.getLogger("vllm.prefixd")
 
 _BYTES_PER_S = 100e6  # a transfer slower than this is given up
 _SAVE_PAUSE_S = 1.0
-
-Fence = Callable[[], None]
-"""Blocks until what it was made after has been computed; called in a thread."""
+_PIECES = 4096  # copied at a time: to list more of them would hold up the link's thread
 
 
 class Transfers:
@@ -77,6 +76,12 @@ class Transfers:
         self._saves: deque[tuple[SaveJob, Fence]] = deque()
         self._saving = False
         self._save_again_s = 0.0
+        self._pieces_a_block = sum(
+            sum(map(len, group_pages.layers)) * (geometry.block_tokens // group.block_tokens)
+            for group, group_pages in zip(geometry.groups, self._pages, strict=True)
+        )
+        if self._pin is not None:
+            self._link.spawn(partial(self._pin_early, self._pin)).add_done_callback(report)
 
     # -- from vLLM's thread ---------------------------------------------------------------------------------------
 
@@ -86,10 +91,9 @@ class Transfers:
             self._loading += 1
             if job.waits:
                 self._layers_there[job.request_id] = 0
-        nbytes = job.blocks * self._geometry.block_bytes
         began_s = time.monotonic()
         there = Progress()
-        future = self._link.start(lambda: self._load(job, there), self._link.timeout_s + nbytes / _BYTES_PER_S)
+        future = self._link.spawn(lambda: self._load(job, there))
         future.add_done_callback(lambda done: self._loaded(job, there, done, time.monotonic() - began_s))
 
     def save(self, jobs: Sequence[SaveJob], fence: Fence) -> None:
@@ -99,7 +103,7 @@ class Transfers:
             if self._saving or not self._saves:
                 return
             self._saving = True
-        self._link.spawn(self._drain)
+        self._link.spawn(self._drain).add_done_callback(report)
 
     def wait_for_layer(self, layer: int) -> None:
         """Returns when every load that this step computes on has the layer's bytes, or has failed."""
@@ -145,26 +149,35 @@ class Transfers:
     # -- loads, in the link's thread --------------------------------------------------------------------------------
 
     async def _load(self, job: LoadJob, there: Progress) -> None:
+        lease = await self._link.guard(partial(self._acquire, job), self._limit_s(job))
+        try:
+            if lease.blocks:
+                async with self._arena(lease) as base:
+                    for layers in self._stages(job):
+                        for blocks in self._batches(lease.blocks, layers):
+                            await self._engine.copy(
+                                [
+                                    pair
+                                    for block in blocks
+                                    for pair in self._pairs(lease, base, block, job.block_ids, block, layers)
+                                ]
+                            )
+                        if layers is not None and lease.blocks == job.blocks:
+                            self._layer_there(job.request_id, layers.stop)
+            await self._link.guard(lease.release)
+        except BaseException:
+            self._link.give_back(lease)
+            raise
+        there.blocks = lease.blocks
+
+    async def _acquire(self, job: LoadJob) -> AsyncLease:
         cache = await self._link.cache(self._geometry.spec(job.prefix.name, job.prefix.salt))
-        lease = await cache.acquire(
+        return await cache.acquire(
             np.frombuffer(job.prefix.tokens, "<u4"),
             first_block=job.first_block,
             max_blocks=job.blocks,
             parts=self._parts,
         )
-        async with lease:
-            with self._arena() as base:
-                for layers in self._stages(job) if lease.blocks else ():
-                    await self._engine.copy(
-                        [
-                            pair
-                            for block in range(lease.blocks)
-                            for pair in self._pairs(lease, base, block, job.block_ids, block, layers)
-                        ]
-                    )
-                    if layers is not None and lease.blocks == job.blocks:
-                        self._layer_there(job.request_id, layers.stop)
-        there.blocks = lease.blocks
 
     def _stages(self, job: LoadJob) -> list[range | None]:
         """All layers at once; one after the other for a step that waits for each."""
@@ -209,13 +222,13 @@ class Transfers:
             job, fence = self._saves[0]
             kept = Progress()
             try:
-                if time.monotonic() >= self._save_again_s:
-                    limit_s = 2 * self._link.timeout_s + job.blocks * self._geometry.block_bytes / _BYTES_PER_S
-                    await self._link.guard(partial(self._save, job, fence, kept), limit_s)
+                await self._save(job, fence, kept)
             except (LinkDown, LeaseLost):
                 pass  # counted below as dropped
-            except ClientError as error:
+            except (ClientError, SwapError) as error:
                 log.error("prefixd: %d blocks could not be saved: %s", job.blocks, error)
+            except Exception as error:  # whatever it is, vLLM gets its blocks back
+                log.error("prefixd: %d blocks could not be saved", job.blocks, exc_info=error)
             self._counters.saved(kept.blocks, kept.duplicates, job.blocks - kept.blocks - kept.duplicates)
             with self._changed:
                 self._saves.popleft()
@@ -226,22 +239,19 @@ class Transfers:
                     return
 
     async def _save(self, job: SaveJob, fence: Fence, kept: Progress) -> None:
+        if not self._link.up or self._link.draining or time.monotonic() < self._save_again_s:
+            return
         await asyncio.to_thread(fence)
-        cache = await self._link.cache(self._geometry.spec(job.prefix.name, job.prefix.salt))
+        spec = self._geometry.spec(job.prefix.name, job.prefix.salt)
+        cache = await self._link.guard(partial(self._link.cache, spec))
         tokens = np.frombuffer(job.prefix.tokens, "<u4")
         done = job.first_block
         end = job.first_block + job.blocks
         while done < end:
+            reservation = await self._link.guard(partial(self._reserve, cache, tokens), 2 * self._link.timeout_s)
+            if reservation is None:
+                return
             try:
-                async with asyncio.timeout(self._link.timeout_s):
-                    reservation = await cache.reserve(tokens, parts=self._parts)
-            except TimeoutError:
-                # It waits for the disk. What cannot be kept now is computed again one day; the engine does not wait.
-                self._save_again_s = time.monotonic() + _SAVE_PAUSE_S
-                return
-            except ExhaustedError:
-                return
-            async with reservation:
                 if not reservation.blocks:
                     kept.duplicates += end - done
                     return
@@ -249,34 +259,68 @@ class Transfers:
                     return
                 kept.duplicates += reservation.first_block - done
                 skipped = reservation.first_block - job.first_block
-                with self._arena() as base:
-                    await self._engine.copy(
-                        [
-                            (theirs, ours)
-                            for block in range(reservation.blocks)
-                            for ours, theirs in self._pairs(
-                                reservation, base, block, job.block_ids, skipped + block, None
-                            )
-                        ]
-                    )
-                result = await reservation.commit()
+                async with self._arena(reservation) as base:
+                    for blocks in self._batches(reservation.blocks):
+                        await self._engine.copy(
+                            [
+                                (theirs, ours)
+                                for block in blocks
+                                for ours, theirs in self._pairs(
+                                    reservation, base, block, job.block_ids, skipped + block, None
+                                )
+                            ]
+                        )
+                result = await self._link.guard(reservation.commit, self._limit_s(job))
                 done = reservation.first_block + reservation.blocks
                 kept.blocks += result.committed
                 kept.duplicates += result.duplicates
+            finally:
+                self._link.give_back(reservation)  # unless it was committed
+
+    async def _reserve(
+        self, cache: AsyncCache, tokens: np.ndarray[tuple[int], np.dtype[np.uint32]]
+    ) -> AsyncReservation | None:
+        """Slots; None when there are none now."""
+        try:
+            async with asyncio.timeout(self._link.timeout_s):
+                return await cache.reserve(tokens, parts=self._parts)
+        except TimeoutError:
+            # It waits for the disk. What cannot be kept now is computed again one day; the engine does not wait.
+            self._save_again_s = time.monotonic() + _SAVE_PAUSE_S
+            await self._link.ask()  # unless it is away
+            return None
+        except ExhaustedError:
+            return None
 
     # -- both -------------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _arena(self) -> Iterator[int]:
-        """The arena's address, mapped for as long as the context lasts, also when the session ends meanwhile."""
+    def _limit_s(self, job: LoadJob | SaveJob) -> float:
+        """How long the daemon may take for a call that may have to wait for the job's bytes."""
+        return self._link.timeout_s + job.blocks * self._geometry.block_bytes / _BYTES_PER_S
+
+    def _batches(self, blocks: int, layers: range | None = None) -> Iterator[range]:
+        """So many blocks as are copied at a time, until all are."""
+        pieces = self._pieces_a_block if layers is None else self._pieces_a_block // len(self._pages[0].layers)
+        step = max(1, _PIECES // max(1, pieces))
+        return (range(first, min(first + step, blocks)) for first in range(0, blocks, step))
+
+    @asynccontextmanager
+    async def _arena(self, hold: AsyncLease | AsyncReservation) -> AsyncIterator[int]:
+        """The arena's address; it is mapped for as long as the context lasts, also when the session ends meanwhile."""
         arena = self._link.arena
         if arena is None:
             raise LeaseLost("the session ended before the copy began")
-        if self._pin is not None:
-            self._pin.keep(arena)
-        mapped = arena.bytes_at(0, arena.nbytes)
-        yield int(mapped.ctypes.data)
-        del mapped
+        with hold.copying():
+            mapped = arena.bytes_at(0, arena.nbytes)
+            async with nullcontext() if self._pin is None else self._pin.use(arena, hold.check):
+                yield int(mapped.ctypes.data)
+            del mapped
+
+    async def _pin_early(self, pin: ArenaPin) -> None:
+        """So that the first load need not wait for it."""
+        if (arena := self._link.arena) is not None:
+            async with pin.use(arena, _unchecked):
+                pass
 
     def _pairs(
         self,
@@ -305,29 +349,5 @@ class Progress:
         self.duplicates = 0
 
 
-class ArenaPin:
-    """Keeps the arena that is in use registered with CUDA, so that copies run at full speed beside the model."""
-
-    def __init__(self, ordinal: int) -> None:
-        self._ordinal = ordinal
-        self._arena: Arena | None = None
-        self._bytes: Any = None  # keeps the mapping while CUDA knows it, also past its session's end
-
-    def keep(self, arena: Arena) -> None:
-        """Registers `arena`, in place of an earlier one."""
-        if self._arena is arena:
-            return
-        self.drop()
-        self._arena, self._bytes = arena, arena.bytes_at(0, arena.nbytes)
-        try:
-            register_host(arena.address, arena.nbytes, self._ordinal)
-        except SwapError as error:
-            log.warning("prefixd: the arena could not be pinned, copies are slower: %s", error)
-            self._bytes = None
-
-    def drop(self) -> None:
-        """Undoes it."""
-        if self._arena is not None and self._bytes is not None:
-            with suppress(SwapError):
-                unregister_host(self._arena.address, self._ordinal)
-        self._arena = self._bytes = None
+def _unchecked() -> None:
+    """Nothing hangs on it."""

@@ -1,0 +1,88 @@
+"""What an engine on CUDA needs beside copies: the arena registered with the driver, and fences in the compute stream.
+
+Unverified on a GPU; the tests run it against a stand-in driver.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import torch
+
+from prefixd.client import Arena
+from prefixd_swap import SwapError, register_host, unregister_host
+
+log = logging.getLogger("vllm.prefixd")
+
+Fence = Callable[[], None]
+"""Blocks until what it was made after has been computed; called in a thread."""
+
+
+def computed_already() -> None:
+    """The fence on a CPU, where a step has computed when it returns."""
+
+
+def fence_of(ordinal: int | None) -> Fence:
+    """A fence after what is in the present stream of CUDA device `ordinal` by now; None: of a CPU."""
+    if ordinal is None:
+        return computed_already
+    event = torch.cuda.Event(blocking=True)
+    event.record(torch.cuda.current_stream(ordinal))
+    wait: Fence = event.synchronize
+    return wait
+
+
+class ArenaPin:
+    """Keeps the arena that is in use registered with CUDA, so that copies run at full speed beside the model.
+
+    For one event loop. Registering takes a third of a second per GiB, in a thread.
+    """
+
+    def __init__(self, ordinal: int) -> None:
+        self._ordinal = ordinal
+        self._arena: Arena | None = None
+        self._bytes: Any = None  # keeps the mapping while CUDA knows it, also past its session's end
+        self._one = asyncio.Lock()
+        self._users = 0
+        self._unused = asyncio.Event()
+        self._unused.set()
+
+    @asynccontextmanager
+    async def use(self, arena: Arena, check: Callable[[], None]) -> AsyncIterator[None]:
+        """Has `arena` registered, in place of an earlier one once nobody uses that, for as long as the context lasts.
+
+        `check` raises when the arena is not to be used any more.
+        """
+        async with self._one:
+            if self._arena is not arena:
+                await self._unused.wait()
+                check()
+                await asyncio.to_thread(self._register, arena)
+            self._users += 1
+            self._unused.clear()
+        try:
+            yield
+        finally:
+            self._users -= 1
+            if not self._users:
+                self._unused.set()
+
+    def drop(self) -> None:
+        """Undoes it, when nothing is copied any more."""
+        if self._arena is not None and self._bytes is not None:
+            with suppress(SwapError):
+                unregister_host(self._arena.address, self._ordinal)
+        self._arena = self._bytes = None
+
+    def _register(self, arena: Arena) -> None:
+        self.drop()
+        self._arena, self._bytes = arena, arena.bytes_at(0, arena.nbytes)
+        try:
+            register_host(arena.address, arena.nbytes, self._ordinal)
+        except SwapError as error:
+            log.warning("prefixd: the arena could not be pinned, copies are slower: %s", error)
+            self._bytes = None

@@ -1,0 +1,181 @@
+"""What the tests of vLLM's connector share: a daemon, and one rank's transfers over memory that stands for vLLM's."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from prefixd.integrations.vllm.counters import ConnectorCounters
+from prefixd.integrations.vllm.device import Fence, computed_already
+from prefixd.integrations.vllm.geometry import Geometry, Group
+from prefixd.integrations.vllm.jobs import LoadJob, Namespaced, Outcomes, SaveJob
+from prefixd.integrations.vllm.link import Link
+from prefixd.integrations.vllm.pages import GroupPages, PageRun
+from prefixd.integrations.vllm.transfers import Transfers
+from prefixd.workloads.daemon_process import DaemonProcess
+from prefixd_swap import CopyEngine
+from prefixd_swap.copies import HostCopyEngine, Pair
+
+DEADLINE_S = 60.0
+PATIENT_S = 60.0  # a limit that no call to a daemon that runs reaches on a busy machine
+LAYERS, PAGES, PAGE_BYTES = 3, 32, 96
+
+Pages = npt.NDArray[np.uint8]
+
+
+def wait_until(condition: Callable[[], Any]) -> None:
+    """For what another process, or a thread that says nothing, brings about."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not happen"
+        time.sleep(0.01)
+
+
+class GatedEngine(HostCopyEngine):
+    """Stops in every copy, before it is made or after, until the test lets it go on."""
+
+    def __init__(self, *, after: bool = False) -> None:
+        super().__init__(1)
+        self.reached = threading.Event()
+        self.go = threading.Event()
+        self.after = after
+
+    async def copy(self, pairs: Sequence[Pair]) -> None:
+        """Copies, and waits."""
+        if self.after:
+            await super().copy(pairs)
+        self.reached.set()
+        waiting = asyncio.ensure_future(asyncio.to_thread(self.go.wait, DEADLINE_S))
+        try:
+            assert await asyncio.shield(waiting)
+        except asyncio.CancelledError:
+            await waiting  # as a copy under way would
+            raise
+        if not self.after:
+            await super().copy(pairs)
+
+
+class Rank:
+    """`Transfers` of one rank with memory of its own.
+
+    Group 0 has a vLLM block every 4 tokens, group 1 every 8; a prefixd block has 16 tokens.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        groups: int = 1,
+        rank: int = 0,
+        ranks: int = 1,
+        engine: CopyEngine | None = None,
+        timeout_s: float = PATIENT_S,
+        waits_until_up: bool = True,
+        memory: Sequence[Any] | None = None,
+        addresses: Sequence[int] | None = None,
+        ordinal: int | None = None,
+        page_bytes: int = PAGE_BYTES,
+    ) -> None:
+        tokens = [4, 8][:groups]
+        self.page_bytes = page_bytes
+        self.geometry = Geometry(
+            tuple(Group(index, each, 16 // each * LAYERS * page_bytes) for index, each in enumerate(tokens)),
+            block_tokens=16,
+            unit_tokens=max(tokens),
+            ranks=ranks,
+        )
+        self.memory: Any = memory or [np.zeros((LAYERS, PAGES, page_bytes), np.uint8) for _ in tokens]
+        bases = addresses or [array.ctypes.data for array in self.memory]
+        self.pages = [
+            GroupPages(
+                tuple((PageRun(base + layer * PAGES * page_bytes, page_bytes, page_bytes),) for layer in range(LAYERS)),
+                on_device=ordinal is not None,
+            )
+            for base in bases
+        ]
+        self.counters = ConnectorCounters()
+        self.link = Link(address, "test", timeout_s)
+        if waits_until_up:
+            wait_until(lambda: self.link.up)
+        self.transfers = Transfers(
+            self.link, self.geometry, self.pages, rank, engine or HostCopyEngine(1), self.counters, ordinal
+        )
+        self._saves = 0
+
+    def ids(self, *of_groups: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        return tuple(map(tuple, of_groups))
+
+    def prefix(self, name: str, tokens: int, seed: int = 0) -> Namespaced:
+        ids = np.random.default_rng(seed).integers(0, 1000, tokens)
+        return Namespaced(name, b"", ids.astype("<u4").tobytes())
+
+    def save(self, prefix: Namespaced, *ids: Sequence[int], first: int = 0, fence: Fence = computed_already) -> int:
+        """Queues the save of a prefix's blocks from `first` on; its id."""
+        self._saves += 1
+        blocks = len(prefix.tokens) // 64 - first
+        self.transfers.save([SaveJob(self._saves, prefix, first, blocks, self.ids(*ids))], fence)
+        return self._saves
+
+    def load(self, name: str, prefix: Namespaced, *ids: Sequence[int], first: int = 0, waits: bool = False) -> None:
+        blocks = len(prefix.tokens) // 64 - first
+        self.transfers.load(LoadJob(name, prefix, first, blocks, self.ids(*ids), waits))
+
+    def settle(self) -> Outcomes:
+        """What has ended, once nothing is under way."""
+        transfers = self.transfers
+        with transfers._changed:
+            assert transfers._changed.wait_for(lambda: not (transfers._loading or transfers._saving), DEADLINE_S)
+        return transfers.take_outcomes()
+
+    def saved(self, prefix: Namespaced, *ids: Sequence[int], first: int = 0) -> dict[str, float]:
+        """Saves, waits, and returns what was counted."""
+        job = self.save(prefix, *ids, first=first)
+        assert self.settle().saves == {job: 1}
+        return self.counters.take()
+
+    def close(self) -> None:
+        self.transfers.close()
+
+
+MakeRank = Callable[..., Rank]
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[DaemonProcess]:
+    """A daemon without a disk; shared by a module's tests, which use namespaces of their own."""
+    with DaemonProcess({"cpu.bytes": "64MiB", "disk.bytes": 0}) as running:
+        yield running
+
+
+@pytest.fixture
+def own_daemon(tmp_path: Path) -> Iterator[DaemonProcess]:
+    """A daemon that the test may kill, stop and start again."""
+    with DaemonProcess({"cpu.bytes": "64MiB", "disk.bytes": 0}) as running:
+        yield running
+
+
+@pytest.fixture
+def make_rank(request: pytest.FixtureRequest) -> Iterator[MakeRank]:
+    made: list[Rank] = []
+
+    def make(address: str, **how: Any) -> Rank:
+        made.append(Rank(address, **how))
+        return made[-1]
+
+    yield make
+    for rank in made:
+        rank.close()
+
+
+@pytest.fixture
+def rank(daemon: DaemonProcess, make_rank: MakeRank) -> Rank:
+    """One rank of a model with one group."""
+    return make_rank(daemon.address)

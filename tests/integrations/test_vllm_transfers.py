@@ -1,0 +1,400 @@
+"""One rank's loads and saves, over a real daemon and host memory that stands for vLLM's."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from prefixd.client import Client
+from prefixd.integrations.vllm.pages import NO_BLOCK
+from prefixd.workloads.daemon_process import DaemonProcess
+from prefixd_swap.copies import HostCopyEngine, Pair
+from tests.integrations.conftest import DEADLINE_S, GatedEngine, MakeRank, Rank, wait_until
+
+
+def fill(rank: Rank, seed: int = 1) -> None:
+    for array in rank.memory:
+        array[:] = np.random.default_rng(seed).integers(1, 256, array.shape, np.uint8)
+
+
+def pages_of(rank: Rank, ids: Sequence[int], group: int = 0) -> list[bytes]:
+    return [rank.memory[group][:, block].tobytes() for block in ids]
+
+
+def lines(caplog: pytest.LogCaptureFixture, level: int = logging.WARNING) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= level]
+
+
+# -- there and back -------------------------------------------------------------------------------------------------
+
+
+def test_saved_and_loaded_into_other_blocks_the_bytes_are_the_same(rank: Rank) -> None:
+    fill(rank)
+    prefix = rank.prefix("round trip", 48)
+    source, target = list(range(1, 13)), list(range(20, 32))
+    assert rank.saved(prefix, source) == {"saved_blocks": 3}
+    before = pages_of(rank, source)
+    rank.memory[0][:, 20:] = 0
+    rank.load("r", prefix, target)
+    outcome = rank.settle().loads["r"]
+    assert outcome[0] == 1 and outcome[1].failed_blocks == 0
+    assert outcome[1].nbytes == 3 * rank.geometry.block_bytes
+    assert pages_of(rank, target) == before
+    assert rank.transfers.take_received() == ({"r"}, set())
+    assert rank.transfers.take_received() == (set(), set())
+    assert rank.transfers.take_failed_ids() == set()
+    counted = rank.counters.take()
+    assert counted["loads"] == 1 and counted["load_bytes"] == outcome[1].nbytes
+
+
+def test_two_groups_and_places_outside_a_window(daemon: DaemonProcess, make_rank: MakeRank) -> None:
+    rank = make_rank(daemon.address, groups=2)
+    fill(rank)
+    prefix = rank.prefix("two groups", 32)
+    rank.saved(prefix, range(1, 9), range(1, 5))
+    first, second = pages_of(rank, range(1, 9)), pages_of(rank, range(1, 5), 1)
+    for array in rank.memory:
+        array[:, 10:] = 0
+    rank.load("r", prefix, range(10, 18), [NO_BLOCK, NO_BLOCK, 12, 13])
+    assert rank.settle().loads["r"][1].failed_blocks == 0
+    assert pages_of(rank, range(10, 18)) == first
+    assert pages_of(rank, [12, 13], 1) == second[2:]
+    assert not rank.memory[1][:, [10, 11, *range(14, 32)]].any()
+
+
+def test_a_block_is_there_only_when_every_rank_has_saved_its_part(daemon: DaemonProcess, make_rank: MakeRank) -> None:
+    ranks = [make_rank(daemon.address, rank=index, ranks=2) for index in range(2)]
+    for index, rank in enumerate(ranks):
+        fill(rank, seed=index)
+    prefix = ranks[0].prefix("ranks", 32)
+    ranks[0].saved(prefix, range(1, 9))
+    ranks[0].load("early", prefix, range(20, 28))
+    assert ranks[0].settle().loads["early"][1].failed_blocks == 2
+    assert ranks[0].transfers.take_failed_ids() == set(range(20, 28))
+    ranks[1].saved(prefix, range(1, 9))
+    for rank in ranks:
+        rank.load("r", prefix, range(20, 28))
+        assert rank.settle().loads["r"][1].failed_blocks == 0
+        assert pages_of(rank, range(20, 28)) == pages_of(rank, range(1, 9))
+    assert pages_of(ranks[0], [20]) != pages_of(ranks[1], [20])
+
+
+def test_a_save_begins_where_the_cache_ends(rank: Rank) -> None:
+    fill(rank)
+    prefix = rank.prefix("grows", 64)
+    short = rank.prefix("grows", 64)
+    short = type(short)(short.name, short.salt, short.tokens[: 32 * 4])
+    assert rank.saved(short, range(1, 9)) == {"saved_blocks": 2}
+    assert rank.saved(prefix, range(1, 17)) == {"saved_blocks": 2, "duplicate_blocks": 2}
+    assert rank.saved(prefix, range(1, 17)) == {"duplicate_blocks": 4}
+    rank.load("r", prefix, range(16, 32))
+    assert rank.settle().loads["r"][1].failed_blocks == 0
+    assert pages_of(rank, range(16, 32))[:15] == pages_of(rank, range(1, 16))
+
+
+def test_a_save_whose_prefix_is_not_cached_is_dropped(rank: Rank) -> None:
+    prefix = rank.prefix("gap", 64)
+    assert rank.saved(prefix, range(1, 9), first=2) == {"dropped_blocks": 2}
+
+
+def test_many_small_batches_make_the_same_copy(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefixd.integrations.vllm.transfers._PIECES", 13)
+    fill(rank)
+    prefix = rank.prefix("batches", 48)
+    rank.saved(prefix, range(1, 13))
+    rank.load("r", prefix, range(20, 32))
+    assert rank.settle().loads["r"][1].failed_blocks == 0
+    assert pages_of(rank, range(20, 32)) == pages_of(rank, range(1, 13))
+
+
+# -- what is not there ----------------------------------------------------------------------------------------------
+
+
+def test_of_a_prefix_that_is_there_in_part_exactly_the_rest_fails(rank: Rank) -> None:
+    fill(rank)
+    prefix = rank.prefix("part", 48)
+    rank.saved(type(prefix)(prefix.name, prefix.salt, prefix.tokens[: 16 * 4]), range(1, 5))
+    rank.load("r", prefix, [*range(10, 18), NO_BLOCK, *range(19, 22)])
+    outcome = rank.settle().loads["r"][1]
+    assert outcome.failed_blocks == 2 and outcome.nbytes == rank.geometry.block_bytes
+    assert rank.transfers.take_failed_ids() == {*range(14, 18), *range(19, 22)}
+    assert rank.transfers.take_failed_ids() == set()
+    assert rank.transfers.take_received() == ({"r"}, set()), "with one group the blocks fail, not the request"
+    assert pages_of(rank, range(10, 14)) == pages_of(rank, range(1, 5))
+
+
+def test_with_several_groups_the_request_fails(daemon: DaemonProcess, make_rank: MakeRank) -> None:
+    rank = make_rank(daemon.address, groups=2)
+    prefix = rank.prefix("missing", 32)
+    rank.load("r", prefix, range(10, 18), range(10, 14))
+    assert rank.settle().loads["r"][1].failed_blocks == 2
+    assert rank.transfers.take_received() == ({"r"}, {"r"})
+    assert rank.transfers.take_failed_ids() == set(), "ids of several groups would not say whose they are"
+
+
+def test_without_a_daemon_everything_ends_at_once(
+    tmp_path: Path, make_rank: MakeRank, caplog: pytest.LogCaptureFixture
+) -> None:
+    rank = make_rank(f"unix:{tmp_path}/nobody.sock", waits_until_up=False, timeout_s=1.0)
+    rank.link.wait_first()
+    prefix = rank.prefix("nobody", 32)
+    job = rank.save(prefix, range(1, 9))
+    rank.load("r", prefix, range(10, 18))
+    outcomes = rank.settle()
+    assert outcomes.saves == {job: 1} and outcomes.loads["r"][1].failed_blocks == 2
+    assert rank.counters.take()["dropped_blocks"] == 2
+    assert len(lines(caplog)) == 1
+
+
+# -- the daemon dies ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["between lease and copy", "between copy and release"])
+def test_a_daemon_killed_in_a_load_fails_all_its_blocks_and_the_next_one_serves_again(
+    own_daemon: DaemonProcess, make_rank: MakeRank, after: bool
+) -> None:
+    plain, engine = make_rank(own_daemon.address), GatedEngine(after=after)
+    rank = make_rank(own_daemon.address, engine=engine)
+    fill(plain)
+    prefix = plain.prefix("killed in a load", 32)
+    plain.saved(prefix, range(1, 9))
+    rank.load("r", prefix, range(20, 28))
+    assert engine.reached.wait(DEADLINE_S)
+    own_daemon.kill()
+    engine.go.set()
+    assert rank.settle().loads["r"][1].failed_blocks == 2
+    assert rank.transfers.take_failed_ids() == set(range(20, 28))
+    own_daemon.start()
+    wait_until(lambda: rank.link.up and plain.link.up)
+    assert plain.saved(prefix, range(1, 9)) == {"saved_blocks": 2}
+    rank.load("again", prefix, range(20, 28))
+    assert rank.settle().loads["again"][1].failed_blocks == 0
+    assert pages_of(rank, range(20, 28)) == pages_of(plain, range(1, 9))
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["between slots and copy", "between copy and commit"])
+def test_a_daemon_killed_in_a_save_drops_it_and_those_behind_it_are_acknowledged(
+    own_daemon: DaemonProcess, make_rank: MakeRank, after: bool
+) -> None:
+    engine = GatedEngine(after=after)
+    rank = make_rank(own_daemon.address, engine=engine)
+    fill(rank)
+    jobs = [rank.save(rank.prefix("killed in a save", 32, seed), range(1, 9)) for seed in range(3)]
+    assert engine.reached.wait(DEADLINE_S)
+    own_daemon.kill()
+    engine.go.set()
+    assert rank.settle().saves == dict.fromkeys(jobs, 1)
+    assert rank.counters.take() == {"dropped_blocks": 6}
+    own_daemon.start()
+    wait_until(lambda: rank.link.up)
+    assert rank.saved(rank.prefix("killed in a save", 32, 0), range(1, 9)) == {"saved_blocks": 2}
+
+
+def test_a_daemon_that_stops_answering_in_a_save_gets_no_more_of_them(
+    own_daemon: DaemonProcess, make_rank: MakeRank
+) -> None:
+    """Its slots are given back in the background: no acknowledgement waits for that."""
+    engine = GatedEngine(after=True)
+    rank = make_rank(own_daemon.address, engine=engine, timeout_s=1.0)
+    fill(rank)
+    jobs = [rank.save(rank.prefix("stopped", 32, seed), range(1, 9)) for seed in range(3)]
+    assert engine.reached.wait(DEADLINE_S)
+    os.kill(own_daemon.pid, signal.SIGSTOP)
+    try:
+        engine.go.set()
+        assert rank.settle().saves == dict.fromkeys(jobs, 1)
+        assert not rank.link.up
+    finally:
+        os.kill(own_daemon.pid, signal.SIGCONT)
+    wait_until(lambda: rank.link.up)
+    wait_until(lambda: reservations(own_daemon) == 0)
+    rank.counters.take()
+    assert sum(rank.saved(rank.prefix("stopped", 32, 1), range(1, 9)).values()) == 2
+
+
+def reservations(daemon: DaemonProcess) -> int:
+    with Client(daemon.address) as client:
+        return sum(session.reservations for session in client.stats().sessions)
+
+
+# -- slots ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_save_goes_on_when_it_gets_slots_for_a_part_only(make_rank: MakeRank) -> None:
+    """A reservation that comes back short is filled, and the rest is asked for."""
+    block_bytes = 4 * 3 * 64 * 1024
+    with DaemonProcess({"cpu.bytes": 5 * block_bytes, "disk.bytes": 0}) as daemon:
+        rank = make_rank(daemon.address, page_bytes=64 * 1024)
+        assert rank.geometry.block_bytes == block_bytes
+        fill(rank)
+        rank.saved(rank.prefix("other", 48), range(1, 13))
+        prefix = rank.prefix("long", 7 * 16, seed=1)
+        counted = rank.saved(prefix, range(1, 29))
+        assert sum(counted.values()) == 7 and 1 <= counted["saved_blocks"] <= 5
+        kept = int(counted["saved_blocks"])
+        source = pages_of(rank, range(1, 1 + 4 * kept))
+        fill(rank, seed=2)
+        rank.load("r", prefix, range(1, 29))
+        assert rank.settle().loads["r"][1].failed_blocks == 7 - kept
+        assert pages_of(rank, range(1, 1 + 4 * kept)) == source
+        assert rank.transfers.take_failed_ids() == set(range(1 + 4 * kept, 29))
+        rank.close()
+
+
+def test_slots_that_have_to_wait_are_not_waited_for(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As when the disk's queue is full: dropped, acknowledged, left in peace for a while. The daemon is not away."""
+    prefix = rank.prefix("waits", 32)
+    rank.saved(prefix, range(1, 9))
+    asked = []
+
+    async def reserve(*args: Any, **kwargs: Any) -> None:
+        asked.append(args)
+        raise TimeoutError  # what the limit in time makes of an answer that does not come
+
+    monkeypatch.setattr("prefixd.client.AsyncCache.reserve", reserve)
+    assert rank.saved(rank.prefix("waits", 32, 1), range(1, 9)) == {"dropped_blocks": 2}
+    assert rank.saved(rank.prefix("waits", 32, 2), range(1, 9)) == {"dropped_blocks": 2}
+    assert len(asked) == 1
+    assert rank.link.up and not lines(caplog)
+
+
+# -- order ----------------------------------------------------------------------------------------------------------
+
+
+def test_saves_are_made_one_after_the_other_each_after_its_fence(rank: Rank) -> None:
+    """What the fence waits for is in what is saved."""
+    computed, order = threading.Event(), []
+
+    def slow() -> None:
+        assert computed.wait(DEADLINE_S)
+        order.append("slow")
+
+    prefixes = [rank.prefix("fences", 16, seed) for seed in range(2)]
+    first = rank.save(prefixes[0], range(1, 5), fence=slow)
+    second = rank.save(prefixes[1], range(5, 9), fence=lambda: order.append("quick"))
+    assert rank.transfers.take_outcomes().saves == {} and not order
+    fill(rank)
+    computed.set()
+    assert rank.settle().saves == {first: 1, second: 1}
+    assert order == ["slow", "quick"]
+    for prefix, ids in zip(prefixes, (range(1, 5), range(5, 9)), strict=True):
+        rank.load("r", prefix, range(20, 24))
+        rank.settle()
+        assert pages_of(rank, range(20, 24)) == pages_of(rank, ids)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("the GPU is gone"), ValueError("?")])
+def test_a_save_that_breaks_is_acknowledged_and_the_next_is_made(
+    rank: Rank, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    """Otherwise vLLM's blocks stayed pinned for ever."""
+
+    def broken() -> None:
+        raise error
+
+    fill(rank)
+    first = rank.save(rank.prefix(f"breaks {error}", 16), range(1, 5), fence=broken)
+    second = rank.save(rank.prefix(f"breaks {error}", 16, 1), range(5, 9))
+    assert rank.settle().saves == {first: 1, second: 1}
+    assert rank.counters.take() == {"dropped_blocks": 1, "saved_blocks": 1}
+    assert len(lines(caplog, logging.ERROR)) == 1
+
+
+class LayersEngine(HostCopyEngine):
+    """Copies a layer when it is allowed to."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.allowed = [threading.Event() for _ in range(3)]
+        self.copied = 0
+
+    async def copy(self, pairs: Sequence[Pair]) -> None:
+        layer, self.copied = self.copied, self.copied + 1
+        await asyncio.to_thread(self.allowed[layer].wait, DEADLINE_S)
+        await super().copy(pairs)
+
+
+def test_a_step_that_computes_on_a_load_waits_for_each_layer(daemon: DaemonProcess, make_rank: MakeRank) -> None:
+    source, engine = make_rank(daemon.address), LayersEngine()
+    rank = make_rank(daemon.address, engine=engine)
+    fill(source)
+    prefix = source.prefix("layers", 32)
+    source.saved(prefix, range(1, 9))
+    rank.load("r", prefix, range(20, 28), waits=True)
+    for layer in range(3):
+        passed = threading.Event()
+
+        def wait(layer: int = layer, passed: threading.Event = passed) -> None:
+            rank.transfers.wait_for_layer(layer)
+            passed.set()
+
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        assert not passed.is_set() and not rank.memory[0][layer].any()
+        engine.allowed[layer].set()
+        waiting.join(DEADLINE_S)
+        assert np.array_equal(rank.memory[0][layer, 20:28], source.memory[0][layer, 1:9])
+    rank.transfers.wait_for_loads_of_step()
+    assert rank.transfers.take_received() == (set(), set()), "the request was in the step"
+    assert rank.settle().loads["r"][1].failed_blocks == 0
+
+
+def test_a_step_does_not_wait_for_ever_for_a_load_that_fails(daemon: DaemonProcess, make_rank: MakeRank) -> None:
+    rank = make_rank(daemon.address)
+    rank.load("r", rank.prefix("not there", 32), range(20, 28), waits=True)
+    for layer in range(3):
+        rank.transfers.wait_for_layer(layer)
+    rank.transfers.wait_for_loads_of_step()
+    assert rank.transfers.take_failed_ids() == set(range(20, 28))
+
+
+def test_waiting_for_anything_ends_when_something_has_ended_or_nothing_is_under_way(rank: Rank) -> None:
+    rank.transfers.wait_for_any(DEADLINE_S)  # at once
+    rank.load("r", rank.prefix("any", 32), range(1, 9))
+    rank.transfers.wait_for_any(DEADLINE_S)
+    assert "r" in rank.transfers.take_outcomes().loads
+
+
+# -- the end --------------------------------------------------------------------------------------------------------
+
+
+def test_closing_waits_for_the_copy_under_way_and_reports_the_rest(
+    daemon: DaemonProcess, make_rank: MakeRank, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Slots that are still being written are nobody else's: only then does the daemon hear that they are free."""
+    engine = GatedEngine()
+    rank = make_rank(daemon.address, engine=engine)
+    before = threading.active_count()
+    rank.save(rank.prefix("closing", 32), range(1, 9))
+    assert engine.reached.wait(DEADLINE_S)
+    assert reservations(daemon) == 1
+    closing = threading.Thread(target=rank.close)
+    closing.start()
+    wait_until(lambda: rank.link._client._closed)
+    assert reservations(daemon) == 1
+    engine.go.set()
+    closing.join(DEADLINE_S)
+    assert not closing.is_alive()
+    assert reservations(daemon) == 0
+    assert threading.active_count() <= before
+    assert not lines(caplog, logging.ERROR)
+
+
+def test_what_comes_after_the_end_fails_and_raises_nothing(rank: Rank, caplog: pytest.LogCaptureFixture) -> None:
+    rank.close()
+    rank.load("r", rank.prefix("late", 32), range(1, 9))
+    rank.transfers.wait_for_loads_of_step()
+    assert rank.transfers.take_outcomes().loads["r"][1].failed_blocks == 2
+    rank.save(rank.prefix("late", 32), range(1, 9))
+    assert not lines(caplog, logging.ERROR)

@@ -66,7 +66,7 @@ _FULL = {
     "layers": 8,
     "cpu_mib": 96,
 }
-_SHORT = {**_FULL, "conversations": 8, "turns": 5, "held": 2, "rounds": 3, "layers": 4, "cpu_mib": 16}
+_SHORT = {**_FULL, "conversations": 6, "held": 2, "rounds": 3, "round_requests": 4, "layers": 4, "cpu_mib": 12}
 _HELP = {
     "conversations": "chats",
     "turns": "turns of each before the restart",

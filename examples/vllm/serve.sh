@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# A daemon and a vLLM server that uses it:   ./serve.sh MODEL [arguments of vllm serve ...]
+#
+# PREFIXD_SOCKET  where the daemon listens; one that listens there already is used (default /tmp/prefixd-UID/prefixd.sock)
+# CPU_BYTES       memory for KV blocks (8GiB)      DISK_BYTES  disk for KV blocks (100GiB)
+# DATA_DIR        where the blocks are on disk (default: prefixd's own)
+# VLLM            the command that serves a model ("vllm serve")
+set -euo pipefail
+model=${1:?usage: serve.sh MODEL [arguments of vllm serve ...]}
+shift
+socket=${PREFIXD_SOCKET:-/tmp/prefixd-$(id -u)/prefixd.sock}
+
+daemon=
+if ! prefixd stats --address "unix:$socket" >/dev/null 2>&1; then
+    prefixd serve --socket "$socket" --cpu-bytes "${CPU_BYTES:-8GiB}" --disk-bytes "${DISK_BYTES:-100GiB}" \
+        ${DATA_DIR:+--data-dir "$DATA_DIR"} &
+    daemon=$!
+    # vLLM need not wait for it: without a daemon it computes, and uses it as soon as it answers.
+fi
+
+# ${VLLM} is meant to be split: it may be a command with arguments.
+# shellcheck disable=SC2086
+${VLLM:-vllm serve} "$model" --kv-transfer-config '{
+    "kv_connector": "PrefixdConnector",
+    "kv_connector_module_path": "prefixd.integrations.vllm",
+    "kv_role": "kv_both",
+    "kv_load_failure_policy": "recompute",
+    "kv_connector_extra_config": {"address": "unix:'"$socket"'"}
+}' "$@" &
+server=$!
+
+# Ctrl-C and SIGTERM end the server first, then the daemon, which writes to disk what is only in memory.
+stop() { kill -TERM "$server" 2>/dev/null || true; }
+trap stop INT TERM
+status=0
+wait "$server" || status=$?
+while kill -0 "$server" 2>/dev/null; do wait "$server" || status=$?; done
+if [ -n "$daemon" ]; then
+    kill -TERM "$daemon" 2>/dev/null || true
+    wait "$daemon" || true
+fi
+exit "$status"

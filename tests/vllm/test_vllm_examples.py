@@ -1,0 +1,153 @@
+"""The examples, as a reader runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefixd.workloads.daemon_process import DaemonProcess
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples" / "vllm"
+ON_A_CPU = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+START_S = 240.0
+
+
+def test_the_second_engine_of_chat_has_hits(llama: Path) -> None:
+    with DaemonProcess({"cpu.bytes": "64MiB", "disk.bytes": "256MiB"}) as daemon:
+        hits = chat(llama, daemon.address)
+    # Within an engine the document is vLLM's own hit after the first question.
+    assert hits["first engine"] == 0 < hits["second engine"]
+
+
+def chat(model: Path, address: str) -> dict[str, int]:
+    """Tokens from prefixd by engine."""
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "chat.py"), "--model", str(model), "--address", address],
+        cwd=ROOT,
+        env=os.environ | ON_A_CPU,
+        capture_output=True,
+        text=True,
+        timeout=START_S,
+    )
+    assert done.returncode == 0, done.stderr
+    found = re.findall(r"^(\w+ engine): (\d+) of \d+ prompt tokens came from prefixd$", done.stdout, re.MULTILINE)
+    return {name: int(hits) for name, hits in found}
+
+
+@pytest.fixture
+def commands(tmp_path: Path) -> Path:
+    """A directory with a `prefixd` that runs in this environment, for PATH."""
+    command = tmp_path / "bin" / "prefixd"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec {sys.executable} -m prefixd "$@"\n')
+    command.chmod(0o755)
+    return command.parent
+
+
+def test_serve_starts_both_and_a_second_server_has_hits(llama: Path, commands: Path, tmp_path: Path) -> None:
+    env = (
+        os.environ
+        | ON_A_CPU
+        | {
+            "PATH": f"{commands}:{os.environ['PATH']}",
+            "PREFIXD_SOCKET": str(tmp_path / "p.sock"),
+            "DATA_DIR": str(tmp_path / "data"),
+            "CPU_BYTES": "64MiB",
+            "DISK_BYTES": "256MiB",
+            "VLLM": f"{sys.executable} -m vllm.entrypoints.openai.api_server --model",
+        }
+    )
+    prompt = [7 + 31 * number % 4001 for number in range(700)]
+    answers, hits = [], []
+    for _ in range(2):  # the second time everything was restarted, and the blocks come from disk
+        with Served(llama, env, tmp_path) as served:
+            answer = served.ask(
+                "/v1/completions",
+                {"model": str(llama), "prompt": prompt, "max_tokens": 6, "temperature": 0, "return_token_ids": True},
+            )
+            answers.append(answer["choices"][0]["token_ids"])
+            hits.append(served.hits())
+    assert answers[0] == answers[1] and len(answers[0]) == 6
+    assert hits == [0, 640]
+
+
+class Served:
+    """serve.sh on a free port of this host, until the context is left; then both must have ended in order."""
+
+    def __init__(self, model: Path, env: dict[str, str], folder: Path) -> None:
+        self.port = free_port()
+        self.log = folder / "serve.log"
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [
+                    *("bash", str(EXAMPLES / "serve.sh"), str(model), "--host", "127.0.0.1", "--port", str(self.port)),
+                    *("--dtype", "float32", "--enforce-eager", "--skip-tokenizer-init", "--max-model-len", "2048"),
+                    *("--block-size", "32"),
+                ],
+                cwd=ROOT,
+                env=env,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> Served:
+        deadline = time.monotonic() + START_S
+        while True:
+            try:
+                self.get("/health")
+                return self
+            except OSError:
+                if self.process.poll() is not None or time.monotonic() > deadline:
+                    self.end(signal.SIGKILL)
+                    pytest.fail(f"the server did not start:\n{self.log.read_text()[-4000:]}")
+                time.sleep(0.25)
+
+    def __exit__(self, *exception: object) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(60)
+        finally:
+            self.end(signal.SIGKILL)
+
+    def end(self, how: signal.Signals) -> None:
+        try:
+            os.killpg(self.process.pid, how)
+        except ProcessLookupError:
+            return
+        self.process.wait()
+
+    def ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return json.load(answer)
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=10) as answer:
+            return answer.read().decode()
+
+    def hits(self) -> int:
+        (line,) = re.findall(r"^vllm:external_prefix_cache_hits_total\{.*\} (\S+)$", self.get("/metrics"), re.MULTILINE)
+        return int(float(line))
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,24 +1,17 @@
-"""What the tests with a real vLLM share: tiny models, prompts, and the tokens that vLLM alone gives for them."""
+"""Tiny models, the tokens that vLLM alone gives for them, and daemons; models are made once for a run."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks._vllm_engine import EngineProcess, EngineRequest
-from benchmarks._vllm_models import VOCABULARY, save_gemma3, save_llama
-
-Tokens = list[tuple[int, ...]]
-Expected = Callable[[Sequence[EngineRequest]], Tokens]
-
-
-def make_prompt(seed: int, tokens: int) -> list[int]:
-    """A prompt of its own for every seed."""
-    rng = random.Random(seed)
-    return [rng.randrange(4, VOCABULARY) for _ in range(tokens)]
+from benchmarks._vllm_models import save_gemma3, save_llama
+from prefixd.workloads.daemon_process import DaemonProcess
+from tests.vllm.served import DAEMON, Expected, NewRequests, StartEngine, Tokens, always, tokens_of
 
 
 @pytest.fixture(scope="session")
@@ -32,16 +25,28 @@ def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def prompts() -> list[list[int]]:
-    """Five prompts with nothing in common."""
-    return [make_prompt(seed, tokens) for seed, tokens in enumerate((700, 389, 512, 1000, 129))]
+def new_requests() -> NewRequests:
+    return NewRequests()
 
 
 @pytest.fixture(scope="session")
-def alone(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
+def make_engine(tmp_path_factory: pytest.TempPathFactory) -> StartEngine:
+    """`make_engine(model, daemon or None, connector's options, **arguments)`: an EngineProcess, not yet started."""
+
+    def make(
+        model: Path, daemon: DaemonProcess | None, options: dict[str, Any] | None = None, **arguments: Any
+    ) -> EngineProcess:
+        if daemon is not None:
+            arguments.setdefault("kv_transfer", always(daemon.address, **(options or {})))
+        return EngineProcess(model, log=tmp_path_factory.mktemp("engine") / "engine.log", **arguments)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def alone(llama: Path, make_engine: StartEngine) -> Iterator[EngineProcess]:
     """vLLM without a connector and without a prefix cache of its own."""
-    log = tmp_path_factory.mktemp("alone") / "engine.log"
-    with EngineProcess(llama, enable_prefix_caching=False, log=log) as engine:
+    with make_engine(llama, None, enable_prefix_caching=False) as engine:
         yield engine
 
 
@@ -50,6 +55,12 @@ def expected(alone: EngineProcess) -> Expected:
     """The tokens of requests to `llama` as vLLM alone computes them, whatever their salts."""
 
     def tokens(requests: Sequence[EngineRequest]) -> Tokens:
-        return [result.token_ids for result in alone.generate(requests)]
+        return tokens_of(alone.generate(requests))
 
     return tokens
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[DaemonProcess]:
+    with DaemonProcess(DAEMON) as running:
+        yield running

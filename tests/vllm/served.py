@@ -1,0 +1,91 @@
+"""What the tests say about engines that prefixd serves."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from benchmarks._vllm_engine import EngineProcess, EngineRequest, EngineResult, connector
+from benchmarks._vllm_models import VOCABULARY
+
+T = TypeVar("T")
+
+BLOCK_TOKENS = 64
+VLLM_BLOCK_TOKENS = 32
+DAEMON = {"cpu.bytes": "256MiB", "disk.bytes": "512MiB"}
+PATIENCE_S = 120.0
+
+Tokens = list[tuple[int, ...]]
+Expected = Callable[[Sequence[EngineRequest]], Tokens]
+StartEngine = Callable[..., EngineProcess]
+
+
+def make_prompt(seed: int, tokens: int) -> list[int]:
+    """A prompt of its own for every seed."""
+    rng = random.Random(seed)
+    return [rng.randrange(4, VOCABULARY) for _ in range(tokens)]
+
+
+class NewRequests:
+    """Requests whose prompts nobody has had before, so that tests can share engines and daemons."""
+
+    def __init__(self) -> None:
+        self._seed = 1000
+
+    def __call__(self, *lengths: int, max_tokens: int = 12, **fields: Any) -> list[EngineRequest]:
+        """One request for each length."""
+        first = self._seed
+        self._seed += len(lengths)
+        return [
+            EngineRequest(make_prompt(first + place, length), max_tokens, **fields)
+            for place, length in enumerate(lengths)
+        ]
+
+
+def always(address: str, **options: Any) -> dict[str, Any]:
+    """The connector, told to load whatever is cached, however long that takes: neither which of loading and computing
+    is faster nor what is slow may hang on the machine that tests."""
+    return connector(address, **{"recompute_if_slower": False, "timeout_s": PATIENCE_S, **options})
+
+
+def run(engine: EngineProcess, requests: Sequence[EngineRequest], *, forget: bool = True) -> tuple[Tokens, int]:
+    """Runs the requests at once, after vLLM's own prefix cache was emptied unless told otherwise, and waits until what
+    they computed is saved.
+
+    Returns:
+        Their tokens, and how many prompt tokens came from the connector by vLLM's own count.
+    """
+    if forget:
+        assert engine.reset_prefix_cache()
+    before = engine.metrics().external_hits
+    results = engine.generate(requests)
+    engine.wait_until_idle()
+    return tokens_of(results), engine.metrics().external_hits - before
+
+
+def tokens_of(results: Sequence[EngineResult]) -> Tokens:
+    """The tokens alone."""
+    return [result.token_ids for result in results]
+
+
+def cacheable(requests: Sequence[EngineRequest]) -> int:
+    """Prompt tokens that can come from prefixd: those of full blocks, but for the vLLM block that has to be computed so
+    that the next token comes of it."""
+    return sum(
+        min(
+            len(request.prompt) // BLOCK_TOKENS * BLOCK_TOKENS,
+            (len(request.prompt) - 1) // VLLM_BLOCK_TOKENS * VLLM_BLOCK_TOKENS,
+        )
+        for request in requests
+    )
+
+
+def poll(what: Callable[[], T], message: str, timeout_s: float = PATIENCE_S) -> T:
+    """Asks until the answer is true; that answer. For what another process does and does not announce."""
+    deadline = time.monotonic() + timeout_s
+    while not (answer := what()):
+        assert time.monotonic() < deadline, message
+        time.sleep(0.02)
+    return answer

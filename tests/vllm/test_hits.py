@@ -1,0 +1,174 @@
+"""However an engine loses a prefix, it comes back from prefixd, and the tokens are those that vLLM alone computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks._vllm_engine import EngineProcess, EngineRequest
+from prefixd.client import Client, NamespaceSpec, PartSpec
+from prefixd.workloads.daemon_process import DaemonProcess
+from tests.vllm.served import Expected, NewRequests, StartEngine, cacheable, poll, run, tokens_of
+
+LENGTHS = (700, 389, 512, 1000, 129)
+
+
+@pytest.fixture(scope="module")
+def engine(llama: Path, daemon: DaemonProcess, make_engine: StartEngine) -> Iterator[EngineProcess]:
+    with make_engine(llama, daemon) as running:
+        yield running
+
+
+def test_cold_then_warm(engine: EngineProcess, expected: Expected, new_requests: NewRequests) -> None:
+    requests = new_requests(*LENGTHS)
+    cold, no_hits = run(engine, requests)
+    warm, hits = run(engine, requests)
+    own, no_more = run(engine, requests, forget=False)
+    assert cold == warm == own == expected(requests)
+    assert no_hits == no_more == 0
+    assert hits == cacheable(requests)
+
+
+def test_a_longer_prompt_loads_what_it_shares(
+    engine: EngineProcess, expected: Expected, new_requests: NewRequests
+) -> None:
+    (first,) = new_requests(500)
+    (more,) = new_requests(300)
+    run(engine, [first])
+    (answer,) = tokens_of(engine.generate([first]))
+    turn = EngineRequest([*first.prompt, *answer, *more.prompt], 12)
+    tokens, hits = run(engine, [turn])
+    assert tokens == expected([turn])
+    assert hits == cacheable([first])
+
+
+def test_what_it_generates_is_cached_too(engine: EngineProcess, expected: Expected, new_requests: NewRequests) -> None:
+    (asked,) = new_requests(100, max_tokens=200)
+    (answer,), _ = run(engine, [asked])
+    turn = EngineRequest([*asked.prompt, *answer, *asked.prompt], 12)
+    tokens, hits = run(engine, [turn])
+    assert tokens == expected([turn])
+    assert hits == (100 + 199) // 64 * 64, "the last token that was generated was never computed"
+
+
+def test_salts_are_kept_apart(engine: EngineProcess, expected: Expected, new_requests: NewRequests) -> None:
+    ours = new_requests(*LENGTHS, salt="ours")
+    theirs = [EngineRequest(request.prompt, request.max_tokens, salt="theirs") for request in ours]
+    unsalted = [EngineRequest(request.prompt, request.max_tokens) for request in ours]
+    _, before = run(engine, ours)
+    other, across = run(engine, theirs)
+    bare, without = run(engine, unsalted)
+    again, within = run(engine, ours)
+    assert other == bare == again == expected(unsalted)
+    assert (before, across, without) == (0, 0, 0)
+    assert within == cacheable(ours)
+
+
+def test_after_the_connectors_cache_was_reset_nothing_old_is_hit(
+    engine: EngineProcess, expected: Expected, new_requests: NewRequests
+) -> None:
+    requests = new_requests(*LENGTHS)
+    run(engine, requests)
+    try:
+        assert engine.reset_prefix_cache(connector=True)
+        after, old = run(engine, requests)
+        again, new = run(engine, requests)
+    finally:
+        engine.stop()
+        engine.start()
+    assert after == again == expected(requests)
+    assert old == 0
+    assert new == cacheable(requests)
+
+
+def test_altered_bytes_change_the_output(
+    engine: EngineProcess, daemon: DaemonProcess, expected: Expected, new_requests: NewRequests
+) -> None:
+    requests = new_requests(*LENGTHS)
+    right, _ = run(engine, requests)
+    with Client(daemon.address) as client:
+        for request in requests:
+            _alter(client, request.prompt)
+        wrong, hits = run(engine, requests)
+    assert right == expected(requests)
+    assert hits == cacheable(requests)
+    assert all(one != other for one, other in zip(wrong, right, strict=True))
+
+
+def _alter(client: Client, prompt: object) -> None:
+    """Writes into the daemon's memory where it keeps the prompt; the namespace is the one without salt that has it."""
+    altered = 0
+    for namespace in client.stats().namespaces:
+        known = namespace.namespace
+        cache = client.register(
+            NamespaceSpec(
+                name=known.name,
+                block_tokens=known.block_tokens,
+                parts=tuple(PartSpec(part.group, part.rank, part.nbytes) for part in known.parts),
+                dtype=known.dtype,
+                layout=known.layout,
+            )
+        )
+        with cache.acquire(prompt) as lease:
+            assert client.arena is not None
+            for block in range(lease.blocks):
+                for part, spec in enumerate(known.parts):
+                    bytes_there = client.arena.bytes_at(lease.offset(block, part), spec.nbytes)
+                    np.copyto(bytes_there.view(np.float32), np.float32(0.5))
+                    altered += 1
+    assert altered
+
+
+def test_after_the_engine_was_restarted(engine: EngineProcess, expected: Expected, new_requests: NewRequests) -> None:
+    requests = new_requests(*LENGTHS)
+    first, _ = run(engine, requests)
+    engine.stop()
+    engine.start()
+    second, hits = run(engine, requests)
+    assert first == second == expected(requests)
+    assert hits == cacheable(requests)
+
+
+def test_after_the_daemon_was_restarted_prefixes_come_from_disk(
+    engine: EngineProcess, daemon: DaemonProcess, expected: Expected, new_requests: NewRequests
+) -> None:
+    requests, (other,) = new_requests(*LENGTHS), new_requests(200)
+    first, _ = run(engine, [*requests, other])
+    daemon.restart()
+    # The engine finds out with its next request.
+    poll(lambda: run(engine, [other])[1], "no hits after the daemon's return")
+    before = engine.metrics().cached_by_source["disk"]
+    second, hits = run(engine, requests)
+    assert first[:-1] == second == expected(requests)
+    assert hits == engine.metrics().cached_by_source["disk"] - before == cacheable(requests)
+
+
+@pytest.fixture(scope="module", params=["async", "layerwise"])
+def other_engine(
+    request: pytest.FixtureRequest, llama: Path, daemon: DaemonProcess, make_engine: StartEngine
+) -> Iterator[EngineProcess]:
+    with make_engine(llama, daemon, {"load": request.param}) as running:
+        yield running
+
+
+def test_two_engines_share_one_daemon_at_once(
+    engine: EngineProcess, other_engine: EngineProcess, expected: Expected, new_requests: NewRequests
+) -> None:
+    ours, theirs, both = new_requests(*LENGTHS), new_requests(*LENGTHS), new_requests(*LENGTHS)
+    assert engine.reset_prefix_cache()
+    ids = engine.submit([*ours, *both])
+    other_ids = other_engine.submit([*both, *theirs])
+    first, second = tokens_of(engine.collect(ids)), tokens_of(other_engine.collect(other_ids))
+    engine.wait_until_idle()
+    other_engine.wait_until_idle()
+    crossed, hits = run(engine, theirs)
+    crossed_too, other_hits = run(other_engine, ours)
+    assert first == [*expected(ours), *expected(both)]
+    assert second == [*expected(both), *expected(theirs)]
+    assert crossed == expected(theirs)
+    assert crossed_too == expected(ours)
+    assert hits == cacheable(theirs)
+    assert other_hits == cacheable(ours)

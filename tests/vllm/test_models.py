@@ -1,0 +1,60 @@
+"""Models of which a block has several parts, and models that are several: tensor parallel, hybrid, LoRA."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks._vllm_models import save_lora
+from prefixd.client import Client
+from prefixd.workloads.daemon_process import DaemonProcess
+from tests.vllm.served import Expected, NewRequests, StartEngine, cacheable, run, tokens_of
+
+LENGTHS = (700, 389, 512, 1000, 129)
+
+
+def test_tensor_parallel(
+    llama: Path, daemon: DaemonProcess, make_engine: StartEngine, expected: Expected, new_requests: NewRequests
+) -> None:
+    requests = new_requests(*LENGTHS)
+    with make_engine(llama, daemon, tensor_parallel_size=2) as engine:
+        cold, none = run(engine, requests)
+        warm, hits = run(engine, requests)
+        with Client(daemon.address) as client:
+            ranks = {part.rank for known in client.stats().namespaces for part in known.namespace.parts}
+    assert cold == warm == expected(requests)
+    assert none == 0
+    assert hits == cacheable(requests)
+    assert ranks == {0, 1}
+
+
+def test_hybrid_model(gemma3: Path, daemon: DaemonProcess, make_engine: StartEngine, new_requests: NewRequests) -> None:
+    requests = new_requests(*LENGTHS)
+    with make_engine(gemma3, None, enable_prefix_caching=False) as alone:
+        expected = tokens_of(alone.generate(requests))
+    with make_engine(gemma3, daemon) as engine:
+        cold, none = run(engine, requests)
+        warm, hits = run(engine, requests)
+        with Client(daemon.address) as client:
+            groups = [{part.group for part in known.namespace.parts} for known in client.stats().namespaces]
+    assert cold == warm == expected
+    assert none == 0
+    assert hits == cacheable(requests)
+    assert max(map(len, groups)) == 3
+
+
+def test_adapters_are_kept_apart(
+    llama: Path, daemon: DaemonProcess, make_engine: StartEngine, tmp_path: Path, new_requests: NewRequests
+) -> None:
+    loras = {name: save_lora(tmp_path / name, seed) for seed, name in enumerate(("poet", "clerk"), 1)}
+    plain = new_requests(*LENGTHS)
+    poet, clerk = ([replace(request, lora=name) for request in plain] for name in loras)
+    with make_engine(llama, None, loras=loras, enable_prefix_caching=False) as alone:
+        expected = [tokens_of(alone.generate(requests)) for requests in (plain, poet, clerk)]
+    assert all(len({each[place] for each in expected}) == 3 for place in range(len(plain))), "the adapters do nothing"
+    with make_engine(llama, daemon, loras=loras) as engine:
+        first = [run(engine, requests) for requests in (plain, poet, clerk)]
+        second = [run(engine, requests) for requests in (plain, poet, clerk)]
+    assert [tokens for tokens, _ in first] == [tokens for tokens, _ in second] == expected
+    assert [hits for _, hits in first] == [0, 0, 0]
+    assert [hits for _, hits in second] == [cacheable(plain)] * 3

@@ -33,6 +33,7 @@ from prefixd.integrations.vllm.counters import ConnectorCounters
 from prefixd.integrations.vllm.device import fence_of
 from prefixd.integrations.vllm.geometry import (
     Geometry,
+    adapter_name,
     layer_names,
     model_name,
     packing,
@@ -289,6 +290,7 @@ class _SchedulerHalf:
             self._cost if options.recompute_if_slower else None,
             clock,
         )
+        self.lookups.patience_s = _IDLE_PATIENCE_S
         self._blocks: Any = None
         self.saves = SaveQueue(
             geometry,
@@ -298,11 +300,13 @@ class _SchedulerHalf:
             most_pinned=max(1, int(_PINNED_SHARE * kv_cache_config.num_blocks)),
         )
         self._names: dict[tuple[str, bytes], NamespaceSpec] = {}
+        self._loras: dict[tuple[int, str, str], str] = {}
         self._model = ""
         self._hits: dict[str, int] = {}  # where the tokens found for a request begin
         self._requests: dict[str, Any] = {}
         self._new_loads: list[LoadJob] = []
         self._loading: dict[str, _Loading] = {}
+        self._loaded = Outcomes()  # by some of the ranks
         self._step_began_s = self._step_ended_s = clock()
         self._step_tokens = 0
         self._last_save_s = 0.0
@@ -377,10 +381,13 @@ class _SchedulerHalf:
         self._step_ended_s, self._step_tokens = now_s, 0
         for job_id, ranks in outcomes.saves.items():
             self.saves.acknowledge(job_id, ranks)
-        for request_id, (_, outcome) in outcomes.loads.items():
-            loading = self._loading.pop(request_id, None)
-            if loading is None:
+        self._loaded.merge(Outcomes(loads=outcomes.loads))
+        for request_id in outcomes.loads:
+            ranks, outcome = self._loaded.loads[request_id]
+            if ranks < self._geometry.ranks:
                 continue
+            del self._loaded.loads[request_id]
+            loading = self._loading.pop(request_id)
             if outcome.failed_blocks:
                 self.lookups.failed(request_id)
             else:
@@ -419,10 +426,10 @@ class _SchedulerHalf:
         """The request's namespace; None for one that is not cached."""
         if not self._model or request.prompt_token_ids is None or request.mm_features or request.pooling_params:
             return None
-        if request.prompt_embeds is not None:
+        if request.prompt_embeds is not None or request.resumable:
             return None
         lora = request.lora_request
-        name = self._model if lora is None else f"{self._model}/lora={lora.lora_name}@{lora.lora_path}"
+        name = self._model if lora is None else f"{self._model}/{self._lora_name(lora)}"
         salt = (request.cache_salt or "").encode()
         spec = self._names.get((name, salt))
         if spec is None:
@@ -431,6 +438,13 @@ class _SchedulerHalf:
                 self._names.clear()
             self._names[name, salt] = spec
         return spec
+
+    def _lora_name(self, lora: Any) -> str:
+        """As it was when vLLM first used the adapter: it does not read the files again."""
+        key = (lora.lora_int_id, lora.lora_name, lora.lora_path)
+        if key not in self._loras:
+            self._loras[key] = adapter_name(lora.lora_name, lora.lora_path)
+        return self._loras[key]
 
     def _load_job(self, request: Any, tables: tuple[list[int], ...], start: int, end: int) -> LoadJob:
         geometry = self._geometry

@@ -176,6 +176,11 @@ def model_name(vllm_config: Any, vllm_version: str) -> str:
     return f"vllm/{Path(model.model).name}/{digest}"
 
 
+def adapter_name(name: str, path: str) -> str:
+    """What a LoRA adapter is: its name, and a digest of what tells its files from others."""
+    return f"lora={name}@{xxhash.xxh3_64_hexdigest(repr((path, _files(Path(path)))).encode())}"
+
+
 def _weights(path: Path, model: Any, load: Any) -> str:
     if str(load.load_format) == "dummy":
         return f"dummy {model.seed}"
@@ -185,8 +190,13 @@ def _weights(path: Path, model: Any, load: Any) -> str:
     try:
         return fingerprint(path, default_data_dir())
     except ConfigError:  # no weights of the kinds that are read by content
-        files = sorted(file for file in path.rglob("*") if file.is_file())
-        return repr([(str(file.relative_to(path)), file.stat().st_size, file.stat().st_mtime_ns) for file in files])
+        return repr(_files(path))
+
+
+def _files(folder: Path) -> list[tuple[str, int, int]]:
+    """Name, size and time of modification of the files below a folder; nothing for what is no folder."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file()) if folder.is_dir() else []
+    return [(str(file.relative_to(folder)), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
 
 def _plain(value: Any) -> Any:

@@ -84,7 +84,7 @@ class Lookups:
         self._complained_s = -float("inf")
         self._leases = 0
         self.patience_s = 0.0
-        """How long this step may still wait for answers."""
+        """How long this step may still wait for answers; set for each step."""
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._lookups

@@ -8,7 +8,7 @@ vLLM 0.32.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
@@ -481,7 +481,21 @@ class _SchedulerHalf:
                 return
             self.saves.begin(request_id, spec, seen.tokens)
         computed = min(request.num_computed_tokens + tokens, request.num_tokens)
-        self.saves.advance(request_id, request, tables_of(request_id), computed)
+        self.saves.advance(request_id, request, _Tables(request_id, tables_of), computed)
+
+
+class _Tables:
+    """A request's block ids, which vLLM lists when it is asked: too long a list to make in every step."""
+
+    def __init__(self, request_id: str, tables_of: Callable[[str], Sequence[Sequence[int]]]) -> None:
+        self._request_id = request_id
+        self._tables_of = tables_of
+        self._tables: Sequence[Sequence[int]] | None = None
+
+    def __getitem__(self, group: int) -> Sequence[int]:
+        if self._tables is None:
+            self._tables = self._tables_of(self._request_id)
+        return self._tables[group]
 
 
 class _WorkerHalf:

@@ -7,17 +7,22 @@ meanwhile, preempting or finishing it, or sliding a window past the block, can c
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import numpy as np
+from typing import Any, Protocol
 
 from prefixd.client import NamespaceSpec
 from prefixd.integrations.vllm.geometry import Geometry
 from prefixd.integrations.vllm.jobs import Namespaced, SaveJob
 
 _NULL = 0  # vLLM's id for "no block here": outside a window, or freed
+
+
+class Tables(Protocol):
+    """A request's vLLM block ids, by vLLM's groups; looked up only where a block is complete."""
+
+    def __getitem__(self, group: int, /) -> Sequence[int]: ...
 
 
 @dataclass(slots=True)
@@ -31,6 +36,8 @@ class Saving:
     """vLLM blocks of it that are complete, by group."""
     units: int = 0
     """How many of the units that `block` consists of are among them."""
+    tokens: array[int] = field(default_factory=lambda: array("I"), repr=False)
+    """The request's token ids as far as jobs have needed them: to list all of a long prompt's takes milliseconds."""
     over: bool = False
     """vLLM does not have all bytes of `block` any more, so nothing after it can be saved either."""
 
@@ -80,7 +87,7 @@ class SaveQueue:
             spec, cached_tokens // self.geometry.block_tokens, [[] for _ in self.geometry.groups]
         )
 
-    def advance(self, request_id: str, request: Any, tables: Sequence[Sequence[int]], computed_tokens: int) -> None:
+    def advance(self, request_id: str, request: Any, tables: Tables, computed_tokens: int) -> None:
         """Takes the blocks that are complete when the step being scheduled has run.
 
         Args:
@@ -168,7 +175,8 @@ class SaveQueue:
             return
         self._keys.update(keys)
         end = saving.block * self.geometry.block_tokens
-        tokens = np.asarray(request.all_token_ids[:end], "<u4").tobytes()
+        saving.tokens.extend(request.all_token_ids[len(saving.tokens) : end])
+        tokens = saving.tokens.tobytes()
         job = SaveJob(
             self._next_id,
             Namespaced(saving.spec.name, saving.spec.salt, tokens),

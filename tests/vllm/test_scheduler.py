@@ -26,7 +26,7 @@ from prefixd.errors import ConfigError
 from prefixd.integrations.vllm import FastestPrefixFirstScheduler
 from prefixd.integrations.vllm.seen import SeenPrefix
 from prefixd_scheduler import Distance
-from tests.vllm.conftest import make_prompt
+from tests.vllm.served import make_prompt
 
 BLOCK = 16
 OURS = "prefixd.integrations.vllm.FastestPrefixFirstScheduler"
@@ -209,6 +209,19 @@ def test_a_connector_that_has_not_answered_yet_holds_up_nobody(drive: MakeDrive)
     engine.step()
     assert engine.began == ["a"]
     engine.scheduler.connector.late = set()
+    assert engine.run() == "acb"
+
+
+def test_a_grammar_that_is_not_ready_holds_up_nobody(drive: MakeDrive) -> None:
+    engine = drive(seen={"c": cpu(4)})
+    for name in "ab":
+        engine.add(name, make_prompt(ord(name), 100))
+    late = engine.add("c", make_prompt(3, 100))
+    late.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    engine.step()
+    assert engine.began == ["a"]
+    assert [r.request_id for r in engine.scheduler.waiting] == ["c", "b"], "it was the first, and passed over"
+    late.status = RequestStatus.WAITING
     assert engine.run() == "acb"
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks._vllm_engine import EngineProcess, EngineRequest, EngineResult, connector
+from benchmarks._vllm_engine import EngineProcess, EngineRequest, EngineResult
 from prefixd.workloads.daemon_process import DaemonProcess
-from tests.vllm.conftest import make_prompt
+from tests.vllm.served import always, make_prompt
 
 OURS = "prefixd.integrations.vllm.FastestPrefixFirstScheduler"
 QUEUE = 64
@@ -43,7 +43,7 @@ def queue(cached: list[list[int]]) -> list[EngineRequest]:
 def daemon(llama: Path, cached: list[list[int]]) -> Iterator[DaemonProcess]:
     """A daemon whose CPU tier has the prefixes, from an engine that is gone."""
     with DaemonProcess({"cpu.bytes": "256MiB", "disk.bytes": 0}) as daemon:
-        with EngineProcess(llama, kv_transfer=connector(daemon.address), **ENGINE) as engine:
+        with EngineProcess(llama, kv_transfer=always(daemon.address), **ENGINE) as engine:
             engine.generate([EngineRequest(prefix + [5] * TAIL, 1) for prefix in cached])
             engine.wait_until_idle()
         yield daemon
@@ -89,7 +89,7 @@ def test_a_third_in_the_cpu_tier(
     tmp_path: Path,
 ) -> None:
     # Engines that save nothing: else the first round would cache everything for the second.
-    kv_transfer = connector(daemon.address, save=False, recompute_if_slower=False)
+    kv_transfer = always(daemon.address, save=False)
     runs: dict[str, list[list[EngineResult]]] = {"vllm": [], "ours": []}
     with (
         EngineProcess(llama, kv_transfer=kv_transfer, log=tmp_path / "vllm.log", **ENGINE) as vllm,

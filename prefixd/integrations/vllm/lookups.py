@@ -22,6 +22,7 @@ from prefixd.integrations.vllm.seen import NOTHING_SEEN, SeenPrefix
 from prefixd_scheduler import CostModel, Distance
 
 _FRESH_S = 1.0  # for so long an answer stands
+_RENEWALS = 4  # old answers that are asked for again at a time, however many wait: a step must not pay for hundreds
 _LEASE_S = 30.0
 _LEASES = 32
 _BYTES_PER_S = 100e6
@@ -83,6 +84,7 @@ class Lookups:
         self._line: dict[str, None] = {}  # those that came when there were enough of them, in order
         self._complained_s = -float("inf")
         self._leases = 0
+        self._renewals: list[Future[SeenPrefix]] = []
         self.patience_s = 0.0
         """How long this step may still wait for answers; set for each step."""
 
@@ -97,13 +99,16 @@ class Lookups:
         self._ask(request_id, lookup)
 
     def seen(self, request_id: str) -> SeenPrefix | None:
-        """What was last seen of the request's prompt; asks again when that is long ago. Never waits."""
+        """What was last seen of the request's prompt; asks again when that is long ago,
+        for a few requests at a time. Never waits."""
         lookup = self._lookups.get(request_id)
         if lookup is None:
             return None
         self._settle(lookup)
-        if self._clock() - lookup.seen_s > _FRESH_S:
-            self._ask(request_id, lookup)
+        if lookup.asking is None and self._clock() - lookup.seen_s > _FRESH_S:
+            self._renewals = [renewal for renewal in self._renewals if not renewal.done()]
+            if len(self._renewals) < _RENEWALS and (renewal := self._ask(request_id, lookup)) is not None:
+                self._renewals.append(renewal)
         return lookup.seen
 
     def hit(self, request_id: str, local_tokens: int, most_tokens: int) -> int | None:
@@ -207,11 +212,12 @@ class Lookups:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _ask(self, request_id: str, lookup: Lookup) -> None:
+    def _ask(self, request_id: str, lookup: Lookup) -> Future[SeenPrefix] | None:
+        """The question that is under way then; None where there is nothing, or nobody, to ask."""
         if lookup.asking is not None or not self._link.up or len(lookup.tokens) < self._block_tokens:
             if len(lookup.tokens) < self._block_tokens:
                 lookup.seen, lookup.seen_s = NOTHING_SEEN, float("inf")
-            return
+            return lookup.asking
         ahead = request_id not in self._ahead and len(self._ahead) < self._prefetch
         if ahead:
             self._ahead.add(request_id)
@@ -230,6 +236,7 @@ class Lookups:
             )
 
         lookup.asking = self._link.start(ask)
+        return lookup.asking
 
     def _next_ahead(self, gone: str) -> None:
         """One prompt less is brought up ahead of its turn; the next that waits in line is."""

@@ -30,8 +30,8 @@ class FastestPrefixFirstScheduler(Scheduler):
     one that PrefixdConnector would load from the CPU or disk tier, 3 for none. Without the connector only vLLM's own
     cache counts. All else is vLLM's: what is begun, what it may use, what is preempted.
 
-    **Never moved**: a request that vLLM has begun (preempted, loading, holding KV blocks) or that is not ready (its
-    grammar is being compiled) keeps its place, and whoever holds KV blocks goes first as always.
+    **Never moved**: a request that vLLM has begun (preempted, loading, holding KV blocks) keeps its place, and whoever
+    holds KV blocks goes first as always.
 
     **Look-ahead**: the first `look_ahead` (W) requests of the queue, its oldest, are put in order; the others keep
     vLLM's order behind them, and the oldest of them enters the window when one leaves it.
@@ -39,9 +39,9 @@ class FastestPrefixFirstScheduler(Scheduler):
     **Waiting time** under Relaxed-FPF: if at most L requests wait at a time and one is begun at least every s
     seconds, a request waits at most 4 * L * s, whatever W is: it is in the window after L - W others have been begun,
     long before the age of 3 * L * s from which on nobody who comes later passes it (see
-    `prefixd_scheduler.RelaxedFastestPrefixFirst`). A preemption puts one more request before it; what vLLM must skip
-    for a reason of its own (no place for a LoRA adapter, a look-up not answered yet) waits for that besides. The
-    figures are in `waits` and in the log at shutdown. FPF promises nothing.
+    `prefixd_scheduler.RelaxedFastestPrefixFirst`). A preemption puts one more request before it. What vLLM has to
+    pass over for a reason of its own (no place for a LoRA adapter, a grammar or a look-up that is not ready) waits
+    for that besides. The figures are in `waits` and in the log at shutdown. FPF promises nothing.
 
     **Priorities**: with `--scheduling-policy priority` the classes come first, as in vLLM, and the order is one among
     requests of a class. vLLM's heap, which has one order only, gives way to a plain queue, sorted by class in each
@@ -123,12 +123,12 @@ class AsyncFastestPrefixFirstScheduler(FastestPrefixFirstScheduler, AsyncSchedul
     """The same for asynchronous scheduling; FastestPrefixFirstScheduler becomes this where vLLM has chosen that."""
 
 
+_NOT_BEGUN = frozenset((RequestStatus.WAITING, RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR))
 _BEGUN = frozenset((RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KVS))
 
 
 def _may_move(request: Any) -> bool:
-    begun = request.status != RequestStatus.WAITING or request.num_preemptions > 0 or request.num_computed_tokens > 0
-    return not begun
+    return request.status in _NOT_BEGUN and request.num_preemptions == 0 and request.num_computed_tokens == 0
 
 
 def _nothing_seen(request_id: str) -> SeenPrefix | None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks._vllm_engine import EngineProcess, EngineRequest, EngineResult
 from prefixd.workloads.daemon_process import DaemonProcess
-from tests.vllm.served import always, make_prompt
+from tests.vllm.served import Expected, NewRequests, StartEngine, always, make_prompt, tokens_of
 
 OURS = "prefixd.integrations.vllm.FastestPrefixFirstScheduler"
 QUEUE = 64
@@ -40,7 +41,7 @@ def queue(cached: list[list[int]]) -> list[EngineRequest]:
 
 
 @pytest.fixture
-def daemon(llama: Path, cached: list[list[int]]) -> Iterator[DaemonProcess]:
+def warm_daemon(llama: Path, cached: list[list[int]]) -> Iterator[DaemonProcess]:
     """A daemon whose CPU tier has the prefixes, from an engine that is gone."""
     with DaemonProcess({"cpu.bytes": "256MiB", "disk.bytes": 0}) as daemon:
         with EngineProcess(llama, kv_transfer=always(daemon.address), **ENGINE) as engine:
@@ -82,14 +83,14 @@ def run(engine: EngineProcess, queue: list[EngineRequest], warm: Sequence[Engine
 
 def test_a_third_in_the_cpu_tier(
     llama: Path,
-    daemon: DaemonProcess,
+    warm_daemon: DaemonProcess,
     queue: list[EngineRequest],
     cached: list[list[int]],
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
     # Engines that save nothing: else the first round would cache everything for the second.
-    kv_transfer = always(daemon.address, save=False)
+    kv_transfer = always(warm_daemon.address, save=False)
     runs: dict[str, list[list[EngineResult]]] = {"vllm": [], "ours": []}
     with (
         EngineProcess(llama, kv_transfer=kv_transfer, log=tmp_path / "vllm.log", **ENGINE) as vllm,
@@ -129,3 +130,22 @@ def test_a_third_in_vllms_own_cache(llama: Path, queue: list[EngineRequest], cac
     assert [result.token_ids for result in ours] == [result.token_ids for result in vllm]
     assert sum(result.cached_tokens for result in ours) == len(cached) * PREFIX
     assert mean_work(vllm) / mean_work(ours) >= GAIN
+
+
+def test_the_same_tokens_when_blocks_are_scarce_and_priorities_differ(
+    llama: Path, daemon: DaemonProcess, make_engine: StartEngine, expected: Expected, new_requests: NewRequests
+) -> None:
+    plain = new_requests(*range(160, 280, 10), max_tokens=120)
+    requests = [replace(request, priority=place % 3) for place, request in enumerate(plain)]
+    scarce = {"num_gpu_blocks_override": 40, "max_model_len": 1024}
+    with make_engine(llama, daemon, scheduler_cls=OURS, scheduling_policy="priority", **scarce) as engine:
+        for _ in range(2):
+            results = engine.generate(requests)
+            assert tokens_of(results) == expected(requests)
+            engine.wait_until_idle()
+            assert engine.reset_prefix_cache()
+        metrics = engine.metrics()
+    assert metrics.preemptions > 0
+    assert metrics.external_hits > 0
+    urgent, patient = ([r.first_token_order for r in results[place::3]] for place in (0, 2))
+    assert sum(urgent) < sum(patient)

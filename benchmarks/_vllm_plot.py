@@ -51,9 +51,11 @@ def _draw_tokens(axes: Any, runs: list[dict[str, Any]]) -> None:
         computed = [stage["prompt_tokens"]["computed"] / 1e3 for stage in run["stages"]]
         axes.bar(places, computed, 0.38, color=_COLOURS[run["name"]], label=_LABELS[run["name"]])
     asked = [stage["prompt_tokens"]["total"] / 1e3 for stage in runs[0]["stages"]]
-    axes.plot(range(len(asked)), asked, "k_", markersize=38, label="asked")
+    ends = ([stage + side for stage in range(len(asked))] for side in (-0.4, 0.4))
+    axes.hlines(asked, *ends, color="black", label="asked")
     _name_stages(axes, runs[0])
     axes.set_ylabel("thousand tokens")
+    axes.set_ylim(top=1.12 * max(asked))
     axes.set_title("Prompt tokens computed", fontsize=10)
     axes.legend(loc="upper left", frameon=False, fontsize=9)
 
@@ -68,6 +70,7 @@ def _draw_rates(axes: Any, result: dict[str, Any]) -> None:
         axes.bar_label(bars, fmt="%.2f", fontsize=9)
     axes.set_xticks(range(2), ["chat", f"nothing to hit\n({nothing['share']:.1%})"])
     axes.set_ylabel("requests / s")
+    axes.margins(y=0.12)
     axes.set_title("Requests a second", fontsize=10)
 
 

@@ -172,3 +172,15 @@ def test_two_engines_share_one_daemon_at_once(
     assert crossed_too == expected(ours)
     assert hits == cacheable(theirs)
     assert other_hits == cacheable(ours)
+
+
+def test_an_engine_with_another_block_size_has_blocks_of_its_own(
+    llama: Path, daemon: DaemonProcess, engine: EngineProcess, make_engine: StartEngine, new_requests: NewRequests
+) -> None:
+    requests = new_requests(700)
+    ours, _ = run(engine, requests)
+    with make_engine(llama, daemon, {"block_tokens": 128}) as coarse:
+        theirs, none = run(coarse, requests)
+        again, hits = run(coarse, requests)
+    assert ours == theirs == again
+    assert (none, hits) == (0, 640)

@@ -317,7 +317,8 @@ class _SchedulerHalf:
     def name_model(self, packings: list[str]) -> None:
         """Once the workers have said how their bytes lie."""
         model = model_name(self._vllm_config, vllm.__version__)
-        self._model = f"{model}/{'-'.join(dict.fromkeys(packings))}"
+        # Engines that cut prompts otherwise share nothing; under one name the daemon would refuse the second of them.
+        self._model = f"{model}/{self._geometry.block_tokens}/{'-'.join(dict.fromkeys(packings))}"
 
     def arrived(self, request: Any) -> None:
         spec = self._spec(request)

@@ -215,6 +215,7 @@ def _cpu_s(pid: int) -> float:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Both configurations, and under `broken` what does not hold. Raises EngineFailed and DaemonFailed."""
+    load_before = os.getloadavg()[0]
     steps = 2 * (options.turns + 3) + options.rounds
     with _harness.progress("vLLM", steps) as step, ExitStack() as stack:
         model = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="prefixd-model-")))
@@ -225,6 +226,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         rounds = [comparison.round(number, alone_engine, prefixd_engine) for number in range(options.rounds)]
     nothing = nothing_to_hit(rounds)
     return {
+        "load_before": load_before,  # what else the machine had to do
         "computed_saving": computed_saving(alone, prefixd),
         "same_tokens": alone.outputs == prefixd.outputs and nothing["same_tokens"],
         "nothing_to_hit": nothing,

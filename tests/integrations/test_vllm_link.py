@@ -1,0 +1,244 @@
+"""An engine's line to the daemon: up, down and back, and nobody waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefixd.client import AsyncCache, ClientError, ExhaustedError, InvalidArgumentError, NamespaceSpec, PartSpec
+from prefixd.client.portal import Portal
+from prefixd.errors import ConfigError
+from prefixd.integrations.vllm.link import Link, LinkDown
+from prefixd.workloads.daemon_process import DaemonProcess
+from tests.integrations.conftest import DEADLINE_S, PATIENT_S, wait_until
+
+SPEC = NamespaceSpec("link", 2, (PartSpec("all", 0, 64),))
+TOKENS = [1, 2, 3, 4]
+
+MakeLink = Callable[..., Link]
+
+
+@pytest.fixture
+def make_link() -> Iterator[MakeLink]:
+    made: list[Link] = []
+
+    def make(address: str, timeout_s: float = PATIENT_S) -> Link:
+        made.append(Link(address, "test", timeout_s))
+        return made[-1]
+
+    yield make
+    for link in made:
+        link.close()
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    caplog.set_level(logging.WARNING, "vllm.prefixd")
+    return lambda: [record.getMessage() for record in caplog.records if record.name == "vllm.prefixd"]
+
+
+Said = Callable[[], list[str]]
+
+
+def match(link: Link) -> Callable[[], Any]:
+    async def ask() -> int:
+        return (await (await link.cache(SPEC)).match(TOKENS)).blocks
+
+    return ask
+
+
+def test_a_daemon_that_answers(daemon: DaemonProcess, make_link: MakeLink, said: Said) -> None:
+    link = make_link(daemon.address)
+    assert link.wait_first() and link.up
+    assert link.start(match(link)).result(DEADLINE_S) == 0
+    assert link.arena is not None and link.arena.nbytes == 64 << 20
+    assert said() == []
+
+
+def test_away_and_back_are_said_once_however_many_calls_failed(
+    own_daemon: DaemonProcess, make_link: MakeLink, said: Said
+) -> None:
+    link = make_link(own_daemon.address)
+    assert link.wait_first()
+    for round_ in range(2):
+        assert link.start(match(link)).result(DEADLINE_S) == 0
+        own_daemon.kill()
+        calls = [link.start(match(link)) for _ in range(20)]
+        assert all(isinstance(call.exception(DEADLINE_S), LinkDown) for call in calls)
+        assert not link.up
+        own_daemon.start()
+        wait_until(lambda: link.up)
+        away, back = said()[2 * round_ :]
+        assert away.startswith("prefixd is away") and "\n" not in away
+        assert back == f"prefixd is back at {own_daemon.address}."
+
+
+def test_a_daemon_that_was_never_there_is_found_when_it_comes(tmp_path: Path, make_link: MakeLink, said: Said) -> None:
+    with DaemonProcess({"cpu.bytes": "1MiB", "disk.bytes": 0}) as later:
+        later.stop()
+        link = make_link(later.address, timeout_s=1.0)
+        assert not link.wait_first() and not link.up
+        with pytest.raises(LinkDown, match="away"):
+            link.start(match(link)).result(DEADLINE_S)
+        assert len(said()) == 1
+        later.start()
+        wait_until(lambda: link.up)
+        assert len(said()) == 2
+        link.close()
+
+
+@pytest.mark.parametrize("registered", [True, False], ids=["namespace known", "nothing asked yet"])
+def test_a_stopped_daemon_gets_one_call_and_is_left_alone(
+    own_daemon: DaemonProcess, make_link: MakeLink, said: Said, registered: bool
+) -> None:
+    """Its session is still open, and its socket still takes connections."""
+    link = make_link(own_daemon.address, timeout_s=1.0)
+    wait_until(lambda: link.up)
+    if registered:
+        link.start(match(link), PATIENT_S).result(DEADLINE_S)
+    before = len(said())
+    os.kill(own_daemon.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(LinkDown, match="no answer"):
+            link.start(match(link)).result(DEADLINE_S)
+        asked = []
+
+        async def work() -> None:
+            asked.append(1)
+
+        for _ in range(50):
+            with pytest.raises(LinkDown):
+                link.start(work).result(DEADLINE_S)
+        assert not asked, "no call is made"
+        assert len(said()) == before + 1
+    finally:
+        os.kill(own_daemon.pid, signal.SIGCONT)
+    wait_until(lambda: link.up)
+    assert len(said()) == before + 2
+
+
+@pytest.mark.parametrize(
+    ("work", "refusal"),
+    [
+        (lambda cache: cache.acquire(TOKENS, first_block=-1), InvalidArgumentError),
+        (lambda cache: cache.match([2**40]), InvalidArgumentError),
+        (lambda cache: cache.reserve(range(1 << 21)), ExhaustedError),
+    ],
+)
+def test_a_refusal_is_an_answer(
+    daemon: DaemonProcess, make_link: MakeLink, said: Said, work: Callable[[AsyncCache], Any], refusal: type
+) -> None:
+    link = make_link(daemon.address)
+    link.wait_first()
+
+    async def hold() -> Any:
+        cache = await link.cache(SPEC)
+        if refusal is ExhaustedError:  # all slots are taken
+            await cache.reserve(range(1 << 21))
+        return await work(cache)
+
+    with pytest.raises((refusal, ClientError)) as refused:
+        link.start(hold).result(DEADLINE_S)
+    assert refused.type is refusal
+    assert link.up and said() == []
+
+
+def test_a_call_that_outlasts_its_own_limit_opens_the_breaker(
+    daemon: DaemonProcess, make_link: MakeLink, said: Said
+) -> None:
+    link = make_link(daemon.address)
+    link.wait_first()
+    with pytest.raises(LinkDown, match=r"within 0\.01 s"):
+        link.start(lambda: asyncio.sleep(DEADLINE_S), 0.01).result(DEADLINE_S)
+    wait_until(lambda: link.up)
+    assert len(said()) == 2
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:50051", "cache.example:50051", "tcp://host", ""])
+def test_an_address_of_another_host_is_refused(address: str) -> None:
+    threads = threading.active_count()
+    with pytest.raises(ConfigError, match="unix socket") as refused:
+        Link(address, "test", 1.0)
+    assert "\n" not in str(refused.value) and repr(address) in str(refused.value)
+    assert threading.active_count() == threads
+
+
+def test_an_address_without_a_path_is_refused() -> None:
+    threads = threading.active_count()
+    with pytest.raises(ConfigError, match="'unix:'"):
+        Link("unix:", "test", 1.0)
+    assert threading.active_count() == threads
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["daemon runs", "daemon stopped"])
+def test_closing_ends_the_calls_under_way_and_its_thread(
+    own_daemon: DaemonProcess, make_link: MakeLink, stopped: bool
+) -> None:
+    link = make_link(own_daemon.address)
+    link.wait_first()
+
+    async def hang() -> None:
+        await (await link.cache(SPEC)).acquire(TOKENS)
+        await asyncio.Event().wait()
+
+    link.start(match(link)).result(DEADLINE_S)
+    names = [thread.name for thread in threading.enumerate()]
+    if stopped:
+        os.kill(own_daemon.pid, signal.SIGSTOP)
+    calls = [link.start(hang) for _ in range(3)]
+    link.close()
+    link.close()
+    if stopped:
+        os.kill(own_daemon.pid, signal.SIGCONT)
+    assert all(call.done() for call in calls)
+    assert not link.up
+    with pytest.raises(LinkDown):
+        link.start(match(link)).result(DEADLINE_S)
+    left = [thread.name for thread in threading.enumerate()]
+    assert left.count("prefixd-client") == names.count("prefixd-client") - 1
+
+
+def test_closing_says_nothing_of_a_daemon_that_is_away(tmp_path: Path, said: Said) -> None:
+    link = Link(f"unix:{tmp_path}/nobody", "test", 1.0)
+    link.wait_first()
+    link.close()
+    assert len(said()) == 1
+
+
+def test_a_search_that_breaks_is_said_and_goes_on(
+    daemon: DaemonProcess, make_link: MakeLink, said: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody who waits for the first answer waits for ever."""
+    real, broken = Link.ask, [True]
+
+    async def ask(link: Link) -> None:
+        if broken:
+            broken.pop()
+            raise ZeroDivisionError("a defect")
+        await real(link)
+
+    monkeypatch.setattr(Link, "ask", ask)
+    link = make_link(daemon.address)
+    assert not link.wait_first()
+    wait_until(lambda: link.up)
+    assert len(said()) == 3
+
+
+def test_a_link_in_another_process_than_its_own_is_down(daemon: DaemonProcess, make_link: MakeLink) -> None:
+    link = make_link(daemon.address)
+    link.wait_first()
+    assert isinstance(link._portal, Portal)
+    link._portal._pid += 1  # as after a fork
+    try:
+        with pytest.raises(LinkDown, match="fork"):
+            link.start(match(link)).result(DEADLINE_S)
+    finally:
+        link._portal._pid -= 1

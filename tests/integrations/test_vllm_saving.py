@@ -1,0 +1,271 @@
+"""Which of vLLM's blocks are saved, and that none stays pinned."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from prefixd.client import NamespaceSpec
+from prefixd.integrations.vllm.geometry import Geometry, Group
+from prefixd.integrations.vllm.jobs import SaveJob
+from prefixd.integrations.vllm.saving import SaveQueue
+
+RANKS = 2
+GEOMETRY = Geometry((Group(0, 4, 400), Group(1, 8, 200)), block_tokens=16, unit_tokens=8, ranks=RANKS)
+ONE_GROUP = Geometry((Group(0, 4, 400),), block_tokens=16, unit_tokens=4, ranks=1)
+HASH_TOKENS = 8
+SPECS = [GEOMETRY.spec("model", b""), GEOMETRY.spec("model", b"salt")]
+
+
+class Pool:
+    """Counts references as vLLM's block pool does."""
+
+    def __init__(self) -> None:
+        self.references: Counter[int] = Counter()
+
+    def pin(self, ids: Sequence[int]) -> None:
+        assert 0 not in ids, "vLLM's null block"
+        self.references.update(ids)
+
+    def unpin(self, ids: Sequence[int]) -> None:
+        self.references.subtract(ids)
+        assert min(self.references.values()) >= 0, "given back more often than taken"
+
+    @property
+    def held(self) -> int:
+        return self.references.total()
+
+
+def a_request(tokens: Sequence[int]) -> SimpleNamespace:
+    ends = range(HASH_TOKENS, len(tokens) + 1, HASH_TOKENS)
+    return SimpleNamespace(all_token_ids=list(tokens), block_hashes=[bytes(tokens[:end]) for end in ends])
+
+
+def queue(pool: Pool, geometry: Geometry = GEOMETRY, most_pinned: int = 1000) -> SaveQueue:
+    return SaveQueue(geometry, pool.pin, pool.unpin, HASH_TOKENS, most_pinned)
+
+
+@dataclass
+class Running:
+    """A request of the machine below, with the tables that vLLM keeps of it."""
+
+    spec: NamespaceSpec
+    tokens: list[int]
+    computed: int
+    next_block: int
+    window: int
+    tables: list[list[int]] = field(default_factory=lambda: [[], []])
+    ever: list[list[int]] = field(default_factory=lambda: [[], []])
+    """The tables without what has become null."""
+
+    def slide(self) -> None:
+        gone = max(0, self.computed - self.window) // 8
+        self.tables[1][:gone] = [0] * min(gone, len(self.tables[1]))
+
+    def grow(self, ids: Iterator[int]) -> None:
+        for table, ever, each in zip(self.tables, self.ever, (4, 8), strict=True):
+            while len(table) * each < self.computed:
+                table.append(next(ids))
+                ever.append(table[-1])
+
+
+class AnyInterleaving(RuleBasedStateMachine):
+    """Requests come, advance, lose blocks to their window and end, and ranks acknowledge, in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = Pool()
+        self.most_pinned = 40
+        self.queue = queue(self.pool, most_pinned=self.most_pinned)
+        self.running: dict[str, Running] = {}
+        self.unacknowledged: dict[int, int] = {}
+        self.ids = iter(range(1, 1_000_000))
+        self.names = iter(range(1_000_000))
+
+    @rule(
+        prompt=st.integers(0, 1),
+        tokens=st.integers(1, 150),
+        cached=st.integers(0, 3),
+        late=st.integers(0, 40),
+        window=st.sampled_from([1000, 8, 24]),
+        salted=st.booleans(),
+    )
+    def begin(self, prompt: int, tokens: int, cached: int, late: int, window: int, salted: bool) -> None:
+        """Few prompts, so that requests share them and one saves what another does already. Saving may begin late, when
+        tokens that are not cached are computed already."""
+        if len(self.running) == 4:
+            self.end(min(self.running))
+        name, spec = f"r{next(self.names)}", SPECS[salted]
+        prompt_tokens = np.random.default_rng(prompt).integers(0, 256, tokens).tolist()
+        computed = min(cached * 16 + late, tokens)
+        self.running[name] = running = Running(spec, prompt_tokens, computed, cached, window)
+        running.grow(self.ids)
+        self.queue.begin(name, spec, cached * 16)
+
+    @precondition(lambda self: self.running)
+    @rule(steps=st.lists(st.integers(0, 40), min_size=4, max_size=4))
+    def step(self, steps: list[int]) -> None:
+        """Blocks that a window has left are null from then on, then those of the step come."""
+        for (name, running), step in zip(list(self.running.items()), steps, strict=False):
+            running.slide()
+            running.computed = min(running.computed + step, len(running.tokens))
+            running.grow(self.ids)
+            self.queue.advance(name, a_request(running.tokens), running.tables, running.computed)
+            for job in self.queue.take():
+                self.check(job, running)
+                self.unacknowledged[job.id] = RANKS
+
+    def check(self, job: SaveJob, running: Running) -> None:
+        end = (job.first_block + job.blocks) * 16
+        assert job.blocks > 0 and end <= running.computed
+        # What another request was saving at that moment is skipped, nothing else is.
+        assert job.first_block >= running.next_block
+        running.next_block = job.first_block + job.blocks
+        assert job.prefix.tokens == np.asarray(running.tokens[:end], "<u4").tobytes()
+        assert (job.prefix.name, job.prefix.salt) == (running.spec.name, running.spec.salt)
+        for ids, table, each in zip(job.block_ids, running.ever, (4, 8), strict=True):
+            assert list(ids) == table[job.first_block * 16 // each : end // each]
+            assert 0 not in ids
+            assert all(self.pool.references[block] == 1 for block in ids)
+
+    @precondition(lambda self: self.unacknowledged)
+    @rule(data=st.data(), ranks=st.integers(1, RANKS))
+    def acknowledge(self, data: st.DataObject, ranks: int) -> None:
+        job = data.draw(st.sampled_from(sorted(self.unacknowledged)))
+        ranks = min(ranks, self.unacknowledged[job])
+        self.unacknowledged[job] -= ranks
+        self.queue.acknowledge(job, ranks)
+        if not self.unacknowledged[job]:
+            del self.unacknowledged[job]
+
+    def end(self, name: str) -> None:
+        del self.running[name]
+        self.queue.end(name)
+
+    @precondition(lambda self: len(self.running) > 1)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        self.end(data.draw(st.sampled_from(sorted(self.running))))
+
+    @invariant()
+    def no_more_are_pinned_than_may_be(self) -> None:
+        assert self.pool.held <= self.most_pinned
+        assert self.queue.under_way == bool(self.unacknowledged)
+
+    def teardown(self) -> None:
+        """When all is over, vLLM has every block back."""
+        for name in self.running:
+            self.queue.end(name)
+        for job, ranks in self.unacknowledged.items():
+            self.queue.acknowledge(job, ranks)
+        assert self.pool.held == 0
+        assert not self.queue.under_way and not self.queue._keys
+
+
+TestAnyInterleaving = AnyInterleaving.TestCase
+TestAnyInterleaving.settings = settings(max_examples=40, stateful_step_count=40)
+
+
+def tables(tokens: int, start: int = 1) -> list[list[int]]:
+    return [list(range(start, start + -(-tokens // each))) for each in (4, 8)]
+
+
+def test_a_block_is_saved_when_all_its_tokens_are_computed() -> None:
+    saves = queue(pool := Pool())
+    request, blocks = a_request(range(40)), tables(40)
+    saves.begin("r", SPECS[0], 0)
+    saves.advance("r", request, blocks, 15)
+    assert not saves.take() and pool.held == 3, "a unit of 8 tokens is pinned: two blocks and one"
+    saves.advance("r", request, blocks, 40)
+    (job,) = saves.take()
+    assert (job.first_block, job.blocks) == (0, 2)
+    assert job.block_ids == ((1, 2, 3, 4, 5, 6, 7, 8), (1, 2, 3, 4))
+    assert saves.take() == []
+
+
+def test_what_is_cached_already_is_not_saved() -> None:
+    saves = queue(pool := Pool(), ONE_GROUP)
+    saves.begin("r", SPECS[0], 32)
+    saves.advance("r", a_request(range(64)), tables(64)[:1], 63)
+    (job,) = saves.take()
+    assert (job.first_block, job.blocks) == (2, 1) and pool.held == 7, "and three blocks of the last"
+
+
+def test_saving_ends_where_vllm_has_let_go_of_a_block() -> None:
+    saves = queue(pool := Pool())
+    request, blocks = a_request(range(96)), tables(96)
+    saves.begin("r", SPECS[0], 0)
+    saves.advance("r", request, blocks, 24)
+    assert len(saves.take()) == 1
+    blocks[1][3] = 0
+    saves.advance("r", request, blocks, 96)
+    assert saves.take() == []
+    saves.acknowledge(0, RANKS)
+    assert pool.held == 0, "also those of the block that began before it"
+
+
+def test_saving_waits_for_room_and_goes_on() -> None:
+    saves = queue(pool := Pool(), ONE_GROUP, most_pinned=5)
+    request, blocks = a_request(range(64)), tables(64)[:1]
+    saves.begin("r", SPECS[0], 0)
+    saves.advance("r", request, blocks, 64)
+    (job,) = saves.take()
+    assert job.blocks == 1 and pool.held == 5
+    saves.acknowledge(job.id, 1)
+    saves.advance("r", request, blocks, 64)
+    assert [(job.first_block, job.blocks) for job in saves.take()] == [(1, 1)]
+
+
+def test_of_two_requests_with_one_prompt_one_saves_it() -> None:
+    saves = queue(pool := Pool())
+    request = a_request(range(32))
+    for name, start in (("a", 1), ("b", 100)):
+        saves.begin(name, SPECS[0], 0)
+        saves.advance(name, request, tables(32, start), 32)
+    saves.begin("salted", SPECS[1], 0)
+    saves.advance("salted", request, tables(32, 200), 32)
+    first, salted = saves.take()
+    assert (first.prefix.salt, salted.prefix.salt) == (b"", b"salt")
+    assert not any(pool.references[block] for block in range(100, 108))
+    saves.acknowledge(first.id, RANKS)
+    saves.begin("later", SPECS[0], 0)
+    saves.advance("later", request, tables(32, 300), 32)
+    assert len(saves.take()) == 1, "once it has ended the next may try again: it may have been dropped"
+
+
+def test_a_job_is_over_when_every_rank_has_ended_it() -> None:
+    saves = queue(pool := Pool())
+    saves.begin("r", SPECS[0], 0)
+    saves.advance("r", a_request(range(16)), tables(16), 16)
+    (job,) = saves.take()
+    saves.end("r")
+    saves.acknowledge(job.id, 1)
+    assert saves.under_way and pool.held == 6, "the request has ended, its blocks are still read"
+    saves.acknowledge(job.id, 1)
+    saves.acknowledge(job.id, 1)
+    assert not saves.under_way and pool.held == 0
+
+
+def test_clearing_ends_every_request_and_no_job() -> None:
+    saves = queue(pool := Pool())
+    saves.begin("r", SPECS[0], 0)
+    saves.advance("r", a_request(range(24)), tables(24), 24)
+    saves.clear()
+    (job,) = saves.take()
+    assert pool.held == 6 and "r" not in saves
+    saves.acknowledge(job.id, RANKS)
+    assert pool.held == 0
+
+
+def test_a_request_that_was_never_begun_is_nobodys_business() -> None:
+    saves = queue(pool := Pool())
+    saves.advance("r", a_request(range(16)), tables(16), 16)
+    saves.end("r")
+    assert saves.take() == [] and pool.held == 0 and "r" not in saves

@@ -60,6 +60,13 @@ def expected(alone: EngineProcess) -> Expected:
     return tokens
 
 
+@pytest.fixture(scope="session")
+def gemma3_expected(gemma3: Path, make_engine: StartEngine) -> Iterator[Expected]:
+    """As `expected`, for `gemma3`."""
+    with make_engine(gemma3, None, enable_prefix_caching=False) as engine:
+        yield lambda requests: tokens_of(engine.generate(requests))
+
+
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[DaemonProcess]:
     with DaemonProcess(DAEMON) as running:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks._vllm_models import save_lora
+from benchmarks._vllm_models import save_lora, save_mla
 from prefixd.client import Client
 from prefixd.workloads.daemon_process import DaemonProcess
 from tests.vllm.served import Expected, NewRequests, StartEngine, cacheable, run, tokens_of
@@ -28,16 +28,16 @@ def test_tensor_parallel(
     assert ranks == {0, 1}
 
 
-def test_hybrid_model(gemma3: Path, daemon: DaemonProcess, make_engine: StartEngine, new_requests: NewRequests) -> None:
+def test_hybrid_model(
+    gemma3: Path, daemon: DaemonProcess, make_engine: StartEngine, gemma3_expected: Expected, new_requests: NewRequests
+) -> None:
     requests = new_requests(*LENGTHS)
-    with make_engine(gemma3, None, enable_prefix_caching=False) as alone:
-        expected = tokens_of(alone.generate(requests))
     with make_engine(gemma3, daemon) as engine:
         cold, none = run(engine, requests)
         warm, hits = run(engine, requests)
         with Client(daemon.address) as client:
             groups = [{part.group for part in known.namespace.parts} for known in client.stats().namespaces]
-    assert cold == warm == expected
+    assert cold == warm == gemma3_expected(requests)
     assert none == 0
     assert hits == cacheable(requests)
     assert max(map(len, groups)) == 3
@@ -58,3 +58,22 @@ def test_adapters_are_kept_apart(
     assert [tokens for tokens, _ in first] == [tokens for tokens, _ in second] == expected
     assert [hits for _, hits in first] == [0, 0, 0]
     assert [hits for _, hits in second] == [cacheable(plain)] * 3
+
+
+def test_a_model_that_vllm_computes_from_the_start_only(
+    daemon: DaemonProcess, make_engine: StartEngine, tmp_path: Path, new_requests: NewRequests
+) -> None:
+    """Multi-head latent attention on a CPU: vLLM turns its own prefix cache off, and what is cached would be no use.
+
+    One request at a time: in a batch, vLLM alone gives other tokens for this model.
+    """
+    model = save_mla(tmp_path / "mla")
+    requests = new_requests(*LENGTHS)
+    with make_engine(model, None) as alone:
+        expected = [alone.generate([request])[0].token_ids for request in requests]
+    with make_engine(model, daemon) as engine:
+        for _ in range(2):
+            assert [engine.generate([request])[0].token_ids for request in requests] == expected
+        cached = engine.metrics().prompt_tokens_by_source
+        assert "runs without prefixd" in engine.log.read_text()
+    assert cached["external_kv_transfer"] == cached["local_cache_hit"] == 0, "vLLM has learned to: test its hits"

@@ -34,6 +34,7 @@ from prefixd.integrations.vllm.device import fence_of
 from prefixd.integrations.vllm.geometry import (
     Geometry,
     adapter_name,
+    computes_from_the_middle,
     layer_names,
     model_name,
     packing,
@@ -106,7 +107,12 @@ class PrefixdConnector(KVConnectorBase_V1, SupportsHMA):
         self.geometry = read_geometry(vllm_config, kv_cache_config, self.options)
         self._scheduler: _SchedulerHalf | None = None
         self._worker: _WorkerHalf | None = None
-        if self.geometry is None:
+        if not computes_from_the_middle(vllm_config):
+            log.warning(
+                "prefix caching and chunked prefill are both off: vLLM computes prompts from their start only and "
+                "runs without prefixd."
+            )
+        elif self.geometry is None:
             log.warning("prefixd does not keep the state of this model's layers: vLLM runs without it.")
         elif role == KVConnectorRole.SCHEDULER:
             self._scheduler = _SchedulerHalf(vllm_config, kv_cache_config, self.geometry, self.options)

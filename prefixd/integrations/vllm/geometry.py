@@ -106,6 +106,14 @@ def read_geometry(vllm_config: Any, kv_cache_config: Any, options: ConnectorOpti
     return Geometry(tuple(groups), block_tokens, unit, parallel.tensor_parallel_size)
 
 
+def computes_from_the_middle(vllm_config: Any) -> bool:
+    """Whether vLLM can go on behind a prefix that it did not compute in the same step.
+
+    Where it cannot (multi-head latent attention on a CPU without AMX), it turns both of these off itself.
+    """
+    return bool(vllm_config.cache_config.enable_prefix_caching or vllm_config.scheduler_config.enable_chunked_prefill)
+
+
 def read_pages(kv_cache_config: Any, kv_caches: Mapping[str, Any], geometry: Geometry) -> list[GroupPages]:
     """Where the pages of every group are, given the tensors that vLLM has allocated (layer's name to tensor)."""
     runs = _page_runs(kv_cache_config)

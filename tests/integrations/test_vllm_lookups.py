@@ -1,61 +1,522 @@
+"""What is asked about waiting prompts, what is leased for them, and that no lease is kept."""
+
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections import deque
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any, cast
 
-from prefixd.client import NamespaceSpec, PartSpec
-from prefixd.integrations.vllm.link import Link
-from prefixd.integrations.vllm.lookups import Lookups
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefixd.client import ExhaustedError, MatchResult, NamespaceSpec, PartSpec, Tier, TierRun
+from prefixd.integrations.vllm.link import Link, LinkDown
+from prefixd.integrations.vllm.lookups import _LEASES, Lookups
 from prefixd.integrations.vllm.seen import SeenPrefix
-from prefixd_scheduler import Distance
+from prefixd.workloads.daemon_process import DaemonProcess
+from prefixd_scheduler import CostModel, Distance
+from tests.integrations.conftest import DEADLINE_S, PATIENT_S, wait_until
 
-SPEC = NamespaceSpec("model", 16, (PartSpec("full", 0, 64),))
-CACHED = SeenPrefix.of([Distance.CPU], 16)
-
-
-class SilentLink:
-    """A line on which the test answers."""
-
-    up = True
-    timeout_s = 1.0
-
-    def __init__(self) -> None:
-        self.asked: list[Future[Any]] = []
-
-    def start(self, work: Callable[[], Any], timeout_s: float | None = None) -> Future[Any]:
-        self.asked.append(Future())
-        return self.asked[-1]
-
-    def answer(self) -> int:
-        """Answers all that was asked; how much that was."""
-        asked, self.asked = self.asked, []
-        for future in asked:
-            future.set_result(CACHED)
-        return len(asked)
+BLOCK = 16
+SPEC = NamespaceSpec("model", BLOCK, (PartSpec("all", 0, 64),))
 
 
-def test_old_answers_are_renewed_a_few_at_a_time() -> None:
-    now_s = 0.0
-    link = SilentLink()
-    lookups = Lookups(cast(Link, link), 16, 64, 0, None, lambda: now_s)
-    names = [str(number) for number in range(50)]
-    for name in names:
-        lookups.add(name, SPEC, [5] * 32)
-    assert link.answer() == 50, "a request that is new is asked about at once"
+class Lease:
+    """A lease that the test's daemon has granted."""
 
-    def all_seen() -> bool:
-        return all([lookups.seen(name) == CACHED for name in names])
+    def __init__(self, link: ScriptedLink, first_block: int, blocks: int) -> None:
+        self.link = link
+        self.first_block = first_block
+        self.blocks = blocks
+        self.expires_s = link.now_s + 30.0
+        self.lost = False
 
-    assert all_seen() and not link.asked
-    now_s = 10.0
-    assert all_seen()
-    renewed = len(link.asked)
-    assert 0 < renewed < 10
-    assert all_seen() and len(link.asked) == renewed, "no more until they are answered"
-    rounds = 0
-    while (answered := link.answer()) > 0:
-        assert answered == renewed or rounds == 50 // renewed
-        rounds += 1
-        all_seen()
-    assert rounds == -(-50 // renewed), "each was asked about once more"
+    @property
+    def remaining_s(self) -> float:
+        return 0.0 if self.lost else max(0.0, self.expires_s - self.link.now_s)
+
+
+@dataclass
+class Call:
+    """A question that waits for the test's answer."""
+
+    kind: str
+    answer: Future[Any]
+    first_block: int = 0
+    work: Any = None
+
+
+@dataclass
+class ScriptedLink:
+    """Stands for `Link`: nothing is answered before the test says what."""
+
+    up: bool = True
+    timeout_s: float = 1.0
+    now_s: float = 1000.0
+    calls: deque[Call] = field(default_factory=deque)
+    granted: list[Lease] = field(default_factory=list)
+    given_back: list[Lease] = field(default_factory=list)
+    prefetched: list[int] = field(default_factory=list)
+    answers_at_once: Callable[[Call], Any] | None = None
+
+    def start(self, work: Callable[[], Coroutine[Any, Any, Any]], timeout_s: float | None = None) -> Future[Any]:
+        call = Call(work.__name__, Future(), work=work)
+        if not self.up:
+            call.answer.set_exception(LinkDown("away"))
+            return call.answer
+        for cell in work.__closure__ or ():
+            if type(cell.cell_contents) is int:
+                call.first_block = cell.cell_contents
+        self.calls.append(call)
+        if self.answers_at_once is not None:
+            self.answer(self.answers_at_once(call))
+        return call.answer
+
+    def give_back(self, lease: Lease) -> None:
+        self.given_back.append(lease)
+
+    def pending(self, kind: str) -> int:
+        return sum(call.kind == kind for call in self.calls)
+
+    def answer(self, value: Any, index: int = 0) -> None:
+        """Answers a question: with blocks, or with an error."""
+        call = self.calls[index]
+        del self.calls[index]
+        if not call.answer.set_running_or_notify_cancel():
+            return  # the SDK gives back what comes to a caller that has gone
+        if isinstance(value, Exception):
+            call.answer.set_exception(value)
+        elif call.kind == "acquire":
+            self.granted.append(Lease(self, call.first_block, value))
+            call.answer.set_result(self.granted[-1])
+        elif call.kind == "ask":
+            call.answer.set_result(SeenPrefix.of([Distance.CPU] * value, BLOCK))
+        else:
+            call.answer.set_result(value)
+
+    def clock(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def link() -> ScriptedLink:
+    return ScriptedLink()
+
+
+def lookups_over(link: ScriptedLink, prefetch: int = 4, cost: CostModel | None = None) -> Lookups:
+    return Lookups(cast(Link, link), BLOCK, 64, prefetch, cost, link.clock)
+
+
+@pytest.fixture
+def lookups(link: ScriptedLink) -> Lookups:
+    return lookups_over(link)
+
+
+def added(lookups: Lookups, link: ScriptedLink, seen_blocks: int, name: str = "r", tokens: int = 100) -> None:
+    lookups.add(name, SPEC, list(range(tokens)))
+    link.answer(seen_blocks)
+
+
+# -- questions ------------------------------------------------------------------------------------------------------
+
+
+def test_vllm_is_told_to_ask_again_while_answers_are_under_way(lookups: Lookups, link: ScriptedLink) -> None:
+    lookups.add("r", SPEC, list(range(100)))
+    assert lookups.seen("r") is None
+    assert lookups.hit("r", 0, 96) is None
+    link.answer(5)
+    assert lookups.hit("r", 0, 96) is None, "the lease is asked for"
+    assert link.pending("acquire") == 1
+    assert lookups.hit("r", 0, 96) is None and len(link.calls) == 1, "once"
+    link.answer(5)
+    assert lookups.hit("r", 0, 96) == 80
+    assert lookups.seen("r") == SeenPrefix(80, ((Distance.CPU, 80),))
+    assert lookups.sources("r", 16, 64) == {Distance.CPU: 64}
+
+
+@pytest.mark.parametrize(
+    ("leased", "local", "most", "hit"),
+    [
+        (5, 0, 96, 80),
+        (5, 16, 96, 64),
+        (4, 24, 96, 56),  # the lease begins with the block of which vLLM has the first half: blocks 1 to 4
+        (5, 0, 72, 72),
+        (3, 0, 96, 48),  # less than was seen
+    ],
+)
+def test_what_can_be_loaded_beyond_vllms_own(
+    lookups: Lookups, link: ScriptedLink, leased: int, local: int, most: int, hit: int
+) -> None:
+    added(lookups, link, 5)
+    lookups.hit("r", local, most)
+    assert link.calls[0].first_block == local // BLOCK
+    link.answer(leased - local // BLOCK if leased == 5 else leased)
+    assert lookups.hit("r", local, most) == hit
+
+
+@pytest.mark.parametrize(("local", "most"), [(80, 96), (96, 96), (64, 64), (84, 96)])
+def test_nothing_is_leased_that_vllm_has_or_cannot_use(
+    lookups: Lookups, link: ScriptedLink, local: int, most: int
+) -> None:
+    added(lookups, link, 5)
+    assert lookups.hit("r", local, most) == 0
+    assert not link.calls
+
+
+def test_when_vllm_has_lost_some_of_its_own_it_is_leased_anew(lookups: Lookups, link: ScriptedLink) -> None:
+    added(lookups, link, 5)
+    lookups.hit("r", 48, 96)
+    link.answer(2)
+    assert lookups.hit("r", 48, 96) == 32
+    assert lookups.hit("r", 16, 96) is None
+    assert link.given_back == link.granted
+    assert lookups.hit("r", 16, 96) is None
+    assert link.calls[0].first_block == 1
+    link.answer(4)
+    assert lookups.hit("r", 16, 96) == 64
+    assert lookups.hit("r", 32, 96) == 48, "and when vLLM has more now, it needs less"
+
+
+def test_a_prompt_shorter_than_a_block_is_not_asked_about(lookups: Lookups, link: ScriptedLink) -> None:
+    lookups.add("r", SPEC, list(range(BLOCK - 1)))
+    assert not link.calls and lookups.hit("r", 0, 0) == 0 and lookups.seen("r") == SeenPrefix(0)
+
+
+def test_an_old_answer_is_asked_for_again(lookups: Lookups, link: ScriptedLink) -> None:
+    added(lookups, link, 1)
+    assert lookups.seen("r") == SeenPrefix(16, ((Distance.CPU, 16),)) and not link.calls
+    link.now_s += 2
+    assert lookups.seen("r") == SeenPrefix(16, ((Distance.CPU, 16),)), "the last answer, meanwhile"
+    assert link.pending("ask") == 1
+    link.answer(3)
+    assert lookups.seen("r") == SeenPrefix(48, ((Distance.CPU, 48),))
+
+
+def test_what_is_not_known_is_nothing(lookups: Lookups, link: ScriptedLink) -> None:
+    assert lookups.hit("nobody", 0, 100) == 0 and lookups.seen("nobody") is None
+    assert lookups.sources("nobody", 0, 10) == {Distance.CPU: 10}
+    for end in (lookups.refuse, lookups.failed, lookups.forget):
+        end("nobody")
+    lookups.again("nobody", [1])
+    assert not link.calls and "nobody" not in lookups
+
+
+# -- patience -------------------------------------------------------------------------------------------------------
+
+
+class WaitedFor(Future[Any]):
+    """An answer that does not come; waiting for it takes the whole time that is offered."""
+
+    def __init__(self, link: ScriptedLink, offered: list[float]) -> None:
+        super().__init__()
+        self.link, self.offered = link, offered
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        assert timeout is not None, "without an end"
+        self.offered.append(timeout)
+        self.link.now_s += timeout
+        raise TimeoutError
+
+
+def test_a_step_waits_no_longer_than_its_patience_for_all_requests_together(
+    lookups: Lookups, link: ScriptedLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offered: list[float] = []
+    monkeypatch.setattr(link, "start", lambda work, timeout_s=None: WaitedFor(link, offered))
+    for name in "abc":
+        lookups.add(name, SPEC, list(range(100)))
+    lookups.patience_s = 0.25
+    began_s = link.now_s
+    assert [lookups.hit(name, 0, 96) for name in "abc"] == [None, None, None]
+    assert offered == [0.25, 0.0, 0.0] and link.now_s == began_s + 0.25
+    lookups.patience_s = 0.5
+    assert lookups.hit("c", 0, 96) is None and offered[-1] == 0.5
+
+
+def test_an_answer_that_comes_in_time_is_used_in_the_same_step(lookups: Lookups, link: ScriptedLink) -> None:
+    link.answers_at_once = lambda call: 5
+    lookups.add("r", SPEC, list(range(100)))
+    assert lookups.hit("r", 0, 96) == 80
+
+
+# -- leases ---------------------------------------------------------------------------------------------------------
+
+
+def leased(lookups: Lookups, link: ScriptedLink, name: str = "r") -> None:
+    added(lookups, link, 5, name)
+    assert lookups.hit(name, 0, 96) is None
+    link.answer(5)
+    assert lookups.hit(name, 0, 96) == 80
+
+
+@pytest.mark.parametrize("how", ["forget", "refuse", "failed", "clear", "add"])
+def test_however_a_lease_ends_it_is_given_back(lookups: Lookups, link: ScriptedLink, how: str) -> None:
+    leased(lookups, link)
+    if how == "clear":
+        lookups.clear()
+    elif how == "add":
+        lookups.add("r", SPEC, [1])
+    else:
+        getattr(lookups, how)("r")
+    assert link.given_back == link.granted and lookups._leases == 0
+
+
+def test_a_lease_that_is_granted_when_nobody_wants_it_any_more_is_given_back(
+    lookups: Lookups, link: ScriptedLink
+) -> None:
+    added(lookups, link, 5)
+    lookups.hit("r", 0, 96)
+    lookups.forget("r")
+    assert lookups._leases == 0
+    link.answer(5)
+    assert len(link.granted) == 1 and link.given_back == link.granted
+
+
+def test_a_lease_that_would_not_last_a_load_is_got_anew(lookups: Lookups, link: ScriptedLink) -> None:
+    leased(lookups, link)
+    link.now_s += 16
+    assert lookups.hit("r", 0, 96) is None
+    assert link.given_back == link.granted and link.pending("ask") == 1
+    link.answer(5)
+    assert lookups.hit("r", 0, 96) is None
+    link.answer(5)
+    assert lookups.hit("r", 0, 96) == 80 and lookups._leases == 1
+
+
+def test_no_more_leases_than_a_daemon_should_give_one_engine(lookups: Lookups, link: ScriptedLink) -> None:
+    for index in range(_LEASES):
+        leased(lookups, link, f"r{index}")
+    added(lookups, link, 5, "late")
+    assert lookups.hit("late", 0, 96) is None and not link.calls
+    lookups.refuse("r0")
+    assert lookups.hit("late", 0, 96) is None and link.pending("acquire") == 1
+
+
+def test_a_prefix_that_is_gone_when_it_is_leased_is_no_hit(lookups: Lookups, link: ScriptedLink) -> None:
+    added(lookups, link, 5)
+    lookups.hit("r", 0, 96)
+    link.answer(0)
+    assert lookups.hit("r", 0, 96) == 0 and lookups._leases == 0
+    assert lookups.hit("r", 0, 96) == 0 and not link.calls, "and is not asked for in every step"
+
+
+@pytest.mark.parametrize("error", [LinkDown("away"), ExhaustedError("too many"), ZeroDivisionError("a defect")])
+@pytest.mark.parametrize("kind", ["ask", "acquire"])
+def test_an_answer_that_is_an_error_is_no_hit_and_reaches_the_log_at_most(
+    lookups: Lookups, link: ScriptedLink, caplog: pytest.LogCaptureFixture, error: Exception, kind: str
+) -> None:
+    if kind == "ask":
+        lookups.add("r", SPEC, list(range(100)))
+    else:
+        added(lookups, link, 5)
+        lookups.hit("r", 0, 96)
+    link.answer(error)
+    assert lookups.hit("r", 0, 96) == 0
+    assert lookups._leases == 0
+    assert len(caplog.records) == (not isinstance(error, LinkDown))
+
+
+def test_a_daemon_that_refuses_is_quoted_once_a_minute(
+    lookups: Lookups, link: ScriptedLink, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    for _ in range(5):
+        lookups.add("r", SPEC, list(range(100)))
+        link.answer(ExhaustedError("too many"))
+        lookups.seen("r")
+    assert len(caplog.records) == 1
+    link.now_s += 61
+    lookups.add("r", SPEC, list(range(100)))
+    link.answer(ExhaustedError("too many"))
+    lookups.seen("r")
+    assert len(caplog.records) == 2
+
+
+def test_while_the_daemon_is_away_nothing_is_asked(lookups: Lookups, link: ScriptedLink) -> None:
+    link.up = False
+    lookups.add("r", SPEC, list(range(100)))
+    assert lookups.hit("r", 0, 96) == 0 and lookups.seen("r") is None and not link.calls
+    link.up = True
+    assert lookups.hit("r", 0, 96) is None and link.pending("ask") == 1
+
+
+def test_a_preempted_request_looks_again_and_one_whose_load_failed_does_not(
+    lookups: Lookups, link: ScriptedLink
+) -> None:
+    for name in ("preempted", "failed"):
+        leased(lookups, link, name)
+    lookups.refuse("preempted")  # it has what was to be had
+    lookups.failed("failed")
+    assert lookups.hit("preempted", 0, 112) == 0
+    for name in ("preempted", "failed"):
+        lookups.again(name, list(range(120)))
+    assert lookups.hit("failed", 0, 112) == 0 and not link.calls
+    assert lookups.hit("preempted", 0, 112) is None
+    link.answer(7)
+    assert lookups.hit("preempted", 0, 112) is None
+    link.answer(7)
+    assert lookups.hit("preempted", 0, 112) == 112, "of more tokens by now"
+
+
+def test_what_is_slower_to_load_than_to_compute_is_not_loaded(link: ScriptedLink) -> None:
+    cost = CostModel()
+    cost.observe_compute(1000, 0.001)
+    cost.observe_load(Distance.CPU, 64, 10.0)
+    lookups = lookups_over(link, cost=cost)
+    added(lookups, link, 5)
+    assert lookups.hit("r", 0, 96) == 0 and not link.calls
+    assert lookups.hit("r", 0, 96) == 0, "for good: it is being computed"
+    quick = lookups_over(link, cost=CostModel())
+    added(quick, link, 5)
+    assert quick.hit("r", 0, 96) is None and link.pending("acquire") == 1
+
+
+Step = tuple[str, int, int]
+OFTEN = ["hit", "answer"] * 3
+WHAT = ["add", *OFTEN, "error", "refuse", "failed", "forget", "again", "seen", "later", "lose", "away", "back", "clear"]
+STEPS = st.lists(st.tuples(st.sampled_from(WHAT), st.integers(0, 3), st.integers(0, 6)), max_size=60)
+
+
+@given(STEPS)
+def test_every_lease_that_was_granted_is_given_back(steps: list[Step]) -> None:
+    """After any sequence of calls and answers, once every request has ended."""
+    link = ScriptedLink()
+    lookups = lookups_over(link, prefetch=2)
+    for what, which, number in steps:
+        name = f"r{which}"
+        if what == "add":
+            lookups.add(name, SPEC, list(range(10 + 30 * number)))
+        elif what == "hit":
+            found = lookups.hit(name, 8 * number, 16 * which + 64)
+            assert found is None or 0 <= found <= 16 * which + 64
+        elif what in ("answer", "error") and link.calls:
+            link.answer(LinkDown("?") if what == "error" else number, which % len(link.calls))
+        elif what in ("refuse", "failed", "forget"):
+            getattr(lookups, what)(name)
+        elif what == "again":
+            lookups.again(name, list(range(200)))
+        elif what == "seen":
+            lookups.seen(name)
+        elif what == "later":
+            link.now_s += 6 * number
+        elif what == "lose" and link.granted:
+            link.granted[-1].lost = True
+        elif what in ("away", "back"):
+            link.up = what == "back"
+        elif what == "clear":
+            lookups.clear()
+        having = [(each.lease is not None) + (each.leasing is not None) for each in lookups._lookups.values()]
+        assert lookups._leases == sum(having)
+        assert 0 <= lookups._leases <= 4
+        assert len(lookups._ahead) <= 2
+    for name in [f"r{which}" for which in range(4)]:
+        lookups.forget(name)
+    while link.calls:
+        link.answer(1)
+    assert lookups._leases == 0
+    assert not lookups._ahead and not lookups._line
+    left = [lease for lease in link.granted if lease.blocks and link.given_back.count(lease) != 1]
+    assert not left, "given back, and once"
+
+
+# -- ahead of their turn --------------------------------------------------------------------------------------------
+
+
+def test_so_many_are_brought_up_ahead_and_the_next_in_line_gets_its_turn(link: ScriptedLink) -> None:
+    lookups = lookups_over(link, prefetch=2)
+    for name in "abcd":
+        added(lookups, link, 1, name)
+    assert lookups._ahead == {"a", "b"}
+    lookups.refuse("a")
+    assert lookups._ahead == {"b", "c"} and [call.kind for call in link.calls] == ["bring_up"]
+    lookups.forget("d")
+    lookups.forget("b")
+    assert lookups._ahead == {"c"} and not lookups._line
+
+
+def test_who_is_in_line_while_his_answer_is_under_way_gets_his_turn_too(link: ScriptedLink) -> None:
+    lookups = lookups_over(link, prefetch=1)
+    lookups.add("a", SPEC, list(range(100)))
+    lookups.add("b", SPEC, list(range(100)))
+    lookups.forget("a")
+    assert lookups._ahead == {"b"} and link.calls[-1].kind == "bring_up"
+
+
+def test_without_prefetch_nobody_stands_in_line(link: ScriptedLink) -> None:
+    lookups = lookups_over(link, prefetch=0)
+    for name in "ab":
+        added(lookups, link, 1, name)
+    assert not lookups._ahead and not lookups._line
+
+
+class Cache:
+    """What the questions themselves ask of the SDK."""
+
+    def __init__(self, tiers: list[Tier]) -> None:
+        self.runs = [TierRun(tier, 1) for tier in tiers]
+        self.prefetches = 0
+
+    async def match(self, tokens: Any) -> MatchResult:
+        return MatchResult(len(self.runs), tuple(self.runs))
+
+    async def prefetch(self, tokens: Any) -> int:
+        self.prefetches += 1
+        return 1
+
+
+@pytest.mark.parametrize(
+    ("tiers", "prefetch", "prefetches"),
+    [([Tier.CPU, Tier.DISK], 1, 1), ([Tier.CPU, Tier.GPU], 1, 0), ([Tier.CPU, Tier.DISK], 0, 0)],
+)
+async def test_what_is_on_disk_is_brought_up(
+    link: ScriptedLink, tiers: list[Tier], prefetch: int, prefetches: int
+) -> None:
+    lookups, cache = lookups_over(link, prefetch), Cache(tiers)
+
+    async def registered(spec: NamespaceSpec) -> Cache:
+        assert spec == SPEC
+        return cache
+
+    link.cache = registered  # type: ignore[attr-defined]
+    lookups.add("r", SPEC, list(range(100)))
+    seen = await link.calls[0].work()
+    assert seen.tokens == 32 and cache.prefetches == prefetches
+    assert seen.distance(0) is (Distance.DISK if Tier.DISK in tiers else Distance.CPU)
+
+
+# -- and with a real daemon -----------------------------------------------------------------------------------------
+
+
+def test_with_a_real_daemon(daemon: DaemonProcess) -> None:
+    link = Link(daemon.address, "test", PATIENT_S)
+    wait_until(lambda: link.up)
+    spec = NamespaceSpec("real lookups", BLOCK, (PartSpec("all", 0, 64),))
+
+    async def store() -> None:
+        await (await link.cache(spec)).store(list(range(80)), bytes(5 * 64))
+
+    async def leases() -> int:
+        return sum(session.leases for session in (await link._client.stats()).sessions)
+
+    link.start(store).result(DEADLINE_S)
+    lookups = Lookups(link, BLOCK, 64, 4, CostModel())
+    lookups.patience_s = DEADLINE_S
+    lookups.add("r", spec, list(range(100)))
+    assert lookups.hit("r", 24, 96) == 56
+    assert lookups.seen("r") == SeenPrefix(80, ((Distance.CPU, 80),))
+    assert link.start(leases).result(DEADLINE_S) == 1
+    lookups.refuse("r")
+    wait_until(lambda: link.start(leases).result(DEADLINE_S) == 0)
+    lookups.again("r", list(range(100)))
+    lookups.patience_s = DEADLINE_S
+    assert lookups.hit("r", 0, 96) == 80
+    lookups.add("gone", spec, list(range(100)))
+    lookups.hit("gone", 0, 96)
+    lookups.clear()
+    wait_until(lambda: link.start(leases).result(DEADLINE_S) == 0)
+    assert lookups._leases == 0
+    link.close()

@@ -121,9 +121,11 @@ class Lookups:
             most_tokens: no more than so many of the prompt's tokens can be used.
         """
         lookup = self._lookups.get(request_id)
-        if lookup is None or lookup.refused or not self._link.up:
+        if lookup is None or not self._link.up:
             return 0
         self._settle(lookup)
+        if lookup.refused:
+            return 0
         if lookup.lease is not None and lookup.lease.remaining_s < _LEASE_S / 2:
             self._let_go(lookup)
         if lookup.lease is None and lookup.leasing is None:

@@ -78,7 +78,7 @@ gpu-check: export PYTHONPATH := .:swap:scheduler:$(PYTHONPATH)
 gpu-check:
 	@for python in $(GPU_PYTHON); do \
 		if $$python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then \
-			$$python -m pytest -o addopts=--import-mode=importlib -m gpu -rs tests/swap tests/cache tests/worker && \
+			$$python -m pytest -o addopts=--import-mode=importlib -m gpu -rs tests/swap tests/cache tests/worker tests/integrations && \
 				$$python -m benchmarks.gpu_copy; \
 			exit; \
 		fi; \

@@ -118,7 +118,7 @@ class AsyncClient:
     @property
     def draining(self) -> bool:
         """Whether the daemon has announced that it drains: it takes no new reservations."""
-        return self._session is not None and self._session.draining
+        return self._session is not None and self._session.alive and self._session.draining
 
     async def session(self) -> Session:
         """The open session; a new one when the last has ended.

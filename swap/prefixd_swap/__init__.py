@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from prefixd_swap.arena import CpuArena
 from prefixd_swap.block_record import BlockRecord, DiskPart, NewBlock
-from prefixd_swap.copies import CopyEngine, create_copy_engine, register_host, unregister_host
+from prefixd_swap.copies import CopyEngine, StreamMark, create_copy_engine, register_host, unregister_host
 from prefixd_swap.errors import (
     ChecksumError,
     DeviceError,
@@ -63,6 +63,7 @@ __all__ = [
     "SlabStore",
     "Span",
     "StorageError",
+    "StreamMark",
     "SwapError",
     "UnknownPolicyError",
     "VirtualMemory",

@@ -19,6 +19,7 @@ __all__ = [
     "CopyEngine",
     "CudaCopyEngine",
     "HostCopyEngine",
+    "StreamMark",
     "create_copy_engine",
     "register_host",
     "unregister_host",
@@ -112,6 +113,30 @@ class CudaCopyEngine(CopyEngine):
         self._host.close()
         for lane in self._lanes:
             lane.close()
+
+
+class StreamMark:
+    """A moment in a CUDA stream: what was submitted to it when this was made.
+
+    `stream` is a handle, such as `torch.cuda.current_stream().cuda_stream`. `wait` may be called in any thread; so can
+    what a stream writes be waited for before it is copied. Raises DeviceError.
+    """
+
+    def __init__(self, ordinal: int, stream: int) -> None:
+        self._event: Any = None
+        self._cuda = open_device(ordinal)
+        self._cuda.use_context()
+        self._event = self._cuda.create_event()
+        self._cuda.call("cuEventRecord", self._event, stream)
+
+    def wait(self) -> None:
+        """Returns when the stream has got there."""
+        self._cuda.use_context()
+        self._cuda.call("cuEventSynchronize", self._event)
+
+    def __del__(self) -> None:
+        if self._event is not None:
+            self._cuda.api.cuEventDestroy(self._event)
 
 
 def create_copy_engine(device: str, threads: int | None = None) -> CopyEngine:

@@ -221,6 +221,32 @@ def test_a_daemon_that_stops_answering_in_a_save_gets_no_more_of_them(
     assert sum(rank.saved(rank.prefix("stopped", 32, 1), range(1, 9)).values()) == 2
 
 
+@pytest.mark.parametrize("graceful", [True, False], ids=["SIGTERM", "SIGKILL"])
+def test_an_engine_that_only_saves_finds_a_daemon_that_was_restarted(
+    own_daemon: DaemonProcess, make_rank: MakeRank, graceful: bool
+) -> None:
+    """Nothing but its next save tells it of the new one; that the old one drained is over."""
+    rank = make_rank(own_daemon.address)
+    assert rank.saved(rank.prefix("restart", 32), range(1, 9)) == {"saved_blocks": 2}
+    if graceful:
+        own_daemon.stop()
+    else:
+        own_daemon.kill()
+    own_daemon.start()
+    wait_until(lambda: rank.saved(rank.prefix("restart", 32), range(1, 9)) == {"saved_blocks": 2})
+
+
+def test_a_daemon_that_drains_gets_no_saves_and_is_not_away(
+    own_daemon: DaemonProcess, make_rank: MakeRank, caplog: pytest.LogCaptureFixture
+) -> None:
+    rank = make_rank(own_daemon.address)
+    with Client(own_daemon.address) as client:
+        client.drain()
+    wait_until(lambda: rank.link.draining)
+    assert rank.saved(rank.prefix("drain", 32), range(1, 9)) == {"dropped_blocks": 2}
+    assert rank.link.up and not lines(caplog)
+
+
 def reservations(daemon: DaemonProcess) -> int:
     with Client(daemon.address) as client:
         return sum(session.reservations for session in client.stats().sessions)

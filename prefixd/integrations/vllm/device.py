@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from prefixd.client import Arena
-from prefixd_swap import SwapError, register_host, unregister_host
+from prefixd_swap import StreamMark, SwapError, register_host, unregister_host
 
 log = logging.getLogger("vllm.prefixd")
 
@@ -26,14 +26,14 @@ def computed_already() -> None:
     """The fence on a CPU, where a step has computed when it returns."""
 
 
-def fence_of(ordinal: int | None) -> Fence:
-    """A fence after what is in the present stream of CUDA device `ordinal` by now; None: of a CPU."""
+def fence_of(ordinal: int | None, stream: int | None = None) -> Fence:
+    """A fence after what was submitted by now to a stream of CUDA device `ordinal`; for None, a CPU's.
+
+    `stream` is a handle; None: the one that torch computes in.
+    """
     if ordinal is None:
         return computed_already
-    event = torch.cuda.Event(blocking=True)
-    event.record(torch.cuda.current_stream(ordinal))
-    wait: Fence = event.synchronize
-    return wait
+    return StreamMark(ordinal, torch.cuda.current_stream(ordinal).cuda_stream if stream is None else stream).wait
 
 
 class ArenaPin:

@@ -1,0 +1,212 @@
+"""Loads and saves of an engine whose KV cache is in GPU memory: streams, fences, and the arena registered with CUDA.
+
+Runs on a GPU, on torch's tensors, and against the stand-in driver (`tests/swap/test_cuda_stand_in.py`) where there is
+none, whose copies run late on purpose.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from prefixd.integrations.vllm.device import fence_of
+from prefixd.workloads.daemon_process import DaemonProcess
+from prefixd_swap import create_copy_engine, create_memory, register_host, unregister_host
+from prefixd_swap.errors import DeviceError
+from prefixd_swap.vmem.cuda_driver import open_device
+from tests.integrations.conftest import LAYERS, PAGES, MakeRank, Rank, wait_until
+
+STAND_IN = "PREFIXD_TEST_STAND_IN" in os.environ
+PAGE_BYTES = 32 << 10
+NBYTES = LAYERS * PAGES * PAGE_BYTES
+SHAPE = (LAYERS, PAGES, PAGE_BYTES)
+FIRST = 200  # what the stream is busy with before it comes to what a test waits for
+
+Bytes = npt.NDArray[np.uint8]
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not STAND_IN and not torch.cuda.is_available(), reason="no CUDA GPU on this machine"),
+]
+
+
+def noise(seed: int) -> Bytes:
+    return np.random.default_rng(seed).integers(0, 256, SHAPE, np.uint8)
+
+
+class TorchPages:
+    """vLLM's KV cache as torch allocates it, and the stream that the model computes in."""
+
+    def __init__(self) -> None:
+        self.tensor = torch.zeros(SHAPE, dtype=torch.uint8, device="cuda")
+        self.address = self.tensor.data_ptr()
+        self._stream = torch.cuda.Stream()
+        self.stream = self._stream.cuda_stream
+        torch.cuda.synchronize()
+
+    def compute(self, values: Bytes) -> None:
+        """Submits a long kernel and then one that fills the pages; returns before they have run."""
+        ready = torch.from_numpy(values).cuda()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(self._stream):
+            torch.cuda._sleep(200_000_000)
+            self.tensor.copy_(ready)
+            ready.record_stream(self._stream)
+
+    def read(self) -> Bytes:
+        torch.cuda.synchronize()
+        return self.tensor.cpu().numpy()
+
+    def close(self) -> None:
+        torch.cuda.synchronize()
+
+
+class StandInPages:
+    """The same on memory of the stand-in, which a process can read; its copies stand for kernels."""
+
+    def __init__(self) -> None:
+        self._memory = create_memory("cuda")
+        chunks = -(-NBYTES // self._memory.chunk_bytes)
+        self._range = self._memory.reserve(chunks * self._memory.chunk_bytes)
+        self._range.map(0, self._memory.create(chunks))
+        self.address = self._range.span(0, NBYTES).address
+        self._cuda = open_device(0)
+        self.stream = int(self._cuda.call("cuStreamCreate", 1))
+        self._kept: list[Bytes] = []
+
+    def compute(self, values: Bytes) -> None:
+        source = values.copy()
+        self._kept.append(source)
+        for _ in range(FIRST):
+            self._cuda.call("cuMemcpyHtoDAsync", self.address, source.ctypes.data, 1, self.stream)
+        self._cuda.call("cuMemcpyHtoDAsync", self.address, source.ctypes.data, NBYTES, self.stream)
+
+    def read(self) -> Bytes:
+        self._cuda.call("cuStreamSynchronize", self.stream)
+        view = (ctypes.c_uint8 * NBYTES).from_address(self.address)
+        return np.frombuffer(view, np.uint8).reshape(SHAPE).copy()
+
+    def close(self) -> None:
+        self._cuda.call("cuStreamSynchronize", self.stream)
+        self._range.unmap(0, self._range.nbytes)
+        self._range.close()
+        self._memory.close()
+
+
+@pytest.fixture
+def pages() -> Iterator[Any]:
+    made = StandInPages() if STAND_IN else TorchPages()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def rank(own_daemon: DaemonProcess, pages: Any, make_rank: MakeRank) -> Iterator[Rank]:
+    made = make_rank(
+        own_daemon.address,
+        engine=create_copy_engine("cuda:0", threads=1),
+        memory=[None],
+        addresses=[pages.address],
+        ordinal=0,
+        page_bytes=PAGE_BYTES,
+    )
+    yield made
+    made.close()  # before its pages go
+
+
+def registered(arena: Any) -> bool:
+    """Whether CUDA knows the arena: it refuses to register it twice."""
+    try:
+        register_host(arena.address, arena.nbytes)
+    except DeviceError:
+        return True
+    unregister_host(arena.address)
+    return False
+
+
+def save(rank: Rank, pages: Any, seed: int, first: int) -> Any:
+    """Saves two blocks, eight pages from `first` on, that the model is computing at this moment."""
+    prefix = rank.prefix("cuda", 32, seed)
+    pages.compute(noise(seed))
+    rank.save(prefix, range(first, first + 8), fence=fence_of(0, pages.stream))
+    return prefix
+
+
+def test_a_save_waits_for_the_step_that_computes_the_pages(rank: Rank, pages: Any) -> None:
+    """Queued as vLLM's connector does, with the step submitted and not computed: what the step wrote is stored."""
+    for seed in range(1, 4):
+        prefix = save(rank, pages, seed, 1)
+        assert rank.settle().saves and rank.counters.take()["saved_blocks"] == 2
+        rank.load("r", prefix, range(20, 28))
+        assert rank.settle().loads["r"][1].failed_blocks == 0
+        there = pages.read()
+        assert np.array_equal(there[:, 20:28], noise(seed)[:, 1:9])
+        assert np.array_equal(there[:, 1:9], noise(seed)[:, 1:9])
+
+
+def test_a_load_beside_a_step_disturbs_neither(rank: Rank, pages: Any) -> None:
+    """The step writes all pages and then the load some of them: as in vLLM, whose steps leave a load's pages alone."""
+    prefix = save(rank, pages, 1, 1)
+    rank.settle()
+    for seed in range(2, 5):
+        pages.compute(noise(seed))
+        rank.save(rank.prefix("cuda", 32, seed), range(9, 17), fence=fence_of(0, pages.stream))
+        rank.load("beside", prefix, range(20, 28))
+        assert rank.settle().loads["beside"][1].failed_blocks == 0
+        pages.read()
+        rank.load("after", prefix, range(20, 28))
+        rank.load("saved", rank.prefix("cuda", 32, seed), range(1, 9))
+        outcomes = rank.settle().loads
+        assert [outcomes[name][1].failed_blocks for name in ("after", "saved")] == [0, 0]
+        there = pages.read()
+        assert np.array_equal(there[:, 20:28], noise(1)[:, 1:9])
+        assert np.array_equal(there[:, 1:9], noise(seed)[:, 9:17])
+
+
+def test_the_arena_is_registered_and_after_a_restart_the_new_one(
+    rank: Rank, pages: Any, own_daemon: DaemonProcess
+) -> None:
+    wait_until(lambda: rank.transfers._pin is not None and rank.transfers._pin._bytes is not None)
+    first = rank.link.arena
+    assert first is not None and registered(first)
+    own_daemon.restart()
+    prefix = save(rank, pages, 1, 1)
+    rank.settle()
+    assert rank.counters.take() == {"saved_blocks": 2}
+    second = rank.link.arena
+    assert second is not None and second is not first and registered(second)
+    rank.load("r", prefix, range(20, 28))
+    assert rank.settle().loads["r"][1].failed_blocks == 0
+    assert np.array_equal(pages.read()[:, 20:28], noise(1)[:, 1:9])
+    with pytest.raises(DeviceError):
+        unregister_host(first.address)
+    address = second.address
+    rank.close()
+    with pytest.raises(DeviceError):
+        unregister_host(address)
+
+
+def test_an_arena_that_cannot_be_registered_is_copied_all_the_same(
+    rank: Rank, pages: Any, own_daemon: DaemonProcess, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait_until(lambda: rank.transfers._pin is not None and rank.transfers._pin._bytes is not None)
+
+    def refuse(*args: Any) -> None:
+        raise DeviceError("as much as this cannot be locked")
+
+    monkeypatch.setattr("prefixd.integrations.vllm.device.register_host", refuse)
+    own_daemon.restart()
+    prefix = save(rank, pages, 1, 1)
+    rank.load("r", prefix, range(20, 28))
+    rank.settle()
+    assert sum("could not be pinned" in record.getMessage() for record in caplog.records) == 1
+    rank.load("r", prefix, range(20, 28))
+    assert rank.settle().loads["r"][1].failed_blocks == 0
+    assert np.array_equal(pages.read()[:, 20:28], noise(1)[:, 1:9])

@@ -221,17 +221,31 @@ def _page_runs(kv_cache_config: Any) -> dict[str, tuple[PageRun, ...]]:
 
     vLLM places layer `l` of a tensor at `offset + l * layer_stride`, its block `b` a further `b * block_stride` on.
     Layers outermost: a region a layer, or several, one a group of heads. Blocks outermost: the layers of a block
-    together.
+    together, a layer's page in one piece, or in several with the other layers' between them, one a group of heads.
     """
+    page_bytes: dict[str, int] = {}
+    for group in kv_cache_config.kv_cache_groups:
+        of_layers = getattr(group.kv_cache_spec, "kv_cache_specs", {})  # where the layers of a group differ
+        for name in group.layer_names:
+            page_bytes[name] = of_layers.get(name, group.kv_cache_spec).page_size_bytes
     runs: dict[str, tuple[PageRun, ...]] = {}
     for tensor in kv_cache_config.kv_cache_tensors:
         span = kv_cache_config.num_blocks * tensor.block_stride
         for place, name in enumerate(tensor.layers):
+            if name not in page_bytes:
+                continue
             start = tensor.offset + place * tensor.layer_stride
             if tensor.layer_stride >= span:
-                regions = range(start, start + tensor.layer_stride - span + 1, span)
-                runs[name] = tuple(PageRun(region, tensor.block_stride, tensor.block_stride) for region in regions)
+                pieces = range(start, start + tensor.layer_stride - span + 1, span)
+                nbytes = tensor.block_stride
             else:
-                nbytes = tensor.layer_stride if len(tensor.layers) > 1 else tensor.block_stride
-                runs[name] = (PageRun(start, tensor.block_stride, nbytes),)
+                apart = len(tensor.layers) * tensor.layer_stride
+                pieces = range(start, start + max(1, page_bytes[name] // tensor.layer_stride) * apart, apart)
+                nbytes = min(page_bytes[name], tensor.layer_stride)
+            if len(pieces) * nbytes < page_bytes[name]:
+                raise ConfigError(
+                    f"the KV cache of {name} lies in a way that PrefixdConnector does not know: "
+                    f"{len(pieces)} x {nbytes} bytes for a page of {page_bytes[name]}; set VLLM_KV_CACHE_LAYOUT"
+                )
+            runs[name] = tuple(PageRun(piece, tensor.block_stride, nbytes) for piece in pieces)
     return runs

@@ -1,0 +1,273 @@
+"""What is read of vLLM's configuration: where pages lie, what cannot work, and what a model is called.
+
+The stand-ins have the shape of vLLM 0.32's own objects (`vllm/v1/kv_cache_interface.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from prefixd.errors import ConfigError
+from prefixd.integrations.vllm.geometry import layer_names, model_name, read_geometry, read_pages
+from prefixd.integrations.vllm.options import ConnectorOptions
+
+BLOCKS, PAGE = 5, 64
+
+
+def a_group(layers: Sequence[str], block_size: int = 16, page: int = PAGE, **spec: Any) -> SimpleNamespace:
+    kv_cache_spec = SimpleNamespace(block_size=block_size, page_size_bytes=page, **spec)
+    return SimpleNamespace(layer_names=list(layers), kv_cache_spec=kv_cache_spec)
+
+
+def a_tensor(layers: Sequence[str], layer_stride: int, block_stride: int, offset: int = 0) -> SimpleNamespace:
+    return SimpleNamespace(layers=list(layers), layer_stride=layer_stride, block_stride=block_stride, offset=offset)
+
+
+def a_cache(groups: Sequence[SimpleNamespace], tensors: Sequence[SimpleNamespace]) -> SimpleNamespace:
+    return SimpleNamespace(
+        num_blocks=BLOCKS,
+        kv_cache_groups=list(groups),
+        kv_cache_tensors=list(tensors),
+        prefix_cacheable_group_ids=tuple(range(len(groups))),
+    )
+
+
+def a_config(policy: str = "recompute", **parallel: int) -> SimpleNamespace:
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(**{"tensor_parallel_size": 1, **parallel}),
+        kv_transfer_config=SimpleNamespace(kv_load_failure_policy=policy),
+    )
+
+
+AB = ["a", "b"]
+LAYERS_OUTERMOST = a_cache([a_group(AB)], [a_tensor(AB, BLOCKS * PAGE, PAGE)])
+
+
+def runs_of(cache: Any, group: int = 0) -> list[list[tuple[int, int, int]]]:
+    """(address, stride, bytes) of each layer's runs, from the start of the allocation."""
+    geometry = read_geometry(a_config(), cache, ConnectorOptions())
+    assert geometry is not None
+    raw = torch.zeros(1 << 16, dtype=torch.uint8)
+    names = [name for each in cache.kv_cache_groups for name in each.layer_names]
+    pages = read_pages(cache, dict.fromkeys(names, raw), geometry)[group]
+    assert not pages.on_device
+    return [[(run.address - raw.data_ptr(), run.stride, run.nbytes) for run in layer] for layer in pages.layers]
+
+
+def test_layers_outermost() -> None:
+    assert runs_of(LAYERS_OUTERMOST) == [[(0, 64, 64)], [(320, 64, 64)]]
+
+
+def test_blocks_outermost() -> None:
+    assert runs_of(a_cache([a_group(AB)], [a_tensor(AB, PAGE, 2 * PAGE)])) == [[(0, 128, 64)], [(64, 128, 64)]]
+
+
+def test_heads_outside_the_blocks() -> None:
+    """A layer is a region a head."""
+    cache = a_cache([a_group(AB)], [a_tensor(AB, BLOCKS * PAGE, PAGE // 2)])
+    assert runs_of(cache) == [[(0, 32, 32), (160, 32, 32)], [(320, 32, 32), (480, 32, 32)]]
+
+
+def test_heads_outside_the_layers_of_a_block() -> None:
+    """A page is in pieces, with the other layers' between them."""
+    cache = a_cache([a_group(AB)], [a_tensor(AB, PAGE // 2, 2 * PAGE)])
+    assert runs_of(cache) == [[(0, 128, 32), (64, 128, 32)], [(32, 128, 32), (96, 128, 32)]]
+
+
+def test_a_group_with_fewer_layers_than_a_block_has_room_for() -> None:
+    groups = [a_group(AB), a_group(["w"], block_size=8)]
+    cache = a_cache(groups, [a_tensor(AB, PAGE, 2 * PAGE), a_tensor(["w"], PAGE, 2 * PAGE)])
+    assert runs_of(cache, 1) == [[(0, 128, 64)]], "its own page, not the whole block"
+
+
+def test_layers_of_a_group_that_differ() -> None:
+    group = a_group(AB)
+    group.kv_cache_spec.kv_cache_specs = {
+        "a": SimpleNamespace(page_size_bytes=64),
+        "b": SimpleNamespace(page_size_bytes=32),
+    }
+    cache = a_cache([group], [a_tensor(["a"], 64, 96), a_tensor(["b"], 32, 96, offset=64)])
+    assert runs_of(cache) == [[(0, 96, 64)], [(64, 96, 32)]]
+
+
+def test_pages_that_lie_in_an_unknown_way_are_refused_and_not_saved_in_part() -> None:
+    cache = a_cache([a_group(AB)], [a_tensor(AB, BLOCKS * PAGE // 2, PAGE // 2)])
+    with pytest.raises(ConfigError, match="KV cache of a lies in a way") as refused:
+        read_geometry(a_config(), cache, ConnectorOptions())
+    assert "\n" not in str(refused.value)
+
+
+def test_an_allocation_that_is_too_small_is_refused() -> None:
+    geometry = read_geometry(a_config(), LAYERS_OUTERMOST, ConnectorOptions())
+    assert geometry is not None
+    with pytest.raises(ConfigError, match="has 100 bytes where 320 were expected"):
+        read_pages(LAYERS_OUTERMOST, dict.fromkeys(AB, torch.zeros(100, dtype=torch.uint8)), geometry)
+
+
+def test_a_rank_that_is_laid_out_otherwise_is_refused() -> None:
+    geometry = read_geometry(a_config(), LAYERS_OUTERMOST, ConnectorOptions())
+    assert geometry is not None
+    other = a_cache([a_group(AB, page=32)], [a_tensor(AB, BLOCKS * 32, 32)])
+    with pytest.raises(ConfigError, match="laid out on this rank otherwise"):
+        read_pages(other, dict.fromkeys(AB, torch.zeros(1 << 16, dtype=torch.uint8)), geometry)
+
+
+# -- sizes ----------------------------------------------------------------------------------------------------------
+
+
+def test_blocks_parts_and_ranks() -> None:
+    groups = [a_group(AB, block_size=16), a_group(["w"], block_size=48)]
+    tensors = [a_tensor(AB, PAGE, 2 * PAGE), a_tensor(["w"], PAGE, 2 * PAGE)]
+    cache = a_cache(groups, tensors)
+    geometry = read_geometry(a_config(tensor_parallel_size=2), cache, ConnectorOptions())
+    assert geometry is not None
+    assert (geometry.unit_tokens, geometry.block_tokens, geometry.ranks) == (48, 96, 2)
+    assert [group.part_bytes for group in geometry.groups] == [6 * 2 * PAGE, 2 * PAGE]
+    assert geometry.block_bytes == 2 * (12 + 2) * PAGE
+    spec = geometry.spec("model", b"salt")
+    assert [(part.group, part.rank) for part in spec.parts] == [
+        ("group0", 0),
+        ("group1", 0),
+        ("group0", 1),
+        ("group1", 1),
+    ]
+    assert geometry.parts_of(1) == [2, 3]
+    assert layer_names(cache, geometry) == AB
+
+
+@pytest.mark.parametrize(("block_size", "chosen", "tokens"), [(16, None, 64), (128, None, 128), (16, 32, 32)])
+def test_tokens_of_a_block(block_size: int, chosen: int | None, tokens: int) -> None:
+    cache = a_cache([a_group(AB, block_size=block_size)], LAYERS_OUTERMOST.kv_cache_tensors)
+    geometry = read_geometry(a_config(), cache, ConnectorOptions(block_tokens=chosen))
+    assert geometry is not None and geometry.block_tokens == tokens
+
+
+class MambaSpec(SimpleNamespace):
+    pass
+
+
+def test_a_state_space_model_is_not_kept() -> None:
+    group = SimpleNamespace(layer_names=AB, kv_cache_spec=MambaSpec(block_size=16, page_size_bytes=PAGE))
+    assert read_geometry(a_config(), a_cache([group], []), ConnectorOptions()) is None
+    assert read_geometry(a_config(), a_cache([], []), ConnectorOptions()) is None
+
+
+TWO_GROUPS = a_cache([a_group(AB), a_group(["w"])], [a_tensor(AB, PAGE, 2 * PAGE), a_tensor(["w"], PAGE, 2 * PAGE)])
+
+
+@pytest.mark.parametrize(
+    ("config", "cache", "options", "message"),
+    [
+        (a_config(), LAYERS_OUTERMOST, {"block_tokens": 24}, "block_tokens = 24 is no multiple of 16"),
+        (a_config("fail"), LAYERS_OUTERMOST, {}, '"kv_load_failure_policy": "recompute"'),
+        (a_config(pipeline_parallel_size=2), LAYERS_OUTERMOST, {}, "pipeline_parallel_size = 2"),
+        (a_config(decode_context_parallel_size=4), LAYERS_OUTERMOST, {}, "decode_context_parallel_size = 4"),
+        (a_config(), TWO_GROUPS, {"load": "layerwise"}, 'use "async"'),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_line(config: Any, cache: Any, options: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        read_geometry(config, cache, ConnectorOptions(**options))
+    assert message in str(refused.value) and "\n" not in str(refused.value)
+
+
+# -- names ----------------------------------------------------------------------------------------------------------
+
+
+class Hf:
+    """A transformers configuration."""
+
+    def __init__(self, **values: Any) -> None:
+        self.values = values
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.values
+
+
+@pytest.fixture(autouse=True)
+def own_fingerprints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefixd.integrations.vllm.geometry.default_data_dir", lambda: tmp_path / "data")
+
+
+def a_model(folder: Path, value: float = 1.0) -> Path:
+    folder.mkdir(parents=True)
+    save_file({"w": torch.full((4,), value)}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"hidden_size": 4}))
+    return folder
+
+
+def named(folder: Path, version: str = "0.32.0", **changes: Any) -> str:
+    model = {"model": str(folder), "seed": 0, "revision": None, "dtype": "bfloat16", "quantization": None}
+    model |= {"max_model_len": 1024}
+    hf = {"hidden_size": 4, "rope_theta": 1e4, "_name_or_path": str(folder)}
+    hf |= {name: value for name, value in changes.items() if name in ("rope_theta", "rope_scaling")}
+    model |= {name: value for name, value in changes.items() if name in (*model, "seed")}
+    return model_name(
+        SimpleNamespace(
+            model_config=SimpleNamespace(hf_config=Hf(**hf), **model),
+            cache_config=SimpleNamespace(
+                cache_dtype=changes.get("cache_dtype", "auto"), calculate_kv_scales=changes.get("scales", False)
+            ),
+            load_config=SimpleNamespace(load_format=changes.get("load_format", "auto")),
+            speculative_config=changes.get("speculative"),
+            parallel_config=SimpleNamespace(tensor_parallel_size=changes.get("tp", 1)),
+        ),
+        version,
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": "float16"},
+        {"cache_dtype": "fp8"},
+        {"tp": 2},
+        {"rope_theta": 1e6},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+        {"quantization": "awq"},
+        {"version": "0.33.0"},
+        {"speculative": SimpleNamespace(model="draft")},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_what_changes_the_values_changes_the_name(tmp_path: Path, change: dict[str, Any]) -> None:
+    model = a_model(tmp_path / "model")
+    assert named(model, **change) != named(model)
+
+
+def test_equal_models_in_different_directories_have_one_name_and_others_do_not(tmp_path: Path) -> None:
+    one, same = a_model(tmp_path / "x" / "llama"), a_model(tmp_path / "y" / "llama")
+    other = a_model(tmp_path / "z" / "llama", value=2.0)
+    assert named(one) == named(same) and named(one).startswith("vllm/llama/")
+    assert named(other) != named(one), "by the weights' content, of the same size"
+
+
+def test_positions_that_depend_on_the_longest_prompt_do_so_in_the_name(tmp_path: Path) -> None:
+    model = a_model(tmp_path / "model")
+    dynamic = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+    assert named(model, max_model_len=2048) == named(model)
+    assert named(model, max_model_len=2048, **dynamic) != named(model, **dynamic)
+
+
+def test_random_weights_are_told_apart_by_their_seed(tmp_path: Path) -> None:
+    model = a_model(tmp_path / "model")
+    assert named(model, load_format="dummy") != named(model, load_format="dummy", seed=1)
+    assert named(model, load_format="dummy") != named(model)
+
+
+def test_a_model_that_is_not_a_directory_is_its_revision(tmp_path: Path) -> None:
+    hub = Path("meta/llama")
+    assert named(hub) != named(hub, revision="abc")
+
+
+def test_scales_that_every_engine_computes_for_itself_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="calculate_kv_scales"):
+        named(a_model(tmp_path / "model"), scales=True)

@@ -7,8 +7,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
+
 from benchmarks._vllm_engine import EngineProcess, EngineRequest, EngineResult, connector
 from benchmarks._vllm_models import VOCABULARY
+from prefixd.client import Client, NamespaceSpec, PartSpec
 
 T = TypeVar("T")
 
@@ -89,3 +92,30 @@ def poll(what: Callable[[], T], message: str, timeout_s: float = PATIENCE_S) -> 
         assert time.monotonic() < deadline, message
         time.sleep(0.02)
     return answer
+
+
+def alter(client: Client, prompt: Sequence[int]) -> int:
+    """Writes other numbers into the daemon's memory where it keeps the prompt's prefix (without salt); how many blocks.
+
+    The daemon knows nothing of it. Whoever has the prefix leased, or finds it later, reads what was written.
+    """
+    altered = 0
+    for namespace in client.stats().namespaces:
+        known = namespace.namespace
+        cache = client.register(
+            NamespaceSpec(
+                name=known.name,
+                block_tokens=known.block_tokens,
+                parts=tuple(PartSpec(part.group, part.rank, part.nbytes) for part in known.parts),
+                dtype=known.dtype,
+                layout=known.layout,
+            )
+        )
+        with cache.acquire(prompt) as lease:
+            assert client.arena is not None
+            for block in range(lease.blocks):
+                for part, spec in enumerate(known.parts):
+                    there = client.arena.bytes_at(lease.offset(block, part), spec.nbytes)
+                    np.copyto(there.view(np.float32), np.float32(0.5))
+            altered += lease.blocks
+    return altered

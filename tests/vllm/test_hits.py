@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from benchmarks._vllm_engine import EngineProcess, EngineRequest
-from prefixd.client import Client, NamespaceSpec, PartSpec
+from prefixd.client import Client
 from prefixd.workloads.daemon_process import DaemonProcess
-from tests.vllm.served import Expected, NewRequests, StartEngine, cacheable, poll, run, tokens_of
+from tests.vllm.served import Expected, NewRequests, StartEngine, alter, cacheable, poll, run, tokens_of
 
 LENGTHS = (700, 389, 512, 1000, 129)
 
@@ -91,35 +90,11 @@ def test_altered_bytes_change_the_output(
     right, _ = run(engine, requests)
     with Client(daemon.address) as client:
         for request in requests:
-            _alter(client, request.prompt)
+            assert alter(client, request.prompt)
         wrong, hits = run(engine, requests)
     assert right == expected(requests)
     assert hits == cacheable(requests)
     assert all(one != other for one, other in zip(wrong, right, strict=True))
-
-
-def _alter(client: Client, prompt: object) -> None:
-    """Writes into the daemon's memory where it keeps the prompt; the namespace is the one without salt that has it."""
-    altered = 0
-    for namespace in client.stats().namespaces:
-        known = namespace.namespace
-        cache = client.register(
-            NamespaceSpec(
-                name=known.name,
-                block_tokens=known.block_tokens,
-                parts=tuple(PartSpec(part.group, part.rank, part.nbytes) for part in known.parts),
-                dtype=known.dtype,
-                layout=known.layout,
-            )
-        )
-        with cache.acquire(prompt) as lease:
-            assert client.arena is not None
-            for block in range(lease.blocks):
-                for part, spec in enumerate(known.parts):
-                    bytes_there = client.arena.bytes_at(lease.offset(block, part), spec.nbytes)
-                    np.copyto(bytes_there.view(np.float32), np.float32(0.5))
-                    altered += 1
-    assert altered
 
 
 def test_after_the_engine_was_restarted(engine: EngineProcess, expected: Expected, new_requests: NewRequests) -> None:

@@ -44,7 +44,8 @@ Python that vLLM is installed in:
    turn before any has its next; --outstanding are asked for at a time. A prompt is all that was said before,
    with the answers that this engine gave, and begins with a system prompt that all conversations share.
 2. The engine is restarted; the daemon is not. Then every conversation has one more turn.
-3. Nothing to hit: prompts that nobody asked before, on both engines in turn, in several rounds.
+3. Nothing to hit: prompts that nobody asked before, on both engines in turn, in several rounds, a round's
+   prompts all at once.
 
 The model is a Llama with random weights in float32, built for the run: in bfloat16 vLLM alone gives other tokens
 when it computes a prompt in other pieces. It computes on --threads cores. Tokens computed and hits are vLLM's own
@@ -136,8 +137,11 @@ class Comparison:
         for engine in (alone, prefixd) if number % 2 else (prefixd, alone):
             cpu_before = _cpu_s(engine.pid)
             begin = time.monotonic()
-            tokens[engine] = [reply.tokens for reply in self._ask(engine, prompts)]
+            # All at once: one after the other, requests fall into step with each other or out of it, and which of it
+            # is chance.
+            results = engine.generate([EngineRequest(prompt, options.output_tokens) for prompt in prompts])
             seconds[engine] = time.monotonic() - begin
+            tokens[engine] = [result.token_ids for result in results]
             # What is left to write would otherwise be done in the other engine's time.
             engine.wait_until_idle()
             self._admin.flush()

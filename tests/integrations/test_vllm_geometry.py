@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from prefixd.errors import ConfigError
-from prefixd.integrations.vllm.geometry import layer_names, model_name, read_geometry, read_pages
+from prefixd.integrations.vllm.geometry import layer_names, model_name, packing, read_geometry, read_pages
 from prefixd.integrations.vllm.options import ConnectorOptions
 
 BLOCKS, PAGE = 5, 64
@@ -271,3 +271,25 @@ def test_a_model_that_is_not_a_directory_is_its_revision(tmp_path: Path) -> None
 def test_scales_that_every_engine_computes_for_itself_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="calculate_kv_scales"):
         named(a_model(tmp_path / "model"), scales=True)
+
+
+def a_packing(tensor: torch.Tensor) -> str:
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={}))
+    return packing(config, {"a": tensor})
+
+
+@pytest.mark.parametrize("heads_outside", [False, True])
+def test_how_pages_are_packed_does_not_depend_on_the_number_of_blocks(heads_outside: bool) -> None:
+    def pages(blocks: int, tokens: int = 16) -> torch.Tensor:
+        """(blocks, heads, tokens, head size)"""
+        if heads_outside:
+            return torch.zeros(2, blocks, tokens, 8).transpose(0, 1)
+        return torch.zeros(blocks, 2, tokens, 8)
+
+    assert a_packing(pages(5)) == a_packing(pages(7))
+    assert a_packing(pages(5)) != a_packing(pages(5, tokens=32))
+    assert a_packing(pages(5)) != a_packing(pages(5).to(torch.bfloat16))
+
+
+def test_heads_before_tokens_are_packed_otherwise_than_tokens_before_heads() -> None:
+    assert a_packing(torch.zeros(5, 2, 16, 8)) != a_packing(torch.zeros(5, 16, 2, 8).transpose(1, 2))

@@ -150,7 +150,10 @@ def packing(vllm_config: Any, kv_caches: Mapping[str, Any]) -> str:
     facts: list[object] = [torch.__version__, torch.backends.cpu.get_cpu_capability()]
     for name, tensor in sorted(kv_caches.items()):
         backend = getattr(context.get(name), "get_attn_backend", None)
-        facts.append((tuple(tensor.shape[1:]), tensor.stride(), str(tensor.dtype), str(tensor.device.type)))
+        # What lies outside a block (heads, in one layout) is further apart the more blocks there are: no two starts of
+        # an engine on a GPU may have the same number.
+        inside = [stride if stride <= tensor.stride(0) else "outside" for stride in tensor.stride()]
+        facts.append((tuple(tensor.shape[1:]), inside, str(tensor.dtype), str(tensor.device.type)))
         facts.append(f"{backend().__module__}.{backend().__qualname__}" if backend else "")
         facts.append(getattr(context.get(name), "isa", ""))
         if tensor.device.type == "cuda":

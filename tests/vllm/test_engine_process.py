@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks._vllm_engine import EngineFailed, EngineProcess, EngineRequest
+from tests.vllm.served import NewRequests
 
 
-def test_same_tokens_alone_in_a_batch_cached_and_in_chunks(llama: Path, prompts: list[list[int]]) -> None:
-    requests = [EngineRequest(prompt, 12) for prompt in prompts]
+def test_same_tokens_alone_in_a_batch_cached_and_in_chunks(llama: Path, new_requests: NewRequests) -> None:
+    requests = new_requests(700, 389, 512, 1000, 129)
     with EngineProcess(llama) as engine:
         alone = [engine.generate([request])[0] for request in requests]
         cached = engine.generate(requests)

@@ -45,7 +45,8 @@ Python that vLLM is installed in:
    with the answers that this engine gave, and begins with a system prompt that all conversations share.
 2. The engine is restarted; the daemon is not. Then every conversation has one more turn.
 3. Nothing to hit: prompts that nobody asked before, on both engines in turn, in several rounds, a round's
-   prompts all at once.
+   prompts all at once. The two engines are started anew every few rounds (--pairs times in all), in turn the one
+   and the other first: two processes of the same vLLM differ by up to 5% for as long as they live.
 
 The model is a Llama with random weights in float32, built for the run: in bfloat16 vLLM alone gives other tokens
 when it computes a prompt in other pieces. It computes on --threads cores. Tokens computed and hits are vLLM's own
@@ -61,13 +62,23 @@ _FULL = {
     "user_tokens": 192,
     "output_tokens": 16,
     "outstanding": 2,
-    "rounds": 10,
+    "rounds": 12,
+    "pairs": 4,
     "round_requests": 8,
     "round_tokens": 512,
     "layers": 8,
     "cpu_mib": 96,
 }
-_SHORT = {**_FULL, "conversations": 6, "held": 2, "rounds": 3, "round_requests": 4, "layers": 4, "cpu_mib": 12}
+_SHORT = {
+    **_FULL,
+    "conversations": 6,
+    "held": 2,
+    "rounds": 3,
+    "pairs": 1,
+    "round_requests": 4,
+    "layers": 4,
+    "cpu_mib": 12,
+}
 _HELP = {
     "conversations": "chats",
     "turns": "turns of each before the restart",
@@ -77,6 +88,7 @@ _HELP = {
     "output_tokens": "tokens generated for a request",
     "outstanding": "requests asked for at a time",
     "rounds": "rounds with nothing to hit",
+    "pairs": "pairs of engine processes that these are spread over",
     "round_requests": "requests of such a round",
     "round_tokens": "tokens of their prompts",
     "layers": "layers of the model",
@@ -157,6 +169,20 @@ class Comparison:
             daemon_cpu_s=_cpu_s(self._daemon.pid) - daemon_before,
         )
 
+    def new_pair(self, number: int, old: Sequence[EngineProcess]) -> tuple[EngineProcess, EngineProcess]:
+        """An engine without prefixd and one with it, warm, in place of `old`."""
+        for engine in old:
+            engine.stop()
+        names = ("vllm", "prefixd")
+        engines = {name: self._engine(name, []) for name in (names if number % 2 else reversed(names))}
+        for engine in engines.values():
+            prompts = distinct_prompts(
+                1, self._options.round_tokens, _VOCABULARY, f"{self._options.seed} pair {number}"
+            )
+            engine.generate([EngineRequest(prompt, self._options.output_tokens) for prompt in prompts])
+            engine.wait_until_idle()
+        return engines["vllm"], engines["prefixd"]
+
     def _engine(self, name: str, starts: list[float]) -> EngineProcess:
         longest = self._plan.prompt_tokens(self._plan.turns + 1) + self._plan.output_tokens
         longest = max(longest, self._options.round_tokens + self._plan.output_tokens)
@@ -220,14 +246,19 @@ def _cpu_s(pid: int) -> float:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Both configurations, and under `broken` what does not hold. Raises EngineFailed and DaemonFailed."""
     load_before = os.getloadavg()[0]
-    steps = 2 * (options.turns + 3) + options.rounds
+    steps = 2 * (options.turns + 3) + options.rounds + 2 * (options.pairs - 1)
     with _harness.progress("vLLM", steps) as step, ExitStack() as stack:
         model = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="prefixd-model-")))
         _save_model(model, options)
         comparison = Comparison(options, model, stack, step)
         alone, alone_engine = comparison.chat("vllm")
         prefixd, prefixd_engine = comparison.chat("prefixd")
-        rounds = [comparison.round(number, alone_engine, prefixd_engine) for number in range(options.rounds)]
+        pair = (alone_engine, prefixd_engine)
+        rounds = []
+        for number in range(options.rounds):
+            if number and number % -(-options.rounds // options.pairs) == 0:
+                pair = comparison.new_pair(number, pair)
+            rounds.append(comparison.round(number, *pair))
     nothing = nothing_to_hit(rounds)
     return {
         "load_before": load_before,  # what else the machine had to do

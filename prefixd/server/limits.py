@@ -23,6 +23,7 @@ _A_SESSION = 3
 """Its connection, its process (pidfd), and for a moment one at the memory door."""
 _SPARE = 16
 """So few left are reported: the next sessions would be refused."""
+_GOOD_CHECKS = 3
 _WATCH_S = 1.0
 _LOCK_S = 2.0
 
@@ -52,23 +53,37 @@ def raise_descriptor_limit(max_sessions: int, slabs: int, troubles: Troubles) ->
     return soft
 
 
-def check_descriptors(troubles: Troubles) -> None:
-    """Reports when hardly any descriptor is left, and that there are some again."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        used = len(os.listdir("/proc/self/fd"))
-    except OSError as error:
-        if error.errno not in (errno.EMFILE, errno.ENFILE):
-            raise
-        used = soft
-    if soft != resource.RLIM_INFINITY and used > soft - _SPARE:
-        troubles.begin(
-            NOW,
-            f"{used} of {soft} open files are in use, so that new connections are refused; close sessions or raise "
-            "RLIMIT_NOFILE (`ulimit -n`, LimitNOFILE= of systemd)",
-        )
-    else:
-        troubles.end(NOW)
+class DescriptorCheck:
+    """Reports when hardly any descriptor is left, and that there are some again.
+
+    A metrics page needs a descriptor, too: what were over with the shortage itself, no scraper would ever see. So it is
+    over when `_GOOD_CHECKS` checks in a row have found some.
+    """
+
+    def __init__(self, troubles: Troubles) -> None:
+        self._troubles = troubles
+        self._good = 0
+
+    def check(self) -> None:
+        """Looks how many are in use now."""
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        try:
+            used = len(os.listdir("/proc/self/fd"))
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            used = soft
+        if soft != resource.RLIM_INFINITY and used > soft - _SPARE:
+            self._good = 0
+            self._troubles.begin(
+                NOW,
+                f"{used} of {soft} open files are in use, so that new connections are refused; close sessions or raise "
+                "RLIMIT_NOFILE (`ulimit -n`, LimitNOFILE= of systemd)",
+            )
+            return
+        self._good += 1
+        if self._good >= _GOOD_CHECKS:
+            self._troubles.end(NOW)
 
 
 async def watch_memory_lock(arena: CpuArena, troubles: Troubles) -> None:
@@ -82,6 +97,7 @@ async def watch_memory_lock(arena: CpuArena, troubles: Troubles) -> None:
 
 async def watch_descriptors(troubles: Troubles) -> None:
     """Checks once a second, for ever."""
+    descriptors = DescriptorCheck(troubles)
     while True:
-        check_descriptors(troubles)
+        descriptors.check()
         await asyncio.sleep(_WATCH_S)

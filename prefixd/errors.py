@@ -23,6 +23,10 @@ class NotFoundError(PrefixdError):
     status = "NOT_FOUND"
 
 
+class SessionEndedError(NotFoundError):
+    """The session that a call names is not open: the daemon was restarted, or the session's stream has ended."""
+
+
 class AlreadyExistsError(PrefixdError):
     """A name that is taken by something else."""
 

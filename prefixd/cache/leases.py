@@ -15,6 +15,7 @@ from prefixd.errors import (
     InvalidArgumentError,
     NotFoundError,
     PermissionDeniedError,
+    SessionEndedError,
     UnavailableError,
 )
 
@@ -142,7 +143,7 @@ class LeaseTable:
         except KeyError:
             if self.ending:
                 raise UnavailableError("the daemon ends, and its sessions with it; try again when it is back") from None
-            raise NotFoundError(
+            raise SessionEndedError(
                 f"session {session_id[:8] or '(empty)'} is not open; open one with OpenSession and keep its stream"
             ) from None
 

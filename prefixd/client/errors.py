@@ -21,6 +21,10 @@ class NotFoundError(ClientError):
     """The daemon knows no such namespace, prefix or request."""
 
 
+class SessionUnknown(NotFoundError):
+    """The daemon does not know the session, for it was restarted: what was asked can be asked again in a new one."""
+
+
 class AlreadyExistsError(ClientError):
     """The name is taken: a namespace with another geometry, or a running request with the same id."""
 
@@ -85,10 +89,15 @@ _BY_STATUS: dict[grpc.StatusCode, type[ClientError]] = {
 }
 
 
+_SESSION_ENDED = ("prefixd-session", "ended")
+
+
 def from_rpc_error(error: grpc.aio.AioRpcError, address: str) -> ClientError:
     """The client error for a failed call to `address`."""
     kind = _BY_STATUS.get(error.code(), ServerError)
     detail = error.details() or f"the daemon gave {error.code().name} and no reason"
     if kind is ServerUnavailable:
         return ServerUnavailable(f"no answer from the daemon at {address}: {detail}")
+    if kind is NotFoundError and _SESSION_ENDED in tuple(error.trailing_metadata() or ()):
+        return SessionUnknown(detail)
     return kind(detail)

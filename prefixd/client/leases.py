@@ -12,6 +12,7 @@ from prefixd.client.errors import (
     NotFoundError,
     PreconditionError,
     ServerUnavailable,
+    SessionUnknown,
 )
 from prefixd.client.holds import Granted, Hold
 from prefixd.client.session import Session
@@ -179,6 +180,8 @@ class AsyncReservation(Hold):
                 try:
                     await self._release_in(session)
                     return
+                except SessionUnknown as error:
+                    session.disown(str(error))
                 except (NotFoundError, ServerUnavailable):
                     if session.alive:
                         return

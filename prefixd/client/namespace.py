@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from prefixd.client.connection import Connection
 from prefixd.client.copying import Copier
-from prefixd.client.errors import InvalidArgumentError, MemoryUnavailable, NotFoundError
+from prefixd.client.errors import InvalidArgumentError, MemoryUnavailable, ServerUnavailable, SessionUnknown
 from prefixd.client.session import Session
 from prefixd.client.spec import NamespaceSpec
 from prefixd.v1 import cache_pb2
+
+T = TypeVar("T")
 
 
 class SessionSource(Protocol):
@@ -48,34 +50,50 @@ class RegisteredNamespace:
 
     async def ready(self) -> Session:
         """An open session in which the namespace is registered."""
-        session = await self.client.session()
-        if self._registered_in is not session:
-            connection = self.client.connection
-            response = await connection.call(
-                connection.cache.RegisterNamespace,
-                cache_pb2.RegisterNamespaceRequest(namespace=self.spec.to_proto(), session_id=session.session_id),
-            )
-            self.namespace_id = response.namespace_id
-            self._registered_in = session
-        return session
+
+        async def itself(session: Session) -> Session:
+            return session
+
+        return await self.in_session(itself)
+
+    async def in_session(self, attempt: Callable[[Session], Awaitable[T]]) -> T:
+        """What `attempt` comes to in an open session in which the namespace is registered.
+
+        A daemon that does not know the session was restarted meanwhile, at any moment since it was opened: then once
+        more in a new one. Raises `ServerUnavailable` when that is not known any more either.
+        """
+        for again in (True, False):
+            session = await self.client.session()
+            try:
+                await self._register_in(session)
+                return await attempt(session)
+            except SessionUnknown as error:
+                session.disown(str(error))
+                if not again:
+                    raise ServerUnavailable(f"the daemon was restarted twice during one call: {error}") from error
+        raise AssertionError("both attempts end by themselves")
+
+    async def _register_in(self, session: Session) -> None:
+        if self._registered_in is session:
+            return
+        connection = self.client.connection
+        response = await connection.call(
+            connection.cache.RegisterNamespace,
+            cache_pb2.RegisterNamespaceRequest(namespace=self.spec.to_proto(), session_id=session.session_id),
+        )
+        self.namespace_id = response.namespace_id
+        self._registered_in = session
 
     async def ask(
         self, method: Any, build: Callable[[Session], Any], *, grant_id: Callable[[Any], str] | None = None
     ) -> Answer:
-        """The answer of `method` to the request that `build` makes for the session.
+        """The answer of `method` to the request that `build` makes for the session, as `in_session`.
 
-        What the daemon does not know because it was restarted meanwhile is asked again in a new session,
-        once. `grant_id` finds in the answer the id of the lease or reservation that it grants: such an answer is not
+        `grant_id` finds in the answer the id of the lease or reservation that it grants: such an answer is not
         lost with a caller that is cancelled, but given back. Raises `MemoryUnavailable` when the bytes of such a
         grant would have to be streamed.
         """
-        session = await self.ready()
-        try:
-            return await self._ask_in(session, method, build, grant_id)
-        except NotFoundError:
-            if session.alive:
-                raise
-        return await self._ask_in(await self.ready(), method, build, grant_id)
+        return await self.in_session(lambda session: self._ask_in(session, method, build, grant_id))
 
     async def _ask_in(
         self,

@@ -85,6 +85,11 @@ class Session:
         """`holder` has ended by itself."""
         self._holders.discard(holder)
 
+    def disown(self, reason: str) -> None:
+        """The daemon does not know the session: its end is certain before its stream has told of it."""
+        self._lose(reason)
+        self._stream.cancel()
+
     async def close(self) -> None:
         """Ends the session; its leases and reservations end with it."""
         holders = list(self._holders) if self.alive else []

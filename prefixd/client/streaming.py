@@ -8,6 +8,7 @@ from contextlib import aclosing
 from prefixd.client.buffers import BlockBuffers, StreamSink
 from prefixd.client.errors import PreconditionError, ServerError
 from prefixd.client.namespace import RegisteredNamespace
+from prefixd.client.session import Session
 from prefixd.client.spec import StoreResult
 from prefixd.v1 import cache_pb2
 
@@ -23,30 +24,33 @@ async def get(
     parts: Sequence[int] | None,
 ) -> int:
     """Fills `buffers` with the cached blocks from `first_block` on, at most `asked`; returns their number."""
-    session = await namespace.ready()
-    request = cache_pb2.GetRequest(
-        session_id=session.session_id,
-        namespace_id=namespace.namespace_id,
-        token_ids=prompt,
-        first_block=first_block,
-        max_blocks=asked,
-        parts=parts or (),
-    )
     connection = namespace.client.connection
-    sink = StreamSink(buffers, 0)
-    blocks = 0
-    async with aclosing(connection.stream(connection.cache.Get, request)) as messages:
-        async for message in messages:
-            if message.WhichOneof("content") == "header":
-                blocks = message.header.blocks
-                if blocks > asked:
-                    raise ServerError(f"the daemon sends {blocks} blocks where {asked} were asked for")
-                sink = StreamSink(buffers, blocks)
-            else:
-                sink.write(message.data)
-    if sink.missing_bytes:
-        raise ServerError(f"the daemon ended the stream {sink.missing_bytes} bytes before its end")
-    return blocks
+
+    async def attempt(session: Session) -> int:
+        request = cache_pb2.GetRequest(
+            session_id=session.session_id,
+            namespace_id=namespace.namespace_id,
+            token_ids=prompt,
+            first_block=first_block,
+            max_blocks=asked,
+            parts=parts or (),
+        )
+        sink = StreamSink(buffers, 0)
+        blocks = 0
+        async with aclosing(connection.stream(connection.cache.Get, request)) as messages:
+            async for message in messages:
+                if message.WhichOneof("content") == "header":
+                    blocks = message.header.blocks
+                    if blocks > asked:
+                        raise ServerError(f"the daemon sends {blocks} blocks where {asked} were asked for")
+                    sink = StreamSink(buffers, blocks)
+                else:
+                    sink.write(message.data)
+        if sink.missing_bytes:
+            raise ServerError(f"the daemon ended the stream {sink.missing_bytes} bytes before its end")
+        return blocks
+
+    return await namespace.in_session(attempt)
 
 
 async def put(
@@ -60,35 +64,36 @@ async def put(
     """Sends the full blocks of `prompt` from `first_block` on; `buffers` starts with that block."""
     total = namespace.full_blocks(prompt)
     connection = namespace.client.connection
-    answer = await namespace.ask(
-        connection.cache.Match,
-        lambda session: cache_pb2.MatchRequest(
-            session_id=session.session_id, namespace_id=namespace.namespace_id, token_ids=prompt
-        ),
-    )
-    cached: int = answer.response.blocks
-    if cached < first_block:
-        raise gap_error(cached, first_block)
-    # A match speaks of all parts together, so of single parts it is the daemon that knows which are missing.
-    start = first_block if parts else cached
-    if start >= total:
-        return await _persisted(namespace, prompt, first_block) if durable else StoreResult(0, total - first_block)
-    header = cache_pb2.PutHeader(
-        session_id=answer.session.session_id,
-        namespace_id=namespace.namespace_id,
-        token_ids=prompt,
-        first_block=start,
-        parts=parts or (),
-        durable=durable,
-    )
 
-    pieces = buffers.pieces(start - first_block, total - start, _PIECE_BYTES)
-    data = (cache_pb2.PutRequest(data=piece.tobytes()) for piece in pieces)
-    response = await connection.upload(connection.cache.Put, cache_pb2.PutRequest(header=header), data)
-    if durable and not response.committed:
-        return await _persisted(namespace, prompt, first_block)
-    dropped = total - start - response.committed - response.duplicates
-    return StoreResult(response.committed, response.duplicates + start - first_block, max(0, dropped))
+    async def attempt(session: Session) -> StoreResult | None:
+        match = cache_pb2.MatchRequest(
+            session_id=session.session_id, namespace_id=namespace.namespace_id, token_ids=prompt
+        )
+        cached: int = (await connection.call(connection.cache.Match, match)).blocks
+        if cached < first_block:
+            raise gap_error(cached, first_block)
+        # A match speaks of all parts together, so of single parts it is the daemon that knows which are missing.
+        start = first_block if parts else cached
+        if start >= total:
+            return None if durable else StoreResult(0, total - first_block)
+        header = cache_pb2.PutHeader(
+            session_id=session.session_id,
+            namespace_id=namespace.namespace_id,
+            token_ids=prompt,
+            first_block=start,
+            parts=parts or (),
+            durable=durable,
+        )
+        pieces = buffers.pieces(start - first_block, total - start, _PIECE_BYTES)
+        data = (cache_pb2.PutRequest(data=piece.tobytes()) for piece in pieces)
+        response = await connection.upload(connection.cache.Put, cache_pb2.PutRequest(header=header), data)
+        if durable and not response.committed:
+            return None
+        dropped = total - start - response.committed - response.duplicates
+        return StoreResult(response.committed, response.duplicates + start - first_block, max(0, dropped))
+
+    stored = await namespace.in_session(attempt)
+    return await _persisted(namespace, prompt, first_block) if stored is None else stored
 
 
 async def _persisted(namespace: RegisteredNamespace, prompt: bytes, first_block: int) -> StoreResult:

@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 import grpc
 
-from prefixd.errors import PrefixdError
+from prefixd.errors import PrefixdError, SessionEndedError
 from prefixd_scheduler import QueueFullError, SchedulerError
 from prefixd_swap import OutOfMemoryError, SwapError
 
@@ -26,6 +26,7 @@ Context = Any  # grpc.aio.ServicerContext is generic in what our handlers never 
 # long as they are ASCII, and one that is not takes up to twelve.
 _MESSAGE_CHARACTERS = 600
 _MESSAGE_BYTES = 1800
+_SESSION_ENDED = ("prefixd-session", "ended")
 
 _working: set[asyncio.Task[Any]] = set()
 
@@ -99,7 +100,9 @@ async def abort(context: Context, error: Exception) -> NoReturn:
         await context.abort(
             grpc.StatusCode.INTERNAL, f"{type(error).__name__} in the daemon; its log says where. Please report it"
         )
-    await context.abort(code, _short(str(error)))
+    # Tells a client that the next session will do from a thing that is nowhere: both are NOT_FOUND.
+    metadata = (_SESSION_ENDED,) if isinstance(error, SessionEndedError) else ()
+    await context.abort(code, _short(str(error)), metadata)
     raise AssertionError("abort does not return")
 
 

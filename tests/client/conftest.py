@@ -13,7 +13,9 @@ import grpc
 import pytest
 
 from prefixd.client import NamespaceSpec, PartSpec
+from prefixd.errors import SessionEndedError
 from prefixd.server.memory_door import MemoryDoor
+from prefixd.server.rpc import abort
 from prefixd.v1 import cache_pb2 as pb
 from prefixd.v1 import cache_pb2_grpc
 from prefixd.workloads.daemon_process import DaemonProcess
@@ -29,6 +31,8 @@ class StandIn(cache_pb2_grpc.PrefixCacheServicer):
         self.fd = os.memfd_create("stand-in")
         os.ftruncate(self.fd, ARENA_BYTES)
         self.failures: dict[str, tuple[grpc.StatusCode, str]] = {}
+        self.restarts: dict[str, int] = {}
+        """By method, how many of its next calls meet a daemon that was restarted since their session was opened."""
         self.sessions: dict[str, asyncio.Event] = {}
         self.opened = 0
         self.released: list[str] = []
@@ -42,6 +46,7 @@ class StandIn(cache_pb2_grpc.PrefixCacheServicer):
         self.ttl_s = 60.0
         self.get_data: list[bytes] = []
         self.get_blocks = 0
+        self.put_data = b""
         self._door = MemoryDoor(folder / "m", self.fd, ARENA_BYTES, self.sessions.__contains__)
         self._server: grpc.aio.Server | None = None
         self._spec: pb.Namespace = pb.Namespace()
@@ -71,6 +76,9 @@ class StandIn(cache_pb2_grpc.PrefixCacheServicer):
         if method in self.gates:
             # As in the daemon, the work goes on when its caller has gone.
             await asyncio.shield(asyncio.ensure_future(self.gates[method].wait()))
+        if self.restarts.get(method):
+            self.restarts[method] -= 1
+            await abort(context, SessionEndedError("session stand-in is not open"))
         if method in self.failures:
             await context.abort(*self.failures[method])
 
@@ -138,7 +146,19 @@ class StandIn(cache_pb2_grpc.PrefixCacheServicer):
         await self._enter("Persist", context)
         return pb.PersistResponse(blocks=self.persisted)
 
+    async def Prefetch(self, request: pb.PrefetchRequest, context: Any) -> pb.PrefetchResponse:
+        await self._enter("Prefetch", context)
+        return pb.PrefetchResponse(blocks=1)
+
+    async def Put(self, requests: AsyncIterator[pb.PutRequest], context: Any) -> pb.PutResponse:
+        await self._enter("Put", context)
+        await context.send_initial_metadata((("prefixd-agreed", "1"),))
+        first, *rest = [request async for request in requests]
+        self.put_data = b"".join(request.data for request in rest)
+        return pb.PutResponse(committed=self._blocks(first.header.token_ids)[0] - first.header.first_block)
+
     async def Get(self, request: pb.GetRequest, context: Any) -> AsyncIterator[pb.GetResponse]:
+        await self._enter("Get", context)
         yield pb.GetResponse(header=pb.GetHeader(blocks=self.get_blocks))
         for data in self.get_data:
             yield pb.GetResponse(data=data)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+import grpc
 import numpy as np
 import pytest
 
@@ -339,6 +340,20 @@ def test_messages_of_errors_fit_into_a_header() -> None:
         assert len(short) <= 600 and len(quote(short, " ")) <= 1800
         assert (short == message) == (message == "short")
         assert short[:60] == message[:60] and short[-60:] == message[-60:]
+
+
+def test_an_unknown_session_is_told_from_an_unknown_lease(sidecar: Remote) -> None:
+    """Both are NOT_FOUND; only for the first is a new session the remedy."""
+
+    def trailers(session_id: str) -> list[tuple[str, str]]:
+        with pytest.raises(grpc.RpcError) as refusal:
+            sidecar.cache.Release(pb.ReleaseRequest(session_id=session_id, lease_id="7-deadbeef"), timeout=10)
+        assert refusal.value.code() == grpc.StatusCode.NOT_FOUND  # type: ignore[attr-defined]
+        return [tuple(pair) for pair in refusal.value.trailing_metadata()]  # type: ignore[attr-defined]
+
+    assert ("prefixd-session", "ended") in trailers("nobody")
+    with sidecar.session() as opened:
+        assert ("prefixd-session", "ended") not in trailers(opened.session_id)
 
 
 def test_a_long_name_comes_back_short(sidecar: Remote, namespace: bytes, rejected: Callable[..., None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -9,7 +10,7 @@ import typer
 from prefixd import __version__
 from prefixd.cli import admin, config, demo, doctor, generate, prefixes, serve, verify
 from prefixd.cli.connect import asks_daemon
-from prefixd.cli.failures import CleanGroup, examples
+from prefixd.cli.failures import CleanGroup, examples, paragraphs
 
 app = typer.Typer(
     cls=CleanGroup,
@@ -18,19 +19,25 @@ app = typer.Typer(
     epilog=examples("prefixd demo", "prefixd serve --embedded", 'prefixd generate "Once upon a time"'),
 )
 
-app.command("serve", epilog=serve.EXAMPLES, rich_help_panel="Run")(serve.serve_command)
-app.command("generate", epilog=generate.EXAMPLES, rich_help_panel="Run")(asks_daemon(generate.generate_command))
-app.command("demo", epilog=demo.EXAMPLES, rich_help_panel="Run")(demo.demo_command)
-app.command("stats", epilog=admin.STATS_EXAMPLES, rich_help_panel="Look")(asks_daemon(admin.stats_command))
-app.command("ls", epilog=prefixes.LS_EXAMPLES, rich_help_panel="Look")(asks_daemon(prefixes.ls_command))
-app.command("inspect", epilog=prefixes.INSPECT_EXAMPLES, rich_help_panel="Look")(asks_daemon(prefixes.inspect_command))
-app.command("pin", epilog=prefixes.PIN_EXAMPLES, rich_help_panel="Change")(asks_daemon(prefixes.pin_command))
-app.command("unpin", epilog=prefixes.UNPIN_EXAMPLES, rich_help_panel="Change")(asks_daemon(prefixes.unpin_command))
-app.command("evict", epilog=prefixes.EVICT_EXAMPLES, rich_help_panel="Change")(asks_daemon(prefixes.evict_command))
-app.command("flush", epilog=admin.FLUSH_EXAMPLES, rich_help_panel="Change")(asks_daemon(admin.flush_command))
-app.command("drain", epilog=admin.DRAIN_EXAMPLES, rich_help_panel="Change")(asks_daemon(admin.drain_command))
-app.command("verify", epilog=verify.EXAMPLES, rich_help_panel="Look")(asks_daemon(verify.verify_command))
-app.command("doctor", epilog=doctor.EXAMPLES, rich_help_panel="Look")(asks_daemon(doctor.doctor_command))
+
+def _add(name: str, panel: str, command: Callable[..., None], examples: str) -> None:
+    text = paragraphs(command.__doc__ or "")
+    app.command(name, help=text, epilog=examples, rich_help_panel=panel)(command)
+
+
+_add("serve", "Run", serve.serve_command, serve.EXAMPLES)
+_add("generate", "Run", asks_daemon(generate.generate_command), generate.EXAMPLES)
+_add("demo", "Run", demo.demo_command, demo.EXAMPLES)
+_add("stats", "Look", asks_daemon(admin.stats_command), admin.STATS_EXAMPLES)
+_add("ls", "Look", asks_daemon(prefixes.ls_command), prefixes.LS_EXAMPLES)
+_add("inspect", "Look", asks_daemon(prefixes.inspect_command), prefixes.INSPECT_EXAMPLES)
+_add("pin", "Change", asks_daemon(prefixes.pin_command), prefixes.PIN_EXAMPLES)
+_add("unpin", "Change", asks_daemon(prefixes.unpin_command), prefixes.UNPIN_EXAMPLES)
+_add("evict", "Change", asks_daemon(prefixes.evict_command), prefixes.EVICT_EXAMPLES)
+_add("flush", "Change", asks_daemon(admin.flush_command), admin.FLUSH_EXAMPLES)
+_add("drain", "Change", asks_daemon(admin.drain_command), admin.DRAIN_EXAMPLES)
+_add("verify", "Look", asks_daemon(verify.verify_command), verify.EXAMPLES)
+_add("doctor", "Look", asks_daemon(doctor.doctor_command), doctor.EXAMPLES)
 app.add_typer(config.app, name="config", rich_help_panel="Look")
 
 

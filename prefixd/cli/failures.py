@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from typing import Any
@@ -48,6 +49,11 @@ class CleanGroup(TyperGroup):
 def _end(line: str, code: int) -> typer.Exit:
     typer.echo(f"prefixd: {' '.join(line.split())}", err=True)
     return typer.Exit(code)
+
+
+def paragraphs(docstring: str) -> str:
+    """A docstring as a command's help: a paragraph's lines joined, for the terminal to break anew."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in inspect.cleandoc(docstring).split("\n\n"))
 
 
 def examples(*commands: str) -> str:

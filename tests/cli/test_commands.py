@@ -42,6 +42,16 @@ def test_help_has_an_example_that_names_the_command(cli: Cli, command: str) -> N
     assert f"prefixd {command}" in examples
 
 
+def test_paragraphs_of_help_are_broken_where_the_terminal_ends(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    for line in (
+        "each policy of the queue, each time to a fresh daemon.",
+        "the three tiers and each policy",
+        "an eighth of the prefixes, the CPU tier a quarter, the disk all. Then the last daemon",
+    ):
+        assert line in cli("demo", "--help").stdout
+
+
 def test_every_command_for_a_daemon_can_reach_one_on_another_host() -> None:
     commands = get_command(app).commands
     with_address = {

@@ -247,9 +247,9 @@ class EventSettings(_Section):
     where POD is its name for the engine to which it sends requests for what is held here, such as 10.0.0.5:8000, and
     MODEL the one that requests name."""
     buffer_batches: Count = 10_000
-    """Batches kept for replay,"""
+    """Batches kept for replay, at the most."""
     buffer_bytes: Bytes = 64 << 20
-    """as far as they take no more than this."""
+    """Bytes that the batches kept for replay may take; the oldest go first."""
     queue_batches: Count = 4096
     """Batches that may wait for one subscriber (up to about 100 KiB each); one that is further behind misses some."""
 

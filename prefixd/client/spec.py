@@ -30,7 +30,7 @@ class PartSpec:
 class NamespaceSpec:
     """What must be equal for KV to be reusable.
 
-    `name` is the engine's fingerprint of the model: it changes with weights, dtype, quantisation and packing.
+    `name` is the engine's fingerprint of the model: it changes with weights, dtype, quantization and packing.
     Prompts of different `salt` never share a block. `parts` is the order in which a block's bytes are given.
     """
 

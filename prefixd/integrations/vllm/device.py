@@ -39,7 +39,7 @@ def fence_of(ordinal: int | None, stream: int | None = None) -> Fence:
 class ArenaPin:
     """Keeps the arena that is in use registered with CUDA, so that copies run at full speed beside the model.
 
-    For one event loop. Registering takes a third of a second per GiB, in a thread.
+    For one event loop. Registering touches every page, which takes a while: it happens in a thread.
     """
 
     def __init__(self, ordinal: int) -> None:

@@ -1,4 +1,7 @@
-"""Calling the CUDA driver: errors as exceptions, and the context that every thread needs."""
+"""Calling the CUDA driver: errors as exceptions, and the context that every thread needs.
+
+Unverified on a GPU; the tests run it against a stand-in driver.
+"""
 
 from __future__ import annotations
 

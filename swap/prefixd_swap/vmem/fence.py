@@ -45,7 +45,7 @@ class HostFence(Fence):
 
 
 class CudaFence(Fence):
-    """Records an event on every stream; events are reused."""
+    """Records an event on every stream; events are reused. Unverified on a GPU."""
 
     def __init__(self, device: CudaDevice) -> None:
         self._device = device

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from prefixd.integrations.vllm import connector as production
+from prefixd.integrations.vllm import worker_half
 from prefixd.integrations.vllm.connector import PrefixdConnector
 from prefixd.integrations.vllm.transfers import Transfers
 from prefixd_swap import CopyEngine
@@ -61,4 +61,4 @@ class PausingTransfers(Transfers):
         await super()._save(*arguments)
 
 
-production.Transfers = PausingTransfers
+worker_half.Transfers = PausingTransfers

@@ -1,21 +1,14 @@
 """vLLM's KV connector to prefixd.
 
-vLLM makes one in its scheduler's process and one in every worker's. The first decides (`Lookups`, `SaveQueue`), the
-others copy (`Transfers`); what passes between them is `Orders` with every step, and `Report` back. Written against
-vLLM 0.32.
+vLLM makes one in its scheduler's process and one in every worker's. The first decides (`SchedulerHalf`), the others
+copy (`WorkerHalf`); what passes between them is `Orders` with every step, and `Report` back. Written against vLLM 0.32.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
-from uuid import uuid4
 
-import numpy as np
 import torch
-import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
@@ -25,74 +18,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from prefixd.client import NamespaceSpec
-from prefixd.integrations.vllm.counters import ConnectorCounters
-from prefixd.integrations.vllm.device import fence_of
-from prefixd.integrations.vllm.geometry import (
-    Geometry,
-    adapter_name,
-    computes_from_the_middle,
-    layer_names,
-    model_name,
-    packing,
-    read_geometry,
-    read_pages,
-)
-from prefixd.integrations.vllm.jobs import LoadJob, Namespaced, Outcomes, SaveJob
-from prefixd.integrations.vllm.link import Link, log
-from prefixd.integrations.vllm.lookups import Lookups
+from prefixd.integrations.vllm.geometry import computes_from_the_middle, read_geometry
+from prefixd.integrations.vllm.jobs import Outcomes
+from prefixd.integrations.vllm.link import log
+from prefixd.integrations.vllm.messages import Orders, Packing, Report
 from prefixd.integrations.vllm.options import ConnectorOptions
-from prefixd.integrations.vllm.pages import NO_BLOCK
-from prefixd.integrations.vllm.saving import SaveQueue
+from prefixd.integrations.vllm.scheduler_half import SchedulerHalf
 from prefixd.integrations.vllm.seen import SeenPrefix
 from prefixd.integrations.vllm.stats import PrefixdPromMetrics, PrefixdStats
-from prefixd.integrations.vllm.transfers import Transfers
-from prefixd_scheduler import CostModel, Distance
-from prefixd_swap import create_copy_engine
-
-_PINNED_SHARE = 0.5  # of vLLM's blocks, at the most, may wait to be saved
-_BUSY_PATIENCE_S = 0.002
-_IDLE_PATIENCE_S = 0.02  # when nothing runs that waiting would hold up
-_IDLE_POLL_S = 0.005
-_YOUNG_SAVE_S = 0.05
-_LEAST_OBSERVED_TOKENS = 32
-
-# What loads are taken to cost until enough of them were seen: one that was held up by chance must not count for all.
-_ASSUMED_BYTES_PER_S = {Distance.CPU: 2e9, Distance.DISK: 3e8}
-_ASSUMED_OVER_BYTES = 64 << 20
-
-_SOURCES = {Distance.CPU: CacheHitSource.HOST, Distance.DISK: CacheHitSource.DISK}
-
-
-@dataclass
-class Orders(KVConnectorMetadata):
-    """What the workers are to do with one step."""
-
-    loads: list[LoadJob] = field(default_factory=list)
-    saves: list[SaveJob] = field(default_factory=list)
-    idle: bool = False
-    """The step computes nothing."""
-
-
-@dataclass
-class Report(KVConnectorWorkerMetadata):
-    """What the workers have ended."""
-
-    outcomes: Outcomes
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        self.outcomes.merge(other.outcomes)
-        return self
-
-
-@dataclass
-class Packing(KVConnectorHandshakeMetadata):
-    """How a worker's KV bytes lie, as a digest."""
-
-    digest: str
+from prefixd.integrations.vllm.worker_half import WorkerHalf
 
 
 class PrefixdConnector(KVConnectorBase_V1, SupportsHMA):
@@ -105,8 +41,8 @@ class PrefixdConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         self.options = ConnectorOptions.parse(self._kv_transfer_config.kv_connector_extra_config)
         self.geometry = read_geometry(vllm_config, kv_cache_config, self.options)
-        self._scheduler: _SchedulerHalf | None = None
-        self._worker: _WorkerHalf | None = None
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
         if not computes_from_the_middle(vllm_config):
             log.warning(
                 "prefix caching and chunked prefill are both off: vLLM computes prompts from their start only and "
@@ -115,9 +51,9 @@ class PrefixdConnector(KVConnectorBase_V1, SupportsHMA):
         elif self.geometry is None:
             log.warning("prefixd does not keep the state of this model's layers: vLLM runs without it.")
         elif role == KVConnectorRole.SCHEDULER:
-            self._scheduler = _SchedulerHalf(vllm_config, kv_cache_config, self.geometry, self.options)
+            self._scheduler = SchedulerHalf(vllm_config, kv_cache_config, self.geometry, self.options)
         else:
-            self._worker = _WorkerHalf(vllm_config, kv_cache_config, self.geometry, self.options)
+            self._worker = WorkerHalf(vllm_config, kv_cache_config, self.geometry, self.options)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -254,307 +190,3 @@ class PrefixdConnector(KVConnectorBase_V1, SupportsHMA):
         cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any
     ) -> PrefixdPromMetrics:
         return PrefixdPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-
-@dataclass(frozen=True, slots=True)
-class _Loading:
-    """A load that the workers have been told to make."""
-
-    blocks: int
-    distance: Distance
-    start: int
-    """The first token that is loaded."""
-    lease_s: float
-    """How long it took to get its lease."""
-
-
-class _SchedulerHalf:
-    """Decides what is loaded and saved."""
-
-    def __init__(
-        self,
-        vllm_config: Any,
-        kv_cache_config: Any,
-        geometry: Geometry,
-        options: ConnectorOptions,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._options = options
-        self._geometry = geometry
-        self._vllm_config = vllm_config
-        self._clock = clock
-        self.link = Link(options.address, "vllm scheduler", options.timeout_s)
-        self.link.wait_first()
-        self._cost = CostModel(smoothing=0.1)
-        for distance, bytes_per_s in _ASSUMED_BYTES_PER_S.items():
-            self._cost.observe_load(distance, _ASSUMED_OVER_BYTES, _ASSUMED_OVER_BYTES / bytes_per_s)
-        self.lookups = Lookups(
-            self.link,
-            geometry.block_tokens,
-            geometry.block_bytes,
-            options.prefetch,
-            self._cost if options.recompute_if_slower else None,
-            clock,
-        )
-        self.lookups.patience_s = _IDLE_PATIENCE_S
-        self._blocks: Any = None
-        self.saves = SaveQueue(
-            geometry,
-            pin=lambda ids: self._blocks.touch([self._blocks.blocks[block] for block in ids]),
-            unpin=lambda ids: self._blocks.free_blocks([self._blocks.blocks[block] for block in ids]),
-            hash_tokens=resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1],
-            most_pinned=max(1, int(_PINNED_SHARE * kv_cache_config.num_blocks)),
-        )
-        self._names: dict[tuple[str, bytes], NamespaceSpec] = {}
-        self._loras: dict[tuple[int, str, str], str] = {}
-        self._model = ""
-        self._hits: dict[str, int] = {}  # where the tokens found for a request begin
-        self._requests: dict[str, Any] = {}
-        self._new_loads: list[LoadJob] = []
-        self._loading: dict[str, _Loading] = {}
-        self._loaded = Outcomes()  # by some of the ranks
-        self._step_began_s = self._step_ended_s = clock()
-        self._step_tokens = 0
-        self._last_save_s = 0.0
-
-    def bind(self, blocks: Any) -> None:
-        self._blocks = blocks
-
-    def name_model(self, packings: list[str]) -> None:
-        """Once the workers have said how their bytes lie."""
-        model = model_name(self._vllm_config, vllm.__version__)
-        # Engines that cut prompts otherwise share nothing; under one name the daemon would refuse the second of them.
-        self._model = f"{model}/{self._geometry.block_tokens}/{'-'.join(dict.fromkeys(packings))}"
-
-    def arrived(self, request: Any) -> None:
-        spec = self._spec(request)
-        if spec is None:
-            return
-        self._requests[request.request_id] = request
-        self.lookups.add(request.request_id, spec, request.prompt_token_ids)
-
-    def find(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
-        if request.skip_reading_prefix_cache or (request.num_preemptions and request.request_id in self._loading):
-            return 0, False
-        # At least one token has to be computed for the next one to be sampled.
-        most = (request.num_tokens - 1) // self._geometry.unit_tokens * self._geometry.unit_tokens
-        found = self.lookups.hit(request.request_id, local_tokens, most)
-        if not found:
-            return found, False
-        self._hits[request.request_id] = local_tokens
-        return found, self._options.load == "async"
-
-    def allocated(self, request: Any, tables: tuple[list[int], ...], external_tokens: int) -> None:
-        request_id = request.request_id
-        start = self._hits.pop(request_id, None)
-        if request_id not in self.lookups or request_id in self._loading:
-            return
-        if external_tokens and start is not None:
-            job = self._load_job(request, tables, start, start + external_tokens)
-            distance = max(self.lookups.sources(request_id, start, external_tokens), default=Distance.CPU)
-            self._loading[request_id] = _Loading(job.blocks, distance, start, self.lookups.lease_s(request_id))
-            self._new_loads.append(job)
-        else:
-            self.lookups.refuse(request_id)
-
-    def sources(self, request: Any, external_tokens: int) -> dict[CacheHitSource, int]:
-        loading = self._loading.get(request.request_id)
-        start = loading.start if loading else 0
-        found = self.lookups.sources(request.request_id, start, external_tokens)
-        return {_SOURCES[distance]: tokens for distance, tokens in found.items()}
-
-    def orders(self, step: Any) -> Orders:
-        now_s = self._clock()
-        for request_id in step.preempted_req_ids or ():
-            self.saves.end(request_id)
-            if (request := self._requests.get(request_id)) is not None:
-                self.lookups.again(request_id, list(request.all_token_ids))
-        if self._options.save and self.link.up and step.kv_connector_block_state is not None:
-            for request_id, tokens in step.num_scheduled_tokens.items():
-                self._advance(request_id, tokens, step.kv_connector_block_state.resolve_block_ids)
-        idle = step.total_num_scheduled_tokens == 0
-        self.lookups.patience_s = _IDLE_PATIENCE_S if idle else _BUSY_PATIENCE_S
-        self._step_began_s, self._step_tokens = now_s, step.total_num_scheduled_tokens
-        loads, self._new_loads = self._new_loads, []
-        saves = self.saves.take()
-        if saves:
-            self._last_save_s = now_s
-        return Orders(loads, saves, idle)
-
-    def reported(self, outcomes: Outcomes) -> None:
-        now_s = self._clock()
-        if self._step_tokens >= _LEAST_OBSERVED_TOKENS:
-            self._cost.observe_compute(self._step_tokens, now_s - max(self._step_began_s, self._step_ended_s))
-        self._step_ended_s, self._step_tokens = now_s, 0
-        for job_id, ranks in outcomes.saves.items():
-            self.saves.acknowledge(job_id, ranks)
-        self._loaded.merge(Outcomes(loads=outcomes.loads))
-        for request_id in outcomes.loads:
-            ranks, outcome = self._loaded.loads[request_id]
-            if ranks < self._geometry.ranks:
-                continue
-            del self._loaded.loads[request_id]
-            loading = self._loading.pop(request_id)
-            if outcome.failed_blocks:
-                self.lookups.failed(request_id)
-            else:
-                nbytes = loading.blocks * self._geometry.block_bytes
-                self._cost.observe_load(loading.distance, nbytes, loading.lease_s + outcome.elapsed_s)
-                self.lookups.refuse(request_id)
-
-    @property
-    def frees_soon(self) -> bool:
-        """Whether blocks that are short are about to be let go by saves."""
-        return self.saves.under_way and self._clock() - self._last_save_s < _YOUNG_SAVE_S
-
-    def finished(self, request: Any, tables: tuple[list[int], ...]) -> None:
-        request_id = request.request_id
-        known = self._requests.pop(request_id, None)
-        if known is not None and request_id in self.saves and self._options.save and self.link.up:
-            # The last token was sampled and not computed.
-            computed = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens - 1)
-            self.saves.advance(request_id, request, tables, computed)
-        self.saves.end(request_id)
-        self._hits.pop(request_id, None)
-        self.lookups.forget(request_id)
-
-    def reset(self) -> None:
-        """vLLM's cache is to be forgotten, as after a change of weights: from now on this engine has namespaces of its
-        own, until it is started again."""
-        self.saves.clear()
-        self.lookups.clear()
-        self._requests.clear()
-        self._names.clear()
-        self._model = f"{self._model.partition('#')[0]}#{uuid4().hex}"
-
-    # -- inside -------------------------------------------------------------------------------------------------
-
-    def _spec(self, request: Any) -> NamespaceSpec | None:
-        """The request's namespace; None for one that is not cached."""
-        if not self._model or request.prompt_token_ids is None or request.mm_features or request.pooling_params:
-            return None
-        if request.prompt_embeds is not None or request.resumable:
-            return None
-        lora = request.lora_request
-        name = self._model if lora is None else f"{self._model}/{self._lora_name(lora)}"
-        salt = (request.cache_salt or "").encode()
-        spec = self._names.get((name, salt))
-        if spec is None:
-            spec = self._geometry.spec(name, salt)
-            if len(self._names) > 4096:
-                self._names.clear()
-            self._names[name, salt] = spec
-        return spec
-
-    def _lora_name(self, lora: Any) -> str:
-        """As it was when vLLM first used the adapter: it does not read the files again."""
-        key = (lora.lora_int_id, lora.lora_name, lora.lora_path)
-        if key not in self._loras:
-            self._loras[key] = adapter_name(lora.lora_name, lora.lora_path)
-        return self._loras[key]
-
-    def _load_job(self, request: Any, tables: tuple[list[int], ...], start: int, end: int) -> LoadJob:
-        geometry = self._geometry
-        first, last = start // geometry.block_tokens, -(-end // geometry.block_tokens)
-        ids = []
-        for group in geometry.groups:
-            table = tables[group.index]
-            wanted = range(start // group.block_tokens, end // group.block_tokens)
-            every = range(
-                first * geometry.block_tokens // group.block_tokens, last * geometry.block_tokens // group.block_tokens
-            )
-            # vLLM's block 0 is none: outside the group's window.
-            ids.append(tuple(table[place] or NO_BLOCK if place in wanted else NO_BLOCK for place in every))
-        spec = self._spec(request)
-        assert spec is not None
-        tokens = np.asarray(request.all_token_ids[: last * geometry.block_tokens], "<u4").tobytes()
-        return LoadJob(
-            request.request_id,
-            Namespaced(spec.name, spec.salt, tokens),
-            first,
-            last - first,
-            tuple(ids),
-            self._options.load == "layerwise",
-        )
-
-    def _advance(self, request_id: str, tokens: int, tables_of: Callable[[str], Any]) -> None:
-        request = self._requests.get(request_id)
-        if request is None:
-            return
-        if request_id not in self.saves:
-            seen = self.lookups.seen(request_id)
-            spec = self._spec(request)
-            if seen is None or spec is None:
-                return
-            self.saves.begin(request_id, spec, seen.tokens)
-        computed = min(request.num_computed_tokens + tokens, request.num_tokens)
-        self.saves.advance(request_id, request, _Tables(request_id, tables_of), computed)
-
-
-class _Tables:
-    """A request's block ids, which vLLM lists when it is asked: too long a list to make in every step."""
-
-    def __init__(self, request_id: str, tables_of: Callable[[str], Sequence[Sequence[int]]]) -> None:
-        self._request_id = request_id
-        self._tables_of = tables_of
-        self._tables: Sequence[Sequence[int]] | None = None
-
-    def __getitem__(self, group: int) -> Sequence[int]:
-        if self._tables is None:
-            self._tables = self._tables_of(self._request_id)
-        return self._tables[group]
-
-
-class _WorkerHalf:
-    """Copies."""
-
-    def __init__(self, vllm_config: Any, kv_cache_config: Any, geometry: Geometry, options: ConnectorOptions) -> None:
-        self._vllm_config = vllm_config
-        self._kv_cache_config = kv_cache_config
-        self._geometry = geometry
-        self._options = options
-        self.counters = ConnectorCounters()
-        self.packing = ""
-        self._ordinal: int | None = None
-        self._transfers: Transfers | None = None
-        self._layers = {name: place for place, name in enumerate(layer_names(kv_cache_config, geometry))}
-
-    @property
-    def transfers(self) -> Transfers:
-        assert self._transfers is not None, "vLLM has not registered its KV cache"
-        return self._transfers
-
-    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        from vllm.distributed import get_tensor_model_parallel_rank
-
-        rank = get_tensor_model_parallel_rank()
-        device = next(iter(kv_caches.values())).device
-        pages = read_pages(self._kv_cache_config, kv_caches, self._geometry)
-        self.packing = packing(self._vllm_config, kv_caches)
-        self._ordinal = None if device.type == "cpu" else device.index or 0
-        link = Link(self._options.address, f"vllm worker {rank}", self._options.timeout_s)
-        link.wait_first()
-        engine = create_copy_engine("cpu" if self._ordinal is None else f"cuda:{self._ordinal}", threads=1)
-        self._transfers = Transfers(link, self._geometry, pages, rank, engine, self.counters, self._ordinal)
-
-    def start_loads(self, orders: Orders) -> None:
-        for job in orders.loads:
-            self.transfers.load(job)
-
-    def wait_for_layer(self, layer_name: str) -> None:
-        place = self._layers.get(layer_name)
-        if place is not None:
-            self.transfers.wait_for_layer(place)
-
-    def start_saves(self, orders: Orders) -> None:
-        """After the step was submitted; on a GPU it may still be computing."""
-        if any(job.waits for job in orders.loads):
-            self.transfers.wait_for_loads_of_step()
-        if orders.saves:
-            self.transfers.save(orders.saves, fence_of(self._ordinal))
-        if orders.idle:
-            self.transfers.wait_for_any(_IDLE_POLL_S)
-
-    def close(self) -> None:
-        if self._transfers is not None:
-            self._transfers.close()

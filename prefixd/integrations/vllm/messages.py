@@ -1,0 +1,41 @@
+"""What the connector's two halves say to each other by way of vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorWorkerMetadata,
+)
+
+from prefixd.integrations.vllm.jobs import LoadJob, Outcomes, SaveJob
+
+
+@dataclass
+class Orders(KVConnectorMetadata):
+    """What the workers are to do with one step."""
+
+    loads: list[LoadJob] = field(default_factory=list)
+    saves: list[SaveJob] = field(default_factory=list)
+    idle: bool = False
+    """The step computes nothing."""
+
+
+@dataclass
+class Report(KVConnectorWorkerMetadata):
+    """What the workers have ended."""
+
+    outcomes: Outcomes
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        self.outcomes.merge(other.outcomes)
+        return self
+
+
+@dataclass
+class Packing(KVConnectorHandshakeMetadata):
+    """How a worker's KV bytes lie, as a digest."""
+
+    digest: str

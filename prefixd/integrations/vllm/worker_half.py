@@ -1,0 +1,73 @@
+"""The connector in a worker of vLLM's: copies between its KV cache and the daemon's memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from prefixd.integrations.vllm.counters import ConnectorCounters
+from prefixd.integrations.vllm.device import fence_of
+from prefixd.integrations.vllm.geometry import Geometry, layer_names, packing, read_pages
+from prefixd.integrations.vllm.link import Link
+from prefixd.integrations.vllm.messages import Orders
+from prefixd.integrations.vllm.options import ConnectorOptions
+from prefixd.integrations.vllm.transfers import Transfers
+from prefixd_swap import create_copy_engine
+
+_IDLE_POLL_S = 0.005
+
+
+class WorkerHalf:
+    """Copies."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, geometry: Geometry, options: ConnectorOptions) -> None:
+        self._vllm_config = vllm_config
+        self._kv_cache_config = kv_cache_config
+        self._geometry = geometry
+        self._options = options
+        self.counters = ConnectorCounters()
+        self.packing = ""
+        self._ordinal: int | None = None
+        self._transfers: Transfers | None = None
+        self._layers = {name: place for place, name in enumerate(layer_names(kv_cache_config, geometry))}
+
+    @property
+    def transfers(self) -> Transfers:
+        assert self._transfers is not None, "vLLM has not registered its KV cache"
+        return self._transfers
+
+    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        from vllm.distributed import get_tensor_model_parallel_rank
+
+        rank = get_tensor_model_parallel_rank()
+        device = next(iter(kv_caches.values())).device
+        pages = read_pages(self._kv_cache_config, kv_caches, self._geometry)
+        self.packing = packing(self._vllm_config, kv_caches)
+        self._ordinal = None if device.type == "cpu" else device.index or 0
+        link = Link(self._options.address, f"vllm worker {rank}", self._options.timeout_s)
+        link.wait_first()
+        engine = create_copy_engine("cpu" if self._ordinal is None else f"cuda:{self._ordinal}", threads=1)
+        self._transfers = Transfers(link, self._geometry, pages, rank, engine, self.counters, self._ordinal)
+
+    def start_loads(self, orders: Orders) -> None:
+        for job in orders.loads:
+            self.transfers.load(job)
+
+    def wait_for_layer(self, layer_name: str) -> None:
+        place = self._layers.get(layer_name)
+        if place is not None:
+            self.transfers.wait_for_layer(place)
+
+    def start_saves(self, orders: Orders) -> None:
+        """After the step was submitted; on a GPU it may still be computing."""
+        if any(job.waits for job in orders.loads):
+            self.transfers.wait_for_loads_of_step()
+        if orders.saves:
+            self.transfers.save(orders.saves, fence_of(self._ordinal))
+        if orders.idle:
+            self.transfers.wait_for_any(_IDLE_POLL_S)
+
+    def close(self) -> None:
+        if self._transfers is not None:
+            self._transfers.close()

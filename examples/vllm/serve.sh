@@ -1,14 +1,18 @@
 #!/usr/bin/env bash
 # A daemon and a vLLM server that uses it:   ./serve.sh MODEL [arguments of vllm serve ...]
 #
-# PREFIXD_SOCKET  where the daemon listens; one that listens there already is used (default /tmp/prefixd-UID/prefixd.sock)
+# PREFIXD_SOCKET  where the daemon listens; one that listens there already is used (default: prefixd's own)
 # CPU_BYTES       memory for KV blocks (8GiB)      DISK_BYTES  disk for KV blocks (100GiB)
 # DATA_DIR        where the blocks are on disk (default: prefixd's own)
 # VLLM            the command that serves a model ("vllm serve")
 set -euo pipefail
 model=${1:?usage: serve.sh MODEL [arguments of vllm serve ...]}
 shift
-socket=${PREFIXD_SOCKET:-/tmp/prefixd-$(id -u)/prefixd.sock}
+socket=${PREFIXD_SOCKET:-}
+if [ -z "$socket" ]; then
+    settings=$(prefixd config show --json)
+    socket=$(python3 -c 'import json, sys; print(json.load(sys.stdin)["server.socket"]["value"])' <<<"$settings")
+fi
 
 daemon=
 if ! prefixd stats --address "unix:$socket" >/dev/null 2>&1; then

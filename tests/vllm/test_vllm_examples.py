@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
@@ -81,6 +82,29 @@ def test_serve_starts_both_and_a_second_server_has_hits(llama: Path, commands: P
             hits.append(served.hits())
     assert answers[0] == answers[1] and len(answers[0]) == 6
     assert hits == [0, 640]
+
+
+def test_serve_looks_for_the_daemon_where_prefixd_has_it(commands: Path, tmp_path: Path) -> None:
+    """So that one that was started by `prefixd serve` alone is used, and no second one started on its data."""
+    with tempfile.TemporaryDirectory() as folder:  # a socket's path must be short
+        done = subprocess.run(
+            ["bash", str(EXAMPLES / "serve.sh"), "a-model"],
+            cwd=tmp_path,
+            env={name: value for name, value in os.environ.items() if not name.startswith("PREFIXD_")}
+            | {
+                "PATH": f"{commands}:{os.environ['PATH']}",
+                "XDG_RUNTIME_DIR": folder,
+                "DATA_DIR": str(tmp_path / "data"),
+                "CPU_BYTES": "16MiB",
+                "DISK_BYTES": "16MiB",
+                "VLLM": "echo",  # in place of a server: says what it was given
+            },
+            capture_output=True,
+            text=True,
+            timeout=START_S,
+        )
+        assert done.returncode == 0, done.stderr
+        assert f'"address": "unix:{folder}/prefixd/prefixd.sock"' in done.stdout
 
 
 class Served:

@@ -55,12 +55,6 @@ class EngineResult:
     token_ids: tuple[int, ...]
     ttft_s: float
     """From handing the request to the engine to its first token."""
-    finished_s: float
-    """From handing the request to the engine to its last token."""
-    queued_s: float
-    """vLLM's own: from its queue to being scheduled first."""
-    submitted_at_s: float
-    """The engine process's monotonic clock, which all processes of a host share."""
     cached_tokens: int
     """vLLM's own: prompt tokens that it did not compute, from its own cache or the connector's."""
     preemptions: int
@@ -72,7 +66,6 @@ class EngineResult:
 class EngineMetrics:
     """vLLM's own counters since the engine started; all count tokens but `preemptions`."""
 
-    prefix_queries: int
     prefix_hits: int
     external_queries: int
     external_hits: int
@@ -261,7 +254,6 @@ class EngineProcess:
             return found
 
         return EngineMetrics(
-            total("prefix_cache_queries"),
             total("prefix_cache_hits"),
             total("external_prefix_cache_queries"),
             total("external_prefix_cache_hits"),

@@ -17,7 +17,6 @@ from typing import TypeVar
 
 import numpy as np
 
-from prefixd.cache.disk_care import DiskCare
 from prefixd.cache.disk_copies import DiskCopies
 from prefixd.cache.ledger import Ledger
 from prefixd.cache.namespaces import Namespace, NamespaceRegistry
@@ -83,11 +82,6 @@ class Residency:
         if self.tiers.disk is None:
             return 0, 0
         return self._ledger.queued_blocks, self._ledger.queued_bytes
-
-    @property
-    def disk_care(self) -> DiskCare:
-        """The disk tier's failures and how they end."""
-        return self.disk.care
 
     @property
     def epoch(self) -> int:

@@ -43,8 +43,3 @@ class QueuedRequest:
                 f"request {self.id} has {self.cached_tokens} cached of {self.prompt_tokens} prompt tokens; "
                 "pass 0 <= cached_tokens <= prompt_tokens"
             )
-
-    @property
-    def missing_tokens(self) -> int:
-        """Prompt tokens that have to be computed when the cached ones are loaded."""
-        return self.prompt_tokens - self.cached_tokens

@@ -165,10 +165,6 @@ class CpuArena:
         in_slabs = sum(self._slabs[base].run.free for base in self._partial[slot_bytes])
         return in_slabs + self._extents.count(slot_bytes)
 
-    def can_allocate(self, nbytes: int) -> bool:
-        """Whether `allocate(nbytes)` would return a slot."""
-        return bool(self._partial[round_to_slot(nbytes)]) or self.room(nbytes) > 0
-
     def span(self, offset: int, nbytes: int) -> Span:
         """The bytes at `offset` as raw memory, good until `close`.
 

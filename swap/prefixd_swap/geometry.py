@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from prefixd_swap.errors import GeometryError
 
@@ -90,16 +89,3 @@ class KvGeometry:
         """How many chunks of `chunk_bytes` one block takes. Raises GeometryError like `check_chunk`."""
         self.check_chunk(chunk_bytes)
         return self.block_bytes // chunk_bytes
-
-    def as_dict(self) -> dict[str, int | str]:
-        """The fields as plain values, for a message or a namespace's description."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> KvGeometry:
-        """The inverse of `as_dict`. Raises GeometryError on a missing, unknown or invalid field."""
-        names = {field.name for field in fields(cls)}
-        if set(values) != names:
-            wrong = ", ".join(sorted(names ^ set(values)))
-            raise GeometryError(f"fields missing or unknown in a KV geometry: {wrong}")
-        return cls(**values)

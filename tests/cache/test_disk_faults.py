@@ -31,7 +31,7 @@ class Faults:
     def __init__(self, make_rig: MakeRig, path: Path, **how: Any) -> None:
         self._orders = path / "orders"
         self.rig = make_rig(ops=FaultyOps(self._orders), **how)
-        self.care = self.rig.cache.residency.disk_care
+        self.care = self.rig.cache.residency.disk.care
 
     def order(self, name: str | None) -> None:
         self.obey(FAULTS[name] if name else {})
@@ -420,7 +420,7 @@ async def test_a_file_that_is_lost_under_us_costs_its_blocks_and_memory_writes_t
             slab.unlink()
         else:
             os.truncate(slab, 0)
-    await rig.cache.residency.disk_care.inspect()
+    await rig.cache.residency.disk.care.inspect()
     await rig.check_disk()
     assert rig.cache.residency.lost["disk read failed"] == 5
     assert await rig.get([7, 8, 9]) == 3, "memory has it"

@@ -58,7 +58,6 @@ async def test_a_block_from_disk_keeps_its_checksum(make_rig: MakeRig) -> None:
     rows = rig.rows([1, 2])
     assert rig.trie.sealed[rows].all() and (rig.trie.checksums[rows] == before).all()
     rig.damage(rows[1])
-    assert rig.cache.residency.disk.care is rig.cache.residency.disk_care
     await rig.cache.residency.disk.recheck(rig.trie, rows[1], int(rig.trie.generation[rows[1]]))
     alter(rig, rows[1])
     assert await rig.cache.write_back.flush() == 1, "written again, with the checksum that it came with"
@@ -84,7 +83,7 @@ async def test_a_second_version_in_memory_is_not_mistaken_for_the_one_on_disk(ma
     rig = make_rig(cpu=2, disk=8)
     await rig.put([1], durable=True)
     await rig.put([2, 3], durable=True)  # 1 is on disk alone
-    care, tiers = rig.cache.residency.disk_care, rig.cache.tiers
+    care, tiers = rig.cache.residency.disk.care, rig.cache.tiers
     care._give(False)
     reservation = await rig.cache.reserve(rig.session, rig.namespace, rig.chain([1]))
     assert isinstance(reservation, Reservation)

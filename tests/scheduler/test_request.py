@@ -15,10 +15,6 @@ def test_the_farthest_block_decides() -> None:
     assert farthest([]) is Distance.NONE
 
 
-def test_missing_tokens() -> None:
-    assert QueuedRequest(id=1, arrival_s=0.0, prompt_tokens=100, cached_tokens=64).missing_tokens == 36
-
-
 @pytest.mark.parametrize(("prompt", "cached"), [(10, 11), (10, -1), (-1, 0)])
 def test_counts_outside_their_range_are_refused_with_the_value(prompt: int, cached: int) -> None:
     with pytest.raises(InvalidValueError, match=f"request 7 has {cached} cached of {prompt} prompt tokens; pass"):

@@ -295,11 +295,6 @@ class VirtualRange:
             raise MemoryMisuseError(f"bytes {offset} to {offset + nbytes} are not all mapped; map them first")
         return Span(self.base + offset, nbytes, self.memory.on_device)
 
-    def chunk_at(self, offset: int) -> ChunkId | None:
-        """The chunk mapped at `offset`, if any. Raises MemoryMisuseError outside the range."""
-        slot = int(self._window(offset - offset % self.memory.chunk_bytes, self.memory.chunk_bytes)[0])
-        return None if slot == _UNMAPPED else ChunkId(slot)
-
     def mapped_chunks(self) -> ChunkIds:
         """The ids of all mapped chunks in the order of their addresses; one mapped twice appears twice."""
         mapped: ChunkIds = self._slots[self._slots != _UNMAPPED]

@@ -83,6 +83,7 @@ class Rank:
         addresses: Sequence[int] | None = None,
         ordinal: int | None = None,
         page_bytes: int = PAGE_BYTES,
+        single: bool | None = None,
     ) -> None:
         tokens = [4, 8][:groups]
         self.page_bytes = page_bytes
@@ -91,6 +92,7 @@ class Rank:
             block_tokens=16,
             unit_tokens=max(tokens),
             ranks=ranks,
+            single=groups == 1 if single is None else single,
         )
         self.memory: Any = memory or [np.zeros((LAYERS, PAGES, page_bytes), np.uint8) for _ in tokens]
         bases = addresses or [array.ctypes.data for array in self.memory]

@@ -40,10 +40,18 @@ def a_cache(groups: Sequence[SimpleNamespace], tensors: Sequence[SimpleNamespace
     )
 
 
-def a_config(policy: str = "recompute", **parallel: int) -> SimpleNamespace:
+def a_config(
+    policy: str = "recompute",
+    role: str = "kv_both",
+    asynchronous: bool = False,
+    speculative: object = None,
+    **parallel: int,
+) -> SimpleNamespace:
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**{"tensor_parallel_size": 1, **parallel}),
-        kv_transfer_config=SimpleNamespace(kv_load_failure_policy=policy),
+        kv_transfer_config=SimpleNamespace(kv_load_failure_policy=policy, kv_role=role),
+        scheduler_config=SimpleNamespace(async_scheduling=asynchronous),
+        speculative_config=speculative,
     )
 
 
@@ -139,7 +147,7 @@ def test_blocks_parts_and_ranks() -> None:
         ("group0", 1),
         ("group1", 1),
     ]
-    assert geometry.parts_of(1) == [2, 3]
+    assert geometry.parts_of(1) == [2, 3] and not geometry.single
     assert layer_names(cache, geometry) == AB
 
 
@@ -148,6 +156,23 @@ def test_tokens_of_a_block(block_size: int, chosen: int | None, tokens: int) -> 
     cache = a_cache([a_group(AB, block_size=block_size)], LAYERS_OUTERMOST.kv_cache_tensors)
     geometry = read_geometry(a_config(), cache, ConnectorOptions(block_tokens=chosen))
     assert geometry is not None and geometry.block_tokens == tokens
+
+
+@pytest.mark.parametrize(
+    ("window", "chosen", "tokens"), [(128, None, 64), (50, None, 48), (8, None, 16), (128, 128, 128)]
+)
+def test_a_block_is_no_longer_than_a_window(window: int, chosen: int | None, tokens: int) -> None:
+    """Of a longer one vLLM would have let go of the first part before the last is computed."""
+    cache = a_cache([a_group(AB, sliding_window=window)], LAYERS_OUTERMOST.kv_cache_tensors)
+    geometry = read_geometry(a_config(), cache, ConnectorOptions(block_tokens=chosen))
+    assert geometry is not None and geometry.block_tokens == tokens
+
+
+def test_a_group_that_is_not_kept_still_makes_ids_ambiguous() -> None:
+    cache = a_cache([a_group(AB), a_group(["w"])], [a_tensor(AB, PAGE, 2 * PAGE), a_tensor(["w"], PAGE, 2 * PAGE)])
+    cache.prefix_cacheable_group_ids = (0,)
+    geometry = read_geometry(a_config(), cache, ConnectorOptions())
+    assert geometry is not None and len(geometry.groups) == 1 and not geometry.single
 
 
 class MambaSpec(SimpleNamespace):
@@ -162,6 +187,8 @@ def test_a_state_space_model_is_not_kept() -> None:
 
 TWO_GROUPS = a_cache([a_group(AB), a_group(["w"])], [a_tensor(AB, PAGE, 2 * PAGE), a_tensor(["w"], PAGE, 2 * PAGE)])
 
+WINDOW_OF_100 = a_cache([a_group(AB, sliding_window=100)], LAYERS_OUTERMOST.kv_cache_tensors)
+
 
 @pytest.mark.parametrize(
     ("config", "cache", "options", "message"),
@@ -171,6 +198,11 @@ TWO_GROUPS = a_cache([a_group(AB), a_group(["w"])], [a_tensor(AB, PAGE, 2 * PAGE
         (a_config(pipeline_parallel_size=2), LAYERS_OUTERMOST, {}, "pipeline_parallel_size = 2"),
         (a_config(decode_context_parallel_size=4), LAYERS_OUTERMOST, {}, "decode_context_parallel_size = 4"),
         (a_config(), TWO_GROUPS, {"load": "layerwise"}, 'use "async"'),
+        (a_config(), WINDOW_OF_100, {"block_tokens": 128}, "sliding window of 100 tokens holds; set 96 or less"),
+        (a_config(asynchronous=True), LAYERS_OUTERMOST, {"load": "layerwise"}, "--no-async-scheduling"),
+        (a_config(speculative=object()), LAYERS_OUTERMOST, {"load": "layerwise"}, "speculative decoding"),
+        (a_config(role="kv_producer"), LAYERS_OUTERMOST, {}, 'kv_role = "kv_producer"'),
+        (a_config(role="kv_consumer"), LAYERS_OUTERMOST, {}, '"save": false'),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_line(config: Any, cache: Any, options: Any, message: str) -> None:

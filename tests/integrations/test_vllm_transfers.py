@@ -141,6 +141,14 @@ def test_with_several_groups_the_request_fails(daemon: DaemonProcess, make_rank:
     assert rank.transfers.take_failed_ids() == set(), "ids of several groups would not say whose they are"
 
 
+def test_beside_a_group_that_is_not_kept_the_request_fails(daemon: DaemonProcess, make_rank: MakeRank) -> None:
+    """vLLM ends itself over ids where it has several groups, whether they are kept here or not."""
+    rank = make_rank(daemon.address, single=False)
+    rank.load("r", rank.prefix("nothing", 32), range(10, 18))
+    assert rank.settle().loads["r"][1].failed_blocks == 2
+    assert rank.transfers.take_received() == ({"r"}, {"r"}) and rank.transfers.take_failed_ids() == set()
+
+
 def test_without_a_daemon_everything_ends_at_once(
     tmp_path: Path, make_rank: MakeRank, caplog: pytest.LogCaptureFixture
 ) -> None:

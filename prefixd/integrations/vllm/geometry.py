@@ -45,6 +45,9 @@ class Geometry:
     unit_tokens: int
     """Tokens after which every group has a whole number of blocks: what vLLM's scheduler counts in."""
     ranks: int
+    single: bool = True
+    """Whether vLLM has one KV cache group, those that are not kept here included: only then does the id of one of its
+    blocks say whose it is."""
 
     @property
     def block_bytes(self) -> int:
@@ -84,6 +87,13 @@ def read_geometry(vllm_config: Any, kv_cache_config: Any, options: ConnectorOpti
             'kv_load_failure_policy = "fail" makes vLLM fail requests whose prefix could not be loaded; set '
             '"kv_load_failure_policy": "recompute" beside "kv_connector"'
         )
+    if vllm_config.kv_transfer_config.kv_role != "kv_both":
+        raise ConfigError(
+            f'kv_role = "{vllm_config.kv_transfer_config.kv_role}": PrefixdConnector loads and saves; set "kv_both", '
+            'and "save": false in kv_connector_extra_config for an engine that is to read only'
+        )
+    if options.load == "layerwise":
+        _check_layerwise(vllm_config, len(kv_cache_config.kv_cache_groups))
     chosen = kv_cache_config.prefix_cacheable_group_ids
     specs = {index: kv_cache_config.kv_cache_groups[index].kv_cache_spec for index in chosen}
     if not specs or any("Mamba" in type(spec).__name__ for spec in specs.values()):
@@ -92,18 +102,44 @@ def read_geometry(vllm_config: Any, kv_cache_config: Any, options: ConnectorOpti
     block_tokens = options.block_tokens or unit * math.ceil(DEFAULT_BLOCK_TOKENS / unit)
     if block_tokens % unit:
         raise ConfigError(f"block_tokens = {block_tokens} is no multiple of {unit}, the tokens of a vLLM block here")
-    if options.load == "layerwise" and len(kv_cache_config.kv_cache_groups) > 1:
-        raise ConfigError(
-            f'load = "layerwise" needs a model with one KV cache group, and this one has '
-            f'{len(kv_cache_config.kv_cache_groups)}; use "async"'
-        )
+    # vLLM lets go of what lies before a window: of a block that is longer, the first part before the last is computed.
+    windows = [spec.sliding_window for spec in specs.values() if getattr(spec, "sliding_window", None)]
+    if windows:
+        window = min(windows)
+        longest = max(unit, window // unit * unit)
+        if options.block_tokens and block_tokens > longest:
+            raise ConfigError(
+                f"block_tokens = {block_tokens} is more than this model's sliding window of {window} tokens holds; "
+                f"set {longest} or less"
+            )
+        block_tokens = min(block_tokens, longest)
     runs = _page_runs(kv_cache_config)
     groups = []
     for index, spec in specs.items():
         names = [name for name in kv_cache_config.kv_cache_groups[index].layer_names if name in runs]
         page_bytes = sum(run.nbytes for name in names for run in runs[name])
         groups.append(Group(index, spec.block_size, block_tokens // spec.block_size * page_bytes))
-    return Geometry(tuple(groups), block_tokens, unit, parallel.tensor_parallel_size)
+    single = len(kv_cache_config.kv_cache_groups) == 1
+    return Geometry(tuple(groups), block_tokens, unit, parallel.tensor_parallel_size, single)
+
+
+def _check_layerwise(vllm_config: Any, groups: int) -> None:
+    """A step that computes on bytes which then turn out not to have come has to be undone: where vLLM does not do that,
+    a token of it would reach the user."""
+    if groups > 1:
+        raise ConfigError(
+            f'load = "layerwise" needs a model with one KV cache group, and this one has {groups}; use "async"'
+        )
+    if vllm_config.scheduler_config.async_scheduling:
+        raise ConfigError(
+            'load = "layerwise" and asynchronous scheduling: vLLM keeps the token of the step after one whose load '
+            'failed; start with --no-async-scheduling, or use load = "async"'
+        )
+    if vllm_config.speculative_config is not None:
+        raise ConfigError(
+            'load = "layerwise" and speculative decoding: vLLM samples before the layers of the draft model have come; '
+            'use load = "async"'
+        )
 
 
 def computes_from_the_middle(vllm_config: Any) -> bool:

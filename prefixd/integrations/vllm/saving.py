@@ -1,8 +1,9 @@
 """The scheduler's half, writing: which of vLLM's blocks are given to the cache, and when.
 
-A vLLM block is pinned (its reference count raised) when the step that completes it is scheduled, until the workers have
-acknowledged the save of the prefixd block that it belongs to. So nothing that the scheduler does with the request
+vLLM's blocks are pinned (their reference counts raised) when the step that completes the prefixd block that they belong
+to is scheduled, until the workers have acknowledged its save. So nothing that the scheduler does with the request
 meanwhile, preempting or finishing it, or sliding a window past the block, can change the bytes before they are copied.
+Nothing is pinned but for a save that is under way: vLLM empties its cache only while nobody holds a block of it.
 """
 
 from __future__ import annotations
@@ -32,10 +33,6 @@ class Saving:
     spec: NamespaceSpec
     block: int
     """The next prefixd block to save."""
-    pinned: list[list[int]]
-    """vLLM blocks of it that are complete, by group."""
-    units: int = 0
-    """How many of the units that `block` consists of are among them."""
     tokens: array[int] = field(default_factory=lambda: array("I"), repr=False)
     """The request's token ids as far as jobs have needed them: to list all of a long prompt's takes milliseconds."""
     over: bool = False
@@ -83,9 +80,7 @@ class SaveQueue:
 
     def begin(self, request_id: str, spec: NamespaceSpec, cached_tokens: int) -> None:
         """From now on the request's blocks are saved, from the first on that is not cached."""
-        self._requests[request_id] = Saving(
-            spec, cached_tokens // self.geometry.block_tokens, [[] for _ in self.geometry.groups]
-        )
+        self._requests[request_id] = Saving(spec, cached_tokens // self.geometry.block_tokens)
 
     def advance(self, request_id: str, request: Any, tables: Tables, computed_tokens: int) -> None:
         """Takes the blocks that are complete when the step being scheduled has run.
@@ -99,32 +94,22 @@ class SaveQueue:
         if saving is None or saving.over:
             return
         geometry = self.geometry
-        units_a_block = geometry.block_tokens // geometry.unit_tokens
-        blocks_a_unit = sum(geometry.unit_tokens // group.block_tokens for group in geometry.groups)
+        most = self.most_pinned - sum(geometry.block_tokens // group.block_tokens for group in geometry.groups)
         first = saving.block
         done: list[list[int]] = [[] for _ in geometry.groups]
-        while (saving.block * units_a_block + saving.units + 1) * geometry.unit_tokens <= computed_tokens:
-            if self._pinned + blocks_a_unit > self.most_pinned:
+        while (saving.block + 1) * geometry.block_tokens <= computed_tokens:
+            if self._pinned > most:
                 break  # goes on when some are let go
-            unit = saving.block * units_a_block + saving.units
-            ids = [self._unit(tables[group.index], unit, group.block_tokens) for group in geometry.groups]
+            ids = [self._ids(tables[group.index], saving.block, group.block_tokens) for group in geometry.groups]
             if any(found is None for found in ids):
                 saving.over = True
-                self._release([block for pinned in saving.pinned for block in pinned])
-                saving.pinned = [[] for _ in geometry.groups]
                 break
-            for found, pinned in zip(ids, saving.pinned, strict=True):
+            for found, of_job in zip(ids, done, strict=True):
                 assert found is not None
                 self.pin(found)
                 self._pinned += len(found)
-                pinned += found
-            saving.units += 1
-            if saving.units == units_a_block:
-                for pinned, of_job in zip(saving.pinned, done, strict=True):
-                    of_job += pinned
-                    pinned.clear()
-                saving.units = 0
-                saving.block += 1
+                of_job += found
+            saving.block += 1
         self._finish(request, saving, first, done)
 
     def take(self) -> list[SaveJob]:
@@ -144,22 +129,19 @@ class SaveQueue:
             self._release(job.pinned)
 
     def end(self, request_id: str) -> None:
-        """The request has finished or was preempted: what is incomplete of its blocks is let go."""
-        saving = self._requests.pop(request_id, None)
-        if saving is not None:
-            self._release([block for ids in saving.pinned for block in ids])
+        """The request has finished or was preempted."""
+        self._requests.pop(request_id, None)
 
     def clear(self) -> None:
         """No request's blocks are saved any more; jobs under way are."""
-        for request_id in list(self._requests):
-            self.end(request_id)
+        self._requests.clear()
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _unit(self, table: Sequence[int], unit: int, block_tokens: int) -> list[int] | None:
-        """A group's vLLM blocks of one unit; None where there are none (any more)."""
-        count = self.geometry.unit_tokens // block_tokens
-        ids = list(table[unit * count : (unit + 1) * count])
+    def _ids(self, table: Sequence[int], block: int, block_tokens: int) -> list[int] | None:
+        """A group's vLLM blocks of one prefixd block; None where they are not all there (any more)."""
+        count = self.geometry.block_tokens // block_tokens
+        ids = list(table[block * count : (block + 1) * count])
         return ids if len(ids) == count and _NULL not in ids else None
 
     def _finish(self, request: Any, saving: Saving, first: int, done: list[list[int]]) -> None:

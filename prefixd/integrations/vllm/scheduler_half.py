@@ -150,7 +150,10 @@ class SchedulerHalf:
             self.saves.end(request_id)
             if (request := self._requests.get(request_id)) is not None:
                 self.lookups.again(request_id, list(request.all_token_ids))
-        if self._options.save and self.link.up and step.kv_connector_block_state is not None:
+        # What a step computes on bytes that it still waits for, the next one saves: they may fail to come, and vLLM
+        # lets other requests of the step compute on them too.
+        uncertain = self._options.load == "layerwise" and self._loading
+        if self._options.save and self.link.up and not uncertain and step.kv_connector_block_state is not None:
             for request_id, tokens in step.num_scheduled_tokens.items():
                 self._advance(request_id, tokens, step.kv_connector_block_state.resolve_block_ids)
         idle = step.total_num_scheduled_tokens == 0

@@ -204,7 +204,7 @@ class Transfers:
             if not job.waits:
                 self._received.add(job.request_id)
             if failed:
-                if len(self._geometry.groups) == 1:
+                if self._geometry.single:
                     per_block = len(job.block_ids[0]) // job.blocks
                     self._failed_ids.update(
                         block for block in job.block_ids[0][good * per_block :] if block != NO_BLOCK

@@ -1,0 +1,163 @@
+"""The scheduler's half of the connector step by step: in vLLM's own scheduler, with no model and no workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from prefixd.client import Client
+from prefixd.integrations.vllm.connector import PrefixdConnector
+from prefixd.integrations.vllm.jobs import LoadOutcome, Outcomes
+from prefixd.integrations.vllm.messages import Orders, Packing, Report
+from prefixd.workloads.daemon_process import DaemonProcess
+from tests.vllm.served import PATIENCE_S, make_prompt, poll
+
+BLOCK, PAGE = 16, 128
+
+
+class Steps:
+    """A scheduler with the connector, and what stands for the workers: they do what the test says."""
+
+    def __init__(self, scheduler: Scheduler, address: str) -> None:
+        connector = scheduler.connector
+        assert isinstance(connector, PrefixdConnector) and connector._scheduler is not None
+        self.scheduler, self.connector, self.half = scheduler, connector, connector._scheduler
+        self.address = address
+        self.hasher = get_request_block_hasher(BLOCK, sha256)
+        connector.bind_gpu_block_pool(scheduler.kv_cache_manager.block_pool)
+        connector.set_xfer_handshake_metadata({0: Packing("packed")})
+
+    def add(self, name: str, prompt: list[int], max_tokens: int = 1) -> Request:
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        request = Request(name, prompt, sampling, None, block_hasher=self.hasher)
+        self.scheduler.add_request(request)
+        lookup = self.half.lookups._lookups[name]
+        poll(lambda: lookup.asking is None or lookup.asking.done(), "the daemon did not answer")
+        return request
+
+    def cached(self, prompt: list[int]) -> None:
+        """Puts the prompt's blocks into the daemon, as another engine would."""
+        spec = self.half._geometry.spec(self.half._model, b"")
+        with Client(self.address) as client:
+            cache = client.register(spec)
+            blocks = len(prompt) // spec.block_tokens
+            cache.store(prompt, np.zeros((blocks, spec.parts[0].nbytes), np.uint8))
+
+    def schedule(self) -> tuple[Any, Orders]:
+        output = self.scheduler.schedule()
+        orders = output.kv_connector_metadata
+        assert isinstance(orders, Orders)
+        return output, orders
+
+    def until_scheduled(self) -> tuple[Any, Orders]:
+        """Steps that compute nothing are over at once."""
+        for _ in range(1000):
+            output, orders = self.schedule()
+            if output.num_scheduled_tokens or orders.loads:
+                return output, orders
+            self.answer(output)
+        raise AssertionError("nothing was ever scheduled")
+
+    def answer(self, output: Any, outcomes: Outcomes | None = None, **transfers: Any) -> None:
+        """The step has been computed; every request whose prompt is computed says 7."""
+        names = list(output.num_scheduled_tokens)
+        due = [[] if self.scheduler.requests[name].is_prefill_chunk else [7] for name in names]
+        report = Report(outcomes) if outcomes is not None else None
+        connector_output = KVConnectorOutput(kv_connector_worker_meta=report, **transfers)
+        answer = ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, due)
+        answer.kv_connector_output = connector_output
+        self.scheduler.update_from_output(output, answer)
+
+
+MakeSteps = Callable[..., Steps]
+
+
+@pytest.fixture
+def make_steps(llama: Path, daemon: DaemonProcess) -> Iterator[MakeSteps]:
+    """Makes one; arguments are those of vLLM, `options` the connector's."""
+    init_none_hash(sha256)
+    made: list[Scheduler] = []
+
+    def make(blocks: int = 400, options: dict[str, object] | None = None, **arguments: Any) -> Steps:
+        extra = {"address": daemon.address, "recompute_if_slower": False, "timeout_s": PATIENCE_S, **(options or {})}
+        transfer = KVTransferConfig(
+            kv_connector="PrefixdConnector",
+            kv_connector_module_path="prefixd.integrations.vllm",
+            kv_role="kv_both",
+            kv_load_failure_policy="recompute",
+            kv_connector_extra_config=extra,
+        )
+        arguments = {"max_num_seqs": 8, "max_model_len": 2048, "max_num_batched_tokens": 2048, **arguments}
+        config = EngineArgs(
+            str(llama),
+            skip_tokenizer_init=True,
+            dtype="float32",
+            block_size=BLOCK,
+            kv_transfer_config=transfer,
+            **arguments,
+        ).create_engine_config()
+        config.cache_config.num_gpu_blocks = blocks
+        shape = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+        tensor = KVCacheTensor(blocks * PAGE, ["layer"], blocks * PAGE, PAGE)
+        groups = [KVCacheGroupSpec(["layer"], FullAttentionSpec(**shape))]
+        scheduler = Scheduler(
+            vllm_config=config,
+            kv_cache_config=KVCacheConfig(blocks, [tensor], groups),
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK,
+            log_stats=True,
+        )
+        made.append(scheduler)
+        return Steps(scheduler, daemon.address)
+
+    yield make
+    for scheduler in made:
+        scheduler.shutdown()
+
+
+def test_what_a_step_computes_on_bytes_that_it_waits_for_is_saved_by_the_next(make_steps: MakeSteps) -> None:
+    """The bytes may fail to come. Another request that shares them, in the same step, computes on the same."""
+    steps = make_steps(options={"load": "layerwise"})
+    prompt = make_prompt(71, 128)
+    steps.cached(prompt)
+    steps.add("a", prompt + make_prompt(72, 200), max_tokens=9)
+    steps.add("b", prompt + make_prompt(73, 200), max_tokens=9)
+    output, orders = steps.until_scheduled()
+    assert [job.request_id for job in orders.loads] == ["a"] and set(output.num_scheduled_tokens) == {"a", "b"}
+    assert orders.saves == []
+    failed = Outcomes({"a": (1, LoadOutcome(0, 0.1, 2))})
+    steps.answer(output, failed, invalid_block_ids=set(orders.loads[0].block_ids[0]))
+    output, orders = steps.until_scheduled()
+    assert set(output.num_scheduled_tokens) == {"a", "b"}
+    assert sorted((job.first_block, job.blocks) for job in orders.saves) == [(2, 3), (2, 3)]
+    steps.answer(output, Outcomes(saves={job.id: 1 for job in orders.saves}))
+    assert not steps.half.saves.under_way
+
+
+def test_running_requests_can_be_made_to_start_over_with_an_empty_cache(make_steps: MakeSteps) -> None:
+    """As `pause_generation(mode="keep")` does. A request in the middle of a block holds nothing but its own blocks."""
+    steps = make_steps()
+    steps.add("a", make_prompt(74, 100), max_tokens=40)
+    output, orders = steps.until_scheduled()
+    steps.answer(output, Outcomes(saves={job.id: 1 for job in orders.saves}))
+    assert orders.saves and not steps.half.saves.under_way
+    assert steps.scheduler.reset_prefix_cache(reset_running_requests=True)
+    output, orders = steps.until_scheduled()
+    assert output.num_scheduled_tokens == {"a": 101}
+    steps.answer(output, Outcomes(saves={job.id: 1 for job in orders.saves}))
+    steps.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)

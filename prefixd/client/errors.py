@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import grpc
 
 
@@ -89,6 +91,8 @@ _BY_STATUS: dict[grpc.StatusCode, type[ClientError]] = {
 }
 
 
+# gRPC names the socket three times before it says what is wrong with it.
+_NO_SOCKET = re.compile(r"failed to connect to all addresses; .* addr: unix:.* error: (?P<reason>.+)", re.DOTALL)
 _SESSION_ENDED = ("prefixd-session", "ended")
 
 
@@ -97,6 +101,8 @@ def from_rpc_error(error: grpc.aio.AioRpcError, address: str) -> ClientError:
     kind = _BY_STATUS.get(error.code(), ServerError)
     detail = error.details() or f"the daemon gave {error.code().name} and no reason"
     if kind is ServerUnavailable:
+        if no_socket := _NO_SOCKET.fullmatch(detail):
+            detail = no_socket["reason"]
         return ServerUnavailable(f"no answer from the daemon at {address}: {detail}")
     if kind is NotFoundError and _SESSION_ENDED in tuple(error.trailing_metadata() or ()):
         return SessionUnknown(detail)

@@ -42,6 +42,13 @@ from prefixd.v1 import cache_pb2, cache_pb2_grpc, inference_pb2
 TOKENS = [1, 2, 3, 4, 5]
 
 
+async def test_a_daemon_that_is_not_there_is_named_once_with_the_reason(tmp_path: Path) -> None:
+    async with AsyncClient(f"unix:{tmp_path}/p.sock") as client:
+        with pytest.raises(ServerUnavailable) as caught:
+            await client.stats()
+    assert str(caught.value) == f"no answer from the daemon at unix:{tmp_path}/p.sock: No such file or directory"
+
+
 @pytest.mark.parametrize(
     ("code", "kind"),
     [

@@ -37,7 +37,10 @@ class Arena:
         self.address = int(self._bytes.ctypes.data)
 
     def bytes_at(self, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
-        """`nbytes` bytes from `offset`, no copy, writable. Raises `ClientClosed` after `close`."""
+        """`nbytes` bytes from `offset`, uint8, no copy, writable.
+
+        Raises `ClientClosed` after `close`, `IndexError` outside the arena.
+        """
         if self._bytes is None:
             raise ClientClosed("the arena is no longer mapped: its client was closed or its session ended")
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:

@@ -20,7 +20,8 @@ class AsyncCache:
 
     Every call takes the token ids of the prompt from its start: a sequence of int, or a numpy array, which is
     faster. Blocks are counted from the start of the prompt; only full ones exist. Every call raises
-    `ServerUnavailable` when the daemon is away, and works again once it is back.
+    `ServerUnavailable` when the daemon is away, and works again once it is back; `CallTimeout` when there is no answer
+    within the client's `timeout_s`.
     """
 
     def __init__(self, namespace: RegisteredNamespace) -> None:
@@ -78,9 +79,9 @@ class AsyncCache:
     ) -> AsyncLease:
         """Leases the longest cached prefix from `first_block` on, at most `max_blocks` blocks (0: all of it).
 
-        Blocks on disk are read first. A prefix that is not cached gives a lease of 0 blocks. `parts` are
-        indexes into the namespace's parts (None: all). Raises `MemoryUnavailable` for a client that streams:
-        use `load`.
+        Blocks on disk are read first. A prefix that is not cached gives a lease of 0 blocks. The lease lives for
+        `ttl_s` seconds (None: the daemon's default). `parts` are indexes into the namespace's parts (None: all).
+        Raises `MemoryUnavailable` for a client that streams: use `load`.
         """
         return await self._acquire(token_bytes(tokens), first_block, max_blocks, ttl_s, parts)
 
@@ -89,8 +90,9 @@ class AsyncCache:
     ) -> AsyncReservation:
         """Slots for the blocks of `tokens` that are not cached, from the first missing one on.
 
-        There may be fewer than are missing when room is short; `ExhaustedError` when there is room for none.
-        Raises `MemoryUnavailable` for a client that streams: use `store`.
+        There may be fewer than are missing when room is short; `ExhaustedError` when there is room for none. Waits
+        while the daemon has as much to write to disk as it may. The reservation lives for `ttl_s` seconds (None: the
+        daemon's default). Raises `MemoryUnavailable` for a client that streams: use `store`.
         """
         return await self._reserve(token_bytes(tokens), ttl_s, parts)
 

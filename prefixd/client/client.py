@@ -58,6 +58,8 @@ class AsyncClient:
         For "host:port": with `tls_ca`, a PEM file of authorities, the connection is TLS and the daemon's certificate is
         checked; `tls_cert` and `tls_key` are PEM files to show for ourselves; `token` is one of the daemon's
         `server.tokens`. On a unix socket all four are left alone: the socket's permissions say who may come.
+
+        Raises `InvalidArgumentError` for arguments that cannot work.
         """
         if memory not in ("auto", "shared", "streamed"):
             raise InvalidArgumentError(f"memory={memory!r} is none of 'auto', 'shared', 'streamed'")
@@ -153,7 +155,8 @@ class AsyncClient:
         """Names what must be equal for KV to be reusable, and gives the cache of it. Registering again is
         free.
 
-        Raises `AlreadyExistsError` when (name, salt) is known with another geometry.
+        Raises `AlreadyExistsError` when (name, salt) is known with another geometry, `ExhaustedError` when the daemon
+        knows as many namespaces as it may, `InvalidArgumentError` for a geometry that cannot be.
         """
         registered = RegisteredNamespace(self, namespace)
         await registered.ready()
@@ -183,10 +186,13 @@ class AsyncClient:
     ) -> AsyncGenerator[GenerateEvent, None]:
         """Generates on the daemon's worker: one `Accepted`, any number of `Tokens`, one `Finished`.
 
-        `temperature` 0 is greedy; the k-th token depends on (seed, k) and the logits alone; a stop token ends
-        the output and is not part of it. Lower `priority` goes first. Closing the iterator cancels the
-        request. Raises `UnsupportedError` when the daemon has no model, `ExhaustedError` when its queue is
-        full.
+        `temperature` 0 is greedy; the k-th token depends on (seed, k) and the logits alone; a stop token ends the
+        output: it is the last of the token ids and no part of the text. Lower `priority` goes first. The whole answer
+        may take `timeout_s` seconds (None: any time). Closing the iterator cancels the request.
+
+        Raises `UnsupportedError` when the daemon has no model, `ExhaustedError` when its queue is full or the prompt
+        never fits its GPU tier, `InvalidArgumentError` for a prompt or sampling that the model cannot take,
+        `AlreadyExistsError` for a `request_id` that runs already, and `CallTimeout`.
         """
         sampling = Sampling(max_tokens, temperature, top_p, seed, stop_token_ids, ignore_eos)
         request = generate_request(prompt, sampling, request_id, priority, salt)

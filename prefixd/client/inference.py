@@ -65,7 +65,11 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Always the last event. `hit_tokens` are the prompt tokens not computed, by the tier they were in."""
+    """Always the last event. `hit_tokens` are the prompt tokens not computed, by the tier they were in.
+
+    `queue_s` and `ttft_s` are seconds from the arrival in the daemon to the hand-over to the worker and to the first
+    token; `resumed` is how often the request was taken up again after a preemption or a worker's death.
+    """
 
     reason: FinishReason
     prompt_tokens: int

@@ -19,7 +19,7 @@ class Tier(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class PartSpec:
-    """The bytes of one block that belong to one (KV group, tensor-parallel rank)."""
+    """The bytes of one block that belong to one (KV group, tensor-parallel rank): `nbytes` of them."""
 
     group: str
     rank: int

@@ -73,9 +73,10 @@ def daemon_runs(daemon: DaemonProcess) -> Iterator[None]:
 def make_pausing(daemon: DaemonProcess, make_engine: StartEngine, pauses: Pauses) -> StartEngine:
     """Engines whose copies can be stopped half-way, and which wait for as long as that takes."""
 
-    def make(model: Path, **options: Any) -> EngineProcess:
+    def make(model: Path, *, ranks: int = 1, **options: Any) -> EngineProcess:
         transfer = {**always(daemon.address, **options), "kv_connector_module_path": "tests.vllm.pausing_connector"}
-        return make_engine(model, None, kv_transfer=transfer, env={"PAUSE_DIR": str(pauses.folder)})
+        environment = {"PAUSE_DIR": str(pauses.folder)}
+        return make_engine(model, None, kv_transfer=transfer, env=environment, tensor_parallel_size=ranks)
 
     return make
 
@@ -160,6 +161,23 @@ def test_daemon_killed_in_the_middle_of_a_hybrid_models_load(
         _kill_the_daemon_in_a_load(engine, daemon, pauses, requests, gemma3_expected(requests))
 
 
+def test_daemon_and_engine_killed_in_the_middle_of_a_tensor_parallel_load(
+    llama: Path,
+    make_pausing: StartEngine,
+    daemon: DaemonProcess,
+    pauses: Pauses,
+    expected: Expected,
+    new_requests: NewRequests,
+) -> None:
+    """Of two ranks, each with a lease and a connection of its own."""
+    requests = new_requests(*LENGTHS)
+    with make_pausing(llama, ranks=2) as engine:
+        _kill_the_daemon_in_a_load(engine, daemon, pauses, requests, expected(requests))
+        _kill_the_engine(engine, daemon, pauses, "load", requests, sessions=3)
+        engine.start()
+        assert run(engine, requests) == (expected(requests), cacheable(requests))
+
+
 def _kill_the_daemon_in_a_load(
     engine: EngineProcess, daemon: DaemonProcess, pauses: Pauses, requests: list[EngineRequest], answers: Tokens
 ) -> None:
@@ -191,28 +209,42 @@ def test_engine_killed_in_the_middle(
     requests = new_requests(*LENGTHS)
     if where == "load":
         run(pausing_engine, requests)
-    assert pausing_engine.reset_prefix_cache()
-    with pauses.at(where), Client(daemon.address) as client:
-        pausing_engine.submit(requests)
-        pauses.wait(where)
-        before, pid = client.stats(), pausing_engine.pid
-        assert before.leases if where == "load" else before.reservations
-        assert pid in {session.pid for session in before.sessions}
-        pausing_engine.kill()
-
-        def nothing_left() -> bool:
-            stats = client.stats()
-            held = stats.leases or stats.reservations or any(tier.quarantined_bytes for tier in stats.tiers)
-            return not held and pid not in {session.pid for session in stats.sessions}
-
-        poll(nothing_left, "the daemon keeps what the dead engine had")
-        assert not client.check_integrity().violations
+    _kill_the_engine(pausing_engine, daemon, pauses, where, requests, sessions=2)
     pausing_engine.start()
     tokens, found = run(pausing_engine, requests)
     again, hits = run(pausing_engine, requests)
     assert tokens == again == expected(requests)
     assert found == cacheable(requests) if where == "load" else found < cacheable(requests)
     assert hits == cacheable(requests)
+
+
+def _kill_the_engine(
+    engine: EngineProcess,
+    daemon: DaemonProcess,
+    pauses: Pauses,
+    where: str,
+    requests: list[EngineRequest],
+    *,
+    sessions: int,
+) -> None:
+    """`sessions` is how many the engine has at the daemon: its scheduler's and each rank's."""
+    assert engine.reset_prefix_cache()
+    with pauses.at(where), Client(daemon.address) as client:
+        engine.submit(requests)
+        pauses.wait(where)
+        before = client.stats()
+        assert before.leases if where == "load" else before.reservations
+        pids = [session.pid for session in before.sessions if os.getpgid(session.pid) == engine.pid]
+        assert len(pids) == sessions
+        engine.kill()
+
+        def nothing_left() -> bool:
+            stats = client.stats()
+            held = stats.leases or stats.reservations or any(tier.quarantined_bytes for tier in stats.tiers)
+            return not held and not {session.pid for session in stats.sessions} & set(pids)
+
+        poll(nothing_left, "the daemon keeps what the dead engine had")
+        assert not client.check_integrity().violations
 
 
 def test_daemon_left_down(

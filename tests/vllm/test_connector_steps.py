@@ -14,6 +14,7 @@ from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -77,7 +78,7 @@ class Steps:
         """The step has been computed; every request whose prompt is computed says 7."""
         names = list(output.num_scheduled_tokens)
         due = [[] if self.scheduler.requests[name].is_prefill_chunk else [7] for name in names]
-        report = Report(outcomes) if outcomes is not None else None
+        report = Report(outcomes or Outcomes(), output.kv_connector_metadata.step)
         connector_output = KVConnectorOutput(kv_connector_worker_meta=report, **transfers)
         answer = ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, due)
         answer.kv_connector_output = connector_output
@@ -93,7 +94,9 @@ def make_steps(llama: Path, daemon: DaemonProcess) -> Iterator[MakeSteps]:
     init_none_hash(sha256)
     made: list[Scheduler] = []
 
-    def make(blocks: int = 400, options: dict[str, object] | None = None, **arguments: Any) -> Steps:
+    def make(
+        blocks: int = 400, options: dict[str, object] | None = None, asynchronous: bool = False, **arguments: Any
+    ) -> Steps:
         extra = {"address": daemon.address, "recompute_if_slower": False, "timeout_s": PATIENCE_S, **(options or {})}
         transfer = KVTransferConfig(
             kv_connector="PrefixdConnector",
@@ -111,11 +114,12 @@ def make_steps(llama: Path, daemon: DaemonProcess) -> Iterator[MakeSteps]:
             kv_transfer_config=transfer,
             **arguments,
         ).create_engine_config()
+        config.scheduler_config.async_scheduling = asynchronous  # vLLM itself never chooses that for a CPU
         config.cache_config.num_gpu_blocks = blocks
         shape = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
         tensor = KVCacheTensor(blocks * PAGE, ["layer"], blocks * PAGE, PAGE)
         groups = [KVCacheGroupSpec(["layer"], FullAttentionSpec(**shape))]
-        scheduler = Scheduler(
+        scheduler = (AsyncScheduler if asynchronous else Scheduler)(
             vllm_config=config,
             kv_cache_config=KVCacheConfig(blocks, [tensor], groups),
             structured_output_manager=StructuredOutputManager(config),
@@ -161,3 +165,22 @@ def test_running_requests_can_be_made_to_start_over_with_an_empty_cache(make_ste
     assert output.num_scheduled_tokens == {"a": 101}
     steps.answer(output, Outcomes(saves={job.id: 1 for job in orders.saves}))
     steps.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+
+
+def test_a_long_step_among_short_ones_is_taken_for_what_it_is(make_steps: MakeSteps) -> None:
+    """With asynchronous scheduling the next step is scheduled when one has not ended."""
+    steps = make_steps(asynchronous=True)
+    now_s = [100.0]
+    steps.half._clock = lambda: now_s[0]
+    steps.add("short", make_prompt(75, 4), max_tokens=9)
+    short, _ = steps.until_scheduled()
+    steps.add("long", make_prompt(76, 1000), max_tokens=9)
+    long, _ = steps.until_scheduled()
+    now_s[0] += 0.01
+    steps.answer(short)
+    after, _ = steps.schedule()
+    now_s[0] += 2.0
+    steps.answer(long)
+    assert long.num_scheduled_tokens["long"] == 1000
+    assert steps.half._cost.compute_s(1001) == pytest.approx(2.0)
+    steps.answer(after)

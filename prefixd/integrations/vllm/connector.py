@@ -21,7 +21,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from prefixd.integrations.vllm.geometry import computes_from_the_middle, read_geometry
-from prefixd.integrations.vllm.jobs import Outcomes
 from prefixd.integrations.vllm.link import log
 from prefixd.integrations.vllm.messages import Orders, Packing, Report
 from prefixd.integrations.vllm.options import ConnectorOptions
@@ -97,9 +96,9 @@ class PrefixdConnector(KVConnectorBase_V1, SupportsHMA):
         return Orders() if self._scheduler is None else self._scheduler.orders(scheduler_output)
 
     def update_connector_output(self, connector_output: Any) -> None:
-        if self._scheduler is not None:
-            report = connector_output.kv_connector_worker_meta
-            self._scheduler.reported(report.outcomes if report is not None else Outcomes())
+        report = connector_output.kv_connector_worker_meta
+        if self._scheduler is not None and report is not None:
+            self._scheduler.reported(report)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -161,8 +160,10 @@ class PrefixdConnector(KVConnectorBase_V1, SupportsHMA):
         return set() if self._worker is None else self._worker.transfers.take_failed_ids()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        outcomes = None if self._worker is None else self._worker.transfers.take_outcomes()
-        return Report(outcomes) if outcomes else None
+        if self._worker is None:
+            return None
+        orders, outcomes = self._orders(), self._worker.transfers.take_outcomes()
+        return Report(outcomes, orders.step) if outcomes or not orders.idle else None
 
     def shutdown(self) -> None:
         if self._scheduler is not None:

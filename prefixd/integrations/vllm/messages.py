@@ -21,13 +21,16 @@ class Orders(KVConnectorMetadata):
     saves: list[SaveJob] = field(default_factory=list)
     idle: bool = False
     """The step computes nothing."""
+    step: int = 0
+    """Its number."""
 
 
 @dataclass
 class Report(KVConnectorWorkerMetadata):
-    """What the workers have ended."""
+    """What the workers have ended, with every step that computes something: also that it has."""
 
     outcomes: Outcomes
+    step: int
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         self.outcomes.merge(other.outcomes)

@@ -18,10 +18,11 @@ from prefixd.integrations.vllm.geometry import Geometry, adapter_name, model_nam
 from prefixd.integrations.vllm.jobs import LoadJob, Namespaced, Outcomes
 from prefixd.integrations.vllm.link import Link
 from prefixd.integrations.vllm.lookups import Lookups
-from prefixd.integrations.vllm.messages import Orders
+from prefixd.integrations.vllm.messages import Orders, Report
 from prefixd.integrations.vllm.options import ConnectorOptions
 from prefixd.integrations.vllm.pages import NO_BLOCK
 from prefixd.integrations.vllm.saving import SaveQueue
+from prefixd.integrations.vllm.steps import StepTimes
 from prefixd_scheduler import CostModel, Distance
 
 _PINNED_SHARE = 0.5  # of vLLM's blocks, at the most, may wait to be saved
@@ -94,8 +95,7 @@ class SchedulerHalf:
         self._new_loads: list[LoadJob] = []
         self._loading: dict[str, _Loading] = {}
         self._loaded = Outcomes()  # by some of the ranks
-        self._step_began_s = self._step_ended_s = clock()
-        self._step_tokens = 0
+        self._steps = StepTimes()
         self._last_save_s = 0.0
 
     def bind(self, blocks: Any) -> None:
@@ -158,18 +158,17 @@ class SchedulerHalf:
                 self._advance(request_id, tokens, step.kv_connector_block_state.resolve_block_ids)
         idle = step.total_num_scheduled_tokens == 0
         self.lookups.patience_s = _IDLE_PATIENCE_S if idle else _BUSY_PATIENCE_S
-        self._step_began_s, self._step_tokens = now_s, step.total_num_scheduled_tokens
         loads, self._new_loads = self._new_loads, []
         saves = self.saves.take()
         if saves:
             self._last_save_s = now_s
-        return Orders(loads, saves, idle)
+        return Orders(loads, saves, idle, self._steps.begin(step.total_num_scheduled_tokens, now_s))
 
-    def reported(self, outcomes: Outcomes) -> None:
-        now_s = self._clock()
-        if self._step_tokens >= _LEAST_OBSERVED_TOKENS:
-            self._cost.observe_compute(self._step_tokens, now_s - max(self._step_began_s, self._step_ended_s))
-        self._step_ended_s, self._step_tokens = now_s, 0
+    def reported(self, report: Report) -> None:
+        tokens, elapsed_s = self._steps.ended(report.step, self._clock())
+        if tokens >= _LEAST_OBSERVED_TOKENS:
+            self._cost.observe_compute(tokens, elapsed_s)
+        outcomes = report.outcomes
         for job_id, ranks in outcomes.saves.items():
             self.saves.acknowledge(job_id, ranks)
         self._loaded.merge(Outcomes(loads=outcomes.loads))

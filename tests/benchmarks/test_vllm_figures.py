@@ -91,7 +91,7 @@ def test_what_holds_is_not_reported() -> None:
     [
         (broken(Run("prefixd", (stage(300, 0.5, (1, 3)),), ())), "1 of 2 requests got other tokens"),
         (broken(Run("prefixd", (stage(460, 0.5),), ())), "saved 1.96 times the prompt tokens, not 2 times"),
-        (broken(Run("prefixd", (stage(300, 1.0),), ())), "first token is 1.000 s with prefixd, 1.000 s without"),
+        (broken(Run("prefixd", (stage(300, 1.0),), ())), "first token is 1.500 s with prefixd, 1.500 s without"),
         (
             broken(rounds=[round_(9.4, 10.0)] * 3),
             "leaves 94.0% of vLLM's requests a second, not 95%",
@@ -124,7 +124,8 @@ def test_figures_of_a_run_add_up() -> None:
     run = replace(PREFIXD, stages=(stage(300, 0.5), stage(100, 0.1))).to_plain()
     assert (run["requests"], run["elapsed_s"], run["requests_per_s"]) == (4, 4.0, 1.0)
     assert run["prompt_tokens"]["computed"] == 400 == sum(each["prompt_tokens"]["computed"] for each in run["stages"])
-    assert run["ttft"] == {"p50": 0.2, "p95": 1.0}
+    # Of 0.1, 0.2, 0.5 and 1.0 s.
+    assert run["ttft"] == pytest.approx({"p50": 0.35, "p95": 0.925})
 
 
 def test_the_plot_is_drawn(tmp_path: Path) -> None:

@@ -167,14 +167,14 @@ def test_an_address_of_another_host_is_refused(address: str) -> None:
     with pytest.raises(ConfigError, match="unix socket") as refused:
         Link(address, "test", 1.0)
     assert "\n" not in str(refused.value) and repr(address) in str(refused.value)
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads
 
 
 def test_an_address_without_a_path_is_refused() -> None:
     threads = threading.active_count()
     with pytest.raises(ConfigError, match="'unix:'"):
         Link("unix:", "test", 1.0)
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads
 
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["daemon runs", "daemon stopped"])

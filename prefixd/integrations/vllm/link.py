@@ -204,12 +204,12 @@ class Link:
                 pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
                 continue
             pause_s = _FIRST_PAUSE_S
-            self._up = True
             if self._told_down:
                 log.warning("prefixd is back at %s.", self.address)
             else:
                 log.info("prefixd is at %s.", self.address)
             self._told_down = False
+            self._up = True  # last: who sees it up in another thread can rely on what was said
             self._tried.set()
             await self._fell.wait()
 

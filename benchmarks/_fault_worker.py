@@ -19,7 +19,8 @@ _SETTINGS = {"worker.embedded": True, "gpu.bytes": "32MiB", "cpu.bytes": "16MiB"
 _AT_ONCE = 4
 _PROMPT_TOKENS = 150
 _NEW_TOKENS = 8
-_BACK_S = 20.0
+_NOTICED_S = 60.0
+_BACK_S = 60.0
 
 
 def run_worker_scenario(folder: Path, port: int) -> Result:
@@ -40,9 +41,10 @@ def run_worker_scenario(folder: Path, port: int) -> Result:
             try:
                 broken_s = time.monotonic()
                 _crowd(clients, quiet, result)
-                if watch.wait(lambda now, _: PART in now.troubles, 5.0):
+                if watch.wait(lambda now, _: PART in now.troubles, _NOTICED_S):
                     result.noticed_s = round(time.monotonic() - broken_s, 2)
                 _crowd(clients, quiet, result)
+                watch.wait(lambda *_: not watch.end().silent_about(PART, log.lines()), _NOTICED_S)
                 seen = watch.end()
                 result.unreported += seen.silent_about(PART, log.lines())
                 result.said = "; ".join(seen.troubles.get(PART, ()))

@@ -195,7 +195,9 @@ class Deaths:
         """The last check: without clients, nothing may stay in use when everything is evicted."""
         for other in self._others:
             self.findings.tally.add(other.stop())
-        self._admin.evict(all=True)
+        deadline = time.monotonic() + self._patience_s
+        while self._admin.evict(all=True).kept_blocks and time.monotonic() < deadline:
+            time.sleep(_POLL_S)  # what is being written back is held for that time
         left = {tier.tier: tier.used_bytes for tier in self._admin.stats().tiers if tier.used_bytes}
         if left:
             self.findings.leaked_bytes += sum(left.values())

@@ -42,10 +42,11 @@ were not there after a restart. silently_lost: blocks that were acknowledged, ar
 
 SETTINGS: dict[str, object] = {"cpu.bytes": "16MiB", "disk.bytes": "128MiB"}
 
-_NOTICED_S = 20.0
-_BACK_S = 20.0
-_CALL_S = 20.0
-_PHASE_S = 40.0
+_NOTICED_S = 60.0
+_BACK_S = 60.0
+_CALL_S = 60.0
+_PHASE_S = 100.0
+_AGAIN_S = 60.0
 _AUDIT_S = 60.0
 _SHOWN = 5
 _NESTED = "PREFIXD_FAULTS_NESTED"
@@ -128,6 +129,9 @@ def _under_load(
                 watch.wait(lambda _, stats: _lost(before, stats, scenario) > 0, _NOTICED_S)
             wait("load during the fault", _calls(pace.calls, time.monotonic()))
             time.sleep(max(0.0, broken_s + pace.during_s - time.monotonic()))
+            if scenario.trouble is not None:  # a scrape may have to wait for a descriptor, or for the machine
+                part = scenario.trouble
+                watch.wait(lambda *_: not watch.end().silent_about(part, log.lines()), _NOTICED_S)
             seen = watch.end()
             lines = log.lines()
         healed_s = time.monotonic()
@@ -136,7 +140,7 @@ def _under_load(
         else:
             result.not_back.append(f"trouble after {_BACK_S:g} s: {watch.now}")
         back_s = time.monotonic()
-        if not clients.wait(_calls(pace.calls, back_s, ok=True), _PHASE_S):
+        if not clients.wait(_calls(pace.calls, back_s, ok=True), _AGAIN_S):
             result.not_back.append("calls of every kind do not succeed again")
         if scenario.check is not None:
             result.not_back += scenario.check(stage)

@@ -44,7 +44,7 @@ _HOSTILE_CLIENTS = 8
 _MODEL_SHARE = 0.05
 _DRAINING_CALLS = 200
 _RAW_VISITS = 1  # to the sockets, for each batch
-_SETTLE_S = 30.0
+_SETTLE_S = 60.0
 _SIDECAR: dict[str, object] = {"cpu.bytes": "64MiB", "disk.bytes": "96MiB"}
 _MODEL: dict[str, object] = {
     "worker.embedded": True,

@@ -133,14 +133,14 @@ class Soak:
     def run(self, seconds: float, sample_s: float, step: Any) -> None:
         """Load and samples for `seconds`; `step` is called after each sample."""
         self._worker_pid = self._wait_for_worker()
+        while len(self._clients) < _CLIENTS:
+            self._begin_client()
         begin = time.monotonic()
         replace_s = integrity_s = 0.0
         for number in itertools.count():
             at_s = time.monotonic() - begin
             if at_s >= seconds:
                 break
-            while len(self._clients) < _CLIENTS:
-                self._begin_client()
             if at_s - replace_s >= _CLIENT_LIFE_S / _CLIENTS:
                 replace_s = at_s
                 self._end_client()

@@ -45,7 +45,7 @@ def test_the_harness_sees_what_is_not_reported_and_does_not_come_back(
         stage.daemon.break_disk("write error")
         yield
 
-    monkeypatch.setattr(faults, "_PHASE_S", 4.0)
+    monkeypatch.setattr(faults, "_AGAIN_S", 2.0)
     result = faults.run_scenario(replace(scenario, fault=stays, trouble="cpu tier"), tmp_path, pace=SHORT)
     assert {"stats", "tier", "health", "metrics", "log (0 lines)"} <= set(result.unreported)
     assert any("trouble after" in line for line in result.not_back)
@@ -55,14 +55,14 @@ def test_the_harness_sees_what_is_not_reported_and_does_not_come_back(
 def test_the_harness_sees_a_daemon_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(faults, "_NOTICED_S", 0.1)
     monkeypatch.setattr(faults, "_BACK_S", 0.1)
-    monkeypatch.setattr(faults, "_PHASE_S", 2.0)
+    monkeypatch.setattr(faults, "_AGAIN_S", 0.1)
 
     @contextmanager
     def dies(stage: Stage) -> Iterator[None]:
         os.kill(stage.daemon.pid, signal.SIGKILL)
         yield
 
-    result = faults.run_scenario(replace(BY_NAME["write error"], fault=dies), tmp_path, pace=SHORT)
+    result = faults.run_scenario(replace(BY_NAME["write error"], fault=dies), tmp_path, pace=replace(SHORT, calls=1))
     assert result.crashes == 1 and result.unserved > 0
 
 

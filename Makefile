@@ -54,7 +54,7 @@ $(VLLM_INSTALLED): pyproject.toml tests/vllm/requirements.txt
 
 # One worker: an engine keeps a core busy, and its daemon and a second engine the other. An engine takes a while to start.
 test-vllm: $(VLLM_INSTALLED)
-	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -o timeout=600 $(VLLM_TESTS)
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest $(VLLM_TESTS)
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

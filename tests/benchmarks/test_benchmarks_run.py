@@ -27,7 +27,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
     )
 
 
@@ -121,7 +121,7 @@ def test_sigterm_ends_a_benchmark_and_its_daemon(short_folder: Path) -> None:
         text=True,
     ) as process:
         try:
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 120
             while not (sockets := list(short_folder.glob("*/prefixd.sock"))):
                 assert process.poll() is None and time.monotonic() < deadline
                 time.sleep(0.02)

@@ -59,7 +59,6 @@ async def test_an_audit_sees_wrong_bytes_and_missing_blocks() -> None:
     assert audit.back == [str(there)]
 
 
-@pytest.mark.timeout(120)
 def test_kills_break_no_promise(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,7 +71,6 @@ def test_kills_break_no_promise(
     assert result["verified_bytes"] > 1e6 and result["durable_prompts_checked"] > 10
 
 
-@pytest.mark.timeout(120)
 def test_blocks_that_are_gone_after_a_kill_are_found_out() -> None:
     findings = crash.run(1, 0, between=lambda data: shutil.rmtree(data / "blocks"))
     assert findings.lost_durable > 0 and findings.broken

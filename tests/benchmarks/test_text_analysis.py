@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARK = [sys.executable, "-m", "benchmarks.text_analysis"]
 # One request after the other: with several at a time it would depend on the machine which tier serves whom.
@@ -25,7 +23,6 @@ SIZES = {
 }
 
 
-@pytest.mark.timeout(240)  # two daemons, each with a model to load
 def test_a_cache_gives_the_same_answers_from_all_tiers(tmp_path: Path) -> None:
     file, picture = tmp_path / "result.json", tmp_path / "result.svg"
     sizes = [word for name, value in SIZES.items() for word in (f"--{name}", str(value))]

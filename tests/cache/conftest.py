@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -48,6 +49,7 @@ from prefixd_swap.file_ops import FileOps
 
 BLOCK_TOKENS = 2
 PART_BYTES = 4096
+WAIT_S = 60.0
 
 
 class Clock:
@@ -379,13 +381,12 @@ class Rig:
         self.check()
 
 
-async def until(condition: Callable[[], bool], turns: int = 2000) -> None:
+async def until(condition: Callable[[], bool]) -> None:
     """Lets the loop run until `condition` holds; each turn waits for what the threads have reported."""
-    for _ in range(turns):
-        if condition():
-            return
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "what the test waits for did not happen"
         await asyncio.sleep(0.001)
-    raise AssertionError("what the test waits for did not happen")
 
 
 @pytest.fixture

@@ -96,7 +96,7 @@ class CacheMachine(RuleBasedStateMachine):
                 if hasattr(self, "rig"):
                     await self.rest()
 
-        return self.loop.run_until_complete(asyncio.wait_for(and_rest(), 20))
+        return self.loop.run_until_complete(asyncio.wait_for(and_rest(), 60))
 
     async def rest(self) -> None:
         cache = self.rig.cache

@@ -31,7 +31,7 @@ def stopped(rig: Rig, name: str) -> Iterator[threading.Event]:
 
     def wait(*args: object) -> object:
         begun.set()
-        assert go.wait(30)
+        assert go.wait(60)
         return real(*args)
 
     setattr(rig.store, name, wait)
@@ -244,7 +244,7 @@ async def test_engines_workers_and_operators_at_once(make_rig: MakeRig, policy: 
             await asyncio.gather(*work, return_exceptions=True)
 
     with rig.nothing_lost():
-        await asyncio.wait_for(asyncio.gather(engine(), engine(), worker(), operator(), dying()), 60)
+        await asyncio.wait_for(asyncio.gather(engine(), engine(), worker(), operator(), dying()), 100)
         await rig.cache.write_back.stop()
         await rig.check_disk()
     assert served > 0

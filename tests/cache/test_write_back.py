@@ -123,7 +123,7 @@ async def test_it_rests_and_lets_others_run_when_the_cpu_tier_is_leased(
         await asyncio.sleep(0)
     await eventually(lambda: not rig.cache.residency.changed.is_set())
     assert lease is not None
-    await asyncio.wait_for(rig.cache.write_back.stop(), 5)
+    await asyncio.wait_for(rig.cache.write_back.stop(), 60)
 
 
 async def test_a_small_disk_keeps_beginnings_not_ends(make_rig: MakeRig) -> None:
@@ -171,11 +171,14 @@ async def test_an_error_does_not_end_it(
     assert not rig.cache.tiers.trouble[DISK]
 
 
-async def test_it_ends_at_once_while_it_waits_to_try_again(make_rig: MakeRig, eventually: Eventually) -> None:
+async def test_it_ends_at_once_while_it_waits_to_try_again(
+    make_rig: MakeRig, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prefixd.cache.write_back._RETRY_S", 3600.0)
     rig = make_rig(cpu=8, disk=8, write_back=True)
     rig.ops.fail = OSError(5, "Input/output error")
     rig.start_write_back()
     await rig.put([1, 2])
     await eventually(lambda: bool(rig.cache.tiers.trouble[DISK]))
-    await asyncio.wait_for(rig.cache.write_back.stop(), 2)
+    await asyncio.wait_for(rig.cache.write_back.stop(), 60)
     assert rig.tiers([1, 2], DISK) == [False, False]

@@ -143,7 +143,7 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
         half = {"checked_blocks": 2000, "total_blocks": 4000, "checked_bytes": 1 << 30}
         yield admin_pb2.VerifyProgress(**half)
         if self.endless:
-            self.cancelled.wait(30)
+            self.cancelled.wait(100)
         whole = {"checked_blocks": 4000, "total_blocks": 4000, "checked_bytes": 2 << 30, "done": True}
         if self.damage:
             bad = admin_pb2.DamagedBlock(key=KEY, namespace_id=NAMESPACE, reason="slot 3: checksum")
@@ -160,7 +160,7 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
             text = "" if request.WhichOneof("prompt") == "token_ids" else text
             yield inference_pb2.GenerateResponse(tokens=inference_pb2.Tokens(token_ids=[token_id], text=text))
         if self.endless:
-            self.cancelled.wait(30)
+            self.cancelled.wait(100)
         yield inference_pb2.GenerateResponse(
             finished=inference_pb2.Finished(
                 reason=inference_pb2.FINISH_REASON_LENGTH,

@@ -43,7 +43,7 @@ def prefixd(environment: dict[str, str], home: Path) -> Prefixd:
             cwd=home,
             capture_output=True,
             text=True,
-            timeout=280,
+            timeout=500,
             check=False,
         )
 
@@ -170,7 +170,6 @@ def test_ctrl_c_ends_a_daemon_without_a_model(environment: dict[str, str], home:
     assert "Traceback" not in errors
 
 
-@pytest.mark.timeout(300)  # five daemons, each with a model to load
 def test_the_demo(prefixd: Prefixd, home: Path) -> None:
     result = prefixd("demo", "--prefixes", "4", "--requests", "24", "--prefix-tokens", "64", "--json", "demo.json")
     assert result.returncode == 0, result.stderr

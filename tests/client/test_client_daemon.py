@@ -308,7 +308,7 @@ def test_a_dead_client_leaves_nothing_behind(own_daemon: DaemonProcess, spec: Na
     done = subprocess.run([sys.executable, "-c", holder, own_daemon.address, spec.name], timeout=60)
     assert done.returncode == -9
     with Client(own_daemon.address) as client:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while (stats := client.stats()).sessions and time.monotonic() < deadline:
             time.sleep(0.01)
         assert (len(stats.sessions), stats.leases, stats.reservations) == (0, 0, 0)
@@ -323,7 +323,7 @@ async def test_a_draining_daemon_tells_and_refuses(own_daemon: DaemonProcess, sp
             await client.drain()
             on_disk = {tier.tier: tier.blocks for tier in (await client.stats()).tiers}
             assert on_disk[cache_pb2.TIER_DISK] == BLOCKS
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 while not client.draining:
                     await asyncio.sleep(0.01)
             assert lease.view(0).nbytes == 96

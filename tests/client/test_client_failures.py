@@ -79,11 +79,9 @@ async def test_a_status_becomes_an_error_with_the_daemons_words(
 
 
 async def test_no_daemon_is_said_at_once_and_names_the_address(short_folder: Any) -> None:
-    async with AsyncClient(f"unix:{short_folder}/nobody") as client:
-        begin = time.monotonic()
+    async with AsyncClient(f"unix:{short_folder}/nobody", timeout_s=3600.0) as client, asyncio.timeout(60):
         with pytest.raises(ServerUnavailable, match="nobody"):
             await client.stats()
-        assert time.monotonic() - begin < 2
 
 
 async def test_a_daemon_that_is_slow_to_greet_is_waited_for(
@@ -110,9 +108,10 @@ async def test_a_daemon_that_is_slow_to_greet_is_waited_for(
 
 
 async def test_a_call_that_hangs_times_out(stand_in: Any, spec: NamespaceSpec) -> None:
-    async with AsyncClient(stand_in.address, timeout_s=0.2) as client:
+    async with AsyncClient(stand_in.address) as client:
         cache = await client.register(spec)
         stand_in.hang.add("Match")
+        client.connection.timeout_s = 0.2
         with pytest.raises(CallTimeout):
             await cache.match(TOKENS)
     stand_in.hang.add("OpenSession")
@@ -138,7 +137,7 @@ async def test_when_the_session_ends_its_leases_are_lost_and_the_next_call_opens
         kept = np.frombuffer(lease.view(1), np.uint8)
         arena = client.arena
         stand_in.end_sessions()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while client.arena is not None:
                 await asyncio.sleep(0.01)
         for touch in (lambda: lease.view(0), lambda: reservation.view(0), lease.check):
@@ -242,7 +241,7 @@ async def test_a_call_in_flight_fails_with_the_daemon(stand_in: Any, spec: Names
         cache = await client.register(spec)
         stand_in.hang.add("Acquire")
         call = asyncio.create_task(cache.acquire(TOKENS))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while "Acquire" not in stand_in.entered:
                 await asyncio.sleep(0.01)
         await stand_in.stop()
@@ -354,7 +353,7 @@ async def test_a_closed_client_says_so_and_its_views_do_no_harm(stand_in: Any, s
         await cache.match(TOKENS)
     with pytest.raises(LeaseLost, match="closed"):
         lease.view(0)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while stand_in.sessions:
             await asyncio.sleep(0.01)
 
@@ -364,12 +363,12 @@ async def test_a_cancelled_copy_is_finished_before_its_caller_goes_on() -> None:
 
     def hold() -> None:
         started.set()
-        go_on.wait(5)
+        go_on.wait(60)
 
     copier = Copier(1)
     source, target = np.ones(1 << 20, np.uint8), np.zeros(1 << 20, np.uint8)
     task = asyncio.create_task(copier.copy([(target, source)], hold))
-    await asyncio.to_thread(started.wait, 5)
+    await asyncio.to_thread(started.wait, 60)
     for _ in range(2):
         task.cancel()
         await asyncio.sleep(0)
@@ -411,7 +410,7 @@ async def test_closing_a_blocking_client_ends_calls_in_other_threads(stand_in: A
             time.sleep(0.001)
         client.close()
         client.close()
-        thread.join(5)
+        thread.join(60)
         with pytest.raises(ClientClosed):
             cache.match(TOKENS)
         return caught
@@ -443,17 +442,17 @@ async def test_calls_that_wait_for_a_session_share_the_attempt_and_its_failure(
 
 
 async def test_a_caller_that_gives_up_leaves_the_attempt_to_the_others(stand_in: Any, spec: NamespaceSpec) -> None:
-    stand_in.hang.add("OpenSession")
-    async with AsyncClient(stand_in.address, timeout_s=1.0) as client:
+    stand_in.gates["OpenSession"] = asyncio.Event()
+    async with AsyncClient(stand_in.address) as client:
         first, second = (asyncio.create_task(client.register(spec)) for _ in range(2))
         while not stand_in.entered:
             await asyncio.sleep(0.001)
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
             await first
-        with pytest.raises(ServerUnavailable, match="opened no session within"):
-            await second
-        assert stand_in.entered == ["OpenSession"]
+        stand_in.gates["OpenSession"].set()
+        assert (await second).namespace_id
+        assert stand_in.entered == ["OpenSession", "RegisterNamespace"]
 
 
 async def test_closing_ends_the_wait_for_a_session(stand_in: Any, spec: NamespaceSpec) -> None:

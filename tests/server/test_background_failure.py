@@ -39,7 +39,7 @@ async def test_the_daemon_ends_with_status_1(
     )
     ready: asyncio.Future[Endpoints] = asyncio.get_running_loop().create_future()
     daemon = asyncio.create_task(serve(settings, ready=ready.set_result))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(100):
         endpoints = await ready
         async with AsyncClient(f"unix:{endpoints.socket}") as client:
             cache = await client.register(NamespaceSpec("model", block_tokens=4, parts=(PartSpec("all", 0, 4096),)))

@@ -104,7 +104,7 @@ def test_generate(
     )
     before = figures(model_daemon)
     with refused(status, *words):
-        list(model_daemon.inference.Generate(wanted, timeout=30))
+        list(model_daemon.inference.Generate(wanted, timeout=60))
     assert figures(model_daemon) == before
 
 
@@ -169,7 +169,7 @@ def test_what_every_call_checks(
         known = {name: value for name, value in fields.items() if name in kind.DESCRIPTOR.fields_by_name}
 
         def run() -> object:
-            result = getattr(sidecar.cache, method)(kind(**known), timeout=30)
+            result = getattr(sidecar.cache, method)(kind(**known), timeout=60)
             return list(result) if method == "Get" else result
 
         return run
@@ -234,7 +234,7 @@ def test_put(sidecar: Remote, namespace: bytes, session: str, rejected: Callable
         return lambda: sidecar.put(session, namespace, tokens, data, **header)
 
     def stream(*messages: pb.PutRequest) -> Callable[[], object]:
-        return lambda: sidecar.cache.Put(iter(messages), timeout=30)
+        return lambda: sidecar.cache.Put(iter(messages), timeout=60)
 
     header = pb.PutRequest(header=pb.PutHeader(session_id=session, namespace_id=namespace, token_ids=ids(*tokens)))
     rejected(put(data[:-1]), "INVALID_ARGUMENT", "255 bytes", "2 blocks of 128", "256", "whole blocks")
@@ -311,11 +311,11 @@ def test_a_short_key_that_several_prefixes_share(sidecar: Remote, session: str, 
 
 def test_unknown_methods_and_garbage_messages(sidecar: Remote, rejected: Callable[..., None]) -> None:
     unknown = sidecar.channel.unary_unary("/prefixd.v1.PrefixCache/Explode")
-    rejected(lambda: unknown(b"", timeout=10), "UNIMPLEMENTED")
+    rejected(lambda: unknown(b"", timeout=60), "UNIMPLEMENTED")
     match = sidecar.channel.unary_unary("/prefixd.v1.PrefixCache/Match")
-    rejected(lambda: match(b"\xff" * 40, timeout=10), "INVALID_ARGUMENT", "cannot be read", "prefixd/v1")
+    rejected(lambda: match(b"\xff" * 40, timeout=60), "INVALID_ARGUMENT", "cannot be read", "prefixd/v1")
     too_large = pb.MatchRequest(namespace_id=NOWHERE, token_ids=bytes(17 << 20))
-    rejected(lambda: sidecar.cache.Match(too_large, timeout=20), "RESOURCE_EXHAUSTED")
+    rejected(lambda: sidecar.cache.Match(too_large, timeout=60), "RESOURCE_EXHAUSTED")
 
 
 def test_unreadable_messages_in_streams(sidecar: Remote, rejected: Callable[..., None]) -> None:
@@ -330,7 +330,7 @@ def test_unreadable_messages_in_streams(sidecar: Remote, rejected: Callable[...,
         ("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", [b"\x3a\x00", b"\xff"]),
     ):
         stream = sidecar.channel.stream_stream(path)
-        rejected(lambda: list(stream(iter(messages), timeout=30)), "INVALID_ARGUMENT", "cannot be read")  # noqa: B023
+        rejected(lambda: list(stream(iter(messages), timeout=60)), "INVALID_ARGUMENT", "cannot be read")  # noqa: B023
     assert "Traceback" not in sidecar.daemon.log.read_text()
 
 
@@ -347,7 +347,7 @@ def test_an_unknown_session_is_told_from_an_unknown_lease(sidecar: Remote) -> No
 
     def trailers(session_id: str) -> list[tuple[str, str]]:
         with pytest.raises(grpc.RpcError) as refusal:
-            sidecar.cache.Release(pb.ReleaseRequest(session_id=session_id, lease_id="7-deadbeef"), timeout=10)
+            sidecar.cache.Release(pb.ReleaseRequest(session_id=session_id, lease_id="7-deadbeef"), timeout=60)
         assert refusal.value.code() == grpc.StatusCode.NOT_FOUND  # type: ignore[attr-defined]
         return [tuple(pair) for pair in refusal.value.trailing_metadata()]  # type: ignore[attr-defined]
 
@@ -360,10 +360,10 @@ def test_a_long_name_comes_back_short(sidecar: Remote, namespace: bytes, rejecte
     """An error travels in a header; one that repeats a long value must still arrive, with its remedy."""
     long = "ä" * 100_000
     release = pb.ReleaseRequest(session_id=long, lease_id=long)
-    rejected(lambda: sidecar.cache.Release(release, timeout=10), "NOT_FOUND", "OpenSession")
+    rejected(lambda: sidecar.cache.Release(release, timeout=60), "NOT_FOUND", "OpenSession")
     with sidecar.session() as opened:
         release.session_id = opened.session_id
-        rejected(lambda: sidecar.cache.Release(release, timeout=10), "NOT_FOUND", "check the id")
+        rejected(lambda: sidecar.cache.Release(release, timeout=60), "NOT_FOUND", "check the id")
 
 
 @pytest.mark.parametrize("suffix", ["", "-memory"])
@@ -380,7 +380,7 @@ def test_raw_bytes_on_the_sockets(sidecar: Remote, suffix: str) -> None:
         b"\0" * 5000,
     ):
         with socket.socket(socket.AF_UNIX) as visitor:
-            visitor.settimeout(5)
+            visitor.settimeout(60)
             visitor.connect(f"{sidecar.daemon.socket}{suffix}")
             try:
                 visitor.sendall(data)

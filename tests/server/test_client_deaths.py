@@ -33,7 +33,7 @@ def nothing_left(remote: Remote) -> Iterator[None]:
     """Once everything may be evicted, all of it goes and nothing stays taken."""
     yield
     remote.settled()
-    remote.admin.Evict(admin_pb2.EvictRequest(all=True))
+    remote.evict_all()
     assert [(tier.used_bytes, tier.blocks) for tier in remote.stats().tiers] == [(0, 0), (0, 0)]
 
 
@@ -174,8 +174,9 @@ def test_a_silent_engine_keeps_its_slots_until_it_dies(
     process = engine(
         "silent x",
         """
-        reservation = cache.reserve(range(1000), ttl_s=0.2)
+        reservation = cache.reserve(range(1000))
         slots = [np.frombuffer(reservation.view(block, 1), np.uint8) for block in range(reservation.blocks)]
+        reservation.renew(0.2)
         print(reservation.blocks, flush=True)
         while True:
             for slot in slots:

@@ -109,7 +109,7 @@ def test_reflection_lists_the_services_and_has_their_contracts(remote: Remote) -
 
 def scrape(port: int) -> dict[tuple[str, str], float]:
     """(metric, its only label's value) -> value."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
         families = text_string_to_metric_families(answer.read().decode())
         return {
             (sample.name, next(iter(sample.labels.values()), "")): sample.value

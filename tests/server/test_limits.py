@@ -82,9 +82,10 @@ def test_a_daemon_without_descriptors_serves_whom_it_has(launch: Callable[..., R
     with remote.session() as session:
         space = remote.register(session.session_id, "m", 4096)
         _, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-        highest = max(map(int, os.listdir(f"/proc/{pid}/fd")))
-        resource.prlimit(pid, resource.RLIMIT_NOFILE, (highest + 4, hard))
-        callers = [socket.socket(socket.AF_UNIX) for _ in range(12)]
+        taken = [int(fd) for fd in os.listdir(f"/proc/{pid}/fd")]
+        limit = max(taken) + 4
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (limit, hard))
+        callers = [socket.socket(socket.AF_UNIX) for _ in range(limit - len(taken) + 8)]
         try:
             for caller in callers:
                 caller.connect(str(remote.daemon.socket))
@@ -113,5 +114,5 @@ async def test_an_arena_is_locked_as_soon_as_it_may_be(troubles: Troubles, monke
                 raise OutOfMemoryError("not yet; raise RLIMIT_MEMLOCK")
 
     troubles.begin(limits.LOCK, "not locked; raise RLIMIT_MEMLOCK")
-    await asyncio.wait_for(limits.watch_memory_lock(Arena(), troubles), 30)  # type: ignore[arg-type]
+    await asyncio.wait_for(limits.watch_memory_lock(Arena(), troubles), 60)  # type: ignore[arg-type]
     assert attempts == [False, False, True] and limits.LOCK not in troubles

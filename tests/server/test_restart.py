@@ -159,7 +159,7 @@ def test_a_drain_takes_no_new_work_but_ends_what_was_begun(
     namespace = remote.register(session, "kept", 3000)
     who = {"session_id": session, "namespace_id": namespace}
     reservation = remote.cache.Reserve(pb.ReserveRequest(**who, token_ids=token_ids))
-    drained = remote.admin.Drain(admin_pb2.DrainRequest(), timeout=20)
+    drained = remote.admin.Drain(admin_pb2.DrainRequest(), timeout=60)
     assert drained.written_blocks == 10
     assert next(events).WhichOneof("event") == "draining"
     assert remote.stats().draining
@@ -175,7 +175,7 @@ def test_a_drain_takes_no_new_work_but_ends_what_was_begun(
     assert remote.cache.Commit(pb.CommitRequest(**wanted, blocks=2)).committed == 2
     assert remote.get(who["session_id"], namespace, TOKENS) == (10, BYTES)
     pid = remote.daemon.pid
-    assert remote.admin.Drain(admin_pb2.DrainRequest(shutdown=True), timeout=20).written_blocks == 10
+    assert remote.admin.Drain(admin_pb2.DrainRequest(shutdown=True), timeout=60).written_blocks == 10
     assert list(events) == []
     assert os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT).si_status == 0
     remote.daemon.stop()
@@ -221,7 +221,7 @@ def test_a_request_that_outlasts_the_drain_is_told(
     os.kill(worker, signal.SIGSTOP)  # so slow that a half second is not enough
     try:
         with ThreadPoolExecutor(1) as threads:
-            drain = threads.submit(remote.admin.Drain, admin_pb2.DrainRequest(), timeout=20)
+            drain = threads.submit(remote.admin.Drain, admin_pb2.DrainRequest(), timeout=60)
             for stream in streams[1:]:
                 with refused("UNAVAILABLE", "drained for 0.5 s", "again"):
                     list(stream)

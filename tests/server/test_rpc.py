@@ -83,7 +83,7 @@ async def test_a_grant_that_comes_too_late_is_given_back(
             await stub.Put(iter(put))
         monkeypatch.setattr(cache.residency, slow, slowly)
         call = getattr(stub, method)(
-            getattr(pb, f"{method}Request")(**named), timeout=0.5 if hang_up == "deadline" else None
+            getattr(pb, f"{method}Request")(**named), timeout=3.0 if hang_up == "deadline" else None
         )
         await entered.wait()
         if hang_up == "cancel":

@@ -104,7 +104,7 @@ def test_a_killed_engine_holds_nothing(remote: Remote, engine: Callable[..., sub
     assert cpu.held_blocks == 10
     for process in processes:
         os.kill(process.pid, signal.SIGKILL)
-    after = remote.until(lambda stats: not stats.sessions, 10.0)
+    after = remote.until(lambda stats: not stats.sessions)
     assert (after.leases, after.reservations) == (0, 0)
     after = remote.settled()  # the blocks may still be on their way to disk
     cpu = next(tier for tier in after.tiers if tier.tier == pb.TIER_CPU)
@@ -115,7 +115,7 @@ def test_a_killed_engine_holds_nothing(remote: Remote, engine: Callable[..., sub
 def visit(remote: Remote, session_id: str) -> tuple[dict[str, Any], list[int]]:
     """What the memory door answers."""
     with socket.socket(socket.AF_UNIX) as door:
-        door.settimeout(10)
+        door.settimeout(60)
         door.connect(f"{remote.daemon.socket}-memory")
         door.sendall(session_id.encode() + b"\n")
         answer, fds, _, _ = socket.recv_fds(door, 4096, 1)
@@ -176,7 +176,7 @@ def test_a_lease_ends_when_its_time_is_up(remote: Remote, refused: Callable[...,
         other = np.asarray([7, *TOKENS], "<u4").tobytes()
         reserved = remote.cache.Reserve(pb.ReserveRequest(**who, token_ids=other, ttl_s=0.3))
         assert 0 < lease.ttl_s <= 0.3
-        remote.until(lambda stats: not stats.leases and not stats.reservations, 5.0)
+        remote.until(lambda stats: not stats.leases and not stats.reservations)
         for grant in (lease.lease_id, reserved.reservation_id):
             with refused("NOT_FOUND", "time was up", "again"):
                 remote.cache.Release(pb.ReleaseRequest(session_id=session.session_id, lease_id=grant))
@@ -199,7 +199,7 @@ def test_a_reader_that_hangs_up_in_the_middle_leaves_no_lease(remote: Remote) ->
             )
             assert next(stream).header.blocks == 10
             stream.cancel()
-        remote.until(lambda stats: not stats.leases, 5.0)
+        remote.until(lambda stats: not stats.leases)
 
 
 def test_a_stream_ends_with_its_session(remote: Remote, refused: Callable[..., Any]) -> None:
@@ -260,7 +260,7 @@ def test_renew_and_persist(remote: Remote, refused: Callable[..., Any]) -> None:
         named = {**who, "namespace_id": namespace, "token_ids": token_ids}
         assert remote.cache.Persist(pb.PersistRequest(**named)).blocks == 10
         assert [run.blocks for run in remote.match(session.session_id, namespace, TOKENS).runs] == [10]
-        lease = remote.cache.Acquire(pb.AcquireRequest(**named, ttl_s=1.0)).lease_id
+        lease = remote.cache.Acquire(pb.AcquireRequest(**named, ttl_s=20.0)).lease_id
         renewed = remote.cache.Renew(pb.RenewRequest(**who, lease_ids=[lease], ttl_s=1e9))
         assert renewed.ttl_s == session.max_ttl_s
         assert remote.cache.Renew(pb.RenewRequest(**who, lease_ids=[lease])).ttl_s == session.default_ttl_s

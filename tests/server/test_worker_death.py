@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -129,11 +130,12 @@ def test_a_model_without_weights_is_one_clear_line(
 def test_a_directory_that_is_no_model_is_refused_at_the_start(
     with_model: dict[str, str | int], tmp_path: Path, serve_failing: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
-    settings = {**with_model, "data_dir": str(tmp_path / "data"), "server.socket": "/tmp/prefixd-never-made/s"}
+    run = Path(tempfile.gettempdir()) / f"prefixd-never-made-{os.getpid()}"  # a socket's path is limited
+    settings = {**with_model, "data_dir": str(tmp_path / "data"), "server.socket": str(run / "s")}
     for model, words in ((tmp_path, "config.json"), (tmp_path / "none", "not a directory")):
         result = serve_failing({**settings, "worker.model": str(model)})
         (line,) = result.stderr.splitlines()
         assert result.returncode == 2
         assert str(model) in line
         assert words in line
-    assert not Path("/tmp/prefixd-never-made").exists()
+    assert not run.exists()

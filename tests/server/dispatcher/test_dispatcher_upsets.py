@@ -132,7 +132,7 @@ async def test_everyone_is_told_when_the_worker_is_given_up(make_bench: MakeBenc
         assert "signal 9" in str(error)
     assert not bench.dispatcher.waiting
     assert not bench.dispatcher.running
-    await asyncio.wait_for(bench.dispatcher.idle(), 1)
+    await asyncio.wait_for(bench.dispatcher.idle(), 60)
 
 
 async def test_a_worker_that_dies_while_room_is_made_is_given_nothing(make_bench: MakeBench) -> None:
@@ -238,7 +238,7 @@ async def test_cancelled_when_its_worker_is_dead(make_bench: MakeBench, events: 
     assert events(early) == ([], "cancelled")
     bench.dispatcher.cancel(late)
     assert events(late) == ([], "cancelled")
-    await asyncio.wait_for(bench.dispatcher.idle(), 1)
+    await asyncio.wait_for(bench.dispatcher.idle(), 60)
 
 
 async def test_ended_from_above(make_bench: MakeBench, events: Events) -> None:
@@ -250,7 +250,7 @@ async def test_ended_from_above(make_bench: MakeBench, events: Events) -> None:
     await bench.quiet()
     assert events(waits) == ([], error)
     bench.answer_cancels()
-    await asyncio.wait_for(ending, 1)
+    await asyncio.wait_for(ending, 60)
     assert events(runs) == ([], error)
 
 

@@ -20,7 +20,6 @@ REFUSED = ("PreconditionError", "ExhaustedError")
 """How a commit that asked for durable may end while nothing can be made durable: FAILED_PRECONDITION or
 RESOURCE_EXHAUSTED, in one line with the remedy. The blocks are cached all the same."""
 
-_SMALL_SLABS = 128 << 20  # a new slab every few seconds of the load
 _REAL_DISK_BYTES = 96 << 20
 _IDLE_CONNECTIONS = 60
 _SPARE_DESCRIPTORS = 6

@@ -36,6 +36,7 @@ hits were found, and wrong bytes, which must be 0.
 The trace is Mooncake's FAST'25 release: https://github.com/kvcache-ai/Mooncake, FAST25-release/traces."""
 
 _DEFAULT_TRACE = Path(__file__).resolve().parents[2] / "shared" / "traces" / "mooncake_conversation.jsonl"
+_TRACE_HELP = "the trace to replay (shared/traces/mooncake_conversation.jsonl beside the repository)"
 _TIER_NAMES = {Tier.GPU: "gpu", Tier.CPU: "cpu", Tier.DISK: "disk"}
 
 
@@ -142,7 +143,7 @@ def _differing_bytes(got: npt.NDArray[np.uint64], expected: npt.NDArray[np.uint6
 def main() -> None:
     """The command."""
     parser = _harness.parser("trace", DESCRIPTION)
-    parser.add_argument("--trace", type=Path, default=_DEFAULT_TRACE, metavar="FILE", help="the trace to replay")
+    parser.add_argument("--trace", type=Path, default=_DEFAULT_TRACE, metavar="FILE", help=_TRACE_HELP)
     parser.add_argument("--requests", type=_harness.positive, default=2000, help="its first N requests (2000)")
     parser.add_argument(
         "--bytes-per-token",

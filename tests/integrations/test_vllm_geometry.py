@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from prefixd.errors import ConfigError
-from prefixd.integrations.vllm.geometry import layer_names, model_name, packing, read_geometry, read_pages
+from prefixd.integrations.vllm.geometry import adapter_name, layer_names, model_name, packing, read_geometry, read_pages
 from prefixd.integrations.vllm.options import ConnectorOptions
 
 BLOCKS, PAGE = 5, 64
@@ -295,14 +295,39 @@ def test_random_weights_are_told_apart_by_their_seed(tmp_path: Path) -> None:
     assert named(model, load_format="dummy") != named(model)
 
 
-def test_a_model_that_is_not_a_directory_is_its_revision(tmp_path: Path) -> None:
+def test_a_model_that_is_not_a_directory_is_its_commit() -> None:
+    hub, one, other = Path("meta/llama"), "0a" * 20, "1b" * 20
+    assert named(hub, revision=one) == named(hub, revision=one) != named(hub, revision=other)
+
+
+@pytest.mark.parametrize("revision", [None, "main"])
+def test_a_model_whose_version_cannot_be_told_shares_with_no_other_start(
+    revision: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
     hub = Path("meta/llama")
-    assert named(hub) != named(hub, revision="abc")
+    assert named(hub, revision=revision) != named(hub, revision=revision)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2 and all("of which version the weights of meta/llama" in line for line in said)
 
 
 def test_scales_that_every_engine_computes_for_itself_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="calculate_kv_scales"):
         named(a_model(tmp_path / "model"), scales=True)
+
+
+def test_an_adapter_is_its_files_wherever_the_path_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "adapter").mkdir()
+    paths = [str(tmp_path / "adapter"), "~/adapter", "adapter"]
+    before = [adapter_name("a", path) for path in paths]
+    (tmp_path / "adapter" / "adapter_model.safetensors").write_bytes(b"other weights")
+    after = [adapter_name("a", path) for path in paths]
+    assert None not in before and not {*before} & {*after}
+
+
+def test_an_adapter_whose_files_cannot_be_seen_has_no_name() -> None:
+    assert adapter_name("a", "somebody/adapter-of-the-hub") is None
 
 
 def a_packing(tensor: torch.Tensor) -> str:

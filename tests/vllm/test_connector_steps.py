@@ -12,6 +12,7 @@ import torch
 from vllm import SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -184,3 +185,13 @@ def test_a_long_step_among_short_ones_is_taken_for_what_it_is(make_steps: MakeSt
     assert long.num_scheduled_tokens["long"] == 1000
     assert steps.half._cost.compute_s(1001) == pytest.approx(2.0)
     steps.answer(after)
+
+
+def test_an_adapter_whose_files_cannot_be_seen_is_kept_to_its_engine(
+    make_steps: MakeSteps, caplog: pytest.LogCaptureFixture
+) -> None:
+    adapter = LoRARequest("style", 1, "somebody/style")
+    first, second = make_steps(), make_steps()
+    names = [steps.half._lora_name(adapter) for steps in (first, first, second)]
+    assert names[0] == names[1] != names[2] and all(name.startswith("lora=style#") for name in names)
+    assert sum("somebody/style is no folder here" in record.getMessage() for record in caplog.records) == 2

@@ -6,11 +6,14 @@ Reads vLLM's configuration objects (0.32) and imports nothing of it.
 from __future__ import annotations
 
 import json
+import logging
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 import xxhash
@@ -21,6 +24,8 @@ from prefixd.integrations.vllm.options import DEFAULT_BLOCK_TOKENS, ConnectorOpt
 from prefixd.integrations.vllm.pages import GroupPages, PageRun
 from prefixd.model_fingerprint import fingerprint
 from prefixd.settings import default_data_dir
+
+log = logging.getLogger("vllm.prefixd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,17 +228,28 @@ def model_name(vllm_config: Any, vllm_version: str) -> str:
     return f"vllm/{Path(model.model).name}/{digest}"
 
 
-def adapter_name(name: str, path: str) -> str:
-    """What a LoRA adapter is: its name, and a digest of what tells its files from others."""
-    return f"lora={name}@{xxhash.xxh3_64_hexdigest(repr((path, _files(Path(path)))).encode())}"
+def adapter_name(name: str, path: str) -> str | None:
+    """What a LoRA adapter is: its name, and a digest of what tells its files from others; None for one whose files
+    cannot be seen, as that of a hub, which vLLM fetches in the version that is the newest then."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        return None
+    return f"lora={name}@{xxhash.xxh3_64_hexdigest(repr((path, _files(folder))).encode())}"
 
 
 def _weights(path: Path, model: Any, load: Any) -> str:
     if str(load.load_format) == "dummy":
         return f"dummy {model.seed}"
     if not path.is_dir():
-        commit = getattr(model.hf_config, "_commit_hash", None) or model.revision
-        return f"{model.model}@{commit}"
+        commit = getattr(model.hf_config, "_commit_hash", None) or str(model.revision)
+        if re.fullmatch("[0-9a-f]{40}", commit):
+            return f"{model.model}@{commit}"
+        log.warning(
+            "prefixd: of which version the weights of %s are cannot be told: prefixes are this engine's alone, until "
+            "it is started again; give vLLM the model's folder, or its commit as --revision",
+            model.model,
+        )
+        return f"{model.model}#{uuid4().hex}"
     try:
         return fingerprint(path, default_data_dir())
     except ConfigError:  # no weights of the kinds that are read by content

@@ -16,7 +16,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from prefixd.client import NamespaceSpec
 from prefixd.integrations.vllm.geometry import Geometry, adapter_name, model_name
 from prefixd.integrations.vllm.jobs import LoadJob, Namespaced, Outcomes
-from prefixd.integrations.vllm.link import Link
+from prefixd.integrations.vllm.link import Link, log
 from prefixd.integrations.vllm.lookups import Lookups
 from prefixd.integrations.vllm.messages import Orders, Report
 from prefixd.integrations.vllm.options import ConnectorOptions
@@ -233,7 +233,15 @@ class SchedulerHalf:
         """As it was when vLLM first used the adapter: it does not read the files again."""
         key = (lora.lora_int_id, lora.lora_name, lora.lora_path)
         if key not in self._loras:
-            self._loras[key] = adapter_name(lora.lora_name, lora.lora_path)
+            known = adapter_name(lora.lora_name, lora.lora_path)
+            if known is None:
+                known = f"lora={lora.lora_name}#{uuid4().hex}"
+                log.warning(
+                    "prefixd: the LoRA adapter %s at %s is no folder here, so what it is cannot be told: its prefixes "
+                    "are this engine's alone, until it is started again; give vLLM the adapter's folder",
+                    *(lora.lora_name, lora.lora_path),
+                )
+            self._loras[key] = known
         return self._loras[key]
 
     def _load_job(self, request: Any, tables: tuple[list[int], ...], start: int, end: int) -> LoadJob:

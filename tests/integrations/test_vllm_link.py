@@ -16,6 +16,7 @@ import pytest
 from prefixd.client import AsyncCache, ClientError, ExhaustedError, InvalidArgumentError, NamespaceSpec, PartSpec
 from prefixd.client.portal import Portal
 from prefixd.errors import ConfigError
+from prefixd.integrations.vllm import link as link_module
 from prefixd.integrations.vllm.link import Link, LinkDown
 from prefixd.workloads.daemon_process import DaemonProcess
 from tests.integrations.conftest import DEADLINE_S, PATIENT_S, wait_until
@@ -159,6 +160,30 @@ def test_a_call_that_outlasts_its_own_limit_opens_the_breaker(
         link.start(lambda: asyncio.sleep(DEADLINE_S), 0.01).result(DEADLINE_S)
     wait_until(lambda: link.up)
     assert len(said()) == 2
+
+
+def test_a_daemon_that_has_time_for_nothing_but_probes_is_left_alone_for_longer_and_longer(
+    daemon: DaemonProcess, make_link: MakeLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = make_link(daemon.address)
+    link.wait_first()
+    pauses: list[float] = []
+
+    async def sleep(delay_s: float) -> None:
+        pauses.append(delay_s)
+
+    monkeypatch.setattr(link_module, "_pause", sleep)
+    for _ in range(10):
+        with pytest.raises(LinkDown, match="within"):
+            link.start(asyncio.Event().wait, 0.01).result(DEADLINE_S)
+        wait_until(lambda: link.up)
+    assert pauses == [0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 8.0, 8.0, 8.0, 8.0]
+    monkeypatch.setattr(link_module, "_STEADY_S", 0.0)
+    for _ in range(2):
+        with pytest.raises(LinkDown, match="within"):
+            link.start(asyncio.Event().wait, 0.01).result(DEADLINE_S)
+        wait_until(lambda: link.up)
+    assert len(pauses) == 10, "one call in a long time is no reason"
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:50051", "cache.example:50051", "tcp://host", ""])

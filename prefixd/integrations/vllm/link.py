@@ -2,7 +2,8 @@
 
 vLLM's threads must never wait for a daemon that is away or slow. So every call runs in the link's thread, has a limit
 in time, and opens the breaker when it fails for want of an answer: from then on nothing is asked, until a probe in the
-background has its answer. The log says once that the daemon went, and once that it is back.
+background has its answer. The log says once that the daemon went, and once that it is back. A daemon that has time for
+the probe and for little else is left alone for longer and longer.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
@@ -40,6 +42,8 @@ log = logging.getLogger("vllm.prefixd")
 
 _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 1.0
+_LONGEST_REST_S = 8.0  # of a daemon that answers whether it is there, and nothing else in time
+_STEADY_S = 30.0
 _CALL_S = 120.0  # never reached: each call gets a shorter limit here
 _NAMESPACES = 1024
 
@@ -77,6 +81,7 @@ class Link:
         self._up = False
         self._closed = False
         self._told_down = False
+        self._slow = False  # a call had no answer in time
         self._fell = asyncio.Event()
         self._tried = threading.Event()
         self._watching = self._portal.start(self._watch())
@@ -128,6 +133,7 @@ class Link:
             raise LinkDown(str(error)) from error
         except TimeoutError as error:
             reason = f"no answer from the daemon at {self.address} within {limit_s:g} s"
+            self._slow = True
             self._fall(reason)
             raise LinkDown(reason) from error
 
@@ -189,9 +195,10 @@ class Link:
 
     async def _watch(self) -> None:
         """Looks for the daemon while it is away."""
-        pause_s = _FIRST_PAUSE_S
+        pause_s = rest_s = _FIRST_PAUSE_S
         while True:
             self._fell.clear()
+            self._slow = False
             try:
                 async with asyncio.timeout(self.timeout_s):
                     await self.ask()
@@ -200,7 +207,7 @@ class Link:
                     log.error("prefixd: looking for the daemon failed", exc_info=error)
                 self._say_down(str(error) or f"no answer from the daemon at {self.address} within {self.timeout_s:g} s")
                 self._tried.set()
-                await asyncio.sleep(pause_s)
+                await _pause(pause_s)
                 pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
                 continue
             pause_s = _FIRST_PAUSE_S
@@ -211,7 +218,16 @@ class Link:
             self._told_down = False
             self._up = True  # last: who sees it up in another thread can rely on what was said
             self._tried.set()
+            since_s = time.monotonic()
             await self._fell.wait()
+            if time.monotonic() - since_s >= _STEADY_S:
+                rest_s = _FIRST_PAUSE_S
+            elif self._slow:
+                await _pause(rest_s)
+                rest_s = min(_LONGEST_REST_S, 2 * rest_s)
+
+
+_pause = asyncio.sleep
 
 
 async def _end(hold: AsyncLease | AsyncReservation) -> None:

@@ -232,9 +232,21 @@ def test_a_step_waits_no_longer_than_its_patience_for_all_requests_together(
     lookups.patience_s = 0.25
     began_s = link.now_s
     assert [lookups.hit(name, 0, 96) for name in "abc"] == [None, None, None]
-    assert offered == [0.25, 0.0, 0.0] and link.now_s == began_s + 0.25
+    assert offered == [0.25] and link.now_s == began_s + 0.25
     lookups.patience_s = 0.5
     assert lookups.hit("c", 0, 96) is None and offered[-1] == 0.5
+
+
+def test_an_answer_that_takes_long_holds_up_one_step_and_not_every_step(
+    lookups: Lookups, link: ScriptedLink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offered: list[float] = []
+    monkeypatch.setattr(link, "start", lambda work, timeout_s=None: WaitedFor(link, offered))
+    lookups.add("r", SPEC, list(range(100)))
+    for lookups.idle, waits in ((False, 1), (False, 1), (True, 2), (True, 3), (False, 3)):
+        lookups.patience_s = 0.25
+        assert lookups.hit("r", 0, 96) is None
+        assert len(offered) == waits
 
 
 def test_an_answer_that_comes_in_time_is_used_in_the_same_step(lookups: Lookups, link: ScriptedLink) -> None:

@@ -253,6 +253,18 @@ def test_a_job_is_over_when_every_rank_has_ended_it() -> None:
     assert not saves.under_way and pool.held == 0
 
 
+def test_blocks_are_given_back_from_the_end_of_the_prefix_on() -> None:
+    """vLLM evicts what was freed first; without its first block the others would be of no use."""
+    pool, freed = Pool(), list[int]()
+    saves = SaveQueue(ONE_GROUP, pool.pin, freed.extend, HASH_TOKENS, 1000)
+    saves.begin("r", SPECS[0], 0)
+    saves.advance("r", a_request(range(32)), tables(32)[:1], 32)
+    (job,) = saves.take()
+    saves.end("r")
+    saves.acknowledge(job.id, 1)
+    assert freed == [8, 7, 6, 5, 4, 3, 2, 1]
+
+
 def test_clearing_ends_every_request_and_no_job() -> None:
     saves = queue(pool := Pool())
     saves.begin("r", SPECS[0], 0)

@@ -44,6 +44,8 @@ class Lookup:
     asking: Future[SeenPrefix] | None = None
     leasing: Future[AsyncLease] | None = None
     lease: AsyncLease | None = None
+    waited_for: Future[Any] | None = None
+    """The answer that a step has waited for."""
     lease_s: float = 0.0
     """How long the answer to the wish for a lease took, reading from disk included."""
     refused: bool = False
@@ -87,6 +89,9 @@ class Lookups:
         self._renewals: list[Future[SeenPrefix]] = []
         self.patience_s = 0.0
         """How long this step may still wait for answers; set for each step."""
+        self.idle = True
+        """Nothing runs that waiting would hold up. Otherwise an answer is waited for in one step only: one that takes
+        long, as from disk, would hold up every step until it is there."""
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._lookups
@@ -279,10 +284,12 @@ class Lookups:
         """Whether the answer is there, after waiting for it as long as this step's patience lasts."""
         future: Future[Any] | None = lookup.asking or lookup.leasing
         assert future is not None
-        began_s = self._clock()
-        with suppress(NotYet, CancelledError):
-            future.exception(max(0.0, self.patience_s))
-        self.patience_s -= self._clock() - began_s
+        if self.patience_s > 0 and (self.idle or future is not lookup.waited_for):
+            lookup.waited_for = future
+            began_s = self._clock()
+            with suppress(NotYet, CancelledError):
+                future.exception(self.patience_s)
+            self.patience_s -= self._clock() - began_s
         self._settle(lookup)
         return future.done()
 

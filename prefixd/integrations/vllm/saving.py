@@ -181,6 +181,7 @@ class SaveQueue:
         ]
 
     def _release(self, ids: Sequence[int]) -> None:
+        """The last first, as vLLM frees a request's: it evicts in this order, and a prefix is to go from its end."""
         if ids:
             self._pinned -= len(ids)
-            self.unpin(ids)
+            self.unpin(ids[::-1])

@@ -156,7 +156,7 @@ class SchedulerHalf:
         if self._options.save and self.link.up and not uncertain and step.kv_connector_block_state is not None:
             for request_id, tokens in step.num_scheduled_tokens.items():
                 self._advance(request_id, tokens, step.kv_connector_block_state.resolve_block_ids)
-        idle = step.total_num_scheduled_tokens == 0
+        self.lookups.idle = idle = step.total_num_scheduled_tokens == 0
         self.lookups.patience_s = _IDLE_PATIENCE_S if idle else _BUSY_PATIENCE_S
         loads, self._new_loads = self._new_loads, []
         saves = self.saves.take()

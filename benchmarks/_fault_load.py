@@ -115,6 +115,11 @@ class FaultLoad:
         with self._news:
             return list(self._outcomes)
 
+    def all_served(self, outcomes: Sequence[Outcome]) -> bool:
+        """Whether each client has stored something: from then on it has its connection, and the daemon's memory."""
+        stored = {one.prompt.owner for one in outcomes if one.kind in ("store", "durable") and not one.error}
+        return len(stored) == self._clients
+
     def wait(self, enough: Callable[[Sequence[Outcome]], bool], timeout_s: float) -> bool:
         """Waits until `enough` says so of the outcomes so far; False when it does not in time, or the clients end."""
         deadline = time.monotonic() + timeout_s

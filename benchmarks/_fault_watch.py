@@ -19,8 +19,8 @@ from prefixd.client import Client, ClientError
 from prefixd.v1 import admin_pb2
 
 _INTERVAL_S = 0.1
-_ANSWER_S = 5.0
-_SCRAPE_S = 1.0
+_ANSWER_S = 30.0
+_SCRAPE_S = 3.0
 _HEALTH = "prefixd.tier."
 _TIERS = {1: "gpu", 2: "cpu", 3: "disk"}
 

@@ -116,7 +116,8 @@ def _under_load(
             if not clients.wait(enough, _PHASE_S):
                 result.failures.append(f"{what} did not come about within {_PHASE_S:g} s")
 
-        wait("load before the fault", _calls(pace.calls, 0.0, ok=True))
+        calls = _calls(pace.calls, 0.0, ok=True)
+        wait("load before the fault", lambda outcomes: calls(outcomes) and clients.all_served(outcomes))
         before = watch.stats
         watch.begin()
         broken_s = time.monotonic()
@@ -129,9 +130,6 @@ def _under_load(
                 watch.wait(lambda _, stats: _lost(before, stats, scenario) > 0, _NOTICED_S)
             wait("load during the fault", _calls(pace.calls, time.monotonic()))
             time.sleep(max(0.0, broken_s + pace.during_s - time.monotonic()))
-            if scenario.trouble is not None:  # a scrape may have to wait for a descriptor, or for the machine
-                part = scenario.trouble
-                watch.wait(lambda *_: not watch.end().silent_about(part, log.lines()), _NOTICED_S)
             seen = watch.end()
             lines = log.lines()
         healed_s = time.monotonic()

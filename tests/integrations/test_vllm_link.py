@@ -100,12 +100,13 @@ def test_a_stopped_daemon_gets_one_call_and_is_left_alone(
     own_daemon: DaemonProcess, make_link: MakeLink, said: Said, registered: bool
 ) -> None:
     """Its session is still open, and its socket still takes connections."""
-    link = make_link(own_daemon.address, timeout_s=1.0)
+    link = make_link(own_daemon.address)
     wait_until(lambda: link.up)
     if registered:
-        link.start(match(link), PATIENT_S).result(DEADLINE_S)
+        link.start(match(link)).result(DEADLINE_S)
     before = len(said())
     os.kill(own_daemon.pid, signal.SIGSTOP)
+    link.timeout_s = 1.0
     try:
         with pytest.raises(LinkDown, match="no answer"):
             link.start(match(link)).result(DEADLINE_S)
@@ -120,6 +121,7 @@ def test_a_stopped_daemon_gets_one_call_and_is_left_alone(
         assert not asked, "no call is made"
         assert len(said()) == before + 1
     finally:
+        link.timeout_s = PATIENT_S
         os.kill(own_daemon.pid, signal.SIGCONT)
     wait_until(lambda: link.up)
     assert len(said()) == before + 2

@@ -18,7 +18,7 @@ from prefixd.client import Client
 from prefixd.integrations.vllm.pages import NO_BLOCK
 from prefixd.workloads.daemon_process import DaemonProcess
 from prefixd_swap.copies import HostCopyEngine, Pair
-from tests.integrations.conftest import DEADLINE_S, GatedEngine, MakeRank, Rank, wait_until
+from tests.integrations.conftest import DEADLINE_S, PATIENT_S, GatedEngine, MakeRank, Rank, wait_until
 
 
 def fill(rank: Rank, seed: int = 1) -> None:
@@ -212,16 +212,18 @@ def test_a_daemon_that_stops_answering_in_a_save_gets_no_more_of_them(
 ) -> None:
     """Its slots are given back in the background: no acknowledgement waits for that."""
     engine = GatedEngine(after=True)
-    rank = make_rank(own_daemon.address, engine=engine, timeout_s=1.0)
+    rank = make_rank(own_daemon.address, engine=engine)
     fill(rank)
     jobs = [rank.save(rank.prefix("stopped", 32, seed), range(1, 9)) for seed in range(3)]
     assert engine.reached.wait(DEADLINE_S)
     os.kill(own_daemon.pid, signal.SIGSTOP)
+    rank.link.timeout_s = 1.0
     try:
         engine.go.set()
         assert rank.settle().saves == dict.fromkeys(jobs, 1)
         assert not rank.link.up
     finally:
+        rank.link.timeout_s = PATIENT_S
         os.kill(own_daemon.pid, signal.SIGCONT)
     wait_until(lambda: rank.link.up)
     wait_until(lambda: reservations(own_daemon) == 0)

@@ -185,6 +185,14 @@ def test_a_state_space_model_is_not_kept() -> None:
     assert read_geometry(a_config(), a_cache([], []), ConnectorOptions()) is None
 
 
+def test_a_model_whose_kv_vllm_keeps_in_host_memory_is_not_kept() -> None:
+    """The ids of its blocks are those of another pool than the one whose blocks are pinned while they are saved."""
+    groups = [a_group(AB), a_group(["w"])]
+    groups[1].host_resident = True
+    tensors = [a_tensor(AB, PAGE, 2 * PAGE), a_tensor(["w"], PAGE, 2 * PAGE)]
+    assert read_geometry(a_config(), a_cache(groups, tensors), ConnectorOptions()) is None
+
+
 TWO_GROUPS = a_cache([a_group(AB), a_group(["w"])], [a_tensor(AB, PAGE, 2 * PAGE), a_tensor(["w"], PAGE, 2 * PAGE)])
 
 WINDOW_OF_100 = a_cache([a_group(AB, sliding_window=100)], LAYERS_OUTERMOST.kv_cache_tensors)

@@ -79,7 +79,7 @@ class Geometry:
 
 
 def read_geometry(vllm_config: Any, kv_cache_config: Any, options: ConnectorOptions) -> Geometry | None:
-    """The geometry; None for a model whose state prefixd does not keep (state-space layers).
+    """The geometry; None for a model whose state prefixd does not keep (state-space layers, KV in host memory).
 
     Raises ConfigError for what the connector cannot work with; the message names it.
     """
@@ -103,6 +103,8 @@ def read_geometry(vllm_config: Any, kv_cache_config: Any, options: ConnectorOpti
     specs = {index: kv_cache_config.kv_cache_groups[index].kv_cache_spec for index in chosen}
     if not specs or any("Mamba" in type(spec).__name__ for spec in specs.values()):
         return None
+    if any(getattr(group, "host_resident", False) for group in kv_cache_config.kv_cache_groups):
+        return None  # HiSparse: its blocks are counted in a pool of their own, which the connector is not told of
     unit = math.lcm(*(spec.block_size for spec in specs.values()))
     block_tokens = options.block_tokens or unit * math.ceil(DEFAULT_BLOCK_TOKENS / unit)
     if block_tokens % unit:

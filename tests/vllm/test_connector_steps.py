@@ -195,3 +195,27 @@ def test_an_adapter_whose_files_cannot_be_seen_is_kept_to_its_engine(
     names = [steps.half._lora_name(adapter) for steps in (first, first, second)]
     assert names[0] == names[1] != names[2] and all(name.startswith("lora=style#") for name in names)
     assert sum("somebody/style is no folder here" in record.getMessage() for record in caplog.records) == 2
+
+
+@pytest.mark.parametrize("failed", [False, True], ids=["it came", "it did not"])
+def test_a_request_aborted_in_the_middle_of_its_load_leaves_nothing(make_steps: MakeSteps, failed: bool) -> None:
+    """Its blocks stay its own until the copy into them has ended."""
+    steps = make_steps()
+    prompt = make_prompt(77, 128)
+    steps.cached(prompt)
+    steps.add("a", prompt + make_prompt(78, 50))
+    pool = steps.scheduler.kv_cache_manager.block_pool
+    free = pool.get_num_free_blocks()
+    output, orders = steps.until_scheduled()
+    (job,) = orders.loads
+    steps.answer(output)
+    steps.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    assert all(pool.blocks[block].ref_cnt == 1 for block in job.block_ids[0])
+    output, _ = steps.schedule()
+    outcome = Outcomes({"a": (1, LoadOutcome(0, 0.1, 2 * failed))})
+    invalid = set(job.block_ids[0]) if failed else set()
+    steps.answer(output, outcome, finished_recving={"a"}, invalid_block_ids=invalid)
+    assert pool.get_num_free_blocks() == free and not steps.scheduler.requests
+    half = steps.half
+    assert not (half._loading or half._loaded or half._requests or half._hits or half.lookups._lookups)
+    assert half.lookups._leases == 0

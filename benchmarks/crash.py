@@ -37,6 +37,8 @@ _NUMBERS = 32
 """Prompts of each namespace that all clients ask for: 36 MiB."""
 _CPU_BYTES = 12 << 20
 _ROOMY_BYTES, _TIGHT_BYTES = 192 << 20, 20 << 20
+_DURABLE = 4
+"""Prompts that each client knows to be durable before the first kill: without any, an audit could find no loss."""
 _FULL = 0.5
 """A disk tier with more than this share in use is not roomy: a loss could not be told from an eviction."""
 
@@ -122,6 +124,9 @@ class Lives:
             for owner in (1, 2):
                 plan = LoadPlan(owner, self._seed, numbers=_NUMBERS, outages=True)
                 self._clients.append(stack.enter_context(LoadProcess(self._daemon.address, plan)))
+            while any(client.ask("pause")["durable"] < _DURABLE for client in self._clients):
+                self._order("go")
+                time.sleep(0.1)
             yield
             for client in self._clients:
                 self._findings.tally.add(client.stop())

@@ -138,6 +138,29 @@ def test_vllm_is_told_to_ask_again_while_answers_are_under_way(lookups: Lookups,
     assert lookups.sources("r", 16, 64) == {Distance.CPU: 64}
 
 
+def test_what_was_prepared_is_there_at_its_turn(lookups: Lookups, link: ScriptedLink) -> None:
+    added(lookups, link, 5)
+    lookups.patience_s = 60.0  # not used
+    for _ in range(2):
+        lookups.prepare("r", 16, 96)
+    assert [call.first_block for call in link.calls] == [1]
+    link.answer(4)
+    assert lookups.hit("r", 16, 96) == 64
+    assert len(link.granted) == 1
+
+
+def test_who_is_prepared_takes_no_lease_from_whose_turn_it_is(lookups: Lookups, link: ScriptedLink) -> None:
+    names = [f"r{number}" for number in range(_LEASES)]
+    for name in [*names, "first"]:
+        added(lookups, link, 5, name)
+    for name in names:
+        lookups.prepare(name, 0, 96)
+    assert link.pending("acquire") == _LEASES // 2
+    assert lookups.hit("first", 0, 96) is None
+    link.answer(5, index=-1)
+    assert lookups.hit("first", 0, 96) == 80
+
+
 @pytest.mark.parametrize(
     ("leased", "local", "most", "hit"),
     [

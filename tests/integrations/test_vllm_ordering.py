@@ -297,6 +297,18 @@ def test_with_holes_it_is_still_an_end(held: list[bool], data: st.DataObject) ->
     assert end == len(held) or not held[end]
 
 
+def test_what_is_to_be_loaded_soon() -> None:
+    """Of the window, in the new order, those of which more can be loaded than the engine has itself."""
+    requests = queue(a=None, **dict.fromkeys("bcdef", on(Distance.CPU)))
+    requests[2].local = 4 * BLOCK
+    requests[3].local = 2 * BLOCK
+    order = order_of("fpf", look_ahead=5)
+    arranged = order.arrange(requests, NOW)
+    wanted = [("b", 0), ("d", 2 * BLOCK), ("e", 0)]
+    assert [(r.request_id, tokens) for r, tokens in order.to_load(arranged, 9)] == wanted
+    assert [r.request_id for r, _ in order.to_load(arranged, 2)] == ["b", "d"]
+
+
 @pytest.mark.parametrize("look_ahead", [1, 256])
 def test_an_empty_queue(look_ahead: int) -> None:
     assert arranged([], look_ahead=look_ahead) == ""

@@ -40,9 +40,13 @@ class Stub(KVConnectorBase_V1):
     def __init__(self, seen: dict[str, SeenPrefix]) -> None:
         self.seen = seen
         self.late: set[str] = set()
+        self.prepared: list[tuple[str, int]] = []
 
     def seen_prefix(self, request_id: str) -> SeenPrefix | None:
         return self.seen.get(request_id)
+
+    def prepare(self, request: Request, local_tokens: int) -> None:
+        self.prepared.append((request.request_id, local_tokens))
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         return (None if request.request_id in self.late else 0), False
@@ -199,6 +203,19 @@ def test_only_the_oldest_look_ahead_are_put_in_order(drive: MakeDrive) -> None:
     for name in "abcdefgh":
         engine.add(name, make_prompt(ord(name), 100))
     assert engine.run() == "adefghbc", "each that is begun lets the oldest outside into the window"
+
+
+def test_leases_are_got_ahead_of_the_turn(drive: MakeDrive) -> None:
+    """A long prompt in chunks leaves vLLM no tokens in a step: it does not ask about others until that is done."""
+    seen = {name: cpu(4) for name in "cdef"}
+    engine = drive(seen=seen, options={"prefetch": 3}, max_num_seqs=2, max_num_batched_tokens=64)
+    engine.add("a", make_prompt(1, 200))
+    engine.step()
+    for name in "bcdef":
+        engine.add(name, make_prompt(ord(name), 200))
+    engine.step()
+    assert engine.began == ["a"]
+    assert engine.scheduler.connector.prepared == [("c", 0), ("d", 0), ("e", 0)]
 
 
 def test_a_connector_that_has_not_answered_yet_holds_up_nobody(drive: MakeDrive) -> None:

@@ -126,6 +126,14 @@ class PrefixdConnector(KVConnectorBase_V1, SupportsHMA):
         Never waits."""
         return None if self._scheduler is None else self._scheduler.lookups.seen(request_id)
 
+    def prepare(self, request: Any, local_tokens: int) -> None:
+        """Has the lease got that a waiting request will want at its turn, which is near. Never waits.
+
+        vLLM asks for it only when it has tokens left in a step to give away: with a long prompt in chunks, seldom.
+        """
+        if self._scheduler is not None:
+            self._scheduler.prepare(request, local_tokens)
+
     # -- in a worker's process ------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:

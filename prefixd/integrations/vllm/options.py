@@ -38,7 +38,8 @@ class ConnectorOptions(BaseModel):
     look_ahead: Annotated[int, Field(ge=1, le=65536)] = 256
     """Waiting requests, from the oldest on, that FastestPrefixFirstScheduler puts in order."""
     prefetch: Annotated[int, Field(ge=0, le=65536)] = 16
-    """Waiting requests whose prefixes are brought up from disk ahead of their turn."""
+    """Waiting requests whose prefixes are brought up from disk ahead of their turn; FastestPrefixFirstScheduler has so
+    many leased as well."""
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any] | None) -> ConnectorOptions:

@@ -112,6 +112,13 @@ class PrefixOrder(Generic[R]):
             after[place] = before[came_from]
         return after
 
+    def to_load(self, requests: Iterable[R], limit: int) -> list[tuple[R, int]]:
+        """Of requests in the order that `arrange` gave them, the first `limit` of the window of which prefixd holds
+        more than the engine does, each with the tokens that the engine has."""
+        known = ((request, self._known.get(request.request_id)) for request in requests)
+        near = ((request, k.local_tokens) for request, k in known if k is not None and k.seen.tokens > k.local_tokens)
+        return list(itertools.islice(near, limit))
+
     def _look(self, request: R) -> _Known:
         known = self._known.get(request.request_id)
         if known is None:

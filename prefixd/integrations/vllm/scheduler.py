@@ -71,6 +71,10 @@ class FastestPrefixFirstScheduler(Scheduler):
         if by_priority:
             self.waiting = create_request_queue(SchedulingPolicy.FCFS)
         ask: Callable[[str], SeenPrefix | None] = getattr(self.connector, "seen_prefix", _nothing_seen)
+        self._prepare: Callable[[Any, int], None] = getattr(
+            self.connector, "prepare", lambda request, local_tokens: None
+        )
+        self._prepared = options.prefetch
         self._local = LocalPrefixes(self.kv_cache_manager)
 
         def seen(request: Any) -> SeenPrefix | None:
@@ -100,6 +104,8 @@ class FastestPrefixFirstScheduler(Scheduler):
         if not self.waiting or len(self.running) >= self.max_num_running_reqs:
             return super().schedule(*args, **kwargs)  # vLLM would not look at the queue
         queue = self._order.arrange(self.waiting, now_s)
+        for request, local_tokens in self._order.to_load(queue, self._prepared):
+            self._prepare(request, local_tokens)
         self.waiting.clear()
         self.waiting.extend(queue)
         output = super().schedule(*args, **kwargs)

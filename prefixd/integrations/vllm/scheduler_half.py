@@ -117,13 +117,14 @@ class SchedulerHalf:
     def find(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         if request.skip_reading_prefix_cache or (request.num_preemptions and request.request_id in self._loading):
             return 0, False
-        # At least one token has to be computed for the next one to be sampled.
-        most = (request.num_tokens - 1) // self._geometry.unit_tokens * self._geometry.unit_tokens
-        found = self.lookups.hit(request.request_id, local_tokens, most)
+        found = self.lookups.hit(request.request_id, local_tokens, self._most(request))
         if not found:
             return found, False
         self._hits[request.request_id] = local_tokens
         return found, self._options.load == "async"
+
+    def prepare(self, request: Any, local_tokens: int) -> None:
+        self.lookups.prepare(request.request_id, local_tokens, self._most(request))
 
     def allocated(self, request: Any, tables: tuple[list[int], ...], external_tokens: int) -> None:
         request_id = request.request_id
@@ -211,6 +212,10 @@ class SchedulerHalf:
         self._model = f"{self._model.partition('#')[0]}#{uuid4().hex}"
 
     # -- inside -------------------------------------------------------------------------------------------------
+
+    def _most(self, request: Any) -> int:
+        """Tokens that can be loaded at the most: at least one has to be computed for the next one to be sampled."""
+        return int((request.num_tokens - 1) // self._geometry.unit_tokens * self._geometry.unit_tokens)
 
     def _spec(self, request: Any) -> NamespaceSpec | None:
         """The request's namespace; None for one that is not cached."""

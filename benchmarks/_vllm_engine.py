@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from prefixd.errors import PrefixdError
+from prefixd.workloads.daemon_process import last_lines
 
 _LAST_LINES = 25
-_LAST_BYTES = 32 << 10
 _CHILD = "benchmarks._vllm_engine_child"
 _QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -300,13 +300,7 @@ class EngineProcess:
 
     def last_words(self) -> str:
         """The end of its log, to be put behind an error's message."""
-        try:
-            with self.log.open("rb") as log:
-                log.seek(max(0, self.log.stat().st_size - _LAST_BYTES))
-                lines = log.read().decode(errors="replace").splitlines()
-        except FileNotFoundError:
-            return ""
-        said = [line.strip() for line in lines if line.strip()][-_LAST_LINES:]
+        said = last_lines(self.log, _LAST_LINES)
         return "; it said:\n  " + "\n  ".join(said) if said else ""
 
     def _command(self, name: str, timeout_s: float = 120.0, **fields: Any) -> dict[str, Any]:

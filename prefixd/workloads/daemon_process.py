@@ -20,7 +20,7 @@ from prefixd.errors import PrefixdError
 from prefixd.settings_sources import ENV_PREFIX
 
 _LAST_LINES = 20
-_LAST_BYTES = 16 << 10
+_LAST_BYTES = 32 << 10
 
 
 class DaemonFailed(PrefixdError):
@@ -155,13 +155,7 @@ class DaemonProcess:
 
     def last_words(self) -> str:
         """The end of its log, to be put behind an error's message."""
-        try:
-            with self.log.open("rb") as log:
-                log.seek(max(0, self.log.stat().st_size - _LAST_BYTES))
-                lines = log.read().decode(errors="replace").splitlines()
-        except FileNotFoundError:
-            return ""
-        said = [line.strip() for line in lines if line.strip()][-_LAST_LINES:]
+        said = last_lines(self.log, _LAST_LINES)
         return "; it said: " + " | ".join(said) if said else ""
 
     def _command(self) -> list[str]:
@@ -241,3 +235,14 @@ def ended_by_sigterm() -> Iterator[None]:
 
 def _text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def last_lines(log: Path, count: int) -> list[str]:
+    """At most `count` lines from the end of a log, without the empty ones; none where there is no log."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _LAST_BYTES))
+            lines = file.read().decode(errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+    return [line.strip() for line in lines if line.strip()][-count:]

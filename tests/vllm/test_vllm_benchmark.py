@@ -8,6 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+pytestmark = pytest.mark.timeout(1600)  # several engines, one after the other
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -17,7 +21,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=540,
+        timeout=1500,
     )
 
 

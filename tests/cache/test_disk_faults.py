@@ -373,7 +373,8 @@ async def test_one_line_of_log_a_trouble(make_rig: MakeRig, tmp_path: Path, capl
         with pytest.raises(ExhaustedError):
             await faults.rig.put([prompt], durable=True)
         assert not await faults.care.revive()
-    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    errors = (record for record in caplog.records if record.levelname == "ERROR" and record.name.startswith("prefixd"))
+    (line,) = [record.getMessage() for record in errors]
     assert "Read-only file system" in line and line.endswith("remount it or choose another directory")
     (trouble,) = faults.rig.cache.tiers.troubles
     assert trouble.part == "disk tier" and trouble.remedy

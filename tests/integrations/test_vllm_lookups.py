@@ -116,6 +116,11 @@ def lookups(link: ScriptedLink) -> Lookups:
     return lookups_over(link)
 
 
+def logged(caplog: pytest.LogCaptureFixture) -> int:
+    """Lines of the connector; event loops of other tests may have something to say too."""
+    return sum(record.name == "vllm.prefixd" for record in caplog.records)
+
+
 def added(lookups: Lookups, link: ScriptedLink, seen_blocks: int, name: str = "r", tokens: int = 100) -> None:
     lookups.add(name, SPEC, list(range(tokens)))
     link.answer(seen_blocks)
@@ -352,7 +357,7 @@ def test_an_answer_that_is_an_error_is_no_hit_and_reaches_the_log_at_most(
     link.answer(error)
     assert lookups.hit("r", 0, 96) == 0
     assert lookups._leases == 0
-    assert len(caplog.records) == (not isinstance(error, LinkDown))
+    assert logged(caplog) == (not isinstance(error, LinkDown))
 
 
 def test_a_daemon_that_refuses_is_quoted_once_a_minute(
@@ -363,12 +368,12 @@ def test_a_daemon_that_refuses_is_quoted_once_a_minute(
         lookups.add("r", SPEC, list(range(100)))
         link.answer(ExhaustedError("too many"))
         lookups.seen("r")
-    assert len(caplog.records) == 1
+    assert logged(caplog) == 1
     link.now_s += 61
     lookups.add("r", SPEC, list(range(100)))
     link.answer(ExhaustedError("too many"))
     lookups.seen("r")
-    assert len(caplog.records) == 2
+    assert logged(caplog) == 2
 
 
 def test_while_the_daemon_is_away_nothing_is_asked(lookups: Lookups, link: ScriptedLink) -> None:

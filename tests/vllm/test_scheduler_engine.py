@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -19,7 +20,7 @@ QUEUE = 64
 PREFIX = 1536
 TAIL = 40
 GAIN = 1.3
-ROUNDS = ("vllm", "ours", "ours", "vllm", "vllm", "ours")
+ROUNDS = ("vllm", "ours", "ours", "vllm") * 2 + ("vllm", "ours")
 
 # A prompt takes several steps. There is room for all: what is compared is the order, not what it does to vLLM's cache.
 ENGINE = {"max_num_seqs": 16, "max_num_batched_tokens": 512, "max_model_len": 2048, "kv_cache_memory_bytes": 256 << 20}
@@ -52,6 +53,12 @@ def warm_daemon(llama: Path, cached: list[list[int]]) -> Iterator[DaemonProcess]
 
 def mean_ttft_s(results: Sequence[EngineResult]) -> float:
     return sum(result.ttft_s for result in results) / len(results)
+
+
+def mean_wait(results: Sequence[EngineResult]) -> float:
+    """Mean TTFT as a share of the time that the whole queue took, which is the same work in any order: two processes of
+    the same vLLM differ in speed by up to 6% for as long as they live, and the machine's speed changes, too."""
+    return mean_ttft_s(results) / max(result.ttft_s for result in results)
 
 
 def mean_work(results: Sequence[EngineResult]) -> float:
@@ -100,13 +107,13 @@ def test_a_third_in_the_cpu_tier(
             runs[name].append(run(vllm if name == "vllm" else ours, queue))
         assert ours.metrics().external_hits == ROUNDS.count("ours") * len(cached) * PREFIX
     longest_s, most, bound_s = promise(ours)
-    # What else the machine does only ever adds time: the best of a few rounds has the least of it.
-    vllm_s, ours_s = (min(map(mean_ttft_s, runs[name])) for name in ("vllm", "ours"))
-    vllm_work, ours_work = (min(map(mean_work, runs[name])) for name in ("vllm", "ours"))
+    vllm_s, ours_s = (median(map(mean_ttft_s, runs[name])) for name in ("vllm", "ours"))
+    vllm_wait, ours_wait = (median(map(mean_wait, runs[name])) for name in ("vllm", "ours"))
+    vllm_work, ours_work = (median(map(mean_work, runs[name])) for name in ("vllm", "ours"))
     with capsys.disabled():
         print(
             f"\n  mean TTFT {vllm_s:.3f} s in vLLM's order, {ours_s:.3f} s in ours: {vllm_s / ours_s:.2f} times better "
-            f"({vllm_work / ours_work:.2f} in computed tokens); "
+            f"({vllm_wait / ours_wait:.2f} of the time for all, {vllm_work / ours_work:.2f} in computed tokens); "
             f"longest wait {longest_s:.2f} s, Relaxed-FPF promises {bound_s:.2f} s"
         )
     tokens = [result.token_ids for result in runs["vllm"][0]]
@@ -114,7 +121,7 @@ def test_a_third_in_the_cpu_tier(
         assert [result.token_ids for result in results] == tokens
         assert sum(result.cached_tokens for result in results) == len(cached) * PREFIX
     assert vllm_work / ours_work >= GAIN
-    assert vllm_s / ours_s >= GAIN
+    assert vllm_wait / ours_wait >= GAIN
     assert most == QUEUE
     assert 0 < longest_s <= bound_s
 

@@ -303,10 +303,10 @@ def test_what_is_to_be_loaded_soon() -> None:
     requests[2].local = 4 * BLOCK
     requests[3].local = 2 * BLOCK
     order = order_of("fpf", look_ahead=5)
-    arranged = order.arrange(requests, NOW)
+    order.arrange(requests, NOW)
     wanted = [("b", 0), ("d", 2 * BLOCK), ("e", 0)]
-    assert [(r.request_id, tokens) for r, tokens in order.to_load(arranged, 9)] == wanted
-    assert [r.request_id for r, _ in order.to_load(arranged, 2)] == ["b", "d"]
+    assert [(r.request_id, tokens) for r, tokens in order.to_load(9)] == wanted
+    assert [r.request_id for r, _ in order.to_load(2)] == ["b", "d"]
 
 
 @pytest.mark.parametrize("look_ahead", [1, 256])

@@ -8,28 +8,25 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from vllm import SamplingParams
 from vllm.config import KVTransferConfig
-from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.structured_output import StructuredOutputManager
 
 from prefixd.client import Client
 from prefixd.integrations.vllm.connector import PrefixdConnector
 from prefixd.integrations.vllm.jobs import LoadOutcome, Outcomes
 from prefixd.integrations.vllm.messages import Orders, Packing, Report
 from prefixd.workloads.daemon_process import DaemonProcess
+from tests.vllm.schedulers import BLOCK, SHAPE, computed, make_config, make_scheduler
 from tests.vllm.served import PATIENCE_S, make_prompt, poll
 
-BLOCK, PAGE = 16, 128
+PAGE = 8 * BLOCK
 
 
 class Steps:
@@ -76,12 +73,10 @@ class Steps:
         raise AssertionError("nothing was ever scheduled")
 
     def answer(self, output: Any, outcomes: Outcomes | None = None, **transfers: Any) -> None:
-        """The step has been computed; every request whose prompt is computed says 7."""
-        names = list(output.num_scheduled_tokens)
-        due = [[] if self.scheduler.requests[name].is_prefill_chunk else [7] for name in names]
+        """The step has been computed."""
         report = Report(outcomes or Outcomes(), output.kv_connector_metadata.step)
         connector_output = KVConnectorOutput(kv_connector_worker_meta=report, **transfers)
-        answer = ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, due)
+        answer = computed(self.scheduler, output)
         answer.kv_connector_output = connector_output
         self.scheduler.update_from_output(output, answer)
 
@@ -106,27 +101,10 @@ def make_steps(llama: Path, daemon: DaemonProcess) -> Iterator[MakeSteps]:
             kv_load_failure_policy="recompute",
             kv_connector_extra_config=extra,
         )
-        arguments = {"max_num_seqs": 8, "max_model_len": 2048, "max_num_batched_tokens": 2048, **arguments}
-        config = EngineArgs(
-            str(llama),
-            skip_tokenizer_init=True,
-            dtype="float32",
-            block_size=BLOCK,
-            kv_transfer_config=transfer,
-            **arguments,
-        ).create_engine_config()
-        config.scheduler_config.async_scheduling = asynchronous  # vLLM itself never chooses that for a CPU
-        config.cache_config.num_gpu_blocks = blocks
-        shape = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+        config = make_config(llama, asynchronous=asynchronous, blocks=blocks, **{"max_num_seqs": 8, **arguments})
         tensor = KVCacheTensor(blocks * PAGE, ["layer"], blocks * PAGE, PAGE)
-        groups = [KVCacheGroupSpec(["layer"], FullAttentionSpec(**shape))]
-        scheduler = (AsyncScheduler if asynchronous else Scheduler)(
-            vllm_config=config,
-            kv_cache_config=KVCacheConfig(blocks, [tensor], groups),
-            structured_output_manager=StructuredOutputManager(config),
-            block_size=BLOCK,
-            log_stats=True,
-        )
+        groups = [KVCacheGroupSpec(["layer"], FullAttentionSpec(**SHAPE))]
+        scheduler = make_scheduler(config, groups, [tensor], transfer)
         made.append(scheduler)
         return Steps(scheduler, daemon.address)
 

@@ -123,21 +123,7 @@ def test_daemon_killed_in_the_middle(
     answers = expected(requests)
     if where == "load":
         run(pausing_engine, requests)
-    assert pausing_engine.reset_prefix_cache()
-    with pauses.at(where):
-        ids = pausing_engine.submit(requests)
-        pauses.wait(where)
-        with Client(daemon.address) as client:
-            stats = client.stats()
-            assert stats.leases if where == "load" else stats.reservations
-            if where == "load":
-                # What was not yet copied is no longer what was promised: to be right, it has to be computed.
-                assert all(alter(client, request.prompt) for request in requests)
-        daemon.kill()
-    assert tokens_of(pausing_engine.collect(ids)) == answers
-    pausing_engine.wait_until_idle()
-    daemon.start()
-    assert hits_resume(pausing_engine, requests) < RESUME_S
+    _kill_the_daemon(pausing_engine, daemon, pauses, where, requests, answers)
     tokens, _ = run(pausing_engine, requests)
     again, hits = run(pausing_engine, requests)
     assert tokens == again == answers
@@ -191,19 +177,34 @@ def _kill_the_daemon_in_a_load(
     engine: EngineProcess, daemon: DaemonProcess, pauses: Pauses, requests: list[EngineRequest], answers: Tokens
 ) -> None:
     run(engine, requests)
+    _kill_the_daemon(engine, daemon, pauses, "load", requests, answers)
+    assert run(engine, requests)[0] == answers
+
+
+def _kill_the_daemon(
+    engine: EngineProcess,
+    daemon: DaemonProcess,
+    pauses: Pauses,
+    where: str,
+    requests: list[EngineRequest],
+    answers: Tokens,
+) -> None:
+    """And starts it again, once every request has its answer."""
     assert engine.reset_prefix_cache()
-    with pauses.at("load"):
+    with pauses.at(where):
         ids = engine.submit(requests)
-        pauses.wait("load")
+        pauses.wait(where)
         with Client(daemon.address) as client:
-            assert client.stats().leases
-            assert all(alter(client, request.prompt) for request in requests)
+            stats = client.stats()
+            assert stats.leases if where == "load" else stats.reservations
+            if where == "load":
+                # What was not yet copied is no longer what was promised: to be right, it has to be computed.
+                assert all(alter(client, request.prompt) for request in requests)
         daemon.kill()
     assert tokens_of(engine.collect(ids)) == answers
     engine.wait_until_idle()
     daemon.start()
     assert hits_resume(engine, requests) < RESUME_S
-    assert run(engine, requests)[0] == answers
 
 
 @pytest.mark.parametrize("where", ["load", "save"])

@@ -8,27 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from vllm import SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
-from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.structured_output import StructuredOutputManager
 
 from prefixd.errors import ConfigError
 from prefixd.integrations.vllm import FastestPrefixFirstScheduler
 from prefixd.integrations.vllm.seen import SeenPrefix
 from prefixd_scheduler import Distance
+from tests.vllm.schedulers import BLOCK, SHAPE, computed, make_config, make_scheduler
 from tests.vllm.served import make_prompt
 
-BLOCK = 16
 OURS = "prefixd.integrations.vllm.FastestPrefixFirstScheduler"
 
 
@@ -92,10 +88,7 @@ class Drive:
         output = self.scheduler.schedule()
         self.began += [new.req_id for new in output.scheduled_new_reqs if new.req_id not in self.began]
         if output.num_scheduled_tokens:
-            names = list(output.num_scheduled_tokens)
-            due = [[] if self.scheduler.requests[name].is_prefill_chunk else [7] for name in names]
-            answer = ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, due)
-            self._pending.append((output, answer))
+            self._pending.append((output, computed(self.scheduler, output)))
         while len(self._pending) > (lag if output.num_scheduled_tokens else 0):
             self.scheduler.update_from_output(*self._pending.pop(0))
         return list(output.num_scheduled_tokens)
@@ -127,34 +120,19 @@ def drive(llama: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeDrive]:
         asynchronous: bool = False,
         **arguments: Any,
     ) -> Drive:
-        arguments = {"max_num_seqs": 1, "max_model_len": 2048, "max_num_batched_tokens": 2048, **arguments}
-        config = EngineArgs(
-            str(llama),
-            skip_tokenizer_init=True,
-            dtype="float32",
-            block_size=BLOCK,
-            scheduler_cls=scheduler_cls,
-            **arguments,
-        ).create_engine_config()
-        config.scheduler_config.async_scheduling = asynchronous  # vLLM itself never chooses that for a CPU
-        config.cache_config.num_gpu_blocks = blocks
+        arguments = {"max_num_seqs": 1, "scheduler_cls": scheduler_cls, **arguments}
+        config = make_config(llama, asynchronous=asynchronous, blocks=blocks, **arguments)
+        transfer = None
         if seen is not None or options is not None:
-            config.kv_transfer_config = KVTransferConfig(
+            transfer = KVTransferConfig(
                 kv_connector="PrefixdConnector", kv_role="kv_both", kv_connector_extra_config=options or {}
             )
             stub = Stub(seen or {})
             monkeypatch.setattr(KVConnectorFactory, "create_connector", lambda **_: stub)
-        shape = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
-        groups = [KVCacheGroupSpec(["full"], FullAttentionSpec(**shape))]
+        groups = [KVCacheGroupSpec(["full"], FullAttentionSpec(**SHAPE))]
         if hybrid:
-            groups.append(KVCacheGroupSpec(["window"], SlidingWindowSpec(**shape, sliding_window=2 * BLOCK)))
-        scheduler = config.scheduler_config.get_scheduler_cls()(
-            vllm_config=config,
-            kv_cache_config=KVCacheConfig(blocks, [], groups),
-            structured_output_manager=StructuredOutputManager(config),
-            block_size=BLOCK,
-            log_stats=True,
-        )
+            groups.append(KVCacheGroupSpec(["window"], SlidingWindowSpec(**SHAPE, sliding_window=2 * BLOCK)))
+        scheduler = make_scheduler(config, groups, transfer=transfer)
         made.append(scheduler)
         return Drive(scheduler)
 

@@ -95,6 +95,7 @@ class PrefixOrder(Generic[R]):
         self._prefix_key = prefix_key
         self._by_priority = by_priority
         self._known: dict[str, _Known] = {}
+        self._window: list[R] = []
         self._ids = itertools.count()
 
     def arrange(self, queue: Iterable[R], now_s: float) -> list[R]:
@@ -110,13 +111,14 @@ class PrefixOrder(Generic[R]):
         after = before.copy()
         for place, (_, came_from) in zip(places, sorted(zip(ranks, places, strict=True)), strict=True):
             after[place] = before[came_from]
+        self._window = [after[place] for place in places]
         return after
 
-    def to_load(self, requests: Iterable[R], limit: int) -> list[tuple[R, int]]:
-        """Of requests in the order that `arrange` gave them, the first `limit` of the window of which prefixd holds
-        more than the engine does, each with the tokens that the engine has."""
-        known = ((request, self._known.get(request.request_id)) for request in requests)
-        near = ((request, k.local_tokens) for request, k in known if k is not None and k.seen.tokens > k.local_tokens)
+    def to_load(self, limit: int) -> list[tuple[R, int]]:
+        """Of the window, in its last order, the first `limit` of which prefixd holds more than the engine does, each
+        with the tokens that the engine has."""
+        known = ((request, self._known[request.request_id]) for request in self._window)
+        near = ((request, k.local_tokens) for request, k in known if k.seen.tokens > k.local_tokens)
         return list(itertools.islice(near, limit))
 
     def _look(self, request: R) -> _Known:

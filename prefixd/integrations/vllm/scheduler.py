@@ -104,7 +104,7 @@ class FastestPrefixFirstScheduler(Scheduler):
         if not self.waiting or len(self.running) >= self.max_num_running_reqs:
             return super().schedule(*args, **kwargs)  # vLLM would not look at the queue
         queue = self._order.arrange(self.waiting, now_s)
-        for request, local_tokens in self._order.to_load(queue, self._prepared):
+        for request, local_tokens in self._order.to_load(self._prepared):
             self._prepare(request, local_tokens)
         self.waiting.clear()
         self.waiting.extend(queue)

@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from benchmarks import _harness
-from benchmarks._bit_flips import Flip, Stored, StoredBlocks, draw
-from benchmarks._load_world import Prompt, block_key, content, prompts, wrong_bytes
+from benchmarks.common import harness as _harness
+from benchmarks.load.world import Prompt, block_key, content, prompts, wrong_bytes
+from benchmarks.storage.bit_flips import Flip, Stored, StoredBlocks, draw
 from prefixd.client import Client, NotFoundError, ServerUnavailable
 from prefixd.client.session import MemoryMode
 from prefixd.workloads.daemon_process import DaemonFailed, DaemonProcess

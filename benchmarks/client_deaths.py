@@ -12,11 +12,11 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from benchmarks import _harness
-from benchmarks._integrity import violations_of
-from benchmarks._load import LoadPlan, Tally
-from benchmarks._load_process import LoadProcess
-from benchmarks._victim import SCENES
+from benchmarks.common import harness as _harness
+from benchmarks.common.integrity import violations_of
+from benchmarks.load.load import LoadPlan, Tally
+from benchmarks.load.process import LoadProcess
+from benchmarks.load.victim import SCENES
 from prefixd.client import Client
 from prefixd.v1 import admin_pb2
 from prefixd.workloads.daemon_process import DaemonProcess
@@ -91,7 +91,7 @@ class VictimProcess:
     def __init__(self, address: str, scene: str, owner: int) -> None:
         self.scene = scene
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks._victim", address, scene, str(owner)],
+            [sys.executable, "-m", "benchmarks.load.victim", address, scene, str(owner)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks import _harness
-from benchmarks._integrity import violations_of
-from benchmarks._load import LoadPlan, Tally
-from benchmarks._load_process import LoadProcess
-from benchmarks._load_world import prompts
+from benchmarks.common import harness as _harness
+from benchmarks.common.integrity import violations_of
+from benchmarks.load.load import LoadPlan, Tally
+from benchmarks.load.process import LoadProcess
+from benchmarks.load.world import prompts
 from prefixd.client import Client
 from prefixd.workloads.daemon_process import DaemonFailed, DaemonProcess
 

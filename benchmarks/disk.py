@@ -9,7 +9,9 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks import _disk_daemon, _harness, _slabs
+from benchmarks.common import harness as _harness
+from benchmarks.storage import disk_daemon as _disk_daemon
+from benchmarks.storage import slabs as _slabs
 
 DESCRIPTION = """\
 Stores and loads blocks through a daemon's disk tier and through plain files of the same size, past the page

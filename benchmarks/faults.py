@@ -15,14 +15,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import _fault_worker, _harness
-from benchmarks._fault_load import FaultLoad, Kind, Outcome, load
-from benchmarks._fault_result import Result
-from benchmarks._fault_scenarios import REFUSED, SCENARIOS, Scenario, Skip, Stage
-from benchmarks._fault_watch import Log, Seen, Watch
-from benchmarks._faulty_daemon import FaultyDaemon
-from benchmarks._integrity import violations_of
-from benchmarks._load_world import FAMILIES, Prompt
+from benchmarks.common import harness as _harness
+from benchmarks.common.integrity import violations_of
+from benchmarks.fault_injection import worker as _fault_worker
+from benchmarks.fault_injection.faulty_daemon import FaultyDaemon
+from benchmarks.fault_injection.load import FaultLoad, Kind, Outcome, load
+from benchmarks.fault_injection.result import Result
+from benchmarks.fault_injection.scenarios import REFUSED, SCENARIOS, Scenario, Skip, Stage
+from benchmarks.fault_injection.watch import Log, Seen, Watch
+from benchmarks.load.world import FAMILIES, Prompt
 from prefixd.client import Client
 from prefixd.v1 import admin_pb2
 from prefixd.workloads.daemon_process import DaemonFailed

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import _harness
-from benchmarks._fuzz_batch import DEADLINE_S, TRANSPORT, Batch, Findings
-from benchmarks._fuzz_statuses import Method, all_methods
-from benchmarks._integrity import violations_of
-from benchmarks._load import LoadPlan, Tally
-from benchmarks._load_process import LoadProcess
+from benchmarks.common import harness as _harness
+from benchmarks.common.integrity import violations_of
+from benchmarks.fuzzing.batch import DEADLINE_S, TRANSPORT, Batch, Findings
+from benchmarks.fuzzing.statuses import Method, all_methods
+from benchmarks.load.load import LoadPlan, Tally
+from benchmarks.load.process import LoadProcess
 from prefixd.client import Client
 from prefixd.v1 import admin_pb2
 from prefixd.workloads.daemon_process import DaemonProcess

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from benchmarks import _harness
+from benchmarks.common import harness as _harness
 from prefixd_swap.copies import CopyEngine, CudaCopyEngine, register_host, unregister_host
 from prefixd_swap.errors import SwapError
 from prefixd_swap.spans import Span

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import _harness
+from benchmarks.common import harness as _harness
 from prefixd.client import AsyncClient, NamespaceSpec, PartSpec
 
 DESCRIPTION = """\

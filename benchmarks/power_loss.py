@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from shutil import rmtree
 
-from benchmarks import _harness
-from benchmarks._power_player import Player, Violation, World, audit
-from benchmarks._power_steps import Life, draw, smaller
-from prefixd_swap.slab_store import SlabStore
+from benchmarks.common import harness as _harness
+from benchmarks.storage.power_player import Player, Violation, World, audit
+from benchmarks.storage.power_steps import Life, draw, smaller
+from prefixd_swap.slab.store import SlabStore
 
 DESCRIPTION = """\
 Runs the real store through random writes, replacements, removals, overlapping calls and restarts over a

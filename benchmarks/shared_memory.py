@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks import _harness
+from benchmarks.common import harness as _harness
 from prefixd.client import AsyncCache, AsyncClient, NamespaceSpec, PartSpec
 
 DESCRIPTION = """\

@@ -10,11 +10,11 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from benchmarks import _harness
-from benchmarks._footprint import Footprint, footprint, slope_per_minute
-from benchmarks._integrity import violations_of
-from benchmarks._load import LoadPlan, Tally
-from benchmarks._load_process import LoadProcess
+from benchmarks.common import harness as _harness
+from benchmarks.common.footprint import Footprint, footprint, slope_per_minute
+from benchmarks.common.integrity import violations_of
+from benchmarks.load.load import LoadPlan, Tally
+from benchmarks.load.process import LoadProcess
 from prefixd.client import Client
 from prefixd.v1 import admin_pb2
 from prefixd.workloads.daemon_process import DaemonProcess

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks import _harness
+from benchmarks.common import harness as _harness
 from prefixd.cli.progress import RichProgress
 from prefixd.workloads.figures import Figures
 from prefixd.workloads.runner import Progress, Silence, run_config

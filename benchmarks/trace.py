@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks import _harness
-from benchmarks._mooncake import HASH_TOKENS, PrefixCount, TraceRequest, read_trace
+from benchmarks.common import harness
+from benchmarks.load.mooncake import HASH_TOKENS, PrefixCount, TraceRequest, read_trace
 from prefixd.client import (
     AsyncCache,
     AsyncClient,
@@ -126,7 +126,7 @@ async def replay(address: str, requests: Sequence[TraceRequest], bytes_per_token
     async with AsyncClient(address, name="benchmark trace") as client:
         run = Replay(await client.register(spec), block_bytes)
         begin = time.perf_counter()
-        with _harness.progress("requests", len(requests)) as step:
+        with harness.progress("requests", len(requests)) as step:
             for request in requests:
                 await run.request(request)
                 step()
@@ -142,34 +142,34 @@ def _differing_bytes(got: npt.NDArray[np.uint64], expected: npt.NDArray[np.uint6
 
 def main() -> None:
     """The command."""
-    parser = _harness.parser("trace", DESCRIPTION)
+    parser = harness.parser("trace", DESCRIPTION)
     parser.add_argument("--trace", type=Path, default=_DEFAULT_TRACE, metavar="FILE", help=_TRACE_HELP)
-    parser.add_argument("--requests", type=_harness.positive, default=2000, help="its first N requests (2000)")
+    parser.add_argument("--requests", type=harness.positive, default=2000, help="its first N requests (2000)")
     parser.add_argument(
         "--bytes-per-token",
-        type=_harness.positive,
+        type=harness.positive,
         default=64,
         help="KV bytes of a token, a multiple of 8 (64)",
     )
-    parser.add_argument("--cpu-bytes", type=_harness.size, default=1 << 29, help="CPU tier of the own daemon (512MiB)")
-    parser.add_argument("--disk-bytes", type=_harness.size, default=4 << 30, help="disk tier of the own daemon (4GiB)")
-    _harness.add_address(parser)
+    parser.add_argument("--cpu-bytes", type=harness.size, default=1 << 29, help="CPU tier of the own daemon (512MiB)")
+    parser.add_argument("--disk-bytes", type=harness.size, default=4 << 30, help="disk tier of the own daemon (4GiB)")
+    harness.add_address(parser)
     options = parser.parse_args()
     if options.bytes_per_token % 8:
         parser.error(f"--bytes-per-token {options.bytes_per_token} is no multiple of 8")
     requests = list(read_trace(options.trace, options.requests))
     if not requests:
-        raise _harness.BenchmarkError(f"{options.trace} is empty")
+        raise harness.BenchmarkError(f"{options.trace} is empty")
 
     tiers = {"cpu.bytes": options.cpu_bytes, "disk.bytes": options.disk_bytes}
     # Prompts of an earlier run on the same daemon must not count as hits.
     salt = os.urandom(16) if options.address else b""
-    with _harness.daemon_address(options.address, tiers) as address:
+    with harness.daemon_address(options.address, tiers) as address:
         result = asyncio.run(replay(address, requests, options.bytes_per_token, salt))
     if not options.address:
         result |= {"cpu_bytes": options.cpu_bytes, "disk_bytes": options.disk_bytes}
     result = {"trace": options.trace.name, "bytes_per_token": options.bytes_per_token, **result}
-    _harness.finish("trace", result, options.json)
+    harness.finish("trace", result, options.json)
 
     def draw(axes: Any) -> None:
         bottom = 0.0
@@ -180,10 +180,10 @@ def main() -> None:
         axes.set_ylabel("hit rate, blocks")
         axes.legend(loc="lower right")
 
-    _harness.plot(options.plot, draw)
+    harness.plot(options.plot, draw)
     if result["wrong_bytes"]:
-        raise _harness.BenchmarkError(f"{result['wrong_bytes']} bytes came back wrong")
+        raise harness.BenchmarkError(f"{result['wrong_bytes']} bytes came back wrong")
 
 
 if __name__ == "__main__":
-    _harness.run(main)
+    harness.run(main)

@@ -17,10 +17,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import _harness
-from benchmarks._vllm_chat import ChatPlan, Chats, Tokens, distinct_prompts
-from benchmarks._vllm_engine import EngineProcess, EngineRequest, connector
-from benchmarks._vllm_figures import (
+from benchmarks.common import harness as _harness
+from benchmarks.engines.vllm_chat import ChatPlan, Chats, Tokens, distinct_prompts
+from benchmarks.engines.vllm_engine import EngineProcess, EngineRequest, connector
+from benchmarks.engines.vllm_figures import (
     PromptTokens,
     Reply,
     Round,
@@ -30,7 +30,7 @@ from benchmarks._vllm_figures import (
     computed_saving,
     nothing_to_hit,
 )
-from benchmarks._vllm_plot import draw
+from benchmarks.engines.vllm_plot import draw
 from prefixd.client import Client
 from prefixd.workloads.daemon_process import DaemonProcess
 
@@ -274,7 +274,7 @@ def _save_model(directory: Path, options: argparse.Namespace) -> None:
     # torch and transformers take seconds to import: not before the command line was found to be right.
     from transformers.utils import logging
 
-    from benchmarks._vllm_models import save_llama
+    from benchmarks.engines.vllm_models import save_llama
 
     logging.disable_progress_bar()
 

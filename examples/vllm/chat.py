@@ -20,9 +20,9 @@ from typing import Any
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 DOCUMENT = (
-    "The archive keeps a ledger of every ship that entered the harbour, what it carried and who paid for it. " * 40
+    "The archive keeps a placement of every ship that entered the harbour, what it carried and who paid for it. " * 40
 )
-QUESTIONS = ("Who keeps the ledger?", "What does it say of a ship?", "Who paid?")
+QUESTIONS = ("Who keeps the placement?", "What does it say of a ship?", "Who paid?")
 HITS = "vllm:external_prefix_cache_hits"
 ASKED = "vllm:prompt_tokens"
 

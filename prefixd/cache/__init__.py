@@ -1,14 +1,14 @@
-"""The cache: trie, namespaces, leases, and the residency of blocks in the tiers."""
+"""The cache: trie, namespaces, leases, and the mover of blocks in the tiers."""
 
 from __future__ import annotations
 
-from prefixd.cache.audit import check_integrity
 from prefixd.cache.cache import TieredCache
-from prefixd.cache.keys import BlockChain
-from prefixd.cache.leases import Lease, Process, Reservation, Session
+from prefixd.cache.index.keys import BlockChain
+from prefixd.cache.index.trie import CPU, DISK, GPU, NONE, Trie
+from prefixd.cache.integrity import check_integrity
 from prefixd.cache.namespaces import Namespace, NamespaceSpec, PartSpec
+from prefixd.cache.sessions import Lease, Process, Reservation, Session
 from prefixd.cache.tiers import TIER_NAMES, Tiers
-from prefixd.cache.trie import CPU, DISK, GPU, NONE, Trie
 from prefixd.cache.troubles import Troubles
 
 __all__ = [

@@ -16,15 +16,15 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import numpy as np
 
 from prefixd import heap
-from prefixd.cache.filling import Filling
-from prefixd.cache.keys import BlockChain, Digest, xxh3_digest
-from prefixd.cache.leases import Lease, LeaseTable, Process, Reservation, Session
+from prefixd.cache.index.keys import BlockChain, Digest, xxh3_digest
+from prefixd.cache.index.trie import CPU, DISK, GPU, TIERS, Match, Observer, Rows, Trie
+from prefixd.cache.mover import Mover
 from prefixd.cache.namespaces import Namespace, NamespaceRegistry, NamespaceSpec
-from prefixd.cache.residency import Residency
+from prefixd.cache.reservations import Reservations
 from prefixd.cache.restore import known_namespaces, remove_refused, restore
 from prefixd.cache.scrubber import Scrubber
+from prefixd.cache.sessions import Lease, LeaseTable, Process, Reservation, Session
 from prefixd.cache.tiers import Tiers
-from prefixd.cache.trie import CPU, DISK, GPU, TIERS, Match, Observer, Rows, Trie
 from prefixd.cache.write_back import WriteBack
 from prefixd.errors import ExhaustedError, InvalidArgumentError, NotFoundError, UnsupportedError
 from prefixd_swap import CopyEngine, EvictionPolicy
@@ -43,7 +43,7 @@ def _working(
     """A call that holds blocks, or has slots in hand, until it has ended."""
 
     async def working(self: TieredCache, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        with self.residency.working():
+        with self.mover.working():
             return await method(self, *args, **kwargs)
 
     functools.update_wrapper(working, method)
@@ -103,17 +103,17 @@ class TieredCache:
         self.tries: list[Trie] = []
         self.counters = CacheCounters()
         self.claims: list[Callable[[], Iterator[Claim]]] = []
-        """What else holds blocks in the GPU tier, for `check_integrity`: rows held, and loose frames of its own."""
-        self.residency = Residency(tiers, self.tries, self.namespaces, engine, policy, clock, io_threads=io_threads)
+        """What else holds blocks in the GPU tier, for `check_integrity`: rows held, and frames in flight of its own."""
+        self.mover = Mover(tiers, self.tries, self.namespaces, engine, policy, clock, io_threads=io_threads)
         if write_queue_bytes is None and tiers.cpu is not None:
             write_queue_bytes = tiers.cpu.capacity_bytes // 2
-        self.write_back = WriteBack(self.residency, enabled=write_back, limit_bytes=write_queue_bytes)
-        self.scrubber = Scrubber(self.residency, clock, bytes_per_s=scrub_bytes_per_s, every_s=scrub_every_s)
+        self.write_back = WriteBack(self.mover, enabled=write_back, limit_bytes=write_queue_bytes)
+        self.scrubber = Scrubber(self.mover, clock, bytes_per_s=scrub_bytes_per_s, every_s=scrub_every_s)
         self.leases = LeaseTable(
             self._end_grant, default_ttl_s=default_ttl_s, max_ttl_s=max_ttl_s, max_sessions=max_sessions
         )
-        self._filling = Filling(tiers, self.residency, self.leases, clock)
-        self.quarantine = self._filling.quarantine
+        self._reservations = Reservations(tiers, self.mover, self.leases, clock)
+        self.quarantine = self._reservations.quarantine
         self._max_namespaces = max_namespaces
         self._digest = digest
         self._trie_of: dict[tuple[int, tuple[int, ...]], Trie] = {}
@@ -131,7 +131,7 @@ class TieredCache:
         if store is None:
             return 0
         known = known_namespaces(store, self.namespaces)
-        restored = restore(store.load(), known, self.trie, self.residency.ledger)
+        restored = restore(store.load(), known, self.trie, self.mover.placement)
         remove_refused(store, restored)
         heap.give_back()
         return restored.blocks
@@ -142,7 +142,7 @@ class TieredCache:
             self.leases.close(session)
         await self.scrubber.stop()
         await self.write_back.stop()
-        await self.residency.close()
+        await self.mover.close()
 
     def register(self, spec: NamespaceSpec) -> Namespace:
         """The namespace for `spec`; made durable in the background when it is new, with its first block at the latest.
@@ -160,7 +160,7 @@ class TieredCache:
         namespace, new = self.namespaces.register(spec)
         self.trie(namespace)
         if new and self.tiers.disk is not None:
-            self.residency.save_namespace(namespace)
+            self.mover.save_namespace(namespace)
         return namespace
 
     def trie(self, namespace: Namespace) -> Trie:
@@ -234,7 +234,7 @@ class TieredCache:
         rows = rows[first_block:]
         trie.hold(rows, CPU)
         try:
-            there = await self.residency.bring(trie, rows, CPU)
+            there = await self.mover.bring(trie, rows, CPU)
         except BaseException:
             self._unhold(trie, rows, CPU)
             raise
@@ -285,7 +285,7 @@ class TieredCache:
         ttl = self.leases.ttl(ttl_s)
         chosen = self.check_parts(namespace, parts)
         await self.write_back.admit()
-        return await self._filling.reserve(session, namespace, chain, self.trie(namespace), chosen, ttl, by_daemon)
+        return await self._reservations.reserve(session, namespace, chain, self.trie(namespace), chosen, ttl, by_daemon)
 
     @_working
     async def commit(self, reservation: Reservation, blocks: int, *, durable: bool = False) -> tuple[int, int]:
@@ -293,13 +293,13 @@ class TieredCache:
 
         With `durable` it returns when they and the prefix before them are on disk.
         """
-        return await self._filling.commit(reservation, blocks, durable)
+        return await self._reservations.commit(reservation, blocks, durable)
 
     @_working
     async def persist(self, namespace: Namespace, chain: BlockChain) -> int:
         """Returns when the cached prefix of `chain` is on disk: its blocks. PreconditionError without a disk tier."""
         trie = self.trie(namespace)
-        return await self._filling.persist(trie, trie.match(namespace.root, chain).rows)
+        return await self._reservations.persist(trie, trie.match(namespace.root, chain).rows)
 
     def release(self, session: Session, grant_id: str) -> None:
         """Ends a lease or gives up a reservation.
@@ -341,7 +341,7 @@ class TieredCache:
                 if not task.cancelled() and (error := task.exception()) is not None:
                     log.error("a prefix could not be brought up ahead of need: %s", error)
 
-            self.residency.spawn(self.residency.bring(trie, rows, CPU)).add_done_callback(end)
+            self.mover.spawn(self.mover.bring(trie, rows, CPU)).add_done_callback(end)
         return missing
 
     # -- the worker's side ----------------------------------------------------------------------------------------
@@ -358,12 +358,12 @@ class TieredCache:
         now = self.clock()
         row = trie.insert(parent, namespace.ordinal, chain.key(block), chain.block(block), now)
         if row is None:
-            self.residency.lost["key collision"] += 1
+            self.mover.lost["key collision"] += 1
             return None
         taken = not trie.has(row, GPU)
         if taken:
-            self.residency.put(trie, row, GPU, [frame])
-            self.residency.changed.set()
+            self.mover.put(trie, row, GPU, [frame])
+            self.mover.changed.set()
         here = np.array([row], np.int64)
         trie.hold(here, GPU)
         trie.touch(here, now)
@@ -379,10 +379,10 @@ class TieredCache:
         if isinstance(grant, Lease):
             self._unhold(grant.trie, grant.rows, CPU)
         else:
-            self._filling.end(grant, at_its_word)
+            self._reservations.end(grant, at_its_word)
 
     def _unhold(self, trie: Trie, rows: Rows, tier: int) -> None:
-        self.residency.unhold(trie, rows, tier)
+        self.mover.unhold(trie, rows, tier)
 
     def _need_cpu(self) -> None:
         if self.tiers.cpu is None:

@@ -1,4 +1,4 @@
-"""The disk tier's side of residency: blocks written, read, made room for and removed, in threads of its own.
+"""The disk tier's side of mover: blocks written, read, made room for and removed, in threads of its own.
 
 One lock orders whatever changes the store, so that a removal and a later write of the same block cannot pass each
 other. A call that is cancelled still ends in order: a thread that reads or writes a slot must be done before the
@@ -18,11 +18,11 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-from prefixd.cache.disk_care import DiskCare
-from prefixd.cache.ledger import Ledger
+from prefixd.cache.checksums import Checksums
+from prefixd.cache.disk_health import DiskHealth
+from prefixd.cache.index.trie import CPU, DISK, NO_SLOT, Rows, Trie
 from prefixd.cache.namespaces import Namespace, NamespaceRegistry
-from prefixd.cache.seals import Seals
-from prefixd.cache.trie import CPU, DISK, NO_SLOT, Rows, Trie
+from prefixd.cache.placement import Placement
 from prefixd.cache.victims import find_victims
 from prefixd_swap import (
     ChecksumError,
@@ -63,7 +63,7 @@ class DiskCopies:
     """Copies of blocks on disk.
 
     Args:
-        ledger: where copies are entered.
+        placement: where copies are entered.
         tries: all tries, by ordinal.
         namespaces: for the ids on disk.
         policy: who goes first.
@@ -73,27 +73,27 @@ class DiskCopies:
 
     def __init__(
         self,
-        ledger: Ledger,
+        placement: Placement,
         tries: list[Trie],
         namespaces: NamespaceRegistry,
         policy: EvictionPolicy,
-        seals: Seals,
+        seals: Checksums,
         *,
         threads: int = 4,
     ) -> None:
-        self._ledger = ledger
-        self._tiers = ledger.tiers
+        self._placement = placement
+        self._tiers = placement.tiers
         self._tries = tries
         self._namespaces = namespaces
         self._policy = policy
-        self._seals = seals
+        self._checksums = seals
         self._lock = asyncio.Lock()
         self._saved: set[bytes] = set()  # namespaces that the index knows
         self._removals: set[asyncio.Task[None]] = set()
         self._leaving: Counter[Identity] = Counter()
         self._parallel = threads
         self._threads = started_threads(threads, "prefixd-disk")
-        self.care = DiskCare(ledger, tries, self._lock, self.drop_damaged, self._reread, self._saved.clear)
+        self.care = DiskHealth(placement, tries, self._lock, self.drop_damaged, self._reread, self._saved.clear)
 
     @property
     def busy(self) -> set[asyncio.Task[None]]:
@@ -144,7 +144,7 @@ class DiskCopies:
                 if not self._tiers.disk_takes:
                     break
                 batch = trie.missing(rows[start : start + _WRITE_BATCH], DISK)
-                await self._seals.wait(trie, batch)
+                await self._checksums.wait(trie, batch)
                 try:
                     await self._save_namespaces(trie, batch)
                     left = await self._fit_batch(trie, rows, batch.tolist(), source, ahead)
@@ -185,7 +185,7 @@ class DiskCopies:
             trie.set_checksums(row, [place.checksum for place in places])
             if source == CPU:
                 trie.sealed[row] = True
-            self._ledger.put(trie, row, DISK, [place.slot for place in places])
+            self._placement.put(trie, row, DISK, [place.slot for place in places])
         return left
 
     async def save_namespace(self, namespace: Namespace) -> None:
@@ -225,7 +225,7 @@ class DiskCopies:
                 ):
                     for row in victims.tolist():
                         identity = self.identity(other, row)
-                        if self._ledger.drop(other, [row], DISK):
+                        if self._placement.drop(other, [row], DISK):
                             removed.append(identity)
                 if removed:
                     await self._in_thread(self._tiers.store.remove, removed)
@@ -299,13 +299,13 @@ class DiskCopies:
         try:
             return await self._in_thread(self._read_parts, _places(trie, row), spans)
         finally:
-            self._ledger.unhold(trie, one, DISK)
+            self._placement.unhold(trie, one, DISK)
 
     def _judge(self, trie: Trie, row: int, error: StorageError | None) -> bool:
         if isinstance(error, ChecksumError | LostBytesError):
             self.drop_damaged(trie, np.array([row]), error)
         elif error is not None:
-            self._ledger.lost["not served: disk read error"] += 1
+            self._placement.lost["not served: disk read error"] += 1
             self.care.read_failed(trie, row, error)
         return error is None
 
@@ -354,23 +354,23 @@ class DiskCopies:
         Returns:
             How many blocks have left the disk.
         """
-        ledger = self._ledger
+        placement = self._placement
         why = "checksum mismatch on disk" if isinstance(error, ChecksumError) else "disk read failed"
-        ledger.lost[why] += len(rows)
+        placement.lost[why] += len(rows)
         more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
         log.error("block %s%s dropped, to be computed again: %s", trie.key(int(rows[0])).hex(), more, error)
         identities = [self.identity(trie, row) for row in rows.tolist()]
         for row in rows.tolist():
-            ledger.discard_copy(trie, row, DISK)
+            placement.discard_copy(trie, row, DISK)
         emptied = rows[trie.some[rows] == 0]
         if len(emptied) < len(rows):
-            ledger.changed.set()  # write-back writes the others again
+            placement.changed.set()  # write-back writes the others again
         for child in trie.subtree(emptied)[::-1]:
             if trie.some[child] and trie.removable(child):
                 if trie.some[child] & (1 << DISK):
                     identities.append(self.identity(trie, child))
-                ledger.discard(trie, child)
-        ledger.sweep(trie, emptied[np.argsort(trie.depth[emptied], kind="stable")])
+                placement.discard(trie, child)
+        placement.sweep(trie, emptied[np.argsort(trie.depth[emptied], kind="stable")])
         task = asyncio.create_task(self._remove_damaged(trie, identities))
         self._removals.add(task)
         task.add_done_callback(self._removals.discard)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from prefixd.cache.leases import Process, Reservation
+from prefixd.cache.sessions import Process, Reservation
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from prefixd.cache.ledger import Ledger
+from prefixd.cache.index.trie import DISK, Rows, Trie
 from prefixd.cache.namespaces import Namespace, NamespaceRegistry, NamespaceSpec
-from prefixd.cache.trie import DISK, Rows, Trie
+from prefixd.cache.placement import Placement
 from prefixd.errors import PrefixdError
 from prefixd_swap import RecordGroup, Records, SlabStore, StorageError
 
@@ -62,7 +62,7 @@ def restore(
     records: Records,
     known: Mapping[bytes, Namespace],
     trie_of: Callable[[Namespace], Trie],
-    ledger: Ledger,
+    placement: Placement,
 ) -> Restored:
     """Enters `records` into tries that are empty.
 
@@ -72,15 +72,15 @@ def restore(
         records: what is on disk, `SlabStore.load`.
         known: the namespaces by their id on disk; a record of another one is refused.
         trie_of: the trie of a namespace, made when there is none.
-        ledger: counts what was refused.
+        placement: counts what was refused.
     """
     homes = [known.get(identity) for identity in records.namespaces]
     entry = _Entry(records, homes, [None if home is None else trie_of(home) for home in homes])
-    entry.take_in(ledger.clock())
+    entry.take_in(placement.clock())
     for reason, blocks in entry.refused.items():
-        ledger.lost[f"on disk, but {reason}"] += blocks
+        placement.lost[f"on disk, but {reason}"] += blocks
         log.warning("%d blocks on disk are dropped: %s", blocks, reason)
-    ledger.epoch += 1
+    placement.epoch += 1
     refused = np.flatnonzero(~entry.sound)[::-1].tolist()
     ids = [(records.namespaces[records.namespace[row]], records.keys[row].tobytes()) for row in refused]
     return Restored(len(records) - len(ids), dict(entry.refused), ids)

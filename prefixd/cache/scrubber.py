@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixd.cache.disk_copies import Damage, Identity
-from prefixd.cache.residency import Residency
-from prefixd.cache.trie import DISK, Rows, Trie
+from prefixd.cache.index.trie import DISK, Rows, Trie
+from prefixd.cache.mover import Mover
 from prefixd_swap import IndexUnavailableError, StorageError, round_to_slot
 
 log = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class Scrubber:
     """Checks every block on disk: again and again in the background, and at once when asked.
 
     Args:
-        residency: the tries, and the disk tier.
+        mover: the tries, and the disk tier.
         clock: seconds, monotonic.
         bytes_per_s: the most that the background reads; 0: it does not run.
         every_s: a pass in the background begins this long after the last one began, at the earliest.
@@ -113,7 +113,7 @@ class Scrubber:
 
     def __init__(
         self,
-        residency: Residency,
+        mover: Mover,
         clock: Callable[[], float],
         *,
         bytes_per_s: int = 0,
@@ -121,8 +121,8 @@ class Scrubber:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self.counters = ScrubCounters()
-        self._residency = residency
-        self._tiers = residency.tiers
+        self._mover = mover
+        self._tiers = mover.tiers
         self._clock = clock
         self._bytes_per_s = bytes_per_s
         self._every_s = every_s
@@ -207,11 +207,11 @@ class Scrubber:
     # -- both -----------------------------------------------------------------------------------------------------
 
     def _blocks_on_disk(self) -> int:
-        return sum(int(np.count_nonzero(trie.some[: trie.rows] & (1 << DISK))) for trie in self._residency.tries)
+        return sum(int(np.count_nonzero(trie.some[: trie.rows] & (1 << DISK))) for trie in self._mover.tries)
 
     def _batches(self) -> Iterator[_Batch]:
         """Everything on disk, found as late as possible."""
-        for trie in list(self._residency.tries):
+        for trie in list(self._mover.tries):
             blocks = max(1, min(_BATCH_BLOCKS, _BATCH_BYTES // _bytes_on_disk(trie)))
             first = 0
             while first < trie.rows:
@@ -229,7 +229,7 @@ class Scrubber:
         Raises:
             StorageError: the device has read nothing in several attempts, or the index cannot be read.
         """
-        disk, trie = self._residency.disk, batch.trie
+        disk, trie = self._mover.disk, batch.trie
         blocks = batch.still_there()
         if not blocks:
             return

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from prefixd.cache.trie import CPU, DISK, GPU, NO_SLOT, TIERS
+from prefixd.cache.index.trie import CPU, DISK, GPU, NO_SLOT, TIERS
 from prefixd.cache.troubles import Troubles
 from prefixd_swap import CpuArena, FrameId, FramePool, SlabStore, Span, round_to_slot
 
@@ -31,7 +31,7 @@ class Tiers:
     """What this daemon has of GPU, CPU and disk.
 
     A slot is a frame in the GPU tier, a byte offset in the CPU tier, and a slot of the slab store on disk. Slots of the
-    first two that are taken but not (yet) in a trie are *loose*: reservations, blocks a request is filling, copies
+    first two that are taken but not (yet) in a trie are *in_flight*: reservations, blocks a request is filling, copies
     under way.
 
     Args:
@@ -58,7 +58,7 @@ class Tiers:
         """Whether the disk tier is written to; False from a failure until it is known to work again."""
         self.disk_gives = True
         """Likewise, whether it is read."""
-        self.loose: tuple[set[int], set[int]] = (set(), set())
+        self.in_flight: tuple[set[int], set[int]] = (set(), set())
 
     @property
     def trouble(self) -> list[str]:
@@ -118,7 +118,7 @@ class Tiers:
             frames = self.frames.allocate(1)
             if frames is None:
                 return None
-            self.loose[GPU].update(frames)
+            self.in_flight[GPU].update(frames)
             return list(frames)
         offsets: list[int] = []
         for size in sizes:
@@ -127,13 +127,13 @@ class Tiers:
                 self.release(CPU, offsets)
                 return None
             offsets.append(offset)
-        self.loose[CPU].update(offsets)
+        self.in_flight[CPU].update(offsets)
         return offsets
 
     def release(self, tier: int, slots: Iterable[int]) -> None:
-        """Gives back slots of the GPU or CPU tier, loose or just dropped from a trie; NO_SLOT is skipped."""
+        """Gives back slots of the GPU or CPU tier, in_flight or just dropped from a trie; NO_SLOT is skipped."""
         present = [slot for slot in slots if slot != NO_SLOT]
-        self.loose[tier].difference_update(present)
+        self.in_flight[tier].difference_update(present)
         if tier == GPU:
             self.frames.free([FrameId(slot) for slot in present])
         else:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from prefixd.cache.trie import Rows, Trie
+from prefixd.cache.index.trie import Rows, Trie
 from prefixd_swap import EvictionPolicy, choose_victims
 
 # A row of any trie as one number: the trie's ordinal above the row.

@@ -8,8 +8,8 @@ from contextlib import suppress
 
 import numpy as np
 
-from prefixd.cache.residency import Residency
-from prefixd.cache.trie import CPU, DISK, GPU, Rows, Trie
+from prefixd.cache.index.trie import CPU, DISK, GPU, Rows, Trie
+from prefixd.cache.mover import Mover
 from prefixd.cache.victims import find_victims
 from prefixd_swap import SwapError
 
@@ -24,14 +24,14 @@ class WriteBack:
     """Copies down whatever would cost time to evict: every CPU block to disk, the next GPU victims to the CPU tier.
 
     Args:
-        residency: does the copying.
+        mover: does the copying.
         enabled: False leaves only `flush`.
         limit_bytes: above this many bytes of blocks that wait in the CPU tier to be written to disk, `admit` waits.
     """
 
-    def __init__(self, residency: Residency, *, enabled: bool = True, limit_bytes: int | None = None) -> None:
-        self._residency = residency
-        self._tiers = residency.tiers
+    def __init__(self, mover: Mover, *, enabled: bool = True, limit_bytes: int | None = None) -> None:
+        self._mover = mover
+        self._tiers = mover.tiers
         self._enabled = enabled
         self.limit_bytes = limit_bytes
         self.written = 0
@@ -64,8 +64,8 @@ class WriteBack:
     def _must_wait(self) -> bool:
         if self.limit_bytes is None or self._task is None or self._task.done() or not self._tiers.disk_takes:
             return False
-        queued_bytes = self._residency.queued[1]
-        return queued_bytes > self.limit_bytes and (self._working or self._residency.changed.is_set())
+        queued_bytes = self._mover.queued[1]
+        return queued_bytes > self.limit_bytes and (self._working or self._mover.changed.is_set())
 
     def _turn(self) -> None:
         turned, self._turned = self._turned, asyncio.Event()
@@ -75,7 +75,7 @@ class WriteBack:
         """Ends after the batch under way."""
         if self._task is not None:
             self._stopping.set()
-            self._residency.changed.set()
+            self._mover.changed.set()
             await asyncio.wait({self._task})  # how it ended is its watcher's to report
             self._task = None
             self._turn()
@@ -84,12 +84,12 @@ class WriteBack:
         """Writes every block that has no copy on disk to disk; returns how many blocks became durable."""
         if self._tiers.disk is None:
             return 0
-        with self._residency.working():
+        with self._mover.working():
             return await self._flush()
 
     async def _flush(self) -> int:
         written = 0
-        for trie in self._residency.tries:
+        for trie in self._mover.tries:
             for source in (CPU, GPU):
                 if self._tiers.exists(source):
                     rows = trie.copies(source, without=DISK)
@@ -102,34 +102,34 @@ class WriteBack:
         return written
 
     async def _to_disk(self, trie: Trie, rows: Rows, source: int) -> int:
-        residency = self._residency
+        mover = self._mover
         if source != GPU or not self._tiers.gpu_on_device:
-            return await residency.write(trie, rows, source)
+            return await mover.write(trie, rows, source)
         written = 0
         rows = rows[np.argsort(trie.depth[rows], kind="stable")]
         while len(rows):  # device memory reaches the disk through the pinned arena, as much at a time as fits
             batch = rows[:_BATCH]
             trie.hold(batch, CPU)
             try:
-                there = await residency.bring(trie, batch, CPU)
-                written += await residency.write(trie, batch[:there], CPU)
+                there = await mover.bring(trie, batch, CPU)
+                written += await mover.write(trie, batch[:there], CPU)
             finally:
                 trie.unhold(batch, CPU)
             if not there:
-                residency.lost["no room in the CPU tier to write back through"] += len(rows)
+                mover.lost["no room in the CPU tier to write back through"] += len(rows)
                 break
             rows = rows[there:]
         return written
 
     async def _run(self) -> None:
-        residency = self._residency
+        mover = self._mover
         while not self._stopping.is_set():
-            await residency.changed.wait()
-            residency.changed.clear()
+            await mover.changed.wait()
+            mover.changed.clear()
             self._working = True
             failed = False
             try:
-                with residency.working():
+                with mover.working():
                     while not self._stopping.is_set() and await self._batch():
                         self._turn()
             except SwapError as error:
@@ -141,7 +141,7 @@ class WriteBack:
             if failed:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._stopping.wait(), _RETRY_S)
-                residency.changed.set()
+                mover.changed.set()
 
     async def _batch(self) -> bool:
         """One batch down from each tier; whether there may be more to write to disk."""
@@ -151,7 +151,7 @@ class WriteBack:
         if self._tiers.disk is None or self._tiers.cpu is None or not self._tiers.disk_takes:
             return False
         more = False
-        for trie in self._residency.tries:
+        for trie in self._mover.tries:
             rows = trie.copies(CPU, without=DISK)
             rows = rows[np.lexsort((trie.depth[rows], trie.entered[rows, CPU]))][:_BATCH]
             written = await self._down([(trie, rows)], CPU, DISK)
@@ -166,7 +166,7 @@ class WriteBack:
         try:
             for trie, rows in chosen:
                 if len(rows):
-                    copied += await self._residency.copy(trie, rows, source, target, ahead=True)
+                    copied += await self._mover.copy(trie, rows, source, target, ahead=True)
         finally:
             for trie, rows in chosen:
                 trie.unhold(rows, source)
@@ -177,8 +177,8 @@ class WriteBack:
         pool = self._tiers.gpu
         if pool is None:
             return []
-        residency = self._residency
+        mover = self._mover
         want = pool.capacity // _CLEAN_SHARE - pool.free_count
-        victims = find_victims(residency.tries, GPU, want, residency.policy, demotable=True)
+        victims = find_victims(mover.tries, GPU, want, mover.policy, demotable=True)
         lacking = np.uint8(1 << below)
         return [(trie, rows[(trie.some[rows] & lacking) == 0]) for trie, rows in victims]

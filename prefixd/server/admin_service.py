@@ -9,9 +9,9 @@ from contextlib import aclosing
 import numpy as np
 
 from prefixd.cache import DISK, Namespace, TieredCache, Trie
-from prefixd.cache.audit import audit
+from prefixd.cache.index.trie import TIERS, Rows
+from prefixd.cache.integrity import audit
 from prefixd.cache.scrubber import ScrubProgress
-from prefixd.cache.trie import TIERS, Rows
 from prefixd.errors import InvalidArgumentError, NotFoundError, PreconditionError
 from prefixd.server.rpc import streaming, unary
 from prefixd.server.snapshot import Snapshot
@@ -103,14 +103,14 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         path = trie.path(row)
         pinned = int(trie.pinned[path].sum())
         trie.pinned[path] = False
-        self._cache.residency.sweep(trie, path)
+        self._cache.mover.sweep(trie, path)
         return pb.UnpinResponse(blocks=pinned)
 
     @unary
     async def Evict(self, request: pb.EvictRequest) -> pb.EvictResponse:
         """Drops a prefix and what continues it, a namespace, or everything."""
         what = request.WhichOneof("what")
-        await self._cache.residency.sealed()  # what was just committed is held for a moment
+        await self._cache.mover.sealed()  # what was just committed is held for a moment
         doomed: list[tuple[Trie, list[int]]] = []
         if what == "key":
             trie, row = self._find(request.key)
@@ -129,7 +129,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             raise InvalidArgumentError("nothing to evict was named; send a key, a namespace_id or all = true")
         evicted = 0
         for trie, found in doomed:
-            evicted += await self._cache.residency.forget(trie, found[::-1])
+            evicted += await self._cache.mover.forget(trie, found[::-1])
         return pb.EvictResponse(evicted_blocks=evicted, kept_blocks=sum(len(found) for _, found in doomed) - evicted)
 
     @unary

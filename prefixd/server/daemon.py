@@ -26,12 +26,12 @@ from prefixd.server import rpc
 from prefixd.server.access import make_private, private_umask
 from prefixd.server.admin_service import AdminService
 from prefixd.server.cache_service import PrefixCacheService
-from prefixd.server.doors import Doors
 from prefixd.server.health import Health
 from prefixd.server.inference_service import InferenceService
 from prefixd.server.kv_events import KVEvents
 from prefixd.server.limits import LOCK, raise_descriptor_limit, watch_descriptors, watch_memory_lock
-from prefixd.server.memory_door import MemoryDoor
+from prefixd.server.listeners import Listeners
+from prefixd.server.memory_listener import MemoryListener
 from prefixd.server.model_host import ModelHost
 from prefixd.server.processes import ProcessWatch
 from prefixd.server.snapshot import Snapshot, serve_metrics
@@ -120,7 +120,7 @@ class Daemon:
         settings = self.settings
         clock = time.monotonic
         device = resolve_device(settings) if settings.worker.enabled else "cpu"
-        doors = Doors(settings.server)
+        doors = Listeners(settings.server)
         stack.callback(private_umask())
         stack.callback(_lock_directory(settings.data_dir))
         heap.keep_large_arrays_apart()
@@ -158,7 +158,7 @@ class Daemon:
         self._watch(cache.write_back.start())
         self._watch(cache.scrubber.start())
         if tiers.disk is not None:
-            self._watch(cache.residency.start_probing())
+            self._watch(cache.mover.start_probing())
         stack.push_async_callback(cache.close)
         stack.push_async_callback(rpc.settle)
         events = None
@@ -199,7 +199,7 @@ class Daemon:
         if tiers.cpu is not None:
             watch = ProcessWatch(cache)
             stack.callback(watch.close)
-            door = MemoryDoor(
+            door = MemoryListener(
                 door_path,
                 tiers.cpu.fd,
                 tiers.cpu.capacity_bytes,

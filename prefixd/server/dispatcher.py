@@ -17,7 +17,7 @@ import numpy as np
 from prefixd.cache import CPU, DISK, GPU, TieredCache
 from prefixd.cache.cache import Claim
 from prefixd.errors import ExhaustedError, PrefixdError, UnavailableError
-from prefixd.server.places import Places
+from prefixd.server.concurrency_limit import ConcurrencyLimit
 from prefixd.server.prefetcher import Prefetcher
 from prefixd.server.request import Ended, NewTokens, Request
 from prefixd.server.tracker import PrefixTracker
@@ -63,12 +63,12 @@ class Dispatcher:
         self.running: dict[int, Request] = {}
         self.finished = self.preempted = self.resumed = 0
         self._cache = cache
-        self._residency = cache.residency
+        self._mover = cache.mover
         self._tracker = PrefixTracker(cache)
         self._cost = cost
         self._send = send
         self._clock = clock
-        self._places = Places(max_running, cache.tiers.troubles, self._look)
+        self._concurrency = ConcurrencyLimit(max_running, cache.tiers.troubles, self._look)
         self._look_ahead = look_ahead
         self._caching = caching
         self._prefetcher = Prefetcher(
@@ -99,7 +99,7 @@ class Dispatcher:
 
     async def stop(self) -> None:
         """Stops dispatching and fails what waits or runs."""
-        self._places.close()
+        self._concurrency.close()
         self._stopping = True  # not cancelled: it may be waiting for a copy, whose memory goes next
         self._wake.set()
         if self._task is not None:
@@ -207,7 +207,7 @@ class Dispatcher:
         elif request.failure is not None:
             request.events.put_nowait(request.failure)
         elif done.reason == "no_memory" and not request.cancelled and self.running:
-            self._places.shrink(len(self.running), done.detail)
+            self._concurrency.shrink(len(self.running), done.detail)
             self._put_back(request)
         elif done.reason == "no_memory":
             request.events.put_nowait(ExhaustedError(f"the worker has no memory for the request: {done.detail}"))
@@ -258,7 +258,7 @@ class Dispatcher:
     async def _dispatch(self) -> None:
         if self._caching:
             self._tracker.refresh(self.waiting.values())
-        places = max(0, self._places.limit - len(self.running))
+        places = max(0, self._concurrency.limit - len(self.running))
         window = [self.waiting[q.id] for q in self.queue.window(places + self._look_ahead, self._clock())]
         inside = set(map(id, window))
         for request in self.waiting.values():
@@ -292,7 +292,7 @@ class Dispatcher:
                 break
             if not request.staged:
                 self._prefetcher.stage(request)
-            if request.ready and len(self.running) < self._places.limit and not await self._hand_over(request):
+            if request.ready and len(self.running) < self._concurrency.limit and not await self._hand_over(request):
                 self._prefetcher.unstage_all_but(request, self.waiting.values())
                 break
 
@@ -303,7 +303,7 @@ class Dispatcher:
             self._prefetcher.unstage(request)
             self._look()
             return True
-        fresh = await self._residency.take_frames(self._blocks(request) - len(request.rows))
+        fresh = await self._mover.take_frames(self._blocks(request) - len(request.rows))
         if fresh is None:
             return False
         if request.id not in self.waiting or not self._taking:  # cancelled, or the worker died while we waited
@@ -385,7 +385,7 @@ class Dispatcher:
 
     async def _extend_starved(self) -> None:
         for request in list(self._starved.values()):
-            frames = await self._residency.take_frames(1)
+            frames = await self._mover.take_frames(1)
             if request.id not in self.running:
                 self._starved.pop(request.id, None)
                 if frames:

@@ -89,7 +89,7 @@ class ModelHost:
             await asyncio.gather(self._model, return_exceptions=True)
         self.dispatcher.abandon()
         await self._cache.write_back.stop()
-        await self._cache.residency.quiesce()
+        await self._cache.mover.quiesce()
         pool, self._cache.tiers.gpu = self._cache.tiers.gpu, None
         if pool is not None:
             pool.close()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from prefixd.cache import CPU, DISK, GPU, TieredCache
-from prefixd.cache.trie import Rows
+from prefixd.cache.index.trie import Rows
 from prefixd.server.load_meter import LoadMeter
 from prefixd.server.request import Request
 from prefixd.server.tracker import PrefixTracker
@@ -49,7 +49,7 @@ class Prefetcher:
         recompute_if_slower: bool,
     ) -> None:
         self._cache = cache
-        self._residency = cache.residency
+        self._mover = cache.mover
         self._tracker = tracker
         self._cost = cost
         self._meter = LoadMeter(clock)
@@ -81,7 +81,7 @@ class Prefetcher:
         there = 0
         mark = self._meter.begin()
         try:
-            there = await self._residency.bring(trie, rows, GPU)
+            there = await self._mover.bring(trie, rows, GPU)
         except SwapError as error:
             log.error("the prefix of request %s could not be brought up: %s", request.name, error)
         finally:

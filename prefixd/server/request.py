@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixd.cache import BlockChain, Namespace, Trie
-from prefixd.cache.trie import Rows
+from prefixd.cache.index.trie import Rows
 from prefixd.errors import PrefixdError
 from prefixd.worker.protocol import Sampling
 from prefixd_scheduler import QueuedRequest

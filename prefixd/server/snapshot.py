@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 
 import prefixd
 from prefixd.cache import CPU, GPU, TIER_NAMES, Lease, Reservation, TieredCache
-from prefixd.cache.trie import TIERS
+from prefixd.cache.index.trie import TIERS
 from prefixd.server.dispatcher import Dispatcher
 from prefixd.server.kv_events import KVEvents
 from prefixd.server.worker_process import WorkerProcess, WorkerState
@@ -91,7 +91,7 @@ class Snapshot:
             scheduler=self._scheduler(),
             asked_tokens=counters.asked_tokens,
             hit_tokens=sum(counters.hit_tokens),
-            lost_blocks=dict(cache.residency.lost),
+            lost_blocks=dict(cache.mover.lost),
             scrub=self._scrub(),
             write_back=self._write_back(),
             kv_events=self._kv_events(),
@@ -119,7 +119,7 @@ class Snapshot:
         if tier == GPU:
             frame = tiers.frames.geometry.block_bytes
             capacity, used = tiers.frames.capacity * frame, tiers.frames.used_count * frame
-            in_flight = len(tiers.loose[GPU]) * frame
+            in_flight = len(tiers.in_flight[GPU]) * frame
         elif tier == CPU:
             capacity, used = tiers.arena.capacity_bytes, tiers.arena.used_bytes
             in_flight = used - sum(
@@ -157,7 +157,7 @@ class Snapshot:
 
     def _write_back(self) -> pb.WriteBackStats:
         write_back = self.cache.write_back
-        blocks, nbytes = self.cache.residency.queued
+        blocks, nbytes = self.cache.mover.queued
         return pb.WriteBackStats(
             queued_blocks=blocks,
             queued_bytes=nbytes,

@@ -32,12 +32,12 @@ class PrefixTracker:
 
     def refresh(self, waiting: Iterable[Request]) -> None:
         """Brings all waiting requests up to date. Staged ones are held, so theirs cannot have changed."""
-        if self._epoch == self._cache.residency.epoch:
+        if self._epoch == self._cache.mover.epoch:
             return
-        self._epoch = self._cache.residency.epoch
-        loose = [request for request in waiting if not request.staged]
-        found = [request for request in loose if len(request.rows)]
-        for request in loose:
+        self._epoch = self._cache.mover.epoch
+        in_flight = [request for request in waiting if not request.staged]
+        found = [request for request in in_flight if len(request.rows)]
+        for request in in_flight:
             if not len(request.rows) and request.next_key in request.trie:
                 self.look_up(request)
         if not found:

@@ -6,7 +6,6 @@ Knows blocks as bytes in slots; what they mean, and which prompt they belong to,
 from __future__ import annotations
 
 from prefixd_swap.arena import CpuArena
-from prefixd_swap.block_record import BlockRecord, DiskPart, NewBlock
 from prefixd_swap.copies import CopyEngine, StreamMark, create_copy_engine, register_host, unregister_host
 from prefixd_swap.errors import (
     ChecksumError,
@@ -25,11 +24,12 @@ from prefixd_swap.errors import (
     UnknownPolicyError,
 )
 from prefixd_swap.eviction import EvictionPolicy, choose_victims, create_eviction_policy
-from prefixd_swap.file_ops import FileOps, host_bytes
 from prefixd_swap.geometry import KvGeometry
-from prefixd_swap.slab_files import MAX_SLABS
-from prefixd_swap.slab_records import RecordGroup, Records
-from prefixd_swap.slab_store import SlabStore
+from prefixd_swap.slab.block_record import BlockRecord, DiskPart, NewBlock
+from prefixd_swap.slab.file_ops import FileOps, host_bytes
+from prefixd_swap.slab.files import MAX_SLABS
+from prefixd_swap.slab.records import RecordGroup, Records
+from prefixd_swap.slab.store import SlabStore
 from prefixd_swap.slots import round_to_slot
 from prefixd_swap.spans import Span
 from prefixd_swap.threads import started_threads

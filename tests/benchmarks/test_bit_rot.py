@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks import bit_rot
-from benchmarks._bit_flips import KINDS, StoredBlocks, draw
+from benchmarks.storage.bit_flips import KINDS, StoredBlocks, draw
 from prefixd_swap import NewBlock, SlabStore, Span
 
 CAPACITY = 16 << 20

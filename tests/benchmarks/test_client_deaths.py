@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import client_deaths
-from benchmarks._harness import BenchmarkError
-from benchmarks._load_world import Prompt, content
+from benchmarks.common.harness import BenchmarkError
+from benchmarks.load.world import Prompt, content
 from prefixd.client import Client
 from prefixd.workloads.daemon_process import DaemonProcess
 

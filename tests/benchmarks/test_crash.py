@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from benchmarks import crash
-from benchmarks._load import LoadPlan, MixedLoad
-from benchmarks._load_world import NAMESPACES, Prompt, block_key, content, prompts, wrong_bytes
+from benchmarks.load.load import LoadPlan, MixedLoad
+from benchmarks.load.world import NAMESPACES, Prompt, block_key, content, prompts, wrong_bytes
 from prefixd.client import Client
 from prefixd.workloads.daemon_process import DaemonProcess
 

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import _disk_daemon, _harness, _slabs, disk
+from benchmarks import disk
+from benchmarks.common import harness as _harness
+from benchmarks.storage import disk_daemon as _disk_daemon
+from benchmarks.storage import slabs as _slabs
 
 
 def test_throughput_compares_the_same_bytes(tmp_path: Path) -> None:

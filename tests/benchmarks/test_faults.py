@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import _fault_worker, faults
-from benchmarks._fault_result import Result
-from benchmarks._fault_scenarios import SCENARIOS, Stage
+from benchmarks import faults
+from benchmarks.fault_injection import worker as _fault_worker
+from benchmarks.fault_injection.result import Result
+from benchmarks.fault_injection.scenarios import SCENARIOS, Stage
 
 SHORT = faults.Pace(calls=3, during_s=0.0, pause_s=0.005)
 BY_NAME = {scenario.name: scenario for scenario in SCENARIOS}

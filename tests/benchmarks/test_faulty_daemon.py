@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks._faulty_daemon import FAULTS, FaultyDaemon, FaultyOps
+from benchmarks.fault_injection.faulty_daemon import FAULTS, FaultyDaemon, FaultyOps
 from prefixd.workloads.daemon_process import DaemonFailed
 from prefixd_swap import ChecksumError, NewBlock, SlabStore, Span, StorageError
 

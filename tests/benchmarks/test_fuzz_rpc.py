@@ -11,10 +11,11 @@ from typing import Any
 import grpc
 import pytest
 
-from benchmarks import _fuzz_batch, fuzz_rpc
-from benchmarks._fuzz_batch import Batch, Findings
-from benchmarks._fuzz_calls import Answer
-from benchmarks._fuzz_statuses import all_methods
+from benchmarks import fuzz_rpc
+from benchmarks.fuzzing import batch as _fuzz_batch
+from benchmarks.fuzzing.batch import Batch, Findings
+from benchmarks.fuzzing.calls import Answer
+from benchmarks.fuzzing.statuses import all_methods
 from prefixd.client import Client, NamespaceSpec, PartSpec
 from prefixd.v1 import cache_pb2
 from prefixd.workloads.daemon_process import DaemonProcess

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks._harness import BenchmarkError
-from benchmarks._mooncake import PrefixCount, read_trace
+from benchmarks.common.harness import BenchmarkError
+from benchmarks.load.mooncake import PrefixCount, read_trace
 from benchmarks.trace import tokens_of
 
 GOOD = {"timestamp": 7, "input_length": 1030, "output_length": 2, "hash_ids": [4, 5, 6]}

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks import power_loss
-from benchmarks._power_cut import PowerCutOps
-from benchmarks._power_player import Violation
-from prefixd_swap.block_record import record_slots
-from prefixd_swap.group_commit import Commit
-from prefixd_swap.slab_file import SlabFile
-from prefixd_swap.slab_store import SlabStore
+from benchmarks.storage.power_cut import PowerCutOps
+from benchmarks.storage.power_player import Violation
+from prefixd_swap.slab.block_record import record_slots
+from prefixd_swap.slab.file import SlabFile
+from prefixd_swap.slab.group_commit import Commit
+from prefixd_swap.slab.store import SlabStore
 
 
 def steps(finding: power_loss.Finding) -> int:

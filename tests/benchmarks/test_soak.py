@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import soak
-from benchmarks._footprint import Footprint, footprint, slope_per_minute
+from benchmarks.common.footprint import Footprint, footprint, slope_per_minute
 
 
 def test_the_slope_is_that_of_most_pairs() -> None:

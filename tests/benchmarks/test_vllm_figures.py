@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks._vllm_chat import ChatPlan, Chats, distinct_prompts
-from benchmarks._vllm_figures import PromptTokens, Reply, Round, Run, Stage, broken_promises, nothing_to_hit
-from benchmarks._vllm_plot import draw
+from benchmarks.engines.vllm_chat import ChatPlan, Chats, distinct_prompts
+from benchmarks.engines.vllm_figures import PromptTokens, Reply, Round, Run, Stage, broken_promises, nothing_to_hit
+from benchmarks.engines.vllm_plot import draw
 
 PLAN = ChatPlan(conversations=5, turns=3, system_tokens=20, user_tokens=7, output_tokens=3, vocabulary=1000, seed=1)
 

@@ -31,7 +31,7 @@ from prefixd.cache import (
     Trie,
     check_integrity,
 )
-from prefixd.cache.keys import Digest, xxh3_digest
+from prefixd.cache.index.keys import Digest, xxh3_digest
 from prefixd_swap import (
     CpuArena,
     FrameId,
@@ -45,7 +45,7 @@ from prefixd_swap import (
     register_host,
     unregister_host,
 )
-from prefixd_swap.file_ops import FileOps
+from prefixd_swap.slab.file_ops import FileOps
 
 BLOCK_TOKENS = 2
 PART_BYTES = 4096
@@ -177,7 +177,7 @@ class Rig:
     def start_write_back(self) -> None:
         """Starts the background copies; needs a running loop."""
         self.cache.write_back.start()
-        self.cache.residency.start_probing()
+        self.cache.mover.start_probing()
 
     # -- names --------------------------------------------------------------------------------------------------
 
@@ -275,7 +275,7 @@ class Rig:
             return 0, 0
         self.fill(reservation)
         done = await self.cache.commit(reservation, len(reservation.slots), durable=durable)
-        await self.cache.residency.sealed()  # so that what a test finds held is held by whom it thinks of
+        await self.cache.mover.sealed()  # so that what a test finds held is held by whom it thinks of
         return done
 
     async def lease(self, prompt: Sequence[int], *, namespace: Namespace | None = None, **how: Any) -> Lease | None:
@@ -300,7 +300,7 @@ class Rig:
         """Computes the prompt's blocks as the worker does; returns their rows, held in the GPU tier."""
         chain, cache = self.chain(prompt), self.cache
         self.clock.now += 1
-        frames = await cache.residency.take_frames(len(prompt))
+        frames = await cache.mover.take_frames(len(prompt))
         assert frames is not None
         rows: list[int] = []
         for block, frame in enumerate(frames):
@@ -332,7 +332,7 @@ class Rig:
 
     async def check_disk(self) -> None:
         """Once nothing is under way, the store's index names exactly what the tries say is on disk."""
-        await self.cache.residency.quiesce()
+        await self.cache.mover.quiesce()
         self.check()
         if self.store is None:
             return
@@ -341,7 +341,7 @@ class Rig:
         def stored() -> dict[tuple[bytes, bytes], tuple[int, ...]]:
             return {(r.namespace, r.key): tuple(p.slot for p in r.parts if p) for r in store.records()}
 
-        there, known = await self.cache.residency.disk.undisturbed(self._on_disk, lambda known: (stored(), known))
+        there, known = await self.cache.mover.disk.undisturbed(self._on_disk, lambda known: (stored(), known))
         assert there == known
 
     def _on_disk(self) -> dict[tuple[bytes, bytes], tuple[int, ...]]:
@@ -373,7 +373,7 @@ class Rig:
         def standing() -> list[object]:
             holds = [(int(t.keep[: t.rows].sum()), int(t.holds[: t.rows].sum())) for t in self.cache.tries]
             grants = [g for s in self.cache.leases.sessions.values() for g in s.grants]
-            return [len(tiers.loose[0]), len(tiers.loose[1]), holds, grants]
+            return [len(tiers.in_flight[0]), len(tiers.in_flight[1]), holds, grants]
 
         before = standing()
         yield

@@ -100,11 +100,11 @@ class CacheMachine(RuleBasedStateMachine):
 
     async def rest(self) -> None:
         cache = self.rig.cache
-        await cache.residency.quiesce()
+        await cache.mover.quiesce()
         for _ in range(30):
-            if not cache.residency.changed.is_set():
+            if not cache.mover.changed.is_set():
                 return
-            cache.residency.changed.clear()
+            cache.mover.changed.clear()
             while await cache.write_back._batch():
                 pass
         raise AssertionError("write back keeps giving itself work")
@@ -168,7 +168,7 @@ class CacheMachine(RuleBasedStateMachine):
     def commit_all(self, given: Reservation, blocks: int, durable: bool) -> None:
         self.reserved.remove(given)
         home = next(name for name, namespace in self.homes.items() if namespace is given.namespace)
-        collisions = self.rig.cache.residency.lost["key collision"]
+        collisions = self.rig.cache.mover.lost["key collision"]
         for block in range(given.first_block, given.first_block + blocks):
             self.note(home, given.chain, block, given.parts)
         try:
@@ -176,7 +176,7 @@ class CacheMachine(RuleBasedStateMachine):
         except (ExhaustedError, PreconditionError):
             assert durable
             return
-        lost = self.rig.cache.residency.lost["key collision"] - collisions
+        lost = self.rig.cache.mover.lost["key collision"] - collisions
         assert committed + duplicates + lost == blocks
         if durable and blocks and not lost:
             on_disk = self.rig.trie if home != "parts" else self.rig.cache.trie(given.namespace)
@@ -247,10 +247,10 @@ class CacheMachine(RuleBasedStateMachine):
         rows = cache.match(namespace, chain).rows
         assert all(self.whole(home, chain, block) for block in range(len(rows)))
         rig.trie.hold(rows, GPU)
-        there = await cache.residency.bring(rig.trie, rows, GPU)
+        there = await cache.mover.bring(rig.trie, rows, GPU)
         rig.unhold(rows[there:].tolist(), GPU)
         found: list[int] = rows[:there].tolist()
-        frames = await cache.residency.take_frames(len(chain) - there)
+        frames = await cache.mover.take_frames(len(chain) - there)
         for block, frame in zip(range(there, len(chain)), frames or [], strict=False):
             rig.write(rig.frame(frame), rig.content(namespace, chain, block))
             entered = cache.record(namespace, found[-1] if found else namespace.root, chain, block, frame)
@@ -276,7 +276,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 4))
     def press(self, count: int) -> None:
-        frames = self.run(self.rig.cache.residency.take_frames(count))
+        frames = self.run(self.rig.cache.mover.take_frames(count))
         if frames is not None:
             self.rig.cache.tiers.release(GPU, frames)
 
@@ -299,7 +299,7 @@ class CacheMachine(RuleBasedStateMachine):
             return
         subtree = trie.subtree(np.array(rows[-1:]))
         prefix = rig.chain(prompt, namespace).blocks(len(rows))
-        went = self.run(rig.cache.residency.forget(trie, subtree[::-1]))
+        went = self.run(rig.cache.mover.forget(trie, subtree[::-1]))
         assert went <= len(subtree)
         if len(rig.rows(prompt, namespace)) < len(rows):
             for key in [key for key in self.committed if key[0] == home and key[1].startswith(prefix)]:
@@ -350,7 +350,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_frame_is_the_tries_or_a_requests(self) -> None:
-        assert len(self.rig.cache.tiers.loose[GPU]) == len(self.own)
+        assert len(self.rig.cache.tiers.in_flight[GPU]) == len(self.own)
 
 
 @pytest.mark.parametrize("policy", ["lru", "fifo", "random"])

@@ -45,7 +45,7 @@ def stopped(rig: Rig, name: str) -> Iterator[threading.Event]:
 async def on_disk(rig: Rig, prompt: Sequence[int]) -> None:
     """The prompt's blocks, on disk only."""
     await rig.put(prompt, durable=True)
-    taken = await rig.cache.residency.take(CPU, (4096,), rig.cache.tiers.arena.capacity_bytes // 4096)
+    taken = await rig.cache.mover.take(CPU, (4096,), rig.cache.tiers.arena.capacity_bytes // 4096)
     for slots in taken:
         rig.cache.tiers.release(CPU, slots)
     assert not any(rig.tiers(prompt, CPU))
@@ -112,7 +112,7 @@ async def test_a_cancelled_acquire_does_not_disturb_the_read(make_rig: MakeRig, 
             with pytest.raises(asyncio.CancelledError):
                 await first
         assert await second == 2
-        await rig.cache.residency.quiesce()
+        await rig.cache.mover.quiesce()
 
 
 async def test_a_cancelled_reserve_waits_for_the_write_that_makes_room(
@@ -141,7 +141,7 @@ async def test_take_frames_can_be_cancelled_anywhere(make_rig: MakeRig, turns: i
     rig.unhold(await rig.put_gpu([1, 2, 3, 4]), GPU)
     await rig.put([7, 8])
     with rig.nothing_lost():
-        take = asyncio.create_task(rig.cache.residency.take_frames(3))
+        take = asyncio.create_task(rig.cache.mover.take_frames(3))
         for _ in range(turns):
             await asyncio.sleep(0)
         take.cancel()
@@ -149,7 +149,7 @@ async def test_take_frames_can_be_cancelled_anywhere(make_rig: MakeRig, turns: i
         if isinstance(result, list):
             rig.cache.tiers.release(GPU, result)
         await rig.check_disk()
-    frames = await rig.cache.residency.take_frames(4)
+    frames = await rig.cache.mover.take_frames(4)
     assert frames is not None
     rig.cache.tiers.release(GPU, frames)
 
@@ -161,7 +161,7 @@ async def test_a_block_written_again_while_its_removal_waits_stays(make_rig: Mak
     with stopped(rig, "write") as begun:
         flush = asyncio.create_task(rig.cache.write_back.flush())
         await eventually(begun.is_set)
-        forget = asyncio.create_task(rig.cache.residency.forget(rig.trie, rig.rows([1, 2])[::-1]))
+        forget = asyncio.create_task(rig.cache.mover.forget(rig.trie, rig.rows([1, 2])[::-1]))
         again = asyncio.create_task(rig.put([1, 2], durable=True))
         await eventually(lambda: len(rig.rows([1, 2])) == 2)
     assert (await flush, await forget, await again) == (1, 2, (2, 0))
@@ -202,19 +202,19 @@ async def test_engines_workers_and_operators_at_once(make_rig: MakeRig, policy: 
                 await rig.put(wanted, durable=dice.random() < 0.3)
 
     async def worker() -> None:
-        residency, trie = rig.cache.residency, rig.trie
+        mover, trie = rig.cache.mover, rig.trie
         for _ in range(12):
             wanted = prompt()[:3]
             chain = rig.chain(wanted)
             rows = rig.cache.match(rig.namespace, chain).rows
             trie.hold(rows, GPU)
-            there = await residency.bring(trie, rows, GPU)
+            there = await mover.bring(trie, rows, GPU)
             rig.unhold(rows[there:].tolist(), GPU)
             for block, row in enumerate(rows[:there].tolist()):
                 data = rig.read(rig.frame(int(trie.slots[row, GPU, 0])))
                 assert data == rig.content(rig.namespace, chain, block)
             rig.unhold(rows[:there].tolist(), GPU)
-            frames = await residency.take_frames(len(wanted))
+            frames = await mover.take_frames(len(wanted))
             if frames is not None:
                 rig.cache.tiers.release(GPU, frames)
                 rig.unhold(await rig.put_gpu(wanted), GPU)
@@ -226,7 +226,7 @@ async def test_engines_workers_and_operators_at_once(make_rig: MakeRig, policy: 
             rows = rig.trie.used_rows().tolist()
             if rows:
                 subtree = rig.trie.subtree(np.array([dice.choice(rows)]))
-                await rig.cache.residency.forget(rig.trie, subtree[::-1])
+                await rig.cache.mover.forget(rig.trie, subtree[::-1])
             await rig.cache.write_back.flush()
 
     async def dying() -> None:
@@ -248,7 +248,7 @@ async def test_engines_workers_and_operators_at_once(make_rig: MakeRig, policy: 
         await rig.cache.write_back.stop()
         await rig.check_disk()
     assert served > 0
-    assert not rig.cache.residency.lost["checksum mismatch on disk"]
+    assert not rig.cache.mover.lost["checksum mismatch on disk"]
 
 
 async def test_a_write_of_blocks_that_are_there_writes_nothing(make_rig: MakeRig) -> None:
@@ -258,6 +258,6 @@ async def test_a_write_of_blocks_that_are_there_writes_nothing(make_rig: MakeRig
     commits = rig.store.commits
     assert await rig.put([1, 2], durable=True) == (0, 0)
     rows = rig.trie.path(rig.rows([1, 2])[-1])
-    assert await rig.cache.residency.write(rig.trie, rows, CPU) == 0
+    assert await rig.cache.mover.write(rig.trie, rows, CPU) == 0
     assert await rig.cache.write_back.flush() == 0
     assert rig.store.commits == commits

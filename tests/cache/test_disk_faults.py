@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from benchmarks._faulty_daemon import FAULTS, FaultyOps
+from benchmarks.fault_injection.faulty_daemon import FAULTS, FaultyOps
 from prefixd.cache import CPU, DISK
 from prefixd.errors import ExhaustedError
 from prefixd_swap import StorageError
@@ -26,12 +26,12 @@ MakeRig = Callable[..., "Rig"]
 
 
 class Faults:
-    """A cache on a disk that fails on command, as `benchmarks._faulty_daemon` has it."""
+    """A cache on a disk that fails on command, as `benchmarks.fault_injection.faulty_daemon` has it."""
 
     def __init__(self, make_rig: MakeRig, path: Path, **how: Any) -> None:
         self._orders = path / "orders"
         self.rig = make_rig(ops=FaultyOps(self._orders), **how)
-        self.care = self.rig.cache.residency.disk.care
+        self.care = self.rig.cache.mover.disk.care
 
     def order(self, name: str | None) -> None:
         self.obey(FAULTS[name] if name else {})
@@ -59,7 +59,7 @@ async def test_a_damaged_block_goes_with_its_descendants(make_rig: MakeRig) -> N
     rig.damage(rig.rows([1, 2])[1])
     assert await rig.get([1, 2]) == 1
     await rig.check_disk()
-    assert rig.cache.residency.lost == {"checksum mismatch on disk": 1}
+    assert rig.cache.mover.lost == {"checksum mismatch on disk": 1}
     assert [len(rig.rows(p)) for p in ([1, 2, 3, 4], [1, 2, 5], [1, 9])] == [1, 1, 2]
     assert len(rig.trie) == 2
     assert await rig.put([1, 2, 3, 4], durable=True) == (3, 0), "computed again"
@@ -83,7 +83,7 @@ async def test_a_copy_above_outlives_the_damage(make_rig: MakeRig) -> None:
     rows = rig.rows([1, 2])
     rig.damage(rows[0])
     assert await rig.get([1, 2]) == 2
-    assert not rig.cache.residency.lost, "nobody had to read it"
+    assert not rig.cache.mover.lost, "nobody had to read it"
 
 
 async def test_blocks_in_memory_survive_a_damaged_ancestor_while_leased(make_rig: MakeRig) -> None:
@@ -108,14 +108,14 @@ async def test_blocks_that_are_lost_together_go_once(make_rig: MakeRig) -> None:
     rows, other = rig.rows([1, 2, 3, 4]), rig.rows([1, 5])
     held = await rig.lease([1, 5])
     assert held is not None
-    rig.cache.residency.ledger.drop(rig.trie, rows[:1:-1], CPU)
-    rig.cache.residency.ledger.drop(rig.trie, rows[1:2], CPU)
+    rig.cache.mover.placement.drop(rig.trie, rows[:1:-1], CPU)
+    rig.cache.mover.placement.drop(rig.trie, rows[1:2], CPU)
     lost = np.array([rows[1], rows[2], other[1]])
-    assert rig.cache.residency.disk.drop_damaged(rig.trie, lost, StorageError("by the test")) == 4
+    assert rig.cache.mover.disk.drop_damaged(rig.trie, lost, StorageError("by the test")) == 4
     assert rig.rows([1, 2, 3, 4]) == rows[:1], "with what continued them"
     assert rig.tiers([1, 5], CPU) == [True, True]
     assert rig.tiers([1, 5], DISK) == [True, False], "in memory, to be written again"
-    assert sum(rig.cache.residency.lost.values()) == 3
+    assert sum(rig.cache.mover.lost.values()) == 3
     rig.cache.release(rig.session, held.id)
     await rig.check_disk()
 
@@ -127,7 +127,7 @@ async def test_a_deleted_slab_is_a_loss_and_no_more(make_rig: MakeRig) -> None:
     for slab in rig.path.rglob("*.slab"):
         os.truncate(slab, 0)
     assert await rig.get([1, 2]) == 0
-    assert sum(rig.cache.residency.lost.values()) > 0
+    assert sum(rig.cache.mover.lost.values()) > 0
     await rig.check_disk()
     assert len(rig.trie) == 0
     assert await rig.put([1, 2]) == (2, 0)
@@ -140,7 +140,7 @@ async def test_a_full_file_system_is_reported_and_the_rest_goes_on(make_rig: Mak
     with pytest.raises(ExhaustedError, match="the blocks are cached, but the disk tier has no room for them: No space"):
         await rig.put([1, 2], durable=True)
     assert "No space left" in rig.cache.tiers.trouble[DISK]
-    assert rig.cache.residency.lost["not written: no room on disk"] == 2
+    assert rig.cache.mover.lost["not written: no room on disk"] == 2
     for prompt in range(10, 20):
         assert await rig.put([prompt, 7]) == (2, 0)
         assert await rig.get([prompt, 7]) == 2
@@ -187,7 +187,7 @@ async def test_a_removal_that_fails_is_said_and_its_block_comes_back(
     with monkeypatch.context() as patch:
         patch.setattr(rig.store, "remove", refuse)
         with pytest.raises(StorageError, match="index cannot be written"):
-            await rig.cache.residency.forget(rig.trie, rig.rows([1, 2])[::-1])
+            await rig.cache.mover.forget(rig.trie, rig.rows([1, 2])[::-1])
     rig.check()
     assert rig.rows([1, 2]) == []
     await rig.restart()
@@ -240,7 +240,7 @@ async def test_a_disk_that_refuses_writes_is_out_and_comes_back(make_rig: MakeRi
         assert await rig.put([prompt]) == (1, 0)
         assert await rig.get([prompt]) == 1
     assert await rig.get([1, 2]) == 2, "reads go on"
-    assert sum(blocks for why, blocks in rig.cache.residency.lost.items() if "disk out of service" in why) >= 4
+    assert sum(blocks for why, blocks in rig.cache.mover.lost.items() if "disk out of service" in why) >= 4
     rig.check()
 
     faults.order(None)
@@ -257,9 +257,9 @@ async def test_a_disk_that_refuses_writes_is_out_and_comes_back(make_rig: MakeRi
 async def test_it_comes_back_by_itself_with_nothing_to_write(
     make_rig: MakeRig, tmp_path: Path, eventually: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prefixd.cache.disk_care.FIRST_PROBE_S", 0.01)
+    monkeypatch.setattr("prefixd.cache.disk_health.FIRST_PROBE_S", 0.01)
     faults = Faults(make_rig, tmp_path, cpu=4, disk=8)
-    faults.rig.cache.residency.start_probing()
+    faults.rig.cache.mover.start_probing()
     faults.order("index error half-way")
     with pytest.raises(ExhaustedError):
         await faults.rig.put([1, 2], durable=True)
@@ -292,7 +292,7 @@ async def test_a_removal_that_failed_is_made_good_when_the_disk_is_back(make_rig
     await rig.put([1, 2], durable=True)
     faults.order("index error")
     with pytest.raises(StorageError):
-        await rig.cache.residency.forget(rig.trie, rig.rows([1, 2])[::-1])
+        await rig.cache.mover.forget(rig.trie, rig.rows([1, 2])[::-1])
     faults.order(None)
     assert await faults.care.revive()
     await rig.check_disk()
@@ -331,7 +331,7 @@ async def test_a_disk_that_cannot_be_read_is_not_matched(make_rig: MakeRig, tmp_
     assert not rig.cache.tiers.disk_gives and "Input/output error" in rig.cache.tiers.trouble[DISK]
     assert rig.rows([1, 2]) == []
     assert await rig.get([3, 4]) == 2, "from memory"
-    assert rig.cache.residency.lost["not served: disk read error"] >= 1
+    assert rig.cache.mover.lost["not served: disk read error"] >= 1
     rig.check()
     assert await rig.put([1, 2]) == (2, 0), "computed again, beside the copy on disk"
     assert await rig.get([1, 2]) == 2
@@ -401,7 +401,7 @@ async def test_a_full_file_system_shrinks_the_tier_until_there_is_room(make_rig:
 
 
 async def test_the_index_grows_when_its_map_is_full(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefixd_swap.slab_index.MAP_BYTES", 1 << 16)
+    monkeypatch.setattr("prefixd_swap.slab.index.MAP_BYTES", 1 << 16)
     rig = make_rig(cpu=64, disk=512)
     for prompt in range(6):
         await rig.put(list(range(100 * prompt, 100 * prompt + 60)), durable=True)
@@ -421,9 +421,9 @@ async def test_a_file_that_is_lost_under_us_costs_its_blocks_and_memory_writes_t
             slab.unlink()
         else:
             os.truncate(slab, 0)
-    await rig.cache.residency.disk.care.inspect()
+    await rig.cache.mover.disk.care.inspect()
     await rig.check_disk()
-    assert rig.cache.residency.lost["disk read failed"] == 5
+    assert rig.cache.mover.lost["disk read failed"] == 5
     assert await rig.get([7, 8, 9]) == 3, "memory has it"
     await rig.cache.write_back.flush()
     await rig.restart()
@@ -469,21 +469,21 @@ async def test_a_read_that_fails_while_writing_revives_is_not_forgotten(
 async def test_a_file_that_is_lost_while_the_tier_cannot_grow_is_given_up_and_closed(
     make_rig: MakeRig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eventually: Any
 ) -> None:
-    monkeypatch.setattr("prefixd.cache.disk_care.FIRST_PROBE_S", 0.01)
-    monkeypatch.setattr("prefixd.cache.disk_care.LONGEST_PROBE_S", 0.01)
+    monkeypatch.setattr("prefixd.cache.disk_health.FIRST_PROBE_S", 0.01)
+    monkeypatch.setattr("prefixd.cache.disk_health.LONGEST_PROBE_S", 0.01)
     faults = Faults(make_rig, tmp_path, cpu=8, disk=64)
     rig, tiers = faults.rig, faults.rig.cache.tiers
     await rig.put([1, 2, 3, 4], durable=True)  # a whole slab
     faults.order("no room for a slab")
     assert await rig.put([5], durable=True) == (1, 0)
-    await rig.cache.residency.forget(rig.trie, rig.rows([5]))  # its slot is free
+    await rig.cache.mover.forget(rig.trie, rig.rows([5]))  # its slot is free
     assert "too few for another slab" in tiers.trouble[DISK]
     (slab,) = (rig.path / "slabs").iterdir()
     assert _open_files(slab)
     slab.unlink()
     with pytest.raises(ExhaustedError, match="was deleted or cut off while in use"):
         await rig.put([6], durable=True)
-    rig.cache.residency.start_probing()
+    rig.cache.mover.start_probing()
     await eventually(lambda: len(rig.trie.copies(DISK)) == 0)
     await eventually(lambda: not _open_files(slab))
     assert tiers.trouble[DISK], "still no room for another file"

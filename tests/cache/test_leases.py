@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from prefixd.cache import CPU, Lease, Reservation
-from prefixd.cache.leases import LeaseTable
+from prefixd.cache.sessions import LeaseTable
 from prefixd.errors import (
     ExhaustedError,
     InvalidArgumentError,
@@ -165,7 +165,7 @@ def test_lifetimes_are_bounded() -> None:
 async def test_only_so_many_ended_leases_are_remembered(
     make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prefixd.cache.leases._REMEMBERED", 2)
+    monkeypatch.setattr("prefixd.cache.sessions._REMEMBERED", 2)
     rig = make_rig()
     await rig.put([1])
     ended = []

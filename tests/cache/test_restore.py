@@ -11,7 +11,7 @@ import pytest
 
 from prefixd.cache import CPU, DISK, GPU
 from prefixd_swap import NewBlock, SlabStore, Span, StorageError
-from prefixd_swap.block_record import index_key
+from prefixd_swap.slab.block_record import index_key
 from tests.cache.conftest import BLOCK_TOKENS, PART_BYTES
 
 if TYPE_CHECKING:
@@ -99,12 +99,12 @@ K = [bytes([number]) * 16 for number in range(8)]
 async def refuses(rig: Rig, reason: str, blocks: int, restored: int) -> None:
     """At the next start, so many blocks are refused for the reason, and leave nothing on disk; nor at the one after."""
     await rig.restart()
-    lost = rig.cache.residency.lost
+    lost = rig.cache.mover.lost
     assert (rig.restored, lost[f"on disk, but {reason}"]) == (restored, blocks), dict(lost)
     assert rig.store is not None and rig.store.used_bytes == restored * PART_BYTES
     await rig.check_disk()
     await rig.restart()
-    assert (rig.restored, sum(rig.cache.residency.lost.values())) == (restored, 0)
+    assert (rig.restored, sum(rig.cache.mover.lost.values())) == (restored, 0)
 
 
 @pytest.mark.usefixtures("chunks")
@@ -169,7 +169,7 @@ async def test_blocks_that_lack_parts_are_dropped(make_rig: MakeRig) -> None:
     write(rig, K[0], namespace=home.id, parts=[True, False])
     await rig.restart()
     assert rig.restored == 1
-    assert rig.cache.residency.lost["on disk, but without some of their parts"] == 1
+    assert rig.cache.mover.lost["on disk, but without some of their parts"] == 1
     await rig.check_disk()
 
 

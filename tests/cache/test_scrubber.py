@@ -57,7 +57,7 @@ async def test_damage_is_found_and_goes_with_what_continues_it(make_rig: MakeRig
     assert (progress.damaged_blocks, progress.dropped_blocks) == (2, 5)
     assert (rig.namespace.id, key) in [damage.identity for damage in progress.damaged]
     assert all(isinstance(damage.error, ChecksumError) for damage in progress.damaged)
-    assert rig.cache.residency.lost == {"checksum mismatch on disk": 2}
+    assert rig.cache.mover.lost == {"checksum mismatch on disk": 2}
     await rig.check_disk()
     assert [len(rig.rows(p)) for p in ([1, 2, 3, 4], [1, 2, 5], [7, 8])] == [1, 1, 1]
     assert await rig.put([1, 2, 3, 4], durable=True) == (3, 0), "computed again"
@@ -122,7 +122,7 @@ async def test_what_left_while_it_is_read_is_no_damage(make_rig: MakeRig) -> Non
     loop, really = asyncio.get_running_loop(), rig.store.check
 
     async def forget() -> None:
-        await rig.cache.residency.forget(rig.trie, rig.rows([1, 2])[::-1])
+        await rig.cache.mover.forget(rig.trie, rig.rows([1, 2])[::-1])
         await rig.put([8, 9], durable=True)  # in the same rows
 
     def check(namespace: bytes, key: bytes) -> bool:
@@ -154,7 +154,7 @@ async def test_a_failing_device_ends_it_before_the_cache_is_gone(make_rig: MakeR
     rig.ops.pread = unreadable  # type: ignore[method-assign]
     with pytest.raises(StorageError, match="Input/output error"):
         await verified(rig, depth=1)
-    assert len(rig.rows(range(40))) == 40 and not rig.cache.residency.lost
+    assert len(rig.rows(range(40))) == 40 and not rig.cache.mover.lost
     assert rig.cache.scrubber.counters.passes == 0
 
 
@@ -171,7 +171,7 @@ async def test_a_few_blocks_that_cannot_be_read_go(make_rig: MakeRig) -> None:
     rig.ops.pread = read  # type: ignore[method-assign]
     progress = await verified(rig)
     assert (progress.damaged_blocks, progress.dropped_blocks) == (2, 2)
-    assert rig.cache.residency.lost == {"disk read failed": 2}
+    assert rig.cache.mover.lost == {"disk read failed": 2}
 
 
 def no_index(name: bytes) -> bytes | None:
@@ -189,14 +189,14 @@ async def test_an_index_that_cannot_be_read_costs_no_block(make_rig: MakeRig) ->
             await verified(rig)
         row = rig.rows([1])[0]
         with pytest.raises(IndexUnavailableError):
-            await rig.cache.residency.disk.recheck(rig.trie, row, int(rig.trie.generation[row]))
+            await rig.cache.mover.disk.recheck(rig.trie, row, int(rig.trie.generation[row]))
         sleep = Sleeper(rig, 1)
-        scrubber = Scrubber(rig.cache.residency, rig.clock, bytes_per_s=1 << 30, sleep=sleep)
+        scrubber = Scrubber(rig.cache.mover, rig.clock, bytes_per_s=1 << 30, sleep=sleep)
         scrubber.start()
         await sleep.over.wait()
         assert sleep.slept == [60.0], "the background pauses"
         await scrubber.stop()
-    assert len(rig.trie.copies(DISK)) == 10 and not rig.cache.residency.lost
+    assert len(rig.trie.copies(DISK)) == 10 and not rig.cache.mover.lost
     assert (await verified(rig)).damaged_blocks == 0
 
 
@@ -215,7 +215,7 @@ async def test_an_index_that_goes_while_a_block_is_looked_at_again_costs_no_bloc
         await verified(rig)
     rig.ops.pread = really  # type: ignore[method-assign]
     del index.get
-    assert len(rig.trie.copies(DISK)) == 1 and not rig.cache.residency.lost
+    assert len(rig.trie.copies(DISK)) == 1 and not rig.cache.mover.lost
     assert (await verified(rig)).damaged_blocks == 0
 
 
@@ -273,7 +273,7 @@ async def test_the_background_keeps_to_its_rate_and_its_rhythm(make_rig: MakeRig
     await rig.put(range(150), durable=True)
     rig.damage(rig.rows(range(150))[149])
     sleep = Sleeper(rig, 5)
-    scrubber = Scrubber(rig.cache.residency, rig.clock, bytes_per_s=50 * rig.part_bytes, every_s=60.0, sleep=sleep)
+    scrubber = Scrubber(rig.cache.mover, rig.clock, bytes_per_s=50 * rig.part_bytes, every_s=60.0, sleep=sleep)
     assert scrubber.start() is not None
     await sleep.over.wait()
     # 150 blocks in batches of 64, 50 a second and 50 in store; then it waits for the next pass.
@@ -288,7 +288,7 @@ async def test_the_background_waits_while_the_disk_is_in_trouble(make_rig: MakeR
     await rig.put([1, 2], durable=True)
     rig.cache.tiers.disk_gives = False
     sleep = Sleeper(rig, 3)
-    scrubber = Scrubber(rig.cache.residency, rig.clock, bytes_per_s=1 << 30, sleep=sleep)
+    scrubber = Scrubber(rig.cache.mover, rig.clock, bytes_per_s=1 << 30, sleep=sleep)
     scrubber.start()
     await sleep.over.wait()
     assert scrubber.counters.checked_blocks == 0
@@ -298,5 +298,5 @@ async def test_the_background_waits_while_the_disk_is_in_trouble(make_rig: MakeR
 
 async def test_without_a_rate_or_a_disk_there_is_no_background(make_rig: MakeRig) -> None:
     rig, diskless = make_rig(cpu=4, disk=4), make_rig(cpu=4)
-    assert Scrubber(rig.cache.residency, rig.clock).start() is None
-    assert Scrubber(diskless.cache.residency, diskless.clock, bytes_per_s=1).start() is None
+    assert Scrubber(rig.cache.mover, rig.clock).start() is None
+    assert Scrubber(diskless.cache.mover, diskless.clock, bytes_per_s=1).start() is None

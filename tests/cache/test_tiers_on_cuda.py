@@ -42,7 +42,7 @@ async def bring(rig: Rig, prompt: Sequence[int]) -> int:
     """Brings the prompt's blocks up to the GPU tier and checks every byte of those that arrived."""
     rows = rig.trie.path(rig.rows(prompt)[-1])
     rig.trie.hold(rows, GPU)
-    there = await rig.cache.residency.bring(rig.trie, rows, GPU)
+    there = await rig.cache.mover.bring(rig.trie, rows, GPU)
     for block, row in enumerate(rows[:there].tolist()):
         span = rig.frame(int(rig.trie.slots[row, GPU, 0]))
         assert await rig.download(span) == rig.content(rig.namespace, rig.chain(prompt), block)
@@ -100,7 +100,7 @@ async def test_without_room_to_stage_nothing_comes_and_nothing_is_lost(make: Mak
     assert lease is not None
     with rig.nothing_lost():
         assert await bring(rig, [1]) == 0
-    assert rig.cache.residency.lost["no room in the CPU tier to stage a read"] == 1
+    assert rig.cache.mover.lost["no room in the CPU tier to stage a read"] == 1
     rig.cache.release(rig.session, lease.id)
     assert await bring(rig, [1]) == 1
 
@@ -113,5 +113,5 @@ async def test_a_damaged_block_never_reaches_the_gpu(make: MakeRig) -> None:
     assert rig.trie.nearest[rows].tolist() == [DISK, DISK]
     rig.damage(rows[1])
     assert await bring(rig, [1, 2]) == 1
-    assert rig.cache.residency.lost["checksum mismatch on disk"] == 1
+    assert rig.cache.mover.lost["checksum mismatch on disk"] == 1
     assert len(rig.rows([1, 2])) == 1

@@ -19,7 +19,7 @@ Eventually = Callable[[Callable[[], bool]], Any]
 
 async def rest(rig: Rig) -> None:
     """Runs write-back batches until it would wait for news; fails when it never would."""
-    changed = rig.cache.residency.changed
+    changed = rig.cache.mover.changed
     for _ in range(50):
         if not changed.is_set():
             return
@@ -68,10 +68,10 @@ async def test_it_rests_when_the_disk_is_smaller_than_the_cpu_tier(make_rig: Mak
     commits = rig.store.commits
     for prompt in range(6):
         assert await rig.get([prompt, 100]) == 2
-    rig.cache.residency.changed.set()
+    rig.cache.mover.changed.set()
     await rest(rig)
     assert rig.store.commits == commits, "a full disk of copies is no reason to write"
-    assert not rig.cache.residency.lost, "what stays in the CPU tier is not lost"
+    assert not rig.cache.mover.lost, "what stays in the CPU tier is not lost"
 
 
 async def test_what_lives_on_disk_alone_gives_way_to_what_is_newer(make_rig: MakeRig) -> None:
@@ -91,7 +91,7 @@ async def test_an_eighth_of_the_gpu_tier_is_kept_clean(make_rig: MakeRig) -> Non
     await rest(rig)
     assert [rig.tiers([prompt, 50], CPU) for prompt in range(8)] == [[True, True]] + [[False, False]] * 7
     moved = rig.cache.tiers.counters[GPU].demoted
-    frames = await rig.cache.residency.take_frames(2)
+    frames = await rig.cache.mover.take_frames(2)
     assert frames is not None
     assert rig.cache.tiers.counters[GPU].demoted == moved, "their eviction needs no copy"
     rig.cache.tiers.release(GPU, frames)
@@ -104,7 +104,7 @@ async def test_it_rests_when_the_cpu_tier_is_smaller_than_the_clean_share(make_r
         rig.unhold(await rig.put_gpu([prompt]), GPU)
     await rest(rig)
     evicted = rig.cache.tiers.counters[CPU].evicted
-    rig.cache.residency.changed.set()
+    rig.cache.mover.changed.set()
     await rest(rig)
     assert rig.cache.tiers.counters[CPU].evicted == evicted, "one copy ahead of need must not cost another"
     assert sum(rig.tiers([prompt], CPU)[0] for prompt in range(32)) == 2
@@ -121,7 +121,7 @@ async def test_it_rests_and_lets_others_run_when_the_cpu_tier_is_leased(
         rig.unhold(await rig.put_gpu([prompt]), GPU)
     for _ in range(20):
         await asyncio.sleep(0)
-    await eventually(lambda: not rig.cache.residency.changed.is_set())
+    await eventually(lambda: not rig.cache.mover.changed.is_set())
     assert lease is not None
     await asyncio.wait_for(rig.cache.write_back.stop(), 60)
 
@@ -132,7 +132,7 @@ async def test_a_small_disk_keeps_beginnings_not_ends(make_rig: MakeRig) -> None
     await rig.put(prompt)
     assert await rig.cache.write_back.flush() == 4
     assert rig.tiers(prompt, DISK) == [True] * 4 + [False] * 66
-    assert rig.cache.residency.lost["not written: no room on disk"] > 0
+    assert rig.cache.mover.lost["not written: no room on disk"] > 0
     await rig.restart()
     assert await rig.get(prompt) == 4
 
@@ -159,7 +159,7 @@ async def test_flush_takes_gpu_blocks_too(make_rig: MakeRig) -> None:
 async def test_an_error_does_not_end_it(
     make_rig: MakeRig, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prefixd.cache.disk_care.FIRST_PROBE_S", 0.01)
+    monkeypatch.setattr("prefixd.cache.disk_health.FIRST_PROBE_S", 0.01)
     rig = make_rig(cpu=8, disk=8, write_back=True)
     rig.ops.fail = OSError(5, "Input/output error")
     rig.start_write_back()

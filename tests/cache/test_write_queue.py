@@ -31,7 +31,7 @@ async def test_a_full_queue_makes_reserve_wait_until_the_disk_has_caught_up(
     monkeypatch.setattr(rig.ops, "fdatasync", lambda fd: go.wait(30))
     rig.start_write_back()
     await rig.put([1, 2, 3, 4])
-    assert rig.cache.residency.queued == (4, 4 * rig.part_bytes)
+    assert rig.cache.mover.queued == (4, 4 * rig.part_bytes)
     waiting = asyncio.create_task(rig.cache.reserve(rig.session, rig.namespace, rig.chain([5])))
     await turns()
     assert not waiting.done()
@@ -39,7 +39,7 @@ async def test_a_full_queue_makes_reserve_wait_until_the_disk_has_caught_up(
     go.set()
     reservation = await waiting
     assert isinstance(reservation, Reservation)
-    assert rig.cache.residency.queued == (0, 0)
+    assert rig.cache.mover.queued == (0, 0)
     rig.cache.release(rig.session, reservation.id)
 
 
@@ -49,7 +49,7 @@ async def test_nobody_waits_for_a_disk_that_is_out_of_service(make_rig: MakeRig)
     rig.start_write_back()
     for prompt in range(6):
         assert await asyncio.wait_for(rig.put([prompt, 9]), 30) == (2, 0)
-    assert rig.cache.residency.queued[0] == 12
+    assert rig.cache.mover.queued[0] == 12
 
 
 async def test_nobody_waits_for_a_disk_that_has_no_room(make_rig: MakeRig) -> None:
@@ -62,20 +62,20 @@ async def test_nobody_waits_for_a_disk_that_has_no_room(make_rig: MakeRig) -> No
 async def test_the_queue_counts_what_is_in_memory_and_not_on_disk(make_rig: MakeRig) -> None:
     rig = make_rig(cpu=4, disk=8)
     size = rig.part_bytes
-    assert rig.cache.residency.queued == (0, 0)
+    assert rig.cache.mover.queued == (0, 0)
     await rig.put([1, 2])
-    assert rig.cache.residency.queued == (2, 2 * size)
+    assert rig.cache.mover.queued == (2, 2 * size)
     await rig.put([3], durable=True)
-    assert rig.cache.residency.queued == (2, 2 * size)
-    await rig.cache.residency.forget(rig.trie, rig.rows([1, 2])[::-1])
-    assert rig.cache.residency.queued == (0, 0)
-    assert rig.cache.residency.lost == {"removed before it was written": 2}
+    assert rig.cache.mover.queued == (2, 2 * size)
+    await rig.cache.mover.forget(rig.trie, rig.rows([1, 2])[::-1])
+    assert rig.cache.mover.queued == (0, 0)
+    assert rig.cache.mover.lost == {"removed before it was written": 2}
     await rig.put([5, 6, 7])
     assert await rig.cache.write_back.flush() == 3
-    assert rig.cache.residency.queued == (0, 0)
+    assert rig.cache.mover.queued == (0, 0)
     assert rig.cache.write_back.written == 3
     await rig.restart()
-    assert rig.cache.residency.queued == (0, 0)
+    assert rig.cache.mover.queued == (0, 0)
 
 
 async def test_without_a_disk_there_is_no_queue(make_rig: MakeRig) -> None:
@@ -83,7 +83,7 @@ async def test_without_a_disk_there_is_no_queue(make_rig: MakeRig) -> None:
     rig.start_write_back()
     await rig.put([1, 2])
     await asyncio.wait_for(rig.put([3, 4]), 30)
-    assert rig.cache.residency.queued == (0, 0)
+    assert rig.cache.mover.queued == (0, 0)
 
 
 async def test_who_waits_is_let_go_when_write_back_stops(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +98,7 @@ async def test_who_waits_is_let_go_when_write_back_stops(make_rig: MakeRig, monk
     rig.start_write_back()
     await rig.put([1, 2, 3, 4])
     await failed.wait()
-    rig.cache.residency.changed.set()
+    rig.cache.mover.changed.set()
     waiting = asyncio.create_task(rig.cache.reserve(rig.session, rig.namespace, rig.chain([5])))
     await turns()
     assert not waiting.done()

@@ -14,7 +14,7 @@ import pytest
 
 from prefixd.client import NamespaceSpec, PartSpec
 from prefixd.errors import SessionEndedError
-from prefixd.server.memory_door import MemoryDoor
+from prefixd.server.memory_listener import MemoryListener
 from prefixd.server.rpc import abort
 from prefixd.v1 import cache_pb2 as pb
 from prefixd.v1 import cache_pb2_grpc
@@ -47,7 +47,7 @@ class StandIn(cache_pb2_grpc.PrefixCacheServicer):
         self.get_data: list[bytes] = []
         self.get_blocks = 0
         self.put_data = b""
-        self._door = MemoryDoor(folder / "m", self.fd, ARENA_BYTES, self.sessions.__contains__)
+        self._door = MemoryListener(folder / "m", self.fd, ARENA_BYTES, self.sessions.__contains__)
         self._server: grpc.aio.Server | None = None
         self._spec: pb.Namespace = pb.Namespace()
 

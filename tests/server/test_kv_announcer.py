@@ -16,7 +16,7 @@ import pytest
 import zmq
 
 from prefixd.cache import NamespaceSpec, PartSpec, TieredCache, Tiers, Trie
-from prefixd.cache.trie import DISK, TIERS
+from prefixd.cache.index.trie import DISK, TIERS
 from prefixd.server.kv_events import announcer
 from prefixd.server.kv_events.publisher import EventCounters, Publisher
 from prefixd.server.kv_events.wire import AllBlocksCleared, BlockRemoved, BlockStored, Event, KVEventBatch

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 import zmq
 
-from benchmarks._faulty_daemon import FaultyDaemon
-from prefixd.cache.keys import BlockChain
+from benchmarks.fault_injection.faulty_daemon import FaultyDaemon
+from prefixd.cache.index.keys import BlockChain
 from prefixd.v1 import admin_pb2, cache_pb2
 
 if TYPE_CHECKING:

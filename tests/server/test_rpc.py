@@ -60,7 +60,7 @@ async def test_a_grant_that_comes_too_late_is_given_back(
     server.add_insecure_port(f"unix:{tmp_path}/s")
     await server.start()
     entered, may, slow = asyncio.Event(), asyncio.Event(), "bring" if method == "Acquire" else "take"
-    work = getattr(cache.residency, slow)
+    work = getattr(cache.mover, slow)
 
     async def slowly(*arguments: Any, **options: Any) -> Any:
         entered.set()
@@ -81,7 +81,7 @@ async def test_a_grant_that_comes_too_late_is_given_back(
         if method == "Acquire":
             put = [pb.PutRequest(header=pb.PutHeader(**named)), pb.PutRequest(data=bytes(16))]
             await stub.Put(iter(put))
-        monkeypatch.setattr(cache.residency, slow, slowly)
+        monkeypatch.setattr(cache.mover, slow, slowly)
         call = getattr(stub, method)(
             getattr(pb, f"{method}Request")(**named), timeout=3.0 if hang_up == "deadline" else None
         )

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks._vllm_engine import EngineProcess, EngineRequest
-from benchmarks._vllm_models import save_gemma3, save_llama
+from benchmarks.engines.vllm_engine import EngineProcess, EngineRequest
+from benchmarks.engines.vllm_models import save_gemma3, save_llama
 from prefixd.workloads.daemon_process import DaemonProcess
 from tests.vllm.served import DAEMON, Expected, NewRequests, StartEngine, Tokens, always, tokens_of
 

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from benchmarks._vllm_engine import EngineProcess, EngineRequest, EngineResult, connector
-from benchmarks._vllm_models import VOCABULARY
+from benchmarks.engines.vllm_engine import EngineProcess, EngineRequest, EngineResult, connector
+from benchmarks.engines.vllm_models import VOCABULARY
 from prefixd.client import Client, NamespaceSpec, PartSpec
 
 T = TypeVar("T")

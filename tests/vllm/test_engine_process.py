@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks._vllm_engine import EngineFailed, EngineProcess, EngineRequest
+from benchmarks.engines.vllm_engine import EngineFailed, EngineProcess, EngineRequest
 from tests.vllm.served import NewRequests
 
 

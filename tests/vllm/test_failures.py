@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks._vllm_engine import EngineProcess, EngineRequest
+from benchmarks.engines.vllm_engine import EngineProcess, EngineRequest
 from prefixd.client import Client
 from prefixd.workloads.daemon_process import DaemonProcess
 from tests.vllm.served import (

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks._vllm_engine import EngineProcess, EngineRequest
+from benchmarks.engines.vllm_engine import EngineProcess, EngineRequest
 from prefixd.client import Client
 from prefixd.workloads.daemon_process import DaemonProcess
 from tests.vllm.served import Expected, NewRequests, StartEngine, alter, cacheable, poll, run, tokens_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks._vllm_models import save_lora, save_mla
+from benchmarks.engines.vllm_models import save_lora, save_mla
 from prefixd.client import Client
 from prefixd.workloads.daemon_process import DaemonProcess
 from tests.vllm.served import Expected, NewRequests, StartEngine, cacheable, run, tokens_of

@@ -11,7 +11,7 @@ from statistics import median
 
 import pytest
 
-from benchmarks._vllm_engine import EngineProcess, EngineRequest, EngineResult
+from benchmarks.engines.vllm_engine import EngineProcess, EngineRequest, EngineResult
 from prefixd.workloads.daemon_process import DaemonProcess
 from tests.vllm.served import Expected, NewRequests, StartEngine, always, make_prompt, tokens_of
 

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixd.cache import CPU, DISK, GPU, Namespace, TieredCache, Trie
-from prefixd.cache.key_index import grown
-from prefixd.cache.trie import Rows
+from prefixd.cache.index.key_index import grown
+from prefixd.cache.index.trie import Rows
 from prefixd.server.kv_events.publisher import EventCounters, Publisher
 from prefixd.server.kv_events.wire import AllBlocksCleared, BlockRemoved, BlockStored
 from prefixd.settings import EVENT_NAMESPACE, EventSettings

@@ -183,7 +183,7 @@ class Bench:
     async def quiet(self) -> None:
         """Lets the dispatcher do all it can do now."""
         for _ in range(3):
-            await self.cache.residency.quiesce()
+            await self.cache.mover.quiesce()
             for _ in range(20):
                 await asyncio.sleep(0)
 
@@ -293,7 +293,7 @@ async def open_bench(frames: int, cpu_slots: int = 64, disk: bool = False, **opt
     for trie in cache.tries:
         assert not trie.holds[: trie.rows].any()
         assert not trie.keep[: trie.rows].any()
-    assert cache.tiers.loose == (set(), set())
+    assert cache.tiers.in_flight == (set(), set())
     frame_pool.close()
     memory.close()
     arena.close()

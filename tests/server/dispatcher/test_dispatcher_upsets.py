@@ -10,7 +10,7 @@ import pytest
 
 from prefixd.cache import CPU, DISK, GPU
 from prefixd.errors import ExhaustedError, UnavailableError
-from prefixd.server import places
+from prefixd.server import concurrency_limit
 from prefixd.worker.protocol import Cancel, Done, Start
 
 if TYPE_CHECKING:
@@ -289,14 +289,14 @@ async def test_a_damaged_block_is_computed_again(make_bench: MakeBench, events: 
     assert sum(request.hit_tokens or []) == 4
     await bench.finish(request)
     assert events(request) == (expected(WARM, 2), "length")
-    assert bench.cache.residency.lost["checksum mismatch on disk"] == 1
+    assert bench.cache.mover.lost["checksum mismatch on disk"] == 1
 
 
 async def test_without_memory_for_one_more_fewer_run_and_all_are_served(
     make_bench: MakeBench, events: Events, expected: Expected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(places, "RETRY_S", 0.01)
-    monkeypatch.setattr(places, "CALM_S", 0.01)
+    monkeypatch.setattr(concurrency_limit, "RETRY_S", 0.01)
+    monkeypatch.setattr(concurrency_limit, "CALM_S", 0.01)
     bench = await make_bench(16)
     troubles = bench.cache.tiers.troubles
     served, refused = bench.submit(ONE), bench.submit(TWO)
@@ -304,11 +304,14 @@ async def test_without_memory_for_one_more_fewer_run_and_all_are_served(
     del bench.runs[refused.id]
     bench.dispatcher.on_done(Done(refused.id, "no_memory", "too many mappings; raise vm.max_map_count"))
     assert events(refused) == ([], None)
-    assert troubles.what(places.PART) == "1 of 4 requests run at once: too many mappings; raise vm.max_map_count"
+    assert (
+        troubles.what(concurrency_limit.PART)
+        == "1 of 4 requests run at once: too many mappings; raise vm.max_map_count"
+    )
     await bench.running(refused)  # when one more is tried
     await bench.finish(served, refused)
     assert events(served)[0] == expected(ONE, 2) and events(refused)[0] == expected(TWO, 2)
-    await bench.until(lambda: places.PART not in troubles)
+    await bench.until(lambda: concurrency_limit.PART not in troubles)
 
 
 async def test_without_memory_for_a_request_alone_its_caller_is_told(make_bench: MakeBench, events: Events) -> None:

@@ -55,10 +55,10 @@ async def change(bench: Bench, tracker: PrefixTracker, waiting: list[Request], w
         chain = bench.request(prompt(argument)).chain
         rows = trie.match(bench.namespace.root, chain).rows
         if what == "forget":
-            await cache.residency.forget(trie, trie.subtree(rows[-1:])[::-1] if len(rows) else [])
+            await cache.mover.forget(trie, trie.subtree(rows[-1:])[::-1] if len(rows) else [])
             return
         trie.hold(rows, GPU)
-        await cache.residency.bring(trie, rows, GPU)
+        await cache.mover.bring(trie, rows, GPU)
         cache.unhold(trie, rows, GPU)
     elif what == "commit":
         await bench.cached(prompt(argument))
@@ -71,7 +71,7 @@ async def change(bench: Bench, tracker: PrefixTracker, waiting: list[Request], w
         await cache.write_back.flush()
     elif what.startswith("crowd"):
         tier = GPU if what == "crowd gpu" else CPU
-        for slots in await cache.residency.take(tier, trie.part_bytes, argument):
+        for slots in await cache.mover.take(tier, trie.part_bytes, argument):
             cache.tiers.release(tier, slots)
 
 

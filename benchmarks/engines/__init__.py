@@ -1,0 +1,1 @@
+"""Real engines under a benchmark."""

@@ -1,0 +1,1 @@
+"""Malformed calls, and the statuses that contracts allow."""

@@ -1,0 +1,1 @@
+"""Clients that load a daemon, and what they check."""

@@ -1,0 +1,96 @@
+"""Request traces in the format of Mooncake's FAST'25 release."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.harness import BenchmarkError
+
+HASH_TOKENS = 512
+"""Tokens that one hash id of the trace stands for."""
+_ID_LIMIT = (1 << 32) // HASH_TOKENS  # token ids made from them must stay below 2**32
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One request: its arrival and the ids of its full blocks of 512 tokens."""
+
+    timestamp_ms: int
+    input_length: int
+    output_length: int
+    hash_ids: tuple[int, ...]
+
+
+def read_trace(file: Path, limit: int | None = None) -> Iterator[TraceRequest]:
+    """The first `limit` requests. Ids of partly filled blocks are left out.
+
+    Raises `BenchmarkError` naming the file, the line and what is wrong with it; for a missing file, where to
+    get one.
+    """
+    try:
+        lines = file.open("rb")
+    except FileNotFoundError as error:
+        raise BenchmarkError(
+            f"there is no trace at {file}: get one from https://github.com/kvcache-ai/Mooncake "
+            "(FAST25-release/traces) and name it with --trace"
+        ) from error
+    with lines:
+        number = 0
+        try:
+            for number, line in enumerate(lines, 1):
+                if limit is not None and number > limit:
+                    return
+                yield _parse(line)
+        except (ValueError, TypeError) as error:
+            raise BenchmarkError(f"{file}, line {max(number, 1)}: {error}") from error
+
+
+def _parse(line: bytes) -> TraceRequest:
+    try:
+        content: Any = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError("not a JSON object")
+    ids = content.get("hash_ids")
+    if not isinstance(ids, list) or not all(_is_count(i) and i < _ID_LIMIT for i in ids):
+        raise ValueError(f"hash_ids is not a list of integers from 0 to {_ID_LIMIT - 1}")
+    for name in ("timestamp", "input_length", "output_length"):
+        if not _is_count(content.get(name)):
+            raise ValueError(f"{name} is {content.get(name)!r}, not a non-negative integer")
+    full = content["input_length"] // HASH_TOKENS
+    if len(ids) < full:
+        raise ValueError(
+            f"{len(ids)} hash_ids for input_length {content['input_length']}, which has {full} full blocks"
+        )
+    return TraceRequest(content["timestamp"], content["input_length"], content["output_length"], tuple(ids[:full]))
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+class PrefixCount:
+    """What a cache without limits would hit: every prefix seen so far, in a plain set."""
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[int, int], int] = {}
+
+    def hits_of(self, hash_ids: tuple[int, ...]) -> int:
+        """Leading blocks of the request that were there before it; afterwards all of it is there."""
+        node, hits, on_path = -1, 0, True
+        for hash_id in hash_ids:
+            known = self._seen.get((node, hash_id))
+            on_path = on_path and known is not None
+            hits += on_path
+            node = self._seen.setdefault((node, hash_id), len(self._seen)) if known is None else known
+        return hits
+
+    @property
+    def blocks(self) -> int:
+        """Different prefix blocks seen."""
+        return len(self._seen)

@@ -1,0 +1,124 @@
+"""What the load harnesses ask for: namespaces, prompts, and bytes that follow from them.
+
+A block's bytes are derived from (namespace, token ids up to the block's end, part). So whoever reads a block can tell
+whether it is right, whichever process wrote it, whenever.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixd.client import NamespaceSpec, PartSpec
+
+Tokens = npt.NDArray[np.uint32]
+Bytes = npt.NDArray[np.uint8]
+
+NAMESPACES = (
+    NamespaceSpec("load", 16, (PartSpec("full", 0, 32 << 10),), salt=b"one"),
+    NamespaceSpec("load", 16, (PartSpec("full", 0, 32 << 10),), salt=b"two"),
+    # Two parts, one of them of a size that nothing is aligned to.
+    NamespaceSpec("load-parts", 8, (PartSpec("full", 0, 20 << 10), PartSpec("window", 0, 5999))),
+    NamespaceSpec("load-large", 4, (PartSpec("full", 0, 160 << 10),)),
+)
+FAMILIES = 6
+"""Prefixes that many prompts begin with, in each namespace."""
+
+_LONGEST_TAIL = 4
+_PATTERN = np.random.default_rng(0).integers(0, 1 << 64, (192 << 10) // 8, dtype=np.uint64)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt by its numbers: `owner` 0 has those that everybody asks for, the others' are theirs alone.
+
+    It begins with the blocks of its family (`number % FAMILIES`); what follows is in no other prompt.
+    """
+
+    namespace: int
+    owner: int
+    number: int
+
+    @property
+    def spec(self) -> NamespaceSpec:
+        """The prompt's namespace."""
+        return NAMESPACES[self.namespace]
+
+    @property
+    def shared_blocks(self) -> int:
+        """Blocks at the beginning that it has in common with its family."""
+        return 1 + self.number % FAMILIES % 3
+
+    @property
+    def blocks(self) -> int:
+        """Full blocks."""
+        return len(self.tokens) // self.spec.block_tokens
+
+    @property
+    def tokens(self) -> Tokens:
+        """Its token ids; the last block may be incomplete."""
+        return _tokens(self)
+
+
+def prompts(numbers: int) -> Iterator[Prompt]:
+    """The first `numbers` prompts of each namespace that everybody asks for."""
+    for number in range(numbers):
+        for namespace in range(len(NAMESPACES)):
+            yield Prompt(namespace, 0, number)
+
+
+def content(prompt: Prompt, first_block: int = 0, parts: tuple[int, ...] | None = None) -> Bytes:
+    """The right bytes of the prompt's blocks from `first_block` on, block after block, part after part."""
+    spec, tokens = prompt.spec, prompt.tokens
+    chosen = range(len(spec.parts)) if parts is None else parts
+    pieces: list[Bytes] = [np.empty(0, np.uint8)]
+    digest = blake2b(spec.name.encode() + b"\0" + spec.salt)
+    for block in range(prompt.blocks):
+        digest.update(tokens[block * spec.block_tokens : (block + 1) * spec.block_tokens].tobytes())
+        if block < first_block:
+            continue
+        for part in chosen:
+            seed = digest.copy()
+            seed.update(b"part %d" % part)
+            pieces.append(_bytes(int.from_bytes(seed.digest()[:8], "little"), spec.parts[part].nbytes))
+    return np.concatenate(pieces)
+
+
+def wrong_bytes(got: Bytes, expected: Bytes) -> int:
+    """How many bytes differ."""
+    return 0 if np.array_equal(got, expected) else int(np.count_nonzero(got != expected))
+
+
+def block_key(prompt: Prompt, block: int) -> str:
+    """The key of one of its blocks, as an administrator names it."""
+    from prefixd.cache.index.keys import BlockChain
+    from prefixd.cache.namespaces import NamespaceSpec, namespace_id
+
+    spec = prompt.spec
+    seed = int.from_bytes(namespace_id(NamespaceSpec(spec.name, spec.block_tokens, (), spec.salt)), "little")
+    return BlockChain(prompt.tokens.tobytes(), spec.block_tokens, seed).key(block).hex()
+
+
+def _bytes(seed: int, nbytes: int) -> Bytes:
+    """A random pattern, other for every seed in each of its words: bytes of two blocks, or moved ones, do not pass."""
+    words = _PATTERN[: -(-nbytes // 8)] ^ np.uint64(seed)
+    return words.view(np.uint8)[:nbytes]
+
+
+@functools.lru_cache(1024)
+def _tokens(prompt: Prompt) -> Tokens:
+    family = np.random.default_rng([prompt.number % FAMILIES])
+    own = np.random.default_rng([prompt.owner, prompt.number])
+    width = prompt.spec.block_tokens
+    tail = int(own.integers(1, _LONGEST_TAIL + 1)) * width + int(own.integers(0, width))
+    return np.concatenate(
+        [
+            family.integers(0, 1 << 32, prompt.shared_blocks * width, dtype=np.uint32),
+            own.integers(0, 1 << 32, tail, dtype=np.uint32),
+        ]
+    )

@@ -1,0 +1,1 @@
+"""The disk tier under attack: flipped bits, power cuts, bare slabs."""

@@ -1,0 +1,1 @@
+"""Which blocks exist: their keys, and the trie that orders them."""

@@ -1,0 +1,109 @@
+"""The memory of a trie: a row a block, a column a numpy array, and the table of keys."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixd.cache.index.key_index import KeyIndex, Rows, grown
+
+TIERS = 3
+NOWHERE = -1  # namespace of a row that had a block and has none
+
+
+class TrieTable:
+    """Columns, of which all below `rows` are valid, and rows that are given out again when they are free.
+
+    Args:
+        block_tokens: tokens a block.
+        parts: parts of a block.
+    """
+
+    def __init__(self, block_tokens: int, parts: int) -> None:
+        self.rows = 0  # rows ever used
+        self.free = array("i")
+        self._capacity = 0
+        self._keys = KeyIndex()
+        self.tokens = np.empty((0, block_tokens), np.uint32)
+        self.parent = np.empty(0, np.int32)
+        self.namespace = np.empty(0, np.int32)
+        self.depth = np.empty(0, np.int32)
+        self.children = np.empty(0, np.int32)
+        self.generation = np.empty(0, np.int32)
+        self.keep = np.empty(0, np.int32)
+        self.pinned = np.empty(0, np.bool_)
+        self.last_used = np.empty(0, np.float64)
+        self.some = np.empty(0, np.uint8)  # tiers that have any part, a bit each
+        self.whole = np.empty(0, np.uint8)  # tiers that have every part
+        self.nearest = np.empty(0, np.int8)
+        self.slots = _by_tier(0, (parts,), np.int64)
+        self.checksums = np.empty((0, parts), np.uint64)
+        self.sealed = np.empty((0, parts), np.bool_)  # the CPU copy's bytes are those of the checksums
+        self.holds = _by_tier(0, (), np.int32)
+        self.tier_children = _by_tier(0, (), np.int32)
+        self.entered = _by_tier(0, (), np.float64)
+
+    def used_rows(self) -> Rows:
+        """All rows that hold a block."""
+        return np.flatnonzero(self.namespace[: self.rows] != NOWHERE)
+
+    def reserve(self, rows: int) -> None:
+        """Makes room for so many more blocks."""
+        needed = self.rows + rows - len(self.free)
+        if needed > self._capacity:
+            self._grow(max(1024, needed + needed // 2))
+
+    def take_row(self) -> int:
+        """A row for a new block, as `take_rows`."""
+        if self.free:
+            return self.free.pop()
+        self.reserve(1)
+        self.rows += 1
+        return self.rows - 1
+
+    def take_rows(self, count: int) -> Rows:
+        """Rows for new blocks: free ones, as they were left, then ones in which all is 0."""
+        self.reserve(count)
+        old = [self.free.pop() for _ in range(min(count, len(self.free)))]
+        new = np.arange(self.rows, self.rows + count - len(old))
+        self.rows += len(new)
+        return np.concatenate([np.array(old, np.int64), new])
+
+    def _grow(self, capacity: int) -> None:
+        """A column at a time, so that only one is there twice."""
+        self._keys.reserve(capacity)
+        for name in _COLUMNS:
+            setattr(self, name, grown(getattr(self, name), capacity))
+        for name in _TIER_COLUMNS:
+            old = getattr(self, name)
+            new = _by_tier(capacity, old.shape[2:], old.dtype)
+            new[: self.rows] = old[: self.rows]
+            setattr(self, name, new)
+        self._capacity = capacity
+
+
+def _by_tier(rows: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """A column of 0 for each tier, [rows, TIERS, *shape]; where no tier writes, it takes no memory."""
+    return np.zeros((TIERS, rows, *shape), dtype).swapaxes(0, 1)
+
+
+_COLUMNS = (
+    "tokens",
+    "parent",
+    "namespace",
+    "depth",
+    "children",
+    "generation",
+    "keep",
+    "pinned",
+    "last_used",
+    "some",
+    "whole",
+    "nearest",
+    "checksums",
+    "sealed",
+)
+_TIER_COLUMNS = ("slots", "holds", "tier_children", "entered")

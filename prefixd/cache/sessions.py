@@ -1,0 +1,207 @@
+"""Sessions, leases and reservations: who may read or fill what, and until when."""
+
+from __future__ import annotations
+
+import secrets
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from prefixd.cache.index.keys import BlockChain
+from prefixd.cache.index.trie import Rows, Trie
+from prefixd.cache.namespaces import Namespace
+from prefixd.errors import (
+    ExhaustedError,
+    InvalidArgumentError,
+    NotFoundError,
+    PermissionDeniedError,
+    SessionEndedError,
+    UnavailableError,
+)
+
+_REMEMBERED = 10_000  # ended leases of which we still know how they ended, for a better message
+
+
+@dataclass(slots=True)
+class Lease:
+    """The right to read `rows` in the CPU tier."""
+
+    id: str
+    session: Session
+    trie: Trie
+    rows: Rows
+    expires_s: float
+
+
+@dataclass(eq=False, slots=True)
+class Process:
+    """A client's process that has the arena mapped."""
+
+    pid: int
+    alive: bool = True
+
+
+@dataclass(slots=True)
+class Reservation:
+    """The right to fill `slots` for the blocks from `first_block` on.
+
+    `slots[i][j]` is the arena offset of part `parts[j]` of block `first_block + i`; `prefix` are the rows before
+    `first_block`, retained so that a committed block always has its prefix. `by_daemon`: the daemon fills the slots
+    itself, from a stream; the client does not know them.
+    """
+
+    id: str
+    session: Session
+    namespace: Namespace
+    trie: Trie
+    chain: BlockChain
+    prefix: Rows
+    first_block: int
+    parts: tuple[int, ...]
+    slots: list[list[int]]
+    expires_s: float
+    by_daemon: bool = False
+
+
+@dataclass(slots=True)
+class Session:
+    """One engine's connection. Everything it was granted ends with it.
+
+    `namespaces` are those it has registered, by id: it reads and fills no others. `processes` are those that have the
+    arena through it and live.
+    """
+
+    id: str
+    client_name: str
+    pid: int
+    opened_s: float
+    grants: dict[str, Lease | Reservation] = field(default_factory=dict)
+    namespaces: dict[bytes, Namespace] = field(default_factory=dict)
+    processes: set[Process] = field(default_factory=set)
+
+    def namespace(self, identity: bytes) -> Namespace:
+        """A namespace that this session has registered; PermissionDeniedError for every other, known or not."""
+        try:
+            return self.namespaces[identity]
+        except KeyError:
+            raise PermissionDeniedError(
+                f"namespace {identity.hex() or '(empty)'} is not open to this session; register it in this session "
+                "with RegisterNamespace"
+            ) from None
+
+
+class LeaseTable:
+    """All sessions and what they hold.
+
+    Args:
+        end: called with every grant that ends, however it ends, and whether at its holder's word; gives back what the
+            grant protected.
+        default_ttl_s: lifetime of a grant that asked for none.
+        max_ttl_s: longest lifetime that may be asked for.
+        max_sessions: sessions open at once.
+    """
+
+    def __init__(
+        self,
+        end: Callable[[Lease | Reservation, bool], None],
+        *,
+        default_ttl_s: float,
+        max_ttl_s: float,
+        max_sessions: int,
+    ) -> None:
+        self._end = end
+        self.default_ttl_s = default_ttl_s
+        self.max_ttl_s = max_ttl_s
+        self.max_sessions = max_sessions
+        self.sessions: dict[str, Session] = {}
+        self.ending = False
+        """Whether the daemon is ending, and with it every session."""
+        self._ended: OrderedDict[str, str] = OrderedDict()
+        self._granted = 0
+
+    def open(self, client_name: str, pid: int, now_s: float) -> Session:
+        """A new session; ExhaustedError when there are too many."""
+        if len(self.sessions) >= self.max_sessions:
+            raise ExhaustedError(
+                f"{len(self.sessions)} sessions are open, the most allowed; close one or raise server.max_sessions"
+            )
+        session = Session(secrets.token_hex(16), client_name, pid, now_s)
+        self.sessions[session.id] = session
+        return session
+
+    def close(self, session: Session) -> None:
+        """Ends a session and all it was granted. Closing twice does nothing."""
+        if self.sessions.pop(session.id, None) is None:
+            return
+        for grant in list(session.grants.values()):
+            self._finish(grant, "its session ended", at_its_word=False)
+
+    def session(self, session_id: str) -> Session:
+        """The open session with this id."""
+        try:
+            return self.sessions[session_id]
+        except KeyError:
+            if self.ending:
+                raise UnavailableError("the daemon ends, and its sessions with it; try again when it is back") from None
+            raise SessionEndedError(
+                f"session {session_id[:8] or '(empty)'} is not open; open one with OpenSession and keep its stream"
+            ) from None
+
+    def ttl(self, wanted_s: float) -> float:
+        """The lifetime for a wish of `wanted_s` seconds; 0 asks for the default."""
+        if wanted_s < 0 or wanted_s != wanted_s:
+            raise InvalidArgumentError(f"ttl_s is {wanted_s}; it must be 0 (default) or positive")
+        return min(wanted_s or self.default_ttl_s, self.max_ttl_s)
+
+    def next_id(self) -> str:
+        """A fresh id for a grant, that nobody can guess."""
+        self._granted += 1
+        return f"{self._granted}-{secrets.token_hex(8)}"
+
+    def grant(self, grant: Lease | Reservation) -> None:
+        """Adds a grant to its session; ends it with NotFoundError when the session ended while it was prepared."""
+        if grant.session.id not in self.sessions:
+            self._end(grant, True)  # nobody has been told of it
+        self.session(grant.session.id).grants[grant.id] = grant
+
+    def find(self, session: Session, grant_id: str) -> Lease | Reservation:
+        """A session's grant; NotFoundError says how it ended if it did."""
+        grant = session.grants.get(grant_id)
+        if grant is None:
+            how = self._ended.get(grant_id)
+            if how:
+                raise NotFoundError(f"lease {grant_id} is over: {how}; acquire or reserve again")
+            raise NotFoundError(f"lease {grant_id or '(empty)'} was never granted to this session; check the id")
+        return grant
+
+    def release(self, session: Session, grant_id: str) -> None:
+        """Ends a grant at its holder's wish."""
+        self._finish(self.find(session, grant_id), "it was released", at_its_word=True)
+
+    def renew(self, session: Session, grant_ids: Sequence[str], ttl_s: float, now_s: float) -> None:
+        """Lets grants live for `ttl_s` seconds from now; none of them, with NotFoundError, when one is over."""
+        grants = [self.find(session, grant_id) for grant_id in grant_ids]
+        for grant in grants:
+            grant.expires_s = now_s + ttl_s
+
+    def expire(self, now_s: float) -> int:
+        """Ends every grant whose time is up; returns how many."""
+        overdue = [g for s in self.sessions.values() for g in s.grants.values() if g.expires_s <= now_s]
+        for grant in overdue:
+            self._finish(grant, "its time was up", at_its_word=False)
+        return len(overdue)
+
+    def settle(self, grant: Lease | Reservation, how: str) -> None:
+        """Removes a grant whose protection the caller has dealt with itself."""
+        del grant.session.grants[grant.id]
+        self._ended[grant.id] = how
+        if len(self._ended) > _REMEMBERED:
+            self._ended.popitem(last=False)
+
+    def count(self, kind: type[Lease] | type[Reservation]) -> int:
+        """Grants of one kind, all sessions."""
+        return sum(isinstance(g, kind) for s in self.sessions.values() for g in s.grants.values())
+
+    def _finish(self, grant: Lease | Reservation, how: str, *, at_its_word: bool) -> None:
+        self.settle(grant, how)
+        self._end(grant, at_its_word)

@@ -1,0 +1,157 @@
+"""The door through which the arena is handed to local clients, as a file descriptor.
+
+A client connects to a unix socket, sends its session id and a newline, and gets one line of JSON whose first
+byte carries the descriptor (SCM_RIGHTS): `{"arena_bytes": 8589934592}`. Who may not have it gets `{"error":
+"..."}` without one. A descriptor cannot be taken back, so it goes only to processes of the daemon's user, or
+root's, or of a user that `server.allow_uids` names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import socket
+import stat
+import struct
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from prefixd.server.access import SocketAccess
+
+log = logging.getLogger(__name__)
+
+_LINE_LIMIT = 256
+_ANSWER_TIME_S = 5.0
+_WAITING_LIMIT = 64
+_UCRED = struct.Struct("3i")  # pid, uid, gid
+
+
+class MemoryListener:
+    """Listens on `path` and hands out `fd`, an arena of `nbytes` bytes, to live sessions of the users let in.
+
+    `visit(session id, pid, its connection)` is called before each time, and may say why not.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        fd: int,
+        nbytes: int,
+        is_session: Callable[[str], bool],
+        access: SocketAccess = SocketAccess(),  # noqa: B008 - immutable
+        visit: Callable[[str, int, socket.socket], str | None] = lambda session_id, pid, visitor: None,
+    ) -> None:
+        self.path = path
+        self._fd = fd
+        self._nbytes = nbytes
+        self._is_session = is_session
+        self._access = access
+        self._visit = visit
+        self._listener: socket.socket | None = None
+        self._accepting: asyncio.Task[None] | None = None
+        self._visits: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Begins to listen; a socket file left by a daemon that is gone is replaced.
+
+        Raises `OSError` when the path is taken by something else or by a process that listens.
+        """
+        self._remove_leftover()
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        try:
+            listener.bind(str(self.path))
+            self._access.open(self.path)
+            listener.listen(_WAITING_LIMIT)
+        except BaseException:
+            listener.close()
+            raise
+        self._listener = listener
+        self._accepting = asyncio.create_task(self._accept(listener), name="prefixd-memory-door")
+
+    async def close(self) -> None:
+        """Stops listening and removes the socket; what was handed out stays with its holders."""
+        tasks = [*self._visits, *([self._accepting] if self._accepting else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._accepting = None
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+            self.path.unlink(missing_ok=True)
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                visitor, _ = await loop.sock_accept(listener)
+            except OSError:
+                # Out of descriptors, or the visitor has gone: neither may end the door.
+                await asyncio.sleep(0.05)
+                continue
+            if len(self._visits) >= _WAITING_LIMIT:
+                visitor.close()
+                continue
+            visit = asyncio.create_task(self._serve(visitor))
+            self._visits.add(visit)
+            visit.add_done_callback(self._visits.discard)
+
+    async def _serve(self, visitor: socket.socket) -> None:
+        with visitor, suppress(OSError, TimeoutError):
+            visitor.setblocking(False)
+            async with asyncio.timeout(_ANSWER_TIME_S):
+                session_id = await _read_line(visitor)
+                refusal = self._refuse(visitor, session_id)
+                if refusal is not None:
+                    await asyncio.get_running_loop().sock_sendall(visitor, _line({"error": refusal}))
+                else:
+                    # One short line into an empty socket buffer: it cannot block.
+                    socket.send_fds(visitor, [_line({"arena_bytes": self._nbytes})], [self._fd])
+
+    def _refuse(self, visitor: socket.socket, session_id: str | None) -> str | None:
+        pid, uid = _peer(visitor)
+        if not self._access.admits(uid):
+            log.warning("user %d asked for the memory and is not in server.allow_uids", uid)
+            return (
+                f"user {uid} may not map the memory of user {os.geteuid()}: use memory='streamed', "
+                "or have the operator add the user to server.allow_uids"
+            )
+        if session_id is None or not self._is_session(session_id):
+            return "no such session: it has ended, or was never opened"
+        return self._visit(session_id, pid, visitor)
+
+    def _remove_leftover(self) -> None:
+        try:
+            if not stat.S_ISSOCK(self.path.lstat().st_mode):
+                return  # bind will say that the path is taken
+        except FileNotFoundError:
+            return
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            try:
+                probe.connect(str(self.path))
+            except ConnectionRefusedError:
+                self.path.unlink(missing_ok=True)
+
+
+def _peer(visitor: socket.socket) -> tuple[int, int]:
+    """Pid and uid of the process that connected."""
+    pid, uid, _ = _UCRED.unpack(visitor.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+    return int(pid), int(uid)
+
+
+async def _read_line(visitor: socket.socket) -> str | None:
+    loop = asyncio.get_running_loop()
+    line = b""
+    while not line.endswith(b"\n"):
+        data = await loop.sock_recv(visitor, _LINE_LIMIT)
+        if not data or len(line) + len(data) > _LINE_LIMIT:
+            return None
+        line += data
+    return line[:-1].decode(errors="replace")
+
+
+def _line(content: dict[str, object]) -> bytes:
+    return json.dumps(content).encode() + b"\n"

@@ -1,0 +1,210 @@
+"""The disk tier's directory: one owner at a time, and a mark that says whose format it is.
+
+`LOCK` is held with flock(2) and names its holder; `SUPERBLOCK` is written once, before anything else, and again as
+`SUPERBLOCK.copy`: either is enough to open the directory, and the other is then written anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import struct
+from pathlib import Path
+
+import xxhash
+
+from prefixd_swap.errors import DirectoryInUseError, FormatError
+from prefixd_swap.slab.file_ops import FileOps, storage_error
+from prefixd_swap.slab.io import supports_direct, try_read
+from prefixd_swap.slots import PAGE_BYTES
+
+MAGIC = b"prefixd\0"
+VERSION = 1
+SUPERBLOCKS = ("SUPERBLOCK", "SUPERBLOCK.copy")
+
+log = logging.getLogger(__name__)
+
+_SUPERBLOCK = struct.Struct("<8sII")  # magic, version, page bytes; an xxh3_64 of these follows
+_CHECK = struct.Struct("<Q")
+
+
+class DataDirectory:
+    """A directory held for this process alone until `close`."""
+
+    def __init__(self, path: Path, ops: FileOps) -> None:
+        """Create or take the directory.
+
+        Raises:
+            DirectoryInUseError: another store holds it.
+            FormatError: it holds another version's files, or somebody else's.
+            StorageError: it cannot be made, read or written.
+        """
+        self.path = path
+        self.slabs = path / "slabs"
+        self.index = path / "index"
+        self._ops = ops
+        try:
+            ops.mkdir(path)
+            _refuse_foreign(path)
+            self._fd = os.open(path / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise storage_error(f"opening the data directory {path}", error) from error
+        try:
+            self._lock()
+            self._check_superblock()
+            ops.mkdir(self.slabs)
+            ops.sync_directory(path)
+        except OSError as error:
+            os.close(self._fd)
+            raise storage_error(f"preparing the data directory {path}", error) from error
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def supports_direct(self) -> bool:
+        """Whether the file system here takes `O_DIRECT`.
+
+        Raises:
+            StorageError: it cannot be read at all.
+        """
+        try:
+            return supports_direct(self.path / "SUPERBLOCK", self._ops)
+        except OSError as error:
+            raise storage_error(f"reading {self.path / 'SUPERBLOCK'}", error) from error
+
+    def try_read(self, direct: bool) -> None:
+        """Read a page of a file that has been here from the start, with `direct` past the page cache.
+
+        Raises:
+            StorageError: the device refuses.
+        """
+        name = self.path / "SUPERBLOCK"
+        try:
+            try_read(name, self._ops, direct)
+        except OSError as error:
+            raise storage_error(f"reading {name}", error) from error
+
+    def try_write(self) -> None:
+        """Write a page to a new file, sync it, and delete it.
+
+        Raises:
+            DiskFullError: there is no room for a page.
+            StorageError: the device or the file system refuses.
+        """
+        name = self.path / "PROBE"
+        try:
+            fd = self._ops.open(name, os.O_RDWR | os.O_CREAT)
+            try:
+                self._ops.fallocate(fd, PAGE_BYTES)
+                self._ops.pwrite(fd, memoryview(bytes(PAGE_BYTES)), 0)
+                self._ops.fdatasync(fd)
+            finally:
+                os.close(fd)
+            self._ops.unlink(name)
+        except OSError as error:
+            raise storage_error(f"writing {name}", error) from error
+
+    def close(self) -> None:
+        """Let another process take the directory."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno != errno.EWOULDBLOCK:
+                raise
+            holder = os.pread(self._fd, 32, 0).decode("ascii", "replace").strip()
+            raise DirectoryInUseError(
+                f"{self.path} is in use by process {holder or 'unknown'}; stop it or choose another directory"
+            ) from error
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+
+    def _check_superblock(self) -> None:
+        """Write the superblock and its copy in a new directory; in an old one mend either from the other."""
+        fields = _SUPERBLOCK.pack(MAGIC, VERSION, PAGE_BYTES)
+        content = fields + _CHECK.pack(xxhash.xxh3_64_intdigest(fields))
+        there = [name for name in SUPERBLOCKS if (self.path / name).exists()]
+        faults = {name: self._fault(self.path / name) for name in there}
+        if there and all(faults.values()):
+            raise FormatError(faults[there[0]])
+        # The copy comes second here. A later format's writer takes it away first, or it would undo its work.
+        for name in SUPERBLOCKS:
+            if name not in faults or faults[name]:
+                if there:
+                    log.warning("%s; written anew", faults.get(name) or f"{self.path / name} was absent")
+                self._write_superblock(self.path / name, content)
+
+    def _fault(self, name: Path) -> str:
+        """Why the superblock in the file `name` cannot be used, and what to do; empty when it can.
+
+        Raises:
+            FormatError: it is whole and says that the format is not ours.
+        """
+        anew = f"delete {self.path} to start with an empty cache"
+        try:
+            found = name.read_bytes()
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            return f"{name} cannot be read ({error.strerror}); {anew}"
+        if not found.startswith(MAGIC):
+            return f"{name} is not a prefixd superblock; choose an empty directory"
+        if len(found) < _SUPERBLOCK.size:
+            return f"{name} is damaged; {anew}"
+        _, version, page_bytes = _SUPERBLOCK.unpack_from(found)
+        if version > VERSION:
+            fault = (
+                f"{self.path} has format {version}, of a newer prefixd than this one, which reads format {VERSION}; "
+                "upgrade prefixd, choose another directory"
+            )
+        elif version < VERSION:
+            fault = (
+                f"{self.path} has format {version}, of an older prefixd than this one, which reads format {VERSION}; "
+                "use the prefixd that wrote it, choose another directory"
+            )
+        elif page_bytes != PAGE_BYTES:
+            fault = (
+                f"{self.path} has pages of {page_bytes} bytes, this prefixd has pages of {PAGE_BYTES}; "
+                "choose another directory"
+            )
+        else:
+            fault = ""
+        is_whole = found[_SUPERBLOCK.size :] == _CHECK.pack(xxhash.xxh3_64_intdigest(found[: _SUPERBLOCK.size]))
+        if not fault:
+            return "" if is_whole else f"{name} is damaged; {anew}"
+        fault = f"{fault}, or {anew}"
+        if is_whole:
+            raise FormatError(fault)
+        return fault  # also what a later format looks like that has other fields after its version
+
+    def _write_superblock(self, name: Path, content: bytes) -> None:
+        fresh = name.with_name(f"{name.name}.new")
+        fd = self._ops.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        try:
+            self._ops.pwrite(fd, memoryview(content), 0)
+            self._ops.fdatasync(fd)
+        finally:
+            os.close(fd)
+        self._ops.rename(fresh, name)
+        self._ops.sync_directory(self.path)
+        with contextlib.suppress(OSError):  # we may lack the right to open the parent
+            self._ops.sync_directory(self.path.parent)
+
+
+def _refuse_foreign(path: Path) -> None:
+    """Leave a directory alone that was never ours: one with files in it and no superblock."""
+    names = {entry.name for entry in path.iterdir()}
+    leftovers = {f"{name}.new" for name in SUPERBLOCKS}  # of a crash, like a lone LOCK
+    foreign = sorted(names - leftovers - {"LOCK"})
+    if foreign and names.isdisjoint(SUPERBLOCKS):
+        raise FormatError(
+            f"{path} has no superblock but holds {foreign[0]!r}; choose an empty directory, "
+            "or delete this one if it was prefixd's"
+        )

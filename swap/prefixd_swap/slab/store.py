@@ -1,0 +1,438 @@
+"""The disk tier: blocks in slab files, durable before anybody sees them, checked when they are read.
+
+A block's bytes are written and synced, then one index transaction names them; a removed block's slots are
+free only after the index durably no longer names them. So a crash at any point leaves an index whose every
+record points at bytes that were complete, and slots that no record names are free.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import xxhash
+
+from prefixd_swap.errors import ChecksumError, IndexUnavailableError, IntegrityError, StorageError
+from prefixd_swap.slab.block_record import (
+    BlockRecord,
+    DiskPart,
+    NewBlock,
+    decode_record,
+    index_key,
+    record_depth,
+    record_slots,
+)
+from prefixd_swap.slab.data_directory import DataDirectory
+from prefixd_swap.slab.file import SlabFile
+from prefixd_swap.slab.file_ops import FileOps, host_bytes
+from prefixd_swap.slab.files import SlabFiles
+from prefixd_swap.slab.group_commit import Commit, GroupCommit
+from prefixd_swap.slab.index import Change, IndexDamagedError, SlabIndex
+from prefixd_swap.slab.records import IndexTable, Int64s, Records
+from prefixd_swap.slab.recovery import Recovery, prefix_closed, reconcile, recover
+from prefixd_swap.slab.writer import SlabWriter
+from prefixd_swap.slots import round_to_slot
+from prefixd_swap.spans import Span
+
+log = logging.getLogger(__name__)
+_CHECKS = 8  # a block that was found bad so often while others were freed is bad
+
+
+class SlabStore:
+    """Blocks in one directory. Calls block; they may come from any thread, and writers share commits."""
+
+    def __init__(
+        self,
+        directory: DataDirectory,
+        index: SlabIndex,
+        slabs: SlabFiles,
+        recovery: Recovery,
+        recovered: Records,
+        io_threads: int,
+    ) -> None:
+        """For `open`."""
+        self.recovery = recovery
+        self._recovered: Records | None = recovered  # until `load` or the first change
+        self._directory = directory
+        self._index = index
+        self._slabs = slabs
+        self._commits = GroupCommit(self._flush)
+        self._changed = threading.Condition()  # guards the slabs and what follows
+        self._writer = SlabWriter(slabs, self._changed, io_threads)
+        self._active = 0  # writes and removals under way
+        self._reviving = False
+        self._closed = False
+
+    @classmethod
+    def open(
+        cls,
+        path: Path,
+        capacity_bytes: int,
+        *,
+        slab_bytes: int | None = None,
+        direct: bool = True,
+        io_threads: int = 4,
+        ops: FileOps | None = None,
+    ) -> Self:
+        """Open or create the store in `path` and drop what a crash or a lost file has made useless.
+
+        A damaged index is set aside and an empty one started, see `recovery`.
+
+        Args:
+            path: a directory that is empty, absent or a store's.
+            capacity_bytes: the most that slab files take together. Lowering it drops the newest slabs.
+            slab_bytes: size of a slab file where the capacity is large enough for several; by default 64 MiB, or what
+                keeps the files to a few hundred.
+            direct: read and write past the page cache (`O_DIRECT`) where the file system can. `benchmarks.disk`
+                compares both: stores are as fast or up to twice as fast, and memory holds no block twice; loads may be
+                slower on a disk that gains from the kernel's reading ahead.
+            io_threads: parts that one `write` writes at a time.
+            ops: file calls, for tests that inject faults.
+
+        Raises:
+            DirectoryInUseError: another store holds the directory.
+            FormatError: it holds other files than this version's.
+            StorageError: it cannot be made, read or written.
+        """
+        ops = ops or FileOps()
+        with ExitStack() as undo:
+            directory = DataDirectory(path, ops)
+            undo.callback(directory.close)
+            index = SlabIndex(directory.index, ops)
+            undo.callback(index.close)
+            direct = direct and directory.supports_direct()
+            slabs = SlabFiles(directory.slabs, capacity_bytes, ops, slab_bytes, direct)
+            recovery, recovered, dropped = recover(_read_index(index), slabs, index.damage)
+            if dropped:
+                log.warning("%s: dropped blocks that are not whole: %s", path, recovery)
+                if None in index.apply([(key, None) for key in dropped]):
+                    index.replace("it does not find what it has")
+                    slabs = SlabFiles(directory.slabs, capacity_bytes, ops, slab_bytes, direct)
+                    recovery, recovered, _ = recover(IndexTable(()), slabs, index.damage)
+            undo.pop_all()
+        return cls(directory, index, slabs, recovery, recovered, io_threads)
+
+    @property
+    def capacity_bytes(self) -> int:
+        """The most that slab files take together."""
+        return self._slabs.capacity_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the slots taken, those being written or removed included."""
+        return self._slabs.used_bytes
+
+    @property
+    def commits(self) -> int:
+        """Durable transactions so far, each for one or more calls."""
+        return self._commits.batches
+
+    @property
+    def waiting(self) -> int:
+        """Calls that wait for the durable transaction under way, to share the next."""
+        return self._commits.waiting
+
+    def room(self, nbytes: int) -> int:
+        """How many more parts of `nbytes` bytes each could be written now."""
+        with self._changed:
+            return self._slabs.room(nbytes)
+
+    def free_bytes(self, nbytes: int) -> int:
+        """Bytes left for parts of `nbytes` bytes each, in whole slots."""
+        return self.room(nbytes) * round_to_slot(nbytes)
+
+    def write(self, blocks: Sequence[NewBlock]) -> list[BlockRecord | None]:
+        """Store blocks durably; their records, None for those that there was no room for.
+
+        A block that is stored already is replaced. No key may be in two calls at once or twice in one.
+
+        Raises:
+            DiskFullError: the file system is full although the capacity is not reached; nothing was stored.
+            StorageError: I/O failed or a block is malformed; nothing was stored.
+        """
+        if len({(block.namespace, block.key) for block in blocks}) != len(blocks):
+            raise StorageError("a block is given twice in one write; give each key once")
+        for block in blocks:
+            block.check()
+        with self._operation():
+            slots = self._writer.take(blocks)
+            try:
+                records, commit = self._writer.write(blocks, slots)
+                if commit.changes:
+                    self._commits.run(commit)
+                return records
+            except Exception:
+                self._writer.free([slot for taken in slots if taken for slot in taken if slot is not None])
+                raise
+
+    def remove(self, ids: Sequence[tuple[bytes, bytes]]) -> None:
+        """Forget blocks by (namespace, key), children before parents; unknown ones are ignored.
+
+        When this returns the removal is durable and the slots are free.
+
+        Raises:
+            StorageError: I/O failed; the blocks are still there.
+        """
+        with self._operation():
+            self._commits.run(Commit([(index_key(*block_id), None) for block_id in ids]))
+
+    def read(self, part: DiskPart, into: Span) -> None:
+        """Copy a part's bytes to the start of `into` and verify them there.
+
+        Raises:
+            ChecksumError: the bytes are not those that were written; `into` holds garbage.
+            StorageError: I/O failed, or `into` is too short or not in host memory.
+        """
+        buffer = host_bytes(into, part.nbytes)
+        slab, index = self._slabs.find(part.slot)
+        slab.read(index, buffer)
+        _verify(part, slab, index, xxhash.xxh3_64_intdigest(buffer))
+
+    def check(self, namespace: bytes, key: bytes) -> bool:
+        """Verify a stored block where it is; False when there is no such block, or no longer.
+
+        A slot that is freed and used again meanwhile is not taken for damage.
+
+        Raises:
+            ChecksumError: a part's bytes are not those that were written.
+            IndexUnavailableError: the index cannot be read, which says nothing about the block.
+            StorageError: they cannot be read.
+        """
+        name = index_key(namespace, key)
+        for attempt in range(1, _CHECKS + 1):
+            freed, value = self._slabs.freed, self._look_up(name)
+            if value is None:
+                return False
+            try:
+                for part in decode_record(name, value).parts:
+                    if part is not None:
+                        slab, index = self._slabs.find(part.slot)
+                        _verify(part, slab, index, slab.checksum(index, part.nbytes))
+                return True
+            except StorageError:
+                if self._look_up(name) == value and (self._slabs.freed == freed or attempt == _CHECKS):
+                    raise
+        return False
+
+    def _look_up(self, name: bytes) -> bytes | None:
+        try:
+            return self._index.get(name)
+        except StorageError as error:
+            raise IndexUnavailableError(f"no block can be checked while the index cannot be read: {error}") from error
+
+    @property
+    def shrunk(self) -> bool:
+        """Whether the file system has refused a slab and not gained room for one since."""
+        with self._changed:
+            return self._slabs.disk_is_full()
+
+    def try_commit(self) -> None:
+        """Whether the index takes changes.
+
+        Raises:
+            StorageError: it does not.
+        """
+        with self._operation():
+            self._index.probe()
+
+    def lost_slots(self) -> Int64s:
+        """Slots whose bytes are gone because their file was deleted or cut off under us; nothing new comes there.
+
+        Raises:
+            StorageError: a file cannot be looked at.
+        """
+        with self._changed:
+            return self._slabs.lost_slots()
+
+    def try_read(self) -> None:
+        """Whether the device can be read.
+
+        Raises:
+            StorageError: it cannot.
+        """
+        self._directory.try_read(self._slabs.direct)
+
+    def revive(self, known: Int64s) -> Int64s:
+        """Try whether the disk takes writes again, and clear up what failed ones have left.
+
+        The index is opened again if a commit's outcome is unknown, and replaced by an empty one if it is damaged;
+        records of blocks that the caller does not know are removed (they were being written or removed when the disk
+        failed); slots that no record names are free; slabs whose sync failed are used again.
+
+        Args:
+            known: every slot of the blocks that the caller takes to be stored. It must not write or remove meanwhile.
+
+        Returns:
+            Those of `known` that the index does not name: the bytes are lost.
+
+        Raises:
+            StorageError: the disk refuses still; try again later.
+        """
+        with self._changed:
+            self._refuse_closed()
+            self._changed.wait_for(lambda: not self._active)
+            self._active = 1
+            self._reviving = True
+        try:
+            self._directory.try_write()
+            if self._unsure:
+                self._index.reopen()
+            self._index.probe()
+            try:
+                return self._reconcile(known)
+            except IndexDamagedError as error:
+                self._index.replace(str(error))
+                return self._reconcile(known)
+        finally:
+            with self._changed:
+                self._active = 0
+                self._reviving = False
+                self._changed.notify_all()
+
+    def _reconcile(self, known: Int64s) -> Int64s:
+        stored, unknown = reconcile(IndexTable(self._index.chunks()), known)
+        if unknown:
+            self._index.apply([(key, None) for key in unknown])
+        with self._changed:
+            self._slabs.reclaim(stored)
+            self._recovered = None
+        self._commits.resume()
+        return np.setdiff1d(known, stored)
+
+    def load(self) -> Records:
+        """Every block as of now, in columns: a million of them in about a second.
+
+        Blocks whose parent was removed before them are left out. What `open` has read is given without reading it
+        again, once, until the first change.
+
+        Raises:
+            StorageError: the index cannot be read.
+        """
+        with self._changed:
+            recovered, self._recovered = self._recovered, None
+        if recovered is not None:
+            return recovered
+        table = IndexTable(self._index.chunks())
+        parent = table.link()
+        return table.records(prefix_closed(table.depth, parent, table.readable), parent)
+
+    def records(self) -> Iterator[BlockRecord]:
+        """Every block as of now, parents before children; for a few of them, otherwise `load`."""
+        rows = [row for chunk in self._index.chunks() for row in chunk]
+        for key, value in sorted(rows, key=lambda row: record_depth(row[1])):
+            yield decode_record(key, value)
+
+    def put_namespace(self, namespace: bytes, spec: bytes) -> None:
+        """Store durably what a namespace stands for.
+
+        Raises:
+            StorageError: I/O failed.
+        """
+        with self._operation():
+            self._index.put_namespace(namespace, spec)
+
+    def namespaces(self) -> dict[bytes, bytes]:
+        """What every namespace stands for."""
+        return self._index.namespaces()
+
+    def check_integrity(self) -> None:
+        """Slots are taken by one record each, and by no one else unless a write or a removal is under way.
+
+        Raises:
+            IntegrityError: they are not.
+        """
+        self.audit()
+
+    def audit(self) -> Records | None:
+        """Every record of the index as of now, those without a parent included; the slots are checked as by
+        `check_integrity`. None while it is not known what is named, until `revive`.
+
+        Raises:
+            IntegrityError: the slots do not add up, or an entry of the index is no record.
+            StorageError: the index cannot be read.
+        """
+        with self._changed:
+            self._slabs.check_integrity()
+            if self._unsure:
+                return None
+            table = IndexTable(self._index.chunks())
+            named = np.sort(table.slots())
+            taken = self._slabs.taken()
+            different = len(named) - int(np.count_nonzero(named[1:] == named[:-1]))
+            if different != len(named) or different > taken or (different < taken and not self._active):
+                raise IntegrityError(f"{len(named)} slots are named, {different} different; {taken} are taken")
+        if table.unreadable:
+            raise IntegrityError(f"{len(table.unreadable)} entries of the index are no records")
+        return table.records(table.readable, table.link())
+
+    def close(self) -> None:
+        """Wait for writes and removals under way, then let go of the directory. No read may follow."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+            self._changed.wait_for(lambda: not self._active)
+            self._writer.close()
+            self._index.close()
+            self._slabs.close()
+            self._directory.close()
+
+    @contextmanager
+    def _operation(self) -> Iterator[None]:
+        """Counts a write or removal, so that `close` waits for it."""
+        with self._changed:
+            self._refuse_closed()
+            if self._unsure:
+                raise StorageError(
+                    f"a commit in {self._directory.path} failed half-way; revive it or open the store again"
+                )
+            if self._reviving:
+                raise StorageError(f"the store in {self._directory.path} is being revived; try again")
+            self._active += 1
+            self._recovered = None
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._active -= 1
+                self._changed.notify_all()
+
+    @property
+    def _unsure(self) -> bool:
+        """Whether nobody knows what is durable."""
+        return self._commits.interrupted or self._index.broken
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise StorageError(f"the store in {self._directory.path} is closed; open it again")
+
+    def _flush(self, batch: Sequence[Commit]) -> None:
+        """Data first, then the index, then the slots of what was replaced or removed are free."""
+        self._writer.sync(set[SlabFile]().union(*(commit.slabs for commit in batch)))
+        changes: list[Change] = [change for commit in batch for change in commit.changes]
+        gone = self._index.apply(changes)
+        self._writer.free([slot for value in gone if value for slot, _ in record_slots(value)])
+
+
+def _read_index(index: SlabIndex) -> IndexTable:
+    try:
+        table = IndexTable(index.chunks())
+        if table.in_order:
+            return table
+        raise IndexDamagedError("its keys are out of order")
+    except IndexDamagedError as error:
+        index.replace(str(error))
+        return IndexTable(())
+
+
+def _verify(part: DiskPart, slab: SlabFile, index: int, found: int) -> None:
+    if found != part.checksum:
+        raise ChecksumError(
+            f"slot {index} of {slab.path}: {part.nbytes} bytes have checksum {found:016x}, written were "
+            f"{part.checksum:016x}; remove the block, it will be computed again"
+        )

@@ -1,0 +1,145 @@
+"""The way of new blocks into slabs: slots taken, bytes written by several threads, synced; or the slots given back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
+
+import xxhash
+
+from prefixd_swap.errors import StorageError
+from prefixd_swap.slab.block_record import BlockRecord, DiskPart, NewBlock, encode_record, index_key
+from prefixd_swap.slab.file import SlabFile
+from prefixd_swap.slab.file_ops import host_bytes
+from prefixd_swap.slab.files import SlabFiles
+from prefixd_swap.slab.group_commit import Commit
+from prefixd_swap.spans import Span
+from prefixd_swap.threads import started_threads
+
+
+class SlabWriter:
+    """Writes blocks to slabs. Thread-safe."""
+
+    def __init__(self, slabs: SlabFiles, lock: threading.Condition, io_threads: int) -> None:
+        """`lock` guards the slabs; one call writes `io_threads` parts at a time."""
+        self._slabs = slabs
+        self._lock = lock
+        self._io_threads = io_threads
+        self._pool: ThreadPoolExecutor | None = None
+
+    def take(self, blocks: Sequence[NewBlock]) -> list[list[int | None] | None]:
+        """For each block a slot for each of its parts; None where not all of them have room.
+
+        Raises:
+            DiskFullError: the file system has no room for a slab; nothing is taken.
+            StorageError: a slab could not be made; nothing is taken.
+        """
+        taken: list[list[int | None] | None] = []
+        with self._lock:
+            try:
+                for block in blocks:
+                    taken.append(self._take_block(block))
+            except Exception:
+                for slots in taken:
+                    self._give_back(slots or [])
+                raise
+        return taken
+
+    def write(
+        self, blocks: Sequence[NewBlock], slots: Sequence[Sequence[int | None] | None]
+    ) -> tuple[list[BlockRecord | None], Commit]:
+        """Write blocks to the slots taken for them; their records, and what makes them durable.
+
+        Raises:
+            StorageError: a write failed; nobody writes to the slots any more.
+        """
+        commit = Commit([])
+        spans = [
+            (part, slot, checksum)
+            for block, taken in zip(blocks, slots, strict=True)
+            for part, slot, checksum in zip(
+                block.parts, taken or (), block.checksums or (None,) * len(block.parts), strict=False
+            )
+            if part and slot is not None
+        ]
+        written = iter(self._write_parts(spans, commit.slabs))
+        records: list[BlockRecord | None] = []
+        for block, taken in zip(blocks, slots, strict=True):
+            if taken is None:
+                records.append(None)
+                continue
+            parts = tuple(next(written) if slot is not None else None for slot in taken)
+            commit.changes.append((index_key(block.namespace, block.key), encode_record(block, parts)))
+            records.append(BlockRecord(block.namespace, block.key, block.parent, block.tokens, parts, block.depth))
+        return records, commit
+
+    def sync(self, slabs: set[SlabFile]) -> None:
+        """Return when what was written to these slabs is durable.
+
+        Raises:
+            StorageError: a sync failed; that slab gives out no more slots.
+        """
+        for slab in sorted(slabs, key=lambda slab: slab.number):
+            try:
+                slab.sync()
+            except StorageError:
+                with self._lock:
+                    self._slabs.quarantine(slab)
+                raise
+
+    def free(self, slots: Sequence[int]) -> None:
+        """Make slots free."""
+        with self._lock:
+            self._give_back(slots)
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def _take_block(self, block: NewBlock) -> list[int | None] | None:
+        slots: list[int | None] = []
+        try:
+            for part in block.parts:
+                slot = self._slabs.allocate(part.nbytes) if part else None
+                if part and slot is None:
+                    self._give_back(slots)
+                    return None
+                slots.append(slot)
+        except Exception:
+            self._give_back(slots)
+            raise
+        return slots
+
+    def _write_parts(self, spans: Sequence[tuple[Span, int, int | None]], slabs: set[SlabFile]) -> list[DiskPart]:
+        """Write each span to its slot, several at a time; `slabs` gets the slabs written to."""
+        jobs = []
+        for part, slot, checksum in spans:
+            slab, index = self._slabs.find(slot)
+            slabs.add(slab)
+            jobs.append(partial(_write_part, host_bytes(part, part.nbytes), checksum, slab, index, slot))
+        if len(jobs) < 2 or self._io_threads < 2:
+            return [job() for job in jobs]
+        with self._lock:
+            if self._pool is None:
+                self._pool = started_threads(self._io_threads, "prefixd-slabs")
+        futures = [self._pool.submit(job) for job in jobs]
+        wait(futures)  # even if one fails: their slots may be freed only when nobody writes to them
+        try:
+            return [future.result() for future in futures]
+        finally:
+            del futures  # a failed one has its error, whose traceback has this frame: slabs would stay open until a gc
+
+    def _give_back(self, slots: Sequence[int | None]) -> None:
+        for slot in slots:
+            if slot is not None:
+                self._slabs.free(slot)
+
+
+def _write_part(data: memoryview, checksum: int | None, slab: SlabFile, index: int, slot: int) -> DiskPart:
+    if checksum is None:
+        checksum = xxhash.xxh3_64_intdigest(data)
+    slab.write(index, data)
+    return DiskPart(slot, len(data), checksum)

@@ -1,0 +1,319 @@
+"""The trie against a plain dict, with keys of 8 bits that collide all the time: no wrong match, ever."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections import Counter
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from prefixd.cache import CPU, DISK, GPU, NONE, BlockChain, Trie
+from prefixd.cache.index.trie import NO_SLOT, TIERS
+
+Prefix = tuple[int, ...]  # (namespace, block, block, ...): block b has the tokens (b, b)
+
+WIDTH = 2
+prompts = st.lists(st.integers(0, 5), min_size=1, max_size=6).map(tuple)
+namespaces = st.integers(0, 1)
+tiers = st.integers(0, TIERS - 1)
+
+
+def short_digest(data: bytes, seed: int) -> bytes:
+    """A key function with 256 different keys."""
+    return xxhash.xxh3_64_digest(data, seed)[:1] * 16
+
+
+def chain_of(prompt: Prefix) -> BlockChain:
+    namespace, *blocks = prompt
+    return BlockChain(np.repeat(np.array(blocks, "<u4"), WIDTH).tobytes(), WIDTH, namespace, short_digest)
+
+
+class TrieMachine(RuleBasedStateMachine):
+    """`row_of` says which row has which prefix, `copies` what each prefix has where (part -> slot, by tier)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trie = Trie(WIDTH, (10, 20))
+        self.row_of: dict[Prefix, int] = {}
+        self.copies: dict[Prefix, list[dict[int, int]]] = {}
+        self.holds: Counter[tuple[Prefix, int]] = Counter()
+        self.retained: Counter[Prefix] = Counter()
+        self.owner: dict[bytes, Prefix] = {}
+        self.next_slot = 0
+        self.now = 0.0
+
+    def pick(self, data: st.DataObject) -> Prefix:
+        return data.draw(st.sampled_from(sorted(self.row_of)))
+
+    def has_children(self, prefix: Prefix) -> bool:
+        return any(other[:-1] == prefix for other in self.row_of)
+
+    def kept(self, prefix: Prefix) -> bool:
+        return bool(self.retained[prefix]) or any(self.holds[prefix, tier] for tier in range(TIERS))
+
+    @rule(namespace=namespaces, prompt=prompts)
+    def insert(self, namespace: int, prompt: Prefix) -> None:
+        prefix: Prefix = (namespace,)
+        chain = chain_of((namespace, *prompt))
+        parent = -1 - namespace
+        self.now += 1
+        for index, block in enumerate(prompt):
+            prefix = (*prefix, block)
+            key = chain.key(index)
+            row = self.trie.insert(parent, namespace, key, chain.block(index), self.now)
+            owner = self.owner.get(key)
+            if owner is not None and owner != prefix:
+                assert row is None, f"{prefix} was taken for {owner}"
+                return
+            assert row is not None
+            assert self.row_of.get(prefix, row) == row
+            if owner is None:
+                assert row not in self.row_of.values()
+                self.owner[key] = prefix
+                self.row_of[prefix] = row
+                self.copies[prefix] = [{} for _ in range(TIERS)]
+            parent = row
+
+    @precondition(lambda self: self.row_of)
+    @rule(data=st.data(), tier=tiers, parts=st.sampled_from([(0,), (1,), (0, 1)]))
+    def put(self, data: st.DataObject, tier: int, parts: tuple[int, ...]) -> None:
+        prefix = self.pick(data)
+        slots = [NO_SLOT, NO_SLOT]
+        for part in parts:
+            self.next_slot += 1
+            slots[part] = self.copies[prefix][tier][part] = self.next_slot
+        self.trie.put_copy(self.row_of[prefix], tier, slots, self.now)
+
+    @precondition(lambda self: self.row_of)
+    @rule(data=st.data(), tier=tiers)
+    def drop(self, data: st.DataObject, tier: int) -> None:
+        prefix = self.pick(data)
+        had = self.copies[prefix][tier]
+        assert self.trie.drop_copy(self.row_of[prefix], tier) == [had.get(part, NO_SLOT) for part in (0, 1)]
+        self.copies[prefix][tier] = {}
+
+    @precondition(lambda self: self.row_of)
+    @rule(data=st.data(), tier=tiers)
+    def hold(self, data: st.DataObject, tier: int) -> None:
+        prefix = self.pick(data)
+        rows = [self.row_of[prefix[: end + 1]] for end in range(1, len(prefix))]
+        assert self.trie.path(rows[-1]).tolist() == rows
+        self.trie.hold(np.array(rows), tier)
+        self.holds.update((prefix[: end + 1], tier) for end in range(1, len(prefix)))
+
+    @precondition(lambda self: +self.holds)
+    @rule(data=st.data())
+    def unhold(self, data: st.DataObject) -> None:
+        prefix, tier = data.draw(st.sampled_from(sorted(+self.holds)))
+        self.trie.unhold(np.array([self.row_of[prefix]]), tier)
+        self.holds[prefix, tier] -= 1
+
+    @precondition(lambda self: self.row_of)
+    @rule(data=st.data())
+    def retain_or_not(self, data: st.DataObject) -> None:
+        prefix = self.pick(data)
+        row = np.array([self.row_of[prefix]])
+        if self.retained[prefix]:
+            self.trie.unretain(row)
+            self.retained[prefix] -= 1
+        else:
+            self.trie.retain(row)
+            self.retained[prefix] += 1
+
+    @precondition(lambda self: self.row_of)
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        prefix = self.pick(data)
+        row = self.row_of[prefix]
+        may = not self.has_children(prefix) and not self.kept(prefix)
+        assert self.trie.removable(row) == may
+        if not may or any(self.copies[prefix]):
+            with pytest.raises(RuntimeError, match="copies, children or keepers"):
+                self.trie.remove(row)
+            return
+        before = int(self.trie.generation[row])
+        self.trie.remove(row)
+        assert self.trie.generation[row] == before + 1
+        assert not self.trie.removable(row), "what is gone cannot be removed again"
+        while True:  # ancestors that stayed for its sake alone go too
+            del self.row_of[prefix], self.copies[prefix]
+            self.owner = {key: owner for key, owner in self.owner.items() if owner != prefix}
+            prefix = prefix[:-1]
+            if prefix not in self.row_of or self.has_children(prefix) or self.kept(prefix) or any(self.copies[prefix]):
+                return
+
+    @rule(namespace=namespaces, prompt=prompts, limit=st.none() | st.integers(0, 7))
+    def match(self, namespace: int, prompt: Prefix, limit: int | None) -> None:
+        expected: list[int] = []
+        for end in range(1, len(prompt) + 1):
+            prefix = (namespace, *prompt[:end])
+            if prefix not in self.row_of or not any(len(tier) == 2 for tier in self.copies[prefix]):
+                break
+            expected.append(self.row_of[prefix])
+        expected = expected[: len(prompt) if limit is None else limit]
+        found = self.trie.match(-1 - namespace, chain_of((namespace, *prompt)), limit)
+        assert found.rows.tolist() == expected
+        assert len(found) == len(expected)
+
+    @precondition(lambda self: self.row_of)
+    @rule(data=st.data())
+    def walk(self, data: st.DataObject) -> None:
+        prefix = self.pick(data)
+        below = {row for other, row in self.row_of.items() if other[: len(prefix)] == prefix}
+        subtree = self.trie.subtree(np.array([self.row_of[prefix]]))
+        assert set(subtree) == below and len(subtree) == len(below)
+        at = {row: place for place, row in enumerate(subtree)}
+        assert all(at[row] > at.get(int(self.trie.parent[row]), -1) for row in subtree)
+        other = self.pick(data)
+        ancestry = self.trie.ancestry(np.array([self.row_of[prefix], self.row_of[other]])).tolist()
+        wanted = {self.row_of[p[: end + 1]] for p in (prefix, other) for end in range(1, len(p))}
+        assert sorted(ancestry) == sorted(wanted)
+
+    @invariant()
+    def columns_agree_with_the_model(self) -> None:
+        trie = self.trie
+        assert len(trie) == len(self.row_of)
+        assert sorted(trie.used_rows().tolist()) == sorted(self.row_of.values())
+        assert trie.rows == len(self.row_of) + len(trie.free), "rows are recycled, none is lost"
+        children: Counter[tuple[Prefix, int]] = Counter()
+        for prefix, row in self.row_of.items():
+            assert self.owner[trie.key(row)] == prefix
+            assert trie.tokens[row].tolist() == [prefix[-1]] * WIDTH
+            assert trie.parent[row] == self.row_of.get(prefix[:-1], -1 - prefix[0])
+            assert (trie.depth[row], trie.namespace[row]) == (len(prefix) - 2, prefix[0])
+            for tier, parts in enumerate(self.copies[prefix]):
+                assert trie.has(row, tier) == (len(parts) == 2)
+                assert bool(trie.some[row] & (1 << tier)) == bool(parts)
+                assert trie.slots[row, tier].tolist() == [parts.get(0, NO_SLOT), parts.get(1, NO_SLOT)]
+                assert trie.holds[row, tier] == self.holds[prefix, tier]
+                children[prefix[:-1], tier] += bool(parts)
+            whole = [tier for tier, parts in enumerate(self.copies[prefix]) if len(parts) == 2]
+            assert trie.nearest[row] == min(whole, default=NONE)
+        for prefix, row in self.row_of.items():
+            assert bool(trie.children[row]) == self.has_children(prefix)
+            assert trie.tier_children[row].tolist() == [children[prefix, tier] for tier in range(TIERS)]
+
+    @invariant()
+    def who_may_go_is_as_the_model_says(self) -> None:
+        for tier in range(TIERS):
+            for demotable in (False, True):
+                expected = [row for prefix, row in self.row_of.items() if self.may_go(prefix, tier, demotable)]
+                assert self.trie.evictable(tier, demotable=demotable).tolist() == sorted(expected)
+        lacking = self.trie.missing(self.trie.used_rows(), CPU).tolist()
+        assert set(lacking) == {row for p, row in self.row_of.items() if len(self.copies[p][CPU]) < 2}
+        dirty = {r for p, r in self.row_of.items() if len(self.copies[p][CPU]) == 2 and not self.copies[p][DISK]}
+        assert set(self.trie.copies(CPU, without=DISK).tolist()) == dirty
+
+    def may_go(self, prefix: Prefix, tier: int, demotable: bool) -> bool:
+        copies = self.copies[prefix]
+        if not copies[tier] or self.holds[prefix, tier]:
+            return False
+        if any(other[:-1] == prefix and self.copies[other][tier] for other in self.row_of):
+            return False  # leaves first
+        if any(copies[other] for other in range(TIERS) if other != tier):
+            return True
+        if demotable and len(copies[tier]) == 2:
+            return True
+        return not self.has_children(prefix) and not self.kept(prefix)
+
+
+def test_trie_against_a_dict() -> None:
+    run_state_machine_as_test(TrieMachine, settings=settings(max_examples=60, stateful_step_count=50))
+
+
+def test_a_collision_is_refused_and_matches_nothing() -> None:
+    trie = Trie(1, (1,))
+    key = b"k" * 16
+    first = trie.insert(-1, 0, key, (1).to_bytes(4, "little"), 0.0)
+    assert first is not None
+    trie.put_copy(first, GPU, [0], 0.0)
+    assert trie.insert(-1, 0, key, (2).to_bytes(4, "little"), 0.0) is None, "other tokens"
+    assert trie.insert(-2, 1, key, (1).to_bytes(4, "little"), 0.0) is None, "the same tokens in another namespace"
+    same = BlockChain((1).to_bytes(4, "little"), 1, 0, lambda data, seed: key)
+    other = BlockChain((2).to_bytes(4, "little"), 1, 0, lambda data, seed: key)
+    assert (len(trie.match(-1, same)), len(trie.match(-1, other)), len(trie.match(-2, same))) == (1, 0, 0)
+
+
+def test_a_block_that_collides_with_its_own_parent_matches_once() -> None:
+    trie = Trie(1, (1,))
+    row = trie.insert(-1, 0, b"k" * 16, bytes(4), 0.0)
+    assert row is not None
+    trie.put_copy(row, CPU, [0], 0.0)
+    assert trie.match(-1, BlockChain(bytes(12), 1, 0, lambda data, seed: b"k" * 16)).rows.tolist() == [row]
+
+
+def test_the_table_grows_and_keeps_what_it_has() -> None:
+    trie = Trie(1, (1,))
+    chain = BlockChain(np.arange(3000, dtype="<u4").tobytes(), 1, 0)
+    parent = -1
+    for index in range(len(chain)):
+        row = trie.insert(parent, 0, chain.key(index), chain.block(index), 0.0)
+        assert row is not None
+        trie.put_copy(row, CPU, [index], 0.0)
+        parent = row
+    rows = trie.match(-1, chain).rows
+    assert len(rows) == 3000
+    assert trie.slots[rows, CPU, 0].tolist() == list(range(3000))
+    assert trie.depth[rows].tolist() == list(range(3000))
+
+
+def test_growing_holds_one_column_twice_and_no_more() -> None:
+    tracemalloc.start()
+    try:
+        trie = Trie(16, (1,))
+        for number in range(1024):
+            trie.insert(-1, 0, number.to_bytes(16, "little"), bytes(64), 0.0)
+        before, _ = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        trie.insert(-1, 0, b"k" * 16, bytes(64), 0.0)
+        after, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert after > 1.4 * before, "it did grow"
+    assert peak < 1.9 * before, "what is replaced is let go before the next column is made"
+
+
+def test_a_row_is_found_by_the_first_digits_of_its_key() -> None:
+    trie = Trie(1, (1,))
+    keys = [bytes.fromhex(digits.ljust(32, "0")) for digits in ("abcd", "abce", "abcef", "b")]
+    rows = [trie.insert(-1, 0, key, number.to_bytes(4, "little"), 0.0) for number, key in enumerate(keys)]
+    assert [trie.find_by_digits(digits).tolist() for digits in ("a", "abc", "abce", "abcef", "b0", "c")] == [
+        *([rows[:3]] * 2),
+        rows[1:3],
+        rows[2:3],
+        rows[3:],
+        [],
+    ]
+    gone = rows[1]
+    assert gone is not None
+    trie.remove(gone)
+    assert trie.find_by_digits("abce").tolist() == rows[2:3]
+    assert (keys[1] in trie, keys[2] in trie, None in trie) == (False, True, False)
+
+
+def test_an_observer_is_told_of_rows_that_change() -> None:
+    """Of a copy when it is whole, of one that is dropped, of many that are entered at once, of a tier that goes."""
+    trie = Trie(WIDTH, (10, 20))
+    told: list[list[int]] = []
+    trie.observer = lambda changed, rows: told.append(np.atleast_1d(rows).tolist()) if changed is trie else None
+    chain = chain_of((0, 1))
+    row = trie.insert(-1, 0, chain.key(0), chain.block(0), 0.0)
+    assert row is not None
+    trie.put_copy(row, CPU, [7, NO_SLOT], 0.0)
+    assert told == []
+    trie.put_copy(row, CPU, [NO_SLOT, 8], 0.0)
+    trie.drop_copy(row, DISK)  # has none
+    assert told == [[row]]
+    rows = trie.take_rows(3)
+    keys = np.arange(48, dtype=np.uint8).reshape(3, 16)
+    none = np.zeros(3, np.int64)
+    trie.insert_all(rows, none - 1, none, none, keys, np.zeros((3, WIDTH), np.uint32), 0.0)
+    trie.put_copies(rows, DISK, np.arange(6).reshape(3, 2), 0.0)
+    trie.offer(DISK, False)
+    trie.drop_copy(row, CPU)
+    assert told == [[row], rows.tolist(), rows.tolist(), [row]]

@@ -1,0 +1,97 @@
+"""The checksum is of what was committed: bytes that change in memory afterwards are found when they come up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from prefixd.cache import CPU, DISK, GPU, Reservation
+
+if TYPE_CHECKING:
+    from tests.cache.conftest import Rig
+
+MakeRig = Callable[..., "Rig"]
+
+
+def alter(rig: Rig, row: int) -> None:
+    """Flips a byte of a block in memory."""
+    rig.cache.tiers.arena.array(int(rig.trie.slots[row, CPU, 0]), rig.part_bytes)[99] ^= 1
+
+
+async def test_bytes_altered_in_memory_before_they_were_written_are_never_served_from_disk(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=4, disk=8)
+    await rig.put([1, 2])
+    alter(rig, rig.rows([1, 2])[1])
+    assert await rig.cache.write_back.flush() == 2
+    await rig.restart()
+    assert await rig.get([1, 2]) == 1
+    assert rig.cache.mover.lost == {"checksum mismatch on disk": 1}
+
+
+async def test_a_durable_commit_waits_for_its_checksum(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=4, disk=8)
+    await rig.put([1, 2], durable=True)
+    rows = rig.rows([1, 2])
+    contents = [rig.content(rig.namespace, rig.chain([1, 2]), block) for block in range(2)]
+    assert rig.trie.checksums[rows, 0].tolist() == [xxhash.xxh3_64_intdigest(content) for content in contents]
+    assert rig.trie.sealed[rows].all()
+
+
+async def test_a_block_that_is_hashed_may_be_evicted_at_once(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=2, disk=8)
+    for prompt in ([1, 2], [3, 4], [5, 6]):  # not by way of `put`, which waits
+        reservation = await rig.cache.reserve(rig.session, rig.namespace, rig.chain(prompt))
+        assert isinstance(reservation, Reservation) and len(reservation.slots) == 2
+        rig.fill(reservation)
+        await rig.cache.commit(reservation, 2)
+    assert [await rig.get(prompt) for prompt in ([5, 6], [3, 4], [1, 2])] == [2, 2, 2]
+
+
+async def test_a_block_from_disk_keeps_its_checksum(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=2, disk=8)
+    await rig.put([1, 2], durable=True)
+    before = rig.trie.checksums[rig.rows([1, 2])].copy()
+    await rig.restart()
+    assert await rig.get([1, 2]) == 2
+    rows = rig.rows([1, 2])
+    assert rig.trie.sealed[rows].all() and (rig.trie.checksums[rows] == before).all()
+    rig.damage(rows[1])
+    await rig.cache.mover.disk.recheck(rig.trie, rows[1], int(rig.trie.generation[rows[1]]))
+    alter(rig, rows[1])
+    assert await rig.cache.write_back.flush() == 1, "written again, with the checksum that it came with"
+    await rig.restart()
+    assert await rig.get([1, 2]) == 1
+
+
+async def test_gpu_blocks_are_sealed_when_they_come_to_the_cpu_tier(make_rig: MakeRig) -> None:
+    rig = make_rig(gpu=4, cpu=4, disk=8)
+    rows = await rig.put_gpu([1, 2])
+    assert not rig.trie.sealed[rows].any()
+    rig.unhold(rows, GPU)
+    assert await rig.get([1, 2]) == 2
+    await rig.cache.mover.sealed()
+    assert rig.trie.sealed[rows].all()
+    assert await rig.cache.write_back.flush() == 2
+    assert rig.tiers([1, 2], DISK) == [True, True]
+    await rig.restart()
+    assert await rig.get([1, 2]) == 2
+
+
+async def test_a_second_version_in_memory_is_not_mistaken_for_the_one_on_disk(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=2, disk=8)
+    await rig.put([1], durable=True)
+    await rig.put([2, 3], durable=True)  # 1 is on disk alone
+    care, tiers = rig.cache.mover.disk.care, rig.cache.tiers
+    care._give(False)
+    reservation = await rig.cache.reserve(rig.session, rig.namespace, rig.chain([1]))
+    assert isinstance(reservation, Reservation)
+    rig.write(tiers.arena.span(reservation.slots[0][0], rig.part_bytes), bytes(rig.part_bytes))  # other rounding
+    await rig.cache.commit(reservation, 1)
+    await rig.cache.mover.sealed()
+    care._give(True)
+    (row,) = rig.rows([1])
+    assert not rig.trie.sealed[row].any()
+    await rig.put([4, 5])  # the version in memory goes
+    assert await rig.get([1]) == 1, "the one on disk is verified with its own checksum"

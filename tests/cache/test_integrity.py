@@ -1,0 +1,176 @@
+"""The audit sees whatever does not add up, and nothing where everything does, while the cache works too."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from prefixd.cache import CPU, DISK, GPU, Lease, Reservation
+from prefixd.cache.integrity import audit
+from prefixd.errors import ExhaustedError
+from prefixd_swap import IntegrityError, StorageError
+
+if TYPE_CHECKING:
+    from tests.cache.conftest import Rig
+
+MakeRig = Callable[..., "Rig"]
+
+
+async def filled(make_rig: MakeRig) -> Rig:
+    rig = make_rig(gpu=4, cpu=16, disk=32)
+    await rig.put([1, 2, 3], durable=True)
+    await rig.put([1, 4], durable=True)
+    return rig
+
+
+async def test_everything_is_counted(make_rig: MakeRig) -> None:
+    rig = await filled(make_rig)
+    lease = await rig.lease([1, 2])
+    given = await rig.cache.reserve(rig.session, rig.namespace, rig.chain([7, 8]))
+    assert isinstance(lease, Lease) and isinstance(given, Reservation)
+    rig.unhold(await rig.put_gpu([5]), GPU)
+    found = await audit(rig.cache)
+    assert found.violations == []
+    assert (found.blocks, found.slots, found.sessions, found.leases, found.reservations) == (5, 4 + 2 + 1, 1, 1, 1)
+
+
+Break = Callable[["Rig", list[int]], Callable[[], None]]
+
+
+def column(name: str, value: Any, *index: int) -> Break:
+    """Writes `value` into a column of the trie; undone by writing back what was there."""
+
+    def breaks(rig: Rig, rows: list[int]) -> Callable[[], None]:
+        array = getattr(rig.trie, name)
+        at = (rows[1], *index)
+        before = array[at].copy()
+        array[at] = value
+        return lambda: array.__setitem__(at, before)
+
+    return breaks
+
+
+def loose_slot(rig: Rig, rows: list[int]) -> Callable[[], None]:
+    (slot,) = rig.cache.tiers.allocate(CPU, [rig.part_bytes]) or [0]
+    return lambda: rig.cache.tiers.release(CPU, [slot])
+
+
+def leaked_slot(rig: Rig, rows: list[int]) -> Callable[[], None]:
+    undo = loose_slot(rig, rows)
+    leaked = set(rig.cache.tiers.in_flight[CPU])
+    rig.cache.tiers.in_flight[CPU].clear()
+
+    def back() -> None:
+        rig.cache.tiers.in_flight[CPU].update(leaked)
+        undo()
+
+    return back
+
+
+def freed_slot(rig: Rig, rows: list[int]) -> Callable[[], None]:
+    slot = int(rig.trie.slots[rows[1], CPU, 0])
+    rig.cache.tiers.arena.free(slot)
+    return lambda: None if rig.cache.tiers.arena.allocate(rig.part_bytes) == slot else pytest.fail("another slot")
+
+
+def held_by_nobody(rig: Rig, rows: list[int]) -> Callable[[], None]:
+    some = np.array(rows[:1], np.int64)
+    rig.trie.hold(some, DISK)
+    return lambda: rig.trie.unhold(some, DISK)
+
+
+def kept_by_nobody(rig: Rig, rows: list[int]) -> Callable[[], None]:
+    some = np.array(rows[:1], np.int64)
+    rig.trie.retain(some)
+    return lambda: rig.trie.unretain(some)
+
+
+def lost_lease(rig: Rig, rows: list[int]) -> Callable[[], None]:
+    lease = Lease("1-x", rig.session, rig.trie, np.array(rows, np.int64), 2000.0)
+    rig.session.grants[lease.id] = lease
+    return lambda: rig.session.grants.clear()
+
+
+@pytest.mark.parametrize(
+    ("breaks", "words"),
+    [
+        (column("parent", 77), "continue a block that does not exist"),
+        (column("namespace", 5), "another namespace"),
+        (column("depth", 9), "wrong depth"),
+        (column("children", 3), "miscount their children"),
+        (column("some", 0), "marked wrongly for the cpu tier"),
+        (column("whole", 2), "not whole as marked"),
+        (column("nearest", 2), "wrong nearest tier"),
+        (column("tier_children", 4, DISK), "miscount their children in the disk tier"),
+        (column("holds", -1, CPU), "released more often than held in the cpu tier"),
+        (column("slots", 0, CPU, 0), "slots with several owners"),
+        (loose_slot, "slots in flight that nobody is filling"),
+        (leaked_slot, "taken, but nobody's"),
+        (freed_slot, "somebody's, but not taken"),
+        (held_by_nobody, "held in the disk tier by nobody"),
+        (kept_by_nobody, "kept by nobody"),
+        (lost_lease, "leased or in use, but not held in the cpu tier"),
+    ],
+)
+async def test_each_contradiction_is_seen(make_rig: MakeRig, breaks: Break, words: str) -> None:
+    rig = await filled(make_rig)
+    undo = breaks(rig, rig.rows([1, 2, 3]))
+    with pytest.raises(IntegrityError, match=words):
+        rig.check()
+    assert any(words in violation for violation in (await audit(rig.cache)).violations)
+    undo()
+    assert (await audit(rig.cache)).violations == []
+
+
+async def test_the_index_and_the_tries_are_compared(make_rig: MakeRig) -> None:
+    rig = await filled(make_rig)
+    assert rig.store is not None
+    row = rig.rows([1, 2, 3])[2]
+    rig.trie.checksums[row, 0] ^= np.uint64(1)
+    key = rig.trie.key(row).hex()
+    assert (await audit(rig.cache)).violations == [
+        f"disk tier: blocks whose place or checksum in the index is another than in memory: {key}"
+    ]
+    rig.trie.checksums[row, 0] ^= np.uint64(1)
+    rig.store.remove([(rig.namespace.id, rig.trie.key(row))])
+    assert (await audit(rig.cache)).violations == [f"disk tier: blocks on disk that the index does not name: {key}"]
+    rig.cache.mover.disk.drop_damaged(rig.trie, np.array([row]), StorageError("by the test"))
+    await rig.cache.mover.quiesce()
+    assert await rig.put([9], durable=True) == (1, 0)
+    (row,) = rig.rows([9])
+    rig.trie.drop_copy(row, DISK)
+    found = (await audit(rig.cache)).violations
+    assert found == [f"disk tier: blocks that the index names and the cache has forgotten: {rig.trie.key(row).hex()}"]
+    rig.store.remove([(rig.namespace.id, rig.trie.key(row))])
+
+
+async def test_it_is_right_while_the_cache_works(make_rig: MakeRig) -> None:
+    rig = make_rig(gpu=4, cpu=24, disk=12, write_back=True)
+    rig.start_write_back()
+    ending = asyncio.Event()
+
+    async def engine(first: int) -> None:
+        step = 0
+        while not ending.is_set():
+            step += 1
+            await asyncio.sleep(0)
+            prompt = [first + step % 3, step % 5, step % 2]
+            with suppress(ExhaustedError):  # write-back holds what it writes
+                await rig.put(prompt, durable=step % 2 == 0)
+            await rig.get(prompt)
+            rig.cache.prefetch(rig.namespace, rig.chain(prompt))
+            if step % 4 == 0:
+                await rig.cache.mover.forget(rig.trie, rig.rows(prompt)[::-1])
+
+    engines = [asyncio.create_task(engine(10 * number)) for number in range(2)]
+    for _ in range(5):
+        assert (await audit(rig.cache)).violations == []
+        await asyncio.sleep(0)
+    ending.set()
+    await asyncio.gather(*engines)
+    assert not rig.cache.mover.lost["checksum mismatch on disk"]

@@ -1,0 +1,240 @@
+"""Where blocks go when a tier is full, how they come back, and that what is leased stays where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from prefixd.cache import CPU, DISK, GPU
+from prefixd.errors import ExhaustedError
+
+if TYPE_CHECKING:
+    from tests.cache.conftest import Rig
+
+MakeRig = Callable[..., "Rig"]
+
+
+async def test_blocks_go_down_a_tier_at_a_time_and_come_up_straight(make_rig: MakeRig) -> None:
+    rig = make_rig(gpu=2, cpu=2, disk=4)
+    for prompt in ([1, 2], [3, 4], [5, 6]):
+        rig.unhold(await rig.put_gpu(prompt), GPU)
+    assert [rig.trie.nearest[rig.rows(p)].tolist() for p in ([5, 6], [3, 4], [1, 2])] == [
+        [GPU, GPU],
+        [CPU, CPU],
+        [DISK, DISK],
+    ]
+    rows = rig.rows([1, 2])
+    rig.trie.hold(rig.trie.path(rows[-1]), GPU)
+    assert await rig.cache.mover.bring(rig.trie, rig.trie.path(rows[-1]), GPU) == 2
+    assert [rig.read(rig.frame(int(rig.trie.slots[row, GPU, 0]))) for row in rows] == [
+        rig.content(rig.namespace, rig.chain([1, 2]), block) for block in (0, 1)
+    ]
+    assert not any(rig.tiers([1, 2], CPU)), "not by way of the CPU tier"
+    counters = rig.cache.tiers.counters
+    assert (counters[GPU].promoted, counters[GPU].demoted, counters[CPU].demoted) == (2, 6, 4)
+    rig.unhold(rows, GPU)
+
+
+async def test_a_block_that_is_on_disk_still_goes_down_by_way_of_the_cpu_tier(make_rig: MakeRig) -> None:
+    rig = make_rig(gpu=2, cpu=2, disk=8)
+    rig.unhold(await rig.put_gpu([1, 2]), GPU)
+    assert await rig.cache.write_back.flush() == 2
+    assert (rig.tiers([1, 2], CPU), rig.tiers([1, 2], DISK)) == ([False] * 2, [True] * 2)
+    rig.unhold(await rig.put_gpu([3, 4]), GPU)
+    assert (rig.tiers([1, 2], GPU), rig.tiers([1, 2], CPU)) == ([False] * 2, [True] * 2)
+    assert await rig.get([1, 2]) == 2
+
+
+async def test_without_a_tier_below_the_least_recent_leaf_is_forgotten(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=3)
+    await rig.put([1, 2])
+    await rig.put([3])
+    await rig.get([1, 2])
+    await rig.put([4])
+    assert (len(rig.rows([1, 2])), len(rig.rows([3])), len(rig.rows([4]))) == (2, 0, 1)
+    await rig.put([5])
+    assert (len(rig.rows([1, 2])), len(rig.rows([4])), len(rig.rows([5]))) == (1, 1, 1), "the leaf, not its parent"
+
+
+async def test_clean_blocks_are_evicted_without_a_copy(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=2, disk=8)
+    await rig.put([1, 2], durable=True)
+    assert rig.store is not None
+    before = rig.store.commits
+    await rig.put([3, 4])
+    assert rig.store.commits == before
+    assert rig.cache.tiers.counters[CPU].demoted == 0
+    assert (rig.tiers([1, 2], CPU), rig.tiers([1, 2], DISK)) == ([False] * 2, [True] * 2)
+    assert await rig.get([1, 2]) == 2
+
+
+async def test_what_is_leased_does_not_move(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=3, disk=8)
+    await rig.put([1, 2])
+    lease = await rig.lease([1, 2])
+    assert lease is not None
+    slots = rig.cache.offsets(rig.trie, lease.rows, [0])
+    for other in range(10, 16):
+        await rig.put([other])
+    assert await rig.cache.mover.forget(rig.trie, rig.rows([1, 2])[::-1]) == 0
+    assert rig.cache.offsets(rig.trie, lease.rows, [0]) == slots
+    rig.check_lease(lease, rig.namespace, rig.chain([1, 2]))
+
+
+async def test_when_nothing_may_go_there_is_no_room_and_it_is_said(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=2, disk=8)
+    await rig.put([1, 2])
+    lease = await rig.lease([1, 2])
+    with rig.nothing_lost(), pytest.raises(ExhaustedError, match=r"8192 bytes\) has no room.*4096 bytes.*cpu\.bytes"):
+        await rig.put([1, 2, 3])
+    assert lease is not None
+    rig.cache.release(rig.session, lease.id)
+    assert await rig.put([1, 2, 3]) == (1, 0)
+
+
+async def test_a_reservation_is_as_long_as_there_is_room(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=3)
+    assert await rig.put([1, 2, 3, 4, 5]) == (3, 0)
+    assert await rig.get([1, 2, 3, 4, 5]) == 3
+
+
+async def test_a_lease_is_as_long_as_the_cpu_tier_can_take(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=3, disk=8)
+    await rig.put([1, 2, 3], durable=True)
+    await rig.put([1, 2, 3, 4], durable=True)
+    other = await rig.lease([1])
+    assert other is not None
+    await rig.put([9, 9])
+    taken = await rig.lease([9, 9])
+    assert taken is not None
+    with rig.nothing_lost():
+        assert await rig.get([1, 2, 3, 4]) == 1, "one slot, and that has the first block"
+    rig.cache.release(rig.session, taken.id)
+    assert await rig.get([1, 2, 3, 4]) == 3
+
+
+async def test_pinned_blocks_leave_a_tier_but_not_the_cache(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=2, disk=2)
+    await rig.put([1, 2])
+    rig.trie.pinned[rig.rows([1, 2])] = True
+    for other in range(10, 15):
+        await rig.put([other])
+    assert await rig.cache.mover.forget(rig.trie, rig.rows([1, 2])[::-1]) == 0
+    assert rig.tiers([1, 2], DISK) == [True, True], "and nothing else got their slots"
+    assert await rig.get([1, 2]) == 2
+
+
+async def test_forgetting_is_durable_and_spares_what_is_in_use(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=8, disk=8)
+    await rig.put([1, 2, 3], durable=True)
+    await rig.put([1, 5], durable=True)
+    lease = await rig.lease([1, 2])
+    rows = rig.trie.subtree(np.array(rig.rows([1])[:1]))
+    assert await rig.cache.mover.forget(rig.trie, rows[::-1]) == 2
+    assert (len(rig.rows([1, 2, 3])), len(rig.rows([1, 5]))) == (2, 1)
+    assert lease is not None
+    await rig.check_disk()
+    await rig.restart()
+    assert (len(rig.rows([1, 2, 3])), len(rig.rows([1, 5]))) == (2, 1)
+
+
+async def test_frames_are_given_all_or_none(make_rig: MakeRig) -> None:
+    rig = make_rig(gpu=4, cpu=1)
+    held = await rig.put_gpu([1, 2])
+    mover = rig.cache.mover
+    with rig.nothing_lost():
+        assert await mover.take_frames(3) is None
+    frames = await mover.take_frames(2)
+    assert frames is not None
+    rig.own = frames
+    rig.check()
+    rig.cache.tiers.release(GPU, frames)
+    rig.own = []
+    rig.unhold(held, GPU)
+    rig.own = await mover.take_frames(4) or []
+    assert len(rig.own) == 4
+    assert len(rig.rows([1, 2])) == 1, "the CPU tier had room for one of them"
+
+
+async def test_recording_a_block_that_is_there_keeps_the_first_copy(make_rig: MakeRig) -> None:
+    rig = make_rig(gpu=4)
+    first = await rig.put_gpu([1, 2])
+    slots = rig.trie.slots[first, GPU, 0].tolist()
+    second = await rig.put_gpu([1, 2])
+    assert second == first
+    assert rig.trie.slots[first, GPU, 0].tolist() == slots
+    assert rig.pool is not None and rig.pool.used_count == 2
+    rig.unhold(first, GPU)
+    rig.unhold(second, GPU)
+
+
+async def test_an_engine_reads_what_the_worker_computed_and_the_other_way(make_rig: MakeRig) -> None:
+    rig = make_rig(gpu=4)
+    rig.unhold(await rig.put_gpu([1, 2]), GPU)
+    assert await rig.get([1, 2]) == 2
+    await rig.put([3, 4])
+    rows = rig.trie.path(rig.rows([3, 4])[-1])
+    rig.trie.hold(rows, GPU)
+    assert await rig.cache.mover.bring(rig.trie, rows, GPU) == 2
+    frame = int(rig.trie.slots[rows[1], GPU, 0])
+    assert rig.read(rig.frame(frame)) == rig.content(rig.namespace, rig.chain([3, 4]), 1)
+    rig.unhold(rows.tolist(), GPU)
+
+
+async def test_sizes_share_the_arena(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=16)
+    large = rig.register("large", nbytes=8 * 4096)
+    for prompt in range(16):
+        await rig.put([prompt])
+    assert await rig.put([1, 2], namespace=large) == (2, 0)
+    assert await rig.get([1, 2], namespace=large) == 2
+    assert await rig.put([7, 8, 9]) == (3, 0)
+    assert await rig.get([7, 8, 9]) == 3
+
+
+async def test_prefetch_brings_up_what_is_cached(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=3, disk=8)
+    await rig.put([1, 2, 3], durable=True)
+    await rig.put([7, 8, 9])
+    assert rig.cache.prefetch(rig.namespace, rig.chain([1, 2, 3, 4])) == 3
+    await rig.cache.mover.quiesce()
+    assert rig.tiers([1, 2, 3], CPU) == [True] * 3
+    assert rig.cache.prefetch(rig.namespace, rig.chain([1, 2, 3, 4])) == 0
+    assert not rig.trie.keep[: rig.trie.rows].any()
+
+
+async def test_colliding_keys_are_counted_and_never_served(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=64, disk=64, digest=lambda data, seed: bytes([sum(data) % 7]) * 16)
+    served = 0
+    for first in range(12):
+        for second in range(3):
+            await rig.put([first, second, 1])
+            served += await rig.get([first, second, 1])
+    assert rig.cache.mover.lost["key collision"] > 0
+    assert served > 0
+    await rig.cache.write_back.flush()
+    await rig.restart()
+    assert rig.restored > 0
+    for first in range(12):
+        await rig.get([first, 0, 1])
+
+
+async def test_blocks_of_another_size_get_room_on_a_full_disk(make_rig: MakeRig) -> None:
+    """Slots belong to slabs of one size: blocks of another size help only once all of a slab's have gone."""
+    rig = make_rig(cpu=64, disk=64)
+    large = rig.register("large", nbytes=3 * rig.part_bytes)
+    for prompt in range(64):
+        await rig.put([100 + prompt], durable=True)
+    assert len(rig.trie.copies(DISK)) == 64
+    assert await rig.put([1, 2, 3, 4, 5], namespace=large, durable=True) == (5, 0)
+    for prompt in range(30):  # a size that has slots replaces its own blocks, and no more than it must
+        assert await rig.put([prompt * 10, prompt * 10 + 1], namespace=large, durable=True) == (2, 0)
+    await rig.check_disk()
+    assert len(rig.trie.copies(DISK)) >= 40
+    assert rig.cache.mover.lost == {}
+    await rig.restart()
+    large = rig.register("large", nbytes=3 * rig.part_bytes)
+    assert await rig.get([290, 291], namespace=large) == 2

@@ -1,0 +1,116 @@
+"""Who gets the arena, and who does not."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from prefixd.client import MemoryUnavailable
+from prefixd.client.arena import Arena, fetch_arena
+from prefixd.server import memory_listener as memory_door
+from prefixd.server.memory_listener import MemoryListener
+
+NBYTES = 8192
+
+
+@pytest.fixture
+async def door(short_folder: Path) -> AsyncIterator[MemoryListener]:
+    fd = os.memfd_create("arena")
+    os.ftruncate(fd, NBYTES)
+    os.pwrite(fd, b"hello", 4096)
+    made = MemoryListener(short_folder / "m", fd, NBYTES, {"alive"}.__contains__)
+    await made.start()
+    yield made
+    await made.close()
+    os.close(fd)
+
+
+async def fetch(door: MemoryListener, session_id: str) -> Arena:
+    return await asyncio.to_thread(fetch_arena, str(door.path), session_id, 60.0)
+
+
+async def test_a_live_session_maps_the_same_memory(door: MemoryListener) -> None:
+    arena = await fetch(door, "alive")
+    assert arena.nbytes == NBYTES
+    assert arena.bytes_at(4096, 5).tobytes() == b"hello"
+    other = await fetch(door, "alive")
+    arena.bytes_at(0, 3)[:] = list(b"abc")
+    assert other.bytes_at(0, 3).tobytes() == b"abc"
+    arena.close()
+    other.close()
+
+
+@pytest.mark.parametrize("session_id", ["dead", "", "x" * 10_000])
+async def test_anyone_else_is_refused(door: MemoryListener, session_id: str) -> None:
+    with pytest.raises(MemoryUnavailable):
+        await fetch(door, session_id)
+    (await fetch(door, "alive")).close()
+
+
+async def test_another_user_is_refused(door: MemoryListener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_door, "_peer", lambda visitor: (os.getpid(), os.geteuid() + 1))
+    with pytest.raises(MemoryUnavailable, match="may not map"):
+        await fetch(door, "alive")
+
+
+async def test_a_silent_visitor_keeps_nobody_out(door: MemoryListener) -> None:
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.connect(str(door.path))
+        (await fetch(door, "alive")).close()
+
+
+async def test_only_the_owner_may_connect_and_the_socket_goes_at_close(door: MemoryListener) -> None:
+    assert door.path.stat().st_mode & 0o777 == 0o600
+    await door.close()
+    assert not door.path.exists()
+    with pytest.raises(MemoryUnavailable, match="cannot get the arena"):
+        await fetch(door, "alive")
+
+
+async def test_a_leftover_is_replaced_and_a_living_socket_is_not(door: MemoryListener, short_folder: Path) -> None:
+    leftover = short_folder / "old"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(leftover))
+    replaced = MemoryListener(leftover, 0, 1, lambda _: False)
+    await replaced.start()
+    await replaced.close()
+    with pytest.raises(OSError, match="in use"):
+        await MemoryListener(door.path, 0, 1, lambda _: False).start()
+    (await fetch(door, "alive")).close()
+
+
+async def test_visits_leave_no_descriptors(door: MemoryListener) -> None:
+    (await fetch(door, "alive")).close()
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        (await fetch(door, "alive")).close()
+        with pytest.raises(MemoryUnavailable):
+            await fetch(door, "dead")
+    async with asyncio.timeout(60):
+        while len(os.listdir("/proc/self/fd")) > before:
+            await asyncio.sleep(0.01)
+
+
+def test_an_arena_smaller_than_announced_is_refused() -> None:
+    fd = os.memfd_create("small")
+    os.ftruncate(fd, 4096)
+    with pytest.raises(MemoryUnavailable, match=r"8192 bytes.*4096"):
+        Arena(fd, 8192)
+    os.close(fd)
+
+
+def test_a_view_outlives_the_arena_it_came_from() -> None:
+    fd = os.memfd_create("arena")
+    os.ftruncate(fd, NBYTES)
+    arena = Arena(fd, NBYTES)
+    view = arena.bytes_at(10, 4)
+    arena.close()
+    arena.close()
+    view[:] = 7
+    assert os.pread(fd, 4, 10) == b"\x07\x07\x07\x07"
+    os.close(fd)

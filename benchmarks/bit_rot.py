@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from benchmarks.common import harness as _harness
+from benchmarks.common import harness
 from benchmarks.load.world import Prompt, block_key, content, prompts, wrong_bytes
 from benchmarks.storage.bit_flips import Flip, Stored, StoredBlocks, draw
 from prefixd.client import Client, NotFoundError, ServerUnavailable
@@ -78,7 +78,7 @@ class Findings:
         return missed + wrong + self.lost_sound + len(self.violations)
 
     def result(self) -> dict[str, Any]:
-        """For `_harness.finish`."""
+        """For `harness.finish`."""
         return {
             "flips": self.flips.total(),
             "detected": self.detected.total(),
@@ -116,7 +116,7 @@ class Rot:
         self._paths = {prompt: [block_key(prompt, block) for block in range(prompt.blocks)] for prompt in self._prompts}
         keys = {key for path in self._paths.values() for key in path}
         if keys != set(self._stored.blocks):
-            raise _harness.BenchmarkError(f"{len(keys)} blocks were stored, {len(self._stored.blocks)} are on disk")
+            raise harness.BenchmarkError(f"{len(keys)} blocks were stored, {len(self._stored.blocks)} are on disk")
 
     # -- blocks -----------------------------------------------------------------------------------------------------
 
@@ -242,7 +242,7 @@ class Rot:
         return DaemonProcess({**sizes, **settings}, directory=self._directory)
 
     def _fill(self, daemon: DaemonProcess) -> None:
-        with Client(daemon.address) as client, _harness.progress("prompts stored", len(self._prompts)) as step:
+        with Client(daemon.address) as client, harness.progress("prompts stored", len(self._prompts)) as step:
             for prompt in self._prompts:
                 self._store(client, prompt, durable=True)
                 step()
@@ -280,7 +280,7 @@ def _wait_for_a_pass(client: Client) -> None:
     deadline = time.monotonic() + _WAIT_S
     while client.stats().scrub.passes < wanted:
         if time.monotonic() > deadline:
-            raise _harness.BenchmarkError(f"the scrubber did not go through everything within {_WAIT_S:g} s")
+            raise harness.BenchmarkError(f"the scrubber did not go through everything within {_WAIT_S:g} s")
         time.sleep(0.02)
 
 
@@ -314,13 +314,13 @@ def run(
 
 def main() -> None:
     """The command."""
-    parser = _harness.parser("bit_rot", DESCRIPTION)
-    parser.add_argument("--flips", type=_harness.positive, default=500, help="blocks to damage (500)")
-    parser.add_argument("--index-flips", type=_harness.positive, default=120, help="bits of the index to flip (120)")
+    parser = harness.parser("bit_rot", DESCRIPTION)
+    parser.add_argument("--flips", type=harness.positive, default=500, help="blocks to damage (500)")
+    parser.add_argument("--index-flips", type=harness.positive, default=120, help="bits of the index to flip (120)")
     parser.add_argument("--seed", type=int, default=0, help="of what is flipped where (0)")
     options = parser.parse_args()
     begin = time.perf_counter()
-    with _harness.progress("flips", options.flips + options.index_flips) as step:
+    with harness.progress("flips", options.flips + options.index_flips) as step:
 
         def steps(hit: int) -> None:
             for _ in range(hit):
@@ -328,12 +328,12 @@ def main() -> None:
 
         findings = run(options.flips, options.index_flips, options.seed, steps)
     result = {**findings.result(), "seed": options.seed, "seconds": round(time.perf_counter() - begin, 1)}
-    _harness.finish("bit_rot", result, options.json)
+    harness.finish("bit_rot", result, options.json)
     for line in result["found"][:20]:
         print(line)
     if findings.broken:
-        raise _harness.BenchmarkError("a promise was broken, see above")
+        raise harness.BenchmarkError("a promise was broken, see above")
 
 
 if __name__ == "__main__":
-    _harness.run(main)
+    harness.run(main)

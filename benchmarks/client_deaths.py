@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from benchmarks.common import harness as _harness
+from benchmarks.common import harness
 from benchmarks.common.integrity import violations_of
 from benchmarks.load.load import LoadPlan, Tally
 from benchmarks.load.process import LoadProcess
@@ -66,7 +66,7 @@ class Findings:
         return leaks + len(self.violations) + self.failed_calls + self.tally.wrong_bytes
 
     def result(self) -> dict[str, Any]:
-        """For `_harness.finish`."""
+        """For `harness.finish`."""
         noticed = sorted(self.noticed_s)
         return {
             "kills": self.kills.total(),
@@ -121,10 +121,10 @@ class VictimProcess:
         with self._process:
             pass
 
-    def _ended_by_itself(self) -> _harness.BenchmarkError:
+    def _ended_by_itself(self) -> harness.BenchmarkError:
         _, said = self._process.communicate()
         last = said.strip().splitlines()[-1:]
-        return _harness.BenchmarkError(f"a victim ({self.scene}) ended before it was killed: {''.join(last)}")
+        return harness.BenchmarkError(f"a victim ({self.scene}) ended before it was killed: {''.join(last)}")
 
 
 def in_use(stats: admin_pb2.StatsResponse, dead: Iterable[int] | None = None) -> tuple[int, int]:
@@ -224,7 +224,7 @@ class Deaths:
 
     def _kill_all(self) -> None:
         for victim in self._victims:
-            with suppress(_harness.BenchmarkError):
+            with suppress(harness.BenchmarkError):
                 victim.kill()
 
 
@@ -241,22 +241,22 @@ def run(kills: int, seed: int, check: int, patience_s: float, step: Callable[[],
 
 def main() -> None:
     """The command."""
-    parser = _harness.parser("client_deaths", DESCRIPTION)
-    parser.add_argument("--kills", type=_harness.positive, default=300, help="clients to kill (300)")
-    parser.add_argument("--check", type=_harness.positive, default=20, help="kills from check to check (20)")
+    parser = harness.parser("client_deaths", DESCRIPTION)
+    parser.add_argument("--kills", type=harness.positive, default=300, help="clients to kill (300)")
+    parser.add_argument("--check", type=harness.positive, default=20, help="kills from check to check (20)")
     parser.add_argument("--patience", type=float, default=5.0, metavar="S", help="time to notice a death (5 s)")
     parser.add_argument("--seed", type=int, default=0, help="of what they do and when they die (0)")
     options = parser.parse_args()
     begin = time.perf_counter()
-    with _harness.progress("kills", options.kills) as step:
+    with harness.progress("kills", options.kills) as step:
         findings = run(options.kills, options.seed, options.check, options.patience, step)
     result = {**findings.result(), "seed": options.seed, "seconds": round(time.perf_counter() - begin, 1)}
-    _harness.finish("client_deaths", result, options.json)
+    harness.finish("client_deaths", result, options.json)
     for line in result["found"][:20]:
         print(line)
     if findings.broken:
-        raise _harness.BenchmarkError("the dead left something behind, or disturbed others; see above")
+        raise harness.BenchmarkError("the dead left something behind, or disturbed others; see above")
 
 
 if __name__ == "__main__":
-    _harness.run(main)
+    harness.run(main)

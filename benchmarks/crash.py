@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.common import harness as _harness
+from benchmarks.common import harness
 from benchmarks.common.integrity import violations_of
 from benchmarks.load.load import LoadPlan, Tally
 from benchmarks.load.process import LoadProcess
@@ -65,7 +65,7 @@ class Findings:
     notes: list[str] = field(default_factory=list)
 
     def result(self) -> dict[str, Any]:
-        """For `_harness.finish`."""
+        """For `harness.finish`."""
         starts = sorted(self.starts_s)
         return {
             "kills": self.kills.total(),
@@ -191,7 +191,7 @@ class Lives:
             findings.violations += violations_of(admin)
         findings.audits += 1
         if self._roomy and disk.used_bytes > _FULL * disk.capacity_bytes:
-            raise _harness.BenchmarkError(
+            raise harness.BenchmarkError(
                 f"the disk tier has {disk.used_bytes} of {disk.capacity_bytes} bytes in use, so that a loss cannot be "
                 "told from an eviction; make it larger in benchmarks/crash.py"
             )
@@ -231,20 +231,20 @@ def run(
 
 def main() -> None:
     """The command."""
-    parser = _harness.parser("crash", DESCRIPTION)
-    parser.add_argument("--kills", type=_harness.positive, default=200, help="how often to kill (200)")
+    parser = harness.parser("crash", DESCRIPTION)
+    parser.add_argument("--kills", type=harness.positive, default=200, help="how often to kill (200)")
     parser.add_argument("--seed", type=int, default=0, help="of the load and of the moments of the kills (0)")
     options = parser.parse_args()
     begin = time.perf_counter()
-    with _harness.progress("kills", options.kills) as step:
+    with harness.progress("kills", options.kills) as step:
         findings = run(options.kills, options.seed, step)
     result = {**findings.result(), "seed": options.seed, "seconds": round(time.perf_counter() - begin, 1)}
-    _harness.finish("crash", result, options.json)
+    harness.finish("crash", result, options.json)
     for line in result["found"][:20]:
         print(line)
     if findings.broken:
-        raise _harness.BenchmarkError("a promise was broken, see above")
+        raise harness.BenchmarkError("a promise was broken, see above")
 
 
 if __name__ == "__main__":
-    _harness.run(main)
+    harness.run(main)

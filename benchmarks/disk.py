@@ -9,8 +9,8 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import harness as _harness
-from benchmarks.storage import disk_daemon as _disk_daemon
+from benchmarks.common import harness
+from benchmarks.storage import disk_daemon
 from benchmarks.storage import slabs as _slabs
 
 DESCRIPTION = """\
@@ -29,13 +29,13 @@ store_bytes_per_block."""
 
 def main() -> None:
     """The command."""
-    parser = _harness.parser("disk", DESCRIPTION)
-    parser.add_argument("--block-bytes", type=_harness.size, default=2 << 20, help="bytes of a block (2MiB)")
-    parser.add_argument("--round-blocks", type=_harness.positive, default=256, help="blocks a round (256)")
-    parser.add_argument("--batch", type=_harness.positive, default=64, help="blocks a durable batch (64)")
-    parser.add_argument("--depth", type=_harness.positive, default=4, help="calls at a time (4)")
-    parser.add_argument("--rounds", type=_harness.positive, default=15, help="rounds to time (15)")
-    parser.add_argument("--blocks", type=_harness.positive, help="records of the store to open again")
+    parser = harness.parser("disk", DESCRIPTION)
+    parser.add_argument("--block-bytes", type=harness.size, default=2 << 20, help="bytes of a block (2MiB)")
+    parser.add_argument("--round-blocks", type=harness.positive, default=256, help="blocks a round (256)")
+    parser.add_argument("--batch", type=harness.positive, default=64, help="blocks a durable batch (64)")
+    parser.add_argument("--depth", type=harness.positive, default=4, help="calls at a time (4)")
+    parser.add_argument("--rounds", type=harness.positive, default=15, help="rounds to time (15)")
+    parser.add_argument("--blocks", type=harness.positive, help="records of the store to open again")
     parser.add_argument("--folder", type=Path, help="where to work, on the disk to measure (the temporary folder)")
     options = parser.parse_args()
     result: dict[str, Any] = {
@@ -52,7 +52,7 @@ def main() -> None:
         )
         if options.blocks:
             result |= reopen(folder, options.blocks)
-    _harness.finish("disk", result, options.json)
+    harness.finish("disk", result, options.json)
 
 
 def throughput(folder: Path, block_bytes: int, blocks: int, batch: int, depth: int, rounds: int) -> dict[str, float]:
@@ -66,7 +66,7 @@ def throughput(folder: Path, block_bytes: int, blocks: int, batch: int, depth: i
 
     ways = {
         "raw_direct": plain(direct=True),
-        "daemon": lambda pool: _disk_daemon.DaemonDisk(folder / "daemon", blocks, block_bytes, batch),
+        "daemon": lambda pool: disk_daemon.DaemonDisk(folder / "daemon", blocks, block_bytes, batch),
         "slabs_direct": slabs(direct=True),
         "raw_buffered": plain(direct=False),
         "slabs_buffered": slabs(direct=False),
@@ -91,8 +91,8 @@ def reopen(folder: Path, blocks: int) -> dict[str, Any]:
     _slabs.fill(store, blocks)
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         alone = pool.submit(_slabs.reopen, store, blocks).result()
-    return _disk_daemon.reopen(data, blocks) | alone
+    return disk_daemon.reopen(data, blocks) | alone
 
 
 if __name__ == "__main__":
-    _harness.run(main)
+    harness.run(main)

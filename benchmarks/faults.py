@@ -15,9 +15,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.common import harness as _harness
+from benchmarks.common import harness
 from benchmarks.common.integrity import violations_of
-from benchmarks.fault_injection import worker as _fault_worker
+from benchmarks.fault_injection import worker
 from benchmarks.fault_injection.faulty_daemon import FaultyDaemon
 from benchmarks.fault_injection.load import FaultLoad, Kind, Outcome, load
 from benchmarks.fault_injection.result import Result
@@ -251,14 +251,14 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-NAMES = (*(scenario.name for scenario in SCENARIOS), _fault_worker.NAME)
+NAMES = (*(scenario.name for scenario in SCENARIOS), worker.NAME)
 
 
 def run(names: Sequence[str], seed: int, pace: Pace = Pace()) -> tuple[list[Result], dict[str, str]]:
     """The scenarios with these names; their results, and why others were skipped."""
     results: list[Result] = []
     skipped = {}
-    with _harness.progress("faults", len(names)) as step:
+    with harness.progress("faults", len(names)) as step:
         for name in names:
             folder = Path(tempfile.mkdtemp(prefix="prefixd-faults-"))
             try:
@@ -273,8 +273,8 @@ def run(names: Sequence[str], seed: int, pace: Pace = Pace()) -> tuple[list[Resu
 
 
 def _run_one(name: str, folder: Path, seed: int, pace: Pace) -> Result:
-    if name == _fault_worker.NAME:
-        return _fault_worker.run_worker_scenario(folder, _free_port())
+    if name == worker.NAME:
+        return worker.run_worker_scenario(folder, _free_port())
     (scenario,) = (one for one in SCENARIOS if one.name == name)
     try:
         return run_scenario(scenario, folder, seed, pace)
@@ -312,7 +312,7 @@ def _run_nested(name: str, folder: Path, seed: int) -> Result:
 
 def main() -> None:
     """The command."""
-    parser = _harness.parser("faults", DESCRIPTION)
+    parser = harness.parser("faults", DESCRIPTION)
     parser.add_argument("--only", action="append", choices=NAMES, metavar="NAME", help=f"one of: {', '.join(NAMES)}")
     parser.add_argument("--seed", type=int, default=0, help="seed of the load (0)")
     options = parser.parse_args()
@@ -330,10 +330,10 @@ def main() -> None:
         "seconds": round(sum(result.seconds for result in results), 1),
         "scenarios": [result.plain() for result in results],
     }
-    _harness.finish("faults", totals, options.json)
+    harness.finish("faults", totals, options.json)
     if bad:
-        raise _harness.BenchmarkError(f"{len(bad)} of {len(results)} faults were not survived: {', '.join(bad)}")
+        raise harness.BenchmarkError(f"{len(bad)} of {len(results)} faults were not survived: {', '.join(bad)}")
 
 
 if __name__ == "__main__":
-    _harness.run(main)
+    harness.run(main)

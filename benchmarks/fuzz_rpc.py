@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import harness as _harness
+from benchmarks.common import harness
 from benchmarks.common.integrity import violations_of
 from benchmarks.fuzzing.batch import DEADLINE_S, TRANSPORT, Batch, Findings
 from benchmarks.fuzzing.statuses import Method, all_methods
@@ -71,7 +71,7 @@ class Report:
     violations: list[str] = field(default_factory=list)
 
     def result(self) -> dict[str, Any]:
-        """For `_harness.finish`."""
+        """For `harness.finish`."""
         findings, tally = self.findings, self.tally
         return {
             "calls": findings.calls,
@@ -246,7 +246,7 @@ def _wait_for_model(address: str) -> None:
         deadline = time.monotonic() + 120
         while client.stats().worker.state != admin_pb2.WorkerStats.STATE_READY:
             if time.monotonic() > deadline:
-                raise _harness.BenchmarkError("the embedded model was not ready within two minutes")
+                raise harness.BenchmarkError("the embedded model was not ready within two minutes")
             time.sleep(0.1)
 
 
@@ -262,22 +262,22 @@ def _complaints(log: str) -> list[str]:
 
 def main() -> None:
     """The command."""
-    parser = _harness.parser("fuzz_rpc", DESCRIPTION)
-    parser.add_argument("--calls", type=_harness.positive, default=100_000, help="how many (100000)")
+    parser = harness.parser("fuzz_rpc", DESCRIPTION)
+    parser.add_argument("--calls", type=harness.positive, default=100_000, help="how many (100000)")
     parser.add_argument("--seed", type=int, default=0, help="of everything that is sent (0)")
     parser.add_argument("--batch", type=int, help="only this batch of 100 calls, to repeat what was found in it")
     options = parser.parse_args()
     begin = time.perf_counter()
     batches = 1 if options.batch is not None else -(-options.calls // _BATCH_CALLS)
-    with _harness.progress("batches", batches) as step:
+    with harness.progress("batches", batches) as step:
         report = run(options.calls, options.seed, step, options.batch)
     result = {**report.result(), "seed": options.seed, "seconds": round(time.perf_counter() - begin, 1)}
-    _harness.finish("fuzz_rpc", result, options.json)
+    harness.finish("fuzz_rpc", result, options.json)
     for line in result["found"][:20]:
         print(line)
     if result["found"]:
-        raise _harness.BenchmarkError(f"{len(result['found'])} defects were found, see above")
+        raise harness.BenchmarkError(f"{len(result['found'])} defects were found, see above")
 
 
 if __name__ == "__main__":
-    _harness.run(main)
+    harness.run(main)

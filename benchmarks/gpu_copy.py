@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from benchmarks.common import harness as _harness
+from benchmarks.common import harness
 from prefixd_swap.copies import CopyEngine, CudaCopyEngine, register_host, unregister_host
 from prefixd_swap.errors import SwapError
 from prefixd_swap.spans import Span
@@ -78,7 +78,7 @@ def measure_copies(memory: VirtualMemory, engine: CopyEngine, chunks: int, round
         unregister_host(host.ctypes.data)
         place.discard()
     if not np.array_equal(host[:nbytes], host[nbytes:]):
-        raise _harness.BenchmarkError("what came back from the GPU is not what was copied to it")
+        raise harness.BenchmarkError("what came back from the GPU is not what was copied to it")
     return result
 
 
@@ -174,21 +174,21 @@ def _gbps(nbytes: int, times: list[float]) -> float:
 
 def main() -> None:
     """The command. Raises BenchmarkError."""
-    parser = _harness.parser("gpu_copy", DESCRIPTION)
+    parser = harness.parser("gpu_copy", DESCRIPTION)
     parser.add_argument("--ordinal", type=int, default=0, help="which GPU (0)")
-    parser.add_argument("--chunks", type=_harness.positive, default=64, help="chunks of a run (64)")
-    parser.add_argument("--rounds", type=_harness.positive, default=20, help="rounds to take medians of (20)")
+    parser.add_argument("--chunks", type=harness.positive, default=64, help="chunks of a run (64)")
+    parser.add_argument("--rounds", type=harness.positive, default=20, help="rounds to take medians of (20)")
     options = parser.parse_args()
     if options.chunks < 2:
         parser.error("--chunks must be at least 2, to tell mapping from setting access")
     if not torch.cuda.is_available():
-        _harness.finish("gpu_copy", {"skipped": "torch sees no CUDA GPU on this machine"}, options.json)
+        harness.finish("gpu_copy", {"skipped": "torch sees no CUDA GPU on this machine"}, options.json)
         return
     try:
         result = measure(options.ordinal, options.chunks, options.rounds)
     except SwapError as error:
-        raise _harness.BenchmarkError(str(error)) from error
-    _harness.finish("gpu_copy", result, options.json)
+        raise harness.BenchmarkError(str(error)) from error
+    harness.finish("gpu_copy", result, options.json)
 
     def draw(axes: Any) -> None:
         names = [f"{way}_{how}" for way in ("h2d", "d2h") for how in ("one", "scattered", "run")]
@@ -199,8 +199,8 @@ def main() -> None:
         axes.set_xlabel("GB/s")
         axes.legend()
 
-    _harness.plot(options.plot, draw)
+    harness.plot(options.plot, draw)
 
 
 if __name__ == "__main__":
-    _harness.run(main)
+    harness.run(main)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import harness as _harness
+from benchmarks.common import harness
 from prefixd.client import AsyncClient, NamespaceSpec, PartSpec
 
 DESCRIPTION = """\
@@ -33,10 +33,10 @@ async def measure(address: str, blocks: int, block_tokens: int, repeats: int) ->
         await cache.store(tokens, np.zeros(blocks * _PART_BYTES, np.uint8))
         matched = await cache.match(tokens)
         if matched.blocks != blocks:
-            raise _harness.BenchmarkError(
+            raise harness.BenchmarkError(
                 f"the daemon kept {matched.blocks} of {blocks} blocks: give it more --cpu-bytes"
             )
-        with _harness.progress("match", 3) as step:
+        with harness.progress("match", 3) as step:
             empty = await _times(lambda: cache.match(tokens[:1]), repeats)
             step()
             full = await _times(lambda: cache.match(tokens), repeats)
@@ -73,17 +73,17 @@ def _percentile(samples: list[float], q: float) -> float:
 
 def main() -> None:
     """The command."""
-    parser = _harness.parser("match", DESCRIPTION)
-    parser.add_argument("--blocks", type=_harness.positive, default=1000, help="blocks of the prompt (1000)")
-    parser.add_argument("--block-tokens", type=_harness.positive, default=16, help="tokens of a block (16)")
-    parser.add_argument("--repeats", type=_harness.positive, default=1000, help="matches to time (1000)")
-    _harness.add_address(parser)
+    parser = harness.parser("match", DESCRIPTION)
+    parser.add_argument("--blocks", type=harness.positive, default=1000, help="blocks of the prompt (1000)")
+    parser.add_argument("--block-tokens", type=harness.positive, default=16, help="tokens of a block (16)")
+    parser.add_argument("--repeats", type=harness.positive, default=1000, help="matches to time (1000)")
+    harness.add_address(parser)
     options = parser.parse_args()
 
     cpu_bytes = max(256 << 20, 2 * options.blocks * _PART_BYTES)
-    with _harness.daemon_address(options.address, {"cpu.bytes": cpu_bytes, "disk.bytes": 0}) as address:
+    with harness.daemon_address(options.address, {"cpu.bytes": cpu_bytes, "disk.bytes": 0}) as address:
         result = asyncio.run(measure(address, options.blocks, options.block_tokens, options.repeats))
-    _harness.finish("match", result, options.json)
+    harness.finish("match", result, options.json)
 
     def draw(axes: Any) -> None:
         axes.hist(result["samples_us"], bins=80)
@@ -92,8 +92,8 @@ def main() -> None:
         axes.set_ylabel("calls")
         axes.legend()
 
-    _harness.plot(options.plot, draw)
+    harness.plot(options.plot, draw)
 
 
 if __name__ == "__main__":
-    _harness.run(main)
+    harness.run(main)

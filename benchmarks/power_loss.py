@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from shutil import rmtree
 
-from benchmarks.common import harness as _harness
+from benchmarks.common import harness
 from benchmarks.storage.power_player import Player, Violation, World, audit
 from benchmarks.storage.power_steps import Life, draw, smaller
 from prefixd_swap.slab.store import SlabStore
@@ -156,10 +156,10 @@ def _fresh(folder: Path) -> Path:
 
 def main() -> None:
     """The command."""
-    parser = _harness.parser("power_loss", DESCRIPTION)
-    parser.add_argument("--cases", type=_harness.positive, default=5000, help="cases to run (5000)")
+    parser = harness.parser("power_loss", DESCRIPTION)
+    parser.add_argument("--cases", type=harness.positive, default=5000, help="cases to run (5000)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the first case; the others follow it (0)")
-    parser.add_argument("--processes", type=_harness.positive, default=os.cpu_count() or 1, help="processes (the CPUs)")
+    parser.add_argument("--processes", type=harness.positive, default=os.cpu_count() or 1, help="processes (the CPUs)")
     options = parser.parse_args()
     begin = time.perf_counter()
     seeds = range(options.seed, options.seed + options.cases)
@@ -168,7 +168,7 @@ def main() -> None:
     context = multiprocessing.get_context("spawn")
     with (
         ProcessPoolExecutor(min(options.processes, len(batches)), context) as pool,
-        _harness.progress("cases", len(batches)) as step,
+        harness.progress("cases", len(batches)) as step,
     ):
         for done, failed in pool.map(run_cases, batches):
             acknowledged += done
@@ -183,10 +183,10 @@ def main() -> None:
         "seconds": round(time.perf_counter() - begin, 3),
         "found": [str(finding) for finding in findings],
     }
-    _harness.finish("power_loss", result, options.json)
+    harness.finish("power_loss", result, options.json)
     if findings:
-        raise _harness.BenchmarkError(f"{len(findings)} of {options.cases} cases broke a promise, see above")
+        raise harness.BenchmarkError(f"{len(findings)} of {options.cases} cases broke a promise, see above")
 
 
 if __name__ == "__main__":
-    _harness.run(main)
+    harness.run(main)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.common import harness as _harness
+from benchmarks.common import harness
 from prefixd.client import AsyncCache, AsyncClient, NamespaceSpec, PartSpec
 
 DESCRIPTION = """\
@@ -34,7 +34,7 @@ async def measure(address: str, block_bytes: int, blocks: int, rounds: int, thre
     plain: list[float] = []
     async with AsyncClient(address, name="benchmark shared_memory", memory="shared", copy_threads=threads) as client:
         cache = await client.register(spec)
-        with ThreadPoolExecutor(threads) as pool, _harness.progress("rounds", rounds + 1) as step:
+        with ThreadPoolExecutor(threads) as pool, harness.progress("rounds", rounds + 1) as step:
             for number in range(rounds + 1):
                 plain.append(_plain_copy(pool, source, target, threads))
                 tokens = np.arange(blocks * _BLOCK_TOKENS, dtype=np.uint32) + np.uint32(number * 1_000_003)
@@ -42,7 +42,7 @@ async def measure(address: str, block_bytes: int, blocks: int, rounds: int, thre
                 target[:] = 0
                 load.append(await _load(cache, tokens, target, blocks))
                 if not np.array_equal(source, target):
-                    raise _harness.BenchmarkError(f"round {number}: the bytes loaded are not the bytes stored")
+                    raise harness.BenchmarkError(f"round {number}: the bytes loaded are not the bytes stored")
                 await client.evict(namespace_id=cache.namespace_id)
                 step()
     nbytes = blocks * block_bytes
@@ -69,9 +69,7 @@ async def _store(
     stored = await cache.store(tokens, source)
     elapsed = time.perf_counter() - begin
     if stored.committed != blocks:
-        raise _harness.BenchmarkError(
-            f"the daemon kept {stored.committed} of {blocks} blocks: it needs more CPU memory"
-        )
+        raise harness.BenchmarkError(f"the daemon kept {stored.committed} of {blocks} blocks: it needs more CPU memory")
     return elapsed
 
 
@@ -80,7 +78,7 @@ async def _load(cache: AsyncCache, tokens: npt.NDArray[np.uint32], target: npt.N
     loaded = await cache.load(tokens, target)
     elapsed = time.perf_counter() - begin
     if loaded != blocks:
-        raise _harness.BenchmarkError(f"the daemon gave back {loaded} of {blocks} blocks")
+        raise harness.BenchmarkError(f"the daemon gave back {loaded} of {blocks} blocks")
     return elapsed
 
 
@@ -100,19 +98,19 @@ def _median_gbps(nbytes: int, seconds: list[float]) -> float:
 
 def main() -> None:
     """The command."""
-    parser = _harness.parser("shared_memory", DESCRIPTION)
-    parser.add_argument("--block-bytes", type=_harness.size, default=2 << 20, help="bytes of a block (2MiB)")
-    parser.add_argument("--blocks", type=_harness.positive, default=256, help="blocks a round (256)")
-    parser.add_argument("--rounds", type=_harness.positive, default=15, help="rounds to time (15)")
-    parser.add_argument("--threads", type=_harness.positive, default=1, help="threads that copy (1)")
-    _harness.add_address(parser)
+    parser = harness.parser("shared_memory", DESCRIPTION)
+    parser.add_argument("--block-bytes", type=harness.size, default=2 << 20, help="bytes of a block (2MiB)")
+    parser.add_argument("--blocks", type=harness.positive, default=256, help="blocks a round (256)")
+    parser.add_argument("--rounds", type=harness.positive, default=15, help="rounds to time (15)")
+    parser.add_argument("--threads", type=harness.positive, default=1, help="threads that copy (1)")
+    harness.add_address(parser)
     options = parser.parse_args()
 
     cpu_bytes = options.blocks * options.block_bytes * 5 // 4 + (64 << 20)
-    with _harness.daemon_address(options.address, {"cpu.bytes": cpu_bytes, "disk.bytes": 0}) as address:
+    with harness.daemon_address(options.address, {"cpu.bytes": cpu_bytes, "disk.bytes": 0}) as address:
         sizes = (options.block_bytes, options.blocks, options.rounds, options.threads)
         result = asyncio.run(measure(address, *sizes))
-    _harness.finish("shared_memory", result, options.json)
+    harness.finish("shared_memory", result, options.json)
 
     def draw(axes: Any) -> None:
         names = ["plain_copy_gbps", "store_gbps", "load_gbps"]
@@ -120,8 +118,8 @@ def main() -> None:
         axes.set_ylabel("GB/s")
         axes.set_title(f"{options.blocks} blocks of {options.block_bytes / 2**20:g} MiB, {options.threads} thread(s)")
 
-    _harness.plot(options.plot, draw)
+    harness.plot(options.plot, draw)
 
 
 if __name__ == "__main__":
-    _harness.run(main)
+    harness.run(main)

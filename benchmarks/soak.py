@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from benchmarks.common import harness as _harness
+from benchmarks.common import harness
 from benchmarks.common.footprint import Footprint, footprint, slope_per_minute
 from benchmarks.common.integrity import violations_of
 from benchmarks.load.load import LoadPlan, Tally
@@ -176,7 +176,7 @@ class Soak:
         findings, stats = self.findings, self._admin.stats()
         findings.daemon.append(footprint(self._daemon.pid, at_s))
         if stats.worker.pid != self._worker_pid:
-            raise _harness.BenchmarkError(f"the worker was restarted{self._daemon.last_words()}")
+            raise harness.BenchmarkError(f"the worker was restarted{self._daemon.last_words()}")
         findings.worker.append(footprint(self._worker_pid, at_s))
         findings.worker_restarts = stats.worker.restarts
         full = all(tier.used_bytes >= _FULL * tier.capacity_bytes for tier in stats.tiers)
@@ -192,7 +192,7 @@ class Soak:
         deadline = time.monotonic() + 120
         while (worker := self._admin.stats().worker).state != admin_pb2.WorkerStats.STATE_READY:
             if worker.state == admin_pb2.WorkerStats.STATE_FAILED or time.monotonic() > deadline:
-                raise _harness.BenchmarkError(f"the worker did not start{self._daemon.last_words()}")
+                raise harness.BenchmarkError(f"the worker did not start{self._daemon.last_words()}")
             time.sleep(0.05)
         return worker.pid
 
@@ -219,7 +219,7 @@ def draw(axes: Any, findings: Findings, warm_up_s: float) -> None:
 
 def main() -> None:
     """The command."""
-    parser = _harness.parser("soak", DESCRIPTION)
+    parser = harness.parser("soak", DESCRIPTION)
     parser.add_argument("--minutes", type=float, default=20.0, help="how long (20)")
     parser.add_argument("--sample", type=float, default=2.0, metavar="S", help="seconds from sample to sample (2)")
     parser.add_argument("--max-slope", type=float, default=1.0, metavar="MIB", help="growth that fails the run (1)")
@@ -230,19 +230,19 @@ def main() -> None:
     seconds = options.minutes * 60
     with DaemonProcess(_SETTINGS) as daemon, ExitStack() as stack:
         soak = Soak(daemon, options.seed, stack)
-        with _harness.progress("samples", max(1, round(seconds / options.sample))) as step:
+        with harness.progress("samples", max(1, round(seconds / options.sample))) as step:
             soak.run(seconds, options.sample, step)
     findings = soak.findings
     result = {"minutes": options.minutes, "seed": options.seed, **findings.result(seconds, options.max_slope)}
     series = {name: [asdict(each) for each in getattr(findings, name)] for name in ("daemon", "worker")}
     result["series"] = [series]
-    _harness.finish("soak", result, options.json)
+    harness.finish("soak", result, options.json)
     for line in result["found"][:20]:
         print(line)
-    _harness.plot(options.plot, lambda axes: draw(axes, findings, result["warm_up_s"]))
+    harness.plot(options.plot, lambda axes: draw(axes, findings, result["warm_up_s"]))
     if result["broken"]:
-        raise _harness.BenchmarkError("; ".join(result["broken"]))
+        raise harness.BenchmarkError("; ".join(result["broken"]))
 
 
 if __name__ == "__main__":
-    _harness.run(main)
+    harness.run(main)

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.common import harness as _harness
+from benchmarks.common import harness
 from prefixd.cli.progress import RichProgress
 from prefixd.workloads.figures import Figures
 from prefixd.workloads.runner import Progress, Silence, run_config
@@ -76,7 +76,7 @@ def draw(axes: Any, figures: Sequence[Figures]) -> None:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = _harness.parser("text_analysis", DESCRIPTION)
+    parser = harness.parser("text_analysis", DESCRIPTION)
     numbers = [
         ("--prefixes", 128, "different prefixes"),
         ("--gpu-prefixes", 8, GPU_HELP),
@@ -90,7 +90,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         ("--outstanding", 64, "requests sent before the first of them is answered"),
     ]
     for flag, default, text in numbers:
-        parser.add_argument(flag, type=_harness.positive, default=default, metavar="N", help=f"{text} ({default})")
+        parser.add_argument(flag, type=harness.positive, default=default, metavar="N", help=f"{text} ({default})")
     parser.add_argument("--seed", type=int, default=0, help="of prefixes, bodies and choices (0)")
     parser.add_argument("--configs", nargs="+", choices=CONFIGS, default=list(CONFIGS), help="which to run (all)")
     return parser.parse_args(arguments)
@@ -119,11 +119,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     no_parameters = ("json", "plot", "configs")
     parameters = {name: value for name, value in vars(options).items() if name not in no_parameters}
     result = {**parameters, "same_answers": same, "configs": [run.to_plain() for run in figures]}
-    _harness.finish("text_analysis", result, options.json)
-    _harness.plot(options.plot, lambda axes: draw(axes, figures))
+    harness.finish("text_analysis", result, options.json)
+    harness.plot(options.plot, lambda axes: draw(axes, figures))
     if not same:
-        raise _harness.BenchmarkError("the outputs of the configurations differ: see output_digest")
+        raise harness.BenchmarkError("the outputs of the configurations differ: see output_digest")
 
 
 if __name__ == "__main__":
-    _harness.run(main)
+    harness.run(main)

@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.common import harness as _harness
+from benchmarks.common import harness
 from benchmarks.engines.vllm_chat import ChatPlan, Chats, Tokens, distinct_prompts
 from benchmarks.engines.vllm_engine import EngineProcess, EngineRequest, connector
 from benchmarks.engines.vllm_figures import (
@@ -247,7 +247,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Both configurations, and under `broken` what does not hold. Raises EngineFailed and DaemonFailed."""
     load_before = os.getloadavg()[0]
     steps = 2 * (options.turns + 3) + options.rounds + 2 * (options.pairs - 1)
-    with _harness.progress("vLLM", steps) as step, ExitStack() as stack:
+    with harness.progress("vLLM", steps) as step, ExitStack() as stack:
         model = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="prefixd-model-")))
         _save_model(model, options)
         comparison = Comparison(options, model, stack, step)
@@ -327,11 +327,11 @@ def show(result: dict[str, Any]) -> None:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = _harness.parser("vllm", DESCRIPTION)
+    parser = harness.parser("vllm", DESCRIPTION)
     for name, text in _HELP.items():
         flag = f"--{name.replace('_', '-')}"
-        parser.add_argument(flag, type=_harness.positive, metavar="N", help=f"{text} ({_FULL[name]})")
-    parser.add_argument("--threads", type=_harness.positive, default=1, help="cores that the model computes on (1)")
+        parser.add_argument(flag, type=harness.positive, metavar="N", help=f"{text} ({_FULL[name]})")
+    parser.add_argument("--threads", type=harness.positive, default=1, help="cores that the model computes on (1)")
     parser.add_argument("--seed", type=int, default=0, help="of weights, users and order (0)")
     parser.add_argument("--short", action="store_true", help="a small run of about a minute, for a first look")
     parser.add_argument(
@@ -365,19 +365,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from importlib.util import find_spec
 
     if find_spec("vllm") is None:
-        raise _harness.BenchmarkError(
+        raise harness.BenchmarkError(
             f"vLLM is not installed in {sys.executable}; run `make test-vllm` once, then .venv-vllm/bin/python"
         )
     parameters = {name: value for name, value in vars(options).items() if name not in ("json", "plot", "option")}
     result = {**parameters, "connector_options": dict(options.option), **measure(options)}
     show(result)
     if options.json is not None:
-        _harness.write("vllm", result, options.json)
+        harness.write("vllm", result, options.json)
     if options.plot is not None:
         draw(result, options.plot)
     if result["broken"]:
-        raise _harness.BenchmarkError("; ".join(result["broken"]))
+        raise harness.BenchmarkError("; ".join(result["broken"]))
 
 
 if __name__ == "__main__":
-    _harness.run(main)
+    harness.run(main)

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.common import harness as _harness
-from benchmarks.storage import slabs as _slabs
+from benchmarks.common import harness
+from benchmarks.storage import slabs
 from prefixd.client import AsyncCache, AsyncClient, NamespaceSpec, PartSpec, Tier
 from prefixd.workloads.daemon_process import DaemonProcess
 
@@ -32,7 +32,7 @@ class _Prompt:
     @property
     def tokens(self) -> npt.NDArray[np.uint32]:
         """No other prompt begins like it."""
-        return np.arange(self.start * _slabs.TOKENS, self.stop * _slabs.TOKENS, dtype=np.uint32)
+        return np.arange(self.start * slabs.TOKENS, self.stop * slabs.TOKENS, dtype=np.uint32)
 
 
 class DaemonDisk:
@@ -45,7 +45,7 @@ class DaemonDisk:
 
     def __init__(self, folder: Path, blocks: int, block_bytes: int, batch: int) -> None:
         if blocks % batch or blocks < (_IN_FLIGHT + 1) * batch:
-            raise _harness.BenchmarkError(
+            raise harness.BenchmarkError(
                 f"of {blocks} blocks a round some would be loaded from memory: give a multiple of --batch {batch}, "
                 f"at least {_IN_FLIGHT + 1} times as many"
             )
@@ -80,31 +80,31 @@ class DaemonDisk:
         """Remove all blocks."""
         self._runner.run(self._client.evict(namespace_id=self._cache.namespace_id))
 
-    def store(self, source: _slabs.Memory, batch: int) -> None:
+    def store(self, source: slabs.Memory, batch: int) -> None:
         """Store all prompts, durably; `batch` is the daemon's."""
 
         async def store(prompt: _Prompt) -> None:
             result = await self._cache.store(prompt.tokens, self._bytes(source, prompt), durable=True)
             if result.committed != prompt.stop - prompt.start:
-                raise _harness.BenchmarkError(f"the daemon took {result.committed} blocks of {prompt}")
+                raise harness.BenchmarkError(f"the daemon took {result.committed} blocks of {prompt}")
 
         self._runner.run(self._each(store))
 
-    def load(self, target: _slabs.Memory) -> None:
+    def load(self, target: slabs.Memory) -> None:
         """Bring all prompts from disk to the memory that the daemon shares; nothing is copied to `target`."""
 
         async def load(prompt: _Prompt) -> None:
             async with await self._cache.acquire(prompt.tokens) as lease:
                 if lease.blocks != prompt.stop - prompt.start:
-                    raise _harness.BenchmarkError(f"the daemon has {lease.blocks} blocks of {prompt}")
+                    raise harness.BenchmarkError(f"the daemon has {lease.blocks} blocks of {prompt}")
 
         self._runner.run(self._each(load))
 
-    def verify(self, source: _slabs.Memory, target: _slabs.Memory) -> None:
+    def verify(self, source: slabs.Memory, target: slabs.Memory) -> None:
         """All blocks must have come from disk; the first time, they are loaded into `target` and compared."""
         loaded = self._promoted_blocks() - self._promoted
         if loaded != self._prompts[-1].stop:
-            raise _harness.BenchmarkError(f"{loaded} of {self._prompts[-1].stop} blocks came from disk")
+            raise harness.BenchmarkError(f"{loaded} of {self._prompts[-1].stop} blocks came from disk")
 
         async def fetch(prompt: _Prompt) -> None:
             await self._cache.load(prompt.tokens, self._bytes(target, prompt))
@@ -138,13 +138,13 @@ class DaemonDisk:
         """Blocks that were brought up from disk so far."""
         return sum(tier.promoted_blocks for tier in self._runner.run(self._client.stats()).tiers)
 
-    def _bytes(self, memory: _slabs.Memory, prompt: _Prompt) -> npt.NDArray[np.uint8]:
+    def _bytes(self, memory: slabs.Memory, prompt: _Prompt) -> npt.NDArray[np.uint8]:
         return memory.bytes[prompt.start * self._block_bytes : prompt.stop * self._block_bytes]
 
 
 def reopen(folder: Path, blocks: int) -> dict[str, Any]:
-    """What a daemon without a model costs on the store that `_slabs.fill` has made, and that it serves its blocks."""
-    index_alone = {"disk.bytes": blocks * _slabs.SLOT_BYTES, "cpu.populate": False}  # no memory for blocks' bytes
+    """What a daemon without a model costs on the store that `slabs.fill` has made, and that it serves its blocks."""
+    index_alone = {"disk.bytes": blocks * slabs.SLOT_BYTES, "cpu.populate": False}  # no memory for blocks' bytes
     with DaemonProcess(index_alone) as daemon:
         empty_bytes = _status_bytes(daemon.pid, "VmRSS")
     begin = time.perf_counter()
@@ -168,25 +168,25 @@ async def _ask(address: str, blocks: int) -> None:
         stats = await client.stats()
         on_disk = stats.tiers[-1].blocks
         if on_disk != blocks:
-            raise _harness.BenchmarkError(f"{on_disk} of {blocks} blocks came back")
-        cache = await client.register(_spec(_slabs.SPEC.name, _slabs.SLOT_BYTES))
-        for chain in range(0, -(-blocks // _slabs.CHAIN), max(1, blocks // _slabs.CHAIN // _CHAINS)):
-            tokens = np.frombuffer(_slabs.prompt(chain), np.uint32)
-            expected = min(_slabs.CHAIN, blocks - chain * _slabs.CHAIN)
+            raise harness.BenchmarkError(f"{on_disk} of {blocks} blocks came back")
+        cache = await client.register(_spec(slabs.SPEC.name, slabs.SLOT_BYTES))
+        for chain in range(0, -(-blocks // slabs.CHAIN), max(1, blocks // slabs.CHAIN // _CHAINS)):
+            tokens = np.frombuffer(slabs.prompt(chain), np.uint32)
+            expected = min(slabs.CHAIN, blocks - chain * slabs.CHAIN)
             found = await cache.match(tokens)
             if found.blocks_in(Tier.DISK) != expected:
-                raise _harness.BenchmarkError(f"prompt {chain} has {expected} blocks on disk, of which {found} matched")
-        into = np.ones(expected * _slabs.SLOT_BYTES, np.uint8)
+                raise harness.BenchmarkError(f"prompt {chain} has {expected} blocks on disk, of which {found} matched")
+        into = np.ones(expected * slabs.SLOT_BYTES, np.uint8)
         if await cache.load(tokens, into, max_blocks=expected) != expected or into.any():
-            raise _harness.BenchmarkError("the blocks loaded are not the blocks stored")
+            raise harness.BenchmarkError("the blocks loaded are not the blocks stored")
 
 
 def _spec(name: str, block_bytes: int) -> NamespaceSpec:
-    return NamespaceSpec(name, _slabs.TOKENS, (PartSpec("full", 0, block_bytes),))
+    return NamespaceSpec(name, slabs.TOKENS, (PartSpec("full", 0, block_bytes),))
 
 
 def _status_bytes(pid: int, field: str) -> int:
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) << 10
-    raise _harness.BenchmarkError(f"the system does not tell {field} of process {pid}")
+    raise harness.BenchmarkError(f"the system does not tell {field} of process {pid}")

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import xxhash
 
-from benchmarks.common import harness as _harness
+from benchmarks.common import harness
 from prefixd.cache import BlockChain, NamespaceSpec, PartSpec
 from prefixd.cache.namespaces import namespace_id
 from prefixd_swap import BlockRecord, DiskPart, NewBlock, SlabStore, Span
@@ -51,7 +51,7 @@ class Memory:
     def must_equal(self, other: Memory) -> None:
         """Raises BenchmarkError when the bytes differ."""
         if not np.array_equal(self.bytes, other.bytes):
-            raise _harness.BenchmarkError("the bytes loaded are not the bytes stored")
+            raise harness.BenchmarkError("the bytes loaded are not the bytes stored")
 
     def span(self, block: int) -> Span:
         """A block's bytes as the store takes them."""
@@ -117,7 +117,7 @@ class PlainFile:
 
     def _all(self, call: Callable[[int, list[memoryview], int], int], memory: Memory, number: int) -> None:
         if call(self._fd, [memory.view(number)], number * self._block_bytes) != self._block_bytes:
-            raise _harness.BenchmarkError("a plain read or write came back short")
+            raise harness.BenchmarkError("a plain read or write came back short")
 
 
 class Store:
@@ -143,7 +143,7 @@ class Store:
             records = self.store_itself.write([_block(number, [source.span(number)]) for number in numbers])
             self._records += [record for record in records if record is not None]
         if len(self._records) != self._blocks:
-            raise _harness.BenchmarkError(f"the store took {len(self._records)} of {self._blocks} blocks")
+            raise harness.BenchmarkError(f"the store took {len(self._records)} of {self._blocks} blocks")
 
     def load(self, target: Memory) -> None:
         """Read all blocks, verified."""
@@ -189,7 +189,7 @@ def throughput(
         for name, make in ways.items():
             made[name] = make(pool)
             undo.callback(made[name].close)
-        with _harness.progress("rounds", rounds + 1) as step:
+        with harness.progress("rounds", rounds + 1) as step:
             for turn in range(rounds + 1):
                 for name, way in made.items():
                     way.clear()
@@ -219,7 +219,7 @@ def fill(path: Path, blocks: int) -> None:
         slab.touch(0o600)
         os.truncate(slab, min(_SLAB_SLOTS, blocks - first) * SLOT_BYTES)
     index = SlabIndex(path / "index", FileOps())
-    with _harness.progress("records", blocks // 10_000) as step:
+    with harness.progress("records", blocks // 10_000) as step:
         for changes in _batches(blocks, 10_000):
             index.apply(changes)
             step()
@@ -235,7 +235,7 @@ def reopen(path: Path, blocks: int) -> dict[str, Any]:
     records = store.load()
     elapsed = time.perf_counter() - begin
     if len(records) != blocks:
-        raise _harness.BenchmarkError(f"{len(records)} of {blocks} records came back")
+        raise harness.BenchmarkError(f"{len(records)} of {blocks} records came back")
     del records
     after = _resident_bytes()
     store.close()

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import disk
-from benchmarks.common import harness as _harness
-from benchmarks.storage import disk_daemon as _disk_daemon
-from benchmarks.storage import slabs as _slabs
+from benchmarks.common import harness
+from benchmarks.storage import disk_daemon, slabs
 
 
 def test_throughput_compares_the_same_bytes(tmp_path: Path) -> None:
@@ -22,8 +21,8 @@ def test_throughput_compares_the_same_bytes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("blocks", [8, 14])
 def test_a_round_that_memory_could_hold_is_refused(tmp_path: Path, blocks: int) -> None:
-    with pytest.raises(_harness.BenchmarkError, match=f"of {blocks} blocks .* multiple of --batch 4, at least 3 times"):
-        _disk_daemon.DaemonDisk(tmp_path / "daemon", blocks, 65536, 4)
+    with pytest.raises(harness.BenchmarkError, match=f"of {blocks} blocks .* multiple of --batch 4, at least 3 times"):
+        disk_daemon.DaemonDisk(tmp_path / "daemon", blocks, 65536, 4)
 
 
 def test_a_daemon_on_a_store_that_was_filled_serves_it(tmp_path: Path) -> None:
@@ -36,6 +35,6 @@ def test_a_daemon_on_a_store_that_was_filled_serves_it(tmp_path: Path) -> None:
 
 def test_a_daemon_that_lacks_blocks_is_found_out(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir(mode=0o700)
-    _slabs.fill(tmp_path / "data" / "blocks", 1_000)
-    with pytest.raises(_harness.BenchmarkError, match="1000 of 1001 blocks came back"):
-        _disk_daemon.reopen(tmp_path / "data", 1_001)
+    slabs.fill(tmp_path / "data" / "blocks", 1_000)
+    with pytest.raises(harness.BenchmarkError, match="1000 of 1001 blocks came back"):
+        disk_daemon.reopen(tmp_path / "data", 1_001)

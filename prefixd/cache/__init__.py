@@ -6,7 +6,7 @@ from prefixd.cache.cache import TieredCache
 from prefixd.cache.index.keys import BlockChain
 from prefixd.cache.index.trie import CPU, DISK, GPU, NONE, Trie
 from prefixd.cache.integrity import check_integrity
-from prefixd.cache.namespaces import Namespace, NamespaceSpec, PartSpec
+from prefixd.cache.namespaces import Namespace, NamespaceSpec, PartSpec, SlidingWindowSpec
 from prefixd.cache.sessions import Lease, Process, Reservation, Session
 from prefixd.cache.tiers import TIER_NAMES, Tiers
 from prefixd.cache.troubles import Troubles
@@ -25,6 +25,7 @@ __all__ = [
     "Process",
     "Reservation",
     "Session",
+    "SlidingWindowSpec",
     "TieredCache",
     "Tiers",
     "Trie",

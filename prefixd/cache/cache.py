@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from prefixd import heap
+from prefixd.cache.holds import Hold
 from prefixd.cache.index.keys import BlockChain, Digest, xxh3_digest
 from prefixd.cache.index.trie import CPU, DISK, GPU, TIERS, Match, Observer, Rows, Trie
 from prefixd.cache.mover import Mover
@@ -33,6 +35,7 @@ log = logging.getLogger(__name__)
 
 
 Claim = tuple[Trie, Rows, list[int]]
+NO_OFFSET = np.uint64(2**64 - 1)
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -116,7 +119,7 @@ class TieredCache:
         self.quarantine = self._reservations.quarantine
         self._max_namespaces = max_namespaces
         self._digest = digest
-        self._trie_of: dict[tuple[int, tuple[int, ...]], Trie] = {}
+        self._trie_of: dict[tuple[object, ...], Trie] = {}
         self._observer: Observer | None = None
 
     # -- life ---------------------------------------------------------------------------------------------------
@@ -166,10 +169,11 @@ class TieredCache:
     def trie(self, namespace: Namespace) -> Trie:
         """The trie that has the namespace's blocks."""
         spec = namespace.spec
-        geometry = (spec.block_tokens, tuple(part.nbytes for part in spec.parts))
+        geometry = (spec.block_tokens, tuple((part.nbytes, part.rule) for part in spec.parts))
         trie = self._trie_of.get(geometry)
         if trie is None:
-            trie = Trie(spec.block_tokens, geometry[1], len(self.tries))
+            part_bytes = [part.nbytes for part in spec.parts]
+            trie = Trie(spec.block_tokens, part_bytes, len(self.tries), spec.group_rules())
             trie.offer(DISK, self.tiers.disk_gives)
             trie.observer = self._observer
             self._trie_of[geometry] = trie
@@ -198,12 +202,13 @@ class TieredCache:
         """The longest cached prefix; counts as use."""
         trie = self.trie(namespace)
         match = trie.match(namespace.root, chain, limit)
-        trie.touch(match.rows, self.clock())
+        self.mover.placement.touch(trie, match.rows)
         return match
 
     def count_hits(self, trie: Trie, tokens: int, rows: Rows) -> list[int]:
         """Counts a prompt that asked for its prefix; returns the tokens found by tier."""
-        found = [int((trie.nearest[rows] == tier).sum()) * trie.block_tokens for tier in range(TIERS)]
+        distances = trie.distances(rows)
+        found = [int((distances == tier).sum()) * trie.block_tokens for tier in range(TIERS)]
         self.counters.asked_tokens += tokens
         for tier, hits in enumerate(found):
             self.counters.hit_tokens[tier] += hits
@@ -229,27 +234,39 @@ class TieredCache:
         self._need_cpu()
         ttl = self.leases.ttl(ttl_s)
         trie = self.trie(namespace)
-        rows = self.match(namespace, chain, first_block + max_blocks if max_blocks else None).rows
-        self.count_hits(trie, len(chain) * trie.block_tokens, rows)
-        rows = rows[first_block:]
-        trie.hold(rows, CPU)
+        path = self.match(namespace, chain, first_block + max_blocks if max_blocks else None).rows
+        self.count_hits(trie, len(chain) * trie.block_tokens, path)
+        identity = self.leases.next_id()
+        hold = self._hold_for_reading(f"lease {identity}", trie, path, first_block)
         try:
-            there = await self.mover.bring(trie, rows, CPU)
+            there = await self.mover.bring(trie, hold.rows, CPU, hold.wanted)
+            while there < len(hold.rows):  # a shorter prefix may need other blocks, which may be there or not
+                hold, longer = self._hold_for_reading(hold.owner, trie, path[: first_block + there], first_block), hold
+                longer.end()
+                there = await self.mover.bring(trie, hold.rows, CPU, hold.wanted)
         except BaseException:
-            self._unhold(trie, rows, CPU)
+            hold.end()
             raise
-        self._unhold(trie, rows[there:], CPU)
-        rows = rows[:there]
         if not there:
+            hold.end()
             return None
-        lease = Lease(self.leases.next_id(), session, trie, rows, self.clock() + ttl)
+        lease = Lease(identity, session, hold, self.clock() + ttl)
         self.leases.grant(lease)
         return lease
 
-    def offsets(self, trie: Trie, rows: Rows, parts: Sequence[int]) -> list[int]:
-        """Arena offsets of the parts of leased rows, block-major."""
-        chosen: list[int] = trie.slots[rows, CPU][:, list(parts)].ravel().tolist()
-        return chosen
+    def _hold_for_reading(self, owner: str, trie: Trie, path: Rows, first_block: int) -> Hold:
+        """Holds in the CPU tier what a reader of the prefix `path` needs from `first_block` on."""
+        wanted = trie.needed(len(path), min(first_block, len(path))) if trie.has_rules else None
+        return self.mover.placement.holds.hold(owner, trie, path[first_block:], CPU, wanted)
+
+    def offsets(self, lease: Lease, parts: Sequence[int]) -> npt.NDArray[np.uint64]:
+        """[blocks, parts]: arena offsets of leased parts; `NO_OFFSET` for a part that its KV group's rule does not
+        need."""
+        trie, chosen = lease.trie, list(parts)
+        offsets: npt.NDArray[np.uint64] = trie.slots[lease.rows, CPU][:, chosen].astype(np.uint64)
+        if lease.hold.wanted is not None:
+            offsets[(lease.hold.wanted[:, None] & trie.part_mask[chosen]) == 0] = NO_OFFSET
+        return offsets
 
     def check_parts(self, namespace: Namespace, parts: Sequence[int]) -> tuple[int, ...]:
         """The part indices meant by `parts` (empty: all); InvalidArgumentError for unknown or repeated ones."""
@@ -332,16 +349,17 @@ class TieredCache:
         """Starts bringing the cached prefix to the CPU tier; returns how many blocks have to come."""
         trie = self.trie(namespace)
         rows = self.match(namespace, chain).rows
-        missing = len(trie.missing(rows, CPU))
+        wanted = trie.needed(len(rows))
+        missing = len(trie.missing(rows, CPU, wanted))
         if missing and self.tiers.cpu is not None:
-            trie.hold(rows, CPU)
+            hold = self.mover.placement.holds.hold("prefetch", trie, rows, CPU, wanted)
 
             def end(task: asyncio.Task[int]) -> None:
-                self._unhold(trie, rows, CPU)
+                hold.end()
                 if not task.cancelled() and (error := task.exception()) is not None:
                     log.error("a prefix could not be brought up ahead of need: %s", error)
 
-            self.mover.spawn(self.mover.bring(trie, rows, CPU)).add_done_callback(end)
+            self.mover.spawn(self.mover.bring(trie, rows, CPU, wanted)).add_done_callback(end)
         return missing
 
     # -- the worker's side ----------------------------------------------------------------------------------------
@@ -361,28 +379,26 @@ class TieredCache:
             self.mover.lost["key collision"] += 1
             return None
         taken = not trie.has(row, GPU)
-        if taken:
-            self.mover.put(trie, row, GPU, [frame])
-            self.mover.changed.set()
         here = np.array([row], np.int64)
+        if taken:
+            self.mover.placement.put(trie, here, GPU, np.array([[frame]], np.int64))
+            self.mover.changed.set()
         trie.hold(here, GPU)
         trie.touch(here, now)
         return row, taken
 
     def unhold(self, trie: Trie, rows: Rows, tier: int) -> None:
         """Ends the holds of a request or a prefetch."""
-        self._unhold(trie, rows, tier)
+        trie.unhold(rows, tier)
+        self.mover.placement.sweep(trie, rows)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
     def _end_grant(self, grant: Lease | Reservation, at_its_word: bool) -> None:
         if isinstance(grant, Lease):
-            self._unhold(grant.trie, grant.rows, CPU)
+            grant.hold.end()
         else:
             self._reservations.end(grant, at_its_word)
-
-    def _unhold(self, trie: Trie, rows: Rows, tier: int) -> None:
-        self.mover.unhold(trie, rows, tier)
 
     def _need_cpu(self) -> None:
         if self.tiers.cpu is None:

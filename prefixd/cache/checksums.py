@@ -1,9 +1,9 @@
 """Checksums of what was committed, taken at once: bytes that change in memory afterwards are found when they come up.
 
-A part of a block is *sealed* while its bytes in the CPU tier are those that the trie's checksum was taken of: by the
-commit that filled it, by the write to disk, or when it was read from there. The checksum of a sealed part goes to the
-index as it is, whatever is in memory by then. A block that was computed in GPU memory is sealed when its bytes first
-come to memory that a CPU can read (or hashed by the write, if that is earlier).
+A part of a block is *checksummed* while its bytes in the CPU tier are those that the trie's checksum was taken of: by
+the commit that filled it, by the write to disk, or when it was read from there. Its checksum goes to the index as it
+is, whatever is in memory by then. A block that was computed in GPU memory is checksummed when its bytes first come to
+memory that a CPU can read, or by the write to disk if that is earlier.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
+from prefixd.cache.holds import Hold
 from prefixd.cache.index.trie import CPU, NO_SLOT, Rows, Trie
-from prefixd.cache.placement import Placement
-from prefixd_swap import Span, host_bytes
+from prefixd.cache.placement import Placement, Slots
+from prefixd_swap import host_bytes
 
 _THREADS = 2
+_BLOCKS = 256  # hashed by one task
 
 
 class Checksums:
@@ -33,37 +36,33 @@ class Checksums:
         self._placement = placement
         self._tiers = placement.tiers
         self._pending: dict[tuple[int, int], set[asyncio.Task[None]]] = {}  # by (trie, row)
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="prefixd-seals")
-
-    @property
-    def tasks(self) -> set[asyncio.Task[None]]:
+        self.tasks: set[asyncio.Task[None]] = set()
         """Those under way."""
-        return {task for tasks in self._pending.values() for task in tasks}
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="prefixd-checksums")
 
     def close(self) -> None:
         """Ends the threads."""
         self._threads.shutdown()
 
     def begin(self, trie: Trie, rows: Rows) -> None:
-        """Starts hashing the parts of `rows` in the CPU tier that are not sealed; the rows are held meanwhile.
+        """Starts hashing the parts of `rows` in the CPU tier that have no checksum; the rows are held meanwhile.
 
         Without a disk tier nobody asks for checksums, and nothing is done.
         """
         if self._tiers.disk is None:
             return
-        work: list[tuple[int, int, Span]] = [
-            (row, part, self._tiers.span(CPU, slot, nbytes))
-            for row in rows.tolist()
-            for part, (slot, nbytes) in enumerate(zip(trie.slots[row, CPU].tolist(), trie.part_bytes, strict=True))
-            if slot != NO_SLOT and not trie.sealed[row, part]
-        ]
-        if not work:
-            return
-        held = np.unique([row for row, _, _ in work])
-        trie.hold(held, CPU)
-        task = asyncio.create_task(self._seal(trie, held, work))
-        for row in held.tolist():
-            self._pending.setdefault((trie.ordinal, row), set()).add(task)
+        for start in range(0, len(rows), _BLOCKS):
+            some = rows[start : start + _BLOCKS]
+            todo = (trie.slots[some, CPU] != NO_SLOT) & ~trie.checksummed[some]
+            some, todo = some[todo.any(axis=1)], todo[todo.any(axis=1)]
+            if len(some):
+                task = asyncio.create_task(
+                    self._hash(self._placement.holds.hold("checksums", trie, some, CPU), todo, trie.slots[some, CPU])
+                )
+                self.tasks.add(task)
+                task.add_done_callback(self.tasks.discard)
+                for row in some.tolist():
+                    self._pending.setdefault((trie.ordinal, row), set()).add(task)
 
     async def wait(self, trie: Trie, rows: Rows) -> None:
         """Waits until what is under way for `rows` is done."""
@@ -71,7 +70,7 @@ class Checksums:
         if tasks:
             await asyncio.wait(tasks)
 
-    async def settle(self) -> bool:
+    async def wait_for_some(self) -> bool:
         """Waits until a part of what is under way is done, and its holds are over; False when nothing is."""
         tasks = self.tasks
         if not tasks:
@@ -79,22 +78,28 @@ class Checksums:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         return True
 
-    async def _seal(self, trie: Trie, held: Rows, work: Sequence[tuple[int, int, Span]]) -> None:
+    async def _hash(self, hold: Hold, todo: npt.NDArray[np.bool_], slots: Slots) -> None:
+        """Hashes the parts `todo` of the held blocks, [m, parts], that lie in `slots`."""
+        trie, rows = hold.trie, hold.rows
+        which, parts = np.nonzero(todo)
         try:
-            spans = [span for _, _, span in work]
-            checksums = await asyncio.get_running_loop().run_in_executor(self._threads, _hash, spans)
-            for (row, part, _), checksum in zip(work, checksums, strict=True):
-                if trie.slots[row, CPU, part] != NO_SLOT:  # it was held, so it is the same slot
-                    trie.seal(row, part, checksum)
+            checksums = await asyncio.get_running_loop().run_in_executor(
+                self._threads, self._hash_parts, slots[which, parts].tolist(), parts.tolist(), trie.part_bytes
+            )
+            there = trie.slots[rows[which], CPU, parts] != NO_SLOT  # it was held, so it is the same slot
+            trie.set_part_checksums(rows[which[there]], parts[there], np.array(checksums, np.uint64)[there])
         finally:
             task = asyncio.current_task()
-            for row in held.tolist():
+            for row in rows.tolist():
                 pending = self._pending[trie.ordinal, row]
                 pending.discard(task)
                 if not pending:
                     del self._pending[trie.ordinal, row]
-            self._placement.unhold(trie, held, CPU)
+            hold.end()
 
-
-def _hash(spans: Sequence[Span]) -> list[int]:
-    return [xxhash.xxh3_64_intdigest(host_bytes(span, span.nbytes)) for span in spans]
+    def _hash_parts(self, slots: Sequence[int], parts: Sequence[int], part_bytes: Sequence[int]) -> list[int]:
+        """The checksums of parts that lie in `slots`. Runs in a thread."""
+        return [
+            xxhash.xxh3_64_intdigest(host_bytes(self._tiers.span(CPU, slot, part_bytes[part]), part_bytes[part]))
+            for slot, part in zip(slots, parts, strict=True)
+        ]

@@ -20,10 +20,11 @@ import numpy as np
 
 from prefixd.cache.checksums import Checksums
 from prefixd.cache.disk_health import DiskHealth
+from prefixd.cache.groups import GroupMask
 from prefixd.cache.index.trie import CPU, DISK, NO_SLOT, Rows, Trie
 from prefixd.cache.namespaces import Namespace, NamespaceRegistry
 from prefixd.cache.placement import Placement
-from prefixd.cache.victims import find_victims
+from prefixd.cache.victims import find_expired, find_victims
 from prefixd_swap import (
     ChecksumError,
     DiskFullError,
@@ -93,7 +94,7 @@ class DiskCopies:
         self._leaving: Counter[Identity] = Counter()
         self._parallel = threads
         self._threads = started_threads(threads, "prefixd-disk")
-        self.care = DiskHealth(placement, tries, self._lock, self.drop_damaged, self._reread, self._saved.clear)
+        self.health = DiskHealth(placement, tries, self._lock, self.drop_damaged, self._reread, self._saved.clear)
 
     @property
     def busy(self) -> set[asyncio.Task[None]]:
@@ -128,35 +129,50 @@ class DiskCopies:
     async def write(self, trie: Trie, rows: Rows, source: int, *, ahead: bool = False) -> int:
         """Writes rows, held in `source`, to disk; returns how many became durable.
 
-        Parents first, and no ancestor is evicted for a descendant, so that what survives a crash is prefix-closed.
-        `ahead` makes room by evicting only blocks that live on disk alone: what is written ahead of need must not cost
-        another block its copy.
+        Of each block the KV groups are written that `source` has, the disk lacks, and a prefix still needs. Parents
+        come first, and no ancestor is evicted for a descendant, so that what survives a crash is node-closed. `ahead`
+        makes room by evicting only blocks that live on disk alone: what is written ahead of need must not cost another
+        block its copy.
         """
         return await _to_the_end(self._write(trie, rows, source, ahead))
 
     async def _write(self, trie: Trie, rows: Rows, source: int, ahead: bool) -> int:
+        if trie.has_rules:  # blocks without bytes: their descendants' records need theirs
+            family = trie.ancestry(rows)
+            unrecorded = family[(trie.any_part[family] & np.uint8(1 << DISK)) == 0]
+            rows = np.union1d(rows, unrecorded)
         rows = rows[np.argsort(trie.depth[rows], kind="stable")]
         written = 0
         async with self._lock:
             if not ahead:  # somebody waits for it: try now, whenever the next probe is due
-                await self.care.revive_locked()
+                await self.health.revive_locked()
             for start in range(0, len(rows), _WRITE_BATCH):
                 if not self._tiers.disk_takes:
                     break
-                batch = trie.missing(rows[start : start + _WRITE_BATCH], DISK)
+                batch = self._unwritten(trie, rows[start : start + _WRITE_BATCH], source)
                 await self._checksums.wait(trie, batch)
                 try:
                     await self._save_namespaces(trie, batch)
-                    left = await self._fit_batch(trie, rows, batch.tolist(), source, ahead)
+                    left = await self._fit_batch(trie, rows, batch, source, ahead)
                 except StorageError as error:
-                    self.care.write_failed(error)
-                    left = trie.missing(batch, DISK).tolist()
+                    self.health.write_failed(error)
+                    left = self._unwritten(trie, batch, source)
                 written += len(batch) - len(left)
-                if left:
+                if len(left):
                     break
         return written
 
-    async def _fit_batch(self, trie: Trie, rows: Rows, batch: list[int], source: int, ahead: bool) -> list[int]:
+    def _unwritten(self, trie: Trie, rows: Rows, source: int) -> Rows:
+        """Those of `rows` of which the disk lacks something that `source` has, or lacks the record itself."""
+        unrecorded = (trie.any_part[rows] & np.uint8(1 << DISK)) == 0
+        lacking: Rows = rows[(self._to_write(trie, rows, source) != 0) | (unrecorded & trie.has_rules)]
+        return lacking
+
+    def _to_write(self, trie: Trie, rows: Rows, source: int) -> GroupMask:
+        groups: GroupMask = trie.there[rows, source] & ~trie.there[rows, DISK] & ~trie.expired[rows]
+        return groups
+
+    async def _fit_batch(self, trie: Trie, rows: Rows, batch: Rows, source: int, ahead: bool) -> Rows:
         """Writes a batch, at others' cost if need be; returns the rows for which there was no room."""
         try:
             left = await self._write_batch(trie, batch, source)
@@ -164,29 +180,34 @@ class DiskCopies:
             if not await self._in_thread(lambda: self._tiers.store.shrunk):
                 raise
             await self._in_thread(self._tiers.store.try_commit)  # else others would be evicted for nothing
-            self.care.shrunk(error)
+            self.health.shrunk(error)
             left = batch
-        while left and await self._make_room(trie, rows, len(left), ahead):
+        while len(left) and await self._make_room(trie, rows, len(left), ahead):
             left = await self._write_batch(trie, left, source)
         return left
 
-    async def _write_batch(self, trie: Trie, batch: list[int], source: int) -> list[int]:
+    async def _write_batch(self, trie: Trie, batch: Rows, source: int) -> Rows:
         """Writes a batch; returns the rows for which there was no room."""
-        if not batch:
+        if not len(batch):
             return batch
-        blocks = [self._new_block(trie, row, source) for row in batch]
+        groups = self._to_write(trie, batch, source)
+        blocks = [
+            self._new_block(trie, row, source, mask) for row, mask in zip(batch.tolist(), groups.tolist(), strict=True)
+        ]
         records = await self._in_thread(self._tiers.store.write, blocks)
-        left = []
-        for row, record in zip(batch, records, strict=True):
-            if record is None:
-                left.append(row)
-                continue
-            places = [part if part is not None else DiskPart(NO_SLOT, 0, 0) for part in record.parts]
-            trie.set_checksums(row, [place.checksum for place in places])
-            if source == CPU:
-                trie.sealed[row] = True
-            self._placement.put(trie, row, DISK, [place.slot for place in places])
-        return left
+        stored = np.array([record is not None for record in records], np.bool_)
+        slots = np.full((len(batch), len(trie.part_bytes)), NO_SLOT, np.int64)
+        checksums = trie.checksums[batch]
+        for at, record in enumerate(records):
+            for part, place in enumerate(record.parts if record is not None else ()):
+                if place is not None:
+                    slots[at, part], checksums[at, part] = place.slot, place.checksum
+        written = batch[stored]
+        trie.set_checksums(written, checksums[stored])
+        if source == CPU:
+            trie.checksummed[written] |= (trie.part_mask & groups[stored][:, None]) != 0
+        self._placement.put(trie, written, DISK, slots[stored])
+        return batch[~stored]
 
     async def save_namespace(self, namespace: Namespace) -> None:
         """Makes durable what a namespace stands for, unless the disk is out of service."""
@@ -195,7 +216,7 @@ class DiskCopies:
                 try:
                     await _to_the_end(self._save_namespace(namespace))
                 except StorageError as error:
-                    self.care.write_failed(error)
+                    self.health.write_failed(error)
 
     async def _save_namespaces(self, trie: Trie, rows: Rows) -> None:
         """Makes durable what the blocks' namespaces stand for, before the first block of each."""
@@ -210,33 +231,48 @@ class DiskCopies:
     async def _make_room(self, trie: Trie, rows: Rows, want: int, ahead: bool) -> int:
         """Evicts up to `want` blocks from disk, none of them in the prefixes of `rows`.
 
-        Blocks whose slots are of the sizes that are wanted go first. Only when there is none of them that may go, those
-        of other sizes do: their slots help once a whole slab of them is empty.
+        Bytes that only shorter prefixes need go first. Then blocks whose slots are of the sizes that are wanted. Only
+        when there is none of them that may go, those of other sizes do: their slots help once a whole slab of them is
+        empty.
         """
-        family = trie.ancestry(rows)
-        trie.hold(family, DISK)
+        placement = self._placement
         removed: list[Identity] = []
+        thinned: list[tuple[Identity, list[int]]] = []
         wanted = {round_to_slot(size) for size in trie.part_bytes}
         fitting = [other for other in self._tries if wanted <= {round_to_slot(size) for size in other.part_bytes}]
-        try:
+        with placement.holds.hold("eviction", trie, trie.ancestry(rows), DISK):
+            for other, expired, groups in find_expired(self._tries, DISK, want):
+                for row, mask in zip(expired.tolist(), groups.tolist(), strict=True):
+                    parts = np.flatnonzero(other.part_mask & np.uint8(mask)).tolist()
+                    if placement.drop(other, [row], DISK, np.array([mask], np.uint8)):
+                        thinned.append((self.identity(other, row), parts))
+            if thinned:
+                await self._in_thread(self._tiers.store.drop_parts, thinned)
+                return len(thinned)
             for among in (fitting, self._tries):
                 for other, victims in find_victims(
                     self._tries, DISK, want, self._policy, demotable=False, spare_copies=ahead, among=among
                 ):
                     for row in victims.tolist():
                         identity = self.identity(other, row)
-                        if self._placement.drop(other, [row], DISK):
+                        if placement.drop(other, [row], DISK):
                             removed.append(identity)
                 if removed:
                     await self._in_thread(self._tiers.store.remove, removed)
                     break
-        finally:
-            trie.unhold(family, DISK)
         return len(removed)
 
-    def _new_block(self, trie: Trie, row: int, source: int) -> NewBlock:
+    def _new_block(self, trie: Trie, row: int, source: int, groups: int) -> NewBlock:
         parent = int(trie.parent[row])
         namespace, key = self.identity(trie, row)
+        columns = zip(
+            trie.slots[row, source].tolist(),
+            trie.slots[row, DISK].tolist(),
+            trie.part_bytes,
+            trie.checksums[row].tolist(),
+            trie.part_mask.tolist(),
+            strict=True,
+        )
         return NewBlock(
             namespace=namespace,
             key=key,
@@ -245,42 +281,47 @@ class DiskCopies:
             depth=int(trie.depth[row]),
             parts=[
                 self._tiers.span(source, slot, size)
-                for slot, size in zip(trie.slots[row, source].tolist(), trie.part_bytes, strict=True)
+                if groups & mask
+                else (DiskPart(stored, size, checksum) if stored != NO_SLOT else None)
+                for slot, stored, size, checksum, mask in columns
             ],
             checksums=[
-                checksum if sealed and source == CPU else None
-                for checksum, sealed in zip(trie.checksums[row].tolist(), trie.sealed[row].tolist(), strict=True)
+                checksum if known and source == CPU else None
+                for checksum, known in zip(trie.checksums[row].tolist(), trie.checksummed[row].tolist(), strict=True)
             ],
         )
 
     # -- reading ------------------------------------------------------------------------------------------------
 
-    async def read(self, trie: Trie, rows: Rows, taken: Sequence[Sequence[int]], target: int) -> list[bool]:
-        """Reads rows, held on disk, into slots of `target`, which a CPU can address; returns which are good.
+    async def read(
+        self, trie: Trie, rows: Rows, parts: Sequence[int], taken: Sequence[Sequence[int]], target: int
+    ) -> list[bool]:
+        """Reads `parts` of rows, held on disk, into slots of `target`, which a CPU can address; returns which are good.
 
         A block whose bytes are bad is dropped, with those of its descendants that nobody holds.
         """
-        return await _to_the_end(self._read(trie, rows, taken, target))
+        return await _to_the_end(self._read(trie, rows, parts, taken, target))
 
-    async def _read(self, trie: Trie, rows: Rows, taken: Sequence[Sequence[int]], target: int) -> list[bool]:
+    async def _read(
+        self, trie: Trie, rows: Rows, parts: Sequence[int], taken: Sequence[Sequence[int]], target: int
+    ) -> list[bool]:
         if not self._tiers.disk_gives:
             return [False] * len(rows)
         results: list[StorageError | None] = [None] * len(rows)
-        blocks = [
-            (at, _places(trie, row), self._spans(trie, slots, target))
-            for at, (row, slots) in enumerate(zip(rows.tolist(), taken, strict=True))
-        ]
-        left = iter(blocks)  # the threads share it: one wakes the event loop once, not after every block
+        places = list(zip(trie.slots[rows, DISK].tolist(), trie.checksums[rows].tolist(), strict=True))
+        left = iter(range(len(rows)))  # the threads share it: one wakes the event loop once, not after every block
 
         def read() -> None:
-            for at, places, spans in left:
-                results[at] = self._read_parts(places, spans)
+            for at in left:
+                slots, checksums = places[at]
+                stored = [DiskPart(slots[part], trie.part_bytes[part], checksums[part]) for part in parts]
+                spans = [
+                    self._tiers.span(target, slot, part.nbytes) for slot, part in zip(taken[at], stored, strict=True)
+                ]
+                results[at] = self._read_parts(stored, spans)
 
-        await asyncio.gather(*(self._in_thread(read) for _ in range(min(self._parallel, len(blocks)))))
-        return [self._judge(trie, row, result) for row, result in zip(rows.tolist(), results, strict=True)]
-
-    def _spans(self, trie: Trie, slots: Sequence[int], target: int) -> list[Span]:
-        return [self._tiers.span(target, slot, size) for slot, size in zip(slots, trie.part_bytes, strict=True)]
+        await asyncio.gather(*(self._in_thread(read) for _ in range(min(self._parallel, len(rows)))))
+        return self._judge(trie, rows, results)
 
     def _read_parts(self, places: Sequence[DiskPart], spans: Sequence[Span]) -> StorageError | None:
         try:
@@ -292,22 +333,26 @@ class DiskCopies:
 
     async def _reread(self, trie: Trie, row: int) -> StorageError | None:
         """Reads a block to nowhere; why that failed, if it did."""
-        scratch = [np.empty(size, np.uint8) for size in trie.part_bytes]
+        places = _places(trie, row)
+        scratch = [np.empty(place.nbytes, np.uint8) for place in places]
         spans = [Span(buffer.ctypes.data, buffer.nbytes) for buffer in scratch]
-        one = np.array([row], np.int64)
-        trie.hold(one, DISK)
-        try:
-            return await self._in_thread(self._read_parts, _places(trie, row), spans)
-        finally:
-            self._placement.unhold(trie, one, DISK)
+        with self._placement.holds.hold("disk probe", trie, np.array([row]), DISK):
+            return await self._in_thread(self._read_parts, places, spans)
 
-    def _judge(self, trie: Trie, row: int, error: StorageError | None) -> bool:
-        if isinstance(error, ChecksumError | LostBytesError):
-            self.drop_damaged(trie, np.array([row]), error)
-        elif error is not None:
-            self._placement.lost["not served: disk read error"] += 1
-            self.care.read_failed(trie, row, error)
-        return error is None
+    def _judge(self, trie: Trie, rows: Rows, errors: Sequence[StorageError | None]) -> list[bool]:
+        """Which reads were good; drops what is bad, all blocks of one kind of damage at once."""
+        damaged: dict[type[StorageError], list[int]] = {}
+        first: dict[type[StorageError], StorageError] = {}
+        for row, error in zip(rows.tolist(), errors, strict=True):
+            if isinstance(error, ChecksumError | LostBytesError):
+                damaged.setdefault(type(error), []).append(row)
+                first.setdefault(type(error), error)
+            elif error is not None:
+                self._placement.lost["not served: disk read error"] += 1
+                self.health.read_failed(trie, row, error)
+        for kind, lost in damaged.items():
+            self.drop_damaged(trie, np.array(lost), first[kind])
+        return [error is None for error in errors]
 
     async def recheck(self, trie: Trie, row: int, generation: int) -> Damage | None:
         """Verifies a block on disk while nothing else changes the store, and drops it if it is bad.
@@ -321,7 +366,7 @@ class DiskCopies:
 
     async def _recheck(self, trie: Trie, row: int, generation: int) -> Damage | None:
         def there() -> bool:
-            return trie.generation[row] == generation and bool(trie.some[row] & (1 << DISK))
+            return trie.generation[row] == generation and bool(trie.any_part[row] & (1 << DISK))
 
         async with self._lock:
             if not there():
@@ -360,14 +405,13 @@ class DiskCopies:
         more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
         log.error("block %s%s dropped, to be computed again: %s", trie.key(int(rows[0])).hex(), more, error)
         identities = [self.identity(trie, row) for row in rows.tolist()]
-        for row in rows.tolist():
-            placement.discard_copy(trie, row, DISK)
-        emptied = rows[trie.some[rows] == 0]
+        placement.discard_copies(trie, rows, DISK)
+        emptied = rows[trie.any_part[rows] == 0]
         if len(emptied) < len(rows):
             placement.changed.set()  # write-back writes the others again
         for child in trie.subtree(emptied)[::-1]:
-            if trie.some[child] and trie.removable(child):
-                if trie.some[child] & (1 << DISK):
+            if trie.any_part[child] and trie.removable(child):
+                if trie.any_part[child] & (1 << DISK):
                     identities.append(self.identity(trie, child))
                 placement.discard(trie, child)
         placement.sweep(trie, emptied[np.argsort(trie.depth[emptied], kind="stable")])
@@ -398,7 +442,7 @@ class DiskCopies:
             try:
                 await self._in_thread(self._tiers.store.remove, gone)
             except StorageError as error:
-                self.care.write_failed(error)
+                self.health.write_failed(error)
                 raise
 
     async def _remove_damaged(self, trie: Trie, ids: list[Identity]) -> None:
@@ -408,15 +452,16 @@ class DiskCopies:
     def _is_back(self, trie: Trie, identity: Identity) -> bool:
         """Whether the block was written again while its removal waited; the write has replaced the record."""
         row = trie.find(identity[1])
-        return row is not None and bool(trie.some[row] & (1 << DISK)) and self.identity(trie, row) == identity
+        return row is not None and bool(trie.any_part[row] & (1 << DISK)) and self.identity(trie, row) == identity
 
     async def _in_thread(self, work: Callable[..., T], *args: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
 
 
 def _places(trie: Trie, row: int) -> list[DiskPart]:
+    """Where the parts are that are on disk."""
     slots, checksums = trie.slots[row, DISK].tolist(), trie.checksums[row].tolist()
-    return [DiskPart(*place) for place in zip(slots, trie.part_bytes, checksums, strict=True)]
+    return [DiskPart(*place) for place in zip(slots, trie.part_bytes, checksums, strict=True) if place[0] != NO_SLOT]
 
 
 async def _to_the_end(work: Coroutine[object, object, T]) -> T:

@@ -144,7 +144,7 @@ class DiskHealth:
 
     def _stored(self) -> list[tuple[Trie, Rows]]:
         """Every block on disk."""
-        return [(trie, np.flatnonzero(trie.some[: trie.rows] & np.uint8(1 << DISK))) for trie in self._tries]
+        return [(trie, np.flatnonzero(trie.any_part[: trie.rows] & np.uint8(1 << DISK))) for trie in self._tries]
 
     def _drop_all(self, slots: Int64s, why: str) -> None:
         """Drops the blocks that are in `slots`."""
@@ -158,9 +158,9 @@ class DiskHealth:
         while self._suspects:
             (ordinal, row), generation = next(iter(self._suspects.items()))
             trie = self._tries[ordinal]
-            if trie.generation[row] == generation and trie.some[row] & (1 << DISK):
+            if trie.generation[row] == generation and trie.any_part[row] & (1 << DISK):
                 error = await self._reread(trie, row)
-                if error is not None and trie.generation[row] == generation and trie.some[row] & (1 << DISK):
+                if error is not None and trie.generation[row] == generation and trie.any_part[row] & (1 << DISK):
                     self._drop(trie, np.array([row]), error)
             self._suspects.pop((ordinal, row), None)
 

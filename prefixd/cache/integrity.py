@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixd.cache.cache import TieredCache
+from prefixd.cache.groups import GroupMask
 from prefixd.cache.index.trie import CPU, DISK, GPU, NO_SLOT, NONE, TIERS, Rows, Trie
 from prefixd.cache.integrity_disk import compare_with_index, snapshot_of_disk
 from prefixd.cache.sessions import Lease, Reservation
@@ -135,31 +136,45 @@ def _audit_trie(found: Audit, trie: Trie) -> None:
         rows[np.bincount(inner, minlength=n)[rows] != trie.children[rows]], f"{where}rows that miscount their children"
     )
 
-    whole = np.zeros(len(rows), np.uint8)
+    whole, available = np.zeros(len(rows), np.uint8), np.zeros(len(rows), np.uint8)
     for tier in range(TIERS):
         bit, name = np.uint8(1 << tier), TIER_NAMES[tier]
         has = trie.slots[rows, tier] != NO_SLOT
         some = has.any(axis=1)
+        marked = (trie.any_part[rows] & bit) != 0
+        if tier == DISK:
+            some |= marked  # a record without bytes: the block's descendants need it
         whole |= bit * has.all(axis=1)
+        found.demand_none(rows[marked != some], f"{where}rows marked wrongly for the {name} tier")
+        there = np.zeros(len(rows), np.uint8)
+        for group in trie.groups:
+            there |= np.uint8(group.mask) * has[:, list(group.parts)].all(axis=1)
         found.demand_none(
-            rows[((trie.some[rows] & bit) != 0) != some], f"{where}rows marked wrongly for the {name} tier"
+            rows[trie.there[rows, tier] != there], f"{where}rows with wrong KV groups for the {name} tier"
         )
+        if trie.offered & (1 << tier):
+            available |= there
         here = np.bincount(parent[some & ~first & ~lost], minlength=n)
         found.demand_none(
             rows[here[rows] != trie.tier_children[rows, tier]],
             f"{where}rows that miscount their children in the {name} tier",
         )
         found.demand_none(
-            rows[trie.holds[rows, tier] < 0], f"{where}rows released more often than held in the {name} tier"
+            rows[(trie.holds[rows, tier] < 0).any(axis=1)],
+            f"{where}rows released more often than held in the {name} tier",
         )
-    found.demand_none(rows[trie.whole[rows] != whole], f"{where}rows that are not whole as marked")
-    nearest = np.full(len(rows), NONE, np.int8)
-    for tier in (DISK, CPU, GPU):
-        nearest[(whole & trie.offered & (1 << tier)) != 0] = tier
-    found.demand_none(rows[trie.nearest[rows] != nearest], f"{where}rows with a wrong nearest tier")
+    found.demand_none(rows[trie.complete[rows] != whole], f"{where}rows that are not whole as marked")
+    found.demand_none(
+        rows[trie.available[rows] != available], f"{where}rows with KV groups that are not there as marked"
+    )
+    if len(trie.groups) == 1:
+        nearest = np.full(len(rows), NONE, np.int8)
+        for tier in (DISK, CPU, GPU):
+            nearest[(whole & trie.offered & (1 << tier)) != 0] = tier
+        found.demand_none(rows[trie.nearest[rows] != nearest], f"{where}rows with a wrong nearest tier")
     needed = (trie.children[rows] != 0) | (trie.keep[rows] != 0) | trie.pinned[rows]
-    found.demand_none(rows[(trie.some[rows] == 0) & ~needed], f"{where}rows that have no copy and nobody needs")
-    kept = trie.keep[rows] >= trie.holds[rows].sum(axis=1)
+    found.demand_none(rows[(trie.any_part[rows] == 0) & ~needed], f"{where}rows that have no copy and nobody needs")
+    kept = trie.keep[rows] >= trie.holds[rows].max(axis=2).sum(axis=1)
     found.demand_none(rows[~kept], f"{where}rows that are held but not kept")
 
 
@@ -167,7 +182,7 @@ class _Expected:
     """What sessions and requests say is theirs: holds and retentions by row, slots in flight by tier."""
 
     def __init__(self, found: Audit, cache: TieredCache) -> None:
-        self.holds = [np.zeros((trie.rows, TIERS), np.int64) for trie in cache.tries]
+        self.holds = [np.zeros((trie.rows, TIERS, len(trie.groups)), np.int64) for trie in cache.tries]
         self.retained = [np.zeros(trie.rows, np.int64) for trie in cache.tries]
         self.in_flight: tuple[list[int], list[int]] = ([], [])
         for key, session in cache.leases.sessions.items():
@@ -180,22 +195,28 @@ class _Expected:
                 )
                 if isinstance(grant, Lease):
                     found.leases += 1
-                    self.hold(grant.trie, grant.rows, CPU)
-                    there = (grant.trie.whole[grant.rows] & (1 << CPU)) != 0
-                    found.demand(bool(there.all()), f"lease {grant.id} covers blocks that left the CPU tier")
+                    lacking = grant.trie.lacking(grant.rows, CPU, grant.hold.wanted)
+                    found.demand(not lacking.any(), f"lease {grant.id} covers blocks that left the CPU tier")
                 elif isinstance(grant, Reservation):
                     found.reservations += 1
-                    self.retained[grant.trie.ordinal][grant.prefix] += 1
                     self.in_flight[CPU].extend(slot for block in grant.slots for slot in block)
         self.in_flight[CPU].extend(cache.quarantine.slots())
+        for hold in cache.mover.placement.holds:
+            if hold.tier is None:
+                self.retained[hold.trie.ordinal][hold.rows] += 1
+            else:
+                self.hold(hold.trie, hold.rows, hold.tier, hold.wanted)
         for claim in cache.claims:
             for trie, rows, frames in claim():
                 self.hold(trie, rows, GPU)
                 self.in_flight[GPU].extend(frames)
 
-    def hold(self, trie: Trie, rows: Rows, tier: int) -> None:
+    def hold(self, trie: Trie, rows: Rows, tier: int, wanted: GroupMask | None = None) -> None:
         """Adds one hold of each row, which are distinct."""
-        self.holds[trie.ordinal][rows, tier] += 1
+        self.retained[trie.ordinal][rows] += 1
+        for group in trie.groups:
+            chosen = rows if wanted is None else rows[(wanted & np.uint8(group.mask)) != 0]
+            self.holds[trie.ordinal][chosen, tier, group.bit] += 1
 
 
 def _audit_slots(found: Audit, cache: TieredCache, expected: _Expected) -> None:
@@ -231,11 +252,11 @@ def _audit_holds(found: Audit, cache: TieredCache, expected: _Expected) -> None:
         holds, retained = expected.holds[trie.ordinal], expected.retained[trie.ordinal]
         for tier, name in enumerate(TIER_NAMES):
             wanted, there = holds[:, tier], trie.holds[:n, tier]
-            lacking, surplus = np.flatnonzero(there < wanted), np.flatnonzero(there > wanted)
+            lacking = np.flatnonzero((there < wanted).any(axis=1))
+            surplus = np.flatnonzero((there > wanted).any(axis=1))
             found.demand_none(lacking, f"{where}rows leased or in use, but not held in the {name} tier")
             if quiet:
                 found.demand_none(surplus, f"{where}rows held in the {name} tier by nobody")
-        wanted = holds.sum(axis=1) + retained
-        found.demand_none(np.flatnonzero(trie.keep[:n] < wanted), f"{where}rows reserved upon, but not kept")
+        found.demand_none(np.flatnonzero(trie.keep[:n] < retained), f"{where}rows reserved upon, but not kept")
         if quiet:
-            found.demand_none(np.flatnonzero(trie.keep[:n] > wanted), f"{where}rows kept by nobody")
+            found.demand_none(np.flatnonzero(trie.keep[:n] > retained), f"{where}rows kept by nobody")

@@ -36,7 +36,7 @@ def snapshot_of_disk(cache: TieredCache) -> DiskSnapshot:
     ids = np.frombuffer(b"".join(namespace.id for namespace in cache.namespaces), np.uint8).reshape(-1, 8)
     names, places = [np.zeros((0, 24), np.uint8)], [np.zeros(0, np.uint64)]
     for trie in cache.tries:
-        rows = np.flatnonzero(trie.some[: trie.rows] & (1 << DISK))
+        rows = np.flatnonzero(trie.any_part[: trie.rows] & (1 << DISK))
         if len(rows):
             names.append(np.hstack([ids.take(trie.namespace[rows], axis=0, mode="clip"), trie.keys(rows)]))
             places.append(_places(trie.slots[rows, DISK], trie.checksums[rows]))

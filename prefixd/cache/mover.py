@@ -12,18 +12,20 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
 
 from prefixd.cache.checksums import Checksums
 from prefixd.cache.disk_copies import DiskCopies
+from prefixd.cache.groups import GroupMask
 from prefixd.cache.index.trie import CPU, DISK, GPU, NO_SLOT, Rows, Trie
 from prefixd.cache.namespaces import Namespace, NamespaceRegistry
-from prefixd.cache.placement import Placement
+from prefixd.cache.placement import Placement, Slots
 from prefixd.cache.tiers import Tiers
-from prefixd.cache.victims import find_victims
+from prefixd.cache.victims import find_expired, find_victims
 from prefixd_swap import CopyEngine, EvictionPolicy
 
 T = TypeVar("T")
@@ -95,7 +97,7 @@ class Mover:
 
     def start_probing(self) -> asyncio.Task[None]:
         """Has a background task try a disk tier in trouble until it works again; it ends with `close`."""
-        self._probing = asyncio.create_task(self.disk.care.watch(), name="disk-probe")
+        self._probing = asyncio.create_task(self.disk.health.watch(), name="disk-probe")
         return self._probing
 
     @property
@@ -136,7 +138,7 @@ class Mover:
 
     # -- room ---------------------------------------------------------------------------------------------------
 
-    async def take(self, tier: int, sizes: Sequence[int], blocks: int, *, ahead: bool = False) -> list[list[int]]:
+    async def allocate(self, tier: int, sizes: Sequence[int], blocks: int, *, ahead: bool = False) -> list[list[int]]:
         """Loose slots for up to `blocks` blocks in the GPU or CPU tier, evicting what may go; fewer if need be.
 
         `ahead` spares copies of blocks that are in a tier above as well: they were made ahead of need, too, and one
@@ -153,7 +155,7 @@ class Mover:
                         taken.append(slots)
                     elif await self._evict(tier, blocks - len(taken), ahead):
                         continue
-                    elif tier != CPU or not await self._checksums.settle():  # what was hashed may go now
+                    elif tier != CPU or not await self._checksums.wait_for_some():  # what was hashed may go now
                         break
         except BaseException:
             for slots in taken:
@@ -163,144 +165,174 @@ class Mover:
 
     async def take_frames(self, count: int) -> list[int] | None:
         """`count` in_flight GPU frames; all or none."""
-        taken = [frame for (frame,) in await self.take(GPU, (0,), count)]
+        taken = [frame for (frame,) in await self.allocate(GPU, (0,), count)]
         if len(taken) < count:
             self.tiers.release(GPU, taken)
             return None
         return taken
 
-    def put(self, trie: Trie, row: int, tier: int, slots: Sequence[int]) -> None:
-        """Enters a copy into the trie; its slots belong to the trie from here on."""
-        self._placement.put(trie, row, tier, slots)
-
-    def unhold(self, trie: Trie, rows: Rows, tier: int) -> None:
-        """Ends one hold of each row."""
-        self._placement.unhold(trie, rows, tier)
-
-    def sweep(self, trie: Trie, rows: Rows) -> None:
-        """Forgets blocks that lost their last copy while somebody kept them, once nobody does."""
-        self._placement.sweep(trie, rows)
-
     async def _evict(self, tier: int, want: int, ahead: bool) -> int:
-        """Frees up to `want` blocks' copies in `tier`, whose lock the caller has; 0 when nothing may go."""
-        below = self.tiers.below(tier)
-        drop = self._placement.drop
+        """Frees up to `want` blocks' copies in `tier`, whose lock the caller has; 0 when nothing may go.
+
+        Bytes that only shorter prefixes need go before anything else.
+        """
+        placement = self._placement
         freed = 0
+        for trie, rows, groups in find_expired(self.tries, tier, want):
+            freed += placement.drop(trie, rows, tier, groups)
+        if freed:
+            self.changed.set()
+            return freed
+        below = self.tiers.below(tier)
         if below is not None:
             victims = find_victims(self.tries, tier, want, self.policy, demotable=True, spare_copies=ahead)
-            for trie, rows in victims:  # all of them before the first copy: rows may be recycled meanwhile
-                trie.hold(rows, tier)
-            try:
+            with ExitStack() as held:
+                for trie, rows in victims:  # all of them before the first copy: rows may be recycled meanwhile
+                    held.enter_context(placement.holds.hold("eviction", trie, rows, tier))
                 for trie, rows in victims:
                     # A tier at a time, though there may be a copy further down: what was up here is wanted near.
-                    sinks = (trie.some[rows] & np.uint8(1 << below)) == 0
-                    sinks &= (trie.whole[rows] & np.uint8(1 << tier)) != 0
+                    sinks = (trie.any_part[rows] & np.uint8(1 << below)) == 0
+                    sinks &= (trie.complete[rows] & np.uint8(1 << tier)) != 0
                     if sinks.any():
                         arrived = await self.copy(trie, rows[sinks], tier, below, ahead=ahead)
                         self.tiers.counters[tier].demoted += arrived
-            finally:
-                for trie, rows in victims:
-                    trie.unhold(rows, tier)
-            freed = sum(drop(trie, rows.tolist(), tier) for trie, rows in victims)
+            freed = sum(placement.drop(trie, rows, tier) for trie, rows in victims)
         if not freed:  # nothing can go down: drop what may vanish
             victims = find_victims(self.tries, tier, want, self.policy, demotable=False, spare_copies=ahead)
-            freed = sum(drop(trie, rows.tolist(), tier) for trie, rows in victims)
+            freed = sum(placement.drop(trie, rows, tier) for trie, rows in victims)
         if freed:
             self.changed.set()
         return freed
 
     # -- moving -------------------------------------------------------------------------------------------------
 
-    async def bring(self, trie: Trie, rows: Rows, tier: int) -> int:
+    async def bring(self, trie: Trie, rows: Rows, tier: int, wanted: GroupMask | None = None) -> int:
         """Brings `rows` (held in `tier` by the caller) into `tier`; returns how many, from the first, are there.
 
         Copies that are under way already are waited for, not repeated (the paper's lock on a prefix, V.D).
+
+        Args:
+            trie: the blocks' trie.
+            rows: [m] blocks.
+            tier: where to.
+            wanted: [m] KV groups of each that have to be there; all by default.
         """
+        if wanted is None:
+            wanted = np.full(len(rows), trie.all_groups, np.uint8)
         waiting: set[asyncio.Task[None]] = set()
         fresh: list[int] = []
-        for row in trie.missing(rows, tier).tolist():
+        lacking = trie.lacking(rows, tier, wanted)
+        todo = np.flatnonzero(lacking)
+        for at, row in zip(todo.tolist(), rows[todo].tolist(), strict=True):
             task = self._moving.get((trie.ordinal, row, tier))
             if task is None:
-                fresh.append(row)
+                fresh.append(at)
             else:
                 waiting.add(task)
         if fresh:
-            task = asyncio.create_task(self._fetch(trie, np.array(fresh, np.int64), tier))
-            for row in fresh:
+            chosen = rows[fresh]
+            task = asyncio.create_task(self._fetch(trie, chosen, tier, lacking[fresh]))
+            for row in chosen.tolist():
                 self._moving[trie.ordinal, row, tier] = task
             waiting.add(task)
         if waiting:
             await asyncio.shield(asyncio.gather(*waiting))
-        there = (trie.whole[rows] & (1 << tier)) != 0
+        there = trie.lacking(rows, tier, wanted) == 0
         return len(rows) if there.all() else int(there.argmin())
 
-    async def _fetch(self, trie: Trie, rows: Rows, tier: int) -> None:
-        held: list[tuple[Rows, int]] = []
-        left = rows
-        try:
-            for source in (GPU, CPU, DISK):
-                there = (trie.whole[left] & (1 << source)) != 0
-                if source != tier and there.any():
-                    trie.hold(left[there], source)
-                    held.append((left[there], source))
-                    left = left[~there]
-            for there, source in held:
-                arrived = await self.copy(trie, there, source, tier)
-                self.tiers.counters[tier].promoted += arrived
-        finally:
-            for there, source in held:
-                self.unhold(trie, there, source)
-            for row in rows.tolist():
-                del self._moving[trie.ordinal, row, tier]
+    async def _fetch(self, trie: Trie, rows: Rows, tier: int, wanted: GroupMask) -> None:
+        """Brings `wanted` groups of `rows` to `tier`, each from the nearest tier that has it."""
+        sources: list[tuple[int, Rows, GroupMask]] = []
+        left = wanted.copy()
+        with ExitStack() as held:
+            try:
+                for source in (GPU, CPU, DISK):
+                    there = left & trie.there[rows, source]
+                    if source != tier and there.any():
+                        chosen = there != 0
+                        sources.append((source, rows[chosen], there[chosen]))
+                        held.enter_context(
+                            self._placement.holds.hold("promotion", trie, rows[chosen], source, there[chosen])
+                        )
+                        left &= ~there
+                for source, chosen_rows, groups in sources:
+                    arrived = await self.copy(trie, chosen_rows, source, tier, groups)
+                    self.tiers.counters[tier].promoted += arrived
+            finally:
+                for row in rows.tolist():
+                    del self._moving[trie.ordinal, row, tier]
 
-    async def copy(self, trie: Trie, rows: Rows, source: int, target: int, *, ahead: bool = False) -> int:
+    async def copy(
+        self, trie: Trie, rows: Rows, source: int, target: int, groups: GroupMask | None = None, *, ahead: bool = False
+    ) -> int:
         """Copies rows, held in `source`, to `target`; returns how many arrived (the first ones when room is short).
 
-        For `ahead` see `take` and `write`.
+        Args:
+            trie: the blocks' trie.
+            rows: [m] different blocks.
+            source: a tier that has the `groups` of each.
+            target: where to.
+            groups: [m] KV groups to copy; all by default.
+            ahead: see `allocate` and `write`.
         """
         if target == DISK:
             return await self.disk.write(trie, rows, source, ahead=ahead)
         if source == DISK and not self.tiers.disk_gives:
             return 0
-        taken = await self.take(target, trie.part_bytes, len(rows), ahead=ahead)
+        if groups is None:
+            return await self._copy_alike(trie, rows, source, target, trie.all_groups, ahead)
+        arrived = 0
+        starts = np.flatnonzero(np.diff(groups, prepend=groups[0] ^ 1)) if len(groups) else groups
+        for start, end in pairwise([*starts.tolist(), len(rows)]):  # runs of blocks of which the same is copied
+            came = await self._copy_alike(trie, rows[start:end], source, target, int(groups[start]), ahead)
+            arrived += came
+            if came < end - start and target != DISK:
+                break
+        return arrived
+
+    async def _copy_alike(self, trie: Trie, rows: Rows, source: int, target: int, groups: int, ahead: bool) -> int:
+        """As `copy`, the same groups of all blocks."""
+        parts = np.flatnonzero(trie.part_mask & np.uint8(groups)).tolist()
+        sizes = [trie.part_bytes[part] for part in parts]
+        taken = await self.allocate(target, sizes, len(rows), ahead=ahead)
         rows = rows[: len(taken)]
-        arrived = [False] * len(rows)
+        arrived = np.zeros(len(rows), np.bool_)
         try:
             if source != DISK:
                 pairs = [
                     (self.tiers.span(target, into, size), self.tiers.span(source, out, size))
-                    for row, slots in zip(rows.tolist(), taken, strict=True)
-                    for into, out, size in zip(slots, trie.slots[row, source].tolist(), trie.part_bytes, strict=True)
+                    for slots, old in zip(taken, trie.slots[rows, source][:, parts].tolist(), strict=True)
+                    for into, out, size in zip(slots, old, sizes, strict=True)
                 ]
                 await self.engine.copy(pairs)
-                arrived = [True] * len(rows)
+                arrived[:] = True
             elif target == GPU and self.tiers.gpu_on_device:
-                arrived = await self._read_staged(trie, rows, taken)
+                arrived[:] = await self._read_staged(trie, rows, taken)
             else:
-                arrived = await self.disk.read(trie, rows, taken, target)
+                arrived[:] = await self.disk.read(trie, rows, parts, taken, target)
         finally:
-            for row, slots, good in zip(rows.tolist(), taken, arrived, strict=True):
-                if good:
-                    self._enter(trie, row, source, target, slots)
-                else:
-                    self.tiers.release(target, slots)
+            slots = np.full((len(rows), len(trie.part_bytes)), NO_SLOT, np.int64)
+            slots[:, parts] = np.array(taken, np.int64).reshape(len(rows), len(parts))
+            self.tiers.release(target, slots[~arrived].ravel().tolist())
+            self._enter(trie, rows[arrived], source, target, slots[arrived])
             if source == GPU and target == CPU:
-                self.seal(trie, rows[arrived])
-        return sum(arrived)
+                self.start_checksums(trie, rows[arrived])
+        return int(arrived.sum())
 
-    def _enter(self, trie: Trie, row: int, source: int, target: int, slots: Sequence[int]) -> None:
-        lacked = trie.slots[row, target] == NO_SLOT
-        self._placement.put_lacking(trie, row, target, slots)
-        if source == DISK and target == CPU:
-            trie.sealed[row, lacked] = True  # verified
+    def _enter(self, trie: Trie, rows: Rows, source: int, target: int, slots: Slots) -> None:
+        if len(rows):
+            lacked = (trie.slots[rows, target] == NO_SLOT) & (slots != NO_SLOT)
+            self._placement.put_lacking(trie, rows, target, slots)
+            if source == DISK and target == CPU:
+                trie.checksummed[rows] |= lacked  # verified
 
-    def seal(self, trie: Trie, rows: Rows) -> None:
+    def start_checksums(self, trie: Trie, rows: Rows) -> None:
         """Starts taking the checksums of blocks that have come to the CPU tier other than from disk; see `seals`."""
         self._checksums.begin(trie, rows)
 
-    async def sealed(self) -> None:
+    async def wait_for_checksums(self) -> None:
         """Waits until no block is held for its checksum's sake."""
-        while await self._checksums.settle():
+        while await self._checksums.wait_for_some():
             pass
 
     async def _read_staged(self, trie: Trie, rows: Rows, taken: list[list[int]]) -> list[bool]:
@@ -310,13 +342,13 @@ class Mover:
         """
         good: list[bool] = []
         for row, (frame,) in zip(rows.tolist(), taken, strict=True):
-            staged = await self.take(CPU, trie.part_bytes, 1)
+            staged = await self.allocate(CPU, trie.part_bytes, 1)
             if not staged:
                 self.lost["no room in the CPU tier to stage a read"] += 1
                 good.append(False)
                 continue
             try:
-                fine = (await self.disk.read(trie, np.array([row]), staged, CPU))[0]
+                fine = (await self.disk.read(trie, np.array([row]), [0], staged, CPU))[0]
                 if fine:
                     size = trie.part_bytes[0]
                     await self.engine.copy(
@@ -352,13 +384,13 @@ class Mover:
         Raises:
             StorageError: they are gone from memory, but the disk failed and they come back at the next start.
         """
-        await self.sealed()
+        await self.wait_for_checksums()
         vanished = 0
         removed: list[tuple[bytes, bytes]] = []
         for row in rows:
             if not trie.removable(row):
                 continue
-            if trie.some[row] & (1 << DISK):
+            if trie.any_part[row] & (1 << DISK):
                 removed.append(self.disk.identity(trie, row))
             elif self.tiers.disk is not None:
                 self.lost["removed before it was written"] += 1

@@ -8,21 +8,33 @@ from dataclasses import dataclass
 import msgspec
 import xxhash
 
+from prefixd.cache.groups import MAX_GROUPS, FullAttention, GroupRule, SlidingWindow
 from prefixd.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
 
 _MAX_BLOCK_TOKENS = 65_536
 _MAX_PARTS = 1_024
 _MAX_PART_BYTES = 1 << 40
+_MAX_WINDOW_TOKENS = 1 << 31
 _MAX_NAME_BYTES = 1_024
 _MAX_LABEL_BYTES = 256
 
 
-class PartSpec(msgspec.Struct, frozen=True):
-    """The bytes of a block that belong to one (KV group, tensor-parallel rank)."""
+class SlidingWindowSpec(msgspec.Struct, frozen=True, tag="sliding_window"):
+    """A token attends to the last `tokens` tokens only, itself included."""
+
+    tokens: int
+
+
+class PartSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The bytes of a block that belong to one (KV group, tensor-parallel rank).
+
+    `rule`: which part of a prefix the group's layers need; None for full attention.
+    """
 
     group: str
     rank: int
     nbytes: int
+    rule: SlidingWindowSpec | None = None
 
 
 class NamespaceSpec(msgspec.Struct, frozen=True):
@@ -39,6 +51,13 @@ class NamespaceSpec(msgspec.Struct, frozen=True):
     def geometry(self) -> tuple[object, ...]:
         """What has to agree between everyone who uses the name."""
         return (self.block_tokens, self.parts, self.dtype, self.layout)
+
+    def group_rules(self) -> list[GroupRule]:
+        """The rule of each part, counted in blocks."""
+        return [
+            FullAttention() if part.rule is None else SlidingWindow.of_tokens(part.rule.tokens, self.block_tokens)
+            for part in self.parts
+        ]
 
     def check(self) -> None:
         """Raises InvalidArgumentError unless the spec can be stored."""
@@ -62,6 +81,15 @@ class NamespaceSpec(msgspec.Struct, frozen=True):
                     f"part {part.group!r}/{part.rank} has {part.nbytes} bytes; it needs at least 1 and at most "
                     f"{_MAX_PART_BYTES}"
                 )
+            if part.rule is not None and not 1 <= part.rule.tokens <= _MAX_WINDOW_TOKENS:
+                raise InvalidArgumentError(
+                    f"part {part.group!r}/{part.rank} has a sliding window of {part.rule.tokens} tokens; it must be "
+                    f"between 1 and {_MAX_WINDOW_TOKENS}"
+                )
+        if len(rules := set(self.group_rules())) > MAX_GROUPS:
+            raise InvalidArgumentError(
+                f"the namespace's parts have {len(rules)} different rules; at most {MAX_GROUPS} are possible"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,5 +188,10 @@ def _check_length(what: str, value: str | bytes, limit: int) -> None:
 
 def _short(value: object) -> str:
     if isinstance(value, tuple):
-        return "[" + ", ".join(f"{p.group}/{p.rank}: {p.nbytes} B" for p in value if isinstance(p, PartSpec)) + "]"
+        return "[" + ", ".join(_short_part(part) for part in value if isinstance(part, PartSpec)) + "]"
     return repr(value)
+
+
+def _short_part(part: PartSpec) -> str:
+    window = "" if part.rule is None else f", window of {part.rule.tokens} tokens"
+    return f"{part.group}/{part.rank}: {part.nbytes} B{window}"

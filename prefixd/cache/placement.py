@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
+import numpy as np
+import numpy.typing as npt
+
+from prefixd.cache.groups import GroupMask
+from prefixd.cache.holds import Holds
 from prefixd.cache.index.trie import CPU, DISK, NO_SLOT, TIERS, Rows, Trie
 from prefixd.cache.tiers import Tiers
+
+Slots = npt.NDArray[np.int64]
 
 
 class Placement:
@@ -21,88 +28,140 @@ class Placement:
     def __init__(self, tiers: Tiers, clock: Callable[[], float]) -> None:
         self.tiers = tiers
         self.clock = clock
+        self.holds = Holds(self.sweep)
         self.lost: Counter[str] = Counter()  # blocks that could have been kept, by reason
         self.epoch = 0  # grows with every change of what is where
         self.changed = asyncio.Event()  # set when write-back may have work
         self.queued_blocks = 0  # in the CPU tier and not on disk
         self.queued_bytes = 0
 
-    def put(self, trie: Trie, row: int, tier: int, slots: Sequence[int]) -> None:
-        """Enters a copy into the trie; its slots belong to the trie from here on."""
-        before = _is_queued(trie, row)
-        trie.put_copy(row, tier, slots, self.clock())
-        self._count_queue(trie, row, before)
+    # -- copies -------------------------------------------------------------------------------------------------
+
+    def put(self, trie: Trie, rows: Rows, tier: int, slots: Slots) -> None:
+        """Enters parts of m blocks into the trie; their slots, [m, parts], belong to the trie from here on."""
+        before = self.to_write(trie, rows)
+        trie.put_copies(rows, tier, slots, self.clock())
+        self._count_queue(trie, rows, before)
         if tier != DISK:
-            self.tiers.in_flight[tier].difference_update(slots)
+            self.tiers.in_flight[tier].difference_update(slots[slots != NO_SLOT].tolist())
         self.epoch += 1
 
-    def put_lacking(self, trie: Trie, row: int, tier: int, slots: Sequence[int]) -> bool:
-        """Enters the parts that the block lacks in `tier` and releases the other slots; False if it lacked none."""
-        there = trie.slots[row, tier].tolist()
-        spare = [slot for slot, have in zip(slots, there, strict=True) if have != NO_SLOT]
-        fresh = [slot if have == NO_SLOT else NO_SLOT for slot, have in zip(slots, there, strict=True)]
-        entered = any(slot != NO_SLOT for slot in fresh)
-        if entered:
-            self.put(trie, row, tier, fresh)
-        self.tiers.release(tier, spare)
-        return entered
+    def put_lacking(self, trie: Trie, rows: Rows, tier: int, slots: Slots) -> npt.NDArray[np.bool_]:
+        """Enters the parts that m blocks lack in `tier` and releases the other slots.
 
-    def drop(self, trie: Trie, rows: Iterable[int], tier: int) -> int:
-        """Drops copies that nobody holds and that are not the last of a block that has to stay; returns how many."""
-        dropped = 0
-        for row in rows:
-            last = int(trie.some[row]) == 1 << tier
-            if trie.holds[row, tier] or not trie.some[row] & (1 << tier) or (last and not trie.removable(row)):
-                continue
-            self.discard_copy(trie, row, tier)
-            self.tiers.counters[tier].evicted += 1
-            dropped += 1
-            if last:
+        Args:
+            trie: the blocks' trie.
+            rows: [m] different blocks.
+            tier: where.
+            slots: [m, parts], NO_SLOT for parts that did not come.
+
+        Returns:
+            [m]: which blocks lacked any of these parts.
+        """
+        have = trie.slots[rows, tier] != NO_SLOT
+        spare = slots[have & (slots != NO_SLOT)]
+        fresh = np.where(have, NO_SLOT, slots)
+        lacked: npt.NDArray[np.bool_] = (fresh != NO_SLOT).any(axis=1)
+        if lacked.any():
+            self.put(trie, rows[lacked], tier, fresh[lacked])
+        self.tiers.release(tier, spare.tolist())
+        return lacked
+
+    def drop(self, trie: Trie, rows: Sequence[int] | Rows, tier: int, groups: GroupMask | None = None) -> int:
+        """Drops bytes that nobody holds; returns how many blocks have lost some.
+
+        Without `groups` the copies go as a whole, children before parents, and a block whose last copy this was goes
+        with it; one that has to stay keeps its last copy. With `groups`, [m] masks, the bytes of these groups go and
+        the blocks stay.
+        """
+        chosen: Rows = np.array(rows, np.int64)
+        if groups is None:
+            return self._drop_copies(trie, chosen, tier)
+        free = groups & trie.there[chosen, tier]
+        for group in trie.groups:
+            free &= ~np.where(trie.holds[chosen, tier, group.bit] > 0, np.uint8(group.mask), np.uint8(0))
+        chosen, free = chosen[free != 0], free[free != 0]
+        if len(chosen):
+            self._discard(trie, chosen, tier, free)
+            self.tiers.counters[tier].evicted += len(chosen)
+        return len(chosen)
+
+    def _drop_copies(self, trie: Trie, rows: Rows, tier: int) -> int:
+        bit = np.uint8(1 << tier)
+        may = ((trie.any_part[rows] & bit) != 0) & ~trie.held(rows, tier)
+        rows = rows[may]
+        last = trie.any_part[rows] == bit
+        others = rows[~last]
+        if len(others):
+            self._discard(trie, others, tier)
+        dropped = len(others)
+        for row in rows[last].tolist():
+            if trie.removable(row):
+                self._discard(trie, np.array([row]), tier)
                 trie.remove(row)
+                dropped += 1
                 if tier != DISK and self.tiers.disk is not None:
                     self.lost[f"evicted before it was written: {self.why_unwritten()}"] += 1
+        self.tiers.counters[tier].evicted += dropped
         self.epoch += 1
         return dropped
 
     def discard(self, trie: Trie, row: int) -> None:
         """Drops a removable block from every tier."""
         for tier in range(TIERS):
-            if trie.some[row] & (1 << tier):
-                self.discard_copy(trie, row, tier)
+            if trie.any_part[row] & (1 << tier):
+                self.discard_copies(trie, np.array([row]), tier)
         trie.remove(row)
         self.epoch += 1
 
-    def discard_copy(self, trie: Trie, row: int, tier: int) -> None:
-        """Drops one copy, whoever holds it."""
-        before = _is_queued(trie, row)
-        slots = trie.drop_copy(row, tier)
-        self._count_queue(trie, row, before)
+    def discard_copies(self, trie: Trie, rows: Rows, tier: int) -> None:
+        """Drops the copies of m blocks in `tier`, whoever holds them."""
+        self._discard(trie, rows, tier)
+
+    def _discard(self, trie: Trie, rows: Rows, tier: int, groups: GroupMask | None = None) -> None:
+        before = self.to_write(trie, rows)
+        slots = trie.drop_copies(rows, tier, groups)
+        self._count_queue(trie, rows, before)
         if tier != DISK:
-            self.tiers.release(tier, slots)
+            self.tiers.release(tier, slots.ravel().tolist())
         self.epoch += 1
 
     def why_unwritten(self) -> str:
         """Why a block could not be written to disk now, for `lost`."""
         return "no room on disk" if self.tiers.disk_takes else "disk out of service"
 
-    def unhold(self, trie: Trie, rows: Rows, tier: int) -> None:
-        """Ends one hold of each row."""
-        trie.unhold(rows, tier)
-        self.sweep(trie, rows)
-
     def sweep(self, trie: Trie, rows: Rows) -> None:
         """Forgets blocks that lost their last copy while somebody kept them, once nobody does."""
-        for row in rows[trie.some[rows] == 0].tolist()[::-1]:
+        for row in rows[trie.any_part[rows] == 0].tolist()[::-1]:
             if trie.removable(row):
                 trie.remove(row)
                 self.epoch += 1
 
-    def _count_queue(self, trie: Trie, row: int, before: bool) -> None:
-        change = _is_queued(trie, row) - before
-        self.queued_blocks += change
-        self.queued_bytes += change * sum(trie.part_bytes)
+    # -- which bytes are wanted ---------------------------------------------------------------------------------
 
+    def touch(self, trie: Trie, path: Rows) -> None:
+        """A prompt was found to continue after `path`: it counts as used, and what it needs is wanted."""
+        trie.touch(path, self.clock())
+        if trie.has_rules:
+            before = self.to_write(trie, path)
+            trie.revive(path)
+            self._count_queue(trie, path, before)
 
-def _is_queued(trie: Trie, row: int) -> bool:
-    """Whether the block waits in the CPU tier to be written to disk."""
-    return bool(trie.whole[row] & (1 << CPU)) and not trie.some[row] & (1 << DISK)
+    def extend(self, trie: Trie, path: Rows) -> None:
+        """A prompt has been stored up to the end of `path`: what only shorter prefixes need may go first."""
+        if trie.has_rules:
+            before = self.to_write(trie, path)
+            trie.expire(path)
+            self._count_queue(trie, path, before)
+
+    # -- what waits to be written to disk -----------------------------------------------------------------------
+
+    def to_write(self, trie: Trie, rows: Rows) -> GroupMask:
+        """[len(rows)]: the groups of each block that are in the CPU tier, not on disk, and wanted."""
+        waiting: GroupMask = trie.there[rows, CPU] & ~trie.there[rows, DISK] & ~trie.expired[rows]
+        return waiting
+
+    def _count_queue(self, trie: Trie, rows: Rows, before: GroupMask) -> None:
+        after = self.to_write(trie, rows)
+        self.queued_blocks += int(np.count_nonzero(after)) - int(np.count_nonzero(before))
+        self.queued_bytes += int(trie.group_bytes[after].sum() - trie.group_bytes[before].sum())

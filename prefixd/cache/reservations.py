@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
 
 from prefixd.cache.index.keys import BlockChain
-from prefixd.cache.index.trie import CPU, DISK, GPU, NO_SLOT, NONE, Rows, Trie
+from prefixd.cache.index.trie import CPU, DISK, GPU, NO_SLOT, Rows, Trie
 from prefixd.cache.mover import Mover
 from prefixd.cache.namespaces import Namespace
 from prefixd.cache.quarantine import Quarantine
@@ -16,6 +17,8 @@ from prefixd.cache.sessions import LeaseTable, Reservation, Session
 from prefixd.cache.tiers import Tiers
 from prefixd.errors import ExhaustedError, InvalidArgumentError, PreconditionError
 from prefixd_swap import round_to_slot
+
+_COMMIT_BLOCKS = 1024  # entered into the trie at a time: about a millisecond
 
 
 class Reservations:
@@ -46,19 +49,20 @@ class Reservations:
         by_daemon: bool,
     ) -> Reservation | int:
         """See `TieredCache.reserve`; the arguments are checked."""
-        prefix = _present(trie, namespace, chain, parts)
+        prefix = present(trie, trie.nodes(namespace.root, chain), parts)
         wanted = len(chain) - len(prefix)
         if not wanted:
             return len(chain)
-        trie.retain(prefix)
+        identity = self._leases.next_id()
+        hold = self._mover.placement.holds.hold(f"reservation {identity}", trie, prefix)
         sizes = [trie.part_bytes[part] for part in parts]
         try:
-            slots = await self._mover.take(CPU, sizes, wanted)
+            slots = await self._mover.allocate(CPU, sizes, wanted)
         except BaseException:
-            self._unretain(trie, prefix)
+            hold.end()
             raise
         if not slots:
-            self._unretain(trie, prefix)
+            hold.end()
             waiting = self.quarantine.nbytes
             kept = f" ({waiting} bytes wait for silent clients to release or end)" if waiting else ""
             raise ExhaustedError(
@@ -67,12 +71,12 @@ class Reservations:
             )
         expires_s = self._clock() + ttl_s
         reservation = Reservation(
-            self._leases.next_id(),
+            identity,
             session,
             namespace,
             trie,
             chain,
-            prefix,
+            hold,
             len(prefix),
             parts,
             slots,
@@ -92,34 +96,53 @@ class Reservations:
             )
         if durable and self._tiers.disk is None:
             raise PreconditionError("durable commit without a disk tier; set disk.bytes or commit without durable")
-        self._leases.settle(reservation, "it was committed")
-        trie, namespace, chain = reservation.trie, reservation.namespace, reservation.chain
-        parent = int(reservation.prefix[-1]) if len(reservation.prefix) else namespace.root
-        rows: list[int] = []
+        self._leases.forget(reservation, "it was committed")
+        trie, placement = reservation.trie, self._mover.placement
+        prefix = reservation.prefix.rows
+        owner = reservation.prefix.owner
+        held = [placement.holds.hold(owner, trie, prefix)]  # the reservation's own hold ends before
         committed = 0
-        now = self._clock()
-        for i in range(blocks):
-            block = reservation.first_block + i
-            row = trie.insert(parent, namespace.ordinal, chain.key(block), chain.block(block), now)
-            if row is None:  # the key is another block's
-                self._mover.lost["key collision"] += blocks - i
-                break
-            committed += self._fill(reservation, i, row)
-            rows.append(row)
-            parent = row
-        done = np.array(rows, np.int64)
-        trie.touch(done, now)
-        path = np.concatenate([reservation.prefix, done])
-        trie.retain(path)
-        self.end(reservation, True)
-        self._mover.seal(trie, done)
-        self._mover.changed.set()
+        rows = [prefix]
         try:
+            for start in range(0, blocks, _COMMIT_BLOCKS):
+                if start:
+                    await asyncio.sleep(0)  # a long prompt is entered in steps: others have their turn
+                end = min(start + _COMMIT_BLOCKS, blocks)
+                entered, new = self._enter(reservation, rows[-1], start, end)
+                committed += new
+                held.append(placement.holds.hold(owner, trie, entered))
+                self._mover.start_checksums(trie, entered)
+                rows.append(entered)
+                if len(entered) < end - start:  # the next key is another block's
+                    placement.lost["key collision"] += blocks - start - len(entered)
+                    break
+            path = np.concatenate(rows)
+            placement.extend(trie, path)
+            self.end(reservation, True)
+            self._mover.changed.set()
             if durable:
                 await self._make_durable(trie, path)
         finally:
-            self._unretain(trie, path)
-        return committed, len(rows) - committed
+            if reservation.slots:
+                self.end(reservation, True)
+            for hold in held:
+                hold.end()
+        return committed, len(path) - len(prefix) - committed
+
+    def _enter(self, reservation: Reservation, before: Rows, start: int, end: int) -> tuple[Rows, int]:
+        """Enters blocks `start` to `end` of a reservation behind the rows `before`.
+
+        Returns their rows, and how many of them lacked a reserved part before.
+        """
+        trie, chain, namespace = reservation.trie, reservation.chain, reservation.namespace
+        first, last = reservation.first_block + start, reservation.first_block + end
+        chain.key(last - 1)
+        keys = np.frombuffer(b"".join(chain.keys[first:last]), np.uint8).reshape(-1, 16)
+        tokens = np.frombuffer(chain.blocks(last), np.uint32).reshape(last, trie.block_tokens)[first:]
+        parent = int(before[-1]) if len(before) else namespace.root
+        rows, _ = trie.insert_path(parent, namespace.ordinal, keys, tokens, self._clock())
+        trie.touch(rows, self._clock())
+        return rows, self._fill(reservation, start, rows)
 
     async def persist(self, trie: Trie, path: Rows) -> int:
         """Returns when the blocks of `path`, from the start of a prompt on, are on disk: their number.
@@ -130,11 +153,8 @@ class Reservations:
         """
         if self._tiers.disk is None:
             raise PreconditionError("persist without a disk tier; set disk.bytes")
-        trie.retain(path)
-        try:
+        with self._mover.placement.holds.hold("persist", trie, path):
             await self._make_durable(trie, path)
-        finally:
-            self._unretain(trie, path)
         return len(path)
 
     def end(self, reservation: Reservation, at_its_word: bool) -> None:
@@ -147,64 +167,59 @@ class Reservations:
             self._tiers.release(CPU, slots)
         else:
             self.quarantine.keep(reservation, slots, nbytes)
-        self._unretain(reservation.trie, reservation.prefix)
+        reservation.prefix.end()
 
-    def _fill(self, reservation: Reservation, index: int, row: int) -> bool:
-        """Enters the parts of a reserved block that the CPU tier lacks; False when it lacks none."""
-        trie = reservation.trie
-        slots = [NO_SLOT] * len(trie.part_bytes)
-        spare: list[int] = []
-        for part, slot in zip(reservation.parts, reservation.slots[index], strict=True):
-            if trie.slots[row, CPU, part] == NO_SLOT:
-                slots[part] = slot
-            else:
-                spare.append(slot)
-        if len(spare) == len(reservation.parts):
-            return False
-        self._mover.put(trie, row, CPU, slots)
-        reservation.slots[index] = spare
-        return True
+    def _fill(self, reservation: Reservation, start: int, rows: Rows) -> int:
+        """Enters the parts of reserved blocks, from the `start`th on, that the CPU tier lacks; how many lacked any.
+
+        The other slots stay with the reservation.
+        """
+        trie, parts = reservation.trie, list(reservation.parts)
+        if not len(rows):
+            return 0
+        reserved = np.array(reservation.slots[start : start + len(rows)], np.int64)
+        lacks = trie.slots[rows, CPU][:, parts] == NO_SLOT
+        slots = np.full((len(rows), len(trie.part_bytes)), NO_SLOT, np.int64)
+        slots[:, parts] = np.where(lacks, reserved, NO_SLOT)
+        new = lacks.any(axis=1)
+        self._mover.placement.put(trie, rows[new], CPU, slots[new])
+        reservation.slots[start : start + len(rows)] = [
+            [slot for slot, lacked in zip(*block, strict=True) if not lacked]
+            for block in zip(reserved.tolist(), lacks.tolist(), strict=True)
+        ]
+        return int(np.count_nonzero(new))
 
     async def _make_durable(self, trie: Trie, path: Rows) -> None:
+        needed = trie.needed(len(path))
         for source in (CPU, GPU):
             if self._tiers.exists(source):
-                todo = trie.missing(path, DISK)
-                todo = todo[(trie.whole[todo] & (1 << source)) != 0]
-                trie.hold(todo, source)
-                try:
+                todo = path[(trie.lacking(path, DISK, needed) & trie.there[path, source]) != 0]
+                with self._mover.placement.holds.hold("durable commit", trie, todo, source):
                     await self._mover.write(trie, todo, source)
-                finally:
-                    trie.unhold(todo, source)
-        torn = int((trie.whole[path] == 0).sum())
+        torn = int(np.count_nonzero(needed & ~trie.available[path]))
         if torn:
             raise PreconditionError(
                 f"{torn} of the blocks lack parts that others have yet to commit, so they cannot be durable; what was "
                 "committed is kept - ask for durable in the commit that completes them"
             )
-        if len(trie.missing(path, DISK)):
+        if len(trie.missing(path, DISK, needed)):
             trouble = self._tiers.trouble[DISK]
             raise ExhaustedError(
                 "the blocks are cached, but the disk tier has no room for them"
                 + (f": {trouble}" if trouble else "; raise disk.bytes")
             )
 
-    def _unretain(self, trie: Trie, rows: Rows) -> None:
-        trie.unretain(rows)
-        self._mover.sweep(trie, rows)
 
+def present(trie: Trie, path: Rows, parts: Sequence[int]) -> Rows:
+    """The longest beginning of `path` that has at least `parts` of every block that the rules need.
 
-def _present(trie: Trie, namespace: Namespace, chain: BlockChain, parts: Sequence[int]) -> Rows:
-    """The prefix that has at least `parts` somewhere."""
+    A part counts that is in the CPU tier already, though other ranks have yet to commit theirs.
+    """
+    available = trie.available[path]
     if len(parts) == len(trie.part_bytes):
-        return trie.match(namespace.root, chain).rows
-    found: list[int] = []
-    parent = namespace.root
-    for block in range(len(chain)):
-        row = trie.find(chain.key(block))
-        if row is None or trie.parent[row] != parent or trie.tokens[row].tobytes() != chain.block(block):
-            break
-        if trie.nearest[row] == NONE and (trie.slots[row, CPU, list(parts)] < 0).any():
-            break
-        found.append(row)
-        parent = row
-    return np.array(found, np.int64)
+        return trie.usable(path, available)
+    has = trie.slots[path, CPU] != NO_SLOT
+    has[:, [part for part in range(len(trie.part_bytes)) if part not in parts]] = True
+    for group in trie.groups:
+        available |= np.uint8(group.mask) * has[:, list(group.parts)].all(axis=1)
+    return trie.usable(path, available)

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from prefixd.cache.index.trie import DISK, Rows, Trie
+from prefixd.cache.index.trie import DISK, NO_SLOT, Rows, Trie
 from prefixd.cache.namespaces import Namespace, NamespaceRegistry, NamespaceSpec
 from prefixd.cache.placement import Placement
 from prefixd.errors import PrefixdError
@@ -120,7 +120,7 @@ class _Entry:
         records = self._records
         self._refuse(self._ordinals[records.namespace] == _NO_ROW, "of an unknown namespace")
         for group in records.groups:
-            if 0 in group.part_bytes:
+            if 0 in group.part_bytes and not self._fitting(group).any():
                 self._refuse(self._all_of(group), "without some of their parts")
             else:
                 self._refuse(self._foreign(group), "of another size than their namespace's")
@@ -159,8 +159,7 @@ class _Entry:
 
     def _fitting(self, group: RecordGroup) -> Bools:
         """Which namespaces have blocks like the group's."""
-        fits = [trie is not None and (trie.block_tokens, trie.part_bytes) == _shape(group) for trie in self._tries]
-        return np.array(fits, np.bool_)
+        return np.array([trie is not None and _fits(group, trie) for trie in self._tries], np.bool_)
 
     def _foreign(self, group: RecordGroup) -> Bools:
         if self._first_of_shape[_shape(group)] is not group:  # records that are longer than their parts and tokens
@@ -244,9 +243,23 @@ class _Entry:
                 group.tokens[part][entered],
                 now_s,
             )
-            trie.put_copies(rows, DISK, group.slots[part][entered], now_s)
+            on_disk = np.array(group.part_bytes, np.int64) > 0
+            trie.put_copies(rows, DISK, np.where(on_disk, group.slots[part][entered], NO_SLOT), now_s)
             trie.checksums[rows] = group.checksums[part][entered]
 
 
 def _shape(group: RecordGroup) -> tuple[int, tuple[int, ...]]:
     return group.tokens.shape[1], group.part_bytes
+
+
+def _fits(group: RecordGroup, trie: Trie) -> bool:
+    """Whether the group's blocks can be blocks of `trie`: of each KV group all parts are on disk, or none.
+
+    Where every prefix needs every byte, none may be missing.
+    """
+    if (trie.block_tokens, len(trie.part_bytes)) != (group.tokens.shape[1], len(group.part_bytes)):
+        return False
+    if any(nbytes not in (0, wanted) for nbytes, wanted in zip(group.part_bytes, trie.part_bytes, strict=True)):
+        return False
+    there = [{group.part_bytes[part] > 0 for part in kv_group.parts} for kv_group in trie.groups]
+    return all(len(found) == 1 for found in there) and (trie.has_rules or there == [{True}])

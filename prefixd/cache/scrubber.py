@@ -95,7 +95,7 @@ class _Batch:
     def still_there(self) -> list[_Block]:
         """The blocks that are on disk as they were."""
         trie, rows = self.trie, self.rows
-        same = (trie.generation[rows] == self.generations) & ((trie.some[rows] & (1 << DISK)) != 0)
+        same = (trie.generation[rows] == self.generations) & ((trie.any_part[rows] & (1 << DISK)) != 0)
         pairs = zip(rows[same].tolist(), self.generations[same].tolist(), strict=True)
         return [_Block(trie, row, generation) for row, generation in pairs]
 
@@ -207,7 +207,7 @@ class Scrubber:
     # -- both -----------------------------------------------------------------------------------------------------
 
     def _blocks_on_disk(self) -> int:
-        return sum(int(np.count_nonzero(trie.some[: trie.rows] & (1 << DISK))) for trie in self._mover.tries)
+        return sum(int(np.count_nonzero(trie.any_part[: trie.rows] & (1 << DISK))) for trie in self._mover.tries)
 
     def _batches(self) -> Iterator[_Batch]:
         """Everything on disk, found as late as possible."""
@@ -216,7 +216,7 @@ class Scrubber:
             first = 0
             while first < trie.rows:
                 end = min(first + _WINDOW_ROWS, trie.rows)
-                rows = first + np.flatnonzero(trie.some[first:end] & (1 << DISK))
+                rows = first + np.flatnonzero(trie.any_part[first:end] & (1 << DISK))
                 rows = rows[np.argsort(trie.slots[rows, DISK, 0])]
                 generations = trie.generation[rows]
                 for start in range(0, len(rows), blocks):

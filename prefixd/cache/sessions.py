@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from prefixd.cache.holds import Hold
 from prefixd.cache.index.keys import BlockChain
 from prefixd.cache.index.trie import Rows, Trie
 from prefixd.cache.namespaces import Namespace
@@ -24,13 +25,25 @@ _REMEMBERED = 10_000  # ended leases of which we still know how they ended, for 
 
 @dataclass(slots=True)
 class Lease:
-    """The right to read `rows` in the CPU tier."""
+    """The right to read blocks in the CPU tier.
+
+    `hold` has the blocks, and of each the KV groups that a reader of the whole prefix needs.
+    """
 
     id: str
     session: Session
-    trie: Trie
-    rows: Rows
+    hold: Hold
     expires_s: float
+
+    @property
+    def trie(self) -> Trie:
+        """The blocks' trie."""
+        return self.hold.trie
+
+    @property
+    def rows(self) -> Rows:
+        """The leased blocks, in order."""
+        return self.hold.rows
 
 
 @dataclass(eq=False, slots=True)
@@ -45,8 +58,8 @@ class Process:
 class Reservation:
     """The right to fill `slots` for the blocks from `first_block` on.
 
-    `slots[i][j]` is the arena offset of part `parts[j]` of block `first_block + i`; `prefix` are the rows before
-    `first_block`, retained so that a committed block always has its prefix. `by_daemon`: the daemon fills the slots
+    `slots[i][j]` is the arena offset of part `parts[j]` of block `first_block + i`; `prefix` holds the blocks before
+    `first_block`, so that a committed block always has its prefix. `by_daemon`: the daemon fills the slots
     itself, from a stream; the client does not know them.
     """
 
@@ -55,7 +68,7 @@ class Reservation:
     namespace: Namespace
     trie: Trie
     chain: BlockChain
-    prefix: Rows
+    prefix: Hold
     first_block: int
     parts: tuple[int, ...]
     slots: list[list[int]]
@@ -191,7 +204,7 @@ class LeaseTable:
             self._finish(grant, "its time was up", at_its_word=False)
         return len(overdue)
 
-    def settle(self, grant: Lease | Reservation, how: str) -> None:
+    def forget(self, grant: Lease | Reservation, how: str) -> None:
         """Removes a grant whose protection the caller has dealt with itself."""
         del grant.session.grants[grant.id]
         self._ended[grant.id] = how
@@ -203,5 +216,5 @@ class LeaseTable:
         return sum(isinstance(g, kind) for s in self.sessions.values() for g in s.grants.values())
 
     def _finish(self, grant: Lease | Reservation, how: str, *, at_its_word: bool) -> None:
-        self.settle(grant, how)
+        self.forget(grant, how)
         self._end(grant, at_its_word)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import numpy as np
 
@@ -32,6 +32,7 @@ class WriteBack:
     def __init__(self, mover: Mover, *, enabled: bool = True, limit_bytes: int | None = None) -> None:
         self._mover = mover
         self._tiers = mover.tiers
+        self._holds = mover.placement.holds
         self._enabled = enabled
         self.limit_bytes = limit_bytes
         self.written = 0
@@ -92,12 +93,9 @@ class WriteBack:
         for trie in self._mover.tries:
             for source in (CPU, GPU):
                 if self._tiers.exists(source):
-                    rows = trie.copies(source, without=DISK)
-                    trie.hold(rows, source)
-                    try:
+                    rows = self._unwritten(trie, source)
+                    with self._holds.hold("flush", trie, rows, source):
                         written += await self._to_disk(trie, rows, source)
-                    finally:
-                        trie.unhold(rows, source)
         self.written += written
         return written
 
@@ -109,12 +107,9 @@ class WriteBack:
         rows = rows[np.argsort(trie.depth[rows], kind="stable")]
         while len(rows):  # device memory reaches the disk through the pinned arena, as much at a time as fits
             batch = rows[:_BATCH]
-            trie.hold(batch, CPU)
-            try:
+            with self._holds.hold("flush", trie, batch, CPU):
                 there = await mover.bring(trie, batch, CPU)
                 written += await mover.write(trie, batch[:there], CPU)
-            finally:
-                trie.unhold(batch, CPU)
             if not there:
                 mover.lost["no room in the CPU tier to write back through"] += len(rows)
                 break
@@ -152,7 +147,7 @@ class WriteBack:
             return False
         more = False
         for trie in self._mover.tries:
-            rows = trie.copies(CPU, without=DISK)
+            rows = self._unwritten(trie, CPU)
             rows = rows[np.lexsort((trie.depth[rows], trie.entered[rows, CPU]))][:_BATCH]
             written = await self._down([(trie, rows)], CPU, DISK)
             self.written += written
@@ -161,16 +156,18 @@ class WriteBack:
 
     async def _down(self, chosen: list[tuple[Trie, Rows]], source: int, target: int) -> int:
         copied = 0
-        for trie, rows in chosen:  # all of them before the first copy: rows may be recycled meanwhile
-            trie.hold(rows, source)
-        try:
+        with ExitStack() as held:
+            for trie, rows in chosen:  # all of them before the first copy: rows may be recycled meanwhile
+                held.enter_context(self._holds.hold("write-back", trie, rows, source))
             for trie, rows in chosen:
                 if len(rows):
                     copied += await self._mover.copy(trie, rows, source, target, ahead=True)
-        finally:
-            for trie, rows in chosen:
-                trie.unhold(rows, source)
         return copied
+
+    def _unwritten(self, trie: Trie, source: int) -> Rows:
+        """Blocks that have a KV group in `source` which the disk lacks and a prefix needs."""
+        n = trie.rows
+        return np.flatnonzero(trie.there[:n, source] & ~trie.there[:n, DISK] & ~trie.expired[:n])
 
     def _next_gpu_victims(self, below: int) -> list[tuple[Trie, Rows]]:
         """The blocks that would be evicted next and are not in the tier below."""
@@ -181,4 +178,5 @@ class WriteBack:
         want = pool.capacity // _CLEAN_SHARE - pool.free_count
         victims = find_victims(mover.tries, GPU, want, mover.policy, demotable=True)
         lacking = np.uint8(1 << below)
-        return [(trie, rows[(trie.some[rows] & lacking) == 0]) for trie, rows in victims]
+        chosen = [(trie, rows[trie.complete[rows] & np.uint8(1 << GPU) != 0]) for trie, rows in victims]
+        return [(trie, rows[(trie.any_part[rows] & lacking) == 0]) for trie, rows in chosen]

@@ -32,7 +32,7 @@ from prefixd.client.errors import (
 )
 from prefixd.client.inference import Accepted, Finished, FinishReason, GenerateEvent, Tokens
 from prefixd.client.leases import AsyncLease, AsyncReservation
-from prefixd.client.spec import MatchResult, NamespaceSpec, PartSpec, StoreResult, Tier, TierRun
+from prefixd.client.spec import MatchResult, NamespaceSpec, PartSpec, SlidingWindow, StoreResult, Tier, TierRun
 from prefixd.client.sync import Cache, Client, Lease, Reservation
 
 __all__ = [
@@ -66,6 +66,7 @@ __all__ = [
     "Reservation",
     "ServerError",
     "ServerUnavailable",
+    "SlidingWindow",
     "StoreResult",
     "Tier",
     "TierRun",

@@ -15,6 +15,9 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 Buffer: TypeAlias = Any
 """Anything contiguous with the buffer protocol: bytes, bytearray, memoryview, numpy array."""
 
+NO_OFFSET = 2**64 - 1
+"""Stands for the offset of a part that a prefix of this length does not need."""
+
 RUN_BYTES = 32 << 20
 """Neighbouring parts are copied together up to this size, so that an expired lease is noticed in time."""
 
@@ -71,8 +74,9 @@ class BlockBuffers:
         return self._arrays[buffer][begin : begin + self._part_bytes[part]]
 
     def runs(self, offsets: Sequence[int], first: int, blocks: int) -> Iterator[CopyRun]:
-        """The copies for buffer blocks `first` onwards, whose parts are at `offsets` in the arena
-        (block-major).
+        """The copies for buffer blocks `first` onwards, whose parts are at `offsets` in the arena (block-major).
+
+        Parts at `NO_OFFSET` are left out.
         """
         parts = len(self._part_bytes)
         open_run: tuple[int, int, int, int] | None = None  # buffer, begin, nbytes, arena offset
@@ -81,6 +85,8 @@ class BlockBuffers:
                 buffer, start, stride = self._starts[part]
                 begin = start + (first + block) * stride
                 offset = offsets[block * parts + part]
+                if offset == NO_OFFSET:
+                    continue
                 if open_run is not None:
                     b, at, n, off = open_run
                     if b == buffer and at + n == begin and off + n == offset and n + nbytes <= RUN_BYTES:
@@ -102,11 +108,22 @@ class BlockBuffers:
 
 
 class StreamSink:
-    """Fills blocks from the start of `buffers` with the bytes of a stream, whatever its pieces."""
+    """Fills blocks from the start of `buffers` with the bytes of a stream, whatever its pieces.
 
-    def __init__(self, buffers: BlockBuffers, blocks: int) -> None:
-        self.missing_bytes = blocks * buffers.block_bytes
-        self._targets = buffers.pieces(0, blocks, 1 << 62)
+    `sent` says which parts the stream has: a byte for each, block-major, 0 for one that is left out; empty for all.
+    Raises `ServerError` when that does not fit the blocks.
+    """
+
+    def __init__(self, buffers: BlockBuffers, blocks: int, sent: bytes = b"") -> None:
+        targets = list(buffers.pieces(0, blocks, 1 << 62))
+        if sent and len(sent) != len(targets):
+            raise ServerError(
+                f"the daemon says of {len(sent)} parts whether it sends them, where there are {len(targets)}"
+            )
+        if sent:
+            targets = [target for target, is_sent in zip(targets, sent, strict=True) if is_sent]
+        self.missing_bytes = sum(target.nbytes for target in targets)
+        self._targets = iter(targets)
         self._target: Bytes = np.empty(0, np.uint8)
 
     def write(self, data: bytes) -> None:

@@ -108,8 +108,9 @@ class AsyncCache:
         """Copies the cached prefix from `first_block` on to `into` and returns how many blocks that was.
 
         `into` takes whole blocks one after the other, or is a list with one buffer per part. It must hold
-        `max_blocks` blocks (0: every full block of `tokens` from `first_block` on); what is not cached is
-        left as it was. Raises `BufferSizeError`, and `LeaseLost` when the bytes copied are not to be trusted.
+        `max_blocks` blocks (0: every full block of `tokens` from `first_block` on); what is not cached, or not needed
+        by the rule of its KV group, is left as it was. Raises `BufferSizeError`, and `LeaseLost` when the bytes copied
+        are not to be trusted.
         """
         _check_range(first_block, max_blocks)
         prompt = token_bytes(tokens)

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from prefixd.client.arena import Arena
-from prefixd.client.buffers import BlockBuffers, Bytes
+from prefixd.client.buffers import NO_OFFSET, BlockBuffers, Bytes
 from prefixd.client.connection import Connection
 from prefixd.client.copying import CopyPair
 from prefixd.client.errors import ClientError, InvalidArgumentError, LeaseLost, MemoryUnavailable, NotFoundError
@@ -51,7 +51,8 @@ class Hold(ABC):
         """Index in the prompt of the first block here."""
         self.blocks = granted.blocks
         self.offsets = granted.offsets
-        """Byte offset in the arena of each block's parts: block-major, blocks * parts entries."""
+        """Byte offset in the arena of each block's parts: block-major, blocks * parts entries, `NO_OFFSET` for a part
+        that the rule of its KV group does not need."""
         self.part_bytes = granted.part_bytes
         self._id = granted.hold_id
         self._expires_s = granted.expires_s
@@ -118,13 +119,20 @@ class Hold(ABC):
             raise LeaseLost(f"the {self._word} has expired: renew it in time, or ask for a longer ttl_s")
 
     def offset(self, block: int, part: int = 0) -> int:
-        """Byte offset in the arena of part `part` of block `block`, both counted from what was asked for."""
+        """Byte offset in the arena of part `part` of block `block`, both counted from what was asked for.
+
+        `NO_OFFSET` for a part that the rule of its KV group does not need; see `has`.
+        """
         if not 0 <= block < self.blocks or not 0 <= part < len(self.part_bytes):
             raise InvalidArgumentError(
                 f"block {block}, part {part} is not here: the {self._word} has {self.blocks} blocks "
                 f"of {len(self.part_bytes)} parts"
             )
         return self.offsets[block * len(self.part_bytes) + part]
+
+    def has(self, block: int, part: int = 0) -> bool:
+        """Whether part `part` of block `block` is here: of a sliding-window group a lease has the window only."""
+        return self.offset(block, part) != NO_OFFSET
 
     def _arena(self) -> Arena:
         arena = self._session.arena
@@ -134,6 +142,11 @@ class Hold(ABC):
 
     def _view(self, block: int, part: int, *, writable: bool) -> memoryview:
         offset = self.offset(block, part)
+        if offset == NO_OFFSET:
+            raise InvalidArgumentError(
+                f"part {part} of block {block} is not here: the rule of its KV group does not need it in a prefix of "
+                "this length; ask `has` first"
+            )
         self.check()
         view = self._arena().bytes_at(offset, self.part_bytes[part]).data
         if not writable:

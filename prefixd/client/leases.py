@@ -39,8 +39,9 @@ class AsyncLease(Hold):
         return self._view(block, part, writable=False)
 
     async def copy_into(self, into: Buffer) -> int:
-        """Copies every block to `into` (whole blocks, or a list with one buffer per part); returns their
-        number.
+        """Copies every block to `into` (whole blocks, or a list with one buffer per part); returns their number.
+
+        Of KV groups with a rule, what the rule does not need is left as it was in `into`.
 
         Raises `BufferSizeError`, `LeaseLost`. The bytes count once `release` has returned.
         """

@@ -18,12 +18,32 @@ class Tier(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class SlidingWindow:
+    """The rule of layers in which a token attends to the last `tokens` tokens only, itself included."""
+
+    tokens: int
+
+    def to_proto(self) -> cache_pb2.Rule:
+        """The rule as the contract has it."""
+        return cache_pb2.Rule(sliding_window=cache_pb2.SlidingWindow(tokens=self.tokens))
+
+
+@dataclass(frozen=True, slots=True)
 class PartSpec:
-    """The bytes of one block that belong to one (KV group, tensor-parallel rank): `nbytes` of them."""
+    """The bytes of one block that belong to one (KV group, tensor-parallel rank): `nbytes` of them.
+
+    `rule`: which part of a prefix the group's layers need; None for full attention, which needs all of it.
+    """
 
     group: str
     rank: int
     nbytes: int
+    rule: SlidingWindow | None = None
+
+    def to_proto(self) -> cache_pb2.Part:
+        """The part as the contract has it."""
+        rule = None if self.rule is None else self.rule.to_proto()
+        return cache_pb2.Part(group=self.group, rank=self.rank, nbytes=self.nbytes, rule=rule)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +74,7 @@ class NamespaceSpec:
             dtype=self.dtype,
             layout=self.layout,
             block_tokens=self.block_tokens,
-            parts=[cache_pb2.Part(group=p.group, rank=p.rank, nbytes=p.nbytes) for p in self.parts],
+            parts=[part.to_proto() for part in self.parts],
         )
 
 

@@ -43,7 +43,7 @@ async def get(
                     blocks = message.header.blocks
                     if blocks > asked:
                         raise ServerError(f"the daemon sends {blocks} blocks where {asked} were asked for")
-                    sink = StreamSink(buffers, blocks)
+                    sink = StreamSink(buffers, blocks, message.header.sent)
                 else:
                     sink.write(message.data)
         if sink.missing_bytes:

@@ -103,14 +103,14 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         path = trie.path(row)
         pinned = int(trie.pinned[path].sum())
         trie.pinned[path] = False
-        self._cache.mover.sweep(trie, path)
+        self._cache.mover.placement.sweep(trie, path)
         return pb.UnpinResponse(blocks=pinned)
 
     @unary
     async def Evict(self, request: pb.EvictRequest) -> pb.EvictResponse:
         """Drops a prefix and what continues it, a namespace, or everything."""
         what = request.WhichOneof("what")
-        await self._cache.mover.sealed()  # what was just committed is held for a moment
+        await self._cache.mover.wait_for_checksums()  # what was just committed is held for a moment
         doomed: list[tuple[Trie, list[int]]] = []
         if what == "key":
             trie, row = self._find(request.key)

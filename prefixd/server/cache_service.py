@@ -6,14 +6,15 @@ import asyncio
 import os
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import suppress
-from itertools import groupby
 from pathlib import Path
 
 import grpc
 import numpy as np
 
 import prefixd
-from prefixd.cache import CPU, Lease, NamespaceSpec, PartSpec, Reservation, TieredCache, Trie
+from prefixd.cache import CPU, Lease, NamespaceSpec, PartSpec, Reservation, SlidingWindowSpec, TieredCache, Trie
+from prefixd.cache.cache import NO_OFFSET
+from prefixd.cache.index.trie import Rows
 from prefixd.errors import InvalidArgumentError, PreconditionError, UnavailableError
 from prefixd.server.rpc import Context, abort, deliver, granting, outlive, streaming, unary
 from prefixd.v1 import cache_pb2 as pb
@@ -84,7 +85,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         spec = NamespaceSpec(
             name=wanted.name,
             block_tokens=wanted.block_tokens,
-            parts=tuple(PartSpec(part.group, part.rank, part.nbytes) for part in wanted.parts),
+            parts=tuple(PartSpec(part.group, part.rank, part.nbytes, _rule(part)) for part in wanted.parts),
             salt=wanted.salt,
             dtype=wanted.dtype,
             layout=wanted.layout,
@@ -122,7 +123,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
             lease_id=lease.id,
             first_block=request.first_block,
             blocks=len(lease.rows),
-            offsets=cache.offsets(lease.trie, lease.rows, parts),
+            offsets=cache.offsets(lease, parts).ravel().tolist(),
             ttl_s=lease.expires_s - cache.clock(),
         )
 
@@ -211,9 +212,13 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
             yield pb.GetResponse(header=pb.GetHeader(first_block=request.first_block))
             return
         try:
-            yield pb.GetResponse(header=pb.GetHeader(first_block=request.first_block, blocks=len(lease.rows)))
-            for row in lease.rows.tolist():
-                for part in parts:
+            needed = cache.offsets(lease, parts) != NO_OFFSET
+            sent = b"" if needed.all() else needed.astype(np.uint8).tobytes()
+            yield pb.GetResponse(
+                header=pb.GetHeader(first_block=request.first_block, blocks=len(lease.rows), sent=sent)
+            )
+            for row, of_block in zip(lease.rows.tolist(), needed, strict=True):
+                for part in np.array(parts)[of_block].tolist():
                     nbytes = lease.trie.part_bytes[part]
                     for start in range(0, nbytes, PIECE_BYTES):
                         # While a piece was sent the session may have ended, and the slot with it.
@@ -325,7 +330,19 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
             raise UnavailableError("the daemon drains and takes no new blocks; try again when it is back")
 
 
-def tier_runs(trie: Trie, rows: np.ndarray[tuple[int], np.dtype[np.int64]]) -> list[pb.TierRun]:
-    """The nearest tiers of a prefix, run-length encoded."""
-    tiers = trie.nearest[rows].tolist()
-    return [pb.TierRun(tier=pb.Tier.Name(tier + 1), blocks=len(list(run))) for tier, run in groupby(tiers)]
+def tier_runs(trie: Trie, path: Rows) -> list[pb.TierRun]:
+    """The tiers from which the blocks of a usable prefix come, run-length encoded."""
+    tiers = trie.distances(path)
+    starts = np.flatnonzero(np.diff(tiers, prepend=-1))
+    lengths = np.diff(starts, append=len(tiers))
+    return [
+        pb.TierRun(tier=pb.Tier.Name(tier + 1), blocks=blocks)
+        for tier, blocks in zip(tiers[starts].tolist(), lengths.tolist(), strict=True)
+    ]
+
+
+def _rule(part: pb.Part) -> SlidingWindowSpec | None:
+    """The rule that a part asks for; None for full attention."""
+    if part.rule.WhichOneof("kind") == "sliding_window":
+        return SlidingWindowSpec(part.rule.sliding_window.tokens)
+    return None

@@ -18,7 +18,7 @@ from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
 import prefixd
-from prefixd.cache import CPU, GPU, TIER_NAMES, Lease, Reservation, TieredCache
+from prefixd.cache import CPU, GPU, TIER_NAMES, Lease, PartSpec, Reservation, TieredCache
 from prefixd.cache.index.trie import TIERS
 from prefixd.server.dispatcher import Dispatcher
 from prefixd.server.kv_events import KVEvents
@@ -76,10 +76,7 @@ class Snapshot:
                         dtype=namespace.spec.dtype,
                         layout=namespace.spec.layout,
                         block_tokens=namespace.spec.block_tokens,
-                        parts=[
-                            cache_pb2.Part(group=part.group, rank=part.rank, nbytes=part.nbytes)
-                            for part in namespace.spec.parts
-                        ],
+                        parts=[_part(part) for part in namespace.spec.parts],
                     ),
                     blocks=blocks,
                 )
@@ -321,3 +318,10 @@ def serve_metrics(port: int, snapshot: Snapshot, loop: asyncio.AbstractEventLoop
         thread.join()
 
     return int(server.server_port), stop
+
+
+def _part(part: PartSpec) -> cache_pb2.Part:
+    rule = None
+    if part.rule is not None:
+        rule = cache_pb2.Rule(sliding_window=cache_pb2.SlidingWindow(tokens=part.rule.tokens))
+    return cache_pb2.Part(group=part.group, rank=part.rank, nbytes=part.nbytes, rule=rule)

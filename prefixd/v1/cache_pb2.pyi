@@ -55,14 +55,34 @@ class SessionDraining(_message.Message):
     def __init__(self) -> None: ...
 
 class Part(_message.Message):
-    __slots__ = ("group", "rank", "nbytes")
+    __slots__ = ("group", "rank", "nbytes", "rule")
     GROUP_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     NBYTES_FIELD_NUMBER: _ClassVar[int]
+    RULE_FIELD_NUMBER: _ClassVar[int]
     group: str
     rank: int
     nbytes: int
-    def __init__(self, group: _Optional[str] = ..., rank: _Optional[int] = ..., nbytes: _Optional[int] = ...) -> None: ...
+    rule: Rule
+    def __init__(self, group: _Optional[str] = ..., rank: _Optional[int] = ..., nbytes: _Optional[int] = ..., rule: _Optional[_Union[Rule, _Mapping]] = ...) -> None: ...
+
+class Rule(_message.Message):
+    __slots__ = ("full_attention", "sliding_window")
+    FULL_ATTENTION_FIELD_NUMBER: _ClassVar[int]
+    SLIDING_WINDOW_FIELD_NUMBER: _ClassVar[int]
+    full_attention: FullAttention
+    sliding_window: SlidingWindow
+    def __init__(self, full_attention: _Optional[_Union[FullAttention, _Mapping]] = ..., sliding_window: _Optional[_Union[SlidingWindow, _Mapping]] = ...) -> None: ...
+
+class FullAttention(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SlidingWindow(_message.Message):
+    __slots__ = ("tokens",)
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tokens: int
+    def __init__(self, tokens: _Optional[int] = ...) -> None: ...
 
 class Namespace(_message.Message):
     __slots__ = ("name", "salt", "dtype", "layout", "block_tokens", "parts")
@@ -277,12 +297,14 @@ class GetRequest(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., namespace_id: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., first_block: _Optional[int] = ..., max_blocks: _Optional[int] = ..., parts: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class GetHeader(_message.Message):
-    __slots__ = ("first_block", "blocks")
+    __slots__ = ("first_block", "blocks", "sent")
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SENT_FIELD_NUMBER: _ClassVar[int]
     first_block: int
     blocks: int
-    def __init__(self, first_block: _Optional[int] = ..., blocks: _Optional[int] = ...) -> None: ...
+    sent: bytes
+    def __init__(self, first_block: _Optional[int] = ..., blocks: _Optional[int] = ..., sent: _Optional[bytes] = ...) -> None: ...
 
 class GetResponse(_message.Message):
     __slots__ = ("header", "data")

@@ -181,7 +181,7 @@ class PrefixCacheServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Get(self, request, context):
-        """Read with the bytes in the stream: one header, then every part of every block in order, in pieces.
+        """Read with the bytes in the stream: one header, then every part of every block that the rules need, in order, in pieces.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

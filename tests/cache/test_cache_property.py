@@ -344,7 +344,7 @@ class CacheMachine(RuleBasedStateMachine):
         for home, namespace in self.homes.items():
             trie = self.rig.cache.trie(namespace)
             for row in trie.used_rows().tolist():
-                if trie.namespace[row] == namespace.ordinal and trie.whole[row]:
+                if trie.namespace[row] == namespace.ordinal and trie.complete[row]:
                     tokens = trie.tokens[trie.path(row)].astype("<u4").tobytes()
                     assert self.committed.get((home, tokens)) == set(range(len(namespace.spec.parts)))
 

@@ -36,7 +36,7 @@ async def test_a_durable_commit_waits_for_its_checksum(make_rig: MakeRig) -> Non
     rows = rig.rows([1, 2])
     contents = [rig.content(rig.namespace, rig.chain([1, 2]), block) for block in range(2)]
     assert rig.trie.checksums[rows, 0].tolist() == [xxhash.xxh3_64_intdigest(content) for content in contents]
-    assert rig.trie.sealed[rows].all()
+    assert rig.trie.checksummed[rows].all()
 
 
 async def test_a_block_that_is_hashed_may_be_evicted_at_once(make_rig: MakeRig) -> None:
@@ -56,7 +56,7 @@ async def test_a_block_from_disk_keeps_its_checksum(make_rig: MakeRig) -> None:
     await rig.restart()
     assert await rig.get([1, 2]) == 2
     rows = rig.rows([1, 2])
-    assert rig.trie.sealed[rows].all() and (rig.trie.checksums[rows] == before).all()
+    assert rig.trie.checksummed[rows].all() and (rig.trie.checksums[rows] == before).all()
     rig.damage(rows[1])
     await rig.cache.mover.disk.recheck(rig.trie, rows[1], int(rig.trie.generation[rows[1]]))
     alter(rig, rows[1])
@@ -68,11 +68,11 @@ async def test_a_block_from_disk_keeps_its_checksum(make_rig: MakeRig) -> None:
 async def test_gpu_blocks_are_sealed_when_they_come_to_the_cpu_tier(make_rig: MakeRig) -> None:
     rig = make_rig(gpu=4, cpu=4, disk=8)
     rows = await rig.put_gpu([1, 2])
-    assert not rig.trie.sealed[rows].any()
+    assert not rig.trie.checksummed[rows].any()
     rig.unhold(rows, GPU)
     assert await rig.get([1, 2]) == 2
-    await rig.cache.mover.sealed()
-    assert rig.trie.sealed[rows].all()
+    await rig.cache.mover.wait_for_checksums()
+    assert rig.trie.checksummed[rows].all()
     assert await rig.cache.write_back.flush() == 2
     assert rig.tiers([1, 2], DISK) == [True, True]
     await rig.restart()
@@ -83,15 +83,15 @@ async def test_a_second_version_in_memory_is_not_mistaken_for_the_one_on_disk(ma
     rig = make_rig(cpu=2, disk=8)
     await rig.put([1], durable=True)
     await rig.put([2, 3], durable=True)  # 1 is on disk alone
-    care, tiers = rig.cache.mover.disk.care, rig.cache.tiers
+    care, tiers = rig.cache.mover.disk.health, rig.cache.tiers
     care._give(False)
     reservation = await rig.cache.reserve(rig.session, rig.namespace, rig.chain([1]))
     assert isinstance(reservation, Reservation)
     rig.write(tiers.arena.span(reservation.slots[0][0], rig.part_bytes), bytes(rig.part_bytes))  # other rounding
     await rig.cache.commit(reservation, 1)
-    await rig.cache.mover.sealed()
+    await rig.cache.mover.wait_for_checksums()
     care._give(True)
     (row,) = rig.rows([1])
-    assert not rig.trie.sealed[row].any()
+    assert not rig.trie.checksummed[row].any()
     await rig.put([4, 5])  # the version in memory goes
     assert await rig.get([1]) == 1, "the one on disk is verified with its own checksum"

@@ -45,7 +45,7 @@ def stopped(rig: Rig, name: str) -> Iterator[threading.Event]:
 async def on_disk(rig: Rig, prompt: Sequence[int]) -> None:
     """The prompt's blocks, on disk only."""
     await rig.put(prompt, durable=True)
-    taken = await rig.cache.mover.take(CPU, (4096,), rig.cache.tiers.arena.capacity_bytes // 4096)
+    taken = await rig.cache.mover.allocate(CPU, (4096,), rig.cache.tiers.arena.capacity_bytes // 4096)
     for slots in taken:
         rig.cache.tiers.release(CPU, slots)
     assert not any(rig.tiers(prompt, CPU))

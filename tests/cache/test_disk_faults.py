@@ -31,7 +31,7 @@ class Faults:
     def __init__(self, make_rig: MakeRig, path: Path, **how: Any) -> None:
         self._orders = path / "orders"
         self.rig = make_rig(ops=FaultyOps(self._orders), **how)
-        self.care = self.rig.cache.mover.disk.care
+        self.health = self.rig.cache.mover.disk.health
 
     def order(self, name: str | None) -> None:
         self.obey(FAULTS[name] if name else {})
@@ -234,7 +234,7 @@ async def test_a_disk_that_refuses_writes_is_out_and_comes_back(make_rig: MakeRi
     with pytest.raises(ExhaustedError, match="the blocks are cached"):
         await rig.put([3, 4], durable=True)
     assert not tiers.disk_takes and tiers.trouble[DISK]
-    assert not await faults.care.revive()
+    assert not await faults.health.revive()
     assert await rig.get([3, 4]) == 2, "from memory"
     for prompt in range(10, 16):  # more than memory holds: what is not on disk gives way
         assert await rig.put([prompt]) == (1, 0)
@@ -244,7 +244,7 @@ async def test_a_disk_that_refuses_writes_is_out_and_comes_back(make_rig: MakeRi
     rig.check()
 
     faults.order(None)
-    assert await faults.care.revive()
+    assert await faults.health.revive()
     assert tiers.disk_takes and not tiers.trouble[DISK]
     await rig.check_disk()
     assert await rig.put([5, 6], durable=True) == (2, 0)
@@ -276,7 +276,7 @@ async def test_what_a_half_written_commit_left_is_cleared_up(make_rig: MakeRig, 
     with pytest.raises(ExhaustedError):
         await rig.put([2, 3], durable=True)
     faults.order(None)
-    assert await faults.care.revive()
+    assert await faults.health.revive()
     await rig.check_disk()
     assert rig.store.used_bytes == rig.part_bytes
     assert await rig.cache.write_back.flush() == 2
@@ -294,7 +294,7 @@ async def test_a_removal_that_failed_is_made_good_when_the_disk_is_back(make_rig
     with pytest.raises(StorageError):
         await rig.cache.mover.forget(rig.trie, rig.rows([1, 2])[::-1])
     faults.order(None)
-    assert await faults.care.revive()
+    assert await faults.health.revive()
     await rig.check_disk()
     await rig.restart()
     assert rig.rows([1, 2]) == []
@@ -312,7 +312,7 @@ async def test_an_index_that_is_lost_costs_its_blocks_and_no_wrong_bytes(
         await rig.put([3, 5], durable=True)
     faults.order(None)
     (rig.path / "index" / "data.mdb").write_bytes(b"no index")
-    assert await faults.care.revive()
+    assert await faults.health.revive()
     await rig.check_disk()
     assert await rig.get([1, 2]) == 0
     assert await rig.get([3, 5]) == 2, "they were in memory"
@@ -336,9 +336,9 @@ async def test_a_disk_that_cannot_be_read_is_not_matched(make_rig: MakeRig, tmp_
     assert await rig.put([1, 2]) == (2, 0), "computed again, beside the copy on disk"
     assert await rig.get([1, 2]) == 2
     assert await rig.put([7], durable=True) == (1, 0), "it still takes blocks"
-    assert not await faults.care.revive()
+    assert not await faults.health.revive()
     faults.order(None)
-    assert await faults.care.revive()
+    assert await faults.health.revive()
     assert [await rig.get(prompt) for prompt in ([1, 2], [3, 4], [7])] == [2, 2, 1]
     await rig.check_disk()
 
@@ -361,7 +361,7 @@ async def test_a_sector_that_stays_bad_costs_its_block_alone(
 
     monkeypatch.setattr(rig.store, "read", fail)
     assert await rig.get([1, 2]) == 1
-    assert await faults.care.revive()
+    assert await faults.health.revive()
     assert [await rig.get(prompt) for prompt in ([1, 2], [3, 4])] == [1, 2]
     assert await rig.put([1, 2], durable=True) == (1, 0)
 
@@ -372,14 +372,14 @@ async def test_one_line_of_log_a_trouble(make_rig: MakeRig, tmp_path: Path, capl
     for prompt in range(3):
         with pytest.raises(ExhaustedError):
             await faults.rig.put([prompt], durable=True)
-        assert not await faults.care.revive()
+        assert not await faults.health.revive()
     errors = (record for record in caplog.records if record.levelname == "ERROR" and record.name.startswith("prefixd"))
     (line,) = [record.getMessage() for record in errors]
     assert "Read-only file system" in line and line.endswith("remount it or choose another directory")
     (trouble,) = faults.rig.cache.tiers.troubles
     assert trouble.part == "disk tier" and trouble.remedy
     faults.order(None)
-    assert await faults.care.revive()
+    assert await faults.health.revive()
     assert not list(faults.rig.cache.tiers.troubles)
 
 
@@ -391,10 +391,10 @@ async def test_a_full_file_system_shrinks_the_tier_until_there_is_room(make_rig:
     assert await rig.put([5], durable=True) == (1, 0), "at the cost of another block"
     assert tiers.disk_takes and "too few for another slab" in tiers.trouble[DISK]
     assert len(rig.trie.copies(DISK)) == 4
-    assert not await faults.care.revive()
+    assert not await faults.health.revive()
     assert await rig.get([1, 2, 3, 4]) == 4
     faults.order(None)
-    assert await faults.care.revive()
+    assert await faults.health.revive()
     assert not tiers.trouble[DISK]
     assert await rig.put([6], durable=True) == (1, 0)
     assert len(rig.trie.copies(DISK)) == 5
@@ -421,7 +421,7 @@ async def test_a_file_that_is_lost_under_us_costs_its_blocks_and_memory_writes_t
             slab.unlink()
         else:
             os.truncate(slab, 0)
-    await rig.cache.mover.disk.care.inspect()
+    await rig.cache.mover.disk.health.inspect()
     await rig.check_disk()
     assert rig.cache.mover.lost["disk read failed"] == 5
     assert await rig.get([7, 8, 9]) == 3, "memory has it"
@@ -451,7 +451,7 @@ async def test_a_read_that_fails_while_writing_revives_is_not_forgotten(
         return gone
 
     monkeypatch.setattr(rig.store, "revive", revive)
-    reviving = asyncio.create_task(faults.care.revive())
+    reviving = asyncio.create_task(faults.health.revive())
     try:
         await eventually(inside.is_set)
         faults.order("read error")
@@ -461,7 +461,7 @@ async def test_a_read_that_fails_while_writing_revives_is_not_forgotten(
         go.set()
     assert not await reviving
     assert not tiers.disk_gives and tiers.trouble[DISK]
-    assert await faults.care.revive()
+    assert await faults.health.revive()
     assert tiers.disk_gives and not tiers.trouble[DISK]
     assert [await rig.get(prompt) for prompt in ([1, 2], [8, 9])] == [2, 2]
 
@@ -518,10 +518,10 @@ async def test_an_index_that_was_set_aside_and_not_made_anew_is_made_later(make_
     os.truncate(data, data.stat().st_size // 8192 * 4096)
     faults.obey({"mkdir": "EIO"})
     for _ in range(2):
-        assert not await faults.care.revive()
+        assert not await faults.health.revive()
         assert "Input/output error" in tiers.trouble[DISK] and not data.parent.exists()
     faults.order(None)
-    assert await faults.care.revive()
+    assert await faults.health.revive()
     await rig.check_disk()
     assert await rig.cache.write_back.flush() == 5, "what was on disk and in memory is written again"
     await rig.restart()

@@ -91,9 +91,16 @@ def kept_by_nobody(rig: Rig, rows: list[int]) -> Callable[[], None]:
 
 
 def lost_lease(rig: Rig, rows: list[int]) -> Callable[[], None]:
-    lease = Lease("1-x", rig.session, rig.trie, np.array(rows, np.int64), 2000.0)
-    rig.session.grants[lease.id] = lease
-    return lambda: rig.session.grants.clear()
+    hold = rig.cache.mover.placement.holds.hold("lease 1-x", rig.trie, np.array(rows, np.int64), CPU)
+    rig.session.grants["1-x"] = Lease("1-x", rig.session, hold, 2000.0)
+    rig.trie.unhold(hold.rows, CPU)
+
+    def undo() -> None:
+        rig.trie.hold(hold.rows, CPU)
+        rig.session.grants.clear()
+        hold.end()
+
+    return undo
 
 
 @pytest.mark.parametrize(
@@ -103,8 +110,8 @@ def lost_lease(rig: Rig, rows: list[int]) -> Callable[[], None]:
         (column("namespace", 5), "another namespace"),
         (column("depth", 9), "wrong depth"),
         (column("children", 3), "miscount their children"),
-        (column("some", 0), "marked wrongly for the cpu tier"),
-        (column("whole", 2), "not whole as marked"),
+        (column("any_part", 0), "marked wrongly for the cpu tier"),
+        (column("complete", 2), "not whole as marked"),
         (column("nearest", 2), "wrong nearest tier"),
         (column("tier_children", 4, DISK), "miscount their children in the disk tier"),
         (column("holds", -1, CPU), "released more often than held in the cpu tier"),

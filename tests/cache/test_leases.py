@@ -208,9 +208,9 @@ async def test_a_lease_covers_what_was_asked_for(make_rig: Callable[..., Rig]) -
     rows = rig.rows([1, 2, 3, 4])
     middle = await rig.lease([1, 2, 3, 4, 5], first_block=1, max_blocks=2)
     assert middle is not None and middle.rows.tolist() == rows[1:3]
-    assert rig.trie.holds[rows, CPU].tolist() == [0, 1, 1, 0]
+    assert rig.trie.holds[rows, CPU].ravel().tolist() == [0, 1, 1, 0]
     assert await rig.lease([1, 2, 3, 4, 5], first_block=4) is None
-    assert rig.cache.offsets(middle.trie, middle.rows, [0]) == rig.trie.slots[rows[1:3], CPU, 0].tolist()
+    assert rig.cache.offsets(middle, [0]).ravel().tolist() == rig.trie.slots[rows[1:3], CPU, 0].tolist()
 
 
 async def test_hits_are_counted_where_they_were_found(make_rig: Callable[..., Rig]) -> None:

@@ -70,7 +70,7 @@ async def test_a_late_part_does_not_hide_the_copy_on_disk(make_rig: MakeRig) -> 
     await rig.put([1], namespace=home, durable=True)
     trie = rig.cache.tries[late.trie.ordinal]
     row = rig.rows([1], home)[0]
-    assert len(await rig.cache.mover.take(CPU, (4096, 4096), 1)) == 1  # presses the block out of the CPU tier
+    assert len(await rig.cache.mover.allocate(CPU, (4096, 4096), 1)) == 1  # presses the block out of the CPU tier
     rig.cache.tiers.release(CPU, list(rig.cache.tiers.in_flight[CPU] - {late.slots[0][0]}))
     assert trie.slots[row, CPU].tolist() == [-1, -1]
     assert await rig.cache.commit(late, 1) == (1, 0)

@@ -70,8 +70,8 @@ def test_each_victim_may_go_when_its_turn_comes(
     for number in victims:
         trie, row = forest.rows[number]
         assert row in trie.evictable(CPU, demotable=demotable), "a leaf of its tier, and not protected"
-        assert not spare or not trie.some[row] & (1 << GPU)
-        alone = trie.some[row] == 1 << CPU
+        assert not spare or not trie.any_part[row] & (1 << GPU)
+        alone = trie.any_part[row] == 1 << CPU
         trie.drop_copy(row, CPU)
         if alone and demotable:
             trie.put_copy(row, DISK, [0], 0.0)
@@ -80,7 +80,7 @@ def test_each_victim_may_go_when_its_turn_comes(
     if len(victims) < want:
         for trie in forest.tries:
             left = trie.evictable(CPU, demotable=demotable)
-            assert not len(left[(trie.some[left] & (1 << GPU) == 0) | (not spare)]), "nobody who may go was left"
+            assert not len(left[(trie.any_part[left] & (1 << GPU) == 0) | (not spare)]), "nobody who may go was left"
 
 
 @pytest.mark.parametrize(("policy", "order"), [("lru", [2, 1, 0]), ("fifo", [0, 1, 2])])

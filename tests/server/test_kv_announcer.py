@@ -75,7 +75,7 @@ def matchable(trie: Trie) -> set[tuple[str, int]]:
         (medium, hash_of(trie, row))
         for row in trie.used_rows().tolist()
         for tier, medium in announcer.MEDIA.items()
-        if trie.whole[row] & trie.offered & (1 << tier)
+        if trie.complete[row] & trie.offered & (1 << tier)
     }
 
 
@@ -114,10 +114,10 @@ async def test_what_was_told_is_what_is_so(cache: TieredCache, monkeypatch: pyte
             if trie.removable(row):  # a leaf goes everywhere
                 for tier in range(TIERS):
                     trie.drop_copy(row, tier)
-                if not trie.some[row]:
+                if not trie.any_part[row]:
                     trie.remove(row)
-            elif trie.whole[row]:
-                tiers = [tier for tier in range(TIERS) if trie.whole[row] & (1 << tier)]
+            elif trie.complete[row]:
+                tiers = [tier for tier in range(TIERS) if trie.complete[row] & (1 << tier)]
                 if len(tiers) > 1:
                     trie.drop_copy(row, choose.choice(tiers))
 

@@ -59,7 +59,7 @@ async def test_a_grant_that_comes_too_late_is_given_back(
     cache_pb2_grpc.add_PrefixCacheServicer_to_server(service, server)
     server.add_insecure_port(f"unix:{tmp_path}/s")
     await server.start()
-    entered, may, slow = asyncio.Event(), asyncio.Event(), "bring" if method == "Acquire" else "take"
+    entered, may, slow = asyncio.Event(), asyncio.Event(), "bring" if method == "Acquire" else "allocate"
     work = getattr(cache.mover, slow)
 
     async def slowly(*arguments: Any, **options: Any) -> Any:

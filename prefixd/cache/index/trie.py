@@ -1,22 +1,37 @@
 """The prefix trie: which blocks exist, what they continue, and where their bytes are.
 
-One trie holds all namespaces of one geometry (tokens a block, bytes of each part). It is a table: a block is a row, a
-column is a numpy array, so that matching compares the tokens of a whole prompt, and eviction scans a whole tier, in
-one call.
+One trie holds all namespaces of one geometry (tokens a block; bytes and rule of each part). It is a table: a block is a
+row, a column is a numpy array, so that matching compares the tokens of a whole prompt, and eviction scans a whole tier,
+in one call.
 
-A row is *kept* while anything needs the block to exist (`keep`), and *held* in a tier while somebody relies on the copy
-there (`holds`); holding a copy that is still on its way is allowed and protects it from the moment it arrives. Every
-hold also keeps.
+The trie is *node-closed*: a block has a row only if every block before it has one. The *bytes* of a row may be missing,
+all of them or those of some KV groups, where the groups' rules do not need them (`groups.py`). A prefix can be used
+when every group's rule allows its length.
+
+A row is *kept* while anything needs the block to exist (`keep`), and a group of it is *held* in a tier while somebody
+relies on its bytes there (`holds`); holding bytes that are still on their way is allowed and protects them from the
+moment they arrive. Every hold also keeps. `holds.py` counts who holds what.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from prefixd.cache.groups import (
+    MAX_GROUPS,
+    FullAttention,
+    GroupMask,
+    GroupRule,
+    expired_groups,
+    kv_groups,
+    longest_prefix,
+    needed_groups,
+)
 from prefixd.cache.index.key_index import Rows as Rows
 from prefixd.cache.index.keys import BlockChain
 from prefixd.cache.index.trie_table import NOWHERE, TrieTable
@@ -44,19 +59,43 @@ Observer = Callable[["Trie", "int | Rows"], None]
 
 
 class Trie(TrieTable):
-    """All blocks of one geometry (tokens a block, bytes of its parts).
+    """All blocks of one geometry (tokens a block, bytes and rules of its parts).
 
     Args:
         block_tokens: tokens a block.
         part_bytes: bytes of each part of a block.
         ordinal: this trie's number among the cache's tries.
+        rules: the rule of each part; full attention by default. At most `MAX_GROUPS` different ones.
     """
 
-    def __init__(self, block_tokens: int, part_bytes: Sequence[int], ordinal: int = 0) -> None:
-        super().__init__(block_tokens, len(part_bytes))
+    def __init__(
+        self,
+        block_tokens: int,
+        part_bytes: Sequence[int],
+        ordinal: int = 0,
+        rules: Sequence[GroupRule] | None = None,
+    ) -> None:
+        self.groups = kv_groups(rules or [FullAttention()] * len(part_bytes))
+        if len(self.groups) > MAX_GROUPS:
+            raise ValueError(f"{len(self.groups)} KV groups with different rules, at most {MAX_GROUPS} are possible")
+        super().__init__(block_tokens, len(part_bytes), len(self.groups))
         self.block_tokens = block_tokens
         self.part_bytes = tuple(part_bytes)
         self.ordinal = ordinal
+        self.all_groups = (1 << len(self.groups)) - 1
+        self.part_mask = np.zeros(len(part_bytes), np.uint8)  # of each part, the group that it belongs to
+        for group in self.groups:
+            self.part_mask[list(group.parts)] = group.mask
+        self.group_bytes = np.array(
+            [
+                sum(nbytes for part, nbytes in enumerate(part_bytes) if mask & self.part_mask[part])
+                for mask in range(self.all_groups + 1)
+            ],
+            np.int64,
+        )
+        """[2 ** groups]: bytes of a block's parts that belong to the groups of a mask."""
+        self.has_rules = any(not isinstance(group.rule, FullAttention) for group in self.groups)
+        """Whether a prefix may be usable though bytes of its blocks are missing."""
         self.offered = 0b111  # tiers whose copies count as there
         self.observer: Observer | None = None
 
@@ -69,25 +108,54 @@ class Trie(TrieTable):
     # -- finding ------------------------------------------------------------------------------------------------
 
     def match(self, root: int, chain: BlockChain, limit: int | None = None) -> Match:
-        """The longest prefix of `chain` whose blocks all have all their bytes in some tier.
+        """The longest prefix of `chain`, at most `limit` blocks, that every KV group's rule allows."""
+        return Match(self.usable(self.nodes(root, chain, limit)))
+
+    def nodes(self, root: int, chain: BlockChain, limit: int | None = None) -> Rows:
+        """The rows of the first blocks of `chain`, at most `limit`, wherever their bytes are or are not.
 
         Keys lead to candidates; token ids and parents are then compared, so that a collision of keys can never hand
         out another prompt's KV.
         """
-        found = chain.walk(self._keys.find_all, len(chain) if limit is None else limit)
-        return Match(self.verified(root, chain, found))
+        return self.verified(root, chain, chain.walk(self._keys.find_all, len(chain) if limit is None else limit))
 
     def verified(self, root: int, chain: BlockChain, rows: Rows) -> Rows:
-        """The beginning of `rows` that really is this chain's and has its bytes."""
+        """The beginning of `rows` that really is this chain's."""
         if not len(rows):
             return rows
         wanted = np.frombuffer(chain.blocks(len(rows)), np.uint32).reshape(len(rows), self.block_tokens)
         good = (self.tokens[rows] == wanted).all(axis=1)
-        good &= self.nearest[rows] != NONE
         parents = self.parent[rows]
         good[0] &= parents[0] == root
         good[1:] &= parents[1:] == rows[:-1]
         return rows if good.all() else rows[: int(good.argmin())]
+
+    def usable(self, path: Rows, available: GroupMask | None = None) -> Rows:
+        """The longest beginning of `path`, the rows of a prompt from its first block on, that every group allows.
+
+        Args:
+            path: rows from the first block on.
+            available: [len(path)] groups that count as there; by default those that some tier offers.
+        """
+        if available is None:
+            available = self.available[path]
+        if self.has_rules:
+            return path[: longest_prefix(self.groups, available)]
+        good = available == self.all_groups
+        return path if good.all() else path[: int(good.argmin())]
+
+    def needed(self, blocks: int, first_block: int = 0) -> GroupMask:
+        """[blocks - first_block]: the groups that a reader of `blocks` blocks needs from `first_block` on."""
+        if self.has_rules:
+            return needed_groups(self.groups, blocks)[first_block:]
+        return np.full(blocks - first_block, self.all_groups, np.uint8)
+
+    def distances(self, path: Rows) -> npt.NDArray[np.int8]:
+        """[len(path)]: the tier from which each block of a usable prefix has to be brought, the nearest where it has
+        bytes that the prefix needs; 0 for a block of which nothing is needed."""
+        if not self.has_rules:
+            return self.nearest[path]
+        return self._nearest(path, self.needed(len(path)))
 
     def find(self, key: bytes) -> int | None:
         """The row of the block that has this key; its tokens and its parent may be another prompt's."""
@@ -178,17 +246,74 @@ class Trie(TrieTable):
         self.keep[row] = 0
         self.pinned[row] = False
         self.last_used[row] = now_s
-        self.some[row] = self.whole[row] = 0
+        self.any_part[row] = self.complete[row] = self.available[row] = self.expired[row] = 0
+        self.there[row] = 0
         self.nearest[row] = NONE
         self.slots[row] = NO_SLOT
         self.checksums[row] = 0
-        self.sealed[row] = False
+        self.checksummed[row] = False
         self.holds[row] = 0
         self.tier_children[row] = 0
         self.entered[row] = 0.0
         if parent >= 0:
             self.children[parent] += 1
+            if self.has_rules and self.children[parent] > 1:
+                self._revive_branch(parent)
         return row
+
+    def insert_path(
+        self, parent: int, namespace: int, keys: npt.NDArray[np.uint8], tokens: npt.NDArray[np.uint32], now_s: float
+    ) -> tuple[Rows, int]:
+        """The rows of blocks that continue `parent` one after the other; new ones where there are none.
+
+        Args:
+            parent: a row, or the namespace's root for first blocks.
+            namespace: its ordinal.
+            keys: [m, 16].
+            tokens: [m, block_tokens].
+            now_s: the time of the new blocks' last use.
+
+        Returns:
+            The rows, and how many of them, from the first, were there before. Fewer than m rows when a key is another
+            block's: from there on the prompt cannot be cached.
+        """
+        found = self._keys.find_all(keys)
+        there = found[: len(found) if (found >= 0).all() else int((found < 0).argmax())]
+        same = self.parent[there] == np.concatenate([[parent], there])[:-1]
+        same &= (self.tokens[there] == tokens[: len(there)]).all(axis=1)
+        old = len(same) if same.all() else int(same.argmin())
+        rest = found[old:]
+        fresh = len(rest) if (rest < 0).all() else int((rest >= 0).argmax())  # a key that is found here is another's
+        fresh = min(fresh, _first_repeated(keys[old : old + fresh]))
+        if not fresh:
+            return found[:old], old
+        rows = self.take_rows(fresh)
+        above = int(found[old - 1]) if old else parent
+        parents = np.concatenate([[above], rows[:-1]])
+        depth = int(self.depth[above]) + 1 if above >= 0 else 0
+        end = old + fresh
+        self._clear(rows)
+        self.insert_all(
+            rows,
+            parents,
+            np.full(fresh, namespace),
+            np.arange(depth, depth + fresh),
+            keys[old:end],
+            tokens[old:end],
+            now_s,
+        )
+        if self.has_rules and above >= 0 and self.children[above] > 1:
+            self._revive_branch(above)
+        return np.concatenate([found[:old], rows]), old
+
+    def _clear(self, rows: Rows) -> None:
+        """Makes 0 what `insert_all` expects to be: rows that were used before are as they were left."""
+        columns: tuple[npt.NDArray[Any], ...] = (
+            *(self.children, self.keep, self.pinned, self.any_part, self.complete, self.available, self.expired),
+            *(self.there, self.checksummed, self.holds, self.tier_children, self.entered),
+        )
+        for column in columns:
+            column[rows] = 0
 
     def insert_all(
         self,
@@ -236,7 +361,7 @@ class Trie(TrieTable):
 
         Ancestors that were without copies and stayed only for its sake go with it.
         """
-        if self.some[row] or not self.removable(row):
+        if self.any_part[row] or not self.removable(row):
             raise RuntimeError(f"row {row} was removed while it has no block, or one with copies, children or keepers")
         while True:
             self._keys.remove(row)
@@ -247,99 +372,164 @@ class Trie(TrieTable):
             if row < 0:
                 return
             self.children[row] -= 1
-            if self.some[row] or not self.removable(row):
+            if self.any_part[row] or not self.removable(row):
                 return
 
     # -- copies -------------------------------------------------------------------------------------------------
 
     def put_copy(self, row: int, tier: int, slots: Sequence[int], now_s: float) -> None:
-        """Records where the parts are in `tier`; NO_SLOT leaves a part as it is."""
-        place = self.slots[row, tier]
-        for part, slot in enumerate(slots):
-            if slot != NO_SLOT:
-                place[part] = slot
-        bit = 1 << tier
-        if not self.some[row] & bit:
-            self.some[row] |= bit
-            self.entered[row, tier] = now_s
-            parent = int(self.parent[row])
-            if parent >= 0:
-                self.tier_children[parent, tier] += 1
-        if (place != NO_SLOT).all():
-            self.whole[row] |= bit
-            self.nearest[row] = _NEAREST[self.whole[row] & self.offered]
-            if self.observer is not None:
-                self.observer(self, row)
-
-    def drop_copy(self, row: int, tier: int) -> list[int]:
-        """Forgets the copy in `tier` and returns its slots (NO_SLOT for parts that had none)."""
-        slots: list[int] = self.slots[row, tier].tolist()
-        bit = 1 << tier
-        if self.some[row] & bit:
-            self.some[row] &= ~bit & 7
-            self.whole[row] &= ~bit & 7
-            self.slots[row, tier] = NO_SLOT
-            self.nearest[row] = _NEAREST[self.whole[row] & self.offered]
-            if tier == CPU:
-                self.sealed[row] = False
-            parent = int(self.parent[row])
-            if parent >= 0:
-                self.tier_children[parent, tier] -= 1
-            if self.observer is not None:
-                self.observer(self, row)
-        return slots
+        """Records where parts of a block are in `tier`; NO_SLOT leaves a part as it is."""
+        self.put_copies(np.array([row]), tier, np.array([slots], np.int64), now_s)
 
     def put_copies(self, rows: Rows, tier: int, slots: npt.NDArray[np.int64], now_s: float) -> None:
-        """Records whole copies, [m, parts] slots, of m rows that have none in `tier`."""
-        self.slots[rows, tier] = slots
-        self.some[rows] |= np.uint8(1 << tier)
-        self.whole[rows] |= np.uint8(1 << tier)
-        self.nearest[rows] = _NEAREST[self.whole[rows] & np.uint8(self.offered)]
-        self.entered[rows, tier] = now_s
+        """Records where parts of m different blocks are in `tier`: [m, parts] slots, NO_SLOT leaves a part as it is."""
+        place = self.slots[rows, tier]
+        place = np.where(slots != NO_SLOT, slots, place)
+        self.slots[rows, tier] = place
+        new = rows[(self.any_part[rows] & np.uint8(1 << tier)) == 0]
+        if len(new):
+            self.any_part[new] |= np.uint8(1 << tier)
+            self.entered[new, tier] = now_s
+            self._count_children(new, tier, 1)
+        self._note(rows, tier, place)
+
+    def drop_copy(self, row: int, tier: int, groups: int | None = None) -> list[int]:
+        """As `drop_copies`, for one block."""
+        slots: list[int] = self.drop_copies(np.array([row]), tier, groups)[0].tolist()
+        return slots
+
+    def drop_copies(self, rows: Rows, tier: int, groups: int | GroupMask | None = None) -> npt.NDArray[np.int64]:
+        """Forgets the bytes of `groups` of m different blocks in `tier`.
+
+        Args:
+            rows: [m] blocks.
+            tier: where.
+            groups: [m] masks, or one for all blocks; all groups by default.
+
+        Returns:
+            [m, parts]: the slots that are free now, NO_SLOT for parts that had none or stay.
+        """
+        place = self.slots[rows, tier]
+        freed: npt.NDArray[np.int64] = place
+        if groups is not None:
+            wanted = np.broadcast_to(np.asarray(groups, np.uint8), (len(rows),))
+            freed = np.where((wanted[:, None] & self.part_mask) != 0, place, NO_SLOT)
+        gone = freed != NO_SLOT
+        place = np.where(gone, NO_SLOT, place)
+        self.slots[rows, tier] = place
+        if tier == CPU:
+            self.checksummed[rows] &= ~gone
+        bit = np.uint8(1 << tier)
+        left = rows[((self.any_part[rows] & bit) != 0) & (place == NO_SLOT).all(axis=1)]
+        if len(left) and (groups is None or tier != DISK):  # on disk the block's record stays: its children need it
+            self.any_part[left] &= ~bit
+            self._count_children(left, tier, -1)
+        self._note(rows, tier, place)
+        return freed
+
+    def _count_children(self, rows: Rows, tier: int, change: int) -> None:
         parents = self.parent[rows]
-        np.add.at(self.tier_children[:, tier], parents[parents >= 0], 1)
-        if self.observer is not None:
-            self.observer(self, rows)
+        inner = parents[parents >= 0]
+        if len(inner) == 1:
+            self.tier_children[inner[0], tier] += change
+        elif len(inner):
+            np.add.at(self.tier_children[:, tier], inner, change)
+
+    def _note(self, rows: Rows, tier: int, place: npt.NDArray[np.int64]) -> None:
+        """Brings up to date what follows from the slots of `rows` in `tier`, [m, parts]."""
+        has = place != NO_SLOT
+        there = np.zeros(len(rows), np.uint8)
+        for group in self.groups:
+            there |= np.uint8(group.mask) * has[:, list(group.parts)].all(axis=1)
+        changed = rows[there != self.there[rows, tier]]
+        self.there[rows, tier] = there
+        bit = np.uint8(1 << tier)
+        self.complete[rows] = np.where(there == self.all_groups, self.complete[rows] | bit, self.complete[rows] & ~bit)
+        self._offer(rows)
+        if self.observer is not None and len(changed):
+            self.observer(self, changed)
+
+    def _offer(self, rows: Rows) -> None:
+        """Brings `available` and `nearest` of `rows` up to date."""
+        available = np.zeros(len(rows), np.uint8)
+        for tier in range(TIERS):
+            if self.offered & (1 << tier):
+                available |= self.there[rows, tier]
+        self.available[rows] = available
+        if len(self.groups) == 1:
+            self.nearest[rows] = _NEAREST[self.complete[rows] & np.uint8(self.offered)]
+        else:
+            self.nearest[rows] = np.where(available == 0, NONE, self._nearest(rows, available))
+
+    def _nearest(self, rows: Rows, wanted: GroupMask) -> npt.NDArray[np.int8]:
+        """The nearest tier that has, together with those above it, all `wanted` groups; 0 where none is wanted."""
+        nearest = np.zeros(len(rows), np.int8)
+        lacking = wanted.copy()
+        for tier in range(TIERS):
+            if self.offered & (1 << tier):
+                nearest[(lacking & self.there[rows, tier]) != 0] = tier
+                lacking &= ~self.there[rows, tier]
+        nearest[lacking != 0] = NONE
+        return nearest
 
     def offer(self, tier: int, offered: bool) -> None:
         """Whether copies in `tier` count as there: blocks that have no other copy are matched no more if not."""
         self.offered = self.offered | 1 << tier if offered else self.offered & ~(1 << tier)
-        self.nearest[: self.rows] = _NEAREST[self.whole[: self.rows] & np.uint8(self.offered)]
+        self._offer(np.arange(self.rows))
         if self.observer is not None:
             self.observer(self, self.copies(tier))
 
-    def set_checksums(self, row: int, checksums: Sequence[int]) -> None:
-        """Records the checksums of the copy on disk. A CPU copy that has others is sealed no more."""
-        new = np.array(checksums, np.uint64)
-        self.sealed[row] &= self.checksums[row] == new
-        self.checksums[row] = new
+    def set_checksums(self, rows: Rows, checksums: npt.NDArray[np.uint64]) -> None:
+        """Records the checksums, [m, parts], of the copies on disk of m blocks.
 
-    def seal(self, row: int, part: int, checksum: int) -> None:
-        """Records the checksum of a part's bytes in the CPU tier, unless a copy on disk has another."""
-        if self.slots[row, DISK, part] == NO_SLOT:
-            self.checksums[row, part] = checksum
-        self.sealed[row, part] = int(self.checksums[row, part]) == checksum
+        CPU copies that have others do not count as checksummed any more.
+        """
+        self.checksummed[rows] &= self.checksums[rows] == checksums
+        self.checksums[rows] = checksums
+
+    def set_part_checksums(self, rows: Rows, parts: Rows, checksums: npt.NDArray[np.uint64]) -> None:
+        """Records the checksums of m parts in the CPU tier, except where a copy on disk has another."""
+        alone = self.slots[rows, DISK, parts] == NO_SLOT
+        self.checksums[rows[alone], parts[alone]] = checksums[alone]
+        self.checksummed[rows, parts] = self.checksums[rows, parts] == checksums
 
     def has(self, row: int, tier: int) -> bool:
         """Whether `tier` has every part of the block."""
-        return bool(self.whole[row] & (1 << tier))
+        return bool(self.complete[row] & (1 << tier))
 
-    def missing(self, rows: Rows, tier: int) -> Rows:
-        """The rows of which `tier` lacks a part."""
-        lacking: Rows = rows[(self.whole[rows] & (1 << tier)) == 0]
+    def lacking(self, rows: Rows, tier: int, wanted: GroupMask | None = None) -> GroupMask:
+        """[len(rows)]: which of the `wanted` groups (all by default) `tier` lacks of each block."""
+        lacking: GroupMask = ~self.there[rows, tier] & (np.uint8(self.all_groups) if wanted is None else wanted)
         return lacking
+
+    def missing(self, rows: Rows, tier: int, wanted: GroupMask | None = None) -> Rows:
+        """The rows of which `tier` lacks a `wanted` group; any group by default."""
+        chosen: Rows = rows[self.lacking(rows, tier, wanted) != 0]
+        return chosen
 
     # -- protection ---------------------------------------------------------------------------------------------
 
-    def hold(self, rows: Rows, tier: int) -> None:
-        """Protects the copies in `tier`, present or on their way. Rows are distinct."""
-        self.holds[rows, tier] += 1
-        self.keep[rows] += 1
+    def hold(self, rows: Rows, tier: int, wanted: GroupMask | None = None) -> None:
+        """Protects bytes in `tier`, present or on their way. Rows are distinct.
 
-    def unhold(self, rows: Rows, tier: int) -> None:
+        Args:
+            rows: [m] blocks.
+            tier: where.
+            wanted: [m] groups of each that are held; all by default.
+        """
+        self._change_holds(rows, tier, wanted, 1)
+
+    def unhold(self, rows: Rows, tier: int, wanted: GroupMask | None = None) -> None:
         """Ends one hold of each row."""
-        self.holds[rows, tier] -= 1
-        self.keep[rows] -= 1
+        self._change_holds(rows, tier, wanted, -1)
+
+    def _change_holds(self, rows: Rows, tier: int, wanted: GroupMask | None, change: int) -> None:
+        if wanted is None:
+            self.holds[rows, tier] += change
+        else:
+            for group in self.groups:
+                self.holds[rows[(wanted & np.uint8(group.mask)) != 0], tier, group.bit] += change
+        self.keep[rows] += change
 
     def retain(self, rows: Rows) -> None:
         """Keeps the blocks in existence, wherever they are."""
@@ -350,8 +540,36 @@ class Trie(TrieTable):
         self.keep[rows] -= 1
 
     def touch(self, rows: Rows, now_s: float) -> None:
-        """Marks a prefix as used. Touching whole prefixes keeps a parent at least as recent as its children."""
+        """Marks blocks as used. Touching whole prefixes keeps a parent at least as recent as its children."""
         self.last_used[rows] = now_s
+
+    # -- expiry: bytes that only shorter prefixes need ------------------------------------------------------------
+
+    def expire(self, path: Rows) -> None:
+        """`path`, from the first block on, is the longest prefix that is known of a prompt: what only shorter ones need
+        may go first, but for the places where prompts branch.
+
+        Prompts that share a beginning continue differently where they branch, so the end of the shared part is a prefix
+        that is likely to be asked for again.
+        """
+        if not self.has_rules or not len(path):
+            return
+        branches = 1 + np.flatnonzero(self.children[path[:-1]] > 1)
+        self.expired[path] |= expired_groups(self.groups, len(path), branches)
+
+    def revive(self, path: Rows) -> None:
+        """A prompt continues after `path`: the bytes that it needs are wanted again."""
+        if self.has_rules and len(path):
+            self.expired[path] &= ~self.needed(len(path))
+
+    def _revive_branch(self, row: int) -> None:
+        """Prompts branch behind this row: what a prefix that ends there needs is wanted again."""
+        length = int(self.depth[row]) + 1
+        some = [group for group in self.groups if not isinstance(group.rule, FullAttention)]
+        needed = [(group.mask, len(group.rule.needed(length))) for group in some]
+        for back in range(max(count for _, count in needed)):
+            self.expired[row] &= ~sum(mask for mask, count in needed if back < count) & 0xFF
+            row = int(self.parent[row])
 
     # -- eviction -----------------------------------------------------------------------------------------------
 
@@ -363,19 +581,35 @@ class Trie(TrieTable):
         """
         n = self.rows
         bit = np.uint8(1 << tier)
-        can = (self.some[:n] & bit) != 0
-        can &= self.holds[:n, tier] == 0
+        can = (self.any_part[:n] & bit) != 0
         can &= self.tier_children[:n, tier] == 0
-        elsewhere = (self.some[:n] & ~bit & np.uint8(7)) != 0
+        can &= ~self.held(slice(0, n), tier)
+        elsewhere = (self.any_part[:n] & ~bit & np.uint8(7)) != 0
         may_vanish = (self.children[:n] == 0) & (self.keep[:n] == 0) & ~self.pinned[:n]
-        may_go_down = (self.whole[:n] & bit) != 0 if demotable else np.zeros(n, np.bool_)
+        may_go_down = (self.complete[:n] & bit) != 0 if demotable else np.zeros(n, np.bool_)
         can &= elsewhere | may_vanish | may_go_down
         return np.flatnonzero(can)
+
+    def held(self, rows: Rows | slice, tier: int) -> npt.NDArray[np.bool_]:
+        """[len(rows)]: of which rows any group is held in `tier`."""
+        holds = self.holds[rows, tier]
+        if len(self.groups) == 1:
+            return np.asarray(holds[..., 0] > 0)
+        return np.asarray((holds > 0).any(axis=-1))
 
     def copies(self, tier: int, without: int | None = None) -> Rows:
         """Rows with every part in `tier` (and no part in `without`)."""
         n = self.rows
-        rows = (self.whole[:n] & np.uint8(1 << tier)) != 0
+        rows = (self.complete[:n] & np.uint8(1 << tier)) != 0
         if without is not None:
-            rows &= (self.some[:n] & np.uint8(1 << without)) == 0
+            rows &= (self.any_part[:n] & np.uint8(1 << without)) == 0
         return np.flatnonzero(rows)
+
+
+def _first_repeated(keys: npt.NDArray[np.uint8]) -> int:
+    """How many keys, from the first on, are all different."""
+    halves = np.ascontiguousarray(keys).view(np.uint64)
+    order = np.lexsort((halves[:, 0], halves[:, 1]))
+    same = (halves[order[1:]] == halves[order[:-1]]).all(axis=1)
+    again = order[1:][same]  # `order` is stable: of equal keys the later one
+    return int(again.min()) if len(again) else len(keys)

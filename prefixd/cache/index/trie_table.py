@@ -20,9 +20,10 @@ class TrieTable:
     Args:
         block_tokens: tokens a block.
         parts: parts of a block.
+        groups: KV groups of a block.
     """
 
-    def __init__(self, block_tokens: int, parts: int) -> None:
+    def __init__(self, block_tokens: int, parts: int, groups: int = 1) -> None:
         self.rows = 0  # rows ever used
         self.free = array("i")
         self._capacity = 0
@@ -36,13 +37,16 @@ class TrieTable:
         self.keep = np.empty(0, np.int32)
         self.pinned = np.empty(0, np.bool_)
         self.last_used = np.empty(0, np.float64)
-        self.some = np.empty(0, np.uint8)  # tiers that have any part, a bit each
-        self.whole = np.empty(0, np.uint8)  # tiers that have every part
+        self.any_part = np.empty(0, np.uint8)  # tiers that have any part, a bit each
+        self.complete = np.empty(0, np.uint8)  # tiers that have every part
+        self.available = np.empty(0, np.uint8)  # KV groups that some tier offers, a bit each
+        self.expired = np.empty(0, np.uint8)  # KV groups that only shorter prefixes need
         self.nearest = np.empty(0, np.int8)
         self.slots = _by_tier(0, (parts,), np.int64)
         self.checksums = np.empty((0, parts), np.uint64)
-        self.sealed = np.empty((0, parts), np.bool_)  # the CPU copy's bytes are those of the checksums
-        self.holds = _by_tier(0, (), np.int32)
+        self.checksummed = np.empty((0, parts), np.bool_)  # the CPU copy's bytes are those of the checksums
+        self.there = _by_tier(0, (), np.uint8)  # KV groups of which the tier has every part
+        self.holds = _by_tier(0, (groups,), np.int32)
         self.tier_children = _by_tier(0, (), np.int32)
         self.entered = _by_tier(0, (), np.float64)
 
@@ -100,10 +104,12 @@ _COLUMNS = (
     "keep",
     "pinned",
     "last_used",
-    "some",
-    "whole",
+    "any_part",
+    "complete",
+    "available",
+    "expired",
     "nearest",
     "checksums",
-    "sealed",
+    "checksummed",
 )
-_TIER_COLUMNS = ("slots", "holds", "tier_children", "entered")
+_TIER_COLUMNS = ("slots", "there", "holds", "tier_children", "entered")

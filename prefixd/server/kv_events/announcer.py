@@ -159,7 +159,7 @@ class KVEvents:
         for trie in self._cache.tries:
             announced = self._of(trie)
             announced.media[:] = 0
-            announced.to_store[: trie.rows] = (trie.whole[: trie.rows] & np.uint8(trie.offered)) != 0
+            announced.to_store[: trie.rows] = (trie.complete[: trie.rows] & np.uint8(trie.offered)) != 0
 
     def _begin(self, topic: bytes) -> None:
         """The first that is said on a topic."""
@@ -269,7 +269,7 @@ def _hashes(trie: Trie, rows: Rows) -> Hashes:
 
 def _tiers_of(trie: Trie, rows: Rows) -> Bits:
     """The tiers, a bit each, from which each block can be had with all its parts; none where there is no block."""
-    tiers: Bits = trie.whole[rows] & np.uint8(trie.offered)
+    tiers: Bits = trie.complete[rows] & np.uint8(trie.offered)
     return tiers
 
 

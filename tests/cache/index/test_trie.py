@@ -188,7 +188,7 @@ class TrieMachine(RuleBasedStateMachine):
             assert (trie.depth[row], trie.namespace[row]) == (len(prefix) - 2, prefix[0])
             for tier, parts in enumerate(self.copies[prefix]):
                 assert trie.has(row, tier) == (len(parts) == 2)
-                assert bool(trie.some[row] & (1 << tier)) == bool(parts)
+                assert bool(trie.any_part[row] & (1 << tier)) == bool(parts)
                 assert trie.slots[row, tier].tolist() == [parts.get(0, NO_SLOT), parts.get(1, NO_SLOT)]
                 assert trie.holds[row, tier] == self.holds[prefix, tier]
                 children[prefix[:-1], tier] += bool(parts)

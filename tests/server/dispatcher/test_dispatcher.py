@@ -99,7 +99,7 @@ async def test_the_look_ahead_brings_up_what_there_are_frames_for(make_bench: Ma
     assert [request.ready for request in waiting[:2]] == [True, True]
     trie = bench.cache.trie(bench.namespace)
     for request, up in zip(waiting, (True, True, False, False), strict=True):
-        assert bool((trie.whole[request.rows] & (1 << GPU)).all()) is up
+        assert bool((trie.complete[request.rows] & (1 << GPU)).all()) is up
         assert (trie.holds[request.rows, GPU] == int(up)).all()
     assert [request.queued.distance for request in waiting] == [Distance.CPU] * 4
     await bench.finish(busy, *waiting)
@@ -195,7 +195,7 @@ async def test_a_prefix_that_is_slower_to_load_is_computed(
     if tier == DISK:
         trie = bench.cache.trie(bench.namespace)
         await bench.cache.write_back.flush()
-        slots = await bench.cache.mover.take(CPU, trie.part_bytes, 64)  # all of the tier
+        slots = await bench.cache.mover.allocate(CPU, trie.part_bytes, 64)  # all of the tier
         for taken in slots:
             bench.cache.tiers.release(CPU, taken)
     bench.cost.observe_compute(10_000, 0.001)

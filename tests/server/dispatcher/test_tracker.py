@@ -71,7 +71,7 @@ async def change(bench: Bench, tracker: PrefixTracker, waiting: list[Request], w
         await cache.write_back.flush()
     elif what.startswith("crowd"):
         tier = GPU if what == "crowd gpu" else CPU
-        for slots in await cache.mover.take(tier, trie.part_bytes, argument):
+        for slots in await cache.mover.allocate(tier, trie.part_bytes, argument):
             cache.tiers.release(tier, slots)
 
 

@@ -1,0 +1,103 @@
+"""Holds: reasons why blocks, or their bytes in a tier, stay.
+
+A hold is an object with an owner. It ends when its scope is left (`with holds.hold(...)`) or when its owner ends it,
+and `check_integrity` compares the trie's counters with the holds that exist, by owner.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from types import TracebackType
+
+from prefixd.cache.groups import GroupMask
+from prefixd.cache.index.trie import Rows, Trie
+
+
+class Hold:
+    """Blocks that stay, and bytes of them that stay in a tier, until `end`.
+
+    Attributes:
+        owner: who holds, for people: `lease 12-ab`, `request 7`, `write-back`.
+        trie: the blocks' trie.
+        rows: [m] different blocks.
+        tier: where the bytes stay; None for a hold of the blocks alone, wherever their bytes are.
+        wanted: [m] KV groups whose bytes stay; None for all of them.
+    """
+
+    __slots__ = ("_holds", "owner", "rows", "tier", "trie", "wanted")
+
+    def __init__(
+        self, holds: Holds, owner: str, trie: Trie, rows: Rows, tier: int | None, wanted: GroupMask | None
+    ) -> None:
+        self._holds: Holds | None = holds
+        self.owner = owner
+        self.trie = trie
+        self.rows = rows
+        self.tier = tier
+        self.wanted = wanted
+        self._change(rows, wanted, begin=True)
+
+    def shrink(self, blocks: int) -> None:
+        """Keeps the first `blocks` blocks and lets go of the others."""
+        if self._holds is None or blocks >= len(self.rows):
+            return
+        rows, wanted = self.rows[blocks:], None if self.wanted is None else self.wanted[blocks:]
+        self.rows = self.rows[:blocks]
+        self.wanted = None if self.wanted is None else self.wanted[:blocks]
+        self._change(rows, wanted, begin=False)
+        self._holds.swept(self.trie, rows)
+
+    def end(self) -> None:
+        """Lets go. A hold that has ended already stays ended."""
+        holds, self._holds = self._holds, None
+        if holds is not None:
+            self._change(self.rows, self.wanted, begin=False)
+            holds.live.discard(self)
+            holds.swept(self.trie, self.rows)
+
+    def __enter__(self) -> Hold:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end()
+
+    def _change(self, rows: Rows, wanted: GroupMask | None, *, begin: bool) -> None:
+        if self.tier is None:
+            (self.trie.retain if begin else self.trie.unretain)(rows)
+        elif begin:
+            self.trie.hold(rows, self.tier, wanted)
+        else:
+            self.trie.unhold(rows, self.tier, wanted)
+
+
+class Holds:
+    """All holds of a cache.
+
+    Args:
+        swept: called with blocks that nobody holds any more, perhaps: forgets those that have no bytes left.
+    """
+
+    def __init__(self, swept: Callable[[Trie, Rows], None]) -> None:
+        self.live: set[Hold] = set()
+        self.swept = swept
+
+    def hold(
+        self, owner: str, trie: Trie, rows: Rows, tier: int | None = None, wanted: GroupMask | None = None
+    ) -> Hold:
+        """A new hold; see `Hold`. Bytes that are still on their way are protected from the moment they arrive."""
+        hold = Hold(self, owner, trie, rows, tier, wanted)
+        self.live.add(hold)
+        return hold
+
+    def __iter__(self) -> Iterator[Hold]:
+        return iter(self.live)
+
+    def blocks_by_owner(self) -> Counter[str]:
+        """How many blocks each owner holds."""
+        blocks: Counter[str] = Counter()
+        for hold in self.live:
+            blocks[hold.owner] += len(hold.rows)
+        return blocks

@@ -1,0 +1,149 @@
+"""KV groups and their rules: against the definition, and in a cache with a window group beside full attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefixd.cache import CPU, NamespaceSpec, PartSpec, SlidingWindowSpec, check_integrity
+from prefixd.cache.groups import FullAttention, SlidingWindow, expired_groups, kv_groups, longest_prefix, needed_groups
+from prefixd.errors import AlreadyExistsError, InvalidArgumentError
+from tests.cache.conftest import BLOCK_TOKENS, PART_BYTES, Rig
+
+MakeRig = Callable[..., Rig]
+FULL, WINDOW = 0, 1  # parts of the namespace `hybrid`
+blocks_there = st.lists(st.booleans(), max_size=12).map(lambda found: np.array(found, np.bool_))
+rules = st.one_of(st.just(FullAttention()), st.integers(1, 5).map(SlidingWindow))
+
+
+def hybrid(rig: Rig, window_blocks: int = 2, name: str = "hybrid") -> NamespaceSpec:
+    """A part of full attention, and one that needs the last `window_blocks` blocks."""
+    window = SlidingWindowSpec(window_blocks * BLOCK_TOKENS + 1)
+    parts = (PartSpec("full", 0, PART_BYTES), PartSpec("window", 0, PART_BYTES, window))
+    return NamespaceSpec(name, BLOCK_TOKENS, parts)
+
+
+@given(rules, blocks_there)
+def test_a_length_is_possible_when_what_a_reader_needs_is_there(
+    rule: FullAttention | SlidingWindow, there: np.ndarray[tuple[int], np.dtype[np.bool_]]
+) -> None:
+    possible = rule.possible_prefixes(there)
+    assert possible.tolist() == [all(there[b] for b in rule.needed(n)) for n in range(len(there) + 1)]
+
+
+@given(rules, st.integers(0, 20))
+def test_what_expires_is_what_is_not_needed(rule: FullAttention | SlidingWindow, blocks: int) -> None:
+    assert [*rule.expires_before(blocks), *rule.needed(blocks)] == list(range(blocks))
+
+
+@given(st.lists(rules, min_size=1, max_size=3), st.lists(st.integers(0, 255), max_size=12))
+def test_every_group_allows_the_longest_prefix_and_no_longer_one(
+    of_parts: list[FullAttention | SlidingWindow], masks: list[int]
+) -> None:
+    groups = kv_groups(of_parts)
+    available = np.array(masks, np.uint8)
+
+    def fits(length: int) -> bool:
+        return not (needed_groups(groups, length) & ~available[:length]).any()
+
+    longest = longest_prefix(groups, available)
+    assert fits(longest) and not any(fits(length) for length in range(longest + 1, len(masks) + 1))
+
+
+@given(st.lists(rules, min_size=1, max_size=3), st.integers(0, 14), st.data())
+def test_what_a_likely_prefix_needs_does_not_expire(
+    of_parts: list[FullAttention | SlidingWindow], blocks: int, data: st.DataObject
+) -> None:
+    groups = kv_groups(of_parts)
+    lengths = st.integers(1, max(blocks - 1, 1))
+    branches = sorted(data.draw(st.sets(lengths, max_size=4))) if blocks > 1 else []
+    wanted = np.zeros(blocks, np.uint8)
+    for length in [*branches, blocks]:
+        wanted[:length] |= needed_groups(groups, length)
+    expired = expired_groups(groups, blocks, np.array(branches, np.int64))
+    assert (expired == ~wanted & np.uint8((1 << len(groups)) - 1)).all()
+
+
+@pytest.mark.parametrize(("tokens", "blocks"), [(1, 1), (2, 1), (17, 1), (18, 2), (1024, 64), (1025, 64), (1026, 65)])
+def test_a_window_counts_the_token_that_attends(tokens: int, blocks: int) -> None:
+    assert SlidingWindow.of_tokens(tokens, 16).blocks_in_window == blocks
+
+
+def window_there(rig: Rig, home: object, prompt: Sequence[int]) -> list[bool]:
+    trie = rig.cache.trie(home)  # type: ignore[arg-type]
+    rows = trie.nodes(home.root, rig.chain(prompt, home))  # type: ignore[attr-defined]
+    return (trie.slots[rows, CPU, WINDOW] >= 0).tolist()
+
+
+async def test_window_bytes_that_only_shorter_prefixes_need_go_first(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=12)
+    home = rig.cache.register(hybrid(rig))
+    rig.session.namespaces[home.id] = home
+    await rig.put([1, 2, 3, 4, 5], namespace=home)  # ten slots of twelve
+    assert window_there(rig, home, [1, 2, 3, 4, 5]) == [True] * 5
+    await rig.put([7, 8], namespace=home)  # four slots: two too many
+    assert window_there(rig, home, [1, 2, 3, 4, 5]).count(True) == 3
+    assert window_there(rig, home, [1, 2, 3, 4, 5])[3:] == [True, True]
+    lease = await rig.lease([1, 2, 3, 4, 5, 6], namespace=home)
+    assert lease is not None and len(lease.rows) == 5
+    offsets = rig.cache.offsets(lease, (FULL, WINDOW)).astype(np.int64)
+    assert (offsets[:, FULL] >= 0).all() and (offsets[:, WINDOW] >= 0).tolist() == [False] * 3 + [True] * 2
+    check_integrity(rig.cache)
+
+
+async def test_a_match_is_the_longest_length_that_every_group_allows(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=20)
+    home = rig.cache.register(hybrid(rig))
+    rig.session.namespaces[home.id] = home
+    await rig.put([1, 2, 3, 4, 5], namespace=home)
+    trie = rig.cache.trie(home)
+    rows = trie.nodes(home.root, rig.chain([1, 2, 3, 4, 5], home))
+    rig.cache.mover.placement.drop(trie, rows[2:3], CPU, np.array([1 << WINDOW], np.uint8))
+    for prompt, expected in (([1, 2, 3, 4, 5], 5), ([1, 2, 3, 4], 2), ([1, 2, 3], 2), ([1, 2], 2), ([1], 1)):
+        assert len(rig.cache.match(home, rig.chain(prompt, home))) == expected
+    check_integrity(rig.cache)
+
+
+async def test_where_prompts_branch_the_window_stays(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=40)
+    home = rig.cache.register(hybrid(rig))
+    rig.session.namespaces[home.id] = home
+    await rig.put([1, 2, 3, 4, 5, 6, 7], namespace=home)
+    trie = rig.cache.trie(home)
+    rows = trie.nodes(home.root, rig.chain([1, 2, 3, 4, 5, 6, 7], home))
+    assert (trie.expired[rows] != 0).tolist() == [True] * 5 + [False] * 2
+    await rig.put([1, 2, 3, 9, 9, 9, 9], namespace=home)  # branches behind block 3
+    assert (trie.expired[rows] != 0).tolist() == [True, False, False, True, True, False, False]
+    await rig.put([1, 2, 3, 4, 5, 6, 7, 8, 8, 8], namespace=home)
+    rows = trie.nodes(home.root, rig.chain([1, 2, 3, 4, 5, 6, 7, 8, 8, 8], home))
+    assert (trie.expired[rows] != 0).tolist() == [True, False, False, *[True] * 5, False, False]
+
+
+async def test_a_lease_holds_what_the_rules_need(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=20)
+    home = rig.cache.register(hybrid(rig))
+    rig.session.namespaces[home.id] = home
+    await rig.put([1, 2, 3, 4], namespace=home)
+    lease = await rig.lease([1, 2, 3, 4], namespace=home)
+    assert lease is not None
+    trie = lease.trie
+    assert trie.holds[lease.rows, CPU].tolist() == [[1, 0], [1, 0], [1, 1], [1, 1]]
+    check_integrity(rig.cache)
+    rig.cache.release(rig.session, lease.id)
+    assert not trie.holds[: trie.rows].any()
+
+
+async def test_a_registered_rule_is_part_of_the_geometry(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=8)
+    rig.cache.register(hybrid(rig))
+    with pytest.raises(AlreadyExistsError, match="window of 7 tokens"):
+        rig.cache.register(hybrid(rig, window_blocks=3))
+    with pytest.raises(InvalidArgumentError, match="sliding window of 0 tokens"):
+        rig.cache.register(NamespaceSpec("none", 2, (PartSpec("w", 0, 4096, SlidingWindowSpec(0)),)))
+    many = tuple(PartSpec(f"g{n}", 0, 4096, SlidingWindowSpec(2 + 2 * n)) for n in range(9))
+    with pytest.raises(InvalidArgumentError, match="9 different rules"):
+        rig.cache.register(NamespaceSpec("many", 2, many))

@@ -18,7 +18,7 @@ import xxhash
 
 from prefixd_swap.errors import DirectoryInUseError, FormatError
 from prefixd_swap.slab.file_ops import FileOps, storage_error
-from prefixd_swap.slab.io import supports_direct, try_read
+from prefixd_swap.slab.io import DiskIo, try_read, usable
 from prefixd_swap.slots import PAGE_BYTES
 
 MAGIC = b"prefixd\0"
@@ -64,26 +64,27 @@ class DataDirectory:
             os.close(self._fd)
             raise
 
-    def supports_direct(self) -> bool:
-        """Whether the file system here takes `O_DIRECT`.
+    def usable_io(self, wanted: DiskIo) -> DiskIo:
+        """`wanted` where the file system here and the kernel can do it, else buffered.
 
         Raises:
             StorageError: it cannot be read at all.
         """
+        name = self.path / "SUPERBLOCK"
         try:
-            return supports_direct(self.path / "SUPERBLOCK", self._ops)
+            return usable(wanted, name, self._ops)
         except OSError as error:
-            raise storage_error(f"reading {self.path / 'SUPERBLOCK'}", error) from error
+            raise storage_error(f"reading {name}", error) from error
 
-    def try_read(self, direct: bool) -> None:
-        """Read a page of a file that has been here from the start, with `direct` past the page cache.
+    def try_read(self, io: DiskIo) -> None:
+        """Read from the device the beginning of a file that has been here from the start.
 
         Raises:
             StorageError: the device refuses.
         """
         name = self.path / "SUPERBLOCK"
         try:
-            try_read(name, self._ops, direct)
+            try_read(name, self._ops, io)
         except OSError as error:
             raise storage_error(f"reading {name}", error) from error
 

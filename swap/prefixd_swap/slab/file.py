@@ -13,8 +13,9 @@ from pathlib import Path
 import xxhash
 
 from prefixd_swap.errors import LostBytesError, StorageError
-from prefixd_swap.slab import io as slab_io
 from prefixd_swap.slab.file_ops import FileOps, storage_error
+from prefixd_swap.slab.io import DiskIo, open_flags, slot_io
+from prefixd_swap.slab.pread_io import EndOfFileError
 from prefixd_swap.slots import PAGE_BYTES, SlotRun
 
 INDEX_BITS = 24
@@ -39,9 +40,7 @@ class SlabFile:
     The descriptor is closed when the last reference goes, so a reader may finish on a slab that was deleted.
     """
 
-    def __init__(
-        self, number: int, path: Path, slot_bytes: int, count: int, fd: int, ops: FileOps, direct: bool
-    ) -> None:
+    def __init__(self, number: int, path: Path, slot_bytes: int, count: int, fd: int, ops: FileOps, io: DiskIo) -> None:
         self.number = number
         self.path = path
         self.slot_bytes = slot_bytes
@@ -52,7 +51,7 @@ class SlabFile:
         """First slot that is gone from the file, once `find_loss` found one: such a slab is given up."""
         self._fd = fd
         self._ops = ops
-        self._direct = direct
+        self._io = slot_io(io, ops, fd, self.nbytes)
         weakref.finalize(self, os.close, fd)
 
     @property
@@ -62,7 +61,7 @@ class SlabFile:
 
     @classmethod
     def create(
-        cls, folder: Path, number: int, slot_bytes: int, count: int, ops: FileOps, direct: bool = False
+        cls, folder: Path, number: int, slot_bytes: int, count: int, ops: FileOps, io: DiskIo = "buffered"
     ) -> SlabFile:
         """Make and preallocate the file, durably.
 
@@ -72,10 +71,10 @@ class SlabFile:
         """
         path = folder / f"{number:010x}-{slot_bytes}.slab"
         try:
-            fd = ops.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _flag(direct))
+            fd = ops.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | open_flags(io))
         except OSError as error:
             raise storage_error(f"creating the slab {path}", error) from error
-        slab = cls(number, path, slot_bytes, count, fd, ops, direct)
+        slab = cls(number, path, slot_bytes, count, fd, ops, io)
         try:
             ops.fallocate(fd, slab.nbytes)
             ops.fdatasync(fd)
@@ -87,7 +86,7 @@ class SlabFile:
         return slab
 
     @classmethod
-    def reopen(cls, path: Path, ops: FileOps, direct: bool = False) -> SlabFile | None:
+    def reopen(cls, path: Path, ops: FileOps, io: DiskIo = "buffered") -> SlabFile | None:
         """The slab in that file, as many slots as it holds, all free; None when the name is no slab's.
 
         Raises:
@@ -102,8 +101,8 @@ class SlabFile:
             return None
         try:
             count = min(path.stat().st_size // slot_bytes, 1 << INDEX_BITS)
-            fd = ops.open(path, os.O_RDWR | _flag(direct))
-            return cls(number, path, slot_bytes, count, fd, ops, direct)
+            fd = ops.open(path, os.O_RDWR | open_flags(io))
+            return cls(number, path, slot_bytes, count, fd, ops, io)
         except OSError as error:
             fault = storage_error(f"opening the slab {path}", error)
             if error.errno in _OWN_FAULTS:
@@ -123,20 +122,18 @@ class SlabFile:
                 "check the file system"
             )
         try:
-            slab_io.write(self._ops, self._fd, data, index * self.slot_bytes, self._direct)
+            self._io.write(data, index * self.slot_bytes)
         except OSError as error:
             raise storage_error(f"writing slot {index} of {self.path}", error) from error
 
     def read(self, index: int, into: memoryview) -> None:
         """Read a slot's first `len(into)` bytes.
 
-        Not by a mapping: reads are as fast from 64 KiB up, and a failing device is an error instead of SIGBUS.
-
         Raises:
             StorageError: the device failed, or the file ends too early.
         """
         with self._reading(index):
-            slab_io.read(self._ops, self._fd, into, index * self.slot_bytes, self._direct)
+            self._io.read(into, index * self.slot_bytes)
 
     def checksum(self, index: int, nbytes: int) -> int:
         """xxh3_64 of a slot's first `nbytes` bytes.
@@ -146,7 +143,7 @@ class SlabFile:
         """
         digest = xxhash.xxh3_64()
         with self._reading(index):
-            for piece in slab_io.pieces(self._ops, self._fd, nbytes, index * self.slot_bytes, self._direct):
+            for piece in self._io.pieces(nbytes, index * self.slot_bytes):
                 digest.update(piece)
         return digest.intdigest()
 
@@ -163,7 +160,7 @@ class SlabFile:
         if self.failed:
             raise StorageError(f"{self.path} failed to sync earlier; it is deleted when its last block goes")
         try:
-            self._ops.fdatasync(self._fd)
+            self._io.sync()
         except OSError as error:
             self.failed = True
             raise storage_error(f"syncing {self.path}", error) from error
@@ -217,13 +214,9 @@ class SlabFile:
     def _reading(self, index: int) -> Iterator[None]:
         try:
             yield
-        except slab_io.EndOfFileError as error:
+        except EndOfFileError as error:
             raise LostBytesError(
                 f"{self.path} ends inside slot {index}, at byte {error.offset}; drop its blocks"
             ) from error
         except OSError as error:
             raise storage_error(f"reading slot {index} of {self.path}", error) from error
-
-
-def _flag(direct: bool) -> int:
-    return os.O_DIRECT if direct else 0

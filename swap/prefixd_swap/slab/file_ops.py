@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import mmap
 import os
 from pathlib import Path
 
@@ -13,6 +14,29 @@ from prefixd_swap.errors import DiskFullError, StorageError
 from prefixd_swap.spans import Span
 
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+class _IoVec(ctypes.Structure):
+    """`struct iovec`."""
+
+    _fields_ = (("base", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
+
+
+_libc = ctypes.CDLL(None, use_errno=True)  # its functions run without the GIL
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.process_vm_readv.restype = ctypes.c_ssize_t
+_libc.process_vm_readv.argtypes = (
+    ctypes.c_int,
+    ctypes.POINTER(_IoVec),
+    ctypes.c_ulong,
+    ctypes.POINTER(_IoVec),
+    ctypes.c_ulong,
+    ctypes.c_ulong,
+)
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class FileOps:
@@ -41,6 +65,57 @@ class FileOps:
     def pwrite(self, fd: int, buffer: memoryview, offset: int) -> int:
         """Write `buffer`; the number of bytes written."""
         return os.pwrite(fd, buffer, offset)
+
+    def map(self, fd: int, nbytes: int) -> int:
+        """Address of a read-only mapping of the file's first `nbytes` bytes, shared with whoever writes them.
+
+        The device reads ahead sequentially (MADV_SEQUENTIAL) where a fault finds pages that `read_ahead` has not
+        asked for: the kernel cuts its requests to what the device takes at once.
+        """
+        address = _libc.mmap(None, nbytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, 0)
+        if address is None or address == _MAP_FAILED:
+            raise _last_error()
+        if _libc.madvise(address, nbytes, mmap.MADV_SEQUENTIAL):
+            error = _last_error()
+            self.unmap(address, nbytes)
+            raise error
+        return int(address)
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        """End a mapping; nobody may be reading it."""
+        if _libc.munmap(address, nbytes):
+            raise _last_error()
+
+    def read_ahead(self, address: int, nbytes: int) -> None:
+        """Have the device read exactly these pages of a mapping, without waiting for it.
+
+        A hint. Without it each fault reads as much as the device reads ahead, up to 8 MiB for a slot of 64 KiB; where
+        the kernel refuses it, that is what happens.
+        """
+        _libc.madvise(address, nbytes, mmap.MADV_WILLNEED)
+
+    def copy_mapped(self, address: int, buffer: memoryview) -> int:
+        """Copy from a mapping into `buffer`; the number of bytes copied, at least one.
+
+        Raises OSError with EFAULT where a touch of the mapping would raise SIGBUS.
+        """
+        local = _IoVec(ctypes.addressof(ctypes.c_char.from_buffer(buffer)), len(buffer))
+        remote = _IoVec(address, len(buffer))
+        copied = int(_libc.process_vm_readv(os.getpid(), ctypes.byref(local), 1, ctypes.byref(remote), 1, 0))
+        if copied < 0:
+            raise _last_error()
+        if not copied:
+            raise OSError(errno.EFAULT, os.strerror(errno.EFAULT))
+        return copied
+
+    def unmap_pages(self, address: int, nbytes: int) -> None:
+        """Take pages of a mapping out of this process's memory; they stay in the page cache."""
+        if _libc.madvise(address, nbytes, mmap.MADV_DONTNEED):
+            raise _last_error()
+
+    def drop_cached(self, fd: int, offset: int, nbytes: int) -> None:
+        """Drop a range of the file from the page cache: the pages that are clean and that nobody has mapped."""
+        os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
     def fdatasync(self, fd: int) -> None:
         """Return when the file's data, and the metadata needed to find it, are on the disk."""
@@ -97,3 +172,8 @@ def storage_error(doing: str, error: OSError) -> StorageError:
         errno.ENOMEM: "free memory or raise this process's limits (ulimit -v, vm.max_map_count)",
     }.get(error.errno or 0, "check the directory and its file system")
     return StorageError(f"{error.strerror or error} while {doing}; {remedy}")
+
+
+def _last_error() -> OSError:
+    code = ctypes.get_errno()
+    return OSError(code, os.strerror(code))

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from prefixd_swap.errors import DiskFullError, IntegrityError, LostBytesError, StorageError
 from prefixd_swap.slab.file import INDEX_BITS, SlabFile, UnreadableSlabError
 from prefixd_swap.slab.file_ops import FileOps, storage_error
+from prefixd_swap.slab.io import DiskIo
 from prefixd_swap.slots import MIN_SLOTS, SlotRun, round_to_slot, slots_per_slab
 
 SLAB_BYTES = 64 << 20
@@ -38,12 +39,12 @@ class SlabFiles:
         capacity_bytes: int,
         ops: FileOps,
         slab_bytes: int | None = None,
-        direct: bool = False,
+        io: DiskIo = "buffered",
     ) -> None:
         """Open the slabs there are, every slot free; `claim` those in use next.
 
-        `slab_bytes` is 64 MiB or what makes about 256 slabs of the capacity. `direct`: read and write past the page
-        cache.
+        `slab_bytes` is 64 MiB or what makes about 256 slabs of the capacity. `io`: how they are read and
+        written.
 
         If there is more than the capacity, which was lowered then, the newest slabs are deleted. A slab that cannot be
         opened by itself is left alone, as if it were gone.
@@ -57,7 +58,7 @@ class SlabFiles:
         self.freed = 0  # slots freed so far
         self._folder = folder
         self._slab_bytes = slab_bytes or max(SLAB_BYTES, capacity_bytes // MAX_SLABS)
-        self.direct = direct
+        self.io = io
         self._ops = ops
         self._slabs: dict[int, SlabFile] = {}
         self._partial: defaultdict[int, list[int]] = defaultdict(list)  # slot bytes -> slabs with room
@@ -65,7 +66,7 @@ class SlabFiles:
         self._full_at: int | None = None  # bytes the file system had left when it last refused a slab
         for path in sorted(folder.iterdir()):
             try:
-                slab = SlabFile.reopen(path, ops, direct)
+                slab = SlabFile.reopen(path, ops, io)
             except UnreadableSlabError as error:
                 log.error("%s. Its blocks are lost", error)
                 self._next_number = max(self._next_number, error.number + 1)
@@ -258,7 +259,7 @@ class SlabFiles:
                     "free space or lower the disk capacity"
                 )
             number, self._next_number = self._next_number, self._next_number + 1
-            slab = SlabFile.create(self._folder, number, slot_bytes, count, self._ops, self.direct)
+            slab = SlabFile.create(self._folder, number, slot_bytes, count, self._ops, self.io)
         except DiskFullError:
             self._full_at = left
             raise

@@ -1,140 +1,105 @@
-"""Slots to and from memory, through the page cache or past it.
+"""How the disk tier reads and writes its files: memory-mapped, direct or buffered.
 
-`O_DIRECT` wants addresses, lengths and offsets in whole pages. Slots are; memory that is not goes through a buffer of
-pages that each thread keeps.
+    mmap      reads copied out of a memory map (`MappedIo`), writes through the page cache; both leave nothing there
+    direct    reads and writes past the page cache (`DirectIo`)
+    buffered  reads and writes through the page cache, which keeps what it has room for (`BufferedIo`)
+
+The bytes in the files are the same: a directory may be opened with another way than the last time.
 """
 
 from __future__ import annotations
 
-import mmap
+import errno
+import logging
 import os
-import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-
-import numpy as np
+from typing import Literal
 
 from prefixd_swap.slab.file_ops import FileOps
-from prefixd_swap.slots import PAGE_BYTES, round_to_slot
+from prefixd_swap.slab.mapped_io import MappedIo
+from prefixd_swap.slab.pread_io import BufferedIo, DirectIo, scratch
+from prefixd_swap.slots import PAGE_BYTES
 
-STEP_BYTES = 1 << 20
+DiskIo = Literal["mmap", "direct", "buffered"]
 
-
-class EndOfFileError(OSError):
-    """The file ends before what was to be read; `offset` is where."""
-
-    def __init__(self, offset: int) -> None:
-        super().__init__(f"the file ends at byte {offset}")
-        self.offset = offset
+log = logging.getLogger(__name__)
 
 
-def supports_direct(path: Path, ops: FileOps) -> bool:
-    """Whether the file system of the file `path` takes `O_DIRECT`. Some say only at the first read that they do not.
+def open_flags(io: DiskIo) -> int:
+    """What `io` adds to the flags of `open`."""
+    return os.O_DIRECT if io == "direct" else 0
+
+
+def slot_io(io: DiskIo, ops: FileOps, fd: int, nbytes: int) -> BufferedIo:
+    """Reads and writes the slots of a file of `nbytes` bytes, which was opened with `open_flags(io)`."""
+    if io == "mmap":
+        return MappedIo(ops, fd, nbytes)
+    return DirectIo(ops, fd) if io == "direct" else BufferedIo(ops, fd)
+
+
+def usable(wanted: DiskIo, path: Path, ops: FileOps) -> DiskIo:
+    """`wanted` where the file system of the file `path` and the kernel can do it, else buffered, with a line of log.
 
     Raises:
         OSError: the file cannot be opened at all.
     """
     os.close(ops.open(path, os.O_RDONLY))
+    if wanted == "buffered":
+        return wanted
     try:
-        fd = ops.open(path, os.O_RDONLY | os.O_DIRECT)
-    except OSError:
-        return False
-    try:
-        ops.pread(fd, _scratch()[:PAGE_BYTES], 0)
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
-    return True
+        try_read(path, ops, wanted)
+    except OSError as refused:
+        try:
+            try_read(path, ops, "buffered")
+        except OSError:  # the device fails, which says nothing about the way
+            return wanted
+        log.warning(
+            "disk.io = %s does not work in %s (%s); the disk tier is read and written through the page cache instead",
+            wanted,
+            path.parent,
+            refused.strerror,
+        )
+        return "buffered"
+    return wanted
 
 
-def try_read(path: Path, ops: FileOps, direct: bool) -> None:
-    """Read a page at the beginning of a file, with `direct` from the device itself.
+def try_read(path: Path, ops: FileOps, io: DiskIo) -> None:
+    """Read the beginning of a file from the device: what of it is in the page cache is dropped first.
 
     Raises:
         OSError: the file cannot be opened or read.
     """
-    fd = ops.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
+    with _opened(path, ops, io) as fd:
+        page = scratch()[:PAGE_BYTES]
+        ops.drop_cached(fd, 0, PAGE_BYTES)
+        if io != "mmap" or not _copies_mapped(ops, fd, page):
+            ops.pread(fd, page, 0)
+
+
+def _copies_mapped(ops: FileOps, fd: int, page: memoryview) -> bool:
+    """Whether the file's first page could be copied out of a mapping; not when it cannot be read that way.
+
+    Raises:
+        OSError: the kernel does not map the file, or does not copy out of mappings.
+    """
+    address = ops.map(fd, len(page))
     try:
-        ops.pread(fd, _scratch()[:PAGE_BYTES], 0)
+        ops.copy_mapped(address, page)
+    except OSError as error:
+        if error.errno != errno.EFAULT:
+            raise
+        return False  # a plain read says why
+    finally:
+        ops.unmap(address, len(page))
+    return True
+
+
+@contextmanager
+def _opened(path: Path, ops: FileOps, io: DiskIo) -> Iterator[int]:
+    fd = ops.open(path, os.O_RDONLY | open_flags(io))
+    try:
+        yield fd
     finally:
         os.close(fd)
-
-
-def write(ops: FileOps, fd: int, data: memoryview, offset: int, direct: bool) -> None:
-    """Write all of `data` into a slot at `offset`. With `direct` the slot's last page is filled with zeros.
-
-    Raises:
-        OSError: as `FileOps.pwrite`.
-    """
-    if not direct or _is_aligned(data):
-        _write(ops, fd, data, offset)
-        return
-    for start in range(0, len(data), STEP_BYTES):
-        piece = data[start : start + STEP_BYTES]
-        padded = _scratch()[: round_to_slot(len(piece))]
-        padded[: len(piece)] = piece
-        padded[len(piece) :] = bytes(len(padded) - len(piece))
-        _write(ops, fd, padded, offset + start)
-
-
-def read(ops: FileOps, fd: int, into: memoryview, offset: int, direct: bool) -> None:
-    """Fill `into` from a slot at `offset`.
-
-    Raises:
-        EndOfFileError: the file is too short.
-        OSError: as `FileOps.pread`.
-    """
-    if not direct or _is_aligned(into):
-        _read(ops, fd, into, offset, direct)
-        return
-    start = 0
-    for piece in pieces(ops, fd, len(into), offset, direct):
-        into[start : start + len(piece)] = piece
-        start += len(piece)
-
-
-def pieces(ops: FileOps, fd: int, nbytes: int, offset: int, direct: bool) -> Iterator[memoryview]:
-    """The bytes of a slot at `offset`, a piece at a time; each is overwritten by the next.
-
-    Raises:
-        EndOfFileError: the file is too short.
-        OSError: as `FileOps.pread`.
-    """
-    for start in range(0, nbytes, STEP_BYTES):
-        length = min(STEP_BYTES, nbytes - start)
-        piece = _scratch()[: round_to_slot(length) if direct else length]
-        _read(ops, fd, piece, offset + start, direct)
-        yield piece[:length]
-
-
-def _write(ops: FileOps, fd: int, data: memoryview, offset: int) -> None:
-    while data:
-        written = ops.pwrite(fd, data, offset)
-        data, offset = data[written:], offset + written
-
-
-def _read(ops: FileOps, fd: int, into: memoryview, offset: int, direct: bool) -> None:
-    while into:
-        got = ops.pread(fd, into, offset)
-        into, offset = into[got:], offset + got
-        # A direct read may only go on at a page: it is short in the middle of one when the file ends there.
-        if not got or (direct and into and got % PAGE_BYTES):
-            raise EndOfFileError(offset)
-
-
-def _is_aligned(data: memoryview) -> bool:
-    return not (len(data) % PAGE_BYTES or np.frombuffer(data, np.uint8).ctypes.data % PAGE_BYTES)
-
-
-class _Local(threading.local):
-    buffer: memoryview | None = None
-
-
-_local = _Local()
-
-
-def _scratch() -> memoryview:
-    if _local.buffer is None:
-        _local.buffer = memoryview(mmap.mmap(-1, STEP_BYTES))
-    return _local.buffer

@@ -33,6 +33,7 @@ from prefixd_swap.slab.file_ops import FileOps, host_bytes
 from prefixd_swap.slab.files import SlabFiles
 from prefixd_swap.slab.group_commit import Commit, GroupCommit
 from prefixd_swap.slab.index import Change, IndexDamagedError, SlabIndex
+from prefixd_swap.slab.io import DiskIo
 from prefixd_swap.slab.records import IndexTable, Int64s, Records
 from prefixd_swap.slab.recovery import Recovery, prefix_closed, reconcile, recover
 from prefixd_swap.slab.writer import SlabWriter
@@ -75,7 +76,7 @@ class SlabStore:
         capacity_bytes: int,
         *,
         slab_bytes: int | None = None,
-        direct: bool = True,
+        io: DiskIo = "direct",
         io_threads: int = 4,
         ops: FileOps | None = None,
     ) -> Self:
@@ -88,9 +89,8 @@ class SlabStore:
             capacity_bytes: the most that slab files take together. Lowering it drops the newest slabs.
             slab_bytes: size of a slab file where the capacity is large enough for several; by default 64 MiB, or what
                 keeps the files to a few hundred.
-            direct: read and write past the page cache (`O_DIRECT`) where the file system can. `benchmarks.disk`
-                compares both: stores are as fast or up to twice as fast, and memory holds no block twice; loads may be
-                slower on a disk that gains from the kernel's reading ahead.
+            io: how slabs are read and written; where the file system or the kernel cannot do it, through the page
+                cache, with a line of log. `benchmarks.disk` compares the ways.
             io_threads: parts that one `write` writes at a time.
             ops: file calls, for tests that inject faults.
 
@@ -105,14 +105,14 @@ class SlabStore:
             undo.callback(directory.close)
             index = SlabIndex(directory.index, ops)
             undo.callback(index.close)
-            direct = direct and directory.supports_direct()
-            slabs = SlabFiles(directory.slabs, capacity_bytes, ops, slab_bytes, direct)
+            io = directory.usable_io(io)
+            slabs = SlabFiles(directory.slabs, capacity_bytes, ops, slab_bytes, io)
             recovery, recovered, dropped = recover(_read_index(index), slabs, index.damage)
             if dropped:
                 log.warning("%s: dropped blocks that are not whole: %s", path, recovery)
                 if None in index.apply([(key, None) for key in dropped]):
                     index.replace("it does not find what it has")
-                    slabs = SlabFiles(directory.slabs, capacity_bytes, ops, slab_bytes, direct)
+                    slabs = SlabFiles(directory.slabs, capacity_bytes, ops, slab_bytes, io)
                     recovery, recovered, _ = recover(IndexTable(()), slabs, index.damage)
             undo.pop_all()
         return cls(directory, index, slabs, recovery, recovered, io_threads)
@@ -126,6 +126,11 @@ class SlabStore:
     def used_bytes(self) -> int:
         """Bytes of the slots taken, those being written or removed included."""
         return self._slabs.used_bytes
+
+    @property
+    def io(self) -> DiskIo:
+        """How slabs are read and written, in effect."""
+        return self._slabs.io
 
     @property
     def commits(self) -> int:
@@ -255,7 +260,7 @@ class SlabStore:
         Raises:
             StorageError: it cannot.
         """
-        self._directory.try_read(self._slabs.direct)
+        self._directory.try_read(self._slabs.io)
 
     def revive(self, known: Int64s) -> Int64s:
         """Try whether the disk takes writes again, and clear up what failed ones have left.

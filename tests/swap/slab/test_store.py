@@ -25,6 +25,7 @@ from prefixd_swap.slab.block_record import BlockRecord, NewBlock
 from prefixd_swap.slab.file import INDEX_BITS
 from prefixd_swap.slab.file_ops import FileOps
 from prefixd_swap.slab.files import INDEX_RESERVE_BYTES
+from prefixd_swap.slab.io import DiskIo
 from prefixd_swap.slab.store import SlabStore
 from prefixd_swap.spans import Span
 
@@ -86,6 +87,7 @@ class Faults(FileOps):
         self.left = 1 << 40
         self.short_writes = False
         self.on_sync: Callable[[], None] = lambda: None
+        self.on_read: Callable[[], None] = lambda: None
 
     def _maybe(self, name: str) -> None:
         if name in self.fail:
@@ -96,8 +98,14 @@ class Faults(FileOps):
         super().fallocate(fd, nbytes)
 
     def pread(self, fd: int, buffer: memoryview, offset: int) -> int:
-        self._maybe("pread")
+        self.on_read()
+        self._maybe("read")
         return super().pread(fd, buffer[:PAGE] if self.short_writes else buffer, offset)
+
+    def copy_mapped(self, address: int, buffer: memoryview) -> int:
+        self.on_read()
+        self._maybe("read")
+        return super().copy_mapped(address, buffer[:PAGE] if self.short_writes else buffer)
 
     def pwrite(self, fd: int, buffer: memoryview, offset: int) -> int:
         self._maybe("pwrite")
@@ -124,9 +132,9 @@ def faults() -> Faults:
     return Faults()
 
 
-@pytest.fixture(params=[False, True], ids=["buffered", "direct"])
+@pytest.fixture(params=["buffered", "direct", "mmap"])
 def store(tmp_path: Path, faults: Faults, request: pytest.FixtureRequest) -> Iterator[SlabStore]:
-    made = SlabStore.open(tmp_path / "store", 64 * PAGE, direct=request.param, ops=faults)
+    made = SlabStore.open(tmp_path / "store", 64 * PAGE, io=request.param, ops=faults)
     yield made
     made.close()
 
@@ -249,8 +257,9 @@ def test_memory_of_any_alignment_is_written_and_read(tmp_path: Path) -> None:
     memory = np.zeros(5 * MIB, np.uint8)
     memory[:] = np.random.default_rng(0).integers(0, 256, len(memory), np.uint8)
     base = -int(memory.ctypes.data) % PAGE + int(memory.ctypes.data)
-    for direct in (False, True):
-        store = SlabStore.open(tmp_path / str(direct), 64 * MIB, direct=direct)
+    ways: list[DiskIo] = ["buffered", "direct", "mmap"]
+    for io in ways:
+        store = SlabStore.open(tmp_path / io, 64 * MIB, io=io)
         for shift, nbytes in [(0, 2 * MIB), (0, 2 * MIB + 1), (64, 2 * MIB), (1, PAGE + 7), (8, MIB), (3, 1)]:
             content = memory[base - int(memory.ctypes.data) + shift :][:nbytes].tobytes()
             new = NewBlock(NS, key(nbytes + shift), b"", b"", 0, [Span(base + shift, nbytes)])
@@ -292,7 +301,7 @@ def test_reading_refuses_wrong_spans_and_lost_slabs(store: SlabStore, faults: Fa
         store.read(part, Span(4096, 50))
     with pytest.raises(StorageError, match="on a GPU"):
         store.read(part, Span(4096, 100, on_device=True))
-    faults.fail["pread"] = errno.EIO
+    faults.fail["read"] = errno.EIO
     with pytest.raises(StorageError, match="kernel log"):
         store.read(part, Payload(b"y" * 100).span)
     store.remove([(NS, key(1))])
@@ -313,18 +322,17 @@ def test_a_block_is_checked_where_it_is(store: SlabStore, tmp_path: Path, faults
         file.write(bytes([second.content[8999] ^ 1]))
     with pytest.raises(ChecksumError, match=f"{slab}: 9000 bytes"):
         store.check(NS, key(2))
-    faults.fail["pread"] = errno.EIO
+    faults.fail["read"] = errno.EIO
     with pytest.raises(StorageError, match="kernel log"):
         store.check(NS, key(2))
 
 
 def test_a_slot_used_again_while_it_is_checked_is_no_damage(store: SlabStore, faults: Faults) -> None:
-    pread = faults.pread
     for replacement in (None, b"second"):
         put(store, 1, b"first")
         reads = 0
 
-        def meanwhile(fd: int, buffer: memoryview, offset: int, put_back: bytes | None = replacement) -> int:
+        def meanwhile(put_back: bytes | None = replacement) -> None:
             nonlocal reads
             reads += 1
             if reads == 1:
@@ -332,11 +340,10 @@ def test_a_slot_used_again_while_it_is_checked_is_no_damage(store: SlabStore, fa
                 put(store, 9, b"another block, in the slot of the first")
                 if put_back is not None:
                     put(store, 1, put_back)
-            return pread(fd, buffer, offset)
 
-        faults.pread = meanwhile  # type: ignore[method-assign]
+        faults.on_read = meanwhile
         assert store.check(NS, key(1)) is (replacement is not None)
-        faults.pread = pread  # type: ignore[method-assign]
+        faults.on_read = lambda: None
         store.remove([(NS, key(1)), (NS, key(9))])
 
 

@@ -1,0 +1,108 @@
+"""Slots of an open file read through a memory map of it, with every fault an error code and none a signal.
+
+A byte of a map that the file has lost, or that the device cannot read, raises SIGBUS in whoever touches it. So nobody
+touches the map. The kernel copies out of it (`process_vm_readv` of this process by itself): it looks the pages up as a
+debugger's read does, waits for those that are not there yet, and gives EFAULT where a touch would raise SIGBUS. There
+is no moment between a check and the copy in which the file could be cut off.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+import threading
+import weakref
+
+from prefixd_swap.slab.file_ops import FileOps
+from prefixd_swap.slab.pread_io import BufferedIo, EndOfFileError
+
+log = logging.getLogger(__name__)
+
+
+class MappedIo(BufferedIo):
+    """Reads through one shared mapping of the file, writes as `BufferedIo`; leaves nothing in the page cache.
+
+    The mapping is made by the first read and ends with this object. What a read has copied and what a write has made
+    durable is dropped from the page cache, so that memory holds no block twice.
+
+    Args:
+        ops: the file calls.
+        fd: descriptor of the file, open for as long as this object is used.
+        nbytes: size of the file.
+    """
+
+    def __init__(self, ops: FileOps, fd: int, nbytes: int) -> None:
+        super().__init__(ops, fd)
+        self._nbytes = nbytes
+        self._lock = threading.Lock()
+        self._address = 0  # of the mapping; 0 as long as there is none
+        self._refused = False  # the kernel did not map the file: it is read by `pread`
+        self._written: list[tuple[int, int]] = []  # offset and size of what was written since the last sync
+
+    def write(self, data: memoryview, offset: int) -> None:
+        """As `BufferedIo.write`. Readers of the mapping see it at once: it is shared."""
+        super().write(data, offset)
+        with self._lock:
+            self._written.append((offset, len(data)))
+
+    def sync(self) -> None:
+        """As `BufferedIo.sync`."""
+        with self._lock:
+            written, self._written = self._written, []
+        super().sync()
+        for offset, nbytes in written:
+            self._ops.drop_cached(self._fd, *_pages(offset, nbytes))
+
+    def _fill(self, into: memoryview, offset: int) -> None:
+        address = self._map()
+        end = offset + len(into)
+        if not address or end > self._nbytes:
+            super()._fill(into, offset)
+            return
+        first, nbytes = _pages(offset, len(into))
+        self._ops.read_ahead(address + first, nbytes)
+        try:
+            self._copy(address + offset, into)
+        except OSError as error:
+            if error.errno != errno.EFAULT:
+                raise
+            super()._fill(into, offset)  # EFAULT stands for every fault; this one says which
+        finally:
+            self._ops.unmap_pages(address + first, nbytes)
+            self._ops.drop_cached(self._fd, first, nbytes)
+        size = os.fstat(self._fd).st_size
+        if size < end:  # the rest of the file's last page reads as zeros
+            raise EndOfFileError(size)
+
+    def _copy(self, address: int, into: memoryview) -> None:
+        while into:
+            got = self._ops.copy_mapped(address, into)
+            into, address = into[got:], address + got
+
+    def _map(self) -> int:
+        """Address of the mapping, 0 where the kernel makes none."""
+        with self._lock:
+            if not self._address and not self._refused:
+                try:
+                    self._address = self._ops.map(self._fd, self._nbytes)
+                except OSError as error:  # mappings or addresses are used up, which says nothing about the bytes
+                    self._refused = True
+                    log.warning(
+                        "a slab of %d bytes cannot be mapped (%s) and is read by pread; raise vm.max_map_count or "
+                        "`ulimit -v`, or set disk.io to direct",
+                        self._nbytes,
+                        error.strerror,
+                    )
+                else:
+                    unmap = weakref.finalize(self, self._ops.unmap, self._address, self._nbytes)
+                    unmap.atexit = False  # a thread may still read; the mapping ends with the process
+            return self._address
+
+
+def _pages(offset: int, nbytes: int) -> tuple[int, int]:
+    """Offset and size of the system's pages that hold these bytes; they may be larger than 4096 bytes."""
+    first = offset // mmap.PAGESIZE * mmap.PAGESIZE
+    end = -(-(offset + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+    return first, end - first

@@ -207,8 +207,10 @@ class DiskSettings(_Section):
     """The most that the scrubber reads in a second to find damage before a reader does; 0: off."""
     scrub_every_s: Seconds = 3600.0
     """A pass of the scrubber begins this long after the last one began, or when that one is done."""
-    direct: bool = True
-    """Read and write past the page cache (O_DIRECT) where the file system can; `benchmarks.disk` compares both."""
+    io: Literal["mmap", "direct", "buffered"] = "direct"
+    """How files are read and written: past the page cache (direct), through it (buffered), or read out of a memory map
+    and dropped from the page cache afterwards (mmap). `benchmarks.disk` compares them. What the file system or the
+    kernel cannot do is replaced by buffered, with a line of log."""
     io_threads: Count = 4
     """Reads or writes of the tier at a time."""
     write_queue_bytes: Bytes | None = None

@@ -7,7 +7,7 @@ writes the file.
 FILE is one JSON object: the name of a call of `FileOps` -> what happens to it. That is the name of an errno
 (`{"pwrite": "ENOSPC", "commit": "EIO"}`), or
 
-- for `pread` and `pwrite`, `wrong`: the call succeeds with a byte of each page altered;
+- for `pread`, `copy_mapped` and `pwrite`, `wrong`: the call succeeds with a byte of each page altered;
 - for `commit`, `half`: LMDB itself fails while it writes its meta page, so that it does not know what is durable;
 - for `commit`, `late`: the transaction is durable, but the call fails.
 
@@ -38,14 +38,14 @@ from prefixd_swap import FileOps
 Orders = Mapping[str, str | int]
 
 _PAGE_BYTES = 4096
-_SLOW = ("pread", "pwrite", "fdatasync", "commit")
+_SLOW = ("pread", "copy_mapped", "pwrite", "fdatasync", "commit")
 _WRITES = ("mkdir", "rename", "fallocate", "pwrite", "fdatasync", "unlink", "commit")
 
 FAULTS: dict[str, Orders] = {
     "disk full": {"fallocate": "ENOSPC", "pwrite": "ENOSPC", "commit": "ENOSPC", "free_bytes": 0},
     "no room for a slab": {"fallocate": "ENOSPC", "free_bytes": 0},
     "no room for the index": {"commit": "ENOSPC"},
-    "read error": {"pread": "EIO"},
+    "read error": {"pread": "EIO", "copy_mapped": "EIO"},
     "write error": {"pwrite": "EIO"},
     "sync error": {"fdatasync": "EIO"},
     "index error": {"commit": "EIO"},
@@ -53,7 +53,7 @@ FAULTS: dict[str, Orders] = {
     "index error afterwards": {"commit": "late"},
     "read-only file system": dict.fromkeys(_WRITES, "EROFS"),
     "no descriptors for slabs": {"open": "EMFILE"},
-    "wrong bytes read": {"pread": "wrong"},
+    "wrong bytes read": {"pread": "wrong", "copy_mapped": "wrong"},
     "wrong bytes written": {"pwrite": "wrong"},
 }
 """Orders by the trouble that they imitate."""
@@ -115,6 +115,19 @@ class FaultyOps(FileOps):
         """As ordered."""
         order = self._refuse("pread")
         count = super().pread(fd, buffer, offset)
+        if order == "wrong":
+            _spoil(buffer[:count])
+        return count
+
+    def map(self, fd: int, nbytes: int) -> int:
+        """As ordered."""
+        self._refuse("map")
+        return super().map(fd, nbytes)
+
+    def copy_mapped(self, address: int, buffer: memoryview) -> int:
+        """As ordered."""
+        order = self._refuse("copy_mapped")
+        count = super().copy_mapped(address, buffer)
         if order == "wrong":
             _spoil(buffer[:count])
         return count

@@ -24,6 +24,7 @@ from prefixd_swap.slab.block_record import encode_record, index_key
 from prefixd_swap.slab.file import INDEX_BITS
 from prefixd_swap.slab.file_ops import FileOps
 from prefixd_swap.slab.index import SlabIndex
+from prefixd_swap.slab.io import DiskIo
 
 SLOT_BYTES = 4096
 TOKENS = 16
@@ -124,11 +125,11 @@ class Store:
     """A `SlabStore` that is written a batch a call, as the daemon does, and read by `depth` threads."""
 
     def __init__(
-        self, path: Path, blocks: int, block_bytes: int, pool: ThreadPoolExecutor, depth: int, direct: bool
+        self, path: Path, blocks: int, block_bytes: int, pool: ThreadPoolExecutor, depth: int, io: DiskIo
     ) -> None:
         self._blocks, self._pool, self._path = blocks, pool, path
         capacity = 2 * blocks * block_bytes
-        self.store_itself = SlabStore.open(path, capacity, direct=direct, io_threads=depth)
+        self.store_itself = SlabStore.open(path, capacity, io=io, io_threads=depth)
         self._records: list[BlockRecord] = []
 
     def clear(self) -> None:

@@ -422,7 +422,7 @@ def _open_store(settings: Settings, ops: FileOps | None, stack: AsyncExitStack) 
         store = SlabStore.open(
             path,
             settings.disk.bytes,
-            direct=settings.disk.direct,
+            io=settings.disk.io,
             io_threads=settings.disk.io_threads,
             ops=ops,
         )

@@ -12,6 +12,7 @@ import pytest
 from benchmarks.fault_injection.faulty_daemon import FAULTS, FaultyDaemon, FaultyOps
 from prefixd.workloads.daemon_process import DaemonFailed
 from prefixd_swap import ChecksumError, NewBlock, SlabStore, Span, StorageError
+from prefixd_swap.slab.io import DiskIo
 
 CONTENT = np.arange(8192, dtype=np.uint8)
 
@@ -19,13 +20,14 @@ CONTENT = np.arange(8192, dtype=np.uint8)
 class Rig:
     """A store, and the file of its orders."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, io: DiskIo = "direct") -> None:
         self._path = path
+        self._io = io
         self._orders = path / "orders"
         self.open()
 
     def open(self) -> None:
-        self.store = SlabStore.open(self._path / "store", 16 << 20, ops=FaultyOps(self._orders))
+        self.store = SlabStore.open(self._path / "store", 16 << 20, io=self._io, ops=FaultyOps(self._orders))
 
     def order(self, name: str | None) -> None:
         fresh = self._path / "fresh"
@@ -94,7 +96,10 @@ def test_a_commit_of_unknown_outcome_needs_a_store_opened_again(rig: Rig, name: 
     rig.store.check_integrity()
 
 
-def test_reads_fail_or_are_wrong(rig: Rig) -> None:
+@pytest.mark.parametrize("io", ["mmap", "direct", "buffered"])
+def test_reads_fail_or_are_wrong(tmp_path: Path, io: DiskIo) -> None:
+    rig = Rig(tmp_path, io)
+    assert rig.store.io == io
     rig.write(1)
     rig.order("read error")
     with pytest.raises(StorageError, match="Input/output error"):
@@ -107,6 +112,7 @@ def test_reads_fail_or_are_wrong(rig: Rig) -> None:
     rig.order(None)
     with pytest.raises(ChecksumError):
         rig.read()
+    rig.store.close()
 
 
 def test_a_daemon_obeys() -> None:

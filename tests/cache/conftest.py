@@ -46,6 +46,7 @@ from prefixd_swap import (
     unregister_host,
 )
 from prefixd_swap.slab.file_ops import FileOps
+from prefixd_swap.slab.io import DiskIo
 
 BLOCK_TOKENS = 2
 PART_BYTES = 4096
@@ -85,6 +86,10 @@ class Disk(FileOps):
         self.reads += 1
         return super().pread(fd, buffer, offset)
 
+    def copy_mapped(self, address: int, buffer: memoryview) -> int:
+        self.reads += 1
+        return super().copy_mapped(address, buffer)
+
     def fdatasync(self, fd: int) -> None:
         self._maybe()
 
@@ -109,6 +114,7 @@ class Rig:
         device: str = "cpu",
         ops: FileOps | None = None,
         write_queue: int | None = None,
+        io: DiskIo = "direct",
     ) -> None:
         self.path = path
         self.device = device
@@ -121,6 +127,7 @@ class Rig:
         self._write_back = write_back
         self._max_sessions = max_sessions
         self._write_queue = write_queue
+        self._io = io
         self._open()
 
     def _open(self) -> None:
@@ -128,7 +135,7 @@ class Rig:
         self.store = None
         if disk:
             nbytes = disk * self.part_bytes
-            self.store = SlabStore.open(self.path, nbytes, slab_bytes=nbytes, ops=self.ops)
+            self.store = SlabStore.open(self.path, nbytes, slab_bytes=nbytes, io=self._io, ops=self.ops)
         self.arena = CpuArena(cpu * self.part_bytes) if cpu else None
         if self.arena is not None and self.device != "cpu":
             register_host(self.arena.span(0, 0).address, self.arena.capacity_bytes)

@@ -20,6 +20,7 @@ from prefixd.errors import ExhaustedError
 from prefixd_swap import StorageError
 
 if TYPE_CHECKING:
+    from prefixd_swap.slab.io import DiskIo
     from tests.cache.conftest import Rig
 
 MakeRig = Callable[..., "Rig"]
@@ -50,8 +51,9 @@ def broken() -> OSError:
     return OSError(errno.EIO, os.strerror(errno.EIO))
 
 
-async def test_a_damaged_block_goes_with_its_descendants(make_rig: MakeRig) -> None:
-    rig = make_rig(cpu=8, disk=16)
+@pytest.mark.parametrize("io", ["mmap", "direct", "buffered"])
+async def test_a_damaged_block_goes_with_its_descendants(make_rig: MakeRig, io: DiskIo) -> None:
+    rig = make_rig(cpu=8, disk=16, io=io)
     await rig.put([1, 2, 3, 4], durable=True)
     await rig.put([1, 2, 5], durable=True)
     await rig.put([1, 9], durable=True)
@@ -120,8 +122,9 @@ async def test_blocks_that_are_lost_together_go_once(make_rig: MakeRig) -> None:
     await rig.check_disk()
 
 
-async def test_a_deleted_slab_is_a_loss_and_no_more(make_rig: MakeRig) -> None:
-    rig = make_rig(cpu=8, disk=8)
+@pytest.mark.parametrize("io", ["mmap", "direct", "buffered"])
+async def test_a_deleted_slab_is_a_loss_and_no_more(make_rig: MakeRig, io: DiskIo) -> None:
+    rig = make_rig(cpu=8, disk=8, io=io)
     await rig.put([1, 2], durable=True)
     await rig.restart()
     for slab in rig.path.rglob("*.slab"):
@@ -321,8 +324,9 @@ async def test_an_index_that_is_lost_costs_its_blocks_and_no_wrong_bytes(
     assert await rig.get([1, 2]) == 2, "the namespace was written again, too"
 
 
-async def test_a_disk_that_cannot_be_read_is_not_matched(make_rig: MakeRig, tmp_path: Path) -> None:
-    faults = Faults(make_rig, tmp_path, cpu=4, disk=16)
+@pytest.mark.parametrize("io", ["mmap", "direct", "buffered"])
+async def test_a_disk_that_cannot_be_read_is_not_matched(make_rig: MakeRig, tmp_path: Path, io: DiskIo) -> None:
+    faults = Faults(make_rig, tmp_path, cpu=4, disk=16, io=io)
     rig = faults.rig
     for prompt in ([1, 2], [8, 9], [3, 4]):
         await rig.put(prompt, durable=True)

@@ -107,6 +107,7 @@ def test_the_gpu_tier_exists_only_with_a_model() -> None:
         ({"cpu.bytes": "12QiB"}, ["cpu.bytes = '12QiB'", "8GiB", "the command line"]),
         ({"disk.bytes": "-1"}, ["disk.bytes = '-1'", "not below 0"]),
         ({"scheduler.policy": "lru"}, ["scheduler.policy = 'lru'", "'fcfs', 'fpf' or 'relaxed-fpf'"]),
+        ({"disk.io": "io_uring"}, ["disk.io = 'io_uring'", "use 'mmap', 'direct' or 'buffered'", "the command line"]),
         ({"cache.eviction": "lfu"}, ["cache.eviction = 'lfu'", "'lru', 'fifo' or 'random'"]),
         ({"scheduler.look_ahead": "-1"}, ["scheduler.look_ahead = '-1'", "0"]),
         ({"server.tcp": "localhost"}, ["server.tcp = 'localhost'", "host:port"]),

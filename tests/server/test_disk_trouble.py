@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tests.server.conftest import Remote
 
 SIZE = 64 << 10
+SETTINGS = {"cpu.bytes": "512KiB", "disk.bytes": "64MiB", "disk.scrub_bytes_per_s": 0}
 PROMPT = list(range(8))
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -39,8 +40,7 @@ def healthy(stats: admin_pb2.StatsResponse) -> bool:
 
 @pytest.fixture(scope="module")
 def remote(launch: Callable[..., Remote]) -> Remote:
-    settings = {"cpu.bytes": "512KiB", "disk.bytes": "64MiB", "disk.scrub_bytes_per_s": 0}
-    return launch(settings, kind=FaultyDaemon)
+    return launch(SETTINGS, kind=FaultyDaemon)
 
 
 def disk_of(remote: Remote) -> FaultyDaemon:
@@ -91,7 +91,9 @@ def test_a_disk_that_refuses_writes(remote: Remote, fault: str, says: str) -> No
             assert remote.get(session.session_id, space, prompt(number)) == (2, bytes_of(number))
 
 
-def test_a_disk_that_cannot_be_read(remote: Remote) -> None:
+@pytest.mark.parametrize("io", ["direct", "mmap"])
+def test_a_disk_that_cannot_be_read(launch: Callable[..., Remote], io: str) -> None:
+    remote = launch(SETTINGS | {"disk.io": io}, kind=FaultyDaemon)
     daemon = disk_of(remote)
     with remote.session() as session:
         space = remote.register(session.session_id, "read", SIZE)

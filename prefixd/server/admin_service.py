@@ -134,15 +134,15 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     @unary
     async def Flush(self, request: pb.FlushRequest) -> pb.FlushResponse:
-        """Writes what is not on disk to disk."""
-        disk = self._cache.tiers.disk
+        """Writes what is not on disk to disk. A tier that cannot grow, or cannot be read, still takes blocks."""
+        tiers = self._cache.tiers
+        disk = tiers.disk
         if disk is None:
             raise PreconditionError("there is no disk tier to flush to; start the daemon with disk.bytes above 0")
         before = disk.used_bytes
         blocks = await self._cache.write_back.flush()
-        trouble = self._cache.tiers.trouble[DISK]
-        if trouble:
-            raise PreconditionError(f"the disk tier is out of service: {trouble}")
+        if not tiers.disk_takes:
+            raise PreconditionError(f"the disk tier is out of service: {tiers.trouble[DISK]}")
         return pb.FlushResponse(blocks=blocks, nbytes=max(disk.used_bytes - before, 0))
 
     @unary

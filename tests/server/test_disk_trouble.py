@@ -111,3 +111,34 @@ def test_a_disk_that_cannot_be_read(launch: Callable[..., Remote], io: str) -> N
         for number in range(8):
             assert remote.get(session.session_id, space, prompt(number)) == (2, bytes_of(number))
     remote.settled()
+
+
+def test_a_tier_that_is_only_shrunk_is_flushed_to(launch: Callable[..., Remote]) -> None:
+    remote = launch(SETTINGS | {"cache.write_back": "false"}, kind=FaultyDaemon)
+    daemon = disk_of(remote)
+    with remote.session() as session:
+        space = remote.register(session.session_id, "shrunk", SIZE)
+        for number in range(32):  # a whole slab
+            remote.put(session.session_id, space, prompt(number), bytes_of(number), durable=True)
+        daemon.break_disk("no room for a slab")
+        remote.put(session.session_id, space, prompt(100), bytes_of(100), durable=True)
+        remote.put(session.session_id, space, prompt(101), bytes_of(101))
+        (trouble,) = remote.stats().troubles
+        assert "too few for another slab" in trouble.what
+        assert remote.admin.Flush(admin_pb2.FlushRequest()).blocks == 2, "at the cost of others"
+        assert remote.stats().troubles, "it still cannot grow"
+        remote.put(session.session_id, space, prompt(102), bytes_of(102))
+        daemon.break_disk("write error")
+        with pytest.raises(grpc.RpcError, match="out of service: Input/output error") as caught:
+            remote.admin.Flush(admin_pb2.FlushRequest())
+        assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        daemon.heal_disk()
+        remote.until(healthy)
+        assert remote.admin.Flush(admin_pb2.FlushRequest()).blocks == 2
+    remote.settled()
+    daemon.restart()
+    grpc.channel_ready_future(remote.channel).result(60)
+    with remote.session() as session:
+        space = remote.register(session.session_id, "shrunk", SIZE)
+        for number in (100, 101, 102):
+            assert remote.get(session.session_id, space, prompt(number)) == (2, bytes_of(number))

@@ -1,30 +1,44 @@
-"""The disk tier against raw file I/O."""
+"""The disk tier against raw file I/O, and its three ways to read and write files against each other."""
 
 from __future__ import annotations
 
 import multiprocessing
+import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from benchmarks.common import harness
 from benchmarks.storage import disk_daemon
 from benchmarks.storage import slabs as _slabs
+from prefixd_swap.slab.io import DiskIo
 
 DESCRIPTION = """\
 Stores and loads blocks through a daemon's disk tier and through plain files of the same size, past the page
 cache (direct), with the same bytes a call and as many calls at a time. Both wait for the device after each
 batch. A client of the daemon stores from its own memory, over shared memory, durably, and acquires what is
 nowhere but on disk, two batches at a time. Also: the disk tier's store alone (slabs: checksums, durable
-index and all), direct and through the page cache (buffered), which is emptied before each load. Each way
-takes its turn in every round; figures are medians in GB/s. store_ratio and load_ratio are the daemon's
-against plain direct I/O, slabs_* the store's alone.
+index and all), with each way to read and write files (disk.io: mmap, direct, buffered), and a daemon with each.
+Each way takes its turn in every round; figures are medians in GB/s. store_ratio and load_ratio are the
+daemon's against plain direct I/O, slabs_* the store's alone.
+modes: for blocks of 64 KiB to 8 MiB, the store alone with each disk.io in the same rounds: durable stores,
+loads in the order of storing and in random order, each against direct in the same run (*_ratio), and the CPU
+time that a gigabyte takes. best_io has the highest geometric mean of these ratios over all sizes.
+Every load is cold: what was stored is durable and therefore clean; it is dropped from the page cache
+(posix_fadvise, DONTNEED), and the run fails if the kernel says that some of it is still there (mincore).
+What the device itself or a host beneath it caches, nobody here can drop.
 With --blocks N also what a daemon on a store of N records costs: start_s until its process takes calls, of
 which reopen_s from opening the store; its resident memory a block, all of the process counted, and at the
 highest; and of such a daemon with an empty store. The store alone again: store_reopen_s and
 store_bytes_per_block."""
+
+_SIZES = (64 << 10, 256 << 10, 1 << 20, 2 << 20, 8 << 20)
+_IOS: tuple[DiskIo, ...] = get_args(DiskIo)
+_BATCHES = 4  # durable batches a round of modes
+_COMPARED = ("store", "load", "scattered_load")
 
 
 def main() -> None:
@@ -35,6 +49,7 @@ def main() -> None:
     parser.add_argument("--batch", type=harness.positive, default=64, help="blocks a durable batch (64)")
     parser.add_argument("--depth", type=harness.positive, default=4, help="calls at a time (4)")
     parser.add_argument("--rounds", type=harness.positive, default=15, help="rounds to time (15)")
+    parser.add_argument("--mode-bytes", type=harness.size, default=128 << 20, help="bytes a round of modes (128MiB)")
     parser.add_argument("--blocks", type=harness.positive, help="records of the store to open again")
     parser.add_argument("--folder", type=Path, help="where to work, on the disk to measure (the temporary folder)")
     options = parser.parse_args()
@@ -44,15 +59,19 @@ def main() -> None:
         "batch": options.batch,
         "depth": options.depth,
         "rounds": options.rounds,
+        "mode_bytes": options.mode_bytes,
     }
     with tempfile.TemporaryDirectory(prefix="prefixd-disk-", dir=options.folder) as name:
         folder = Path(name)
         result |= throughput(
             folder, options.block_bytes, options.round_blocks, options.batch, options.depth, options.rounds
         )
+        result |= modes(folder, _SIZES, options.mode_bytes, options.depth, options.rounds)
         if options.blocks:
             result |= reopen(folder, options.blocks)
     harness.finish("disk", result, options.json)
+    _print_modes(result["modes"])
+    harness.plot(options.plot, partial(_draw, result["modes"]))
 
 
 def throughput(folder: Path, block_bytes: int, blocks: int, batch: int, depth: int, rounds: int) -> dict[str, float]:
@@ -61,26 +80,81 @@ def throughput(folder: Path, block_bytes: int, blocks: int, batch: int, depth: i
     def plain(direct: bool) -> Callable[[ThreadPoolExecutor], _slabs.Way]:
         return lambda pool: _slabs.PlainFile(folder / f"file-{direct}", blocks, block_bytes, pool, direct)
 
-    def slabs(direct: bool) -> Callable[[ThreadPoolExecutor], _slabs.Way]:
-        return lambda pool: _slabs.Store(folder / f"slabs-{direct}", blocks, block_bytes, pool, depth, direct)
+    def daemon(name: str, io: DiskIo | None) -> Callable[[ThreadPoolExecutor], _slabs.Way]:
+        return lambda pool: disk_daemon.DaemonDisk(folder / name, blocks, block_bytes, batch, io)
 
     ways = {
         "raw_direct": plain(direct=True),
-        "daemon": lambda pool: disk_daemon.DaemonDisk(folder / "daemon", blocks, block_bytes, batch),
-        "slabs_direct": slabs(direct=True),
+        "daemon": daemon("daemon", None),
+        **{f"daemon_{io}": daemon(f"daemon-{io}", io) for io in _IOS if io != "direct"},
         "raw_buffered": plain(direct=False),
-        "slabs_buffered": slabs(direct=False),
+        **_stores(folder, blocks, block_bytes, depth),
     }
-    gbps = _slabs.throughput(ways, block_bytes, blocks, batch, depth, rounds)
-    compared = {"": ("daemon", "direct"), "slabs_": ("slabs_direct", "direct")}
-    compared["slabs_buffered_"] = ("slabs_buffered", "buffered")
+    measured = _slabs.throughput(ways, block_bytes, blocks, batch, depth, rounds)
+    gbps = {f"{way}_{what}": measured[way][f"{what}_gbps"] for way in measured for what in ("store", "load")}
+    compared = {"": "daemon", "slabs_": "slabs_direct"}
+    compared |= {f"{way}_": way for way in ways if way.endswith(("_mmap", "_buffered")) and not way.startswith("raw")}
     ratios = {
-        f"{kind}{what}_ratio": gbps[f"{way}_{what}"] / gbps[f"raw_{raw}_{what}"]
-        for kind, (way, raw) in compared.items()
+        f"{kind}{what}_ratio": gbps[f"{way}_{what}"] / gbps[f"raw_direct_{what}"]
+        for kind, way in compared.items()
         for what in ("store", "load")
     }
     rounded = {f"{name}_gbps": value for name, value in gbps.items()} | ratios
     return {name: round(value, 3) for name, value in rounded.items()}
+
+
+def modes(folder: Path, sizes: Sequence[int], nbytes: int, depth: int, rounds: int) -> dict[str, Any]:
+    """The store alone with each `disk.io`, for blocks of each of `sizes`, `nbytes` bytes of them a round."""
+    rows: list[dict[str, Any]] = []
+    for size in sizes:
+        blocks = max(1, nbytes // size)
+        made = _stores(folder / f"blocks-of-{size}", blocks, size, depth)
+        measured = _slabs.throughput(made, size, blocks, max(1, blocks // _BATCHES), depth, rounds, scattered=True)
+        for io in _IOS:
+            figures = measured[f"slabs_{io}"]
+            direct = measured["slabs_direct"]
+            ratios = {f"{what}_ratio": figures[f"{what}_gbps"] / direct[f"{what}_gbps"] for what in _COMPARED}
+            rounded = {name: round(value, 3) for name, value in (figures | ratios).items()}
+            rows.append({"block_bytes": size, "io": io, **rounded})
+    means = {
+        io: statistics.geometric_mean(row[f"{what}_ratio"] for row in rows if row["io"] == io for what in _COMPARED)
+        for io in _IOS
+    }
+    named = {f"modes_{io}_ratio": round(mean, 3) for io, mean in means.items()}
+    return {**named, "best_io": max(means, key=means.__getitem__), "modes": rows}
+
+
+def _stores(
+    folder: Path, blocks: int, block_bytes: int, depth: int
+) -> dict[str, Callable[[ThreadPoolExecutor], _slabs.Way]]:
+    """A store with each `disk.io`, in a folder of its own."""
+
+    def store(io: DiskIo) -> Callable[[ThreadPoolExecutor], _slabs.Way]:
+        return lambda pool: _slabs.Store(folder / f"slabs-{io}", blocks, block_bytes, pool, depth, io)
+
+    return {f"slabs_{io}": store(io) for io in _IOS}
+
+
+def _print_modes(rows: Sequence[Mapping[str, Any]]) -> None:
+    print(f"{'block':>8} {'disk.io':>9} {'store':>7} {'load':>7} {'random':>7}   GB/s; CPU s/GB: store, load")
+    for row in rows:
+        size, rates = f"{row['block_bytes'] >> 10}KiB", [row[f"{what}_gbps"] for what in _COMPARED]
+        cpu = f"{row['store_cpu_s_per_gb']:.2f}, {row['load_cpu_s_per_gb']:.2f}"
+        print(f"{size:>8} {row['io']:>9} " + " ".join(f"{rate:7.2f}" for rate in rates) + f"   {cpu}")
+
+
+def _draw(rows: Sequence[Mapping[str, Any]], axes: Any) -> None:
+    for number, io in enumerate(_IOS):
+        ours = [row for row in rows if row["io"] == io]
+        sizes = [row["block_bytes"] / 1024 for row in ours]
+        for what, style in (("load", "-"), ("scattered_load", ":"), ("store", "--")):
+            rates = [row[f"{what}_gbps"] for row in ours]
+            axes.plot(sizes, rates, style, color=f"C{number}", marker="o", label=f"{io}: {what.replace('_', ' ')}")
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("block, KiB")
+    axes.set_ylabel("GB/s, cold page cache")
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize="small")
 
 
 def reopen(folder: Path, blocks: int) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from benchmarks.common import harness
 from benchmarks.storage import slabs
 from prefixd.client import AsyncCache, AsyncClient, NamespaceSpec, PartSpec, Tier
 from prefixd.workloads.daemon_process import DaemonProcess
+from prefixd_swap.slab.io import DiskIo
 
 _IN_FLIGHT = 2
 _CHAINS = 20  # prompts that the daemon with many blocks is asked for
@@ -39,11 +40,17 @@ class DaemonDisk:
     """A daemon whose CPU tier has room for the prompts in flight and no more, so that every load comes from disk.
 
     Prompts of a batch of blocks are stored durably, and acquired, two at a time: while one is copied, the other is on
-    its way to or from the disk. The daemon treats its disk as it does by default: four calls at a time, past the page
-    cache.
+    its way to or from the disk. The daemon treats its disk as it does by default, four calls at a time.
+
+    Args:
+        folder: its data directory, to be made.
+        blocks: blocks a round.
+        block_bytes: bytes of a block.
+        batch: blocks of a prompt.
+        io: the daemon's `disk.io`; its default if None.
     """
 
-    def __init__(self, folder: Path, blocks: int, block_bytes: int, batch: int) -> None:
+    def __init__(self, folder: Path, blocks: int, block_bytes: int, batch: int, io: DiskIo | None = None) -> None:
         if blocks % batch or blocks < (_IN_FLIGHT + 1) * batch:
             raise harness.BenchmarkError(
                 f"of {blocks} blocks a round some would be loaded from memory: give a multiple of --batch {batch}, "
@@ -53,6 +60,7 @@ class DaemonDisk:
         self._block_bytes = block_bytes
         self._promoted = 0
         self._compared = False
+        self._slabs = folder / "blocks" / "slabs"
         folder.mkdir(mode=0o700)
         self._undo = ExitStack()
         self._daemon = self._undo.enter_context(
@@ -61,6 +69,7 @@ class DaemonDisk:
                     "data_dir": folder,
                     "cpu.bytes": _IN_FLIGHT * batch * block_bytes,
                     "disk.bytes": 2 * blocks * block_bytes,
+                    **({} if io is None else {"disk.io": io}),
                 }
             )
         )
@@ -90,8 +99,10 @@ class DaemonDisk:
 
         self._runner.run(self._each(store))
 
-    def load(self, target: slabs.Memory) -> None:
+    def load(self, target: slabs.Memory, order: Sequence[int]) -> None:
         """Bring all prompts from disk to the memory that the daemon shares; nothing is copied to `target`."""
+        if list(order) != sorted(order):
+            raise harness.BenchmarkError("a daemon loads prompts in the order of storing: the last are still in memory")
 
         async def load(prompt: _Prompt) -> None:
             async with await self._cache.acquire(prompt.tokens) as lease:
@@ -115,8 +126,9 @@ class DaemonDisk:
             self._compared = True
         self._promoted = self._promoted_blocks()
 
-    def forget(self) -> None:
-        """The daemon leaves nothing in the page cache."""
+    def files(self) -> Iterable[Path]:
+        """The daemon's slabs."""
+        return self._slabs.iterdir()
 
     async def _connect(self) -> tuple[AsyncClient, AsyncCache]:
         client = AsyncClient(self._daemon.address, name="benchmark disk", memory="shared")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -30,6 +31,7 @@ SLOT_BYTES = 4096
 TOKENS = 16
 CHAIN = 500  # blocks of a prompt
 _SLAB_SLOTS = 16384
+_libc = ctypes.CDLL(None)
 SPEC = NamespaceSpec("benchmark-disk-large", TOKENS, (PartSpec("full", 0, SLOT_BYTES),))
 _NAMESPACE = namespace_id(SPEC)
 
@@ -68,14 +70,14 @@ class Way(Protocol):
     def store(self, source: Memory, batch: int) -> None:
         """Store all blocks, durably after each batch."""
 
-    def load(self, target: Memory) -> None:
-        """Load all blocks."""
+    def load(self, target: Memory, order: Sequence[int]) -> None:
+        """Load all blocks, in this order."""
 
     def verify(self, source: Memory, target: Memory) -> None:
         """Raises BenchmarkError unless what was just loaded is what was stored."""
 
-    def forget(self) -> None:
-        """Drop them from the page cache."""
+    def files(self) -> Iterable[Path]:
+        """The files that hold the blocks, durable after `store`."""
 
     def close(self) -> None:
         """Let go of files and processes."""
@@ -86,6 +88,7 @@ class PlainFile:
 
     def __init__(self, path: Path, blocks: int, block_bytes: int, pool: ThreadPoolExecutor, direct: bool) -> None:
         self._blocks, self._block_bytes, self._pool = blocks, block_bytes, pool
+        self._path = path
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | (os.O_DIRECT if direct else 0), 0o600)
         os.posix_fallocate(self._fd, 0, blocks * block_bytes)
         os.fsync(self._fd)
@@ -100,17 +103,17 @@ class PlainFile:
             list(self._pool.map(lambda number: self._all(os.pwritev, source, number), numbers))
             os.fdatasync(self._fd)
 
-    def load(self, target: Memory) -> None:
+    def load(self, target: Memory, order: Sequence[int]) -> None:
         """Read all blocks."""
-        list(self._pool.map(lambda number: self._all(os.preadv, target, number), range(self._blocks)))
+        list(self._pool.map(lambda number: self._all(os.preadv, target, number), order))
 
     def verify(self, source: Memory, target: Memory) -> None:
         """Compare."""
         target.must_equal(source)
 
-    def forget(self) -> None:
-        """Drop it from the page cache."""
-        os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    def files(self) -> Iterable[Path]:
+        """The file."""
+        return [self._path]
 
     def close(self) -> None:
         """Close the file."""
@@ -146,26 +149,23 @@ class Store:
         if len(self._records) != self._blocks:
             raise harness.BenchmarkError(f"the store took {len(self._records)} of {self._blocks} blocks")
 
-    def load(self, target: Memory) -> None:
+    def load(self, target: Memory, order: Sequence[int]) -> None:
         """Read all blocks, verified."""
 
-        def read(number: int, record: BlockRecord) -> None:
-            for part in record.parts:
+        def read(number: int) -> None:
+            for part in self._records[number].parts:
                 if part is not None:
                     self.store_itself.read(part, target.span(number))
 
-        list(self._pool.map(read, range(self._blocks), self._records))
+        list(self._pool.map(read, order))
 
     def verify(self, source: Memory, target: Memory) -> None:
         """Compare."""
         target.must_equal(source)
 
-    def forget(self) -> None:
-        """Drop its slabs from the page cache."""
-        for slab in (self._path / "slabs").iterdir():
-            fd = os.open(slab, os.O_RDONLY)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(fd)
+    def files(self) -> Iterable[Path]:
+        """Its slabs."""
+        return (self._path / "slabs").iterdir()
 
     def close(self) -> None:
         """Close the store."""
@@ -179,31 +179,89 @@ def throughput(
     batch: int,
     depth: int,
     rounds: int,
-) -> dict[str, float]:
-    """Medians over rounds in which every way takes its turn, after one that is not counted; in GB/s."""
+    scattered: bool = False,
+) -> dict[str, dict[str, float]]:
+    """Medians over rounds in which every way takes its turn, after one round that is not counted.
+
+    A round begins with another way than the last. Before each load the files are dropped from the page cache, and it is
+    made sure that nothing of them is there (`chill`).
+
+    Args:
+        ways: makes each way, given the threads that it may use.
+        block_bytes: bytes of a block.
+        blocks: blocks a round.
+        batch: blocks of a durable batch.
+        depth: calls at a time.
+        rounds: rounds that count.
+        scattered: also load the blocks in random order.
+
+    Returns:
+        By way: `store_gbps`, `load_gbps` (in the order of storing), `scattered_load_gbps`, and of each the CPU time of
+        this process, all threads, that a gigabyte took (`store_cpu_s_per_gb` and so on).
+    """
     source, target = Memory(blocks, block_bytes), Memory(blocks, block_bytes)
     source.bytes[:] = np.random.default_rng(0).integers(0, 256, len(source.bytes), np.uint8)
     target.bytes[:] = 1
-    times: dict[str, list[float]] = {}
+    orders: dict[str, Sequence[int]] = {"load": range(blocks)}
+    if scattered:
+        orders["scattered_load"] = np.random.default_rng(1).permutation(blocks).tolist()
+    seconds: dict[tuple[str, str], list[tuple[float, float]]] = {}  # of the clock, of the CPU
     with ThreadPoolExecutor(depth) as pool, ExitStack() as undo:
         made = {}
         for name, make in ways.items():
             made[name] = make(pool)
             undo.callback(made[name].close)
+        names = list(made)
         with harness.progress("rounds", rounds + 1) as step:
             for turn in range(rounds + 1):
-                for name, way in made.items():
+                first = turn % len(names)
+                for name in names[first:] + names[:first]:
+                    way = made[name]
                     way.clear()
-                    with _timed(times, f"{name}_store", turn > 0):
+                    with _timed(seconds, (name, "store"), turn > 0):
                         way.store(source, batch)
-                    way.forget()
-                    target.bytes[:] = 1
-                    with _timed(times, f"{name}_load", turn > 0):
-                        way.load(target)
-                    way.verify(source, target)
-                    way.forget()
+                    for what, order in orders.items():
+                        chill(way.files())
+                        target.bytes[:] = 1
+                        with _timed(seconds, (name, what), turn > 0):
+                            way.load(target, order)
+                        way.verify(source, target)
+                    chill(way.files())
                 step()
-    return {name: blocks * block_bytes / float(np.median(taken)) / 1e9 for name, taken in times.items()}
+    gigabytes = blocks * block_bytes / 1e9
+    figures: dict[str, dict[str, float]] = {name: {} for name in names}
+    for (name, what), taken in seconds.items():
+        clock, cpu = np.median(np.array(taken), axis=0).tolist()
+        figures[name] |= {f"{what}_gbps": gigabytes / clock, f"{what}_cpu_s_per_gb": cpu / gigabytes}
+    return figures
+
+
+def chill(files: Iterable[Path]) -> None:
+    """Drops files, whose writes are durable, from the page cache (`posix_fadvise`, DONTNEED).
+
+    Raises:
+        BenchmarkError: some of a file is still there.
+    """
+    for file in files:
+        fd = os.open(file, os.O_RDONLY)
+        try:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            if left := _cached_bytes(fd):
+                raise harness.BenchmarkError(f"{left} bytes of {file} stay in the page cache, so no load is cold")
+        finally:
+            os.close(fd)
+
+
+def _cached_bytes(fd: int) -> int:
+    """Of a file in the page cache."""
+    size = os.fstat(fd).st_size
+    with mmap.mmap(fd, size, mmap.MAP_PRIVATE) as view:  # private, so that ctypes may have its address
+        pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
+        start = ctypes.byref(ctypes.c_char.from_buffer(view))
+        if _libc.mincore(start, ctypes.c_size_t(size), pages):
+            raise harness.BenchmarkError("the system does not tell what is in the page cache (mincore)")
+        del start
+        return mmap.PAGESIZE * sum(page & 1 for page in bytes(pages))
 
 
 def prompt(chain: int) -> bytes:
@@ -265,11 +323,13 @@ def _block(number: int, parts: Sequence[Span]) -> NewBlock:
 
 
 @contextmanager
-def _timed(times: dict[str, list[float]], name: str, counts: bool) -> Iterator[None]:
-    begin = time.perf_counter()
+def _timed(
+    seconds: dict[tuple[str, str], list[tuple[float, float]]], name: tuple[str, str], counts: bool
+) -> Iterator[None]:
+    begin, cpu = time.perf_counter(), time.process_time()
     yield
     if counts:
-        times.setdefault(name, []).append(time.perf_counter() - begin)
+        seconds.setdefault(name, []).append((time.perf_counter() - begin, time.process_time() - cpu))
 
 
 def _resident_bytes() -> int:

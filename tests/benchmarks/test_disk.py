@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 from pathlib import Path
 
 import pytest
@@ -14,9 +16,40 @@ from benchmarks.storage import disk_daemon, slabs
 def test_throughput_compares_the_same_bytes(tmp_path: Path) -> None:
     result = disk.throughput(tmp_path, block_bytes=65536, blocks=16, batch=4, depth=2, rounds=2)
     assert all(value > 0 for value in result.values())
-    for ratio, way in (("load_ratio", "daemon"), ("slabs_load_ratio", "slabs_direct")):
+    ways = {"load_ratio": "daemon", "slabs_load_ratio": "slabs_direct"}
+    ways |= {f"{way}_load_ratio": way for way in ("daemon_mmap", "daemon_buffered", "slabs_mmap", "slabs_buffered")}
+    for ratio, way in ways.items():
         expected = result[f"{way}_load_gbps"] / result["raw_direct_load_gbps"]
         assert result[ratio] == pytest.approx(expected, rel=0.1, abs=0.01)
+
+
+def test_modes_compares_every_way_at_every_size(tmp_path: Path) -> None:
+    result = disk.modes(tmp_path, [65536, 131072], nbytes=1 << 20, depth=2, rounds=2)
+    assert [(row["block_bytes"], row["io"]) for row in result["modes"]] == [
+        (size, io) for size in (65536, 131072) for io in ("mmap", "direct", "buffered")
+    ]
+    for row in result["modes"]:
+        assert all(row[f"{what}_gbps"] > 0 for what in ("store", "load", "scattered_load"))
+        if row["io"] == "direct":
+            assert row["store_ratio"] == row["load_ratio"] == row["scattered_load_ratio"] == 1
+    assert result["modes_direct_ratio"] == 1
+    assert result[f"modes_{result['best_io']}_ratio"] == max(
+        result[f"modes_{io}_ratio"] for io in ("mmap", "direct", "buffered")
+    )
+
+
+def test_a_load_that_would_not_be_cold_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(bytes(1 << 20))
+    fd = os.open(file, os.O_RDONLY)
+    os.fsync(fd)
+    slabs.chill([file])
+    with mmap.mmap(fd, 1 << 20, prot=mmap.PROT_READ) as view:
+        assert not view[5000]  # mapped, and therefore kept
+        with pytest.raises(harness.BenchmarkError, match="stay in the page cache"):
+            slabs.chill([file])
+    os.close(fd)
+    slabs.chill([file])
 
 
 @pytest.mark.parametrize("blocks", [8, 14])

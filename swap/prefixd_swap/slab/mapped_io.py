@@ -19,6 +19,8 @@ from prefixd_swap.slab.file_ops import FileOps
 from prefixd_swap.slab.pread_io import BufferedIo, EndOfFileError
 
 log = logging.getLogger(__name__)
+_FAULT_AROUND = 64 << 10
+"""A fault maps what the page cache has of so many bytes around it (the kernel's default, fault_around_bytes)."""
 
 
 class MappedIo(BufferedIo):
@@ -39,21 +41,22 @@ class MappedIo(BufferedIo):
         self._lock = threading.Lock()
         self._address = 0  # of the mapping; 0 as long as there is none
         self._refused = False  # the kernel did not map the file: it is read by `pread`
-        self._written: list[tuple[int, int]] = []  # offset and size of what was written since the last sync
+        self._written: list[tuple[int, int]] = []  # first and end byte of what was written since the last sync
+        self._read: list[tuple[int, int]] = []  # the same of what is being read
 
     def write(self, data: memoryview, offset: int) -> None:
         """As `BufferedIo.write`. Readers of the mapping see it at once: it is shared."""
         super().write(data, offset)
         with self._lock:
-            self._written.append((offset, len(data)))
+            self._written.append(_pages(offset, len(data)))
 
     def sync(self) -> None:
         """As `BufferedIo.sync`."""
         with self._lock:
             written, self._written = self._written, []
         super().sync()
-        for offset, nbytes in written:
-            self._ops.drop_cached(self._fd, *_pages(offset, nbytes))
+        for first, end in written:
+            self._ops.drop_cached(self._fd, first, end - first)
 
     def _fill(self, into: memoryview, offset: int) -> None:
         address = self._map()
@@ -61,17 +64,18 @@ class MappedIo(BufferedIo):
         if not address or end > self._nbytes:
             super()._fill(into, offset)
             return
-        first, nbytes = _pages(offset, len(into))
-        self._ops.read_ahead(address + first, nbytes)
+        pages = _pages(offset, len(into))
+        with self._lock:
+            self._read.append(pages)
         try:
+            self._ops.read_ahead(address + pages[0], pages[1] - pages[0])
             self._copy(address + offset, into)
         except OSError as error:
             if error.errno != errno.EFAULT:
                 raise
             super()._fill(into, offset)  # EFAULT stands for every fault; this one says which
         finally:
-            self._ops.unmap_pages(address + first, nbytes)
-            self._ops.drop_cached(self._fd, first, nbytes)
+            self._drop(address, pages)
         size = os.fstat(self._fd).st_size
         if size < end:  # the rest of the file's last page reads as zeros
             raise EndOfFileError(size)
@@ -80,6 +84,26 @@ class MappedIo(BufferedIo):
         while into:
             got = self._ops.copy_mapped(address, into)
             into, address = into[got:], address + got
+
+    def _drop(self, address: int, pages: tuple[int, int]) -> None:
+        """Drop what was read from the page cache, which keeps pages that are mapped.
+
+        A fault also maps what the page cache has around it: pages of neighbours that other threads are reading. They
+        skip those when they drop theirs, so whoever has mapped them drops them, unless they are still being read.
+        """
+        first = max(pages[0] - _FAULT_AROUND, 0)
+        end = min(pages[1] + _FAULT_AROUND, _pages(0, self._nbytes)[1])
+        self._ops.unmap_pages(address + first, end - first)
+        with self._lock:
+            self._read.remove(pages)
+            others = sorted(self._read)
+        for start, stop in others:
+            if start < end and stop > first:
+                if start > first:
+                    self._ops.drop_cached(self._fd, first, start - first)
+                first = min(stop, end)
+        if first < end:
+            self._ops.drop_cached(self._fd, first, end - first)
 
     def _map(self) -> int:
         """Address of the mapping, 0 where the kernel makes none."""
@@ -102,7 +126,5 @@ class MappedIo(BufferedIo):
 
 
 def _pages(offset: int, nbytes: int) -> tuple[int, int]:
-    """Offset and size of the system's pages that hold these bytes; they may be larger than 4096 bytes."""
-    first = offset // mmap.PAGESIZE * mmap.PAGESIZE
-    end = -(-(offset + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
-    return first, end - first
+    """First and end byte of the system's pages that hold these bytes; they may be larger than 4096 bytes."""
+    return offset // mmap.PAGESIZE * mmap.PAGESIZE, -(-(offset + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -289,6 +289,27 @@ def test_memory_holds_no_block_twice(mapped: Blocks) -> None:
     assert resident_bytes(mapped.slab) == 0
 
 
+def test_memory_holds_no_block_twice_when_neighbours_are_read_together(mapped: Blocks, faults: Faults) -> None:
+    """A fault maps pages of the neighbour, which the neighbour's reader then cannot drop."""
+    together = threading.Barrier(8)
+    into = np.zeros((8, SLOT), np.uint8)
+
+    def wait() -> None:
+        together.wait(30)
+
+    faults.before_copy = wait  # type: ignore[method-assign]
+
+    def read(at: int) -> None:
+        mapped.store.read(mapped.parts[at], Span(into[at].ctypes.data, SLOT))
+
+    for _ in range(5):
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(read, range(8)))
+        assert (into == mapped.content).all()
+        assert cached_bytes(mapped.slab) == 0
+        assert resident_bytes(mapped.slab) == 0
+
+
 def test_buffered_leaves_blocks_to_the_page_cache(tmp_path: Path) -> None:
     blocks = Blocks(tmp_path / "store", "buffered")
     blocks.write()

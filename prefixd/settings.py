@@ -129,8 +129,9 @@ class ServerSettings(_Section):
     """Open the TCP port without TLS, on loopback too: everyone who reaches it may use it, and what travels can be read
     and changed on the way. With tokens only their holders may use it, but the tokens can be read on the way too."""
     tokens: AbsolutePath | None = None
-    """File (mode 0600) of bearer tokens for the TCP port, read at the start: lines `name role token`, and comments that
-    begin with `#`. The role client opens PrefixCache and Inference, admin those and Admin; health is open to all."""
+    """File (mode 0600) of bearer tokens for the TCP port: lines `name role token`, and comments that begin with `#`.
+    The role client opens PrefixCache and Inference, admin those and Admin; health is open to all. The daemon reads the
+    file again within 2 s of a change; while it cannot be used, the tokens read before stay valid."""
     max_sessions: Count = 256
     """Sessions open at once; one more is refused."""
     max_namespaces: Count = 1024

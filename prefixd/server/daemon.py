@@ -121,6 +121,9 @@ class Daemon:
         clock = time.monotonic
         device = resolve_device(settings) if settings.worker.enabled else "cpu"
         doors = Listeners(settings.server)
+        if doors.tokens is not None:
+            stack.callback(doors.tokens.close)
+            await doors.tokens.load()
         stack.callback(private_umask())
         stack.callback(_lock_directory(settings.data_dir))
         heap.keep_large_arrays_apart()
@@ -169,6 +172,10 @@ class Daemon:
         expiry = asyncio.create_task(self._expire(), name="expiry")
         stack.callback(expiry.cancel)
         self._watch(expiry)
+        if doors.tokens is not None:
+            reading = asyncio.create_task(doors.tokens.watch(troubles), name="tokens")
+            stack.callback(reading.cancel)
+            self._watch(reading)
         descriptors = asyncio.create_task(watch_descriptors(troubles), name="descriptors")
         stack.callback(descriptors.cancel)
         self._watch(descriptors)

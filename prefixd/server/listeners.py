@@ -11,7 +11,8 @@ import grpc
 from prefixd.errors import ConfigError
 from prefixd.server.access import SocketAccess
 from prefixd.server.messages import ServiceTable
-from prefixd.server.tcp_listener import TokenCheck, read_tokens, tls_credentials
+from prefixd.server.tcp_listener import TokenCheck, tls_credentials
+from prefixd.server.tokens import TokenFile
 from prefixd.settings import ServerSettings
 
 _MESSAGE_BYTES = 16 << 20
@@ -56,7 +57,7 @@ class Listeners:
     `MemoryListener`. On TCP, TLS and tokens say who comes in.
 
     Raises:
-        ConfigError: a certificate, a key or a file of tokens that cannot be used.
+        ConfigError: a certificate or a key that cannot be used.
     """
 
     def __init__(self, settings: ServerSettings) -> None:
@@ -65,11 +66,13 @@ class Listeners:
         logging.getLogger("grpc._cython.cygrpc").addFilter(_caller_hung_up)
         self._unix = grpc.aio.server(options=_OPTIONS + _UNIX_OPTIONS)
         self._tcp: grpc.aio.Server | None = None
+        self.tokens: TokenFile | None = None
+        """To be loaded before the TCP listener is opened, and watched from then on."""
         if settings.tcp is not None:
             self._credentials = tls_credentials(settings)
-            tokens = read_tokens(settings.tokens) if settings.tokens is not None else ()
+            self.tokens = TokenFile(settings.tokens) if settings.tokens is not None else None
             self._tcp = grpc.aio.server(
-                interceptors=[TokenCheck(tokens)] if tokens else None,
+                interceptors=[TokenCheck(self.tokens)] if self.tokens is not None else None,
                 options=_OPTIONS + _TCP_OPTIONS,
                 maximum_concurrent_rpcs=settings.max_sessions + _TCP_CALLS,
             )

@@ -1,4 +1,4 @@
-"""The TCP door: TLS, and bearer tokens with the role that each has.
+"""The TCP listener: TLS, and the check of bearer tokens with the role that each has.
 
 Peers of the unix socket are checked by the kernel, so none of this concerns them: the TCP port has a gRPC server of its
 own.
@@ -6,15 +6,10 @@ own.
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import logging
-import os
-import re
 import ssl
-import stat
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,76 +17,13 @@ import grpc
 
 from prefixd.errors import ConfigError
 from prefixd.server.rpc import Context
+from prefixd.server.tokens import Token, TokenFile, digest
 from prefixd.settings import ServerSettings
 
 log = logging.getLogger(__name__)
 
-_ROLES = ("client", "admin")
 _OPEN_SERVICES = ("/grpc.health.v1.Health/",)
 _ADMIN_SERVICES = ("/prefixd.v1.Admin/",)
-_SHORTEST_TOKEN = 16
-_TOKEN = re.compile(r"[\x21-\x7e]+")
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    """Who a token belongs to, what it opens, and its SHA-256: the token itself is kept nowhere."""
-
-    name: str
-    role: str
-    digest: bytes
-
-
-def read_tokens(path: Path) -> tuple[Token, ...]:
-    """The tokens in a file of lines `name role token`; one that begins with `#` is a comment.
-
-    Raises:
-        ConfigError: the file cannot be read, others can read it, or a line is wrong.
-    """
-    try:
-        found = path.stat()
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ConfigError(f"server.tokens = {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"server.tokens = {path} is no text in UTF-8; write lines of `name role token`") from error
-    mode = stat.S_IMODE(found.st_mode)
-    if found.st_uid not in (0, os.geteuid()) or mode & 0o077:
-        raise ConfigError(
-            f"server.tokens = {path} (mode {mode:04o}, of user {found.st_uid}) must be the daemon's alone; "
-            f"run `chown {os.geteuid()} {path}` and `chmod 600 {path}`"
-        )
-    tokens: list[Token] = []
-    for number, line in enumerate(lines, 1):
-        words = line.split()
-        if words and not words[0].startswith("#"):
-            tokens.append(_token(words, tokens, f"server.tokens = {path}, line {number}"))
-    if not tokens:
-        raise ConfigError(f"server.tokens = {path} has no token; write lines of `name role token`")
-    return tuple(tokens)
-
-
-def _token(words: list[str], before: list[Token], where: str) -> Token:
-    """Never repeats the line: it holds a secret."""
-    if len(words) != 3:
-        raise ConfigError(f"{where} has {len(words)} words; write `name role token`")
-    name, role, secret = words
-    if role not in _ROLES:
-        raise ConfigError(f"{where}: the role of {name} is neither client nor admin")
-    if len(secret) < _SHORTEST_TOKEN or not _TOKEN.fullmatch(secret):
-        raise ConfigError(
-            f"{where}: the token of {name} is not {_SHORTEST_TOKEN} or more ASCII characters; "
-            "make one with `openssl rand -hex 32`"
-        )
-    token = Token(name, role, _digest(secret))
-    for other in before:
-        if name == other.name or token.digest == other.digest:
-            raise ConfigError(f"{where}: {name} and its token repeat those of {other.name}; give each its own")
-    return token
-
-
-def _digest(secret: str) -> bytes:
-    return hashlib.sha256(secret.encode("ascii", "replace")).digest()
 
 
 class TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
@@ -100,8 +32,8 @@ class TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignor
     Health is open to everyone; Admin needs the role admin; everything else either role.
     """
 
-    def __init__(self, tokens: tuple[Token, ...]) -> None:
-        self._tokens = tokens
+    def __init__(self, file: TokenFile) -> None:
+        self._file = file
 
     async def intercept_service(
         self,
@@ -133,10 +65,10 @@ class TokenCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignor
 
     def _find(self, header: str) -> Token | None:
         scheme, _, secret = header.partition(" ")
-        digest = _digest(secret.strip())
+        given = digest(secret.strip())
         found = None
-        for token in self._tokens:  # all of them: how long it takes says nothing about which
-            if hmac.compare_digest(token.digest, digest):
+        for token in self._file.tokens:  # all of them: how long it takes says nothing about which
+            if hmac.compare_digest(token.digest, given):
                 found = token
         return found if scheme.lower() == "bearer" else None
 

@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from prefixd.cache import Troubles
 from prefixd.client import (
     Client,
     InvalidArgumentError,
@@ -25,7 +27,9 @@ from prefixd.client import (
     ServerUnavailable,
 )
 from prefixd.errors import ConfigError
-from prefixd.server.tcp_listener import read_tokens, tls_credentials
+from prefixd.server import tokens as token_file
+from prefixd.server.tcp_listener import tls_credentials
+from prefixd.server.tokens import TokenFile, read_tokens
 from prefixd.settings import Settings
 from prefixd.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, inference_pb2, inference_pb2_grpc
 
@@ -227,16 +231,112 @@ def test_connections_have_a_limit(guarded: Remote) -> None:
         (f"engine client {ENGINE}\nother admin {ENGINE}\n", 0o600, "line 2: other and its token repeat"),
     ],
 )
-def test_a_file_of_tokens_that_is_refused(tmp_path: Path, text: str, mode: int, words: str) -> None:
+async def test_a_file_of_tokens_that_is_refused(tmp_path: Path, text: str, mode: int, words: str) -> None:
     path = write_tokens(tmp_path / "tokens", text, mode)
     with pytest.raises(ConfigError, match=words) as caught:
-        read_tokens(path)
+        await read_tokens(path)
     assert str(path) in str(caught.value) and "eeee" not in str(caught.value)
 
 
-def test_tokens_are_not_kept(tokens: Path) -> None:
-    assert [(token.name, token.role) for token in read_tokens(tokens)] == [("engine", "client"), ("operator", "admin")]
-    assert ENGINE not in repr(read_tokens(tokens))
+async def test_tokens_are_not_kept(tokens: Path) -> None:
+    read = await read_tokens(tokens)
+    assert [(token.name, token.role) for token in read] == [("engine", "client"), ("operator", "admin")]
+    assert ENGINE not in repr(read)
+
+
+# -- the file changes -------------------------------------------------------------------------------------------------
+
+
+def names(file: TokenFile) -> list[str]:
+    return [token.name for token in file.tokens]
+
+
+async def test_a_file_that_changes_is_read_again(tokens: Path) -> None:
+    file, troubles = TokenFile(tokens), Troubles(time.monotonic)
+    assert names(file) == []
+    await file.load()
+    assert names(file) == ["engine", "operator"]
+    write_tokens(tokens, f"operator admin {OPERATOR}\n")
+    await file.look(troubles)
+    assert names(file) == ["operator"]
+    fresh = write_tokens(tokens.with_name("fresh"), f"# taken out: operator\nengine client {ENGINE}\n")
+    os.utime(fresh, ns=(0, tokens.stat().st_mtime_ns))
+    fresh.rename(tokens)
+    await file.look(troubles)
+    assert names(file) == ["engine"] and not list(troubles)
+    file.close()
+
+
+async def test_a_file_that_cannot_be_used_leaves_the_tokens_and_is_said_until_it_can(
+    tokens: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file, troubles = TokenFile(tokens), Troubles(time.monotonic)
+    await file.load()
+
+    def spoil(how: str) -> None:
+        if how == "gone":
+            tokens.unlink()
+        elif how == "readable by others":
+            tokens.chmod(0o644)
+        elif how == "wrong":
+            write_tokens(tokens, "engine client\n")
+
+    for how, words, remedy in (
+        ("readable by others", "mode 0644", "run `chown"),
+        ("wrong", "line 1 has 2 words", "write `name role token`"),
+        ("gone", "No such file or directory", "put the file back"),
+    ):
+        spoil(how)
+        for _ in range(2):
+            await file.look(troubles)
+        (trouble,) = troubles
+        assert trouble.part == "tokens" and words in trouble.what and remedy in trouble.remedy
+        assert "read before stay valid" in trouble.what
+        assert names(file) == ["engine", "operator"]
+        write_tokens(tokens, f"engine client {ENGINE}\noperator admin {OPERATOR}\n")
+        await file.look(troubles)
+        assert not list(troubles)
+    assert ENGINE not in caplog.text
+    file.close()
+
+
+async def test_a_file_that_changes_while_it_is_read_is_read_once_more(
+    tokens: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, troubles = TokenFile(tokens), Troubles(time.monotonic)
+    really = read_tokens
+
+    async def read(path: Path, threads: Any = None) -> Any:
+        found = await really(path, threads)
+        write_tokens(path, f"operator admin {OPERATOR}\n")
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(token_file, "read_tokens", read)
+        await file.load()
+    assert names(file) == ["engine", "operator"]
+    await file.look(troubles)
+    assert names(file) == ["operator"]
+    file.close()
+
+
+def test_a_token_that_is_taken_out_opens_nothing_any_more(guarded: Remote, tokens: Path) -> None:
+    works(guarded, token=ENGINE)
+    write_tokens(tokens, f"engine client {ENGINE[:-1]}x\noperator admin {OPERATOR}\n")
+    deadline = time.monotonic() + 60
+    with (
+        Client(guarded.daemon.tcp, token=ENGINE) as client,
+        pytest.raises(PermissionDeniedError, match=r"server\.tokens"),
+    ):
+        while time.monotonic() < deadline:
+            client.register(SPEC)
+    works(guarded, token=f"{ENGINE[:-1]}x")
+    tokens.unlink()
+    guarded.until(lambda stats: any(trouble.part == "tokens" for trouble in stats.troubles))
+    works(guarded, token=f"{ENGINE[:-1]}x")
+    write_tokens(tokens, f"engine client {ENGINE}\n")
+    guarded.until(lambda stats: not stats.troubles)
+    works(guarded, token=ENGINE)
 
 
 @needs_openssl

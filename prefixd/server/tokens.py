@@ -1,0 +1,163 @@
+"""The file of bearer tokens: who may come in over TCP, and with which role. Read again when it changes.
+
+A token that leaked, or whose holder left, is taken out without a restart, which would end every session. The file is
+read in a thread (aiofiles): it may lie on a network file system, and the event loop waits for no disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+import re
+import stat
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiofiles
+import aiofiles.os
+
+from prefixd.cache import Troubles
+from prefixd.errors import ConfigError
+from prefixd_swap import SwapError, started_threads
+
+log = logging.getLogger(__name__)
+
+PART = "tokens"
+"""What its troubles are about, in `Troubles`."""
+LOOK_S = 2.0
+"""Seconds between two looks at the file."""
+_ROLES = ("client", "admin")
+_SHORTEST_TOKEN = 16
+_TOKEN = re.compile(r"[\x21-\x7e]+")
+
+_Identity = tuple[int, int, int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """Who a token belongs to, what it opens, and its SHA-256: the token itself is kept nowhere."""
+
+    name: str
+    role: str
+    digest: bytes
+
+
+class TokenFile:
+    """The tokens that count now.
+
+    Args:
+        path: a file of lines `name role token`; one that begins with `#` is a comment.
+
+    Raises:
+        ConfigError: the thread that reads the file cannot be started.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.tokens: tuple[Token, ...] = ()
+        """Empty before `load`: nobody comes in."""
+        self._seen: _Identity | None = None  # of the file that `tokens` are from
+        try:
+            self._threads = started_threads(1, "prefixd-tokens")
+        except SwapError as error:
+            raise ConfigError(f"server.tokens = {path}: {error}") from error
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._threads.shutdown(wait=False)
+
+    async def load(self) -> None:
+        """Reads the file.
+
+        Raises:
+            ConfigError: it cannot be read, others can read it, or a line is wrong; the tokens stay as they were.
+        """
+        try:
+            seen = await self._identity()
+        except OSError as error:
+            raise ConfigError(f"server.tokens = {self._path}: {error.strerror}") from error
+        self.tokens = await read_tokens(self._path, self._threads)
+        self._seen = seen  # one that was changed since is seen to have changed
+
+    async def watch(self, troubles: Troubles) -> None:
+        """Looks at the file every `LOOK_S` seconds, for ever."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            await self.look(troubles)
+
+    async def look(self, troubles: Troubles) -> None:
+        """Reads the file if it has changed. One that cannot be used is a trouble, and the tokens stay as they were."""
+        try:
+            if await self._identity() != self._seen:
+                before = len(self.tokens)
+                await self.load()
+                log.info("%s has changed: %d tokens, %d before", self._path, len(self.tokens), before)
+        except (ConfigError, OSError) as error:
+            reason = str(error) if isinstance(error, ConfigError) else f"server.tokens = {self._path}: {error.strerror}"
+            what, _, remedy = reason.partition("; ")
+            remedy = remedy or "put the file back, or restart the daemon without it"
+            troubles.begin(PART, f"{what}: the tokens that were read before stay valid; {remedy}")
+        else:
+            troubles.end(PART)
+
+    async def _identity(self) -> _Identity:
+        """What differs when the file is another one, has other content, or lets in other readers."""
+        found = await aiofiles.os.stat(self._path, executor=self._threads)
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+async def read_tokens(path: Path, threads: Executor | None = None) -> tuple[Token, ...]:
+    """The tokens in a file, see `TokenFile`; `threads` read it, by default those of the event loop.
+
+    Raises:
+        ConfigError: the file cannot be read, others can read it, or a line is wrong.
+    """
+    try:
+        async with aiofiles.open(path, encoding="utf-8", executor=threads) as file:
+            found = os.fstat(file.fileno())
+            lines = (await file.read()).splitlines()
+    except OSError as error:
+        raise ConfigError(f"server.tokens = {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"server.tokens = {path} is no text in UTF-8; write lines of `name role token`") from error
+    mode = stat.S_IMODE(found.st_mode)
+    if found.st_uid not in (0, os.geteuid()) or mode & 0o077:
+        raise ConfigError(
+            f"server.tokens = {path} (mode {mode:04o}, of user {found.st_uid}) must be the daemon's alone; "
+            f"run `chown {os.geteuid()} {path}` and `chmod 600 {path}`"
+        )
+    tokens: list[Token] = []
+    for number, line in enumerate(lines, 1):
+        words = line.split()
+        if words and not words[0].startswith("#"):
+            tokens.append(_token(words, tokens, f"server.tokens = {path}, line {number}"))
+    if not tokens:
+        raise ConfigError(f"server.tokens = {path} has no token; write lines of `name role token`")
+    return tuple(tokens)
+
+
+def digest(secret: str) -> bytes:
+    """What is kept of a token."""
+    return hashlib.sha256(secret.encode("ascii", "replace")).digest()
+
+
+def _token(words: list[str], before: list[Token], where: str) -> Token:
+    """Never repeats the line: it holds a secret."""
+    if len(words) != 3:
+        raise ConfigError(f"{where} has {len(words)} words; write `name role token`")
+    name, role, secret = words
+    if role not in _ROLES:
+        raise ConfigError(f"{where}: the role of {name} is neither client nor admin")
+    if len(secret) < _SHORTEST_TOKEN or not _TOKEN.fullmatch(secret):
+        raise ConfigError(
+            f"{where}: the token of {name} is not {_SHORTEST_TOKEN} or more ASCII characters; "
+            "make one with `openssl rand -hex 32`"
+        )
+    token = Token(name, role, digest(secret))
+    for other in before:
+        if name == other.name or token.digest == other.digest:
+            raise ConfigError(f"{where}: {name} and its token repeat those of {other.name}; give each its own")
+    return token

@@ -50,6 +50,7 @@ def main() -> None:
     parser.add_argument("--depth", type=harness.positive, default=4, help="calls at a time (4)")
     parser.add_argument("--rounds", type=harness.positive, default=15, help="rounds to time (15)")
     parser.add_argument("--mode-bytes", type=harness.size, default=128 << 20, help="bytes a round of modes (128MiB)")
+    parser.add_argument("--modes-only", action="store_true", help="compare the values of disk.io alone")
     parser.add_argument("--blocks", type=harness.positive, help="records of the store to open again")
     parser.add_argument("--folder", type=Path, help="where to work, on the disk to measure (the temporary folder)")
     options = parser.parse_args()
@@ -63,9 +64,10 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory(prefix="prefixd-disk-", dir=options.folder) as name:
         folder = Path(name)
-        result |= throughput(
-            folder, options.block_bytes, options.round_blocks, options.batch, options.depth, options.rounds
-        )
+        if not options.modes_only:
+            result |= throughput(
+                folder, options.block_bytes, options.round_blocks, options.batch, options.depth, options.rounds
+            )
         result |= modes(folder, _SIZES, options.mode_bytes, options.depth, options.rounds)
         if options.blocks:
             result |= reopen(folder, options.blocks)

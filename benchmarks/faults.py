@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -72,7 +71,7 @@ def run_scenario(scenario: Scenario, folder: Path, seed: int = 0, pace: Pace = P
         Skip: this machine cannot make it.
     """
     begin = time.monotonic()
-    port = _free_port()
+    port = harness.free_port()
     disk = folder / "disk"
     settings = {**SETTINGS, "disk.path": disk, "server.metrics_port": port, **scenario.settings}
     daemon = FaultyDaemon(settings, directory=folder / "daemon")
@@ -245,12 +244,6 @@ def _lost(before: admin_pb2.StatsResponse, after: admin_pb2.StatsResponse, scena
     return sum(_difference(before, after).get(reason, 0) for reason in scenario.lost)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 NAMES = (*(scenario.name for scenario in SCENARIOS), worker.NAME)
 
 
@@ -274,7 +267,7 @@ def run(names: Sequence[str], seed: int, pace: Pace = Pace()) -> tuple[list[Resu
 
 def _run_one(name: str, folder: Path, seed: int, pace: Pace) -> Result:
     if name == worker.NAME:
-        return worker.run_worker_scenario(folder, _free_port())
+        return worker.run_worker_scenario(folder, harness.free_port())
     (scenario,) = (one for one in SCENARIOS if one.name == name)
     try:
         return run_scenario(scenario, folder, seed, pace)

@@ -8,6 +8,7 @@ import argparse
 import json
 import os
 import platform
+import socket
 import subprocess
 import sys
 import time
@@ -73,6 +74,13 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not positive")
     return value
+
+
+def free_port() -> int:
+    """A TCP port of 127.0.0.1 that nobody used a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def circumstances() -> dict[str, Any]:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -264,22 +265,56 @@ def _cached_bytes(fd: int) -> int:
         return mmap.PAGESIZE * sum(page & 1 for page in bytes(pages))
 
 
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """How `fill` divides blocks: a prompt of each length in `first`, then prompts of `chain` blocks."""
+
+    chain: int = CHAIN
+    first: tuple[int, ...] = ()
+
+    def tokens(self, number: int) -> bytes:
+        """The token ids of a prompt."""
+        return random.Random(number).randbytes(4 * TOKENS * self._blocks(number))
+
+    def start(self, number: int) -> int:
+        """The number of a prompt's first block among all blocks."""
+        return sum(self.first[:number]) + self.chain * max(0, number - len(self.first))
+
+    def locate(self, block: int) -> tuple[int, int]:
+        """The prompt of a block, and the block's place in the prompt."""
+        for number, blocks in enumerate(self.first):
+            if block < blocks:
+                return number, block
+            block -= blocks
+        number, depth = divmod(block, self.chain)
+        return len(self.first) + number, depth
+
+    def _blocks(self, number: int) -> int:
+        return self.first[number] if number < len(self.first) else self.chain
+
+
 def prompt(chain: int) -> bytes:
     """The token ids of a prompt of `fill`."""
-    return random.Random(chain).randbytes(4 * TOKENS * CHAIN)
+    return Prompts().tokens(chain)
 
 
-def fill(path: Path, blocks: int) -> None:
-    """A store of `blocks` blocks of one 4 KiB slot in chains of 500, with a real index and slabs that are holes."""
+def place(path: Path, block: int) -> tuple[Path, int]:
+    """The slab file, and the offset in it, of one of the blocks that `fill` has stored."""
+    number, slot = divmod(block, _SLAB_SLOTS)
+    return _slab(path, number), slot * SLOT_BYTES
+
+
+def fill(path: Path, blocks: int, prompts: Prompts = Prompts()) -> None:
+    """A store of `blocks` blocks of one 4 KiB slot, with a real index and slabs that are holes."""
     capacity = blocks * SLOT_BYTES
     SlabStore.open(path, capacity).close()
     for first in range(0, blocks, _SLAB_SLOTS):
-        slab = path / "slabs" / f"{first // _SLAB_SLOTS + 1:010x}-{SLOT_BYTES}.slab"
+        slab = _slab(path, first // _SLAB_SLOTS)
         slab.touch(0o600)
         os.truncate(slab, min(_SLAB_SLOTS, blocks - first) * SLOT_BYTES)
     index = SlabIndex(path / "index", FileOps())
     with harness.progress("records", blocks // 10_000) as step:
-        for changes in _batches(blocks, 10_000):
+        for changes in _batches(blocks, 10_000, prompts):
             index.apply(changes)
             step()
     index.put_namespace(_NAMESPACE, msgspec.msgpack.encode(SPEC))
@@ -301,15 +336,19 @@ def reopen(path: Path, blocks: int) -> dict[str, Any]:
     return {"store_reopen_s": round(elapsed, 3), "store_bytes_per_block": round((after - before) / blocks, 1)}
 
 
-def _batches(blocks: int, size: int) -> Iterator[list[tuple[bytes, bytes]]]:
+def _slab(path: Path, number: int) -> Path:
+    return path / "slabs" / f"{number + 1:010x}-{SLOT_BYTES}.slab"
+
+
+def _batches(blocks: int, size: int, prompts: Prompts) -> Iterator[list[tuple[bytes, bytes]]]:
     checksum = xxhash.xxh3_64_intdigest(bytes(SLOT_BYTES))  # of a hole
     seed = int.from_bytes(_NAMESPACE, "little")
     for start in range(0, blocks, size):
         changes = []
         for number in range(start, min(start + size, blocks)):
-            chain, depth = divmod(number, CHAIN)
-            if number == start or not depth:
-                keys = BlockChain(prompt(chain), TOKENS, seed)
+            chain, depth = prompts.locate(number)
+            if not depth:
+                keys = BlockChain(prompts.tokens(chain), TOKENS, seed)
             slot = number // _SLAB_SLOTS + 1 << INDEX_BITS | number % _SLAB_SLOTS
             parent = keys.key(depth - 1) if depth else b""
             block = NewBlock(_NAMESPACE, keys.key(depth), parent, keys.block(depth), depth, [])

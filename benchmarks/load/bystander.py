@@ -1,0 +1,127 @@
+"""A client that matches one short prompt at fixed times, in a process of its own: `... bystander ADDRESS`.
+
+Each line on its standard input is answered with one line of JSON: the matches that ended since the last line (when each
+began, by `time.monotonic`, how long it took, and whether it failed), and how many have not ended. It ends with its
+input.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+from benchmarks.common.harness import BenchmarkError
+from prefixd.client import AsyncClient, ClientError, NamespaceSpec, PartSpec
+
+_BLOCKS, _BLOCK_TOKENS, _PART_BYTES = 16, 16, 4096
+_EVERY_S = 0.005
+_TIMEOUT_S = 600.0
+_SPEC = NamespaceSpec("bystander", _BLOCK_TOKENS, (PartSpec("full", 0, _PART_BYTES),))
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One match."""
+
+    begin_s: float
+    """By `time.monotonic`, which all processes of a machine share."""
+    seconds: float
+    failed: bool
+    """It ended with an error: gRPC ends calls that wait for half a minute for an event loop."""
+
+
+class Bystander:
+    """The side that starts it. A context manager: leaving it ends the process."""
+
+    def __init__(self, address: str) -> None:
+        self.samples: list[Sample] = []
+        """All matches that had ended at the last `look`."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.load.bystander", address],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C is ours alone
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with suppress(BrokenPipeError):
+                pipe.close()
+        self._process.wait()
+
+    def look(self) -> int:
+        """Fetches the matches that have ended; returns how many have not. Waits for the process to be ready.
+
+        Raises:
+            BenchmarkError: the process has ended.
+        """
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with suppress(BrokenPipeError):  # then the line that follows is empty
+            self._process.stdin.write("\n")
+            self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise BenchmarkError(f"the bystander ended by itself, with status {self._process.wait()}")
+        answer = json.loads(line)
+        self.samples += [Sample(*sample) for sample in answer["ended"]]
+        return int(answer["waiting"])
+
+
+async def _serve(address: str) -> None:
+    orders = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin)
+    ended: list[tuple[float, float, bool]] = []
+    waiting = 0
+    async with AsyncClient(address, name="bystander", timeout_s=_TIMEOUT_S) as client, asyncio.TaskGroup() as group:
+        tokens = np.arange(_BLOCKS * _BLOCK_TOKENS, dtype=np.uint32)
+        cache = await client.register(_SPEC)
+        await cache.store(tokens, np.zeros(_BLOCKS * _PART_BYTES, np.uint8))
+
+        async def match() -> None:
+            nonlocal waiting
+            waiting += 1
+            begin_s = time.monotonic()
+            failed = False
+            try:
+                await cache.match(tokens)
+            except ClientError:
+                failed = True
+            waiting -= 1
+            ended.append((begin_s, time.monotonic() - begin_s, failed))
+
+        async def match_at_fixed_times() -> None:
+            due_s = time.monotonic()
+            while True:
+                group.create_task(match())  # also while an earlier one waits
+                due_s += _EVERY_S
+                await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+
+        matching = group.create_task(match_at_fixed_times())
+        while await orders.readline():
+            print(json.dumps({"ended": ended, "waiting": waiting}), flush=True)
+            ended.clear()
+        matching.cancel()
+
+
+def main() -> None:
+    """The process's side."""
+    asyncio.run(_serve(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    main()

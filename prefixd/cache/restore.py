@@ -201,23 +201,23 @@ class _Entry:
         return list(pairwise(np.flatnonzero(np.diff(self._records.depth, prepend=-1, append=-1)).tolist()))
 
     def _prompt_order(self) -> Rows:
-        """The place of each record when what continues a block comes right behind it (preorder).
+        """The place of each record when the eldest child of a block comes right behind it.
 
         Matching a prompt then reads memory from front to back, and uses few pages of the columns that are still empty.
+        In passes over all records, as many as the logarithm of the depth: a prompt may be a million tokens long.
         """
-        parent, levels = self._records.parent, self._levels()
-        sizes = np.ones(len(parent), np.int64)  # of the subtrees
-        for start, end in reversed(levels[1:]):
-            np.add.at(sizes, parent[start:end], sizes[start:end])
-        places = np.zeros(len(parent), np.int64)
-        for start, end in levels:
-            order = start + np.argsort(parent[start:end], kind="stable")  # siblings side by side
-            above, before = parent[order], np.cumsum(sizes[order]) - sizes[order]
-            if start:
-                eldest = np.flatnonzero(np.diff(above, prepend=-1))
-                before -= np.repeat(before[eldest], np.diff(eldest, append=len(above)))
-                before += places[above] + 1
-            places[order] = before
+        parent = self._records.parent.astype(np.int64)
+        numbers = np.arange(len(parent))
+        inner = np.flatnonzero(parent >= 0)
+        eldest = np.full(len(parent), _NO_ROW, np.int64)
+        eldest[parent[inner][::-1]] = inner[::-1]  # of several children of a block the first, which is entered last
+        goes_on = inner[eldest[parent[inner]] == inner]
+        head = numbers.copy()  # of the run of eldest children that a record is in
+        head[goes_on] = parent[goes_on]
+        while not np.array_equal(above := head[head], head):
+            head = above
+        places = np.empty_like(numbers)
+        places[np.lexsort((self._records.depth, head))] = numbers
         return places
 
     def _enter(self, group: RecordGroup, now_s: float) -> None:

@@ -266,7 +266,7 @@ CALLS: Mapping[str, tuple[Act, bool]] = {
 def run(
     blocks: int,
     names: Sequence[str] = tuple(CALLS),
-    step: Callable[[], None] = lambda: None,
+    step: Callable[[Call], None] = lambda call: None,
     daemon_type: type[WatchedDaemon] = WatchedDaemon,
 ) -> list[Call]:
     """The first of CALLS and those with `names`, in the order of CALLS, on a daemon with `blocks` blocks.
@@ -274,7 +274,7 @@ def run(
     Args:
         blocks: at least 1,024.
         names: of CALLS.
-        step: called after each.
+        step: called with each of them, once it is measured.
         daemon_type: replaced in tests.
     """
     scale = Scale(blocks)
@@ -290,7 +290,7 @@ def run(
         }
         with daemon_type(settings, directory=Path(folder)) as daemon, Bystander(daemon.address) as bystander:
             chosen = {name: call for name, call in CALLS.items() if name in names or name == next(iter(CALLS))}
-            calls = asyncio.run(_make_calls(scale, daemon, bystander, chosen, port, blocks_path, step))
+            calls = asyncio.run(_make_calls(scale, daemon, bystander, chosen, port, blocks_path, names, step))
     return [call for call in calls if call.name in names]
 
 
@@ -301,7 +301,8 @@ async def _make_calls(
     chosen: Mapping[str, tuple[Act, bool]],
     metrics_port: int,
     blocks_path: Path,
-    step: Callable[[], None],
+    names: Sequence[str],
+    step: Callable[[Call], None],
 ) -> list[Call]:
     calls = []
     async with AsyncExitStack() as stack:
@@ -320,15 +321,16 @@ async def _make_calls(
         )
         await asyncio.to_thread(bystander.look)  # it is ready
         for name, (act, repeatable) in chosen.items():
-            calls.append(await _time(name, act, scene, repeatable))
+            call = await _time(name, act, scene, repeatable)
             await asyncio.sleep(_SETTLE_S)
             while await asyncio.to_thread(bystander.look) > _FEW:
                 await asyncio.sleep(_POLL_S)
-            step()
-        end_s = time.monotonic()
-    for call, until_s in zip(calls, [*(call.begin_s for call in calls[1:]), end_s], strict=True):
-        matches = [sample for sample in bystander.samples if call.begin_s <= sample.begin_s < until_s]
-        call.judge(await asyncio.to_thread(daemon.holds, call.begin_s, until_s), matches)
+            holds = await asyncio.to_thread(daemon.holds, call.begin_s, time.monotonic())
+            call.judge(holds, [sample for sample in bystander.samples if sample.begin_s >= call.begin_s])
+            calls.append(call)
+            if name in names:
+                step(call)
+    daemon.kill()  # in order it would write back what is left
     return calls
 
 
@@ -358,7 +360,13 @@ def main() -> None:
     names = tuple(options.only or CALLS)
     begin = time.perf_counter()
     with harness.progress("calls", len(names)) as step:
-        calls = run(options.blocks, names, step)
+
+        def tell(call: Call) -> None:
+            _print_call(call, options.limit_ms)
+            step()
+
+        print(f"{'call':30} {'hold ms':>9} {'wait ms':>9} {'gc ms':>7} {'p99 ms':>8} {'s':>8}", flush=True)
+        calls = run(options.blocks, names, tell)
     worst = max(calls, key=lambda call: call.longest_hold_ms)
     result = {
         "blocks": options.blocks,
@@ -370,7 +378,6 @@ def main() -> None:
         "seconds": round(time.perf_counter() - begin, 1),
     }
     harness.finish("stalls", result, options.json)
-    _print_table(calls, options.limit_ms)
 
     def draw(axes: Any) -> None:
         axes.barh([call.name for call in calls][::-1], [call.longest_hold_ms for call in calls][::-1])
@@ -404,16 +411,14 @@ def plain(call: Call) -> dict[str, object]:
     }
 
 
-def _print_table(calls: Sequence[Call], limit_ms: float) -> None:
-    print(f"{'call':30} {'hold ms':>9} {'wait ms':>9} {'gc ms':>7} {'p99 ms':>8} {'s':>8}")
-    for call in calls:
-        figures = (call.longest_hold_ms, call.longest_wait_ms)
-        print(
-            f"{call.name:30} {figures[0]:9.1f} {figures[1]:9.1f} {call.longest_gc_ms:7.1f} "
-            f"{call.bystander_p99_ms:8.1f} {call.seconds:8.2f}"
-        )
-        if call.longest_hold_ms > limit_ms:
-            print(f"    {call.callback}\n    {call.where or 'nobody looked meanwhile'}")
+def _print_call(call: Call, limit_ms: float) -> None:
+    print(
+        f"{call.name:30} {call.longest_hold_ms:9.1f} {call.longest_wait_ms:9.1f} {call.longest_gc_ms:7.1f} "
+        f"{call.bystander_p99_ms:8.1f} {call.seconds:8.2f}",
+        flush=True,
+    )
+    if call.longest_hold_ms > limit_ms:
+        print(f"    {call.callback}\n    {call.where or 'nobody looked meanwhile'}", flush=True)
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     @unary
     async def Stats(self, request: pb.StatsRequest) -> pb.StatsResponse:
         """All figures."""
-        return self._snapshot.take()
+        return await self._snapshot.take()
 
     @unary
     async def ListPrefixes(self, request: pb.ListPrefixesRequest) -> pb.ListPrefixesResponse:
@@ -180,7 +180,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             sessions=found.sessions,
             leases=found.leases,
             reservations=found.reservations,
-            troubles=self._snapshot.take().troubles,
+            troubles=self._snapshot.troubles(),
         )
 
     def _find(self, key: str) -> tuple[Trie, int]:

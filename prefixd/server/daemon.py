@@ -90,6 +90,7 @@ async def serve(
     async with AsyncExitStack() as stack:
         daemon = Daemon(settings, ops)
         endpoints = await daemon.start(stack)
+        heap.exempt_from_collection()
         if ready is not None:
             ready(endpoints)
         await daemon.ended.wait()

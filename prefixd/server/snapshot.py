@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 import numpy as np
@@ -18,8 +18,10 @@ from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
 import prefixd
-from prefixd.cache import CPU, GPU, TIER_NAMES, Lease, PartSpec, Reservation, TieredCache
-from prefixd.cache.index.trie import TIERS
+from prefixd.cache import CPU, GPU, TIER_NAMES, Lease, PartSpec, Reservation, TieredCache, Trie
+from prefixd.cache.index.trie import NO_SLOT, TIERS
+from prefixd.cache.index.trie_table import NOWHERE
+from prefixd.pacer import SLICE_ROWS
 from prefixd.server.dispatcher import Dispatcher
 from prefixd.server.kv_events import KVEvents
 from prefixd.server.worker_process import WorkerProcess, WorkerState
@@ -47,16 +49,18 @@ class Snapshot:
     worker: WorkerProcess | None = None
     events: KVEvents | None = None
 
-    def take(self) -> pb.StatsResponse:
-        """The figures now."""
-        cache, now = self.cache, self.clock()
+    async def take(self) -> pb.StatsResponse:
+        """The figures now. What is counted in the columns is up to some milliseconds old at a million blocks."""
+        cache = self.cache
+        counts = await _Counts.of(cache)
+        now = self.clock()
         leases = cache.leases
         counters = cache.counters
         return pb.StatsResponse(
             version=prefixd.__version__,
             uptime_s=now - self.started_s,
             draining=self.draining.is_set(),
-            tiers=[self._tier(tier) for tier in range(TIERS) if cache.tiers.exists(tier)],
+            tiers=[self._tier(tier, counts) for tier in range(TIERS) if cache.tiers.exists(tier)],
             sessions=[
                 pb.SessionStats(
                     session_id=session.id[:8],
@@ -80,7 +84,7 @@ class Snapshot:
                     ),
                     blocks=blocks,
                 )
-                for namespace, blocks in zip(cache.namespaces, self._blocks_by_namespace(), strict=True)
+                for namespace, blocks in zip(cache.namespaces, counts.by_namespace, strict=False)
             ],
             leases=leases.count(Lease),
             reservations=leases.count(Reservation),
@@ -92,26 +96,19 @@ class Snapshot:
             scrub=self._scrub(),
             write_back=self._write_back(),
             kv_events=self._kv_events(),
-            troubles=[
-                pb.Trouble(part=trouble.part, what=trouble.what, remedy=trouble.remedy, since_s=now - trouble.since_s)
-                for trouble in cache.tiers.troubles
-            ],
+            troubles=self.troubles(),
         )
 
-    def _blocks_by_namespace(self) -> list[int]:
-        counts = np.zeros(sum(1 for _ in self.cache.namespaces), np.int64)
-        for trie in self.cache.tries:
-            counts += np.bincount(trie.namespace[trie.used_rows()], minlength=len(counts))
-        blocks: list[int] = counts.tolist()
-        return blocks
+    def troubles(self) -> list[pb.Trouble]:
+        """What is not as it should be, while the rest goes on."""
+        now = self.clock()
+        return [
+            pb.Trouble(part=trouble.part, what=trouble.what, remedy=trouble.remedy, since_s=now - trouble.since_s)
+            for trouble in self.cache.tiers.troubles
+        ]
 
-    def _tier(self, tier: int) -> pb.TierStats:
+    def _tier(self, tier: int, counts: _Counts) -> pb.TierStats:
         tiers = self.cache.tiers
-        blocks = held = 0
-        for trie in self.cache.tries:
-            rows = trie.copies(tier)
-            blocks += len(rows)
-            held += int((trie.holds[rows, tier] > 0).sum())
         in_flight = quarantined = 0
         if tier == GPU:
             frame = tiers.frames.geometry.block_bytes
@@ -119,10 +116,7 @@ class Snapshot:
             in_flight = len(tiers.in_flight[GPU]) * frame
         elif tier == CPU:
             capacity, used = tiers.arena.capacity_bytes, tiers.arena.used_bytes
-            in_flight = used - sum(
-                int((trie.slots[: trie.rows, CPU] >= 0).sum(axis=0) @ [round_to_slot(size) for size in trie.part_bytes])
-                for trie in self.cache.tries
-            )
+            in_flight = used - sum(map(_resident_bytes, self.cache.tries))
             quarantined = self.cache.quarantine.nbytes
             in_flight -= quarantined
         else:
@@ -132,8 +126,8 @@ class Snapshot:
             tier=cache_pb2.Tier.Name(tier + 1),
             capacity_bytes=capacity,
             used_bytes=used,
-            blocks=blocks,
-            held_blocks=held,
+            blocks=counts.blocks[tier],
+            held_blocks=counts.held[tier],
             in_flight_bytes=max(in_flight, 0),
             hit_tokens=self.cache.counters.hit_tokens[tier],
             evicted_blocks=counters.evicted,
@@ -197,6 +191,46 @@ class Snapshot:
             preempted_requests=dispatcher.preempted,
             resumed_requests=dispatcher.resumed,
         )
+
+
+@dataclass(slots=True)
+class _Counts:
+    """Blocks, counted in the columns of all tries."""
+
+    blocks: list[int]
+    """By tier."""
+    held: list[int]
+    """Those of them that somebody holds there, by tier."""
+    by_namespace: list[int]
+
+    @classmethod
+    async def of(cls, cache: TieredCache) -> Self:
+        """Counts a slice of rows at a time, so that the event loop is not held."""
+        blocks, held = [0] * TIERS, [0] * TIERS
+        by_namespace = np.zeros(sum(1 for _ in cache.namespaces), np.int64)
+        for trie in list(cache.tries):
+            for start in range(0, trie.rows, SLICE_ROWS):
+                if start:
+                    await asyncio.sleep(0)
+                rows = slice(start, min(start + SLICE_ROWS, trie.rows))
+                for tier in range(TIERS):
+                    complete = (trie.complete[rows] & np.uint8(1 << tier)) != 0
+                    blocks[tier] += int(np.count_nonzero(complete))
+                    held[tier] += int(np.count_nonzero(trie.held(rows, tier) & complete))
+                namespaces = trie.namespace[rows]
+                counted = np.bincount(namespaces[namespaces != NOWHERE], minlength=len(by_namespace))
+                by_namespace += counted[: len(by_namespace)]  # one that was registered meanwhile is counted next time
+        return cls(blocks, held, by_namespace.tolist())
+
+
+def _resident_bytes(trie: Trie) -> int:
+    """Bytes of the CPU tier's slots that blocks of `trie` have. At once: slots change hands between two callbacks."""
+    sizes = np.array([round_to_slot(size) for size in trie.part_bytes], np.int64)
+    there = trie.there[: trie.rows, CPU]
+    complete = int(np.count_nonzero(there == trie.all_groups))
+    some = (trie.any_part[: trie.rows] & np.uint8(1 << CPU)) != 0
+    others = np.flatnonzero(some & (there != trie.all_groups))
+    return complete * int(sizes.sum()) + int((trie.slots[others, CPU] != NO_SLOT).sum(axis=0) @ sizes)
 
 
 class _Metrics(Collector):
@@ -303,14 +337,11 @@ def serve_metrics(port: int, snapshot: Snapshot, loop: asyncio.AbstractEventLoop
     Figures are taken on the event loop, since only it may look at the cache.
     """
 
-    async def take() -> pb.StatsResponse:
-        return snapshot.take()
-
     registry = CollectorRegistry()
     server = make_server("127.0.0.1", port, make_wsgi_app(registry), _Server, _Handler)
     thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
     thread.start()
-    registry.register(_Metrics(lambda: asyncio.run_coroutine_threadsafe(take(), loop).result(timeout=5)))
+    registry.register(_Metrics(lambda: asyncio.run_coroutine_threadsafe(snapshot.take(), loop).result(timeout=5)))
 
     def stop() -> None:
         server.shutdown()

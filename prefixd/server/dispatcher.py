@@ -2,15 +2,19 @@
 
 `_dispatch` takes the next requests in the policy's order, as many as the GPU tier has frames for, and has the
 prefetcher stage them. A request that leaves that window loses its hold, not its blocks.
+
+No callback here holds the event loop for long: a dispatch costs what its window costs, however many requests wait and
+however long the running ones are (`RequestQueue`, `PrefixTracker`, `FrameBudget`), and lets other tasks run in between
+(`Pacer`). What concerns all requests at once is done a slice at a time.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import islice
 
 import numpy as np
 
@@ -18,8 +22,11 @@ from prefixd.cache import CPU, DISK, GPU, TieredCache
 from prefixd.cache.cache import Claim
 from prefixd.errors import ExhaustedError, PrefixdError, UnavailableError
 from prefixd.server.concurrency_limit import ConcurrencyLimit
+from prefixd.server.frame_budget import FrameBudget
+from prefixd.server.pacer import Pacer
 from prefixd.server.prefetcher import Prefetcher
-from prefixd.server.request import Ended, NewTokens, Request
+from prefixd.server.request import Ended, Event, NewTokens, Request, RequestState
+from prefixd.server.run import Run
 from prefixd.server.tracker import PrefixTracker
 from prefixd.worker.protocol import Cancel, Done, Extend, Start, Step, ToWorker
 from prefixd_scheduler import CostModel, RequestQueue
@@ -28,6 +35,10 @@ log = logging.getLogger(__name__)
 
 _ATTEMPTS = 3
 _END_S = 5.0
+_ENDED_AT_ONCE = 256  # waiting requests, in one callback
+_INTERRUPTED_ROWS = 16_384  # of requests whose worker died, in one callback
+_LEAVING = (RequestState.PREEMPTING, RequestState.CANCELLING)
+_QUEUED = (RequestState.WAITING, RequestState.STAGING, RequestState.READY)
 
 
 class Dispatcher:
@@ -64,25 +75,28 @@ class Dispatcher:
         self.finished = self.preempted = self.resumed = 0
         self._cache = cache
         self._mover = cache.mover
-        self._tracker = PrefixTracker(cache)
+        self._tracker = PrefixTracker(cache, queue, caching=caching)
         self._cost = cost
         self._send = send
         self._clock = clock
         self._concurrency = ConcurrencyLimit(max_running, cache.tiers.troubles, self._look)
         self._look_ahead = look_ahead
         self._caching = caching
+        self._budget = FrameBudget()
+        self._pacer = Pacer()
         self._prefetcher = Prefetcher(
             cache,
-            self._tracker if caching else None,
+            self._tracker,
+            self._budget,
             cost,
             clock,
+            self._pacer,
             self._look,
             recompute_if_slower=recompute_if_slower,
         )
-        self._withdrawn: set[Request] = set()  # cancelled while their prefix was being brought up
         cache.claims.append(self._claims)
-        self._computing: Counter[bytes] = Counter()  # keys of prompt blocks that running requests are computing
-        self._starved: dict[int, Request] = {}  # running requests that wait for a frame
+        self._computing: dict[int, Request] = {}  # running requests that still compute blocks of their prompts
+        self._interrupted: dict[int, Request] = {}  # their worker died; they are about to be put back or ended
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -104,27 +118,26 @@ class Dispatcher:
         self._wake.set()
         if self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)
-        await asyncio.gather(*(r.staging for r in self.waiting.values() if r.staging), return_exceptions=True)
+        await self._prefetcher.stop()
         error = UnavailableError("the daemon is ending; send the request again when it is back")
-        for request in [*self.waiting.values(), *self.running.values()]:
-            request.events.put_nowait(error)
-        for request in list(self.waiting.values()):
-            self._prefetcher.unstage(request)
+        for request in [*self.running.values(), *self._interrupted.values()]:
+            request.withdraw(error)
+        while self._end_some(error):
+            await asyncio.sleep(0)
 
     def abandon(self) -> None:
-        """Gives back what running requests held; their worker is gone for good."""
-        for request in self.running.values():
-            self._give_back(request)
+        """Gives back what withdrawn requests held on the worker, which is gone for good; call `stop` before."""
+        for request in [*self.running.values(), *self._interrupted.values()]:
+            request.let_go()
         self.running.clear()
+        self._interrupted.clear()
 
     async def end_all(self, error: PrefixdError) -> None:
         """Ends what waits and what runs; their callers get `error`. Returns when the worker has let go, or is slow."""
-        for request in list(self.waiting.values()):
-            self._withdraw(request)
-            request.events.put_nowait(error)
-        for request in self.running.values():
-            request.failure = error
-            self.cancel(request)
+        while self._end_some(error) or self._interrupted:
+            await asyncio.sleep(0)
+        for request in list(self.running.values()):
+            self._end_run(request, error)
         self._look()
         with suppress(TimeoutError):
             await asyncio.wait_for(self.idle(), _END_S)
@@ -138,38 +151,44 @@ class Dispatcher:
     def submit(self, request: Request) -> None:
         """Queues a request. Raises QueueFullError."""
         self.queue.push(request.queued)
+        request.enqueue()
         self._enter(request)
 
     def cancel(self, request: Request) -> None:
         """Ends a request that waits or runs; one that has ended already is left alone."""
-        request.cancelled = True
-        if request.id in self.running:
-            self._send(Cancel(request.id))
-        elif request.id in self.waiting:
-            self._withdraw(request)
-            request.events.put_nowait(Ended("cancelled"))
+        if request.id in self.waiting:
+            self._withdraw(request, Ended("cancelled"))
+        elif request.on_worker:
+            self._end_run(request, Ended("cancelled"))
         self._look()
 
-    def _withdraw(self, request: Request) -> None:
+    def _withdraw(self, request: Request, event: Event) -> None:
         self.queue.remove(request.id)
         del self.waiting[request.id]
-        if request.staging is not None and not request.staging.done():
-            self._withdrawn.add(request)
-            request.staging.add_done_callback(lambda _: self._let_go(request))
-        else:
-            self._prefetcher.unstage(request)
+        self._prefetcher.withdraw(request, event)
 
-    def _let_go(self, request: Request) -> None:
-        self._withdrawn.discard(request)
-        self._prefetcher.unstage(request)
+    def _end_run(self, request: Request, event: Event) -> None:
+        """Has the worker end a request; the first event that its caller is to get stays."""
+        if request.state is RequestState.CANCELLING:
+            return
+        told = request.state is RequestState.PREEMPTING or request.id in self._interrupted
+        request.cancel(event)
+        if not told:
+            self._send(Cancel(request.id))
+
+    def _end_some(self, error: PrefixdError) -> bool:
+        """Ends waiting requests, as many as one callback may; returns whether more wait."""
+        for request in list(islice(self.waiting.values(), _ENDED_AT_ONCE)):
+            self._withdraw(request, error)
+        self._look()
+        return bool(self.waiting)
 
     def _claims(self) -> Iterator[Claim]:
         """What every request holds in the GPU tier, and the frames that only it has."""
-        for request in [*self.waiting.values(), *self._withdrawn]:
-            if request.staged:
-                yield request.trie, request.rows, []
-        for request in self.running.values():
-            yield request.trie, request.rows, list(request.own)
+        for request in self._prefetcher.staged:
+            yield request.trie, request.rows, []
+        for request in [*self.running.values(), *self._interrupted.values()]:
+            yield request.trie, request.rows, list(request.footprint.own)
 
     # -- the worker's side --------------------------------------------------------------------------------------
 
@@ -190,9 +209,10 @@ class Dispatcher:
                 request.chain.append(np.array(update.tokens, "<u4").tobytes())
                 if request.first_token_s is None:
                     request.first_token_s = self._clock()
-                request.events.put_nowait(NewTokens(update.tokens))
+                if request.on_worker:
+                    request.events.put_nowait(NewTokens(update.tokens))
             self._record(request, update.filled_blocks)
-            self._want_frames(request)
+            self._want_frame(request)
         self._look()
 
     def on_done(self, done: Done) -> None:
@@ -200,44 +220,52 @@ class Dispatcher:
         request = self.running.pop(done.id, None)
         if request is None:
             return
-        self._give_back(request)
-        if request.preempted and done.reason == "cancelled" and not request.cancelled:
+        self._computing.pop(request.id, None)
+        if request.state is RequestState.WITHDRAWN:
+            request.let_go()
+        elif request.state is RequestState.PREEMPTING and done.reason == "cancelled":
             self.preempted += 1
             self._put_back(request)
-        elif request.failure is not None:
-            request.events.put_nowait(request.failure)
-        elif done.reason == "no_memory" and not request.cancelled and self.running:
+        elif done.reason == "no_memory" and request.state is not RequestState.CANCELLING and self.running:
             self._concurrency.shrink(len(self.running), done.detail)
             self._put_back(request)
-        elif done.reason == "no_memory":
-            request.events.put_nowait(ExhaustedError(f"the worker has no memory for the request: {done.detail}"))
-        elif done.reason == "error":
-            request.events.put_nowait(UnavailableError(f"the worker could not run the request: {done.detail}"))
         else:
-            self.finished += 1
-            request.events.put_nowait(Ended(done.reason))
+            event = _last_event(request, done)
+            self.finished += isinstance(event, Ended)
+            request.end(event)
         self._look()
 
     def on_death(self, why: str, gave_up: bool) -> None:
         """The worker is gone; its requests are run again by the next one, if there is one."""
         self._ready = False
-        interrupted, self.running = list(self.running.values()), {}
-        self._starved.clear()
-        for request in interrupted:
-            self._give_back(request)
+        self._interrupted.update(self.running)
+        self.running.clear()
+        self._computing.clear()
+        self._after_death(why, gave_up)
+
+    def _after_death(self, why: str, gave_up: bool) -> None:
+        """Puts back or ends what a dead worker ran, and ends what waits if no other worker comes.
+
+        As much as one callback may; nothing is handed over before all of it is done.
+        """
+        rows = _INTERRUPTED_ROWS
+        while self._interrupted and rows > 0:
+            request = self._interrupted.pop(next(iter(self._interrupted)))
+            rows -= len(request.rows)
             request.attempts += 1
-            if request.failure is not None:
-                request.events.put_nowait(request.failure)
-            elif request.cancelled:
-                request.events.put_nowait(Ended("cancelled"))
+            if request.state is RequestState.WITHDRAWN:
+                request.let_go()
+            elif request.state is RequestState.CANCELLING:
+                request.end(request.outcome)
             elif gave_up or request.attempts >= _ATTEMPTS:
-                request.events.put_nowait(UnavailableError(f"the worker died ({why}); send the request again later"))
+                request.end(UnavailableError(f"the worker died ({why}); send the request again later"))
             else:
                 self._put_back(request)
-        if gave_up:
-            for request in list(self.waiting.values()):
-                self._withdraw(request)
-                request.events.put_nowait(UnavailableError(f"there is no worker ({why}); the daemon's log says more"))
+        left = bool(self._interrupted)
+        if gave_up and not left:
+            left = self._end_some(UnavailableError(f"there is no worker ({why}); the daemon's log says more"))
+        if left:
+            asyncio.get_running_loop().call_soon(self._after_death, why, gave_up)
         self._look()
 
     # -- dispatching --------------------------------------------------------------------------------------------
@@ -249,87 +277,94 @@ class Dispatcher:
             if self._taking:
                 await self._extend_starved()
                 await self._dispatch()
+            await asyncio.sleep(0)  # others run even if every dispatch asks for the next one
 
     @property
     def _taking(self) -> bool:
         """Whether there is a worker to give requests to. It may die whenever we wait."""
-        return self._ready and not self._stopping
+        return self._ready and not self._stopping and not self._interrupted
 
     async def _dispatch(self) -> None:
-        if self._caching:
-            self._tracker.refresh(self.waiting.values())
+        self._tracker.refresh()
         places = max(0, self._concurrency.limit - len(self.running))
         window = [self.waiting[q.id] for q in self.queue.window(places + self._look_ahead, self._clock())]
-        inside = set(map(id, window))
-        for request in self.waiting.values():
-            if request.ready and id(request) not in inside:
-                self._prefetcher.unstage(request)
-        held: set[int] = set()
-        counted: set[int] = set()  # rows whose frames are spoken for
-        for request in self.running.values():
-            held.update(request.frames, request.trie.slots[request.rows, GPU, 0].tolist())
-            counted.update(request.rows.tolist())
-        budget = self._cache.tiers.frames.capacity - len(held)
-        for request in self.waiting.values():
-            if request.staged and not request.ready:  # a copy under way keeps its frames, in the window or not
-                budget -= len(set(request.rows.tolist()) - counted)
-                counted.update(request.rows.tolist())
+        await self._prefetcher.keep_only(window)
+        self._budget.begin_round()
+        left = self._cache.tiers.frames.capacity - self._budget.taken
         for place, request in enumerate(window):
             if not self._taking:
                 break
-            if request.id not in self.waiting:
-                continue  # cancelled while we waited for frames
-            if not request.staged and request.next_key in self._computing:
-                continue  # its prefix is on its way up: another request computes it now
-            rows = set(request.rows.tolist())
-            fresh = self._blocks(request) - len(rows)
-            budget -= fresh + len(rows - counted)
-            counted |= rows
-            if budget < 0:
-                for later in window[place:]:
-                    if later.ready:
-                        self._prefetcher.unstage(later)
+            if request.state not in _QUEUED or not self._is_current(request):
+                continue  # it was cancelled while others ran, or its prefix is on its way up
+            left -= request.blocks - len(request.rows) + self._budget.weigh(request.trie, request.rows)
+            if left < 0:
+                await self._prefetcher.unstage_ready(window[place:])
                 break
-            if not request.staged:
+            if request.state is RequestState.WAITING:
                 self._prefetcher.stage(request)
-            if request.ready and len(self.running) < self._concurrency.limit and not await self._hand_over(request):
-                self._prefetcher.unstage_all_but(request, self.waiting.values())
+            free = len(self.running) < self._concurrency.limit
+            if request.state is RequestState.READY and free and not await self._hand_over(request):
+                await self._prefetcher.unstage_all_but(request)
                 break
+            await self._pacer.worked(request.blocks)
+
+    def _is_current(self, request: Request) -> bool:
+        """Makes sure of what is cached of a waiting request's prefix; False if another request computes more of it now.
+
+        What was found may have gone or come while others ran, so this is asked right before the request is staged.
+        """
+        if request.state is not RequestState.WAITING:
+            return True
+        if self._is_computed(request):
+            return False
+        return not (self._tracker.verify(request) and self._is_computed(request))
+
+    def _is_computed(self, request: Request) -> bool:
+        """Whether a running request computes the next block of this one's prefix, or one after that."""
+        for other in self._computing.values():
+            block = max(len(request.rows), len(other.rows))
+            if (
+                block < min(request.usable_blocks, other.run.computes)
+                and request.namespace is other.namespace
+                and request.chain.block(block) == other.chain.block(block)  # hashes only what may be equal
+                and request.chain.key(block) == other.chain.key(block)
+            ):
+                return True
+        return False
 
     async def _hand_over(self, request: Request) -> bool:
         """Gives the request to the worker; False when there are no frames for it."""
-        trie = request.trie
         if self._prefetcher.grew(request):
             self._prefetcher.unstage(request)
             self._look()
             return True
-        fresh = await self._mover.take_frames(self._blocks(request) - len(request.rows))
+        cached = len(request.rows)
+        fresh = await self._mover.take_frames(request.blocks - cached)
         if fresh is None:
             return False
-        if request.id not in self.waiting or not self._taking:  # cancelled, or the worker died while we waited
+        if (
+            request.state is not RequestState.READY or not self._taking
+        ):  # cancelled, or the worker died, while we waited
             self._cache.tiers.release(GPU, fresh)
             return True
         self.queue.remove(request.id)
         del self.waiting[request.id]
         self.running[request.id] = request
-        request.staged = False
-        request.preempted = request.extending = False
+        frames = [*request.trie.slots[request.rows, GPU, 0].tolist(), *fresh]
+        computes = request.usable_blocks if self._caching else 0
+        self._prefetcher.hand_over(request, Run(frames, computes, recording=self._caching), fresh)
+        if cached < computes:
+            self._computing[request.id] = request
         request.handed_over_s = request.handed_over_s or self._clock()
-        request.recorded = len(request.rows)
-        request.recording = self._caching
-        request.own = set(fresh)
-        request.frames = [*trie.slots[request.rows, GPU, 0].tolist(), *fresh]
         if not request.resumed:
             self._count(request)
-        request.claimed = range(request.recorded, request.usable_blocks if self._caching else 0)
-        self._computing.update(request.chain.key(block) for block in request.claimed)
         self._send(
             Start(
                 id=request.id,
                 tokens=request.chain.token_ids,
                 generated=request.generated,
-                cached_blocks=len(request.rows),
-                frames=request.frames,
+                cached_blocks=cached,
+                frames=list(frames),
                 sampling=request.sampling,
             )
         )
@@ -351,100 +386,90 @@ class Dispatcher:
 
     def _record(self, request: Request, filled: int) -> None:
         """Enters the blocks that were filled into the trie; they stay after the request ends."""
-        while request.recording and request.recorded < filled:
-            block = request.recorded
-            parent = int(request.rows[-1]) if len(request.rows) else request.namespace.root
-            result = self._cache.record(request.namespace, parent, request.chain, block, request.frames[block])
-            if result is None:
-                request.recording = False
-                return
-            row, taken = result
-            request.rows = np.append(request.rows, row)
-            self._computed(request, block)
-            request.recorded += 1
-            if taken:
-                request.own.discard(request.frames[block])
+        run = request.run
+        parent = int(request.rows[-1]) if len(request.rows) else request.namespace.root
+        rows: list[int] = []
+        given: list[int] = []
+        try:
+            for block in range(len(request.rows), filled if run.recording else 0):
+                result = self._cache.record(request.namespace, parent, request.chain, block, run.frames[block])
+                if result is None:
+                    run.recording = False
+                    break
+                parent, taken = result
+                rows.append(parent)
+                if taken:
+                    given.append(run.frames[block])
+        finally:
+            if rows:
+                request.footprint.record(rows, given)
+        if not run.recording or len(request.rows) >= run.computes:
+            self._computing.pop(request.id, None)
 
-    def _computed(self, request: Request, block: int) -> None:
-        if block not in request.claimed:
-            return
-        key = request.chain.key(block)
-        if self._computing[key] <= 1:
-            del self._computing[key]
-        else:
-            self._computing[key] -= 1
-
-    def _want_frames(self, request: Request) -> None:
+    def _want_frame(self, request: Request) -> None:
         """Asks for the next frame a block ahead of need."""
         left = request.sampling.max_tokens - request.generated
-        if left > 0 and not request.extending:
-            room = len(request.frames) * request.trie.block_tokens - request.chain.tokens
+        if left > 0 and request.state is RequestState.RUNNING:
+            room = len(request.run.frames) * request.trie.block_tokens - request.chain.tokens
             if room < min(left, request.trie.block_tokens):
-                request.extending = True
-                self._starved[request.id] = request
+                request.starve()
 
     async def _extend_starved(self) -> None:
-        for request in list(self._starved.values()):
+        for request in [r for r in self.running.values() if r.state is RequestState.STARVED]:
             frames = await self._mover.take_frames(1)
-            if request.id not in self.running:
-                self._starved.pop(request.id, None)
+            if request.state is not RequestState.STARVED or request.id not in self.running:
                 if frames:
                     self._cache.tiers.release(GPU, frames)
-                continue
-            if frames is None:
-                self._prefetcher.unstage_all_but(request, self.waiting.values())
+            elif frames is None:
+                await self._prefetcher.unstage_all_but(request)
                 self._preempt()
                 return
-            del self._starved[request.id]
-            request.extending = False
-            request.frames += frames
-            request.own.update(frames)
-            self._send(Extend(request.id, frames))
+            else:
+                request.extend(frames)
+                self._send(Extend(request.id, frames))
 
     def _preempt(self) -> None:
         """Frees frames by taking back the request that was handed over last; its blocks stay cached."""
-        if any(request.preempted for request in self.running.values()):
-            return
-        youngest = next(reversed(self.running.values()))
+        running = list(self.running.values())
+        if not running or any(request.state in _LEAVING for request in running):
+            return  # frames are about to be free
+        youngest = running[-1]
         # Alone it fits, unless it filled blocks that another had recorded: it then has them twice until it starts over.
-        if len(self.running) > 1 or not youngest.own.isdisjoint(youngest.frames[: youngest.recorded]):
-            youngest.preempted = True
+        twice = not youngest.footprint.own.isdisjoint(youngest.run.frames[: len(youngest.rows)])
+        if len(running) > 1 or twice:
+            youngest.preempt()
             log.info("request %s is preempted: the GPU tier has no frame left", youngest.name)
             self._send(Cancel(youngest.id))
 
     # -- after --------------------------------------------------------------------------------------------------
 
-    def _give_back(self, request: Request) -> None:
-        """Ends what a run held: its own frames are free, its blocks evictable."""
-        self._starved.pop(request.id, None)
-        for block in request.claimed[request.recorded - request.claimed.start :] if request.claimed else ():
-            self._computed(request, block)
-        self._cache.tiers.release(GPU, request.own)
-        self._cache.unhold(request.trie, request.rows, GPU)
-        request.own = set()
-        request.frames = []
-        request.forget_rows()
-
     def _put_back(self, request: Request) -> None:
-        request.resumed += 1
+        request.put_back()
         self.resumed += 1
-        request.preempted = False
         self.queue.readmit(request.queued)
         self._enter(request)
 
     def _enter(self, request: Request) -> None:
         self.waiting[request.id] = request
-        if self._caching:
-            self._tracker.look_up(request)
+        self._tracker.add(request)
         self._look()
 
-    def _blocks(self, request: Request) -> int:
-        """Frames to start with: everything known, and the first token that will be generated."""
-        return -(-(request.chain.tokens + 1) // request.trie.block_tokens)
-
     def _look(self) -> None:
-        if self.waiting or self.running:
+        if self.waiting or self.running or self._interrupted:
             self._idle.clear()
         else:
             self._idle.set()
         self._wake.set()
+
+
+def _last_event(request: Request, done: Done) -> Event:
+    """What the caller is told of a run that has ended and is not repeated."""
+    if request.state is RequestState.CANCELLING and (
+        done.reason == "no_memory" or isinstance(request.outcome, Exception)
+    ):
+        return request.outcome
+    if done.reason == "no_memory":
+        return ExhaustedError(f"the worker has no memory for the request: {done.detail}")
+    if done.reason == "error":
+        return UnavailableError(f"the worker could not run the request: {done.detail}")
+    return Ended(done.reason)

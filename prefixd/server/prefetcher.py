@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
 from prefixd.cache import CPU, DISK, GPU, TieredCache
 from prefixd.cache.index.trie import Rows
+from prefixd.server.footprint import Footprint
+from prefixd.server.frame_budget import FrameBudget
 from prefixd.server.load_meter import LoadMeter
-from prefixd.server.request import Request
+from prefixd.server.pacer import Pacer
+from prefixd.server.request import Event, Request, RequestState
+from prefixd.server.run import Run
 from prefixd.server.tracker import PrefixTracker
 from prefixd_scheduler import CostModel, Distance
 from prefixd_swap import SwapError
@@ -31,9 +35,11 @@ class Prefetcher:
 
     Args:
         cache: the cache.
-        tracker: finds prefixes again; None when nothing is cached.
+        tracker: watches the requests that are not staged.
+        budget: counts the frames of copies under way.
         cost: learns what loading costs, and says whether it pays.
         clock: seconds.
+        pacer: the dispatcher's.
         look: called when a request may have become ready.
         recompute_if_slower: compute a cached prefix again where loading it would take longer.
     """
@@ -41,9 +47,11 @@ class Prefetcher:
     def __init__(
         self,
         cache: TieredCache,
-        tracker: PrefixTracker | None,
+        tracker: PrefixTracker,
+        budget: FrameBudget,
         cost: CostModel,
         clock: Callable[[], float],
+        pacer: Pacer,
         look: Callable[[], None],
         *,
         recompute_if_slower: bool,
@@ -51,82 +59,140 @@ class Prefetcher:
         self._cache = cache
         self._mover = cache.mover
         self._tracker = tracker
+        self._budget = budget
         self._cost = cost
         self._meter = LoadMeter(clock)
         self._clock = clock
+        self._pacer = pacer
         self._look = look
         self._recompute_if_slower = recompute_if_slower
+        self._staged: dict[int, Request] = {}  # those that are STAGING, READY, or WITHDRAWN while a copy is under way
+        self._copies: dict[int, asyncio.Task[None]] = {}
+
+    @property
+    def staged(self) -> Iterator[Request]:
+        """The requests that hold their prefixes in the GPU tier for the sake of staging."""
+        return iter(self._staged.values())
+
+    async def stop(self) -> None:
+        """Waits for the copies under way."""
+        await asyncio.gather(*self._copies.values(), return_exceptions=True)
+
+    # -- one request --------------------------------------------------------------------------------------------
 
     def stage(self, request: Request) -> None:
-        """Holds the request's prefix in the GPU tier and starts bringing up what is missing there."""
-        trie = request.trie
+        """Holds the prefix that was found in the GPU tier, and starts bringing up what is missing there.
+
+        `found` has to be exact (`PrefixTracker.verify`): what is held must be this request's blocks.
+        """
+        trie, rows = request.trie, request.found
         request.cut = False
         if self._recompute_if_slower:
-            found = len(request.rows)
-            request.rows = self._worth_loading(request)
-            request.cut = len(request.rows) < found
-        tiers = trie.nearest[request.rows]
+            rows = self._worth_loading(request)
+            request.cut = len(rows) < len(request.found)
+        tiers = trie.nearest[rows]
         if request.hit_tokens is None or not request.resumed:
             request.hit_tokens = [int((tiers == tier).sum()) * trie.block_tokens for tier in (GPU, CPU, DISK)]
-        trie.hold(request.rows, GPU)
-        trie.touch(request.rows, self._clock())
-        request.staged = True
-        request.staging = None
-        if len(trie.missing(request.rows, GPU)):
-            request.staging = asyncio.create_task(self._bring(request, int(tiers.max())))
-
-    async def _bring(self, request: Request, distance: int) -> None:
-        trie, rows = request.trie, request.rows
+        self._tracker.remove(request)
+        request.stage(Footprint(self._cache, self._budget, trie, rows))
+        self._staged[request.id] = request
+        trie.touch(rows, self._clock())
         missing = len(trie.missing(rows, GPU))
+        if missing:
+            copy = self._bring(request, Distance(int(tiers.max())), missing * trie.part_bytes[0])
+            self._copies[request.id] = asyncio.create_task(copy)
+        else:
+            request.staged()
+
+    def unstage(self, request: Request) -> None:
+        """Ends the hold of a request that waits on; its blocks stay where they are."""
+        del self._staged[request.id]
+        request.unstage()
+        self._tracker.add(request)
+
+    def withdraw(self, request: Request, event: Event) -> None:
+        """Ends a request that waits. A copy under way keeps its footprint until it has ended."""
+        if request.state is RequestState.STAGING:
+            request.withdraw(event)
+            return
+        self._tracker.remove(request)
+        self._staged.pop(request.id, None)
+        request.end(event)
+
+    def hand_over(self, request: Request, run: Run, own: list[int]) -> None:
+        """The worker gets a request that is READY."""
+        request.hand_over(run, own)
+        del self._staged[request.id]
+
+    def grew(self, request: Request) -> bool:
+        """Whether somebody computed more of the prefix since it was staged."""
+        return not request.cut and self._tracker.has_grown(request)
+
+    # -- many ---------------------------------------------------------------------------------------------------
+
+    async def keep_only(self, window: Iterable[Request]) -> None:
+        """Unstages what is READY and not in the window."""
+        inside = {request.id for request in window}
+        await self.unstage_ready(request for request in self._staged.values() if request.id not in inside)
+
+    async def unstage_all_but(self, head: Request) -> None:
+        """`head` lacks frames: READY requests that wait behind it may not keep theirs. Looks again soon."""
+        await self.unstage_ready(request for request in self._staged.values() if request is not head)
+        asyncio.get_running_loop().call_later(_RETRY_S, self._look)
+
+    async def unstage_ready(self, requests: Iterable[Request]) -> None:
+        """Unstages those of the requests that are READY."""
+        for request in list(requests):
+            if request.state is RequestState.READY:
+                self.unstage(request)
+                await self._pacer.worked(len(request.found))
+
+    # -- copies -------------------------------------------------------------------------------------------------
+
+    async def _bring(self, request: Request, distance: Distance, nbytes: int) -> None:
         there = 0
         mark = self._meter.begin()
         try:
-            there = await self._mover.bring(trie, rows, GPU)
+            there = await self._mover.bring(request.trie, request.rows, GPU)
         except SwapError as error:
             log.error("the prefix of request %s could not be brought up: %s", request.name, error)
         finally:
             elapsed_s = self._meter.end(mark)
-            if there == len(rows):
-                self._cost.observe_load(Distance(distance), missing * trie.part_bytes[0], elapsed_s)
-                self._look()
-            else:
-                self._set_back(request, rows, there)
+            if there == len(request.rows):
+                self._cost.observe_load(distance, nbytes, elapsed_s)
+            self._arrived(request, there)
 
-    def _set_back(self, request: Request, rows: Rows, there: int) -> None:
+    def _arrived(self, request: Request, there: int) -> None:
+        """A copy has ended, and so many blocks of the prefix are in the GPU tier."""
+        del self._copies[request.id]
+        if request.state is RequestState.WITHDRAWN:
+            del self._staged[request.id]
+            request.let_go()
+            self._look()
+        elif there == len(request.rows):
+            request.staged()
+            self._look()
+        else:
+            self._set_back(request, there)
+
+    def _set_back(self, request: Request, there: int) -> None:
         """A prefix came up in part: a block was damaged, or frames were short for the moment.
 
         It is looked up and staged again. When that does not help either, what is missing is computed.
         """
         request.setbacks += 1
         if request.setbacks < _SETBACKS:
-            request.staging = None
             self.unstage(request)
             asyncio.get_running_loop().call_later(_RETRY_S, self._look)
         else:
-            self._cache.unhold(request.trie, rows[there:], GPU)
-            request.rows = rows[:there]
+            request.footprint.shorten(there)
             request.cut = True
+            request.staged()
             self._look()
-
-    def unstage(self, request: Request) -> None:
-        """Ends the hold on a request's prefix and looks it up anew; its blocks stay where they are."""
-        if request.staged:
-            request.staged = False
-            self._cache.unhold(request.trie, request.rows, GPU)
-            request.forget_rows()
-            if self._tracker is not None:
-                self._tracker.look_up(request)
-
-    def unstage_all_but(self, head: Request, waiting: Iterable[Request]) -> None:
-        """`head` lacks frames: those who wait behind it may not keep theirs. Looks again soon."""
-        for request in waiting:
-            if request is not head and request.ready:
-                self.unstage(request)
-        asyncio.get_running_loop().call_later(_RETRY_S, self._look)
 
     def _worth_loading(self, request: Request) -> Rows:
         """The prefix up to the first tier that is slower to load from than to compute."""
-        trie, rows = request.trie, request.rows
+        trie, rows = request.trie, request.found
         tiers = trie.nearest[rows]
         for distance in (Distance.CPU, Distance.DISK):
             far = np.flatnonzero(tiers >= distance)
@@ -136,10 +202,3 @@ class Prefetcher:
                 if not self._cost.load_pays(tokens, nbytes, distance):
                     return rows[: int(far[0])]
         return rows
-
-    def grew(self, request: Request) -> bool:
-        """Whether somebody computed more of the prefix since it was staged."""
-        if self._tracker is None or request.cut or request.next_key not in request.trie:
-            return False
-        match = request.trie.match(request.namespace.root, request.chain, request.usable_blocks)
-        return len(match) > len(request.rows)

@@ -1,9 +1,43 @@
-"""A generation request from its arrival to its last token."""
+"""A generation request from its arrival to its last token.
+
+Its life is a state, which only the transitions below change. While it waits:
+
+```
+    NEW --enqueue--> WAITING --stage--> STAGING --staged--> READY --hand_over--> RUNNING
+                      ^   ^                |                  |
+                      |   +----unstage-----+                  |
+                      +--------unstage------------------------+
+```
+
+While it runs on the worker:
+
+```
+             +--starve--> STARVED
+             |               |
+          RUNNING <--extend--+
+             |
+             +--preempt (from STARVED too)--> PREEMPTING
+             |                                    |
+             +--cancel (from STARVED too)--> CANCELLING <--cancel--+ (from PREEMPTING)
+```
+
+And from there:
+
+```
+    RUNNING, STARVED, PREEMPTING                         --put_back--> WAITING
+    WAITING, READY, RUNNING, STARVED, PREEMPTING, CANCELLING  --end--> ENDED
+    STAGING, RUNNING, STARVED, PREEMPTING, CANCELLING    --withdraw--> WITHDRAWN --let_go--> ENDED
+```
+
+A request has a footprint in the GPU tier in every state but NEW, WAITING and ENDED, and a run while the worker has it.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Literal
 
 import numpy as np
@@ -11,7 +45,8 @@ import numpy.typing as npt
 
 from prefixd.cache import BlockChain, Namespace, Trie
 from prefixd.cache.index.trie import Rows
-from prefixd.errors import PrefixdError
+from prefixd.server.footprint import Footprint
+from prefixd.server.run import Run
 from prefixd.worker.protocol import Sampling
 from prefixd_scheduler import QueuedRequest
 
@@ -37,6 +72,54 @@ class Ended:
 Event = NewTokens | Ended | Exception
 
 
+class RequestState(Enum):
+    """Where a request is in its life."""
+
+    NEW = auto()
+    """Not submitted yet."""
+    WAITING = auto()
+    """In the queue, without a footprint; what is cached of it may move and go."""
+    STAGING = auto()
+    """In the queue; its prefix is held in the GPU tier, and a copy brings up what is missing there."""
+    READY = auto()
+    """In the queue; its prefix is held in the GPU tier and is there."""
+    RUNNING = auto()
+    """The worker has it."""
+    STARVED = auto()
+    """The worker has it; it needs another frame soon."""
+    PREEMPTING = auto()
+    """The worker was told to end it, so that others get its frames; it runs again later."""
+    CANCELLING = auto()
+    """The worker was told to end it; its outcome is known."""
+    WITHDRAWN = auto()
+    """Its caller has had the last event, but a copy or the worker still uses its frames."""
+    ENDED = auto()
+    """Its caller has had the last event, and it has no footprint."""
+
+
+_S = RequestState
+_ON_WORKER = frozenset({_S.RUNNING, _S.STARVED, _S.PREEMPTING, _S.CANCELLING})
+_TRANSITIONS: dict[str, tuple[frozenset[RequestState], RequestState]] = {
+    "enqueue": (frozenset({_S.NEW}), _S.WAITING),
+    "stage": (frozenset({_S.WAITING}), _S.STAGING),
+    "staged": (frozenset({_S.STAGING}), _S.READY),
+    "unstage": (frozenset({_S.STAGING, _S.READY}), _S.WAITING),
+    "hand_over": (frozenset({_S.READY}), _S.RUNNING),
+    "starve": (frozenset({_S.RUNNING}), _S.STARVED),
+    "extend": (frozenset({_S.STARVED}), _S.RUNNING),
+    "preempt": (frozenset({_S.RUNNING, _S.STARVED}), _S.PREEMPTING),
+    "cancel": (frozenset({_S.RUNNING, _S.STARVED, _S.PREEMPTING}), _S.CANCELLING),
+    "put_back": (frozenset({_S.RUNNING, _S.STARVED, _S.PREEMPTING}), _S.WAITING),
+    "end": (_ON_WORKER | {_S.WAITING, _S.READY}, _S.ENDED),
+    "withdraw": (_ON_WORKER | {_S.STAGING}, _S.WITHDRAWN),
+    "let_go": (frozenset({_S.WITHDRAWN}), _S.ENDED),
+}
+
+
+class IllegalTransitionError(RuntimeError):
+    """A request was to change in a way that its state does not allow: a defect."""
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """What the daemon knows of a request.
@@ -45,15 +128,11 @@ class Request:
         chain: prompt and generated tokens, and the keys of their blocks.
         prompt_tokens: how many of them are the prompt.
         queued: the request as the queue sees it.
-        rows: cached blocks of the prompt that the request will use; while waiting, as of the last look.
+        found: while it has no footprint, the cached blocks of its prompt as of the last look.
         generations: the rows' generations at that look.
-        staged: `rows` are held in the GPU tier (they are there, or on their way).
-        frames: while running, frames[i] is the home of block i.
-        recorded: while running, how many blocks, from the first, have their row in `rows`.
-        claimed: while running, the prompt's blocks that this run computes for everybody.
+        seen_epoch: the cache's epoch (`Mover.epoch`) at that look; -1 when a new look is due in any case.
         cut: `rows` is shorter than what is cached, on purpose or because the rest could not be brought up.
-        own: frames that belong to this run and to no trie.
-        failure: what the caller is told instead of the reason for which a run that was ended from outside ended.
+        outcome: while CANCELLING, the last event.
         hit_tokens: prompt tokens found, by tier, when the request was looked up for its turn.
     """
 
@@ -66,26 +145,22 @@ class Request:
     sampling: Sampling
     queued: QueuedRequest
     events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
-    rows: Rows = field(default_factory=lambda: _NO_ROWS)
+    state: RequestState = RequestState.NEW
+    found: Rows = field(default_factory=lambda: _NO_ROWS)
     generations: npt.NDArray[np.int32] = field(default_factory=lambda: _NO_GENERATIONS)
-    staged: bool = False
-    staging: asyncio.Task[None] | None = None
-    frames: list[int] = field(default_factory=list)
-    recorded: int = 0
-    recording: bool = True
-    own: set[int] = field(default_factory=set)
-    claimed: range = range(0)
+    seen_epoch: int = -1
     cut: bool = False
+    outcome: Event = field(default_factory=lambda: Ended("cancelled"))
     hit_tokens: list[int] | None = None
     handed_over_s: float | None = None
     first_token_s: float | None = None
     resumed: int = 0
     attempts: int = 0
     setbacks: int = 0
-    cancelled: bool = False
-    failure: PrefixdError | None = None
-    preempted: bool = False
-    extending: bool = False
+    _footprint: Footprint | None = None
+    _run: Run | None = None
+
+    # -- what it is and has -------------------------------------------------------------------------------------
 
     @property
     def generated(self) -> int:
@@ -98,15 +173,122 @@ class Request:
         return (self.chain.tokens - 1) // self.trie.block_tokens
 
     @property
+    def blocks(self) -> int:
+        """Frames to start a run with: for all that is known, and the first token that will be generated."""
+        return -(-(self.chain.tokens + 1) // self.trie.block_tokens)
+
+    @property
+    def rows(self) -> Rows:
+        """The cached blocks from the first on: those it holds in the GPU tier, or else those found at the last look."""
+        return self.found if self._footprint is None else self._footprint.rows
+
+    @property
     def next_key(self) -> bytes | None:
         """Key of the first usable block that is not cached."""
         return self.chain.key(len(self.rows)) if len(self.rows) < self.usable_blocks else None
 
     @property
-    def ready(self) -> bool:
-        """Whether the prefix is up."""
-        return self.staged and (self.staging is None or self.staging.done())
+    def on_worker(self) -> bool:
+        """Whether the worker has it and its caller still listens."""
+        return self.state in _ON_WORKER
 
-    def forget_rows(self) -> None:
-        """Starts over with nothing found."""
-        self.rows, self.generations = _NO_ROWS, _NO_GENERATIONS
+    @property
+    def footprint(self) -> Footprint:
+        """What it has of the GPU tier, in a state in which it has something."""
+        if self._footprint is None:
+            raise IllegalTransitionError(f"request {self.name} has no footprint while it is {self.state.name}")
+        return self._footprint
+
+    @property
+    def run(self) -> Run:
+        """Its run, in a state in which the worker has it."""
+        if self._run is None:
+            raise IllegalTransitionError(f"request {self.name} has no run while it is {self.state.name}")
+        return self._run
+
+    # -- transitions --------------------------------------------------------------------------------------------
+    # Each raises IllegalTransitionError, and changes nothing, in a state that does not allow it.
+
+    def enqueue(self) -> None:
+        """It was put into the queue."""
+        self._go("enqueue")
+
+    def stage(self, footprint: Footprint) -> None:
+        """Its prefix is held in the GPU tier; what is missing there is on its way."""
+        self._go("stage")
+        self._footprint = footprint
+
+    def staged(self) -> None:
+        """Its prefix is in the GPU tier. From now on it can be made to give its frames up."""
+        self._go("staged")
+        self.footprint.yield_frames()
+
+    def unstage(self) -> None:
+        """It loses its hold; its blocks stay where they are, and are `found`."""
+        self._go("unstage")
+        self._end_footprint()
+
+    def hand_over(self, run: Run, own: Iterable[int]) -> None:
+        """The worker gets it, with these frames of its own behind those of its prefix."""
+        self._go("hand_over")
+        self._run = run
+        self.footprint.claim_frames(own)
+
+    def starve(self) -> None:
+        """It needs another frame soon."""
+        self._go("starve")
+
+    def extend(self, frames: list[int]) -> None:
+        """It gets frames."""
+        self._go("extend")
+        self.run.frames += frames
+        self.footprint.extend(frames)
+
+    def preempt(self) -> None:
+        """The worker is told to end it, and it will be put back."""
+        self._go("preempt")
+
+    def cancel(self, outcome: Event) -> None:
+        """The worker is told to end it, and its caller will get `outcome`."""
+        self._go("cancel")
+        self.outcome = outcome
+
+    def put_back(self) -> None:
+        """The worker has let go; it waits for another run."""
+        self._go("put_back")
+        self.resumed += 1
+        self._end_footprint()
+
+    def end(self, event: Event) -> None:
+        """The last event: nobody uses its frames any more."""
+        self._go("end")
+        self.events.put_nowait(event)
+        self._end_footprint()
+
+    def withdraw(self, event: Event) -> None:
+        """The last event, while a copy or the worker still uses its frames."""
+        self._go("withdraw")
+        self.events.put_nowait(event)
+
+    def let_go(self) -> None:
+        """The copy or the worker has let go of a withdrawn request."""
+        self._go("let_go")
+        self._end_footprint()
+
+    def _go(self, transition: str) -> None:
+        sources, target = _TRANSITIONS[transition]
+        if self.state not in sources:
+            allowed = ", ".join(state.name for state in RequestState if state in sources)
+            raise IllegalTransitionError(
+                f"`{transition}` of request {self.name} while it is {self.state.name}; only allowed from {allowed}"
+            )
+        self.state = target
+
+    def _end_footprint(self) -> None:
+        if self._footprint is None:
+            return
+        footprint, self._footprint, self._run = self._footprint, None, None
+        self.found = footprint.rows
+        self.generations = self.trie.generation[self.found]
+        self.seen_epoch = -1
+        footprint.end()

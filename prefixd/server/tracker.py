@@ -1,61 +1,244 @@
-"""Keeps every waiting request's distance true while blocks come, move and go."""
+"""Keeps the waiting requests' distances true while blocks come, move and go.
+
+Ten thousand waiting requests of 32K tokens have 20 million blocks, so not every block is read whenever something
+moves. A request's *tail*, its last cached block, shows almost every change: a block is evicted from a tier after those
+that continue it there, it leaves the trie after them, and a prefix that is brought up has its tail come last. Each
+refresh
+
+- reads all tails, in one numpy call,
+- looks for the block behind the tail, which appears when somebody computes it, of the next 2,048 requests in turn,
+- reads all blocks of the next requests in turn, about 16,384 rows, for changes that tails do not show (a damaged block
+  in the middle of a prefix),
+- looks up again those requests in which one of these found a change, about 16,384 rows of them.
+
+**How stale a distance can be.** With n waiting requests that have w rows in all, a change is seen at the next refresh
+if the tail shows it, within n / 2048 refreshes if a prefix grew, and within w / 16384 + n / 512 refreshes in any case.
+When more requests change at once than one refresh looks up, the next refreshes look them up, first come, first served.
+Distances only decide the order. A request is staged with exact rows: `verify` reads all of them at that moment.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from prefixd.cache import NONE, TieredCache
+from prefixd.cache import NONE, TieredCache, Trie
+from prefixd.cache.index.trie import Rows
 from prefixd.server.request import Request
-from prefixd_scheduler import Distance
+from prefixd_scheduler import Distance, RequestQueue
+
+_KEYS = 2048
+_REQUESTS = 512
+_ROWS = 16_384
+_LOOK_UP_ROWS = 256  # what a look-up costs besides its rows, in rows
 
 
 class PrefixTracker:
-    """Looks all waiting requests up again, in one pass over the trie's columns, when anything changed.
+    """Watches the cached prefixes of waiting requests and keeps the queue informed.
 
     Args:
         cache: where the blocks are.
+        queue: has the requests that are watched.
+        caching: False finds nothing and watches nothing.
+        rows_a_refresh: rows that a refresh reads in turn, and rows that it looks up.
     """
 
-    def __init__(self, cache: TieredCache) -> None:
+    def __init__(
+        self, cache: TieredCache, queue: RequestQueue, *, caching: bool = True, rows_a_refresh: int = _ROWS
+    ) -> None:
         self._cache = cache
+        self._queue = queue
+        self._caching = caching
+        self._rows_a_refresh = rows_a_refresh
+        self._slots: dict[int, int] = {}  # by request id, its place in the columns
+        self._free: list[int] = []
+        self._requests: list[Request | None] = []
+        self._tail = np.zeros(0, np.int64)  # row of the last cached block; the namespace's root when there is none
+        self._generation = np.zeros(0, np.int32)  # of the tail, as seen
+        self._nearest = np.zeros(0, np.int8)  # of the tail, as seen
+        self._key = np.zeros((0, 16), np.uint8)  # of the block behind the tail
+        self._waits = np.zeros(0, np.bool_)  # there is such a block
+        self._changed: deque[int] = deque()  # ids of requests that have to be looked up
         self._epoch = -1
+        self._left = 0  # slots that have not been read since something changed
+        self._next_key = 0
+        self._next_slot = 0
 
-    def look_up(self, request: Request) -> None:
-        """Finds a request's longest cached prefix and its distance."""
-        trie = request.trie
-        request.rows = trie.match(request.namespace.root, request.chain, request.usable_blocks).rows
-        request.generations = trie.generation[request.rows]
-        distance = int(trie.nearest[request.rows].max()) if len(request.rows) else NONE
-        self._note(request, Distance(distance))
+    # -- one request --------------------------------------------------------------------------------------------
 
-    def refresh(self, waiting: Iterable[Request]) -> None:
-        """Brings all waiting requests up to date. Staged ones are held, so theirs cannot have changed."""
-        if self._epoch == self._cache.mover.epoch:
+    def add(self, request: Request) -> None:
+        """Begins to watch a request that waits; looks it up if that was never done, else reads what was found."""
+        if not self._caching:
             return
-        self._epoch = self._cache.mover.epoch
-        in_flight = [request for request in waiting if not request.staged]
-        found = [request for request in in_flight if len(request.rows)]
-        for request in in_flight:
-            if not len(request.rows) and request.next_key in request.trie:
-                self.look_up(request)
-        if not found:
+        slot = self._free.pop() if self._free else self._new_slot()
+        self._slots[request.id] = slot
+        self._requests[slot] = request
+        if request.seen_epoch < 0 and not len(request.found):
+            self._look_up(request)
+        else:
+            request.found = request.found[: request.usable_blocks]
+            request.generations = request.generations[: request.usable_blocks]
+            self._read(request)
+
+    def remove(self, request: Request) -> None:
+        """Ends the watch; a request that is not watched is left alone."""
+        slot = self._slots.pop(request.id, None)
+        if slot is not None:
+            self._requests[slot] = None
+            self._waits[slot] = False
+            self._tail[slot] = -1
+            self._free.append(slot)
+
+    def verify(self, request: Request) -> bool:
+        """Makes `request.found` exact, as of now; returns whether it was not."""
+        if request.id not in self._slots or request.seen_epoch == self._cache.mover.epoch:
+            return False
+        before = request.found
+        self._read(request)
+        return request.found is not before
+
+    def has_grown(self, request: Request) -> bool:
+        """Whether the block behind the request's cached prefix is cached now."""
+        key = request.next_key if self._caching else None
+        row = None if key is None else request.trie.find(key)
+        if row is None:
+            return False
+        tail = int(request.rows[-1]) if len(request.rows) else request.namespace.root
+        return bool(request.trie.parent[row] == tail and request.trie.nearest[row] != NONE)
+
+    # -- all requests -------------------------------------------------------------------------------------------
+
+    def refresh(self) -> None:
+        """Looks at what may have changed, as far as one refresh goes; see the top of this file."""
+        if not self._slots:
             return
-        trie = found[0].trie  # the worker has one geometry, so all its requests have one trie
-        lengths = np.array([len(request.rows) for request in found])
+        if self._epoch != self._cache.mover.epoch:
+            self._epoch = self._cache.mover.epoch
+            self._left = len(self._requests)
+        if self._left > 0:
+            trie = self._trie()
+            self._look_at_tails(trie)
+            self._look_behind_tails(trie)
+            self._read_in_turn(trie)
+        self._look_up_changed()
+
+    def _look_at_tails(self, trie: Trie) -> None:
+        slots = np.flatnonzero(self._tail >= 0)
+        rows = self._tail[slots]
+        generation, nearest = trie.generation[rows], trie.nearest[rows]
+        moved = (generation != self._generation[slots]) | (nearest != self._nearest[slots])
+        if moved.any():
+            slots = slots[moved]
+            self._generation[slots], self._nearest[slots] = generation[moved], nearest[moved]
+            self._note_changes(slots)
+
+    def _look_behind_tails(self, trie: Trie) -> None:
+        begin, end = self._turn(self._next_key, _KEYS)
+        self._next_key = end
+        slots = begin + np.flatnonzero(self._waits[begin:end])
+        rows = trie.find_all(self._key[slots])
+        slots, rows = slots[rows >= 0], rows[rows >= 0]
+        self._note_changes(slots[(trie.parent[rows] == self._tail[slots]) & (trie.nearest[rows] != NONE)])
+
+    def _read_in_turn(self, trie: Trie) -> None:
+        begin, end = self._turn(self._next_slot, _REQUESTS)
+        some: list[Request] = []
+        rows_read = 0
+        for at in range(begin, end):
+            request = self._requests[at]
+            if request is not None and len(request.found):
+                if some and rows_read + len(request.found) > self._rows_a_refresh:
+                    end = at
+                    break
+                rows_read += len(request.found)
+                some.append(request)
+        self._next_slot = end
+        self._left -= end - begin
+        if not some:
+            return
+        lengths = np.array([len(request.found) for request in some])
         starts = np.concatenate(([0], np.cumsum(lengths)[:-1]))
-        rows = np.concatenate([request.rows for request in found])
-        stale = trie.generation[rows] != np.concatenate([request.generations for request in found])
+        rows = np.concatenate([request.found for request in some])
+        stale = trie.generation[rows] != np.concatenate([request.generations for request in some])
         far = np.maximum.reduceat(np.where(stale, NONE, trie.nearest[rows]), starts)
-        for request, distance in zip(found, far.tolist(), strict=True):
-            if distance == NONE or request.next_key in trie:
-                self.look_up(request)
-            else:
-                self._note(request, Distance(distance))
+        noted = np.array([request.queued.distance for request in some])
+        self._changed.extend(some[at].id for at in np.flatnonzero(far != noted).tolist())
 
-    def _note(self, request: Request, distance: Distance) -> None:
-        queued = request.queued
-        queued.distance = distance
-        queued.cached_tokens = min(len(request.rows) * request.trie.block_tokens, queued.prompt_tokens)
-        queued.prefix = request.chain.key(len(request.rows) - 1) if len(request.rows) else None
+    def _look_up_changed(self) -> None:
+        budget = self._rows_a_refresh
+        while self._changed and budget > 0:
+            slot = self._slots.get(self._changed.popleft())
+            request = None if slot is None else self._requests[slot]
+            if request is not None and request.seen_epoch != self._cache.mover.epoch:
+                self._read(request)
+                budget -= len(request.found) + _LOOK_UP_ROWS
+
+    def _note_changes(self, slots: Rows) -> None:
+        for slot in slots.tolist():
+            request = self._requests[slot]
+            if request is not None:
+                self._changed.append(request.id)
+
+    def _turn(self, begin: int, count: int) -> tuple[int, int]:
+        if begin >= len(self._requests):
+            begin = 0
+        return begin, min(begin + count, len(self._requests))
+
+    def _trie(self) -> Trie:
+        """The worker has one geometry, so all its requests have one trie."""
+        request = next(request for request in self._requests if request is not None)
+        return request.trie
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _read(self, request: Request) -> None:
+        """Reads where the found blocks are; looks the request up when one is gone or there is one more."""
+        nearest = request.trie.nearest[request.found]
+        gone = (nearest == NONE) | (request.trie.generation[request.found] != request.generations)
+        if gone.any() or self.has_grown(request):
+            self._look_up(request)
+        else:
+            self._note(request, nearest)
+
+    def _look_up(self, request: Request) -> None:
+        """Finds the longest cached prefix."""
+        trie = request.trie
+        request.found = trie.match(request.namespace.root, request.chain, request.usable_blocks).rows
+        request.generations = trie.generation[request.found]
+        self._note(request, trie.nearest[request.found])
+
+    def _note(self, request: Request, nearest: npt.NDArray[Any]) -> None:
+        """Tells the queue, and remembers what was seen."""
+        found, trie, queued = request.found, request.trie, request.queued
+        request.seen_epoch = self._cache.mover.epoch
+        blocks = len(found)
+        distance = Distance(int(nearest.max()) if blocks else NONE)
+        prefix = request.chain.key(blocks - 1) if blocks else None
+        cached_tokens = min(blocks * trie.block_tokens, queued.prompt_tokens)
+        if (distance, cached_tokens, prefix) != (queued.distance, queued.cached_tokens, queued.prefix):
+            self._queue.update(request.id, distance, cached_tokens, prefix)
+        slot = self._slots[request.id]
+        self._tail[slot] = found[-1] if blocks else request.namespace.root
+        if blocks:
+            self._generation[slot] = request.generations[-1]
+            self._nearest[slot] = nearest[-1]
+        key = request.next_key
+        self._waits[slot] = key is not None
+        if key is not None:
+            self._key[slot] = np.frombuffer(key, np.uint8)
+
+    def _new_slot(self) -> int:
+        slot = len(self._requests)
+        if slot == len(self._tail):
+            capacity = max(64, 2 * slot)
+            for name in ("_tail", "_generation", "_nearest", "_key", "_waits"):
+                old = getattr(self, name)
+                new = np.zeros((capacity, *old.shape[1:]), old.dtype)
+                new[:slot] = old
+                setattr(self, name, new)
+            self._tail[slot:] = -1
+        self._requests.append(None)
+        return slot

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
-from typing import ClassVar, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from prefixd_scheduler.errors import UnknownPolicyError
+from prefixd_scheduler.orders import ArrivalOrder, NearestOrder, Order, WeightedAgeOrder, weighted_age
 from prefixd_scheduler.request import QueuedRequest
 
 Rank: TypeAlias = tuple[float, ...]
@@ -25,8 +26,13 @@ class Policy(ABC):
     def ranks(self, requests: Sequence[QueuedRequest], now_s: float) -> list[Rank]:
         """The rank of each request, in the order given; the lowest runs first.
 
-        Every rank ends with the request's id, so no two are equal and the order is total.
+        Every rank ends with the request's id, so no two are equal and the order is total. This looks at every request.
+        A queue, of which few requests change between two looks, uses `order`.
         """
+
+    @abstractmethod
+    def order(self) -> Order[Any]:
+        """An empty structure that keeps requests in the order of their ranks while they come, move and go."""
 
 
 class Fcfs(Policy):
@@ -36,6 +42,9 @@ class Fcfs(Policy):
 
     def ranks(self, requests: Sequence[QueuedRequest], now_s: float) -> list[Rank]:
         return [(r.priority, r.arrival_s, r.id) for r in requests]
+
+    def order(self) -> Order[Any]:
+        return ArrivalOrder()
 
 
 class FastestPrefixFirst(Policy):
@@ -67,6 +76,9 @@ class FastestPrefixFirst(Policy):
             ranks.append((r.priority, r.distance, *leader, *arrival))
         return ranks
 
+    def order(self) -> Order[Any]:
+        return NearestOrder()
+
 
 class RelaxedFastestPrefixFirst(Policy):
     """The highest `(now - arrival) * (4 - N)` first, N being the distance (paper, section V.F.2, equation 4).
@@ -93,8 +105,10 @@ class RelaxedFastestPrefixFirst(Policy):
     name = "relaxed-fpf"
 
     def ranks(self, requests: Sequence[QueuedRequest], now_s: float) -> list[Rank]:
-        # Clamped: the negative age of a request stamped after `now_s` was read would turn the order around.
-        return [(r.priority, -max(0.0, now_s - r.arrival_s) * (4 - r.distance), r.arrival_s, r.id) for r in requests]
+        return [(r.priority, weighted_age(r.arrival_s, 4 - r.distance, now_s), r.arrival_s, r.id) for r in requests]
+
+    def order(self) -> Order[Any]:
+        return WeightedAgeOrder()
 
 
 POLICIES: dict[str, type[Policy]] = {

@@ -11,8 +11,8 @@ from prefixd_scheduler.errors import InvalidValueError
 
 @dataclass(slots=True, eq=False)
 class QueuedRequest:
-    """One waiting request. Its owner updates `distance`, `cached_tokens` and `prefix` as blocks move; the
-    next look at the queue takes them into account.
+    """One waiting request. `distance`, `cached_tokens` and `prefix` change as blocks move; while the request is in a
+    `RequestQueue`, change them only with `RequestQueue.update`, which moves the request in the order.
 
     Attributes:
         id: unique among all requests of a queue; of two that arrive at the same instant the lower runs first.
@@ -38,8 +38,13 @@ class QueuedRequest:
     prefix: Hashable | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.cached_tokens <= self.prompt_tokens:
-            raise InvalidValueError(
-                f"request {self.id} has {self.cached_tokens} cached of {self.prompt_tokens} prompt tokens; "
-                "pass 0 <= cached_tokens <= prompt_tokens"
-            )
+        check_counts(self.id, self.cached_tokens, self.prompt_tokens)
+
+
+def check_counts(request_id: int, cached_tokens: int, prompt_tokens: int) -> None:
+    """Raises InvalidValueError unless 0 <= cached_tokens <= prompt_tokens."""
+    if not 0 <= cached_tokens <= prompt_tokens:
+        raise InvalidValueError(
+            f"request {request_id} has {cached_tokens} cached of {prompt_tokens} prompt tokens; "
+            "pass 0 <= cached_tokens <= prompt_tokens"
+        )

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from prefixd_scheduler import (
     POLICIES,
@@ -75,10 +75,15 @@ def test_a_request_that_moves_changes_its_place() -> None:
     queue.push(request(1, 1.0, Distance.CPU))
     queue.push(request(2, 2.0, Distance.DISK))
     assert [r.id for r in queue.window(2, 3.0)] == [1, 2]
+    queue.update(2, Distance.GPU, 4, "a")
+    assert [r.id for r in queue.window(2, 3.0)] == [2, 1]
     waiting = queue.get(2)
     assert waiting is not None
-    waiting.distance = Distance.GPU
-    assert [r.id for r in queue.window(2, 3.0)] == [2, 1]
+    assert (waiting.distance, waiting.cached_tokens, waiting.prefix) == (Distance.GPU, 4, "a")
+    with pytest.raises(InvalidValueError, match="request 2 has 11 cached of 10"):
+        queue.update(2, Distance.GPU, 11, None)
+    with pytest.raises(UnknownRequestError, match="no request with id 9 waits"):
+        queue.update(9, Distance.GPU, 0, None)
 
 
 def test_time_alone_changes_the_order_of_relaxed_fpf() -> None:
@@ -122,21 +127,52 @@ def test_integrity_notices_impossible_counts() -> None:
         queue.check_integrity()
 
 
+def test_integrity_notices_a_request_that_moved_behind_the_queues_back() -> None:
+    queue = RequestQueue(create_policy("fpf"), 4)
+    queue.push(request(1, 1.0, Distance.CPU))
+    late = request(2, 2.0, Distance.CPU)
+    queue.push(late)
+    late.distance = Distance.GPU
+    with pytest.raises(IntegrityError, match="request 1 stands where request 2 belongs"):
+        queue.check_integrity()
+
+
+def test_integrity_notices_a_request_that_the_order_has_lost() -> None:
+    queue = fcfs(2)
+    queue.push(request(1))
+    queue._order.remove(1)
+    with pytest.raises(IntegrityError, match="the order has 0 requests, but 1 others wait"):
+        queue.check_integrity()
+
+
 class QueueMachine(RuleBasedStateMachine):
     """Any sequence of calls leaves the queue with exactly the requests that a plain dict says it has."""
 
-    LIMIT = 5
+    LIMIT = 12
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue = RequestQueue(create_policy("relaxed-fpf"), self.LIMIT)
+        self.now_s = 0.0
         self.waiting: dict[int, QueuedRequest] = {}
         self.running: dict[int, QueuedRequest] = {}
         self.next_id = 0
 
-    @rule(distance=st.sampled_from(Distance))
-    def push(self, distance: Distance) -> None:
-        new = request(self.next_id, float(self.next_id), distance)
+    @initialize(policy=st.sampled_from(sorted(POLICIES)))
+    def begin(self, policy: str) -> None:
+        self.queue = RequestQueue(create_policy(policy), self.LIMIT)
+
+    @rule(seconds=st.sampled_from([0.0, 0.5, 1.0, 1e-9, 1e9]))
+    def wait(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    @rule(
+        distance=st.sampled_from(Distance),
+        priority=st.integers(-1, 1),
+        prefix=st.sampled_from([None, "a", "b"]),
+        early_s=st.sampled_from([-1.0, 0.0, 0.5, 2.0]),
+    )
+    def push(self, distance: Distance, priority: int, prefix: str | None, early_s: float) -> None:
+        new = QueuedRequest(self.next_id, self.now_s - early_s, 10, 0, distance, priority, prefix)
         self.next_id += 1
         if len(self.waiting) >= self.LIMIT:
             with pytest.raises(QueueFullError):
@@ -148,7 +184,7 @@ class QueueMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.waiting)
     @rule()
     def hand_over(self) -> None:
-        first = self.queue.window(1, float(self.next_id))[0]
+        first = self.queue.window(1, self.now_s)[0]
         assert self.queue.remove(first.id) is first
         self.running[first.id] = self.waiting.pop(first.id)
 
@@ -159,9 +195,26 @@ class QueueMachine(RuleBasedStateMachine):
         self.queue.readmit(interrupted)
         self.waiting[id] = interrupted
 
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data(), distance=st.sampled_from(Distance), prefix=st.sampled_from([None, "a", "b"]))
+    def move(self, data: st.DataObject, distance: Distance, prefix: str | None) -> None:
+        self.queue.update(data.draw(st.sampled_from(sorted(self.waiting))), distance, 5, prefix)
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        id = data.draw(st.sampled_from(sorted(self.waiting)))
+        assert self.queue.remove(id) is self.waiting.pop(id)
+
     @invariant()
     def same_as_the_model(self) -> None:
-        self.queue.check_integrity()
+        if not hasattr(self, "queue"):
+            return
+        ranks = self.queue.policy.ranks(list(self.waiting.values()), self.now_s)
+        ranked = [r for _, r in sorted(zip(ranks, self.waiting.values(), strict=True), key=lambda pair: pair[0])]
+        assert self.queue.window(100, self.now_s) == ranked
+        assert self.queue.window(3, self.now_s) == ranked[:3]
+        self.queue.check_integrity(self.now_s)
         assert {r.id: r for r in self.queue} == self.waiting
         assert len(self.queue) == len(self.waiting)
         assert all(self.queue.get(id) is r and id in self.queue for id, r in self.waiting.items())

@@ -63,7 +63,7 @@ def test_no_wait_exceeds_four_queues_of_service(limit: int, seed: int, near: flo
                 next_id += 1
         for waiting in queue:
             if rng.random() < 0.1:
-                waiting.distance = rng.choice(list(Distance))
+                queue.update(waiting.id, rng.choice(list(Distance)), 0, None)
         now_s = tick + 1.0
         if len(queue):
             first = queue.window(1, now_s)[0]

@@ -72,7 +72,7 @@ def run(policy: str, seed: int, requests: int = 600, limit: int = 10_000) -> Out
             queue.push(QueuedRequest(queued, arrivals[queued][0], 100, prefix=arrivals[queued][1]))
             queued += 1
         for r in queue:
-            r.distance = tiers.distance(arrivals[r.id][1])
+            queue.update(r.id, tiers.distance(arrivals[r.id][1]), 0, r.prefix)
         first = queue.remove(queue.window(1, now_s)[0].id)
         now_s += SERVICE_S[first.distance]
         tiers.use(arrivals[first.id][1])

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from prefixd.cache import CPU, DISK, GPU
+from prefixd.server.request import RequestState
 from prefixd.worker.protocol import Start
 from prefixd_scheduler import Distance, QueueFullError
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     Events = Callable[[Request], tuple[list[int], object]]
     Expected = Callable[[Sequence[int], int], list[int]]
 
+WAITING, STAGING, READY = RequestState.WAITING, RequestState.STAGING, RequestState.READY
 COLD = range(100, 117)  # 4 blocks of 4 tokens, and one that has to be computed
 WARM = range(200, 217)
 
@@ -95,8 +97,7 @@ async def test_the_look_ahead_brings_up_what_there_are_frames_for(make_bench: Ma
     waiting = [bench.submit(prompt) for prompt in prompts]
     await bench.quiet()
     # 4 frames for a prefix and one for what is computed: twelve frames are enough for two.
-    assert [request.staged for request in waiting] == [True, True, False, False]
-    assert [request.ready for request in waiting[:2]] == [True, True]
+    assert [request.state for request in waiting] == [READY, READY, WAITING, WAITING]
     trie = bench.cache.trie(bench.namespace)
     for request, up in zip(waiting, (True, True, False, False), strict=True):
         assert bool((trie.complete[request.rows] & (1 << GPU)).all()) is up
@@ -112,9 +113,9 @@ async def test_who_leaves_the_window_loses_its_hold_but_not_its_blocks(make_benc
     busy = bench.submit(range(5))
     await bench.running(busy)
     staged = bench.submit(WARM)
-    await bench.until(lambda: staged.ready)
+    await bench.until(lambda: staged.state is READY)
     urgent = bench.submit(COLD, priority=-1)
-    await bench.until(lambda: not staged.staged)
+    await bench.until(lambda: staged.state is WAITING)
     trie = bench.cache.trie(bench.namespace)
     rows = staged.rows
     assert len(rows) == 4
@@ -134,7 +135,7 @@ async def test_a_copy_under_way_keeps_its_frames_when_its_request_leaves_the_win
     urgent = bench.submit(COLD, priority=0)
     for _ in range(20):  # the dispatcher looks; `quiet` would wait for the copy
         await asyncio.sleep(0)
-    assert slow.staged and not urgent.staged, "there are two frames left, and it needs five"
+    assert (slow.state, urgent.state) == (STAGING, WAITING), "there are two frames left, and it needs five"
     bench.engine.open.set()
     run = await bench.running(urgent)
     assert (run.start.cached_blocks, urgent.setbacks) == (4, 0)
@@ -149,7 +150,7 @@ async def test_no_look_ahead_stages_nothing_ahead(make_bench: MakeBench) -> None
     await bench.running(busy)
     waiting = bench.submit(WARM)
     await bench.quiet()
-    assert not waiting.staged
+    assert waiting.state is WAITING
     await bench.finish(busy, waiting)
     assert waiting.hit_tokens == [0, 16, 0]
 

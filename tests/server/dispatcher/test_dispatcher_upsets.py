@@ -11,6 +11,7 @@ import pytest
 from prefixd.cache import CPU, DISK, GPU
 from prefixd.errors import ExhaustedError, UnavailableError
 from prefixd.server import concurrency_limit
+from prefixd.server.request import RequestState
 from prefixd.worker.protocol import Cancel, Done, Start
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ async def test_staged_prefixes_give_way_to_what_runs(make_bench: MakeBench) -> N
     busy = bench.submit(ONE, max_tokens=30)  # 12 blocks in the end
     await bench.running(busy)
     waiting = bench.submit(WARM)
-    await bench.until(lambda: waiting.ready)
+    await bench.until(lambda: waiting.state is RequestState.READY)
     await bench.finish(busy)
     assert not bench.dispatcher.preempted
     await bench.finish(waiting)
@@ -123,7 +124,7 @@ async def test_everyone_is_told_when_the_worker_is_given_up(make_bench: MakeBenc
     await bench.cached(WARM)
     requests = [bench.submit(prompt) for prompt in (ONE, TWO, WARM)]
     await bench.running(requests[0])
-    await bench.until(lambda: requests[2].ready)
+    await bench.until(lambda: requests[2].state is RequestState.READY)
     bench.die(gave_up=True)
     for request in requests:
         tokens, error = events(request)
@@ -206,7 +207,7 @@ async def test_cancelled_while_it_runs(make_bench: MakeBench, events: Events, ex
     bench.step()
     bench.dispatcher.cancel(request)
     assert cancels(bench) == [request.id]
-    assert request.frames  # the worker still maps them
+    assert request.run.frames  # the worker still maps them
     bench.answer_cancels()
     assert events(request) == (expected(ONE, 1), "cancelled")
     assert bench.cache.tiers.frames.used_count == 4  # what it computed is kept

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from prefixd.cache import CPU, GPU, NONE
 from prefixd.server.tracker import PrefixTracker
+from prefixd_scheduler import RequestQueue, create_policy
 
 if TYPE_CHECKING:
     from prefixd.server.request import Request
@@ -49,7 +50,9 @@ def from_scratch(bench: Bench, request: Request) -> tuple[int, int]:
     return blocks, distance if blocks else NONE
 
 
-async def change(bench: Bench, tracker: PrefixTracker, waiting: list[Request], what: str, argument: Any) -> None:
+async def change(
+    bench: Bench, queue: RequestQueue, tracker: PrefixTracker, waiting: list[Request], what: str, argument: Any
+) -> None:
     cache, trie = bench.cache, bench.cache.trie(bench.namespace)
     if what in ("bring", "forget"):
         chain = bench.request(prompt(argument)).chain
@@ -64,9 +67,12 @@ async def change(bench: Bench, tracker: PrefixTracker, waiting: list[Request], w
         await bench.cached(prompt(argument))
     elif what == "wait":
         waiting.append(bench.request(prompt(argument)))
-        tracker.look_up(waiting[-1])
+        queue.push(waiting[-1].queued)
+        tracker.add(waiting[-1])
     elif what == "leave" and waiting:
-        waiting.pop(sum(argument) % len(waiting))
+        left = waiting.pop(sum(argument) % len(waiting))
+        queue.remove(left.id)
+        tracker.remove(left)
     elif what == "flush":
         await cache.write_back.flush()
     elif what.startswith("crowd"):
@@ -82,16 +88,18 @@ def test_distances_follow_every_change(
 ) -> None:
     async def scenario() -> None:
         async with bench_of(frames=8, cpu_slots=8, disk=disk) as bench:
-            tracker = PrefixTracker(bench.cache)
+            queue = RequestQueue(create_policy("relaxed-fpf"), 100)
+            tracker = PrefixTracker(bench.cache, queue)
             waiting: list[Request] = []
             for what, argument in changes:
-                await change(bench, tracker, waiting, what, argument)
-                tracker.refresh(waiting)
+                await change(bench, queue, tracker, waiting, what, argument)
+                tracker.refresh()
                 for request in waiting:
                     blocks, distance = from_scratch(bench, request)
                     assert (len(request.rows), int(request.queued.distance)) == (blocks, distance), what
                     assert request.queued.cached_tokens == blocks * BLOCK
                     last = request.chain.key(blocks - 1) if blocks else None
                     assert request.queued.prefix == last
+                queue.check_integrity()
 
     asyncio.run(scenario())

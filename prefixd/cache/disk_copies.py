@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -26,6 +27,7 @@ from prefixd.cache.namespaces import Namespace, NamespaceRegistry
 from prefixd.cache.placement import Placement
 from prefixd.cache.victims import find_expired, find_victims
 from prefixd_swap import (
+    BlockRecord,
     ChecksumError,
     DiskFullError,
     DiskPart,
@@ -33,6 +35,7 @@ from prefixd_swap import (
     IndexUnavailableError,
     LostBytesError,
     NewBlock,
+    RecordDamagedError,
     Span,
     StorageError,
     round_to_slot,
@@ -123,6 +126,19 @@ class DiskCopies:
     def identity(self, trie: Trie, row: int) -> Identity:
         """The block's name on disk."""
         return self._namespaces.at(int(trie.namespace[row])).id, trie.key(row)
+
+    def expected(self, trie: Trie, row: int) -> BlockRecord:
+        """What the index has to say of a block that is on disk."""
+        namespace, key = self.identity(trie, row)
+        parent = int(trie.parent[row])
+        return BlockRecord(
+            namespace,
+            key,
+            trie.key(parent) if parent >= 0 else b"",
+            trie.tokens[row].tobytes(),
+            tuple(place if place.slot != NO_SLOT else None for place in _places(trie, row)),
+            int(trie.depth[row]),
+        )
 
     # -- writing ------------------------------------------------------------------------------------------------
 
@@ -371,9 +387,9 @@ class DiskCopies:
         async with self._lock:
             if not there():
                 return None
-            identity = self.identity(trie, row)
+            identity, expected = self.identity(trie, row), self.expected(trie, row)
             try:
-                if await self._in_thread(self._tiers.store.check, *identity):
+                if await self._in_thread(self._tiers.store.check, *identity, expected):
                     return None
                 error: StorageError = LostBytesError("the index has lost the block")
             except IndexUnavailableError:
@@ -400,11 +416,16 @@ class DiskCopies:
             How many blocks have left the disk.
         """
         placement = self._placement
-        why = "checksum mismatch on disk" if isinstance(error, ChecksumError) else "disk read failed"
+        why = "disk read failed"
+        if isinstance(error, ChecksumError):
+            why = "checksum mismatch on disk"
+        elif isinstance(error, RecordDamagedError):
+            why = "damaged index record"
         placement.lost[why] += len(rows)
         more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
         log.error("block %s%s dropped, to be computed again: %s", trie.key(int(rows[0])).hex(), more, error)
-        identities = [self.identity(trie, row) for row in rows.tolist()]
+        damaged = [self.identity(trie, row) for row in rows.tolist()]
+        children: list[Identity] = []
         placement.discard_copies(trie, rows, DISK)
         emptied = rows[trie.any_part[rows] == 0]
         if len(emptied) < len(rows):
@@ -412,18 +433,21 @@ class DiskCopies:
         for child in trie.subtree(emptied)[::-1]:
             if trie.any_part[child] and trie.removable(child):
                 if trie.any_part[child] & (1 << DISK):
-                    identities.append(self.identity(trie, child))
+                    children.append(self.identity(trie, child))
                 placement.discard(trie, child)
         placement.sweep(trie, emptied[np.argsort(trie.depth[emptied], kind="stable")])
-        task = asyncio.create_task(self._remove_damaged(trie, identities))
+        removal = self._remove_damaged(trie, children, damaged, isinstance(error, RecordDamagedError))
+        task = asyncio.create_task(removal)
         self._removals.add(task)
         task.add_done_callback(self._removals.discard)
-        return len(identities)
+        return len(damaged) + len(children)
 
     # -- removing -----------------------------------------------------------------------------------------------
 
-    async def remove(self, trie: Trie, ids: list[Identity]) -> None:
+    async def remove(self, trie: Trie, ids: list[Identity], *, damaged: bool = False) -> None:
         """Removes blocks that have left the trie; returns when that is durable.
+
+        `damaged`: their records in the index are damaged, see `SlabStore.remove`.
 
         Raises:
             StorageError: I/O failed; the blocks are removed when the disk works again, or come back at the next start.
@@ -432,22 +456,31 @@ class DiskCopies:
             leaving = Counter(ids)
             self._leaving += leaving
             try:
-                await _to_the_end(self._remove(trie, ids))
+                await _to_the_end(self._remove(trie, ids, damaged))
             finally:
                 self._leaving -= leaving
 
-    async def _remove(self, trie: Trie, ids: list[Identity]) -> None:
+    async def _remove(self, trie: Trie, ids: list[Identity], damaged: bool) -> None:
         async with self._lock:
             gone = [identity for identity in ids if not self._is_back(trie, identity)]
             try:
-                await self._in_thread(self._tiers.store.remove, gone)
+                await self._in_thread(partial(self._tiers.store.remove, gone, damaged=damaged))
             except StorageError as error:
                 self.health.write_failed(error)
                 raise
 
-    async def _remove_damaged(self, trie: Trie, ids: list[Identity]) -> None:
-        with suppress(StorageError):  # reported; the records go when the disk works again
-            await self.remove(trie, ids)
+    async def _remove_damaged(
+        self, trie: Trie, children: list[Identity], damaged: list[Identity], records: bool
+    ) -> None:
+        """Removes damaged blocks after what continued them; `records`: it is their records that are damaged."""
+        leaving = Counter(damaged)
+        self._leaving += leaving
+        try:
+            with suppress(StorageError):  # reported; the records go when the disk works again
+                await self.remove(trie, children if records else children + damaged)
+                await self.remove(trie, damaged if records else [], damaged=True)
+        finally:
+            self._leaving -= leaving
 
     def _is_back(self, trie: Trie, identity: Identity) -> bool:
         """Whether the block was written again while its removal waited; the write has replaced the record."""

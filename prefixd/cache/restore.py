@@ -112,7 +112,6 @@ class _Entry:
         self._tries = tries
         self._ordinals = np.array([_NO_ROW if home is None else home.ordinal for home in homes], np.int64)
         self._roots = np.array([_NO_PARENT if home is None else home.root for home in homes], np.int64)
-        self._first_of_shape = {_shape(group): group for group in reversed(records.groups)}
         self._rows = np.full(len(records), _NO_ROW, np.int64)  # in the tries
 
     def take_in(self, now_s: float) -> None:
@@ -162,8 +161,6 @@ class _Entry:
         return np.array([trie is not None and _fits(group, trie) for trie in self._tries], np.bool_)
 
     def _foreign(self, group: RecordGroup) -> Bools:
-        if self._first_of_shape[_shape(group)] is not group:  # records that are longer than their parts and tokens
-            return self._all_of(group)
         rows = np.zeros(len(self.sound), np.bool_)
         rows[group.rows] = ~self._fitting(group)[self._records.namespace[group.rows]]
         return rows

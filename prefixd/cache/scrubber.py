@@ -18,10 +18,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from prefixd.cache.disk_copies import Damage, Identity
+from prefixd.cache.disk_copies import Damage
 from prefixd.cache.index.trie import DISK, Rows, Trie
 from prefixd.cache.mover import Mover
-from prefixd_swap import IndexUnavailableError, StorageError, round_to_slot
+from prefixd_swap import BlockRecord, IndexUnavailableError, StorageError, round_to_slot
 
 log = logging.getLogger(__name__)
 
@@ -234,8 +234,8 @@ class Scrubber:
         if not blocks:
             return
         stop = threading.Event()
-        names = [disk.identity(trie, block.row) for block in blocks]
-        reading = asyncio.get_running_loop().run_in_executor(threads, self._suspects, names, stop)
+        expected = [disk.expected(trie, block.row) for block in blocks]
+        reading = asyncio.get_running_loop().run_in_executor(threads, self._suspects, expected, stop)
         try:
             suspects = await asyncio.shield(reading)
         except asyncio.CancelledError:
@@ -260,18 +260,18 @@ class Scrubber:
                 progress.dropped_blocks += damage.dropped
                 progress.damaged.append(damage)
 
-    def _suspects(self, names: Sequence[Identity], stop: threading.Event) -> dict[int, StorageError]:
+    def _suspects(self, expected: Sequence[BlockRecord], stop: threading.Event) -> dict[int, StorageError]:
         """Positions of the blocks that are not in order, and why. Runs in a thread.
 
         Raises:
             IndexUnavailableError: nothing can be said about any block.
         """
         suspects = {}
-        for position, name in enumerate(names):
+        for position, record in enumerate(expected):
             if stop.is_set():
                 break
             try:
-                if not self._tiers.store.check(*name):
+                if not self._tiers.store.check(record.namespace, record.key, record):
                     suspects[position] = StorageError("it is not in the index")
             except IndexUnavailableError:
                 raise

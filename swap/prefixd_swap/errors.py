@@ -47,6 +47,10 @@ class LostBytesError(StorageError):
     """The file that had the bytes is gone or too short; reading again will not help."""
 
 
+class RecordDamagedError(StorageError):
+    """The index's record of a block is not one that was written; other blocks' records may be good."""
+
+
 class IndexUnavailableError(StorageError):
     """The index cannot be read now, so nothing is known about any block; `SlabStore.revive` opens it again."""
 

@@ -184,7 +184,7 @@ async def test_a_removal_that_fails_is_said_and_its_block_comes_back(
     await rig.put([1, 2], durable=True)
     assert rig.store is not None
 
-    def refuse(ids: object) -> None:
+    def refuse(ids: object, *, damaged: bool = False) -> None:
         raise StorageError("the index cannot be written")
 
     with monkeypatch.context() as patch:
@@ -205,7 +205,7 @@ async def test_an_eviction_that_fails_on_disk_fails_no_caller(
     await rig.put([3, 4])
     assert rig.store is not None
 
-    def refuse(ids: object) -> None:
+    def refuse(ids: object, *, damaged: bool = False) -> None:
         raise StorageError("the index cannot be written")
 
     with monkeypatch.context() as patch:

@@ -14,7 +14,7 @@ import pytest
 
 from prefixd.cache import CPU, DISK
 from prefixd.cache.scrubber import Scrubber, ScrubProgress, TokenBucket
-from prefixd_swap import ChecksumError, IndexUnavailableError, StorageError
+from prefixd_swap import BlockRecord, ChecksumError, IndexUnavailableError, RecordDamagedError, StorageError
 
 if TYPE_CHECKING:
     from tests.cache.conftest import Rig
@@ -103,11 +103,11 @@ async def test_what_is_replaced_while_it_is_read_is_no_damage(make_rig: MakeRig)
     assert rig.store is not None
     really, calls = rig.store.check, []
 
-    def check(namespace: bytes, key: bytes) -> bool:
+    def check(namespace: bytes, key: bytes, expected: BlockRecord | None = None) -> bool:
         calls.append(threading.current_thread())
         if len(calls) == 1:
             raise ChecksumError("a write came between")
-        return really(namespace, key)
+        return really(namespace, key, expected)
 
     rig.store.check = check  # type: ignore[method-assign]
     assert (await verified(rig)).damaged_blocks == 0
@@ -125,10 +125,10 @@ async def test_what_left_while_it_is_read_is_no_damage(make_rig: MakeRig) -> Non
         await rig.cache.mover.forget(rig.trie, rig.rows([1, 2])[::-1])
         await rig.put([8, 9], durable=True)  # in the same rows
 
-    def check(namespace: bytes, key: bytes) -> bool:
+    def check(namespace: bytes, key: bytes, expected: BlockRecord | None = None) -> bool:
         if rig.rows([1, 2]):
             asyncio.run_coroutine_threadsafe(forget(), loop).result()
-        return really(namespace, key)
+        return really(namespace, key, expected)
 
     rig.store.check = check  # type: ignore[method-assign]
     assert (await verified(rig, depth=1)).damaged_blocks == 0
@@ -300,3 +300,67 @@ async def test_without_a_rate_or_a_disk_there_is_no_background(make_rig: MakeRig
     rig, diskless = make_rig(cpu=4, disk=4), make_rig(cpu=4)
     assert Scrubber(rig.cache.mover, rig.clock).start() is None
     assert Scrubber(diskless.cache.mover, diskless.clock, bytes_per_s=1).start() is None
+
+
+@pytest.mark.parametrize(
+    ("at", "put"),
+    [
+        (4, (0).to_bytes(2, "little")),
+        (4, (1).to_bytes(2, "little")),
+        (4, (0xFFFF).to_bytes(2, "little")),
+        (0, (7).to_bytes(4, "little")),
+        (8, bytes(16)),
+        (24, (1 << 24).to_bytes(8, "little")),  # the slot of another block
+        (40, bytes(8)),
+        (72, b"\xff"),
+    ],
+    ids=["no parts", "a part less", "most parts", "depth", "parent", "slot", "checksum", "token"],
+)
+async def test_an_altered_record_costs_its_block_and_nothing_else(make_rig: MakeRig, at: int, put: bytes) -> None:
+    """The background finds it, drops it and what continues it, and goes on; everything else can be read."""
+    rig = make_rig(cpu=64, disk=64)
+    two = rig.register("two", parts=2)
+    await rig.put([4, 5], namespace=two, durable=True)
+    await rig.put([1, 2, 3], namespace=two, durable=True)
+    assert rig.store is not None
+    trie, row = rig.cache.trie(two), rig.rows([1, 2, 3], two)[1]
+    name = two.id + trie.key(row)
+    written = rig.store._index.get(name)
+    assert written is not None
+    rig.store._index.apply([(name, written[:at] + put + written[at + len(put) :])])
+    sleep = Sleeper(rig, 1)
+    scrubber = Scrubber(rig.cache.mover, rig.clock, bytes_per_s=1 << 30, sleep=sleep)
+    task = scrubber.start()
+    await sleep.over.wait()
+    assert task is not None and not task.done()
+    await scrubber.stop()
+    assert (scrubber.counters.passes, scrubber.counters.damaged_blocks) == (1, 1)
+    assert rig.cache.mover.lost == {"damaged index record": 1}
+    await rig.cache.mover.quiesce()
+    rig.check()
+    assert (await verified(rig)).damaged_blocks == 0
+    assert await rig.get([4, 5], namespace=two) == 2
+    assert await rig.get([1, 2, 3], namespace=two) == 3, "they are in memory still"
+    await rig.restart()
+    two = rig.register("two", parts=2)
+    assert await rig.get([4, 5], namespace=two) == 2
+    assert await rig.get([1, 2, 3], namespace=two) == 1
+    assert await rig.put([1, 2, 3], namespace=two, durable=True) == (2, 0)
+
+
+async def test_an_altered_record_is_found_by_a_verification_and_by_a_commit(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=64, disk=64)
+    await rig.put([1, 2], durable=True)
+    await rig.put([4, 5], durable=True)
+    assert rig.store is not None
+    for prompt in ([1, 2], [4, 5]):
+        name = rig.namespace.id + rig.trie.key(rig.rows(prompt)[1])
+        written = rig.store._index.get(name)
+        assert written is not None
+        rig.store._index.apply([(name, written[:4] + b"\xff" + written[5:])])
+    await rig.cache.mover.forget(rig.trie, rig.rows([4, 5])[::-1])  # its removal meets the record first
+    progress = await verified(rig)
+    assert [type(damage.error) for damage in progress.damaged] == [RecordDamagedError]
+    assert "record of 56 bytes is damaged (255 parts" in str(progress.damaged[0].error)
+    await rig.restart()
+    assert await rig.get([1, 2]) == 1 and await rig.get([4, 5]) == 0

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from prefixd_swap.errors import StorageError
+from prefixd_swap.errors import RecordDamagedError, StorageError
 from prefixd_swap.spans import Span
 
 NAMESPACE_BYTES = 8
@@ -27,9 +27,12 @@ PARENT_OFFSET = 8
 PART_BYTES = 24
 HAS_PARENT = 1
 
+TOKEN_BYTES = 4
+
 _HEADER = struct.Struct("<IHH16s")
 _PART = struct.Struct("<QQQ")
 _MAX_PARTS = 0xFFFF
+_LARGEST = (1 << 63) - 1  # slots and sizes are int64 in columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,38 +114,61 @@ def decode_record(key: bytes, value: bytes) -> BlockRecord:
     """The record that `encode_record` wrote.
 
     Raises:
-        struct.error: the value is too short.
+        RecordDamagedError: `encode_record` writes no such key or value, such as one whose length does not fit its
+            number of parts.
     """
-    depth, count, flags, parent = _HEADER.unpack_from(value)
-    end = _HEADER.size + count * _PART.size
-    fields = _PART.iter_unpack(value[_HEADER.size : end])
-    parts = tuple(DiskPart(slot, nbytes, check) if nbytes else None for slot, nbytes, check in fields)
+    if len(key) != NAMESPACE_BYTES + KEY_BYTES:
+        raise RecordDamagedError(
+            f"the index has a key of {len(key)} bytes ({key[:32].hex()}), not of {NAMESPACE_BYTES + KEY_BYTES}: the "
+            "record is damaged; remove it"
+        )
+    depth, flags, parent, parts, tokens = _split(value)
     return BlockRecord(
         key[:NAMESPACE_BYTES],
         key[NAMESPACE_BYTES:],
         parent if flags & HAS_PARENT else b"",
-        value[end:],
-        parts,
+        tokens,
+        tuple(DiskPart(slot, nbytes, check) if nbytes else None for slot, nbytes, check in parts),
         depth,
     )
-
-
-def record_depth(value: bytes) -> int:
-    """The record's depth alone.
-
-    Raises:
-        struct.error: the value is too short.
-    """
-    depth: int = _HEADER.unpack_from(value)[0]
-    return depth
 
 
 def record_slots(value: bytes) -> list[tuple[int, int]]:
     """(slot, nbytes) of the parts that are on disk.
 
     Raises:
-        struct.error: the value is too short.
+        RecordDamagedError: as `decode_record`.
     """
-    _, count, _, _ = _HEADER.unpack_from(value)
-    fields = _PART.iter_unpack(value[_HEADER.size : _HEADER.size + count * _PART.size])
-    return [(slot, nbytes) for slot, nbytes, _ in fields if nbytes]
+    return [(slot, nbytes) for slot, nbytes, _ in _split(value)[3] if nbytes]
+
+
+def _split(value: bytes) -> tuple[int, int, bytes, list[tuple[int, int, int]], bytes]:
+    """Depth, flags, parent, parts as (slot, nbytes, checksum), tokens.
+
+    Raises:
+        RecordDamagedError: the value contradicts itself.
+    """
+    if len(value) < _HEADER.size:
+        raise _damaged(value, f"the header alone has {_HEADER.size}")
+    depth, count, flags, parent = _HEADER.unpack_from(value)
+    end = _HEADER.size + count * _PART.size
+    if not count or end > len(value):
+        raise _damaged(value, f"{count} parts end at byte {end}")
+    if len(value) % TOKEN_BYTES:
+        raise _damaged(value, f"its tokens have {TOKEN_BYTES} each")
+    if flags & ~HAS_PARENT:
+        raise _damaged(value, f"its flags are {flags:#x}, of which only {HAS_PARENT:#x} is known")
+    parts = list(_PART.iter_unpack(value[_HEADER.size : end]))
+    if any(slot > _LARGEST or nbytes > _LARGEST for slot, nbytes, _ in parts):
+        raise _damaged(value, "a slot or a size is larger than any disk")
+    if any((slot or check) and not nbytes for slot, nbytes, check in parts):
+        raise _damaged(value, "a part of 0 bytes has a slot")
+    if not any(nbytes for _, nbytes, _ in parts):
+        raise _damaged(value, f"none of its {count} parts is on disk")
+    return depth, flags, parent, parts, value[end:]
+
+
+def _damaged(value: bytes, why: str) -> RecordDamagedError:
+    return RecordDamagedError(
+        f"an index record of {len(value)} bytes is damaged ({why}); remove the block, it will be computed again"
+    )

@@ -22,6 +22,8 @@ class Commit:
 
     changes: list[Change]
     slabs: set[SlabFile] = field(default_factory=set)
+    damaged: bool = False
+    """The records that the changes remove are damaged: the slots that they name may be other blocks'."""
     done: bool = False
     error: StorageError | None = None
 

@@ -22,6 +22,7 @@ from prefixd_swap.slab.block_record import (
     NAMESPACE_BYTES,
     PARENT_OFFSET,
     PART_BYTES,
+    TOKEN_BYTES,
 )
 from prefixd_swap.slab.index import Row
 
@@ -183,10 +184,14 @@ class IndexTable:
         keys, values = rows[:, :_INDEX_KEY_BYTES], rows[:, _INDEX_KEY_BYTES:]
         self._namespace[positions] = keys[:, :NAMESPACE_BYTES].view(np.uint64)[:, 0]
         self._keys[positions] = keys[:, NAMESPACE_BYTES:]
-        if values.shape[1] < HEADER_BYTES:
+        if values.shape[1] < HEADER_BYTES or values.shape[1] % TOKEN_BYTES:
             self.unreadable += map(bytes, keys)
             return
         header = values[:, :HEADER_BYTES].view(HEADER)[:, 0]
+        known = header["flags"] & ~np.uint16(HAS_PARENT) == 0
+        if not known.all():
+            self.unreadable += map(bytes, keys[~known])
+            keys, values, positions, header = keys[known], values[known], positions[known], header[known]
         self.depth[positions] = header["depth"]
         self._first[positions] = header["flags"] & HAS_PARENT == 0
         self._parents[positions] = values[:, PARENT_OFFSET:HEADER_BYTES]
@@ -205,7 +210,7 @@ class IndexTable:
         self.readable[positions] = True
         end = HEADER_BYTES + count * PART_BYTES
         parts = values[:, HEADER_BYTES:end].view("<u8").reshape(-1, count, 3)
-        tokens = values[:, end : end + (values.shape[1] - end) // 4 * 4].view("<u4")
+        tokens = values[:, end:].view("<u4")
         sizes = parts[:, :, 1]
         if (sizes == sizes[0]).all():
             kinds, kind = sizes[:1], np.zeros(len(values), np.int64)

@@ -40,10 +40,12 @@ def recover(table: IndexTable, slabs: SlabFiles, index_damage: str = "") -> tupl
 
 
 def reconcile(table: IndexTable, known: Int64s) -> tuple[Int64s, list[bytes]]:
-    """The slots of the blocks whose slots are all `known`, and the index keys of all others."""
+    """The slots of the blocks whose slots are all `known` and no other block's, and the index keys of all others."""
     wanted = np.zeros(table.rows, np.bool_)
     for group in table.groups:
-        wanted[group.rows] = np.isin(group.slots[:, group.on_disk], known).all(axis=1)
+        wanted[group.rows] = np.isin(group.slots[:, group.on_disk], known).all(axis=1) & bool(group.on_disk)
+    if len(twice := _named_twice(table, wanted)):
+        wanted[twice] = False
     slots = [group.slots[wanted[group.rows]][:, group.on_disk].ravel() for group in table.groups]
     return np.concatenate([np.zeros(0, np.int64), *slots]), table.index_keys(~wanted) + table.unreadable
 

@@ -17,14 +17,20 @@ from typing import Self
 import numpy as np
 import xxhash
 
-from prefixd_swap.errors import ChecksumError, IndexUnavailableError, IntegrityError, StorageError
+from prefixd_swap.errors import (
+    ChecksumError,
+    IndexUnavailableError,
+    IntegrityError,
+    RecordDamagedError,
+    StorageError,
+    SwapError,
+)
 from prefixd_swap.slab.block_record import (
     BlockRecord,
     DiskPart,
     NewBlock,
     decode_record,
     index_key,
-    record_depth,
     record_slots,
 )
 from prefixd_swap.slab.data_directory import DataDirectory
@@ -66,6 +72,7 @@ class SlabStore:
         self._changed = threading.Condition()  # guards the slabs and what follows
         self._writer = SlabWriter(slabs, self._changed, io_threads)
         self._active = 0  # writes and removals under way
+        self._orphaned = False  # slots are taken that no record names any more, because theirs was damaged
         self._reviving = False
         self._closed = False
 
@@ -175,16 +182,21 @@ class SlabStore:
                 self._writer.free([slot for taken in slots if taken for slot in taken if slot is not None])
                 raise
 
-    def remove(self, ids: Sequence[tuple[bytes, bytes]]) -> None:
+    def remove(self, ids: Sequence[tuple[bytes, bytes]], *, damaged: bool = False) -> None:
         """Forget blocks by (namespace, key), children before parents; unknown ones are ignored.
 
         When this returns the removal is durable and the slots are free.
+
+        Args:
+            ids: which blocks.
+            damaged: their records are damaged, and may name other blocks' slots: no slot is freed. Those that are then
+                named by no record are free after `revive`, or when the store is opened again.
 
         Raises:
             StorageError: I/O failed; the blocks are still there.
         """
         with self._operation():
-            self._commits.run(Commit([(index_key(*block_id), None) for block_id in ids]))
+            self._commits.run(Commit([(index_key(*block_id), None) for block_id in ids], damaged=damaged))
 
     def read(self, part: DiskPart, into: Span) -> None:
         """Copy a part's bytes to the start of `into` and verify them there.
@@ -198,13 +210,19 @@ class SlabStore:
         slab.read(index, buffer)
         _verify(part, slab, index, xxhash.xxh3_64_intdigest(buffer))
 
-    def check(self, namespace: bytes, key: bytes) -> bool:
+    def check(self, namespace: bytes, key: bytes, expected: BlockRecord | None = None) -> bool:
         """Verify a stored block where it is; False when there is no such block, or no longer.
 
         A slot that is freed and used again meanwhile is not taken for damage.
 
+        Args:
+            namespace: its namespace.
+            key: its key.
+            expected: what its record has to say, where the caller knows that.
+
         Raises:
             ChecksumError: a part's bytes are not those that were written.
+            RecordDamagedError: the block's record contradicts itself, or `expected`.
             IndexUnavailableError: the index cannot be read, which says nothing about the block.
             StorageError: they cannot be read.
         """
@@ -214,9 +232,20 @@ class SlabStore:
             if value is None:
                 return False
             try:
-                for part in decode_record(name, value).parts:
+                record = decode_record(name, value)
+                if expected is not None and record != expected:
+                    raise RecordDamagedError(
+                        f"the index record of block {key.hex()} is damaged: it is {record}, but {expected} was "
+                        "written; remove the block, it will be computed again"
+                    )
+                for part in record.parts:
                     if part is not None:
                         slab, index = self._slabs.find(part.slot)
+                        if part.nbytes > slab.slot_bytes:
+                            raise RecordDamagedError(
+                                f"an index record names {part.nbytes} bytes in slot {index} of {slab.path}, which has "
+                                f"{slab.slot_bytes}; remove the block, it will be computed again"
+                            )
                         _verify(part, slab, index, slab.checksum(index, part.nbytes))
                 return True
             except StorageError:
@@ -305,6 +334,7 @@ class SlabStore:
             self._index.apply([(key, None) for key in unknown])
         with self._changed:
             self._slabs.reclaim(stored)
+            self._orphaned = False
             self._recovered = None
         self._commits.resume()
         return np.setdiff1d(known, stored)
@@ -327,10 +357,14 @@ class SlabStore:
         return table.records(prefix_closed(table.depth, parent, table.readable), parent)
 
     def records(self) -> Iterator[BlockRecord]:
-        """Every block as of now, parents before children; for a few of them, otherwise `load`."""
-        rows = [row for chunk in self._index.chunks() for row in chunk]
-        for key, value in sorted(rows, key=lambda row: record_depth(row[1])):
-            yield decode_record(key, value)
+        """Every block as of now, parents before children; for a few of them, otherwise `load`.
+
+        Raises:
+            RecordDamagedError: one of the records is damaged.
+            StorageError: the index cannot be read.
+        """
+        records = [decode_record(key, value) for chunk in self._index.chunks() for key, value in chunk]
+        yield from sorted(records, key=lambda record: record.depth)
 
     def put_namespace(self, namespace: bytes, spec: bytes) -> None:
         """Store durably what a namespace stands for.
@@ -346,7 +380,8 @@ class SlabStore:
         return self._index.namespaces()
 
     def check_integrity(self) -> None:
-        """Slots are taken by one record each, and by no one else unless a write or a removal is under way.
+        """Slots are taken by one record each, and by no one else unless a write or a removal is under way, or a
+        damaged record has left its slots to nobody.
 
         Raises:
             IntegrityError: they are not.
@@ -369,7 +404,11 @@ class SlabStore:
             named = np.sort(table.slots())
             taken = self._slabs.taken()
             different = len(named) - int(np.count_nonzero(named[1:] == named[:-1]))
-            if different != len(named) or different > taken or (different < taken and not self._active):
+            if (
+                different != len(named)
+                or different > taken
+                or (different < taken and not (self._active or self._orphaned))
+            ):
                 raise IntegrityError(f"{len(named)} slots are named, {different} different; {taken} are taken")
         if table.unreadable:
             raise IntegrityError(f"{len(table.unreadable)} entries of the index are no records")
@@ -420,8 +459,29 @@ class SlabStore:
         """Data first, then the index, then the slots of what was replaced or removed are free."""
         self._writer.sync(set[SlabFile]().union(*(commit.slabs for commit in batch)))
         changes: list[Change] = [change for commit in batch for change in commit.changes]
-        gone = self._index.apply(changes)
-        self._writer.free([slot for value in gone if value for slot, _ in record_slots(value)])
+        gone = iter(self._index.apply(changes))
+        for commit in batch:
+            self._free_slots_of(
+                [value for _, value in zip(commit.changes, gone, strict=False) if value], commit.damaged
+            )
+
+    def _free_slots_of(self, values: Sequence[bytes], damaged: bool) -> None:
+        """Free the slots that records named which the index no longer has.
+
+        The commit is durable by now and must not fail: what a damaged record does not say, or says wrongly, stays
+        taken until the store is revived or opened again.
+        """
+        with self._changed:
+            self._orphaned |= damaged and bool(values)
+            for value in () if damaged else values:
+                try:
+                    for slot, _ in record_slots(value):
+                        self._slabs.free(slot)
+                except SwapError as error:
+                    self._orphaned = True
+                    log.error(
+                        "a damaged record has left the index, and its slots are free only after a restart: %s", error
+                    )
 
 
 def _read_index(index: SlabIndex) -> IndexTable:

@@ -11,21 +11,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from typing import TypeVar
 
 import numpy as np
 
 from prefixd.cache.index.trie import DISK, NO_SLOT, Rows, Trie
 from prefixd.cache.placement import Placement
 from prefixd.cache.tiers import tier_part
-from prefixd_swap import LostBytesError, StorageError
+from prefixd_swap import LostBytesError, StorageError, started_threads
 from prefixd_swap.slab.records import Int64s
 
 PART = tier_part(DISK)
 FIRST_PROBE_S = 0.25
 LONGEST_PROBE_S = 4.0
 INSPECT_S = 1.0
+_THREADS = 2  # one that looks at the files, and one for a writer who cannot wait for the next probe
 
 _SHRUNK = "the file system has no room for more of it; free space or lower disk.bytes"
+
+T = TypeVar("T")
 
 Drop = Callable[[Trie, Rows, StorageError], int]
 """Trie, rows, what was found: what is done with blocks whose bytes are lost."""
@@ -63,6 +67,15 @@ class DiskHealth:
         self._revived = revived
         self._suspects: dict[tuple[int, int], int] = {}  # (trie, row) -> generation: what could not be read
         self._failed = asyncio.Event()
+        self._threads = started_threads(_THREADS, "prefixd-disk-probe")
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._threads.shutdown()
+
+    async def _in_thread(self, work: Callable[..., T], *args: object) -> T:
+        """Beside reads and writes, which may take long on a failing device."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
 
     def write_failed(self, error: StorageError) -> None:
         """Stops writing until a probe succeeds."""
@@ -95,7 +108,7 @@ class DiskHealth:
     async def inspect(self) -> None:
         """Drops blocks whose file was deleted or cut off; those that are in memory are written again."""
         try:
-            gone = await asyncio.to_thread(self._tiers.store.lost_slots)
+            gone = await self._in_thread(self._tiers.store.lost_slots)
         except StorageError as error:
             self.write_failed(error)
             return
@@ -114,12 +127,12 @@ class DiskHealth:
             return True
         try:
             if not tiers.disk_gives:
-                await asyncio.to_thread(tiers.store.try_read)
+                await self._in_thread(tiers.store.try_read)
                 await self._judge_suspects()
                 self._give(True)
             if not tiers.disk_takes:
                 await self._revive_writing()
-            if await asyncio.to_thread(lambda: tiers.store.shrunk):
+            if await self._in_thread(lambda: tiers.store.shrunk):
                 return False
         except StorageError as error:
             self._begin(error)
@@ -134,7 +147,7 @@ class DiskHealth:
     async def _revive_writing(self) -> None:
         slots = [trie.slots[rows, DISK].ravel().astype(np.int64) for trie, rows in self._stored()]
         known = np.concatenate([np.zeros(0, np.int64), *slots])
-        gone = await asyncio.to_thread(self._tiers.store.revive, known[known != NO_SLOT])
+        gone = await self._in_thread(self._tiers.store.revive, known[known != NO_SLOT])
         self._tiers.disk_takes = True
         self._tiers.troubles.begin(PART, _SHRUNK)  # unless the caller finds that it can grow
         self._revived()

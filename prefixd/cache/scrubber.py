@@ -21,9 +21,19 @@ import numpy.typing as npt
 from prefixd.cache.disk_copies import Damage
 from prefixd.cache.index.trie import DISK, Rows, Trie
 from prefixd.cache.mover import Mover
-from prefixd_swap import BlockRecord, IndexUnavailableError, StorageError, round_to_slot
+from prefixd_swap import (
+    BlockRecord,
+    IndexUnavailableError,
+    OutOfMemoryError,
+    StorageError,
+    round_to_slot,
+    started_threads,
+)
 
 log = logging.getLogger(__name__)
+
+PART = "scrubber"
+"""What a trouble of the scrubber is entered under."""
 
 _WINDOW_ROWS = 16_384  # rows put in the order of their slots at once: enough to read forward, few enough to keep
 _BATCH_BYTES = 1 << 20  # read by one call into a thread
@@ -31,6 +41,7 @@ _BATCH_BLOCKS = 64
 _VERIFY_DEPTH = 8  # reads in flight: as fast as 16, and a tenth to two thirds faster than 4 or 1 (2 cores, O_DIRECT)
 _TROUBLE_PAUSE_S = 5.0
 _FAILURE_PAUSE_S = 60.0
+_SHORTAGE_PAUSE_S = 5.0
 _DEVICE_FAILURES = 4  # so many blocks that cannot be read, and none that can, are a failing device
 
 
@@ -149,10 +160,11 @@ class Scrubber:
 
         Raises:
             StorageError: the device fails, or the index cannot be read; what was checked until then is counted.
+            OutOfMemoryError: the system gives no threads to read in.
         """
         progress = ScrubProgress(self._blocks_on_disk())
         batches = self._batches()
-        with ThreadPoolExecutor(depth, thread_name_prefix="prefixd-verify") as threads:
+        with started_threads(depth, "prefixd-verify") as threads:
             reads: set[asyncio.Task[None]] = set()
             try:
                 while True:
@@ -180,7 +192,7 @@ class Scrubber:
 
     async def _run(self) -> None:
         bucket = TokenBucket(self._bytes_per_s, self._clock())
-        with ThreadPoolExecutor(1, thread_name_prefix="prefixd-scrub") as threads:
+        with await self._thread() as threads:
             while True:
                 began_s = self._clock()
                 try:
@@ -190,6 +202,18 @@ class Scrubber:
                     await self._sleep(_FAILURE_PAUSE_S)
                     continue
                 await self._sleep(max(began_s + self._every_s - self._clock(), 0.0))
+
+    async def _thread(self) -> ThreadPoolExecutor:
+        """The thread that the background reads in; waits until the system gives one."""
+        while True:
+            try:
+                threads = started_threads(1, "prefixd-scrub")
+            except OutOfMemoryError as error:
+                self._tiers.troubles.begin(PART, str(error))
+                await self._sleep(_SHORTAGE_PAUSE_S)
+            else:
+                self._tiers.troubles.end(PART)
+                return threads
 
     async def _pass(self, bucket: TokenBucket, threads: ThreadPoolExecutor) -> None:
         progress = ScrubProgress(0)

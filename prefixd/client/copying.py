@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeAlias
@@ -18,11 +19,14 @@ _INLINE_BYTES = 64 << 10
 
 
 class Copier:
-    """Copies on `threads` threads, off the event loop. numpy gives up the GIL while it copies."""
+    """Copies on `threads` threads, off the event loop. numpy gives up the GIL while it copies.
+
+    While the system gives this process no threads, copies are made on the event loop.
+    """
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
-        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="prefixd-copy")
+        self._executor: ThreadPoolExecutor | None = None  # from the first copy that needs it
 
     async def copy(self, pairs: Sequence[CopyPair], check: Callable[[], None]) -> None:
         """Copies every pair, calling `check` before each; `check` raises when the copy may no longer be made.
@@ -34,6 +38,10 @@ class Copier:
             _copy_all(pairs, check)
             return
         loop = asyncio.get_running_loop()
+        self._executor = self._executor or _started(self._threads)
+        if self._executor is None:
+            _copy_all(pairs, check)
+            return
         shares = _shares(pairs, self._threads)
         copies = [loop.run_in_executor(self._executor, _copy_all, share, check) for share in shares]
         cancelled: asyncio.CancelledError | None = None
@@ -51,7 +59,26 @@ class Copier:
 
     def close(self) -> None:
         """Ends the threads once they are idle."""
-        self._executor.shutdown(wait=False)
+        if self._executor is not None:
+            self._executor.shutdown(wait=False)
+
+
+def _started(threads: int) -> ThreadPoolExecutor | None:
+    """A pool whose threads all run; None while the system gives none.
+
+    A pool that cannot start a thread for a job keeps the job all the same: it would copy later, without the right to.
+    """
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="prefixd-copy")
+    meeting = threading.Barrier(threads + 1)
+    try:
+        for _ in range(threads):
+            pool.submit(meeting.wait)
+    except RuntimeError:
+        meeting.abort()
+        pool.shutdown(wait=False)
+        return None
+    meeting.wait()
+    return pool
 
 
 def _copy_all(pairs: Sequence[CopyPair], check: Callable[[], None]) -> None:

@@ -9,20 +9,29 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from prefixd.client.errors import ClientClosed
+from prefixd.client.errors import ClientClosed, ExhaustedError
 
 T = TypeVar("T")
 
 
 class Portal:
-    """Runs coroutines in its own thread's event loop. Usable from several threads at once, in the process it is of."""
+    """Runs coroutines in its own thread's event loop. Usable from several threads at once, in the process it is of.
+
+    Raises ExhaustedError when the system gives no thread.
+    """
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(_ignore_shared_poller)
         self._endings: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._serve, name="prefixd-client", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            self._loop.close()
+            raise ExhaustedError(
+                f"the client's thread cannot be started ({error}); raise the limit of processes (`ulimit -u`)"
+            ) from error
         self._pid = os.getpid()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:

@@ -130,6 +130,12 @@ async def _map_arena(opened: cache_pb2.SessionOpened, memory: MemoryMode, timeou
         return None
     try:
         return await asyncio.to_thread(fetch_arena, opened.memory_socket, opened.session_id, timeout_s)
+    except RuntimeError as error:
+        if memory == "shared":
+            raise MemoryUnavailable(
+                f"the arena cannot be fetched ({error}); raise the limit of processes (`ulimit -u`)"
+            ) from error
+        return None
     except MemoryUnavailable:
         # Another mount or user namespace: the same bytes can still be streamed.
         if memory == "shared":

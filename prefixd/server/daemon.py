@@ -136,7 +136,10 @@ class Daemon:
         raise_descriptor_limit(settings.server.max_sessions, slabs, troubles)
         arena = _open_arena(settings, device, troubles, stack)
         tiers = Tiers(arena, _open_store(settings, self._ops, stack), troubles=troubles)
-        engine = create_copy_engine(device)
+        try:
+            engine = create_copy_engine(device)
+        except SwapError as error:
+            raise ConfigError(f"gpu.device = {settings.gpu.device}: {error}") from error
         stack.callback(engine.close)
         try:
             self.cache = cache = TieredCache(

@@ -11,7 +11,7 @@ from contextlib import suppress
 import numpy.ma  # noqa: F401 - numpy imports it when first needed, which fails without a free descriptor
 
 from prefixd.cache import Troubles
-from prefixd_swap import CpuArena, OutOfMemoryError
+from prefixd_swap import CpuArena, OutOfMemoryError, started_threads
 
 AT_START = "descriptor limit"
 NOW = "file descriptors"
@@ -90,8 +90,8 @@ async def watch_memory_lock(arena: CpuArena, troubles: Troubles) -> None:
     """Locks the arena as soon as it may be, when it could not be at the start; returns then."""
     while LOCK in troubles:
         await asyncio.sleep(_LOCK_S)
-        with suppress(OutOfMemoryError):
-            await asyncio.to_thread(arena.lock)
+        with suppress(OutOfMemoryError), started_threads(1, "prefixd-lock") as threads:
+            await asyncio.get_running_loop().run_in_executor(threads, arena.lock)
             troubles.end(LOCK)
 
 

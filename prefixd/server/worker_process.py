@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 
 from prefixd.cache.troubles import Troubles
@@ -28,7 +29,7 @@ from prefixd.worker.protocol import (
     from_worker,
 )
 from prefixd.worker.settings import WorkerSettings, encode_settings
-from prefixd_swap import FramePool, SwapError, send_export
+from prefixd_swap import FramePool, OutOfMemoryError, SwapError, send_export, started_threads
 
 log = logging.getLogger(__name__)
 
@@ -173,7 +174,10 @@ class WorkerProcess:
         loop = asyncio.get_running_loop()
         with ExitStack() as stack:
             try:
+                threads = stack.enter_context(started_threads(1, "prefixd-worker"))
                 ours, process = await self._spawn(stack)
+            except OutOfMemoryError as error:
+                raise _NotStartedError(str(error)) from error
             except OSError as error:
                 if error.errno not in _REMEDIES:
                     raise
@@ -184,7 +188,7 @@ class WorkerProcess:
             try:
                 while data := await loop.sock_recv(ours, _READ_BYTES):
                     for message in decoder.feed(data):
-                        await self._take(message, ours)
+                        await self._take(message, ours, threads)
             except ConnectionResetError:
                 pass
             finally:
@@ -218,6 +222,9 @@ class WorkerProcess:
                     env={**_ENVIRONMENT, **os.environ},
                     stdin=asyncio.subprocess.DEVNULL,
                 )
+            except RuntimeError as error:  # before Python 3.12 a thread waits for the process; it ends with its socket
+                self._let_go()
+                raise _NotStartedError(f"it cannot be started ({error}); {_REMEDIES[errno.EAGAIN]}") from error
             except BaseException:
                 self._let_go()
                 raise
@@ -228,13 +235,13 @@ class WorkerProcess:
             self._writer.close()
             self._writer = None
 
-    async def _take(self, message: FromWorker, ours: socket.socket) -> None:
+    async def _take(self, message: FromWorker, ours: socket.socket, threads: ThreadPoolExecutor) -> None:
         if isinstance(message, Step):
             self._on_step(message)
         elif isinstance(message, Done):
             self._on_done(message)
         elif isinstance(message, Hello):
-            await self._hand_over(self._on_hello(message), ours)
+            await self._hand_over(self._on_hello(message), ours, threads)
         elif isinstance(message, Ready):
             self.state = WorkerState.READY
             self._was_ready = True
@@ -243,14 +250,14 @@ class WorkerProcess:
         elif isinstance(message, Failed):
             self._last_words = message.detail
 
-    async def _hand_over(self, frames: FramePool, ours: socket.socket) -> None:
+    async def _hand_over(self, frames: FramePool, ours: socket.socket, threads: ThreadPoolExecutor) -> None:
         """Gives the worker the GPU tier. One that ended meanwhile has said why, which is still to be read."""
         export = frames.memory.export()
         self.send(Memory(export.meta, export.count, frames.first_chunk))
         try:
             if self._writer is not None:
                 await self._writer.drain()
-            await asyncio.get_running_loop().run_in_executor(None, send_export, ours, export)
+            await asyncio.get_running_loop().run_in_executor(threads, send_export, ours, export)
         except (OSError, SwapError) as error:
             log.debug("the worker did not take the GPU tier's memory: %s", error)
             self._last_words = self._last_words or str(error)

@@ -87,8 +87,16 @@ class CpuArena:
         self._populated = threading.Event()
         self._populator: threading.Thread | None = None
         if populate:
-            self._populator = threading.Thread(target=self._populate, name="prefixd-populate", daemon=True)
-            self._populator.start()
+            populator = threading.Thread(target=self._populate, name="prefixd-populate", daemon=True)
+            try:
+                populator.start()
+                self._populator = populator
+            except RuntimeError as error:
+                log.warning(
+                    "the CPU arena's pages are touched on first use: no thread can be started (%s); raise the limit of "
+                    "processes (`ulimit -u`, TasksMax= of systemd)",
+                    error,
+                )
 
     def lock(self) -> None:
         """Keep every page in memory once it was touched: none of it is ever swapped out.

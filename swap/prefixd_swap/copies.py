@@ -8,11 +8,12 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 from prefixd_swap.errors import DeviceError, MemoryMisuseError, SwapError
 from prefixd_swap.spans import Span
+from prefixd_swap.threads import started_threads
 from prefixd_swap.vmem.cuda_driver import open_device, register_host, unregister_host
 
 __all__ = [
@@ -52,11 +53,14 @@ class CopyEngine(ABC):
 
 
 class HostCopyEngine(CopyEngine):
-    """Copies host memory on `threads` threads with `memmove`, which releases the GIL."""
+    """Copies host memory on `threads` threads with `memmove`, which releases the GIL.
+
+    Raises OutOfMemoryError when the system gives no threads.
+    """
 
     def __init__(self, threads: int | None = None) -> None:
         self._threads = threads or min(4, os.cpu_count() or 1)
-        self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="prefixd-copy")
+        self._pool = started_threads(self._threads, "prefixd-copy")
         self._closed = False
 
     async def copy(self, pairs: Sequence[Pair]) -> None:
@@ -81,7 +85,7 @@ class CudaCopyEngine(CopyEngine):
     `HostCopyEngine`.
 
     Host memory should be pinned (`register_host`): pageable memory is correct too, but slow. Unverified on a GPU.
-    Raises DeviceError without a usable GPU.
+    Raises DeviceError without a usable GPU, OutOfMemoryError when the system gives no threads.
     """
 
     def __init__(self, ordinal: int = 0, threads: int | None = None) -> None:
@@ -140,7 +144,7 @@ class StreamMark:
 
 
 def create_copy_engine(device: str, threads: int | None = None) -> CopyEngine:
-    """The engine for a GPU tier on `device` ("cpu", "cuda", "cuda:N"). Raises DeviceError."""
+    """The engine for a GPU tier on `device` ("cpu", "cuda", "cuda:N"). Raises DeviceError, OutOfMemoryError."""
     kind, _, ordinal = device.partition(":")
     if kind == "cpu":
         return HostCopyEngine(threads)
@@ -182,7 +186,7 @@ class _Lane:
         self._events: list[Any] = []
         name = f"prefixd-{call}"
         # A fresh thread has no context, so each is given one before its first copy.
-        self._pool = ThreadPoolExecutor(2, thread_name_prefix=name, initializer=self._cuda.use_context)
+        self._pool = started_threads(2, name, self._cuda.use_context)
 
     def submit(self, pairs: list[Pair]) -> Future[None]:
         return self._pool.submit(self._run, pairs)

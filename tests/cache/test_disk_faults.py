@@ -8,6 +8,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -530,3 +531,29 @@ async def test_an_index_that_was_set_aside_and_not_made_anew_is_made_later(make_
     assert await rig.cache.write_back.flush() == 5, "what was on disk and in memory is written again"
     await rig.restart()
     assert await rig.get([1, 2, 3, 4]) == 4
+
+
+async def test_an_open_cache_needs_no_more_threads(
+    make_rig: MakeRig,
+    tmp_path: Path,
+    eventually: Any,
+    no_more_threads: Callable[[], AbstractContextManager[list[str]]],
+) -> None:
+    """Blocks are stored, evicted, read, lost and found again; the probe brings a disk that failed back."""
+    faults = Faults(make_rig, tmp_path, gpu=4, cpu=8, disk=64, write_back=True)
+    rig = faults.rig
+    with no_more_threads() as refused:
+        rig.start_write_back()
+        for first in range(0, 40, 4):
+            await rig.put([first, first + 1, first + 2, first + 3], durable=True)
+        assert await rig.get([0, 1, 2, 3]) == 4
+        rig.unhold(await rig.put_gpu([90, 91]), 0)
+        faults.order("write error")
+        await rig.put([80, 81])
+        await eventually(lambda: not rig.cache.tiers.disk_takes)
+        faults.order(None)
+        await eventually(lambda: rig.cache.tiers.disk_takes)
+        await rig.cache.write_back.flush()
+        assert await rig.get([80, 81]) == 2
+    assert set(refused) <= {"prefixd-slabs_0"}, "parts are written one after the other instead"
+    assert await rig.put([100, 101, 102], durable=True) == (3, 0)

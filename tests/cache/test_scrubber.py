@@ -7,14 +7,21 @@ import errno
 import os
 import threading
 from collections.abc import Callable
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from prefixd.cache import CPU, DISK
-from prefixd.cache.scrubber import Scrubber, ScrubProgress, TokenBucket
-from prefixd_swap import BlockRecord, ChecksumError, IndexUnavailableError, RecordDamagedError, StorageError
+from prefixd.cache.scrubber import PART, Scrubber, ScrubProgress, TokenBucket
+from prefixd_swap import (
+    BlockRecord,
+    ChecksumError,
+    IndexUnavailableError,
+    OutOfMemoryError,
+    RecordDamagedError,
+    StorageError,
+)
 
 if TYPE_CHECKING:
     from tests.cache.conftest import Rig
@@ -364,3 +371,40 @@ async def test_an_altered_record_is_found_by_a_verification_and_by_a_commit(make
     assert "record of 56 bytes is damaged (255 parts" in str(progress.damaged[0].error)
     await rig.restart()
     assert await rig.get([1, 2]) == 1 and await rig.get([4, 5]) == 0
+
+
+async def test_a_shortage_of_threads_is_a_trouble_and_the_background_starts_when_it_is_over(
+    make_rig: MakeRig, no_more_threads: Callable[[], AbstractContextManager[list[str]]]
+) -> None:
+    rig = make_rig(cpu=16, disk=32)
+    await rig.put([1, 2], durable=True)
+    troubles = rig.cache.tiers.troubles
+    sleep = Sleeper(rig, 5)
+    seen: list[str] = []
+    shortage = no_more_threads()
+    refused = shortage.__enter__()
+
+    async def wait(seconds: float) -> None:
+        seen.append(troubles.what(PART))
+        if len(refused) == 3 and len(seen) == 3:
+            shortage.__exit__(None, None, None)
+        await sleep(seconds)
+
+    scrubber = Scrubber(rig.cache.mover, rig.clock, bytes_per_s=1 << 30, every_s=60.0, sleep=wait)
+    task = scrubber.start()
+    await sleep.over.wait()
+    assert task is not None and not task.done()
+    assert sleep.slept == [5.0, 5.0, 5.0, 60.0, 60.0]
+    assert all("1 threads cannot be started" in what and "ulimit -u" in what for what in seen[:3])
+    assert seen[3] == "" and scrubber.counters.checked_blocks == 4
+    await scrubber.stop()
+
+
+async def test_a_verification_without_threads_says_so(
+    make_rig: MakeRig, no_more_threads: Callable[[], AbstractContextManager[list[str]]]
+) -> None:
+    rig = make_rig(cpu=16, disk=32)
+    await rig.put([1, 2], durable=True)
+    with no_more_threads(), pytest.raises(OutOfMemoryError, match=r"8 threads cannot be started .*ulimit -u"):
+        await verified(rig)
+    assert (await verified(rig)).checked_blocks == 2

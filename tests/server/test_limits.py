@@ -8,6 +8,7 @@ import resource
 import socket
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import pytest
@@ -117,3 +118,25 @@ async def test_an_arena_is_locked_as_soon_as_it_may_be(troubles: Troubles, monke
     troubles.begin(limits.LOCK, "not locked; raise RLIMIT_MEMLOCK")
     await asyncio.wait_for(limits.watch_memory_lock(Arena(), troubles), 60)  # type: ignore[arg-type]
     assert attempts == [False, False, True] and limits.LOCK not in troubles
+
+
+async def test_an_arena_is_locked_once_there_is_a_thread_for_it(
+    troubles: Troubles,
+    monkeypatch: pytest.MonkeyPatch,
+    no_more_threads: Callable[[], AbstractContextManager[list[str]]],
+) -> None:
+    monkeypatch.setattr(limits, "_LOCK_S", 0.001)
+    locked = asyncio.Event()
+
+    class Arena:
+        def lock(self) -> None:
+            locked.set()
+
+    troubles.begin(limits.LOCK, "not locked; raise RLIMIT_MEMLOCK")
+    with no_more_threads() as refused:
+        watch = asyncio.create_task(limits.watch_memory_lock(Arena(), troubles))  # type: ignore[arg-type]
+        while len(refused) < 3:
+            await asyncio.sleep(0.001)
+        assert not watch.done() and limits.LOCK in troubles
+    await asyncio.wait_for(watch, 60)
+    assert limits.LOCK not in troubles

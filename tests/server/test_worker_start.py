@@ -6,6 +6,8 @@ import asyncio
 import errno
 import os
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -16,8 +18,16 @@ from prefixd.server.worker_process import WorkerProcess, WorkerState
 from prefixd.worker.settings import WorkerSettings
 
 
-@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENOMEM, errno.EAGAIN])
-async def test_want_of_means_is_no_death(code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("shortage", "words"),
+    [
+        (OSError(errno.EMFILE, os.strerror(errno.EMFILE)), os.strerror(errno.EMFILE)),
+        (OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), os.strerror(errno.ENOMEM)),
+        (OSError(errno.EAGAIN, os.strerror(errno.EAGAIN)), os.strerror(errno.EAGAIN)),
+        (RuntimeError("can't start new thread"), "ulimit -u"),
+    ],
+)
+async def test_want_of_means_is_no_death(shortage: Exception, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_process, "_SCARCE_PAUSE_S", 0.001)
     attempts = 0
 
@@ -25,7 +35,7 @@ async def test_want_of_means_is_no_death(code: int, monkeypatch: pytest.MonkeyPa
         nonlocal attempts
         attempts += 1
         if attempts <= 20:
-            raise OSError(code, os.strerror(code))
+            raise shortage
         raise FileNotFoundError(errno.ENOENT, "no such program")
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", refuse)
@@ -47,8 +57,38 @@ async def test_want_of_means_is_no_death(code: int, monkeypatch: pytest.MonkeyPa
     worker.start()
     assert not await asyncio.wait_for(worker.settled(), 60)
     assert attempts == 21 and worker.state is WorkerState.FAILED
-    assert len(told) == 1 and os.strerror(code) in told[0] and "; " in told[0]
+    assert len(told) == 1 and words in told[0] and "; " in told[0]
     assert len(deaths) == 1 and "no such program" in deaths[0][0], "only that one was a death"
     await worker.stop()
     await asyncio.sleep(0)  # transports close in the loop's next round
     assert not set(os.listdir("/proc/self/fd")) - descriptors
+
+
+async def test_a_worker_is_started_once_there_is_a_thread_for_it(
+    monkeypatch: pytest.MonkeyPatch, no_more_threads: Callable[[], AbstractContextManager[list[str]]]
+) -> None:
+    async def no_program(*_: Any, **__: Any) -> None:
+        raise FileNotFoundError(errno.ENOENT, "no such program")
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", no_program)
+    monkeypatch.setattr(worker_process, "_SCARCE_PAUSE_S", 0.001)
+    troubles = Troubles(time.monotonic)
+    deaths: list[str] = []
+    worker = WorkerProcess(
+        WorkerSettings(model="/nowhere"),
+        0,
+        on_hello=lambda _: pytest.fail("there is no model"),
+        on_ready=lambda: None,
+        on_step=lambda _: None,
+        on_done=lambda _: None,
+        on_death=lambda why, gave_up: deaths.append(why),
+        troubles=troubles,
+    )
+    with no_more_threads() as refused:
+        worker.start()
+        while len(refused) < 3:
+            await asyncio.sleep(0.001)
+        assert "1 threads cannot be started" in troubles.what(worker_process.PART) and not deaths
+    assert not await asyncio.wait_for(worker.settled(), 60)
+    assert len(deaths) == 1 and "no such program" in deaths[0]
+    await worker.stop()

@@ -5,6 +5,7 @@ import functools
 import itertools
 import mmap
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from prefixd_swap.copies import (
     register_host,
     unregister_host,
 )
-from prefixd_swap.errors import DeviceError, MemoryMisuseError
+from prefixd_swap.errors import DeviceError, MemoryMisuseError, OutOfMemoryError
 from prefixd_swap.spans import Span
 from prefixd_swap.vmem import VirtualMemory, VirtualRange
 from prefixd_swap.vmem.cuda_driver import open_device
@@ -162,6 +163,18 @@ async def test_a_closed_engine_refuses(device: str) -> None:
     engine.close()
     with pytest.raises(MemoryMisuseError, match="closed"):
         await engine.copy([(span(noise(8)), span(noise(8)))])
+
+
+async def test_a_copy_needs_no_new_thread(no_more_threads: Callable[[], AbstractContextManager[list[str]]]) -> None:
+    """A pool that starts threads for its copies would leave those that it could hand out without anybody to wait."""
+    engine = HostCopyEngine(4)
+    source, target = noise(8 << 20), np.zeros(8 << 20, np.uint8)
+    with no_more_threads() as refused:
+        await engine.copy([(span(target), span(source))])
+        with pytest.raises(OutOfMemoryError, match=r"4 threads cannot be started .*ulimit -u"):
+            HostCopyEngine(4)
+    assert np.array_equal(source, target) and len(refused) == 1
+    engine.close()
 
 
 async def test_a_host_engine_does_not_touch_device_memory() -> None:

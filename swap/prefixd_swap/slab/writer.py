@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -9,7 +10,7 @@ from functools import partial
 
 import xxhash
 
-from prefixd_swap.errors import StorageError
+from prefixd_swap.errors import OutOfMemoryError, StorageError
 from prefixd_swap.slab.block_record import BlockRecord, DiskPart, NewBlock, encode_record, index_key
 from prefixd_swap.slab.file import SlabFile
 from prefixd_swap.slab.file_ops import host_bytes
@@ -17,6 +18,8 @@ from prefixd_swap.slab.files import SlabFiles
 from prefixd_swap.slab.group_commit import Commit
 from prefixd_swap.spans import Span
 from prefixd_swap.threads import started_threads
+
+log = logging.getLogger(__name__)
 
 
 class SlabWriter:
@@ -28,6 +31,7 @@ class SlabWriter:
         self._lock = lock
         self._io_threads = io_threads
         self._pool: ThreadPoolExecutor | None = None
+        self._alone = False  # the log says that there are no threads
 
     def take(self, blocks: Sequence[NewBlock]) -> list[list[int | None] | None]:
         """For each block a slot for each of its parts; None where not all of them have room.
@@ -122,15 +126,27 @@ class SlabWriter:
             jobs.append(partial(_write_part, host_bytes(part, part.nbytes), checksum, slab, index, slot))
         if len(jobs) < 2 or self._io_threads < 2:
             return [job() for job in jobs]
-        with self._lock:
-            if self._pool is None:
-                self._pool = started_threads(self._io_threads, "prefixd-slabs")
-        futures = [self._pool.submit(job) for job in jobs]
+        pool = self._threads()
+        if pool is None:
+            return [job() for job in jobs]
+        futures = [pool.submit(job) for job in jobs]
         wait(futures)  # even if one fails: their slots may be freed only when nobody writes to them
         try:
             return [future.result() for future in futures]
         finally:
             del futures  # a failed one has its error, whose traceback has this frame: slabs would stay open until a gc
+
+    def _threads(self) -> ThreadPoolExecutor | None:
+        """The threads, started with the first write that needs them; None while the system gives none."""
+        with self._lock:
+            if self._pool is None:
+                try:
+                    self._pool = started_threads(self._io_threads, "prefixd-slabs")
+                except OutOfMemoryError as error:
+                    if not self._alone:
+                        log.warning("parts are written one after the other for now: %s", error)
+                    self._alone = True
+            return self._pool
 
     def _give_back(self, slots: Sequence[int | None]) -> None:
         for slot in slots:

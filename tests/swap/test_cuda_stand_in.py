@@ -21,7 +21,7 @@ SUITES = sorted(
         *(HERE / f"test_{name}.py" for name in ("frames", "virtual_tensor", "copies")),
         HERE.parent / "cache" / "test_tiers_on_cuda.py",
         HERE.parent / "worker" / "test_engine_on_cuda.py",
-        HERE.parent / "integrations" / "test_vllm_transfers_on_cuda.py",
+        HERE.parent / "integrations" / "engine" / "test_transfers_on_cuda.py",
     ]
 )
 # Fewer would mean that tests have stopped taking the `device` fixture, and that CUDA's half is not tested any

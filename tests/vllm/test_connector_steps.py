@@ -19,8 +19,8 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from prefixd.client import Client
+from prefixd.integrations.engine.jobs import LoadOutcome, Outcomes
 from prefixd.integrations.vllm.connector import PrefixdConnector
-from prefixd.integrations.vllm.jobs import LoadOutcome, Outcomes
 from prefixd.integrations.vllm.messages import Orders, Packing, Report
 from prefixd.workloads.daemon_process import DaemonProcess
 from tests.vllm.schedulers import BLOCK, SHAPE, computed, make_config, make_scheduler

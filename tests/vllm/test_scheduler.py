@@ -19,8 +19,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, Slid
 from vllm.v1.request import Request, RequestStatus
 
 from prefixd.errors import ConfigError
+from prefixd.integrations.engine.seen import SeenPrefix
 from prefixd.integrations.vllm import FastestPrefixFirstScheduler
-from prefixd.integrations.vllm.seen import SeenPrefix
 from prefixd_scheduler import Distance
 from tests.vllm.schedulers import BLOCK, SHAPE, computed, make_config, make_scheduler
 from tests.vllm.served import make_prompt

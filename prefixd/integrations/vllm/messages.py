@@ -10,7 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from prefixd.integrations.vllm.jobs import LoadJob, Outcomes, SaveJob
+from prefixd.integrations.engine.jobs import LoadJob, Outcomes, SaveJob
 
 
 @dataclass

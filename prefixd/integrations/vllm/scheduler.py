@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import time
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -14,13 +13,12 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from prefixd.errors import ConfigError
+from prefixd.integrations.engine.ordering import PrefixOrder, Waits
+from prefixd.integrations.engine.seen import SeenPrefix
 from prefixd.integrations.vllm.local import LocalPrefixes
+from prefixd.integrations.vllm.log import log
 from prefixd.integrations.vllm.options import ConnectorOptions
-from prefixd.integrations.vllm.ordering import PrefixOrder, Waits
-from prefixd.integrations.vllm.seen import SeenPrefix
 from prefixd_scheduler import create_policy
-
-logger = logging.getLogger("vllm.prefixd")
 
 
 class FastestPrefixFirstScheduler(Scheduler):
@@ -95,7 +93,7 @@ class FastestPrefixFirstScheduler(Scheduler):
             prefix_key=prefix_key,
             by_priority=by_priority,
         )
-        logger.info("waiting requests are put in order by %s, %d at a time", options.policy, options.look_ahead)
+        log.info("waiting requests are put in order by %s, %d at a time", options.policy, options.look_ahead)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """A step: the waiting queue is put in order, then vLLM schedules."""
@@ -118,7 +116,7 @@ class FastestPrefixFirstScheduler(Scheduler):
         """Ends vLLM's scheduler and logs how long requests waited."""
         waits = self.waits
         promise = f"; Relaxed-FPF promises {waits.bound_s:.3f} s" if self._order.policy.name == "relaxed-fpf" else ""
-        logger.info(
+        log.info(
             "longest wait %.3f s, with %d requests waiting at most and one begun every %.3f s at least%s",
             *(waits.longest_s, waits.most, waits.slowest_s, promise),
         )

@@ -14,17 +14,20 @@ from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from prefixd.client import NamespaceSpec
-from prefixd.integrations.vllm.geometry import Geometry, adapter_name, model_name
-from prefixd.integrations.vllm.jobs import LoadJob, Namespaced, Outcomes
-from prefixd.integrations.vllm.link import Link, log
-from prefixd.integrations.vllm.lookups import Lookups
+from prefixd.integrations.engine.geometry import Geometry
+from prefixd.integrations.engine.jobs import LoadJob, Namespaced, Outcomes
+from prefixd.integrations.engine.link import Link
+from prefixd.integrations.engine.lookups import Lookups
+from prefixd.integrations.engine.pages import NO_BLOCK
+from prefixd.integrations.engine.saving import SaveQueue
+from prefixd.integrations.engine.steps import StepTimes
+from prefixd.integrations.vllm.log import log
 from prefixd.integrations.vllm.messages import Orders, Report
+from prefixd.integrations.vllm.model_name import adapter_name, model_name
 from prefixd.integrations.vllm.options import ConnectorOptions
-from prefixd.integrations.vllm.pages import NO_BLOCK
-from prefixd.integrations.vllm.saving import SaveQueue
-from prefixd.integrations.vllm.steps import StepTimes
 from prefixd_scheduler import CostModel, Distance
 
+_NULL_BLOCK = 0  # vLLM's id for "no block here": outside the group's window, or freed
 _PINNED_SHARE = 0.5  # of vLLM's blocks, at the most, may wait to be saved
 _BUSY_PATIENCE_S = 0.002
 _IDLE_PATIENCE_S = 0.02  # when nothing runs that waiting would hold up
@@ -65,7 +68,7 @@ class SchedulerHalf:
         self._geometry = geometry
         self._vllm_config = vllm_config
         self._clock = clock
-        self.link = Link(options.address, "vllm scheduler", options.timeout_s)
+        self.link = Link(options.address, "vllm scheduler", options.timeout_s, log)
         self.link.wait_first()
         self._cost = CostModel(smoothing=0.1)
         for distance, bytes_per_s in _ASSUMED_BYTES_PER_S.items():
@@ -86,6 +89,7 @@ class SchedulerHalf:
             unpin=lambda ids: self._blocks.free_blocks([self._blocks.blocks[block] for block in ids]),
             hash_tokens=resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1],
             most_pinned=max(1, int(_PINNED_SHARE * kv_cache_config.num_blocks)),
+            no_block=_NULL_BLOCK,
         )
         self._names: dict[tuple[str, bytes], NamespaceSpec] = {}
         self._loras: dict[tuple[int, str, str], str] = {}
@@ -259,8 +263,9 @@ class SchedulerHalf:
             every = range(
                 first * geometry.block_tokens // group.block_tokens, last * geometry.block_tokens // group.block_tokens
             )
-            # vLLM's block 0 is none: outside the group's window.
-            ids.append(tuple(table[place] or NO_BLOCK if place in wanted else NO_BLOCK for place in every))
+            ids.append(
+                tuple(table[place] if place in wanted and table[place] != _NULL_BLOCK else NO_BLOCK for place in every)
+            )
         spec = self._spec(request)
         assert spec is not None
         tokens = np.asarray(request.all_token_ids[: last * geometry.block_tokens], "<u4").tobytes()

@@ -6,13 +6,16 @@ from typing import Any
 
 import torch
 
-from prefixd.integrations.vllm.counters import ConnectorCounters
-from prefixd.integrations.vllm.device import fence_of
-from prefixd.integrations.vllm.geometry import Geometry, layer_names, packing, read_pages
-from prefixd.integrations.vllm.link import Link
+from prefixd.integrations.engine.counters import ConnectorCounters
+from prefixd.integrations.engine.device import fence_of
+from prefixd.integrations.engine.geometry import Geometry
+from prefixd.integrations.engine.link import Link
+from prefixd.integrations.engine.transfers import Transfers
+from prefixd.integrations.vllm.geometry import layer_names, read_pages
+from prefixd.integrations.vllm.log import log
 from prefixd.integrations.vllm.messages import Orders
+from prefixd.integrations.vllm.model_name import packing
 from prefixd.integrations.vllm.options import ConnectorOptions
-from prefixd.integrations.vllm.transfers import Transfers
 from prefixd_swap import create_copy_engine
 
 _IDLE_POLL_S = 0.005
@@ -45,7 +48,7 @@ class WorkerHalf:
         pages = read_pages(self._kv_cache_config, kv_caches, self._geometry)
         self.packing = packing(self._vllm_config, kv_caches)
         self._ordinal = None if device.type == "cpu" else device.index or 0
-        link = Link(self._options.address, f"vllm worker {rank}", self._options.timeout_s)
+        link = Link(self._options.address, f"vllm worker {rank}", self._options.timeout_s, log)
         link.wait_first()
         engine = create_copy_engine("cpu" if self._ordinal is None else f"cuda:{self._ordinal}", threads=1)
         self._transfers = Transfers(link, self._geometry, pages, rank, engine, self.counters, self._ordinal)

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixd.integrations.vllm.pages import NO_BLOCK, GroupPages, PageRun
+from prefixd.integrations.engine.pages import NO_BLOCK, GroupPages, PageRun
 
 
 def test_layer_by_layer_and_within_a_layer_block_by_block() -> None:

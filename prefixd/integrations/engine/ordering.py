@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from prefixd.integrations.vllm.seen import NOTHING_SEEN, SeenPrefix
+from prefixd.integrations.engine.seen import NOTHING_SEEN, SeenPrefix
 from prefixd_scheduler import Policy, QueuedRequest
 
 

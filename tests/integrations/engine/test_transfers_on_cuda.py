@@ -16,12 +16,12 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from prefixd.integrations.vllm.device import fence_of
+from prefixd.integrations.engine.device import fence_of
 from prefixd.workloads.daemon_process import DaemonProcess
 from prefixd_swap import create_copy_engine, create_memory, register_host, unregister_host
 from prefixd_swap.errors import DeviceError
 from prefixd_swap.vmem.cuda_driver import open_device
-from tests.integrations.conftest import LAYERS, PAGES, MakeRank, Rank, wait_until
+from tests.integrations.engine.conftest import LAYERS, PAGES, MakeRank, Rank, wait_until
 
 STAND_IN = "PREFIXD_TEST_STAND_IN" in os.environ
 PAGE_BYTES = 32 << 10
@@ -201,7 +201,7 @@ def test_an_arena_that_cannot_be_registered_is_copied_all_the_same(
     def refuse(*args: Any) -> None:
         raise DeviceError("as much as this cannot be locked")
 
-    monkeypatch.setattr("prefixd.integrations.vllm.device.register_host", refuse)
+    monkeypatch.setattr("prefixd.integrations.engine.device.register_host", refuse)
     own_daemon.restart()
     prefix = save(rank, pages, 1, 1)
     rank.load("r", prefix, range(20, 28))

@@ -17,21 +17,21 @@ class Namespaced:
 
 @dataclass(frozen=True, slots=True)
 class LoadJob:
-    """Bring prefixd blocks into vLLM blocks."""
+    """Bring prefixd blocks into the engine's blocks."""
 
     request_id: str
     prefix: Namespaced
     first_block: int
     blocks: int
     block_ids: tuple[tuple[int, ...], ...]
-    """Each group's vLLM blocks, all blocks of the job one after the other; `NO_BLOCK` where vLLM wants no bytes."""
+    """The engine's blocks, by group, all blocks of the job one after the other; `NO_BLOCK` where it wants no bytes."""
     waits: bool
     """Whether the step that begins with it computes on the bytes (layer-wise), or the request waits outside."""
 
 
 @dataclass(frozen=True, slots=True)
 class SaveJob:
-    """Give vLLM blocks to the cache. They stay what they are until the job is acknowledged."""
+    """Give the engine's blocks to the cache. They stay what they are until the job is acknowledged."""
 
     id: int
     prefix: Namespaced

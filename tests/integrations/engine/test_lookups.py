@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixd.client import ExhaustedError, MatchResult, NamespaceSpec, PartSpec, Tier, TierRun
-from prefixd.integrations.vllm.link import Link, LinkDown
-from prefixd.integrations.vllm.lookups import _LEASES, Lookups
-from prefixd.integrations.vllm.seen import SeenPrefix
+from prefixd.integrations.engine.link import Link, LinkDown
+from prefixd.integrations.engine.lookups import _LEASES, Lookups
+from prefixd.integrations.engine.seen import SeenPrefix
 from prefixd.workloads.daemon_process import DaemonProcess
 from prefixd_scheduler import CostModel, Distance
-from tests.integrations.conftest import DEADLINE_S, PATIENT_S, wait_until
+from tests.integrations.engine.conftest import DEADLINE_S, LOG, PATIENT_S, wait_until
 
 BLOCK = 16
 SPEC = NamespaceSpec("model", BLOCK, (PartSpec("all", 0, 64),))
@@ -55,6 +55,7 @@ class ScriptedLink:
     """Stands for `Link`: nothing is answered before the test says what."""
 
     up: bool = True
+    log: logging.Logger = LOG
     timeout_s: float = 1.0
     now_s: float = 1000.0
     calls: deque[Call] = field(default_factory=deque)
@@ -118,7 +119,7 @@ def lookups(link: ScriptedLink) -> Lookups:
 
 def logged(caplog: pytest.LogCaptureFixture) -> int:
     """Lines of the connector; event loops of other tests may have something to say too."""
-    return sum(record.name == "vllm.prefixd" for record in caplog.records)
+    return sum(record.name == LOG.name for record in caplog.records)
 
 
 def added(lookups: Lookups, link: ScriptedLink, seen_blocks: int, name: str = "r", tokens: int = 100) -> None:
@@ -129,7 +130,7 @@ def added(lookups: Lookups, link: ScriptedLink, seen_blocks: int, name: str = "r
 # -- questions ------------------------------------------------------------------------------------------------------
 
 
-def test_vllm_is_told_to_ask_again_while_answers_are_under_way(lookups: Lookups, link: ScriptedLink) -> None:
+def test_the_engine_is_told_to_ask_again_while_answers_are_under_way(lookups: Lookups, link: ScriptedLink) -> None:
     lookups.add("r", SPEC, list(range(100)))
     assert lookups.seen("r") is None
     assert lookups.hit("r", 0, 96) is None
@@ -176,7 +177,7 @@ def test_who_is_prepared_takes_no_lease_from_whose_turn_it_is(lookups: Lookups, 
         (3, 0, 96, 48),  # less than was seen
     ],
 )
-def test_what_can_be_loaded_beyond_vllms_own(
+def test_what_can_be_loaded_beyond_the_engines_own(
     lookups: Lookups, link: ScriptedLink, leased: int, local: int, most: int, hit: int
 ) -> None:
     added(lookups, link, 5)
@@ -187,7 +188,7 @@ def test_what_can_be_loaded_beyond_vllms_own(
 
 
 @pytest.mark.parametrize(("local", "most"), [(80, 96), (96, 96), (64, 64), (84, 96)])
-def test_nothing_is_leased_that_vllm_has_or_cannot_use(
+def test_nothing_is_leased_that_the_engine_has_or_cannot_use(
     lookups: Lookups, link: ScriptedLink, local: int, most: int
 ) -> None:
     added(lookups, link, 5)
@@ -195,7 +196,7 @@ def test_nothing_is_leased_that_vllm_has_or_cannot_use(
     assert not link.calls
 
 
-def test_when_vllm_has_lost_some_of_its_own_it_is_leased_anew(lookups: Lookups, link: ScriptedLink) -> None:
+def test_when_the_engine_has_lost_some_of_its_own_it_is_leased_anew(lookups: Lookups, link: ScriptedLink) -> None:
     added(lookups, link, 5)
     lookups.hit("r", 48, 96)
     link.answer(2)
@@ -532,7 +533,7 @@ async def test_what_is_on_disk_is_brought_up(
 
 
 def test_with_a_real_daemon(daemon: DaemonProcess) -> None:
-    link = Link(daemon.address, "test", PATIENT_S)
+    link = Link(daemon.address, "test", PATIENT_S, LOG)
     wait_until(lambda: link.up)
     spec = NamespaceSpec("real lookups", BLOCK, (PartSpec("all", 0, 64),))
 

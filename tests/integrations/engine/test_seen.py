@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixd.integrations.vllm.seen import NOTHING_SEEN, SeenPrefix
+from prefixd.integrations.engine.seen import NOTHING_SEEN, SeenPrefix
 from prefixd_scheduler import Distance, farthest
 
 TIERS = st.lists(st.sampled_from([Distance.GPU, Distance.CPU, Distance.DISK]), max_size=20)
 
 
-def test_only_blocks_beyond_vllms_own_decide() -> None:
+def test_only_blocks_beyond_the_engines_own_decide() -> None:
     seen = SeenPrefix.of([Distance.DISK, Distance.CPU, Distance.CPU], 64)
     assert seen == SeenPrefix(192, ((Distance.DISK, 64), (Distance.CPU, 128)))
     assert seen.distance(0) is Distance.DISK

@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from prefixd.client import NamespaceSpec
-from prefixd.integrations.vllm.geometry import Geometry, Group
-from prefixd.integrations.vllm.jobs import SaveJob
-from prefixd.integrations.vllm.saving import SaveQueue
+from prefixd.integrations.engine.geometry import Geometry, Group
+from prefixd.integrations.engine.jobs import SaveJob
+from prefixd.integrations.engine.saving import SaveQueue
 
 RANKS = 2
-GEOMETRY = Geometry((Group(0, 4, 400), Group(1, 8, 200)), block_tokens=16, unit_tokens=8, ranks=RANKS)
-ONE_GROUP = Geometry((Group(0, 4, 400),), block_tokens=16, unit_tokens=4, ranks=1)
+GEOMETRY = Geometry((Group(0, 4, 400), Group(1, 8, 200)), block_tokens=16, unit_tokens=8, ranks=RANKS, layout="test")
+ONE_GROUP = Geometry((Group(0, 4, 400),), block_tokens=16, unit_tokens=4, ranks=1, layout="test")
 HASH_TOKENS = 8
+NO_BLOCK = 0
 SPECS = [GEOMETRY.spec("model", b""), GEOMETRY.spec("model", b"salt")]
 
 
@@ -31,7 +32,7 @@ class Pool:
         self.references: Counter[int] = Counter()
 
     def pin(self, ids: Sequence[int]) -> None:
-        assert 0 not in ids, "vLLM's null block"
+        assert NO_BLOCK not in ids
         self.references.update(ids)
 
     def unpin(self, ids: Sequence[int]) -> None:
@@ -49,7 +50,7 @@ def a_request(tokens: Sequence[int]) -> SimpleNamespace:
 
 
 def queue(pool: Pool, geometry: Geometry = GEOMETRY, most_pinned: int = 1000) -> SaveQueue:
-    return SaveQueue(geometry, pool.pin, pool.unpin, HASH_TOKENS, most_pinned)
+    return SaveQueue(geometry, pool.pin, pool.unpin, HASH_TOKENS, most_pinned, NO_BLOCK)
 
 
 @dataclass
@@ -198,7 +199,7 @@ def test_what_is_cached_already_is_not_saved() -> None:
     assert (job.first_block, job.blocks) == (2, 1) and pool.held == 4
 
 
-def test_saving_ends_where_vllm_has_let_go_of_a_block() -> None:
+def test_saving_ends_where_the_engine_has_let_go_of_a_block() -> None:
     saves = queue(pool := Pool())
     request, blocks = a_request(range(96)), tables(96)
     saves.begin("r", SPECS[0], 0)
@@ -256,7 +257,7 @@ def test_a_job_is_over_when_every_rank_has_ended_it() -> None:
 def test_blocks_are_given_back_from_the_end_of_the_prefix_on() -> None:
     """vLLM evicts what was freed first; without its first block the others would be of no use."""
     pool, freed = Pool(), list[int]()
-    saves = SaveQueue(ONE_GROUP, pool.pin, freed.extend, HASH_TOKENS, 1000)
+    saves = SaveQueue(ONE_GROUP, pool.pin, freed.extend, HASH_TOKENS, 1000, NO_BLOCK)
     saves.begin("r", SPECS[0], 0)
     saves.advance("r", a_request(range(32)), tables(32)[:1], 32)
     (job,) = saves.take()

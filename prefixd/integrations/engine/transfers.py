@@ -1,4 +1,4 @@
-"""The worker's half: copies between vLLM's KV blocks and the daemon's arena, beside the model's steps.
+"""A worker's half: copies between the engine's KV blocks and the daemon's arena, beside the model's steps.
 
 A load acquires its own lease, copies, and releases; that the release succeeds proves that the bytes were the right ones
 from the first to the last. A save reserves, copies, commits. Neither is ever waited for by a step, but for loads that
@@ -9,7 +9,6 @@ model takes says nothing about the daemon.
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 import time
 from collections import deque
@@ -21,15 +20,13 @@ from functools import partial
 import numpy as np
 
 from prefixd.client import AsyncCache, AsyncLease, AsyncReservation, ClientError, ExhaustedError, LeaseLost
-from prefixd.integrations.vllm.counters import ConnectorCounters
-from prefixd.integrations.vllm.device import ArenaPin, Fence
-from prefixd.integrations.vllm.geometry import Geometry
-from prefixd.integrations.vllm.jobs import LoadJob, LoadOutcome, Outcomes, SaveJob
-from prefixd.integrations.vllm.link import Link, LinkDown, report
-from prefixd.integrations.vllm.pages import NO_BLOCK, GroupPages
+from prefixd.integrations.engine.counters import ConnectorCounters
+from prefixd.integrations.engine.device import ArenaPin, Fence
+from prefixd.integrations.engine.geometry import Geometry
+from prefixd.integrations.engine.jobs import LoadJob, LoadOutcome, Outcomes, SaveJob
+from prefixd.integrations.engine.link import Link, LinkDown
+from prefixd.integrations.engine.pages import NO_BLOCK, GroupPages
 from prefixd_swap import CopyEngine, Span, SwapError
-
-log = logging.getLogger("vllm.prefixd")
 
 _BYTES_PER_S = 100e6  # a transfer slower than this is given up
 _SAVE_PAUSE_S = 1.0
@@ -65,7 +62,7 @@ class Transfers:
         self._parts = geometry.parts_of(rank)
         self._engine = engine
         self._counters = counters
-        self._pin = ArenaPin(ordinal) if ordinal is not None else None
+        self._pin = ArenaPin(ordinal, link.log) if ordinal is not None else None
         self._changed = threading.Condition()
         self._outcomes = Outcomes()
         self._received: set[str] = set()
@@ -81,9 +78,9 @@ class Transfers:
             for group, group_pages in zip(geometry.groups, self._pages, strict=True)
         )
         if self._pin is not None:
-            self._link.spawn(partial(self._pin_early, self._pin)).add_done_callback(report)
+            self._link.spawn(partial(self._pin_early, self._pin)).add_done_callback(link.report)
 
-    # -- from vLLM's thread ---------------------------------------------------------------------------------------
+    # -- from the engine's thread -----------------------------------------------------------------------------------
 
     def load(self, job: LoadJob) -> None:
         """Starts a load."""
@@ -103,7 +100,7 @@ class Transfers:
             if self._saving or not self._saves:
                 return
             self._saving = True
-        self._link.spawn(self._drain).add_done_callback(report)
+        self._link.spawn(self._drain).add_done_callback(self._link.report)
 
     def wait_for_layer(self, layer: int) -> None:
         """Returns when every load that this step computes on has the layer's bytes, or has failed."""
@@ -128,7 +125,7 @@ class Transfers:
             return received, failed
 
     def take_failed_ids(self) -> set[int]:
-        """vLLM blocks that have no valid bytes because their load failed."""
+        """The engine's blocks that have no valid bytes because their load failed."""
         with self._changed:
             failed, self._failed_ids = self._failed_ids, set()
             return failed
@@ -192,10 +189,10 @@ class Transfers:
             self._changed.notify_all()
 
     def _loaded(self, job: LoadJob, there: Progress, done: Future[None], elapsed_s: float) -> None:
-        error = LinkDown("vLLM ends") if done.cancelled() else done.exception()
+        error = LinkDown("the engine ends") if done.cancelled() else done.exception()
         good = there.blocks if error is None else 0
         if error is not None and not isinstance(error, LinkDown | LeaseLost):
-            log.error("prefixd: the prefix of request %s could not be loaded: %s", job.request_id, error)
+            self._link.log.error("prefixd: the prefix of request %s could not be loaded: %s", job.request_id, error)
         failed = job.blocks - good
         nbytes = good * sum(group.part_bytes for group in self._geometry.groups)
         with self._changed:
@@ -204,7 +201,7 @@ class Transfers:
             if not job.waits:
                 self._received.add(job.request_id)
             if failed:
-                if self._geometry.single:
+                if self._geometry.by_block:
                     per_block = len(job.block_ids[0]) // job.blocks
                     self._failed_ids.update(
                         block for block in job.block_ids[0][good * per_block :] if block != NO_BLOCK
@@ -226,9 +223,9 @@ class Transfers:
             except (LinkDown, LeaseLost):
                 pass  # counted below as dropped
             except (ClientError, SwapError) as error:
-                log.error("prefixd: %d blocks could not be saved: %s", job.blocks, error)
-            except Exception as error:  # whatever it is, vLLM gets its blocks back
-                log.error("prefixd: %d blocks could not be saved", job.blocks, exc_info=error)
+                self._link.log.error("prefixd: %d blocks could not be saved: %s", job.blocks, error)
+            except Exception as error:  # whatever it is, the engine gets its blocks back
+                self._link.log.error("prefixd: %d blocks could not be saved", job.blocks, exc_info=error)
             self._counters.saved(kept.blocks, kept.duplicates, job.blocks - kept.blocks - kept.duplicates)
             with self._changed:
                 self._saves.popleft()
@@ -331,7 +328,7 @@ class Transfers:
         place: int,
         layers: range | None,
     ) -> list[tuple[Span, Span]]:
-        """(vLLM's bytes, the arena's) of block `block` of `hold`, which is block `place` of the job."""
+        """(the engine's bytes, the arena's) of block `block` of `hold`, which is block `place` of the job."""
         hold.check()
         pairs: list[tuple[Span, Span]] = []
         for part, (group, pages) in enumerate(zip(self._geometry.groups, self._pages, strict=True)):
@@ -350,4 +347,4 @@ class Progress:
 
 
 def _unchecked() -> None:
-    """Nothing hangs on it."""
+    """No lease to check: used when pinning early."""

@@ -1,9 +1,9 @@
-"""The scheduler's half, writing: which of vLLM's blocks are given to the cache, and when.
+"""The scheduler's half, writing: which of the engine's blocks are given to the cache, and when.
 
-vLLM's blocks are pinned (their reference counts raised) when the step that completes the prefixd block that they belong
-to is scheduled, until the workers have acknowledged its save. So nothing that the scheduler does with the request
-meanwhile, preempting or finishing it, or sliding a window past the block, can change the bytes before they are copied.
-Nothing is pinned but for a save that is under way: vLLM empties its cache only while nobody holds a block of it.
+The engine's blocks are pinned (their reference counts raised) when the step that completes the prefixd block that they
+belong to is scheduled, until the workers have acknowledged its save. So nothing that the scheduler does with the
+request meanwhile, preempting or finishing it, or sliding a window past the block, can change the bytes before they are
+copied. Nothing is pinned but for a save that is under way: vLLM empties its cache only while nobody holds a block.
 """
 
 from __future__ import annotations
@@ -11,19 +11,29 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from prefixd.client import NamespaceSpec
-from prefixd.integrations.vllm.geometry import Geometry
-from prefixd.integrations.vllm.jobs import Namespaced, SaveJob
-
-_NULL = 0  # vLLM's id for "no block here": outside a window, or freed
+from prefixd.integrations.engine.geometry import Geometry
+from prefixd.integrations.engine.jobs import Namespaced, SaveJob
 
 
 class Tables(Protocol):
-    """A request's vLLM block ids, by vLLM's groups; looked up only where a block is complete."""
+    """A request's block ids, by the engine's groups; looked up only where a block is complete."""
 
     def __getitem__(self, group: int, /) -> Sequence[int]: ...
+
+
+class EngineRequest(Protocol):
+    """What is read of an engine's request."""
+
+    @property
+    def all_token_ids(self) -> Sequence[int]:
+        """Prompt and what was generated so far."""
+
+    @property
+    def block_hashes(self) -> Sequence[Hashable]:
+        """The engine's own hash of the prefix that ends with each `hash_tokens` tokens; empty where it makes none."""
 
 
 @dataclass(slots=True)
@@ -36,7 +46,7 @@ class Saving:
     tokens: array[int] = field(default_factory=lambda: array("I"), repr=False)
     """The request's token ids as far as jobs have needed them: to list all of a long prompt's takes milliseconds."""
     over: bool = False
-    """vLLM does not have all bytes of `block` any more, so nothing after it can be saved either."""
+    """The engine does not have all bytes of `block` any more, so nothing after it can be saved either."""
 
 
 @dataclass(slots=True)
@@ -51,11 +61,12 @@ class SaveQueue:
     """Makes save jobs of the blocks that steps complete, and pins their memory.
 
     Args:
-        geometry: how prefixd blocks are made of vLLM's.
-        pin: raises the reference counts of vLLM blocks, by id.
+        geometry: how prefixd blocks are made of the engine's.
+        pin: raises the reference counts of the engine's blocks, by id.
         unpin: lowers them.
-        hash_tokens: tokens of each of vLLM's block hashes.
-        most_pinned: no more vLLM blocks are pinned at a time; beyond it, saving waits.
+        hash_tokens: tokens of each of the engine's block hashes.
+        most_pinned: no more of the engine's blocks are pinned at a time; beyond it, saving waits.
+        no_block: the engine's id for "no block here": outside a window, or freed.
     """
 
     geometry: Geometry
@@ -63,6 +74,7 @@ class SaveQueue:
     unpin: Callable[[Sequence[int]], None]
     hash_tokens: int
     most_pinned: int
+    no_block: int
     _requests: dict[str, Saving] = field(default_factory=dict)
     _jobs: dict[int, _UnderWay] = field(default_factory=dict)
     _keys: set[Hashable] = field(default_factory=set)
@@ -82,12 +94,12 @@ class SaveQueue:
         """From now on the request's blocks are saved, from the first on that is not cached."""
         self._requests[request_id] = Saving(spec, cached_tokens // self.geometry.block_tokens)
 
-    def advance(self, request_id: str, request: Any, tables: Tables, computed_tokens: int) -> None:
+    def advance(self, request_id: str, request: EngineRequest, tables: Tables, computed_tokens: int) -> None:
         """Takes the blocks that are complete when the step being scheduled has run.
 
         Args:
-            request: vLLM's.
-            tables: its vLLM block ids, by vLLM's groups.
+            request: the engine's.
+            tables: its block ids, by the engine's groups.
             computed_tokens: tokens whose KV is there then; no more than those that are known.
         """
         saving = self._requests.get(request_id)
@@ -139,12 +151,12 @@ class SaveQueue:
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _ids(self, table: Sequence[int], block: int, block_tokens: int) -> list[int] | None:
-        """A group's vLLM blocks of one prefixd block; None where they are not all there (any more)."""
+        """A group's blocks of one prefixd block; None where they are not all there (any more)."""
         count = self.geometry.block_tokens // block_tokens
         ids = list(table[block * count : (block + 1) * count])
-        return ids if len(ids) == count and _NULL not in ids else None
+        return ids if len(ids) == count and self.no_block not in ids else None
 
-    def _finish(self, request: Any, saving: Saving, first: int, done: list[list[int]]) -> None:
+    def _finish(self, request: EngineRequest, saving: Saving, first: int, done: list[list[int]]) -> None:
         """Makes a job of the blocks from `first` up to `saving.block`."""
         blocks = saving.block - first
         if not blocks:
@@ -170,8 +182,8 @@ class SaveQueue:
         self._jobs[job.id] = _UnderWay(pinned, keys, self.geometry.ranks)
         self._ready.append(job)
 
-    def _block_keys(self, request: Any, saving: Saving, first: int) -> list[Hashable]:
-        """What tells the blocks from others, by vLLM's own hashes; empty where vLLM makes none."""
+    def _block_keys(self, request: EngineRequest, saving: Saving, first: int) -> list[Hashable]:
+        """What tells the blocks from others, by the engine's own hashes; empty where it makes none."""
         hashes = request.block_hashes
         each = self.geometry.block_tokens // self.hash_tokens
         return [
@@ -181,7 +193,7 @@ class SaveQueue:
         ]
 
     def _release(self, ids: Sequence[int]) -> None:
-        """The last first, as vLLM frees a request's: it evicts in this order, and a prefix is to go from its end."""
+        """The last first, as vLLM frees a request's: it evicts in this order, and a prefix goes from its end."""
         if ids:
             self._pinned -= len(ids)
             self.unpin(ids[::-1])

@@ -1,9 +1,9 @@
 """An engine's line to the daemon: the SDK in a thread of its own, behind a circuit breaker.
 
-vLLM's threads must never wait for a daemon that is away or slow. So every call runs in the link's thread, has a limit
-in time, and opens the breaker when it fails for want of an answer: from then on nothing is asked, until a probe in the
-background has its answer. The log says once that the daemon went, and once that it is back. A daemon that has time for
-the probe and for little else is left alone for longer and longer.
+An engine's threads must never wait for a daemon that is away or slow. So every call runs in the link's thread, has a
+limit in time, and opens the breaker when it fails for want of an answer: from then on nothing is asked, until a probe
+in the background has its answer. The log says once that the daemon went, and once that it is back. A daemon that has
+time for the probe and for little else is left alone for longer and longer.
 """
 
 from __future__ import annotations
@@ -38,8 +38,6 @@ from prefixd.errors import ConfigError
 
 T = TypeVar("T")
 
-log = logging.getLogger("vllm.prefixd")
-
 _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 1.0
 _LONGEST_REST_S = 8.0  # of a daemon that answers whether it is there, and nothing else in time
@@ -59,12 +57,13 @@ class Link:
         address: the daemon's unix socket; None for the default one.
         name: what `prefixd stats` shows.
         timeout_s: how long a call may take unless it says otherwise.
+        log: the connector's logger, below the engine's own.
 
     Raises:
         ConfigError: the address is that of another host.
     """
 
-    def __init__(self, address: str | None, name: str, timeout_s: float) -> None:
+    def __init__(self, address: str | None, name: str, timeout_s: float, log: logging.Logger) -> None:
         self.address = default_address() if address is None else address
         if not self.address.startswith(("unix:", "/")):
             raise ConfigError(
@@ -72,6 +71,7 @@ class Link:
                 'unix socket ("unix:/path") of a daemon on this host'
             )
         self.timeout_s = timeout_s
+        self.log = log
         try:
             self._client = AsyncClient(self.address, name=f"{name} {os.getpid()}", memory="shared", timeout_s=_CALL_S)
         except InvalidArgumentError as error:
@@ -116,7 +116,7 @@ class Link:
     def give_back(self, hold: AsyncLease | AsyncReservation) -> None:
         """Ends a hold that is not needed any more, and waits for nothing: the daemon may be what failed."""
         if not self._closed:  # then it ends with the session
-            self.spawn(partial(_end, hold)).add_done_callback(report)
+            self.spawn(partial(_end, hold)).add_done_callback(self.report)
 
     async def guard(self, work: Callable[[], Coroutine[Any, Any, T]], timeout_s: float | None = None) -> T:
         """As `start`, for what runs in the link's thread already."""
@@ -167,6 +167,11 @@ class Link:
         """The daemon's memory as mapped here; None while there is no session."""
         return self._client.arena
 
+    def report(self, done: Future[Any]) -> None:
+        """Logs what a task failed with; for tasks that should not fail."""
+        if not done.cancelled() and (error := done.exception()) is not None and not isinstance(error, LinkDown):
+            self.log.error("prefixd: a task of the connector failed", exc_info=error)
+
     def close(self) -> None:
         """Ends the session, and with it every lease and reservation."""
         if self._closed:
@@ -191,7 +196,9 @@ class Link:
     def _say_down(self, reason: str) -> None:
         if not self._told_down and not self._closed:
             self._told_down = True
-            log.warning("prefixd is away: %s. vLLM goes on without it and looks for it again by itself.", reason)
+            self.log.warning(
+                "prefixd is away: %s. The engine goes on without it and looks for it again by itself.", reason
+            )
 
     async def _watch(self) -> None:
         """Looks for the daemon while it is away."""
@@ -204,7 +211,7 @@ class Link:
                     await self.ask()
             except Exception as error:
                 if not isinstance(error, ClientError | TimeoutError):
-                    log.error("prefixd: looking for the daemon failed", exc_info=error)
+                    self.log.error("prefixd: looking for the daemon failed", exc_info=error)
                 self._say_down(str(error) or f"no answer from the daemon at {self.address} within {self.timeout_s:g} s")
                 self._tried.set()
                 await _pause(pause_s)
@@ -212,9 +219,9 @@ class Link:
                 continue
             pause_s = _FIRST_PAUSE_S
             if self._told_down:
-                log.warning("prefixd is back at %s.", self.address)
+                self.log.warning("prefixd is back at %s.", self.address)
             else:
-                log.info("prefixd is at %s.", self.address)
+                self.log.info("prefixd is at %s.", self.address)
             self._told_down = False
             self._up = True  # last: who sees it up in another thread can rely on what was said
             self._tried.set()
@@ -233,9 +240,3 @@ _pause = asyncio.sleep
 async def _end(hold: AsyncLease | AsyncReservation) -> None:
     with suppress(ClientError):  # where it has ended already, or the daemon has
         await hold.release()
-
-
-def report(done: Future[Any]) -> None:
-    """Logs what a task failed with; for tasks that should not fail."""
-    if not done.cancelled() and (error := done.exception()) is not None and not isinstance(error, LinkDown):
-        log.error("prefixd: a task of the connector failed", exc_info=error)

@@ -16,8 +16,6 @@ import torch
 from prefixd.client import Arena
 from prefixd_swap import StreamMark, SwapError, register_host, unregister_host
 
-log = logging.getLogger("vllm.prefixd")
-
 Fence = Callable[[], None]
 """Blocks until what it was made after has been computed; called in a thread."""
 
@@ -40,10 +38,15 @@ class ArenaPin:
     """Keeps the arena that is in use registered with CUDA, so that copies run at full speed beside the model.
 
     For one event loop. Registering touches every page, which takes a while: it happens in a thread.
+
+    Args:
+        ordinal: the CUDA device.
+        log: told when the arena could not be registered.
     """
 
-    def __init__(self, ordinal: int) -> None:
+    def __init__(self, ordinal: int, log: logging.Logger) -> None:
         self._ordinal = ordinal
+        self._log = log
         self._arena: Arena | None = None
         self._bytes: Any = None  # keeps the mapping while CUDA knows it, also past its session's end
         self._one = asyncio.Lock()
@@ -84,5 +87,5 @@ class ArenaPin:
         try:
             register_host(arena.address, arena.nbytes, self._ordinal)
         except SwapError as error:
-            log.warning("prefixd: the arena could not be pinned, copies are slower: %s", error)
+            self._log.warning("prefixd: the arena could not be pinned, copies are slower: %s", error)
             self._bytes = None

@@ -16,10 +16,10 @@ import pytest
 from prefixd.client import AsyncCache, ClientError, ExhaustedError, InvalidArgumentError, NamespaceSpec, PartSpec
 from prefixd.client.portal import Portal
 from prefixd.errors import ConfigError
-from prefixd.integrations.vllm import link as link_module
-from prefixd.integrations.vllm.link import Link, LinkDown
+from prefixd.integrations.engine import link as link_module
+from prefixd.integrations.engine.link import Link, LinkDown
 from prefixd.workloads.daemon_process import DaemonProcess
-from tests.integrations.conftest import DEADLINE_S, PATIENT_S, wait_until
+from tests.integrations.engine.conftest import DEADLINE_S, LOG, PATIENT_S, wait_until
 
 SPEC = NamespaceSpec("link", 2, (PartSpec("all", 0, 64),))
 TOKENS = [1, 2, 3, 4]
@@ -32,7 +32,7 @@ def make_link() -> Iterator[MakeLink]:
     made: list[Link] = []
 
     def make(address: str, timeout_s: float = PATIENT_S) -> Link:
-        made.append(Link(address, "test", timeout_s))
+        made.append(Link(address, "test", timeout_s, LOG))
         return made[-1]
 
     yield make
@@ -42,8 +42,8 @@ def make_link() -> Iterator[MakeLink]:
 
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    caplog.set_level(logging.WARNING, "vllm.prefixd")
-    return lambda: [record.getMessage() for record in caplog.records if record.name == "vllm.prefixd"]
+    caplog.set_level(logging.WARNING, LOG.name)
+    return lambda: [record.getMessage() for record in caplog.records if record.name == LOG.name]
 
 
 Said = Callable[[], list[str]]
@@ -192,7 +192,7 @@ def test_a_daemon_that_has_time_for_nothing_but_probes_is_left_alone_for_longer_
 def test_an_address_of_another_host_is_refused(address: str) -> None:
     threads = threading.active_count()
     with pytest.raises(ConfigError, match="unix socket") as refused:
-        Link(address, "test", 1.0)
+        Link(address, "test", 1.0, LOG)
     assert "\n" not in str(refused.value) and repr(address) in str(refused.value)
     assert threading.active_count() <= threads
 
@@ -200,7 +200,7 @@ def test_an_address_of_another_host_is_refused(address: str) -> None:
 def test_an_address_without_a_path_is_refused() -> None:
     threads = threading.active_count()
     with pytest.raises(ConfigError, match="'unix:'"):
-        Link("unix:", "test", 1.0)
+        Link("unix:", "test", 1.0, LOG)
     assert threading.active_count() <= threads
 
 
@@ -233,7 +233,7 @@ def test_closing_ends_the_calls_under_way_and_its_thread(
 
 
 def test_closing_says_nothing_of_a_daemon_that_is_away(tmp_path: Path, said: Said) -> None:
-    link = Link(f"unix:{tmp_path}/nobody", "test", 1.0)
+    link = Link(f"unix:{tmp_path}/nobody", "test", 1.0, LOG)
     link.wait_first()
     link.close()
     assert len(said()) == 1

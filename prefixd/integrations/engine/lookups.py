@@ -1,7 +1,7 @@
 """The scheduler's half, reading: what prefixd has of each waiting request, and the leases of what is to be loaded.
 
-Nothing here waits for the daemon longer than `patience_s` a step: questions are asked in the link's thread, and vLLM is
-told to ask again while an answer is under way.
+Nothing here waits for the daemon longer than `patience_s` a step: questions are asked in the link's thread, and the
+engine is told to ask again while an answer is under way.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from prefixd.client import AsyncLease, ClientError, NamespaceSpec, Tier
-from prefixd.integrations.vllm.link import Link, LinkDown, log
-from prefixd.integrations.vllm.seen import NOTHING_SEEN, SeenPrefix
+from prefixd.integrations.engine.link import Link, LinkDown
+from prefixd.integrations.engine.seen import NOTHING_SEEN, SeenPrefix
 from prefixd_scheduler import CostModel, Distance
 
 _FRESH_S = 1.0  # for so long an answer stands
@@ -122,7 +122,7 @@ class Lookups:
         The tokens counted are leased when this returns more than 0.
 
         Args:
-            local_tokens: what vLLM has itself.
+            local_tokens: what the engine has itself.
             most_tokens: no more than so many of the prompt's tokens can be used.
         """
         lookup = self._lookups.get(request_id)
@@ -153,7 +153,7 @@ class Lookups:
         if lookup.lease is None:
             return 0
         end = (lookup.lease.first_block + lookup.lease.blocks) * self._block_tokens
-        if lookup.lease.first_block * self._block_tokens > local_tokens:  # vLLM has lost some of its own meanwhile
+        if lookup.lease.first_block * self._block_tokens > local_tokens:  # the engine has lost some meanwhile
             self._let_go(lookup)
             return None
         return max(0, min(end, most_tokens) - local_tokens)
@@ -355,8 +355,8 @@ class Lookups:
         if error is None:
             return future.result()
         if not isinstance(error, LinkDown | ClientError):
-            log.error("prefixd: a question to the daemon failed", exc_info=error)
+            self._link.log.error("prefixd: a question to the daemon failed", exc_info=error)
         elif isinstance(error, ClientError) and self._clock() - self._complained_s > _COMPLAINT_S:
             self._complained_s = self._clock()
-            log.warning("prefixd refuses: %s", error)
+            self._link.log.warning("prefixd refuses: %s", error)
         return None

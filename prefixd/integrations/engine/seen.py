@@ -37,7 +37,7 @@ class SeenPrefix:
         return cls(sum(tokens for _, tokens in runs), runs)
 
     def distance(self, local_tokens: int) -> Distance:
-        """How far the request is from running, when vLLM itself holds its first `local_tokens` tokens.
+        """How far the request is from running, when the engine itself holds its first `local_tokens` tokens.
 
         Returns:
             The farthest tier of the blocks beyond those, for they would have to be loaded; `GPU` where there are

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from prefixd.client import Client
-from prefixd.integrations.vllm.pages import NO_BLOCK
+from prefixd.integrations.engine.pages import NO_BLOCK
 from prefixd.workloads.daemon_process import DaemonProcess
 from prefixd_swap.copies import HostCopyEngine, Pair
-from tests.integrations.conftest import DEADLINE_S, PATIENT_S, GatedEngine, MakeRank, Rank, wait_until
+from tests.integrations.engine.conftest import DEADLINE_S, LOG, PATIENT_S, GatedEngine, MakeRank, Rank, wait_until
 
 
 def fill(rank: Rank, seed: int = 1) -> None:
@@ -32,9 +32,7 @@ def pages_of(rank: Rank, ids: Sequence[int], group: int = 0) -> list[bytes]:
 
 def lines(caplog: pytest.LogCaptureFixture, level: int = logging.WARNING) -> list[str]:
     """What the connector has logged; what event loops of other tests have to say does not count."""
-    return [
-        record.getMessage() for record in caplog.records if record.levelno >= level and record.name == "vllm.prefixd"
-    ]
+    return [record.getMessage() for record in caplog.records if record.levelno >= level and record.name == LOG.name]
 
 
 # -- there and back -------------------------------------------------------------------------------------------------
@@ -110,7 +108,7 @@ def test_a_save_whose_prefix_is_not_cached_is_dropped(rank: Rank) -> None:
 
 
 def test_many_small_batches_make_the_same_copy(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefixd.integrations.vllm.transfers._PIECES", 13)
+    monkeypatch.setattr("prefixd.integrations.engine.transfers._PIECES", 13)
     fill(rank)
     prefix = rank.prefix("batches", 48)
     rank.saved(prefix, range(1, 13))
@@ -146,7 +144,7 @@ def test_with_several_groups_the_request_fails(daemon: DaemonProcess, make_rank:
 
 def test_beside_a_group_that_is_not_kept_the_request_fails(daemon: DaemonProcess, make_rank: MakeRank) -> None:
     """vLLM ends itself over ids where it has several groups, whether they are kept here or not."""
-    rank = make_rank(daemon.address, single=False)
+    rank = make_rank(daemon.address, by_block=False)
     rank.load("r", rank.prefix("nothing", 32), range(10, 18))
     assert rank.settle().loads["r"][1].failed_blocks == 2
     assert rank.transfers.take_received() == ({"r"}, {"r"}) and rank.transfers.take_failed_ids() == set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 COUNTERS = {
-    "loads": "Prefixes brought from prefixd into vLLM's KV cache.",
+    "loads": "Prefixes brought from prefixd into the engine's KV cache.",
     "load_failures": "Loads of which blocks did not come; they were computed again.",
     "load_failed_blocks": "Blocks that did not come.",
     "load_bytes": "Bytes brought in.",

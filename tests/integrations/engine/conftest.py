@@ -1,8 +1,9 @@
-"""What the tests of vLLM's connector share: a daemon, and one rank's transfers over memory that stands for vLLM's."""
+"""What the connectors' tests share: a daemon, and one rank's transfers over memory that stands for an engine's."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,13 +14,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from prefixd.integrations.vllm.counters import ConnectorCounters
-from prefixd.integrations.vllm.device import Fence, computed_already
-from prefixd.integrations.vllm.geometry import Geometry, Group
-from prefixd.integrations.vllm.jobs import LoadJob, Namespaced, Outcomes, SaveJob
-from prefixd.integrations.vllm.link import Link
-from prefixd.integrations.vllm.pages import GroupPages, PageRun
-from prefixd.integrations.vllm.transfers import Transfers
+from prefixd.integrations.engine.counters import ConnectorCounters
+from prefixd.integrations.engine.device import Fence, computed_already
+from prefixd.integrations.engine.geometry import Geometry, Group
+from prefixd.integrations.engine.jobs import LoadJob, Namespaced, Outcomes, SaveJob
+from prefixd.integrations.engine.link import Link
+from prefixd.integrations.engine.pages import GroupPages, PageRun
+from prefixd.integrations.engine.transfers import Transfers
 from prefixd.workloads.daemon_process import DaemonProcess
 from prefixd_swap import CopyEngine
 from prefixd_swap.copies import HostCopyEngine, Pair
@@ -27,6 +28,7 @@ from prefixd_swap.copies import HostCopyEngine, Pair
 DEADLINE_S = 60.0
 PATIENT_S = 60.0  # a limit that no call to a daemon that runs reaches on a busy machine
 LAYERS, PAGES, PAGE_BYTES = 3, 32, 96
+LOG = logging.getLogger("an engine.prefixd")
 
 Pages = npt.NDArray[np.uint8]
 
@@ -66,7 +68,7 @@ class GatedEngine(HostCopyEngine):
 class Rank:
     """`Transfers` of one rank with memory of its own.
 
-    Group 0 has a vLLM block every 4 tokens, group 1 every 8; a prefixd block has 16 tokens.
+    Group 0 has a block of the engine every 4 tokens, group 1 every 8; a prefixd block has 16 tokens.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class Rank:
         addresses: Sequence[int] | None = None,
         ordinal: int | None = None,
         page_bytes: int = PAGE_BYTES,
-        single: bool | None = None,
+        by_block: bool | None = None,
     ) -> None:
         tokens = [4, 8][:groups]
         self.page_bytes = page_bytes
@@ -92,7 +94,8 @@ class Rank:
             block_tokens=16,
             unit_tokens=max(tokens),
             ranks=ranks,
-            single=groups == 1 if single is None else single,
+            layout="test",
+            by_block=groups == 1 if by_block is None else by_block,
         )
         self.memory: Any = memory or [np.zeros((LAYERS, PAGES, page_bytes), np.uint8) for _ in tokens]
         bases = addresses or [array.ctypes.data for array in self.memory]
@@ -104,7 +107,7 @@ class Rank:
             for base in bases
         ]
         self.counters = ConnectorCounters()
-        self.link = Link(address, "test", timeout_s)
+        self.link = Link(address, "test", timeout_s, LOG)
         if waits_until_up:
             wait_until(lambda: self.link.up)
         self.transfers = Transfers(

@@ -1,8 +1,10 @@
-"""Where the bytes of vLLM's KV blocks are, and the copies between them and the daemon's arena.
+"""Where the bytes of an engine's KV blocks are, and the copies between them and the daemon's arena.
 
-A prefixd block is several vLLM blocks, and a part of it is what one KV group has of them on one rank. Its bytes lie in
-the arena layer by layer, within a layer vLLM block by vLLM block; what is inside a vLLM block's page is never looked
-at (on a CPU vLLM packs keys and values as its instruction set wants them).
+A prefixd block is several of the engine's blocks, and a part of it is what one KV group has of them on one rank. Its
+bytes lie in the arena layer by layer, within a layer one engine's block after the other; what is inside a block's page
+is never looked at (on a CPU vLLM packs keys and values as its instruction set wants them).
+
+        arena, one part of a prefixd block of 4 engine's blocks    layer 0: b0 b1 b2 b3    layer 1: b0 b1 b2 b3    ...
 """
 
 from __future__ import annotations
@@ -13,13 +15,13 @@ from dataclasses import dataclass
 from prefixd_swap import Span
 
 NO_BLOCK = -1
-"""In a list of vLLM block ids: a position whose bytes are not wanted."""
+"""In a list of the engine's block ids: a position whose bytes are not wanted."""
 
 
 @dataclass(frozen=True, slots=True)
 class PageRun:
-    """The pages of one layer (or of one group of its heads): vLLM block `b` has `nbytes` bytes at `address + b *
-    stride`."""
+    """The pages of one layer (or of one group of its heads): block `b` of the engine has `nbytes` bytes at
+    `address + b * stride`."""
 
     address: int
     stride: int
@@ -38,17 +40,17 @@ class GroupPages:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes that one vLLM block has in all layers."""
+        """Bytes that one of the engine's blocks has in all layers."""
         return sum(run.nbytes for layer in self.layers for run in layer)
 
     def pairs(
         self, arena_address: int, block_ids: Sequence[int], layers: range | None = None
     ) -> Iterator[tuple[Span, Span]]:
-        """(vLLM's bytes, the arena's bytes) for one part of one prefixd block.
+        """(the engine's bytes, the arena's bytes) for one part of one prefixd block.
 
         Args:
             arena_address: where the part begins.
-            block_ids: its vLLM blocks, in order; `NO_BLOCK` leaves one out.
+            block_ids: the engine's blocks of it, in order; `NO_BLOCK` leaves one out.
             layers: which layers; None: all.
         """
         wanted = range(len(self.layers)) if layers is None else layers

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from prefixd.integrations.vllm.ordering import PrefixOrder, Waits, held_blocks
-from prefixd.integrations.vllm.seen import NOTHING_SEEN, SeenPrefix
+from prefixd.integrations.engine.ordering import PrefixOrder, Waits, held_blocks
+from prefixd.integrations.engine.seen import NOTHING_SEEN, SeenPrefix
 from prefixd_scheduler import Distance, create_policy
 
 BLOCK = 16

@@ -1,4 +1,4 @@
-"""How long vLLM's steps take."""
+"""How long an engine's steps take."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ _MOST_UNDER_WAY = 64
 
 
 class StepTimes:
-    """Times steps by what passes the scheduler. With asynchronous scheduling vLLM has scheduled the next step, or more,
-    before one has ended; so each has a number, which the workers' report says again. Times are in seconds."""
+    """Times steps by what passes the scheduler. With asynchronous scheduling the engine has scheduled the next step, or
+    more, before one has ended; so each has a number, which the workers' report says again. Times are in seconds."""
 
     def __init__(self) -> None:
         self._next = 0

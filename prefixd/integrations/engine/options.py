@@ -1,0 +1,31 @@
+"""The settings that every engine's connector has."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+DEFAULT_BLOCK_TOKENS = 64
+
+Seconds = Annotated[float, Field(gt=0, le=600, allow_inf_nan=False)]
+
+
+class EngineOptions(BaseModel):
+    """What an engine's user may set; a connector adds what only its engine knows."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    address: str | None = None
+    """The daemon's unix socket ("unix:/path"); by default where `prefixd serve` listens unless told otherwise."""
+    block_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Tokens of a prefixd block: what is found, moved and kept as a whole. A multiple of the engine's block size; by
+    default the least that is at least 64."""
+    save: bool = True
+    """Whether this engine gives the cache what it computes; false for one that only reads."""
+    recompute_if_slower: bool = True
+    """Whether a prefix is computed although it is cached, when loading has turned out to be slower."""
+    timeout_s: Seconds = 1.0
+    """The longest that a call to the daemon may take; above it the daemon counts as away."""
+    prefetch: Annotated[int, Field(ge=0, le=65536)] = 16
+    """Waiting requests whose prefixes are brought up from disk ahead of their turn."""

@@ -288,21 +288,30 @@ class TieredCache:
         chain: BlockChain,
         *,
         parts: Sequence[int] = (),
+        first_block: int = 0,
         ttl_s: float = 0.0,
         by_daemon: bool = False,
     ) -> Reservation | int:
         """Slots for the blocks of `chain` that are not cached; the number of blocks when all are.
 
+        `first_block`: the caller has bytes from this block on; window bytes before it may be missing.
         `by_daemon`: the caller fills them here; no client is told where they are.
 
         Raises:
+            InvalidArgumentError: `first_block` lies behind the last block.
             ExhaustedError: there is room for none and nothing may be evicted.
         """
         self._need_cpu()
         ttl = self.leases.ttl(ttl_s)
         chosen = self.check_parts(namespace, parts)
+        if first_block > len(chain):
+            raise InvalidArgumentError(
+                f"first_block is {first_block}, but token_ids has {len(chain)} full blocks; send all tokens"
+            )
         await self.write_back.admit()
-        return await self._reservations.reserve(session, namespace, chain, self.trie(namespace), chosen, ttl, by_daemon)
+        return await self._reservations.reserve(
+            session, namespace, chain, self.trie(namespace), chosen, first_block, ttl, by_daemon
+        )
 
     @_working
     async def commit(self, reservation: Reservation, blocks: int, *, durable: bool = False) -> tuple[int, int]:

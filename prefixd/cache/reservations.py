@@ -8,6 +8,7 @@ from functools import partial
 
 import numpy as np
 
+from prefixd.cache.groups import FullAttention
 from prefixd.cache.index.keys import BlockChain
 from prefixd.cache.index.trie import CPU, DISK, GPU, NO_SLOT, Rows, Trie
 from prefixd.cache.mover import Mover
@@ -45,11 +46,12 @@ class Reservations:
         chain: BlockChain,
         trie: Trie,
         parts: tuple[int, ...],
+        first_block: int,
         ttl_s: float,
         by_daemon: bool,
     ) -> Reservation | int:
         """See `TieredCache.reserve`; the arguments are checked."""
-        prefix = present(trie, trie.nodes(namespace.root, chain), parts)
+        prefix = present(trie, trie.nodes(namespace.root, chain), parts, first_block)
         wanted = len(chain) - len(prefix)
         if not wanted:
             return len(chain)
@@ -210,12 +212,16 @@ class Reservations:
             )
 
 
-def present(trie: Trie, path: Rows, parts: Sequence[int]) -> Rows:
+def present(trie: Trie, path: Rows, parts: Sequence[int], first_block: int = 0) -> Rows:
     """The longest beginning of `path` that has at least `parts` of every block that the rules need.
 
-    A part counts that is in the CPU tier already, though other ranks have yet to commit theirs.
+    A part counts that is in the CPU tier already, though other ranks have yet to commit theirs. Of the blocks before
+    `first_block` only those groups count that every longer prefix needs.
     """
     available = trie.available[path]
+    for group in trie.groups:
+        if not isinstance(group.rule, FullAttention):
+            available[:first_block] |= np.uint8(group.mask)
     if len(parts) == len(trie.part_bytes):
         return trie.usable(path, available)
     has = trie.slots[path, CPU] != NO_SLOT

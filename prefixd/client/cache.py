@@ -86,15 +86,24 @@ class AsyncCache:
         return await self._acquire(token_bytes(tokens), first_block, max_blocks, ttl_s, parts)
 
     async def reserve(
-        self, tokens: TokenIds, *, ttl_s: float | None = None, parts: Sequence[int] | None = None
+        self,
+        tokens: TokenIds,
+        *,
+        first_block: int = 0,
+        ttl_s: float | None = None,
+        parts: Sequence[int] | None = None,
     ) -> AsyncReservation:
         """Slots for the blocks of `tokens` that are not cached, from the first missing one on.
 
-        There may be fewer than are missing when room is short; `ExhaustedError` when there is room for none. Waits
+        `first_block` says from where on the caller has bytes: window bytes of the blocks before it may be missing. A
+        reservation that begins before it cannot be filled: other bytes of these blocks are not cached either.
+
+        There may be fewer slots than blocks when room is short; `ExhaustedError` when there is room for none. Waits
         while the daemon has as much to write to disk as it may. The reservation lives for `ttl_s` seconds (None: the
         daemon's default). Raises `MemoryUnavailable` for a client that streams: use `store`.
         """
-        return await self._reserve(token_bytes(tokens), ttl_s, parts)
+        _check_range(first_block)
+        return await self._reserve(token_bytes(tokens), first_block, ttl_s, parts)
 
     async def load(
         self,
@@ -167,7 +176,7 @@ class AsyncCache:
         done = first_block
         while done < total:
             try:
-                reservation = await self._reserve(prompt, None, parts)
+                reservation = await self._reserve(prompt, done, None, parts)
             except ExhaustedError:
                 if done == first_block:
                     raise
@@ -217,7 +226,9 @@ class AsyncCache:
         )
         return AsyncLease(self._granted(answer, prompt, answer.response.lease_id, part_bytes))
 
-    async def _reserve(self, prompt: bytes, ttl_s: float | None, parts: Sequence[int] | None) -> AsyncReservation:
+    async def _reserve(
+        self, prompt: bytes, first_block: int, ttl_s: float | None, parts: Sequence[int] | None
+    ) -> AsyncReservation:
         part_bytes = self._namespace.part_bytes(parts)
         answer = await self._namespace.ask(
             self._namespace.client.connection.cache.Reserve,
@@ -225,6 +236,7 @@ class AsyncCache:
                 session_id=session.session_id,
                 namespace_id=self.namespace_id,
                 token_ids=prompt,
+                first_block=first_block,
                 ttl_s=ttl_s or 0.0,
                 parts=parts or (),
             ),

@@ -129,10 +129,16 @@ class Cache:
         return Lease(self._portal, self._portal.run(lease))
 
     def reserve(
-        self, tokens: TokenIds, *, ttl_s: float | None = None, parts: Sequence[int] | None = None
+        self,
+        tokens: TokenIds,
+        *,
+        first_block: int = 0,
+        ttl_s: float | None = None,
+        parts: Sequence[int] | None = None,
     ) -> Reservation:
         """See `AsyncCache.reserve`."""
-        return Reservation(self._portal, self._portal.run(self._cache.reserve(tokens, ttl_s=ttl_s, parts=parts)))
+        reserving = self._cache.reserve(tokens, first_block=first_block, ttl_s=ttl_s, parts=parts)
+        return Reservation(self._portal, self._portal.run(reserving))
 
     def load(
         self,

@@ -139,6 +139,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
             namespace,
             cache.chain(namespace, request.token_ids),
             parts=request.parts,
+            first_block=request.first_block,
             ttl_s=request.ttl_s,
         )
         if isinstance(reservation, int):
@@ -248,12 +249,16 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         namespace = session.namespace(header.namespace_id)
         parts = cache.check_parts(namespace, header.parts)
         chain = cache.chain(namespace, header.token_ids)
-        if header.first_block > len(chain):
-            raise InvalidArgumentError(
-                f"first_block is {header.first_block}, but token_ids has {len(chain)} full blocks; send all tokens"
-            )
         reservation = await deliver(
-            cache.reserve(session, namespace, chain, parts=parts, ttl_s=cache.leases.max_ttl_s, by_daemon=True),
+            cache.reserve(
+                session,
+                namespace,
+                chain,
+                parts=parts,
+                first_block=header.first_block,
+                ttl_s=cache.leases.max_ttl_s,
+                by_daemon=True,
+            ),
             self._give_back,
         )
         known = reservation if isinstance(reservation, int) else reservation.first_block

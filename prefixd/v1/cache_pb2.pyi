@@ -173,18 +173,20 @@ class AcquireResponse(_message.Message):
     def __init__(self, lease_id: _Optional[str] = ..., first_block: _Optional[int] = ..., blocks: _Optional[int] = ..., offsets: _Optional[_Iterable[int]] = ..., ttl_s: _Optional[float] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
-    __slots__ = ("session_id", "namespace_id", "token_ids", "ttl_s", "parts")
+    __slots__ = ("session_id", "namespace_id", "token_ids", "ttl_s", "parts", "first_block")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TTL_S_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     namespace_id: bytes
     token_ids: bytes
     ttl_s: float
     parts: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, session_id: _Optional[str] = ..., namespace_id: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., ttl_s: _Optional[float] = ..., parts: _Optional[_Iterable[int]] = ...) -> None: ...
+    first_block: int
+    def __init__(self, session_id: _Optional[str] = ..., namespace_id: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., ttl_s: _Optional[float] = ..., parts: _Optional[_Iterable[int]] = ..., first_block: _Optional[int] = ...) -> None: ...
 
 class ReserveResponse(_message.Message):
     __slots__ = ("reservation_id", "first_block", "blocks", "offsets", "ttl_s")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixd.cache import CPU, NamespaceSpec, PartSpec, SlidingWindowSpec, check_integrity
+from prefixd.cache import CPU, NamespaceSpec, PartSpec, Reservation, SlidingWindowSpec, check_integrity
 from prefixd.cache.groups import FullAttention, SlidingWindow, expired_groups, kv_groups, longest_prefix, needed_groups
 from prefixd.errors import AlreadyExistsError, InvalidArgumentError
 from tests.cache.conftest import BLOCK_TOKENS, PART_BYTES, Rig
@@ -147,3 +147,34 @@ async def test_a_registered_rule_is_part_of_the_geometry(make_rig: MakeRig) -> N
     many = tuple(PartSpec(f"g{n}", 0, 4096, SlidingWindowSpec(2 + 2 * n)) for n in range(9))
     with pytest.raises(InvalidArgumentError, match="9 different rules"):
         rig.cache.register(NamespaceSpec("many", 2, many))
+
+
+async def test_a_writer_begins_behind_window_bytes_that_it_does_not_have(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=20)
+    home = rig.cache.register(hybrid(rig))
+    rig.session.namespaces[home.id] = home
+    assert await rig.put([1, 2, 3], namespace=home, parts=[FULL]) == (3, 0)
+    chain = rig.chain([1, 2, 3, 4, 5], home)
+    whole = await rig.cache.reserve(rig.session, home, chain)
+    assert isinstance(whole, Reservation) and (whole.first_block, len(whole.slots)) == (0, 5)
+    rig.cache.release(rig.session, whole.id)
+    behind = await rig.cache.reserve(rig.session, home, chain, first_block=3)
+    assert isinstance(behind, Reservation) and (behind.first_block, len(behind.slots)) == (3, 2)
+    rig.fill(behind)
+    assert await rig.cache.commit(behind, 2) == (2, 0)
+    assert await rig.get([1, 2, 3, 4, 5], namespace=home) == 5
+    assert await rig.get([1, 2, 3, 4], namespace=home) == 0, "the window before its end is not there"
+    check_integrity(rig.cache)
+
+
+async def test_a_writer_does_not_begin_behind_bytes_that_every_prefix_needs(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=20)
+    home = rig.cache.register(hybrid(rig))
+    rig.session.namespaces[home.id] = home
+    await rig.put([1], namespace=home)
+    await rig.put([1, 2], namespace=home, parts=[WINDOW])
+    chain = rig.chain([1, 2, 3], home)
+    reservation = await rig.cache.reserve(rig.session, home, chain, first_block=2)
+    assert isinstance(reservation, Reservation) and reservation.first_block == 1
+    with pytest.raises(InvalidArgumentError, match="first_block is 4, but token_ids has 3 full blocks"):
+        await rig.cache.reserve(rig.session, home, chain, first_block=4)

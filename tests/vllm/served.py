@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks.engines.vllm_engine import EngineProcess, EngineRequest, EngineResult, connector
 from benchmarks.engines.vllm_models import VOCABULARY
-from prefixd.client import Client, NamespaceSpec, PartSpec
+from prefixd.client import Cache, Client, NamespaceSpec, PartSpec, SlidingWindow
 
 T = TypeVar("T")
 
@@ -73,14 +73,12 @@ def tokens_of(results: Sequence[EngineResult]) -> Tokens:
     return [result.token_ids for result in results]
 
 
-def cacheable(requests: Sequence[EngineRequest]) -> int:
+def cacheable(requests: Sequence[EngineRequest], *, windows: bool = False) -> int:
     """Prompt tokens that can come from prefixd: those of full blocks, but for the vLLM block that has to be computed so
-    that the next token comes of it."""
+    that the next token comes of it. With windows it is a block of prefixd's."""
+    step = BLOCK_TOKENS if windows else VLLM_BLOCK_TOKENS
     return sum(
-        min(
-            len(request.prompt) // BLOCK_TOKENS * BLOCK_TOKENS,
-            (len(request.prompt) - 1) // VLLM_BLOCK_TOKENS * VLLM_BLOCK_TOKENS,
-        )
+        min(len(request.prompt) // BLOCK_TOKENS * BLOCK_TOKENS, (len(request.prompt) - 1) // step * step)
         for request in requests
     )
 
@@ -100,22 +98,32 @@ def alter(client: Client, prompt: Sequence[int]) -> int:
     The daemon knows nothing of it. Whoever has the prefix leased, or finds it later, reads what was written.
     """
     altered = 0
-    for namespace in client.stats().namespaces:
-        known = namespace.namespace
-        cache = client.register(
-            NamespaceSpec(
-                name=known.name,
-                block_tokens=known.block_tokens,
-                parts=tuple(PartSpec(part.group, part.rank, part.nbytes) for part in known.parts),
-                dtype=known.dtype,
-                layout=known.layout,
-            )
-        )
+    for cache in registered(client):
         with cache.acquire(prompt) as lease:
             assert client.arena is not None
             for block in range(lease.blocks):
-                for part, spec in enumerate(known.parts):
-                    there = client.arena.bytes_at(lease.offset(block, part), spec.nbytes)
-                    np.copyto(there.view(np.float32), np.float32(0.5))
+                for part, spec in enumerate(cache.spec.parts):
+                    if lease.has(block, part):
+                        there = client.arena.bytes_at(lease.offset(block, part), spec.nbytes)
+                        np.copyto(there.view(np.float32), np.float32(0.5))
             altered += lease.blocks
     return altered
+
+
+def registered(client: Client) -> list[Cache]:
+    """The namespaces (without salt) that the engines of the client's daemon have registered."""
+    caches = []
+    for namespace in client.stats().namespaces:
+        known = namespace.namespace
+        parts = (
+            PartSpec(
+                part.group,
+                part.rank,
+                part.nbytes,
+                SlidingWindow(part.rule.sliding_window.tokens) if part.rule.HasField("sliding_window") else None,
+            )
+            for part in known.parts
+        )
+        spec = NamespaceSpec(known.name, known.block_tokens, tuple(parts), dtype=known.dtype, layout=known.layout)
+        caches.append(client.register(spec))
+    return caches

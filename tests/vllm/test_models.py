@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.engines.vllm_models import save_lora, save_mla
-from prefixd.client import Client
+from prefixd.client import Client, SlidingWindow
 from prefixd.workloads.daemon_process import DaemonProcess
-from tests.vllm.served import Expected, NewRequests, StartEngine, cacheable, run, tokens_of
+from tests.vllm.served import Expected, NewRequests, StartEngine, cacheable, registered, run, tokens_of
 
 LENGTHS = (700, 389, 512, 1000, 129)
 
@@ -36,11 +36,11 @@ def test_hybrid_model(
         cold, none = run(engine, requests)
         warm, hits = run(engine, requests)
         with Client(daemon.address) as client:
-            groups = [{part.group for part in known.namespace.parts} for known in client.stats().namespaces]
+            rules = [[part.rule for part in cache.spec.parts] for cache in registered(client)]
     assert cold == warm == gemma3_expected(requests)
     assert none == 0
-    assert hits == cacheable(requests)
-    assert max(map(len, groups)) == 3
+    assert hits == cacheable(requests, windows=True)
+    assert max(rules, key=len) == [SlidingWindow(128), SlidingWindow(128), None]
 
 
 def test_adapters_are_kept_apart(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prefixd.client import NamespaceSpec, PartSpec
+from prefixd.client import NamespaceSpec, PartSpec, SlidingWindow
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +17,9 @@ class Group:
     """Tokens of one of the engine's blocks."""
     part_bytes: int
     """Bytes of a prefixd block that belong to the group, on one rank."""
+    window_tokens: int | None = None
+    """Tokens that a token of the group's layers attends to, itself included; None: all before it. So a reader of a
+    prefix needs the last `window_tokens - 1` tokens of it, and prefixd keeps the blocks that these lie in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,28 @@ class Geometry:
         """Bytes of a prefixd block, all groups and ranks."""
         return self.ranks * sum(group.part_bytes for group in self.groups)
 
+    @property
+    def windowed(self) -> bool:
+        """Whether there are groups of which a reader needs the end of a prefix only. A lease then serves a prefix of
+        its own length, not a shorter one."""
+        return any(group.window_tokens is not None for group in self.groups)
+
+    def most_loadable(self, tokens: int) -> int:
+        """Of a prompt of so many tokens, how many can be loaded: at least one has to be computed for the next one to be
+        sampled, and with windows a lease has to end where computing begins."""
+        step = self.block_tokens if self.windowed else self.unit_tokens
+        return max(0, tokens - 1) // step * step
+
+    def nbytes(self, blocks: int) -> int:
+        """Bytes of a prefix's last `blocks` blocks that a reader of it needs, all ranks."""
+        total = 0
+        for group in self.groups:
+            needed = blocks
+            if group.window_tokens is not None:
+                needed = min(blocks, max(1, -(-(group.window_tokens - 1) // self.block_tokens)))
+            total += needed * group.part_bytes
+        return self.ranks * total
+
     def spec(self, name: str, salt: bytes) -> NamespaceSpec:
         """The namespace: rank-major, one part per (rank, group)."""
         return NamespaceSpec(
@@ -48,7 +73,12 @@ class Geometry:
             layout=self.layout,
             block_tokens=self.block_tokens,
             parts=tuple(
-                PartSpec(f"group{group.index}", rank, group.part_bytes)
+                PartSpec(
+                    f"group{group.index}",
+                    rank,
+                    group.part_bytes,
+                    None if group.window_tokens is None else SlidingWindow(group.window_tokens),
+                )
                 for rank in range(self.ranks)
                 for group in self.groups
             ),

@@ -37,7 +37,10 @@ class SaveJob:
     prefix: Namespaced
     first_block: int
     blocks: int
+    groups: tuple[int, ...]
+    """Places in the geometry of the groups whose bytes the engine has: of a window group it may have none any more."""
     block_ids: tuple[tuple[int, ...], ...]
+    """The engine's blocks, by group of `groups`, all blocks of the job one after the other."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from prefixd.client import AsyncLease, ClientError, NamespaceSpec, Tier
+from prefixd.integrations.engine.geometry import Geometry
 from prefixd.integrations.engine.link import Link, LinkDown
 from prefixd.integrations.engine.seen import NOTHING_SEEN, SeenPrefix
 from prefixd_scheduler import CostModel, Distance
@@ -37,8 +39,8 @@ class Lookup:
     """What is known of one request's prefix."""
 
     spec: NamespaceSpec
-    tokens: Any = field(repr=False)
-    """The prompt's token ids, uint32."""
+    tokens: npt.NDArray[np.uint32] = field(repr=False)
+    """The prompt's token ids, as many as the daemon is asked about."""
     seen: SeenPrefix | None = None
     seen_s: float = -float("inf")
     asking: Future[SeenPrefix] | None = None
@@ -51,7 +53,7 @@ class Lookup:
     refused: bool = False
     """Nothing is to be loaded for this request, unless it is preempted."""
     failed: bool = False
-    """Nor then."""
+    """A load failed; never load for this request again, even after a preemption."""
 
 
 class Lookups:
@@ -59,8 +61,7 @@ class Lookups:
 
     Args:
         link: the line to the daemon.
-        block_tokens: tokens of a prefixd block.
-        block_bytes: bytes of one.
+        geometry: how prefixd blocks are made of the engine's.
         prefetch: prompts that are brought up from disk ahead of their turn, at a time.
         cost: judges whether loading pays; None: it always does.
         clock: seconds, monotonic.
@@ -69,15 +70,14 @@ class Lookups:
     def __init__(
         self,
         link: Link,
-        block_tokens: int,
-        block_bytes: int,
+        geometry: Geometry,
         prefetch: int,
         cost: CostModel | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._link = link
-        self._block_tokens = block_tokens
-        self._block_bytes = block_bytes
+        self._geometry = geometry
+        self._block_tokens = geometry.block_tokens
         self._prefetch = prefetch
         self._cost = cost
         self._clock = clock
@@ -99,7 +99,7 @@ class Lookups:
     def add(self, request_id: str, spec: NamespaceSpec, tokens: list[int]) -> None:
         """A request has come: asks what there is of its prompt, and has it brought up."""
         self.forget(request_id)
-        lookup = Lookup(spec, np.asarray(tokens, np.uint32))
+        lookup = Lookup(spec, self._usable(tokens))
         self._lookups[request_id] = lookup
         self._ask(request_id, lookup)
 
@@ -201,7 +201,7 @@ class Lookups:
         """The request was preempted and will need its prefix, of more tokens by now, once more."""
         lookup = self._lookups.get(request_id)
         if lookup is not None and not lookup.failed:
-            lookup.tokens = np.asarray(tokens, np.uint32)
+            lookup.tokens = self._usable(tokens)
             lookup.refused = False
             lookup.seen_s = -float("inf")
 
@@ -229,6 +229,14 @@ class Lookups:
             self.forget(request_id)
 
     # -- inside -------------------------------------------------------------------------------------------------
+
+    def _usable(self, tokens: list[int]) -> npt.NDArray[np.uint32]:
+        """What the daemon is asked about. With windows, only as much as can be loaded: the daemon answers with the
+        longest length that every group allows, and a lease for that length lacks window bytes that a shorter one needs.
+        """
+        if self._geometry.windowed:
+            tokens = tokens[: self._geometry.most_loadable(len(tokens))]
+        return np.asarray(tokens, np.uint32)
 
     def _ask(self, request_id: str, lookup: Lookup) -> Future[SeenPrefix] | None:
         """The question that is under way then; None where there is nothing, or nobody, to ask."""
@@ -288,7 +296,7 @@ class Lookups:
             lookup.lease_s = self._clock() - began_s
             return lease
 
-        nbytes = len(lookup.tokens) // self._block_tokens * self._block_bytes
+        nbytes = self._geometry.nbytes(len(lookup.tokens) // self._block_tokens)
         lookup.leasing = self._link.start(acquire, self._link.timeout_s + nbytes / _BYTES_PER_S)
 
     def _wait(self, lookup: Lookup) -> bool:
@@ -327,7 +335,7 @@ class Lookups:
         if self._cost is None:
             return True
         tokens = seen.tokens - local_tokens
-        nbytes = -(-tokens // self._block_tokens) * self._block_bytes
+        nbytes = self._geometry.nbytes(-(-tokens // self._block_tokens))
         return self._cost.load_pays(tokens, nbytes, seen.distance(local_tokens))
 
     def _let_go(self, lookup: Lookup) -> None:

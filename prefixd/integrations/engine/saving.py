@@ -46,7 +46,18 @@ class Saving:
     tokens: array[int] = field(default_factory=lambda: array("I"), repr=False)
     """The request's token ids as far as jobs have needed them: to list all of a long prompt's takes milliseconds."""
     over: bool = False
-    """The engine does not have all bytes of `block` any more, so nothing after it can be saved either."""
+    """The engine has let go of bytes of `block` without which no prefix that contains it can be used."""
+
+
+@dataclass(slots=True)
+class _Run:
+    """Consecutive blocks of which the engine has the bytes of the same groups."""
+
+    first_block: int
+    groups: tuple[int, ...]
+    ids: list[list[int]]
+    """The engine's blocks, by group."""
+    blocks: int = 0
 
 
 @dataclass(slots=True)
@@ -107,22 +118,23 @@ class SaveQueue:
             return
         geometry = self.geometry
         most = self.most_pinned - sum(geometry.block_tokens // group.block_tokens for group in geometry.groups)
-        first = saving.block
-        done: list[list[int]] = [[] for _ in geometry.groups]
-        while (saving.block + 1) * geometry.block_tokens <= computed_tokens:
-            if self._pinned > most:
-                break  # goes on when some are let go
-            ids = [self._ids(tables[group.index], saving.block, group.block_tokens) for group in geometry.groups]
-            if any(found is None for found in ids):
+        runs: list[_Run] = []
+        # What is too much to be pinned now is saved when some blocks are let go.
+        while (saving.block + 1) * geometry.block_tokens <= computed_tokens and self._pinned <= most:
+            ids = self._available(tables, saving.block)
+            if ids is None:
                 saving.over = True
                 break
-            for found, of_job in zip(ids, done, strict=True):
-                assert found is not None
+            if not runs or runs[-1].groups != tuple(ids):
+                runs.append(_Run(saving.block, tuple(ids), [[] for _ in ids]))
+            for found, of_run in zip(ids.values(), runs[-1].ids, strict=True):
                 self.pin(found)
                 self._pinned += len(found)
-                of_job += found
+                of_run += found
+            runs[-1].blocks += 1
             saving.block += 1
-        self._finish(request, saving, first, done)
+        for run in runs:
+            self._make_job(request, saving, run)
 
     def take(self) -> list[SaveJob]:
         """The jobs that are new since the last call."""
@@ -150,45 +162,57 @@ class SaveQueue:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
+    def _available(self, tables: Tables, block: int) -> dict[int, list[int]] | None:
+        """The engine's blocks of one prefixd block, by place of their group; None where they are of no use.
+
+        A group whose window has passed the block is left out: longer prefixes do not need its bytes. A prefix needs the
+        bytes of all other groups.
+        """
+        available: dict[int, list[int]] = {}
+        for place, group in enumerate(self.geometry.groups):
+            ids = self._ids(tables[group.index], block, group.block_tokens)
+            if ids is not None:
+                available[place] = ids
+            elif group.window_tokens is None:
+                return None
+        return available or None
+
     def _ids(self, table: Sequence[int], block: int, block_tokens: int) -> list[int] | None:
         """A group's blocks of one prefixd block; None where they are not all there (any more)."""
         count = self.geometry.block_tokens // block_tokens
         ids = list(table[block * count : (block + 1) * count])
         return ids if len(ids) == count and self.no_block not in ids else None
 
-    def _finish(self, request: EngineRequest, saving: Saving, first: int, done: list[list[int]]) -> None:
-        """Makes a job of the blocks from `first` up to `saving.block`."""
-        blocks = saving.block - first
-        if not blocks:
-            return
-        pinned = [block for ids in done for block in ids]
-        keys = self._block_keys(request, saving, first)
+    def _make_job(self, request: EngineRequest, saving: Saving, run: _Run) -> None:
+        pinned = [block for ids in run.ids for block in ids]
+        keys = self._block_keys(request, saving, run)
         if keys and keys[-1] in self._keys:
             # Another request of the same prompt is saving them at this moment.
             self._release(pinned)
             return
         self._keys.update(keys)
-        end = saving.block * self.geometry.block_tokens
+        end = (run.first_block + run.blocks) * self.geometry.block_tokens
         saving.tokens.extend(request.all_token_ids[len(saving.tokens) : end])
         tokens = saving.tokens.tobytes()
         job = SaveJob(
             self._next_id,
             Namespaced(saving.spec.name, saving.spec.salt, tokens),
-            first,
-            blocks,
-            tuple(tuple(ids) for ids in done),
+            run.first_block,
+            run.blocks,
+            run.groups,
+            tuple(tuple(ids) for ids in run.ids),
         )
         self._next_id += 1
         self._jobs[job.id] = _UnderWay(pinned, keys, self.geometry.ranks)
         self._ready.append(job)
 
-    def _block_keys(self, request: EngineRequest, saving: Saving, first: int) -> list[Hashable]:
+    def _block_keys(self, request: EngineRequest, saving: Saving, run: _Run) -> list[Hashable]:
         """What tells the blocks from others, by the engine's own hashes; empty where it makes none."""
         hashes = request.block_hashes
         each = self.geometry.block_tokens // self.hash_tokens
         return [
-            (saving.spec.name, saving.spec.salt, hashes[(block + 1) * each - 1])
-            for block in range(first, saving.block)
+            (saving.spec.name, saving.spec.salt, hashes[(block + 1) * each - 1], run.groups)
+            for block in range(run.first_block, run.first_block + run.blocks)
             if (block + 1) * each <= len(hashes)
         ]
 

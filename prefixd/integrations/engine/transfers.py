@@ -148,24 +148,27 @@ class Transfers:
     async def _load(self, job: LoadJob, there: Progress) -> None:
         lease = await self._link.guard(partial(self._acquire, job), self._limit_s(job))
         try:
-            if lease.blocks:
+            # With windows, a lease of fewer blocks has the window of a shorter prefix than the engine goes on from.
+            usable = lease.blocks if lease.blocks == job.blocks or not self._geometry.windowed else 0
+            if usable:
+                groups = range(len(self._pages))
                 async with self._arena(lease) as base:
                     for layers in self._stages(job):
-                        for blocks in self._batches(lease.blocks, layers):
-                            await self._engine.copy(
-                                [
-                                    pair
-                                    for block in blocks
-                                    for pair in self._pairs(lease, base, block, job.block_ids, block, layers)
-                                ]
-                            )
+                        for blocks in self._batches(usable, layers):
+                            pairs = [
+                                pair
+                                for block in blocks
+                                for pair in self._pairs(lease, base, block, groups, job.block_ids, block, layers)
+                            ]
+                            there.nbytes += sum(ours.nbytes for _, ours in pairs)
+                            await self._engine.copy(pairs)
                         if layers is not None and lease.blocks == job.blocks:
                             self._layer_there(job.request_id, layers.stop)
             await self._link.guard(lease.release)
         except BaseException:
             self._link.give_back(lease)
             raise
-        there.blocks = lease.blocks
+        there.blocks = usable
 
     async def _acquire(self, job: LoadJob) -> AsyncLease:
         cache = await self._link.cache(self._geometry.spec(job.prefix.name, job.prefix.salt))
@@ -194,7 +197,7 @@ class Transfers:
         if error is not None and not isinstance(error, LinkDown | LeaseLost):
             self._link.log.error("prefixd: the prefix of request %s could not be loaded: %s", job.request_id, error)
         failed = job.blocks - good
-        nbytes = good * sum(group.part_bytes for group in self._geometry.groups)
+        nbytes = there.nbytes if good else 0
         with self._changed:
             self._loading -= 1
             self._layers_there.pop(job.request_id, None)
@@ -245,7 +248,9 @@ class Transfers:
         done = job.first_block
         end = job.first_block + job.blocks
         while done < end:
-            reservation = await self._link.guard(partial(self._reserve, cache, tokens), 2 * self._link.timeout_s)
+            reservation = await self._link.guard(
+                partial(self._reserve, cache, tokens, done, job.groups), 2 * self._link.timeout_s
+            )
             if reservation is None:
                 return
             try:
@@ -263,7 +268,7 @@ class Transfers:
                                 (theirs, ours)
                                 for block in blocks
                                 for ours, theirs in self._pairs(
-                                    reservation, base, block, job.block_ids, skipped + block, None
+                                    reservation, base, block, job.groups, job.block_ids, skipped + block, None
                                 )
                             ]
                         )
@@ -275,12 +280,17 @@ class Transfers:
                 self._link.give_back(reservation)  # unless it was committed
 
     async def _reserve(
-        self, cache: AsyncCache, tokens: np.ndarray[tuple[int], np.dtype[np.uint32]]
+        self,
+        cache: AsyncCache,
+        tokens: np.ndarray[tuple[int], np.dtype[np.uint32]],
+        first_block: int,
+        groups: Sequence[int],
     ) -> AsyncReservation | None:
-        """Slots; None when there are none now."""
+        """Slots for the groups' parts of the blocks from `first_block` on; None when there are none now."""
+        parts = [self._parts[group] for group in groups]
         try:
             async with asyncio.timeout(self._link.timeout_s):
-                return await cache.reserve(tokens, parts=self._parts)
+                return await cache.reserve(tokens, first_block=first_block, parts=parts)
         except TimeoutError:
             # It waits for the disk. What cannot be kept now is computed again one day; the engine does not wait.
             self._save_again_s = time.monotonic() + _SAVE_PAUSE_S
@@ -293,7 +303,9 @@ class Transfers:
 
     def _limit_s(self, job: LoadJob | SaveJob) -> float:
         """How long the daemon may take for a call that may have to wait for the job's bytes."""
-        return self._link.timeout_s + job.blocks * self._geometry.block_bytes / _BYTES_PER_S
+        whole = job.blocks * self._geometry.block_bytes
+        nbytes = self._geometry.nbytes(job.blocks) if isinstance(job, LoadJob) else whole
+        return self._link.timeout_s + nbytes / _BYTES_PER_S
 
     def _batches(self, blocks: int, layers: range | None = None) -> Iterator[range]:
         """So many blocks as are copied at a time, until all are."""
@@ -324,18 +336,33 @@ class Transfers:
         hold: AsyncLease | AsyncReservation,
         base: int,
         block: int,
+        groups: Sequence[int],
         block_ids: Sequence[Sequence[int]],
         place: int,
         layers: range | None,
     ) -> list[tuple[Span, Span]]:
-        """(the engine's bytes, the arena's) of block `block` of `hold`, which is block `place` of the job."""
+        """(the engine's bytes, the arena's) of block `block` of `hold`, which is block `place` of the job.
+
+        Raises WindowMismatch where a lease lacks bytes that the engine needs. A reservation has all parts asked for.
+        """
         hold.check()
         pairs: list[tuple[Span, Span]] = []
-        for part, (group, pages) in enumerate(zip(self._geometry.groups, self._pages, strict=True)):
+        for part, index in enumerate(groups):
+            group = self._geometry.groups[index]
             count = self._geometry.block_tokens // group.block_tokens
             ids = block_ids[part][place * count : (place + 1) * count]
-            pairs += pages.pairs(base + hold.offset(block, part), ids, layers)
+            if hold.has(block, part):
+                pairs += self._pages[index].pairs(base + hold.offset(block, part), ids, layers)
+            elif any(each != NO_BLOCK for each in ids):
+                raise WindowMismatch(
+                    f"the engine needs bytes of KV group {group.index} in block {hold.first_block + block}, outside "
+                    f"the window of {group.window_tokens} tokens that prefixd was told of; the request is computed"
+                )
         return pairs
+
+
+class WindowMismatch(Exception):
+    """The engine and the daemon do not mean the same blocks by a group's window."""
 
 
 class Progress:
@@ -343,6 +370,7 @@ class Progress:
 
     def __init__(self) -> None:
         self.blocks = 0
+        self.nbytes = 0
         self.duplicates = 0
 
 

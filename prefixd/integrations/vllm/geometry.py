@@ -6,7 +6,7 @@ Reads vLLM's configuration objects (0.32) and imports nothing of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from prefixd.errors import ConfigError
@@ -36,7 +36,7 @@ def read_geometry(vllm_config: Any, kv_cache_config: Any, options: ConnectorOpti
             'and "save": false in kv_connector_extra_config for an engine that is to read only'
         )
     if options.load == "layerwise":
-        _check_layerwise(vllm_config, len(kv_cache_config.kv_cache_groups))
+        _check_layerwise(vllm_config, kv_cache_config.kv_cache_groups)
     chosen = kv_cache_config.prefix_cacheable_group_ids
     specs = {index: kv_cache_config.kv_cache_groups[index].kv_cache_spec for index in chosen}
     if not specs or any("Mamba" in type(spec).__name__ for spec in specs.values()):
@@ -47,10 +47,11 @@ def read_geometry(vllm_config: Any, kv_cache_config: Any, options: ConnectorOpti
     block_tokens = options.block_tokens or unit * math.ceil(DEFAULT_BLOCK_TOKENS / unit)
     if block_tokens % unit:
         raise ConfigError(f"block_tokens = {block_tokens} is no multiple of {unit}, the tokens of a vLLM block here")
-    # vLLM lets go of what lies before a window: of a block that is longer, the first part before the last is computed.
-    windows = [spec.sliding_window for spec in specs.values() if getattr(spec, "sliding_window", None)]
+    windows = {index: tokens for index, spec in specs.items() if (tokens := _window_tokens(spec)) is not None}
     if windows:
-        window = min(windows)
+        # vLLM lets go of what lies before a window: of a block that is longer, the first part before the last is
+        # computed, and the block's window bytes would never be there as a whole.
+        window = min(windows.values())
         longest = max(unit, window // unit * unit)
         if options.block_tokens and block_tokens > longest:
             raise ConfigError(
@@ -63,18 +64,38 @@ def read_geometry(vllm_config: Any, kv_cache_config: Any, options: ConnectorOpti
     for index, spec in specs.items():
         names = [name for name in kv_cache_config.kv_cache_groups[index].layer_names if name in runs]
         page_bytes = sum(run.nbytes for name in names for run in runs[name])
-        groups.append(Group(index, spec.block_size, block_tokens // spec.block_size * page_bytes))
-    # Groups that are not kept here count too: vLLM refuses ids of failed blocks where it has several groups.
-    by_block = len(kv_cache_config.kv_cache_groups) == 1
+        part_bytes = block_tokens // spec.block_size * page_bytes
+        groups.append(Group(index, spec.block_size, part_bytes, windows.get(index)))
+    # Groups that are not kept here count too: vLLM refuses ids of failed blocks where it has several groups. With a
+    # window it would go on behind the first block that failed, where it has no bytes of the window before that block.
+    by_block = len(kv_cache_config.kv_cache_groups) == 1 and not windows
     return Geometry(tuple(groups), block_tokens, unit, parallel.tensor_parallel_size, "vllm", by_block)
 
 
-def _check_layerwise(vllm_config: Any, groups: int) -> None:
+def _window_tokens(spec: Any) -> int | None:
+    """Tokens that the next token of a group attends to, itself included; None where all before it are needed.
+
+    vLLM keeps the last `sliding_window - 1` tokens, and for some drafts `extra_retained_tokens` more
+    (`SlidingWindowManager.get_num_skipped_tokens`). A `FullAttentionSpec` may name a window too: vLLM then keeps all
+    blocks of the group, since layers of both kinds share it. Chunked local attention counts as full attention for now.
+    """
+    layers = getattr(spec, "kv_cache_specs", {}).values() or (spec,)
+    if not all(any(kind.__name__ == "SlidingWindowSpec" for kind in type(layer).__mro__) for layer in layers):
+        return None
+    return max(int(layer.sliding_window) + int(getattr(layer, "extra_retained_tokens", 0)) for layer in layers)
+
+
+def _check_layerwise(vllm_config: Any, groups: Sequence[Any]) -> None:
     """A step that computes on bytes which then turn out not to have come has to be undone: where vLLM does not do that,
     a token of it would reach the user."""
-    if groups > 1:
+    if len(groups) > 1:
         raise ConfigError(
-            f'load = "layerwise" needs a model with one KV cache group, and this one has {groups}; use "async"'
+            f'load = "layerwise" needs a model with one KV cache group, and this one has {len(groups)}; use "async"'
+        )
+    if groups and _window_tokens(groups[0].kv_cache_spec) is not None:
+        raise ConfigError(
+            'load = "layerwise" and a sliding window: vLLM computes on from the first block that did not come, and has '
+            'not the window before it; use load = "async"'
         )
     if vllm_config.scheduler_config.async_scheduling:
         raise ConfigError(

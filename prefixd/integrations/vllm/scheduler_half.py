@@ -75,8 +75,7 @@ class SchedulerHalf:
             self._cost.observe_load(distance, _ASSUMED_OVER_BYTES, _ASSUMED_OVER_BYTES / bytes_per_s)
         self.lookups = Lookups(
             self.link,
-            geometry.block_tokens,
-            geometry.block_bytes,
+            geometry,
             options.prefetch,
             self._cost if options.recompute_if_slower else None,
             clock,
@@ -121,14 +120,16 @@ class SchedulerHalf:
     def find(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         if request.skip_reading_prefix_cache or (request.num_preemptions and request.request_id in self._loading):
             return 0, False
-        found = self.lookups.hit(request.request_id, local_tokens, self._most(request))
+        most = self._geometry.most_loadable(request.num_tokens)
+        found = self.lookups.hit(request.request_id, local_tokens, most)
         if not found:
             return found, False
         self._hits[request.request_id] = local_tokens
         return found, self._options.load == "async"
 
     def prepare(self, request: Any, local_tokens: int) -> None:
-        self.lookups.prepare(request.request_id, local_tokens, self._most(request))
+        most = self._geometry.most_loadable(request.num_tokens)
+        self.lookups.prepare(request.request_id, local_tokens, most)
 
     def allocated(self, request: Any, tables: tuple[list[int], ...], external_tokens: int) -> None:
         request_id = request.request_id
@@ -186,7 +187,7 @@ class SchedulerHalf:
             if outcome.failed_blocks:
                 self.lookups.failed(request_id)
             else:
-                nbytes = loading.blocks * self._geometry.block_bytes
+                nbytes = self._geometry.nbytes(loading.blocks)
                 self._cost.observe_load(loading.distance, nbytes, loading.lease_s + outcome.elapsed_s)
                 self.lookups.refuse(request_id)
 
@@ -216,10 +217,6 @@ class SchedulerHalf:
         self._model = f"{self._model.partition('#')[0]}#{uuid4().hex}"
 
     # -- inside -------------------------------------------------------------------------------------------------
-
-    def _most(self, request: Any) -> int:
-        """Tokens that can be loaded at the most: at least one has to be computed for the next one to be sampled."""
-        return int((request.num_tokens - 1) // self._geometry.unit_tokens * self._geometry.unit_tokens)
 
     def _spec(self, request: Any) -> NamespaceSpec | None:
         """The request's namespace; None for one that is not cached."""

@@ -68,7 +68,8 @@ class GatedEngine(HostCopyEngine):
 class Rank:
     """`Transfers` of one rank with memory of its own.
 
-    Group 0 has a block of the engine every 4 tokens, group 1 every 8; a prefixd block has 16 tokens.
+    Group 0 has a block of the engine every 4 tokens, group 1 every 8; a prefixd block has 16 tokens. `window_tokens`
+    is the window of the last group.
     """
 
     def __init__(
@@ -86,11 +87,16 @@ class Rank:
         ordinal: int | None = None,
         page_bytes: int = PAGE_BYTES,
         by_block: bool | None = None,
+        window_tokens: int | None = None,
     ) -> None:
         tokens = [4, 8][:groups]
         self.page_bytes = page_bytes
+        windows = [None] * (groups - 1) + [window_tokens]
         self.geometry = Geometry(
-            tuple(Group(index, each, 16 // each * LAYERS * page_bytes) for index, each in enumerate(tokens)),
+            tuple(
+                Group(index, each, 16 // each * LAYERS * page_bytes, window)
+                for index, (each, window) in enumerate(zip(tokens, windows, strict=True))
+            ),
             block_tokens=16,
             unit_tokens=max(tokens),
             ranks=ranks,
@@ -122,11 +128,19 @@ class Rank:
         ids = np.random.default_rng(seed).integers(0, 1000, tokens)
         return Namespaced(name, b"", ids.astype("<u4").tobytes())
 
-    def save(self, prefix: Namespaced, *ids: Sequence[int], first: int = 0, fence: Fence = computed_already) -> int:
-        """Queues the save of a prefix's blocks from `first` on; its id."""
+    def save(
+        self,
+        prefix: Namespaced,
+        *ids: Sequence[int],
+        first: int = 0,
+        groups: Sequence[int] | None = None,
+        fence: Fence = computed_already,
+    ) -> int:
+        """Queues the save of a prefix's blocks from `first` on, of all groups or of some; its id."""
         self._saves += 1
         blocks = len(prefix.tokens) // 64 - first
-        self.transfers.save([SaveJob(self._saves, prefix, first, blocks, self.ids(*ids))], fence)
+        chosen = tuple(range(len(self.pages))) if groups is None else tuple(groups)
+        self.transfers.save([SaveJob(self._saves, prefix, first, blocks, chosen, self.ids(*ids))], fence)
         return self._saves
 
     def load(self, name: str, prefix: Namespaced, *ids: Sequence[int], first: int = 0, waits: bool = False) -> None:
@@ -140,9 +154,11 @@ class Rank:
             assert transfers._changed.wait_for(lambda: not (transfers._loading or transfers._saving), DEADLINE_S)
         return transfers.take_outcomes()
 
-    def saved(self, prefix: Namespaced, *ids: Sequence[int], first: int = 0) -> dict[str, float]:
+    def saved(
+        self, prefix: Namespaced, *ids: Sequence[int], first: int = 0, groups: Sequence[int] | None = None
+    ) -> dict[str, float]:
         """Saves, waits, and returns what was counted."""
-        job = self.save(prefix, *ids, first=first)
+        job = self.save(prefix, *ids, first=first, groups=groups)
         assert self.settle().saves == {job: 1}
         return self.counters.take()
 

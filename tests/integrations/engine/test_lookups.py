@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixd.client import ExhaustedError, MatchResult, NamespaceSpec, PartSpec, Tier, TierRun
+from prefixd.integrations.engine.geometry import Geometry, Group
 from prefixd.integrations.engine.link import Link, LinkDown
 from prefixd.integrations.engine.lookups import _LEASES, Lookups
 from prefixd.integrations.engine.seen import SeenPrefix
@@ -22,6 +23,10 @@ from prefixd_scheduler import CostModel, Distance
 from tests.integrations.engine.conftest import DEADLINE_S, LOG, PATIENT_S, wait_until
 
 BLOCK = 16
+GEOMETRY = Geometry((Group(0, 4, 64),), block_tokens=BLOCK, unit_tokens=4, ranks=1, layout="test")
+WINDOWED = Geometry(
+    (Group(0, 4, 64), Group(1, 4, 64, window_tokens=20)), block_tokens=BLOCK, unit_tokens=4, ranks=1, layout="test"
+)
 SPEC = NamespaceSpec("model", BLOCK, (PartSpec("all", 0, 64),))
 
 
@@ -108,8 +113,10 @@ def link() -> ScriptedLink:
     return ScriptedLink()
 
 
-def lookups_over(link: ScriptedLink, prefetch: int = 4, cost: CostModel | None = None) -> Lookups:
-    return Lookups(cast(Link, link), BLOCK, 64, prefetch, cost, link.clock)
+def lookups_over(
+    link: ScriptedLink, prefetch: int = 4, cost: CostModel | None = None, geometry: Geometry = GEOMETRY
+) -> Lookups:
+    return Lookups(cast(Link, link), geometry, prefetch, cost, link.clock)
 
 
 @pytest.fixture
@@ -529,6 +536,32 @@ async def test_what_is_on_disk_is_brought_up(
     assert seen.distance(0) is (Distance.DISK if Tier.DISK in tiers else Distance.CPU)
 
 
+# -- windows --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("tokens", "asked"), [(100, 96), (97, 96), (96, 80), (17, 16), (16, 0)])
+def test_with_windows_the_daemon_is_asked_about_what_can_be_loaded(link: ScriptedLink, tokens: int, asked: int) -> None:
+    """A lease of all 96 tokens of a prompt would lack window bytes that its first 95 need, and one token has to be
+    computed."""
+    lookups = lookups_over(link, geometry=WINDOWED)
+    lookups.add("r", SPEC, list(range(tokens)))
+    assert len(lookups._lookups["r"].tokens) == asked == WINDOWED.most_loadable(tokens)
+    assert link.pending("ask") == bool(asked)
+    lookups.again("r", list(range(tokens + BLOCK)))
+    assert len(lookups._lookups["r"].tokens) == asked + BLOCK, "after a preemption there are more tokens to be had"
+
+
+def test_without_windows_all_of_a_prompt_is_asked_about(link: ScriptedLink) -> None:
+    lookups = lookups_over(link)
+    lookups.add("r", SPEC, list(range(96)))
+    assert len(lookups._lookups["r"].tokens) == 96 and GEOMETRY.most_loadable(96) == 92
+
+
+def test_bytes_of_a_load_are_those_of_the_window_where_a_group_has_one() -> None:
+    assert GEOMETRY.nbytes(10) == 10 * 64
+    assert [WINDOWED.nbytes(blocks) for blocks in (1, 2, 10)] == [2 * 64, 4 * 64, 10 * 64 + 2 * 64]
+
+
 # -- and with a real daemon -----------------------------------------------------------------------------------------
 
 
@@ -544,7 +577,7 @@ def test_with_a_real_daemon(daemon: DaemonProcess) -> None:
         return sum(session.leases for session in (await link._client.stats()).sessions)
 
     link.start(store).result(DEADLINE_S)
-    lookups = Lookups(link, BLOCK, 64, 4, CostModel())
+    lookups = Lookups(link, GEOMETRY, 4, CostModel())
     lookups.patience_s = DEADLINE_S
     lookups.add("r", spec, list(range(100)))
     assert lookups.hit("r", 24, 96) == 56

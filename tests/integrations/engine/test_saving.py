@@ -19,6 +19,9 @@ from prefixd.integrations.engine.saving import SaveQueue
 
 RANKS = 2
 GEOMETRY = Geometry((Group(0, 4, 400), Group(1, 8, 200)), block_tokens=16, unit_tokens=8, ranks=RANKS, layout="test")
+WINDOWED = Geometry(
+    (Group(0, 4, 400), Group(1, 8, 200, window_tokens=24)), block_tokens=16, unit_tokens=8, ranks=RANKS, layout="test"
+)
 ONE_GROUP = Geometry((Group(0, 4, 400),), block_tokens=16, unit_tokens=4, ranks=1, layout="test")
 HASH_TOKENS = 8
 NO_BLOCK = 0
@@ -84,7 +87,7 @@ class AnyInterleaving(RuleBasedStateMachine):
         super().__init__()
         self.pool = Pool()
         self.most_pinned = 40
-        self.queue = queue(self.pool, most_pinned=self.most_pinned)
+        self.queue = queue(self.pool, WINDOWED, most_pinned=self.most_pinned)
         self.running: dict[str, Running] = {}
         self.unacknowledged: dict[int, int] = {}
         self.ids = iter(range(1, 1_000_000))
@@ -131,10 +134,14 @@ class AnyInterleaving(RuleBasedStateMachine):
         running.next_block = job.first_block + job.blocks
         assert job.prefix.tokens == np.asarray(running.tokens[:end], "<u4").tobytes()
         assert (job.prefix.name, job.prefix.salt) == (running.spec.name, running.spec.salt)
-        for ids, table, each in zip(job.block_ids, running.ever, (4, 8), strict=True):
-            assert list(ids) == table[job.first_block * 16 // each : end // each]
-            assert 0 not in ids
+        assert job.groups in ((0, 1), (0,))
+        for group, ids in zip(job.groups, job.block_ids, strict=True):
+            each = (4, 8)[group]
+            assert list(ids) == running.ever[group][job.first_block * 16 // each : end // each]
             assert all(self.pool.references[block] == 1 for block in ids)
+        for block in range(job.first_block, job.first_block + job.blocks):
+            gone = NO_BLOCK in running.tables[1][2 * block : 2 * block + 2]
+            assert gone == (job.groups == (0,)), "the window group is left out exactly where the engine has let go"
 
     @precondition(lambda self: self.unacknowledged)
     @rule(data=st.data(), ranks=st.integers(1, RANKS))
@@ -210,6 +217,44 @@ def test_saving_ends_where_the_engine_has_let_go_of_a_block() -> None:
     assert saves.take() == []
     saves.acknowledge(0, RANKS)
     assert pool.held == 0
+
+
+def test_what_a_window_has_passed_is_saved_without_its_group() -> None:
+    saves = queue(pool := Pool(), WINDOWED)
+    request, blocks = a_request(range(96)), tables(96)
+    blocks[1][:5] = [NO_BLOCK] * 5
+    saves.begin("r", SPECS[0], 0)
+    saves.advance("r", request, blocks, 96)
+    passed, rest = saves.take()
+    assert (passed.first_block, passed.blocks, passed.groups) == (0, 3, (0,))
+    assert passed.block_ids == (tuple(range(1, 13)),)
+    assert (rest.first_block, rest.blocks, rest.groups) == (3, 3, (0, 1))
+    assert rest.block_ids == (tuple(range(13, 25)), tuple(range(7, 13)))
+    for job in (passed, rest):
+        saves.acknowledge(job.id, RANKS)
+    assert pool.held == 0
+
+
+def test_of_a_model_with_windows_only_nothing_is_saved_behind_a_block_without_bytes() -> None:
+    only_windows = Geometry((Group(0, 4, 400, 24),), block_tokens=16, unit_tokens=4, ranks=1, layout="test")
+    saves = queue(pool := Pool(), only_windows)
+    blocks = tables(64)[:1]
+    blocks[0][0] = NO_BLOCK
+    saves.begin("r", SPECS[0], 0)
+    saves.advance("r", a_request(range(64)), blocks, 64)
+    assert saves.take() == [] and pool.held == 0, "the cache takes a block only with the blocks before it"
+
+
+def test_a_save_with_the_window_is_not_left_to_one_without_it() -> None:
+    saves = queue(pool := Pool(), WINDOWED)
+    request, passed = a_request(range(16)), tables(16)
+    passed[1][0] = NO_BLOCK
+    saves.begin("late", SPECS[0], 0)
+    saves.advance("late", request, passed, 16)
+    saves.begin("early", SPECS[0], 0)
+    saves.advance("early", request, tables(16, 100), 16)
+    assert [job.groups for job in saves.take()] == [(0,), (0, 1)]
+    assert pool.held == 4 + 6
 
 
 def test_saving_waits_for_room_and_goes_on() -> None:

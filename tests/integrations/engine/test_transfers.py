@@ -18,7 +18,17 @@ from prefixd.client import Client
 from prefixd.integrations.engine.pages import NO_BLOCK
 from prefixd.workloads.daemon_process import DaemonProcess
 from prefixd_swap.copies import HostCopyEngine, Pair
-from tests.integrations.engine.conftest import DEADLINE_S, LOG, PATIENT_S, GatedEngine, MakeRank, Rank, wait_until
+from tests.integrations.engine.conftest import (
+    DEADLINE_S,
+    LAYERS,
+    LOG,
+    PAGE_BYTES,
+    PATIENT_S,
+    GatedEngine,
+    MakeRank,
+    Rank,
+    wait_until,
+)
 
 
 def fill(rank: Rank, seed: int = 1) -> None:
@@ -435,3 +445,82 @@ def test_what_comes_after_the_end_fails_and_raises_nothing(rank: Rank, caplog: p
     assert rank.transfers.take_outcomes().loads["r"][1].failed_blocks == 2
     rank.save(rank.prefix("late", 32), range(1, 9))
     assert not lines(caplog, logging.ERROR)
+
+
+# -- windows --------------------------------------------------------------------------------------------------------
+
+
+def test_of_a_window_group_only_the_window_is_loaded(daemon: DaemonProcess, make_rank: MakeRank) -> None:
+    rank = make_rank(daemon.address, groups=2, window_tokens=20)  # the last 19 tokens lie in two blocks of 16
+    fill(rank)
+    prefix = rank.prefix("window", 64)
+    assert rank.saved(prefix, range(1, 17), range(1, 9)) == {"saved_blocks": 4}
+    full, window = pages_of(rank, range(1, 17)), pages_of(rank, range(1, 9), 1)
+    for array in rank.memory:
+        array[:, 17:] = 0
+    # The engine has room for the last 19 tokens and what else is in their blocks of 8 tokens.
+    rank.load("r", prefix, range(16, 32), [*[NO_BLOCK] * 5, 21, 22, 23])
+    outcome = rank.settle().loads["r"][1]
+    assert outcome.failed_blocks == 0
+    assert pages_of(rank, range(16, 32))[1:] == full[1:] and pages_of(rank, [21, 22, 23], 1) == window[5:]
+    assert outcome.nbytes == (16 + 3) * LAYERS * PAGE_BYTES, "bytes that were copied"
+
+
+def test_a_load_that_wants_bytes_outside_the_window_fails_and_says_so(
+    daemon: DaemonProcess, make_rank: MakeRank, caplog: pytest.LogCaptureFixture
+) -> None:
+    rank = make_rank(daemon.address, groups=2, window_tokens=17)
+    fill(rank)
+    prefix = rank.prefix("outside", 48)
+    rank.saved(prefix, range(1, 13), range(1, 7))
+    rank.load("r", prefix, range(13, 25), [NO_BLOCK, NO_BLOCK, NO_BLOCK, 11, 12, 13])
+    assert rank.settle().loads["r"][1].failed_blocks == 3
+    assert rank.transfers.take_received() == ({"r"}, {"r"})
+    (line,) = lines(caplog)
+    assert "KV group 1 in block 1" in line and "window of 17 tokens" in line
+
+
+def test_blocks_without_window_bytes_lead_up_to_blocks_with_them(daemon: DaemonProcess, make_rank: MakeRank) -> None:
+    """What the engine's window has passed is saved without the window group; longer prefixes can be used then."""
+    rank = make_rank(daemon.address, groups=2, window_tokens=17)
+    fill(rank)
+    prefix = rank.prefix("passed", 64)
+    passed = type(prefix)(prefix.name, prefix.salt, prefix.tokens[: 48 * 4])
+    assert rank.saved(passed, range(1, 13), groups=[0]) == {"saved_blocks": 3}
+    rank.load("short", passed, range(20, 32), [NO_BLOCK] * 6)
+    assert rank.settle().loads["short"][1].failed_blocks == 3, "no prefix of it has its window"
+    rank.counters.take()
+    assert rank.saved(prefix, range(13, 17), [7, 8], first=3) == {"saved_blocks": 1}
+    for array in rank.memory:
+        array[:, 17:] = 0
+    full, window = pages_of(rank, range(1, 17)), pages_of(rank, [7, 8], 1)
+    rank.load("long", prefix, range(16, 32), [*[NO_BLOCK] * 6, 30, 31])
+    assert rank.settle().loads["long"][1].failed_blocks == 0
+    assert pages_of(rank, range(16, 32))[1:] == full[1:] and pages_of(rank, [30, 31], 1) == window
+
+
+def test_window_bytes_are_added_to_blocks_that_have_the_rest(daemon: DaemonProcess, make_rank: MakeRank) -> None:
+    rank = make_rank(daemon.address, groups=2, window_tokens=17)
+    fill(rank)
+    prefix = rank.prefix("added", 32)
+    assert rank.saved(prefix, range(1, 9), groups=[0]) == {"saved_blocks": 2}
+    first = pages_of(rank, range(1, 9))
+    for array in rank.memory:
+        array[:] += 1
+    window = pages_of(rank, range(1, 5), 1)
+    assert rank.saved(prefix, range(1, 9), range(1, 5)) == {"saved_blocks": 2}
+    rank.load("r", prefix, range(20, 28), [NO_BLOCK, NO_BLOCK, 22, 23])
+    assert rank.settle().loads["r"][1].failed_blocks == 0
+    assert pages_of(rank, range(20, 28)) == first, "the first copy stays"
+    assert pages_of(rank, [22, 23], 1) == window[2:]
+
+
+def test_with_windows_a_shorter_prefix_than_was_found_is_of_no_use(daemon: DaemonProcess, make_rank: MakeRank) -> None:
+    rank = make_rank(daemon.address, groups=2, window_tokens=17)
+    fill(rank)
+    prefix = rank.prefix("shorter", 48)
+    rank.saved(type(prefix)(prefix.name, prefix.salt, prefix.tokens[: 32 * 4]), range(1, 9), range(1, 5))
+    rank.load("r", prefix, range(13, 25), [*[NO_BLOCK] * 4, 15, 16])
+    outcome = rank.settle().loads["r"][1]
+    assert outcome.failed_blocks == 3 and outcome.nbytes == 0
+    assert rank.transfers.take_received() == ({"r"}, {"r"}) and rank.transfers.take_failed_ids() == set()

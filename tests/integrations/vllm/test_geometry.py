@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from prefixd.client import SlidingWindow
 from prefixd.errors import ConfigError
 from prefixd.integrations.vllm.geometry import layer_names, read_geometry, read_pages
 from prefixd.integrations.vllm.options import ConnectorOptions
@@ -19,9 +20,31 @@ from prefixd.integrations.vllm.options import ConnectorOptions
 BLOCKS, PAGE = 5, 64
 
 
-def a_group(layers: Sequence[str], block_size: int = 16, page: int = PAGE, **spec: Any) -> SimpleNamespace:
-    kv_cache_spec = SimpleNamespace(block_size=block_size, page_size_bytes=page, **spec)
+class FullAttentionSpec(SimpleNamespace):
+    pass
+
+
+class SlidingWindowSpec(SimpleNamespace):
+    pass
+
+
+class SlidingWindowMLASpec(SlidingWindowSpec):
+    pass
+
+
+class ChunkedLocalAttentionSpec(SimpleNamespace):
+    pass
+
+
+def a_group(
+    layers: Sequence[str], block_size: int = 16, page: int = PAGE, kind: type = FullAttentionSpec, **spec: Any
+) -> SimpleNamespace:
+    kv_cache_spec = kind(block_size=block_size, page_size_bytes=page, **spec)
     return SimpleNamespace(layer_names=list(layers), kv_cache_spec=kv_cache_spec)
+
+
+def a_window_group(layers: Sequence[str], window: int, block_size: int = 16) -> SimpleNamespace:
+    return a_group(layers, block_size, kind=SlidingWindowSpec, sliding_window=window, extra_retained_tokens=0)
 
 
 def a_tensor(layers: Sequence[str], layer_stride: int, block_stride: int, offset: int = 0) -> SimpleNamespace:
@@ -160,9 +183,52 @@ def test_tokens_of_a_block(block_size: int, chosen: int | None, tokens: int) -> 
 )
 def test_a_block_is_no_longer_than_a_window(window: int, chosen: int | None, tokens: int) -> None:
     """Of a longer one vLLM would have let go of the first part before the last is computed."""
-    cache = a_cache([a_group(AB, sliding_window=window)], LAYERS_OUTERMOST.kv_cache_tensors)
+    cache = a_cache([a_window_group(AB, window)], LAYERS_OUTERMOST.kv_cache_tensors)
     geometry = read_geometry(a_config(), cache, ConnectorOptions(block_tokens=chosen))
     assert geometry is not None and geometry.block_tokens == tokens
+
+
+@pytest.mark.parametrize(
+    ("spec", "tokens"),
+    [
+        (SlidingWindowSpec(sliding_window=1024), 1024),
+        (SlidingWindowSpec(sliding_window=1024, extra_retained_tokens=3), 1027),
+        (SlidingWindowMLASpec(sliding_window=128), 128),
+        (SimpleNamespace(kv_cache_specs={"a": SlidingWindowSpec(sliding_window=512)}), 512),
+        (FullAttentionSpec(), None),
+        (FullAttentionSpec(sliding_window=1024), None),
+        (ChunkedLocalAttentionSpec(attention_chunk_size=8192), None),
+    ],
+    ids=[
+        "window",
+        "draft that reads further back",
+        "latent attention",
+        "layers that differ",
+        "full",
+        "layers of both kinds share its blocks",
+        "chunks",
+    ],
+)
+def test_the_rule_of_a_group(spec: SimpleNamespace, tokens: int | None) -> None:
+    spec.block_size, spec.page_size_bytes = 16, PAGE
+    for layer in getattr(spec, "kv_cache_specs", {}).values():
+        layer.page_size_bytes = PAGE
+    window = SimpleNamespace(layer_names=["a"], kv_cache_spec=spec)
+    cache = a_cache([window, a_group(["b"])], [a_tensor(["a"], PAGE, 2 * PAGE), a_tensor(["b"], PAGE, 2 * PAGE)])
+    geometry = read_geometry(a_config(), cache, ConnectorOptions())
+    assert geometry is not None and geometry.windowed == (tokens is not None)
+    assert [group.window_tokens for group in geometry.groups] == [tokens, None]
+    rule = None if tokens is None else SlidingWindow(tokens)
+    assert [part.rule for part in geometry.spec("model", b"").parts] == [rule, None]
+
+
+def test_with_a_window_a_load_that_fails_names_no_blocks() -> None:
+    """vLLM would go on behind the first block that failed, where it has no bytes of the window before that block."""
+    cache = a_cache([a_window_group(AB, 128)], LAYERS_OUTERMOST.kv_cache_tensors)
+    geometry = read_geometry(a_config(), cache, ConnectorOptions())
+    assert geometry is not None and not geometry.by_block
+    geometry = read_geometry(a_config(), LAYERS_OUTERMOST, ConnectorOptions())
+    assert geometry is not None and geometry.by_block
 
 
 def test_a_group_that_is_not_kept_still_makes_ids_ambiguous() -> None:
@@ -192,7 +258,7 @@ def test_a_model_whose_kv_vllm_keeps_in_host_memory_is_not_kept() -> None:
 
 TWO_GROUPS = a_cache([a_group(AB), a_group(["w"])], [a_tensor(AB, PAGE, 2 * PAGE), a_tensor(["w"], PAGE, 2 * PAGE)])
 
-WINDOW_OF_100 = a_cache([a_group(AB, sliding_window=100)], LAYERS_OUTERMOST.kv_cache_tensors)
+WINDOW_OF_100 = a_cache([a_window_group(AB, 100)], LAYERS_OUTERMOST.kv_cache_tensors)
 
 
 @pytest.mark.parametrize(
@@ -204,6 +270,7 @@ WINDOW_OF_100 = a_cache([a_group(AB, sliding_window=100)], LAYERS_OUTERMOST.kv_c
         (a_config(decode_context_parallel_size=4), LAYERS_OUTERMOST, {}, "decode_context_parallel_size = 4"),
         (a_config(), TWO_GROUPS, {"load": "layerwise"}, 'use "async"'),
         (a_config(), WINDOW_OF_100, {"block_tokens": 128}, "sliding window of 100 tokens holds; set 96 or less"),
+        (a_config(), WINDOW_OF_100, {"load": "layerwise"}, 'layerwise" and a sliding window'),
         (a_config(asynchronous=True), LAYERS_OUTERMOST, {"load": "layerwise"}, "--no-async-scheduling"),
         (a_config(speculative=object()), LAYERS_OUTERMOST, {"load": "layerwise"}, "speculative decoding"),
         (a_config(role="kv_producer"), LAYERS_OUTERMOST, {}, 'kv_role = "kv_producer"'),

@@ -62,6 +62,10 @@ class _Hold(Generic[HoldT]):
         """See `AsyncLease.offset`."""
         return self._hold.offset(block, part)
 
+    def has(self, block: int, part: int = 0) -> bool:
+        """See `AsyncLease.has`."""
+        return self._hold.has(block, part)
+
     def view(self, block: int, part: int = 0) -> memoryview:
         """See `AsyncLease.view` and `AsyncReservation.view`."""
         return self._hold.view(block, part)

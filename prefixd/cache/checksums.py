@@ -17,6 +17,24 @@ import xxhash
 
 from prefixd.cache.holds import Hold
 from prefixd.cache.index.trie import CPU, NO_SLOT, Rows, Trie
+from prefixd.cache.placement import Placement, Slots
+from prefixd_swap import host_bytes, started_threads
+
+_THREADS = 2
+_BLOCKS = 256  # hashed by one task
+
+
+class Checksums:
+    """Checksums under way.
+
+    Args:
+        placement: ends the holds.
+    """
+
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
+        self._tiers = placement.tiers
+        self._pending: dict[tuple[int, int], set[asyncio.Task[None]]] = {}  # by (trie, row)
         self.tasks: set[asyncio.Task[None]] = set()
         """Those under way."""
         self._threads = started_threads(_THREADS, "prefixd-checksums")

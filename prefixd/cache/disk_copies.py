@@ -121,7 +121,7 @@ class DiskCopies:
 
     def close(self) -> None:
         """Ends the threads."""
-        self.care.close()
+        self.health.close()
         self._threads.shutdown()
 
     def identity(self, trie: Trie, row: int) -> Identity:

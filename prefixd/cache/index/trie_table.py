@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prefixd.cache.index.key_index import KeyIndex, Rows, grown
+from prefixd.cache.index.columns import ColumnMemory, Reserve, reserve_addresses
+from prefixd.cache.index.key_index import KeyIndex, Rows
 
 TIERS = 3
 NOWHERE = -1  # namespace of a row that had a block and has none
@@ -21,13 +22,15 @@ class TrieTable:
         block_tokens: tokens a block.
         parts: parts of a block.
         groups: KV groups of a block.
+        reserve: where memory comes from.
     """
 
-    def __init__(self, block_tokens: int, parts: int, groups: int = 1) -> None:
+    def __init__(self, block_tokens: int, parts: int, groups: int = 1, reserve: Reserve = reserve_addresses) -> None:
         self.rows = 0  # rows ever used
         self.free = array("i")
         self._capacity = 0
-        self._keys = KeyIndex()
+        self._keys = KeyIndex(reserve=reserve)
+        self._memory = ColumnMemory(reserve)
         self.tokens = np.empty((0, block_tokens), np.uint32)
         self.parent = np.empty(0, np.int32)
         self.namespace = np.empty(0, np.int32)
@@ -77,20 +80,16 @@ class TrieTable:
         return np.concatenate([np.array(old, np.int64), new])
 
     def _grow(self, capacity: int) -> None:
-        """A column at a time, so that only one is there twice."""
         self._keys.reserve(capacity)
         for name in _COLUMNS:
-            setattr(self, name, grown(getattr(self, name), capacity))
+            setattr(self, name, self._memory.grown(name, getattr(self, name), capacity))
         for name in _TIER_COLUMNS:
-            old = getattr(self, name)
-            new = _by_tier(capacity, old.shape[2:], old.dtype)
-            new[: self.rows] = old[: self.rows]
-            setattr(self, name, new)
+            setattr(self, name, self._memory.grown(name, getattr(self, name), capacity, planes=True))
         self._capacity = capacity
 
 
 def _by_tier(rows: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """A column of 0 for each tier, [rows, TIERS, *shape]; where no tier writes, it takes no memory."""
+    """A column of 0 for each tier, [rows, TIERS, *shape]; where a tier never writes, it takes no memory."""
     return np.zeros((TIERS, rows, *shape), dtype).swapaxes(0, 1)
 
 

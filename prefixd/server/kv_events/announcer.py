@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixd.cache import CPU, DISK, GPU, Namespace, TieredCache, Trie
-from prefixd.cache.index.key_index import grown
+from prefixd.cache.index.columns import ColumnMemory
 from prefixd.cache.index.trie import Rows
 from prefixd.server.kv_events.publisher import EventCounters, Publisher
 from prefixd.server.kv_events.wire import AllBlocksCleared, BlockRemoved, BlockStored
@@ -43,6 +43,7 @@ class _Announced:
     """What was said of the rows of one trie."""
 
     def __init__(self) -> None:
+        self._memory = ColumnMemory()
         self.media: Bits = np.zeros(0, np.uint8)  # where it was said to be, a bit a tier
         self.hashes: Hashes = np.zeros(0, np.uint64)
         self.namespace: npt.NDArray[np.int32] = np.zeros(0, np.int32)
@@ -53,7 +54,7 @@ class _Announced:
         """Makes room for `rows` rows."""
         if rows > len(self.news):
             for name in ("media", "hashes", "namespace", "news", "to_store"):
-                setattr(self, name, grown(getattr(self, name), rows))
+                setattr(self, name, self._memory.grown(name, getattr(self, name), rows))
 
 
 class KVEvents:

@@ -1,0 +1,61 @@
+"""Tokens for keys of one's choice: XXH3-128 of 64 bytes is inverted in a dozen operations, for any known seed.
+
+Of the eight 64-bit words of a block, words 0 and 6 are chosen so that a factor of their products is 0, whatever words 1
+and 7 are. Those two are then added to the two halves of the accumulator by exclusive or: it can be given any value.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+BLOCK_TOKENS = 16
+
+_MASK = 2**64 - 1
+_PRIME_1, _PRIME_2, _PRIME_4 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x85EBCA77C2B2AE63
+_SECRET = np.frombuffer(
+    bytes.fromhex(
+        "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671f"
+        "cb79e64eccc0e578825ad07dccff7221b8084674f743248ee03590e6813a264c"
+    ),
+    np.uint64,
+).tolist()
+
+
+def blocks_with_equal_first_half(count: int, seed: int) -> list[bytes]:
+    """Token ids of `count` first blocks of 16 tokens, whose keys are all different and agree in their first 8 bytes."""
+    low, high = 64 * _PRIME_1 & _MASK, 0
+    low = low + _folded(_SECRET[4] + seed, _SECRET[5] - seed) & _MASK  # words 2 to 5 are 0
+    high = high + _folded(_SECRET[6] + seed, _SECRET[7] - seed) & _MASK
+    fixed = (_SECRET[0] + seed & _MASK, _SECRET[2] + seed & _MASK)  # words 0 and 6
+    blocks = []
+    for number in range(count):
+        wanted_high = number
+        wanted_low = -number * _PRIME_4 * pow(_PRIME_1, -1, 2**64) & _MASK  # the first half is a hash of their sum
+        words = [fixed[0], (high ^ wanted_high) - fixed[0], 0, 0, 0, 0, fixed[1], (low ^ wanted_low) - fixed[1]]
+        blocks.append(b"".join((word & _MASK).to_bytes(8, "little") for word in words))
+    return blocks
+
+
+def key_families(count: int) -> dict[str, npt.NDArray[np.uint8]]:
+    """[count, 16]: different keys each, with the structure that a weak function of both halves would keep."""
+    numbers = np.arange(count, dtype=np.uint64)
+    side = int(np.ceil(np.sqrt(count)))
+    x, y = numbers % np.uint64(side), numbers // np.uint64(side)
+    zero = np.zeros(count, np.uint64)
+    families = {
+        "equal first half": (zero, numbers),
+        "equal second half": (numbers, zero),
+        "equal halves": (numbers, numbers),
+        "opposite halves": (numbers, zero - numbers),
+        "one half the complement of the other": (numbers, ~numbers),
+    }
+    for bits in (16, 32, 40, 48):
+        families[f"multiples of 2**{bits}"] = (numbers << np.uint64(bits), zero)
+        families[f"a grid of multiples of 2**{bits + 8}"] = (x << np.uint64(bits + 8), y << np.uint64(bits + 8))
+    return {name: np.stack(halves, axis=1).view(np.uint8) for name, halves in families.items()}
+
+
+def _folded(one: int, other: int) -> int:
+    product = (one & _MASK) * (other & _MASK)
+    return (product ^ product >> 64) & _MASK

@@ -77,5 +77,57 @@ def test_a_walk_ends_at_the_limit_or_the_first_unknown_key(seed: bytes, blocks: 
     chain = BlockChain(ids, 1, 5)
     expected = [10 + i for i in range(min(known, limit, len(chain)))]
     assert chain.walk(find_all, limit).tolist() == expected
-    assert len(chain.keys) <= 17 * (len(expected) + 1), "what is hashed behind the first miss is bounded"
+    assert chain.hashed <= 17 * (len(expected) + 1), "what is hashed behind the first miss is bounded"
     assert chain.walk(find_all, limit).tolist() == expected, "half-hashed chains walk the same way"
+
+
+def test_a_long_chain_is_hashed_in_slices() -> None:
+    ids = np.arange(10_000, dtype="<u4").tobytes()
+    chain, whole = BlockChain(ids, 1, 3), BlockChain(ids, 1, 3)
+    whole.key(9999)
+    hashed = []
+    while not chain.hash_until(9000):
+        hashed.append(chain.hashed)
+    assert hashed == [4096, 8192]
+    assert chain.hashed == 9000
+    assert chain.hash_until(20_000, at_most=1000), "there are not so many blocks"
+    assert chain.hashed == 10_000
+    assert np.array_equal(chain.key_rows(0, 10_000), whole.key_rows(0, 10_000))
+    assert not BlockChain(ids, 1, 3).hash_until(100, at_most=99)
+
+
+@given(tokens, st.integers(1, 4), st.data())
+def test_rows_of_keys_and_tokens_are_those_of_the_blocks(ids: bytes, width: int, data: st.DataObject) -> None:
+    chain, reference = BlockChain(ids, width, 9), BlockChain(ids, width, 9)
+    start = data.draw(st.integers(0, len(chain)))
+    stop = data.draw(st.integers(start, len(chain)))
+    assert [key.tobytes() for key in chain.key_rows(start, stop)] == [reference.key(i) for i in range(start, stop)]
+    rows = chain.token_rows(start, stop)
+    assert rows.shape == (stop - start, width)
+    assert rows.tobytes() == b"".join(reference.block(i) for i in range(start, stop))
+
+
+def test_rows_of_tokens_stay_as_they_are_when_tokens_come() -> None:
+    ids = np.arange(8, dtype="<u4").tobytes()
+    chain = BlockChain(ids, 2, 0)
+    views = []
+    for number in range(50):
+        views.append(chain.token_rows(0, len(chain)))
+        chain.append(np.array([100 + number], "<u4").tobytes())
+    assert all(view.tobytes() == chain.blocks(len(view)) for view in views)
+    assert chain.tokens == 58
+
+
+def test_a_walk_in_batches_gives_its_rows_as_it_finds_them() -> None:
+    chain = BlockChain(bytes(4 * 10_000), 1, 0)
+    asked: list[int] = []
+
+    def find_all(keys: bytes) -> Rows:
+        asked.append(len(keys) // 16)
+        return np.where(np.arange(asked[-1]) < 5000, sum(asked), -1)
+
+    batches = chain.walk_batches(find_all, 9000)
+    assert next(batches).tolist() == [1]
+    assert asked == [1], "the rest is not hashed before somebody asks for it"
+    assert [len(rows) for rows in batches] == [16, 256, 4096, 4096, 535]
+    assert asked == [1, 16, 256, 4096, 4096, 535]

@@ -138,9 +138,7 @@ class Reservations:
         """
         trie, chain, namespace = reservation.trie, reservation.chain, reservation.namespace
         first, last = reservation.first_block + start, reservation.first_block + end
-        chain.key(last - 1)
-        keys = np.frombuffer(b"".join(chain.keys[first:last]), np.uint8).reshape(-1, 16)
-        tokens = np.frombuffer(chain.blocks(last), np.uint32).reshape(last, trie.block_tokens)[first:]
+        keys, tokens = chain.key_rows(first, last), chain.token_rows(first, last)
         parent = int(before[-1]) if len(before) else namespace.root
         rows, _ = trie.insert_path(parent, namespace.ordinal, keys, tokens, self._clock())
         trie.touch(rows, self._clock())

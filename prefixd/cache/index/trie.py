@@ -123,8 +123,7 @@ class Trie(TrieTable):
         """The beginning of `rows` that really is this chain's."""
         if not len(rows):
             return rows
-        wanted = np.frombuffer(chain.blocks(len(rows)), np.uint32).reshape(len(rows), self.block_tokens)
-        good = (self.tokens[rows] == wanted).all(axis=1)
+        good = (self.tokens[rows] == chain.token_rows(0, len(rows))).all(axis=1)
         parents = self.parent[rows]
         good[0] &= parents[0] == root
         good[1:] &= parents[1:] == rows[:-1]

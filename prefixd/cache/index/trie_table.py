@@ -74,10 +74,12 @@ class TrieTable:
     def take_rows(self, count: int) -> Rows:
         """Rows for new blocks: free ones, as they were left, then ones in which all is 0."""
         self.reserve(count)
-        old = [self.free.pop() for _ in range(min(count, len(self.free)))]
+        kept = max(len(self.free) - count, 0)
+        old = np.array(self.free[kept:], np.int64)[::-1]
+        del self.free[kept:]
         new = np.arange(self.rows, self.rows + count - len(old))
         self.rows += len(new)
-        return np.concatenate([np.array(old, np.int64), new])
+        return np.concatenate([old, new])
 
     def _grow(self, capacity: int) -> None:
         self._keys.reserve(capacity)

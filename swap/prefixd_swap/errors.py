@@ -65,3 +65,11 @@ class TransferError(SwapError):
 
 class IntegrityError(SwapError):
     """Accounting that contradicts itself: a bug in this package, reported with the numbers that disagree."""
+
+
+class PrefetchLimitError(SwapError):
+    """An owner has asked for more ahead of need than one owner may have under way."""
+
+
+class TransferDroppedError(SwapError):
+    """A transfer was cancelled before all of its pieces had started."""

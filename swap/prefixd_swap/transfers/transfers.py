@@ -1,0 +1,583 @@
+"""Every movement of blocks: started in the order of its urgency, raised, cancelled, limited and measured.
+
+All of it runs on one event loop; only the pieces themselves run elsewhere. Each device has as many threads as it may
+have pieces under way, so no piece waits in a thread pool behind another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Hashable, Iterable, Iterator, Sized
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, cast
+
+from prefixd_swap.errors import MemoryMisuseError, PrefetchLimitError
+from prefixd_swap.threads import started_threads
+from prefixd_swap.transfers.device_queue import LATEST_DUE_S, DeviceLimits, DeviceQueue, Waiter
+from prefixd_swap.transfers.estimate import PathEstimate, PathMeter
+from prefixd_swap.transfers.pieces import Outcome, Piece, Result, Urgency
+
+T = TypeVar("T")
+
+Threads = Callable[[int, str], Executor]
+"""Number of threads, what their names begin with: a pool whose threads run already."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchLimit:
+    """The most that one owner may have submitted as PREFETCH and not seen end."""
+
+    pieces: int
+    nbytes: int
+
+
+@dataclass(slots=True)
+class UrgencyStats:
+    """What one path does at one urgency. A transfer that is raised takes what is left of it along."""
+
+    waiting_transfers: int = 0
+    """Transfers with pieces that have not started."""
+    waiting_pieces: int = 0
+    waiting_bytes: int = 0
+    in_flight: int = 0
+    """Pieces under way."""
+    started: int = 0
+    """Pieces started since the beginning."""
+    moved_bytes: int = 0
+    """Bytes of pieces that have ended without an error since the beginning."""
+    failed: int = 0
+    """Pieces that have ended with an error since the beginning."""
+    dropped: int = 0
+    """Pieces that were cancelled before they started, since the beginning."""
+    waits: int = 0
+    """Transfers whose first piece has started, since the beginning."""
+    waited_s: float = 0.0
+    """Seconds from their submission to that start, summed."""
+    longest_wait_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PathStats:
+    """What one path does."""
+
+    path: str
+    device: str
+    by_urgency: dict[Urgency, UrgencyStats]
+    estimate: PathEstimate
+
+
+class Transfer(Generic[T]):
+    """One movement of blocks; made by `Transfers.submit`."""
+
+    def __init__(
+        self, transfers: Transfers, waiter: Waiter, pieces: Iterator[Piece[T]], count: int, nbytes: int, owner: Hashable
+    ) -> None:
+        """For `Transfers`."""
+        self.owner = owner
+        self._transfers = transfers
+        self._waiter = waiter
+        self._pieces: Iterator[Piece[T]] | None = pieces
+        self._in_order = False
+        self._count = count
+        self._nbytes = nbytes
+        self._waiting_pieces = count
+        self._waiting_bytes = nbytes
+        self._charged = False
+        self._submitted_s = 0.0
+        self._outcomes: list[Outcome[T] | None] = []
+        self._ended: list[int] = []
+        self._news = asyncio.Event()
+        self._finished: asyncio.Future[Result[T]] = asyncio.get_running_loop().create_future()
+
+    @property
+    def path(self) -> str:
+        """The path that the blocks take."""
+        return self._waiter.path
+
+    @property
+    def urgency(self) -> Urgency:
+        """The urgency now."""
+        return self._waiter.urgency
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing of it waits or is under way any more."""
+        return self._finished.done()
+
+    @property
+    def done(self) -> Awaitable[Result[T]]:
+        """Wait for it to learn how the transfer ended. The transfer goes on if a waiting task is cancelled."""
+        return asyncio.shield(self._finished)
+
+    async def outcomes(self) -> AsyncIterator[tuple[int, Outcome[T]]]:
+        """Yields each piece's position and outcome as soon as it has ended; ends with the transfer."""
+        seen = 0
+        while True:
+            while seen < len(self._ended):
+                position = self._ended[seen]
+                seen += 1
+                yield position, self._outcome(position)
+            if self.finished:
+                return
+            self._news.clear()
+            await self._news.wait()
+
+    async def finish(self) -> Result[T]:
+        """Waits for the end. If the caller is cancelled, so is the transfer, as by `cancel`.
+
+        So when this returns or raises, no piece touches its memory any more.
+        """
+        try:
+            return await self.done
+        except asyncio.CancelledError:
+            await self.cancel()
+            raise
+
+    def drop(self) -> None:
+        """Drops the pieces that have not started; those under way run to their end."""
+        self._transfers._drop(self)
+
+    async def cancel(self) -> Result[T]:
+        """Drops the pieces that have not started and waits for the end of those under way.
+
+        A piece that has started cannot be stopped: its thread writes into memory. If the caller is cancelled
+        meanwhile, that is raised after this end, too.
+        """
+        self.drop()
+        cancelled: asyncio.CancelledError | None = None
+        while not self._finished.done():
+            try:
+                await asyncio.wait([self._finished])
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
+        return self._finished.result()
+
+    def raise_to(self, urgency: Urgency) -> None:
+        """Makes the transfer more urgent; one that is so urgent already stays as it is."""
+        self._transfers._raise(self, urgency)
+
+    def _outcome(self, position: int) -> Outcome[T]:
+        outcome = self._outcomes[position]
+        if outcome is None:
+            raise MemoryMisuseError(f"piece {position} is still under way; wait for the end of the transfer")
+        return outcome
+
+
+class _Device:
+    def __init__(self, name: str, queue: DeviceQueue, threads: Executor | None) -> None:
+        self.name = name
+        self.queue = queue
+        self.threads = threads
+        self.starting = False
+
+
+class _Path:
+    def __init__(self, name: str, device: _Device) -> None:
+        self.name = name
+        self.device = device
+        self.meter = PathMeter()
+        self.by_urgency = {urgency: UrgencyStats() for urgency in Urgency}
+
+
+class Transfers:
+    """All transfers of one process.
+
+    Args:
+        urgency_enabled: False makes each device one queue, first in, first out: a benchmark's baseline.
+        prefetch_limit: the most that one owner may have under way as PREFETCH; None: no limit.
+        clock: seconds; passed in so that tests own the time. Threads call it, too.
+        threads: makes each device's threads.
+    """
+
+    def __init__(
+        self,
+        *,
+        urgency_enabled: bool = True,
+        prefetch_limit: PrefetchLimit | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        threads: Threads = started_threads,
+    ) -> None:
+        self._urgency_enabled = urgency_enabled
+        self._prefetch_limit = prefetch_limit
+        self._clock = clock
+        self._threads = threads
+        self._devices: dict[str, _Device] = {}
+        self._paths: dict[str, _Path] = {}
+        self._live: dict[Waiter, Transfer[Any]] = {}
+        self._owned: defaultdict[Hashable, set[Transfer[Any]]] = defaultdict(set)
+        self._prefetching: defaultdict[Hashable, list[int]] = defaultdict(lambda: [0, 0])  # pieces, bytes
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._submitted = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._closed = False
+
+    # -- devices and paths ----------------------------------------------------------------------------------------
+
+    def add_device(self, name: str, limits: DeviceLimits, *, threads: bool = True) -> None:
+        """Adds a device, for example a disk, and starts its threads: `limits.in_flight` of them.
+
+        `threads=False` starts none: all its pieces run on the event loop.
+
+        Raises:
+            MemoryMisuseError: there is a device of that name, or this is closed.
+            OutOfMemoryError: the system gives this process no more threads.
+        """
+        self._check_open()
+        if name in self._devices:
+            raise MemoryMisuseError(f"there is a device {name!r} already; give each one its own name")
+        queue = DeviceQueue(limits, urgency=self._urgency_enabled)
+        pool = self._threads(limits.in_flight, f"prefixd-{name.replace(' ', '-')}") if threads else None
+        self._devices[name] = _Device(name, queue, pool)
+
+    def add_path(self, name: str, device: str, in_flight: int | None = None) -> None:
+        """Adds a path, for example "disk read"; by default as many pieces may be under way on it as on its device.
+
+        Raises:
+            MemoryMisuseError: there is a path of that name or no such device, or nothing could start on the path.
+        """
+        self._check_open()
+        if name in self._paths:
+            raise MemoryMisuseError(f"there is a path {name!r} already; give each one its own name")
+        if device not in self._devices:
+            raise MemoryMisuseError(f"there is no device {device!r}; add it before its paths")
+        on = self._devices[device]
+        on.queue.add_path(name, on.queue.limits.in_flight if in_flight is None else in_flight)
+        self._paths[name] = _Path(name, on)
+
+    def has_path(self, name: str) -> bool:
+        """Whether there is such a path."""
+        return name in self._paths
+
+    # -- transfers ------------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        path: str,
+        pieces: Iterable[Piece[T]],
+        urgency: Urgency,
+        *,
+        owner: Hashable = None,
+        deadline_s: float | None = None,
+        in_order: bool = False,
+        count: int | None = None,
+        nbytes: int | None = None,
+    ) -> Transfer[T]:
+        """Starts a transfer as soon as its path is free for it.
+
+        Args:
+            path: where the blocks go.
+            pieces: taken one by one when they start, in order, on the event loop; so an iterator may make each piece
+                then. If it raises, that is the outcome of the piece in question, and the rest is dropped.
+            urgency: see `Urgency`.
+            owner: on whose behalf, for `cancel_owner` and the limit of prefetches.
+            deadline_s: by the clock, when the blocks are wanted; orders transfers of one urgency.
+            in_order: start each piece after the end of the one before, and none after one that failed.
+            count: how many pieces to take; needed unless `pieces` has a length.
+            nbytes: bytes of all pieces together, likewise.
+
+        Raises:
+            PrefetchLimitError: the owner has too much under way as PREFETCH; nothing was submitted.
+            MemoryMisuseError: no such path, an amount is missing or negative, or this is closed.
+        """
+        self._check_open()
+        if path not in self._paths:
+            raise MemoryMisuseError(f"there is no path {path!r}; there are {', '.join(self._paths) or 'none'}")
+        if count is None or nbytes is None:
+            if not isinstance(pieces, Sized):
+                raise MemoryMisuseError("how much an iterator of pieces moves is unknown; give `count` and `nbytes`")
+            count = len(pieces) if count is None else count
+            nbytes = sum(piece.nbytes for piece in pieces) if nbytes is None else nbytes
+        if count < 0 or nbytes < 0:
+            raise MemoryMisuseError(f"{count} pieces of {nbytes} bytes are not possible; give 0 or more")
+        if urgency is Urgency.PREFETCH and owner is not None:
+            self._check_limit(owner, count, nbytes)
+        now_s = self._clock()
+        due_s = now_s + LATEST_DUE_S
+        self._submitted += 1
+        waiter = Waiter(path, urgency, due_s if deadline_s is None else min(due_s, deadline_s), self._submitted)
+        transfer = Transfer(self, waiter, iter(pieces), count, nbytes, owner)
+        transfer._in_order = in_order
+        transfer._submitted_s = now_s
+        self._live[waiter] = transfer
+        self._idle.clear()
+        if owner is not None:
+            self._owned[owner].add(transfer)
+            self._charge(transfer, urgency is Urgency.PREFETCH)
+        self._count_waiting(transfer, 1)
+        if not count:
+            self._drop(transfer)
+            return transfer
+        on = self._paths[path].device
+        on.queue.add(waiter, now_s)
+        self._start_next(on)
+        return transfer
+
+    async def cancel_owner(self, owner: Hashable) -> None:
+        """Cancels every transfer of an owner; returns when none of them touches memory any more."""
+        transfers = list(self._owned.get(owner, ()))
+        for transfer in transfers:
+            transfer.drop()
+        for transfer in transfers:
+            await transfer.cancel()
+
+    async def drain(self) -> None:
+        """Waits until no transfer waits or is under way."""
+        await self._idle.wait()
+
+    async def close(self) -> None:
+        """Drops what has not started, waits for what is under way, and ends the threads. Can be called twice."""
+        self._closed = True
+        for transfer in list(self._live.values()):
+            transfer.drop()
+        await self.drain()
+        for device in self._devices.values():
+            if device.threads is not None:
+                device.threads.shutdown()  # every thread is idle
+
+    # -- figures --------------------------------------------------------------------------------------------------
+
+    def estimate(self, path: str) -> PathEstimate:
+        """What the path moves, measured.
+
+        Raises:
+            KeyError: there is no such path.
+        """
+        return self._paths[path].meter.estimate()
+
+    def stats(self) -> list[PathStats]:
+        """What every path does."""
+        return [
+            PathStats(path.name, path.device.name, path.by_urgency, path.meter.estimate())
+            for path in self._paths.values()
+        ]
+
+    def prefetching(self, owner: Hashable) -> PrefetchLimit:
+        """How much of its limit of prefetches the owner uses."""
+        return PrefetchLimit(*self._prefetching.get(owner, (0, 0)))
+
+    # -- starting and ending --------------------------------------------------------------------------------------
+
+    def _start_next(self, device: _Device) -> None:
+        """Starts what the device has room for."""
+        if device.starting:  # an iterator of pieces has submitted or cancelled something: the loop below goes on
+            return
+        device.starting = True
+        try:
+            while (choice := device.queue.choose(now_s := self._clock())) is not None:
+                waiter, let_through = choice
+                self._start(self._live[waiter], let_through, now_s)
+        finally:
+            device.starting = False
+
+    def _start(self, transfer: Transfer[Any], let_through: bool, now_s: float) -> None:
+        waiter, path = transfer._waiter, self._paths[transfer.path]
+        try:
+            piece = None if transfer._pieces is None else next(transfer._pieces, None)
+        except Exception as error:
+            self._take_waiting(transfer, 0)
+            transfer._outcomes.append(Outcome(None, error))
+            transfer._ended.append(len(transfer._outcomes) - 1)
+            transfer._news.set()
+            path.by_urgency[waiter.urgency].failed += 1
+            piece = None
+        if piece is None or not waiter.waiting:  # there is no more, or taking it has cancelled the transfer
+            self._drop(transfer)
+            return
+        position = len(transfer._outcomes)
+        transfer._outcomes.append(None)
+        stats = path.by_urgency[waiter.urgency]
+        if not position:
+            wait_s = max(0.0, now_s - transfer._submitted_s)
+            stats.waits += 1
+            stats.waited_s += wait_s
+            stats.longest_wait_s = max(stats.longest_wait_s, wait_s)
+        self._take_waiting(transfer, piece.nbytes)
+        stats.started += 1
+        stats.in_flight += 1
+        path.device.queue.started(waiter, let_through, now_s)
+        if transfer._in_order:
+            path.device.queue.remove(waiter)
+        self._launch(transfer, position, piece, let_through)
+        if position + 1 == transfer._count:
+            self._drop(transfer)  # there is nothing left to drop: it must not wait in the queue to find that out
+
+    def _launch(self, transfer: Transfer[T], position: int, piece: Piece[T], let_through: bool) -> None:
+        loop = asyncio.get_running_loop()
+        began_s = self._clock()
+
+        def ended(outcome: Outcome[T], ended_s: float) -> None:
+            self._end(transfer, position, piece.nbytes, outcome, let_through, began_s, ended_s)
+
+        if piece.on_loop:
+            work = cast("Callable[[], Coroutine[Any, Any, T]]", piece.work)
+            task = loop.create_task(_outcome_of(work))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(lambda task: ended(_result_of(task), self._clock()))
+            return
+
+        def run() -> tuple[Outcome[T], float]:
+            try:
+                outcome = Outcome(cast("Callable[[], T]", piece.work)())
+            except BaseException as error:
+                outcome = Outcome(None, error)
+            return outcome, self._clock()
+
+        def tell(future: Future[tuple[Outcome[T], float]]) -> None:
+            loop.call_soon_threadsafe(ended, *future.result())
+
+        device = self._paths[transfer.path].device
+        try:
+            if device.threads is None:
+                raise MemoryMisuseError(
+                    f"device {device.name!r} has no threads; give pieces that run on the event loop"
+                )
+            future = device.threads.submit(run)
+        except (MemoryMisuseError, RuntimeError) as error:  # RuntimeError: the interpreter is shutting down
+            loop.call_soon(ended, Outcome[T](None, error), began_s)
+            return
+        future.add_done_callback(tell)
+
+    def _end(
+        self,
+        transfer: Transfer[T],
+        position: int,
+        nbytes: int,
+        outcome: Outcome[T],
+        let_through: bool,
+        began_s: float,
+        ended_s: float,
+    ) -> None:
+        waiter, path = transfer._waiter, self._paths[transfer.path]
+        stats = path.by_urgency[waiter.urgency]
+        stats.in_flight -= 1
+        if outcome.error is None:
+            stats.moved_bytes += nbytes
+            path.meter.ended(began_s, ended_s, nbytes)
+        else:
+            stats.failed += 1
+        transfer._outcomes[position] = outcome
+        transfer._ended.append(position)
+        transfer._news.set()
+        now_s = self._clock()
+        path.device.queue.ended(waiter, let_through, now_s)
+        if transfer._pieces is not None and transfer._in_order:
+            if outcome.error is None:
+                path.device.queue.add(waiter, now_s)
+            else:
+                self._drop(transfer)
+        self._finish_if_ended(transfer)
+        self._start_next(path.device)
+
+    def _drop(self, transfer: Transfer[Any]) -> None:
+        """Nothing more of the transfer starts: it has no more pieces, or it is cancelled."""
+        if transfer._pieces is None:
+            return
+        transfer._pieces = None
+        device = self._paths[transfer.path].device
+        device.queue.remove(transfer._waiter)
+        self._paths[transfer.path].by_urgency[transfer.urgency].dropped += transfer._waiting_pieces
+        self._count_waiting(transfer, -1)
+        self._finish_if_ended(transfer)
+        self._start_next(device)  # if it was DEMAND, others are held back no more
+
+    def _finish_if_ended(self, transfer: Transfer[Any]) -> None:
+        if transfer._pieces is not None or transfer._waiter.in_flight or transfer.finished:
+            return
+        del self._live[transfer._waiter]
+        if transfer.owner is not None:
+            self._charge(transfer, False)
+            self._owned[transfer.owner].discard(transfer)
+            if not self._owned[transfer.owner]:
+                del self._owned[transfer.owner]
+        outcomes = cast("list[Outcome[Any]]", transfer._outcomes)  # each piece has its own by now
+        transfer._finished.set_result(Result(outcomes, transfer._waiting_pieces))
+        transfer._news.set()
+        if not self._live:
+            self._idle.set()
+
+    def _raise(self, transfer: Transfer[Any], urgency: Urgency) -> None:
+        if urgency >= transfer.urgency or transfer.finished:
+            return
+        path = self._paths[transfer.path]
+        in_flight = transfer._waiter.in_flight
+        waits = transfer._pieces is not None
+        if waits:
+            self._count_waiting(transfer, -1)
+        path.by_urgency[transfer.urgency].in_flight -= in_flight
+        path.device.queue.raise_to(transfer._waiter, urgency)
+        path.by_urgency[urgency].in_flight += in_flight
+        if waits:
+            self._count_waiting(transfer, 1)
+        if transfer.owner is not None:
+            self._charge(transfer, urgency is Urgency.PREFETCH)
+        self._start_next(path.device)
+
+    # -- counting -------------------------------------------------------------------------------------------------
+
+    def _count_waiting(self, transfer: Transfer[Any], sign: int) -> None:
+        stats = self._paths[transfer.path].by_urgency[transfer.urgency]
+        stats.waiting_transfers += sign
+        stats.waiting_pieces += sign * transfer._waiting_pieces
+        stats.waiting_bytes += sign * transfer._waiting_bytes
+
+    def _take_waiting(self, transfer: Transfer[Any], nbytes: int) -> None:
+        """One piece waits no more; an iterator may give more pieces and bytes than were declared."""
+        stats = self._paths[transfer.path].by_urgency[transfer.urgency]
+        pieces, nbytes = min(1, transfer._waiting_pieces), min(nbytes, transfer._waiting_bytes)
+        transfer._waiting_pieces -= pieces
+        transfer._waiting_bytes -= nbytes
+        stats.waiting_pieces -= pieces
+        stats.waiting_bytes -= nbytes
+
+    def _charge(self, transfer: Transfer[Any], charged: bool) -> None:
+        """Counts the whole transfer against its owner's limit, until it has ended or is raised."""
+        if charged == transfer._charged:
+            return
+        transfer._charged = charged
+        sign = 1 if charged else -1
+        used = self._prefetching[transfer.owner]
+        used[0] += sign * transfer._count
+        used[1] += sign * transfer._nbytes
+        if not any(used):
+            del self._prefetching[transfer.owner]
+
+    def _check_limit(self, owner: Hashable, count: int, nbytes: int) -> None:
+        limit = self._prefetch_limit
+        if limit is None:
+            return
+        pieces, used = self._prefetching.get(owner, (0, 0))
+        if pieces + count > limit.pieces:
+            raise PrefetchLimitError(
+                f"a prefetch of {count} pieces is refused: its owner has {pieces} under way, the limit is "
+                f"{limit.pieces} pieces an owner; wait for earlier ones to end, or prefetch less"
+            )
+        if used + nbytes > limit.nbytes:
+            raise PrefetchLimitError(
+                f"a prefetch of {nbytes} bytes is refused: its owner has {used} under way, the limit is "
+                f"{limit.nbytes} bytes an owner; wait for earlier ones to end, or prefetch less"
+            )
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise MemoryMisuseError("these transfers are closed; submit before the end")
+
+
+async def _outcome_of(work: Callable[[], Coroutine[Any, Any, T]]) -> Outcome[T]:
+    try:
+        return Outcome(await work())
+    except Exception as error:
+        return Outcome(None, error)
+
+
+def _result_of(task: asyncio.Task[Outcome[T]]) -> Outcome[T]:
+    if task.cancelled():
+        return Outcome(None, asyncio.CancelledError("the piece's task was cancelled from outside"))
+    error = task.exception()
+    return task.result() if error is None else Outcome(None, error)

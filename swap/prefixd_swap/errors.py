@@ -73,3 +73,7 @@ class PrefetchLimitError(SwapError):
 
 class TransferDroppedError(SwapError):
     """A transfer was cancelled before all of its pieces had started."""
+
+
+class SimulationError(SwapError):
+    """A simulation that cannot go on."""

@@ -1,0 +1,61 @@
+"""An event loop whose time passes only while everything waits: simulations are exact and take no time."""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from prefixd_swap.errors import SimulationError
+
+if TYPE_CHECKING:
+    from _typeshed import FileDescriptorLike
+
+
+class _TimeSelector(selectors.BaseSelector):
+    """Instead of waiting for input, it lets the time of the wait pass."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._real = selectors.DefaultSelector()
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        ready = self._real.select(0)
+        if ready:
+            return ready
+        if timeout is None:
+            raise SimulationError(
+                "simulated time stands still: every task waits for something that no timer brings; threads and files "
+                "have no part in a simulation"
+            )
+        self.now_s += max(0.0, timeout)
+        return []
+
+    def register(self, fileobj: FileDescriptorLike, events: int, data: Any = None) -> selectors.SelectorKey:
+        return self._real.register(fileobj, events, data)
+
+    def unregister(self, fileobj: FileDescriptorLike) -> selectors.SelectorKey:
+        return self._real.unregister(fileobj)
+
+    def close(self) -> None:
+        self._real.close()
+
+    def get_map(self) -> Mapping[FileDescriptorLike, selectors.SelectorKey]:
+        return self._real.get_map()
+
+
+class SimulatedTimeLoop(asyncio.SelectorEventLoop):
+    """`time` is the clock and `asyncio.sleep` the way to wait; use it with `asyncio.Runner(loop_factory=...)`.
+
+    The first `time` is 0.0 seconds. When every task waits and no timer is set, `run_until_complete` raises
+    `SimulationError`. Work in threads is not seen: time does not wait for it.
+    """
+
+    def __init__(self) -> None:
+        self._time_selector = _TimeSelector()
+        super().__init__(self._time_selector)
+
+    def time(self) -> float:
+        """Simulated seconds since the start."""
+        return self._time_selector.now_s

@@ -1,0 +1,116 @@
+"""A movement of blocks, with one result a block."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Hashable, Iterable, Iterator
+from typing import Generic, TypeVar
+
+from prefixd_swap.errors import StorageError, SwapError, TransferDroppedError
+from prefixd_swap.transfers import Piece, Result, Transfer, Transfers, Urgency
+
+R = TypeVar("R")
+
+
+class BlockTransfer(Generic[R]):
+    """Blocks on their way; `finish` says what became of each of them.
+
+    A piece that ends with a `StorageError` gives it to each of its blocks, and so do blocks that were not tried after
+    it. Any other error of a piece is raised.
+    """
+
+    def __init__(
+        self,
+        transfers: Transfers,
+        path: str,
+        pieces: Iterable[tuple[int, Piece[list[R]]]],
+        urgency: Urgency,
+        *,
+        blocks: int,
+        nbytes: int,
+        count: int,
+        owner: Hashable = None,
+        deadline_s: float | None = None,
+        in_order: bool = False,
+    ) -> None:
+        """Submit `pieces`, each with its number of blocks; see `Transfers.submit`.
+
+        Args:
+            transfers: starts them.
+            path: where the blocks go.
+            pieces: made when they start.
+            urgency: see `Urgency`.
+            blocks: blocks of all pieces.
+            nbytes: bytes of all pieces.
+            count: number of pieces.
+            owner: on whose behalf.
+            deadline_s: when the blocks are wanted.
+            in_order: one piece after the other, none after one that failed.
+
+        Raises:
+            PrefetchLimitError: the owner has too much under way as PREFETCH.
+        """
+        self.blocks = blocks
+        self._first: list[int] = []  # of each piece that has started, its first block
+        self._next = 0
+        self.transfer: Transfer[list[R]] = transfers.submit(
+            path,
+            self._take(pieces),
+            urgency,
+            owner=owner,
+            deadline_s=deadline_s,
+            in_order=in_order,
+            count=count,
+            nbytes=nbytes,
+        )
+
+    async def finish(self) -> list[R | SwapError]:
+        """Waits for the end; what became of each block, in order.
+
+        If the caller is cancelled, the transfer is cancelled and this raises when no piece touches memory any more.
+        Blocks that somebody else's `cancel` has dropped are `TransferDroppedError`.
+
+        Raises:
+            BaseException: what a piece raised that was no `StorageError`.
+        """
+        return self._results(await self.transfer.finish())
+
+    async def cancel(self) -> list[R | SwapError]:
+        """Drops what has not started and waits for the rest; what became of each block, as by `finish`."""
+        return self._results(await self.transfer.cancel())
+
+    async def arrived(self) -> AsyncIterator[tuple[int, list[R]]]:
+        """Yields the results of each piece as soon as it has ended, with the number of its first block.
+
+        Pieces that ended with an error are left out; `finish` has them.
+        """
+        async for position, outcome in self.transfer.outcomes():
+            if outcome.error is None:
+                yield self._first[position], outcome.get()
+
+    def raise_to(self, urgency: Urgency) -> None:
+        """Makes it more urgent; one that is so urgent already stays as it is."""
+        self.transfer.raise_to(urgency)
+
+    def _take(self, pieces: Iterable[tuple[int, Piece[list[R]]]]) -> Iterator[Piece[list[R]]]:
+        for blocks, piece in pieces:
+            self._first.append(self._next)
+            self._next += blocks
+            yield piece
+
+    def _results(self, result: Result[list[R]]) -> list[R | SwapError]:
+        results: list[R | SwapError] = []
+        failed: StorageError | None = None
+        for position, outcome in enumerate(result.outcomes):
+            if not isinstance(outcome.error, StorageError):
+                results += outcome.get()
+                continue
+            failed = failed or outcome.error
+            started = [*self._first[position : position + 2], self._next, self._next]
+            results += [outcome.error] * (started[1] - started[0])
+        left = self.blocks - len(results)
+        if left:
+            reason = failed or TransferDroppedError(
+                "the transfer was cancelled before it came to this block; try again"
+            )
+            results += [reason] * left
+        return results

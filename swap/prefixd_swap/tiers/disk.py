@@ -1,0 +1,164 @@
+"""The disk tier: the slab store's blocks, read and written in pieces by the threads of one device."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+from prefixd_swap.errors import IndexUnavailableError, LostBytesError, StorageError
+from prefixd_swap.slab.block_record import BlockRecord, DiskPart, NewBlock
+from prefixd_swap.slab.records import Records
+from prefixd_swap.slab.store import SlabStore
+from prefixd_swap.spans import Span
+from prefixd_swap.threads import started_threads
+from prefixd_swap.tiers.base import NO_SLOT, Identity, Int64s, Loads, Places, StoreTier
+from prefixd_swap.transfers import DeviceLimits, Piece, Transfers, Urgency
+
+T = TypeVar("T")
+
+REMOVED_AT_ONCE = 1024
+LIMITS = DeviceLimits(in_flight=6, reserved=3)
+"""What is ahead of demand in the device's own queue costs demand time: at most three pieces may be."""
+
+
+class DiskTier(StoreTier):
+    """The disk tier's blocks. The store stays its maker's to close; for the arguments see `StoreTier`."""
+
+    durable = True
+
+    def __init__(
+        self,
+        store: SlabStore,
+        transfers: Transfers,
+        *,
+        name: str = "disk",
+        level: int = 2,
+        limits: DeviceLimits = LIMITS,
+        writes: int = 1,
+    ) -> None:
+        super().__init__(name, level, transfers, limits, writes=writes, threads=True)
+        self.store = store
+        self._control = started_threads(1, f"prefixd-{name}-control")
+
+    @property
+    def capacity_bytes(self) -> int:
+        """The most that slab files take together."""
+        return self.store.capacity_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the slots taken."""
+        return self.store.used_bytes
+
+    async def remove(self, names: Sequence[Identity], urgency: Urgency, *, damaged: bool = False) -> None:
+        """Removes blocks, `REMOVED_AT_ONCE` in one durable transaction."""
+        pieces = (
+            Piece(0, partial(self.store.remove, names[start : start + REMOVED_AT_ONCE], damaged=damaged))
+            for start in range(0, len(names), REMOVED_AT_ONCE)
+        )
+        count = -(-len(names) // REMOVED_AT_ONCE)
+        transfer = self.transfers.submit(self.write_path, pieces, urgency, in_order=True, count=count, nbytes=0)
+        (await transfer.finish()).values()
+
+    def room(self, nbytes: int) -> int:
+        """How many more parts of `nbytes` bytes each could be written now."""
+        return self.store.room(nbytes)
+
+    def load(self) -> Records:
+        """Every block, in columns."""
+        return self.store.load()
+
+    def namespaces(self) -> dict[bytes, bytes]:
+        """What every namespace stands for, by its id."""
+        return self.store.namespaces()
+
+    async def put_namespace(self, namespace: bytes, spec: bytes) -> None:
+        """Stores durably what a namespace stands for."""
+        await self._in_thread(self.store.put_namespace, namespace, spec)
+
+    async def try_read(self) -> None:
+        """Whether the device can be read."""
+        await self._in_thread(self.store.try_read)
+
+    async def try_write(self) -> None:
+        """Whether the index takes changes."""
+        await self._in_thread(self.store.try_commit)
+
+    async def audit(self) -> Records | None:
+        """Every record of the index as of now; see `SlabStore.audit`."""
+        return await self._in_thread(self.store.audit)
+
+    async def revive(self, known: Int64s) -> Int64s:
+        """Tries whether the disk takes writes again; see `SlabStore.revive`."""
+        return await self._in_thread(self.store.revive, known)
+
+    async def lost_slots(self) -> Int64s:
+        """Slots whose bytes are gone because their file was deleted or cut off."""
+        return await self._in_thread(self.store.lost_slots)
+
+    async def has_shrunk(self) -> bool:
+        """Whether the file system has refused a slab and not gained room for one since."""
+        return await self._in_thread(lambda: self.store.shrunk)
+
+    def check_integrity(self) -> None:
+        """Count again."""
+        self.store.check_integrity()
+
+    def close(self) -> None:
+        """Ends the thread for everything that moves no blocks."""
+        self._control.shutdown()
+
+    def _read_piece(self, loads: Loads, nbytes: int) -> Piece[list[StorageError | None]]:
+        return Piece(nbytes, partial(_read, self.store, loads))
+
+    def _write_piece(self, blocks: list[NewBlock], nbytes: int) -> Piece[list[Places | None]]:
+        return Piece(nbytes, partial(_write, self.store, blocks))
+
+    def _verify_piece(self, expected: Sequence[BlockRecord], nbytes: int) -> Piece[list[StorageError | None]]:
+        return Piece(nbytes, partial(_verify, self.store, expected))
+
+    async def _in_thread(self, work: Callable[..., T], *args: object) -> T:
+        """For everything that moves no blocks: a probe must not wait behind a thousand reads."""
+        return await asyncio.get_running_loop().run_in_executor(self._control, work, *args)
+
+
+def _read(store: SlabStore, loads: Loads) -> list[StorageError | None]:
+    """Runs in a thread."""
+    results: list[StorageError | None] = []
+    columns = zip(loads.slots.tolist(), loads.checksums.tolist(), loads.addresses.tolist(), strict=True)
+    for slots, checksums, addresses in columns:
+        try:
+            for slot, checksum, address, nbytes in zip(slots, checksums, addresses, loads.nbytes, strict=True):
+                if slot != NO_SLOT:
+                    store.read(DiskPart(slot, nbytes, checksum), Span(address, nbytes))
+        except StorageError as error:
+            results.append(error)
+        else:
+            results.append(None)
+    return results
+
+
+def _write(store: SlabStore, blocks: Sequence[NewBlock]) -> list[Places | None]:
+    """Runs in a thread."""
+    return [None if record is None else tuple(record.parts) for record in store.write(blocks)]
+
+
+def _verify(store: SlabStore, expected: Sequence[BlockRecord]) -> list[StorageError | None]:
+    """Runs in a thread.
+
+    Raises:
+        IndexUnavailableError: nothing can be said about any block.
+    """
+    results: list[StorageError | None] = []
+    for record in expected:
+        try:
+            found = store.check(record.namespace, record.key, record)
+        except IndexUnavailableError:
+            raise
+        except StorageError as error:
+            results.append(error)
+        else:
+            results.append(None if found else LostBytesError("the index has lost the block"))
+    return results

@@ -1,0 +1,77 @@
+"""The GPU tier: frames of one pool. A slot is a frame's number, and a block is one part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from prefixd_swap.errors import MemoryMisuseError
+from prefixd_swap.tiers.base import Int64s, MemoryTier
+from prefixd_swap.vmem import FrameId, FramePool
+
+
+class GpuTier(MemoryTier):
+    """The GPU tier's blocks. The pool stays its maker's to close."""
+
+    shared = False
+
+    def __init__(self, pool: FramePool, *, name: str = "gpu", level: int = 0) -> None:
+        super().__init__(name, level)
+        self.pool = pool
+        self.on_device = pool.memory.on_device
+        self.addressable = not pool.memory.on_device
+        self._base = pool.span(FrameId(0)).address
+
+    @property
+    def frame_bytes(self) -> int:
+        """Bytes of one frame."""
+        return self.pool.geometry.block_bytes
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes of all frames."""
+        return self.pool.capacity * self.frame_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the frames taken."""
+        return self.pool.used_count * self.frame_bytes
+
+    def ever_fits(self, nbytes: Sequence[int]) -> bool:
+        """Whether a block is one part that fits into a frame."""
+        return len(nbytes) == 1 and nbytes[0] <= self.frame_bytes
+
+    def room(self, nbytes: int) -> int:
+        """How many more frames can be allocated now, if a part of `nbytes` bytes fits into one."""
+        return self.pool.free_count if self.ever_fits((nbytes,)) else 0
+
+    def addresses(self, slots: Int64s) -> Int64s:
+        """Where the frames' bytes begin in the pool's window."""
+        if slots.size and int(slots.max()) >= self.pool.capacity:
+            raise MemoryMisuseError(
+                f"frame {int(slots.max())} does not exist; the {self.name} tier has frames 0 to "
+                f"{self.pool.capacity - 1}"
+            )
+        return slots * self.frame_bytes + self._base
+
+    def allocated(self) -> Int64s:
+        """Every frame that is taken, ascending."""
+        return self.pool.allocated()
+
+    def check_integrity(self) -> None:
+        """Count again."""
+        self.pool.check_integrity()
+
+    def _allocate(self, nbytes: Sequence[int], count: int, near: Int64s | None) -> Int64s:
+        del near  # every frame is as good as any other: a request maps them side by side
+        if not self.ever_fits(nbytes):
+            raise MemoryMisuseError(
+                f"a block with parts of {list(nbytes)} bytes does not fit into a frame of {self.frame_bytes} bytes; "
+                "give one part of a frame's size"
+            )
+        frames = self.pool.allocate(min(count, self.pool.free_count))
+        return np.array([] if frames is None else frames, np.int64).reshape(-1, 1)
+
+    def _free(self, slots: Int64s) -> None:
+        self.pool.free(map(FrameId, slots.tolist()))

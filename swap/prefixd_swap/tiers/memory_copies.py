@@ -1,0 +1,105 @@
+"""Copies between two memory tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from functools import partial
+
+from prefixd_swap.copies import CopyEngine, Pair
+from prefixd_swap.errors import MemoryMisuseError
+from prefixd_swap.spans import Span
+from prefixd_swap.tiers.base import NO_SLOT, Int64s, MemoryTier
+from prefixd_swap.tiers.block_transfer import BlockTransfer
+from prefixd_swap.transfers import DeviceLimits, Piece, Transfers, Urgency, piece_items
+
+LIMITS = DeviceLimits(in_flight=3, reserved=1)
+"""A copy is listed while the one before runs; a third slot stays free for demand."""
+
+
+class MemoryCopies:
+    """Moves blocks between memory tiers, each direction on a device of its own: a GPU copies both ways at once.
+
+    Args:
+        engine: copies the bytes. It stays its maker's to close.
+        transfers: orders and limits the pieces.
+        limits: of each direction.
+    """
+
+    def __init__(self, engine: CopyEngine, transfers: Transfers, *, limits: DeviceLimits = LIMITS) -> None:
+        self._engine = engine
+        self._transfers = transfers
+        self._limits = limits
+
+    @staticmethod
+    def path(source: MemoryTier, target: MemoryTier) -> str:
+        """The path of a direction, for example "gpu to cpu"."""
+        return f"{source.name} to {target.name}"
+
+    def submit(
+        self,
+        source: MemoryTier,
+        out: Int64s,
+        target: MemoryTier,
+        into: Int64s,
+        nbytes: Sequence[int],
+        urgency: Urgency,
+        *,
+        owner: Hashable = None,
+        deadline_s: float | None = None,
+    ) -> BlockTransfer[None]:
+        """Starts to copy n blocks of p parts.
+
+        Args:
+            source: where they are.
+            out: their slots there, [n, p].
+            target: where they go.
+            into: their slots there, [n, p]. A part that has NO_SLOT on either side is not copied.
+            nbytes: bytes of each part, [p].
+            urgency: see `Urgency`.
+            owner: on whose behalf.
+            deadline_s: when they are wanted.
+
+        Raises:
+            MemoryMisuseError: the arrays have different shapes, or a slot lies outside its tier.
+            PrefetchLimitError: the owner has too much under way as PREFETCH.
+        """
+        if out.shape != into.shape or out.shape[1:] != (len(nbytes),):
+            raise MemoryMisuseError(
+                f"slots {out.shape} cannot be copied to slots {into.shape} in parts of {list(nbytes)} bytes; give two "
+                "arrays [blocks, parts]"
+            )
+        path = self.path(source, target)
+        if not self._transfers.has_path(path):
+            self._transfers.add_device(path, self._limits, threads=False)
+            self._transfers.add_path(path, path)
+        blocks, block_bytes = len(out), sum(nbytes)
+        step = piece_items(block_bytes, blocks, at_least=self._limits.in_flight)
+        there = (out != NO_SLOT) & (into != NO_SLOT)
+        sources, targets = source.addresses(out), target.addresses(into)
+
+        async def copy(rows: slice) -> list[None]:
+            pairs: list[Pair] = []
+            columns = (sources[rows].tolist(), targets[rows].tolist(), there[rows].tolist())
+            for row in zip(*columns, strict=True):
+                for at, to, present, size in zip(*row, nbytes, strict=True):
+                    if present:
+                        pairs.append((Span(to, size, target.on_device), Span(at, size, source.on_device)))
+            await self._engine.copy(pairs)
+            return [None] * (len(columns[0]))
+
+        def pieces() -> Iterator[tuple[int, Piece[list[None]]]]:
+            for start in range(0, blocks, step):
+                count = min(step, blocks - start)
+                yield count, Piece(count * block_bytes, partial(copy, slice(start, start + count)), True)
+
+        return BlockTransfer(
+            self._transfers,
+            path,
+            pieces(),
+            urgency,
+            blocks=blocks,
+            nbytes=blocks * block_bytes,
+            count=-(-blocks // step),
+            owner=owner,
+            deadline_s=deadline_s,
+        )

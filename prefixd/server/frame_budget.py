@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import numpy as np
 import numpy.typing as npt
 
 from prefixd.cache import Trie
 from prefixd.cache.index.trie import Rows
+
+C = TypeVar("C", np.int32, np.int64)
 
 
 class FrameBudget:
@@ -22,8 +26,8 @@ class FrameBudget:
     def __init__(self) -> None:
         self.taken = 0
         self._holders = np.zeros(0, np.int32)  # by row: how many counted requests hold the block
-        self._round = 0
-        self._weighed_in = np.zeros(0, np.int32)  # by row: the last round in which the block was weighed
+        self._round = 1
+        self._weighed_in = np.zeros(0, np.int64)  # by row: the last round in which the block was weighed
 
     def add(self, trie: Trie, rows: Rows, own: int = 0) -> None:
         """Counts `rows`, which are distinct, for one more request, and `own` more frames."""
@@ -53,7 +57,7 @@ class FrameBudget:
             self._weighed_in = _grown(self._weighed_in, 2 * trie.rows)
 
 
-def _grown(column: npt.NDArray[np.int32], rows: int) -> npt.NDArray[np.int32]:
-    larger = np.zeros(rows, np.int32)
+def _grown(column: npt.NDArray[C], rows: int) -> npt.NDArray[C]:
+    larger = np.zeros(rows, column.dtype)
     larger[: len(column)] = column
     return larger

@@ -19,7 +19,6 @@ Distances only decide the order. A request is staged with exact rows: `verify` r
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any
 
 import numpy as np
@@ -61,7 +60,7 @@ class PrefixTracker:
         self._nearest = np.zeros(0, np.int8)  # of the tail, as seen
         self._key = np.zeros((0, 16), np.uint8)  # of the block behind the tail
         self._waits = np.zeros(0, np.bool_)  # there is such a block
-        self._changed: deque[int] = deque()  # ids of requests that have to be looked up
+        self._changed: dict[int, None] = {}  # ids of requests that have to be looked up, first come, first served
         self._epoch = -1
         self._left = 0  # slots that have not been read since something changed
         self._next_key = 0
@@ -165,22 +164,28 @@ class PrefixTracker:
         stale = trie.generation[rows] != np.concatenate([request.generations for request in some])
         far = np.maximum.reduceat(np.where(stale, NONE, trie.nearest[rows]), starts)
         noted = np.array([request.queued.distance for request in some])
-        self._changed.extend(some[at].id for at in np.flatnonzero(far != noted).tolist())
+        self._changed.update((some[at].id, None) for at in np.flatnonzero(far != noted).tolist())
 
     def _look_up_changed(self) -> None:
         budget = self._rows_a_refresh
-        while self._changed and budget > 0:
-            slot = self._slots.get(self._changed.popleft())
+        looked_at: list[int] = []
+        for request_id in self._changed:
+            if budget <= 0:
+                break
+            looked_at.append(request_id)
+            slot = self._slots.get(request_id)
             request = None if slot is None else self._requests[slot]
             if request is not None and request.seen_epoch != self._cache.mover.epoch:
                 self._read(request)
                 budget -= len(request.found) + _LOOK_UP_ROWS
+        for request_id in looked_at:
+            del self._changed[request_id]
 
     def _note_changes(self, slots: Rows) -> None:
         for slot in slots.tolist():
             request = self._requests[slot]
             if request is not None:
-                self._changed.append(request.id)
+                self._changed[request.id] = None
 
     def _turn(self, begin: int, count: int) -> tuple[int, int]:
         if begin >= len(self._requests):

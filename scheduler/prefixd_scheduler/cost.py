@@ -36,11 +36,11 @@ class _Rate:
 class CostModel:
     """Learns what computing and loading cost, and says which is cheaper.
 
-    Section X of the paper asks for a way to abort a load that turned out bad and compute instead; this is its
-    judge. Loading is the default: it is what a cache is for, so a tier has to be *seen* to be slow before it
-    is passed over.
+    The paper (section X) asks for a way to abort a load that turned out slow and to compute instead; `load_pays`
+    decides that. Loading is the default, since a cache is there to be loaded from: a tier is passed over only after its
+    loads were observed to be slower than computing.
 
-    A tier that is passed over is not observed, and would stay condemned for one slow minute. So every
+    A tier that is passed over is not observed any more, so one slow minute would shut it out for ever. Therefore every
     `probe_every`-th load that is judged too slow is made all the same.
 
     Args:

@@ -228,7 +228,7 @@ def span_bytes(span: Span) -> np.ndarray[Any, Any]:
     return np.frombuffer((ctypes.c_uint8 * span.nbytes).from_address(span.address), np.uint8)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def expected() -> Callable[[Sequence[int], int], list[int]]:
     """`expected(prompt, n)`: the right answer."""
 
@@ -241,7 +241,7 @@ def expected() -> Callable[[Sequence[int], int], list[int]]:
     return answer
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def events() -> Callable[[Request], tuple[list[int], object]]:
     """`events(request)`: the tokens it was sent so far, and how it ended (a reason or an error; None if it has not)."""
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from prefixd.cache import CPU, DISK, GPU
+from prefixd.cache import CPU, DISK, GPU, check_integrity
 from prefixd.errors import ExhaustedError, UnavailableError
-from prefixd.server import concurrency_limit
+from prefixd.server import concurrency_limit, dispatcher
 from prefixd.server.request import RequestState
 from prefixd.worker.protocol import Cancel, Done, Start
 
@@ -167,6 +167,96 @@ async def test_what_a_dead_worker_still_says_is_ignored(make_bench: MakeBench) -
     assert request.id in bench.dispatcher.waiting
     bench.dispatcher.on_ready()
     await bench.finish(request)
+
+
+async def test_a_death_is_dealt_with_a_slice_at_a_time(make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is given to the next worker before all that the dead one ran is put back, and others run in between."""
+    monkeypatch.setattr(dispatcher, "_INTERRUPTED_ROWS", 1)
+    bench = await make_bench(40)
+    requests = [bench.submit(range(1000 * k, 1000 * k + 17), max_tokens=9) for k in range(1, 5)]
+    for request in requests:
+        await bench.running(request)
+    bench.step()
+    bench.dispatcher.cancel(requests[2])
+    bench.die()
+    assert [request.id in bench.dispatcher.waiting for request in requests] == [True, False, False, False]
+    bench.dispatcher.cancel(requests[3])  # its turn has not come
+    check_integrity(bench.cache)
+    bench.sent.clear()
+    bench.dispatcher.on_ready()
+    others = asyncio.create_task(asyncio.sleep(0))
+    await others
+    assert not bench.sent
+    for request in requests[:2]:
+        await bench.running(request)
+    assert [request.state for request in requests[2:]] == [RequestState.ENDED] * 2
+    await bench.finish(*requests[:2])
+
+
+async def test_a_crowd_is_told_a_slice_at_a_time(
+    make_bench: MakeBench, events: Events, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatcher, "_ENDED_AT_ONCE", 2)
+    bench = await make_bench(24, ready=False)
+    crowd = [bench.submit(range(k, k + 9)) for k in range(7)]
+    bench.die(gave_up=True)
+    assert len(bench.dispatcher.waiting) == 5
+    await bench.until(lambda: not bench.dispatcher.waiting)
+    for request in crowd:
+        tokens, error = events(request)
+        assert (tokens, type(error)) == ([], UnavailableError)
+    again = [bench.submit(range(k, k + 9)) for k in range(7)]
+    error = UnavailableError("the daemon drained for too long")
+    await asyncio.wait_for(bench.dispatcher.end_all(error), 60)
+    assert [events(request) for request in again] == [([], error)] * 7
+
+
+async def test_a_stop_while_a_death_is_dealt_with_ends_everything(
+    make_bench: MakeBench, events: Events, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dispatcher, "_INTERRUPTED_ROWS", 1)
+    bench = await make_bench(24)
+    requests = [bench.submit(ONE), bench.submit(TWO)]
+    for request in requests:
+        await bench.running(request)
+    bench.step()
+    bench.die()
+    await bench.dispatcher.stop()
+    bench.dispatcher.abandon()
+    assert [request.state for request in requests] == [RequestState.ENDED] * 2
+    for request in requests:
+        assert isinstance(events(request)[1], UnavailableError)
+
+
+# -- the far side of an await ---------------------------------------------------------------------------------------
+
+
+async def test_blocks_that_go_while_another_is_handed_over_are_not_used(
+    make_bench: MakeBench, events: Events, expected: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their rows hold another prompt's blocks by the time that their request is staged."""
+    bench = await make_bench(40)
+    warm = bench.submit(WARM, max_tokens=1)
+    await bench.running(warm)
+    await bench.finish(warm)
+    trie = bench.cache.trie(bench.namespace)
+    take_frames = bench.cache.mover.take_frames
+
+    async def take_and_replace(count: int) -> list[int] | None:
+        monkeypatch.undo()
+        frames = await take_frames(count)
+        rows = trie.match(bench.namespace.root, bench.request(WARM).chain).rows
+        assert await bench.cache.mover.forget(trie, rows[::-1].tolist()) == 4  # as an operator's eviction does
+        await bench.cached(range(900, 917))
+        assert sorted(trie.match(bench.namespace.root, bench.request(range(900, 917)).chain).rows) == sorted(rows)
+        return frames
+
+    monkeypatch.setattr(bench.cache.mover, "take_frames", take_and_replace)
+    first, second = bench.submit(ONE), bench.submit(WARM)
+    assert len(second.found) == 4
+    assert (await bench.running(second)).start.cached_blocks == 0
+    await bench.finish(first, second)
+    assert events(second) == (expected(WARM, 2), "length")
 
 
 # -- no caller ------------------------------------------------------------------------------------------------------

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefixd.cache import CPU, GPU, NONE
+from prefixd.cache import CPU, DISK, GPU, NONE
 from prefixd.server.tracker import PrefixTracker
-from prefixd_scheduler import RequestQueue, create_policy
+from prefixd_scheduler import Distance, RequestQueue, create_policy
 
 if TYPE_CHECKING:
     from prefixd.server.request import Request
     from tests.server.dispatcher.conftest import Bench
+
+    MakeBench = Callable[..., Awaitable[Bench]]
 
 BLOCK = 4
 BRANCHES = st.lists(st.integers(0, 1), min_size=1, max_size=5)
@@ -103,3 +107,124 @@ def test_distances_follow_every_change(
                 queue.check_integrity()
 
     asyncio.run(scenario())
+
+
+async def watched(
+    make_bench: MakeBench, requests: int, rows_a_refresh: int
+) -> tuple[Bench, PrefixTracker, list[Request]]:
+    """Requests with 4 cached blocks each, on disk and in the CPU tier, and a tracker that has seen them so."""
+    bench = await make_bench(8, cpu_slots=4 * requests, disk=True)
+    queue = RequestQueue(create_policy("fcfs"), 100)
+    tracker = PrefixTracker(bench.cache, queue, rows_a_refresh=rows_a_refresh)
+    waiting = []
+    for number in range(requests):
+        tokens = range(100 * number, 100 * number + 25)
+        await bench.cached(tokens[:17])
+        waiting.append(bench.request(tokens))
+        queue.push(waiting[-1].queued)
+        tracker.add(waiting[-1])
+        assert waiting[-1].queued.distance is Distance.CPU
+    await bench.cache.write_back.flush()
+    while tracker._left > 0:
+        tracker.refresh()
+    return bench, tracker, waiting
+
+
+def drop(bench: Bench, request: Request, block: int) -> None:
+    """A block's copy in the CPU tier goes; the one on disk stays."""
+    bench.cache.mover.placement.discard_copy(request.trie, int(request.found[block]), CPU)
+
+
+def on_disk(waiting: list[Request]) -> int:
+    return sum(request.queued.distance is Distance.DISK for request in waiting)
+
+
+async def test_a_tail_that_moved_is_seen_at_once(make_bench: MakeBench) -> None:
+    bench, tracker, waiting = await watched(make_bench, 10, rows_a_refresh=1)
+    drop(bench, waiting[7], 3)
+    tracker.refresh()
+    assert [request.queued.distance for request in waiting].index(Distance.DISK) == 7
+    assert on_disk(waiting) == 1
+
+
+async def test_a_block_in_the_middle_that_moved_is_seen_in_turn(make_bench: MakeBench) -> None:
+    """40 rows, 8 a refresh: after 5 of them every request was read."""
+    bench, tracker, waiting = await watched(make_bench, 10, rows_a_refresh=8)
+    for last in (9, 0, 4):
+        drop(bench, waiting[last], 1)
+        before = on_disk(waiting)
+        for _ in range(5):
+            tracker.refresh()
+        assert on_disk(waiting) == before + 1
+        assert waiting[last].queued.distance is Distance.DISK
+
+
+async def test_a_change_during_a_turn_begins_another(make_bench: MakeBench) -> None:
+    bench, tracker, waiting = await watched(make_bench, 10, rows_a_refresh=8)
+    drop(bench, waiting[9], 1)
+    for _ in range(4):
+        tracker.refresh()
+    drop(bench, waiting[0], 2)  # it has been read in this turn
+    for _ in range(5):
+        tracker.refresh()
+    assert on_disk(waiting) == 2
+    assert tracker._left <= 0
+
+
+async def test_many_changes_at_once_are_looked_up_over_several_refreshes(make_bench: MakeBench) -> None:
+    bench, tracker, waiting = await watched(make_bench, 10, rows_a_refresh=4)
+    for request in waiting:
+        drop(bench, request, 3)
+    for refresh in range(1, 11):
+        tracker.refresh()
+        assert on_disk(waiting) == refresh, "one request costs more than 4 rows"
+    assert not tracker._changed
+
+
+async def test_a_prefix_that_grew_is_seen(make_bench: MakeBench) -> None:
+    bench, tracker, waiting = await watched(make_bench, 10, rows_a_refresh=1000)
+    await bench.cached(range(300, 325))  # the third one's, all of it
+    tracker.refresh()
+    assert [len(request.found) for request in waiting] == [4, 4, 4, 6, 4, 4, 4, 4, 4, 4]
+    assert waiting[3].queued.cached_tokens == 24
+
+
+@pytest.mark.parametrize("how", ["stage", "add"])
+async def test_what_is_not_watched_is_left_alone(make_bench: MakeBench, how: str) -> None:
+    bench, tracker, waiting = await watched(make_bench, 3, rows_a_refresh=1000)
+    tracker.remove(waiting[1])
+    tracker.remove(waiting[1])  # twice is once
+    drop(bench, waiting[1], 3)
+    tracker.refresh()
+    assert not tracker.verify(waiting[1])
+    assert on_disk(waiting) == 0
+    if how == "add":
+        tracker.add(waiting[1])
+        assert on_disk(waiting) == 1
+
+
+async def test_verified_rows_are_exact(make_bench: MakeBench) -> None:
+    bench, tracker, waiting = await watched(make_bench, 2, rows_a_refresh=1)
+    request = waiting[0]
+    gone = request.found[2:]
+    assert not tracker.verify(request)
+    await bench.cache.mover.forget(request.trie, gone[::-1].tolist())
+    assert tracker.verify(request)
+    assert len(request.found) == 2
+    assert np.array_equal(request.generations, request.trie.generation[request.found])
+    assert not tracker.verify(request)
+    assert request.trie.nearest[request.found].max() < DISK
+
+
+async def test_without_caching_nothing_is_watched(make_bench: MakeBench) -> None:
+    bench = await make_bench(8)
+    await bench.cached(range(17))
+    queue = RequestQueue(create_policy("fcfs"), 100)
+    tracker = PrefixTracker(bench.cache, queue, caching=False)
+    request = bench.request(range(17))
+    queue.push(request.queued)
+    tracker.add(request)
+    tracker.refresh()
+    assert not tracker.verify(request)
+    assert not tracker.has_grown(request)
+    assert (len(request.found), request.queued.distance) == (0, Distance.NONE)

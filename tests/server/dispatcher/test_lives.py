@@ -1,0 +1,141 @@
+"""Whatever happens, every request is in one state, its holds and frames are accounted for, and it is told its end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prefixd.cache import check_integrity
+from prefixd.server.request import Request, RequestState
+from prefixd.worker.protocol import Done
+
+if TYPE_CHECKING:
+    from tests.server.dispatcher.conftest import Bench
+
+    Events = Callable[[Request], tuple[list[int], object]]
+    Expected = Callable[[Sequence[int], int], list[int]]
+
+S = RequestState
+COUNTED = (S.STAGING, S.RUNNING, S.STARVED, S.PREEMPTING, S.CANCELLING, S.WITHDRAWN)
+NUMBERS = st.integers(0, 99)
+HAPPENINGS = st.lists(
+    st.one_of(
+        st.tuples(st.just("arrive"), st.integers(0, 5), st.integers(1, 24)),
+        st.tuples(st.just("arrive"), st.integers(0, 5), st.integers(1, 24)),
+        st.tuples(st.just("step"), NUMBERS, NUMBERS),
+        st.tuples(st.just("turns"), st.integers(1, 4), st.none()),
+        st.tuples(st.just("turns"), st.integers(10, 30), st.none()),
+        st.tuples(st.just("cancel"), NUMBERS, st.none()),
+        st.tuples(st.just("answer"), st.none(), st.none()),
+        st.tuples(st.just("no memory"), NUMBERS, st.none()),
+        st.tuples(st.just("fail"), NUMBERS, st.none()),
+        st.tuples(st.just("gate"), st.booleans(), st.none()),
+        st.tuples(st.just("die"), st.none(), st.none()),
+        st.tuples(st.just("ready"), st.none(), st.none()),
+        st.tuples(st.just("forget"), st.integers(0, 5), st.none()),
+        st.tuples(st.just("cache"), st.integers(0, 5), st.none()),
+    ),
+    max_size=60,
+)
+
+
+def prompt(number: int) -> list[int]:
+    """Prompts 0 to 2 share their first 2 blocks, 3 to 5 theirs; all have 4 full blocks and a token."""
+    return [number // 3, *range(7), number, *range(8)]
+
+
+async def happen(bench: Bench, requests: list[Request], what: str, first: Any, second: Any) -> None:
+    dispatcher = bench.dispatcher
+    if what == "arrive" and len(requests) < 12:
+        requests.append(bench.submit(prompt(first), max_tokens=second))
+    elif what == "step" and bench.runs:
+        running = list(bench.runs)
+        bench.step(*(r for r in requests if r.id == running[first % len(running)] or second % 2))
+    elif what == "turns":
+        for _ in range(first):
+            await asyncio.sleep(0)
+    elif what == "cancel" and requests:
+        dispatcher.cancel(requests[first % len(requests)])
+    elif what == "answer":
+        bench.answer_cancels()
+    elif what in ("no memory", "fail") and bench.runs:
+        number = list(bench.runs)[first % len(bench.runs)]
+        del bench.runs[number]
+        dispatcher.on_done(Done(number, "no_memory" if what == "no memory" else "error", "as the test says"))
+    elif what == "gate":
+        bench.engine.open.set() if first else bench.engine.open.clear()
+    elif what == "die":
+        bench.die()
+    elif what == "ready":
+        dispatcher.on_ready()
+    elif what == "forget":
+        trie = bench.cache.trie(bench.namespace)
+        rows = trie.match(bench.namespace.root, bench.request(prompt(first)).chain).rows
+        await bench.cache.mover.forget(trie, rows[::-1].tolist())
+    elif what == "cache" and bench.engine.open.is_set():
+        await bench.cached(prompt(first))
+
+
+def check(bench: Bench, requests: list[Request]) -> None:
+    dispatcher = bench.dispatcher
+    rows: set[int] = set()
+    own: list[int] = []
+    for request in requests:
+        waits = request.state in (S.WAITING, S.STAGING, S.READY)
+        assert (request.id in dispatcher.waiting, request.id in dispatcher.queue) == (waits, waits)
+        assert not request.on_worker or request.id in dispatcher.running
+        if request.state in COUNTED:
+            rows.update(request.rows.tolist())
+            own += request.footprint.own
+    assert len(set(own)) == len(own)
+    assert dispatcher._budget.taken == len(rows) + len(own)
+    dispatcher.queue.check_integrity(bench.now)
+    check_integrity(bench.cache)
+
+
+@settings(max_examples=150)
+@given(
+    happenings=HAPPENINGS,
+    frames=st.integers(12, 24),
+    cpu_slots=st.integers(1, 24),
+    policy=st.sampled_from(["fcfs", "fpf", "relaxed-fpf"]),
+)
+def test_nothing_is_lost_whatever_happens(
+    bench_of: Callable[..., Any],
+    events: Events,
+    expected: Expected,
+    happenings: list[tuple[str, Any, Any]],
+    frames: int,
+    cpu_slots: int,
+    policy: str,
+) -> None:
+    async def scenario() -> None:
+        async with bench_of(frames, cpu_slots, policy=policy, max_running=3, look_ahead=2) as bench:
+            requests: list[Request] = []
+            for what, first, second in happenings:
+                bench.now += 0.5
+                await happen(bench, requests, what, first, second)
+                check(bench, requests)
+            bench.engine.open.set()
+            bench.dispatcher.on_ready()
+            await bench.finish(*requests)
+            check(bench, requests)
+            assert bench.dispatcher._budget.taken == 0
+            for request in requests:
+                assert request.state is S.ENDED
+                tokens, end = events(request)
+                assert end in ("length", "cancelled") or isinstance(end, Exception)
+                right = expected(prompt_of(request), request.sampling.max_tokens)
+                assert tokens == right if end == "length" else tokens == right[: len(tokens)]
+
+    asyncio.run(scenario())
+
+
+def prompt_of(request: Request) -> list[int]:
+    """The tokens that the request came with."""
+    tokens = request.chain.token_ids[: 4 * request.prompt_tokens]
+    return [int.from_bytes(tokens[at : at + 4], "little") for at in range(0, len(tokens), 4)]

@@ -106,7 +106,7 @@ class TieredCache:
         self.tries: list[Trie] = []
         self.counters = CacheCounters()
         self.claims: list[Callable[[], Iterator[Claim]]] = []
-        """What else holds blocks in the GPU tier, for `check_integrity`: rows held, and frames in flight of its own."""
+        """Who else has a part of the GPU tier, for `check_integrity`: rows held without a `Hold`, frames in flight."""
         self.mover = Mover(tiers, self.tries, self.namespaces, engine, policy, clock, io_threads=io_threads)
         if write_queue_bytes is None and tiers.cpu is not None:
             write_queue_bytes = tiers.cpu.capacity_bytes // 2
@@ -374,30 +374,47 @@ class TieredCache:
     # -- the worker's side ----------------------------------------------------------------------------------------
 
     def record(
-        self, namespace: Namespace, parent: int, chain: BlockChain, block: int, frame: int
-    ) -> tuple[int, bool] | None:
-        """Enters a block that the worker has filled in `frame`.
+        self, namespace: Namespace, parent: int, chain: BlockChain, first_block: int, frames: Sequence[int]
+    ) -> tuple[Rows, npt.NDArray[np.bool_]]:
+        """Enters blocks that the worker has filled, one after the other, in `frames`.
 
-        Returns its row, held in the GPU tier for the caller, and whether the frame is the trie's now (it is not when
-        the block was there already). None when the block's key is another block's.
+        Nothing holds them yet: the caller has to, before it awaits anything.
+
+        Args:
+            namespace: the blocks' namespace.
+            parent: the row that the first one continues, or the namespace's root.
+            chain: the blocks' prompt.
+            first_block: the first one's place in it.
+            frames: [m] frames in flight, one a block.
+
+        Returns:
+            The blocks' rows, and of each whether its frame is the trie's now (it is not when the block was there
+            already). Fewer than m when a block's key is another block's.
         """
         trie = self.trie(namespace)
         now = self.clock()
-        row = trie.insert(parent, namespace.ordinal, chain.key(block), chain.block(block), now)
-        if row is None:
+        end = first_block + len(frames)
+        chain.key(end - 1)
+        keys = np.frombuffer(b"".join(chain.keys[first_block:end]), np.uint8).reshape(-1, 16)
+        tokens = [chain.block(block) for block in range(first_block, end)]
+        rows, _ = trie.insert_path(
+            parent,
+            namespace.ordinal,
+            keys,
+            np.frombuffer(b"".join(tokens), np.uint32).reshape(-1, trie.block_tokens),
+            now,
+        )
+        if len(rows) < len(frames):
             self.mover.lost["key collision"] += 1
-            return None
-        taken = not trie.has(row, GPU)
-        here = np.array([row], np.int64)
-        if taken:
-            self.mover.placement.put(trie, here, GPU, np.array([[frame]], np.int64))
+        taken = trie.lacking(rows, GPU) != 0
+        if taken.any():
+            self.mover.placement.put(trie, rows[taken], GPU, np.array(frames, np.int64)[: len(rows)][taken, None])
             self.mover.changed.set()
-        trie.hold(here, GPU)
-        trie.touch(here, now)
-        return row, taken
+        trie.touch(rows, now)
+        return rows, taken
 
     def unhold(self, trie: Trie, rows: Rows, tier: int) -> None:
-        """Ends the holds of a request or a prefetch."""
+        """Ends holds that were begun with `Trie.hold`."""
         trie.unhold(rows, tier)
         self.mover.placement.sweep(trie, rows)
 

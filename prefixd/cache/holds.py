@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from types import TracebackType
 
+import numpy as np
+
 from prefixd.cache.groups import GroupMask
 from prefixd.cache.index.trie import Rows, Trie
 
@@ -37,6 +39,19 @@ class Hold:
         self.tier = tier
         self.wanted = wanted
         self._change(rows, wanted, begin=True)
+
+    def extend(self, rows: Rows) -> None:
+        """Holds more blocks, behind those that it has, and all KV groups of them.
+
+        Raises:
+            RuntimeError: the hold has ended, or is one of some groups only: a defect of its owner.
+        """
+        if self._holds is None or self.wanted is not None:
+            raise RuntimeError(
+                f"the hold of {self.owner} cannot be extended: it has ended, or is one of some groups only"
+            )
+        self._change(rows, None, begin=True)
+        self.rows = np.concatenate((self.rows, rows))
 
     def shrink(self, blocks: int) -> None:
         """Keeps the first `blocks` blocks and lets go of the others."""

@@ -150,9 +150,9 @@ class Mover:
         try:
             async with self._locks[tier]:
                 while len(taken) < blocks:
-                    slots = self.tiers.allocate(tier, sizes)
-                    if slots is not None:
-                        taken.append(slots)
+                    more = self._allocate_now(tier, sizes, blocks - len(taken))
+                    if more:
+                        taken += more
                     elif await self._evict(tier, blocks - len(taken), ahead):
                         continue
                     elif tier != CPU or not await self._checksums.wait_for_some():  # what was hashed may go now
@@ -162,6 +162,13 @@ class Mover:
                 self.tiers.release(tier, slots)
             raise
         return taken
+
+    def _allocate_now(self, tier: int, sizes: Sequence[int], blocks: int) -> list[list[int]]:
+        """Loose slots for one block or more, at most `blocks`, or none when there is no room."""
+        if tier == GPU:
+            return [[frame] for frame in self.tiers.allocate_frames(blocks)]
+        slots = self.tiers.allocate(tier, sizes)
+        return [] if slots is None else [slots]
 
     async def take_frames(self, count: int) -> list[int] | None:
         """`count` in_flight GPU frames; all or none."""

@@ -130,6 +130,12 @@ class Tiers:
         self.in_flight[CPU].update(offsets)
         return offsets
 
+    def allocate_frames(self, count: int) -> list[int]:
+        """Up to `count` loose slots in the GPU tier, at once."""
+        frames = self.frames.allocate(min(count, self.frames.free_count)) or []
+        self.in_flight[GPU].update(frames)
+        return list(frames)
+
     def release(self, tier: int, slots: Iterable[int]) -> None:
         """Gives back slots of the GPU or CPU tier, in_flight or just dropped from a trie; NO_SLOT is skipped."""
         present = [slot for slot in slots if slot != NO_SLOT]

@@ -14,7 +14,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from itertools import islice
+from itertools import compress, islice
 
 import numpy as np
 
@@ -184,11 +184,9 @@ class Dispatcher:
         return bool(self.waiting)
 
     def _claims(self) -> Iterator[Claim]:
-        """What every request holds in the GPU tier, and the frames that only it has."""
-        for request in self._prefetcher.staged:
-            yield request.trie, request.rows, []
+        """The frames that only a running request has. What requests hold are holds of their own."""
         for request in [*self.running.values(), *self._interrupted.values()]:
-            yield request.trie, request.rows, list(request.footprint.own)
+            yield request.trie, request.rows[:0], list(request.footprint.own)
 
     # -- the worker's side --------------------------------------------------------------------------------------
 
@@ -386,23 +384,13 @@ class Dispatcher:
 
     def _record(self, request: Request, filled: int) -> None:
         """Enters the blocks that were filled into the trie; they stay after the request ends."""
-        run = request.run
-        parent = int(request.rows[-1]) if len(request.rows) else request.namespace.root
-        rows: list[int] = []
-        given: list[int] = []
-        try:
-            for block in range(len(request.rows), filled if run.recording else 0):
-                result = self._cache.record(request.namespace, parent, request.chain, block, run.frames[block])
-                if result is None:
-                    run.recording = False
-                    break
-                parent, taken = result
-                rows.append(parent)
-                if taken:
-                    given.append(run.frames[block])
-        finally:
-            if rows:
-                request.footprint.record(rows, given)
+        run, first = request.run, len(request.rows)
+        if run.recording and first < filled:
+            parent = int(request.rows[-1]) if first else request.namespace.root
+            frames = run.frames[first:filled]
+            rows, taken = self._cache.record(request.namespace, parent, request.chain, first, frames)
+            request.footprint.record(rows, compress(frames, taken.tolist()))
+            run.recording = len(rows) == len(frames)
         if not run.recording or len(request.rows) >= run.computes:
             self._computing.pop(request.id, None)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import numpy as np
-
 from prefixd.cache import GPU, TieredCache, Trie
 from prefixd.cache.index.trie import Rows
 from prefixd.server.frame_budget import FrameBudget
@@ -26,19 +24,24 @@ class Footprint:
     Args:
         cache: where the blocks are.
         budget: counts the frames.
+        owner: whose footprint it is, for people.
         trie: of the blocks.
         rows: blocks from the prompt's first on; they are in the GPU tier or will be brought there.
     """
 
-    def __init__(self, cache: TieredCache, budget: FrameBudget, trie: Trie, rows: Rows) -> None:
+    def __init__(self, cache: TieredCache, budget: FrameBudget, owner: str, trie: Trie, rows: Rows) -> None:
         self._cache = cache
         self._budget = budget
         self._trie = trie
+        self._hold = cache.mover.placement.holds.hold(owner, trie, rows, GPU)
         self._counted = True
-        self.rows = rows
         self.own: set[int] = set()
-        trie.hold(rows, GPU)
         budget.add(trie, rows)
+
+    @property
+    def rows(self) -> Rows:
+        """The blocks held."""
+        return self._hold.rows
 
     def yield_frames(self) -> None:
         """The request can give its frames up from now on."""
@@ -56,25 +59,22 @@ class Footprint:
         self.own.update(own)
         self._budget.taken += len(own)
 
-    def record(self, rows: list[int], given: Iterable[int]) -> None:
-        """Adds blocks that `TieredCache.record` has held for the request; the trie has the `given` frames now."""
+    def record(self, rows: Rows, given: Iterable[int]) -> None:
+        """Adds blocks that the worker has filled and the trie has now, and with them the `given` frames."""
         before = len(self.own)
         self.own.difference_update(given)
-        new = np.array(rows, np.int64)
-        self._budget.add(self._trie, new, len(self.own) - before)
-        self.rows = np.concatenate((self.rows, new))
+        self._hold.extend(rows)
+        self._budget.add(self._trie, rows, len(self.own) - before)
 
     def shorten(self, blocks: int) -> None:
         """Ends the hold on all but the first `blocks` blocks."""
-        rest = self.rows[blocks:]
-        self.rows = self.rows[:blocks]
         if self._counted:
-            self._budget.remove(rest)
-        self._cache.unhold(self._trie, rest, GPU)
+            self._budget.remove(self.rows[blocks:])
+        self._hold.shrink(blocks)
 
     def end(self) -> None:
         """Ends the hold and frees the own frames."""
         if self._counted:
             self._budget.remove(self.rows, len(self.own))
         self._cache.tiers.release(GPU, self.own)
-        self._cache.unhold(self._trie, self.rows, GPU)
+        self._hold.end()

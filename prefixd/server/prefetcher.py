@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -69,11 +69,6 @@ class Prefetcher:
         self._staged: dict[int, Request] = {}  # those that are STAGING, READY, or WITHDRAWN while a copy is under way
         self._copies: dict[int, asyncio.Task[None]] = {}
 
-    @property
-    def staged(self) -> Iterator[Request]:
-        """The requests that hold their prefixes in the GPU tier for the sake of staging."""
-        return iter(self._staged.values())
-
     async def stop(self) -> None:
         """Waits for the copies under way."""
         await asyncio.gather(*self._copies.values(), return_exceptions=True)
@@ -94,7 +89,7 @@ class Prefetcher:
         if request.hit_tokens is None or not request.resumed:
             request.hit_tokens = [int((tiers == tier).sum()) * trie.block_tokens for tier in (GPU, CPU, DISK)]
         self._tracker.remove(request)
-        request.stage(Footprint(self._cache, self._budget, trie, rows))
+        request.stage(Footprint(self._cache, self._budget, f"request {request.name}", trie, rows))
         self._staged[request.id] = request
         trie.touch(rows, self._clock())
         missing = len(trie.missing(rows, GPU))

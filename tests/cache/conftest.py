@@ -314,11 +314,12 @@ class Rig:
         rows: list[int] = []
         for block, frame in enumerate(frames):
             await self.upload(self.frame(frame), self.content(self.namespace, chain, block))
-            entered = cache.record(self.namespace, rows[-1] if rows else self.namespace.root, chain, block, frame)
-            assert entered is not None
-            if not entered[1]:
-                cache.tiers.release(0, [frame])
-            rows.append(entered[0])
+            parent = rows[-1] if rows else self.namespace.root
+            entered, taken = cache.record(self.namespace, parent, chain, block, [frame])
+            self.trie.hold(entered, GPU)
+            if not taken[0]:
+                cache.tiers.release(GPU, [frame])
+            rows += entered.tolist()
         self.computed.update(rows)
         return rows
 

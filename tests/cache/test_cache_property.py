@@ -253,14 +253,16 @@ class CacheMachine(RuleBasedStateMachine):
         frames = await cache.mover.take_frames(len(chain) - there)
         for block, frame in zip(range(there, len(chain)), frames or [], strict=False):
             rig.write(rig.frame(frame), rig.content(namespace, chain, block))
-            entered = cache.record(namespace, found[-1] if found else namespace.root, chain, block, frame)
-            if entered is None:
+            parent = found[-1] if found else namespace.root
+            entered, taken = cache.record(namespace, parent, chain, block, [frame])
+            if not len(entered):
                 self.own += [frame]
                 self.own += (frames or [])[block - there + 1 :]
                 break
-            found.append(entered[0])
+            rig.trie.hold(entered, GPU)
+            found += entered.tolist()
             self.note(home, chain, block)
-            if not entered[1]:
+            if not taken[0]:
                 self.own.append(frame)
         slots = rig.trie.slots[found, GPU].tolist() if found else []
         self.held.append(Held(None, found, slots, GPU, home, chain))

@@ -132,7 +132,7 @@ async def watched(
 
 def drop(bench: Bench, request: Request, block: int) -> None:
     """A block's copy in the CPU tier goes; the one on disk stays."""
-    bench.cache.mover.placement.discard_copy(request.trie, int(request.found[block]), CPU)
+    bench.cache.mover.placement.discard_copies(request.trie, request.found[block : block + 1], CPU)
 
 
 def on_disk(waiting: list[Request]) -> int:

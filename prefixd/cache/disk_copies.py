@@ -431,11 +431,10 @@ class DiskCopies:
         emptied = rows[trie.any_part[rows] == 0]
         if len(emptied) < len(rows):
             placement.changed.set()  # write-back writes the others again
-        for child in trie.subtree(emptied)[::-1]:
-            if trie.any_part[child] and trie.removable(child):
-                if trie.any_part[child] & (1 << DISK):
-                    children.append(self.identity(trie, child))
-                placement.discard(trie, child)
+        going = trie.all_removable(trie.subtree(emptied)[::-1])
+        on_disk = going[(trie.any_part[going] & np.uint8(1 << DISK)) != 0]
+        children += [self.identity(trie, row) for row in on_disk.tolist()]
+        placement.discard(trie, going)
         placement.sweep(trie, emptied[np.argsort(trie.depth[emptied], kind="stable")])
         removal = self._remove_damaged(trie, children, damaged, isinstance(error, RecordDamagedError))
         task = asyncio.create_task(removal)

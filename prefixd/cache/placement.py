@@ -106,12 +106,15 @@ class Placement:
         self.epoch += 1
         return dropped
 
-    def discard(self, trie: Trie, row: int) -> None:
-        """Drops a removable block from every tier."""
+    def discard(self, trie: Trie, rows: Rows) -> None:
+        """Drops m blocks, children before parents, from every tier: each is removable once those before it are gone."""
         for tier in range(TIERS):
-            if trie.any_part[row] & (1 << tier):
-                self.discard_copies(trie, np.array([row]), tier)
-        trie.remove(row)
+            there = rows[(trie.any_part[rows] & np.uint8(1 << tier)) != 0]
+            if len(there):
+                self.discard_copies(trie, there, tier)
+        for row in rows.tolist():
+            if trie.removable(row):  # else it went with the last of its children
+                trie.remove(row)
         self.epoch += 1
 
     def discard_copies(self, trie: Trie, rows: Rows, tier: int) -> None:

@@ -110,7 +110,12 @@ def evict_command(
     address: Address = None,
     as_json: Json = False,
 ) -> None:
-    """Drop cached blocks from every tier. Leased and pinned blocks, and what they stand on, stay."""
+    """Drop cached blocks from every tier. Leased and pinned blocks, and what they stand on, stay.
+
+    The daemon goes on serving meanwhile. Ctrl-C ends it, and leaves what it has not come to.
+    """
+    from prefixd.cli import progress
+
     if (key is not None) + (namespace is not None) + everything != 1:
         raise typer.BadParameter("give one of KEY, --namespace or --all")
     if key is None and not yes:
@@ -119,10 +124,14 @@ def evict_command(
 
     async def ask() -> None:
         async with connected(address) as client:
-            if namespace is not None:
-                answer = await client.evict(namespace_id=await _namespace_id(client, namespace))
-            else:
-                answer = await client.evict(key=key or "", all=everything)
+            chosen = b"" if namespace is None else await _namespace_id(client, namespace)
+            with progress.blocks_bar("dropping") as show:
+                answer = await client.evict(
+                    key=key or "",
+                    namespace_id=chosen,
+                    all=everything,
+                    on_progress=lambda so_far: show(so_far.evicted_blocks + so_far.kept_blocks, so_far.total_blocks),
+                )
         kept = f", {answer.kept_blocks:,} kept (leased, pinned or the prefix of such)" if answer.kept_blocks else ""
         counts = {"evicted_blocks": answer.evicted_blocks, "kept_blocks": answer.kept_blocks}
         _say(counts, f"{answer.evicted_blocks:,} blocks dropped{kept}", as_json)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Self
 
 from rich.console import Console
@@ -13,6 +16,16 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
 )
+
+
+@contextmanager
+def blocks_bar(doing: str) -> Iterator[Callable[[int, int], None]]:
+    """A function to call with the blocks done and the blocks in all; shows a bar when stderr is a terminal."""
+    console = Console(file=sys.stderr)
+    columns = (TextColumn(doing), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 class RichProgress:

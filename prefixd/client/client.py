@@ -15,7 +15,7 @@ from prefixd.client.cache import AsyncCache
 from prefixd.client.connection import Connection, parse_address
 from prefixd.client.copying import Copier
 from prefixd.client.credentials import Credentials
-from prefixd.client.errors import ClientClosed, InvalidArgumentError
+from prefixd.client.errors import ClientClosed, InvalidArgumentError, ServerError
 from prefixd.client.holds import renew
 from prefixd.client.inference import GenerateEvent, Sampling, event_from_proto, generate_request
 from prefixd.client.leases import AsyncLease, AsyncReservation
@@ -24,6 +24,9 @@ from prefixd.client.session import MemoryMode, Session
 from prefixd.client.spec import NamespaceSpec
 from prefixd.client.tokens import TokenIds
 from prefixd.v1 import admin_pb2, inference_pb2
+
+_PREFIXES = 100  # listed unless more are asked for
+_PAGE = 1000  # prefixes that one call lists at the most
 
 
 class AsyncClient:
@@ -214,19 +217,41 @@ class AsyncClient:
         return cast(admin_pb2.StatsResponse, response)
 
     async def prefixes(self, namespace_id: bytes = b"", limit: int = 0) -> admin_pb2.ListPrefixesResponse:
-        """Cached prefixes, most recently used first; of all namespaces, and 100 of them, unless said
-        otherwise.
+        """Cached prefixes, most recently used first; of all namespaces, and 100 of them, unless said otherwise.
+
+        More than a thousand come in several calls: one that is used meanwhile may be missing or be there twice.
         """
-        request = admin_pb2.ListPrefixesRequest(namespace_id=namespace_id, limit=limit)
-        response = await self.connection.call(self.connection.admin.ListPrefixes, request)
-        return cast(admin_pb2.ListPrefixesResponse, response)
+        wanted = limit or _PREFIXES
+        found = admin_pb2.ListPrefixesResponse()
+        while True:
+            request = admin_pb2.ListPrefixesRequest(
+                namespace_id=namespace_id,
+                limit=min(wanted - len(found.prefixes), _PAGE),
+                page_token=found.next_page_token,
+            )
+            page = await self.connection.call(self.connection.admin.ListPrefixes, request)
+            found.prefixes.extend(page.prefixes)
+            found.total, found.next_page_token = page.total, page.next_page_token
+            if not found.next_page_token or len(found.prefixes) >= wanted:
+                return found
 
     async def inspect(self, key: str) -> admin_pb2.InspectResponse:
         """One prefix, block by block. `key` is its last block's, or an unambiguous beginning.
-        `NotFoundError`.
+
+        A prefix of more than a thousand blocks comes in several calls. Raises `NotFoundError`, also when it is evicted
+        meanwhile.
         """
-        response = await self.connection.call(self.connection.admin.Inspect, admin_pb2.InspectRequest(key=key))
-        return cast(admin_pb2.InspectResponse, response)
+        found = cast(admin_pb2.InspectResponse, await self._inspect(key, 0))
+        while len(found.blocks) < found.prefix.blocks:
+            page = await self._inspect(found.prefix.key, len(found.blocks))
+            if not page.blocks:
+                raise ServerError(f"the daemon sent {len(found.blocks)} of the {found.prefix.blocks} blocks of {key}")
+            found.blocks.extend(page.blocks)
+        return found
+
+    async def _inspect(self, key: str, first_block: int) -> admin_pb2.InspectResponse:
+        request = admin_pb2.InspectRequest(key=key, first_block=first_block)
+        return cast(admin_pb2.InspectResponse, await self.connection.call(self.connection.admin.Inspect, request))
 
     async def pin(self, key: str) -> admin_pb2.PinResponse:
         """Keeps a prefix in the cache until `unpin` or a restart; returns its blocks. `NotFoundError`."""
@@ -238,10 +263,18 @@ class AsyncClient:
         response = await self.connection.call(self.connection.admin.Unpin, admin_pb2.UnpinRequest(key=key))
         return cast(admin_pb2.UnpinResponse, response)
 
-    async def evict(self, *, key: str = "", namespace_id: bytes = b"", all: bool = False) -> admin_pb2.EvictResponse:
+    async def evict(
+        self,
+        *,
+        key: str = "",
+        namespace_id: bytes = b"",
+        all: bool = False,
+        on_progress: Callable[[admin_pb2.EvictResponse], None] | None = None,
+    ) -> admin_pb2.EvictResponse:
         """Drops a prefix and what continues it, a namespace, or everything: exactly one of the three.
 
-        What is held or pinned stays and is counted. Raises `InvalidArgumentError` for none or several.
+        What is held or pinned stays and is counted. `on_progress` is called with what has been done so far, every tenth
+        of a second. A cancelled call leaves what it has not come to. Raises `InvalidArgumentError` for none or several.
         """
         if bool(key) + bool(namespace_id) + all != 1:
             raise InvalidArgumentError("evict takes exactly one of key, namespace_id and all=True")
@@ -252,8 +285,14 @@ class AsyncClient:
             request.namespace_id = namespace_id
         else:
             request.all = True
-        response = await self.connection.call(self.connection.admin.Evict, request)
-        return cast(admin_pb2.EvictResponse, response)
+        connection = self.connection
+        async with aclosing(connection.stream(connection.admin.Evict, request)) as answers:
+            async for answer in answers:
+                if answer.done:
+                    return cast(admin_pb2.EvictResponse, answer)
+                if on_progress is not None:
+                    on_progress(answer)
+        raise ServerError("the daemon ended the eviction without saying that it is done; look at its log")
 
     async def flush(self, timeout_s: float = 3600.0) -> admin_pb2.FlushResponse:
         """Returns when every block has a durable copy on disk. `PreconditionError` without a disk tier."""

@@ -6,7 +6,7 @@ several threads at once; a lease or reservation belongs to one thread at a time.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, suppress
 from os import PathLike
 from types import TracebackType
@@ -294,9 +294,18 @@ class Client:
         """See `AsyncClient.unpin`."""
         return self._portal.run(self._client.unpin(key))
 
-    def evict(self, *, key: str = "", namespace_id: bytes = b"", all: bool = False) -> admin_pb2.EvictResponse:
-        """See `AsyncClient.evict`."""
-        return self._portal.run(self._client.evict(key=key, namespace_id=namespace_id, all=all))
+    def evict(
+        self,
+        *,
+        key: str = "",
+        namespace_id: bytes = b"",
+        all: bool = False,
+        on_progress: Callable[[admin_pb2.EvictResponse], None] | None = None,
+    ) -> admin_pb2.EvictResponse:
+        """See `AsyncClient.evict`; `on_progress` is called in another thread."""
+        return self._portal.run(
+            self._client.evict(key=key, namespace_id=namespace_id, all=all, on_progress=on_progress)
+        )
 
     def flush(self, timeout_s: float = 3600.0) -> admin_pb2.FlushResponse:
         """See `AsyncClient.flush`."""

@@ -204,12 +204,14 @@ class StatsResponse(_message.Message):
     def __init__(self, version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., draining: bool = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., leases: _Optional[int] = ..., reservations: _Optional[int] = ..., worker: _Optional[_Union[WorkerStats, _Mapping]] = ..., scheduler: _Optional[_Union[SchedulerStats, _Mapping]] = ..., asked_tokens: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., lost_blocks: _Optional[_Mapping[str, int]] = ..., troubles: _Optional[_Iterable[_Union[Trouble, _Mapping]]] = ..., scrub: _Optional[_Union[ScrubStats, _Mapping]] = ..., write_back: _Optional[_Union[WriteBackStats, _Mapping]] = ..., kv_events: _Optional[_Union[KvEventStats, _Mapping]] = ...) -> None: ...
 
 class ListPrefixesRequest(_message.Message):
-    __slots__ = ("namespace_id", "limit")
+    __slots__ = ("namespace_id", "limit", "page_token")
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     LIMIT_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     namespace_id: bytes
     limit: int
-    def __init__(self, namespace_id: _Optional[bytes] = ..., limit: _Optional[int] = ...) -> None: ...
+    page_token: bytes
+    def __init__(self, namespace_id: _Optional[bytes] = ..., limit: _Optional[int] = ..., page_token: _Optional[bytes] = ...) -> None: ...
 
 class PrefixInfo(_message.Message):
     __slots__ = ("key", "namespace_id", "namespace_name", "blocks", "tokens", "nbytes", "gpu_blocks", "cpu_blocks", "disk_blocks", "idle_s", "pinned", "held")
@@ -240,18 +242,24 @@ class PrefixInfo(_message.Message):
     def __init__(self, key: _Optional[str] = ..., namespace_id: _Optional[bytes] = ..., namespace_name: _Optional[str] = ..., blocks: _Optional[int] = ..., tokens: _Optional[int] = ..., nbytes: _Optional[int] = ..., gpu_blocks: _Optional[int] = ..., cpu_blocks: _Optional[int] = ..., disk_blocks: _Optional[int] = ..., idle_s: _Optional[float] = ..., pinned: bool = ..., held: _Optional[int] = ...) -> None: ...
 
 class ListPrefixesResponse(_message.Message):
-    __slots__ = ("prefixes", "total")
+    __slots__ = ("prefixes", "total", "next_page_token")
     PREFIXES_FIELD_NUMBER: _ClassVar[int]
     TOTAL_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     prefixes: _containers.RepeatedCompositeFieldContainer[PrefixInfo]
     total: int
-    def __init__(self, prefixes: _Optional[_Iterable[_Union[PrefixInfo, _Mapping]]] = ..., total: _Optional[int] = ...) -> None: ...
+    next_page_token: bytes
+    def __init__(self, prefixes: _Optional[_Iterable[_Union[PrefixInfo, _Mapping]]] = ..., total: _Optional[int] = ..., next_page_token: _Optional[bytes] = ...) -> None: ...
 
 class InspectRequest(_message.Message):
-    __slots__ = ("key",)
+    __slots__ = ("key", "first_block", "limit")
     KEY_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    LIMIT_FIELD_NUMBER: _ClassVar[int]
     key: str
-    def __init__(self, key: _Optional[str] = ...) -> None: ...
+    first_block: int
+    limit: int
+    def __init__(self, key: _Optional[str] = ..., first_block: _Optional[int] = ..., limit: _Optional[int] = ...) -> None: ...
 
 class BlockInfo(_message.Message):
     __slots__ = ("index", "key", "tiers", "children", "pinned", "held", "nbytes", "token_ids")
@@ -316,12 +324,16 @@ class EvictRequest(_message.Message):
     def __init__(self, key: _Optional[str] = ..., namespace_id: _Optional[bytes] = ..., all: bool = ...) -> None: ...
 
 class EvictResponse(_message.Message):
-    __slots__ = ("evicted_blocks", "kept_blocks")
+    __slots__ = ("evicted_blocks", "kept_blocks", "total_blocks", "done")
     EVICTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     KEPT_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
     evicted_blocks: int
     kept_blocks: int
-    def __init__(self, evicted_blocks: _Optional[int] = ..., kept_blocks: _Optional[int] = ...) -> None: ...
+    total_blocks: int
+    done: bool
+    def __init__(self, evicted_blocks: _Optional[int] = ..., kept_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., done: bool = ...) -> None: ...
 
 class FlushRequest(_message.Message):
     __slots__ = ()
@@ -381,12 +393,20 @@ class VerifyProgress(_message.Message):
     done: bool
     def __init__(self, checked_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., checked_bytes: _Optional[int] = ..., damaged_blocks: _Optional[int] = ..., dropped_blocks: _Optional[int] = ..., damaged: _Optional[_Iterable[_Union[DamagedBlock, _Mapping]]] = ..., done: bool = ...) -> None: ...
 
+class Holder(_message.Message):
+    __slots__ = ("owner", "blocks")
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    owner: str
+    blocks: int
+    def __init__(self, owner: _Optional[str] = ..., blocks: _Optional[int] = ...) -> None: ...
+
 class CheckIntegrityRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class CheckIntegrityResponse(_message.Message):
-    __slots__ = ("violations", "blocks", "slots", "sessions", "leases", "reservations", "troubles")
+    __slots__ = ("violations", "blocks", "slots", "sessions", "leases", "reservations", "troubles", "holders")
     VIOLATIONS_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
@@ -394,6 +414,7 @@ class CheckIntegrityResponse(_message.Message):
     LEASES_FIELD_NUMBER: _ClassVar[int]
     RESERVATIONS_FIELD_NUMBER: _ClassVar[int]
     TROUBLES_FIELD_NUMBER: _ClassVar[int]
+    HOLDERS_FIELD_NUMBER: _ClassVar[int]
     violations: _containers.RepeatedScalarFieldContainer[str]
     blocks: int
     slots: int
@@ -401,4 +422,5 @@ class CheckIntegrityResponse(_message.Message):
     leases: int
     reservations: int
     troubles: _containers.RepeatedCompositeFieldContainer[Trouble]
-    def __init__(self, violations: _Optional[_Iterable[str]] = ..., blocks: _Optional[int] = ..., slots: _Optional[int] = ..., sessions: _Optional[int] = ..., leases: _Optional[int] = ..., reservations: _Optional[int] = ..., troubles: _Optional[_Iterable[_Union[Trouble, _Mapping]]] = ...) -> None: ...
+    holders: _containers.RepeatedCompositeFieldContainer[Holder]
+    def __init__(self, violations: _Optional[_Iterable[str]] = ..., blocks: _Optional[int] = ..., slots: _Optional[int] = ..., sessions: _Optional[int] = ..., leases: _Optional[int] = ..., reservations: _Optional[int] = ..., troubles: _Optional[_Iterable[_Union[Trouble, _Mapping]]] = ..., holders: _Optional[_Iterable[_Union[Holder, _Mapping]]] = ...) -> None: ...

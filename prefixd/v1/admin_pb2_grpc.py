@@ -59,7 +59,7 @@ class AdminStub(object):
                 request_serializer=prefixd_dot_v1_dot_admin__pb2.UnpinRequest.SerializeToString,
                 response_deserializer=prefixd_dot_v1_dot_admin__pb2.UnpinResponse.FromString,
                 _registered_method=True)
-        self.Evict = channel.unary_unary(
+        self.Evict = channel.unary_stream(
                 '/prefixd.v1.Admin/Evict',
                 request_serializer=prefixd_dot_v1_dot_admin__pb2.EvictRequest.SerializeToString,
                 response_deserializer=prefixd_dot_v1_dot_admin__pb2.EvictResponse.FromString,
@@ -96,14 +96,15 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListPrefixes(self, request, context):
-        """Prefixes, most recently used first: the leaves of the trie.
+        """Prefixes, most recently used first: the leaves of the trie. A page at a time; a prefix that is used between two pages
+        moves to the front of the list, which is past, and may be missing from both or be in both.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Inspect(self, request, context):
-        """One prefix, block by block.
+        """One prefix, block by block, a page at a time.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -124,7 +125,9 @@ class AdminServicer(object):
 
     def Evict(self, request, context):
         """Drops a prefix and everything that continues it, a whole namespace, or everything; from every tier.
-        Leased and pinned blocks, and the prefixes they stand on, stay and are counted.
+        Leased and pinned blocks, and the prefixes they stand on, stay and are counted; so do blocks that are added meanwhile.
+        What was dropped is gone durably, from disk too. The stream reports progress; its last message has `done` set. A call
+        that is cancelled leaves what it has not come to.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -187,7 +190,7 @@ def add_AdminServicer_to_server(servicer, server):
                     request_deserializer=prefixd_dot_v1_dot_admin__pb2.UnpinRequest.FromString,
                     response_serializer=prefixd_dot_v1_dot_admin__pb2.UnpinResponse.SerializeToString,
             ),
-            'Evict': grpc.unary_unary_rpc_method_handler(
+            'Evict': grpc.unary_stream_rpc_method_handler(
                     servicer.Evict,
                     request_deserializer=prefixd_dot_v1_dot_admin__pb2.EvictRequest.FromString,
                     response_serializer=prefixd_dot_v1_dot_admin__pb2.EvictResponse.SerializeToString,
@@ -369,7 +372,7 @@ class Admin(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
+        return grpc.experimental.unary_stream(
             request,
             target,
             '/prefixd.v1.Admin/Evict',

@@ -112,9 +112,10 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
         self._note(request, context)
         return admin_pb2.UnpinResponse(blocks=31)
 
-    def Evict(self, request: Any, context: grpc.ServicerContext) -> admin_pb2.EvictResponse:
+    def Evict(self, request: Any, context: grpc.ServicerContext) -> Iterator[admin_pb2.EvictResponse]:
         self._note(request, context)
-        return admin_pb2.EvictResponse(evicted_blocks=40, kept_blocks=2)
+        yield admin_pb2.EvictResponse(evicted_blocks=20, total_blocks=42)
+        yield admin_pb2.EvictResponse(evicted_blocks=40, kept_blocks=2, total_blocks=42, done=True)
 
     def Flush(self, request: Any, context: grpc.ServicerContext) -> admin_pb2.FlushResponse:
         self._note(request, context)

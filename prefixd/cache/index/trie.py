@@ -32,6 +32,7 @@ from prefixd.cache.groups import (
     longest_prefix,
     needed_groups,
 )
+from prefixd.cache.index.children import Descendants, link, link_one, unlink
 from prefixd.cache.index.key_index import Rows as Rows
 from prefixd.cache.index.keys import BlockChain
 from prefixd.cache.index.trie_table import NOWHERE, TrieTable
@@ -39,6 +40,7 @@ from prefixd.cache.index.trie_table import TIERS as TIERS
 
 GPU, CPU, DISK, NONE = 0, 1, 2, 3
 NO_SLOT = -1
+_WALK_STEPS = 1 << 20
 
 # Nearest tier of a block by the bit mask of the tiers that have all of its parts.
 _NEAREST = np.array([NONE, GPU, CPU, GPU, DISK, GPU, CPU, GPU], dtype=np.int8)
@@ -164,9 +166,10 @@ class Trie(TrieTable):
         """`find` for [m, 16] keys at once, -1 where there is none."""
         return self._keys.find_all(keys)
 
-    def find_by_digits(self, digits: str) -> Rows:
-        """The rows whose keys begin with these hex digits."""
-        rows = self.used_rows()
+    def find_by_digits(self, digits: str, start: int = 0, stop: int | None = None) -> Rows:
+        """The rows from `start` to `stop` (all by default) whose keys begin with these hex digits."""
+        end = self.rows if stop is None else min(stop, self.rows)
+        rows = start + np.flatnonzero(self.namespace[start:end] != NOWHERE)
         keys = self._keys.keys(rows)
         whole = np.frombuffer(bytes.fromhex(digits[: len(digits) // 2 * 2]), np.uint8)
         same = (keys[:, : len(whole)] == whole).all(axis=1)
@@ -201,26 +204,15 @@ class Trie(TrieTable):
         return np.fromiter(seen, np.int64, len(seen))
 
     def subtree(self, roots: Rows) -> list[int]:
-        """`roots`, different rows, and everything that continues them, each row once and parents before children."""
-        if not self.children[roots].any():
-            found: list[int] = roots.tolist()
-            return found
-        rows = self.used_rows()
-        rows = rows[np.argsort(self.parent[rows])]  # siblings side by side
-        parents = self.parent[rows]
-        under = np.zeros(self.rows, np.bool_)  # of which rows it is known already that they belong here
-        level = roots
-        while len(level):
-            under[level] = True
-            level = level[self.children[level] > 0]
-            first = np.searchsorted(parents, level)
-            count = self.children[level]
-            starts = np.repeat(first - np.cumsum(count) + count, count)
-            level = rows[starts + np.arange(len(starts))]
-            level = level[~under[level]]
-        below = np.flatnonzero(under)
-        ordered: list[int] = below[np.argsort(self.depth[below], kind="stable")].tolist()
-        return ordered
+        """`roots`, different rows, and everything that continues them, each row once and parents before children.
+
+        It takes 0.1 us a row: see `Descendants` for subtrees of any size.
+        """
+        walk = Descendants(self, roots)
+        found: list[int] = []
+        while not walk.done:
+            found += walk.take(_WALK_STEPS)
+        return found
 
     # -- adding and removing ------------------------------------------------------------------------------------
 
@@ -254,6 +246,7 @@ class Trie(TrieTable):
         self.holds[row] = 0
         self.tier_children[row] = 0
         self.entered[row] = 0.0
+        link_one(self, row, parent)
         if parent >= 0:
             self.children[parent] += 1
             if self.has_rules and self.children[parent] > 1:
@@ -348,12 +341,25 @@ class Trie(TrieTable):
         self.checksums[rows] = 0
         inner = parents >= 0
         np.add.at(self.children, parents[inner], 1)
+        link(self, rows, parents)
 
     def removable(self, row: int) -> bool:
         """Whether the block exists and nothing continues, keeps or pins it."""
         if self.children[row] or self.keep[row] or self.pinned[row]:
             return False
         return bool(self.namespace[row] != NOWHERE)
+
+    def all_removable(self, rows: Sequence[int]) -> Rows:
+        """Those of different blocks, children before parents, that are removable once those before them are gone."""
+        children, keep, pinned = self.children.data, self.keep.data, self.pinned.data
+        namespace, parent = self.namespace.data, self.parent.data
+        gone: dict[int, int] = {}  # children that go, by parent
+        going = []
+        for row in rows:
+            if children[row] == gone.get(row, 0) and not keep[row] and not pinned[row] and namespace[row] != NOWHERE:
+                going.append(row)
+                gone[parent[row]] = gone.get(parent[row], 0) + 1
+        return np.array(going, np.int64)
 
     def remove(self, row: int) -> None:
         """Forgets a block that has no copy left and is removable.
@@ -367,7 +373,9 @@ class Trie(TrieTable):
             self.namespace[row] = NOWHERE
             self.generation[row] += 1
             self.free.append(row)
-            row = int(self.parent[row])
+            parent = int(self.parent[row])
+            unlink(self, row, parent)
+            row = parent
             if row < 0:
                 return
             self.children[row] -= 1

@@ -36,6 +36,9 @@ class TrieTable:
         self.namespace = np.empty(0, np.int32)
         self.depth = np.empty(0, np.int32)
         self.children = np.empty(0, np.int32)
+        self.first_child = np.empty(0, np.int32)
+        self.next_sibling = np.empty(0, np.int32)
+        self.previous_sibling = np.empty(0, np.int32)
         self.generation = np.empty(0, np.int32)
         self.keep = np.empty(0, np.int32)
         self.pinned = np.empty(0, np.bool_)
@@ -101,6 +104,9 @@ _COLUMNS = (
     "namespace",
     "depth",
     "children",
+    "first_child",
+    "next_sibling",
+    "previous_sibling",
     "generation",
     "keep",
     "pinned",

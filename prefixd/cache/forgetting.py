@@ -1,0 +1,89 @@
+"""Forgetting many blocks: a prefix and what continues it, a namespace, or everything; a slice at a time.
+
+The blocks are found first, and forgotten then, children before parents. Others use the trie in between, so a block is
+known by its row and the row's generation: one that has gone meanwhile, and left its row to another, is not touched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixd.cache.index.children import Descendants, MovedError
+from prefixd.cache.index.trie import Rows, Trie
+from prefixd.cache.index.trie_table import NOWHERE
+from prefixd.cache.mover import Mover
+from prefixd.pacer import SLICE_ROWS
+
+_WALK_STEPS = 1 << 13
+_FORGOTTEN_AT_ONCE = 256
+
+
+@dataclass(frozen=True, slots=True)
+class FoundBlocks:
+    """m blocks of a trie, children before parents."""
+
+    trie: Trie
+    rows: Rows
+    generations: npt.NDArray[np.int32]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+async def find_subtree(trie: Trie, root: int) -> FoundBlocks:
+    """A block and everything that continues it. Empty when the block goes meanwhile."""
+    generation = trie.generation[root]
+    while trie.generation[root] == generation:
+        rows, generations = [np.empty(0, np.int64)], [np.empty(0, np.int32)]
+        walk = Descendants(trie, np.array([root]))
+        try:
+            while not walk.done:
+                found = np.array(walk.take(_WALK_STEPS), np.int64)
+                rows.append(found)
+                generations.append(trie.generation[found])
+                await asyncio.sleep(0)
+        except MovedError:  # what it has found may lack what continues the block that went
+            continue
+        return FoundBlocks(trie, np.concatenate(rows)[::-1], np.concatenate(generations)[::-1])
+    return FoundBlocks(trie, np.empty(0, np.int64), np.empty(0, np.int32))
+
+
+async def find_namespace(trie: Trie, namespace: int | None) -> FoundBlocks:
+    """All blocks of a namespace, by its ordinal, or of all namespaces of a trie."""
+    rows, generations, depths = [np.empty(0, np.int64)], [np.empty(0, np.int32)], [np.empty(0, np.int32)]
+    for start in range(0, trie.rows, SLICE_ROWS):
+        namespaces = trie.namespace[start : min(start + SLICE_ROWS, trie.rows)]
+        found = start + np.flatnonzero(namespaces != NOWHERE if namespace is None else namespaces == namespace)
+        rows.append(found)
+        generations.append(trie.generation[found])
+        depths.append(trie.depth[found])
+        await asyncio.sleep(0)
+
+    def deepest_first() -> FoundBlocks:
+        order = np.argsort(np.concatenate(depths), kind="stable")[::-1]
+        return FoundBlocks(trie, np.concatenate(rows)[order], np.concatenate(generations)[order])
+
+    return await asyncio.to_thread(deepest_first)
+
+
+async def forget(mover: Mover, blocks: FoundBlocks) -> AsyncGenerator[tuple[int, int], None]:
+    """Forgets what nobody holds, keeps, pins or continues, a slice at a time.
+
+    After each slice, which is gone durably then, yields how many of its blocks went and how many stay.
+
+    Raises:
+        StorageError: the last slice is gone from memory, but the disk failed and it comes back at the next start.
+    """
+    trie = blocks.trie
+    for start in range(0, len(blocks), _FORGOTTEN_AT_ONCE):
+        part = slice(start, start + _FORGOTTEN_AT_ONCE)
+        rows = blocks.rows[part]
+        same = rows[trie.generation[rows] == blocks.generations[part]]
+        went = await mover.forget(trie, same.tolist())
+        yield went, len(same) - went
+        await asyncio.sleep(0)  # without a disk tier nothing else waits

@@ -1,0 +1,144 @@
+"""Which blocks continue a block: a list of siblings in three columns of the trie's table.
+
+    row                1     2     3     4      prompts 1-2, 1-3-4
+    first_child        2     .     4     .
+    next_sibling       .     3     .     .
+    previous_sibling   .     .     2     .      the first sibling has none
+
+A block without children costs 12 bytes, and to go through what continues a block takes as long as that is large, not as
+long as the table is. The first blocks of prompts have a namespace's root for a parent, and stand in no list.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixd.cache.index.key_index import Rows
+
+NO_ROW = -1
+
+Int32s = npt.NDArray[np.int32]
+
+
+class Linked(Protocol):
+    """A table with these columns, each as long as the others."""
+
+    rows: int
+    parent: Int32s
+    depth: Int32s
+    generation: Int32s
+    first_child: Int32s
+    next_sibling: Int32s
+    previous_sibling: Int32s
+
+
+class MovedError(RuntimeError):
+    """The block where a walk had stopped does not exist any more; begin again."""
+
+
+def link(table: Linked, rows: Rows, parents: Rows) -> None:
+    """Enters m new blocks among their parents' children; parents that are no rows are roots."""
+    table.first_child[rows] = NO_ROW
+    table.next_sibling[rows] = table.previous_sibling[rows] = NO_ROW
+    inner = parents >= 0
+    rows, parents = rows[inner], parents[inner]
+    if not len(rows):
+        return
+    order = np.argsort(parents, kind="stable")
+    rows, parents = rows[order], parents[order]
+    same = parents[1:] == parents[:-1]  # neighbours here are siblings
+    table.next_sibling[rows[:-1][same]] = rows[1:][same]
+    table.previous_sibling[rows[1:][same]] = rows[:-1][same]
+    eldest = np.concatenate([[True], ~same])
+    youngest = np.concatenate([~same, [True]])
+    behind = table.first_child[parents[youngest]]
+    table.next_sibling[rows[youngest]] = behind
+    there = behind >= 0
+    table.previous_sibling[behind[there]] = rows[youngest][there]
+    table.first_child[parents[eldest]] = rows[eldest]
+
+
+def link_one(table: Linked, row: int, parent: int) -> None:
+    """As `link`, for one block."""
+    behind = int(table.first_child[parent]) if parent >= 0 else NO_ROW
+    table.first_child[row] = table.previous_sibling[row] = NO_ROW
+    table.next_sibling[row] = behind
+    if behind >= 0:
+        table.previous_sibling[behind] = row
+    if parent >= 0:
+        table.first_child[parent] = row
+
+
+def unlink(table: Linked, row: int, parent: int) -> None:
+    """Takes a block that has no children out of its parent's list."""
+    if parent < 0:
+        return
+    before, behind = int(table.previous_sibling[row]), int(table.next_sibling[row])
+    if before >= 0:
+        table.next_sibling[before] = behind
+    else:
+        table.first_child[parent] = behind
+    if behind >= 0:
+        table.previous_sibling[behind] = before
+
+
+class Descendants:
+    """Goes through blocks and everything that continues them: each once, parents before children.
+
+    A part of them at a time: others may change the trie in between. Blocks that come or go meanwhile may be met or not.
+
+    Args:
+        table: the trie.
+        roots: different rows.
+    """
+
+    def __init__(self, table: Linked, roots: Rows) -> None:
+        self.done = not len(roots)
+        """Whether all have been met."""
+        self._table = table
+        self._roots = iter(roots[np.argsort(table.depth[roots], kind="stable")].tolist())
+        self._met = np.zeros(table.rows, np.bool_)
+        self._root = self._at = NO_ROW
+        self._generation = 0
+
+    def take(self, steps: int) -> list[int]:
+        """The blocks that it meets in about `steps` steps from block to block, there and back.
+
+        Raises:
+            MovedError: the block at which the last call stopped has gone.
+        """
+        table = self._table
+        if self._at != NO_ROW and table.generation[self._at] != self._generation:
+            raise MovedError("the block where the walk had stopped has gone")
+        if len(self._met) < table.rows:
+            self._met = np.concatenate([self._met, np.zeros(table.rows - len(self._met), np.bool_)])
+        # Memoryviews are several times faster than numpy for one value; they end with this call, since columns grow.
+        first_child, next_sibling, parent = table.first_child.data, table.next_sibling.data, table.parent.data
+        met = self._met.data
+        found: list[int] = []
+        at, root = self._at, self._root
+        while steps > 0 and not self.done:
+            steps -= 1
+            if at == NO_ROW:
+                row = root = next(self._roots, NO_ROW)
+                if root == NO_ROW:
+                    self.done = True
+                elif met[root]:  # it continues a root before
+                    row = NO_ROW
+            else:
+                row = first_child[at]
+                while row == NO_ROW and at != root:
+                    steps -= 1
+                    row = next_sibling[at]
+                    at = parent[at]
+            at = row
+            if at != NO_ROW:
+                met[at] = True
+                found.append(at)
+        self._at, self._root = at, root
+        if at != NO_ROW:
+            self._generation = int(table.generation[at])
+        return found

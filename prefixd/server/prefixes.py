@@ -1,0 +1,276 @@
+"""What the cache holds, prefix by prefix: lists in pages, one prefix block by block.
+
+All of it goes through the columns of the trie a slice at a time, and others change the trie in between. A block is
+known by its row and the row's generation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import struct
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixd.cache import Namespace, TieredCache, Trie
+from prefixd.cache.index.trie import TIERS, Rows
+from prefixd.errors import InvalidArgumentError, NotFoundError
+from prefixd.pacer import Pacer
+from prefixd.v1 import admin_pb2 as pb
+from prefixd.v1 import cache_pb2
+
+DEFAULT_LIMIT = 100
+LIMIT = 1000
+_TOKENS_LIMIT = 1 << 15  # of a page's blocks, unless the first block has more
+_KEY_DIGITS = 32
+_SHORTEST_KEY = 4
+_SLICE_ROWS = 1 << 14
+_PATH_ROWS = 1 << 12
+_TOKEN = struct.Struct("<dIQ")  # of the page's last prefix: when it was used, its trie's ordinal and its row
+_SUMMARY_WORK = 40  # pieces of work, see `Pacer`
+_BLOCK_WORK = 10
+_TOKENS_A_PIECE = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """A block, and by it the prefix that it ends."""
+
+    trie: Trie
+    row: int
+    generation: int
+
+    @classmethod
+    def of(cls, trie: Trie, row: int) -> Prefix:
+        """The block that is in `row` now."""
+        return cls(trie, row, int(trie.generation[row]))
+
+    @property
+    def there(self) -> bool:
+        """Whether the block still exists; as long as it does, so do those before it."""
+        return int(self.trie.generation[self.row]) == self.generation
+
+    async def upwards(self, pacer: Pacer) -> AsyncGenerator[Rows, None]:
+        """The rows of its blocks, from its last block to its first, some thousand at a time.
+
+        Raises:
+            NotFoundError: it went meanwhile.
+        """
+        at = self.row
+        while at >= 0:
+            parent = self.trie.parent.data
+            rows: list[int] = []
+            while at >= 0 and len(rows) < _PATH_ROWS:
+                rows.append(at)
+                at = parent[at]
+            yield np.array(rows, np.int64)
+            await pacer.worked(1 + len(rows) // 8)
+            if not self.there:
+                raise NotFoundError("the prefix was evicted while it was looked at; `prefixd ls` shows what there is")
+
+    async def path(self, pacer: Pacer) -> Rows:
+        """The rows of its blocks, from the first on. Raises NotFoundError."""
+        parts: list[Rows] = []
+        async with aclosing(self.upwards(pacer)) as steps:
+            async for rows in steps:
+                parts.append(rows)
+        return np.concatenate(parts)[::-1]
+
+
+async def find_prefix(cache: TieredCache, key: str) -> Prefix:
+    """The prefix whose last block's key is, or begins with, the hex digits `key`.
+
+    Raises:
+        InvalidArgumentError: these are no digits, or several keys begin with them.
+        NotFoundError: no key does.
+    """
+    digits = key.lower()
+    if len(digits) < _SHORTEST_KEY or len(digits) > _KEY_DIGITS or digits.strip("0123456789abcdef"):
+        raise InvalidArgumentError(
+            f"key {key!r} is not {_SHORTEST_KEY} to {_KEY_DIGITS} hex digits; `prefixd ls` shows the keys"
+        )
+    found: list[Prefix] = []
+    for trie in list(cache.tries):
+        if len(digits) == _KEY_DIGITS:
+            row = trie.find(bytes.fromhex(digits))
+            if row is not None:
+                found.append(Prefix.of(trie, row))
+            continue
+        for start in range(0, trie.rows, _SLICE_ROWS):
+            rows = trie.find_by_digits(digits, start, start + _SLICE_ROWS)
+            found += [Prefix.of(trie, row) for row in rows.tolist()]
+            if len(found) > _SLICE_ROWS:  # enough to refuse it
+                break
+            await asyncio.sleep(0)
+    found = [prefix for prefix in found if prefix.there]
+    if not found:
+        raise NotFoundError(f"no prefix has the key {key}; `prefixd ls` shows what there is")
+    if len(found) > 1:
+        raise InvalidArgumentError(f"{len(found)} prefixes have keys that begin with {key}; give more digits")
+    return found[0]
+
+
+async def list_prefixes(cache: TieredCache, request: pb.ListPrefixesRequest) -> pb.ListPrefixesResponse:
+    """One page of the leaves of all tries, most recently used first.
+
+    Raises:
+        InvalidArgumentError: the page is too large, or the token is none.
+        NotFoundError: no such namespace.
+    """
+    limit = _page_limit(request.limit, DEFAULT_LIMIT)
+    only = cache.namespaces.get(request.namespace_id).ordinal if request.namespace_id else None
+    page = _Page(limit, _parse_token(request.page_token) if request.page_token else None)
+    for trie in list(cache.tries):
+        for start in range(0, trie.rows, _SLICE_ROWS):
+            page.offer(trie, _leaves(trie, start, only))
+            await asyncio.sleep(0)
+    pacer = Pacer()
+    infos = []
+    for prefix in page.prefixes(cache.tries):
+        try:
+            infos.append(await describe(cache, prefix, pacer))
+        except NotFoundError:  # it went meanwhile
+            continue
+    return pb.ListPrefixesResponse(prefixes=infos, total=page.total, next_page_token=page.next_token())
+
+
+async def inspect_prefix(cache: TieredCache, request: pb.InspectRequest) -> pb.InspectResponse:
+    """One page of the blocks of a prefix.
+
+    Raises:
+        InvalidArgumentError: the page is too large, or the key is none.
+        NotFoundError: no such prefix.
+    """
+    limit = _page_limit(request.limit, LIMIT)
+    prefix = await find_prefix(cache, request.key)
+    trie, pacer = prefix.trie, Pacer()
+    limit = min(limit, max(1, _TOKENS_LIMIT // trie.block_tokens))
+    info = await describe(cache, prefix, pacer)
+    path = await prefix.path(pacer)
+    blocks = []
+    for index, row in enumerate(path[request.first_block : request.first_block + limit].tolist(), request.first_block):
+        if not prefix.there:
+            raise NotFoundError(f"prefix {request.key} was evicted while it was looked at; `prefixd ls` shows the rest")
+        blocks.append(
+            pb.BlockInfo(
+                index=index,
+                key=trie.key(row).hex(),
+                tiers=[cache_pb2.Tier.Name(tier + 1) for tier in range(TIERS) if trie.has(row, tier)],
+                children=int(trie.children[row]),
+                pinned=bool(trie.pinned[row]),
+                held=int(trie.holds[row].max(axis=1).sum()),
+                nbytes=sum(trie.part_bytes),
+                token_ids=trie.tokens[row].tolist(),
+            )
+        )
+        await pacer.worked(_BLOCK_WORK + trie.block_tokens // _TOKENS_A_PIECE)
+    return pb.InspectResponse(prefix=info, blocks=blocks)
+
+
+async def describe(cache: TieredCache, prefix: Prefix, pacer: Pacer) -> pb.PrefixInfo:
+    """What a prefix is and where its blocks are. Raises NotFoundError when it goes meanwhile."""
+    trie, row = prefix.trie, prefix.row
+    by_tier = np.zeros(TIERS + 1, np.int64)
+    blocks = held = 0
+    async with aclosing(prefix.upwards(pacer)) as steps:
+        async for rows in steps:
+            blocks += len(rows)
+            by_tier += np.bincount(trie.nearest[rows], minlength=TIERS + 1)
+            held = max(held, int(trie.holds[rows].max(axis=2).sum(axis=1).max()))
+    await pacer.worked(_SUMMARY_WORK)
+    if not prefix.there:
+        raise NotFoundError("the prefix was evicted while it was looked at; `prefixd ls` shows what there is")
+    namespace: Namespace = cache.namespaces.at(int(trie.namespace[row]))
+    gpu, cpu, disk, _ = by_tier.tolist()
+    return pb.PrefixInfo(
+        key=trie.key(row).hex(),
+        namespace_id=namespace.id,
+        namespace_name=namespace.spec.name,
+        blocks=blocks,
+        tokens=blocks * trie.block_tokens,
+        nbytes=blocks * sum(trie.part_bytes),
+        gpu_blocks=gpu,
+        cpu_blocks=cpu,
+        disk_blocks=disk,
+        idle_s=max(cache.clock() - float(trie.last_used[row]), 0.0),
+        pinned=bool(trie.pinned[row]),
+        held=held,
+    )
+
+
+@dataclass(slots=True)
+class _Page:
+    """The most recently used leaves, `limit` of them, that come after a page before; offered by ordinal and row."""
+
+    limit: int
+    after: tuple[float, int, int] | None
+    total: int = 0
+    _left: bool = False
+    _used: npt.NDArray[np.float64] = field(default_factory=lambda: np.empty(0, np.float64))
+    _ordinal: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    _row: Rows = field(default_factory=lambda: np.empty(0, np.int64))
+    _generation: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+
+    def offer(self, trie: Trie, rows: Rows) -> None:
+        """Takes in leaves of a trie: those that are used as recently as others stand behind them."""
+        self.total += len(rows)
+        used = trie.last_used[rows]
+        if self.after is not None:
+            last_used, ordinal, row = self.after
+            behind = used < last_used
+            if trie.ordinal >= ordinal:
+                behind |= (used == last_used) & ((rows > row) | (trie.ordinal > ordinal))
+            rows, used = rows[behind], used[behind]
+        if len(self._used) == self.limit:
+            better = used > self._used[-1]
+            self._left |= not better.all()
+            rows, used = rows[better], used[better]
+        if not len(rows):
+            return
+        used = np.concatenate([self._used, used])
+        best = np.argsort(-used, kind="stable")
+        self._left |= len(best) > self.limit
+        best = best[: self.limit]
+        self._used = used[best]
+        self._ordinal = np.concatenate([self._ordinal, np.full(len(rows), trie.ordinal)])[best]
+        self._row = np.concatenate([self._row, rows])[best]
+        self._generation = np.concatenate([self._generation, trie.generation[rows]])[best]
+
+    def prefixes(self, tries: list[Trie]) -> list[Prefix]:
+        """The page's."""
+        found = zip(self._ordinal.tolist(), self._row.tolist(), self._generation.tolist(), strict=True)
+        return [Prefix(tries[ordinal], row, generation) for ordinal, row, generation in found]
+
+    def next_token(self) -> bytes:
+        """Where the next page begins; empty when there is none."""
+        if not self._left:
+            return b""
+        return _TOKEN.pack(self._used[-1], self._ordinal[-1], self._row[-1])
+
+
+def _leaves(trie: Trie, start: int, namespace: int | None) -> Rows:
+    """The leaves among some thousand rows, of one namespace or of all, whose bytes can be had."""
+    rows = slice(start, min(start + _SLICE_ROWS, trie.rows))
+    chosen = (trie.children[rows] == 0) & (trie.nearest[rows] < TIERS)
+    chosen &= trie.namespace[rows] >= 0 if namespace is None else trie.namespace[rows] == namespace
+    return start + np.flatnonzero(chosen)
+
+
+def _page_limit(asked: int, default: int) -> int:
+    if asked > LIMIT:
+        raise InvalidArgumentError(f"limit is {asked}; a page has at most {LIMIT}, ask for the next one after it")
+    return asked or default
+
+
+def _parse_token(token: bytes) -> tuple[float, int, int]:
+    wrong = f"page_token {token[:32].hex()} is none; send next_page_token of the page before, or nothing"
+    if len(token) != _TOKEN.size:
+        raise InvalidArgumentError(wrong)
+    used, ordinal, row = _TOKEN.unpack(token)
+    if not math.isfinite(used):
+        raise InvalidArgumentError(wrong)
+    return used, ordinal, row

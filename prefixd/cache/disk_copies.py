@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -116,8 +116,14 @@ class DiskCopies:
 
     async def undisturbed(self, look: Callable[[], T], work: Callable[[T], U]) -> U:
         """`work` on what `look` gives, in a thread, while no write or removal is under way."""
-        async with self._lock:
+        async with self.still():
             return await self._in_thread(work, look())
+
+    @asynccontextmanager
+    async def still(self) -> AsyncGenerator[None, None]:
+        """Within it no write or removal is under way; those that come wait."""
+        async with self._lock:
+            yield
 
     def close(self) -> None:
         """Ends the threads."""

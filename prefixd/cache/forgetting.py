@@ -18,6 +18,7 @@ from prefixd.cache.index.trie import Rows, Trie
 from prefixd.cache.index.trie_table import NOWHERE
 from prefixd.cache.mover import Mover
 from prefixd.pacer import SLICE_ROWS
+from prefixd.steps import in_thread
 
 _WALK_STEPS = 1 << 13
 _FORGOTTEN_AT_ONCE = 256
@@ -68,7 +69,7 @@ async def find_namespace(trie: Trie, namespace: int | None) -> FoundBlocks:
         order = np.argsort(np.concatenate(depths), kind="stable")[::-1]
         return FoundBlocks(trie, np.concatenate(rows)[order], np.concatenate(generations)[order])
 
-    return await asyncio.to_thread(deepest_first)
+    return await in_thread(deepest_first)
 
 
 async def forget(mover: Mover, blocks: FoundBlocks) -> AsyncGenerator[tuple[int, int], None]:

@@ -9,6 +9,8 @@ import numpy.typing as npt
 
 from prefixd.cache.cache import TieredCache
 from prefixd.cache.index.trie import DISK
+from prefixd.pacer import SLICE_ROWS
+from prefixd.steps import Steps
 from prefixd_swap import IntegrityError, SlabStore
 
 _SHOWN = 3
@@ -31,17 +33,25 @@ class DiskSnapshot:
     """Whether the disk can be written: if not, removals wait until it can."""
 
 
-def snapshot_of_disk(cache: TieredCache) -> DiskSnapshot:
-    """What the tries say is on disk. On the event loop, while no write or removal is under way."""
+def snapshot_of_disk(cache: TieredCache) -> Steps[DiskSnapshot]:
+    """What the tries say is on disk, while no write or removal is under way.
+
+    Blocks may leave the tries meanwhile, and are in `leaving` then: it is taken last, when their removal is announced.
+    """
     ids = np.frombuffer(b"".join(namespace.id for namespace in cache.namespaces), np.uint8).reshape(-1, 8)
     names, places = [np.zeros((0, 24), np.uint8)], [np.zeros(0, np.uint64)]
-    for trie in cache.tries:
-        rows = np.flatnonzero(trie.any_part[: trie.rows] & (1 << DISK))
-        if len(rows):
+    for trie in list(cache.tries):
+        for start in range(0, trie.rows, SLICE_ROWS):
+            marked = trie.any_part[start : min(start + SLICE_ROWS, trie.rows)] & np.uint8(1 << DISK)
+            rows = start + np.flatnonzero(marked)
             names.append(np.hstack([ids.take(trie.namespace[rows], axis=0, mode="clip"), trie.keys(rows)]))
             places.append(_places(trie.slots[rows, DISK], trie.checksums[rows]))
+            yield None
+    yield None  # a removal that was begun in the last callback announces itself in this one
     leaving = frozenset(namespace + key for namespace, key in cache.mover.disk.leaving)
-    return DiskSnapshot(np.concatenate(names), np.concatenate(places), leaving, cache.tiers.disk_takes)
+    takes = cache.tiers.disk_takes
+    snapshot: DiskSnapshot = yield lambda: DiskSnapshot(np.concatenate(names), np.concatenate(places), leaving, takes)
+    return snapshot
 
 
 def compare_with_index(known: DiskSnapshot, store: SlabStore) -> list[str]:

@@ -241,7 +241,7 @@ class AsyncClient:
         A prefix of more than a thousand blocks comes in several calls. Raises `NotFoundError`, also when it is evicted
         meanwhile.
         """
-        found = cast(admin_pb2.InspectResponse, await self._inspect(key, 0))
+        found = await self._inspect(key, 0)
         while len(found.blocks) < found.prefix.blocks:
             page = await self._inspect(found.prefix.key, len(found.blocks))
             if not page.blocks:

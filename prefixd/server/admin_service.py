@@ -21,6 +21,7 @@ from prefixd.v1 import admin_pb2_grpc
 log = logging.getLogger(__name__)
 
 _PROGRESS_S = 0.1
+_HOLDERS = 100
 
 
 class AdminService(admin_pb2_grpc.AdminServicer):
@@ -160,6 +161,10 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             leases=found.leases,
             reservations=found.reservations,
             troubles=self._snapshot.troubles(),
+            holders=[
+                pb.Holder(owner=owner, blocks=blocks)
+                for owner, blocks in self._cache.mover.placement.holds.blocks_by_owner().most_common(_HOLDERS)
+            ],
         )
 
 

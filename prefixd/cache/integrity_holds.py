@@ -1,0 +1,162 @@
+"""Is every slot and every hold somebody's? The tiers' memory and the tries' counters against leases and requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixd.cache.cache import TieredCache
+from prefixd.cache.findings import Findings
+from prefixd.cache.groups import GroupMask
+from prefixd.cache.index.trie import CPU, GPU, NO_SLOT, TIERS, Rows, Trie
+from prefixd.cache.index.trie_table import NOWHERE
+from prefixd.cache.sessions import Lease, Reservation
+from prefixd.cache.tiers import TIER_NAMES
+from prefixd.steps import Steps
+from prefixd_swap import IntegrityError
+
+_GRANTS = 256  # looked at between two pauses
+
+Int64s = npt.NDArray[np.int64]
+_Held = tuple[Trie, Rows, int | None, GroupMask | None]
+"""Blocks that somebody keeps, the tier in which their bytes are held, and the KV groups; None as in `Hold`."""
+
+
+def audit_grants(found: Findings, cache: TieredCache) -> Steps[None]:
+    """Sessions, leases and reservations."""
+    looked_at = 0
+    for key, session in list(cache.leases.sessions.items()):
+        if cache.leases.sessions.get(key) is not session:
+            continue  # it ended meanwhile
+        found.sessions += 1
+        found.demand(key == session.id, f"session {session.id[:8]} is filed under another id")
+        for grant_id, grant in list(session.grants.items()):
+            looked_at += 1
+            if looked_at % _GRANTS == 0 or isinstance(grant, Lease):
+                yield None
+            if session.grants.get(grant_id) is not grant:
+                continue
+            found.demand(
+                grant.id == grant_id and grant.session is session,
+                f"lease {grant.id} is filed with a session that is not its own",
+            )
+            if isinstance(grant, Lease):
+                found.leases += 1
+                lacking = grant.trie.lacking(grant.rows, CPU, grant.hold.wanted)
+                found.demand(not lacking.any(), f"lease {grant.id} covers blocks that left the CPU tier")
+            elif isinstance(grant, Reservation):
+                found.reservations += 1
+
+
+def audit_slots(found: Findings, cache: TieredCache) -> Steps[None]:
+    """Every slot in the GPU and CPU tiers is one block's, or in flight, or free."""
+    tiers = cache.tiers
+    for tier, memory in ((GPU, tiers.gpu), (CPU, tiers.cpu)):
+        if memory is None:
+            continue
+        try:
+            memory.check_integrity()
+        except IntegrityError as error:
+            found.demand(False, f"{TIER_NAMES[tier]} tier: {error}")
+        yield None
+        yield _owners(found, cache, tier, memory.allocated())
+
+
+def audit_holds(found: Findings, cache: TieredCache) -> Steps[None]:
+    """The tries' counters are the sum of who holds and keeps their blocks."""
+    for trie in list(cache.tries):
+        for tier in range(TIERS):
+            yield _holds(found, cache, trie, tier)
+        yield _keepers(found, cache, trie)
+
+
+def _owners(found: Findings, cache: TieredCache, tier: int, taken: Int64s) -> Callable[[], None]:
+    name, quiet = TIER_NAMES[tier], cache.mover.quiet
+    columns = [(trie.namespace[: trie.rows].copy(), trie.slots[: trie.rows, tier].copy()) for trie in list(cache.tries)]
+    flying, claims = cache.tiers.in_flight[tier].copy(), _claimed_slots(cache, tier)
+
+    def compare() -> None:
+        in_flight = np.sort(np.fromiter(flying, np.int64, len(flying)))
+        claimed = np.sort(np.fromiter(chain.from_iterable(claims), np.int64))
+        owned = np.concatenate([*(slots[namespace != NOWHERE].ravel() for namespace, slots in columns), in_flight])
+        owned = np.sort(owned[owned != NO_SLOT])
+        found.slots += len(taken)
+        found.demand_none(_repeated(owned), f"{name} tier: slots with several owners")
+        found.demand_none(_lacking(taken, owned), f"{name} tier: slots that are taken, but nobody's")
+        found.demand_none(_lacking(owned, taken), f"{name} tier: slots that are somebody's, but not taken")
+        found.demand_none(_repeated(claimed), f"{name} tier: slots reserved twice")
+        found.demand_none(_lacking(claimed, in_flight), f"{name} tier: reserved slots that were given away")
+        if quiet:
+            found.demand_none(_lacking(in_flight, claimed), f"{name} tier: slots in flight that nobody is filling")
+
+    return compare
+
+
+def _claimed_slots(cache: TieredCache, tier: int) -> list[Iterable[int]]:
+    """The slots in flight of which somebody says that they are his."""
+    if tier == GPU:
+        return [frames for claim in cache.claims for _, _, frames in claim()]
+    grants = chain.from_iterable(session.grants.values() for session in cache.leases.sessions.values())
+    blocks = [list(grant.slots) for grant in grants if isinstance(grant, Reservation)]
+    return [list(cache.quarantine.slots()), *chain.from_iterable(blocks)]
+
+
+def _holders(cache: TieredCache, trie: Trie) -> list[_Held]:
+    """Who holds or keeps blocks of a trie now."""
+    held: list[_Held] = [
+        (hold.trie, hold.rows, hold.tier, hold.wanted) for hold in cache.mover.placement.holds if hold.trie is trie
+    ]
+    for claim in cache.claims:
+        held += [(other, rows, GPU, None) for other, rows, _ in claim() if other is trie]
+    return held
+
+
+def _holds(found: Findings, cache: TieredCache, trie: Trie, tier: int) -> Callable[[], None]:
+    quiet, there, held = cache.mover.quiet, trie.holds[: trie.rows, tier].copy(), _holders(cache, trie)
+    where, name = f"trie {trie.ordinal}: ", TIER_NAMES[tier]
+
+    def compare() -> None:
+        wanted = np.zeros_like(there)
+        for _, rows, place, groups in held:
+            if place != tier:
+                continue
+            for group in trie.groups:
+                chosen = rows if groups is None else rows[(groups & np.uint8(group.mask)) != 0]
+                wanted[chosen, group.bit] += 1  # a holder's rows are different ones
+        lacking, surplus = (there < wanted).any(axis=1), (there > wanted).any(axis=1)
+        found.demand_none(np.flatnonzero(lacking), f"{where}rows leased or in use, but not held in the {name} tier")
+        if quiet:
+            found.demand_none(np.flatnonzero(surplus), f"{where}rows held in the {name} tier by nobody")
+
+    return compare
+
+
+def _keepers(found: Findings, cache: TieredCache, trie: Trie) -> Callable[[], None]:
+    quiet, keep, held = cache.mover.quiet, trie.keep[: trie.rows].copy(), _holders(cache, trie)
+    where = f"trie {trie.ordinal}: "
+
+    def compare() -> None:
+        wanted = np.zeros_like(keep)
+        for _, rows, _, _ in held:
+            wanted[rows] += 1
+        found.demand_none(np.flatnonzero(keep < wanted), f"{where}rows reserved upon, but not kept")
+        if quiet:
+            found.demand_none(np.flatnonzero(keep > wanted), f"{where}rows kept by nobody")
+
+    return compare
+
+
+def _repeated(ordered: Int64s) -> Int64s:
+    """Numbers that are there more than once, each once."""
+    return np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
+
+
+def _lacking(ordered: Int64s, others: Int64s) -> Int64s:
+    """Numbers of the first that are not in the second; both ascend."""
+    if not len(others):
+        return np.unique(ordered)
+    place = np.minimum(np.searchsorted(others, ordered), len(others) - 1)
+    return np.unique(ordered[others[place] != ordered])

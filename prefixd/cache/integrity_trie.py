@@ -1,0 +1,146 @@
+"""Does a trie add up in itself? Every row against its parent and its own columns, and the counters against the rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixd.cache.findings import Findings
+from prefixd.cache.index.trie import DISK, NO_SLOT, NONE, TIERS, Rows, Trie
+from prefixd.cache.index.trie_table import NOWHERE
+from prefixd.cache.tiers import TIER_NAMES
+from prefixd.steps import Steps
+
+_SLICE_ROWS = 1 << 12  # each is looked at in some 100 ways
+
+Bools = npt.NDArray[np.bool_]
+
+
+def audit_trie(found: Findings, trie: Trie) -> Steps[None]:
+    """Looks at the rows a slice at a time, each as it is then, and counts in copies of the columns."""
+    for start in range(0, trie.rows, _SLICE_ROWS):
+        rows = start + np.flatnonzero(trie.namespace[start : min(start + _SLICE_ROWS, trie.rows)] != NOWHERE)
+        found.blocks += len(rows)
+        _audit_places(found, trie, rows)
+        _audit_copies(found, trie, rows)
+        yield None
+    yield _rows_and_children(found, trie)
+    for tier in range(TIERS):
+        yield _children_with_copies(found, trie, tier)
+
+
+def _where(trie: Trie) -> str:
+    return f"trie {trie.ordinal}: "
+
+
+def _audit_places(found: Findings, trie: Trie, rows: Rows) -> None:
+    """Keys, parents and siblings of used rows."""
+    where, n = _where(trie), trie.rows
+    found.demand_none(rows[trie.find_all(trie.keys(rows)) != rows], f"{where}rows that are not found under their keys")
+    parent = trie.parent[rows].astype(np.int64)
+    first = parent < 0
+    above = np.where(first, 0, np.clip(parent, 0, n - 1))
+    lost = ~first & ((parent >= n) | (trie.namespace[above] == NOWHERE))
+    found.demand_none(rows[lost], f"{where}rows that continue a block that does not exist")
+    namespace = np.where(first, -1 - parent, trie.namespace[above])
+    found.demand_none(
+        rows[~lost & (namespace != trie.namespace[rows])], f"{where}rows that continue a block of another namespace"
+    )
+    depth = np.where(first, 0, trie.depth[above] + 1)
+    found.demand_none(rows[~lost & (trie.depth[rows] != depth)], f"{where}rows with a wrong depth")
+
+    before, behind = trie.previous_sibling[rows].astype(np.int64), trie.next_sibling[rows].astype(np.int64)
+    linked = np.where(before < 0, trie.first_child[above] == rows, trie.next_sibling[np.clip(before, 0, n - 1)] == rows)
+    linked |= first | lost
+    linked &= (behind < 0) | (trie.previous_sibling[np.clip(behind, 0, n - 1)] == rows)
+    linked &= (behind < 0) | (trie.parent[np.clip(behind, 0, n - 1)] == parent)
+    eldest = trie.first_child[rows].astype(np.int64)
+    linked &= np.where(trie.children[rows] == 0, eldest < 0, trie.parent[np.clip(eldest, 0, n - 1)] == rows)
+    found.demand_none(rows[~linked], f"{where}rows that are linked wrongly to their siblings or children")
+
+
+def _audit_copies(found: Findings, trie: Trie, rows: Rows) -> None:
+    """What used rows say about their copies, and whether somebody needs them."""
+    where = _where(trie)
+    whole, available = np.zeros(len(rows), np.uint8), np.zeros(len(rows), np.uint8)
+    for tier in range(TIERS):
+        bit, name = np.uint8(1 << tier), TIER_NAMES[tier]
+        has = trie.slots[rows, tier] != NO_SLOT
+        some = has.any(axis=1)
+        marked = (trie.any_part[rows] & bit) != 0
+        if tier == DISK:
+            some |= marked  # a record without bytes: the block's descendants need it
+        whole |= bit * has.all(axis=1)
+        found.demand_none(rows[marked != some], f"{where}rows marked wrongly for the {name} tier")
+        there = np.zeros(len(rows), np.uint8)
+        for group in trie.groups:
+            there |= np.uint8(group.mask) * has[:, list(group.parts)].all(axis=1)
+        found.demand_none(
+            rows[trie.there[rows, tier] != there], f"{where}rows with wrong KV groups for the {name} tier"
+        )
+        if trie.offered & (1 << tier):
+            available |= there
+        found.demand_none(
+            rows[(trie.holds[rows, tier] < 0).any(axis=1)],
+            f"{where}rows released more often than held in the {name} tier",
+        )
+    found.demand_none(rows[trie.complete[rows] != whole], f"{where}rows that are not whole as marked")
+    found.demand_none(
+        rows[trie.available[rows] != available], f"{where}rows with KV groups that are not there as marked"
+    )
+    if len(trie.groups) == 1:
+        nearest = np.full(len(rows), NONE, np.int8)
+        for tier in reversed(range(TIERS)):
+            nearest[(whole & trie.offered & (1 << tier)) != 0] = tier
+        found.demand_none(rows[trie.nearest[rows] != nearest], f"{where}rows with a wrong nearest tier")
+    needed = (trie.children[rows] != 0) | (trie.keep[rows] != 0) | trie.pinned[rows]
+    found.demand_none(rows[(trie.any_part[rows] == 0) & ~needed], f"{where}rows that have no copy and nobody needs")
+    kept = trie.keep[rows] >= trie.holds[rows].max(axis=2).sum(axis=1)
+    found.demand_none(rows[~kept], f"{where}rows that are held but not kept")
+
+
+def _rows_and_children(found: Findings, trie: Trie) -> Callable[[], None]:
+    n, keys, where = trie.rows, len(trie), _where(trie)
+    free_rows = np.array(trie.free, np.int32)
+    namespace, parent, children = (column[:n].copy() for column in (trie.namespace, trie.parent, trie.children))
+
+    def count() -> None:
+        used = namespace != NOWHERE
+        blocks = int(np.count_nonzero(used))
+        found.demand(keys == blocks, f"{where}{keys} keys lead to {blocks} rows")
+        found.demand_none(free_rows[(free_rows < 0) | (free_rows >= n)], f"{where}free rows that do not exist")
+        free = free_rows[(free_rows >= 0) & (free_rows < n)]
+        found.demand_none(free[used[free]], f"{where}rows that are used and free at once")
+        times = np.bincount(free, minlength=n)
+        found.demand(
+            blocks + len(free) == n and bool((times <= 1).all()),
+            f"{where}{n} rows, but {blocks} used and {len(free)} free",
+        )
+        counted = _children(used, parent)
+        found.demand_none(np.flatnonzero(used & (counted != children)), f"{where}rows that miscount their children")
+
+    return count
+
+
+def _children_with_copies(found: Findings, trie: Trie, tier: int) -> Callable[[], None]:
+    n, name = trie.rows, TIER_NAMES[tier]
+    namespace, parent, children = trie.namespace[:n].copy(), trie.parent[:n].copy(), trie.tier_children[:n, tier].copy()
+    marked = trie.any_part[:n] & np.uint8(1 << tier)
+
+    def count() -> None:
+        used = namespace != NOWHERE
+        counted = _children(used & (marked != 0), parent)
+        found.demand_none(
+            np.flatnonzero(used & (counted != children)),
+            f"{_where(trie)}rows that miscount their children in the {name} tier",
+        )
+
+    return count
+
+
+def _children(used: Bools, parent: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+    """[n]: how many of the used rows have each row for a parent."""
+    n = len(used)
+    return np.bincount(parent[used & (parent >= 0) & (parent < n)], minlength=n)

@@ -143,7 +143,12 @@ class DiskCopies:
             key,
             trie.key(parent) if parent >= 0 else b"",
             trie.tokens[row].tobytes(),
-            tuple(place if place.slot != NO_SLOT else None for place in _places(trie, row)),
+            tuple(
+                DiskPart(slot, nbytes, checksum) if slot != NO_SLOT else None
+                for slot, nbytes, checksum in zip(
+                    trie.slots[row, DISK].tolist(), trie.part_bytes, trie.checksums[row].tolist(), strict=True
+                )
+            ),
             int(trie.depth[row]),
         )
 

@@ -163,8 +163,6 @@ def _split(value: bytes) -> tuple[int, int, bytes, list[tuple[int, int, int]], b
         raise _damaged(value, "a slot or a size is larger than any disk")
     if any((slot or check) and not nbytes for slot, nbytes, check in parts):
         raise _damaged(value, "a part of 0 bytes has a slot")
-    if not any(nbytes for _, nbytes, _ in parts):
-        raise _damaged(value, f"none of its {count} parts is on disk")
     return depth, flags, parent, parts, value[end:]
 
 

@@ -43,7 +43,7 @@ def reconcile(table: IndexTable, known: Int64s) -> tuple[Int64s, list[bytes]]:
     """The slots of the blocks whose slots are all `known` and no other block's, and the index keys of all others."""
     wanted = np.zeros(table.rows, np.bool_)
     for group in table.groups:
-        wanted[group.rows] = np.isin(group.slots[:, group.on_disk], known).all(axis=1) & bool(group.on_disk)
+        wanted[group.rows] = np.isin(group.slots[:, group.on_disk], known).all(axis=1)
     if len(twice := _named_twice(table, wanted)):
         wanted[twice] = False
     slots = [group.slots[wanted[group.rows]][:, group.on_disk].ravel() for group in table.groups]

@@ -70,7 +70,8 @@ def test_a_changed_record_is_a_storage_error_or_a_record() -> None:
         try:
             record = decode_record(name, changed)
             assert all(part is None or part.nbytes > 0 for part in record.parts)
-            assert len(record.tokens) % 4 == 0 and record_slots(changed)
+            assert len(record.tokens) % 4 == 0
+            assert record_slots(changed) == [(part.slot, part.nbytes) for part in record.parts if part]
         except StorageError:
             refused += 1
             with pytest.raises(StorageError):
@@ -101,7 +102,6 @@ def test_the_message_says_what_is_wrong_and_what_to_do(at: int, put: bytes, word
     [
         (value_of(7)[:23], "header alone has 24"),
         (value_of(7)[:-1], "4 each"),
-        (encode_record(block(7), [None, None]), "none of its 2 parts"),
     ],
 )
 def test_a_record_of_a_wrong_length(value: bytes, words: str) -> None:

@@ -32,9 +32,10 @@ from prefixd.server.kv_events import KVEvents
 from prefixd.server.limits import LOCK, raise_descriptor_limit, watch_descriptors, watch_memory_lock
 from prefixd.server.listeners import Listeners
 from prefixd.server.memory_listener import MemoryListener
+from prefixd.server.metrics_server import MetricsServer
 from prefixd.server.model_host import ModelHost
 from prefixd.server.processes import ProcessWatch
-from prefixd.server.snapshot import Snapshot, serve_metrics
+from prefixd.server.snapshot import Snapshot
 from prefixd.settings import Settings
 from prefixd.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, inference_pb2, inference_pb2_grpc
 from prefixd_swap import (
@@ -248,13 +249,16 @@ class Daemon:
         metrics_port = None
         if settings.server.metrics_port is not None:
             try:
-                metrics_port, stop = serve_metrics(settings.server.metrics_port, snapshot, asyncio.get_running_loop())
+                metrics = MetricsServer(snapshot.take)
+                stack.push_async_callback(metrics.close)
+                metrics_port = await metrics.start(settings.server.metrics_port)
+            except SwapError as error:
+                raise ConfigError(f"server.metrics_port = {settings.server.metrics_port}: {error}") from error
             except OSError as error:
                 port = settings.server.metrics_port
                 raise ConfigError(
                     f"server.metrics_port = {port} cannot be used ({error.strerror}); choose another"
                 ) from error
-            stack.callback(stop)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)

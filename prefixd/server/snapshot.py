@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Self
-from wsgiref.simple_server import WSGIRequestHandler, make_server
+from typing import Self
 
 import numpy as np
-from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.exposition import ThreadingWSGIServer
 from prometheus_client.registry import Collector
 
 import prefixd
@@ -29,7 +23,6 @@ from prefixd.v1 import admin_pb2 as pb
 from prefixd.v1 import cache_pb2
 from prefixd_swap import round_to_slot
 
-_ACCEPT_PAUSE_S = 0.1
 _STATES = {
     WorkerState.STARTING: pb.WorkerStats.STATE_STARTING,
     WorkerState.READY: pb.WorkerStats.STATE_READY,
@@ -233,8 +226,8 @@ def _resident_bytes(trie: Trie) -> int:
     return complete * int(sizes.sum()) + int((trie.slots[others, CPU] != NO_SLOT).sum(axis=0) @ sizes)
 
 
-class _Metrics(Collector):
-    """The snapshot as Prometheus metrics. Its thread only reads what the event loop has put down."""
+class MetricsCollector(Collector):
+    """The figures that `latest` gives, as Prometheus metrics. A thread may collect them: they change no more."""
 
     def __init__(self, latest: Callable[[], pb.StatsResponse]) -> None:
         self._latest = latest
@@ -310,45 +303,6 @@ class _Metrics(Collector):
         yield GaugeMetricFamily("prefixd_waiting_requests", "queue length", value=stats.scheduler.waiting_requests)
         yield GaugeMetricFamily("prefixd_running_requests", "requests running", value=stats.worker.running_requests)
         yield CounterMetricFamily("prefixd_worker_restarts", "worker restarts", value=stats.worker.restarts)
-
-
-class _Server(ThreadingWSGIServer):
-    """Serves scrapes in threads."""
-
-    def get_request(self) -> tuple[socket.socket, Any]:
-        """The next connection. Out of descriptors there is none, at once and again and again: that needs a pause."""
-        try:
-            return super().get_request()
-        except OSError:
-            time.sleep(_ACCEPT_PAUSE_S)
-            raise
-
-
-class _Handler(WSGIRequestHandler):
-    """Says nothing."""
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Nothing."""
-
-
-def serve_metrics(port: int, snapshot: Snapshot, loop: asyncio.AbstractEventLoop) -> tuple[int, Callable[[], None]]:
-    """Serves Prometheus metrics on 127.0.0.1:`port` (0: any free one); returns the port and how to stop.
-
-    Figures are taken on the event loop, since only it may look at the cache.
-    """
-
-    registry = CollectorRegistry()
-    server = make_server("127.0.0.1", port, make_wsgi_app(registry), _Server, _Handler)
-    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
-    thread.start()
-    registry.register(_Metrics(lambda: asyncio.run_coroutine_threadsafe(snapshot.take(), loop).result(timeout=5)))
-
-    def stop() -> None:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-    return int(server.server_port), stop
 
 
 def _part(part: PartSpec) -> cache_pb2.Part:

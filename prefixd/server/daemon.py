@@ -22,6 +22,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from prefixd import heap
 from prefixd.cache import TIER_NAMES, TieredCache, Tiers, Troubles
 from prefixd.errors import ConfigError, UnavailableError
+from prefixd.generation import Generation
 from prefixd.server import rpc
 from prefixd.server.access import make_private, private_umask
 from prefixd.server.admin_service import AdminService
@@ -225,11 +226,13 @@ class Daemon:
         cache_pb2_grpc.add_PrefixCacheServicer_to_server(service, doors.services)
         inference_pb2_grpc.add_InferenceServicer_to_server(
             InferenceService(
-                cache,
-                self.host.dispatcher if self.host else None,
-                self.host.model if self.host else _no_model,
-                self.draining,
-                clock,
+                Generation(
+                    cache,
+                    self.host.dispatcher if self.host else None,
+                    self.host.model if self.host else _no_model,
+                    self.draining,
+                    clock,
+                )
             ),
             doors.services,
         )

@@ -13,8 +13,9 @@ from prefixd.embedded_model import ensure_embedded_model
 from prefixd.errors import ConfigError, UnavailableError
 from prefixd.model_fingerprint import fingerprint
 from prefixd.server.dispatcher import Dispatcher
-from prefixd.server.inference_service import ServedModel
+from prefixd.server.served_model import ServedModel
 from prefixd.server.tokenization import TextCodec
+from prefixd.server.tokenizer_threads import TokenizerThreads
 from prefixd.server.worker_process import WorkerProcess
 from prefixd.settings import Settings
 from prefixd.worker.protocol import Done, Hello
@@ -43,6 +44,10 @@ class ModelHost:
         self._hello: Hello | None = None
         self._model: asyncio.Task[ServedModel] | None = None
         self.directory = self._find_model()
+        try:
+            self._text = TokenizerThreads()
+        except SwapError as error:
+            raise ConfigError(f"prompts cannot be tokenized: {error}") from error
         worker = settings.worker
         self.worker = WorkerProcess(
             WorkerSettings(
@@ -82,6 +87,7 @@ class ModelHost:
 
     async def stop(self) -> None:
         """Ends the worker and gives the GPU tier's memory back."""
+        self._text.close()
         await self.dispatcher.stop()
         await self.worker.stop()
         if self._model is not None:
@@ -119,11 +125,10 @@ class ModelHost:
             raise ConfigError(f"the embedded model cannot be written ({error}); set XDG_CACHE_HOME") from error
 
     async def _load(self) -> ServedModel:
-        loop = asyncio.get_running_loop()
-        name = await loop.run_in_executor(None, fingerprint, self.directory, self._settings.data_dir)
+        name = await self._text.load(fingerprint, self.directory, self._settings.data_dir)
         codec: TextCodec | None = None
         try:
-            codec = await loop.run_in_executor(None, TextCodec, self.directory)
+            codec = await self._text.load(TextCodec, self.directory)
         except ConfigError as error:
             log.warning("prompts have to be token ids: %s", error)
         if not await self.worker.settled():
@@ -139,7 +144,7 @@ class ModelHost:
             dtype=hello.dtype,
             layout=hello.layout,
         )
-        return ServedModel(hello, namespace, codec, self._cache.tiers.frames.capacity)
+        return ServedModel(hello, namespace, codec, self._text, self._cache.tiers.frames.capacity)
 
     def _on_hello(self, hello: Hello) -> FramePool:
         """Makes the GPU tier for the first worker; its successors get the same one."""

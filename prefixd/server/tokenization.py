@@ -1,29 +1,53 @@
-"""Text to token ids and back, with the model's own tokenizer."""
+"""Text to token ids, with the model's own tokenizer and within limits."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TypeAlias
 
-from tokenizers.decoders import DecodeStream
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
 
 from prefixd.errors import ConfigError, UnsupportedError
+from prefixd.server.text_stream import TextStream
 
-if TYPE_CHECKING:  # importing it takes a second, which a sidecar without a model need not wait
-    from transformers import PreTrainedTokenizerFast
+TokenIds: TypeAlias = npt.NDArray[np.uint32]
+
+_PIECE_CHARACTERS = 64 << 10
+_SLACK = 2  # times the limit: a text cut into pieces has a few tokens more than the whole
+
+
+class TooManyTokensError(Exception):
+    """A text has more tokens than were allowed; the rest of it was not looked at.
+
+    Args:
+        tokens: how many were counted.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__(f"more than {tokens} tokens")
+        self.tokens = tokens
+
+
+class Stopped(Exception):
+    """Nobody wants the token ids any more."""
 
 
 class TextCodec:
-    """A model directory's tokenizer.
+    """A model directory's tokenizer. Several threads may use it at once.
 
     Raises:
         ConfigError: the directory has none, or not a fast one.
     """
 
     def __init__(self, model: Path) -> None:
-        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast  # takes a second, which a sidecar need not wait
 
+        # A batch of one text has no use for the library's own threads, and starting them may fail.
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
         try:
             tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
         except (OSError, ValueError) as error:
@@ -33,32 +57,52 @@ class TextCodec:
             ) from error
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
             raise ConfigError(f"the tokenizer in {str(model)!r} has no fast form; save tokenizer.json beside the model")
-        self._tokenizer = tokenizer
+        backend: Tokenizer = tokenizer.backend_tokenizer
+        # Set once: calling the Python tokenizer sets them at each call, which fails while another thread encodes.
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = bool(tokenizer.split_special_tokens)
+        self._backend = backend
+        self._special = {token for token, added in backend.get_added_tokens_decoder().items() if added.special}
+        self.longest_token = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
+        """Characters of the longest token: a text of more characters than that times n has more than n tokens."""
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, with the special tokens that the model's tokenizer adds."""
-        ids: list[int] = self._tokenizer(text)["input_ids"]
-        return ids
+    def encode(self, text: str, most: int, stop: threading.Event) -> TokenIds:
+        """Token ids of a prompt, with the special tokens that the model's tokenizer adds.
+
+        Other threads run meanwhile: the tokenizer releases the GIL. Time and memory are bounded by `most`, not by the
+        text: a long text is first counted in pieces, until there are too many tokens.
+
+        Args:
+            text: the prompt.
+            most: tokens that the caller can use. A few more may be returned; many more are not computed.
+            stop: set by another thread when nobody wants the result.
+
+        Raises:
+            TooManyTokensError: the text has more than about twice `most` tokens.
+            Stopped: `stop` was set.
+        """
+        enough = _SLACK * most  # bytes have at most as many tokens
+        if len(text) > enough or len(text.encode(errors="surrogatepass")) > enough:
+            self._count(text, enough, stop)
+        if stop.is_set():
+            raise Stopped
+        return np.array(self._backend.encode_batch_fast([text])[0].ids, np.uint32)
 
     def stream(self) -> TextStream:
         """A decoder for one request's output."""
-        return TextStream(self._tokenizer)
+        return TextStream(self._backend, self._special)
 
-
-class TextStream:
-    """Decodes a growing output, never half a character.
-
-    Args:
-        tokenizer: the model's.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        self._backend = tokenizer.backend_tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
-
-    def feed(self, token_ids: Sequence[int]) -> str:
-        """The text that became complete with these tokens."""
-        return "".join(self._stream.step(self._backend, token) or "" for token in token_ids)
+    def _count(self, text: str, enough: int, stop: threading.Event) -> None:
+        piece = min(_PIECE_CHARACTERS, max(enough, 16 * self.longest_token))
+        tokens = 0
+        for start in range(0, len(text), piece):
+            if stop.is_set():
+                raise Stopped
+            batch = self._backend.encode_batch_fast([text[start : start + piece]], add_special_tokens=False)
+            tokens += len(batch[0])
+            if tokens > enough:
+                raise TooManyTokensError(tokens)
 
 
 def need_codec(codec: TextCodec | None) -> TextCodec:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prefixd_swap import SlabStore
+from prefixd_swap.slab.file import INDEX_BITS
+from prefixd_swap.slots import PAGE_BYTES
 
 KINDS = {
     "bit": 0.3,  # one bit
@@ -21,7 +23,6 @@ KINDS = {
     "tail": 0.05,  # the file ends inside the block
 }
 _SECTOR = 512
-_INDEX_BITS = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +80,13 @@ class StoredBlocks:
 
     def __init__(self, path: Path, capacity_bytes: int) -> None:
         store = SlabStore.open(path, capacity_bytes)
-        files = {int(file.name.partition("-")[0], 16): file for file in (path / "slabs").iterdir()}
-        slot_bytes = {number: int(file.stem.partition("-")[2]) for number, file in files.items()}
+        files = {int(file.stem, 16): file for file in (path / "slabs").iterdir()}
         self.blocks: dict[str, Stored] = {}
         for record in store.records():
             places = [
-                Place(files[number], (part.slot & (1 << _INDEX_BITS) - 1) * slot_bytes[number], part.nbytes)
+                Place(files[part.slot >> INDEX_BITS], (part.slot & (1 << INDEX_BITS) - 1) * PAGE_BYTES, part.nbytes)
                 for part in record.parts
                 if part is not None
-                for number in [part.slot >> _INDEX_BITS]
             ]
             # Keys are unique over all namespaces but for chance: each seeds them with its own number.
             self.blocks[record.key.hex()] = Stored(record.key.hex(), record.parent.hex(), tuple(places))

@@ -337,7 +337,7 @@ def reopen(path: Path, blocks: int) -> dict[str, Any]:
 
 
 def _slab(path: Path, number: int) -> Path:
-    return path / "slabs" / f"{number + 1:010x}-{SLOT_BYTES}.slab"
+    return path / "slabs" / f"{number + 1:010x}.slab"
 
 
 def _batches(blocks: int, size: int, prompts: Prompts) -> Iterator[list[tuple[bytes, bytes]]]:

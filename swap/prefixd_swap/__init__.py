@@ -26,6 +26,9 @@ from prefixd_swap.errors import (
 )
 from prefixd_swap.eviction import EvictionPolicy, choose_victims, create_eviction_policy
 from prefixd_swap.geometry import KvGeometry
+from prefixd_swap.page_eviction import Victims
+from prefixd_swap.page_eviction import choose_victims as choose_page_victims
+from prefixd_swap.pages import PageAllocator
 from prefixd_swap.slab.block_record import BlockRecord, DiskPart, NewBlock
 from prefixd_swap.slab.file_ops import FileOps, host_bytes
 from prefixd_swap.slab.files import MAX_SLABS
@@ -59,6 +62,7 @@ __all__ = [
     "MemoryMisuseError",
     "NewBlock",
     "OutOfMemoryError",
+    "PageAllocator",
     "RecordDamagedError",
     "RecordGroup",
     "Records",
@@ -68,7 +72,9 @@ __all__ = [
     "StreamMark",
     "SwapError",
     "UnknownPolicyError",
+    "Victims",
     "VirtualMemory",
+    "choose_page_victims",
     "choose_victims",
     "create_copy_engine",
     "create_eviction_policy",

@@ -1,9 +1,4 @@
-"""The CPU tier's memory: one memfd, cut into slots.
-
-Slots of equal size come from slabs (Bonwick 1994): a run of equal slots, cut from the free part of the arena
-when the first slot is asked for and returned when its last slot is freed, so that another size can have it.
-A slab at the end of a free run is as long as the run allows, so one size alone fills the arena exactly.
-"""
+"""The CPU tier's memory: one memfd, in large pages that are cut into slots (`pages`)."""
 
 from __future__ import annotations
 
@@ -14,18 +9,15 @@ import mmap
 import os
 import resource
 import threading
-from bisect import bisect_right, insort
-from collections import defaultdict
 
 import numpy as np
 from numpy.typing import NDArray
 
-from prefixd_swap.errors import IntegrityError, MemoryMisuseError, OutOfMemoryError
-from prefixd_swap.extents import FreeExtents
-from prefixd_swap.slots import PAGE_BYTES, SlotRun, round_to_slot, slots_per_slab
+from prefixd_swap.errors import MemoryMisuseError, OutOfMemoryError
+from prefixd_swap.pages import PageAllocator
+from prefixd_swap.slots import PAGE_BYTES
 from prefixd_swap.spans import Span
 
-SLAB_BYTES = 32 << 20
 POPULATE_STEP_BYTES = 16 << 20
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 MLOCK_ONFAULT = 1  # absent from the resource module
@@ -33,15 +25,6 @@ MADV_POPULATE_WRITE = 23  # Linux 5.14; absent from the mmap module
 
 log = logging.getLogger(__name__)
 libc = ctypes.CDLL(None, use_errno=True)
-
-
-class _Slab:
-    __slots__ = ("base", "run", "slot_bytes")
-
-    def __init__(self, base: int, slot_bytes: int, count: int) -> None:
-        self.base = base
-        self.slot_bytes = slot_bytes
-        self.run = SlotRun(count)
 
 
 class CpuArena:
@@ -78,11 +61,9 @@ class CpuArena:
         self._address = int(self._bytes.ctypes.data)
         if huge_pages:
             self._advise_huge()
-        self._extents = FreeExtents(self.capacity_bytes)
-        self._slabs: dict[int, _Slab] = {}
-        self._bases: list[int] = []  # of all slabs, sorted
-        self._partial: defaultdict[int, list[int]] = defaultdict(list)  # slot bytes -> bases with room
-        self.used_bytes = 0
+        self.pages = PageAllocator(self.capacity_bytes)
+        """Which bytes are taken, and by slots of which pages."""
+        self.pages.add(0, self.capacity_bytes)
         self._stop = threading.Event()
         self._populated = threading.Event()
         self._populator: threading.Thread | None = None
@@ -114,31 +95,39 @@ class CpuArena:
             )
 
     @property
+    def used_bytes(self) -> int:
+        """Bytes of the slots allocated and not freed."""
+        return self.pages.used_bytes
+
+    @property
     def free_bytes(self) -> int:
-        """Bytes in no slot; a size can have them unless they lie in another size's slab, see `room`."""
-        return self.capacity_bytes - self.used_bytes
+        """Bytes in no slot; a size can have them unless they lie in another size's page, see `room`."""
+        return self.capacity_bytes - self.pages.used_bytes
 
     @property
     def slots_used(self) -> int:
         """Slots allocated and not freed, of all sizes."""
-        return sum(slab.run.used for slab in self._slabs.values())
+        return self.pages.slots_used
 
-    def allocate(self, nbytes: int) -> int | None:
+    def allocate(self, nbytes: int, near: int | None = None) -> int | None:
         """Offset of a free slot for `nbytes` bytes, now taken; None when there is no room for this size.
+
+        Args:
+            nbytes: rounded up to 4096.
+            near: offset of another slot of the same prefix, to which it lies close if that can be.
 
         Raises:
             MemoryMisuseError: `nbytes` is not positive.
         """
-        slot_bytes = round_to_slot(nbytes)
-        partial = self._partial[slot_bytes]
-        slab = self._slabs[partial[0]] if partial else self._new_slab(slot_bytes)
-        if slab is None:
-            return None
-        index = slab.run.take()
-        if slab.run.full:
-            partial.pop(0)
-        self.used_bytes += slot_bytes
-        return slab.base + index * slot_bytes
+        return self.pages.allocate(nbytes, near)
+
+    def allocate_many(self, nbytes: int, count: int, near: int | None = None) -> NDArray[np.int64] | None:
+        """Offsets [count] of slots as by `allocate`; None, and no change, when there is no room for all.
+
+        Raises:
+            MemoryMisuseError: `nbytes` is not positive.
+        """
+        return self.pages.allocate_many(nbytes, count, near)
 
     def free(self, offset: int) -> None:
         """Make the slot at `offset` free.
@@ -146,32 +135,23 @@ class CpuArena:
         Raises:
             MemoryMisuseError: no slot begins there, or it is free already.
         """
-        at = bisect_right(self._bases, offset) - 1
-        slab = self._slabs[self._bases[at]] if at >= 0 else None
-        index, inside = divmod(offset - slab.base, slab.slot_bytes) if slab else (0, 1)
-        if slab is None or inside:
-            raise MemoryMisuseError(f"no slot begins at offset {offset}; free what `allocate` returned")
-        was_full = slab.run.full
-        slab.run.give(index)
-        self.used_bytes -= slab.slot_bytes
-        partial = self._partial[slab.slot_bytes]
-        if was_full:
-            insort(partial, slab.base)
-        if not slab.run.used:
-            partial.remove(slab.base)
-            del self._slabs[slab.base], self._bases[at]
-            self._extents.give(slab.base, slab.run.count * slab.slot_bytes)
+        self.pages.free(offset)
+
+    def free_many(self, offsets: NDArray[np.int64]) -> None:
+        """Make the slots at `offsets` [n] free, or none of them where an error is raised.
+
+        Raises:
+            MemoryMisuseError: no slot begins at one of them, or it is free already, or given twice.
+        """
+        self.pages.free_many(offsets)
 
     def allocated(self) -> NDArray[np.int64]:
         """Offsets of all slots that are taken, ascending."""
-        slabs = [self._slabs[base] for base in self._bases]
-        return np.concatenate([np.zeros(0, np.int64), *(s.base + s.run.taken() * s.slot_bytes for s in slabs)])
+        return self.pages.allocated()
 
     def room(self, nbytes: int) -> int:
         """How many more slots for `nbytes` bytes each can be allocated now."""
-        slot_bytes = round_to_slot(nbytes)
-        in_slabs = sum(self._slabs[base].run.free for base in self._partial[slot_bytes])
-        return in_slabs + self._extents.count(slot_bytes)
+        return self.pages.room(nbytes)
 
     def span(self, offset: int, nbytes: int) -> Span:
         """The bytes at `offset` as raw memory, good until `close`.
@@ -195,28 +175,12 @@ class CpuArena:
         return self._populated.wait(timeout_s) if self._populator else False
 
     def check_integrity(self) -> None:
-        """Slabs and free runs cover the arena once, and the counters agree with them.
+        """Pages and slots add up to the arena.
 
         Raises:
             IntegrityError: they do not.
         """
-        regions = [(base, self._slabs[base].run.count * self._slabs[base].slot_bytes) for base in self._bases]
-        end = 0
-        for start, length in sorted(regions + self._extents.runs()):
-            if start != end:
-                how = "twice" if start < end else "by nothing"
-                raise IntegrityError(f"arena byte {min(start, end)} is covered {how}")
-            end = start + length
-        used = 0
-        for slab in self._slabs.values():
-            slab.run.check_integrity()
-            used += slab.run.used * slab.slot_bytes
-            if (slab.base in self._partial[slab.slot_bytes]) == slab.run.full or not slab.run.used:
-                raise IntegrityError(f"the slab at {slab.base} is filed wrongly, {slab.run.used} slots used")
-        if end != self.capacity_bytes or used != self.used_bytes:
-            raise IntegrityError(
-                f"{used} bytes are used and {self.used_bytes} counted; {end} of {self.capacity_bytes} covered"
-            )
+        self.pages.check_integrity()
 
     def close(self) -> None:
         """Give the memory back; it goes when the last array from `array` does. Spans are dead at once."""
@@ -241,17 +205,6 @@ class CpuArena:
                 f"{nbytes} bytes at offset {offset} reach outside the arena of {self.capacity_bytes} bytes"
             )
         return self._bytes
-
-    def _new_slab(self, slot_bytes: int) -> _Slab | None:
-        count = slots_per_slab(slot_bytes, self.capacity_bytes, SLAB_BYTES)
-        region = self._extents.take(count * slot_bytes, slot_bytes)
-        if region is None:
-            return None
-        base, nbytes = region
-        slab = self._slabs[base] = _Slab(base, slot_bytes, nbytes // slot_bytes)
-        insort(self._bases, base)
-        insort(self._partial[slot_bytes], base)
-        return slab
 
     def _advise_huge(self) -> None:
         try:

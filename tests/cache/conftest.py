@@ -370,7 +370,7 @@ class Rig:
         assert self.store is not None
         slab, index = self.store._slabs.find(int(self.trie.slots[row, DISK, part]))
         with slab.path.open("r+b") as file:
-            file.seek(index * slab.slot_bytes + 17)
+            file.seek(index * 4096 + 17)
             byte = file.read(1)
             file.seek(-1, 1)
             file.write(bytes([byte[0] ^ 1]))

@@ -6,7 +6,6 @@ import os
 import random
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,8 +13,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from prefixd_swap.arena import CpuArena
 from prefixd_swap.errors import MemoryMisuseError, OutOfMemoryError
-from prefixd_swap.extents import FreeExtents
-from prefixd_swap.slots import PAGE_BYTES, SlotRun, round_to_slot, slots_per_slab
+from prefixd_swap.slots import PAGE_BYTES, round_to_slot
 
 KIB = 1024
 
@@ -75,30 +73,23 @@ def test_emptied_memory_serves_another_size(arena: CpuArena) -> None:
     assert arena.free_bytes == 0
 
 
-def test_a_slab_in_use_keeps_only_itself_from_other_sizes(arena: CpuArena) -> None:
-    kept = [offset for i, offset in enumerate(fill(arena, 4096)) if i == 0 or arena.free(offset)]
-    slab = slots_per_slab(4096, arena.capacity_bytes, 32 << 20) * 4096
-    assert len(kept) == 1
-    assert arena.room(4096) == (1 << 20) // 4096 - 1
-    assert arena.room(64 * KIB) == ((1 << 20) - slab) // (64 * KIB)
-
-
-def test_the_lowest_slab_with_room_is_used_first(arena: CpuArena) -> None:
-    """So that the slabs above run empty and can serve other sizes."""
-    offsets = fill(arena, 4096)
-    slab = slots_per_slab(4096, arena.capacity_bytes, 32 << 20) * 4096
-    for offset in (offsets[-1], offsets[0]):
-        arena.free(offset)
-    assert arena.allocate(4096) == offsets[0] < slab <= offsets[-1]
+def test_many_slots_are_taken_and_freed_at_once(arena: CpuArena) -> None:
+    offsets = arena.allocate_many(4000, 200)
+    assert offsets is not None and len(set(offsets.tolist())) == 200
+    assert arena.allocated().tolist() == sorted(offsets.tolist())
+    assert arena.allocate_many(4096, 57) is None and arena.slots_used == 200
+    arena.free_many(offsets[::2])
+    assert arena.slots_used == 100 and arena.room(4096) == 156
     arena.check_integrity()
 
 
 def test_free_refuses_what_was_not_allocated(arena: CpuArena) -> None:
-    offset = arena.allocate(8192)
-    other = arena.allocate(8192)
+    assert arena.room(8192) == 128  # so that a page has two slots of 4096 bytes
+    offset = arena.allocate(4096)
+    other = arena.allocate(4096, near=offset)
     assert offset is not None and other is not None
-    with pytest.raises(MemoryMisuseError, match="no slot begins at offset 4096"):
-        arena.free(offset + 4096)
+    with pytest.raises(MemoryMisuseError, match="no slot begins at offset 2048"):
+        arena.free(offset + 2048)
     with pytest.raises(MemoryMisuseError, match="no slot begins at offset -1"):
         arena.free(-1)
     arena.free(offset)
@@ -176,49 +167,10 @@ def test_impossible_capacities_are_named(nbytes: int) -> None:
     assert not set(os.listdir("/proc/self/fd")) - descriptors
 
 
-def test_slab_sizing() -> None:
+def test_slots_are_whole_memory_pages() -> None:
     assert round_to_slot(1) == PAGE_BYTES and round_to_slot(4097) == 2 * PAGE_BYTES
-    assert slots_per_slab(4096, 1 << 40, 32 << 20) == 8192
-    assert slots_per_slab(8 << 20, 1 << 40, 32 << 20) == 16
-    assert slots_per_slab(8 << 20, 64 << 20, 32 << 20) == 1
-
-
-def test_slot_run_takes_the_lowest_and_refuses_misuse() -> None:
-    run = SlotRun(3)
-    run.claim_many(np.array([1]))
-    assert [run.take(), run.take()] == [0, 2] and run.full
-    with pytest.raises(MemoryMisuseError):
-        run.take()
-    run.give(1)
-    assert run.take() == 1
-    run.check_integrity()
-
-
-@given(st.lists(st.tuples(st.integers(1, 12), st.booleans()), max_size=60))
-def test_free_extents_against_a_set_of_bytes(steps: list[tuple[int, bool]]) -> None:
-    extents, free, held = FreeExtents(40), set(range(40)), []
-    for size, give in steps:
-        if give and held:
-            start, length = held.pop(size % len(held))
-            extents.give(start, length)
-            free |= set(range(start, start + length))
-        else:
-            taken = extents.take(size * 2, size)
-            longest = max((length for _, length in extents.runs()), default=0)
-            if taken is None:
-                assert longest < size
-                continue
-            start, length = taken
-            assert length % size == 0 and 0 < length <= size * 2
-            assert set(range(start, start + length)) <= free
-            free -= set(range(start, start + length))
-            held.append(taken)
-        assert {b for start, length in extents.runs() for b in range(start, start + length)} == free
-        assert extents.free_bytes == len(free)
-        ends = [start + length for start, length in extents.runs()]
-        assert not set(ends) & {start for start, _ in extents.runs()}, "neighbours must be merged"
-    with pytest.raises(MemoryMisuseError):
-        FreeExtents(8).give(4, 2)
+    with pytest.raises(MemoryMisuseError, match="-1 bytes"):
+        round_to_slot(-1)
 
 
 class ArenaModel(RuleBasedStateMachine):

@@ -9,7 +9,7 @@ of one geometry have values of one length, so that a million of them can be read
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,16 +56,20 @@ class NewBlock:
     """Token ids, little-endian uint32."""
     depth: int
     """Larger than the parent's."""
-    parts: Sequence[Span | None]
-    """Host memory that stays as it is until the write returns; None for a part that is not to be stored."""
+    parts: Sequence[Span | DiskPart | None]
+    """Host memory that stays as it is until the write returns; or the part that this block has on disk at the same
+    place, which is kept; or None for a part that is not to be stored. All may be None: the block is then a node, there
+    for those that continue it."""
     checksums: Sequence[int | None] | None = None
     """xxh3_64 of each part, taken when its bytes were known to be right; where None it is taken at the write."""
+    near: Sequence[int | None] | None = None
+    """Slots of the parent's parts, for this block's to lie close to; not needed for a parent in the same write."""
 
     def check(self) -> None:
         """Refuse what a record cannot hold.
 
         Raises:
-            StorageError: a field has a wrong length or range, or there is no part at all.
+            StorageError: a field has a wrong length or range, or there is no place for a part.
         """
         wrong = (
             len(self.namespace) != NAMESPACE_BYTES
@@ -74,8 +78,7 @@ class NewBlock:
             or len(self.tokens) % 4
             or not 0 <= self.depth < 1 << 32
             or not 0 < len(self.parts) <= _MAX_PARTS
-            or all(part is None for part in self.parts)
-            or (self.checksums is not None and len(self.checksums) != len(self.parts))
+            or any(each is not None and len(each) != len(self.parts) for each in (self.checksums, self.near))
         )
         if wrong:
             raise StorageError(
@@ -131,6 +134,19 @@ def decode_record(key: bytes, value: bytes) -> BlockRecord:
         tuple(DiskPart(slot, nbytes, check) if nbytes else None for slot, nbytes, check in parts),
         depth,
     )
+
+
+def without_parts(value: bytes, parts: Collection[int]) -> bytes:
+    """The record without these of its parts; those that it does not have are ignored.
+
+    Raises:
+        RecordDamagedError: as `decode_record`.
+    """
+    count = len(_split(value)[3])
+    changed = bytearray(value)
+    for part in set(parts).intersection(range(count)):
+        _PART.pack_into(changed, _HEADER.size + part * _PART.size, 0, 0, 0)
+    return bytes(changed)
 
 
 def record_slots(value: bytes) -> list[tuple[int, int]]:

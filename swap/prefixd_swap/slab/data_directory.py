@@ -22,7 +22,7 @@ from prefixd_swap.slab.io import DiskIo, try_read, usable
 from prefixd_swap.slots import PAGE_BYTES
 
 MAGIC = b"prefixd\0"
-VERSION = 1
+VERSION = 2
 SUPERBLOCKS = ("SUPERBLOCK", "SUPERBLOCK.copy")
 
 log = logging.getLogger(__name__)

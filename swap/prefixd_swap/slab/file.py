@@ -1,4 +1,4 @@
-"""One slab: a preallocated file of equal slots."""
+"""One slab: a preallocated file of slots."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from prefixd_swap.errors import LostBytesError, StorageError
 from prefixd_swap.slab.file_ops import FileOps, storage_error
 from prefixd_swap.slab.io import DiskIo, open_flags, slot_io
 from prefixd_swap.slab.pread_io import EndOfFileError
-from prefixd_swap.slots import PAGE_BYTES, SlotRun
+from prefixd_swap.slots import PAGE_BYTES
 
-INDEX_BITS = 24
-"""A slot's number is its slab's number, then its index in the slab in the low 24 bits."""
+INDEX_BITS = 26
+"""A slot's number is its slab's number, then its index in the slab, in units of 4096 bytes, in the low 26 bits."""
+MAX_NUMBER = (1 << 63 - INDEX_BITS - (PAGE_BYTES - 1).bit_length()) - 1
+"""Of a slab: slots are addresses in bytes too, and those are signed 64-bit numbers."""
 
-_NAME = re.compile(r"([0-9a-f]{10})-([0-9]{4,})\.slab")
+_NAME = re.compile(r"([0-9a-f]{10})\.slab")
 _OWN_FAULTS = frozenset({errno.EIO, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ELOOP, errno.ENOENT, errno.EUCLEAN})
 """Errors in opening a file that say nothing about its neighbours, unlike too many open files."""
 
@@ -35,20 +37,19 @@ class UnreadableSlabError(StorageError):
 
 
 class SlabFile:
-    """`run.count` slots of `slot_bytes` each; the file's name carries number and slot size.
+    """`count` units of 4096 bytes; the file's name is its number. Where slots begin and end is `SlabFiles`' matter.
 
     The descriptor is closed when the last reference goes, so a reader may finish on a slab that was deleted.
     """
 
-    def __init__(self, number: int, path: Path, slot_bytes: int, count: int, fd: int, ops: FileOps, io: DiskIo) -> None:
+    def __init__(self, number: int, path: Path, count: int, fd: int, ops: FileOps, io: DiskIo) -> None:
         self.number = number
         self.path = path
-        self.slot_bytes = slot_bytes
-        self.run = SlotRun(count)
+        self.count = count
         self.failed = False
         """A sync failed: the kernel may have dropped pages, so nothing written since may be trusted."""
         self.lost_from: int | None = None
-        """First slot that is gone from the file, once `find_loss` found one: such a slab is given up."""
+        """First unit that is gone from the file, once `find_loss` found one: such a slab is given up."""
         self._fd = fd
         self._ops = ops
         self._io = slot_io(io, ops, fd, self.nbytes)
@@ -57,24 +58,22 @@ class SlabFile:
     @property
     def nbytes(self) -> int:
         """Size of the file in bytes."""
-        return self.run.count * self.slot_bytes
+        return self.count * PAGE_BYTES
 
     @classmethod
-    def create(
-        cls, folder: Path, number: int, slot_bytes: int, count: int, ops: FileOps, io: DiskIo = "buffered"
-    ) -> SlabFile:
-        """Make and preallocate the file, durably.
+    def create(cls, folder: Path, number: int, count: int, ops: FileOps, io: DiskIo = "buffered") -> SlabFile:
+        """Make and preallocate the file with `count` units, durably.
 
         Raises:
             DiskFullError: the file system has no room for it; nothing of it stays.
             StorageError: any other failure; nothing of it stays.
         """
-        path = folder / f"{number:010x}-{slot_bytes}.slab"
+        path = folder / f"{number:010x}.slab"
         try:
             fd = ops.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | open_flags(io))
         except OSError as error:
             raise storage_error(f"creating the slab {path}", error) from error
-        slab = cls(number, path, slot_bytes, count, fd, ops, io)
+        slab = cls(number, path, count, fd, ops, io)
         try:
             ops.fallocate(fd, slab.nbytes)
             ops.fdatasync(fd)
@@ -87,7 +86,7 @@ class SlabFile:
 
     @classmethod
     def reopen(cls, path: Path, ops: FileOps, io: DiskIo = "buffered") -> SlabFile | None:
-        """The slab in that file, as many slots as it holds, all free; None when the name is no slab's.
+        """The slab in that file, as many units as it holds; None when the name is no slab's.
 
         Raises:
             UnreadableSlabError: this file cannot be opened.
@@ -96,13 +95,13 @@ class SlabFile:
         match = _NAME.fullmatch(path.name)
         if match is None:
             return None
-        number, slot_bytes = int(match[1], 16), int(match[2])
-        if not slot_bytes or slot_bytes % PAGE_BYTES:
+        number = int(match[1], 16)
+        if number > MAX_NUMBER:
             return None
         try:
-            count = min(path.stat().st_size // slot_bytes, 1 << INDEX_BITS)
+            count = min(path.stat().st_size // PAGE_BYTES, 1 << INDEX_BITS)
             fd = ops.open(path, os.O_RDWR | open_flags(io))
-            return cls(number, path, slot_bytes, count, fd, ops, io)
+            return cls(number, path, count, fd, ops, io)
         except OSError as error:
             fault = storage_error(f"opening the slab {path}", error)
             if error.errno in _OWN_FAULTS:
@@ -122,9 +121,9 @@ class SlabFile:
                 "check the file system"
             )
         try:
-            self._io.write(data, index * self.slot_bytes)
+            self._io.write(data, index * PAGE_BYTES)
         except OSError as error:
-            raise storage_error(f"writing slot {index} of {self.path}", error) from error
+            raise storage_error(f"writing the slot at byte {index * PAGE_BYTES} of {self.path}", error) from error
 
     def read(self, index: int, into: memoryview) -> None:
         """Read a slot's first `len(into)` bytes.
@@ -133,7 +132,7 @@ class SlabFile:
             StorageError: the device failed, or the file ends too early.
         """
         with self._reading(index):
-            self._io.read(into, index * self.slot_bytes)
+            self._io.read(into, index * PAGE_BYTES)
 
     def checksum(self, index: int, nbytes: int) -> int:
         """xxh3_64 of a slot's first `nbytes` bytes.
@@ -143,7 +142,7 @@ class SlabFile:
         """
         digest = xxhash.xxh3_64()
         with self._reading(index):
-            for piece in self._io.pieces(nbytes, index * self.slot_bytes):
+            for piece in self._io.pieces(nbytes, index * PAGE_BYTES):
                 digest.update(piece)
         return digest.intdigest()
 
@@ -177,9 +176,9 @@ class SlabFile:
             stat = os.fstat(self._fd)
         except OSError as error:
             raise storage_error(f"asking for the size of {self.path}", error) from error
-        kept = stat.st_size // self.slot_bytes if stat.st_nlink else 0
-        if kept < self.run.count:
-            self.lost_from = min(kept, self.run.count if self.lost_from is None else self.lost_from)
+        kept = stat.st_size // PAGE_BYTES if stat.st_nlink else 0
+        if kept < self.count:
+            self.lost_from = min(kept, self.count if self.lost_from is None else self.lost_from)
         return self.lost_from is not None
 
     def sync_again(self) -> None:
@@ -216,7 +215,8 @@ class SlabFile:
             yield
         except EndOfFileError as error:
             raise LostBytesError(
-                f"{self.path} ends inside slot {index}, at byte {error.offset}; drop its blocks"
+                f"{self.path} ends at byte {error.offset}, inside the slot at byte {index * PAGE_BYTES}; "
+                "drop its blocks"
             ) from error
         except OSError as error:
-            raise storage_error(f"reading slot {index} of {self.path}", error) from error
+            raise storage_error(f"reading the slot at byte {index * PAGE_BYTES} of {self.path}", error) from error

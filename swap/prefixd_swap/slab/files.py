@@ -1,21 +1,25 @@
-"""All slabs of a data directory: who has which slot, within a capacity. Not thread-safe; the store locks."""
+"""All slabs of a data directory: who has which slot, within a capacity. Not thread-safe; the store locks.
+
+A slot's number is the number of its slab and the unit of 4096 bytes in the slab at which it begins. How long slots are,
+and so which pages they make up, is rebuilt at a start from the records that name them.
+"""
 
 from __future__ import annotations
 
 import logging
-from bisect import insort
-from collections import defaultdict
-from itertools import pairwise
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from prefixd_swap.errors import DiskFullError, IntegrityError, LostBytesError, StorageError
-from prefixd_swap.slab.file import INDEX_BITS, SlabFile, UnreadableSlabError
+from prefixd_swap.page_eviction import Victims, Worths, choose_victims
+from prefixd_swap.pages import PageAllocator
+from prefixd_swap.slab.file import INDEX_BITS, MAX_NUMBER, SlabFile, UnreadableSlabError
 from prefixd_swap.slab.file_ops import FileOps, storage_error
 from prefixd_swap.slab.io import DiskIo
-from prefixd_swap.slots import MIN_SLOTS, SlotRun, round_to_slot, slots_per_slab
+from prefixd_swap.slots import PAGE_BYTES, round_to_slot
 
 SLAB_BYTES = 64 << 20
 MAX_SLABS = 256
@@ -25,12 +29,18 @@ INDEX_RESERVE_BYTES = 16 << 20
 
 log = logging.getLogger(__name__)
 _INDEX_MASK = (1 << INDEX_BITS) - 1
+_LEAST_SLABS = 16  # in the capacity, so that a slab whose sync fails is a small part of the tier
+_LEAST_SLOTS = 16  # in a slab that a full file system has still room for
+_SHIFT = (PAGE_BYTES - 1).bit_length()  # from a slot's number to its address in the allocator
+
+Int64s = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
 
 class SlabFiles:
     """Slots on disk. Files are made when needed, never more than `capacity_bytes` of them together.
 
-    A slab that lost its last block is kept for its size and deleted when another size needs the space.
+    A slab that lost its last block is kept for any size. It is deleted when a slot that is larger than it is wanted.
     """
 
     def __init__(
@@ -54,14 +64,13 @@ class SlabFiles:
         """
         self.capacity_bytes = capacity_bytes
         self.allocated_bytes = 0  # of all files
-        self.used_bytes = 0  # of all slots taken
         self.freed = 0  # slots freed so far
         self._folder = folder
         self._slab_bytes = slab_bytes or max(SLAB_BYTES, capacity_bytes // MAX_SLABS)
         self.io = io
         self._ops = ops
         self._slabs: dict[int, SlabFile] = {}
-        self._partial: defaultdict[int, list[int]] = defaultdict(list)  # slot bytes -> slabs with room
+        self._pages = PageAllocator(capacity_bytes)
         self._next_number = 1
         self._full_at: int | None = None  # bytes the file system had left when it last refused a slab
         for path in sorted(folder.iterdir()):
@@ -75,7 +84,7 @@ class SlabFiles:
                 log.warning("%s is not a slab; it is left alone", path)
                 continue
             self._next_number = max(self._next_number, slab.number + 1)
-            if not slab.run.count:  # a crash came before its space
+            if not slab.count:  # a crash came before its space
                 slab.unlink()
             elif self.allocated_bytes + slab.nbytes > capacity_bytes:
                 log.warning("deleting %s: the capacity is %d bytes now", path, capacity_bytes)
@@ -83,70 +92,65 @@ class SlabFiles:
             else:
                 self._add(slab)
 
-    def allocate(self, nbytes: int) -> int | None:
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all slots that are taken."""
+        return self._pages.used_bytes
+
+    def allocate(self, nbytes: int, near: int | None = None) -> int | None:
         """A slot for `nbytes` bytes, now taken; None when the capacity or the disk has no room for this size.
+
+        Args:
+            nbytes: rounded up to 4096.
+            near: another slot of the same prefix, to which it lies close if that can be.
 
         Raises:
             DiskFullError: the file system refused a new slab. Until it has more space, None is given instead.
             StorageError: a slab could not be made or deleted for another reason.
         """
-        slot_bytes = round_to_slot(nbytes)
-        partial = self._partial[slot_bytes]
-        slab = self._slabs[partial[0]] if partial else self._new_slab(slot_bytes)
-        if slab is None:
-            return None
-        index = slab.run.take()
-        if slab.run.full:
-            partial.pop(0)
-        self.used_bytes += slot_bytes
-        return slab.number << INDEX_BITS | index
+        address = None if near is None else near << _SHIFT
+        offset = self._pages.allocate(nbytes, address)
+        if offset is None and self._add_slab(round_to_slot(nbytes)):
+            offset = self._pages.allocate(nbytes, address)
+        return None if offset is None else offset >> _SHIFT
 
-    def free(self, slot: int) -> None:
-        """Make a slot free.
+    def free(self, slots: Int64s) -> None:
+        """Make slots free, or none of them where an error is raised.
 
         Raises:
-            MemoryMisuseError: it is free.
-            StorageError: there is no such slab.
+            MemoryMisuseError: one of them is free, or given twice.
         """
-        slab, index = self.find(slot)
-        was_full = slab.run.full
-        slab.run.give(index)
-        self.freed += 1
-        self.used_bytes -= slab.slot_bytes
-        if slab.failed:
-            if not slab.run.used:
+        self._pages.free_many(slots << _SHIFT)
+        self.freed += len(slots)
+        for slab in [slab for slab in self._slabs.values() if slab.failed]:
+            if not self._used_in(slab):
                 try:
                     self._delete(slab)
                 except StorageError as error:
                     log.warning("%s; its space is lost until the next start", error)
-        elif was_full:
-            insort(self._partial[slab.slot_bytes], slab.number)
 
-    def exist(self, slots: npt.NDArray[np.int64], nbytes: int) -> npt.NDArray[np.bool_]:
-        """Which of `slots` exist and can hold `nbytes` bytes."""
+    def exist(self, slots: Int64s, nbytes: int) -> Bools:
+        """Which of `slots` lie in files that have their `nbytes` bytes."""
         numbers = np.array(sorted(self._slabs), np.int64)
         if not len(numbers):
             return np.zeros(len(slots), np.bool_)
         slabs = [self._slabs[number] for number in numbers.tolist()]
-        counts = np.array([slab.run.count if nbytes <= slab.slot_bytes else 0 for slab in slabs], np.int64)
+        units = round_to_slot(nbytes) >> _SHIFT
+        last = np.array([max(slab.count - units, -1) for slab in slabs], np.int64)
         at = np.minimum(np.searchsorted(numbers, slots >> INDEX_BITS), len(slabs) - 1)
-        there: npt.NDArray[np.bool_] = (numbers[at] == slots >> INDEX_BITS) & ((slots & _INDEX_MASK) < counts[at])
+        there: Bools = (numbers[at] == slots >> INDEX_BITS) & ((slots & _INDEX_MASK) <= last[at])
         return there
 
-    def claim(self, slots: npt.NDArray[np.int64]) -> None:
-        """Take slots that records name. They must exist and be free, each once."""
-        slots = np.sort(slots)
-        numbers = slots >> INDEX_BITS
-        bounds = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(slots)] if len(slots) else [0]
-        for start, end in pairwise(bounds):
-            slab = self._slabs[int(numbers[start])]
-            slab.run.claim_many(slots[start:end] & _INDEX_MASK)
-            self.used_bytes += (end - start) * slab.slot_bytes
-            if slab.run.full and not slab.failed:
-                self._partial[slab.slot_bytes].remove(slab.number)
+    def claim(self, slots: Int64s, sizes: Int64s) -> None:
+        """Take all slots that records name, [n] with their bytes [n], where nothing is taken. They must exist.
 
-    def lost_slots(self) -> npt.NDArray[np.int64]:
-        """Slots, taken or not, that files deleted or cut off under us have lost. Such files get no more blocks.
+        Raises:
+            MemoryMisuseError: some overlap, or do not exist.
+        """
+        self._pages.claim(slots << _SHIFT, sizes)
+
+    def lost_slots(self) -> Int64s:
+        """Slots whose bytes files that were deleted or cut off under us have lost. Such files get no more blocks.
 
         Raises:
             StorageError: a file cannot be looked at.
@@ -162,14 +166,17 @@ class SlabFiles:
                     slab.path,
                 )
                 self.quarantine(slab)
-            if slab.run.used:
-                lost.append(slab.number << INDEX_BITS | np.arange(slab.lost_from, slab.run.count, dtype=np.int64))
+            if self._used_in(slab):
+                offsets, sizes = self._pages.occupied(_address(slab))
+                kept = _address(slab) + slab.lost_from * PAGE_BYTES
+                lost.append(offsets[offsets + sizes > kept] >> _SHIFT)
             else:
                 self._delete(slab)
         return np.concatenate(lost)
 
-    def reclaim(self, slots: npt.NDArray[np.int64]) -> None:
-        """Take these slots and no others, and use slabs again whose sync had failed. Nobody may be writing.
+    def reclaim(self, slots: Int64s, sizes: Int64s) -> None:
+        """Take these slots [n], with their bytes [n], and no others, and use slabs again whose sync had failed. Nobody
+        may be writing.
 
         Raises:
             StorageError: a slab still cannot be synced; nothing has changed but slabs that can be.
@@ -179,17 +186,16 @@ class SlabFiles:
                 slab.failed = True  # a write may have found the loss, before `lost_slots`
             elif slab.failed:
                 slab.sync_again()
-        self._partial.clear()
-        self.used_bytes = 0
+        self._pages.clear()
+        self._pages.reopen()
         for slab in self._slabs.values():
-            slab.run = SlotRun(slab.run.count)
-            if not slab.failed:
-                insort(self._partial[slab.slot_bytes], slab.number)
+            if slab.failed:
+                self._pages.close(_address(slab))
         self.freed += 1
-        self.claim(slots)
+        self.claim(slots, sizes)
 
     def find(self, slot: int) -> tuple[SlabFile, int]:
-        """The slab and the index in it that a slot number names. Any thread may call this.
+        """The slab, and the unit in it, that a slot number names. Any thread may call this.
 
         Raises:
             LostBytesError: the slab is gone.
@@ -202,21 +208,57 @@ class SlabFiles:
     def quarantine(self, slab: SlabFile) -> None:
         """Give out no more slots of a slab whose sync failed; delete it when its last block goes."""
         slab.failed = True
-        partial = self._partial[slab.slot_bytes]
-        if slab.number in partial:
-            partial.remove(slab.number)
+        if self._slabs.get(slab.number) is slab:
+            self._pages.close(_address(slab))
 
     def room(self, nbytes: int) -> int:
         """How many more slots for `nbytes` bytes each can be had."""
-        slot_bytes = round_to_slot(nbytes)
-        in_slabs = sum(self._slabs[number].run.free for number in self._partial[slot_bytes])
-        reusable = sum(slab.nbytes for slab in self._empty(other_than=slot_bytes))
-        fresh = 0 if self.disk_is_full() else self.capacity_bytes - self.allocated_bytes
-        return in_slabs + (fresh + reusable) // slot_bytes
+        slot = round_to_slot(nbytes)
+        each = self._new_slab_bytes(slot)
+        if not each:
+            return 0
+        pool = sum(slab.nbytes for slab in self._too_small(slot))
+        pool += 0 if self.disk_is_full() else self._unassigned()
+        full, rest = divmod(pool, each)
+        return self._pages.room(slot) + full * self._slots_in(each, slot) + self._slots_in(rest, slot)
+
+    def choose_victims(
+        self, nbytes: int, count: int, slots: Int64s, worth: Worths, evictable: Bools | None = None
+    ) -> Victims:
+        """Which of `slots` to evict so that `count` more slots for `nbytes` bytes each are free.
+
+        As `page_eviction.choose_victims`; slots that are larger than whole slabs are made room for by emptying slabs,
+        whose place then goes to larger ones.
+
+        Raises:
+            MemoryMisuseError: `nbytes` is not positive, or a slot does not exist.
+        """
+        found = choose_victims(self._pages, nbytes, count, slots << _SHIFT, worth, evictable)
+        slot = round_to_slot(nbytes)
+        small = [slab for slab in self._slabs.values() if slab.nbytes < slot and not slab.failed]
+        if found.slots >= count or not small:
+            return found
+        may = np.arange(len(slots)) if evictable is None else np.flatnonzero(evictable)
+        homes = slots[may] >> INDEX_BITS
+        whole: list[tuple[float, SlabFile]] = []
+        for slab in small:
+            inside = homes == slab.number
+            mine = may[inside]
+            if 0 < len(mine) == len(self._pages.occupied(_address(slab))[0]):
+                whole.append((float(worth[mine].max()), slab))
+        pool = self._unassigned() + sum(slab.nbytes for slab in self._too_small(slot))
+        positions, gained = [found.positions], found.slots
+        for _, slab in sorted(whole, key=lambda each: (each[0], each[1].number)):
+            if found.slots + pool // slot >= count:
+                break
+            positions.append(may[homes == slab.number])
+            pool += slab.nbytes
+        gained += pool // slot
+        return Victims(np.unique(np.concatenate(positions)), gained)
 
     def taken(self) -> int:
         """Slots taken in all slabs."""
-        return sum(slab.run.used for slab in self._slabs.values())
+        return self._pages.slots_used
 
     def check_integrity(self) -> None:
         """Counters agree with slots, and files with the capacity.
@@ -224,55 +266,66 @@ class SlabFiles:
         Raises:
             IntegrityError: they do not.
         """
+        self._pages.check_integrity()
         slabs = self._slabs.values()
+        ranges = {start: nbytes for start, nbytes, _ in self._pages.ranges()}
+        if ranges != {_address(slab): slab.nbytes for slab in slabs}:
+            raise IntegrityError(f"the slabs are {sorted(self._slabs)} and pages are kept for {sorted(ranges)}")
+        closed = {start for start, _, is_open in self._pages.ranges() if not is_open}
         for slab in slabs:
-            slab.run.check_integrity()
-            listed = slab.number in self._partial[slab.slot_bytes]
-            if listed != (not slab.run.full and not slab.failed):
-                used_of = f"{slab.run.used} of {slab.run.count}"
-                raise IntegrityError(f"{slab.path} is filed wrongly, {used_of} slots used")
-        used = sum(slab.run.used * slab.slot_bytes for slab in slabs)
+            if (_address(slab) in closed) != slab.failed:
+                raise IntegrityError(f"{slab.path}: failed is {slab.failed}, and its slots are given out otherwise")
         allocated = sum(slab.nbytes for slab in slabs)
-        if (used, allocated) != (self.used_bytes, self.allocated_bytes) or allocated > self.capacity_bytes:
+        if allocated != self.allocated_bytes or allocated > self.capacity_bytes:
             raise IntegrityError(
-                f"{used} bytes used ({self.used_bytes} counted), {allocated} allocated "
-                f"({self.allocated_bytes} counted) of {self.capacity_bytes}"
+                f"{allocated} bytes are allocated ({self.allocated_bytes} counted) of {self.capacity_bytes}"
             )
 
     def close(self) -> None:
         """Forget the slabs; each file is closed when its last reader is done."""
         self._slabs.clear()
-        self._partial.clear()
+        self._pages = PageAllocator(self.capacity_bytes)
 
-    def _new_slab(self, slot_bytes: int) -> SlabFile | None:
-        wanted = min(slots_per_slab(slot_bytes, self.capacity_bytes, self._slab_bytes), 1 << INDEX_BITS)
-        self._make_space(wanted * slot_bytes, slot_bytes)
-        wanted = min(wanted, self._unassigned() // slot_bytes)
-        if not wanted or self.disk_is_full():
-            return None
+    def _add_slab(self, slot: int) -> bool:
+        """Make a slab for slots of `slot` bytes, in place of empty ones that are too small where there is no space."""
+        wanted = self._new_slab_bytes(slot)
+        for small in self._too_small(slot):
+            if self._unassigned() >= wanted:
+                break
+            self._delete(small)
+        wanted = min(wanted, self._unassigned() // PAGE_BYTES * PAGE_BYTES)
+        if wanted < slot or not wanted or self.disk_is_full():
+            return False
         left = self._left_on_disk()
-        count = min(wanted, (left - INDEX_RESERVE_BYTES) // slot_bytes)
+        nbytes = min(wanted, (left - INDEX_RESERVE_BYTES) // PAGE_BYTES * PAGE_BYTES)
         try:
-            if count < min(wanted, MIN_SLOTS):
+            if nbytes < min(wanted, _LEAST_SLOTS * slot):
                 raise DiskFullError(
                     f"the file system of {self._folder} has {left} bytes left, too few for another slab; "
                     "free space or lower the disk capacity"
                 )
+            if self._next_number > MAX_NUMBER:
+                raise StorageError(f"{self._folder} has had {MAX_NUMBER} slabs; empty the directory to start again")
             number, self._next_number = self._next_number, self._next_number + 1
-            slab = SlabFile.create(self._folder, number, slot_bytes, count, self._ops, self.io)
+            slab = SlabFile.create(self._folder, number, nbytes // PAGE_BYTES, self._ops, self.io)
         except DiskFullError:
             self._full_at = left
             raise
         self._full_at = None
         self._add(slab)
-        return slab
+        return True
 
-    def _make_space(self, nbytes: int, slot_bytes: int) -> None:
-        """Delete empty slabs of other slot sizes until `nbytes` of the capacity are unassigned."""
-        for slab in self._empty(other_than=slot_bytes):
-            if self._unassigned() >= nbytes:
-                return
-            self._delete(slab)
+    def _new_slab_bytes(self, slot: int) -> int:
+        """Bytes of a new slab for slots of this size: whole pages where there is space; 0 for one that never fits."""
+        if not self._pages.slots_per_page(slot):
+            return 0
+        page = self._pages.page_bytes
+        wanted = min(self._slab_bytes, self.capacity_bytes // _LEAST_SLABS)
+        return min(max(page, wanted // page * page), PAGE_BYTES << INDEX_BITS)
+
+    def _slots_in(self, nbytes: int, slot: int) -> int:
+        pages, rest = divmod(nbytes, self._pages.page_bytes)
+        return pages * (self._pages.page_bytes // slot) + rest // slot
 
     def disk_is_full(self) -> bool:
         """Whether the file system refused a slab and has not gained a slab's worth of space since."""
@@ -289,26 +342,27 @@ class SlabFiles:
     def _unassigned(self) -> int:
         return self.capacity_bytes - self.allocated_bytes
 
-    def _empty(self, other_than: int) -> list[SlabFile]:
-        """Slabs of other slot sizes that hold no block."""
-        return [
-            slab
-            for slot_bytes, numbers in self._partial.items()
-            if slot_bytes != other_than
-            for slab in map(self._slabs.__getitem__, numbers)
-            if not slab.run.used
-        ]
+    def _too_small(self, slot: int) -> list[SlabFile]:
+        """Slabs without a block that are shorter than one slot."""
+        small: Iterable[SlabFile] = (slab for slab in self._slabs.values() if slab.nbytes < slot and not slab.failed)
+        return [slab for slab in small if not self._used_in(slab)]
+
+    def _used_in(self, slab: SlabFile) -> int:
+        return self._pages.used_in(_address(slab))
 
     def _add(self, slab: SlabFile) -> None:
         self._slabs[slab.number] = slab
         self.allocated_bytes += slab.nbytes
-        insort(self._partial[slab.slot_bytes], slab.number)
+        self._pages.add(_address(slab), slab.nbytes)
 
     def _delete(self, slab: SlabFile) -> None:
         slab.unlink()
+        self._pages.remove(_address(slab))
         del self._slabs[slab.number]
         self.allocated_bytes -= slab.nbytes
-        partial = self._partial[slab.slot_bytes]
-        if slab.number in partial:
-            partial.remove(slab.number)
         self._full_at = None
+
+
+def _address(slab: SlabFile) -> int:
+    """Where the slab begins in the allocator's addresses: those of its slots are their numbers times 4096."""
+    return slab.number << INDEX_BITS + _SHIFT

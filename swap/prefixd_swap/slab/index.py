@@ -29,8 +29,10 @@ _MAPPED_BYTES = 4 << 20
 
 Row = tuple[bytes, bytes]
 """A block's key and value."""
-Change = tuple[bytes, bytes | None]
-"""A key and its new value; None removes the key."""
+Edit = Callable[[bytes], bytes]
+"""The new value of a key from the one that it has."""
+Change = tuple[bytes, bytes | Edit | None]
+"""A key and its new value; None removes the key. An edit does nothing where the key is not there."""
 
 _Result = TypeVar("_Result")
 
@@ -112,11 +114,18 @@ class SlabIndex:
             StorageError: any other failure.
         """
 
+        def one(txn: lmdb.Transaction[bytes], key: bytes, value: bytes | Edit | None) -> bytes | None:
+            found: bytes | None
+            if value is None:
+                found = txn.pop(key, db=self._blocks)
+            elif isinstance(value, bytes):
+                found = txn.replace(key, value, db=self._blocks)
+            elif (found := txn.get(key, db=self._blocks)) is not None:
+                txn.put(key, value(found), db=self._blocks)
+            return found
+
         def change(txn: lmdb.Transaction[bytes]) -> list[bytes | None]:
-            return [
-                txn.pop(key, db=self._blocks) if value is None else txn.replace(key, value, db=self._blocks)
-                for key, value in changes
-            ]
+            return [one(txn, key, value) for key, value in changes]
 
         return self._write(change, len(changes))
 

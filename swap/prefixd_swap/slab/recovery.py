@@ -1,7 +1,9 @@
-"""What of an index can be believed after a start: slots that exist, once, under parents that exist."""
+"""What of an index can be believed after a start: slots that exist, each byte in one, under parents that exist."""
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
+from collections import defaultdict
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -9,6 +11,7 @@ import numpy as np
 
 from prefixd_swap.slab.files import SlabFiles
 from prefixd_swap.slab.records import FIRST_BLOCK, LOST_PARENT, Bools, IndexTable, Int64s, Records
+from prefixd_swap.slots import PAGE_BYTES, round_to_slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,37 +20,43 @@ class Recovery:
 
     kept: int = 0
     lost_slots: int = 0
-    """Dropped: a slot is gone, too small or another block's; or the record is unreadable."""
+    """Dropped: a slot is gone, or has bytes of another block's; or the record is unreadable."""
     lost_parents: int = 0
     """Dropped: the parent is not there, so no prompt can reach them (invariant: prefix-closed)."""
+    empty_nodes: int = 0
+    """Dropped: nothing of the block is on disk, nor of a block that continues it."""
     index_damage: str = ""
     """Why the index was set aside, all its blocks with it; empty when it was good."""
 
 
 def recover(table: IndexTable, slabs: SlabFiles, index_damage: str = "") -> tuple[Recovery, Records, list[bytes]]:
-    """Claim the slots of the blocks that are whole; those blocks, and the index keys of the others."""
+    """Claim the slots of the blocks that are whole; those blocks, and the index keys of the others.
+
+    A record none of whose parts is on disk (a node) is kept for the blocks that continue it.
+    """
     parent = table.link()
     sound = table.readable & _have_slots(table, slabs)
-    if len(twice := _named_twice(table, sound)):
-        sound[twice] = False
-    kept = prefix_closed(table.depth, parent, sound)
-    lost_parents = int(np.count_nonzero(table.readable & ~kept & _parent_is_lost(parent, kept)))
+    if len(clashing := _overlapping(table, sound)):
+        sound[clashing] = False
+    closed = prefix_closed(table.depth, parent, sound)
+    lost_parents = int(np.count_nonzero(table.readable & ~closed & _parent_is_lost(parent, closed)))
+    kept = _with_bytes(table, parent, closed)
+    empty_nodes = int(np.count_nonzero(closed & ~kept))
     dropped = table.index_keys(~kept) + table.unreadable
     records = table.records(kept, parent)
-    for group in records.groups:
-        slabs.claim(group.slots[:, group.on_disk].ravel())
-    return Recovery(len(records), len(dropped) - lost_parents, lost_parents, index_damage), records, dropped
+    slabs.claim(*_slots(table, kept))
+    lost_slots = len(dropped) - lost_parents - empty_nodes
+    return Recovery(len(records), lost_slots, lost_parents, empty_nodes, index_damage), records, dropped
 
 
-def reconcile(table: IndexTable, known: Int64s) -> tuple[Int64s, list[bytes]]:
-    """The slots of the blocks whose slots are all `known` and no other block's, and the index keys of all others."""
-    wanted = np.zeros(table.rows, np.bool_)
+def reconcile(table: IndexTable, slabs: SlabFiles, known: Int64s) -> tuple[Int64s, Int64s, list[bytes]]:
+    """The slots, and their bytes, of the blocks whose slots are all `known` and no other block's, and the index keys of
+    all other blocks."""
+    wanted = _have_slots(table, slabs)
     for group in table.groups:
-        wanted[group.rows] = np.isin(group.slots[:, group.on_disk], known).all(axis=1)
-    if len(twice := _named_twice(table, wanted)):
-        wanted[twice] = False
-    slots = [group.slots[wanted[group.rows]][:, group.on_disk].ravel() for group in table.groups]
-    return np.concatenate([np.zeros(0, np.int64), *slots]), table.index_keys(~wanted) + table.unreadable
+        wanted[group.rows] &= np.isin(group.slots[:, group.on_disk], known).all(axis=1)
+    wanted[_overlapping(table, wanted)] = False
+    return *_slots(table, wanted), table.index_keys(~wanted) + table.unreadable
 
 
 def prefix_closed(depth: Int64s, parent: Int64s, sound: Bools) -> Bools:
@@ -68,28 +77,77 @@ def _parent_is_lost(parent: Int64s, kept: Bools) -> Bools:
     return lost
 
 
+def _with_bytes(table: IndexTable, parent: Int64s, kept: Bools) -> Bools:
+    """Those of `kept` that have a part on disk, or a descendant that has."""
+    nodes = [group.rows for group in table.groups if not group.on_disk]
+    if not nodes:
+        return kept
+    useful = kept.copy()
+    useful[np.concatenate(nodes)] = False
+    order = np.argsort(-table.depth, kind="stable")
+    levels = np.flatnonzero(np.diff(-table.depth[order], prepend=1)).tolist()
+    for start, end in pairwise([*levels, len(order)]):
+        above = parent[order[start:end][useful[order[start:end]]]]
+        useful[above[above >= 0]] = True
+    return useful
+
+
 def _have_slots(table: IndexTable, slabs: SlabFiles) -> Bools:
     sound = np.zeros(table.rows, np.bool_)
     for group in table.groups:
-        there = np.full(len(group.rows), bool(group.on_disk))
+        there = np.ones(len(group.rows), np.bool_)
         for part in group.on_disk:
             there &= slabs.exist(group.slots[:, part], group.part_bytes[part])
         sound[group.rows] = there
     return sound
 
 
-def _named_twice(table: IndexTable, sound: Bools) -> Int64s:
-    """Rows that name a slot which a less deep row names too."""
-    slots = table.slots()
-    slots.sort()
-    if not (slots[1:] == slots[:-1]).any():
+def _slots(table: IndexTable, chosen: Bools) -> tuple[Int64s, Int64s]:
+    """The slots of the rows in the mask `chosen`, and their bytes."""
+    _, slots, sizes = _named(table, chosen)
+    return slots, sizes
+
+
+def _named(table: IndexTable, chosen: Bools) -> tuple[Int64s, Int64s, Int64s]:
+    """Row, slot and bytes of every part on disk of the rows in the mask `chosen`."""
+    rows, slots, sizes = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    for group in table.groups:
+        mine = chosen[group.rows]
+        for part in group.on_disk:
+            rows.append(group.rows[mine])
+            slots.append(group.slots[mine, part])
+            if len(rows[-1]):  # what no file has may be of any size
+                sizes.append(np.full(len(rows[-1]), round_to_slot(group.part_bytes[part])))
+    return np.concatenate(rows), np.concatenate(slots), np.concatenate(sizes)
+
+
+def _overlapping(table: IndexTable, sound: Bools) -> Int64s:
+    """Rows that name bytes which a less deep row, or one of the same depth before it, names too."""
+    rows, slots, sizes = _named(table, sound)
+    order = np.argsort(slots, kind="stable")
+    rows, slots, ends = rows[order], slots[order], (slots + sizes // PAGE_BYTES)[order]
+    apart = np.ones(len(rows), np.bool_)
+    apart[1:] = slots[1:] >= np.maximum.accumulate(ends)[:-1]
+    if apart.all():
         return np.zeros(0, np.int64)
-    pairs = [(group.rows, group.slots[:, part]) for group in table.groups for part in group.on_disk]
-    rows, named = (np.concatenate(column) for column in zip(*pairs, strict=True))
-    rows, named = rows[sound[rows]], named[sound[rows]]
-    order = np.argsort(table.depth[rows], kind="stable")
-    _, first = np.unique(named[order], return_index=True)
-    again = np.ones(len(order), np.bool_)
-    again[first] = False
-    twice: Int64s = rows[order[again]]
-    return twice
+    cluster = np.cumsum(apart)
+    shared = np.flatnonzero(np.bincount(cluster)[cluster] > 1)
+    named: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+    for row, start, end in zip(rows[shared].tolist(), slots[shared].tolist(), ends[shared].tolist(), strict=True):
+        named[row].append((start, end))
+    believed: list[tuple[int, int]] = []
+    lost: list[int] = []
+    for row in sorted(named, key=lambda row: (table.depth.item(row), row)):
+        mine = sorted(named[row])
+        if any(end > start for (_, end), (start, _) in pairwise(mine)) or any(_meets(believed, one) for one in mine):
+            lost.append(row)
+            continue
+        for one in mine:
+            insort(believed, one)
+    return np.array(lost, np.int64)
+
+
+def _meets(ranges: list[tuple[int, int]], one: tuple[int, int]) -> bool:
+    """Whether a range shares a number with one of `ranges`, which are sorted and apart."""
+    at = bisect_left(ranges, one)
+    return (at > 0 and ranges[at - 1][1] > one[0]) or (at < len(ranges) and ranges[at][0] < one[1])

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Self
 
@@ -25,6 +26,7 @@ from prefixd_swap.errors import (
     StorageError,
     SwapError,
 )
+from prefixd_swap.page_eviction import Victims, Worths
 from prefixd_swap.slab.block_record import (
     BlockRecord,
     DiskPart,
@@ -32,6 +34,7 @@ from prefixd_swap.slab.block_record import (
     decode_record,
     index_key,
     record_slots,
+    without_parts,
 )
 from prefixd_swap.slab.data_directory import DataDirectory
 from prefixd_swap.slab.file import SlabFile
@@ -40,10 +43,10 @@ from prefixd_swap.slab.files import SlabFiles
 from prefixd_swap.slab.group_commit import Commit, GroupCommit
 from prefixd_swap.slab.index import Change, IndexDamagedError, SlabIndex
 from prefixd_swap.slab.io import DiskIo
-from prefixd_swap.slab.records import IndexTable, Int64s, Records
+from prefixd_swap.slab.records import Bools, IndexTable, Int64s, Records
 from prefixd_swap.slab.recovery import Recovery, prefix_closed, reconcile, recover
 from prefixd_swap.slab.writer import SlabWriter
-from prefixd_swap.slots import round_to_slot
+from prefixd_swap.slots import PAGE_BYTES, round_to_slot
 from prefixd_swap.spans import Span
 
 log = logging.getLogger(__name__)
@@ -161,17 +164,20 @@ class SlabStore:
     def write(self, blocks: Sequence[NewBlock]) -> list[BlockRecord | None]:
         """Store blocks durably; their records, None for those that there was no room for.
 
-        A block that is stored already is replaced. No key may be in two calls at once or twice in one.
+        A block that is stored already is replaced: those of its parts that are given as the `DiskPart` which it has are
+        kept, all others are gone. No key may be in two calls at once or twice in one.
 
         Raises:
             DiskFullError: the file system is full although the capacity is not reached; nothing was stored.
-            StorageError: I/O failed or a block is malformed; nothing was stored.
+            StorageError: I/O failed, or a block is malformed or does not have a part that is to be kept; nothing was
+                stored.
         """
         if len({(block.namespace, block.key) for block in blocks}) != len(blocks):
             raise StorageError("a block is given twice in one write; give each key once")
         for block in blocks:
             block.check()
         with self._operation():
+            self._check_kept(blocks)
             slots = self._writer.take(blocks)
             try:
                 records, commit = self._writer.write(blocks, slots)
@@ -197,6 +203,38 @@ class SlabStore:
         """
         with self._operation():
             self._commits.run(Commit([(index_key(*block_id), None) for block_id in ids], damaged=damaged))
+
+    def drop_parts(self, items: Sequence[tuple[bytes, bytes, Collection[int]]]) -> None:
+        """Forget parts, by their ordinals, of blocks by (namespace, key); the records stay, see `NewBlock.parts`.
+
+        Blocks and parts that are unknown are ignored. When this returns the removal is durable and the slots are free.
+
+        Raises:
+            StorageError: I/O failed; the parts are still there.
+        """
+        with self._operation():
+            changes: list[Change] = [
+                (index_key(namespace, key), partial(_drop, parts=parts)) for namespace, key, parts in items
+            ]
+            self._commits.run(Commit(changes))
+
+    def choose_victims(
+        self, nbytes: int, count: int, slots: Int64s, worth: Worths, evictable: Bools | None = None
+    ) -> Victims:
+        """Which of `slots` to evict so that `count` more parts of `nbytes` bytes each have room.
+
+        Whole pages or single slots, those of least worth first: see `page_eviction.choose_victims`.
+
+        Args:
+            slots: int64 [n], slots of parts that are stored, each once.
+            worth: float64 [n], finite; the lowest goes first.
+            evictable: bool [n], which of them may go; all, where absent.
+
+        Raises:
+            MemoryMisuseError: `nbytes` is not positive, or a slot does not exist.
+        """
+        with self._changed:
+            return self._slabs.choose_victims(nbytes, count, slots, worth, evictable)
 
     def read(self, part: DiskPart, into: Span) -> None:
         """Copy a part's bytes to the start of `into` and verify them there.
@@ -241,10 +279,10 @@ class SlabStore:
                 for part in record.parts:
                     if part is not None:
                         slab, index = self._slabs.find(part.slot)
-                        if part.nbytes > slab.slot_bytes:
+                        if index * PAGE_BYTES + part.nbytes > slab.nbytes:
                             raise RecordDamagedError(
-                                f"an index record names {part.nbytes} bytes in slot {index} of {slab.path}, which has "
-                                f"{slab.slot_bytes}; remove the block, it will be computed again"
+                                f"an index record names {part.nbytes} bytes in unit {index} of {slab.path}, which ends "
+                                "before; remove the block, it will be computed again"
                             )
                         _verify(part, slab, index, slab.checksum(index, part.nbytes))
                 return True
@@ -252,6 +290,21 @@ class SlabStore:
                 if self._look_up(name) == value and (self._slabs.freed == freed or attempt == _CHECKS):
                     raise
         return False
+
+    def _check_kept(self, blocks: Sequence[NewBlock]) -> None:
+        """Refuse to keep parts that the blocks do not have: their slots may be others' by now."""
+        for block in blocks:
+            kept = [(at, part) for at, part in enumerate(block.parts) if isinstance(part, DiskPart)]
+            if not kept:
+                continue
+            value = self._index.get(name := index_key(block.namespace, block.key))
+            found = () if value is None else decode_record(name, value).parts
+            for at, part in kept:
+                if at >= len(found) or found[at] != part:
+                    raise StorageError(
+                        f"part {at} of block {block.key.hex()} is to be kept as {part}, but the block does not have "
+                        "it; write the part again"
+                    )
 
     def _look_up(self, name: bytes) -> bytes | None:
         try:
@@ -295,8 +348,8 @@ class SlabStore:
         """Try whether the disk takes writes again, and clear up what failed ones have left.
 
         The index is opened again if a commit's outcome is unknown, and replaced by an empty one if it is damaged;
-        records of blocks that the caller does not know are removed (they were being written or removed when the disk
-        failed); slots that no record names are free; slabs whose sync failed are used again.
+        records of blocks with slots that the caller does not know are removed (they were being written or removed when
+        the disk failed); slots that no record names are free; slabs whose sync failed are used again.
 
         Args:
             known: every slot of the blocks that the caller takes to be stored. It must not write or remove meanwhile.
@@ -329,11 +382,11 @@ class SlabStore:
                 self._changed.notify_all()
 
     def _reconcile(self, known: Int64s) -> Int64s:
-        stored, unknown = reconcile(IndexTable(self._index.chunks()), known)
+        stored, sizes, unknown = reconcile(IndexTable(self._index.chunks()), self._slabs, known)
         if unknown:
             self._index.apply([(key, None) for key in unknown])
         with self._changed:
-            self._slabs.reclaim(stored)
+            self._slabs.reclaim(stored, sizes)
             self._orphaned = False
             self._recovered = None
         self._commits.resume()
@@ -461,27 +514,44 @@ class SlabStore:
         changes: list[Change] = [change for commit in batch for change in commit.changes]
         gone = iter(self._index.apply(changes))
         for commit in batch:
-            self._free_slots_of(
-                [value for _, value in zip(commit.changes, gone, strict=False) if value], commit.damaged
-            )
+            replaced = [(change, old) for change, old in zip(commit.changes, gone, strict=False) if old]
+            self._free_slots_of(replaced, commit.damaged)
 
-    def _free_slots_of(self, values: Sequence[bytes], damaged: bool) -> None:
-        """Free the slots that records named which the index no longer has.
+    def _free_slots_of(self, replaced: Sequence[tuple[Change, bytes]], damaged: bool) -> None:
+        """Free the slots that records named before changes and do not name any more.
 
         The commit is durable by now and must not fail: what a damaged record does not say, or says wrongly, stays
         taken until the store is revived or opened again.
         """
         with self._changed:
-            self._orphaned |= damaged and bool(values)
-            for value in () if damaged else values:
+            self._orphaned |= damaged and bool(replaced)
+            for change, old in () if damaged else replaced:
                 try:
-                    for slot, _ in record_slots(value):
-                        self._slabs.free(slot)
+                    self._slabs.free(np.array(sorted(_freed(change, old)), np.int64))
                 except SwapError as error:
                     self._orphaned = True
                     log.error(
                         "a damaged record has left the index, and its slots are free only after a restart: %s", error
                     )
+
+
+def _drop(value: bytes, parts: Collection[int]) -> bytes:
+    """The record without these parts; a damaged one as it is, for the scrubber to find."""
+    try:
+        return without_parts(value, parts)
+    except RecordDamagedError:
+        return value
+
+
+def _freed(change: Change, old: bytes) -> set[int]:
+    """Slots that a record named before a change and does not name after it.
+
+    Raises:
+        RecordDamagedError: it does not say.
+    """
+    new = change[1] if change[1] is None or isinstance(change[1], bytes) else change[1](old)
+    named = {slot for slot, _ in record_slots(old)}
+    return named if new is None else named.difference(slot for slot, _ in record_slots(new))
 
 
 def _read_index(index: SlabIndex) -> IndexTable:
@@ -498,6 +568,6 @@ def _read_index(index: SlabIndex) -> IndexTable:
 def _verify(part: DiskPart, slab: SlabFile, index: int, found: int) -> None:
     if found != part.checksum:
         raise ChecksumError(
-            f"slot {index} of {slab.path}: {part.nbytes} bytes have checksum {found:016x}, written were "
-            f"{part.checksum:016x}; remove the block, it will be computed again"
+            f"the slot at byte {index * PAGE_BYTES} of {slab.path}: {part.nbytes} bytes have checksum {found:016x}, "
+            f"written were {part.checksum:016x}; remove the block, it will be computed again"
         )

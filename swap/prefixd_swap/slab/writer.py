@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 
+import numpy as np
 import xxhash
 
 from prefixd_swap.errors import OutOfMemoryError, StorageError
@@ -34,20 +35,24 @@ class SlabWriter:
         self._alone = False  # the log says that there are no threads
 
     def take(self, blocks: Sequence[NewBlock]) -> list[list[int | None] | None]:
-        """For each block a slot for each of its parts; None where not all of them have room.
+        """For each block a slot for each part that is to be written; None where not all of them have room.
+
+        They lie close to the parent's, which may be among the blocks before it.
 
         Raises:
             DiskFullError: the file system has no room for a slab; nothing is taken.
             StorageError: a slab could not be made; nothing is taken.
         """
         taken: list[list[int | None] | None] = []
+        by_key: dict[tuple[bytes, bytes], list[int | None] | None] = {}
         with self._lock:
             try:
                 for block in blocks:
-                    taken.append(self._take_block(block))
+                    near = by_key.get((block.namespace, block.parent)) or block.near
+                    taken.append(self._take_block(block, near))
+                    by_key[block.namespace, block.key] = taken[-1]
             except Exception:
-                for slots in taken:
-                    self._give_back(slots or [])
+                self._give_back([slot for slots in taken for slot in slots or ()])
                 raise
         return taken
 
@@ -66,7 +71,7 @@ class SlabWriter:
             for part, slot, checksum in zip(
                 block.parts, taken or (), block.checksums or (None,) * len(block.parts), strict=False
             )
-            if part and slot is not None
+            if isinstance(part, Span) and slot is not None
         ]
         written = iter(self._write_parts(spans, commit.slabs))
         records: list[BlockRecord | None] = []
@@ -74,7 +79,10 @@ class SlabWriter:
             if taken is None:
                 records.append(None)
                 continue
-            parts = tuple(next(written) if slot is not None else None for slot in taken)
+            parts = tuple(
+                next(written) if slot is not None else part if isinstance(part, DiskPart) else None
+                for part, slot in zip(block.parts, taken, strict=True)
+            )
             commit.changes.append((index_key(block.namespace, block.key), encode_record(block, parts)))
             records.append(BlockRecord(block.namespace, block.key, block.parent, block.tokens, parts, block.depth))
         return records, commit
@@ -103,12 +111,16 @@ class SlabWriter:
         if self._pool is not None:
             self._pool.shutdown()
 
-    def _take_block(self, block: NewBlock) -> list[int | None] | None:
+    def _take_block(self, block: NewBlock, near: Sequence[int | None] | None) -> list[int | None] | None:
         slots: list[int | None] = []
+        close = near if near is not None and len(near) == len(block.parts) else (None,) * len(block.parts)
         try:
-            for part in block.parts:
-                slot = self._slabs.allocate(part.nbytes) if part else None
-                if part and slot is None:
+            for part, other in zip(block.parts, close, strict=True):
+                if not isinstance(part, Span):
+                    slots.append(None)
+                    continue
+                slot = self._slabs.allocate(part.nbytes, other)
+                if slot is None:
                     self._give_back(slots)
                     return None
                 slots.append(slot)
@@ -149,9 +161,7 @@ class SlabWriter:
             return self._pool
 
     def _give_back(self, slots: Sequence[int | None]) -> None:
-        for slot in slots:
-            if slot is not None:
-                self._slabs.free(slot)
+        self._slabs.free(np.array([slot for slot in slots if slot is not None], np.int64))
 
 
 def _write_part(data: memoryview, checksum: int | None, slab: SlabFile, index: int, slot: int) -> DiskPart:

@@ -20,6 +20,7 @@ from prefixd_swap.slab.block_record import (
     encode_record,
     index_key,
     record_slots,
+    without_parts,
 )
 
 NS = b"namespac"
@@ -62,6 +63,16 @@ def test_what_is_decoded_is_what_was_encoded() -> None:
     written = encode_record(block(7, 3, 3), parts)
     assert decode_record(name, written) == BlockRecord(NS, key(7), key(3), block(7).tokens, parts, 1)
     assert record_slots(written) == [(5, 700), (2**40, 1)]
+
+
+def test_a_record_may_have_no_part_on_disk() -> None:
+    name, node = index_key(NS, key(7)), encode_record(block(7, 3), [None, None])
+    assert decode_record(name, node) == BlockRecord(NS, key(7), key(3), block(7).tokens, (None, None), 1)
+    assert record_slots(node) == []
+    assert without_parts(value_of(7), [0, 1, 2]) == encode_record(block(7, 1), [None, None])
+    for changed in damaged(node):
+        with suppress(RecordDamagedError):
+            without_parts(changed, [0, 1])
 
 
 def test_a_changed_record_is_a_storage_error_or_a_record() -> None:

@@ -18,6 +18,7 @@ import pytest
 
 from prefixd_swap.errors import ChecksumError, LostBytesError, StorageError
 from prefixd_swap.slab.block_record import DiskPart, NewBlock
+from prefixd_swap.slab.file import INDEX_BITS
 from prefixd_swap.slab.file_ops import FileOps
 from prefixd_swap.slab.io import DiskIo, usable
 from prefixd_swap.slab.mapped_io import MappedIo
@@ -198,7 +199,7 @@ def test_a_file_that_is_cut_off_is_an_error(mapped: Blocks, left: int) -> None:
     """Touching the mapping there would end the process with SIGBUS."""
     mapped.read(3)
     os.truncate(mapped.slab, left)
-    with pytest.raises(LostBytesError, match=f"ends inside slot 3, at byte {max(left, 3 * SLOT)}"):
+    with pytest.raises(LostBytesError, match=f"ends at byte {max(left, 3 * SLOT)}, inside the slot at byte {3 * SLOT}"):
         mapped.read(3)
     with pytest.raises(LostBytesError):
         mapped.read(4)
@@ -210,7 +211,7 @@ def test_a_file_that_is_cut_off_is_an_error(mapped: Blocks, left: int) -> None:
 
 def test_a_file_that_is_cut_off_between_read_ahead_and_copy_is_an_error(mapped: Blocks, faults: Faults) -> None:
     faults.before_copy = lambda: os.truncate(mapped.slab, 3 * SLOT + 2 * PAGE)  # type: ignore[method-assign]
-    with pytest.raises(LostBytesError, match="ends inside slot 3"):
+    with pytest.raises(LostBytesError, match=f"inside the slot at byte {3 * SLOT}"):
         mapped.read(3)
 
 
@@ -231,7 +232,7 @@ def test_a_fault_in_the_mapping_is_named_by_a_plain_read(mapped: Blocks, faults:
     faults.fail = {"copy_mapped": errno.EFAULT}
     mapped.read(1)  # whatever the fault was, the bytes can be had
     faults.fail = {"copy_mapped": errno.EFAULT, "pread": errno.EIO}
-    with pytest.raises(StorageError, match=r"Input/output error while reading slot 1 .* kernel log"):
+    with pytest.raises(StorageError, match=rf"Input/output error while reading the slot at byte {SLOT} .* kernel log"):
         mapped.read(1)
     with pytest.raises(StorageError, match="Input/output error"):
         mapped.check(1)
@@ -260,7 +261,7 @@ def test_copies_that_come_short_are_continued(mapped: Blocks, faults: Faults) ->
 def test_a_flipped_byte_is_found(mapped: Blocks) -> None:
     mapped.read(2)
     with mapped.slab.open("r+b") as file:
-        file.seek(mapped.parts[2].slot % (1 << 24) * SLOT + 4711)
+        file.seek(mapped.parts[2].slot % (1 << INDEX_BITS) * PAGE + 4711)
         file.write(bytes([mapped.content[2, 4711] ^ 1]))
     with pytest.raises(ChecksumError):
         mapped.read(2)

@@ -7,8 +7,9 @@ import signal
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import lmdb
 import numpy as np
@@ -17,6 +18,8 @@ import xxhash
 
 from prefixd_swap.errors import DirectoryInUseError, DiskFullError, FormatError, StorageError, SwapError
 from prefixd_swap.slab.block_record import BlockRecord, DiskPart, NewBlock, encode_record
+from prefixd_swap.slab.data_directory import VERSION
+from prefixd_swap.slab.file import INDEX_BITS
 from prefixd_swap.slab.file_ops import FileOps
 from prefixd_swap.slab.index import IndexDamagedError, SlabIndex
 from prefixd_swap.slab.recovery import Recovery
@@ -58,6 +61,13 @@ def read(store: SlabStore, record: BlockRecord) -> bytes:
     target = np.zeros(part.nbytes, dtype=np.uint8)
     store.read(part, Span(int(target.ctypes.data), part.nbytes))
     return target.tobytes()
+
+
+def slab_of(path: Path, record: BlockRecord) -> Path:
+    """The file that the first part of a block is in."""
+    part = record.parts[0]
+    assert part is not None
+    return path / "slabs" / f"{part.slot >> INDEX_BITS:010x}.slab"
 
 
 def put_raw(path: Path, rows: dict[bytes, bytes]) -> None:
@@ -136,7 +146,7 @@ for number in range(10**6):
 
 def test_a_lost_slab_costs_its_blocks_and_their_children(path: Path) -> None:
     store = SlabStore.open(path, CAPACITY)
-    write(
+    written = write(
         store,
         (0, None, b"small"),
         (1, None, b"L" * 5 * PAGE),
@@ -145,8 +155,7 @@ def test_a_lost_slab_costs_its_blocks_and_their_children(path: Path) -> None:
         (4, 0, b"ok"),
     )
     store.close()
-    (lost,) = (path / "slabs").glob(f"*-{5 * PAGE}.slab")
-    lost.unlink()
+    slab_of(path, written[1]).unlink()
     store = SlabStore.open(path, CAPACITY)
     assert store.recovery == Recovery(kept=2, lost_slots=1, lost_parents=2)
     assert [read(store, record) for record in store.records()] == [b"small", b"ok"]
@@ -176,7 +185,7 @@ def test_a_slab_cut_off_while_open_is_an_error_not_a_signal(path: Path) -> None:
     (record,) = write(store, (0, None, b"x" * PAGE))
     (slab,) = (path / "slabs").iterdir()
     os.truncate(slab, 100)
-    with pytest.raises(StorageError, match="ends inside slot 0, at byte 100"):
+    with pytest.raises(StorageError, match="ends at byte 100, inside the slot at byte 0"):
         read(store, record)
     store.close()
 
@@ -196,9 +205,13 @@ def test_nonsense_in_the_index_is_dropped(path: Path) -> None:
         dict(
             [
                 row(10, b"", part),  # another block's slot
-                row(11, b"", DiskPart(part.slot + 2, PAGE + 1, 0)),  # larger than the slot
+                row(11, b"", DiskPart(part.slot + 3, PAGE + 1, 0)),  # reaches beyond the file
                 row(12, b"", DiskPart(part.slot + 2, 1, 0), DiskPart(part.slot + 9999, 1, 0)),  # no such slot
-                row(13, b"", DiskPart(77 << 24, 1, 0)),  # no such slab
+                row(13, b"", DiskPart(77 << INDEX_BITS, 1, 0)),  # no such slab
+                row(18, b"", DiskPart(part.slot, 2 * PAGE, 0)),  # the bytes of two blocks
+                row(19, b"", DiskPart(part.slot + 2, 1, 0), DiskPart(part.slot + 2, 1, 0)),  # its own, twice
+                row(23, b"", DiskPart(part.slot + 2, 1 << 62, 0)),
+                row(24, b"", DiskPart(1 << 62, 1, 0)),
                 row(14, b""),  # nothing stored
                 row(15, key(400), DiskPart(part.slot + 2, 1, 0)),  # no parent
                 (NS + key(16), b"short"),
@@ -207,7 +220,7 @@ def test_nonsense_in_the_index_is_dropped(path: Path) -> None:
         ),
     )
     store = SlabStore.open(path, CAPACITY)
-    assert store.recovery == Recovery(kept=2, lost_slots=7, lost_parents=1)
+    assert store.recovery == Recovery(kept=2, lost_slots=11, lost_parents=1)
     assert list(store.records()) == [good, other]
     assert store.used_bytes == 2 * PAGE
     store.check_integrity()
@@ -222,7 +235,7 @@ def test_a_smaller_capacity_holds_at_once(path: Path) -> None:
     write(store, *((i, None, bytes([i]) * PAGE) for i in range(64)))
     store.close()
     (path / "slabs" / "notes.txt").write_text("not a slab")
-    (path / "slabs" / f"00000000ff-{PAGE}.slab").touch()  # a crash before its space was there
+    (path / "slabs" / "00000000ff.slab").touch()  # a crash before its space was there
     store = SlabStore.open(path, 10 * PAGE)
     assert sum(file.stat().st_size for file in (path / "slabs").glob("*.slab")) <= 10 * PAGE
     kept = list(store.records())
@@ -314,10 +327,12 @@ def test_a_damaged_superblock_is_mended_from_the_other(path: Path, damaged: str,
 
 def test_a_whole_superblock_of_another_format_is_refused_whatever_its_copy_says(path: Path) -> None:
     SlabStore.open(path, CAPACITY).close()
-    fields = (path / "SUPERBLOCK").read_bytes()[:8] + struct.pack("<II", 2, PAGE)
+    fields = (path / "SUPERBLOCK").read_bytes()[:8] + struct.pack("<II", VERSION + 1, PAGE)
     newer = fields + struct.pack("<Q", xxhash.xxh3_64_intdigest(fields))
     (path / "SUPERBLOCK").write_bytes(newer)
-    with pytest.raises(FormatError, match=f"{path} has format 2, of a newer prefixd .* or delete {path} to start"):
+    with pytest.raises(
+        FormatError, match=f"{path} has format {VERSION + 1}, of a newer prefixd .* or delete {path} to start"
+    ):
         SlabStore.open(path, CAPACITY)
     assert (path / "SUPERBLOCK").read_bytes() == newer
 
@@ -325,9 +340,9 @@ def test_a_whole_superblock_of_another_format_is_refused_whatever_its_copy_says(
 @pytest.mark.parametrize("fault", ["a folder", "a device error"])
 def test_an_unreadable_slab_costs_its_blocks(path: Path, fault: str) -> None:
     store = SlabStore.open(path, CAPACITY)
-    write(store, (0, None, b"small"), (1, None, b"L" * 5 * PAGE), (2, 1, b"child"))
+    _, large, _ = write(store, (0, None, b"small"), (1, None, b"L" * 5 * PAGE), (2, 1, b"child"))
     store.close()
-    (lost,) = (path / "slabs").glob(f"*-{5 * PAGE}.slab")
+    lost = slab_of(path, large)
 
     class Failing(FileOps):
         def open(self, name: Path, flags: int) -> int:
@@ -645,4 +660,153 @@ def test_a_lost_slab_that_a_write_found_gets_no_more_blocks_after_a_revive(path:
     store.revive(np.array([part.slot for part in record.parts if part], np.int64))
     write(store, (1, None, b"b"))  # in another file
     store.check_integrity()
+    store.close()
+
+
+def test_a_directory_of_the_format_before_pages_is_refused(path: Path) -> None:
+    """Its slabs had one slot size each, and slots were named by their index."""
+    SlabStore.open(path, CAPACITY).close()
+    fields = (path / "SUPERBLOCK").read_bytes()[:8] + struct.pack("<II", 1, PAGE)
+    for name in ("SUPERBLOCK", "SUPERBLOCK.copy"):
+        (path / name).write_bytes(fields + struct.pack("<Q", xxhash.xxh3_64_intdigest(fields)))
+    slab = path / "slabs" / f"0000000001-{PAGE}.slab"
+    slab.write_bytes(b"old" * PAGE)
+    message = f"{path} has format 1, of an older prefixd .* use the prefixd that wrote it.* or delete {path} to start"
+    with pytest.raises(FormatError, match=message):
+        SlabStore.open(path, CAPACITY)
+    assert slab.read_bytes() == b"old" * PAGE
+
+
+def test_slots_of_many_sizes_are_where_they_were(path: Path) -> None:
+    rng = np.random.default_rng(3)
+    sizes = [int(size) for size in rng.choice([100, PAGE, 3 * PAGE, 5 * PAGE + 1, 7 * PAGE], 60)]
+    store = SlabStore.open(path, 512 * PAGE)
+    contents = {number: rng.bytes(size) for number, size in enumerate(sizes)}
+    write(store, *((number, None, content) for number, content in contents.items()))
+    gone = [number for number in contents if number % 3 == 0]
+    store.remove([(NS, key(number)) for number in gone])
+    used = store.used_bytes
+    store.close()
+    store = SlabStore.open(path, 512 * PAGE)
+    assert store.recovery == Recovery(kept=40) and store.used_bytes == used
+    for record in store.records():
+        assert read(store, record) == contents[int.from_bytes(record.key, "big")]
+    store.check_integrity()
+    while any(store.write([new_block(1000 + store.used_bytes, [b"x" * PAGE])])):
+        pass
+    assert store.used_bytes > 480 * PAGE
+    store.check_integrity()
+    for record in store.records():
+        if (number := int.from_bytes(record.key, "big")) in contents:
+            assert read(store, record) == contents[number]
+    store.close()
+
+
+def new_block(number: int, parts: Sequence[bytes | DiskPart | None], parent: int | None = None) -> NewBlock:
+    spans = [_span(part) if isinstance(part, bytes) else part for part in parts]
+    return NewBlock(NS, key(number), b"" if parent is None else key(parent), b"tokn", number, spans)
+
+
+_alive: list[np.ndarray[Any, Any]] = []
+
+
+def _span(content: bytes) -> Span:
+    _alive.append(np.frombuffer(bytearray(content), dtype=np.uint8))
+    return Span(int(_alive[-1].ctypes.data), len(content))
+
+
+def test_nodes_stay_for_the_blocks_that_continue_them(path: Path) -> None:
+    store = SlabStore.open(path, CAPACITY)
+    nodes = [new_block(1, [None, None]), new_block(2, [None, None], 1), new_block(9, [None, None], 2)]
+    blocks = [*nodes, new_block(3, [None, b"leaf"], 2), new_block(4, [None, None])]
+    written = store.write(blocks)
+    assert [record is not None and record.parts == (None, None) for record in written] == [
+        True,
+        True,
+        True,
+        False,
+        True,
+    ]
+    assert store.used_bytes == PAGE and store.check(NS, key(1))
+    store.check_integrity()
+    assert len(store.load()) == 5
+    store.close()
+    store = SlabStore.open(path, CAPACITY)
+    assert store.recovery == Recovery(kept=3, empty_nodes=2), "9 and 4 lead to nothing"
+    assert [record.key for record in store.records()] == [key(1), key(2), key(3)]
+    store.check_integrity()
+    store.remove([(NS, key(2))])
+    store.close()
+    store = SlabStore.open(path, CAPACITY)
+    assert store.recovery == Recovery(kept=0, lost_parents=1, empty_nodes=1)
+    store.close()
+
+
+def test_nodes_outlive_a_revival(path: Path) -> None:
+    store = SlabStore.open(path, CAPACITY)
+    _, leaf = store.write([new_block(1, [None]), new_block(2, [b"leaf"], 1)])
+    assert leaf is not None and leaf.parts[0] is not None
+    assert store.revive(np.array([leaf.parts[0].slot])).tolist() == []
+    assert [record.key for record in store.records()] == [key(1), key(2)]
+    store.check_integrity()
+    store.close()
+
+
+def test_parts_are_dropped_and_added_while_the_record_stays(path: Path) -> None:
+    store = SlabStore.open(path, CAPACITY)
+    (first,) = store.write([new_block(1, [b"a" * PAGE, b"b" * 3 * PAGE, b"c"])])
+    assert first is not None and store.used_bytes == 5 * PAGE
+    store.drop_parts([(NS, key(1), [1, 7]), (NS, key(99), [0])])
+    (found,) = store.records()
+    assert found.parts == (first.parts[0], None, first.parts[2]) and store.used_bytes == 2 * PAGE
+    store.check_integrity()
+    (again,) = store.write([new_block(1, [found.parts[0], b"B" * 100, None])])
+    assert again is not None and again.parts[0] == first.parts[0] and again.parts[2] is None
+    assert store.used_bytes == 2 * PAGE, "the part that was neither kept nor written is gone"
+    assert read(store, again) == b"a" * PAGE
+    store.check_integrity()
+    store.drop_parts([(NS, key(1), [0, 1]), (NS, key(1), [2])])
+    assert store.used_bytes == 0 and [record.parts for record in store.records()] == [(None, None, None)]
+    store.check_integrity()
+    store.close()
+
+
+def test_a_part_that_the_block_does_not_have_cannot_be_kept(path: Path) -> None:
+    store = SlabStore.open(path, CAPACITY)
+    first, other = store.write([new_block(1, [b"a", b"b"]), new_block(2, [b"c"])])
+    assert first is not None and other is not None
+    for bad in [
+        new_block(1, [other.parts[0], None]),  # another block's
+        new_block(1, [first.parts[1], None]),  # at another place
+        new_block(2, [other.parts[0], other.parts[0]]),
+        new_block(3, [first.parts[0]]),  # of no block
+    ]:
+        with pytest.raises(StorageError, match=r"is to be kept as DiskPart\(.*write the part again"):
+            store.write([new_block(5, [b"new"]), bad])
+    assert store.used_bytes == 3 * PAGE and len(list(store.records())) == 2
+    store.check_integrity()
+    store.close()
+
+
+def test_a_failed_write_beside_a_kept_part_leaves_it(path: Path) -> None:
+    class Failing(FileOps):
+        fails = False
+
+        def pwrite(self, fd: int, buffer: memoryview, offset: int) -> int:
+            if self.fails:
+                raise OSError(errno.EIO, "Input/output error")
+            return super().pwrite(fd, buffer, offset)
+
+    ops = Failing()
+    store = SlabStore.open(path, CAPACITY, ops=ops)
+    (first,) = store.write([new_block(1, [b"a", None])])
+    assert first is not None
+    ops.fails = True
+    with pytest.raises(StorageError):
+        store.write([new_block(1, [first.parts[0], b"b"])])
+    ops.fails = False
+    assert store.used_bytes == PAGE and read(store, first) == b"a"
+    store.check_integrity()
+    (both,) = store.write([new_block(1, [first.parts[0], b"b"])])
+    assert both is not None and store.used_bytes == 2 * PAGE
     store.close()

@@ -10,6 +10,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -19,7 +20,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from prefixd_swap.errors import ChecksumError, DiskFullError, StorageError
+from prefixd_swap.errors import ChecksumError, DiskFullError, IntegrityError, StorageError
 from prefixd_swap.slab import index as slab_index
 from prefixd_swap.slab.block_record import BlockRecord, NewBlock
 from prefixd_swap.slab.file import INDEX_BITS
@@ -185,9 +186,11 @@ def test_no_more_slabs_are_deleted_than_another_size_needs(store: SlabStore, tmp
     store.write([block(i, Payload(b"s")) for i in range(64)])
     store.remove([(NS, key(i)) for i in range(64)])
     assert put(store, 100, b"L" * 2 * PAGE) is not None
-    kept = list((tmp_path / "store" / "slabs").glob(f"*-{PAGE}.slab"))
-    assert len(kept) == 15
-    assert store.room(1) == 60
+    assert len(list((tmp_path / "store" / "slabs").iterdir())) == 16, "a slab serves any size"
+    assert put(store, 101, b"L" * 7 * PAGE) is not None
+    kept = list((tmp_path / "store" / "slabs").iterdir())
+    assert len(kept) == 16 - 2 + 1, "two of four pages have made way for one of seven"
+    assert store.room(1) == 64 - 9
     store.check_integrity()
 
 
@@ -218,7 +221,7 @@ def test_writing_a_key_again_replaces_it(store: SlabStore) -> None:
         {"depth": -1},
         {"depth": 1 << 32},
         {"parts": []},
-        {"parts": [None]},
+        {"near": [1, 2]},
         {"parts": [Span(4096, 10, on_device=True)]},
     ],
 )
@@ -241,9 +244,9 @@ def test_flipped_bytes_on_disk_are_never_served(store: SlabStore, tmp_path: Path
     records = store.write([block(i, Payload(bytes([i]) * 5000)) for i in range(3)])
     part = records[1].parts[0] if records[1] else None
     assert part is not None
-    slab = tmp_path / "store" / "slabs" / f"{part.slot >> INDEX_BITS:010x}-8192.slab"
+    slab = tmp_path / "store" / "slabs" / f"{part.slot >> INDEX_BITS:010x}.slab"
     with slab.open("r+b") as file:
-        file.seek((part.slot & ((1 << INDEX_BITS) - 1)) * 8192 + 4999)
+        file.seek((part.slot & ((1 << INDEX_BITS) - 1)) * PAGE + 4999)
         file.write(b"\xff")
     target = np.zeros(5000, dtype=np.uint8)
     with pytest.raises(ChecksumError, match=rf"{slab}: 5000 bytes .* written were {part.checksum:016x}"):
@@ -314,11 +317,13 @@ def test_a_block_is_checked_where_it_is(store: SlabStore, tmp_path: Path, faults
     record = put(store, 1, os.urandom(2 * MIB + 5))
     assert record is None  # larger than the store
     first, second = Payload(os.urandom(5000)), Payload(os.urandom(9000))
-    store.write([block(2, [first, None, second])])
+    (written,) = store.write([block(2, [first, None, second])])
     assert store.check(NS, key(2)) and not store.check(NS, key(3)) and not store.check(b"another!", key(2))
-    slab = next((tmp_path / "store" / "slabs").glob("*-12288.slab"))
+    part = written.parts[2] if written else None
+    assert part is not None
+    slab = tmp_path / "store" / "slabs" / f"{part.slot >> INDEX_BITS:010x}.slab"
     with slab.open("r+b") as file:
-        file.seek(8999)
+        file.seek((part.slot & ((1 << INDEX_BITS) - 1)) * PAGE + 8999)
         file.write(bytes([second.content[8999] ^ 1]))
     with pytest.raises(ChecksumError, match=f"{slab}: 9000 bytes"):
         store.check(NS, key(2))
@@ -599,6 +604,88 @@ def test_close_waits_for_a_write_and_closes_everything(tmp_path: Path, faults: F
     with pytest.raises(StorageError, match="closed"):
         put(store, 2, b"x")
     assert not descriptors() - before
+
+
+def test_two_sizes_share_a_tier_by_pages(tmp_path: Path) -> None:
+    """64 KiB in a tier full of 4 KiB slots costs one page, not a slab."""
+    store = SlabStore.open(tmp_path / "store", 16 * MIB)
+    payload = Payload(b"s" * PAGE)
+    records = store.write([block(number, payload) for number in range(16 * 256)])
+    slots = np.array([record.parts[0].slot for record in records if record and record.parts[0]], np.int64)
+    assert len(slots) == 16 * 256 and store.room(64 * 1024) == 0
+    worth = np.random.default_rng(0).random(len(slots))
+    victims = store.choose_victims(64 * 1024, 1, slots, worth)
+    assert len(victims.positions) == 16 and victims.slots == 1
+    store.remove([(NS, key(number)) for number in victims.positions.tolist()])
+    assert store.room(64 * 1024) == 1 and put(store, 5000, b"L" * 64 * 1024) is not None
+    assert store.used_bytes == store.capacity_bytes
+    store.check_integrity()
+    store.close()
+
+
+def test_a_slot_larger_than_whole_slabs_has_room_when_some_are_empty(tmp_path: Path) -> None:
+    store = SlabStore.open(tmp_path / "store", 64 * PAGE)
+    payload = Payload(b"s")
+    records = store.write([block(number, payload) for number in range(64)])
+    slots = np.array([record.parts[0].slot for record in records if record and record.parts[0]], np.int64)
+    worth = np.arange(64.0)
+    evictable = np.ones(64, np.bool_)
+    evictable[5] = False
+    victims = store.choose_victims(9 * PAGE, 1, slots, worth, evictable)
+    assert (victims.slots, victims.positions.tolist()) == (1, [0, 1, 2, 3, *range(8, 16)]), "three slabs of four"
+    store.remove([(NS, key(number)) for number in victims.positions.tolist()])
+    assert store.room(9 * PAGE) == 1 and put(store, 100, b"L" * 9 * PAGE) is not None
+    store.check_integrity()
+    store.close()
+
+
+def test_what_contradicts_the_slabs_is_found(store: SlabStore) -> None:
+    put(store, 1, b"x")
+    slabs = store._slabs
+    (slab,) = slabs._slabs.values()
+
+    def broken(message: str) -> None:
+        with pytest.raises(IntegrityError, match=message):
+            store.check_integrity()
+
+    slab.failed = True
+    broken("failed is True")
+    slab.failed = False
+    slabs.allocated_bytes += 1
+    broken("bytes are allocated")
+    slabs.allocated_bytes -= 1
+    slabs.capacity_bytes = PAGE
+    broken("bytes are allocated")
+    slabs.capacity_bytes = 64 * PAGE
+    del slabs._slabs[slab.number]
+    broken("the slabs are")
+    slabs._slabs[slab.number] = slab
+    slabs._pages.used_bytes += 1
+    broken("are counted")
+    slabs._pages.used_bytes -= 1
+    store.check_integrity()
+
+
+def test_a_prefix_lies_together_on_disk(tmp_path: Path) -> None:
+    store = SlabStore.open(tmp_path / "store", 64 * MIB)
+    store.room(64 * 1024)  # pages of 64 KiB
+    payload = Payload(b"x" * PAGE)
+    homes = []
+    last: list[int | None] = [None, None]
+    for depth in range(4):
+        for prompt in range(2):
+            parent = None if depth == 0 else prompt * 100 + depth - 1
+            new = replace(block(prompt * 100 + depth, payload, parent), near=[last[prompt]])
+            (record,) = store.write([new])
+            assert record is not None and record.parts[0] is not None
+            last[prompt] = record.parts[0].slot
+            homes.append((prompt, record.parts[0].slot >> 4))
+    assert len(set(homes)) == 2 and len({home for _, home in homes}) == 2
+    store.write([block(500, payload), *(block(501 + at, payload, 500 + at) for at in range(10))])
+    keys = {key(500 + at) for at in range(11)}
+    found = [record.parts[0].slot >> 4 for record in store.records() if record.parts[0] and record.key in keys]
+    assert len(set(found)) == 1, "parents in the same write are known"
+    store.close()
 
 
 class StoreModel(RuleBasedStateMachine):

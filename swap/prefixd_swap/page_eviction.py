@@ -1,0 +1,134 @@
+"""Which slots to evict so that slots of a given size are free: single slots of that size, or whole pages of another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixd_swap.page_size import SHARE
+from prefixd_swap.pages import EMPTY, Bools, Int64s, PageAllocator
+from prefixd_swap.slots import round_to_slot
+
+Worths = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Victims:
+    """What to evict."""
+
+    positions: Int64s
+    """[m] positions in the `offsets` that were given, ascending."""
+    slots: int
+    """Slots of the wanted size that are free once these are, beside those that are free now; fewer than were wanted
+    where there is no more to evict. Where the page size was changed while slots were taken, or at a restart, a page may
+    give one slot less; then there is another one to choose."""
+
+
+def choose_victims(
+    pages: PageAllocator, nbytes: int, count: int, offsets: Int64s, worth: Worths, evictable: Bools | None = None
+) -> Victims:
+    """Which of the slots at `offsets` to evict, so that `count` more slots for `nbytes` bytes each are free.
+
+    A slot of the wanted size is evicted alone. A page of another size is evicted whole, if all its slots may go; it is
+    worth what the most valuable of them is worth (Jenga, section 5.4). Slots and pages go in the order of their worth,
+    of equals the slots first; then slots are kept again where the last page gives more than was missing. So what is
+    evicted is at most `count` slots and one page (and the rests of the pages, where the wanted size leaves one).
+
+    While slots that are free in pages of other sizes make up more than 1/32 of the capacity, the pages that are at most
+    half full go before all else: nobody may ever ask for those sizes again.
+
+    Example: 2 slots of 64 KiB are wanted; slots of 64 KiB are worth 5 and 9, and a page of 128 KiB with slots of 4 KiB
+    is worth 7. The first slot and the page are chosen, which gives 3 slots; then the slot is kept again.
+
+    Args:
+        offsets: int64 [n], slots that are taken, each once. A page of which a slot is not given is not evicted whole.
+        worth: float64 [n], finite; the lowest goes first. One for whom others must go first is worth at least as much
+            as they are.
+        evictable: bool [n], which of them may go; all, where absent.
+
+    Raises:
+        MemoryMisuseError: `nbytes` is not positive, or an offset is in no range.
+    """
+    slot = round_to_slot(nbytes)
+    may = np.arange(len(offsets)) if evictable is None else np.flatnonzero(evictable)
+    if count <= 0 or not len(may) or not pages.slots_per_page(slot):
+        return Victims(np.zeros(0, np.int64), 0)
+    page, worth = pages.pages_of(offsets[may]), worth[may]
+    singles = np.flatnonzero((pages.page_slot_bytes[page] == slot) & pages.page_open[page])
+    if len(singles) > count:
+        singles = singles[np.argpartition(worth[singles], count - 1)[:count]]
+    whole = _Whole(pages, slot, page, worth)
+    worths = np.concatenate([worth[singles], whole.worth])
+    gains = np.concatenate([np.ones(len(singles), np.int64), whole.gain])
+    first = np.concatenate([np.ones(len(singles), np.bool_), ~whole.sparse])
+    order = np.lexsort((np.arange(len(worths)), worths, first))
+    reached = np.cumsum(gains[order])
+    chosen = order[: int(np.searchsorted(reached, count)) + 1]
+    total = int(reached[len(chosen) - 1]) if len(chosen) else 0
+    taken = chosen[chosen < len(singles)]
+    spare = min(max(total - count, 0), len(taken))
+    kept = taken[: len(taken) - spare]
+    gone = np.zeros(pages.table_size, np.bool_)
+    for unit in chosen[chosen >= len(singles)].tolist():
+        gone[whole.members(unit - len(singles))] = True
+    evicted = gone[page]
+    evicted[singles[kept]] = True
+    return Victims(may[evicted], total - spare)
+
+
+class _Whole:
+    """Pages, and stretches of short pages, that can be evicted whole, m of them."""
+
+    def __init__(self, pages: PageAllocator, slot: int, page: Int64s, worth: Worths) -> None:
+        """`page` and `worth` of the slots that may go."""
+        size, lengths = pages.table_size, pages.page_lengths
+        may = np.bincount(page, minlength=size) == pages.page_used
+        top = np.full(size, -np.inf)
+        np.maximum.at(top, page, worth)
+        other = (pages.page_slot_bytes != slot) & (pages.page_slot_bytes != EMPTY) & pages.page_open
+        fits = lengths // slot
+        alone = np.flatnonzero(other & may & (fits > 0))
+        self._pages = pages
+        self._alone = len(alone)
+        groups, group_gain, group_worth = self._stretches(slot, may, top, other & (fits == 0))
+        self._first = np.concatenate([alone, groups])
+        self.gain = np.concatenate([fits[alone], group_gain])
+        """[m] slots of the wanted size that are free when it is gone."""
+        self.worth = np.concatenate([top[alone], group_worth])
+        """[m] of the most valuable slot in it."""
+        self.sparse = np.zeros(len(self._first), np.bool_)
+        """[m] whether it is so empty that it goes before all else."""
+        used = pages.page_used_bytes
+        stranded = int((lengths - used)[other].sum())
+        if stranded > 2 * pages.capacity_bytes // SHARE:
+            self.sparse[: self._alone] = 2 * used[alone] <= lengths[alone]
+
+    def members(self, number: int) -> Int64s:
+        """The pages that it consists of."""
+        first = self._first[number]
+        if number < self._alone:
+            return np.array([first], np.int64)
+        return np.flatnonzero((self._pages.page_groups == first) & (self._pages.page_lengths > 0))
+
+    def _stretches(self, slot: int, may: Bools, top: Worths, short: Bools) -> tuple[Int64s, Int64s, Worths]:
+        """Groups of pages that are all too short for the wanted size, but become one page when they are all empty.
+
+        Their first entries, gains and worths.
+        """
+        nothing = np.zeros(0, np.int64)
+        if not short.any():
+            return nothing, nothing, np.zeros(0)
+        pages = self._pages
+        heads = np.flatnonzero(pages.page_lengths > 0)
+        group = pages.page_groups[heads]
+        lengths = pages.page_lengths[heads]
+        fine = (short & may)[heads] | (pages.page_slot_bytes[heads] == EMPTY)
+        fine &= lengths < slot
+        begins = np.flatnonzero(np.diff(group, prepend=-1))
+        inside = pages.group_bytes(group[begins])
+        good = np.logical_and.reduceat(fine, begins) & (np.add.reduceat(lengths, begins) == inside)
+        good &= np.logical_or.reduceat(short[heads], begins) & (inside >= slot)
+        worths = np.maximum.reduceat(top[heads], begins)
+        return group[begins][good], inside[good] // slot, worths[good]

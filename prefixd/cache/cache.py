@@ -394,16 +394,8 @@ class TieredCache:
         trie = self.trie(namespace)
         now = self.clock()
         end = first_block + len(frames)
-        chain.key(end - 1)
-        keys = np.frombuffer(b"".join(chain.keys[first_block:end]), np.uint8).reshape(-1, 16)
-        tokens = [chain.block(block) for block in range(first_block, end)]
-        rows, _ = trie.insert_path(
-            parent,
-            namespace.ordinal,
-            keys,
-            np.frombuffer(b"".join(tokens), np.uint32).reshape(-1, trie.block_tokens),
-            now,
-        )
+        keys, tokens = chain.key_rows(first_block, end), chain.token_rows(first_block, end)
+        rows, _ = trie.insert_path(parent, namespace.ordinal, keys, tokens, now)
         if len(rows) < len(frames):
             self.mover.lost["key collision"] += 1
         taken = trie.lacking(rows, GPU) != 0

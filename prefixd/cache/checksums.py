@@ -17,7 +17,8 @@ import xxhash
 
 from prefixd.cache.holds import Hold
 from prefixd.cache.index.trie import CPU, NO_SLOT, Rows, Trie
-from prefixd.cache.placement import Placement, Slots
+from prefixd.cache.placement import Placement
+from prefixd.cache.tiers import Slots
 from prefixd_swap import host_bytes, started_threads
 
 _THREADS = 2

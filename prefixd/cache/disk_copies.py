@@ -24,7 +24,9 @@ from prefixd.cache.disk_health import DiskHealth
 from prefixd.cache.groups import GroupMask
 from prefixd.cache.index.trie import CPU, DISK, NO_SLOT, Rows, Trie
 from prefixd.cache.namespaces import Namespace, NamespaceRegistry
+from prefixd.cache.page_victims import find_page_victims, has_other_sizes
 from prefixd.cache.placement import Placement
+from prefixd.cache.tiers import Slots
 from prefixd.cache.victims import find_expired, find_victims
 from prefixd_swap import (
     BlockRecord,
@@ -38,7 +40,6 @@ from prefixd_swap import (
     RecordDamagedError,
     Span,
     StorageError,
-    round_to_slot,
     started_threads,
 )
 
@@ -259,36 +260,73 @@ class DiskCopies:
     async def _make_room(self, trie: Trie, rows: Rows, want: int, ahead: bool) -> int:
         """Evicts up to `want` blocks from disk, none of them in the prefixes of `rows`.
 
-        Bytes that only shorter prefixes need go first. Then blocks whose slots are of the sizes that are wanted. Only
-        when there is none of them that may go, those of other sizes do: their slots help once a whole slab of them is
-        empty.
+        Bytes that only shorter prefixes need go first. Then single blocks go, or whole pages where blocks of other
+        sizes have the room.
         """
         placement = self._placement
-        removed: list[Identity] = []
-        thinned: list[tuple[Identity, list[int]]] = []
-        wanted = {round_to_slot(size) for size in trie.part_bytes}
-        fitting = [other for other in self._tries if wanted <= {round_to_slot(size) for size in other.part_bytes}]
         with placement.holds.hold("eviction", trie, trie.ancestry(rows), DISK):
-            for other, expired, groups in find_expired(self._tries, DISK, want):
-                for row, mask in zip(expired.tolist(), groups.tolist(), strict=True):
-                    parts = np.flatnonzero(other.part_mask & np.uint8(mask)).tolist()
-                    if placement.drop(other, [row], DISK, np.array([mask], np.uint8)):
-                        thinned.append((self.identity(other, row), parts))
-            if thinned:
-                await self._in_thread(self._tiers.store.drop_parts, thinned)
-                return len(thinned)
-            for among in (fitting, self._tries):
-                for other, victims in find_victims(
-                    self._tries, DISK, want, self._policy, demotable=False, spare_copies=ahead, among=among
-                ):
-                    for row in victims.tolist():
-                        identity = self.identity(other, row)
-                        if placement.drop(other, [row], DISK):
-                            removed.append(identity)
-                if removed:
-                    await self._in_thread(self._tiers.store.remove, removed)
-                    break
+            expired = [
+                (other, some, groups)
+                for other, some, groups in find_expired(self._tries, DISK, want)
+                if placement.drop(other, some, DISK, groups)
+            ]
+            if expired:
+                await self._in_thread(self._tiers.store.drop_parts, self._parts_of(expired))
+                return sum(len(some) for _, some, _ in expired)
+            if has_other_sizes(self._tries, DISK, trie.part_bytes):
+                return await self._evict_pages(trie.part_bytes, want, ahead)
+            removed: list[Identity] = []
+            for other, victims in find_victims(
+                self._tries, DISK, want, self._policy, demotable=False, spare_copies=ahead
+            ):
+                for row in victims.tolist():
+                    identity = self.identity(other, row)
+                    if placement.drop(other, [row], DISK):
+                        removed.append(identity)
+            if removed:
+                await self._in_thread(self._tiers.store.remove, removed)
         return len(removed)
+
+    async def _evict_pages(self, sizes: Sequence[int], want: int, ahead: bool) -> int:
+        """Evicts whole pages, or single slots, for `want` blocks with parts of `sizes` bytes; returns how many blocks
+        went.
+
+        The record of a block that others on disk continue stays, without bytes.
+        """
+        victims = find_page_victims(
+            self._tries,
+            DISK,
+            sizes,
+            want,
+            self._policy,
+            self._tiers.store.choose_victims,
+            demotable=False,
+            spare_copies=ahead,
+        )
+        removed: list[Identity] = []
+        emptied: list[tuple[Trie, Rows, GroupMask]] = []
+        for trie, rows in victims:
+            for row in rows.tolist():
+                identity, here = self.identity(trie, row), np.array([row])
+                if trie.tier_children[row, DISK]:
+                    groups = np.array([trie.all_groups], np.uint8)
+                    if self._placement.drop(trie, here, DISK, groups):
+                        emptied.append((trie, here, groups))
+                elif self._placement.drop(trie, here, DISK, with_page=True):
+                    removed.append(identity)
+        if emptied:
+            await self._in_thread(self._tiers.store.drop_parts, self._parts_of(emptied))
+        if removed:
+            await self._in_thread(self._tiers.store.remove, removed)
+        return len(removed) + len(emptied)
+
+    def _parts_of(self, dropped: Sequence[tuple[Trie, Rows, GroupMask]]) -> list[tuple[bytes, bytes, list[int]]]:
+        """What `SlabStore.drop_parts` is told of groups that were dropped."""
+        return [
+            (*self.identity(trie, row), np.flatnonzero(trie.part_mask & np.uint8(mask)).tolist())
+            for trie, rows, groups in dropped
+            for row, mask in zip(rows.tolist(), groups.tolist(), strict=True)
+        ]
 
     def _new_block(self, trie: Trie, row: int, source: int, groups: int) -> NewBlock:
         parent = int(trie.parent[row])
@@ -321,30 +359,26 @@ class DiskCopies:
 
     # -- reading ------------------------------------------------------------------------------------------------
 
-    async def read(
-        self, trie: Trie, rows: Rows, parts: Sequence[int], taken: Sequence[Sequence[int]], target: int
-    ) -> list[bool]:
+    async def read(self, trie: Trie, rows: Rows, parts: Sequence[int], taken: Slots, target: int) -> list[bool]:
         """Reads `parts` of rows, held on disk, into slots of `target`, which a CPU can address; returns which are good.
 
         A block whose bytes are bad is dropped, with those of its descendants that nobody holds.
         """
         return await _to_the_end(self._read(trie, rows, parts, taken, target))
 
-    async def _read(
-        self, trie: Trie, rows: Rows, parts: Sequence[int], taken: Sequence[Sequence[int]], target: int
-    ) -> list[bool]:
+    async def _read(self, trie: Trie, rows: Rows, parts: Sequence[int], taken: Slots, target: int) -> list[bool]:
         if not self._tiers.disk_gives:
             return [False] * len(rows)
         results: list[StorageError | None] = [None] * len(rows)
-        places = list(zip(trie.slots[rows, DISK].tolist(), trie.checksums[rows].tolist(), strict=True))
+        places = list(zip(taken.tolist(), trie.slots[rows, DISK].tolist(), trie.checksums[rows].tolist(), strict=True))
         left = iter(range(len(rows)))  # the threads share it: one wakes the event loop once, not after every block
 
         def read() -> None:
             for at in left:
-                slots, checksums = places[at]
+                targets, slots, checksums = places[at]
                 stored = [DiskPart(slots[part], trie.part_bytes[part], checksums[part]) for part in parts]
                 spans = [
-                    self._tiers.span(target, slot, part.nbytes) for slot, part in zip(taken[at], stored, strict=True)
+                    self._tiers.span(target, slot, part.nbytes) for slot, part in zip(targets, stored, strict=True)
                 ]
                 results[at] = self._read_parts(stored, spans)
 

@@ -13,6 +13,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import TypeVar
 
@@ -23,12 +24,18 @@ from prefixd.cache.disk_copies import DiskCopies
 from prefixd.cache.groups import GroupMask
 from prefixd.cache.index.trie import CPU, DISK, GPU, NO_SLOT, Rows, Trie
 from prefixd.cache.namespaces import Namespace, NamespaceRegistry
-from prefixd.cache.placement import Placement, Slots
-from prefixd.cache.tiers import Tiers
+from prefixd.cache.page_victims import find_page_victims, has_other_sizes
+from prefixd.cache.placement import Placement
+from prefixd.cache.tiers import Slots, Tiers
 from prefixd.cache.victims import find_expired, find_victims
-from prefixd_swap import CopyEngine, EvictionPolicy
+from prefixd_swap import CopyEngine, EvictionPolicy, choose_page_victims
 
 T = TypeVar("T")
+
+
+_ALLOCATED_AT_ONCE = 4096  # blocks: some milliseconds on the event loop
+_EVICTED_AT_ONCE = 512
+_COPIED_AT_ONCE = 512
 
 
 class Mover:
@@ -138,78 +145,116 @@ class Mover:
 
     # -- room ---------------------------------------------------------------------------------------------------
 
-    async def allocate(self, tier: int, sizes: Sequence[int], blocks: int, *, ahead: bool = False) -> list[list[int]]:
-        """Loose slots for up to `blocks` blocks in the GPU or CPU tier, evicting what may go; fewer if need be.
+    async def allocate(
+        self, tier: int, sizes: Sequence[int], blocks: int, *, ahead: bool = False, near: Sequence[int] = ()
+    ) -> Slots:
+        """Slots in flight for up to `blocks` blocks in the GPU or CPU tier, evicting what may go; fewer if need be.
 
-        `ahead` spares copies of blocks that are in a tier above as well: they were made ahead of need, too, and one
-        such copy must not cost another.
+        Args:
+            tier: where.
+            sizes: bytes of each of the p parts of a block.
+            blocks: how many.
+            ahead: spare copies of blocks that are in a tier above as well: they were made ahead of need, too, and one
+                such copy must not cost another.
+            near: see `Tiers.allocate`.
+
+        Returns:
+            [m, p], m <= blocks.
         """
-        taken: list[list[int]] = []
+        taken: list[Slots] = [np.empty((0, len(sizes)), np.int64)]
+        count = 0
         if not self.tiers.exists(tier) or not self.tiers.ever_fits(tier, sizes):
-            return taken
+            return taken[0]
         try:
             async with self._locks[tier]:
-                while len(taken) < blocks:
-                    more = self._allocate_now(tier, sizes, blocks - len(taken))
-                    if more:
-                        taken += more
-                    elif await self._evict(tier, blocks - len(taken), ahead):
-                        continue
+                while count < blocks:
+                    some = self.tiers.allocate(tier, sizes, min(blocks - count, _ALLOCATED_AT_ONCE), near)
+                    if len(some):
+                        taken.append(some)
+                        count += len(some)
+                        near = some[-1].tolist()
+                        await asyncio.sleep(0)
+                    elif await self._evict(tier, sizes, min(blocks - count, _EVICTED_AT_ONCE), ahead):
+                        await asyncio.sleep(0)
                     elif tier != CPU or not await self._checksums.wait_for_some():  # what was hashed may go now
                         break
         except BaseException:
-            for slots in taken:
-                self.tiers.release(tier, slots)
+            self.tiers.release(tier, np.concatenate(taken))
             raise
-        return taken
-
-    def _allocate_now(self, tier: int, sizes: Sequence[int], blocks: int) -> list[list[int]]:
-        """Loose slots for one block or more, at most `blocks`, or none when there is no room."""
-        if tier == GPU:
-            return [[frame] for frame in self.tiers.allocate_frames(blocks)]
-        slots = self.tiers.allocate(tier, sizes)
-        return [] if slots is None else [slots]
+        return np.concatenate(taken)
 
     async def take_frames(self, count: int) -> list[int] | None:
-        """`count` in_flight GPU frames; all or none."""
-        taken = [frame for (frame,) in await self.allocate(GPU, (0,), count)]
-        if len(taken) < count:
-            self.tiers.release(GPU, taken)
+        """`count` GPU frames in flight; all or none. Evicts nothing when not all can be had."""
+        if count > self.tiers.frames.free_count + self._evictable_frames():
             return None
-        return taken
+        frames = (await self.allocate(GPU, (0,), count)).ravel().tolist()
+        if len(frames) < count:
+            self.tiers.release(GPU, frames)
+            return None
+        return frames
 
-    async def _evict(self, tier: int, want: int, ahead: bool) -> int:
-        """Frees up to `want` blocks' copies in `tier`, whose lock the caller has; 0 when nothing may go.
+    def _evictable_frames(self) -> int:
+        """The most frames that eviction can free."""
+        bit, can_go_down = np.uint8(1 << GPU), self.tiers.below(GPU) is not None
+        frames = 0
+        for trie in self.tries:
+            rows = np.flatnonzero(trie.any_part[: trie.rows] & bit)
+            goes = ~trie.held(rows, GPU)
+            if not can_go_down:
+                goes &= (trie.any_part[rows] != bit) | ((trie.keep[rows] == 0) & ~trie.pinned[rows])
+            frames += int(np.count_nonzero(goes))
+        return frames
 
-        Bytes that only shorter prefixes need go before anything else.
+    async def _evict(self, tier: int, sizes: Sequence[int], want: int, ahead: bool) -> int:
+        """Makes room in `tier`, whose lock the caller has, for up to `want` blocks with parts of `sizes` bytes.
+
+        Bytes that only shorter prefixes need go before anything else. Then single blocks go, or whole pages where
+        blocks of other sizes have the room; see `victims` and `page_victims`. Returns how many blocks lost something, 0
+        when nothing may go.
         """
         placement = self._placement
-        freed = 0
-        for trie, rows, groups in find_expired(self.tries, tier, want):
-            freed += placement.drop(trie, rows, tier, groups)
-        if freed:
-            self.changed.set()
-            return freed
-        below = self.tiers.below(tier)
-        if below is not None:
-            victims = find_victims(self.tries, tier, want, self.policy, demotable=True, spare_copies=ahead)
-            with ExitStack() as held:
-                for trie, rows in victims:  # all of them before the first copy: rows may be recycled meanwhile
-                    held.enter_context(placement.holds.hold("eviction", trie, rows, tier))
-                for trie, rows in victims:
-                    # A tier at a time, though there may be a copy further down: what was up here is wanted near.
-                    sinks = (trie.any_part[rows] & np.uint8(1 << below)) == 0
-                    sinks &= (trie.complete[rows] & np.uint8(1 << tier)) != 0
-                    if sinks.any():
-                        arrived = await self.copy(trie, rows[sinks], tier, below, ahead=ahead)
-                        self.tiers.counters[tier].demoted += arrived
-            freed = sum(placement.drop(trie, rows, tier) for trie, rows in victims)
+        expired = find_expired(self.tries, tier, want)
+        freed = sum(placement.drop(trie, rows, tier, groups) for trie, rows, groups in expired)
+        if not freed:
+            below = self.tiers.below(tier)
+            if below is not None:
+                freed = await self._demote(tier, below, sizes, want, ahead)
         if not freed:  # nothing can go down: drop what may vanish
-            victims = find_victims(self.tries, tier, want, self.policy, demotable=False, spare_copies=ahead)
-            freed = sum(placement.drop(trie, rows, tier) for trie, rows in victims)
+            victims, with_page = self._choose(tier, sizes, want, ahead, demotable=False)
+            freed = sum(placement.drop(trie, rows, tier, with_page=with_page) for trie, rows in victims)
         if freed:
             self.changed.set()
         return freed
+
+    async def _demote(self, tier: int, below: int, sizes: Sequence[int], want: int, ahead: bool) -> int:
+        """Copies the next victims down where they have no copy, and drops them; returns how many went."""
+        placement = self._placement
+        victims, with_page = self._choose(tier, sizes, want, ahead, demotable=True)
+        with ExitStack() as held:
+            for trie, rows in victims:  # all of them before the first copy: rows may be recycled meanwhile
+                held.enter_context(placement.holds.hold("eviction", trie, rows, tier))
+            for trie, rows in victims:
+                # A tier at a time, though there may be a copy further down: what was up here is wanted near.
+                sinks = (trie.any_part[rows] & np.uint8(1 << below)) == 0
+                sinks &= (trie.complete[rows] & np.uint8(1 << tier)) != 0
+                if sinks.any():
+                    arrived = await self.copy(trie, rows[sinks], tier, below, ahead=ahead)
+                    self.tiers.counters[tier].demoted += arrived
+        return sum(placement.drop(trie, rows, tier, with_page=with_page) for trie, rows in victims)
+
+    def _choose(
+        self, tier: int, sizes: Sequence[int], want: int, ahead: bool, *, demotable: bool
+    ) -> tuple[list[tuple[Trie, Rows]], bool]:
+        """The next victims in the GPU or CPU tier, and whether they leave with their pages."""
+        pages = self.tiers.pages(tier)
+        if pages is None or not has_other_sizes(self.tries, tier, sizes):
+            found = find_victims(self.tries, tier, want, self.policy, demotable=demotable, spare_copies=ahead)
+            return found, False
+        choose = partial(choose_page_victims, pages)
+        found = find_page_victims(
+            self.tries, tier, sizes, want, self.policy, choose, demotable=demotable, spare_copies=ahead
+        )
+        return found, True
 
     # -- moving -------------------------------------------------------------------------------------------------
 
@@ -227,21 +272,25 @@ class Mover:
         if wanted is None:
             wanted = np.full(len(rows), trie.all_groups, np.uint8)
         waiting: set[asyncio.Task[None]] = set()
-        fresh: list[int] = []
-        lacking = trie.lacking(rows, tier, wanted)
-        todo = np.flatnonzero(lacking)
-        for at, row in zip(todo.tolist(), rows[todo].tolist(), strict=True):
-            task = self._moving.get((trie.ordinal, row, tier))
-            if task is None:
-                fresh.append(at)
-            else:
+        for start in range(0, len(rows), _ALLOCATED_AT_ONCE):
+            if start:
+                await asyncio.sleep(0)
+            some = slice(start, start + _ALLOCATED_AT_ONCE)
+            lacking = trie.lacking(rows[some], tier, wanted[some])
+            todo = np.flatnonzero(lacking)
+            fresh: list[int] = []
+            for at, row in zip(todo.tolist(), rows[some][todo].tolist(), strict=True):
+                task = self._moving.get((trie.ordinal, row, tier))
+                if task is None:
+                    fresh.append(at)
+                else:
+                    waiting.add(task)
+            if fresh:
+                chosen = rows[some][fresh]
+                task = asyncio.create_task(self._fetch(trie, chosen, tier, lacking[fresh]))
+                for row in chosen.tolist():
+                    self._moving[trie.ordinal, row, tier] = task
                 waiting.add(task)
-        if fresh:
-            chosen = rows[fresh]
-            task = asyncio.create_task(self._fetch(trie, chosen, tier, lacking[fresh]))
-            for row in chosen.tolist():
-                self._moving[trie.ordinal, row, tier] = task
-            waiting.add(task)
         if waiting:
             await asyncio.shield(asyncio.gather(*waiting))
         there = trie.lacking(rows, tier, wanted) == 0
@@ -287,28 +336,30 @@ class Mover:
         if source == DISK and not self.tiers.disk_gives:
             return 0
         if groups is None:
-            return await self._copy_alike(trie, rows, source, target, trie.all_groups, ahead)
+            groups = np.full(len(rows), trie.all_groups, np.uint8)
         arrived = 0
-        starts = np.flatnonzero(np.diff(groups, prepend=groups[0] ^ 1)) if len(groups) else groups
-        for start, end in pairwise([*starts.tolist(), len(rows)]):  # runs of blocks of which the same is copied
-            came = await self._copy_alike(trie, rows[start:end], source, target, int(groups[start]), ahead)
-            arrived += came
-            if came < end - start and target != DISK:
-                break
+        borders = 1 + np.flatnonzero(np.diff(groups))  # between blocks of which different groups are copied
+        for start, end in pairwise([0, *borders.tolist(), len(rows)]):
+            for first in range(start, end, _COPIED_AT_ONCE):
+                some = rows[first : min(first + _COPIED_AT_ONCE, end)]
+                came = await self._copy_alike(trie, some, source, target, int(groups[start]), ahead)
+                arrived += came
+                if came < len(some) and source != DISK:
+                    return arrived  # there is no room for more
         return arrived
 
     async def _copy_alike(self, trie: Trie, rows: Rows, source: int, target: int, groups: int, ahead: bool) -> int:
         """As `copy`, the same groups of all blocks."""
         parts = np.flatnonzero(trie.part_mask & np.uint8(groups)).tolist()
         sizes = [trie.part_bytes[part] for part in parts]
-        taken = await self.allocate(target, sizes, len(rows), ahead=ahead)
+        taken = await self.allocate(target, sizes, len(rows), ahead=ahead, near=self._near(trie, rows, target, parts))
         rows = rows[: len(taken)]
         arrived = np.zeros(len(rows), np.bool_)
         try:
             if source != DISK:
                 pairs = [
                     (self.tiers.span(target, into, size), self.tiers.span(source, out, size))
-                    for slots, old in zip(taken, trie.slots[rows, source][:, parts].tolist(), strict=True)
+                    for slots, old in zip(taken.tolist(), trie.slots[rows, source][:, parts].tolist(), strict=True)
                     for into, out, size in zip(slots, old, sizes, strict=True)
                 ]
                 await self.engine.copy(pairs)
@@ -319,12 +370,20 @@ class Mover:
                 arrived[:] = await self.disk.read(trie, rows, parts, taken, target)
         finally:
             slots = np.full((len(rows), len(trie.part_bytes)), NO_SLOT, np.int64)
-            slots[:, parts] = np.array(taken, np.int64).reshape(len(rows), len(parts))
-            self.tiers.release(target, slots[~arrived].ravel().tolist())
+            slots[:, parts] = taken
+            self.tiers.release(target, slots[~arrived])
             self._enter(trie, rows[arrived], source, target, slots[arrived])
             if source == GPU and target == CPU:
                 self.start_checksums(trie, rows[arrived])
         return int(arrived.sum())
+
+    def _near(self, trie: Trie, rows: Rows, target: int, parts: Sequence[int]) -> list[int]:
+        """The slots in `target` of the block before the first of `rows`: what is read together lies together."""
+        parent = int(trie.parent[rows[0]]) if len(rows) else -1
+        if parent < 0 or target == GPU:
+            return []
+        near: list[int] = trie.slots[parent, target][list(parts)].tolist()
+        return near
 
     def _enter(self, trie: Trie, rows: Rows, source: int, target: int, slots: Slots) -> None:
         if len(rows):
@@ -342,15 +401,15 @@ class Mover:
         while await self._checksums.wait_for_some():
             pass
 
-    async def _read_staged(self, trie: Trie, rows: Rows, taken: list[list[int]]) -> list[bool]:
+    async def _read_staged(self, trie: Trie, rows: Rows, taken: Slots) -> list[bool]:
         """Disk to GPU memory by way of the pinned arena, since a file cannot be read into a device address.
 
         Unverified: never ran on a GPU.
         """
         good: list[bool] = []
-        for row, (frame,) in zip(rows.tolist(), taken, strict=True):
+        for row, (frame,) in zip(rows.tolist(), taken.tolist(), strict=True):
             staged = await self.allocate(CPU, trie.part_bytes, 1)
-            if not staged:
+            if not len(staged):
                 self.lost["no room in the CPU tier to stage a read"] += 1
                 good.append(False)
                 continue
@@ -359,11 +418,11 @@ class Mover:
                 if fine:
                     size = trie.part_bytes[0]
                     await self.engine.copy(
-                        [(self.tiers.span(GPU, frame, size), self.tiers.span(CPU, staged[0][0], size))]
+                        [(self.tiers.span(GPU, frame, size), self.tiers.span(CPU, int(staged[0, 0]), size))]
                     )
                 good.append(fine)
             finally:
-                self.tiers.release(CPU, staged[0])
+                self.tiers.release(CPU, staged)
         return good
 
     async def write(self, trie: Trie, rows: Rows, source: int, *, ahead: bool = False) -> int:

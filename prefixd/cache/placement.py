@@ -12,9 +12,7 @@ import numpy.typing as npt
 from prefixd.cache.groups import GroupMask
 from prefixd.cache.holds import Holds
 from prefixd.cache.index.trie import CPU, DISK, NO_SLOT, TIERS, Rows, Trie
-from prefixd.cache.tiers import Tiers
-
-Slots = npt.NDArray[np.int64]
+from prefixd.cache.tiers import Slots, Tiers
 
 
 class Placement:
@@ -64,19 +62,27 @@ class Placement:
         lacked: npt.NDArray[np.bool_] = (fresh != NO_SLOT).any(axis=1)
         if lacked.any():
             self.put(trie, rows[lacked], tier, fresh[lacked])
-        self.tiers.release(tier, spare.tolist())
+        self.tiers.release(tier, spare)
         return lacked
 
-    def drop(self, trie: Trie, rows: Sequence[int] | Rows, tier: int, groups: GroupMask | None = None) -> int:
+    def drop(
+        self,
+        trie: Trie,
+        rows: Sequence[int] | Rows,
+        tier: int,
+        groups: GroupMask | None = None,
+        *,
+        with_page: bool = False,
+    ) -> int:
         """Drops bytes that nobody holds; returns how many blocks have lost some.
 
         Without `groups` the copies go as a whole, children before parents, and a block whose last copy this was goes
-        with it; one that has to stay keeps its last copy. With `groups`, [m] masks, the bytes of these groups go and
-        the blocks stay.
+        with it. One that has to stay keeps its last copy; `with_page`, it keeps its place in the trie only, unless
+        somebody keeps it. With `groups`, [m] masks, the bytes of these groups go and the blocks stay.
         """
         chosen: Rows = np.array(rows, np.int64)
         if groups is None:
-            return self._drop_copies(trie, chosen, tier)
+            return self._drop_copies(trie, chosen, tier, with_page)
         free = groups & trie.there[chosen, tier]
         for group in trie.groups:
             free &= ~np.where(trie.holds[chosen, tier, group.bit] > 0, np.uint8(group.mask), np.uint8(0))
@@ -86,7 +92,7 @@ class Placement:
             self.tiers.counters[tier].evicted += len(chosen)
         return len(chosen)
 
-    def _drop_copies(self, trie: Trie, rows: Rows, tier: int) -> int:
+    def _drop_copies(self, trie: Trie, rows: Rows, tier: int, with_page: bool) -> int:
         bit = np.uint8(1 << tier)
         may = ((trie.any_part[rows] & bit) != 0) & ~trie.held(rows, tier)
         rows = rows[may]
@@ -96,9 +102,11 @@ class Placement:
             self._discard(trie, others, tier)
         dropped = len(others)
         for row in rows[last].tolist():
-            if trie.removable(row):
+            leaf = trie.removable(row)
+            if leaf or (with_page and not trie.keep[row] and not trie.pinned[row]):
                 self._discard(trie, np.array([row]), tier)
-                trie.remove(row)
+                if leaf:
+                    trie.remove(row)
                 dropped += 1
                 if tier != DISK and self.tiers.disk is not None:
                     self.lost[f"evicted before it was written: {self.why_unwritten()}"] += 1
@@ -126,7 +134,7 @@ class Placement:
         slots = trie.drop_copies(rows, tier, groups)
         self._count_queue(trie, rows, before)
         if tier != DISK:
-            self.tiers.release(tier, slots.ravel().tolist())
+            self.tiers.release(tier, slots)
         self.epoch += 1
 
     def why_unwritten(self) -> str:

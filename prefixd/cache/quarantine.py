@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from prefixd.cache.sessions import Process, Reservation
+from prefixd.cache.tiers import Slots
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    slots: list[int]
+    slots: Slots
     nbytes: int
     processes: set[Process]
 
@@ -26,7 +27,7 @@ class Quarantine:
         release: takes slots back.
     """
 
-    def __init__(self, release: Callable[[list[int]], None]) -> None:
+    def __init__(self, release: Callable[[Slots], None]) -> None:
         self._release = release
         self._kept: dict[str, _Kept] = {}
 
@@ -41,12 +42,12 @@ class Quarantine:
     def slots(self) -> Iterator[int]:
         """The slots kept."""
         for kept in self._kept.values():
-            yield from kept.slots
+            yield from kept.slots.tolist()
 
-    def keep(self, reservation: Reservation, slots: list[int], nbytes: int) -> None:
+    def keep(self, reservation: Reservation, slots: Slots, nbytes: int) -> None:
         """Keeps a reservation's slots, or takes them back at once where nobody can write into them."""
         processes = {process for process in reservation.session.processes if process.alive}
-        if processes and slots and not reservation.by_daemon:
+        if processes and len(slots) and not reservation.by_daemon:
             self._kept[reservation.id] = _Kept(slots, nbytes, processes)
         else:
             self._release(slots)

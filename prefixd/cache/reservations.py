@@ -59,11 +59,12 @@ class Reservations:
         hold = self._mover.placement.holds.hold(f"reservation {identity}", trie, prefix)
         sizes = [trie.part_bytes[part] for part in parts]
         try:
-            slots = await self._mover.allocate(CPU, sizes, wanted)
+            near = trie.slots[prefix[-1], CPU][list(parts)].tolist() if len(prefix) else []
+            slots = await self._mover.allocate(CPU, sizes, wanted, near=near)
         except BaseException:
             hold.end()
             raise
-        if not slots:
+        if not len(slots):
             hold.end()
             waiting = self.quarantine.nbytes
             kept = f" ({waiting} bytes wait for silent clients to release or end)" if waiting else ""
@@ -125,7 +126,7 @@ class Reservations:
             if durable:
                 await self._make_durable(trie, path)
         finally:
-            if reservation.slots:
+            if len(reservation.slots):
                 self.end(reservation, True)
             for hold in held:
                 hold.end()
@@ -160,9 +161,9 @@ class Reservations:
     def end(self, reservation: Reservation, at_its_word: bool) -> None:
         """Gives back what a reservation protected; its slots only when nobody can be writing into them any more."""
         sizes = [round_to_slot(reservation.trie.part_bytes[part]) for part in reservation.parts]
-        slots = [slot for block in reservation.slots for slot in block]
+        slots = reservation.slots[reservation.slots != NO_SLOT]
         nbytes = len(reservation.slots) * sum(sizes)
-        reservation.slots = []
+        reservation.slots = reservation.slots[:0]
         if at_its_word:
             self._tiers.release(CPU, slots)
         else:
@@ -177,16 +178,13 @@ class Reservations:
         trie, parts = reservation.trie, list(reservation.parts)
         if not len(rows):
             return 0
-        reserved = np.array(reservation.slots[start : start + len(rows)], np.int64)
+        reserved = reservation.slots[start : start + len(rows)]
         lacks = trie.slots[rows, CPU][:, parts] == NO_SLOT
         slots = np.full((len(rows), len(trie.part_bytes)), NO_SLOT, np.int64)
         slots[:, parts] = np.where(lacks, reserved, NO_SLOT)
         new = lacks.any(axis=1)
         self._mover.placement.put(trie, rows[new], CPU, slots[new])
-        reservation.slots[start : start + len(rows)] = [
-            [slot for slot, lacked in zip(*block, strict=True) if not lacked]
-            for block in zip(reserved.tolist(), lacks.tolist(), strict=True)
-        ]
+        reservation.slots[start : start + len(rows)] = np.where(lacks, NO_SLOT, reserved)
         return int(np.count_nonzero(new))
 
     async def _make_durable(self, trie: Trie, path: Rows) -> None:

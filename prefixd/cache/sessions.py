@@ -7,6 +7,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from prefixd.cache.holds import Hold
 from prefixd.cache.index.keys import BlockChain
 from prefixd.cache.index.trie import Rows, Trie
@@ -58,9 +61,9 @@ class Process:
 class Reservation:
     """The right to fill `slots` for the blocks from `first_block` on.
 
-    `slots[i][j]` is the arena offset of part `parts[j]` of block `first_block + i`; `prefix` holds the blocks before
-    `first_block`, so that a committed block always has its prefix. `by_daemon`: the daemon fills the slots
-    itself, from a stream; the client does not know them.
+    `slots[i, j]`, [blocks, parts], is the arena offset of part `parts[j]` of block `first_block + i`; `prefix` holds
+    the blocks before `first_block`, so that a committed block always has its prefix. `by_daemon`: the daemon fills the
+    slots itself, from a stream; the client does not know them.
     """
 
     id: str
@@ -71,7 +74,7 @@ class Reservation:
     prefix: Hold
     first_block: int
     parts: tuple[int, ...]
-    slots: list[list[int]]
+    slots: npt.NDArray[np.int64]
     expires_s: float
     by_daemon: bool = False
 

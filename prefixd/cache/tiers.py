@@ -6,9 +6,14 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from prefixd.cache.index.trie import CPU, DISK, GPU, NO_SLOT, TIERS
 from prefixd.cache.troubles import Troubles
-from prefixd_swap import CpuArena, FrameId, FramePool, SlabStore, Span, round_to_slot
+from prefixd_swap import CpuArena, FrameId, FramePool, PageAllocator, SlabStore, Span, round_to_slot
+
+Slots = npt.NDArray[np.int64]
 
 TIER_NAMES = ("gpu", "cpu", "disk")
 
@@ -108,40 +113,57 @@ class Tiers:
         """The memory of a slot in the GPU or CPU tier."""
         return self.frames.span(FrameId(slot)) if tier == GPU else self.arena.span(slot, nbytes)
 
+    def pages(self, tier: int) -> PageAllocator | None:
+        """The pages of a tier whose slots have several sizes; None for one whose slots are all alike."""
+        return self.arena.pages if tier == CPU else None
+
     def ever_fits(self, tier: int, sizes: Sequence[int]) -> bool:
         """Whether an empty tier has room for one block; if not, nothing need be evicted for it."""
         return tier == GPU or sum(map(round_to_slot, sizes)) <= self.arena.capacity_bytes
 
-    def allocate(self, tier: int, sizes: Sequence[int]) -> list[int] | None:
-        """Loose slots for the parts of one block, or None when there is no room for all of them."""
-        if tier == GPU:
-            frames = self.frames.allocate(1)
-            if frames is None:
-                return None
-            self.in_flight[GPU].update(frames)
-            return list(frames)
-        offsets: list[int] = []
-        for size in sizes:
-            offset = self.arena.allocate(size)
-            if offset is None:
-                self.release(CPU, offsets)
-                return None
-            offsets.append(offset)
-        self.in_flight[CPU].update(offsets)
-        return offsets
+    def allocate(self, tier: int, sizes: Sequence[int], count: int = 1, near: Sequence[int] = ()) -> Slots:
+        """Slots in flight for up to `count` blocks in the GPU or CPU tier: all parts of a block or none.
 
-    def allocate_frames(self, count: int) -> list[int]:
-        """Up to `count` loose slots in the GPU tier, at once."""
-        frames = self.frames.allocate(min(count, self.frames.free_count)) or []
-        self.in_flight[GPU].update(frames)
-        return list(frames)
+        Args:
+            tier: where.
+            sizes: bytes of each of the p parts of a block.
+            count: blocks.
+            near: slots [p] of a block of the same prefix, close to which the new ones should lie; NO_SLOT for none.
 
-    def release(self, tier: int, slots: Iterable[int]) -> None:
-        """Gives back slots of the GPU or CPU tier, in_flight or just dropped from a trie; NO_SLOT is skipped."""
-        present = [slot for slot in slots if slot != NO_SLOT]
-        self.in_flight[tier].difference_update(present)
+        Returns:
+            [m, p], m <= count: fewer blocks when there is no room for more.
+        """
         if tier == GPU:
-            self.frames.free([FrameId(slot) for slot in present])
+            frames = self.frames.allocate(min(count, self.frames.free_count)) or ()
+            slots = np.array([int(frame) for frame in frames], np.int64).reshape(-1, 1)
         else:
-            for slot in present:
-                self.arena.free(slot)
+            slots = self._allocate_in_arena(sizes, count, near)
+        self.in_flight[tier].update(slots.ravel().tolist())
+        return slots
+
+    def _allocate_in_arena(self, sizes: Sequence[int], count: int, near: Sequence[int]) -> Slots:
+        arena, hints = self.arena, [None if slot == NO_SLOT else slot for slot in near] or [None] * len(sizes)
+        count = min([count, *(arena.room(size) for size in set(sizes))])
+        while count:  # what one size takes another may lack, so the smaller number is tried where a larger one fails
+            columns: list[Slots] = []
+            for size, hint in zip(sizes, hints, strict=True):
+                column = arena.allocate_many(size, count, hint)
+                if column is None:
+                    break
+                columns.append(column)
+            if len(columns) == len(sizes):
+                return np.stack(columns, axis=1)
+            for column in columns:
+                arena.free_many(column)
+            count //= 2
+        return np.empty((0, len(sizes)), np.int64)
+
+    def release(self, tier: int, slots: Iterable[int] | Slots) -> None:
+        """Gives back slots of the GPU or CPU tier, in flight or just dropped from a trie; NO_SLOT is skipped."""
+        flat = np.array(slots if isinstance(slots, np.ndarray) else list(slots), np.int64).ravel()
+        present = flat[flat != NO_SLOT]
+        self.in_flight[tier].difference_update(present.tolist())
+        if tier == GPU:
+            self.frames.free([FrameId(slot) for slot in present.tolist()])
+        else:
+            self.arena.free_many(present)

@@ -148,7 +148,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
             reservation_id=reservation.id,
             first_block=reservation.first_block,
             blocks=len(reservation.slots),
-            offsets=[offset for block in reservation.slots for offset in block],
+            offsets=reservation.slots.ravel().tolist(),
             ttl_s=reservation.expires_s - cache.clock(),
         )
 
@@ -298,7 +298,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         """Copies the stream into the reservation's slots, but for its first `skip` bytes; returns bytes received."""
         targets: list[tuple[int, int]] = []
         if isinstance(reservation, Reservation):
-            targets = [pair for block in reservation.slots for pair in zip(block, sizes, strict=True)]
+            targets = [pair for block in reservation.slots.tolist() for pair in zip(block, sizes, strict=True)]
         received = index = filled = 0
         async for message in requests:
             if message.WhichOneof("content") != "data":

@@ -341,14 +341,15 @@ class SimulatedStoreTier(StoreTier):
 
     def _store(self, block: NewBlock) -> Places | None:
         name = index_key(block.namespace, block.key)
+        kept = {part.slot: self._checked(part) for part in block.parts if isinstance(part, DiskPart)}
         self._forget(name)
         needed = sum(round_to_slot(part.nbytes) for part in block.parts if part is not None)
         if needed > self._capacity_bytes - self._used_bytes:
             return None
         places: list[DiskPart | None] = []
         for span, checksum in zip(block.parts, block.checksums or (None,) * len(block.parts), strict=True):
-            if span is None:
-                places.append(None)
+            if span is None or isinstance(span, DiskPart):
+                places.append(span)
                 continue
             data = bytearray(host_bytes(span, span.nbytes))
             taken = xxhash.xxh3_64_intdigest(data) if checksum is None else checksum
@@ -357,6 +358,7 @@ class SimulatedStoreTier(StoreTier):
             self._bytes[self._next_slot] = bytes(data)
             places.append(DiskPart(self._next_slot, span.nbytes, taken))
             self._next_slot += 1
+        self._bytes.update(kept)
         self._used_bytes += needed
         self._records[name] = encode_record(block, places)
         return tuple(places)

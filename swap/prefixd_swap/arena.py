@@ -160,7 +160,7 @@ class CpuArena:
             MemoryMisuseError: they reach outside the arena, or it is closed.
         """
         self._check_inside(offset, nbytes)
-        return Span(self._address + offset, nbytes)
+        return Span(self._address + int(offset), nbytes)
 
     def array(self, offset: int, nbytes: int) -> NDArray[np.uint8]:
         """The bytes at `offset` as a writable array without a copy, uint8 [nbytes]; keeps the memory alive.

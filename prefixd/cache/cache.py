@@ -55,7 +55,7 @@ def _working(
 
 @dataclass(slots=True)
 class CacheCounters:
-    """Prompt tokens asked for and found, since the start."""
+    """Prompt tokens asked for and found since the start, once a prompt; the rest, asked - found, was not found."""
 
     asked_tokens: int = 0
     hit_tokens: list[int] = field(default_factory=lambda: [0] * TIERS)  # by the tier they were found in
@@ -205,14 +205,18 @@ class TieredCache:
         self.mover.placement.touch(trie, match.rows)
         return match
 
-    def count_hits(self, trie: Trie, tokens: int, rows: Rows) -> list[int]:
-        """Counts a prompt that asked for its prefix; returns the tokens found by tier."""
+    def count_lookup(self, trie: Trie, blocks: int, rows: Rows) -> None:
+        """Counts one prompt's lookup.
+
+        Args:
+            trie: the namespace's.
+            blocks: how many were asked for.
+            rows: those that were found, at most as many.
+        """
         distances = trie.distances(rows)
-        found = [int((distances == tier).sum()) * trie.block_tokens for tier in range(TIERS)]
-        self.counters.asked_tokens += tokens
-        for tier, hits in enumerate(found):
-            self.counters.hit_tokens[tier] += hits
-        return found
+        self.counters.asked_tokens += blocks * trie.block_tokens
+        for tier in range(TIERS):
+            self.counters.hit_tokens[tier] += int((distances == tier).sum()) * trie.block_tokens
 
     # -- engines' side --------------------------------------------------------------------------------------------
 
@@ -226,16 +230,20 @@ class TieredCache:
         first_block: int = 0,
         max_blocks: int = 0,
         ttl_s: float = 0.0,
+        counted: bool = True,
     ) -> Lease | None:
         """Leases the cached prefix from `first_block` on in the CPU tier; None when nothing is cached there.
 
         The lease is shorter than the match when the CPU tier cannot take it all or a block turns out to be damaged.
+        `counted`: this is the lookup by which the prompt enters the hit rates.
         """
         self._need_cpu()
         ttl = self.leases.ttl(ttl_s)
         trie = self.trie(namespace)
-        path = self.match(namespace, chain, first_block + max_blocks if max_blocks else None).rows
-        self.count_hits(trie, len(chain) * trie.block_tokens, path)
+        limit = first_block + max_blocks if max_blocks else len(chain)
+        path = self.match(namespace, chain, limit).rows
+        if counted:
+            self.count_lookup(trie, max(min(limit, len(chain)) - first_block, 0), path[first_block:])
         identity = self.leases.next_id()
         hold = self._hold_for_reading(f"lease {identity}", trie, path, first_block)
         try:

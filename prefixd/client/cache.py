@@ -37,15 +37,18 @@ class AsyncCache:
         """8 bytes, the same for the same (name, salt) in every daemon."""
         return self._namespace.namespace_id
 
-    async def match(self, tokens: TokenIds) -> MatchResult:
+    async def match(self, tokens: TokenIds, *, counted: bool = False) -> MatchResult:
         """The longest cached prefix. It takes nothing and promises nothing: all may be evicted a moment
         later.
+
+        `counted`: this is the first lookup of the prompt, and enters the daemon's hit rates; pass `counted=False` to
+        `acquire` then.
         """
         prompt = token_bytes(tokens)
         answer = await self._namespace.ask(
             self._namespace.client.connection.cache.Match,
             lambda session: cache_pb2.MatchRequest(
-                session_id=session.session_id, namespace_id=self.namespace_id, token_ids=prompt
+                session_id=session.session_id, namespace_id=self.namespace_id, token_ids=prompt, counted=counted
             ),
         )
         return MatchResult.from_proto(answer.response)
@@ -76,14 +79,16 @@ class AsyncCache:
         max_blocks: int = 0,
         ttl_s: float | None = None,
         parts: Sequence[int] | None = None,
+        counted: bool = True,
     ) -> AsyncLease:
         """Leases the longest cached prefix from `first_block` on, at most `max_blocks` blocks (0: all of it).
 
         Blocks on disk are read first. A prefix that is not cached gives a lease of 0 blocks. The lease lives for
         `ttl_s` seconds (None: the daemon's default). `parts` are indexes into the namespace's parts (None: all).
-        Raises `MemoryUnavailable` for a client that streams: use `load`.
+        `counted`: it enters the daemon's hit rates, which count each prompt once. Raises `MemoryUnavailable` for a
+        client that streams: use `load`.
         """
-        return await self._acquire(token_bytes(tokens), first_block, max_blocks, ttl_s, parts)
+        return await self._acquire(token_bytes(tokens), first_block, max_blocks, ttl_s, parts, counted)
 
     async def reserve(
         self,
@@ -208,6 +213,7 @@ class AsyncCache:
         max_blocks: int,
         ttl_s: float | None,
         parts: Sequence[int] | None,
+        counted: bool = True,
     ) -> AsyncLease:
         _check_range(first_block, max_blocks)
         part_bytes = self._namespace.part_bytes(parts)
@@ -221,6 +227,7 @@ class AsyncCache:
                 max_blocks=max_blocks,
                 ttl_s=ttl_s or 0.0,
                 parts=parts or (),
+                uncounted=not counted,
             ),
             grant_id=lambda response: str(response.lease_id),
         )

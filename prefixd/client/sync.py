@@ -107,9 +107,9 @@ class Cache:
         """See `AsyncCache.namespace_id`."""
         return self._cache.namespace_id
 
-    def match(self, tokens: TokenIds) -> MatchResult:
+    def match(self, tokens: TokenIds, *, counted: bool = False) -> MatchResult:
         """See `AsyncCache.match`."""
-        return self._portal.run(self._cache.match(tokens))
+        return self._portal.run(self._cache.match(tokens, counted=counted))
 
     def prefetch(self, tokens: TokenIds) -> int:
         """See `AsyncCache.prefetch`."""
@@ -127,9 +127,12 @@ class Cache:
         max_blocks: int = 0,
         ttl_s: float | None = None,
         parts: Sequence[int] | None = None,
+        counted: bool = True,
     ) -> Lease:
         """See `AsyncCache.acquire`."""
-        lease = self._cache.acquire(tokens, first_block=first_block, max_blocks=max_blocks, ttl_s=ttl_s, parts=parts)
+        lease = self._cache.acquire(
+            tokens, first_block=first_block, max_blocks=max_blocks, ttl_s=ttl_s, parts=parts, counted=counted
+        )
         return Lease(self._portal, self._portal.run(lease))
 
     def reserve(

@@ -99,7 +99,10 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         """The longest cached prefix."""
         cache = self._cache
         namespace = cache.leases.session(request.session_id).namespace(request.namespace_id)
-        match = cache.match(namespace, cache.chain(namespace, request.token_ids))
+        chain = cache.chain(namespace, request.token_ids)
+        match = cache.match(namespace, chain)
+        if request.counted:
+            cache.count_lookup(cache.trie(namespace), len(chain), match.rows)
         return pb.MatchResponse(blocks=len(match), runs=tier_runs(cache.trie(namespace), match.rows))
 
     @granting(lambda self, request, response: self._take_back(request.session_id, response.lease_id))
@@ -116,6 +119,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
             first_block=request.first_block,
             max_blocks=request.max_blocks,
             ttl_s=request.ttl_s,
+            counted=not request.uncounted,
         )
         if lease is None:
             return pb.AcquireResponse(first_block=request.first_block)
@@ -206,6 +210,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
                 first_block=request.first_block,
                 max_blocks=request.max_blocks,
                 ttl_s=cache.leases.max_ttl_s,
+                counted=not request.uncounted,
             ),
             self._give_back,
         )

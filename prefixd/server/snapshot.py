@@ -295,8 +295,10 @@ class MetricsCollector(Collector):
             yield GaugeMetricFamily(
                 "prefixd_kv_event_subscriptions", "subscriptions in force", value=said.subscriptions
             )
-        yield CounterMetricFamily("prefixd_asked_tokens", "prompt tokens asked for", value=stats.asked_tokens)
-        yield CounterMetricFamily("prefixd_hit_tokens", "prompt tokens found", value=stats.hit_tokens)
+        yield CounterMetricFamily(
+            "prefixd_asked_tokens", "prompt tokens asked for, once a prompt", value=stats.asked_tokens
+        )
+        yield CounterMetricFamily("prefixd_hit_tokens", "those of them that were found", value=stats.hit_tokens)
         yield GaugeMetricFamily("prefixd_sessions", "open sessions", value=len(stats.sessions))
         yield GaugeMetricFamily("prefixd_leases", "leases", value=stats.leases)
         yield GaugeMetricFamily("prefixd_reservations", "reservations", value=stats.reservations)

@@ -115,14 +115,16 @@ class RegisterNamespaceResponse(_message.Message):
     def __init__(self, namespace_id: _Optional[bytes] = ...) -> None: ...
 
 class MatchRequest(_message.Message):
-    __slots__ = ("namespace_id", "token_ids", "session_id")
+    __slots__ = ("namespace_id", "token_ids", "session_id", "counted")
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    COUNTED_FIELD_NUMBER: _ClassVar[int]
     namespace_id: bytes
     token_ids: bytes
     session_id: str
-    def __init__(self, namespace_id: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., session_id: _Optional[str] = ...) -> None: ...
+    counted: bool
+    def __init__(self, namespace_id: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., session_id: _Optional[str] = ..., counted: bool = ...) -> None: ...
 
 class TierRun(_message.Message):
     __slots__ = ("tier", "blocks")
@@ -141,7 +143,7 @@ class MatchResponse(_message.Message):
     def __init__(self, blocks: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[TierRun, _Mapping]]] = ...) -> None: ...
 
 class AcquireRequest(_message.Message):
-    __slots__ = ("session_id", "namespace_id", "token_ids", "first_block", "max_blocks", "ttl_s", "parts")
+    __slots__ = ("session_id", "namespace_id", "token_ids", "first_block", "max_blocks", "ttl_s", "parts", "uncounted")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -149,6 +151,7 @@ class AcquireRequest(_message.Message):
     MAX_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TTL_S_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
+    UNCOUNTED_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     namespace_id: bytes
     token_ids: bytes
@@ -156,7 +159,8 @@ class AcquireRequest(_message.Message):
     max_blocks: int
     ttl_s: float
     parts: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, session_id: _Optional[str] = ..., namespace_id: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., first_block: _Optional[int] = ..., max_blocks: _Optional[int] = ..., ttl_s: _Optional[float] = ..., parts: _Optional[_Iterable[int]] = ...) -> None: ...
+    uncounted: bool
+    def __init__(self, session_id: _Optional[str] = ..., namespace_id: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., first_block: _Optional[int] = ..., max_blocks: _Optional[int] = ..., ttl_s: _Optional[float] = ..., parts: _Optional[_Iterable[int]] = ..., uncounted: bool = ...) -> None: ...
 
 class AcquireResponse(_message.Message):
     __slots__ = ("lease_id", "first_block", "blocks", "offsets", "ttl_s")
@@ -283,20 +287,22 @@ class PrefetchResponse(_message.Message):
     def __init__(self, blocks: _Optional[int] = ...) -> None: ...
 
 class GetRequest(_message.Message):
-    __slots__ = ("session_id", "namespace_id", "token_ids", "first_block", "max_blocks", "parts")
+    __slots__ = ("session_id", "namespace_id", "token_ids", "first_block", "max_blocks", "parts", "uncounted")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     MAX_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
+    UNCOUNTED_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     namespace_id: bytes
     token_ids: bytes
     first_block: int
     max_blocks: int
     parts: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, session_id: _Optional[str] = ..., namespace_id: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., first_block: _Optional[int] = ..., max_blocks: _Optional[int] = ..., parts: _Optional[_Iterable[int]] = ...) -> None: ...
+    uncounted: bool
+    def __init__(self, session_id: _Optional[str] = ..., namespace_id: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., first_block: _Optional[int] = ..., max_blocks: _Optional[int] = ..., parts: _Optional[_Iterable[int]] = ..., uncounted: bool = ...) -> None: ...
 
 class GetHeader(_message.Message):
     __slots__ = ("first_block", "blocks", "sent")

@@ -227,3 +227,27 @@ async def test_durable_needs_a_disk(make_rig: Callable[..., Rig]) -> None:
     with pytest.raises(PreconditionError, match=r"disk\.bytes"):
         await rig.put([1], durable=True)
     assert rig.rows([1]) == []
+
+
+async def test_every_lookup_is_hits_and_misses_and_a_second_lease_is_none(make_rig: Callable[..., Rig]) -> None:
+    """asked = hit + missed, by the blocks that were asked for; a lease of what was counted before changes nothing."""
+    rig = make_rig(cpu=8, disk=16)
+    await rig.put([1, 2, 3], durable=True)
+    await rig.restart()
+    counters = rig.cache.counters
+    lookups = [  # prompt, from, at most: (asked, found) blocks
+        ([1, 2, 3, 4, 5], 0, 0, 5, 3),
+        ([1, 2, 3, 4, 5], 2, 0, 3, 1),
+        ([1, 2, 3, 4, 5], 0, 2, 2, 2),
+        ([1, 2, 3, 4, 5], 4, 8, 1, 0),
+        ([1, 2, 3], 9, 0, 0, 0),
+        ([7, 8], 0, 0, 2, 0),
+    ]
+    for prompt, first, most, asked, found in lookups:
+        before, hits = counters.asked_tokens, sum(counters.hit_tokens)
+        for counted in (True, False, False):
+            lease = await rig.lease(prompt, first_block=first, max_blocks=most, counted=counted)
+            if lease is not None:
+                rig.cache.release(rig.session, lease.id)
+        assert (counters.asked_tokens - before, sum(counters.hit_tokens) - hits) == (2 * asked, 2 * found)
+    assert counters.hit_tokens == [0, 2 * 3, 2 * 3], "the first lookup found the blocks on disk, and brought them up"

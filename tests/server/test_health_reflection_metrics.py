@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
+import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
 from prefixd.server.health import Health
+from prefixd.v1 import cache_pb2
 
 if TYPE_CHECKING:
     from tests.server.conftest import Remote
@@ -139,6 +141,33 @@ def test_metrics_say_what_the_statistics_say(remote: Remote, metrics_port: int) 
     assert figures["prefixd_sessions", ""] == 1
     assert figures["prefixd_leases", ""] == figures["prefixd_reservations", ""] == 0
     assert ("prefixd_tier_used_bytes", "gpu") not in figures
+
+
+def test_a_prompt_is_counted_once_by_scheduler_and_ranks_and_a_miss_counts(remote: Remote) -> None:
+    """As an engine with two ranks asks: a match, a lease of the scheduler, one of each rank."""
+
+    def counted() -> tuple[int, int]:
+        stats = remote.stats()
+        assert stats.hit_tokens == sum(tier.hit_tokens for tier in stats.tiers) <= stats.asked_tokens
+        return stats.asked_tokens, stats.hit_tokens
+
+    with remote.session() as session:
+        namespace = remote.register(session.session_id, "counted", 500)
+        remote.put(session.session_id, namespace, range(100, 120), bytes(2500))
+        fields = {"session_id": session.session_id, "namespace_id": namespace}
+        asked, hit = counted()
+        for tokens, found in ((range(100, 126), 20), (range(900, 940), 0)):
+            raw = np.asarray(tokens, "<u4").tobytes()
+            remote.cache.Match(cache_pb2.MatchRequest(**fields, token_ids=raw))
+            assert counted() == (asked, hit), "a question that nobody counts"
+            remote.cache.Match(cache_pb2.MatchRequest(**fields, token_ids=raw, counted=True))
+            for _ in range(3):
+                remote.cache.Acquire(cache_pb2.AcquireRequest(**fields, token_ids=raw, uncounted=True))
+                remote.get(session.session_id, namespace, tokens, uncounted=True)
+            asked, hit = asked + len(tokens) // 4 * 4, hit + found
+            assert counted() == (asked, hit)
+        remote.cache.Acquire(cache_pb2.AcquireRequest(**fields, token_ids=np.arange(900, 908, dtype="<u4").tobytes()))
+        assert counted() == (asked + 8, hit), "a lease of nothing is a miss"
 
 
 def test_metrics_of_a_daemon_with_a_model(model_daemon: Remote, free_port: int) -> None:

@@ -48,6 +48,8 @@ class Lookup:
     lease: AsyncLease | None = None
     waited_for: Future[Any] | None = None
     """The answer that a step has waited for."""
+    counted: bool = False
+    """Its first question was asked, which is the one that the daemon's hit rates count."""
     lease_s: float = 0.0
     """How long the answer to the wish for a lease took, reading from disk included."""
     refused: bool = False
@@ -251,9 +253,11 @@ class Lookups:
         elif lookup.seen is None and self._prefetch and request_id not in self._ahead:
             self._line.setdefault(request_id)
 
+        first, lookup.counted = not lookup.counted, True
+
         async def ask() -> SeenPrefix:
             cache = await self._link.cache(lookup.spec)
-            match = await cache.match(lookup.tokens)
+            match = await cache.match(lookup.tokens, counted=first)
             if ahead and match.blocks_in(Tier.DISK):
                 await cache.prefetch(lookup.tokens)
             return SeenPrefix(
@@ -292,7 +296,7 @@ class Lookups:
 
         async def acquire() -> AsyncLease:
             cache = await self._link.cache(lookup.spec)
-            lease = await cache.acquire(lookup.tokens, first_block=first_block, ttl_s=_LEASE_S)
+            lease = await cache.acquire(lookup.tokens, first_block=first_block, ttl_s=_LEASE_S, counted=False)
             lookup.lease_s = self._clock() - began_s
             return lease
 

@@ -177,6 +177,7 @@ class Transfers:
             first_block=job.first_block,
             max_blocks=job.blocks,
             parts=self._parts,
+            counted=False,  # the scheduler's question was
         )
 
     def _stages(self, job: LoadJob) -> list[range | None]:

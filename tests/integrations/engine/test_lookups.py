@@ -507,8 +507,10 @@ class Cache:
     def __init__(self, tiers: list[Tier]) -> None:
         self.runs = [TierRun(tier, 1) for tier in tiers]
         self.prefetches = 0
+        self.counted: list[bool] = []
 
-    async def match(self, tokens: Any) -> MatchResult:
+    async def match(self, tokens: Any, *, counted: bool) -> MatchResult:
+        self.counted.append(counted)
         return MatchResult(len(self.runs), tuple(self.runs))
 
     async def prefetch(self, tokens: Any) -> int:
@@ -534,6 +536,37 @@ async def test_what_is_on_disk_is_brought_up(
     seen = await link.calls[0].work()
     assert seen.tokens == 32 and cache.prefetches == prefetches
     assert seen.distance(0) is (Distance.DISK if Tier.DISK in tiers else Distance.CPU)
+
+
+async def test_a_prompt_is_counted_once_however_often_it_is_asked_about(link: ScriptedLink) -> None:
+    """By its first question: renewals, the lease and a preemption are the same prompt again."""
+    lookups, cache = lookups_over(link), Cache([Tier.CPU] * 5)
+    acquired: list[bool] = []
+
+    async def registered(spec: NamespaceSpec) -> Any:
+        return cache
+
+    async def acquire(tokens: Any, *, first_block: int, ttl_s: float, counted: bool) -> None:
+        acquired.append(counted)
+
+    cache.acquire = acquire  # type: ignore[attr-defined]
+    link.cache = registered  # type: ignore[attr-defined]
+    lookups.add("r", SPEC, list(range(100)))
+    await link.calls[0].work()
+    link.answer(5)
+    lookups.seen("r")
+    link.now_s += 5.0
+    lookups.seen("r")
+    await link.calls[0].work()
+    link.answer(5)
+    assert lookups.hit("r", 0, 96) is None
+    await link.calls[0].work()
+    link.answer(5)
+    lookups.refuse("r")
+    lookups.again("r", list(range(120)))
+    lookups.seen("r")
+    await link.calls[0].work()
+    assert cache.counted == [True, False, False] and acquired == [False]
 
 
 # -- windows --------------------------------------------------------------------------------------------------------

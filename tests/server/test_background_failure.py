@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -46,3 +48,53 @@ async def test_the_daemon_ends_with_status_1(
             await cache.store([1, 2, 3, 4], bytes(4096))
             assert await daemon == 1
     assert "task write-back failed" in caplog.text
+
+
+async def test_a_shortage_of_threads_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
+) -> None:
+    """There is no thread for the scrubber, and once the daemon takes calls there is none for anything."""
+    for number in (signal.SIGTERM, signal.SIGINT):  # a daemon that has ended leaves them ignored
+        request.addfinalizer(functools.partial(signal.signal, number, signal.getsignal(number)))
+    settings = Settings.load(
+        None,
+        {
+            "data_dir": tmp_path / "data",
+            "server.socket": tmp_path / "prefixd.sock",
+            "server.metrics_port": 0,
+            "cpu.bytes": "1MiB",
+            "disk.bytes": "4MiB",
+        },
+        {},
+    )
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[Endpoints] = loop.create_future()
+    really, refused = threading.Thread.start, []
+
+    def start(thread: threading.Thread) -> None:
+        if ready.done() or thread.name.startswith("prefixd-scrub"):
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        really(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        daemon = asyncio.create_task(serve(settings, ready=ready.set_result))
+        async with asyncio.timeout(100):
+            endpoints = await ready
+            async with AsyncClient(f"unix:{endpoints.socket}", memory="streamed") as client:
+                spec = NamespaceSpec("model", block_tokens=4, parts=(PartSpec("all", 0, 65536),))
+                cache = await client.register(spec)
+                for first in range(0, 160, 16):  # more than the CPU tier has room for
+                    await cache.store(range(first, first + 16), bytes([first]) * (4 * 65536), durable=True)
+                kept = bytearray(4 * 65536)
+                assert await cache.load(range(16, 32), kept) == 4 and bytes(kept) == bytes([16]) * (4 * 65536)
+            reader, writer = await asyncio.open_connection("127.0.0.1", endpoints.metrics_port)
+            writer.write(b"GET /metrics HTTP/1.1\r\n\r\n")
+            assert b'prefixd_trouble_seconds{part="scrubber"}' in await reader.read()
+            writer.close()
+            assert not daemon.done()
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert await daemon == 0
+    assert "trouble with the scrubber: 1 threads cannot be started" in caplog.text
+    assert set(refused) <= {"prefixd-scrub_0", "prefixd-slabs_0"}, "nothing else starts threads while it serves"

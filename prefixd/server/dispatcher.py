@@ -37,6 +37,7 @@ _ATTEMPTS = 3
 _END_S = 5.0
 _ENDED_AT_ONCE = 256  # waiting requests, in one callback
 _INTERRUPTED_ROWS = 16_384  # of requests whose worker died, in one callback
+_HAND_OVER = 4  # what handing a block over costs, in rows looked at
 _LEAVING = (RequestState.PREEMPTING, RequestState.CANCELLING)
 _QUEUED = (RequestState.WAITING, RequestState.STAGING, RequestState.READY)
 
@@ -304,7 +305,8 @@ class Dispatcher:
             if request.state is RequestState.READY and free and not await self._hand_over(request):
                 await self._prefetcher.unstage_all_but(request)
                 break
-            await self._pacer.worked(request.blocks)
+            handed_over = request.state is RequestState.RUNNING
+            await self._pacer.worked(_HAND_OVER * request.blocks if handed_over else request.blocks)
 
     def _is_current(self, request: Request) -> bool:
         """Makes sure of what is cached of a waiting request's prefix; False if another request computes more of it now.

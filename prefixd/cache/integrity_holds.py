@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import chain
 
 import numpy as np
@@ -80,7 +80,8 @@ def _owners(found: Findings, cache: TieredCache, tier: int, taken: Int64s) -> Ca
 
     def compare() -> None:
         in_flight = np.sort(np.fromiter(flying, np.int64, len(flying)))
-        claimed = np.sort(np.fromiter(chain.from_iterable(claims), np.int64))
+        claimed = np.sort(np.concatenate([np.empty(0, np.int64), *claims]))
+        claimed = claimed[claimed != NO_SLOT]
         owned = np.concatenate([*(slots[namespace != NOWHERE].ravel() for namespace, slots in columns), in_flight])
         owned = np.sort(owned[owned != NO_SLOT])
         found.slots += len(taken)
@@ -95,13 +96,14 @@ def _owners(found: Findings, cache: TieredCache, tier: int, taken: Int64s) -> Ca
     return compare
 
 
-def _claimed_slots(cache: TieredCache, tier: int) -> list[Iterable[int]]:
-    """The slots in flight of which somebody says that they are his."""
+def _claimed_slots(cache: TieredCache, tier: int) -> list[Int64s]:
+    """The slots in flight of which somebody says that they are his; NO_SLOT among them."""
     if tier == GPU:
-        return [frames for claim in cache.claims for _, _, frames in claim()]
+        return [np.array(frames, np.int64) for claim in cache.claims for _, _, frames in claim()]
     grants = chain.from_iterable(session.grants.values() for session in cache.leases.sessions.values())
-    blocks = [list(grant.slots) for grant in grants if isinstance(grant, Reservation)]
-    return [list(cache.quarantine.slots()), *chain.from_iterable(blocks)]
+    # A commit in slices takes a reservation's slots away one after the other.
+    reserved = [grant.slots.flatten() for grant in grants if isinstance(grant, Reservation)]
+    return [np.fromiter(cache.quarantine.slots(), np.int64), *reserved]
 
 
 def _holders(cache: TieredCache, trie: Trie) -> list[_Held]:

@@ -251,7 +251,7 @@ class Rig:
 
     def fill(self, reservation: Reservation, blocks: int | None = None) -> None:
         """Writes the right bytes into the first `blocks` blocks of a reservation, as an engine would."""
-        for i, slots in enumerate(reservation.slots[:blocks]):
+        for i, slots in enumerate(reservation.slots[:blocks].tolist()):
             for part, slot in zip(reservation.parts, slots, strict=True):
                 block = reservation.first_block + i
                 data = self.content(reservation.namespace, reservation.chain, block, part)

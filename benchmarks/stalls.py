@@ -289,8 +289,12 @@ def run(
             "server.metrics_port": port,
         }
         with daemon_type(settings, directory=Path(folder)) as daemon, Bystander(daemon.address) as bystander:
-            chosen = {name: call for name, call in CALLS.items() if name in names or name == next(iter(CALLS))}
-            calls = asyncio.run(_make_calls(scale, daemon, bystander, chosen, port, blocks_path, names, step))
+            wanted = {*names, *_FIRST}
+            chosen = {name: call for name, call in CALLS.items() if name in wanted}
+            try:
+                calls = asyncio.run(_make_calls(scale, daemon, bystander, chosen, port, blocks_path, names, step))
+            finally:
+                daemon.kill()  # in order it would write back what is left
     return [call for call in calls if call.name in names]
 
 
@@ -330,7 +334,6 @@ async def _make_calls(
             calls.append(call)
             if name in names:
                 step(call)
-    daemon.kill()  # in order it would write back what is left
     return calls
 
 

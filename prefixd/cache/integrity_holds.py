@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import chain
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from prefixd.cache.cache import TieredCache
+from prefixd.cache.column_copies import memory_for_copies
 from prefixd.cache.findings import Findings
 from prefixd.cache.groups import GroupMask
 from prefixd.cache.index.trie import CPU, GPU, NO_SLOT, TIERS, Rows, Trie
-from prefixd.cache.index.trie_table import NOWHERE
 from prefixd.cache.sessions import Lease, Reservation
 from prefixd.cache.tiers import TIER_NAMES
 from prefixd.steps import Steps
-from prefixd_swap import IntegrityError
+from prefixd_swap import FramePool, IntegrityError
 
 _GRANTS = 256  # looked at between two pauses
 
@@ -53,37 +54,66 @@ def audit_grants(found: Findings, cache: TieredCache) -> Steps[None]:
 
 def audit_slots(found: Findings, cache: TieredCache) -> Steps[None]:
     """Every slot in the GPU and CPU tiers is one block's, or in flight, or free."""
-    tiers = cache.tiers
-    for tier, memory in ((GPU, tiers.gpu), (CPU, tiers.cpu)):
-        if memory is None:
-            continue
-        try:
-            memory.check_integrity()
-        except IntegrityError as error:
-            found.demand(False, f"{TIER_NAMES[tier]} tier: {error}")
-        yield None
-        yield _owners(found, cache, tier, memory.allocated())
+    if (gpu := cache.tiers.gpu) is not None:
+        yield from _audit_owners(found, cache, GPU, lambda: _Frames(gpu))
+    if (cpu := cache.tiers.cpu) is not None:
+        yield from _audit_owners(found, cache, CPU, lambda: cpu.pages.copy())
 
 
 def audit_holds(found: Findings, cache: TieredCache) -> Steps[None]:
     """The tries' counters are the sum of who holds and keeps their blocks."""
     for trie in list(cache.tries):
         for tier in range(TIERS):
-            yield _holds(found, cache, trie, tier)
-        yield _keepers(found, cache, trie)
+            yield from _audit_holds(found, cache, trie, tier)
+        yield from _audit_keepers(found, cache, trie)
 
 
-def _owners(found: Findings, cache: TieredCache, tier: int, taken: Int64s) -> Callable[[], None]:
+class _Memory(Protocol):
+    def check_integrity(self) -> None:
+        """Raises IntegrityError."""
+
+    def allocated(self) -> Int64s:
+        """Slots that are taken, ascending."""
+
+
+class _Frames:
+    """What a pool says now: only the event loop may look at it."""
+
+    def __init__(self, pool: FramePool) -> None:
+        self._taken, self._wrong = pool.allocated(), ""
+        try:
+            pool.check_integrity()
+        except IntegrityError as error:
+            self._wrong = str(error)
+
+    def check_integrity(self) -> None:
+        """Raises IntegrityError."""
+        if self._wrong:
+            raise IntegrityError(self._wrong)
+
+    def allocated(self) -> Int64s:
+        """Frames that are taken, ascending."""
+        return self._taken
+
+
+def _audit_owners(found: Findings, cache: TieredCache, tier: int, memory: Callable[[], _Memory]) -> Steps[None]:
+    """`memory` gives the tier's memory, or a copy of what is taken in it that a thread can look at."""
+    copies = yield from memory_for_copies(*(trie.slots[: trie.rows, tier] for trie in cache.tries))
     name, quiet = TIER_NAMES[tier], cache.mover.quiet
-    columns = [(trie.namespace[: trie.rows].copy(), trie.slots[: trie.rows, tier].copy()) for trie in list(cache.tries)]
-    flying, claims = cache.tiers.in_flight[tier].copy(), _claimed_slots(cache, tier)
+    resident = [copies.copy(trie.slots[: trie.rows, tier]) for trie in cache.tries]  # rows without a block have none
+    flying, claims, book = cache.tiers.in_flight[tier].copy(), _claimed_slots(cache, tier), memory()
 
     def compare() -> None:
+        try:
+            book.check_integrity()
+        except IntegrityError as error:
+            found.demand(False, f"{name} tier: {error}")
+        taken = book.allocated()
         in_flight = np.sort(np.fromiter(flying, np.int64, len(flying)))
         claimed = np.sort(np.concatenate([np.empty(0, np.int64), *claims]))
         claimed = claimed[claimed != NO_SLOT]
-        owned = np.concatenate([*(slots[namespace != NOWHERE].ravel() for namespace, slots in columns), in_flight])
-        owned = np.sort(owned[owned != NO_SLOT])
+        owned = np.concatenate([*(slots[slots != NO_SLOT] for slots in resident), in_flight])
+        owned.sort()
         found.slots += len(taken)
         found.demand_none(_repeated(owned), f"{name} tier: slots with several owners")
         found.demand_none(_lacking(taken, owned), f"{name} tier: slots that are taken, but nobody's")
@@ -93,7 +123,7 @@ def _owners(found: Findings, cache: TieredCache, tier: int, taken: Int64s) -> Ca
         if quiet:
             found.demand_none(_lacking(in_flight, claimed), f"{name} tier: slots in flight that nobody is filling")
 
-    return compare
+    yield compare
 
 
 def _claimed_slots(cache: TieredCache, tier: int) -> list[Int64s]:
@@ -116,8 +146,9 @@ def _holders(cache: TieredCache, trie: Trie) -> list[_Held]:
     return held
 
 
-def _holds(found: Findings, cache: TieredCache, trie: Trie, tier: int) -> Callable[[], None]:
-    quiet, there, held = cache.mover.quiet, trie.holds[: trie.rows, tier].copy(), _holders(cache, trie)
+def _audit_holds(found: Findings, cache: TieredCache, trie: Trie, tier: int) -> Steps[None]:
+    copies = yield from memory_for_copies(trie.holds[: trie.rows, tier])
+    quiet, there, held = cache.mover.quiet, copies.copy(trie.holds[: trie.rows, tier]), _holders(cache, trie)
     where, name = f"trie {trie.ordinal}: ", TIER_NAMES[tier]
 
     def compare() -> None:
@@ -133,11 +164,12 @@ def _holds(found: Findings, cache: TieredCache, trie: Trie, tier: int) -> Callab
         if quiet:
             found.demand_none(np.flatnonzero(surplus), f"{where}rows held in the {name} tier by nobody")
 
-    return compare
+    yield compare
 
 
-def _keepers(found: Findings, cache: TieredCache, trie: Trie) -> Callable[[], None]:
-    quiet, keep, held = cache.mover.quiet, trie.keep[: trie.rows].copy(), _holders(cache, trie)
+def _audit_keepers(found: Findings, cache: TieredCache, trie: Trie) -> Steps[None]:
+    copies = yield from memory_for_copies(trie.keep[: trie.rows])
+    quiet, keep, held = cache.mover.quiet, copies.copy(trie.keep[: trie.rows]), _holders(cache, trie)
     where = f"trie {trie.ordinal}: "
 
     def compare() -> None:
@@ -148,7 +180,7 @@ def _keepers(found: Findings, cache: TieredCache, trie: Trie) -> Callable[[], No
         if quiet:
             found.demand_none(np.flatnonzero(keep > wanted), f"{where}rows kept by nobody")
 
-    return compare
+    yield compare
 
 
 def _repeated(ordered: Int64s) -> Int64s:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import numpy.typing as npt
 
+from prefixd.cache.column_copies import memory_for_copies
 from prefixd.cache.findings import Findings
 from prefixd.cache.index.trie import DISK, NO_SLOT, NONE, TIERS, Rows, Trie
 from prefixd.cache.index.trie_table import NOWHERE
@@ -26,9 +25,9 @@ def audit_trie(found: Findings, trie: Trie) -> Steps[None]:
         _audit_places(found, trie, rows)
         _audit_copies(found, trie, rows)
         yield None
-    yield _rows_and_children(found, trie)
+    yield from _audit_counts(found, trie)
     for tier in range(TIERS):
-        yield _children_with_copies(found, trie, tier)
+        yield from _audit_counts_with_copies(found, trie, tier)
 
 
 def _where(trie: Trie) -> str:
@@ -101,10 +100,12 @@ def _audit_copies(found: Findings, trie: Trie, rows: Rows) -> None:
     found.demand_none(rows[~kept], f"{where}rows that are held but not kept")
 
 
-def _rows_and_children(found: Findings, trie: Trie) -> Callable[[], None]:
+def _audit_counts(found: Findings, trie: Trie) -> Steps[None]:
+    """Used and free rows, and how many continue each of them."""
+    copies = yield from memory_for_copies(*(column[: trie.rows] for column in (trie.parent,) * 4))
     n, keys, where = trie.rows, len(trie), _where(trie)
-    free_rows = np.array(trie.free, np.int32)
-    namespace, parent, children = (column[:n].copy() for column in (trie.namespace, trie.parent, trie.children))
+    free_rows = copies.copy(np.frombuffer(trie.free, np.int32))
+    namespace, parent, children = (copies.copy(column[:n]) for column in (trie.namespace, trie.parent, trie.children))
 
     def count() -> None:
         used = namespace != NOWHERE
@@ -121,23 +122,26 @@ def _rows_and_children(found: Findings, trie: Trie) -> Callable[[], None]:
         counted = _children(used, parent)
         found.demand_none(np.flatnonzero(used & (counted != children)), f"{where}rows that miscount their children")
 
-    return count
+    yield count
 
 
-def _children_with_copies(found: Findings, trie: Trie, tier: int) -> Callable[[], None]:
+def _audit_counts_with_copies(found: Findings, trie: Trie, tier: int) -> Steps[None]:
+    """How many blocks with a copy in a tier continue each row."""
+    copies = yield from memory_for_copies(*(column[: trie.rows] for column in (trie.parent,) * 4))
     n, name = trie.rows, TIER_NAMES[tier]
-    namespace, parent, children = trie.namespace[:n].copy(), trie.parent[:n].copy(), trie.tier_children[:n, tier].copy()
-    marked = trie.any_part[:n] & np.uint8(1 << tier)
+    namespace, parent, any_part, children = (
+        copies.copy(column[:n]) for column in (trie.namespace, trie.parent, trie.any_part, trie.tier_children[:, tier])
+    )
 
     def count() -> None:
         used = namespace != NOWHERE
-        counted = _children(used & (marked != 0), parent)
+        counted = _children(used & ((any_part & np.uint8(1 << tier)) != 0), parent)
         found.demand_none(
             np.flatnonzero(used & (counted != children)),
             f"{_where(trie)}rows that miscount their children in the {name} tier",
         )
 
-    return count
+    yield count
 
 
 def _children(used: Bools, parent: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:

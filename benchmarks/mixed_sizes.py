@@ -1,0 +1,122 @@
+"""One tier shared by blocks of several sizes: what is evicted beyond need, and how full the tier stays."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import harness
+from benchmarks.storage.mixed_tier import Figures, Mixture, TierName, mixed_tier
+
+DESCRIPTION = """\
+Stores and reads prompts whose blocks have several sizes, in the CPU tier and in the disk tier, through the real
+cache and its eviction. What is stored is drawn from a mixture that drifts: each size's share goes up and down.
+What is read is drawn at random, so a block's recency has nothing to do with its place. Every byte that is read
+is checked. Blocks on disk are sparse files, and nothing is synced.
+
+worst_excess_pages is the bytes that one operation evicted beyond the bytes it asked for, in pages, in the worst
+operation; it must be at most 1. utilisation is the share of the capacity that blocks have, the lowest after any
+operation once the tier was full; it must be at least 0.95. wrong_bytes must be 0."""
+
+WORST_EXCESS_PAGES = 1.0
+LEAST_UTILISATION = 0.95
+_KIB, _MIB = 1 << 10, 1 << 20
+
+MIXTURES = {
+    "small": Mixture((4 * _KIB, 64 * _KIB), 64 * _MIB),
+    "large": Mixture((96 * _KIB, 2 * _MIB), 576 * _MIB),
+    "five": Mixture((4 * _KIB, 64 * _KIB, 96 * _KIB, 512 * _KIB, 2 * _MIB), 768 * _MIB),
+}
+TIERS: tuple[TierName, ...] = ("cpu", "disk")
+
+
+async def run_one(tier: TierName, mixture: Mixture, operations: int, seed: int, folder: Path) -> Figures:
+    """One tier under one mixture."""
+    async with mixed_tier(tier, mixture, operations, seed, folder) as world:
+        with harness.progress(f"{tier}: {mixture.name}", 500) as step:
+            await world.run(step)
+        return world.figures
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Every mixture in every tier."""
+    runs = []
+    for name in options.mixtures:
+        for tier in options.tiers:
+            mixture = MIXTURES[name]
+            if options.capacity is not None:
+                mixture = Mixture(mixture.sizes, options.capacity)
+            begin = time.perf_counter()
+            with tempfile.TemporaryDirectory(prefix="prefixd-mixed-") as folder:
+                figures = asyncio.run(run_one(tier, mixture, options.operations, options.seed, Path(folder)))
+            print(
+                f"{tier:5} {mixture.name:40} worst excess {figures.worst_excess_pages:.3f} pages, "
+                f"utilisation {figures.utilisation:.4f}, {figures.wrong_bytes} wrong bytes, "
+                f"{time.perf_counter() - begin:.0f} s",
+                flush=True,
+            )
+            runs.append({"mixture": name, **asdict(figures)})
+    return {
+        "worst_excess_pages": max(run["worst_excess_pages"] for run in runs),
+        "utilisation": min(run["utilisation"] for run in runs),
+        "wrong_bytes": sum(run["wrong_bytes"] for run in runs),
+        "runs": runs,
+    }
+
+
+def violations(result: dict[str, Any]) -> list[str]:
+    """What a result breaks of what must hold, in words."""
+    found = []
+    if result["wrong_bytes"]:
+        found.append(f"{result['wrong_bytes']} bytes that were read are wrong")
+    if result["worst_excess_pages"] > WORST_EXCESS_PAGES:
+        found.append(
+            f"an operation evicted {result['worst_excess_pages']:.3f} pages beyond what it asked for; at most "
+            f"{WORST_EXCESS_PAGES:g} are allowed"
+        )
+    if result["utilisation"] < LEAST_UTILISATION:
+        found.append(
+            f"blocks had only {result['utilisation']:.4f} of a full tier; at least {LEAST_UTILISATION:g} is wanted"
+        )
+    return found
+
+
+def draw(axes: Any, result: dict[str, Any]) -> None:
+    """Utilisation of each run over its operations."""
+    for run in result["runs"]:
+        shares = run["utilisation_over_time"]
+        steps = [run["operations"] * at / max(1, len(shares)) for at in range(len(shares))]
+        axes.plot(steps, shares, label=f"{run['tier']}: {run['sizes']}", linewidth=1)
+    axes.axhline(LEAST_UTILISATION, color="#999999", linestyle=":")
+    axes.set_xlabel("operations")
+    axes.set_ylabel("bytes of blocks, of the capacity")
+    axes.set_ylim(0, 1.02)
+    axes.set_title(f"At most {result['worst_excess_pages']:.2f} pages evicted beyond need")
+    axes.legend(fontsize="x-small")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command. Raises BenchmarkError when something is violated, after the result is written."""
+    parser = harness.parser("mixed_sizes", DESCRIPTION)
+    parser.add_argument("--operations", type=harness.positive, default=100_000, help="of each run (100000)")
+    parser.add_argument("--mixtures", nargs="+", choices=MIXTURES, default=list(MIXTURES), help="which sizes (all)")
+    parser.add_argument("--tiers", nargs="+", choices=TIERS, default=list(TIERS), help="which tiers (both)")
+    parser.add_argument("--capacity", type=harness.size, help="of the tier, such as 64MiB (by mixture)")
+    parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn (0)")
+    options = parser.parse_args(arguments)
+    result = measure(options)
+    parameters = {name: value for name, value in vars(options).items() if name not in ("json", "plot")}
+    harness.finish("mixed_sizes", {**parameters, **result}, options.json)
+    harness.plot(options.plot, lambda axes: draw(axes, result))
+    if found := violations(result):
+        raise harness.BenchmarkError("; ".join(found))
+
+
+if __name__ == "__main__":
+    harness.run(main)

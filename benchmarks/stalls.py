@@ -44,7 +44,6 @@ _FEW = 2
 _REPEAT_S = 0.5  # short calls are repeated for as long, and at most so many times:
 _REPEATS = 10
 _LISTED = 1000
-_TIER_SHARE = 4.25  # the CPU tier's size in long prompts
 _GROWTH = 1.5  # columns grow by half at the most
 
 
@@ -71,8 +70,8 @@ class Scale:
 
     @property
     def cpu_bytes(self) -> int:
-        """Size of the CPU tier."""
-        return int(_TIER_SHARE * self.long) * slabs.SLOT_BYTES
+        """Size of the CPU tier: the first prompt, the one from disk, and those that have tables grow fill it."""
+        return (2 + self.growing) * self.long * slabs.SLOT_BYTES
 
     @property
     def growing(self) -> int:
@@ -260,7 +259,10 @@ CALLS: Mapping[str, tuple[Act, bool]] = {
     "evict a prefix": (Scene.evict_key, False),
     "evict a namespace": (Scene.evict_namespace, False),
 }
-"""What is called, in this order, and whether it can be repeated. The first call makes what the others need."""
+"""What is called, in this order, and whether it can be repeated."""
+
+_FIRST = ("reserve and commit", "flush")
+"""Always called: one makes what the others need, and what is not on disk yet is held and cannot be evicted."""
 
 
 def run(
@@ -269,7 +271,7 @@ def run(
     step: Callable[[Call], None] = lambda call: None,
     daemon_type: type[WatchedDaemon] = WatchedDaemon,
 ) -> list[Call]:
-    """The first of CALLS and those with `names`, in the order of CALLS, on a daemon with `blocks` blocks.
+    """The calls with these names, in the order of CALLS, on a daemon with `blocks` blocks.
 
     Args:
         blocks: at least 1,024.

@@ -27,7 +27,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 _RECORDED_S = 0.0005
 _BLOCKED_S = 0.02  # a callback that waited as long is recorded too, however little it computed
 _LOOK_S = 0.003  # how often the thread looks where a callback is
-_LOOKS_APART_S = 0.05
+_WRITE_EVERY_S = 0.05
 _FRAMES = 4
 _ANSWER_S = 60.0
 _POLL_S = 0.01
@@ -64,6 +64,7 @@ class LoopWatch:
         self._gc_s = 0.0  # of the callback that runs now
         self._gc_began = (0.0, 0.0)
         self._run = asyncio.Handle._run
+        self._ended = threading.Event()
 
     def install(self) -> None:
         """From now on all callbacks are measured, and a thread writes what was found."""
@@ -75,6 +76,12 @@ class LoopWatch:
         setattr(asyncio.Handle, "_run", run)  # noqa: B010 - a method of a class that is not ours
         gc.callbacks.append(self._collecting)
         threading.Thread(target=self._look_and_write, name="loop-watch", daemon=True).start()
+
+    def remove(self) -> None:
+        """Ends what `install` began; the thread ends a moment later."""
+        setattr(asyncio.Handle, "_run", self._run)  # noqa: B010
+        gc.callbacks.remove(self._collecting)
+        self._ended.set()
 
     def measure(self, handle: asyncio.Handle) -> None:
         """Runs a callback and records it if it took long."""
@@ -115,8 +122,7 @@ class LoopWatch:
         """Looks every few milliseconds where the loop's thread is, if its callback runs for as long already."""
         written_s = 0.0
         with self._file.open("a") as file:
-            while True:
-                time.sleep(_LOOK_S)
+            while not self._ended.wait(_LOOK_S):
                 running, now = self._running, time.monotonic()
                 if running is not None and now - running[1] >= _LOOK_S:
                     frame = sys._current_frames().get(self._thread)
@@ -124,7 +130,7 @@ class LoopWatch:
                         if self._seen[0] != running[0]:
                             self._seen = (running[0], Counter())
                         self._seen[1][_place(frame)] += 1
-                if now - written_s >= _LOOKS_APART_S:
+                if now - written_s >= _WRITE_EVERY_S:
                     written_s = now
                     until = now if running is None else running[1]
                     while self._holds:

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import grpc
 import numpy as np
@@ -101,10 +101,16 @@ class Remote:
 
         return self.until(idle)
 
+    def evict(self, **what: Any) -> admin_pb2.EvictResponse:
+        """What an eviction has come to when it is done."""
+        *_, last = self.admin.Evict(admin_pb2.EvictRequest(**what))
+        assert last.done
+        return cast(admin_pb2.EvictResponse, last)
+
     def evict_all(self) -> None:
         """Drops everything there is; what is just being written back goes when that has ended."""
         deadline = time.monotonic() + WAIT_S
-        while kept := self.admin.Evict(admin_pb2.EvictRequest(all=True)).kept_blocks:
+        while kept := self.evict(all=True).kept_blocks:
             assert time.monotonic() < deadline, f"{kept} blocks stay"
             time.sleep(0.02)
 

@@ -273,21 +273,21 @@ def test_admin(sidecar: Remote, namespace: bytes, session: str, rejected: Callab
         (admin_pb2.InspectRequest, admin.Inspect),
         (admin_pb2.PinRequest, admin.Pin),
         (admin_pb2.UnpinRequest, admin.Unpin),
-        (admin_pb2.EvictRequest, admin.Evict),
+        (admin_pb2.EvictRequest, lambda request: list(admin.Evict(request))),
     ):
         for key in ("", "abc", "g" * 8, keys[0] + "0", "%%%%", "z" * 100_000):
             rejected(lambda: method(kind(key=key)), "INVALID_ARGUMENT", "4 to 32 hex digits", "prefixd ls")  # noqa: B023
         rejected(lambda: method(kind(key="0" * 32)), "NOT_FOUND", "0" * 32, "prefixd ls")  # noqa: B023
     assert admin.Inspect(admin_pb2.InspectRequest(key=keys[0].upper())).prefix.key == keys[0]
-    rejected(lambda: admin.Evict(admin_pb2.EvictRequest()), "INVALID_ARGUMENT", "all = true")
-    rejected(lambda: admin.Evict(admin_pb2.EvictRequest(all=False)), "INVALID_ARGUMENT", "all = true")
-    rejected(lambda: admin.Evict(admin_pb2.EvictRequest(namespace_id=NOWHERE)), "NOT_FOUND", NOWHERE.hex())
+    rejected(lambda: list(admin.Evict(admin_pb2.EvictRequest())), "INVALID_ARGUMENT", "all = true")
+    rejected(lambda: list(admin.Evict(admin_pb2.EvictRequest(all=False))), "INVALID_ARGUMENT", "all = true")
+    rejected(lambda: list(admin.Evict(admin_pb2.EvictRequest(namespace_id=NOWHERE))), "NOT_FOUND", NOWHERE.hex())
     rejected(lambda: admin.ListPrefixes(admin_pb2.ListPrefixesRequest(namespace_id=NOWHERE)), "NOT_FOUND")
     rejected(lambda: admin.Flush(admin_pb2.FlushRequest()), "FAILED_PRECONDITION", "no disk tier", "disk.bytes")
     admin.Pin(admin_pb2.PinRequest(key=keys[0]))
-    rejected(lambda: admin.Evict(admin_pb2.EvictRequest(key=keys[0])), "FAILED_PRECONDITION", "pinned", "unpin")
+    rejected(lambda: list(admin.Evict(admin_pb2.EvictRequest(key=keys[0]))), "FAILED_PRECONDITION", "pinned", "unpin")
     admin.Unpin(admin_pb2.UnpinRequest(key=keys[0]))
-    assert admin.Evict(admin_pb2.EvictRequest(all=True)).kept_blocks == 0
+    assert sidecar.evict(all=True).kept_blocks == 0
 
 
 def test_a_short_key_that_several_prefixes_share(sidecar: Remote, session: str, rejected: Callable[..., None]) -> None:
@@ -306,7 +306,7 @@ def test_a_short_key_that_several_prefixes_share(sidecar: Remote, session: str, 
     )
     alone = next(key for key in keys if counts[key[:4]] == 1)
     assert admin.Inspect(admin_pb2.InspectRequest(key=alone[:4])).prefix.key == alone
-    admin.Evict(admin_pb2.EvictRequest(all=True))
+    sidecar.evict(all=True)
 
 
 # -- below the contract -----------------------------------------------------------------------------------------------

@@ -187,7 +187,7 @@ def test_a_block_on_its_way_through_the_tiers(
     assert {event["parent_block_hash"] for event in router.events[-2:]} == {keys[-2]}
     assert [event["token_ids"] for event in router.events[-2:]] == [[1, 2, 3, 4]] * 2
     # It ends as a whole, everywhere.
-    assert remote.admin.Evict(admin_pb2.EvictRequest(namespace_id=namespace)).evicted_blocks == 11
+    assert remote.evict(namespace_id=namespace).evicted_blocks == 11
     router.until(lambda: router.has("CPU") and router.has("STORAGE"))
     assert router.numbers == list(range(router.numbers[0], router.numbers[0] + len(router.numbers)))
 
@@ -362,7 +362,7 @@ def test_topics_by_namespace(start: Callable[..., Remote], subscriber: Callable[
     two = subscriber(topic=b"kv@host@two", name=b"kv@host@two")
     two.until(lambda: len(two.blocks.get("CPU", {})) == 10)
     assert not set(two.blocks["CPU"]) & set(keys)
-    assert remote.admin.Evict(admin_pb2.EvictRequest(all=True)).evicted_blocks == 20
+    assert remote.evict(all=True).evicted_blocks == 20
     one.until(lambda: one.has("CPU"))
     two.until(lambda: two.has("CPU"))
 

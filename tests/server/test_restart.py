@@ -92,7 +92,7 @@ def test_what_survives_a_crash(start: Callable[..., Remote]) -> None:
     store(remote, "evicted", durable=True)
     assert admin.Flush(admin_pb2.FlushRequest()).blocks == 0
     ids = {known.namespace.name: known.namespace_id for known in remote.stats().namespaces}
-    assert admin.Evict(admin_pb2.EvictRequest(namespace_id=ids["evicted"])).evicted_blocks == 10
+    assert remote.evict(namespace_id=ids["evicted"]).evicted_blocks == 10
     store(remote, "never written")
     assert remote.daemon.kill() == -signal.SIGKILL
     assert remote.daemon.socket.exists()  # stale; it is in nobody's way

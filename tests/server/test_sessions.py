@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from prefixd.v1 import admin_pb2
 from prefixd.v1 import cache_pb2 as pb
 
 if TYPE_CHECKING:
@@ -277,4 +276,4 @@ def test_put_durable_of_what_is_cached_is_durable(remote: Remote) -> None:
         remote.put(session.session_id, namespace, TOKENS, BYTES)
         again = remote.put(session.session_id, namespace, TOKENS, BYTES, durable=True)
         assert (again.committed, again.duplicates) == (0, 10)
-        assert remote.admin.Evict(admin_pb2.EvictRequest(namespace_id=namespace)).kept_blocks == 0
+        assert remote.evict(namespace_id=namespace).kept_blocks == 0

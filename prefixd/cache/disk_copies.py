@@ -166,10 +166,6 @@ class DiskCopies:
         return await _to_the_end(self._write(trie, rows, source, ahead))
 
     async def _write(self, trie: Trie, rows: Rows, source: int, ahead: bool) -> int:
-        if trie.has_rules:  # blocks without bytes: their descendants' records need theirs
-            family = trie.ancestry(rows)
-            unrecorded = family[(trie.any_part[family] & np.uint8(1 << DISK)) == 0]
-            rows = np.union1d(rows, unrecorded)
         rows = rows[np.argsort(trie.depth[rows], kind="stable")]
         written = 0
         async with self._lock:
@@ -182,6 +178,8 @@ class DiskCopies:
                 await self._checksums.wait(trie, batch)
                 try:
                     await self._save_namespaces(trie, batch)
+                    if trie.has_rules:
+                        await self._record_ancestors(trie, batch)
                     left = await self._fit_batch(trie, rows, batch, source, ahead)
                 except StorageError as error:
                     self.health.write_failed(error)
@@ -191,10 +189,21 @@ class DiskCopies:
                     break
         return written
 
+    async def _record_ancestors(self, trie: Trie, rows: Rows) -> None:
+        """Stores records without bytes of the blocks before `rows` that have none: the records of `rows` need them."""
+        family = trie.ancestry(rows)
+        bare = family[(trie.any_part[family] & np.uint8(1 << DISK)) == 0]
+        bare = bare[~np.isin(bare, rows)]
+        bare = bare[np.argsort(trie.depth[bare], kind="stable")]
+        for start in range(0, len(bare), _WRITE_BATCH):
+            batch = bare[start : start + _WRITE_BATCH]
+            blocks = [self._new_block(trie, row, CPU, 0) for row in batch.tolist()]
+            await self._in_thread(self._tiers.store.write, blocks)
+            self._placement.put(trie, batch, DISK, np.full((len(batch), len(trie.part_bytes)), NO_SLOT, np.int64))
+
     def _unwritten(self, trie: Trie, rows: Rows, source: int) -> Rows:
-        """Those of `rows` of which the disk lacks something that `source` has, or lacks the record itself."""
-        unrecorded = (trie.any_part[rows] & np.uint8(1 << DISK)) == 0
-        lacking: Rows = rows[(self._to_write(trie, rows, source) != 0) | (unrecorded & trie.has_rules)]
+        """Those of `rows` of which the disk lacks something that `source` has and a prefix needs."""
+        lacking: Rows = rows[self._to_write(trie, rows, source) != 0]
         return lacking
 
     def _to_write(self, trie: Trie, rows: Rows, source: int) -> GroupMask:

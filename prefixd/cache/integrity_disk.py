@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixd.cache.cache import TieredCache
-from prefixd.cache.index.trie import DISK
+from prefixd.cache.index.trie import DISK, NO_SLOT
 from prefixd.pacer import SLICE_ROWS
 from prefixd.steps import Steps
 from prefixd_swap import IntegrityError, SlabStore
@@ -45,7 +45,9 @@ def snapshot_of_disk(cache: TieredCache) -> Steps[DiskSnapshot]:
             marked = trie.any_part[start : min(start + SLICE_ROWS, trie.rows)] & np.uint8(1 << DISK)
             rows = start + np.flatnonzero(marked)
             names.append(np.hstack([ids.take(trie.namespace[rows], axis=0, mode="clip"), trie.keys(rows)]))
-            places.append(_places(trie.slots[rows, DISK], trie.checksums[rows]))
+            slots = trie.slots[rows, DISK]
+            there = slots != NO_SLOT  # a record has 0 for what is not on disk
+            places.append(_places(np.where(there, slots, 0), np.where(there, trie.checksums[rows], np.uint64(0))))
             yield None
     yield None  # a removal that was begun in the last callback announces itself in this one
     leaving = frozenset(namespace + key for namespace, key in cache.mover.disk.leaving)

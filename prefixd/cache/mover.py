@@ -271,7 +271,21 @@ class Mover:
         """
         if wanted is None:
             wanted = np.full(len(rows), trie.all_groups, np.uint8)
-        waiting: set[asyncio.Task[None]] = set()
+        while True:
+            own, others = await self._start_to_bring(trie, rows, tier, wanted)
+            if own or others:
+                await asyncio.shield(asyncio.gather(*own, *others))
+            if not others:  # what others bring may be other KV groups of the same block
+                break
+        there = trie.lacking(rows, tier, wanted) == 0
+        return len(rows) if there.all() else int(there.argmin())
+
+    async def _start_to_bring(
+        self, trie: Trie, rows: Rows, tier: int, wanted: GroupMask
+    ) -> tuple[set[asyncio.Task[None]], set[asyncio.Task[None]]]:
+        """Starts copies of what is lacking and that nobody brings; these copies, and those of others."""
+        own: set[asyncio.Task[None]] = set()
+        others: set[asyncio.Task[None]] = set()
         for start in range(0, len(rows), _ALLOCATED_AT_ONCE):
             if start:
                 await asyncio.sleep(0)
@@ -284,17 +298,14 @@ class Mover:
                 if task is None:
                     fresh.append(at)
                 else:
-                    waiting.add(task)
+                    others.add(task)
             if fresh:
                 chosen = rows[some][fresh]
                 task = asyncio.create_task(self._fetch(trie, chosen, tier, lacking[fresh]))
                 for row in chosen.tolist():
                     self._moving[trie.ordinal, row, tier] = task
-                waiting.add(task)
-        if waiting:
-            await asyncio.shield(asyncio.gather(*waiting))
-        there = trie.lacking(rows, tier, wanted) == 0
-        return len(rows) if there.all() else int(there.argmin())
+                own.add(task)
+        return own, others - own
 
     async def _fetch(self, trie: Trie, rows: Rows, tier: int, wanted: GroupMask) -> None:
         """Brings `wanted` groups of `rows` to `tier`, each from the nearest tier that has it."""

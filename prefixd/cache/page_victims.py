@@ -33,7 +33,7 @@ def has_other_sizes(tries: Sequence[Trie], tier: int, sizes: Sequence[int]) -> b
     held = {
         round_to_slot(nbytes)
         for trie in tries
-        if len(trie) and trie.any_part[: trie.rows].max(initial=0) & (1 << tier)
+        if np.bitwise_or.reduce(trie.any_part[: trie.rows]) & (1 << tier)
         for nbytes in trie.part_bytes
     }
     return len(wanted | held) > 1

@@ -32,6 +32,7 @@ from prefixd.cache import (
     check_integrity,
 )
 from prefixd.cache.index.keys import Digest, xxh3_digest
+from prefixd.cache.index.trie import NO_SLOT
 from prefixd_swap import (
     CpuArena,
     FrameId,
@@ -358,7 +359,7 @@ class Rig:
         """What the tries say is on disk: slots by namespace and key."""
         return {
             (self.cache.namespaces.at(int(trie.namespace[row])).id, trie.key(row)): tuple(
-                trie.slots[row, DISK].tolist()
+                slot for slot in trie.slots[row, DISK].tolist() if slot != NO_SLOT
             )
             for trie in self.cache.tries
             for row in trie.used_rows().tolist()

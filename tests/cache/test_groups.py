@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from prefixd.cache import CPU, NamespaceSpec, PartSpec, Reservation, SlidingWindowSpec, check_integrity
 from prefixd.cache.groups import FullAttention, SlidingWindow, expired_groups, kv_groups, longest_prefix, needed_groups
+from prefixd.cache.page_victims import has_other_sizes
 from prefixd.errors import AlreadyExistsError, InvalidArgumentError
 from tests.cache.conftest import BLOCK_TOKENS, PART_BYTES, Rig
 
@@ -178,3 +180,72 @@ async def test_a_writer_does_not_begin_behind_bytes_that_every_prefix_needs(make
     assert isinstance(reservation, Reservation) and reservation.first_block == 1
     with pytest.raises(InvalidArgumentError, match="first_block is 4, but token_ids has 3 full blocks"):
         await rig.cache.reserve(rig.session, home, chain, first_block=4)
+
+
+async def test_what_waits_for_the_disk_is_counted_right_where_prompts_branch(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=64, disk=64)
+    home = rig.cache.register(hybrid(rig))
+    rig.session.namespaces[home.id] = home
+    await rig.put([1, 2, 3, 4, 5, 6, 7], namespace=home)
+    await rig.put([1, 2, 3, 9, 9], namespace=home)
+    await rig.get([1, 2, 3, 4], namespace=home)
+    trie = rig.cache.trie(home)
+    waiting = rig.cache.mover.placement.to_write(trie, np.arange(trie.rows))
+    assert rig.cache.mover.queued == (np.count_nonzero(waiting), trie.group_bytes[waiting].sum())
+
+
+async def test_the_disk_has_what_prefixes_need_and_a_restart_finds_it(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=64, disk=64)
+    home = rig.cache.register(hybrid(rig))
+    rig.session.namespaces[home.id] = home
+    await rig.put([1, 2, 3, 4, 5], namespace=home, durable=True)
+    await rig.put([1, 2, 3, 4, 5, 6, 7], namespace=home, durable=True)
+    await rig.check_disk()
+    await rig.restart()
+    home = rig.cache.register(hybrid(rig))
+    rig.session.namespaces[home.id] = home
+    for prompt, expected in (([1, 2, 3, 4, 5, 6, 7], 7), ([1, 2, 3, 4, 5], 5), ([1, 2, 3], 0)):
+        assert await rig.get(prompt, namespace=home) == expected
+    check_integrity(rig.cache)
+
+
+async def test_a_model_of_windows_alone_leaves_records_without_bytes_on_disk(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=64, disk=64)
+    window = SlidingWindowSpec(2 * BLOCK_TOKENS + 1)
+    spec = NamespaceSpec("windows", BLOCK_TOKENS, (PartSpec("window", 0, PART_BYTES, window),))
+    home = rig.cache.register(spec)
+    rig.session.namespaces[home.id] = home
+    await rig.put([1, 2, 3, 4, 5], namespace=home, durable=True)
+    assert rig.store is not None and rig.store.used_bytes == 2 * PART_BYTES
+    await rig.check_disk()
+    await rig.restart()
+    home = rig.cache.register(spec)
+    rig.session.namespaces[home.id] = home
+    assert await rig.get([1, 2, 3, 4, 5], namespace=home) == 5
+    check_integrity(rig.cache)
+
+
+async def test_who_needs_more_of_a_block_than_others_bring_gets_it(make_rig: MakeRig) -> None:
+    """Another lease brings up the full attention of blocks whose window bytes a shorter prefix needs, too."""
+    rig = make_rig(cpu=64, disk=64)
+    home = rig.cache.register(hybrid(rig))
+    rig.session.namespaces[home.id] = home
+    await rig.put([1, 2, 3], namespace=home, durable=True)
+    await rig.put([1, 2, 3, 4, 5, 6, 7], namespace=home, durable=True)
+    trie = rig.cache.trie(home)
+    rig.cache.mover.placement.drop(trie, trie.copies(CPU)[::-1], CPU)
+    rig.cache.mover.placement.drop(trie, np.arange(trie.rows), CPU, np.full(trie.rows, 3, np.uint8))
+    assert await asyncio.gather(rig.get([1, 2, 3, 4, 5, 6, 7], namespace=home), rig.get([1, 2, 3], namespace=home)) == [
+        7,
+        3,
+    ]
+    check_integrity(rig.cache)
+
+
+async def test_sizes_are_told_apart_whatever_lies_on_other_tiers(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=16, disk=64)
+    await rig.put([1, 2], durable=True)
+    await rig.put([3, 4])
+    rig.cache.mover.placement.drop(rig.trie, rig.rows([1, 2])[::-1], CPU)
+    assert has_other_sizes(rig.cache.tries, CPU, [3 * PART_BYTES])
+    assert not has_other_sizes(rig.cache.tries, CPU, [PART_BYTES])

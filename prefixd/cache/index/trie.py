@@ -249,8 +249,6 @@ class Trie(TrieTable):
         link_one(self, row, parent)
         if parent >= 0:
             self.children[parent] += 1
-            if self.has_rules and self.children[parent] > 1:
-                self._revive_branch(parent)
         return row
 
     def insert_path(
@@ -294,8 +292,6 @@ class Trie(TrieTable):
             tokens[old:end],
             now_s,
         )
-        if self.has_rules and above >= 0 and self.children[above] > 1:
-            self._revive_branch(above)
         return np.concatenate([found[:old], rows]), old
 
     def _clear(self, rows: Rows) -> None:
@@ -553,30 +549,19 @@ class Trie(TrieTable):
     # -- expiry: bytes that only shorter prefixes need ------------------------------------------------------------
 
     def expire(self, path: Rows) -> None:
-        """`path`, from the first block on, is the longest prefix that is known of a prompt: what only shorter ones need
-        may go first, but for the places where prompts branch.
+        """A prompt has been stored whose blocks are `path`: what only shorter prefixes need may go first.
 
         Prompts that share a beginning continue differently where they branch, so the end of the shared part is a prefix
-        that is likely to be asked for again.
+        that is likely to be asked for again: what it needs is wanted, and wanted again if it had expired.
         """
-        if not self.has_rules or not len(path):
-            return
-        branches = 1 + np.flatnonzero(self.children[path[:-1]] > 1)
-        self.expired[path] |= expired_groups(self.groups, len(path), branches)
+        if self.has_rules and len(path):
+            branches = 1 + np.flatnonzero(self.children[path[:-1]] > 1)
+            self.expired[path] = expired_groups(self.groups, len(path), branches)
 
     def revive(self, path: Rows) -> None:
         """A prompt continues after `path`: the bytes that it needs are wanted again."""
         if self.has_rules and len(path):
             self.expired[path] &= ~self.needed(len(path))
-
-    def _revive_branch(self, row: int) -> None:
-        """Prompts branch behind this row: what a prefix that ends there needs is wanted again."""
-        length = int(self.depth[row]) + 1
-        some = [group for group in self.groups if not isinstance(group.rule, FullAttention)]
-        needed = [(group.mask, len(group.rule.needed(length))) for group in some]
-        for back in range(max(count for _, count in needed)):
-            self.expired[row] &= ~sum(mask for mask, count in needed if back < count) & 0xFF
-            row = int(self.parent[row])
 
     # -- eviction -----------------------------------------------------------------------------------------------
 

@@ -132,8 +132,15 @@ class _Entry:
             self._refuse_repeated(group)
         self._refuse_orphans()
         self._places = self._prompt_order()
+        groups_of: dict[int, list[RecordGroup]] = {}
+        tries: dict[int, Trie] = {}
         for group in records.groups:
-            self._enter(group, now_s)
+            trie = self._trie(group)
+            if trie is not None:
+                tries[trie.ordinal] = trie
+                groups_of.setdefault(trie.ordinal, []).append(group)
+        for ordinal, trie in tries.items():
+            self._enter(trie, groups_of[ordinal], now_s)
 
     def _refuse(self, rows: Bools, reason: str) -> None:
         rows = rows & self.sound
@@ -217,32 +224,38 @@ class _Entry:
         places[np.lexsort((self._records.depth, head))] = numbers
         return places
 
-    def _enter(self, group: RecordGroup, now_s: float) -> None:
-        """Enters the sound records of a group, parents first, and their copies on disk."""
-        trie = self._trie(group)
-        if trie is None:
-            return
+    def _enter(self, trie: Trie, groups: Sequence[RecordGroup], now_s: float) -> None:
+        """Enters a trie's sound records, parents first, and their copies on disk.
+
+        A block and its parent may be in different groups: of one the disk has other parts than of the other.
+        """
         records = self._records
-        sound = group.rows[self.sound[group.rows]]
-        sound = sound[np.argsort(self._places[sound])]
-        self._rows[sound] = trie.take_rows(len(sound))
-        for start in range(0, len(group.rows), _CHUNK):
-            part = slice(start, start + _CHUNK)
-            entered = self.sound[group.rows[part]]
-            added = group.rows[part][entered]
+        sound = np.sort(np.concatenate([group.rows[self.sound[group.rows]] for group in groups]))
+        ordered = sound[np.argsort(self._places[sound])]
+        self._rows[ordered] = trie.take_rows(len(ordered))
+        for start in range(0, len(sound), _CHUNK):
+            added = sound[start : start + _CHUNK]
             rows = self._rows[added]
+            tokens = np.empty((len(added), trie.block_tokens), np.uint32)
+            pieces: list[tuple[RecordGroup, Rows, Rows]] = []
+            for group in groups:
+                at = np.minimum(np.searchsorted(group.rows, added), len(group.rows) - 1)
+                mine = np.flatnonzero(group.rows[at] == added)
+                tokens[mine] = group.tokens[at[mine]]
+                pieces.append((group, mine, at[mine]))
             trie.insert_all(
                 rows,
                 self._parents(added),
                 self._ordinals[records.namespace[added]],
                 records.depth[added],
                 records.keys[added],
-                group.tokens[part][entered],
+                tokens,
                 now_s,
             )
-            on_disk = np.array(group.part_bytes, np.int64) > 0
-            trie.put_copies(rows, DISK, np.where(on_disk, group.slots[part][entered], NO_SLOT), now_s)
-            trie.checksums[rows] = group.checksums[part][entered]
+            for group, mine, at in pieces:
+                on_disk = np.array(group.part_bytes, np.int64) > 0
+                trie.put_copies(rows[mine], DISK, np.where(on_disk, group.slots[at], NO_SLOT), now_s)
+                trie.checksums[rows[mine]] = group.checksums[at]
 
 
 def _shape(group: RecordGroup) -> tuple[int, tuple[int, ...]]:

@@ -249,3 +249,18 @@ async def test_sizes_are_told_apart_whatever_lies_on_other_tiers(make_rig: MakeR
     rig.cache.mover.placement.drop(rig.trie, rig.rows([1, 2])[::-1], CPU)
     assert has_other_sizes(rig.cache.tries, CPU, [3 * PART_BYTES])
     assert not has_other_sizes(rig.cache.tries, CPU, [PART_BYTES])
+
+
+async def test_a_restart_finds_blocks_of_which_the_disk_has_different_parts(make_rig: MakeRig) -> None:
+    """A block and the one before it are of different kinds, either way round, and branches are among them."""
+    rig = make_rig(cpu=64, disk=128)
+    home = rig.cache.register(hybrid(rig))
+    rig.session.namespaces[home.id] = home
+    for prompt in ([1, 2, 3], [1, 2, 3, 4, 5, 6], [1, 2, 7, 8, 9], [1, 2, 3, 4, 5, 6, 7, 8], [5, 5, 5, 5]):
+        await rig.put(prompt, namespace=home, durable=True)
+    await rig.restart()
+    home = rig.cache.register(hybrid(rig))
+    rig.session.namespaces[home.id] = home
+    check_integrity(rig.cache)
+    assert await rig.get([1, 2, 3, 4, 5, 6, 7, 8], namespace=home) == 8
+    assert await rig.get([1, 2, 7, 8, 9], namespace=home) == 5

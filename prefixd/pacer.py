@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-SLICE_ROWS = 1 << 15
-"""Rows of a numpy column that are looked at in a fraction of a millisecond, whatever is asked of them."""
+SLICE_ROWS = 1 << 13
+"""Rows of numpy columns that are looked at in a fraction of a millisecond, in arrays too small to be given back to the
+system: pages of memory that are touched for the first time cost more than what is done with them."""
 
 
 class Pacer:

@@ -153,6 +153,13 @@ class DiskCopies:
             int(trie.depth[row]),
         )
 
+    def identities(self, trie: Trie, rows: Rows) -> list[Identity]:
+        """The blocks' names on disk."""
+        ids = [namespace.id for namespace in self._namespaces]
+        keys = trie.keys(rows).tobytes()
+        namespaces = trie.namespace[rows].tolist()
+        return [(ids[ordinal], keys[16 * at : 16 * at + 16]) for at, ordinal in enumerate(namespaces)]
+
     # -- writing ------------------------------------------------------------------------------------------------
 
     async def write(self, trie: Trie, rows: Rows, source: int, *, ahead: bool = False) -> int:
@@ -487,7 +494,7 @@ class DiskCopies:
             placement.changed.set()  # write-back writes the others again
         going = trie.all_removable(trie.subtree(emptied)[::-1])
         on_disk = going[(trie.any_part[going] & np.uint8(1 << DISK)) != 0]
-        children += [self.identity(trie, row) for row in on_disk.tolist()]
+        children += self.identities(trie, on_disk)
         placement.discard(trie, going)
         placement.sweep(trie, emptied[np.argsort(trie.depth[emptied], kind="stable")])
         removal = self._remove_damaged(trie, children, damaged, isinstance(error, RecordDamagedError))
@@ -516,7 +523,9 @@ class DiskCopies:
 
     async def _remove(self, trie: Trie, ids: list[Identity], damaged: bool) -> None:
         async with self._lock:
-            gone = [identity for identity in ids if not self._is_back(trie, identity)]
+            keys = np.frombuffer(b"".join(key for _, key in ids), np.uint8).reshape(-1, 16)
+            there = (trie.find_all(keys) >= 0).tolist()
+            gone = [each for each, found in zip(ids, there, strict=True) if not (found and self._is_back(trie, each))]
             try:
                 await self._in_thread(partial(self._tiers.store.remove, gone, damaged=damaged))
             except StorageError as error:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from prefixd.cache.disk_copies import Identity
 from prefixd.cache.index.children import Descendants, MovedError
 from prefixd.cache.index.trie import Rows, Trie
 from prefixd.cache.index.trie_table import NOWHERE
@@ -22,6 +23,7 @@ from prefixd.steps import in_thread
 
 _WALK_STEPS = 1 << 13
 _FORGOTTEN_AT_ONCE = 256
+_DURABLE_AT_ONCE = 2048  # removals of one transaction of the disk's index
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,18 +75,29 @@ async def find_namespace(trie: Trie, namespace: int | None) -> FoundBlocks:
 
 
 async def forget(mover: Mover, blocks: FoundBlocks) -> AsyncGenerator[tuple[int, int], None]:
-    """Forgets what nobody holds, keeps, pins or continues, a slice at a time.
+    """Forgets what nobody holds, keeps, pins or continues, some thousand blocks at a time.
 
-    After each slice, which is gone durably then, yields how many of its blocks went and how many stay.
+    After each of these parts, which is gone durably then, yields how many of its blocks went and how many stay. When it
+    is cancelled in between, what has left the trie leaves the disk as well.
 
     Raises:
-        StorageError: the last slice is gone from memory, but the disk failed and it comes back at the next start.
+        StorageError: the last part is gone from memory, but the disk failed and it comes back at the next start.
     """
     trie = blocks.trie
-    for start in range(0, len(blocks), _FORGOTTEN_AT_ONCE):
-        part = slice(start, start + _FORGOTTEN_AT_ONCE)
-        rows = blocks.rows[part]
-        same = rows[trie.generation[rows] == blocks.generations[part]]
-        went = await mover.forget(trie, same.tolist())
-        yield went, len(same) - went
-        await asyncio.sleep(0)  # without a disk tier nothing else waits
+    for start in range(0, len(blocks), _DURABLE_AT_ONCE):
+        await mover.wait_for_checksums()
+        went = there = 0
+        on_disk: list[Identity] = []
+        end = min(start + _DURABLE_AT_ONCE, len(blocks))
+        try:
+            for first in range(start, end, _FORGOTTEN_AT_ONCE):
+                part = slice(first, min(first + _FORGOTTEN_AT_ONCE, end))
+                rows = blocks.rows[part]
+                same = rows[trie.generation[rows] == blocks.generations[part]]
+                count, identities = mover.forget_in_memory(trie, same.tolist())
+                went, there = went + count, there + len(same)
+                on_disk += identities
+                await asyncio.sleep(0)
+        finally:
+            await mover.disk.remove(trie, on_disk)
+        yield went, there - went

@@ -20,7 +20,7 @@ from typing import TypeVar
 import numpy as np
 
 from prefixd.cache.checksums import Checksums
-from prefixd.cache.disk_copies import DiskCopies
+from prefixd.cache.disk_copies import DiskCopies, Identity
 from prefixd.cache.groups import GroupMask
 from prefixd.cache.index.trie import CPU, DISK, GPU, NO_SLOT, Rows, Trie
 from prefixd.cache.namespaces import Namespace, NamespaceRegistry
@@ -457,7 +457,7 @@ class Mover:
         """Drops different blocks, children before parents, from every tier; skips what is held, kept, pinned or has
         other children.
 
-        It holds the event loop for some 5 us a block: see `forgetting.py` for many blocks.
+        It holds the event loop for some 10 us a block: see `forgetting.py` for many blocks.
 
         Returns how many went, when their going is durable.
 
@@ -465,11 +465,16 @@ class Mover:
             StorageError: they are gone from memory, but the disk failed and they come back at the next start.
         """
         await self.wait_for_checksums()
+        went, on_disk = self.forget_in_memory(trie, rows)
+        await self.disk.remove(trie, on_disk)
+        return went
+
+    def forget_in_memory(self, trie: Trie, rows: Sequence[int]) -> tuple[int, list[Identity]]:
+        """As `forget`, but those that were on disk are the caller's to remove there: they are returned, too."""
         going = trie.all_removable(rows)
         on_disk = going[(trie.any_part[going] & np.uint8(1 << DISK)) != 0]
         if self.tiers.disk is not None and len(on_disk) < len(going):
             self.lost["removed before it was written"] += len(going) - len(on_disk)
-        removed = [self.disk.identity(trie, row) for row in on_disk.tolist()]
+        identities = self.disk.identities(trie, on_disk)
         self._placement.discard(trie, going)
-        await self.disk.remove(trie, removed)
-        return len(going)
+        return len(going), identities

@@ -120,9 +120,7 @@ class Placement:
             there = rows[(trie.any_part[rows] & np.uint8(1 << tier)) != 0]
             if len(there):
                 self.discard_copies(trie, there, tier)
-        for row in rows.tolist():
-            if trie.removable(row):  # else it went with the last of its children
-                trie.remove(row)
+        trie.remove_all(rows)
         self.epoch += 1
 
     def discard_copies(self, trie: Trie, rows: Rows, tier: int) -> None:

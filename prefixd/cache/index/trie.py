@@ -32,7 +32,7 @@ from prefixd.cache.groups import (
     longest_prefix,
     needed_groups,
 )
-from prefixd.cache.index.children import Descendants, link, link_one, unlink
+from prefixd.cache.index.children import Descendants, link, link_one, unlink, unlink_all
 from prefixd.cache.index.key_index import Rows as Rows
 from prefixd.cache.index.keys import BlockChain
 from prefixd.cache.index.trie_table import NOWHERE, TrieTable
@@ -377,6 +377,27 @@ class Trie(TrieTable):
             self.children[row] -= 1
             if self.any_part[row] or not self.removable(row):
                 return
+
+    def remove_all(self, rows: Rows) -> None:
+        """Forgets m different blocks without copies, children before parents: each is removable once those before it
+        are gone.
+
+        Ancestors that were without copies and stayed only for their sake go with them.
+        """
+        if self.any_part[rows].any():
+            raise RuntimeError(f"of {len(rows)} rows to be removed, row {rows[self.any_part[rows] != 0][0]} has copies")
+        for row in rows.tolist():
+            self._keys.remove(row)
+        self.namespace[rows] = NOWHERE
+        self.generation[rows] += 1
+        self.free.extend(rows.tolist())
+        parents = self.parent[rows].astype(np.int64)
+        unlink_all(self, rows, parents)
+        parents = parents[parents >= 0]
+        np.subtract.at(self.children, parents, 1)
+        for parent in np.unique(parents[self.any_part[parents] == 0])[::-1].tolist():
+            if self.removable(parent):
+                self.remove(parent)
 
     # -- copies -------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from prefixd.cli.environment import Check
 
 KEY_DIGITS = 12
+_HOLDERS = 5  # shown; --json has up to 100
 
 
 def console() -> Console:
@@ -263,6 +264,9 @@ def print_diagnosis(integrity: admin_pb2.CheckIntegrityResponse, checks: Iterabl
             out.print(Text(f"  {violation}", style="red"))
     else:
         out.print(f"[green]ok[/] everything adds up: {counted}")
+    if integrity.holders:
+        most = ", ".join(f"{holder.owner} ({holder.blocks:,})" for holder in integrity.holders[:_HOLDERS])
+        out.print(Text(f"   blocks held by: {most}"))
     for trouble in integrity.troubles:
         out.print(Text(f"trouble for {duration(trouble.since_s)}: {trouble.part}: {trouble.what}", style="red"))
         out.print(Text(f"  {trouble.remedy}"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -10,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from prefixd.cache import CPU, DISK, GPU, Lease, Reservation
+from prefixd.cache import CPU, DISK, GPU, Lease, Reservation, integrity_disk, integrity_trie
 from prefixd.cache.integrity import audit
 from prefixd.errors import ExhaustedError
 from prefixd_swap import IntegrityError, StorageError
+from tests.cache.conftest import BLOCK_TOKENS
 
 if TYPE_CHECKING:
     from tests.cache.conftest import Rig
@@ -110,6 +112,9 @@ def lost_lease(rig: Rig, rows: list[int]) -> Callable[[], None]:
         (column("namespace", 5), "another namespace"),
         (column("depth", 9), "wrong depth"),
         (column("children", 3), "miscount their children"),
+        (column("first_child", -1), "linked wrongly to their siblings or children"),
+        (column("next_sibling", 2), "linked wrongly to their siblings or children"),
+        (column("previous_sibling", 0), "linked wrongly to their siblings or children"),
         (column("any_part", 0), "marked wrongly for the cpu tier"),
         (column("complete", 2), "not whole as marked"),
         (column("nearest", 2), "wrong nearest tier"),
@@ -132,6 +137,41 @@ async def test_each_contradiction_is_seen(make_rig: MakeRig, breaks: Break, word
     assert any(words in violation for violation in (await audit(rig.cache)).violations)
     undo()
     assert (await audit(rig.cache)).violations == []
+
+
+async def test_slices_see_what_the_whole_sees(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(integrity_trie, "_SLICE_ROWS", 2)
+    monkeypatch.setattr(integrity_disk, "SLICE_ROWS", 2)
+    rig = await filled(make_rig)
+    await rig.put([5, 6, 7, 8], durable=True)
+    assert (await audit(rig.cache)).violations == []
+    depths = rig.trie.depth[: rig.trie.rows].copy()
+    rig.trie.depth[: rig.trie.rows] += 7
+    found = await audit(rig.cache)
+    assert found.blocks == 8
+    (line,) = found.violations  # rows of all slices in one line; those that continue others are right about that
+    assert line == "trie 0: rows with a wrong depth: " + ", ".join(map(str, rig.trie.used_rows()[depths == 0]))
+    rig.trie.depth[: rig.trie.rows] = depths
+    rig.trie.checksums[rig.rows([5, 6, 7, 8]), 0] ^= np.uint64(1)
+    (line,) = (await audit(rig.cache)).violations
+    assert "another than in memory" in line and line.endswith("and 1 more")
+
+
+async def test_the_audit_of_many_blocks_lets_others_run(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=4)
+    rows = rig.trie.take_rows(100_000)
+    keys = np.random.default_rng(0).integers(0, 256, (len(rows), 16), np.uint8)
+    zeros, tokens = np.zeros(len(rows), np.int64), np.zeros((len(rows), BLOCK_TOKENS), np.uint32)
+    rig.trie.insert_all(rows, rows - 1, zeros, rows - rows[0], keys, tokens, 0.0)
+    rig.trie.pinned[rows] = True
+    longest, task = 0.0, asyncio.create_task(audit(rig.cache))
+    begin = time.thread_time()
+    while not task.done():
+        before = time.thread_time()
+        await asyncio.sleep(0)
+        longest = max(longest, time.thread_time() - before)
+    assert (await task).violations == [] and (await task).blocks == len(rows)
+    assert longest < max(0.02, (time.thread_time() - begin) / 5)
 
 
 async def test_the_index_and_the_tries_are_compared(make_rig: MakeRig) -> None:

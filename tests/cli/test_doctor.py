@@ -20,6 +20,7 @@ def test_what_adds_up_and_what_is_in_trouble(cli: Cli, daemon: Any) -> None:
     assert done.exit_code == 0, "a trouble is not a violation"
     for words in (
         "ok everything adds up: 4,096 blocks, 512 slots in memory, 1 sessions, 3 leases, 0 reservations",
+        "blocks held by: lease 12-ab (4,000), write-back (7)",
         "trouble for 0:01:30: disk tier: the disk is full\n  free some space\n",
         "file descriptors: a process may have",
         "memory mappings: a process may have",

@@ -135,7 +135,10 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
             sessions=1,
             leases=3,
             troubles=[full],
-            holders=[admin_pb2.Holder(owner="lease 12-ab", blocks=4000), admin_pb2.Holder(owner="write-back", blocks=7)],
+            holders=[
+                admin_pb2.Holder(owner="lease 12-ab", blocks=4000),
+                admin_pb2.Holder(owner="write-back", blocks=7),
+            ],
         )
 
     def Verify(self, request: Any, context: grpc.ServicerContext) -> Iterator[admin_pb2.VerifyProgress]:

@@ -149,8 +149,9 @@ async def inspect_prefix(cache: TieredCache, request: pb.InspectRequest) -> pb.I
     prefix = await find_prefix(cache, request.key)
     trie, pacer = prefix.trie, Pacer()
     limit = min(limit, max(1, _TOKENS_LIMIT // trie.block_tokens))
-    info = await describe(cache, prefix, pacer)
-    path = await prefix.path(pacer)
+    parts: list[Rows] = []
+    info = await describe(cache, prefix, pacer, parts)
+    path = np.concatenate(parts)[::-1]
     blocks = []
     for index, row in enumerate(path[request.first_block : request.first_block + limit].tolist(), request.first_block):
         if not prefix.there:
@@ -171,13 +172,20 @@ async def inspect_prefix(cache: TieredCache, request: pb.InspectRequest) -> pb.I
     return pb.InspectResponse(prefix=info, blocks=blocks)
 
 
-async def describe(cache: TieredCache, prefix: Prefix, pacer: Pacer) -> pb.PrefixInfo:
-    """What a prefix is and where its blocks are. Raises NotFoundError when it goes meanwhile."""
+async def describe(
+    cache: TieredCache, prefix: Prefix, pacer: Pacer, upwards: list[Rows] | None = None
+) -> pb.PrefixInfo:
+    """What a prefix is and where its blocks are. Raises NotFoundError when it goes meanwhile.
+
+    `upwards` gets the rows of its blocks, from its last block to its first.
+    """
     trie, row = prefix.trie, prefix.row
     by_tier = np.zeros(TIERS + 1, np.int64)
     blocks = held = 0
     async with aclosing(prefix.upwards(pacer)) as steps:
         async for rows in steps:
+            if upwards is not None:
+                upwards.append(rows)
             blocks += len(rows)
             by_tier += np.bincount(trie.nearest[rows], minlength=TIERS + 1)
             held = max(held, int(trie.holds[rows].max(axis=2).sum(axis=1).max()))

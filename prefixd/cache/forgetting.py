@@ -23,7 +23,7 @@ from prefixd.steps import in_thread
 
 _WALK_STEPS = 1 << 13
 _FORGOTTEN_AT_ONCE = 256
-_DURABLE_AT_ONCE = 2048  # removals of one transaction of the disk's index
+_DURABLE_AT_ONCE = 4096  # removals of one transaction of the disk's index
 
 
 @dataclass(frozen=True, slots=True)

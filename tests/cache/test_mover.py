@@ -159,6 +159,15 @@ async def test_frames_are_given_all_or_none(make_rig: MakeRig) -> None:
     assert len(rig.rows([1, 2])) == 1, "the CPU tier had room for one of them"
 
 
+async def test_frames_that_cannot_all_be_had_cost_nobody_a_copy(make_rig: MakeRig) -> None:
+    rig = make_rig(gpu=4, cpu=4)
+    rig.unhold(await rig.put_gpu([5, 6]), GPU)
+    held = await rig.put_gpu([1, 2])
+    assert await rig.cache.mover.take_frames(3) is None  # two can be had, at the cost of the first prompt
+    assert rig.tiers([5, 6], GPU) == [True, True]
+    rig.unhold(held, GPU)
+
+
 async def test_recording_a_block_that_is_there_keeps_the_first_copy(make_rig: MakeRig) -> None:
     rig = make_rig(gpu=4)
     first = await rig.put_gpu([1, 2])

@@ -148,6 +148,9 @@ class WriteBack:
         more = False
         for trie in self._mover.tries:
             rows = self._unwritten(trie, CPU)
+            entered = trie.entered[rows, CPU]
+            if len(rows) > _BATCH:  # of many, only those that may be first are sorted
+                rows = rows[entered <= np.partition(entered, _BATCH - 1)[_BATCH - 1]]
             rows = rows[np.lexsort((trie.depth[rows], trie.entered[rows, CPU]))][:_BATCH]
             written = await self._down([(trie, rows)], CPU, DISK)
             self.written += written

@@ -22,6 +22,7 @@ from prefixd.cache.index.keys import BlockChain, Digest, xxh3_digest
 from prefixd.cache.index.trie import CPU, DISK, GPU, TIERS, Match, Observer, Rows, Trie
 from prefixd.cache.mover import Mover
 from prefixd.cache.namespaces import Namespace, NamespaceRegistry, NamespaceSpec
+from prefixd.cache.paths import find_path
 from prefixd.cache.reservations import Reservations
 from prefixd.cache.restore import known_namespaces, remove_refused, restore
 from prefixd.cache.scrubber import Scrubber
@@ -198,10 +199,10 @@ class TieredCache:
             )
         return BlockChain(token_ids, namespace.spec.block_tokens, namespace.seed, self._digest)
 
-    def match(self, namespace: Namespace, chain: BlockChain, limit: int | None = None) -> Match:
-        """The longest cached prefix; counts as use."""
+    async def match(self, namespace: Namespace, chain: BlockChain, limit: int | None = None) -> Match:
+        """The longest cached prefix, at the moment when this returns; counts as use."""
         trie = self.trie(namespace)
-        match = trie.match(namespace.root, chain, limit)
+        match = Match(trie.usable(await find_path(trie, namespace.root, chain, limit)))
         self.mover.placement.touch(trie, match.rows)
         return match
 
@@ -241,7 +242,7 @@ class TieredCache:
         ttl = self.leases.ttl(ttl_s)
         trie = self.trie(namespace)
         limit = first_block + max_blocks if max_blocks else len(chain)
-        path = self.match(namespace, chain, limit).rows
+        path = (await self.match(namespace, chain, limit)).rows
         if counted:
             self.count_lookup(trie, max(min(limit, len(chain)) - first_block, 0), path[first_block:])
         identity = self.leases.next_id()
@@ -333,7 +334,8 @@ class TieredCache:
     async def persist(self, namespace: Namespace, chain: BlockChain) -> int:
         """Returns when the cached prefix of `chain` is on disk: its blocks. PreconditionError without a disk tier."""
         trie = self.trie(namespace)
-        return await self._reservations.persist(trie, trie.match(namespace.root, chain).rows)
+        path = trie.usable(await find_path(trie, namespace.root, chain))
+        return await self._reservations.persist(trie, path)
 
     def release(self, session: Session, grant_id: str) -> None:
         """Ends a lease or gives up a reservation.
@@ -362,10 +364,10 @@ class TieredCache:
                     self.leases.close(session)
         self.quarantine.process_ended(process)
 
-    def prefetch(self, namespace: Namespace, chain: BlockChain) -> int:
+    async def prefetch(self, namespace: Namespace, chain: BlockChain) -> int:
         """Starts bringing the cached prefix to the CPU tier; returns how many blocks have to come."""
         trie = self.trie(namespace)
-        rows = self.match(namespace, chain).rows
+        rows = (await self.match(namespace, chain)).rows
         wanted = trie.needed(len(rows))
         missing = len(trie.missing(rows, CPU, wanted))
         if missing and self.tiers.cpu is not None:

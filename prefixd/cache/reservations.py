@@ -13,6 +13,7 @@ from prefixd.cache.index.keys import BlockChain
 from prefixd.cache.index.trie import CPU, DISK, GPU, NO_SLOT, Rows, Trie
 from prefixd.cache.mover import Mover
 from prefixd.cache.namespaces import Namespace
+from prefixd.cache.paths import find_path
 from prefixd.cache.quarantine import Quarantine
 from prefixd.cache.sessions import LeaseTable, Reservation, Session
 from prefixd.cache.tiers import Tiers
@@ -51,7 +52,7 @@ class Reservations:
         by_daemon: bool,
     ) -> Reservation | int:
         """See `TieredCache.reserve`; the arguments are checked."""
-        prefix = present(trie, trie.nodes(namespace.root, chain), parts, first_block)
+        prefix = present(trie, await find_path(trie, namespace.root, chain), parts, first_block)
         wanted = len(chain) - len(prefix)
         if not wanted:
             return len(chain)

@@ -100,7 +100,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         cache = self._cache
         namespace = cache.leases.session(request.session_id).namespace(request.namespace_id)
         chain = cache.chain(namespace, request.token_ids)
-        match = cache.match(namespace, chain)
+        match = await cache.match(namespace, chain)
         if request.counted:
             cache.count_lookup(cache.trie(namespace), len(chain), match.rows)
         return pb.MatchResponse(blocks=len(match), runs=tier_runs(cache.trie(namespace), match.rows))
@@ -193,7 +193,8 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         """Brings a prefix up before it is asked for."""
         cache = self._cache
         namespace = cache.leases.session(request.session_id).namespace(request.namespace_id)
-        return pb.PrefetchResponse(blocks=cache.prefetch(namespace, cache.chain(namespace, request.token_ids)))
+        chain = cache.chain(namespace, request.token_ids)
+        return pb.PrefetchResponse(blocks=await cache.prefetch(namespace, chain))
 
     @streaming
     async def Get(self, request: pb.GetRequest) -> AsyncGenerator[pb.GetResponse, None]:

@@ -180,7 +180,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert committed + duplicates + lost == blocks
         if durable and blocks and not lost:
             on_disk = self.rig.trie if home != "parts" else self.rig.cache.trie(given.namespace)
-            rows = self.rig.cache.match(given.namespace, given.chain, given.first_block + blocks).rows
+            rows = self.run(self.rig.cache.match(given.namespace, given.chain, given.first_block + blocks)).rows
             assert len(rows) == given.first_block + blocks
             assert not len(on_disk.missing(rows, DISK))
 
@@ -214,7 +214,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(home=homes, prompt=prompts, other=prompts)
     def prefetch(self, home: str, prompt: list[int], other: list[int]) -> None:
         async def begin() -> None:
-            self.rig.cache.prefetch(self.homes[home], self.rig.chain(prompt, self.homes[home]))
+            await self.rig.cache.prefetch(self.homes[home], self.rig.chain(prompt, self.homes[home]))
             await self.rig.get(other, namespace=self.homes[home])
 
         self.run(begin())
@@ -244,7 +244,7 @@ class CacheMachine(RuleBasedStateMachine):
         """One request: its prefix brought up and checked, the rest computed and recorded."""
         rig, namespace, cache = self.rig, self.homes[home], self.rig.cache
         rig.clock.now += 1
-        rows = cache.match(namespace, chain).rows
+        rows = (await cache.match(namespace, chain)).rows
         assert all(self.whole(home, chain, block) for block in range(len(rows)))
         rig.trie.hold(rows, GPU)
         there = await cache.mover.bring(rig.trie, rows, GPU)

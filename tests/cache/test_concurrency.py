@@ -55,7 +55,7 @@ async def test_a_prefix_on_disk_is_read_once_for_all_who_ask(make_rig: MakeRig) 
     rig = make_rig(cpu=8, disk=8)
     await on_disk(rig, [1, 2, 3])
     before = rig.ops.reads
-    rig.cache.prefetch(rig.namespace, rig.chain([1, 2, 3]))
+    await rig.cache.prefetch(rig.namespace, rig.chain([1, 2, 3]))
     found = await asyncio.gather(*map(rig.get, ([1, 2, 3], [1, 2], [1, 2, 3, 4], [1])))
     assert found == [3, 2, 3, 1]
     assert rig.ops.reads - before == 3
@@ -206,7 +206,7 @@ async def test_engines_workers_and_operators_at_once(make_rig: MakeRig, policy: 
         for _ in range(12):
             wanted = prompt()[:3]
             chain = rig.chain(wanted)
-            rows = rig.cache.match(rig.namespace, chain).rows
+            rows = (await rig.cache.match(rig.namespace, chain)).rows
             trie.hold(rows, GPU)
             there = await mover.bring(trie, rows, GPU)
             rig.unhold(rows[there:].tolist(), GPU)

@@ -106,7 +106,7 @@ async def test_a_match_is_the_longest_length_that_every_group_allows(make_rig: M
     rows = trie.nodes(home.root, rig.chain([1, 2, 3, 4, 5], home))
     rig.cache.mover.placement.drop(trie, rows[2:3], CPU, np.array([1 << WINDOW], np.uint8))
     for prompt, expected in (([1, 2, 3, 4, 5], 5), ([1, 2, 3, 4], 2), ([1, 2, 3], 2), ([1, 2], 2), ([1], 1)):
-        assert len(rig.cache.match(home, rig.chain(prompt, home))) == expected
+        assert len(await rig.cache.match(home, rig.chain(prompt, home))) == expected
     check_integrity(rig.cache)
 
 

@@ -210,7 +210,7 @@ async def test_it_is_right_while_the_cache_works(make_rig: MakeRig) -> None:
             with suppress(ExhaustedError):  # write-back holds what it writes
                 await rig.put(prompt, durable=step % 2 == 0)
             await rig.get(prompt)
-            rig.cache.prefetch(rig.namespace, rig.chain(prompt))
+            await rig.cache.prefetch(rig.namespace, rig.chain(prompt))
             if step % 4 == 0:
                 await rig.cache.mover.forget(rig.trie, rig.rows(prompt)[::-1])
 

@@ -199,7 +199,7 @@ async def test_without_a_cpu_tier_nothing_is_leased(make_rig: Callable[..., Rig]
     with pytest.raises(UnsupportedError, match=r"cpu\.bytes"):
         await rig.cache.reserve(rig.session, rig.namespace, rig.chain([1]))
     rig.unhold(await rig.put_gpu([1, 2]), 0)
-    assert rig.cache.prefetch(rig.namespace, rig.chain([1, 2])) == 2
+    assert await rig.cache.prefetch(rig.namespace, rig.chain([1, 2])) == 2
 
 
 async def test_a_lease_covers_what_was_asked_for(make_rig: Callable[..., Rig]) -> None:

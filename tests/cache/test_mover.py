@@ -208,10 +208,10 @@ async def test_prefetch_brings_up_what_is_cached(make_rig: MakeRig) -> None:
     rig = make_rig(cpu=3, disk=8)
     await rig.put([1, 2, 3], durable=True)
     await rig.put([7, 8, 9])
-    assert rig.cache.prefetch(rig.namespace, rig.chain([1, 2, 3, 4])) == 3
+    assert await rig.cache.prefetch(rig.namespace, rig.chain([1, 2, 3, 4])) == 3
     await rig.cache.mover.quiesce()
     assert rig.tiers([1, 2, 3], CPU) == [True] * 3
-    assert rig.cache.prefetch(rig.namespace, rig.chain([1, 2, 3, 4])) == 0
+    assert await rig.cache.prefetch(rig.namespace, rig.chain([1, 2, 3, 4])) == 0
     assert not rig.trie.keep[: rig.trie.rows].any()
 
 

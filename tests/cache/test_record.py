@@ -47,7 +47,7 @@ async def test_some_blocks_are_new_and_some_are_there(make_rig: MakeRig) -> None
     rig.own = frames[3:5]
     rig.check()
     assert hold.rows.tolist() == [*rows.tolist(), int(again[2])]
-    assert len(cache.match(rig.namespace, chain)) == 4
+    assert len(await cache.match(rig.namespace, chain)) == 4
     hold.shrink(1)
     assert rig.trie.held(again, GPU).tolist() == [False] * 3
     hold.end()

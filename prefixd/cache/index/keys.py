@@ -105,18 +105,13 @@ class BlockChain:
         self._hash(min(blocks, self.hashed + at_most))
         return self.hashed >= blocks
 
-    def walk(self, find_all: Callable[[bytes], Rows], limit: int) -> Rows:
-        """The rows of the first blocks, at most `limit`, up to the first that has none.
-
-        `find_all` takes keys one behind the other and gives their rows, -1 for none (`KeyIndex.find_all`).
-        """
-        return np.concatenate([np.zeros(0, np.int64), *self.walk_batches(find_all, limit)])
-
     def walk_batches(self, find_all: Callable[[bytes], Rows], limit: int) -> Iterator[Rows]:
-        """`walk` in batches; between two, a caller may do something else.
+        """The rows of the first blocks, at most `limit`, up to the first that has none, in batches.
 
-        `find_all` is asked for one key, then for ever more at a time, 4,096 at the most: many are found faster
-        together, but what is hashed behind the first miss is for nothing. A batch takes about 1.5 ms.
+        `find_all` takes keys one behind the other and gives their rows, -1 for none (`KeyIndex.find_all`). It is asked
+        for one key, then for ever more at a time, 4,096 at the most: many are found faster together, but what is
+        hashed behind the first miss is for nothing. A batch takes about 1.5 ms; between two, a caller may do something
+        else.
         """
         start, batch = 0, 1
         while start < (end := min(limit, len(self))):

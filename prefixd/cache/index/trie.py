@@ -15,7 +15,7 @@ moment they arrive. Every hold also keeps. `holds.py` counts who holds what.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,7 @@ from prefixd.cache.groups import (
 )
 from prefixd.cache.index.children import Descendants, link, link_one, unlink, unlink_all
 from prefixd.cache.index.key_index import Rows as Rows
-from prefixd.cache.index.keys import BlockChain
+from prefixd.cache.index.keys import HASHED_AT_ONCE, BlockChain
 from prefixd.cache.index.trie_table import NOWHERE, TrieTable
 from prefixd.cache.index.trie_table import TIERS as TIERS
 
@@ -110,24 +110,47 @@ class Trie(TrieTable):
     # -- finding ------------------------------------------------------------------------------------------------
 
     def match(self, root: int, chain: BlockChain, limit: int | None = None) -> Match:
-        """The longest prefix of `chain`, at most `limit` blocks, that every KV group's rule allows."""
+        """The longest prefix of `chain`, at most `limit` blocks, that every KV group's rule allows.
+
+        It holds the event loop for some 0.5 us a block: see `paths.find_path` for prompts of any length.
+        """
         return Match(self.usable(self.nodes(root, chain, limit)))
 
     def nodes(self, root: int, chain: BlockChain, limit: int | None = None) -> Rows:
-        """The rows of the first blocks of `chain`, at most `limit`, wherever their bytes are or are not.
+        """The rows of the first blocks of `chain`, at most `limit`, wherever their bytes are or are not."""
+        slices = list(self.walk(root, chain, limit))
+        return slices[0] if len(slices) == 1 else np.concatenate([np.empty(0, np.int64), *slices])
+
+    def walk(self, root: int, chain: BlockChain, limit: int | None = None) -> Iterator[Rows]:
+        """`nodes` in slices of 4,096 blocks or a little more; the last one has fewer, or none.
 
         Keys lead to candidates; token ids and parents are then compared, so that a collision of keys can never hand
         out another prompt's KV.
-        """
-        return self.verified(root, chain, chain.walk(self._keys.find_all, len(chain) if limit is None else limit))
 
-    def verified(self, root: int, chain: BlockChain, rows: Rows) -> Rows:
-        """The beginning of `rows` that really is this chain's."""
+        Blocks that were given out may go between two slices: compare the generations of their rows at the end.
+        """
+        before, start = root, 0
+        batches: list[Rows] = []
+        blocks = 0
+        for rows in chain.walk_batches(self._keys.find_all, len(chain) if limit is None else limit):
+            batches.append(rows)
+            blocks += len(rows)
+            if blocks >= HASHED_AT_ONCE:
+                found = self._verified(before, chain, start, np.concatenate(batches))
+                yield found
+                if len(found) < blocks:
+                    return
+                before, start = int(found[-1]), start + blocks
+                batches, blocks = [], 0
+        yield self._verified(before, chain, start, np.concatenate([np.empty(0, np.int64), *batches]))
+
+    def _verified(self, before: int, chain: BlockChain, start: int, rows: Rows) -> Rows:
+        """The beginning of `rows` that really is this chain's from block `start` on, which continues row `before`."""
         if not len(rows):
             return rows
-        good = (self.tokens[rows] == chain.token_rows(0, len(rows))).all(axis=1)
+        good = (self.tokens[rows] == chain.token_rows(start, start + len(rows))).all(axis=1)
         parents = self.parent[rows]
-        good[0] &= parents[0] == root
+        good[0] &= parents[0] == before
         good[1:] &= parents[1:] == rows[:-1]
         return rows if good.all() else rows[: int(good.argmin())]
 

@@ -1,0 +1,96 @@
+"""Finding a long prompt takes many turns of the event loop, and what is found is true when it is returned."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from prefixd.cache import BlockChain, Trie
+from prefixd.cache.index.keys import HASHED_AT_ONCE
+from prefixd.cache.index.trie import Rows
+from prefixd.cache.paths import find_path
+
+ROOT = -1
+BLOCKS = 5 * HASHED_AT_ONCE
+
+
+def chain_of(blocks: int, first_token: int = 0) -> BlockChain:
+    tokens = np.arange(first_token, first_token + blocks, dtype="<u4")
+    return BlockChain(tokens.tobytes(), 1, 7)
+
+
+def insert(trie: Trie, chain: BlockChain) -> Rows:
+    count = len(chain)
+    rows, _ = trie.insert_path(ROOT, 0, chain.key_rows(0, count), chain.token_rows(0, count), 0.0)
+    return rows
+
+
+def turns(trie: Trie, chain: BlockChain, limit: int | None = None) -> int:
+    """How often others run while the prompt is looked for."""
+    search = find_path(trie, ROOT, chain, limit)
+    for turn in range(1000):
+        try:
+            search.send(None)
+        except StopIteration:
+            return turn
+    raise AssertionError("the search does not end")
+
+
+def test_a_short_prompt_is_found_in_one_turn() -> None:
+    trie = Trie(1, (1,))
+    insert(trie, chain_of(BLOCKS))
+    for blocks in (1, 17, 300, HASHED_AT_ONCE - 1):
+        assert turns(trie, chain_of(blocks)) == 0
+        assert turns(trie, chain_of(BLOCKS), blocks) == 0
+    assert turns(trie, chain_of(BLOCKS, first_token=1)) == 0, "it is not cached"
+
+
+def test_no_turn_looks_at_more_than_some_thousand_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    trie = Trie(1, (1,))
+    insert(trie, chain_of(BLOCKS))
+    chain = chain_of(BLOCKS)
+    looked_up = [0]
+    find_all = trie._keys.find_all
+
+    def counting(keys: bytes) -> Rows:
+        looked_up[-1] += len(keys) // 16
+        return find_all(keys)
+
+    monkeypatch.setattr(trie._keys, "find_all", counting)
+    search = find_path(trie, ROOT, chain)
+    with pytest.raises(StopIteration) as end:
+        while True:
+            search.send(None)
+            assert chain.hashed <= sum(looked_up)
+            looked_up.append(0)
+    assert len(end.value.value) == BLOCKS
+    assert max(looked_up) <= HASHED_AT_ONCE + 1 + 16 + 256
+
+
+@pytest.mark.parametrize("known", [0, 1, 4000, HASHED_AT_ONCE + 273, HASHED_AT_ONCE + 274, BLOCKS])
+@pytest.mark.parametrize("limit", [0, 100, HASHED_AT_ONCE + 273, BLOCKS + 1])
+async def test_it_finds_what_a_search_in_one_turn_finds(known: int, limit: int) -> None:
+    trie = Trie(1, (1,))
+    if known:
+        insert(trie, chain_of(known))
+    found = await find_path(trie, ROOT, chain_of(BLOCKS), limit)
+    assert found.tolist() == trie.nodes(ROOT, chain_of(BLOCKS), limit).tolist()
+    assert len(found) == min(known, limit)
+
+
+@pytest.mark.parametrize("same_row", [False, True])
+async def test_blocks_that_go_meanwhile_are_not_returned(same_row: bool) -> None:
+    """Their rows may have other blocks by then."""
+    trie = Trie(1, (1,))
+    rows = insert(trie, chain_of(BLOCKS))
+    search = asyncio.create_task(find_path(trie, ROOT, chain_of(BLOCKS)))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert not search.done()
+    trie.retain(rows[:100])
+    trie.remove_all(rows[100:][::-1])
+    if same_row:
+        insert(trie, chain_of(BLOCKS, first_token=10**6))
+    assert (await search).tolist() == rows[:100].tolist()

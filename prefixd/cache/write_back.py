@@ -9,8 +9,11 @@ from contextlib import ExitStack, suppress
 import numpy as np
 
 from prefixd.cache.index.trie import CPU, DISK, GPU, Rows, Trie
+from prefixd.cache.lowest_rows import SCANNED_AT_ONCE
 from prefixd.cache.mover import Mover
+from prefixd.cache.unwritten import UnwrittenBlocks, unwritten
 from prefixd.cache.victims import find_victims
+from prefixd.steps import in_thread
 from prefixd_swap import SwapError
 
 log = logging.getLogger(__name__)
@@ -39,6 +42,7 @@ class WriteBack:
         """Blocks written to disk since the start."""
         self.pushed_back = 0
         """Calls that had to wait in `admit`."""
+        self._queues: list[UnwrittenBlocks] = []  # by the ordinal of the trie
         self._working = False
         self._turned = asyncio.Event()  # set, and replaced, after each batch and when there is nothing more to do
         self._stopping = asyncio.Event()
@@ -93,11 +97,26 @@ class WriteBack:
         for trie in self._mover.tries:
             for source in (CPU, GPU):
                 if self._tiers.exists(source):
-                    rows = self._unwritten(trie, source)
-                    with self._holds.hold("flush", trie, rows, source):
-                        written += await self._to_disk(trie, rows, source)
+                    written += await self._flush_tier(trie, source)
         self.written += written
         return written
+
+    async def _flush_tier(self, trie: Trie, source: int) -> int:
+        """Writes the blocks of a trie that are in `source` and not on disk, parents first; returns how many."""
+        found = [np.empty(0, np.int64)]
+        with ExitStack() as held:
+            for start in range(0, trie.rows, SCANNED_AT_ONCE):
+                if start:
+                    await asyncio.sleep(0)
+                slice_ = slice(start, min(start + SCANNED_AT_ONCE, trie.rows))
+                rows = start + np.flatnonzero(unwritten(trie, source, slice_))
+                held.enter_context(self._holds.hold("flush", trie, rows, source))
+                found.append(rows)
+            rows = np.concatenate(found)
+            depth = trie.depth[rows]
+            if len(rows) > SCANNED_AT_ONCE:
+                rows = rows[await in_thread(lambda: np.argsort(depth, kind="stable"))]
+            return await self._to_disk(trie, rows, source)
 
     async def _to_disk(self, trie: Trie, rows: Rows, source: int) -> int:
         mover = self._mover
@@ -147,12 +166,11 @@ class WriteBack:
             return False
         more = False
         for trie in self._mover.tries:
-            rows = self._unwritten(trie, CPU)
-            entered = trie.entered[rows, CPU]
-            if len(rows) > _BATCH:  # of many, only those that may be first are sorted
-                rows = rows[entered <= np.partition(entered, _BATCH - 1)[_BATCH - 1]]
-            rows = rows[np.lexsort((trie.depth[rows], trie.entered[rows, CPU]))][:_BATCH]
+            queue = self._queue(trie)
+            rows = await queue.next(_BATCH)
             written = await self._down([(trie, rows)], CPU, DISK)
+            if written < len(rows):
+                queue.begin_again()
             self.written += written
             more |= written > 0
         return more
@@ -167,10 +185,12 @@ class WriteBack:
                     copied += await self._mover.copy(trie, rows, source, target, ahead=True)
         return copied
 
-    def _unwritten(self, trie: Trie, source: int) -> Rows:
-        """Blocks that have a KV group in `source` which the disk lacks and a prefix needs."""
-        n = trie.rows
-        return np.flatnonzero(trie.there[:n, source] & ~trie.there[:n, DISK] & ~trie.expired[:n])
+    def _queue(self, trie: Trie) -> UnwrittenBlocks:
+        """The trie's blocks in the CPU tier that wait to be written to disk."""
+        while len(self._queues) <= trie.ordinal:
+            later = self._mover.tries[len(self._queues)]
+            self._queues.append(UnwrittenBlocks(later, CPU, self._mover.placement.clock))
+        return self._queues[trie.ordinal]
 
     def _next_gpu_victims(self, below: int) -> list[tuple[Trie, Rows]]:
         """The blocks that would be evicted next and are not in the tier below."""

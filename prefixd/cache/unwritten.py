@@ -1,0 +1,75 @@
+"""Which blocks wait in a tier to be written to disk, in the order in which they came there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import numpy as np
+
+from prefixd.cache.groups import GroupMask
+from prefixd.cache.index.trie import DISK, Rows, Trie
+from prefixd.cache.lowest_rows import SCANNED_AT_ONCE, LowestRows
+
+_FOUND_AT_ONCE = 8192  # blocks that one scan of the table finds
+
+
+class UnwrittenBlocks:
+    """The blocks of a trie that have a KV group in a tier which the disk lacks and a prefix needs.
+
+    The first to come are the first to be given out, of those that came together parents before children. They are found
+    some thousand at a time, by a scan of the table in slices; others use the trie between two slices, and between the
+    scan and the moment when a block is given out. So what waits is looked at again then, and a block that came after a
+    scan had begun is left to the next one: the scan may have passed its parent's row.
+
+    Args:
+        trie: the blocks' trie.
+        source: the tier.
+        clock: seconds, by which blocks enter tiers.
+    """
+
+    def __init__(self, trie: Trie, source: int, clock: Callable[[], float]) -> None:
+        self._trie = trie
+        self._source = source
+        self._clock = clock
+        self._found: Rows = np.empty(0, np.int64)
+
+    async def next(self, count: int) -> Rows:
+        """Up to `count` of them, taken from the beginning of the queue; none when none waits."""
+        rows = self._take(count)
+        if not len(rows):
+            await self._scan()
+            rows = self._take(count)
+        return rows
+
+    def begin_again(self) -> None:
+        """Has the next call look for the first ones: some that were given out could not be written."""
+        self._found = self._found[:0]
+
+    def _take(self, count: int) -> Rows:
+        while len(self._found):
+            rows, self._found = self._found[:count], self._found[count:]
+            waiting: Rows = rows[unwritten(self._trie, self._source, rows) != 0]
+            if len(waiting):
+                return waiting
+        return self._found
+
+    async def _scan(self) -> None:
+        trie, end, begun_s = self._trie, self._trie.rows, self._clock()
+        lowest = LowestRows(_FOUND_AT_ONCE)
+        for start in range(0, end, SCANNED_AT_ONCE):
+            if start:
+                await asyncio.sleep(0)
+            slice_ = slice(start, min(start + SCANNED_AT_ONCE, end))
+            rows = start + np.flatnonzero(unwritten(trie, self._source, slice_))
+            entered = trie.entered[rows, self._source]
+            if end > SCANNED_AT_ONCE:
+                rows, entered = rows[entered < begun_s], entered[entered < begun_s]
+            lowest.offer(rows, entered, trie.depth[rows])
+        self._found = lowest.ascending()
+
+
+def unwritten(trie: Trie, source: int, rows: Rows | slice) -> GroupMask:
+    """[len(rows)]: the KV groups of each block that `source` has, the disk lacks, and a prefix needs."""
+    groups: GroupMask = trie.there[rows, source] & ~trie.there[rows, DISK] & ~trie.expired[rows]
+    return groups

@@ -283,7 +283,7 @@ class DiskCopies:
         with placement.holds.hold("eviction", trie, trie.ancestry(rows), DISK):
             expired = [
                 (other, some, groups)
-                for other, some, groups in find_expired(self._tries, DISK, want)
+                for other, some, groups in await find_expired(self._tries, DISK, want)
                 if placement.drop(other, some, DISK, groups)
             ]
             if expired:
@@ -292,7 +292,7 @@ class DiskCopies:
             if has_other_sizes(self._tries, DISK, trie.part_bytes):
                 return await self._evict_pages(trie.part_bytes, want, ahead)
             removed: list[Identity] = []
-            for other, victims in find_victims(
+            for other, victims in await find_victims(
                 self._tries, DISK, want, self._policy, demotable=False, spare_copies=ahead
             ):
                 for row in victims.tolist():

@@ -6,10 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixd.cache.index.key_index import Rows
-
-SCANNED_AT_ONCE = 1 << 15
-"""Rows of the trie's columns that eviction and write-back look at in one turn of the event loop: about 0.2 ms. A table
-with no more of them is scanned in one turn, so that nothing changes meanwhile."""
+from prefixd.cache.scan import SCANNED_AT_ONCE
 
 Scores = npt.NDArray[np.float64]
 

@@ -213,14 +213,14 @@ class Mover:
         when nothing may go.
         """
         placement = self._placement
-        expired = find_expired(self.tries, tier, want)
+        expired = await find_expired(self.tries, tier, want)
         freed = sum(placement.drop(trie, rows, tier, groups) for trie, rows, groups in expired)
         if not freed:
             below = self.tiers.below(tier)
             if below is not None:
                 freed = await self._demote(tier, below, sizes, want, ahead)
         if not freed:  # nothing can go down: drop what may vanish
-            victims, with_page = self._choose(tier, sizes, want, ahead, demotable=False)
+            victims, with_page = await self._choose(tier, sizes, want, ahead, demotable=False)
             freed = sum(placement.drop(trie, rows, tier, with_page=with_page) for trie, rows in victims)
         if freed:
             self.changed.set()
@@ -229,7 +229,7 @@ class Mover:
     async def _demote(self, tier: int, below: int, sizes: Sequence[int], want: int, ahead: bool) -> int:
         """Copies the next victims down where they have no copy, and drops them; returns how many went."""
         placement = self._placement
-        victims, with_page = self._choose(tier, sizes, want, ahead, demotable=True)
+        victims, with_page = await self._choose(tier, sizes, want, ahead, demotable=True)
         with ExitStack() as held:
             for trie, rows in victims:  # all of them before the first copy: rows may be recycled meanwhile
                 held.enter_context(placement.holds.hold("eviction", trie, rows, tier))
@@ -242,13 +242,13 @@ class Mover:
                     self.tiers.counters[tier].demoted += arrived
         return sum(placement.drop(trie, rows, tier, with_page=with_page) for trie, rows in victims)
 
-    def _choose(
+    async def _choose(
         self, tier: int, sizes: Sequence[int], want: int, ahead: bool, *, demotable: bool
     ) -> tuple[list[tuple[Trie, Rows]], bool]:
         """The next victims in the GPU or CPU tier, and whether they leave with their pages."""
         pages = self.tiers.pages(tier)
         if pages is None or not has_other_sizes(self.tries, tier, sizes):
-            found = find_victims(self.tries, tier, want, self.policy, demotable=demotable, spare_copies=ahead)
+            found = await find_victims(self.tries, tier, want, self.policy, demotable=demotable, spare_copies=ahead)
             return found, False
         choose = partial(choose_page_victims, pages)
         found = find_page_victims(

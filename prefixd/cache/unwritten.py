@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 
 import numpy as np
 
 from prefixd.cache.groups import GroupMask
 from prefixd.cache.index.trie import DISK, Rows, Trie
-from prefixd.cache.lowest_rows import SCANNED_AT_ONCE, LowestRows
+from prefixd.cache.lowest_rows import LowestRows
+from prefixd.cache.scan import SCANNED_AT_ONCE, slices
+from prefixd.pacer import Pacer
 
 _FOUND_AT_ONCE = 8192  # blocks that one scan of the table finds
 
@@ -55,17 +56,15 @@ class UnwrittenBlocks:
         return self._found
 
     async def _scan(self) -> None:
-        trie, end, begun_s = self._trie, self._trie.rows, self._clock()
+        trie, begun_s, pacer = self._trie, self._clock(), Pacer(SCANNED_AT_ONCE)
         lowest = LowestRows(_FOUND_AT_ONCE)
-        for start in range(0, end, SCANNED_AT_ONCE):
-            if start:
-                await asyncio.sleep(0)
-            slice_ = slice(start, min(start + SCANNED_AT_ONCE, end))
-            rows = start + np.flatnonzero(unwritten(trie, self._source, slice_))
+        for part in slices(trie.rows):
+            rows = part.start + np.flatnonzero(unwritten(trie, self._source, part))
             entered = trie.entered[rows, self._source]
-            if end > SCANNED_AT_ONCE:
+            if part.start:
                 rows, entered = rows[entered < begun_s], entered[entered < begun_s]
             lowest.offer(rows, entered, trie.depth[rows])
+            await pacer.worked(part.stop - part.start)
         self._found = lowest.ascending()
 
 

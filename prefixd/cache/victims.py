@@ -1,43 +1,63 @@
-"""Who has to go: the eviction policy's choice over all tries, leaves first."""
+"""Who has to go: the eviction policy's choice over all tries, leaves first.
+
+The tables are scanned in slices, and others use the tries between two slices. Only what may go anyway is looked at
+closely: what was found is checked, scored and chosen again at the end, in one turn, so that it is true at the moment
+when it is returned. A caller that awaits nothing before it acts can rely on it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from prefixd.cache.groups import GroupMask
 from prefixd.cache.index.trie import Rows, Trie
+from prefixd.cache.lowest_rows import LowestRows, Scores
+from prefixd.cache.scan import SCANNED_AT_ONCE, slices
+from prefixd.pacer import Pacer
 from prefixd_swap import EvictionPolicy, choose_victims
 
 # A row of any trie as one number: the trie's ordinal above the row.
 _ROW_BITS = 40
 _ROW_MASK = (1 << _ROW_BITS) - 1
 
+_SPARE = 64  # candidates beyond twice the number wanted, for those that may not go any more at the end
 
-def find_expired(tries: Sequence[Trie], tier: int, want: int) -> list[tuple[Trie, Rows, GroupMask]]:
-    """Up to `want` blocks that have bytes in `tier` which only shorter prefixes need and nobody holds, the least
-    recently used first; with each the groups that may go."""
-    found = []
+
+async def find_expired(tries: Sequence[Trie], tier: int, want: int) -> list[tuple[Trie, Rows, GroupMask]]:
+    """Up to `want` blocks of each trie that have bytes in `tier` which only shorter prefixes need and nobody holds, the
+    least recently used first; with each the groups that may go."""
+    pacer = Pacer(SCANNED_AT_ONCE)
+    lowest: list[tuple[Trie, LowestRows]] = []
     for trie in tries:
         if not trie.has_rules:
             continue
-        n = trie.rows
-        groups = trie.expired[:n] & trie.there[:n, tier]
-        rows = np.flatnonzero(groups)
-        groups = groups[rows]
-        for group in trie.groups:
-            groups &= ~np.where(trie.holds[rows, tier, group.bit] > 0, np.uint8(group.mask), np.uint8(0))
-        rows, groups = rows[groups != 0], groups[groups != 0]
-        if len(rows) > want:
-            chosen = np.argpartition(trie.last_used[rows], want - 1)[:want]
-            rows, groups = rows[chosen], groups[chosen]
+        lowest.append((trie, LowestRows(2 * want + _SPARE)))
+        for part in slices(trie.rows):
+            rows = part.start + np.flatnonzero(trie.expired[part] & trie.there[part, tier])
+            rows = rows[_expired(trie, rows, tier) != 0]
+            lowest[-1][1].offer(rows, trie.last_used[rows], rows)
+            await pacer.worked(part.stop - part.start)
+    found = []
+    for trie, candidates in lowest:
+        rows = candidates.ascending()
+        groups = _expired(trie, rows, tier)
+        rows, groups = rows[groups != 0][:want], groups[groups != 0][:want]
         if len(rows):
             found.append((trie, rows, groups))
     return found
 
 
-def find_victims(
+def _expired(trie: Trie, rows: Rows, tier: int) -> GroupMask:
+    """[len(rows)]: the groups of each block whose bytes in `tier` only shorter prefixes need and nobody holds."""
+    groups: GroupMask = trie.expired[rows] & trie.there[rows, tier]
+    for group in trie.groups:
+        groups &= ~np.where(trie.holds[rows, tier, group.bit] > 0, np.uint8(group.mask), np.uint8(0))
+    return groups
+
+
+async def find_victims(
     tries: Sequence[Trie],
     tier: int,
     want: int,
@@ -45,55 +65,110 @@ def find_victims(
     *,
     demotable: bool,
     spare_copies: bool = False,
-    among: Sequence[Trie] | None = None,
 ) -> list[tuple[Trie, Rows]]:
     """The `want` blocks that the policy sends out of `tier` first, by trie, each trie's leaves before their parents.
 
     Args:
         tries: all tries, by ordinal.
         tier: the tier that needs room.
-        want: how many; fewer are returned when no more may go.
+        want: how many, at most some thousand; fewer are returned when no more may go.
         policy: gives every block a score, lowest goes first.
         demotable: a block's last copy may go too, because it will be written a tier down before.
         spare_copies: spare blocks that are in a tier above as well.
-        among: choose in these tries alone.
     """
+    if want <= 0:
+        return []
     bit = 1 << tier
     above = bit - 1 if spare_copies else 0
-    ids: list[Rows] = [np.empty(0, np.int64)]
-    scores = [np.empty(0, np.float64)]
-    for trie in tries if among is None else among:
-        rows = trie.evictable(tier, demotable=demotable)
+
+    def may_go(trie: Trie, among: Rows | slice) -> tuple[Rows, Scores]:
+        rows = trie.evictable(tier, demotable=demotable, among=among)
         rows = rows[(trie.any_part[rows] & np.uint8(above)) == 0]
+        return rows, policy.scores(trie.last_used[rows], trie.entered[rows, tier])
+
+    pacer = Pacer(SCANNED_AT_ONCE)
+    while True:
+        lowest = LowestRows(2 * want + _SPARE)
+        for trie in list(tries):
+            for part in slices(trie.rows):
+                rows, scores = may_go(trie, part)
+                ids = rows | (trie.ordinal << _ROW_BITS)
+                lowest.offer(ids, scores, ids)
+                await pacer.worked(part.stop - part.start)
+        candidates = lowest.ascending()
+        chosen = _choose(tries, tier, want, candidates, may_go, policy, above=above, demotable=demotable)
+        if len(chosen) or not len(candidates):  # else all candidates were taken meanwhile; there may be others
+            return [
+                (trie, chosen[mine] & _ROW_MASK)
+                for trie in tries
+                if (mine := chosen >> _ROW_BITS == trie.ordinal).any()
+            ]
+
+
+def _choose(
+    tries: Sequence[Trie],
+    tier: int,
+    want: int,
+    candidates: Rows,
+    may_go: Callable[[Trie, Rows | slice], tuple[Rows, Scores]],
+    policy: EvictionPolicy,
+    *,
+    above: int,
+    demotable: bool,
+) -> Rows:
+    """Chooses among `candidates`, and the parents that become leaves with them, in one turn."""
+    bit = 1 << tier
+    ids: list[Rows] = [np.empty(0, np.int64)]
+    scores: list[Scores] = [np.empty(0, np.float64)]
+    for trie in tries:
+        rows, its_scores = may_go(trie, np.sort(candidates[candidates >> _ROW_BITS == trie.ordinal] & _ROW_MASK))
         ids.append(rows | (trie.ordinal << _ROW_BITS))
-        scores.append(policy.scores(trie.last_used[rows], trie.entered[rows, tier]))
+        scores.append(its_scores)
+    views = [_Columns(trie, tier) for trie in tries]
     gone: dict[int, int] = {}  # children that leave this tier as victims, by parent
     vanished: dict[int, int] = {}  # those of them that had no other copy and go nowhere
 
     def reveal(identity: int) -> tuple[int, float] | None:
-        trie, row = tries[identity >> _ROW_BITS], identity & _ROW_MASK
-        leaves, vanishes = 1, bool(trie.any_part[row] == bit and not (demotable and trie.has(row, tier)))
+        ordinal, row = identity >> _ROW_BITS, identity & _ROW_MASK
+        trie, columns = tries[ordinal], views[ordinal]
+        leaves = 1
+        vanishes = columns.any_part[row] == bit and not (demotable and columns.complete[row] & bit)
         while True:
-            parent = int(trie.parent[row])
+            parent = columns.parent[row]
             if parent < 0:
                 return None
-            up = parent | (trie.ordinal << _ROW_BITS)
+            up = parent | (ordinal << _ROW_BITS)
             gone[up] = gone.get(up, 0) + leaves
             vanished[up] = vanished.get(up, 0) + vanishes
-            protected = trie.keep[parent] or trie.pinned[parent] or trie.children[parent] > vanished[up]
-            some = int(trie.any_part[parent])
+            protected = columns.keep[parent] or columns.pinned[parent] or columns.children[parent] > vanished[up]
+            some = columns.any_part[parent]
             if some or protected:
                 break
             row, leaves = parent, 0  # it has no copy, and goes with the last of its children
-        if gone[up] < trie.tier_children[parent, tier] or trie.holds[parent, tier].any() or not some & bit:
+        if gone[up] < columns.tier_children[parent] or not some & bit or trie.holds[parent, tier].any():
             return None
         if some & above:
             return None
-        may_stay = some != bit or (demotable and trie.has(parent, tier))
+        may_stay = some != bit or (demotable and columns.complete[parent] & bit)
         if protected if not may_stay else not leaves:  # what may stay was revealed by the last that left the tier
             return None
         here = slice(parent, parent + 1)
         return up, float(policy.scores(trie.last_used[here], trie.entered[here, tier])[0])
 
-    chosen = np.array(choose_victims(want, np.concatenate(ids), np.concatenate(scores), reveal), np.int64)
-    return [(trie, chosen[mine] & _ROW_MASK) for trie in tries if (mine := chosen >> _ROW_BITS == trie.ordinal).any()]
+    return np.array(choose_victims(want, np.concatenate(ids), np.concatenate(scores), reveal), np.int64)
+
+
+class _Columns:
+    """A trie's columns for access by row, which takes a third of the time that numpy takes. Good for one turn of the
+    event loop: columns grow."""
+
+    __slots__ = ("any_part", "children", "complete", "keep", "parent", "pinned", "tier_children")
+
+    def __init__(self, trie: Trie, tier: int) -> None:
+        self.any_part = trie.any_part.data
+        self.children = trie.children.data
+        self.complete = trie.complete.data
+        self.keep = trie.keep.data
+        self.parent = trie.parent.data
+        self.pinned = trie.pinned.data
+        self.tier_children = trie.tier_children[:, tier].data

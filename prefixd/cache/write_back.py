@@ -9,10 +9,11 @@ from contextlib import ExitStack, suppress
 import numpy as np
 
 from prefixd.cache.index.trie import CPU, DISK, GPU, Rows, Trie
-from prefixd.cache.lowest_rows import SCANNED_AT_ONCE
 from prefixd.cache.mover import Mover
+from prefixd.cache.scan import SCANNED_AT_ONCE, slices
 from prefixd.cache.unwritten import UnwrittenBlocks, unwritten
 from prefixd.cache.victims import find_victims
+from prefixd.pacer import Pacer
 from prefixd.steps import in_thread
 from prefixd_swap import SwapError
 
@@ -20,6 +21,7 @@ log = logging.getLogger(__name__)
 
 _BATCH = 64
 _CLEAN_SHARE = 8  # an eighth of the GPU tier is to be had without waiting for a copy
+_LOOKED_AT = 2048  # of the next GPU victims: some milliseconds on the event loop
 _RETRY_S = 5.0
 
 
@@ -105,13 +107,12 @@ class WriteBack:
         """Writes the blocks of a trie that are in `source` and not on disk, parents first; returns how many."""
         found = [np.empty(0, np.int64)]
         with ExitStack() as held:
-            for start in range(0, trie.rows, SCANNED_AT_ONCE):
-                if start:
-                    await asyncio.sleep(0)
-                slice_ = slice(start, min(start + SCANNED_AT_ONCE, trie.rows))
-                rows = start + np.flatnonzero(unwritten(trie, source, slice_))
+            pacer = Pacer(SCANNED_AT_ONCE)
+            for part in slices(trie.rows):
+                rows = part.start + np.flatnonzero(unwritten(trie, source, part))
                 held.enter_context(self._holds.hold("flush", trie, rows, source))
                 found.append(rows)
+                await pacer.worked(part.stop - part.start)
             rows = np.concatenate(found)
             depth = trie.depth[rows]
             if len(rows) > SCANNED_AT_ONCE:
@@ -161,7 +162,7 @@ class WriteBack:
         """One batch down from each tier; whether there may be more to write to disk."""
         below = self._tiers.below(GPU)
         if below is not None:
-            await self._down(self._next_gpu_victims(below), GPU, below)
+            await self._down(await self._next_gpu_victims(below), GPU, below)
         if self._tiers.disk is None or self._tiers.cpu is None or not self._tiers.disk_takes:
             return False
         more = False
@@ -192,14 +193,14 @@ class WriteBack:
             self._queues.append(UnwrittenBlocks(later, CPU, self._mover.placement.clock))
         return self._queues[trie.ordinal]
 
-    def _next_gpu_victims(self, below: int) -> list[tuple[Trie, Rows]]:
+    async def _next_gpu_victims(self, below: int) -> list[tuple[Trie, Rows]]:
         """The blocks that would be evicted next and are not in the tier below."""
         pool = self._tiers.gpu
         if pool is None:
             return []
         mover = self._mover
-        want = pool.capacity // _CLEAN_SHARE - pool.free_count
-        victims = find_victims(mover.tries, GPU, want, mover.policy, demotable=True)
+        want = min(pool.capacity // _CLEAN_SHARE - pool.free_count, _LOOKED_AT)
+        victims = await find_victims(mover.tries, GPU, want, mover.policy, demotable=True)
         lacking = np.uint8(1 << below)
         chosen = [(trie, rows[trie.complete[rows] & np.uint8(1 << GPU) != 0]) for trie, rows in victims]
         return [(trie, rows[(trie.any_part[rows] & lacking) == 0]) for trie, rows in chosen]

@@ -17,6 +17,7 @@ SLICE = 8
 
 @pytest.fixture(autouse=True)
 def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefixd.cache.scan.SCANNED_AT_ONCE", SLICE)
     monkeypatch.setattr("prefixd.cache.unwritten.SCANNED_AT_ONCE", SLICE)
     monkeypatch.setattr("prefixd.cache.lowest_rows.SCANNED_AT_ONCE", SLICE)
     monkeypatch.setattr("prefixd.cache.unwritten._FOUND_AT_ONCE", 16)
@@ -63,15 +64,15 @@ def test_all_are_given_out_in_the_order_in_which_they_came() -> None:
 
 
 def test_one_scan_serves_many_batches() -> None:
-    queue = Queue(40)
+    queue = Queue(38)
     rows, turns = queue.next(4)
-    assert turns == 40 // SLICE
+    assert turns == 5
     for _ in range(3):
         queue.write(rows)
         rows, turns = queue.next(4)
         assert (len(rows), turns) == (4, 1)
     queue.write(rows)
-    assert queue.next(4)[1] == 40 // SLICE, "the queue was empty"
+    assert queue.next(4)[1] == 5, "the queue was empty"
 
 
 def test_what_has_gone_or_been_written_meanwhile_is_left_out() -> None:

@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefixd.cache import CPU, DISK, GPU, Trie
+from prefixd.cache.index.trie import Rows
 from prefixd.cache.victims import find_victims
 from prefixd_swap import create_eviction_policy
 
+T = TypeVar("T")
+
 POLICIES = ["lru", "fifo", "random"]
+
+
+def in_turns(search: Coroutine[Any, Any, T], between: Callable[[int], None] = lambda turn: None) -> T:
+    """What a search comes to; `between` is called between its turns, with how many there have been."""
+    for turn in range(1, 1000):
+        try:
+            search.send(None)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        between(turn)
+    raise AssertionError("the search does not end")
 
 
 class Forest:
@@ -34,10 +53,19 @@ class Forest:
     def victims(self, tier: int, want: int, policy: str = "lru", *, demotable: bool, spare: bool = False) -> list[int]:
         """Numbers of the victims; within a trie in order."""
         number_of = {(trie.ordinal, row): number for number, (trie, row) in enumerate(self.rows)}
-        found = find_victims(
+        search = find_victims(
             self.tries, tier, want, create_eviction_policy(policy, 0), demotable=demotable, spare_copies=spare
         )
+        found = in_turns(search)
         return [number_of[trie.ordinal, row] for trie, rows in found for row in rows.tolist()]
+
+
+@contextmanager
+def scanned_at_once(rows: int) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("scan", "victims", "lowest_rows"):
+            patch.setattr(f"prefixd.cache.{module}.SCANNED_AT_ONCE", rows)
+        yield
 
 
 @st.composite
@@ -61,11 +89,12 @@ def forests(draw: st.DrawFn) -> Forest:
 
 
 @settings(max_examples=200)
-@given(forests(), st.integers(0, 25), st.sampled_from(POLICIES), st.booleans(), st.booleans())
+@given(forests(), st.integers(0, 25), st.sampled_from(POLICIES), st.booleans(), st.booleans(), st.sampled_from([3, 99]))
 def test_each_victim_may_go_when_its_turn_comes(
-    forest: Forest, want: int, policy: str, demotable: bool, spare: bool
+    forest: Forest, want: int, policy: str, demotable: bool, spare: bool, at_once: int
 ) -> None:
-    victims = forest.victims(CPU, want, policy, demotable=demotable, spare=spare)
+    with scanned_at_once(at_once):
+        victims = forest.victims(CPU, want, policy, demotable=demotable, spare=spare)
     assert len(set(victims)) == len(victims) <= want
     for number in victims:
         trie, row = forest.rows[number]
@@ -81,6 +110,77 @@ def test_each_victim_may_go_when_its_turn_comes(
         for trie in forest.tries:
             left = trie.evictable(CPU, demotable=demotable)
             assert not len(left[(trie.any_part[left] & (1 << GPU) == 0) | (not spare)]), "nobody who may go was left"
+
+
+@settings(max_examples=100)
+@given(forests(), st.integers(0, 25), st.sampled_from(["lru", "fifo"]), st.booleans())
+def test_a_scan_in_slices_finds_the_same(forest: Forest, want: int, policy: str, demotable: bool) -> None:
+    expected = forest.victims(CPU, want, policy, demotable=demotable)
+    with scanned_at_once(3):
+        assert forest.victims(CPU, want, policy, demotable=demotable) == expected
+
+
+def test_what_is_held_or_goes_during_a_scan_is_not_chosen() -> None:
+    forest = Forest([-1] * 40)
+    for number, (trie, row) in enumerate(forest.rows):
+        forest.put(number, CPU)
+        trie.last_used[row] = number
+    scanned: list[int] = []
+
+    def others(turn: int) -> None:
+        if turn > 1:
+            return
+        (trie, first), (_, second), (_, third) = forest.rows[:6:2]
+        trie.hold(np.array([first]), CPU)
+        trie.drop_copy(second, CPU)
+        trie.remove(second)
+        trie.last_used[third] = 100.0
+        scanned.append(turn)
+
+    with scanned_at_once(4):
+        search = find_victims(forest.tries, CPU, 4, create_eviction_policy("lru", 0), demotable=False)
+        found = in_turns(search, others)
+    assert scanned, "others had a turn"
+    numbers = {(trie.ordinal, row): number for number, (trie, row) in enumerate(forest.rows)}
+    assert sorted(numbers[trie.ordinal, row] for trie, rows in found for row in rows.tolist()) == [1, 3, 5, 6]
+
+
+def test_a_scan_begins_again_when_all_that_it_found_is_held_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("prefixd.cache.victims._SPARE", 0)
+    forest = Forest([-1] * 40)
+    for number, (trie, row) in enumerate(forest.rows):
+        forest.put(number, CPU)
+        trie.last_used[row] = number
+    trie, first = forest.rows[0]
+    also = forest.rows[2][1]
+
+    def others(turn: int) -> None:
+        if turn == 2:
+            trie.hold(np.array([first, also]), CPU)
+
+    with scanned_at_once(4):
+        search = find_victims([trie], CPU, 1, create_eviction_policy("lru", 0), demotable=False)
+        ((_, rows),) = in_turns(search, others)
+    assert rows.tolist() == [forest.rows[4][1]]
+
+
+def test_no_turn_looks_at_more_rows_than_a_slice_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    forest = Forest([-1] * 100)
+    for number in range(100):
+        forest.put(number, CPU)
+    looked_at = [0]
+    evictable = Trie.evictable
+
+    def counting(trie: Trie, tier: int, *, demotable: bool, among: Rows | slice | None = None) -> Rows:
+        looked_at[-1] += among.stop - among.start if isinstance(among, slice) else 0
+        return evictable(trie, tier, demotable=demotable, among=among)
+
+    monkeypatch.setattr(Trie, "evictable", counting)
+    with scanned_at_once(8):
+        search = find_victims(forest.tries, CPU, 4, create_eviction_policy("lru", 0), demotable=False)
+        in_turns(search, lambda turn: looked_at.append(0))
+    assert sum(looked_at) == 100
+    assert max(looked_at) <= 2 * 8
 
 
 @pytest.mark.parametrize(("policy", "order"), [("lru", [2, 1, 0]), ("fifo", [0, 1, 2])])
@@ -115,17 +215,19 @@ def test_a_parent_stays_while_its_child_is_elsewhere() -> None:
     assert forest.victims(DISK, 3, demotable=False) == [1, 2, 0]
 
 
-def test_a_torn_block_cannot_go_down() -> None:
+async def test_a_torn_block_cannot_go_down() -> None:
     trie = Trie(1, (1, 1), 0)
     row = trie.insert(-1, 0, bytes(16), bytes(4), 0.0)
     assert row is not None
     trie.put_copy(row, CPU, [0, -1], 0.0)
     lru = create_eviction_policy("lru", 0)
-    assert find_victims([trie], CPU, 1, lru, demotable=True) != []
+    assert await find_victims([trie], CPU, 1, lru, demotable=True) != []
     trie.pinned[row] = True
-    assert find_victims([trie], CPU, 1, lru, demotable=True) == [], "pinned, and no tier below can take half a block"
+    assert await find_victims([trie], CPU, 1, lru, demotable=True) == [], (
+        "pinned, and no tier below can take half a block"
+    )
     trie.put_copy(row, CPU, [-1, 1], 0.0)
-    assert find_victims([trie], CPU, 1, lru, demotable=True) != []
+    assert await find_victims([trie], CPU, 1, lru, demotable=True) != []
 
 
 def test_a_block_above_others_without_copies_goes_after_what_continues_them() -> None:

@@ -609,22 +609,30 @@ class Trie(TrieTable):
 
     # -- eviction -----------------------------------------------------------------------------------------------
 
-    def evictable(self, tier: int, *, demotable: bool) -> Rows:
+    def evictable(self, tier: int, *, demotable: bool, among: Rows | slice | None = None) -> Rows:
         """Rows whose copy in `tier` may go now: not held, and no child has a copy there (leaves first).
 
         A copy that is the block's last may only go when the block itself may, or when it can be written a tier down,
         which takes all of its parts.
+
+        Args:
+            tier: where.
+            demotable: whether it can be written a tier down.
+            among: different rows, or some from one row on; all by default.
         """
-        n = self.rows
+        rows = slice(0, self.rows) if among is None else among
         bit = np.uint8(1 << tier)
-        can = (self.any_part[:n] & bit) != 0
-        can &= self.tier_children[:n, tier] == 0
-        can &= ~self.held(slice(0, n), tier)
-        elsewhere = (self.any_part[:n] & ~bit & np.uint8(7)) != 0
-        may_vanish = (self.children[:n] == 0) & (self.keep[:n] == 0) & ~self.pinned[:n]
-        may_go_down = (self.complete[:n] & bit) != 0 if demotable else np.zeros(n, np.bool_)
-        can &= elsewhere | may_vanish | may_go_down
-        return np.flatnonzero(can)
+        any_part = self.any_part[rows]
+        can = (any_part & bit) != 0
+        can &= self.tier_children[rows, tier] == 0
+        can &= ~self.held(rows, tier)
+        may_leave = (any_part & ~bit & np.uint8(7)) != 0  # the block has another copy,
+        may_leave |= (self.children[rows] == 0) & (self.keep[rows] == 0) & ~self.pinned[rows]  # or may vanish,
+        if demotable:
+            may_leave |= (self.complete[rows] & bit) != 0  # or may go down
+        can &= may_leave
+        chosen: Rows = rows.start + np.flatnonzero(can) if isinstance(rows, slice) else rows[can]
+        return chosen
 
     def held(self, rows: Rows | slice, tier: int) -> npt.NDArray[np.bool_]:
         """[len(rows)]: of which rows any group is held in `tier`."""

@@ -10,7 +10,7 @@ import xxhash
 
 from prefixd.cache.index.key_index import KEY_BYTES, Rows
 
-HASHED_AT_ONCE = 4096  # blocks: about 1 ms
+HASHED_AT_ONCE = 2048  # blocks: hashed in 0.4 ms, hashed and found in 1 ms
 
 _BATCH_GROWTH = 16
 _LARGEST_BATCH = HASHED_AT_ONCE
@@ -109,8 +109,8 @@ class BlockChain:
         """The rows of the first blocks, at most `limit`, up to the first that has none, in batches.
 
         `find_all` takes keys one behind the other and gives their rows, -1 for none (`KeyIndex.find_all`). It is asked
-        for one key, then for ever more at a time, 4,096 at the most: many are found faster together, but what is
-        hashed behind the first miss is for nothing. A batch takes about 1.5 ms; between two, a caller may do something
+        for one key, then for ever more at a time, 2,048 at the most: many are found faster together, but what is
+        hashed behind the first miss is for nothing. A batch takes about 1 ms; between two, a caller may do something
         else.
         """
         start, batch = 0, 1

@@ -122,7 +122,7 @@ class Trie(TrieTable):
         return slices[0] if len(slices) == 1 else np.concatenate([np.empty(0, np.int64), *slices])
 
     def walk(self, root: int, chain: BlockChain, limit: int | None = None) -> Iterator[Rows]:
-        """`nodes` in slices of 4,096 blocks or a little more; the last one has fewer, or none.
+        """`nodes` in slices of 2,048 blocks or a little more; the last one has fewer, or none.
 
         Keys lead to candidates; token ids and parents are then compared, so that a collision of keys can never hand
         out another prompt's KV.

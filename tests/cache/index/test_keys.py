@@ -94,7 +94,7 @@ def test_a_long_chain_is_hashed_in_slices() -> None:
     hashed = []
     while not chain.hash_until(9000):
         hashed.append(chain.hashed)
-    assert hashed == [4096, 8192]
+    assert hashed == [2048, 4096, 6144, 8192]
     assert chain.hashed == 9000
     assert chain.hash_until(20_000, at_most=1000), "there are not so many blocks"
     assert chain.hashed == 10_000
@@ -135,5 +135,5 @@ def test_a_walk_in_batches_gives_its_rows_as_it_finds_them() -> None:
     batches = chain.walk_batches(find_all, 9000)
     assert next(batches).tolist() == [1]
     assert asked == [1], "the rest is not hashed before somebody asks for it"
-    assert [len(rows) for rows in batches] == [16, 256, 4096, 4096, 535]
-    assert asked == [1, 16, 256, 4096, 4096, 535]
+    assert [len(rows) for rows in batches] == [16, 256, 2048, 2048, 2048, 2048, 535]
+    assert asked == [1, 16, 256, 2048, 2048, 2048, 2048, 535]

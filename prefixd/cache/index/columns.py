@@ -30,7 +30,7 @@ _COPIED_BYTES = 1 << 16  # a smaller column is copied when it grows: a thousand 
 _RESERVED_ROWS = 1 << 26  # with 300 bytes a row, 20 GB of addresses a table; a process has 128 TB
 _RESERVED_BYTES = 1 << 35  # of one column, whatever a row takes
 _MOST_ROWS = 1 << 31  # a row is an int32; reserved by a column that has outgrown the numbers above
-_HUGE_BYTES = 1 << 22  # a larger column is looked at in huge pages, as numpy's own arrays are
+_HUGE_BYTES = 1 << 22  # what is larger may lie in huge pages, as numpy's own arrays do
 _MAP_NORESERVE = 0x4000  # Linux; Python has no name for it before 3.13
 _OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
 _STRICT = "2"  # the kernel counts addresses as memory, whatever the flag says
@@ -70,10 +70,14 @@ class ColumnMemory:
 
     Args:
         reserve: where ranges of addresses come from.
+        huge_pages: whether large columns lie in huge pages, for one that is read all over the place. Each takes the
+            kernel up to milliseconds to clear, and columns of the same width enter the next one with the same row: 20
+            columns in huge pages held the event loop for 85 ms.
     """
 
-    def __init__(self, reserve: Reserve = reserve_addresses) -> None:
+    def __init__(self, reserve: Reserve = reserve_addresses, *, huge_pages: bool = False) -> None:
         self._reserve = reserve
+        self._huge_pages = huge_pages
         self._ranges: dict[str, _Range] = {}
 
     def grown(self, name: str, column: Column, rows: int, *, planes: bool = False) -> Column:
@@ -90,7 +94,8 @@ class ColumnMemory:
             held = self._range(column, rows, planes)
             held.column[: len(column)] = column
             self._ranges[name] = held
-        held.use(rows)
+        if self._huge_pages:
+            held.use_huge_pages(rows)
         return held.column[:rows]
 
     def _range(self, like: Column, rows: int, planes: bool) -> _Range:
@@ -119,8 +124,8 @@ class _Range:
         else:
             self.column = flat.reshape(rows, *shape)
 
-    def use(self, rows: int) -> None:
-        """The first `rows` rows are going to be used: in huge pages, when there are many."""
+    def use_huge_pages(self, rows: int) -> None:
+        """The first `rows` rows are going to be used."""
         if self._memory is None:
             return
         nbytes = self._plane_bytes * rows // len(self.column)

@@ -49,7 +49,7 @@ class KeyIndex:
         self, key_hash: KeyHash | None = None, reserve: Reserve = reserve_addresses, pace: int = _PACE
     ) -> None:
         self._hash = key_hash or process_hash()
-        self._memory = ColumnMemory(reserve)
+        self._memory = ColumnMemory(reserve, huge_pages=True)
         self._pace = pace
         self._count = 0
         self._keys = np.zeros((1, 2), np.uint64)

@@ -300,12 +300,13 @@ class Trie(TrieTable):
         fresh = min(fresh, _first_repeated(keys[old : old + fresh]))
         if not fresh:
             return found[:old], old
+        used = self.rows
         rows = self.take_rows(fresh)
         above = int(found[old - 1]) if old else parent
         parents = np.concatenate([[above], rows[:-1]])
         depth = int(self.depth[above]) + 1 if above >= 0 else 0
         end = old + fresh
-        self._clear(rows)
+        self._clear(rows[rows < used])
         self.insert_all(
             rows,
             parents,
@@ -318,7 +319,7 @@ class Trie(TrieTable):
         return np.concatenate([found[:old], rows]), old
 
     def _clear(self, rows: Rows) -> None:
-        """Makes 0 what `insert_all` expects to be: rows that were used before are as they were left."""
+        """Makes 0 what `insert_all` expects to be, in rows that were used before: they are as they were left."""
         columns: tuple[npt.NDArray[Any], ...] = (
             *(self.children, self.keep, self.pinned, self.any_part, self.complete, self.available, self.expired),
             *(self.there, self.checksummed, self.holds, self.tier_children, self.entered),

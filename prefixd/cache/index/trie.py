@@ -410,8 +410,7 @@ class Trie(TrieTable):
         """
         if self.any_part[rows].any():
             raise RuntimeError(f"of {len(rows)} rows to be removed, row {rows[self.any_part[rows] != 0][0]} has copies")
-        for row in rows.tolist():
-            self._keys.remove(row)
+        self._keys.remove_all(rows)
         self.namespace[rows] = NOWHERE
         self.generation[rows] += 1
         self.free.extend(rows.tolist())

@@ -33,7 +33,7 @@ from prefixd_swap import CopyEngine, EvictionPolicy, choose_page_victims
 T = TypeVar("T")
 
 
-_ALLOCATED_AT_ONCE = 4096  # blocks: some milliseconds on the event loop
+_ALLOCATED_AT_ONCE = 2048  # blocks: a millisecond or two on the event loop
 _EVICTED_AT_ONCE = 512
 _COPIED_AT_ONCE = 512
 

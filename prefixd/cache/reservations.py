@@ -20,7 +20,7 @@ from prefixd.cache.tiers import Tiers
 from prefixd.errors import ExhaustedError, InvalidArgumentError, PreconditionError
 from prefixd_swap import round_to_slot
 
-_COMMIT_BLOCKS = 1024  # entered into the trie at a time: about a millisecond
+_COMMIT_BLOCKS = 512  # entered into the trie at a time: about a millisecond
 
 
 class Reservations:

@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 
 
 Claim = tuple[Trie, Rows, list[int]]
+_ENDED_AT_ONCE = 1 << 16  # held blocks whose hold ends in one turn, about a millisecond,
+_ENDED_WITH_A_GRANT = 1 << 11  # and what a grant costs besides, in blocks
 NO_OFFSET = np.uint64(2**64 - 1)
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -114,7 +116,7 @@ class TieredCache:
         self.write_back = WriteBack(self.mover, enabled=write_back, limit_bytes=write_queue_bytes)
         self.scrubber = Scrubber(self.mover, clock, bytes_per_s=scrub_bytes_per_s, every_s=scrub_every_s)
         self.leases = LeaseTable(
-            self._end_grant, default_ttl_s=default_ttl_s, max_ttl_s=max_ttl_s, max_sessions=max_sessions
+            self._end_grants, default_ttl_s=default_ttl_s, max_ttl_s=max_ttl_s, max_sessions=max_sessions
         )
         self._reservations = Reservations(tiers, self.mover, self.leases, clock)
         self.quarantine = self._reservations.quarantine
@@ -421,6 +423,22 @@ class TieredCache:
         self.mover.placement.sweep(trie, rows)
 
     # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _end_grants(self, grants: Sequence[Lease | Reservation], at_its_word: bool) -> None:
+        """Gives back what grants protected: as much as takes a millisecond now, the rest soon."""
+        left = iter(grants)
+        blocks = 0
+        for grant in left:
+            self._end_grant(grant, at_its_word)
+            blocks += _ENDED_WITH_A_GRANT + len(grant.rows if isinstance(grant, Lease) else grant.prefix.rows)
+            if blocks >= _ENDED_AT_ONCE:
+                break
+        if len(rest := list(left)):
+            self.mover.spawn(self._end_later(rest, at_its_word))
+
+    async def _end_later(self, grants: Sequence[Lease | Reservation], at_its_word: bool) -> None:
+        await asyncio.sleep(0)
+        self._end_grants(grants, at_its_word)
 
     def _end_grant(self, grant: Lease | Reservation, at_its_word: bool) -> None:
         if isinstance(grant, Lease):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import numpy as np
 
@@ -16,11 +15,12 @@ from prefixd.cache.namespaces import Namespace
 from prefixd.cache.paths import find_path
 from prefixd.cache.quarantine import Quarantine
 from prefixd.cache.sessions import LeaseTable, Reservation, Session
-from prefixd.cache.tiers import Tiers
+from prefixd.cache.tiers import Slots, Tiers
 from prefixd.errors import ExhaustedError, InvalidArgumentError, PreconditionError
 from prefixd_swap import round_to_slot
 
 _COMMIT_BLOCKS = 512  # entered into the trie at a time: about a millisecond
+_RELEASED_AT_ONCE = 1024  # slots: about a millisecond
 
 
 class Reservations:
@@ -38,7 +38,8 @@ class Reservations:
         self._mover = mover
         self._leases = leases
         self._clock = clock
-        self.quarantine = Quarantine(partial(tiers.release, CPU))
+        self._returning: set[asyncio.Task[None]] = set()
+        self.quarantine = Quarantine(self._give_back)
 
     async def reserve(
         self,
@@ -52,6 +53,8 @@ class Reservations:
         by_daemon: bool,
     ) -> Reservation | int:
         """See `TieredCache.reserve`; the arguments are checked."""
+        if self._returning:  # what is being given back need not be evicted for
+            await asyncio.wait(self._returning)
         prefix = present(trie, await find_path(trie, namespace.root, chain), parts, first_block)
         wanted = len(chain) - len(prefix)
         if not wanted:
@@ -166,10 +169,23 @@ class Reservations:
         nbytes = len(reservation.slots) * sum(sizes)
         reservation.slots = reservation.slots[:0]
         if at_its_word:
-            self._tiers.release(CPU, slots)
+            self._give_back(slots)
         else:
             self.quarantine.keep(reservation, slots, nbytes)
         reservation.prefix.end()
+
+    def _give_back(self, slots: Slots) -> None:
+        """Gives slots back to the CPU tier, as many as take a millisecond now, the others soon."""
+        self._tiers.release(CPU, slots[:_RELEASED_AT_ONCE])
+        if len(slots) > _RELEASED_AT_ONCE:
+            task = self._mover.spawn(self._give_back_later(slots[_RELEASED_AT_ONCE:]))
+            self._returning.add(task)
+            task.add_done_callback(self._returning.discard)
+
+    async def _give_back_later(self, slots: Slots) -> None:
+        for start in range(0, len(slots), _RELEASED_AT_ONCE):
+            await asyncio.sleep(0)
+            self._tiers.release(CPU, slots[start : start + _RELEASED_AT_ONCE])
 
     def _fill(self, reservation: Reservation, start: int, rows: Rows) -> int:
         """Enters the parts of reserved blocks, from the `start`th on, that the CPU tier lacks; how many lacked any.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import secrets
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
 import numpy as np
 import numpy.typing as npt
@@ -94,6 +95,21 @@ class Session:
     grants: dict[str, Lease | Reservation] = field(default_factory=dict)
     namespaces: dict[bytes, Namespace] = field(default_factory=dict)
     processes: set[Process] = field(default_factory=set)
+    _granted: Counter[type[Lease] | type[Reservation]] = field(default_factory=Counter)
+
+    def count(self, kind: type[Lease] | type[Reservation]) -> int:
+        """Grants of one kind that have not ended."""
+        return self._granted[kind]
+
+    def add(self, grant: Lease | Reservation) -> None:
+        """Adds a grant."""
+        self.grants[grant.id] = grant
+        self._granted[type(grant)] += 1
+
+    def remove(self, grant: Lease | Reservation) -> None:
+        """Removes a grant that it has."""
+        del self.grants[grant.id]
+        self._granted[type(grant)] -= 1
 
     def namespace(self, identity: bytes) -> Namespace:
         """A namespace that this session has registered; PermissionDeniedError for every other, known or not."""
@@ -110,8 +126,8 @@ class LeaseTable:
     """All sessions and what they hold.
 
     Args:
-        end: called with every grant that ends, however it ends, and whether at its holder's word; gives back what the
-            grant protected.
+        end: called with grants that end, however they end, and whether at their holder's word; gives back what they
+            protected, at once or, where that is much, soon.
         default_ttl_s: lifetime of a grant that asked for none.
         max_ttl_s: longest lifetime that may be asked for.
         max_sessions: sessions open at once.
@@ -119,7 +135,7 @@ class LeaseTable:
 
     def __init__(
         self,
-        end: Callable[[Lease | Reservation, bool], None],
+        end: Callable[[Sequence[Lease | Reservation], bool], None],
         *,
         default_ttl_s: float,
         max_ttl_s: float,
@@ -134,6 +150,9 @@ class LeaseTable:
         """Whether the daemon is ending, and with it every session."""
         self._ended: OrderedDict[str, str] = OrderedDict()
         self._granted = 0
+        self._deadlines: list[tuple[float, str, str]] = []
+        """A heap of (a time, session, grant): each grant is in it with a time at which it may be overdue, at the latest
+        that of its end. Grants that have ended stay in it until then."""
 
     def open(self, client_name: str, pid: int, now_s: float) -> Session:
         """A new session; ExhaustedError when there are too many."""
@@ -149,8 +168,7 @@ class LeaseTable:
         """Ends a session and all it was granted. Closing twice does nothing."""
         if self.sessions.pop(session.id, None) is None:
             return
-        for grant in list(session.grants.values()):
-            self._finish(grant, "its session ended", at_its_word=False)
+        self._finish(list(session.grants.values()), "its session ended", at_its_word=False)
 
     def session(self, session_id: str) -> Session:
         """The open session with this id."""
@@ -177,8 +195,9 @@ class LeaseTable:
     def grant(self, grant: Lease | Reservation) -> None:
         """Adds a grant to its session; ends it with NotFoundError when the session ended while it was prepared."""
         if grant.session.id not in self.sessions:
-            self._end(grant, True)  # nobody has been told of it
-        self.session(grant.session.id).grants[grant.id] = grant
+            self._end([grant], True)  # nobody has been told of it
+        self.session(grant.session.id).add(grant)
+        self._watch(grant)
 
     def find(self, session: Session, grant_id: str) -> Lease | Reservation:
         """A session's grant; NotFoundError says how it ended if it did."""
@@ -192,32 +211,48 @@ class LeaseTable:
 
     def release(self, session: Session, grant_id: str) -> None:
         """Ends a grant at its holder's wish."""
-        self._finish(self.find(session, grant_id), "it was released", at_its_word=True)
+        self._finish([self.find(session, grant_id)], "it was released", at_its_word=True)
 
     def renew(self, session: Session, grant_ids: Sequence[str], ttl_s: float, now_s: float) -> None:
         """Lets grants live for `ttl_s` seconds from now; none of them, with NotFoundError, when one is over."""
         grants = [self.find(session, grant_id) for grant_id in grant_ids]
         for grant in grants:
+            sooner = now_s + ttl_s < grant.expires_s
             grant.expires_s = now_s + ttl_s
+            if sooner:
+                self._watch(grant)
 
     def expire(self, now_s: float) -> int:
         """Ends every grant whose time is up; returns how many."""
-        overdue = [g for s in self.sessions.values() for g in s.grants.values() if g.expires_s <= now_s]
-        for grant in overdue:
-            self._finish(grant, "its time was up", at_its_word=False)
+        overdue: dict[str, Lease | Reservation] = {}
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            _, session_id, grant_id = heappop(self._deadlines)
+            session = self.sessions.get(session_id)
+            grant = None if session is None else session.grants.get(grant_id)
+            if grant is None:
+                continue
+            if grant.expires_s <= now_s:
+                overdue[grant_id] = grant
+            else:  # it was renewed
+                self._watch(grant)
+        self._finish(list(overdue.values()), "its time was up", at_its_word=False)
         return len(overdue)
+
+    def _watch(self, grant: Lease | Reservation) -> None:
+        heappush(self._deadlines, (grant.expires_s, grant.session.id, grant.id))
 
     def forget(self, grant: Lease | Reservation, how: str) -> None:
         """Removes a grant whose protection the caller has dealt with itself."""
-        del grant.session.grants[grant.id]
+        grant.session.remove(grant)
         self._ended[grant.id] = how
         if len(self._ended) > _REMEMBERED:
             self._ended.popitem(last=False)
 
     def count(self, kind: type[Lease] | type[Reservation]) -> int:
         """Grants of one kind, all sessions."""
-        return sum(isinstance(g, kind) for s in self.sessions.values() for g in s.grants.values())
+        return sum(session.count(kind) for session in self.sessions.values())
 
-    def _finish(self, grant: Lease | Reservation, how: str, *, at_its_word: bool) -> None:
-        self.forget(grant, how)
-        self._end(grant, at_its_word)
+    def _finish(self, grants: Sequence[Lease | Reservation], how: str, *, at_its_word: bool) -> None:
+        for grant in grants:
+            self.forget(grant, how)
+        self._end(grants, at_its_word)

@@ -59,8 +59,8 @@ class Snapshot:
                     session_id=session.id[:8],
                     client_name=session.client_name,
                     pid=session.pid,
-                    leases=sum(isinstance(grant, Lease) for grant in session.grants.values()),
-                    reservations=sum(isinstance(grant, Reservation) for grant in session.grants.values()),
+                    leases=session.count(Lease),
+                    reservations=session.count(Reservation),
                     age_s=now - session.opened_s,
                 )
                 for session in leases.sessions.values()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import pytest
@@ -144,7 +146,7 @@ async def test_sessions_are_limited(make_rig: Callable[..., Rig]) -> None:
 
 
 def test_a_session_that_ended_with_the_daemon_is_no_mistake_of_its_client() -> None:
-    table = LeaseTable(lambda grant, at_its_word: None, default_ttl_s=60.0, max_ttl_s=100.0, max_sessions=1)
+    table = LeaseTable(lambda grants, at_its_word: None, default_ttl_s=60.0, max_ttl_s=100.0, max_sessions=1)
     session = table.open("one", 1, 0.0)
     table.close(session)
     with pytest.raises(NotFoundError, match="is not open"):
@@ -155,7 +157,7 @@ def test_a_session_that_ended_with_the_daemon_is_no_mistake_of_its_client() -> N
 
 
 def test_lifetimes_are_bounded() -> None:
-    table = LeaseTable(lambda grant, at_its_word: None, default_ttl_s=60.0, max_ttl_s=100.0, max_sessions=1)
+    table = LeaseTable(lambda grants, at_its_word: None, default_ttl_s=60.0, max_ttl_s=100.0, max_sessions=1)
     assert [table.ttl(wanted) for wanted in (0.0, 5.0, 500.0, math.inf)] == [60.0, 5.0, 100.0, 100.0]
     for wrong in (-1.0, math.nan):
         with pytest.raises(InvalidArgumentError, match=f"ttl_s is {wrong}"):
@@ -251,3 +253,57 @@ async def test_every_lookup_is_hits_and_misses_and_a_second_lease_is_none(make_r
                 rig.cache.release(rig.session, lease.id)
         assert (counters.asked_tokens - before, sum(counters.hit_tokens) - hits) == (2 * asked, 2 * found)
     assert counters.hit_tokens == [0, 2 * 3, 2 * 3], "the first lookup found the blocks on disk, and brought them up"
+
+
+async def test_a_grant_ends_at_its_last_deadline_however_often_it_was_renewed(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(cpu=4)
+    await rig.put([1])
+    start_s, leases = rig.clock.now, rig.cache.leases
+    later, sooner, gone = [await rig.lease([1], ttl_s=20.0) for _ in range(3)]
+    assert later is not None and sooner is not None and gone is not None
+    rig.cache.release(rig.session, gone.id)
+    assert (leases.count(Lease), leases.count(Reservation)) == (2, 0)
+    leases.renew(rig.session, [later.id], 50.0, start_s)
+    leases.renew(rig.session, [sooner.id], 5.0, start_s)
+    leases.renew(rig.session, [sooner.id], 10.0, start_s)
+    for after_s, ended in ((4.0, 0), (5.0, 0), (9.0, 0), (10.0, 1), (20.0, 0), (49.0, 0), (50.0, 1), (99.0, 0)):
+        assert leases.expire(start_s + after_s) == ended, f"after {after_s} s"
+    assert leases.count(Lease) == 0
+    assert not leases._deadlines
+    rig.check()
+
+
+async def test_a_session_with_many_leases_ends_in_many_turns(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prefixd.cache.cache._ENDED_AT_ONCE", 2 * (2 + 2048))
+    rig = make_rig(cpu=4)
+    await rig.put([1, 2])
+    for _ in range(7):
+        assert await rig.lease([1, 2]) is not None
+    held = rig.trie.holds[rig.rows([1, 2])[0], CPU]
+    rig.cache.leases.close(rig.session)
+    assert rig.cache.leases.count(Lease) == 0
+    seen = []
+    while rig.trie.keep.any():
+        seen.append(int(held[0]))
+        await asyncio.sleep(0)
+    assert [before - after for before, after in pairwise([7, *dict.fromkeys(seen), 0])] == [2, 2, 2, 1]
+    rig.check()
+
+
+async def test_a_long_reservation_is_given_back_in_many_turns(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prefixd.cache.reservations._RELEASED_AT_ONCE", 4)
+    rig = make_rig(cpu=16)
+    reservation = await rig.cache.reserve(rig.session, rig.namespace, rig.chain(list(range(15))))
+    assert isinstance(reservation, Reservation)
+    rig.cache.release(rig.session, reservation.id)
+    assert rig.cache.tiers.arena.slots_used == 11, "others have a turn now"
+    again = await rig.cache.reserve(rig.session, rig.namespace, rig.chain(list(range(100, 116))))
+    assert isinstance(again, Reservation) and len(again.slots) == 16, "what is being given back counts as free"
+    rig.cache.release(rig.session, again.id)
+    await rig.cache.mover.quiesce()
+    assert rig.cache.tiers.arena.slots_used == 0
+    rig.check()

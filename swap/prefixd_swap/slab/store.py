@@ -528,16 +528,28 @@ class SlabStore:
         The commit is durable by now and must not fail: what a damaged record does not say, or says wrongly, stays
         taken until the store is revived or opened again.
         """
+        of_records: list[list[int]] = []
+        for change, old in () if damaged else replaced:
+            try:
+                of_records.append(list(_freed(change, old)))
+            except RecordDamagedError as error:
+                self._orphan(error)
+        slots = [slot for of_record in of_records for slot in of_record]
         with self._changed:
             self._orphaned |= damaged and bool(replaced)
-            for change, old in () if damaged else replaced:
-                try:
-                    self._slabs.free(np.array(sorted(_freed(change, old)), np.int64))
-                except SwapError as error:
-                    self._orphaned = True
-                    log.error(
-                        "a damaged record has left the index, and its slots are free only after a restart: %s", error
-                    )
+            try:
+                self._slabs.free(np.array(slots, np.int64))
+            except SwapError:  # none is free then: a record among them names a slot that is not its own
+                for of_record in of_records:
+                    try:
+                        self._slabs.free(np.array(of_record, np.int64))
+                    except SwapError as error:
+                        self._orphan(error)
+
+    def _orphan(self, error: SwapError) -> None:
+        with self._changed:
+            self._orphaned = True
+        log.error("a damaged record has left the index, and its slots are free only after a restart: %s", error)
 
 
 def _drop(value: bytes, parts: Collection[int]) -> bytes:

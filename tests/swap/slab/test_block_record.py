@@ -213,3 +213,18 @@ def test_two_records_that_name_one_slot_are_parted_by_a_revive(store: SlabStore)
     assert lost == known[2:].tolist()
     store.check_integrity()
     assert store.used_bytes == 2 * PAGE
+
+
+def test_a_removal_frees_the_slots_of_the_others_when_a_record_names_one_that_is_free(
+    store: SlabStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert all(store.write([block(1), block(2), block(3)]))
+    names = {number: index_key(NS, key(number)) for number in (1, 2, 3)}
+    values = {number: store._index.get(name) for number, name in names.items()}
+    assert values[1] is not None
+    store._index.apply([(names[2], values[1])])
+    store.remove([(NS, key(2))])
+    assert store.used_bytes == 4 * PAGE, "the slots of block 1 were freed"
+    store.remove([(NS, key(number)) for number in (3, 1)])
+    assert "free only after a restart" in caplog.text
+    assert store.used_bytes == 2 * PAGE, "block 3 has gone with its slots; those of block 2 wait for a restart"

@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from prefixd_swap.errors import ChecksumError, DiskFullError, IntegrityError, StorageError
+from prefixd_swap.pages import PageAllocator
 from prefixd_swap.slab import index as slab_index
 from prefixd_swap.slab.block_record import BlockRecord, NewBlock
 from prefixd_swap.slab.file import INDEX_BITS
@@ -435,6 +437,7 @@ from prefixd_swap.errors import StorageError
 from prefixd_swap.slab.store import SlabStore
 from prefixd_swap.spans import Span
 import numpy as np
+import numpy.typing as npt
 data = np.ones(100, dtype=np.uint8)
 span = Span(int(data.ctypes.data), 100)
 def blocks(first):
@@ -479,6 +482,23 @@ def test_a_failed_removal_keeps_block_and_slot(store: SlabStore, monkeypatch: py
             put(store, 2, b"not stored")
     assert store.used_bytes == PAGE and stored(store, record) == b"still here"
     store.check_integrity()
+
+
+def test_the_slots_of_many_blocks_are_freed_at_once(store: SlabStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Freeing takes 100 us however few slots there are."""
+    records = store.write([block(number, Payload(bytes(10))) for number in range(40)])
+    assert all(records)
+    freed: list[int] = []
+    free = PageAllocator.free_many
+
+    def counting(pages: PageAllocator, offsets: npt.NDArray[np.int64]) -> None:
+        freed.append(len(offsets))
+        free(pages, offsets)
+
+    monkeypatch.setattr(PageAllocator, "free_many", counting)
+    store.remove([(NS, key(number)) for number in range(40)])
+    assert freed == [40]
+    assert store.used_bytes == 0
 
 
 def test_an_interrupted_commit_stops_the_writers(store: SlabStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,8 +87,7 @@ def find_page_victims(
     if not slots:
         return []
     taken, goes, homes, of = (np.concatenate(columns) for columns in (slots, may, owner, rows_of))
-    worth = np.empty(len(taken), np.float64)
-    worth[np.lexsort((-np.concatenate(depths), np.concatenate(scores)))] = np.arange(len(taken))
+    worth = _worth(np.concatenate(scores), np.concatenate(depths))
     evicted = np.zeros(len(taken), np.bool_)
     for size, parts in Counter(map(round_to_slot, sizes)).items():
         evicted[choose(size, parts * want, taken, worth, goes).positions] = True
@@ -98,3 +97,13 @@ def find_page_victims(
         if len(rows):
             found.append((trie, rows[np.argsort(-trie.depth[rows], kind="stable")]))
     return found
+
+
+def _worth(scores: npt.NDArray[np.float64], depths: npt.NDArray[np.int32]) -> npt.NDArray[np.float64]:
+    """[n] numbers in the order of `scores`; of equal ones the deeper block is worth less."""
+    order = np.argsort(scores)
+    ascending = scores[order]
+    rank = np.zeros(len(scores), np.int64)
+    rank[order[1:]] = np.cumsum(ascending[1:] != ascending[:-1])
+    deepest = int(depths.max(initial=0))
+    return (rank * (deepest + 1) + (deepest - depths)).astype(np.float64)

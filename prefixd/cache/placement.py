@@ -101,15 +101,21 @@ class Placement:
         if len(others):
             self._discard(trie, others, tier)
         dropped = len(others)
-        for row in rows[last].tolist():
-            leaf = trie.removable(row)
-            if leaf or (with_page and not trie.keep[row] and not trie.pinned[row]):
-                self._discard(trie, np.array([row]), tier)
-                if leaf:
-                    trie.remove(row)
-                dropped += 1
-                if tier != DISK and self.tiers.disk is not None:
-                    self.lost[f"evicted before it was written: {self.why_unwritten()}"] += 1
+        left, vanished = rows[last], 0
+        # Again, because ancestors without copies may have gone with them, and then others are leaves.
+        while len(going := trie.all_removable(left.tolist())):
+            self._discard(trie, going, tier)
+            trie.remove_all(going)
+            vanished += len(going)
+            left = left[trie.any_part[left] == bit]
+        if with_page:
+            left = left[(trie.keep[left] == 0) & ~trie.pinned[left]]
+            if len(left):
+                self._discard(trie, left, tier)
+                vanished += len(left)
+        dropped += vanished
+        if vanished and tier != DISK and self.tiers.disk is not None:
+            self.lost[f"evicted before it was written: {self.why_unwritten()}"] += vanished
         self.tiers.counters[tier].evicted += dropped
         self.epoch += 1
         return dropped

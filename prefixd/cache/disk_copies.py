@@ -322,14 +322,15 @@ class DiskCopies:
         removed: list[Identity] = []
         emptied: list[tuple[Trie, Rows, GroupMask]] = []
         for trie, rows in victims:
-            for row in rows.tolist():
-                identity, here = self.identity(trie, row), np.array([row])
-                if trie.tier_children[row, DISK]:
-                    groups = np.array([trie.all_groups], np.uint8)
-                    if self._placement.drop(trie, here, DISK, groups):
-                        emptied.append((trie, here, groups))
-                elif self._placement.drop(trie, here, DISK, with_page=True):
-                    removed.append(identity)
+            leaves, inner = _leaves_first(trie, rows)
+            identities = self.identities(trie, leaves)
+            if self._placement.drop(trie, leaves, DISK, with_page=True):
+                left = trie.any_part[leaves] & np.uint8(1 << DISK)
+                removed += [each for each, stays in zip(identities, left.tolist(), strict=True) if not stays]
+            groups = trie.there[inner, DISK].copy()
+            if self._placement.drop(trie, inner, DISK, groups):
+                gone = trie.there[inner, DISK] == 0
+                emptied.append((trie, inner[gone], groups[gone]))
         if emptied:
             await self._in_thread(self._tiers.store.drop_parts, self._parts_of(emptied))
         if removed:
@@ -552,6 +553,22 @@ class DiskCopies:
 
     async def _in_thread(self, work: Callable[..., T], *args: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
+
+
+def _leaves_first(trie: Trie, rows: Rows) -> tuple[Rows, Rows]:
+    """Those of `rows`, children before parents, that nothing on disk continues once those before them are gone; the
+    others."""
+    gone: Counter[int] = Counter()
+    leaves, inner = [], []
+    for row, children, parent in zip(
+        rows.tolist(), trie.tier_children[rows, DISK].tolist(), trie.parent[rows].tolist(), strict=True
+    ):
+        if children == gone[row]:
+            leaves.append(row)
+            gone[parent] += 1
+        else:
+            inner.append(row)
+    return np.array(leaves, np.int64), np.array(inner, np.int64)
 
 
 def _places(trie: Trie, row: int) -> list[DiskPart]:

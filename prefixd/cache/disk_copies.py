@@ -309,7 +309,7 @@ class DiskCopies:
 
         The record of a block that others on disk continue stays, without bytes.
         """
-        victims = find_page_victims(
+        victims = await find_page_victims(
             self._tries,
             DISK,
             sizes,

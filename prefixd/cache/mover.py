@@ -250,9 +250,16 @@ class Mover:
         if pages is None or not has_other_sizes(self.tries, tier, sizes):
             found = await find_victims(self.tries, tier, want, self.policy, demotable=demotable, spare_copies=ahead)
             return found, False
-        choose = partial(choose_page_victims, pages)
-        found = find_page_victims(
-            self.tries, tier, sizes, want, self.policy, choose, demotable=demotable, spare_copies=ahead
+        found = await find_page_victims(
+            self.tries,
+            tier,
+            sizes,
+            want,
+            self.policy,
+            partial(choose_page_victims, pages),
+            demotable=demotable,
+            spare_copies=ahead,
+            for_thread=lambda: partial(choose_page_victims, pages.copy()),
         )
         return found, True
 

@@ -12,13 +12,21 @@ where its last copy goes, its row stays in the trie for as long as they do.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
+from prefixd.cache.scan import SCANNED_AT_ONCE, slices
+from prefixd.pacer import Pacer
+from prefixd.steps import in_thread
 from prefixd_swap import EvictionPolicy, Victims, round_to_slot
+
+_ATTEMPTS = 3
 
 Choose = Callable[
     [int, int, npt.NDArray[np.int64], npt.NDArray[np.float64], npt.NDArray[np.bool_]],
@@ -39,7 +47,7 @@ def has_other_sizes(tries: Sequence[Trie], tier: int, sizes: Sequence[int]) -> b
     return len(wanted | held) > 1
 
 
-def find_page_victims(
+async def find_page_victims(
     tries: Sequence[Trie],
     tier: int,
     sizes: Sequence[int],
@@ -49,9 +57,14 @@ def find_page_victims(
     *,
     demotable: bool,
     spare_copies: bool = False,
+    for_thread: Callable[[], Choose] | None = None,
 ) -> list[tuple[Trie, Rows]]:
     """The blocks that have to leave `tier` so that `want` blocks with parts of `sizes` bytes have room, by trie, each
     trie's children before their parents.
+
+    Large tables are read in slices, and the choice is made in a thread; others use the tries meanwhile. So it is
+    checked at the end whether all that was chosen may still go, else the choice is made again. What is returned may go
+    at that moment; after some attempts it may be less than was chosen.
 
     Args:
         tries: all tries, by ordinal.
@@ -62,41 +75,113 @@ def find_page_victims(
         choose: the tier's own choice among slots.
         demotable: a block's last copy may go, because it will be written a tier down before.
         spare_copies: spare blocks that are in a tier above as well.
+        for_thread: gives a choice among the slots as they are now that can be made in a thread; `choose` itself is
+            one, where this is absent.
+
+    Raises:
+        ExhaustedError: no thread can be started.
     """
+
+    def may_go(trie: Trie, rows: Rows) -> npt.NDArray[np.bool_]:
+        return _may_go(trie, rows, tier, demotable=demotable, spare_copies=spare_copies)
+
+    def pick(slots: _Slots, choose: Choose) -> list[tuple[Trie, Rows, Rows, Rows]]:
+        return slots.pick(Counter(map(round_to_slot, sizes)), want, choose)
+
+    for attempts_left in reversed(range(_ATTEMPTS)):
+        slots = await _read_slots(tries, tier, policy, may_go)
+        if not len(slots.slots):
+            return []
+        if slots.interrupted:
+            chosen = await in_thread(partial(pick, slots, choose if for_thread is None else for_thread()))
+        else:
+            chosen = pick(slots, choose)
+        found, all_may_go = [], True
+        for trie, rows, parts, places in chosen:
+            fine = may_go(trie, rows) & (trie.slots[rows, tier, parts] == places)
+            all_may_go &= bool(fine.all())
+            going = np.unique(rows[fine])
+            found.append((trie, going[np.argsort(-trie.depth[going], kind="stable")]))
+        if all_may_go or not attempts_left:
+            break
+    return [(trie, rows) for trie, rows in found if len(rows)]
+
+
+def _may_go(trie: Trie, rows: Rows, tier: int, *, demotable: bool, spare_copies: bool) -> npt.NDArray[np.bool_]:
+    """[len(rows)]: which blocks' copies in `tier` may go, if they have one."""
     bit = np.uint8(1 << tier)
-    slots, scores, depths, may, owner, rows_of = [], [], [], [], [], []
+    last = trie.any_part[rows] == bit
+    goes: npt.NDArray[np.bool_] = ~trie.held(rows, tier)
+    stays = (trie.keep[rows] > 0) | trie.pinned[rows]
+    if demotable:
+        stays &= (trie.complete[rows] & bit) == 0
+    goes &= ~(last & stays)
+    if spare_copies:
+        goes &= (trie.any_part[rows] & (bit - np.uint8(1))) == 0
+    return goes
+
+
+@dataclass(frozen=True, slots=True)
+class _Slots:
+    """The n slots that are taken in a tier, with the blocks that have them. A thread may look at it."""
+
+    interrupted: bool
+    """Others have used the tries while they were read."""
+    tries: list[Trie]
+    slots: npt.NDArray[np.int64]
+    scores: npt.NDArray[np.float64]
+    depths: npt.NDArray[np.int32]
+    may_go: npt.NDArray[np.bool_]
+    rows: Rows
+    parts: Rows
+    places: Rows
+    """Whose rows: positions in `tries`."""
+
+    def pick(self, sizes: Mapping[int, int], want: int, choose: Choose) -> list[tuple[Trie, Rows, Rows, Rows]]:
+        """Chooses what has to go for `want` blocks, which have so many parts of each of `sizes`: by trie, the rows,
+        parts and slots."""
+        worth = _worth(self.scores, self.depths)
+        evicted = np.zeros(len(self.slots), np.bool_)
+        for size, parts in sizes.items():
+            evicted[choose(size, parts * want, self.slots, worth, self.may_go).positions] = True
+        found = []
+        for place, trie in enumerate(self.tries):
+            mine = np.flatnonzero(evicted & (self.places == place))
+            if len(mine):
+                found.append((trie, self.rows[mine], self.parts[mine], self.slots[mine]))
+        return found
+
+
+async def _read_slots(
+    tries: Sequence[Trie],
+    tier: int,
+    policy: EvictionPolicy,
+    may_go: Callable[[Trie, Rows], npt.NDArray[np.bool_]],
+) -> _Slots:
+    """The slots that are taken in a tier, read in slices."""
+    bit, pacer, scanned = np.uint8(1 << tier), Pacer(SCANNED_AT_ONCE), 0
+    nothing = np.empty(0, np.int64)
+    pieces: list[tuple[npt.NDArray[Any], ...]] = [
+        (nothing, np.empty(0), np.empty(0, np.int32), np.empty(0, np.bool_), nothing, nothing, nothing)
+    ]
     for place, trie in enumerate(tries):
-        rows = np.flatnonzero(trie.any_part[: trie.rows] & bit)
-        last = trie.any_part[rows] == bit
-        goes = ~trie.held(rows, tier)
-        stays = (trie.keep[rows] > 0) | trie.pinned[rows]
-        if demotable:
-            stays &= (trie.complete[rows] & bit) == 0
-        goes &= ~(last & stays)
-        if spare_copies:
-            goes &= (trie.any_part[rows] & np.uint8((1 << tier) - 1)) == 0
-        score = policy.scores(trie.last_used[rows], trie.entered[rows, tier])
-        for part in range(len(trie.part_bytes)):
-            there = trie.slots[rows, tier, part] != NO_SLOT
-            slots.append(trie.slots[rows[there], tier, part])
-            scores.append(score[there])
-            depths.append(trie.depth[rows[there]])
-            may.append(goes[there])
-            rows_of.append(rows[there])
-            owner.append(np.full(int(np.count_nonzero(there)), place))
-    if not slots:
-        return []
-    taken, goes, homes, of = (np.concatenate(columns) for columns in (slots, may, owner, rows_of))
-    worth = _worth(np.concatenate(scores), np.concatenate(depths))
-    evicted = np.zeros(len(taken), np.bool_)
-    for size, parts in Counter(map(round_to_slot, sizes)).items():
-        evicted[choose(size, parts * want, taken, worth, goes).positions] = True
-    found = []
-    for place, trie in enumerate(tries):
-        rows = np.unique(of[evicted & (homes == place)])
-        if len(rows):
-            found.append((trie, rows[np.argsort(-trie.depth[rows], kind="stable")]))
-    return found
+        for scan in slices(trie.rows):
+            rows = scan.start + np.flatnonzero(trie.any_part[scan] & bit)
+            goes, depths = may_go(trie, rows), trie.depth[rows]
+            scores = policy.scores(trie.last_used[rows], trie.entered[rows, tier])
+            for part in range(len(trie.part_bytes)):
+                slots = trie.slots[rows, tier, part]
+                at = np.flatnonzero(slots != NO_SLOT)
+                whose = np.full(len(at), part), np.full(len(at), place)
+                pieces.append((slots[at], scores[at], depths[at], goes[at], rows[at], *whose))
+            scanned += scan.stop - scan.start
+            await pacer.worked(scan.stop - scan.start)
+    interrupted = scanned >= SCANNED_AT_ONCE
+
+    def joined() -> _Slots:
+        return _Slots(interrupted, list(tries), *map(np.concatenate, zip(*pieces, strict=True)))
+
+    return await in_thread(joined) if interrupted else joined()
 
 
 def _worth(scores: npt.NDArray[np.float64], depths: npt.NDArray[np.int32]) -> npt.NDArray[np.float64]:

@@ -1,0 +1,102 @@
+"""Pages to be emptied are chosen in slices and in a thread where tables are large, and may go when they are returned."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+import numpy as np
+import pytest
+
+from prefixd.cache import CPU, Trie
+from prefixd.cache.page_victims import find_page_victims
+from prefixd_swap import PageAllocator, Victims, choose_page_victims, create_eviction_policy
+
+SMALL, LARGE = 4096, 65536
+CAPACITY = 64 * LARGE
+
+
+class Tier:
+    """A full tier: blocks of 4 KiB, but for four pages with one block of 64 KiB each, which was used last."""
+
+    def __init__(self) -> None:
+        self.pages = PageAllocator(CAPACITY)
+        self.pages.add(0, CAPACITY)
+        self.tries = [Trie(1, (SMALL,), 0), Trie(1, (LARGE,), 1)]
+        self.number = 0
+        for _ in range(4):
+            self.put(1, used_s=1e6)
+        while self.pages.room(SMALL):
+            self.put(0, used_s=float(self.number))
+
+    def put(self, ordinal: int, used_s: float) -> None:
+        trie = self.tries[ordinal]
+        self.number += 1
+        row = trie.insert(-1, 0, self.number.to_bytes(16, "little"), self.number.to_bytes(4, "little"), used_s)
+        slot = self.pages.allocate(trie.part_bytes[0])
+        assert row is not None and slot is not None
+        trie.put_copy(row, CPU, [slot], 0.0)
+
+    async def victims(self, sizes: list[int], want: int) -> list[tuple[int, list[int]]]:
+        def copied() -> partial[Victims]:
+            return partial(choose_page_victims, self.pages.copy())
+
+        found = await find_page_victims(
+            self.tries,
+            CPU,
+            sizes,
+            want,
+            create_eviction_policy("lru", 0),
+            partial(choose_page_victims, self.pages),
+            demotable=False,
+            for_thread=copied,
+        )
+        return [(trie.ordinal, rows.tolist()) for trie, rows in found]
+
+
+@pytest.fixture
+def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("scan", "page_victims"):
+        monkeypatch.setattr(f"prefixd.cache.{module}.SCANNED_AT_ONCE", 16)
+
+
+@pytest.mark.parametrize(("sizes", "want"), [([LARGE], 1), ([LARGE], 3), ([SMALL], 5), ([SMALL, LARGE], 2)])
+async def test_slices_and_a_thread_find_the_same(sizes: list[int], want: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = Tier()
+    expected = await tier.victims(sizes, want)
+    assert expected
+    for module in ("scan", "page_victims"):
+        monkeypatch.setattr(f"prefixd.cache.{module}.SCANNED_AT_ONCE", 16)
+    assert await tier.victims(sizes, want) == expected
+
+
+@pytest.mark.usefixtures("small_slices")
+async def test_a_block_that_is_held_meanwhile_stays_and_another_page_goes() -> None:
+    tier = Tier()
+    ((_, first),) = await tier.victims([LARGE], 1)
+    search = asyncio.create_task(tier.victims([LARGE], 1))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    tier.tries[0].hold(np.array(first[:1]), CPU)
+    ((ordinal, rows),) = await search
+    assert (ordinal, len(rows)) == (0, LARGE // SMALL), "a whole page, as if it had been held from the start"
+    assert first[0] not in rows
+
+
+@pytest.mark.usefixtures("small_slices")
+async def test_no_turn_reads_more_than_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = Tier()
+    read = [0]
+    held = Trie.held
+
+    def counting(trie: Trie, rows: np.ndarray, which: int) -> np.ndarray:
+        read[-1] += len(rows)
+        return held(trie, rows, which)
+
+    monkeypatch.setattr(Trie, "held", counting)
+    search = asyncio.create_task(tier.victims([LARGE], 1))
+    while not search.done():
+        read.append(0)
+        await asyncio.sleep(0)
+    assert sum(read) >= sum(trie.rows for trie in tier.tries)
+    assert max(read) <= 2 * 16

@@ -18,10 +18,12 @@ from typing import TypeVar
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from prefixd.cache.checksums import Checksums
 from prefixd.cache.disk_health import DiskHealth
 from prefixd.cache.groups import GroupMask
+from prefixd.cache.index.children import Descendants, MovedError
 from prefixd.cache.index.trie import CPU, DISK, NO_SLOT, Rows, Trie
 from prefixd.cache.namespaces import Namespace, NamespaceRegistry
 from prefixd.cache.page_victims import find_page_victims, has_other_sizes
@@ -49,6 +51,7 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 _WRITE_BATCH = 64
+_DROPPED_AT_ONCE = 1024  # blocks behind damaged ones
 
 Identity = tuple[bytes, bytes]
 """Namespace id and block key: a block's name on disk."""
@@ -476,7 +479,8 @@ class DiskCopies:
             error: what was found.
 
         Returns:
-            How many blocks have left the disk.
+            How many blocks have left the disk. Where they are many, those that continue the damaged ones leave it later
+            and are not counted.
         """
         placement = self._placement
         why = "disk read failed"
@@ -493,16 +497,46 @@ class DiskCopies:
         emptied = rows[trie.any_part[rows] == 0]
         if len(emptied) < len(rows):
             placement.changed.set()  # write-back writes the others again
-        going = trie.all_removable(trie.subtree(emptied)[::-1])
-        on_disk = going[(trie.any_part[going] & np.uint8(1 << DISK)) != 0]
-        children += self.identities(trie, on_disk)
-        placement.discard(trie, going)
+        walk = Descendants(trie, emptied)
+        descendants = walk.take(_DROPPED_AT_ONCE)
+        if walk.done:
+            children += self._forget(trie, descendants[::-1])
+        else:
+            self._in_background(self._drop_descendants(trie, emptied, trie.generation[emptied]))
         placement.sweep(trie, emptied[np.argsort(trie.depth[emptied], kind="stable")])
-        removal = self._remove_damaged(trie, children, damaged, isinstance(error, RecordDamagedError))
+        self._in_background(self._remove_damaged(trie, children, damaged, isinstance(error, RecordDamagedError)))
+        return len(damaged) + len(children)
+
+    def _in_background(self, removal: Coroutine[object, object, None]) -> None:
         task = asyncio.create_task(removal)
         self._removals.add(task)
         task.add_done_callback(self._removals.discard)
-        return len(damaged) + len(children)
+
+    def _forget(self, trie: Trie, rows: Sequence[int]) -> list[Identity]:
+        """Drops those of `rows`, children before parents, that nobody holds; returns those that were on disk."""
+        going = trie.all_removable(rows)
+        on_disk = self.identities(trie, going[(trie.any_part[going] & np.uint8(1 << DISK)) != 0])
+        self._placement.discard(trie, going)
+        return on_disk
+
+    async def _drop_descendants(self, trie: Trie, roots: Rows, generations: npt.NDArray[np.int32]) -> None:
+        """Drops what continues blocks that have no copy left and that nobody holds, a part of it in one turn.
+
+        What it does not come to, since a block goes meanwhile, is matched by nobody and evicted like any other.
+        """
+        found: list[tuple[int, int]] = []
+        walk = Descendants(trie, roots[trie.generation[roots] == generations])
+        with suppress(MovedError):
+            while not walk.done:
+                await asyncio.sleep(0)
+                rows = walk.take(_DROPPED_AT_ONCE)
+                found += zip(rows, trie.generation[rows].tolist(), strict=True)
+        for end in range(len(found), 0, -_DROPPED_AT_ONCE):
+            await asyncio.sleep(0)
+            some = found[max(end - _DROPPED_AT_ONCE, 0) : end][::-1]
+            same = [row for row, generation in some if trie.generation[row] == generation]
+            with suppress(StorageError):  # reported; the records go when the disk works again
+                await self.remove(trie, self._forget(trie, same))
 
     # -- removing -----------------------------------------------------------------------------------------------
 

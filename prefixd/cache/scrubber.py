@@ -256,6 +256,7 @@ class Scrubber:
         disk, trie = self._mover.disk, batch.trie
         blocks = batch.still_there()
         if not blocks:
+            await asyncio.sleep(0)  # many batches may have gone
             return
         stop = threading.Event()
         expected = [disk.expected(trie, block.row) for block in blocks]

@@ -1,4 +1,4 @@
-"""Pages to be emptied are chosen in slices and in a thread where tables are large, and may go when they are returned."""
+"""Pages to be emptied are chosen in slices and in a thread where tables are large; what is returned may go."""
 
 from __future__ import annotations
 

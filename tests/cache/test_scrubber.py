@@ -71,6 +71,30 @@ async def test_damage_is_found_and_goes_with_what_continues_it(make_rig: MakeRig
     assert (await verified(rig)).damaged_blocks == 0
 
 
+async def test_a_long_prompt_goes_in_parts_behind_a_damaged_block(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others have a turn after each part; until it has gone, a block behind the damaged one is matched by nobody."""
+    monkeypatch.setattr("prefixd.cache.disk_copies._DROPPED_AT_ONCE", 4)
+    rig = make_rig(cpu=32, disk=32)
+    prompt = list(range(20))
+    await rig.put(prompt, durable=True)
+    await rig.put([0, 100], durable=True)
+    await rig.restart()
+    rig.damage(rig.rows(prompt)[1])
+    assert (await verified(rig)).damaged_blocks == 1
+    seen = [len(rig.trie)]
+    assert len(await rig.cache.match(rig.namespace, rig.chain(prompt))) == 1
+    while rig.cache.mover.disk.busy:
+        await asyncio.sleep(0.001)
+        seen.append(len(rig.trie))
+    assert len(rig.trie) == 2, "the blocks before the damaged one, and what continues those, stay"
+    assert len(set(seen)) > 2
+    await rig.check_disk()
+    assert await rig.get([0, 100]) == 2
+    assert await rig.put(prompt, durable=True) == (19, 0), "computed again"
+
+
 async def test_a_damaged_leaf_leaves_no_row_behind(make_rig: MakeRig) -> None:
     rig = make_rig(cpu=16, disk=32)
     await rig.put([1], durable=True)

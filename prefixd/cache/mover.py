@@ -27,7 +27,7 @@ from prefixd.cache.namespaces import Namespace, NamespaceRegistry
 from prefixd.cache.page_victims import find_page_victims, has_other_sizes
 from prefixd.cache.placement import Placement
 from prefixd.cache.tiers import Slots, Tiers
-from prefixd.cache.victims import find_expired, find_victims
+from prefixd.cache.victims import can_free, find_expired, find_victims
 from prefixd_swap import CopyEngine, EvictionPolicy, choose_page_victims
 
 T = TypeVar("T")
@@ -185,24 +185,13 @@ class Mover:
 
     async def take_frames(self, count: int) -> list[int] | None:
         """`count` GPU frames in flight; all or none. Evicts nothing when not all can be had."""
-        if count > self.tiers.frames.free_count + self._evictable_frames():
+        lacking = count - self.tiers.frames.free_count
+        if not await can_free(self.tries, GPU, lacking, demotable=self.tiers.below(GPU) is not None):
             return None
         frames = (await self.allocate(GPU, (0,), count)).ravel().tolist()
         if len(frames) < count:
             self.tiers.release(GPU, frames)
             return None
-        return frames
-
-    def _evictable_frames(self) -> int:
-        """The most frames that eviction can free."""
-        bit, can_go_down = np.uint8(1 << GPU), self.tiers.below(GPU) is not None
-        frames = 0
-        for trie in self.tries:
-            rows = np.flatnonzero(trie.any_part[: trie.rows] & bit)
-            goes = ~trie.held(rows, GPU)
-            if not can_go_down:
-                goes &= (trie.any_part[rows] != bit) | ((trie.keep[rows] == 0) & ~trie.pinned[rows])
-            frames += int(np.count_nonzero(goes))
         return frames
 
     async def _evict(self, tier: int, sizes: Sequence[int], want: int, ahead: bool) -> int:

@@ -57,6 +57,25 @@ def _expired(trie: Trie, rows: Rows, tier: int) -> GroupMask:
     return groups
 
 
+async def can_free(tries: Sequence[Trie], tier: int, blocks: int, *, demotable: bool) -> bool:
+    """Whether evictions, one after the other, can free the room of so many blocks in `tier`.
+
+    A scan in slices, which ends where there are enough. Others use the tries between two slices, so it is an estimate.
+    """
+    bit, pacer = np.uint8(1 << tier), Pacer(SCANNED_AT_ONCE)
+    for trie in list(tries):
+        for part in slices(trie.rows):
+            if blocks <= 0:
+                return True
+            rows = part.start + np.flatnonzero(trie.any_part[part] & bit)
+            goes = ~trie.held(rows, tier)
+            if not demotable:
+                goes &= (trie.any_part[rows] != bit) | ((trie.keep[rows] == 0) & ~trie.pinned[rows])
+            blocks -= int(np.count_nonzero(goes))
+            await pacer.worked(part.stop - part.start)
+    return blocks <= 0
+
+
 async def find_victims(
     tries: Sequence[Trie],
     tier: int,

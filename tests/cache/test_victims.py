@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from prefixd.cache import CPU, DISK, GPU, Trie
 from prefixd.cache.index.trie import Rows
-from prefixd.cache.victims import find_victims
+from prefixd.cache.victims import can_free, find_victims
 from prefixd_swap import create_eviction_policy
 
 T = TypeVar("T")
@@ -240,3 +240,27 @@ def test_a_block_above_others_without_copies_goes_after_what_continues_them() ->
     forest.put(1, DISK)
     forest.tries[0].drop_copy(forest.rows[0][1], DISK)
     assert forest.victims(CPU, 4, demotable=False) == [3], "a block between them stays"
+
+
+@pytest.mark.parametrize("at_once", [3, 1000])
+def test_what_evictions_can_free_is_counted_as_far_as_is_needed(at_once: int) -> None:
+    forest = Forest([-1, 0, 1, 2, -1, -1])
+    for number in range(6):
+        forest.put(number, CPU)
+    held, kept = forest.rows[3], forest.rows[4]
+    held[0].hold(np.array([held[1]]), CPU)
+    kept[0].retain(np.array([kept[1]]))
+    with scanned_at_once(at_once):
+        can = {
+            (blocks, demotable): in_turns(can_free(forest.tries, CPU, blocks, demotable=demotable))
+            for blocks in (-1, 0, 4, 5, 6)
+            for demotable in (False, True)
+        }
+    assert [blocks for blocks, demotable in can if can[blocks, demotable] and demotable] == [-1, 0, 4, 5]
+    assert [blocks for blocks, demotable in can if can[blocks, demotable] and not demotable] == [-1, 0, 4]
+
+
+def test_nothing_is_scanned_where_enough_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Trie, "held", lambda *args: pytest.fail("scanned"))
+    forest = Forest([-1] * 10)
+    assert in_turns(can_free(forest.tries, CPU, 0, demotable=True))

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import numpy as np
-import numpy.typing as npt
 
 from prefixd.cache import Trie
+from prefixd.cache.index.columns import ColumnMemory
 from prefixd.cache.index.trie import Rows
-
-C = TypeVar("C", np.int32, np.int64)
 
 
 class FrameBudget:
@@ -25,6 +21,7 @@ class FrameBudget:
 
     def __init__(self) -> None:
         self.taken = 0
+        self._memory = ColumnMemory()  # a table of a million rows grows without copying
         self._holders = np.zeros(0, np.int32)  # by row: how many counted requests hold the block
         self._round = 1
         self._weighed_in = np.zeros(0, np.int64)  # by row: the last round in which the block was weighed
@@ -53,11 +50,5 @@ class FrameBudget:
 
     def _fit(self, trie: Trie) -> None:
         if trie.rows > len(self._holders):
-            self._holders = _grown(self._holders, 2 * trie.rows)
-            self._weighed_in = _grown(self._weighed_in, 2 * trie.rows)
-
-
-def _grown(column: npt.NDArray[C], rows: int) -> npt.NDArray[C]:
-    larger = np.zeros(rows, column.dtype)
-    larger[: len(column)] = column
-    return larger
+            self._holders = self._memory.grown("holders", self._holders, 2 * trie.rows)
+            self._weighed_in = self._memory.grown("weighed in", self._weighed_in, 2 * trie.rows)

@@ -16,6 +16,7 @@ from prefixd.cache import CPU, Lease, NamespaceSpec, PartSpec, Reservation, Slid
 from prefixd.cache.cache import NO_OFFSET
 from prefixd.cache.index.trie import Rows
 from prefixd.errors import InvalidArgumentError, PreconditionError, UnavailableError
+from prefixd.pacer import Pacer
 from prefixd.server.rpc import Context, abort, deliver, granting, outlive, streaming, unary
 from prefixd.v1 import cache_pb2 as pb
 from prefixd.v1 import cache_pb2_grpc
@@ -103,7 +104,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         match = await cache.match(namespace, chain)
         if request.counted:
             cache.count_lookup(cache.trie(namespace), len(chain), match.rows)
-        return pb.MatchResponse(blocks=len(match), runs=tier_runs(cache.trie(namespace), match.rows))
+        return pb.MatchResponse(blocks=len(match), runs=await tier_runs(cache.trie(namespace), match.rows))
 
     @granting(lambda self, request, response: self._take_back(request.session_id, response.lease_id))
     async def Acquire(self, request: pb.AcquireRequest) -> pb.AcquireResponse:
@@ -302,9 +303,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         self, requests: AsyncIterator[pb.PutRequest], reservation: Reservation | int, skip: int, sizes: list[int]
     ) -> int:
         """Copies the stream into the reservation's slots, but for its first `skip` bytes; returns bytes received."""
-        targets: list[tuple[int, int]] = []
-        if isinstance(reservation, Reservation):
-            targets = [pair for block in reservation.slots.tolist() for pair in zip(block, sizes, strict=True)]
+        slots = reservation.slots.ravel() if isinstance(reservation, Reservation) else np.empty(0, np.int64)
         received = index = filled = 0
         async for message in requests:
             if message.WhichOneof("content") != "data":
@@ -316,8 +315,8 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
             left = min(skip, len(data))
             skip -= left
             data = data[left:]
-            while len(data) and index < len(targets):
-                offset, size = targets[index]
+            while len(data) and index < len(slots):
+                offset, size = int(slots[index]), sizes[index % len(sizes)]
                 count = min(len(data), size - filled)
                 self._cache.tiers.arena.array(offset, size)[filled : filled + count] = data[:count]
                 data = data[count:]
@@ -341,15 +340,16 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
             raise UnavailableError("the daemon drains and takes no new blocks; try again when it is back")
 
 
-def tier_runs(trie: Trie, path: Rows) -> list[pb.TierRun]:
-    """The tiers from which the blocks of a usable prefix come, run-length encoded."""
+async def tier_runs(trie: Trie, path: Rows) -> list[pb.TierRun]:
+    """The tiers from which the blocks of a usable prefix come, run-length encoded, as of the call."""
     tiers = trie.distances(path)
     starts = np.flatnonzero(np.diff(tiers, prepend=-1))
     lengths = np.diff(starts, append=len(tiers))
-    return [
-        pb.TierRun(tier=pb.Tier.Name(tier + 1), blocks=blocks)
-        for tier, blocks in zip(tiers[starts].tolist(), lengths.tolist(), strict=True)
-    ]
+    runs, pacer = [], Pacer()
+    for tier, blocks in zip(tiers[starts].tolist(), lengths.tolist(), strict=True):
+        runs.append(pb.TierRun(tier=pb.Tier.Name(tier + 1), blocks=blocks))
+        await pacer.worked(1)
+    return runs
 
 
 def _rule(part: pb.Part) -> SlidingWindowSpec | None:

@@ -35,7 +35,9 @@ class Checksums:
     def __init__(self, placement: Placement) -> None:
         self._placement = placement
         self._tiers = placement.tiers
-        self._pending: dict[tuple[int, int], set[asyncio.Task[None]]] = {}  # by (trie, row)
+        self._pending: list[dict[int, asyncio.Task[None]]] = []
+        """By the trie's ordinal and the row, the last task for the block, which waits for those before. No object a
+        block: a garbage collection looks at each, 10 ms for those of a long prompt."""
         self.tasks: set[asyncio.Task[None]] = set()
         """Those under way."""
         self._threads = started_threads(_THREADS, "prefixd-checksums")
@@ -56,19 +58,28 @@ class Checksums:
             todo = (trie.slots[some, CPU] != NO_SLOT) & ~trie.checksummed[some]
             some, todo = some[todo.any(axis=1)], todo[todo.any(axis=1)]
             if len(some):
-                task = asyncio.create_task(
-                    self._hash(self._placement.holds.hold("checksums", trie, some, CPU), todo, trie.slots[some, CPU])
-                )
+                hold = self._placement.holds.hold("checksums", trie, some, CPU)
+                before = self._under_way(trie, some)
+                task = asyncio.create_task(self._hash(hold, todo, trie.slots[some, CPU], before))
                 self.tasks.add(task)
                 task.add_done_callback(self.tasks.discard)
-                for row in some.tolist():
-                    self._pending.setdefault((trie.ordinal, row), set()).add(task)
+                self._of(trie).update(dict.fromkeys(some.tolist(), task))
 
     async def wait(self, trie: Trie, rows: Rows) -> None:
         """Waits until what is under way for `rows` is done."""
-        tasks = {task for row in rows.tolist() for task in self._pending.get((trie.ordinal, row), ())}
+        tasks = self._under_way(trie, rows)
         if tasks:
             await asyncio.wait(tasks)
+
+    def _of(self, trie: Trie) -> dict[int, asyncio.Task[None]]:
+        while len(self._pending) <= trie.ordinal:
+            self._pending.append({})
+        return self._pending[trie.ordinal]
+
+    def _under_way(self, trie: Trie, rows: Rows) -> set[asyncio.Task[None]]:
+        """The last tasks for `rows`."""
+        pending = self._of(trie)
+        return {pending[row] for row in rows.tolist() if row in pending}
 
     async def wait_for_some(self) -> bool:
         """Waits until a part of what is under way is done, and its holds are over; False when nothing is."""
@@ -78,8 +89,10 @@ class Checksums:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         return True
 
-    async def _hash(self, hold: Hold, todo: npt.NDArray[np.bool_], slots: Slots) -> None:
-        """Hashes the parts `todo` of the held blocks, [m, parts], that lie in `slots`."""
+    async def _hash(
+        self, hold: Hold, todo: npt.NDArray[np.bool_], slots: Slots, before: set[asyncio.Task[None]]
+    ) -> None:
+        """Hashes the parts `todo` of the held blocks, [m, parts], that lie in `slots`, and waits for `before`."""
         trie, rows = hold.trie, hold.rows
         which, parts = np.nonzero(todo)
         try:
@@ -88,13 +101,13 @@ class Checksums:
             )
             there = trie.slots[rows[which], CPU, parts] != NO_SLOT  # it was held, so it is the same slot
             trie.set_part_checksums(rows[which[there]], parts[there], np.array(checksums, np.uint64)[there])
+            if before:
+                await asyncio.wait(before)
         finally:
-            task = asyncio.current_task()
+            task, pending = asyncio.current_task(), self._of(trie)
             for row in rows.tolist():
-                pending = self._pending[trie.ordinal, row]
-                pending.discard(task)
-                if not pending:
-                    del self._pending[trie.ordinal, row]
+                if pending.get(row) is task:
+                    del pending[row]
             hold.end()
 
     def _hash_parts(self, slots: Sequence[int], parts: Sequence[int], part_bytes: Sequence[int]) -> list[int]:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import pytest
 import xxhash
 
 from prefixd.cache import CPU, DISK, GPU, Reservation
@@ -95,3 +100,48 @@ async def test_a_second_version_in_memory_is_not_mistaken_for_the_one_on_disk(ma
     assert not rig.trie.checksummed[row].any()
     await rig.put([4, 5])  # the version in memory goes
     assert await rig.get([1]) == 1, "the one on disk is verified with its own checksum"
+
+
+async def test_no_object_a_block_waits_for_its_checksum(make_rig: MakeRig) -> None:
+    """A garbage collection on the event loop looks at each."""
+    rig = make_rig(cpu=200, disk=200)
+    prompt = list(range(200))
+    await rig.put(prompt)
+    mover, rows = rig.cache.mover, np.array(rig.rows(prompt))
+    await mover.wait_for_checksums()
+    rig.trie.checksummed[rows] = False
+    gc.collect()
+    before = len(gc.get_objects())
+    mover.start_checksums(rig.trie, rows)
+    assert len(gc.get_objects()) - before < len(rows) / 2
+    await mover.wait_for_checksums()
+    assert rig.trie.checksummed[rows].all()
+    rig.check()
+
+
+async def test_a_block_has_its_checksum_when_all_that_was_begun_for_it_is_done(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_rig(cpu=8, disk=8)
+    await rig.put([1, 2, 3])
+    mover, rows = rig.cache.mover, np.array(rig.rows([1, 2, 3]))
+    await mover.wait_for_checksums()
+    gate, hashed = threading.Event(), mover._checksums._hash_parts
+
+    def slowly(*args: Any) -> list[int]:
+        gate.wait(60)
+        return hashed(*args)
+
+    rig.trie.checksummed[rows] = False
+    with monkeypatch.context() as patch:
+        patch.setattr(mover._checksums, "_hash_parts", slowly)
+        mover.start_checksums(rig.trie, rows)
+        await asyncio.sleep(0)
+    mover.start_checksums(rig.trie, rows[1:2])
+    waiting = asyncio.create_task(mover._checksums.wait(rig.trie, rows[1:2]))
+    await asyncio.sleep(0.05)
+    assert not waiting.done(), "the first one has not ended"
+    gate.set()
+    await waiting
+    assert not mover._checksums.tasks
+    rig.check()

@@ -21,7 +21,7 @@ from prefixd.cache.mover import Mover
 from prefixd.pacer import SLICE_ROWS
 from prefixd.steps import in_thread
 
-_WALK_STEPS = 1 << 13
+_WALK_STEPS = 1 << 11
 _FORGOTTEN_AT_ONCE = 256
 _DURABLE_AT_ONCE = 4096  # removals of one transaction of the disk's index
 

@@ -224,8 +224,7 @@ class Mover:
                 held.enter_context(placement.holds.hold("eviction", trie, rows, tier))
             for trie, rows in victims:
                 # A tier at a time, though there may be a copy further down: what was up here is wanted near.
-                sinks = (trie.any_part[rows] & np.uint8(1 << below)) == 0
-                sinks &= (trie.complete[rows] & np.uint8(1 << tier)) != 0
+                sinks = (trie.wanted(rows, tier) & ~trie.there[rows, below]) != 0
                 if sinks.any():
                     arrived = await self.copy(trie, rows[sinks], tier, below, ahead=ahead)
                     self.tiers.counters[tier].demoted += arrived

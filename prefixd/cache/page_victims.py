@@ -110,11 +110,11 @@ async def find_page_victims(
 def _may_go(trie: Trie, rows: Rows, tier: int, *, demotable: bool, spare_copies: bool) -> npt.NDArray[np.bool_]:
     """[len(rows)]: which blocks' copies in `tier` may go, if they have one."""
     bit = np.uint8(1 << tier)
-    last = trie.any_part[rows] == bit
+    last = trie.last_copies(rows, tier)
     goes: npt.NDArray[np.bool_] = ~trie.held(rows, tier)
     stays = (trie.keep[rows] > 0) | trie.pinned[rows]
     if demotable:
-        stays &= (trie.complete[rows] & bit) == 0
+        stays &= trie.wanted(rows, tier) == 0
     goes &= ~(last & stays)
     if spare_copies:
         goes &= (trie.any_part[rows] & (bit - np.uint8(1))) == 0

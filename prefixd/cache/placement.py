@@ -96,23 +96,26 @@ class Placement:
         bit = np.uint8(1 << tier)
         may = ((trie.any_part[rows] & bit) != 0) & ~trie.held(rows, tier)
         rows = rows[may]
-        last = trie.any_part[rows] == bit
+        last = trie.last_copies(rows, tier)
         others = rows[~last]
         if len(others):
             self._discard(trie, others, tier)
         dropped = len(others)
-        left, vanished = rows[last], 0
+        # Of these another tier has something, as a record on disk, but not what is wanted: they stay in the trie.
+        stays = last & (trie.any_part[rows] != bit)
+        left, vanished = rows[last & ~stays], 0
         # Again, because ancestors without copies may have gone with them, and then others are leaves.
         while len(going := trie.all_removable(left.tolist())):
             self._discard(trie, going, tier)
             trie.remove_all(going)
             vanished += len(going)
             left = left[trie.any_part[left] == bit]
-        if with_page:
-            left = left[(trie.keep[left] == 0) & ~trie.pinned[left]]
-            if len(left):
-                self._discard(trie, left, tier)
-                vanished += len(left)
+        some = rows[stays]
+        left = np.concatenate([left, some]) if with_page else some[trie.children[some] == 0]
+        left = left[(trie.keep[left] == 0) & ~trie.pinned[left]]
+        if len(left):
+            self._discard(trie, left, tier)
+            vanished += len(left)
         dropped += vanished
         if vanished and tier != DISK and self.tiers.disk is not None:
             self.lost[f"evicted before it was written: {self.why_unwritten()}"] += vanished

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from prefixd.cache.groups import GroupMask
-from prefixd.cache.index.trie import Rows, Trie
+from prefixd.cache.index.trie import TIERS, Rows, Trie
 from prefixd.cache.lowest_rows import LowestRows, Scores
 from prefixd.cache.scan import SCANNED_AT_ONCE, slices
 from prefixd.pacer import Pacer
@@ -151,7 +151,7 @@ def _choose(
         ordinal, row = identity >> _ROW_BITS, identity & _ROW_MASK
         trie, columns = tries[ordinal], views[ordinal]
         leaves = 1
-        vanishes = columns.any_part[row] == bit and not (demotable and columns.complete[row] & bit)
+        vanishes = columns.any_part[row] == bit and not (demotable and columns.wanted(row))
         while True:
             parent = columns.parent[row]
             if parent < 0:
@@ -168,7 +168,7 @@ def _choose(
             return None
         if some & above:
             return None
-        may_stay = some != bit or (demotable and columns.complete[parent] & bit)
+        may_stay = not columns.is_last(parent) or (demotable and columns.wanted(parent))
         if protected if not may_stay else not leaves:  # what may stay was revealed by the last that left the tier
             return None
         here = slice(parent, parent + 1)
@@ -181,13 +181,30 @@ class _Columns:
     """A trie's columns for access by row, which takes a third of the time that numpy takes. Good for one turn of the
     event loop: columns grow."""
 
-    __slots__ = ("any_part", "children", "complete", "keep", "parent", "pinned", "tier_children")
+    __slots__ = (
+        *("any_part", "children", "keep", "parent", "pinned", "tier_children"),
+        *("_elsewhere", "_expired", "_other_tiers", "_there"),
+    )
 
     def __init__(self, trie: Trie, tier: int) -> None:
         self.any_part = trie.any_part.data
         self.children = trie.children.data
-        self.complete = trie.complete.data
         self.keep = trie.keep.data
         self.parent = trie.parent.data
         self.pinned = trie.pinned.data
         self.tier_children = trie.tier_children[:, tier].data
+        self._there = trie.there[:, tier].data
+        self._expired = trie.expired.data
+        self._elsewhere = [trie.there[:, other].data for other in range(TIERS) if other != tier]
+        self._other_tiers = 7 & ~(1 << tier)
+
+    def wanted(self, row: int) -> int:
+        """See `Trie.wanted`."""
+        return self._there[row] & ~self._expired[row]
+
+    def is_last(self, row: int) -> bool:
+        """See `Trie.last_copies`."""
+        lacking = self.wanted(row)
+        for there in self._elsewhere:
+            lacking &= ~there[row]
+        return bool(lacking) or not self.any_part[row] & self._other_tiers

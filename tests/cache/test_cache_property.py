@@ -6,27 +6,24 @@ matches that was never committed. What is read is compared byte by byte.
 
 from __future__ import annotations
 
-import asyncio
-import tempfile
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import xxhash
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import invariant, precondition, rule, run_state_machine_as_test
 
 from prefixd.cache import CPU, DISK, GPU, BlockChain, Lease, Namespace, Reservation, Trie
 from prefixd.errors import ExhaustedError, NotFoundError, PreconditionError
+from tests.cache.machine import RigMachine
 
 if TYPE_CHECKING:
     from tests.cache.conftest import Rig
-
-T = TypeVar("T")
 
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=5)
 homes = st.sampled_from(["model", "model", "salted", "parts"])
@@ -51,24 +48,21 @@ class Held:
     first_block: int = 0
 
 
-class CacheMachine(RuleBasedStateMachine):
+class CacheMachine(RigMachine):
     """The model is `committed`: for each home and prefix the parts that were ever committed."""
 
     rig_type: type[Rig]
     policy: str
 
     def __init__(self) -> None:
-        super().__init__()
-        self.folder = tempfile.TemporaryDirectory(prefix="prefixd-test-")
-        self.loop = asyncio.new_event_loop()
         self.committed: dict[tuple[str, bytes], set[int]] = {}
         self.held: list[Held] = []
         self.reserved: list[Reservation] = []
         self.own: list[int] = []
-        self.rig = self.run(self.make())
+        super().__init__()
 
-    async def make(self) -> Rig:
-        rig = self.rig_type(Path(self.folder.name), gpu=4, cpu=6, disk=8, policy=self.policy, digest=weak_digest)
+    async def make(self, path: Path) -> Rig:
+        rig = self.rig_type(path, gpu=4, cpu=6, disk=8, policy=self.policy, digest=weak_digest)
         self.adopt(rig)
         return rig
 
@@ -86,19 +80,8 @@ class CacheMachine(RuleBasedStateMachine):
             "parts": rig.register("tp2", parts=2),
         }
 
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Runs `work`, then what it left to do in the background, so that every run of an example is the same."""
-
-        async def and_rest() -> T:
-            try:
-                return await work
-            finally:
-                if hasattr(self, "rig"):
-                    await self.rest()
-
-        return self.loop.run_until_complete(asyncio.wait_for(and_rest(), 60))
-
     async def rest(self) -> None:
+        """Writes back, too."""
         cache = self.rig.cache
         await cache.mover.quiesce()
         for _ in range(30):
@@ -109,20 +92,8 @@ class CacheMachine(RuleBasedStateMachine):
                 pass
         raise AssertionError("write back keeps giving itself work")
 
-    def teardown(self) -> None:
-        async def end() -> None:
-            self.let_go()
-            await self.rig.check_disk()
-            await self.rig.close()
-
-        try:
-            self.run(end())
-        finally:
-            self.loop.close()
-            self.folder.cleanup()
-
     def let_go(self) -> None:
-        """Ends what the worker holds; leases and reservations end with their sessions."""
+        """Ends the requests, too."""
         for held in self.held:
             if held.lease is None:
                 self.rig.unhold(held.rows, held.tier)
@@ -347,7 +318,8 @@ class CacheMachine(RuleBasedStateMachine):
             trie = self.rig.cache.trie(namespace)
             for row in trie.used_rows().tolist():
                 if trie.namespace[row] == namespace.ordinal and trie.complete[row]:
-                    tokens = trie.tokens[trie.path(row)].astype("<u4").tobytes()
+                    path = trie.ancestry(np.array([row]))
+                    tokens = trie.tokens[path[np.argsort(trie.depth[path])]].astype("<u4").tobytes()
                     assert self.committed.get((home, tokens)) == set(range(len(namespace.spec.parts)))
 
     @invariant()

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixd.cache import CPU, NamespaceSpec, PartSpec, Reservation, SlidingWindowSpec, check_integrity
+from prefixd.cache import CPU, DISK, NamespaceSpec, PartSpec, Reservation, SlidingWindowSpec, check_integrity
 from prefixd.cache.groups import FullAttention, SlidingWindow, expired_groups, kv_groups, longest_prefix, needed_groups
 from prefixd.cache.page_victims import has_other_sizes
 from prefixd.errors import AlreadyExistsError, InvalidArgumentError
@@ -222,6 +222,35 @@ async def test_a_model_of_windows_alone_leaves_records_without_bytes_on_disk(mak
     home = rig.cache.register(spec)
     rig.session.namespaces[home.id] = home
     assert await rig.get([1, 2, 3, 4, 5], namespace=home) == 5
+    check_integrity(rig.cache)
+
+
+async def test_blocks_without_window_bytes_go_down_before_they_are_dropped(make_rig: MakeRig) -> None:
+    """Their records on disk may stand there already, without bytes, for those that continue them."""
+    rig = make_rig(cpu=12, disk=64)
+    home = rig.cache.register(hybrid(rig))
+    rig.session.namespaces[home.id] = home
+    prompt = [1, 2, 3, 4, 5]
+    await rig.put(prompt, namespace=home)
+    for other in ([7, 8], [9, 10, 11], [12, 13, 14, 15]):
+        await rig.put(other, namespace=home)
+        assert await rig.get(prompt, namespace=home) == 5
+    assert not rig.cache.mover.lost
+    check_integrity(rig.cache)
+
+
+async def test_a_record_without_bytes_does_not_stand_for_a_pinned_block(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=12, disk=4)
+    home = rig.cache.register(hybrid(rig))
+    rig.session.namespaces[home.id] = home
+    await rig.put([1, 2, 3, 4, 5], namespace=home)
+    trie = rig.cache.trie(home)
+    rows = trie.nodes(home.root, rig.chain([1, 2, 3, 4, 5], home))
+    trie.pinned[rows] = True
+    await rig.cache.mover.write(trie, rows[3:], CPU)  # the disk is full of the last two, and knows of the others
+    assert (trie.any_part[rows] & (1 << DISK)).all() and not trie.there[rows[:3], DISK].any()
+    rig.cache.tiers.release(CPU, await rig.cache.mover.allocate(CPU, (PART_BYTES,), 12))
+    assert len(trie.match(home.root, rig.chain([1, 2, 3, 4, 5], home))) == 5
     check_integrity(rig.cache)
 
 

@@ -190,7 +190,7 @@ async def test_the_index_and_the_tries_are_compared(make_rig: MakeRig) -> None:
     await rig.cache.mover.quiesce()
     assert await rig.put([9], durable=True) == (1, 0)
     (row,) = rig.rows([9])
-    rig.trie.drop_copy(row, DISK)
+    rig.trie.drop_copies(np.array([row]), DISK)
     found = (await audit(rig.cache)).violations
     assert found == [f"disk tier: blocks that the index names and the cache has forgotten: {rig.trie.key(row).hex()}"]
     rig.store.remove([(rig.namespace.id, rig.trie.key(row))])

@@ -27,8 +27,8 @@ async def test_blocks_go_down_a_tier_at_a_time_and_come_up_straight(make_rig: Ma
         [DISK, DISK],
     ]
     rows = rig.rows([1, 2])
-    rig.trie.hold(rig.trie.path(rows[-1]), GPU)
-    assert await rig.cache.mover.bring(rig.trie, rig.trie.path(rows[-1]), GPU) == 2
+    rig.trie.hold(np.array(rows), GPU)
+    assert await rig.cache.mover.bring(rig.trie, np.array(rows), GPU) == 2
     assert [rig.read(rig.frame(int(rig.trie.slots[row, GPU, 0]))) for row in rows] == [
         rig.content(rig.namespace, rig.chain([1, 2]), block) for block in (0, 1)
     ]
@@ -185,7 +185,7 @@ async def test_an_engine_reads_what_the_worker_computed_and_the_other_way(make_r
     rig.unhold(await rig.put_gpu([1, 2]), GPU)
     assert await rig.get([1, 2]) == 2
     await rig.put([3, 4])
-    rows = rig.trie.path(rig.rows([3, 4])[-1])
+    rows = np.array(rig.rows([3, 4]))
     rig.trie.hold(rows, GPU)
     assert await rig.cache.mover.bring(rig.trie, rows, GPU) == 2
     frame = int(rig.trie.slots[rows[1], GPU, 0])

@@ -11,6 +11,7 @@ import pytest
 from prefixd.cache import CPU, Trie
 from prefixd.cache.page_victims import find_page_victims
 from prefixd_swap import PageAllocator, Victims, choose_page_victims, create_eviction_policy
+from tests.cache.index.entering import enter_block
 
 SMALL, LARGE = 4096, 65536
 CAPACITY = 64 * LARGE
@@ -32,10 +33,11 @@ class Tier:
     def put(self, ordinal: int, used_s: float) -> None:
         trie = self.tries[ordinal]
         self.number += 1
-        row = trie.insert(-1, 0, self.number.to_bytes(16, "little"), self.number.to_bytes(4, "little"), used_s)
+        row = enter_block(trie, self.number.to_bytes(16, "little"), self.number.to_bytes(4, "little"))
         slot = self.pages.allocate(trie.part_bytes[0])
         assert row is not None and slot is not None
-        trie.put_copy(row, CPU, [slot], 0.0)
+        trie.touch(np.array([row]), used_s)
+        trie.put_copies(np.array([row]), CPU, np.array([[slot]]), 0.0)
 
     async def victims(self, sizes: list[int], want: int) -> list[tuple[int, list[int]]]:
         def copied() -> partial[Victims]:

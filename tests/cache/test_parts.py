@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
-from prefixd.cache import CPU, DISK, Reservation
+from prefixd.cache import CPU, DISK, BlockChain, Reservation, Trie
+from prefixd.cache.groups import FullAttention, GroupRule, SlidingWindow
+from prefixd.cache.reservations import present
 from prefixd.errors import InvalidArgumentError, PreconditionError
+from tests.cache.index.entering import enter_chain
 
 if TYPE_CHECKING:
     from tests.cache.conftest import Rig
@@ -110,3 +116,40 @@ async def test_parts_that_do_not_exist_are_refused(make_rig: MakeRig, parts: lis
         await rig.cache.reserve(rig.session, home, rig.chain([1], home), parts=parts)
     assert rig.cache.check_parts(home, []) == (0, 1)
     assert rig.cache.check_parts(home, [1]) == (1,)
+
+
+def instructions(work: Callable[[], object]) -> int:
+    """How many instructions of Python `work` executes, in all functions that it calls."""
+    executed = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal executed
+        frame.f_trace_lines, frame.f_trace_opcodes = False, True
+        executed += event == "opcode"
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return executed
+
+
+@pytest.mark.parametrize("window", [False, True])
+@pytest.mark.parametrize("parts", [(0,), (1,), (0, 1)])
+def test_what_a_rank_has_is_found_without_a_loop_over_blocks(parts: Sequence[int], window: bool) -> None:
+    """Saving calls this for each prompt: 17 ms for 8,192 blocks when it was a loop."""
+    rules: list[GroupRule] = [SlidingWindow(2)] * 2 if window else [FullAttention()] * 2
+    executed = []
+    for blocks in (20, 5000):
+        trie = Trie(1, (1, 1), rules=rules)
+        path = enter_chain(trie, BlockChain(np.arange(blocks, dtype="<u4").tobytes(), 1, 0))
+        slots = np.stack([np.arange(blocks), np.full(blocks, -1)], axis=1)
+        slots[: blocks // 2, 1] = np.arange(blocks // 2)
+        trie.put_copies(path, CPU, slots, 0.0)  # rank 0 has committed all, rank 1 half of the blocks
+        has = blocks if parts == (0,) else blocks // 2
+        assert present(trie, path, parts).tolist() == path[:has].tolist()
+        executed.append(instructions(lambda trie=trie, path=path: present(trie, path, parts)))  # type: ignore[misc]
+    assert executed[0] == executed[1] > 0

@@ -11,6 +11,7 @@ from prefixd.cache import CPU, Tiers, Trie
 from prefixd.cache.page_victims import _worth
 from prefixd.cache.placement import Placement
 from prefixd_swap import CpuArena
+from tests.cache.index.entering import enter_block
 
 PART_BYTES = 4096
 
@@ -31,7 +32,7 @@ class Chain:
         self.rows: list[int] = []
         for block in range(blocks):
             parent = self.rows[-1] if self.rows else -1
-            row = self.trie.insert(parent, 0, block.to_bytes(16, "little"), block.to_bytes(4, "little"), 0.0)
+            row = enter_block(self.trie, block.to_bytes(16, "little"), block.to_bytes(4, "little"), parent)
             assert row is not None
             self.rows.append(row)
             if block in there:

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -40,7 +41,7 @@ def make(make_rig: MakeRig) -> MakeRig:
 
 async def bring(rig: Rig, prompt: Sequence[int]) -> int:
     """Brings the prompt's blocks up to the GPU tier and checks every byte of those that arrived."""
-    rows = rig.trie.path(rig.rows(prompt)[-1])
+    rows = np.array(rig.rows(prompt))
     rig.trie.hold(rows, GPU)
     there = await rig.cache.mover.bring(rig.trie, rows, GPU)
     for block, row in enumerate(rows[:there].tolist()):

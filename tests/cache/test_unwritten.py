@@ -11,6 +11,7 @@ from prefixd.cache import CPU, DISK, Trie
 from prefixd.cache.index.trie import Rows
 from prefixd.cache.lowest_rows import LowestRows
 from prefixd.cache.unwritten import UnwrittenBlocks
+from tests.cache.index.entering import enter_block
 
 SLICE = 8
 
@@ -34,14 +35,13 @@ class Queue:
         self.waiting = UnwrittenBlocks(self.trie, CPU, lambda: self.now)
 
     def put(self, number: int, entered_s: float, parent: int = -1) -> int:
-        row = self.trie.insert(parent, 0, number.to_bytes(16, "little"), number.to_bytes(4, "little"), 0.0)
+        row = enter_block(self.trie, number.to_bytes(16, "little"), number.to_bytes(4, "little"), parent)
         assert row is not None
-        self.trie.put_copy(row, CPU, [number], entered_s)
+        self.trie.put_copies(np.array([row]), CPU, np.array([[number]]), entered_s)
         return row
 
     def write(self, rows: Rows) -> None:
-        for row in rows.tolist():
-            self.trie.put_copy(row, DISK, [0], self.now)
+        self.trie.put_copies(rows, DISK, np.zeros((len(rows), 1), np.int64), self.now)
 
     def next(self, count: int) -> tuple[Rows, int]:
         """What is next, and in how many turns of the event loop it was found."""

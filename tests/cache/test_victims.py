@@ -15,6 +15,7 @@ from prefixd.cache import CPU, DISK, GPU, Trie
 from prefixd.cache.index.trie import Rows
 from prefixd.cache.victims import can_free, find_victims
 from prefixd_swap import create_eviction_policy
+from tests.cache.index.entering import enter_block
 
 T = TypeVar("T")
 
@@ -42,13 +43,13 @@ class Forest:
         for number, parent in enumerate(parents):
             trie = self.rows[parent][0] if parent >= 0 else self.tries[number % 2]
             up = self.rows[parent][1] if parent >= 0 else -1
-            row = trie.insert(up, 0, number.to_bytes(16, "little"), number.to_bytes(4, "little"), 0.0)
+            row = enter_block(trie, number.to_bytes(16, "little"), number.to_bytes(4, "little"), up)
             assert row is not None
             self.rows.append((trie, row))
 
     def put(self, number: int, tier: int, entered: float = 0.0) -> None:
         trie, row = self.rows[number]
-        trie.put_copy(row, tier, [number], entered)
+        trie.put_copies(np.array([row]), tier, np.array([[number]]), entered)
 
     def victims(self, tier: int, want: int, policy: str = "lru", *, demotable: bool, spare: bool = False) -> list[int]:
         """Numbers of the victims; within a trie in order."""
@@ -101,9 +102,9 @@ def test_each_victim_may_go_when_its_turn_comes(
         assert row in trie.evictable(CPU, demotable=demotable), "a leaf of its tier, and not protected"
         assert not spare or not trie.any_part[row] & (1 << GPU)
         alone = trie.any_part[row] == 1 << CPU
-        trie.drop_copy(row, CPU)
+        trie.drop_copies(np.array([row]), CPU)
         if alone and demotable:
-            trie.put_copy(row, DISK, [0], 0.0)
+            trie.put_copies(np.array([row]), DISK, np.array([[0]]), 0.0)
         elif alone:
             trie.remove(row)
     if len(victims) < want:
@@ -132,7 +133,7 @@ def test_what_is_held_or_goes_during_a_scan_is_not_chosen() -> None:
             return
         (trie, first), (_, second), (_, third) = forest.rows[:6:2]
         trie.hold(np.array([first]), CPU)
-        trie.drop_copy(second, CPU)
+        trie.drop_copies(np.array([second]), CPU)
         trie.remove(second)
         trie.last_used[third] = 100.0
         scanned.append(turn)
@@ -217,16 +218,15 @@ def test_a_parent_stays_while_its_child_is_elsewhere() -> None:
 
 async def test_a_torn_block_cannot_go_down() -> None:
     trie = Trie(1, (1, 1), 0)
-    row = trie.insert(-1, 0, bytes(16), bytes(4), 0.0)
-    assert row is not None
-    trie.put_copy(row, CPU, [0, -1], 0.0)
+    rows = np.array([enter_block(trie, bytes(16), bytes(4))])
+    trie.put_copies(rows, CPU, np.array([[0, -1]]), 0.0)
     lru = create_eviction_policy("lru", 0)
     assert await find_victims([trie], CPU, 1, lru, demotable=True) != []
-    trie.pinned[row] = True
+    trie.pinned[rows] = True
     assert await find_victims([trie], CPU, 1, lru, demotable=True) == [], (
         "pinned, and no tier below can take half a block"
     )
-    trie.put_copy(row, CPU, [-1, 1], 0.0)
+    trie.put_copies(rows, CPU, np.array([[-1, 1]]), 0.0)
     assert await find_victims([trie], CPU, 1, lru, demotable=True) != []
 
 
@@ -238,7 +238,7 @@ def test_a_block_above_others_without_copies_goes_after_what_continues_them() ->
     forest.put(0, DISK)
     assert sorted(forest.victims(CPU, 4, demotable=False)) == [0, 3], "a leaf of its tier from the start; once"
     forest.put(1, DISK)
-    forest.tries[0].drop_copy(forest.rows[0][1], DISK)
+    forest.tries[0].drop_copies(np.array([forest.rows[0][1]]), DISK)
     assert forest.victims(CPU, 4, demotable=False) == [3], "a block between them stays"
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,28 +18,29 @@ from prefixd.server.daemon import Endpoints, serve
 from prefixd.settings import Settings
 
 
+@pytest.fixture
+def signals() -> Iterator[None]:
+    """As they are, once the test is over: a daemon that has ended leaves them ignored."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def settings_in(path: Path, **more: Any) -> Settings:
+    places = {"data_dir": path / "data", "server.socket": path / "prefixd.sock"}
+    return Settings.load(None, {**places, "cpu.bytes": "1MiB", "disk.bytes": "1MiB", **more}, {})
+
+
+@pytest.mark.usefixtures("signals")
 async def test_the_daemon_ends_with_status_1(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    request: pytest.FixtureRequest,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def defect(self: WriteBack) -> bool:
         raise RuntimeError("a defect in write-back")
 
     monkeypatch.setattr(WriteBack, "_batch", defect)
-    for number in (signal.SIGTERM, signal.SIGINT):  # a daemon that has ended leaves them ignored
-        request.addfinalizer(functools.partial(signal.signal, number, signal.getsignal(number)))
-    settings = Settings.load(
-        None,
-        {
-            "data_dir": tmp_path / "data",
-            "server.socket": tmp_path / "prefixd.sock",
-            "cpu.bytes": "1MiB",
-            "disk.bytes": "1MiB",
-        },
-        {},
-    )
+    settings = settings_in(tmp_path)
     ready: asyncio.Future[Endpoints] = asyncio.get_running_loop().create_future()
     daemon = asyncio.create_task(serve(settings, ready=ready.set_result))
     async with asyncio.timeout(100):
@@ -50,23 +52,12 @@ async def test_the_daemon_ends_with_status_1(
     assert "task write-back failed" in caplog.text
 
 
+@pytest.mark.usefixtures("signals")
 async def test_a_shortage_of_threads_ends_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """There is no thread for the scrubber, and once the daemon takes calls there is none for anything."""
-    for number in (signal.SIGTERM, signal.SIGINT):  # a daemon that has ended leaves them ignored
-        request.addfinalizer(functools.partial(signal.signal, number, signal.getsignal(number)))
-    settings = Settings.load(
-        None,
-        {
-            "data_dir": tmp_path / "data",
-            "server.socket": tmp_path / "prefixd.sock",
-            "server.metrics_port": 0,
-            "cpu.bytes": "1MiB",
-            "disk.bytes": "4MiB",
-        },
-        {},
-    )
+    settings = settings_in(tmp_path, **{"server.metrics_port": 0, "disk.bytes": "4MiB"})
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[Endpoints] = loop.create_future()
     really, refused = threading.Thread.start, []

@@ -22,6 +22,7 @@ from prefixd.server.kv_events.publisher import EventCounters, Publisher
 from prefixd.server.kv_events.wire import AllBlocksCleared, BlockRemoved, BlockStored, Event, KVEventBatch
 from prefixd.settings import EventSettings
 from prefixd_swap import create_copy_engine, create_eviction_policy
+from tests.cache.index.entering import enter_chain
 
 ON = EventSettings(endpoint="ipc:///nowhere")
 
@@ -97,15 +98,12 @@ async def test_what_was_told_is_what_is_so(cache: TieredCache, monkeypatch: pyte
         """A prompt of few different tokens, so that what was removed comes back."""
         prompt = np.array([choose.randrange(2) for _ in range(2 * choose.randrange(1, 8))], "<u4")
         chain = cache.chain(namespace, prompt.tobytes())
-        tier, parent = choose.randrange(TIERS), namespace.root
-        for block in range(len(chain)):
-            row = trie.insert(parent, namespace.ordinal, chain.key(block), chain.block(block), 0.0)
-            assert row is not None
+        tier = choose.randrange(TIERS)
+        for row in enter_chain(trie, chain, namespace.root, namespace.ordinal):
             for part in (0, 1):  # first it is torn
-                trie.put_copy(row, tier, [1 if at == part else -1 for at in range(2)], 0.0)
+                trie.put_copies(np.array([row]), tier, np.array([[1 if at == part else -1 for at in range(2)]]), 0.0)
                 if choose.random() < 0.1:
                     events._turn()
-            parent = row
 
     def shrink() -> None:
         rows = trie.used_rows().tolist()
@@ -113,13 +111,13 @@ async def test_what_was_told_is_what_is_so(cache: TieredCache, monkeypatch: pyte
         for row in rows[: choose.randrange(1, 12)]:
             if trie.removable(row):  # a leaf goes everywhere
                 for tier in range(TIERS):
-                    trie.drop_copy(row, tier)
+                    trie.drop_copies(np.array([row]), tier)
                 if not trie.any_part[row]:
                     trie.remove(row)
             elif trie.complete[row]:
                 tiers = [tier for tier in range(TIERS) if trie.complete[row] & (1 << tier)]
                 if len(tiers) > 1:
-                    trie.drop_copy(row, choose.choice(tiers))
+                    trie.drop_copies(np.array([row]), choose.choice(tiers))
 
     for _ in range(300):
         choose.choice((grow, grow, shrink))()
@@ -148,12 +146,8 @@ async def test_turns_are_bounded(cache: TieredCache, monkeypatch: pytest.MonkeyP
     namespace = cache.register(NamespaceSpec("m", 64, (PartSpec("a", 0, 8),)))
     trie = cache.trie(namespace)
     chain = cache.chain(namespace, np.arange(64 * 3000, dtype="<u4").tobytes())
-    parent = namespace.root
-    for block in range(len(chain)):
-        row = trie.insert(parent, namespace.ordinal, chain.key(block), chain.block(block), 0.0)
-        assert row is not None
-        trie.put_copy(row, DISK, [block], 0.0)
-        parent = row
+    rows = enter_chain(trie, chain, namespace.root, namespace.ordinal)
+    trie.put_copies(rows, DISK, np.arange(len(chain))[:, None], 0.0)
     events = announcer.KVEvents(cache, ON)
     router: Any = events._publisher
     events.announce_all()
@@ -176,9 +170,7 @@ async def test_announcements_do_not_overtake_each_other(cache: TieredCache, monk
     trie = cache.trie(namespace)
     for token in range(4):
         chain = cache.chain(namespace, np.array([token], "<u4").tobytes())
-        row = trie.insert(namespace.root, namespace.ordinal, chain.key(0), chain.block(0), 0.0)
-        assert row is not None
-        trie.put_copy(row, DISK, [token], 0.0)
+        trie.put_copies(enter_chain(trie, chain, namespace.root, namespace.ordinal), DISK, np.array([[token]]), 0.0)
     events = announcer.KVEvents(cache, ON)
     router: Any = events._publisher
     most = 0
@@ -203,9 +195,7 @@ async def test_every_topic_begins_with_all_blocks_cleared(cache: TieredCache, mo
     events._turn()
     namespace = cache.register(NamespaceSpec("late", 1, (PartSpec("a", 0, 8),)))
     trie, chain = cache.trie(namespace), cache.chain(namespace, bytes(4))
-    row = trie.insert(namespace.root, namespace.ordinal, chain.key(0), chain.block(0), 0.0)
-    assert row is not None
-    trie.put_copy(row, DISK, [0], 0.0)
+    trie.put_copies(enter_chain(trie, chain, namespace.root, namespace.ordinal), DISK, np.array([[0]]), 0.0)
     events._turn()
     assert router.topics == [b"kv@early", b"kv@late", b"kv@late"]
     assert router.batches[:2] == [[AllBlocksCleared()]] * 2

@@ -61,17 +61,6 @@ def link(table: Linked, rows: Rows, parents: Rows) -> None:
     table.first_child[parents[eldest]] = rows[eldest]
 
 
-def link_one(table: Linked, row: int, parent: int) -> None:
-    """As `link`, for one block."""
-    behind = int(table.first_child[parent]) if parent >= 0 else NO_ROW
-    table.first_child[row] = table.previous_sibling[row] = NO_ROW
-    table.next_sibling[row] = behind
-    if behind >= 0:
-        table.previous_sibling[behind] = row
-    if parent >= 0:
-        table.first_child[parent] = row
-
-
 def unlink(table: Linked, row: int, parent: int) -> None:
     """Takes a block that has no children out of its parent's list."""
     if parent < 0:

@@ -32,7 +32,7 @@ from prefixd.cache.groups import (
     longest_prefix,
     needed_groups,
 )
-from prefixd.cache.index.children import Descendants, link, link_one, unlink, unlink_all
+from prefixd.cache.index.children import Descendants, link, unlink, unlink_all
 from prefixd.cache.index.key_index import Rows as Rows
 from prefixd.cache.index.keys import HASHED_AT_ONCE, BlockChain
 from prefixd.cache.index.trie_table import NOWHERE, TrieTable
@@ -209,14 +209,6 @@ class Trie(TrieTable):
         """[len(rows), 16]: keys of the blocks in `rows`."""
         return self._keys.keys(rows)
 
-    def path(self, row: int) -> Rows:
-        """The rows from the first block of the prefix to `row`."""
-        path = []
-        while row >= 0:
-            path.append(row)
-            row = int(self.parent[row])
-        return np.array(path[::-1], np.int64)
-
     def ancestry(self, rows: Rows) -> Rows:
         """`rows` and every block that they continue, each once."""
         seen: set[int] = set()
@@ -238,41 +230,6 @@ class Trie(TrieTable):
         return found
 
     # -- adding and removing ------------------------------------------------------------------------------------
-
-    def insert(self, parent: int, namespace: int, key: bytes, token_ids: bytes, now_s: float) -> int | None:
-        """The row of the block that continues `parent` with `token_ids`; a new one when there is none.
-
-        `parent` is a row, or the namespace's root for first blocks. None when another block has this key: the newcomer
-        cannot be cached.
-        """
-        tokens = np.frombuffer(token_ids, np.uint32)
-        row = self._keys.find(key)
-        if row is not None:
-            same = self.parent[row] == parent and bool((self.tokens[row] == tokens).all())
-            return row if same else None
-        row = self.take_row()
-        self._keys.insert(key, row)
-        self.tokens[row] = tokens
-        self.parent[row] = parent
-        self.namespace[row] = namespace
-        self.depth[row] = self.depth[parent] + 1 if parent >= 0 else 0
-        self.children[row] = 0
-        self.keep[row] = 0
-        self.pinned[row] = False
-        self.last_used[row] = now_s
-        self.any_part[row] = self.complete[row] = self.available[row] = self.expired[row] = 0
-        self.there[row] = 0
-        self.nearest[row] = NONE
-        self.slots[row] = NO_SLOT
-        self.checksums[row] = 0
-        self.checksummed[row] = False
-        self.holds[row] = 0
-        self.tier_children[row] = 0
-        self.entered[row] = 0.0
-        link_one(self, row, parent)
-        if parent >= 0:
-            self.children[parent] += 1
-        return row
 
     def insert_path(
         self, parent: int, namespace: int, keys: npt.NDArray[np.uint8], tokens: npt.NDArray[np.uint32], now_s: float
@@ -424,10 +381,6 @@ class Trie(TrieTable):
 
     # -- copies -------------------------------------------------------------------------------------------------
 
-    def put_copy(self, row: int, tier: int, slots: Sequence[int], now_s: float) -> None:
-        """Records where parts of a block are in `tier`; NO_SLOT leaves a part as it is."""
-        self.put_copies(np.array([row]), tier, np.array([slots], np.int64), now_s)
-
     def put_copies(self, rows: Rows, tier: int, slots: npt.NDArray[np.int64], now_s: float) -> None:
         """Records where parts of m different blocks are in `tier`: [m, parts] slots, NO_SLOT leaves a part as it is."""
         place = self.slots[rows, tier]
@@ -439,11 +392,6 @@ class Trie(TrieTable):
             self.entered[new, tier] = now_s
             self._count_children(new, tier, 1)
         self._note(rows, tier, place)
-
-    def drop_copy(self, row: int, tier: int, groups: int | None = None) -> list[int]:
-        """As `drop_copies`, for one block."""
-        slots: list[int] = self.drop_copies(np.array([row]), tier, groups)[0].tolist()
-        return slots
 
     def drop_copies(self, rows: Rows, tier: int, groups: int | GroupMask | None = None) -> npt.NDArray[np.int64]:
         """Forgets the bytes of `groups` of m different blocks in `tier`.
@@ -612,8 +560,8 @@ class Trie(TrieTable):
     def evictable(self, tier: int, *, demotable: bool, among: Rows | slice | None = None) -> Rows:
         """Rows whose copy in `tier` may go now: not held, and no child has a copy there (leaves first).
 
-        A copy that is the block's last may only go when the block itself may, or when it can be written a tier down,
-        which takes all of its parts.
+        A copy that is the block's last may only go when the block itself may, or when some of it can be written a tier
+        down.
 
         Args:
             tier: where.
@@ -626,13 +574,30 @@ class Trie(TrieTable):
         can = (any_part & bit) != 0
         can &= self.tier_children[rows, tier] == 0
         can &= ~self.held(rows, tier)
-        may_leave = (any_part & ~bit & np.uint8(7)) != 0  # the block has another copy,
+        may_leave = ~self.last_copies(rows, tier)  # the block has another copy,
         may_leave |= (self.children[rows] == 0) & (self.keep[rows] == 0) & ~self.pinned[rows]  # or may vanish,
         if demotable:
-            may_leave |= (self.complete[rows] & bit) != 0  # or may go down
+            may_leave |= self.wanted(rows, tier) != 0  # or may go down
         can &= may_leave
         chosen: Rows = rows.start + np.flatnonzero(can) if isinstance(rows, slice) else rows[can]
         return chosen
+
+    def wanted(self, rows: Rows | slice, tier: int) -> GroupMask:
+        """[len(rows)]: the groups of each block that `tier` has and that not only shorter prefixes need."""
+        wanted: GroupMask = self.there[rows, tier] & ~self.expired[rows]
+        return wanted
+
+    def last_copies(self, rows: Rows | slice, tier: int) -> npt.NDArray[np.bool_]:
+        """[len(rows)]: of which rows no other tier has anything, or none has one of the `wanted` groups.
+
+        A record on disk without bytes is no copy: a block has one when others continue it there.
+        """
+        others = (self.any_part[rows] & np.uint8(7 & ~(1 << tier))) != 0
+        lacking = self.wanted(rows, tier)
+        for other in range(TIERS):
+            if other != tier:
+                lacking &= ~self.there[rows, other]
+        return np.asarray(~others | (lacking != 0))
 
     def held(self, rows: Rows | slice, tier: int) -> npt.NDArray[np.bool_]:
         """[len(rows)]: of which rows any group is held in `tier`."""

@@ -66,14 +66,6 @@ class TrieTable:
         if needed > self._capacity:
             self._grow(max(1024, needed + needed // 2))
 
-    def take_row(self) -> int:
-        """A row for a new block, as `take_rows`."""
-        if self.free:
-            return self.free.pop()
-        self.reserve(1)
-        self.rows += 1
-        return self.rows - 1
-
     def take_rows(self, count: int) -> Rows:
         """Rows for new blocks: free ones, as they were left, then ones in which all is 0."""
         self.reserve(count)

@@ -11,6 +11,7 @@ import pytest
 from prefixd.cache import Trie
 from prefixd.cache.index.children import Descendants, MovedError
 from prefixd.cache.index.trie import Rows
+from tests.cache.index.entering import enter_block
 
 TOKENS = 2
 
@@ -22,7 +23,7 @@ def random_trie(dice: random.Random, blocks: int) -> Trie:
         if dice.random() < 0.5:
             parent = dice.randrange(-1, len(trie))
             key, tokens = dice.randbytes(16), dice.randbytes(4 * TOKENS)
-            trie.insert(parent, 0, key, tokens, 0.0)
+            enter_block(trie, key, tokens, parent)
         else:
             count = dice.randrange(1, 12)
             rows = trie.take_rows(count)
@@ -89,7 +90,7 @@ def test_many_blocks_are_removed_as_one_by_one(seed: int) -> None:
 
 def test_blocks_with_copies_are_not_removed() -> None:
     trie = random_trie(random.Random(0), 10)
-    trie.put_copy(3, 1, [64], 0.0)
+    trie.put_copies(np.array([3]), 1, np.array([[64]]), 0.0)
     with pytest.raises(RuntimeError, match="row 3 has copies"):
         trie.remove_all(np.array([3]))
 
@@ -113,11 +114,8 @@ def test_a_walk_goes_on_in_a_table_that_has_grown() -> None:
     chain(trie, 3)
     walk = Descendants(trie, np.array([0]))
     assert walk.take(2) == [0, 1]
-    parent = 2
-    for number in range(3000):
-        new = trie.insert(parent, 0, number.to_bytes(16, "big"), bytes(4 * TOKENS), 0.0)
-        assert new is not None
-        parent = new
+    keys = np.random.default_rng(1).integers(0, 256, (3000, 16), np.uint8)
+    trie.insert_path(2, 0, keys, np.zeros((3000, TOKENS), np.uint32), 0.0)
     assert walk.take(10_000) == list(range(2, 3003))
 
 

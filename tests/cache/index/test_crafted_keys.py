@@ -10,6 +10,7 @@ from prefixd.cache.index.key_hash import KeyHash
 from prefixd.cache.index.key_index import KeyIndex
 from prefixd.cache.index.keys import BlockChain
 from tests.cache.index.crafted import BLOCK_TOKENS, blocks_with_equal_first_half, key_families
+from tests.cache.index.entering import enter_block
 
 COUNT = 20_000
 FAMILIES = key_families(COUNT)
@@ -41,7 +42,7 @@ def test_crafted_tokens_do_not_crowd_in_one_place() -> None:
     trie = Trie(BLOCK_TOKENS, (1,))
     trie._keys = KeyIndex(key_hash(0))
     for block in blocks_with_equal_first_half(COUNT, 7):
-        assert trie.insert(-1, 0, BlockChain(block, BLOCK_TOKENS, 7).key(0), block, 0.0) is not None
+        assert enter_block(trie, BlockChain(block, BLOCK_TOKENS, 7).key(0), block) is not None
     mean, longest = detours(trie._keys)
     assert mean < 1
     assert longest < 64

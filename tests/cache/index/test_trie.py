@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from prefixd.cache import CPU, DISK, GPU, NONE, BlockChain, Trie
-from prefixd.cache.index.trie import NO_SLOT, TIERS
+from prefixd.cache.index.trie import NO_SLOT, TIERS, Rows
 from prefixd.cache.index.trie_table import TrieTable
+from tests.cache.index.entering import enter_block, enter_chain
 
 Prefix = tuple[int, ...]  # (namespace, block, block, ...): block b has the tokens (b, b)
 
@@ -51,59 +52,73 @@ class TrieMachine(RuleBasedStateMachine):
     def pick(self, data: st.DataObject) -> Prefix:
         return data.draw(st.sampled_from(sorted(self.row_of)))
 
+    def pick_some(self, data: st.DataObject) -> list[Prefix]:
+        return data.draw(st.lists(st.sampled_from(sorted(self.row_of)), min_size=1, max_size=4, unique=True))
+
+    def rows_of(self, prefixes: list[Prefix]) -> Rows:
+        return np.array([self.row_of[prefix] for prefix in prefixes])
+
     def has_children(self, prefix: Prefix) -> bool:
         return any(other[:-1] == prefix for other in self.row_of)
 
     def kept(self, prefix: Prefix) -> bool:
         return bool(self.retained[prefix]) or any(self.holds[prefix, tier] for tier in range(TIERS))
 
-    @rule(namespace=namespaces, prompt=prompts)
-    def insert(self, namespace: int, prompt: Prefix) -> None:
-        prefix: Prefix = (namespace,)
-        chain = chain_of((namespace, *prompt))
-        parent = -1 - namespace
+    @rule(namespace=namespaces, prompt=prompts, before=st.integers(0, 6))
+    def insert(self, namespace: int, prompt: Prefix, before: int) -> None:
+        """The prompt's blocks behind those of its first `before` blocks that are there."""
+        whole = (namespace, *prompt)
+        chain = chain_of(whole)
+        before = min(before, len(prompt))
+        while whole[: before + 1] not in self.row_of and before:
+            before -= 1
+        parent = self.row_of[whole[: before + 1]] if before else -1 - namespace
         self.now += 1
-        for index, block in enumerate(prompt):
-            prefix = (*prefix, block)
-            key = chain.key(index)
-            row = self.trie.insert(parent, namespace, key, chain.block(index), self.now)
-            owner = self.owner.get(key)
-            if owner is not None and owner != prefix:
-                assert row is None, f"{prefix} was taken for {owner}"
+        keys, tokens = chain.key_rows(before, len(chain)), chain.token_rows(before, len(chain))
+        rows, old = self.trie.insert_path(parent, namespace, keys, tokens, self.now)
+        there = [whole[: end + 1] in self.row_of for end in range(before + 1, len(whole))]
+        assert old == there[: len(rows)].index(False) if False in there[: len(rows)] else old == len(rows)
+        entered = rows.tolist()
+        for end in range(before + 1, len(whole)):
+            prefix, key = whole[: end + 1], chain.key(end - 1)
+            if self.owner.get(key, prefix) != prefix:
+                assert not entered, f"{prefix} was taken for {self.owner[key]}"
                 return
-            assert row is not None
+            row = entered.pop(0)
             assert self.row_of.get(prefix, row) == row
-            if owner is None:
+            if key not in self.owner:
                 assert row not in self.row_of.values()
+                assert self.trie.last_used[row] == self.now
                 self.owner[key] = prefix
                 self.row_of[prefix] = row
                 self.copies[prefix] = [{} for _ in range(TIERS)]
-            parent = row
 
     @precondition(lambda self: self.row_of)
-    @rule(data=st.data(), tier=tiers, parts=st.sampled_from([(0,), (1,), (0, 1)]))
-    def put(self, data: st.DataObject, tier: int, parts: tuple[int, ...]) -> None:
-        prefix = self.pick(data)
-        slots = [NO_SLOT, NO_SLOT]
-        for part in parts:
-            self.next_slot += 1
-            slots[part] = self.copies[prefix][tier][part] = self.next_slot
-        self.trie.put_copy(self.row_of[prefix], tier, slots, self.now)
+    @rule(data=st.data(), tier=tiers)
+    def put(self, data: st.DataObject, tier: int) -> None:
+        prefixes = self.pick_some(data)
+        slots = np.full((len(prefixes), 2), NO_SLOT)
+        for at, prefix in enumerate(prefixes):
+            for part in data.draw(st.sampled_from([(0,), (1,), (0, 1)])):
+                self.next_slot += 1
+                slots[at, part] = self.copies[prefix][tier][part] = self.next_slot
+        self.trie.put_copies(self.rows_of(prefixes), tier, slots, self.now)
 
     @precondition(lambda self: self.row_of)
     @rule(data=st.data(), tier=tiers)
     def drop(self, data: st.DataObject, tier: int) -> None:
-        prefix = self.pick(data)
-        had = self.copies[prefix][tier]
-        assert self.trie.drop_copy(self.row_of[prefix], tier) == [had.get(part, NO_SLOT) for part in (0, 1)]
-        self.copies[prefix][tier] = {}
+        prefixes = self.pick_some(data)
+        had = [self.copies[prefix][tier] for prefix in prefixes]
+        slots = self.trie.drop_copies(self.rows_of(prefixes), tier)
+        assert slots.tolist() == [[parts.get(part, NO_SLOT) for part in (0, 1)] for parts in had]
+        for prefix in prefixes:
+            self.copies[prefix][tier] = {}
 
     @precondition(lambda self: self.row_of)
     @rule(data=st.data(), tier=tiers)
     def hold(self, data: st.DataObject, tier: int) -> None:
         prefix = self.pick(data)
         rows = [self.row_of[prefix[: end + 1]] for end in range(1, len(prefix))]
-        assert self.trie.path(rows[-1]).tolist() == rows
         self.trie.hold(np.array(rows), tier)
         self.holds.update((prefix[: end + 1], tier) for end in range(1, len(prefix)))
 
@@ -216,8 +231,9 @@ class TrieMachine(RuleBasedStateMachine):
             return False
         if any(other[:-1] == prefix and self.copies[other][tier] for other in self.row_of):
             return False  # leaves first
-        if any(copies[other] for other in range(TIERS) if other != tier):
-            return True
+        others = [len(copies[other]) for other in range(TIERS) if other != tier]
+        if any(others) and (2 in others or len(copies[tier]) < 2):
+            return True  # a torn copy stands for no whole one
         if demotable and len(copies[tier]) == 2:
             return True
         return not self.has_children(prefix) and not self.kept(prefix)
@@ -230,11 +246,10 @@ def test_trie_against_a_dict() -> None:
 def test_a_collision_is_refused_and_matches_nothing() -> None:
     trie = Trie(1, (1,))
     key = b"k" * 16
-    first = trie.insert(-1, 0, key, (1).to_bytes(4, "little"), 0.0)
-    assert first is not None
-    trie.put_copy(first, GPU, [0], 0.0)
-    assert trie.insert(-1, 0, key, (2).to_bytes(4, "little"), 0.0) is None, "other tokens"
-    assert trie.insert(-2, 1, key, (1).to_bytes(4, "little"), 0.0) is None, "the same tokens in another namespace"
+    first = enter_block(trie, key, (1).to_bytes(4, "little"))
+    trie.put_copies(np.array([first]), GPU, np.array([[0]]), 0.0)
+    assert enter_block(trie, key, (2).to_bytes(4, "little")) is None, "other tokens"
+    assert enter_block(trie, key, (1).to_bytes(4, "little"), -2, 1) is None, "the same tokens in another namespace"
     same = BlockChain((1).to_bytes(4, "little"), 1, 0, lambda data, seed: key)
     other = BlockChain((2).to_bytes(4, "little"), 1, 0, lambda data, seed: key)
     assert (len(trie.match(-1, same)), len(trie.match(-1, other)), len(trie.match(-2, same))) == (1, 0, 0)
@@ -242,21 +257,20 @@ def test_a_collision_is_refused_and_matches_nothing() -> None:
 
 def test_a_block_that_collides_with_its_own_parent_matches_once() -> None:
     trie = Trie(1, (1,))
-    row = trie.insert(-1, 0, b"k" * 16, bytes(4), 0.0)
-    assert row is not None
-    trie.put_copy(row, CPU, [0], 0.0)
-    assert trie.match(-1, BlockChain(bytes(12), 1, 0, lambda data, seed: b"k" * 16)).rows.tolist() == [row]
+    chain = BlockChain(bytes(12), 1, 0, lambda data, seed: b"k" * 16)
+    rows = enter_chain(trie, chain)
+    assert len(rows) == 1
+    trie.put_copies(rows, CPU, np.array([[0]]), 0.0)
+    assert trie.match(-1, chain).rows.tolist() == rows.tolist()
 
 
 def test_the_table_grows_and_keeps_what_it_has() -> None:
     trie = Trie(1, (1,))
     chain = BlockChain(np.arange(3000, dtype="<u4").tobytes(), 1, 0)
-    parent = -1
-    for index in range(len(chain)):
-        row = trie.insert(parent, 0, chain.key(index), chain.block(index), 0.0)
-        assert row is not None
-        trie.put_copy(row, CPU, [index], 0.0)
-        parent = row
+    for end in range(10, 3010, 10):
+        some = BlockChain(chain.blocks(end), 1, 0)
+        rows = enter_chain(trie, some)
+        trie.put_copies(rows[-10:], CPU, np.arange(end - 10, end)[:, None], 0.0)
     rows = trie.match(-1, chain).rows
     assert len(rows) == 3000
     assert trie.slots[rows, CPU, 0].tolist() == list(range(3000))
@@ -291,7 +305,7 @@ def test_growing_without_addresses_to_spare_holds_one_column_twice_and_no_more()
 def test_a_row_is_found_by_the_first_digits_of_its_key() -> None:
     trie = Trie(1, (1,))
     keys = [bytes.fromhex(digits.ljust(32, "0")) for digits in ("abcd", "abce", "abcef", "b")]
-    rows = [trie.insert(-1, 0, key, number.to_bytes(4, "little"), 0.0) for number, key in enumerate(keys)]
+    rows = [enter_block(trie, key, number.to_bytes(4, "little")) for number, key in enumerate(keys)]
     assert [trie.find_by_digits(digits).tolist() for digits in ("a", "abc", "abce", "abcef", "b0", "c")] == [
         *([rows[:3]] * 2),
         rows[1:3],
@@ -311,19 +325,17 @@ def test_an_observer_is_told_of_rows_that_change() -> None:
     trie = Trie(WIDTH, (10, 20))
     told: list[list[int]] = []
     trie.observer = lambda changed, rows: told.append(np.atleast_1d(rows).tolist()) if changed is trie else None
-    chain = chain_of((0, 1))
-    row = trie.insert(-1, 0, chain.key(0), chain.block(0), 0.0)
-    assert row is not None
-    trie.put_copy(row, CPU, [7, NO_SLOT], 0.0)
+    first = enter_chain(trie, chain_of((0, 1)))
+    trie.put_copies(first, CPU, np.array([[7, NO_SLOT]]), 0.0)
     assert told == []
-    trie.put_copy(row, CPU, [NO_SLOT, 8], 0.0)
-    trie.drop_copy(row, DISK)  # has none
-    assert told == [[row]]
+    trie.put_copies(first, CPU, np.array([[NO_SLOT, 8]]), 0.0)
+    trie.drop_copies(first, DISK)  # has none
+    assert told == [first.tolist()]
     rows = trie.take_rows(3)
     keys = np.arange(48, dtype=np.uint8).reshape(3, 16)
     none = np.zeros(3, np.int64)
     trie.insert_all(rows, none - 1, none, none, keys, np.zeros((3, WIDTH), np.uint32), 0.0)
     trie.put_copies(rows, DISK, np.arange(6).reshape(3, 2), 0.0)
     trie.offer(DISK, False)
-    trie.drop_copy(row, CPU)
-    assert told == [[row], rows.tolist(), rows.tolist(), [row]]
+    trie.drop_copies(first, CPU)
+    assert told == [first.tolist(), rows.tolist(), rows.tolist(), first.tolist()]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import gc
 import logging
-import mmap
 import os
 import threading
 from collections.abc import Iterator
@@ -25,8 +23,8 @@ from prefixd_swap.slab.mapped_io import MappedIo
 from prefixd_swap.slab.pread_io import EndOfFileError
 from prefixd_swap.slab.store import SlabStore
 from prefixd_swap.spans import Span
+from tests.swap.slab.page_cache import PAGE, cached_bytes, resident_bytes
 
-PAGE = 4096
 SLOT = 64 << 10
 ALL: list[DiskIo] = ["mmap", "direct", "buffered"]
 
@@ -120,28 +118,6 @@ def mapped(tmp_path: Path, faults: Faults) -> Iterator[Blocks]:
 
 def mappings(path: Path) -> int:
     return sum(line.split(maxsplit=5)[-1] == str(path) for line in Path("/proc/self/maps").read_text().splitlines())
-
-
-def cached_bytes(path: Path) -> int:
-    """Of the file in the page cache."""
-    size = path.stat().st_size
-    with path.open("r+b") as file, mmap.mmap(file.fileno(), size) as view:
-        pages = (ctypes.c_ubyte * (size // PAGE))()
-        start = ctypes.addressof(ctypes.c_char.from_buffer(view))
-        assert not ctypes.CDLL(None).mincore(ctypes.c_void_p(start), ctypes.c_size_t(size), pages)
-    return PAGE * sum(page & 1 for page in pages)
-
-
-def resident_bytes(path: Path) -> int:
-    """Of all mappings of the file in this process."""
-    total, ours = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        first, *rest = line.split()
-        if not first.endswith(":"):
-            ours = rest[-1:] == [str(path)]
-        elif ours and first == "Rss:":
-            total += int(rest[0]) << 10
-    return total
 
 
 @pytest.mark.parametrize("writes", ALL)

@@ -7,21 +7,10 @@ from pathlib import Path
 
 from prefixd_swap.slab.file_ops import FileOps
 from prefixd_swap.slab.index import SlabIndex
+from tests.swap.slab.page_cache import resident_bytes
 
 DICE = random.Random(0)
 KEYS = [DICE.randbytes(24) for _ in range(40_000)]
-
-
-def resident_bytes(path: Path) -> int:
-    """Of all mappings of `path` in this process."""
-    total, ours = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        first, *rest = line.split()
-        if not first.endswith(":"):
-            ours = rest[-1:] == [str(path)]
-        elif ours and first == "Rss:":
-            total += int(rest[0]) << 10
-    return total
 
 
 def test_reads_and_writes_leave_little_of_the_index_in_memory(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             if options.capacity is not None:
                 mixture = Mixture(mixture.sizes, options.capacity)
             begin = time.perf_counter()
-            with tempfile.TemporaryDirectory(prefix="prefixd-mixed-") as folder:
+            with tempfile.TemporaryDirectory(prefix="prefixd-mixed-", dir="/dev/shm") as folder:
                 figures = asyncio.run(run_one(tier, mixture, options.operations, options.seed, Path(folder)))
             print(
                 f"{tier:5} {mixture.name:40} worst excess {figures.worst_excess_pages:.3f} pages, "

@@ -10,6 +10,7 @@ import numpy as np
 from prefixd_swap.slab.file_ops import FileOps
 
 _PAGE_BYTES = 4096
+_PAGE_WORDS = _PAGE_BYTES // 8
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of fallocate(2)
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -29,10 +30,12 @@ class SparseFiles(FileOps):
 
     def pwrite(self, fd: int, buffer: memoryview, offset: int) -> int:
         """Write `buffer` up to the last page that has content, and punch a hole for the zeros behind it."""
-        used = np.flatnonzero(np.frombuffer(buffer, np.uint8)[::-1] != 0)[:1]
-        content = len(buffer) - int(used[0]) if len(used) else 0
-        end = -(-content // _PAGE_BYTES) * _PAGE_BYTES
-        if end >= len(buffer) or offset % _PAGE_BYTES:
+        if len(buffer) % _PAGE_BYTES or offset % _PAGE_BYTES:
+            return super().pwrite(fd, buffer, offset)
+        pages = np.frombuffer(buffer, np.uint64).reshape(-1, _PAGE_WORDS)
+        used = np.flatnonzero(pages.max(axis=1))
+        end = (int(used[-1]) + 1) * _PAGE_BYTES if len(used) else 0
+        if end == len(buffer):
             return super().pwrite(fd, buffer, offset)
         if end:
             super().pwrite(fd, buffer[:end], offset)

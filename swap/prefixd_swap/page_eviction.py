@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixd_swap.page_size import SHARE
-from prefixd_swap.pages import EMPTY, Bools, Int64s, PageAllocator
+from prefixd_swap.pages import EMPTY, Bools, Int64s, PageAllocator, Pages
 from prefixd_swap.slots import round_to_slot
 
 Worths = npt.NDArray[np.float64]
@@ -56,10 +56,11 @@ def choose_victims(
     if count <= 0 or not len(may) or not pages.slots_per_page(slot):
         return Victims(np.zeros(0, np.int64), 0)
     page, worth = pages.pages_of(offsets[may]), worth[may]
-    singles = np.flatnonzero((pages.page_slot_bytes[page] == slot) & pages.page_open[page])
+    now = pages.pages()
+    singles = np.flatnonzero(((now.slot_bytes == slot) & now.is_open)[page])
     if len(singles) > count:
         singles = singles[np.argpartition(worth[singles], count - 1)[:count]]
-    whole = _Whole(pages, slot, page, worth)
+    whole = _Whole(pages, now, slot, page, worth)
     worths = np.concatenate([worth[singles], whole.worth])
     gains = np.concatenate([np.ones(len(singles), np.int64), whole.gain])
     first = np.concatenate([np.ones(len(singles), np.bool_), ~whole.sparse])
@@ -70,9 +71,9 @@ def choose_victims(
     taken = chosen[chosen < len(singles)]
     spare = min(max(total - count, 0), len(taken))
     kept = taken[: len(taken) - spare]
-    gone = np.zeros(pages.table_size, np.bool_)
-    for unit in chosen[chosen >= len(singles)].tolist():
-        gone[whole.members(unit - len(singles))] = True
+    gone = np.zeros(len(now), np.bool_)
+    for number in chosen[chosen >= len(singles)].tolist():
+        gone[whole.members(number - len(singles))] = True
     evicted = gone[page]
     evicted[singles[kept]] = True
     return Victims(may[evicted], total - spare)
@@ -81,18 +82,17 @@ def choose_victims(
 class _Whole:
     """Pages, and stretches of short pages, that can be evicted whole, m of them."""
 
-    def __init__(self, pages: PageAllocator, slot: int, page: Int64s, worth: Worths) -> None:
-        """`page` and `worth` of the slots that may go."""
-        size, lengths = pages.table_size, pages.page_lengths
-        may = np.bincount(page, minlength=size) == pages.page_used
-        top = np.full(size, -np.inf)
+    def __init__(self, pages: PageAllocator, now: Pages, slot: int, page: Int64s, worth: Worths) -> None:
+        """`now` what `pages` has; `page` and `worth` of the slots that may go."""
+        may = np.bincount(page, minlength=len(now)) == now.used_slots
+        top = np.full(len(now), -np.inf)
         np.maximum.at(top, page, worth)
-        other = (pages.page_slot_bytes != slot) & (pages.page_slot_bytes != EMPTY) & pages.page_open
-        fits = lengths // slot
+        other = (now.slot_bytes != slot) & (now.slot_bytes != EMPTY) & now.is_open
+        fits = now.nbytes // slot
         alone = np.flatnonzero(other & may & (fits > 0))
-        self._pages = pages
+        self._groups = now.groups
         self._alone = len(alone)
-        groups, group_gain, group_worth = self._stretches(slot, may, top, other & (fits == 0))
+        groups, group_gain, group_worth = _stretches(pages, now, slot, may, top, other & (fits == 0))
         self._first = np.concatenate([alone, groups])
         self.gain = np.concatenate([fits[alone], group_gain])
         """[m] slots of the wanted size that are free when it is gone."""
@@ -100,35 +100,33 @@ class _Whole:
         """[m] of the most valuable slot in it."""
         self.sparse = np.zeros(len(self._first), np.bool_)
         """[m] whether it is so empty that it goes before all else."""
-        used = pages.page_used_bytes
-        stranded = int((lengths - used)[other].sum())
+        stranded = int((now.nbytes - now.used_bytes)[other].sum())
         if stranded > 2 * pages.capacity_bytes // SHARE:
-            self.sparse[: self._alone] = 2 * used[alone] <= lengths[alone]
+            self.sparse[: self._alone] = 2 * now.used_bytes[alone] <= now.nbytes[alone]
 
     def members(self, number: int) -> Int64s:
         """The pages that it consists of."""
         first = self._first[number]
         if number < self._alone:
             return np.array([first], np.int64)
-        return np.flatnonzero((self._pages.page_groups == first) & (self._pages.page_lengths > 0))
+        return np.flatnonzero(self._groups == first)
 
-    def _stretches(self, slot: int, may: Bools, top: Worths, short: Bools) -> tuple[Int64s, Int64s, Worths]:
-        """Groups of pages that are all too short for the wanted size, but become one page when they are all empty.
 
-        Their first entries, gains and worths.
-        """
-        nothing = np.zeros(0, np.int64)
-        if not short.any():
-            return nothing, nothing, np.zeros(0)
-        pages = self._pages
-        heads = np.flatnonzero(pages.page_lengths > 0)
-        group = pages.page_groups[heads]
-        lengths = pages.page_lengths[heads]
-        fine = (short & may)[heads] | (pages.page_slot_bytes[heads] == EMPTY)
-        fine &= lengths < slot
-        begins = np.flatnonzero(np.diff(group, prepend=-1))
-        inside = pages.group_bytes(group[begins])
-        good = np.logical_and.reduceat(fine, begins) & (np.add.reduceat(lengths, begins) == inside)
-        good &= np.logical_or.reduceat(short[heads], begins) & (inside >= slot)
-        worths = np.maximum.reduceat(top[heads], begins)
-        return group[begins][good], inside[good] // slot, worths[good]
+def _stretches(
+    pages: PageAllocator, now: Pages, slot: int, may: Bools, top: Worths, short: Bools
+) -> tuple[Int64s, Int64s, Worths]:
+    """Groups of pages that are all too short for the wanted size, but become one page when they are all empty.
+
+    Their numbers as in `Pages.groups`, gains and worths.
+    """
+    nothing = np.zeros(0, np.int64)
+    if not short.any():
+        return nothing, nothing, np.zeros(0)
+    fine = ((short & may) | (now.slot_bytes == EMPTY)) & (now.nbytes < slot)
+    begins = np.flatnonzero(np.diff(now.groups, prepend=-1))
+    groups = now.groups[begins]
+    inside = pages.group_bytes(groups)
+    good = np.logical_and.reduceat(fine, begins) & (np.add.reduceat(now.nbytes, begins) == inside)
+    good &= np.logical_or.reduceat(short, begins) & (inside >= slot)
+    worths = np.maximum.reduceat(top, begins)
+    return groups[good], inside[good] // slot, worths[good]

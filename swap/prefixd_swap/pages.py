@@ -65,6 +65,27 @@ class _Range:
     open: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """The n pages of an allocator at one moment, ascending by address."""
+
+    nbytes: Int64s
+    """[n] bytes of each."""
+    slot_bytes: Int64s
+    """[n] bytes of its slots, EMPTY or IRREGULAR."""
+    used_slots: Int64s
+    """[n] slots that are taken."""
+    used_bytes: Int64s
+    """[n] bytes that are taken."""
+    is_open: Bools
+    """[n] whether its slots are given out once they are free."""
+    groups: Int64s
+    """[n] which page it becomes a part of when all in that page is free; equal numbers are one page, see `group_bytes`."""
+
+    def __len__(self) -> int:
+        return len(self.nbytes)
+
+
 class _Entries:
     """The columns of an allocator for access by entry, which takes a third of the time that numpy takes."""
 
@@ -114,6 +135,7 @@ class PageAllocator:
         self._used = np.zeros(0, np.int64)  # slots that are taken
         self._taken: list[bytearray | dict[int, int] | None] = []  # slot -> 1; of an irregular page offset -> bytes
         self._one = self._entries()
+        self._numbered: tuple[Int64s, Int64s] | None = None  # see `_numbers`
         # Pages of open ranges that can be used, ascending, and their free slots:
         self._empty: dict[int, list[int]] = {}  # bytes of the page -> pages
         self._partial: dict[int, list[int]] = {}  # bytes of a slot -> pages
@@ -291,7 +313,7 @@ class PageAllocator:
         """
         if not len(offsets):
             return
-        pages = self.pages_of(offsets)
+        pages = self._head[self._units_of(offsets)]
         slots = self._slot[pages]
         index, inside = np.divmod(offsets - self._address[pages], np.where(slots > 0, slots, 1))
         wrong = (slots == EMPTY) | ((slots > 0) & ((inside != 0) | (index >= self._count[pages])))
@@ -445,53 +467,24 @@ class PageAllocator:
         return offsets, sizes
 
     def pages_of(self, offsets: Int64s) -> Int64s:
-        """The pages that offsets lie in, [n]: indices into the arrays by page, below `table_size`.
+        """The pages that offsets lie in, [n]: positions in `pages()`.
 
         Raises:
             MemoryMisuseError: one of them is in no range.
         """
-        return self._head[self._units_of(offsets)]
+        return self._numbers()[1][self._units_of(offsets)]
 
-    @property
-    def table_size(self) -> int:
-        """Length of the arrays by page. Only some of the entries are pages: those of a `page_lengths` above 0."""
-        return len(self._head)
-
-    @property
-    def page_lengths(self) -> Int64s:
-        """[table_size] bytes of each page; not to be changed."""
-        return self._length
-
-    @property
-    def page_slot_bytes(self) -> Int64s:
-        """[table_size] bytes of a slot of each page, EMPTY or IRREGULAR; not to be changed."""
-        return self._slot
-
-    @property
-    def page_used(self) -> Int64s:
-        """[table_size] slots taken in each page; not to be changed."""
-        return self._used
-
-    @property
-    def page_used_bytes(self) -> Int64s:
-        """[table_size] bytes taken in each page."""
-        used = self._used * self._slot
-        for page in np.flatnonzero(self._slot == IRREGULAR).tolist():
-            used[page] = sum(self._irregular(page).values())
-        return used
-
-    @property
-    def page_open(self) -> Bools:
-        """[table_size] whether slots of a page are given out once they are free; not to be changed."""
-        return self._open
-
-    @property
-    def page_groups(self) -> Int64s:
-        """[table_size] the entry at which the page begins that a page becomes a part of when all in it is free."""
-        return self._group
+    def pages(self) -> Pages:
+        """All pages as they are now, ascending by address. Takes a time that grows with their number alone."""
+        heads = self._numbers()[0]
+        slots, used = self._slot[heads], self._used[heads]
+        used_bytes = used * slots
+        for number in np.flatnonzero(slots == IRREGULAR).tolist():
+            used_bytes[number] = sum(self._irregular(heads.item(number)).values())
+        return Pages(self._length[heads], slots, used, used_bytes, self._open[heads], self._group[heads])
 
     def group_bytes(self, groups: Int64s) -> Int64s:
-        """Bytes of the pages that begin at entries of `page_groups`, [n], once all in them is free."""
+        """Bytes of the pages that `Pages.groups` names, [n], once all in them is free."""
         nbytes: Int64s = self._end[np.searchsorted(self._group, groups, "right") - 1] - self._address[groups]
         return nbytes
 
@@ -531,7 +524,7 @@ class PageAllocator:
                 raise IntegrityError(f"entry {np.flatnonzero(others & (column != 0))[0]} is no page and has figures")
         for page in heads.tolist():
             self._check_page(page)
-        if (nbytes := int(self.page_used_bytes.sum())) != self.used_bytes:
+        if (nbytes := int(self.pages().used_bytes.sum())) != self.used_bytes:
             raise IntegrityError(f"{nbytes} bytes are taken and {self.used_bytes} are counted")
         self._check_lists()
 
@@ -727,6 +720,7 @@ class PageAllocator:
 
     def _cut_anew(self, begin: int, stop: int) -> None:
         """Join and cut the free units from `begin` to `stop`, whole groups of one range, as `_rebuild` would."""
+        self._numbered = None
         is_open = self._one.open[begin]
         unit = begin
         runs: list[tuple[int, int]] = []
@@ -771,6 +765,13 @@ class PageAllocator:
             }
         )
 
+    def _numbers(self) -> tuple[Int64s, Int64s]:
+        """The first unit of each page, and by unit the position of its page among them."""
+        if self._numbered is None:
+            is_head = self._head == np.arange(len(self._head))
+            self._numbered = np.flatnonzero(is_head), np.cumsum(is_head) - 1
+        return self._numbered
+
     def _irregular(self, page: int) -> dict[int, int]:
         taken = self._taken[page]
         return taken if isinstance(taken, dict) else {}
@@ -785,6 +786,7 @@ class PageAllocator:
 
     def _rebuild(self) -> None:
         """Cut what is free along the grid, and make all lists anew."""
+        self._numbered = None
         units = np.arange(len(self._head), dtype=np.int64)
         if not len(units):
             self._group, self._open = units, np.zeros(0, np.bool_)

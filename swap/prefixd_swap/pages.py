@@ -49,6 +49,8 @@ Int64s = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 _SPREAD_SHARE = 128
+_FEW = 16
+"""So many slots are freed sooner one by one than as arrays."""
 _MAX_SIZES = 64
 """When so many sizes were asked for, those without a page are forgotten."""
 EMPTY = 0
@@ -80,7 +82,7 @@ class Pages:
     is_open: Bools
     """[n] whether its slots are given out once they are free."""
     groups: Int64s
-    """[n] which page it becomes a part of when all in that page is free; equal numbers are one page, see `group_bytes`."""
+    """[n] which page it becomes a part of when all in that page is free: a number to compare, see `group_bytes`."""
 
     def __len__(self) -> int:
         return len(self.nbytes)
@@ -287,23 +289,13 @@ class PageAllocator:
         Raises:
             MemoryMisuseError: no slot begins there, or it is free already.
         """
-        page = self._find(offset)
-        taken = None if page is None else self._taken[page]
-        if page is None or taken is None:
-            raise _no_slot(offset)
-        slot = self._one.slot[page]
+        page, index = self._taken_at(offset)
+        taken: Any = self._taken[page]
         if isinstance(taken, dict):
-            if offset not in taken:
-                raise _no_slot(offset)
             self._count_freed(page, taken.pop(offset))
-            return
-        index, inside = divmod(offset - self._one.address[page], slot)
-        if inside or index >= len(taken):
-            raise _no_slot(offset)
-        if not taken[index]:
-            raise _not_taken(offset)
-        taken[index] = 0
-        self._count_freed(page, slot)
+        else:
+            taken[index] = 0
+            self._count_freed(page, self._one.slot[page])
 
     def free_many(self, offsets: Int64s) -> None:
         """Make the slots at `offsets` [n] free, or none of them where an error is raised.
@@ -311,7 +303,14 @@ class PageAllocator:
         Raises:
             MemoryMisuseError: no slot begins at one of them, or it is free already, or given twice.
         """
-        if not len(offsets):
+        if len(offsets) <= _FEW:
+            few = offsets.tolist()
+            for offset in few:
+                self._taken_at(offset)
+            if len(set(few)) < len(few):
+                raise _not_taken(max(few, key=few.count))
+            for offset in few:
+                self.free(offset)
             return
         pages = self._head[self._units_of(offsets)]
         slots = self._slot[pages]
@@ -839,6 +838,27 @@ class PageAllocator:
         tail = last.copy()
         tail[whole] = stops[np.searchsorted(np.unique(group[whole]), group[whole])]
         return np.where(whole, group, head), tail
+
+    def _taken_at(self, offset: int) -> tuple[int, int]:
+        """The page of the slot that is taken at `offset`, and its index there: 0 in an irregular page.
+
+        Raises:
+            MemoryMisuseError: no slot begins there, or it is free.
+        """
+        page = self._find(offset)
+        taken = None if page is None else self._taken[page]
+        if page is None or taken is None:
+            raise _no_slot(offset)
+        if isinstance(taken, dict):
+            if offset not in taken:
+                raise _no_slot(offset)
+            return page, 0
+        index, inside = divmod(offset - self._one.address[page], self._one.slot[page])
+        if inside or index >= len(taken):
+            raise _no_slot(offset)
+        if not taken[index]:
+            raise _not_taken(offset)
+        return page, index
 
     def _find(self, offset: int) -> int | None:
         """The page at an offset; None outside the ranges."""

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from prefixd_swap.errors import IntegrityError, MemoryMisuseError
 from prefixd_swap.page_eviction import choose_victims
 from prefixd_swap.page_size import MAX_PAGES, MAX_UNITS, SHARE, choose_page_bytes, unit_bytes
-from prefixd_swap.pages import EMPTY, IRREGULAR, PageAllocator
+from prefixd_swap.pages import _FEW, EMPTY, IRREGULAR, PageAllocator
 from prefixd_swap.slots import PAGE_BYTES, round_to_slot
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -162,23 +162,25 @@ def test_a_huge_slot_enlarges_the_pages_for_as_long_as_it_is_there() -> None:
     pages.check_integrity()
 
 
-def test_misuse_is_refused_and_changes_nothing() -> None:
+@pytest.mark.parametrize("others", [0, 2, 2 * _FEW])
+def test_misuse_is_refused_and_changes_nothing(others: int) -> None:
+    """With few slots beside the wrong ones, which are freed one by one, and with many."""
     pages = allocator(16 * MIB)
-    offsets = pages.allocate_many(8192, 20)
+    offsets = pages.allocate_many(8192, others + 2)
     assert offsets is not None
     wrong = [[-1], [16 * MIB], [int(offsets[0]) + 4096], [int(offsets[0]), int(offsets[0])], [8 * MIB]]
     for bad in wrong:
         with pytest.raises(MemoryMisuseError):
-            pages.free_many(np.array([*offsets[1:3].tolist(), *bad], np.int64))
+            pages.free_many(np.array([*offsets[1 : others + 1].tolist(), *bad], np.int64))
         if len(bad) == 1:
             with pytest.raises(MemoryMisuseError, match=f"no slot begins at offset {bad[0]}"):
                 pages.free(bad[0])
-    assert pages.slots_used == 20
+    assert pages.slots_used == others + 2
     pages.free(int(offsets[0]))
-    for again in (lambda: pages.free(int(offsets[0])), lambda: pages.free_many(offsets[:2])):
+    for again in (lambda: pages.free(int(offsets[0])), lambda: pages.free_many(offsets[: others + 1])):
         with pytest.raises(MemoryMisuseError, match="is not taken; free a slot once"):
             again()
-    assert pages.slots_used == 19
+    assert pages.slots_used == others + 1
     with pytest.raises(MemoryMisuseError, match="no slot begins"):
         pages.pages_of(np.array([0, 1 << 40]))
     pages.free_many(np.zeros(0, np.int64))

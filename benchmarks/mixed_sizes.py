@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import shutil
 import tempfile
 import time
 from collections.abc import Sequence
@@ -18,7 +19,8 @@ DESCRIPTION = """\
 Stores and reads prompts whose blocks have several sizes, in the CPU tier and in the disk tier, through the real
 cache and its eviction. What is stored is drawn from a mixture that drifts: each size's share goes up and down.
 What is read is drawn at random, so a block's recency has nothing to do with its place. Every byte that is read
-is checked. Blocks on disk are sparse files, and nothing is synced.
+is checked. Blocks on disk are sparse files, on a file system in memory where that has room: the device is not
+what is measured.
 
 worst_excess_pages is the bytes that one operation evicted beyond the bytes it asked for, in pages, in the worst
 operation; it must be at most 1. utilisation is the share of the capacity that blocks have, the lowest after any
@@ -29,11 +31,13 @@ LEAST_UTILISATION = 0.95
 _KIB, _MIB = 1 << 10, 1 << 20
 
 MIXTURES = {
-    "small": Mixture((4 * _KIB, 64 * _KIB), 64 * _MIB),
-    "large": Mixture((96 * _KIB, 2 * _MIB), 576 * _MIB),
+    "small": Mixture((4 * _KIB, 64 * _KIB), 16 * _MIB),
+    "large": Mixture((96 * _KIB, 2 * _MIB), 600 * _MIB),
     "five": Mixture((4 * _KIB, 64 * _KIB, 96 * _KIB, 512 * _KIB, 2 * _MIB), 768 * _MIB),
 }
+"""Tiers of 100 to 256 pages each: pages are 64 KiB for the small sizes and 6 MiB for the others."""
 TIERS: tuple[TierName, ...] = ("cpu", "disk")
+_MEMORY = Path("/dev/shm")
 
 
 async def run_one(tier: TierName, mixture: Mixture, operations: int, seed: int, folder: Path) -> Figures:
@@ -42,6 +46,15 @@ async def run_one(tier: TierName, mixture: Mixture, operations: int, seed: int, 
         with harness.progress(f"{tier}: {mixture.name}", 500) as step:
             await world.run(step)
         return world.figures
+
+
+def _folder(mixture: Mixture) -> Path | None:
+    """Where the slab files and the index are made: in memory if there is room, in the default place if not."""
+    try:
+        free = shutil.disk_usage(_MEMORY).free
+    except OSError:
+        return None
+    return _MEMORY if free >= 2 * mixture.capacity_bytes else None
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -53,7 +66,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             if options.capacity is not None:
                 mixture = Mixture(mixture.sizes, options.capacity)
             begin = time.perf_counter()
-            with tempfile.TemporaryDirectory(prefix="prefixd-mixed-", dir="/dev/shm") as folder:
+            with tempfile.TemporaryDirectory(prefix="prefixd-mixed-", dir=_folder(mixture)) as folder:
                 figures = asyncio.run(run_one(tier, mixture, options.operations, options.seed, Path(folder)))
             print(
                 f"{tier:5} {mixture.name:40} worst excess {figures.worst_excess_pages:.3f} pages, "

@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixd_swap.page_size import SHARE
-from prefixd_swap.pages import EMPTY, Bools, Int64s, PageAllocator, Pages
+from prefixd_swap.page_table import EMPTY, Bools, Int64s, Pages
+from prefixd_swap.pages import PageAllocator
 from prefixd_swap.slots import round_to_slot
 
 Worths = npt.NDArray[np.float64]

@@ -14,7 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from prefixd_swap.errors import IntegrityError, MemoryMisuseError
 from prefixd_swap.page_eviction import choose_victims
 from prefixd_swap.page_size import MAX_PAGES, MAX_UNITS, SHARE, choose_page_bytes, unit_bytes
-from prefixd_swap.pages import _FEW, EMPTY, IRREGULAR, PageAllocator
+from prefixd_swap.page_table import EMPTY, IRREGULAR
+from prefixd_swap.pages import _FEW, PageAllocator
 from prefixd_swap.slots import PAGE_BYTES, round_to_slot
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -437,41 +438,52 @@ def planted() -> PageAllocator:
     return pages
 
 
-def set_(name: str, at: int, value: Any) -> Callable[[PageAllocator], None]:
+def table(name: str, at: int, value: Any) -> Callable[[PageAllocator], None]:
     def change(pages: PageAllocator) -> None:
-        getattr(pages, name)[at] = value
+        getattr(pages._table, name)[at] = value
 
     return change
 
 
-def add(name: str, value: int) -> Callable[[PageAllocator], None]:
-    return lambda pages: setattr(pages, name, getattr(pages, name) + value)
+def lists(name: str, at: int, value: Any) -> Callable[[PageAllocator], None]:
+    def change(pages: PageAllocator) -> None:
+        getattr(pages._lists, name)[at] = value
+
+    return change
+
+
+def one_page_more(pages: PageAllocator) -> None:
+    pages.used_bytes += 4096
+
+
+def one_slot_more(pages: PageAllocator) -> None:
+    pages._lists.free_bytes += 4096
 
 
 @pytest.mark.parametrize(
     ("plant", "message"),
     [
-        (set_("_head", 16, 12), "do not cover the range"),
-        (set_("_length", 0, 4096), "do not cover the range"),
-        (set_("_slot", 1, 4096), "entry 1 is no page"),
-        (set_("_used", 0, 3), "page 0 of 65536 bytes with slots of 4096 has 16 slots, 2 of them taken; 16 and 3 are"),
-        (set_("_count", 0, 15), "15 and 2 are counted"),
-        (set_("_slot", 0, 8192), "page 0"),
-        (set_("_slot", 8, IRREGULAR), "page 8"),
-        (set_("_taken", 0, None), "page 0"),
-        (set_("_taken", 12, bytearray(1)), "page 12"),
-        (set_("_taken", 0, bytearray(16)), "page 0"),
-        (set_("_taken", 4, {}), "page 4"),
-        (set_("_taken", 4, {65536: 8192, 65536 + 4096: 4096}), "page 4"),
-        (set_("_taken", 4, {65536 - 4096: 8192, 65536 + 8192: 4096}), "page 4"),
-        (set_("_taken", 4, {65536: 4096, 65536 + 12288: 8192}), "page 4"),
-        (add("used_bytes", 4096), "bytes are taken and"),
-        (add("_free_bytes", 4096), "bytes of free slots are"),
-        (set_("_free", 4096, 13), "free slots are"),
-        (set_("_free", 8192, -1), "free slots are"),
-        (set_("_pages_of_size", 4096, 2), "pages by size are"),
-        (set_("_partial", 4096, []), "pages with free slots are"),
-        (set_("_empty", 64 * KIB, [12]), "empty pages are"),
+        (table("head", 16, 12), "do not cover the range"),
+        (table("length", 0, 4096), "do not cover the range"),
+        (table("slot", 1, 4096), "entry 1 is no page"),
+        (table("used", 0, 3), "page 0 of 65536 bytes with slots of 4096 has 16 slots, 2 of them taken; 16 and 3 are"),
+        (table("count", 0, 15), "15 and 2 are counted"),
+        (table("slot", 0, 8192), "page 0"),
+        (table("slot", 8, IRREGULAR), "page 8"),
+        (table("taken", 0, None), "page 0"),
+        (table("taken", 12, bytearray(1)), "page 12"),
+        (table("taken", 0, bytearray(16)), "page 0"),
+        (table("taken", 4, {}), "page 4"),
+        (table("taken", 4, {65536: 8192, 65536 + 4096: 4096}), "page 4"),
+        (table("taken", 4, {65536 - 4096: 8192, 65536 + 8192: 4096}), "page 4"),
+        (table("taken", 4, {65536: 4096, 65536 + 12288: 8192}), "page 4"),
+        (one_page_more, "bytes are taken and"),
+        (one_slot_more, "bytes of free slots are"),
+        (lists("free", 4096, 13), "free slots are"),
+        (lists("free", 8192, -1), "free slots are"),
+        (lists("pages_of_size", 4096, 2), "pages by size are"),
+        (lists("partial", 4096, []), "pages with free slots are"),
+        (lists("empty", 64 * KIB, [12]), "empty pages are"),
     ],
 )
 def test_every_contradiction_is_found_and_stays_found(plant: Callable[[PageAllocator], None], message: str) -> None:
@@ -484,24 +496,24 @@ def test_every_contradiction_is_found_and_stays_found(plant: Callable[[PageAlloc
 
 def test_free_bytes_that_are_cut_wrongly_are_found() -> None:
     pages = planted()
-    pages._length[12], pages._length[16] = 128 * KIB, 0
-    pages._head[12:20] = 12
+    pages._table.length[12], pages._table.length[16] = 128 * KIB, 0
+    pages._table.head[12:20] = 12
     with pytest.raises(IntegrityError, match="what is free at entry 16 belongs to page 16"):
         pages.check_integrity()
 
 
 def test_a_list_that_promises_a_slot_that_is_not_there_is_an_error_not_a_wrong_slot() -> None:
     pages = planted()
-    pages._taken[0] = bytearray(b"\1" * 16)
+    pages._table.taken[0] = bytearray(b"\1" * 16)
     with pytest.raises(IntegrityError, match="listed as one with a free slot"):
         pages.allocate(4096, near=0)
     with pytest.raises(IntegrityError, match="listed as one with a free slot"):
         pages.allocate_many(4096, 1, near=0)
     pages = planted()
-    pages._free[4096] = 1 << 20
+    pages._lists.free[4096] = 1 << 20
     with pytest.raises(IntegrityError, match="counted as free and are not found"):
         pages.allocate_many(4096, 1 << 19)
-    pages._empty = {64 * KIB: [1]}
+    pages._lists.empty = {64 * KIB: [1]}
     with pytest.raises(IntegrityError, match="not listed"):
         pages._vacate(8, 64 * KIB)
 

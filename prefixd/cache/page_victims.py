@@ -27,6 +27,8 @@ from prefixd.steps import in_thread
 from prefixd_swap import EvictionPolicy, Victims, round_to_slot
 
 _ATTEMPTS = 3
+_BARE_AT_ONCE = 256
+"""Records without bytes that go in one call, of each slice: some milliseconds on the event loop."""
 
 Choose = Callable[
     [int, int, npt.NDArray[np.int64], npt.NDArray[np.float64], npt.NDArray[np.bool_]],
@@ -62,6 +64,9 @@ async def find_page_victims(
     """The blocks that have to leave `tier` so that `want` blocks with parts of `sizes` bytes have room, by trie, each
     trie's children before their parents.
 
+    Before them go the blocks that have nothing in the tier but a record there, which nothing continues any more: they
+    give no room, and nobody else would ever choose them. So a trie may be named twice.
+
     Large tables are read in slices, and the choice is made in a thread; others use the tries meanwhile. So it is
     checked at the end whether all that was chosen may still go, else the choice is made again. What is returned may go
     at that moment; after some attempts it may be less than was chosen.
@@ -91,8 +96,8 @@ async def find_page_victims(
     for attempts_left in reversed(range(_ATTEMPTS)):
         slots = await _read_slots(tries, tier, policy, may_go)
         if not len(slots.slots):
-            return []
-        if slots.interrupted:
+            chosen = []
+        elif slots.interrupted:
             chosen = await in_thread(partial(pick, slots, choose if for_thread is None else for_thread()))
         else:
             chosen = pick(slots, choose)
@@ -104,7 +109,15 @@ async def find_page_victims(
             found.append((trie, going[np.argsort(-trie.depth[going], kind="stable")]))
         if all_may_go or not attempts_left:
             break
-    return [(trie, rows) for trie, rows in found if len(rows)]
+    bare = [(trie, rows[_is_bare(trie, rows, tier) & may_go(trie, rows)]) for trie, rows in slots.bare]
+    return [(trie, rows) for trie, rows in (*bare, *found) if len(rows)]
+
+
+def _is_bare(trie: Trie, rows: Rows, tier: int) -> npt.NDArray[np.bool_]:
+    """[len(rows)]: which blocks have a record in `tier`, no bytes there, and nothing that continues them."""
+    is_bare: npt.NDArray[np.bool_] = (trie.any_part[rows] & np.uint8(1 << tier)) != 0
+    is_bare &= (trie.children[rows] == 0) & (trie.slots[rows, tier] == NO_SLOT).all(axis=1)
+    return is_bare
 
 
 def _may_go(trie: Trie, rows: Rows, tier: int, *, demotable: bool, spare_copies: bool) -> npt.NDArray[np.bool_]:
@@ -128,6 +141,8 @@ class _Slots:
     interrupted: bool
     """Others have used the tries while they were read."""
     tries: list[Trie]
+    bare: list[tuple[Trie, Rows]]
+    """The blocks that have a record in the tier and nothing else, see `_is_bare`."""
     slots: npt.NDArray[np.int64]
     scores: npt.NDArray[np.float64]
     depths: npt.NDArray[np.int32]
@@ -164,10 +179,12 @@ async def _read_slots(
     pieces: list[tuple[npt.NDArray[Any], ...]] = [
         (nothing, np.empty(0), np.empty(0, np.int32), np.empty(0, np.bool_), nothing, nothing, nothing)
     ]
+    bare: list[tuple[Trie, Rows]] = []
     for place, trie in enumerate(tries):
         for scan in slices(trie.rows):
             rows = scan.start + np.flatnonzero(trie.any_part[scan] & bit)
             goes, depths = may_go(trie, rows), trie.depth[rows]
+            bare.append((trie, rows[_is_bare(trie, rows, tier)][:_BARE_AT_ONCE]))
             scores = policy.scores(trie.last_used[rows], trie.entered[rows, tier])
             for part in range(len(trie.part_bytes)):
                 slots = trie.slots[rows, tier, part]
@@ -179,7 +196,7 @@ async def _read_slots(
     interrupted = scanned >= SCANNED_AT_ONCE
 
     def joined() -> _Slots:
-        return _Slots(interrupted, list(tries), *map(np.concatenate, zip(*pieces, strict=True)))
+        return _Slots(interrupted, list(tries), bare, *map(np.concatenate, zip(*pieces, strict=True)))
 
     return await in_thread(joined) if interrupted else joined()
 

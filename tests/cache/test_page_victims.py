@@ -1,4 +1,5 @@
-"""Pages to be emptied are chosen in slices and in a thread where tables are large; what is returned may go."""
+"""Pages to be emptied are chosen in slices and in a thread where tables are large; what is returned may go, and with it
+records without bytes that nothing continues."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from prefixd.cache import CPU, Trie
-from prefixd.cache.page_victims import find_page_victims
+from prefixd.cache import CPU, DISK, Trie
+from prefixd.cache.page_victims import _worth, find_page_victims
 from prefixd_swap import PageAllocator, Victims, choose_page_victims, create_eviction_policy
 from tests.cache.index.entering import enter_block
 
@@ -102,3 +103,59 @@ async def test_no_turn_reads_more_than_a_slice(monkeypatch: pytest.MonkeyPatch) 
         await asyncio.sleep(0)
     assert sum(read) >= sum(trie.rows for trie in tier.tries)
     assert max(read) <= 2 * 16
+
+
+def chain(blocks: int, tier: int) -> tuple[Trie, list[int]]:
+    """A prompt of which every block has a copy in `tier`, in slots 0, 1, ..."""
+    trie, rows = Trie(1, (4096,), 0), [-1]
+    for block in range(blocks):
+        row = trie.insert(rows[-1], 0, block.to_bytes(16, "little"), block.to_bytes(4, "little"), 0.0)
+        assert row is not None
+        trie.put_copy(row, tier, [block], 0.0)
+        rows.append(row)
+    return trie, rows[1:]
+
+
+async def leaving(trie: Trie, slots: set[int]) -> list[int]:
+    """The rows that leave the disk where `slots` are chosen."""
+
+    def choose(nbytes: int, count: int, taken: np.ndarray, worth: object, may: object) -> Victims:
+        return Victims(np.flatnonzero(np.isin(taken, sorted(slots))), len(slots))
+
+    policy = create_eviction_policy("lru", 0)
+    found = await find_page_victims([trie], DISK, (65536,), 1, policy, choose, demotable=False)
+    return [row for _, rows in found for row in rows.tolist()]
+
+
+async def test_a_record_without_bytes_that_nothing_continues_goes() -> None:
+    trie, rows = chain(4, DISK)
+    for row in rows[:3]:
+        trie.drop_copy(row, DISK, trie.all_groups)
+    assert await leaving(trie, set()) == [], "block 3 has bytes, and needs the records before it"
+    assert await leaving(trie, {3}) == [rows[3]]
+    trie.drop_copy(rows[3], DISK)
+    trie.remove(rows[3])
+    assert await leaving(trie, set()) == [rows[2]]
+    last = np.array([rows[2]])
+    trie.hold(last, DISK)
+    assert await leaving(trie, set()) == []
+    trie.unhold(last, DISK)
+    trie.retain(last)
+    assert await leaving(trie, set()) == []
+    trie.unretain(last)
+    trie.drop_copy(rows[2], DISK)
+    trie.remove(rows[2])
+    assert await leaving(trie, set()) == [rows[1]]
+
+
+async def test_a_record_without_bytes_goes_though_there_is_a_copy_above() -> None:
+    trie, (row,) = chain(1, CPU)
+    trie.put_copy(row, DISK, [7], 0.0)
+    trie.drop_copy(row, DISK, trie.all_groups)
+    assert trie.any_part[row] & (1 << DISK) and await leaving(trie, set()) == [row]
+
+
+def test_of_slots_with_one_score_the_deeper_is_worth_less() -> None:
+    worth = _worth(np.array([2.5, 1.0, 2.5, 1.0, 7.0]), np.array([0, 3, 9, 4, 2], np.int32))
+    assert np.argsort(worth).tolist() == [3, 1, 2, 0, 4]
+    assert not len(_worth(np.zeros(0), np.zeros(0, np.int32)))

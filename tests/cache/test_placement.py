@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from prefixd.cache import CPU, Tiers, Trie
-from prefixd.cache.page_victims import _worth
 from prefixd.cache.placement import Placement
 from prefixd_swap import CpuArena
 from tests.cache.index.entering import enter_block
@@ -64,9 +63,3 @@ def test_only_with_its_page_does_a_block_leave_its_continuation_behind(arena: Cp
     chain.trie.retain(np.array([chain.rows[0]]))
     assert chain.drop(1, 0, with_page=True) == 1, "block 0 is kept by somebody"
     assert len(chain.trie) == 3 and arena.used_bytes == 2 * PART_BYTES
-
-
-def test_of_slots_with_one_score_the_deeper_is_worth_less() -> None:
-    worth = _worth(np.array([2.5, 1.0, 2.5, 1.0, 7.0]), np.array([0, 3, 9, 4, 2], np.int32))
-    assert np.argsort(worth).tolist() == [3, 1, 2, 0, 4]
-    assert not len(_worth(np.zeros(0), np.zeros(0, np.int32)))

@@ -319,12 +319,18 @@ class Transfers:
         return transfer
 
     async def cancel_owner(self, owner: Hashable) -> None:
-        """Cancels every transfer of an owner; returns when none of them touches memory any more."""
+        """Cancels every transfer of an owner; returns or raises when none of them touches memory any more."""
         transfers = list(self._owned.get(owner, ()))
         for transfer in transfers:
             transfer.drop()
+        cancelled: asyncio.CancelledError | None = None
         for transfer in transfers:
-            await transfer.cancel()
+            try:
+                await transfer.cancel()
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            raise cancelled
 
     async def drain(self) -> None:
         """Waits until no transfer waits or is under way."""

@@ -423,6 +423,21 @@ async def test_an_owner_ends_with_all_its_transfers(log: Log) -> None:
     await bench.transfers.cancel_owner("nobody")
 
 
+async def test_whoever_ends_an_owner_and_is_cancelled_still_waits_for_all_its_threads(log: Log) -> None:
+    bench = Bench(DeviceLimits(3, reserved=0))
+    mine = [bench.transfers.submit("read", log.pieces(name, 1), PREFETCH, owner="client") for name in "abc"]
+    ending = asyncio.create_task(bench.transfers.cancel_owner("client"))
+    await settle()
+    ending.cancel()
+    for left in (2, 1):
+        await bench.end()
+        assert not ending.done() and bench.begun == left
+    await bench.end()
+    with pytest.raises(asyncio.CancelledError):
+        await ending
+    assert all(transfer.finished for transfer in mine)
+
+
 async def test_close_drops_what_waits_and_waits_for_what_runs(log: Log) -> None:
     bench = Bench(TWO)
     transfer = bench.transfers.submit("read", log.pieces("a", 9), DEMAND)

@@ -1,0 +1,245 @@
+"""What keeps a daemon's disk busy and nobody waits for, from a process of its own: new blocks, which are written back,
+and prefetches of blocks that are on disk only.
+
+`python -m benchmarks.load.disk_traffic ADDRESS PLAN`: each line on its standard input is answered with one line of
+JSON, the `Traffic` so far. It ends with its input. `DiskTraffic` starts it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+import zlib
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from itertools import count
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.common.harness import BenchmarkError
+from prefixd.client import AsyncCache, AsyncClient, AsyncLease, ExhaustedError, NamespaceSpec, PartSpec, Tier
+
+BLOCK_TOKENS = 16
+TIMEOUT_S = 600.0
+_LOOK_S = 0.05  # how often the prefetching client looks what has come
+_LOST_S = 30.0  # a prefetch of which nothing has come for so long is not waited for any more
+_AGAIN_S = 0.1  # after a call that the daemon refused for want of room
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """Prompts of one length in a namespace of their own. No two of their blocks have the same tokens or bytes."""
+
+    name: str
+    blocks: int
+    """Of each prompt."""
+    block_bytes: int
+    """A multiple of 8."""
+
+    @property
+    def spec(self) -> NamespaceSpec:
+        """Their namespace."""
+        return NamespaceSpec(self.name, BLOCK_TOKENS, (PartSpec("full", 0, self.block_bytes),))
+
+    def tokens(self, prompt: int) -> npt.NDArray[np.uint32]:
+        """[blocks * BLOCK_TOKENS] token ids of a prompt."""
+        first = prompt * self.blocks * BLOCK_TOKENS
+        return np.arange(first, first + self.blocks * BLOCK_TOKENS, dtype=np.uint32)
+
+    def content(self, prompt: int, block: int) -> npt.NDArray[np.uint64]:
+        """[block_bytes / 8] words of a block of a prompt: each differs from the same word of any other block."""
+        return _words(self.name, self.block_bytes) + np.uint64(prompt * self.blocks + block)
+
+    async def store(self, blocks: AsyncCache, prompt: int, *, durable: bool = False) -> int:
+        """Stores a prompt; how many of its blocks are new.
+
+        Raises:
+            ExhaustedError: there is room for none.
+        """
+        source = np.concatenate([self.content(prompt, block) for block in range(self.blocks)])
+        return (await blocks.store(self.tokens(prompt), source, durable=durable)).committed
+
+    def wrong_bytes(self, lease: AsyncLease, prompt: int) -> int:
+        """How many bytes of the leased blocks of a prompt, from its first, are not what was stored."""
+        wrong = 0
+        for block in range(lease.blocks):
+            found = np.frombuffer(lease.view(block), np.uint8)
+            wrong += int(np.count_nonzero(found != self.content(prompt, block).view(np.uint8)))
+        return wrong
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficPlan:
+    """What is prefetched and written, by two clients."""
+
+    prefetched: Prompts
+    pool: int
+    """How many prompts are prefetched in turn; together they are larger than the CPU tier."""
+    under_way: int
+    """How many of them are under way at a time."""
+    written: Prompts
+    written_bytes_per_s: float
+    """At most; the daemon may let the writer wait longer."""
+
+    def to_json(self) -> str:
+        """For the process."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> TrafficPlan:
+        """What `to_json` gave."""
+        plain = json.loads(text)
+        return cls(**(plain | {name: Prompts(**plain[name]) for name in ("prefetched", "written")}))
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What the two clients have done so far."""
+
+    prefetched_blocks: int = 0
+    """Blocks that prefetches were asked to bring from disk and that have come."""
+    waiting_blocks: int = 0
+    """Blocks of prefetches under way that have not come."""
+    prefetched: list[int] = field(default_factory=list)
+    """Prompts whose prefetch has ended, in this order."""
+    lost: int = 0
+    """Prefetches that were given up, because nothing came of them for 30 s."""
+    refused: int = 0
+    """Prefetches that the daemon refused for now."""
+    written_blocks: int = 0
+    written: list[int] = field(default_factory=list)
+    """Prompts that were written, in this order."""
+
+
+class DiskTraffic:
+    """The side that starts the process. A context manager: leaving it ends the process."""
+
+    def __init__(self, address: str, plan: TrafficPlan) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.load.disk_traffic", address, plan.to_json()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C is ours alone
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with suppress(BrokenPipeError):
+                pipe.close()
+        self._process.wait()
+
+    def look(self) -> Traffic:
+        """What was done so far. Waits for the process to be ready.
+
+        Raises:
+            BenchmarkError: the process has ended.
+        """
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with suppress(BrokenPipeError):  # then the line that follows is empty
+            self._process.stdin.write("\n")
+            self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise BenchmarkError(f"the client that keeps the disk busy ended, with status {self._process.wait()}")
+        return Traffic(**json.loads(line))
+
+
+@dataclass(slots=True)
+class _UnderWay:
+    """A prefetch, as its client sees it."""
+
+    prompt: int
+    on_disk: int
+    """Blocks of it that are on disk only, when looked at last."""
+    changed_s: float
+    """When that number changed last."""
+
+
+async def _prefetch(blocks: AsyncCache, plan: TrafficPlan, traffic: Traffic) -> None:
+    """Prefetches one prompt after the other, so many at a time."""
+    prompts, turn = plan.prefetched, 0
+    under_way: list[_UnderWay] = []
+    while True:
+        while len(under_way) < plan.under_way:
+            try:
+                asked = await blocks.prefetch(prompts.tokens(turn % plan.pool))
+            except ExhaustedError:
+                traffic.refused += 1
+                break
+            under_way.append(_UnderWay(turn % plan.pool, asked, time.monotonic()))
+            turn += 1
+        await asyncio.sleep(_LOOK_S)
+        for each in list(under_way):
+            left = (await blocks.match(prompts.tokens(each.prompt))).blocks_in(Tier.DISK)
+            if left < each.on_disk:
+                traffic.prefetched_blocks += each.on_disk - left
+                each.on_disk, each.changed_s = left, time.monotonic()
+            if not left:
+                traffic.prefetched.append(each.prompt)
+                under_way.remove(each)
+            elif time.monotonic() - each.changed_s > _LOST_S:
+                traffic.lost += 1
+                under_way.remove(each)
+        traffic.waiting_blocks = sum(each.on_disk for each in under_way)
+
+
+async def _write(blocks: AsyncCache, plan: TrafficPlan, traffic: Traffic) -> None:
+    """Stores one new prompt after the other, at the plan's rate."""
+    prompts = plan.written
+    every_s = prompts.blocks * prompts.block_bytes / plan.written_bytes_per_s
+    due_s = time.monotonic()
+    for prompt in count():
+        try:
+            traffic.written_blocks += await prompts.store(blocks, prompt)
+            traffic.written.append(prompt)
+        except ExhaustedError:  # what holds the room is being read or written
+            await asyncio.sleep(_AGAIN_S)
+        due_s = max(due_s + every_s, time.monotonic() - every_s)
+        await asyncio.sleep(max(0.0, due_s - time.monotonic()))
+
+
+@cache
+def _words(name: str, block_bytes: int) -> npt.NDArray[np.uint64]:
+    """The words of a namespace's blocks, before each block's number is added."""
+    return np.random.default_rng(zlib.crc32(name.encode())).integers(0, 1 << 63, block_bytes // 8, np.uint64)
+
+
+async def _serve(address: str, plan: TrafficPlan) -> None:
+    orders = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(orders), sys.stdin)
+    traffic = Traffic()
+    async with (
+        AsyncClient(address, name="prefetches", timeout_s=TIMEOUT_S) as prefetches,
+        AsyncClient(address, name="writes", timeout_s=TIMEOUT_S) as writes,
+        asyncio.TaskGroup() as group,
+    ):
+        work = [
+            group.create_task(_prefetch(await prefetches.register(plan.prefetched.spec), plan, traffic)),
+            group.create_task(_write(await writes.register(plan.written.spec), plan, traffic)),
+        ]
+        while await orders.readline():
+            print(json.dumps(asdict(traffic)), flush=True)
+        for task in work:
+            task.cancel()
+
+
+def main() -> None:
+    """The process's side."""
+    asyncio.run(_serve(sys.argv[1], TrafficPlan.from_json(sys.argv[2])))
+
+
+if __name__ == "__main__":
+    main()

@@ -219,6 +219,16 @@ class DiskSettings(_Section):
     cpu.bytes."""
 
 
+class TransferSettings(_Section):
+    """The order in which blocks move between the tiers."""
+
+    urgency: bool = True
+    """What somebody waits for moves before what is brought or written ahead of need; false to measure against."""
+    prefetch_bytes: Bytes | None = None
+    """The most that one client may have on its way ahead of need (Prefetch); what is beyond is left where it is. By
+    default half of cpu.bytes."""
+
+
 class CacheSettings(_Section):
     """What is kept and what goes first."""
 
@@ -328,6 +338,7 @@ class Settings(_Section):
     gpu: GpuSettings = Field(default_factory=GpuSettings)
     cpu: CpuSettings = Field(default_factory=CpuSettings)
     disk: DiskSettings = Field(default_factory=DiskSettings)
+    transfers: TransferSettings = Field(default_factory=TransferSettings)
     cache: CacheSettings = Field(default_factory=CacheSettings)
     events: EventSettings = Field(default_factory=EventSettings)
     scheduler: SchedulerSettings = Field(default_factory=SchedulerSettings)

@@ -15,7 +15,8 @@ import numpy.typing as npt
 
 from benchmarks.common import harness
 from benchmarks.storage.sparse_files import SparseFiles
-from prefixd.cache import DISK, BlockChain, NamespaceSpec, PartSpec, Reservation, TieredCache, Tiers
+from prefixd.cache import BlockChain, NamespaceSpec, PartSpec, Reservation, TieredCache, Tiers
+from prefixd.cache.index.trie import DISK
 from prefixd.errors import ExhaustedError
 from prefixd_swap import CpuArena, SlabStore, create_copy_engine, create_eviction_policy
 
@@ -194,7 +195,7 @@ async def mixed_tier(
     store = None
     if tier == "disk":
         store = SlabStore.open(folder / "store", mixture.capacity_bytes, io="buffered", ops=SparseFiles())
-    cache = TieredCache(Tiers(arena, store), engine, create_eviction_policy("lru", seed), clock, write_back=False)
+    cache = TieredCache(Tiers.local(arena, store), engine, create_eviction_policy("lru", seed), clock, write_back=False)
     try:
         yield MixedTier(cache, tier, mixture, operations, seed)
         await cache.mover.quiesce()

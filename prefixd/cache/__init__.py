@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from prefixd.cache.cache import TieredCache
 from prefixd.cache.index.keys import BlockChain
-from prefixd.cache.index.trie import CPU, DISK, GPU, NONE, Trie
+from prefixd.cache.index.trie import NONE, Trie
 from prefixd.cache.integrity import check_integrity
 from prefixd.cache.namespaces import Namespace, NamespaceSpec, PartSpec, SlidingWindowSpec
 from prefixd.cache.sessions import Lease, Process, Reservation, Session
-from prefixd.cache.tiers import TIER_NAMES, Tiers
+from prefixd.cache.tiers import Tiers
 from prefixd.cache.troubles import Troubles
 
 __all__ = [
-    "CPU",
-    "DISK",
-    "GPU",
     "NONE",
-    "TIER_NAMES",
     "BlockChain",
     "Lease",
     "Namespace",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import logging
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -19,10 +18,11 @@ import numpy.typing as npt
 from prefixd import heap
 from prefixd.cache.holds import Hold
 from prefixd.cache.index.keys import BlockChain, Digest, xxh3_digest
-from prefixd.cache.index.trie import CPU, DISK, GPU, TIERS, Match, Observer, Rows, Trie
+from prefixd.cache.index.trie import TIERS, Match, Observer, Rows, Trie
 from prefixd.cache.mover import Mover
 from prefixd.cache.namespaces import Namespace, NamespaceRegistry, NamespaceSpec
 from prefixd.cache.paths import find_path
+from prefixd.cache.prefetches import Prefetches
 from prefixd.cache.reservations import Reservations
 from prefixd.cache.restore import known_namespaces, remove_refused, restore
 from prefixd.cache.scrubber import Scrubber
@@ -31,9 +31,7 @@ from prefixd.cache.tiers import Tiers
 from prefixd.cache.write_back import WriteBack
 from prefixd.errors import ExhaustedError, InvalidArgumentError, NotFoundError, UnsupportedError
 from prefixd_swap import CopyEngine, EvictionPolicy
-
-log = logging.getLogger(__name__)
-
+from prefixd_swap.tiers import Tier
 
 Claim = tuple[Trie, Rows, list[int]]
 _ENDED_AT_ONCE = 1 << 16  # held blocks whose hold ends in one turn, about a millisecond,
@@ -81,7 +79,7 @@ class TieredCache:
         scrub_every_s: how long after the last one a pass of the scrubber begins.
         write_queue_bytes: blocks that may wait in memory to be written to disk before `reserve` waits; half of the CPU
             tier by default.
-        io_threads: threads for disk reads and writes.
+        prefetch_bytes: the most that one session may have on its way ahead of need; half of the shared tier by default.
         digest: block key function; replaced in tests.
     """
 
@@ -100,7 +98,7 @@ class TieredCache:
         scrub_bytes_per_s: int = 0,
         scrub_every_s: float = 3600.0,
         write_queue_bytes: int | None = None,
-        io_threads: int = 4,
+        prefetch_bytes: int | None = None,
         digest: Digest = xxh3_digest,
     ) -> None:
         self.tiers = tiers
@@ -110,13 +108,20 @@ class TieredCache:
         self.counters = CacheCounters()
         self.claims: list[Callable[[], Iterator[Claim]]] = []
         """Who else has a part of the GPU tier, for `check_integrity`: rows held without a `Hold`, frames in flight."""
-        self.mover = Mover(tiers, self.tries, self.namespaces, engine, policy, clock, io_threads=io_threads)
-        if write_queue_bytes is None and tiers.cpu is not None:
-            write_queue_bytes = tiers.cpu.capacity_bytes // 2
+        self.mover = Mover(tiers, self.tries, self.namespaces, engine, policy, clock)
+        if write_queue_bytes is None and tiers.exists(tiers.shared):
+            write_queue_bytes = tiers.shared.capacity_bytes // 2
+        if prefetch_bytes is None:
+            prefetch_bytes = tiers.shared.capacity_bytes // 2
         self.write_back = WriteBack(self.mover, enabled=write_back, limit_bytes=write_queue_bytes)
         self.scrubber = Scrubber(self.mover, clock, bytes_per_s=scrub_bytes_per_s, every_s=scrub_every_s)
+        self._prefetches = Prefetches(self.mover, prefetch_bytes)
         self.leases = LeaseTable(
-            self._end_grants, default_ttl_s=default_ttl_s, max_ttl_s=max_ttl_s, max_sessions=max_sessions
+            self._end_grants,
+            self._prefetches.end,
+            default_ttl_s=default_ttl_s,
+            max_ttl_s=max_ttl_s,
+            max_sessions=max_sessions,
         )
         self._reservations = Reservations(tiers, self.mover, self.leases, clock)
         self.quarantine = self._reservations.quarantine
@@ -133,11 +138,11 @@ class TieredCache:
         Raises:
             StorageError: the index cannot be read.
         """
-        store = self.tiers.disk
+        store = self.tiers.durable
         if store is None:
             return 0
         known = known_namespaces(store, self.namespaces)
-        restored = restore(store.load(), known, self.trie, self.mover.placement)
+        restored = restore(store.load(), known, self.trie, self.mover.placement, store.level)
         remove_refused(store, restored)
         heap.give_back()
         return restored.blocks
@@ -165,7 +170,7 @@ class TieredCache:
             )
         namespace, new = self.namespaces.register(spec)
         self.trie(namespace)
-        if new and self.tiers.disk is not None:
+        if new and self.tiers.durable is not None:
             self.mover.save_namespace(namespace)
         return namespace
 
@@ -177,7 +182,8 @@ class TieredCache:
         if trie is None:
             part_bytes = [part.nbytes for part in spec.parts]
             trie = Trie(spec.block_tokens, part_bytes, len(self.tries), spec.group_rules())
-            trie.offer(DISK, self.tiers.disk_gives)
+            if self.tiers.durable is not None:
+                trie.offer(self.tiers.durable.level, self.tiers.durable.gives)
             trie.observer = self._observer
             self._trie_of[geometry] = trie
             self.tries.append(trie)
@@ -250,11 +256,11 @@ class TieredCache:
         identity = self.leases.next_id()
         hold = self._hold_for_reading(f"lease {identity}", trie, path, first_block)
         try:
-            there = await self.mover.bring(trie, hold.rows, CPU, hold.wanted)
+            there = await self.mover.bring(trie, hold.rows, self.tiers.shared, hold.wanted)
             while there < len(hold.rows):  # a shorter prefix may need other blocks, which may be there or not
                 hold, longer = self._hold_for_reading(hold.owner, trie, path[: first_block + there], first_block), hold
                 longer.end()
-                there = await self.mover.bring(trie, hold.rows, CPU, hold.wanted)
+                there = await self.mover.bring(trie, hold.rows, self.tiers.shared, hold.wanted)
         except BaseException:
             hold.end()
             raise
@@ -268,13 +274,13 @@ class TieredCache:
     def _hold_for_reading(self, owner: str, trie: Trie, path: Rows, first_block: int) -> Hold:
         """Holds in the CPU tier what a reader of the prefix `path` needs from `first_block` on."""
         wanted = trie.needed(len(path), min(first_block, len(path))) if trie.has_rules else None
-        return self.mover.placement.holds.hold(owner, trie, path[first_block:], CPU, wanted)
+        return self.mover.placement.holds.hold(owner, trie, path[first_block:], self.tiers.shared, wanted)
 
     def offsets(self, lease: Lease, parts: Sequence[int]) -> npt.NDArray[np.uint64]:
         """[blocks, parts]: arena offsets of leased parts; `NO_OFFSET` for a part that its KV group's rule does not
         need."""
         trie, chosen = lease.trie, list(parts)
-        offsets: npt.NDArray[np.uint64] = trie.slots[lease.rows, CPU][:, chosen].astype(np.uint64)
+        offsets: npt.NDArray[np.uint64] = trie.slots[lease.rows, self.tiers.shared.level][:, chosen].astype(np.uint64)
         if lease.hold.wanted is not None:
             offsets[(lease.hold.wanted[:, None] & trie.part_mask[chosen]) == 0] = NO_OFFSET
         return offsets
@@ -366,22 +372,13 @@ class TieredCache:
                     self.leases.close(session)
         self.quarantine.process_ended(process)
 
-    async def prefetch(self, namespace: Namespace, chain: BlockChain) -> int:
-        """Starts bringing the cached prefix to the CPU tier; returns how many blocks have to come."""
-        trie = self.trie(namespace)
-        rows = (await self.match(namespace, chain)).rows
-        wanted = trie.needed(len(rows))
-        missing = len(trie.missing(rows, CPU, wanted))
-        if missing and self.tiers.cpu is not None:
-            hold = self.mover.placement.holds.hold("prefetch", trie, rows, CPU, wanted)
+    async def prefetch(self, session: Session, namespace: Namespace, chain: BlockChain) -> int:
+        """Starts bringing the cached prefix to the shared tier, until the session ends.
 
-            def end(task: asyncio.Task[int]) -> None:
-                hold.end()
-                if not task.cancelled() and (error := task.exception()) is not None:
-                    log.error("a prefix could not be brought up ahead of need: %s", error)
-
-            self.mover.spawn(self.mover.bring(trie, rows, CPU, wanted)).add_done_callback(end)
-        return missing
+        Returns how many blocks are on their way for it: as many as the session's limit takes, from the first.
+        """
+        match = await self.match(namespace, chain)
+        return self._prefetches.begin(session, self.trie(namespace), match.rows)
 
     # -- the worker's side ----------------------------------------------------------------------------------------
 
@@ -410,16 +407,17 @@ class TieredCache:
         rows, _ = trie.insert_path(parent, namespace.ordinal, keys, tokens, now)
         if len(rows) < len(frames):
             self.mover.lost["key collision"] += 1
-        taken = trie.lacking(rows, GPU) != 0
+        taken = trie.lacking(rows, self.tiers.compute.level) != 0
         if taken.any():
-            self.mover.placement.put(trie, rows[taken], GPU, np.array(frames, np.int64)[: len(rows)][taken, None])
+            slots = np.array(frames, np.int64)[: len(rows)][taken, None]
+            self.mover.placement.put(trie, rows[taken], self.tiers.compute, slots)
             self.mover.changed.set()
         trie.touch(rows, now)
         return rows, taken
 
-    def unhold(self, trie: Trie, rows: Rows, tier: int) -> None:
+    def unhold(self, trie: Trie, rows: Rows, tier: Tier) -> None:
         """Ends holds that were begun with `Trie.hold`."""
-        trie.unhold(rows, tier)
+        trie.unhold(rows, tier.level)
         self.mover.placement.sweep(trie, rows)
 
     # -- inside ---------------------------------------------------------------------------------------------------
@@ -447,5 +445,5 @@ class TieredCache:
             self._reservations.end(grant, at_its_word)
 
     def _need_cpu(self) -> None:
-        if self.tiers.cpu is None:
+        if not self.tiers.exists(self.tiers.shared):
             raise UnsupportedError("this daemon has no CPU tier to share; start it with cpu.bytes above 0")

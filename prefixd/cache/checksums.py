@@ -16,7 +16,7 @@ import numpy.typing as npt
 import xxhash
 
 from prefixd.cache.holds import Hold
-from prefixd.cache.index.trie import CPU, NO_SLOT, Rows, Trie
+from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
 from prefixd.cache.placement import Placement
 from prefixd.cache.tiers import Slots
 from prefixd_swap import host_bytes, started_threads
@@ -51,16 +51,17 @@ class Checksums:
 
         Without a disk tier nobody asks for checksums, and nothing is done.
         """
-        if self._tiers.disk is None:
+        if self._tiers.durable is None:
             return
+        shared = self._tiers.shared
         for start in range(0, len(rows), _BLOCKS):
             some = rows[start : start + _BLOCKS]
-            todo = (trie.slots[some, CPU] != NO_SLOT) & ~trie.checksummed[some]
+            todo = (trie.slots[some, shared.level] != NO_SLOT) & ~trie.checksummed[some]
             some, todo = some[todo.any(axis=1)], todo[todo.any(axis=1)]
             if len(some):
-                hold = self._placement.holds.hold("checksums", trie, some, CPU)
+                hold = self._placement.holds.hold("checksums", trie, some, shared)
                 before = self._under_way(trie, some)
-                task = asyncio.create_task(self._hash(hold, todo, trie.slots[some, CPU], before))
+                task = asyncio.create_task(self._hash(hold, todo, trie.slots[some, shared.level], before))
                 self.tasks.add(task)
                 task.add_done_callback(self.tasks.discard)
                 self._of(trie).update(dict.fromkeys(some.tolist(), task))
@@ -99,7 +100,8 @@ class Checksums:
             checksums = await asyncio.get_running_loop().run_in_executor(
                 self._threads, self._hash_parts, slots[which, parts].tolist(), parts.tolist(), trie.part_bytes
             )
-            there = trie.slots[rows[which], CPU, parts] != NO_SLOT  # it was held, so it is the same slot
+            level = self._tiers.shared.level
+            there = trie.slots[rows[which], level, parts] != NO_SLOT  # it was held, so it is the same slot
             trie.set_part_checksums(rows[which[there]], parts[there], np.array(checksums, np.uint64)[there])
             if before:
                 await asyncio.wait(before)
@@ -113,6 +115,6 @@ class Checksums:
     def _hash_parts(self, slots: Sequence[int], parts: Sequence[int], part_bytes: Sequence[int]) -> list[int]:
         """The checksums of parts that lie in `slots`. Runs in a thread."""
         return [
-            xxhash.xxh3_64_intdigest(host_bytes(self._tiers.span(CPU, slot, part_bytes[part]), part_bytes[part]))
+            xxhash.xxh3_64_intdigest(host_bytes(self._tiers.shared.span(slot, part_bytes[part]), part_bytes[part]))
             for slot, part in zip(slots, parts, strict=True)
         ]

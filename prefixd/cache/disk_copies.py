@@ -1,8 +1,9 @@
-"""The disk tier's side of mover: blocks written, read, made room for and removed, in threads of its own.
+"""The durable tier's side of the mover: blocks written, read and removed, and what the index is told of each.
 
 One lock orders whatever changes the store, so that a removal and a later write of the same block cannot pass each
-other. A call that is cancelled still ends in order: a thread that reads or writes a slot must be done before the
-slot is given back.
+other. It is held for one batch at a time, and the most urgent batch is next; its holder moves bytes as urgently as the
+most urgent that waits. A call that is cancelled still ends in order: whoever reads or writes a slot must be done before
+the slot is given back.
 """
 
 from __future__ import annotations
@@ -10,11 +11,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -24,33 +24,33 @@ from prefixd.cache.checksums import Checksums
 from prefixd.cache.disk_health import DiskHealth
 from prefixd.cache.groups import GroupMask
 from prefixd.cache.index.children import Descendants, MovedError
-from prefixd.cache.index.trie import CPU, DISK, NO_SLOT, Rows, Trie
+from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
+from prefixd.cache.movement import Movement
 from prefixd.cache.namespaces import Namespace, NamespaceRegistry
-from prefixd.cache.page_victims import find_page_victims, has_other_sizes
 from prefixd.cache.placement import Placement
 from prefixd.cache.tiers import Slots
-from prefixd.cache.victims import find_expired, find_victims
+from prefixd.cache.urgent_lock import UrgentLock
 from prefixd_swap import (
     BlockRecord,
     ChecksumError,
     DiskFullError,
     DiskPart,
-    EvictionPolicy,
     IndexUnavailableError,
     LostBytesError,
     NewBlock,
     RecordDamagedError,
-    Span,
     StorageError,
-    started_threads,
+    SwapError,
+    TransferDroppedError,
 )
+from prefixd_swap.tiers import Loads, MemoryTier, StoreTier
+from prefixd_swap.transfers import PIECE_ITEMS, Urgency, piece_items
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-U = TypeVar("U")
 
-_WRITE_BATCH = 64
+_REMOVED_AT_ONCE = 1024  # blocks, while the lock is held
 _DROPPED_AT_ONCE = 1024  # blocks behind damaged ones
 
 Identity = tuple[bytes, bytes]
@@ -67,16 +67,19 @@ class Damage:
     """Blocks that left the disk for it: itself, and what continued it."""
 
 
+MakeRoom = Callable[[StoreTier, Sequence[int], int, Movement, bool], Awaitable[bool]]
+"""(tier, sizes, want, movement, ahead): see `Room.make`."""
+
+
 class DiskCopies:
-    """Copies of blocks on disk.
+    """Copies of blocks in the durable tier.
 
     Args:
         placement: where copies are entered.
         tries: all tries, by ordinal.
         namespaces: for the ids on disk.
-        policy: who goes first.
-        seals: checksums of what is in memory.
-        threads: threads for reads and writes.
+        checksums: of what is in memory.
+        make_room: makes room in the durable tier.
     """
 
     def __init__(
@@ -84,24 +87,27 @@ class DiskCopies:
         placement: Placement,
         tries: list[Trie],
         namespaces: NamespaceRegistry,
-        policy: EvictionPolicy,
-        seals: Checksums,
-        *,
-        threads: int = 4,
+        checksums: Checksums,
+        make_room: MakeRoom,
     ) -> None:
         self._placement = placement
         self._tiers = placement.tiers
-        self._tries = tries
         self._namespaces = namespaces
-        self._policy = policy
-        self._checksums = seals
-        self._lock = asyncio.Lock()
+        self._checksums = checksums
+        self._make_room = make_room
+        self._lock = UrgentLock(urgency_enabled=self._tiers.transfers.urgency_enabled)
         self._saved: set[bytes] = set()  # namespaces that the index knows
         self._removals: set[asyncio.Task[None]] = set()
         self._leaving: Counter[Identity] = Counter()
-        self._parallel = threads
-        self._threads = started_threads(threads, "prefixd-disk")
-        self.health = DiskHealth(placement, tries, self._lock, self.drop_damaged, self._reread, self._saved.clear)
+        self.health = DiskHealth(placement, tries, self.still, self.drop_damaged, self._reread, self._saved.clear)
+
+    @property
+    def _store(self) -> StoreTier:
+        """The durable tier, where the caller knows that there is one."""
+        store = self._tiers.durable
+        if store is None:
+            raise RuntimeError("there is no durable tier")
+        return store
 
     @property
     def busy(self) -> set[asyncio.Task[None]]:
@@ -118,21 +124,22 @@ class DiskCopies:
         """Blocks that have left the tries, and are about to leave the index."""
         return self._leaving.keys()
 
-    async def undisturbed(self, look: Callable[[], T], work: Callable[[T], U]) -> U:
-        """`work` on what `look` gives, in a thread, while no write or removal is under way."""
-        async with self.still():
-            return await self._in_thread(work, look())
-
     @asynccontextmanager
     async def still(self) -> AsyncGenerator[None, None]:
         """Within it no write or removal is under way; those that come wait."""
-        async with self._lock:
+        async with self._lock.hold(Movement(Urgency.DEMAND)):
             yield
 
-    def close(self) -> None:
-        """Ends the threads."""
-        self.health.close()
-        self._threads.shutdown()
+    def stored(self, trie: Trie, rows: Rows) -> Rows:
+        """Those of `rows` that have a record in the durable tier."""
+        if self._tiers.durable is None:
+            return rows[:0]
+        recorded: Rows = rows[(trie.any_part[rows] & np.uint8(1 << self._tiers.durable.level)) != 0]
+        return recorded
+
+    def missing(self, trie: Trie, rows: Rows) -> int:
+        """How many of `rows` are not complete in the durable tier."""
+        return len(rows) if self._tiers.durable is None else len(trie.missing(rows, self._tiers.durable.level))
 
     def identity(self, trie: Trie, row: int) -> Identity:
         """The block's name on disk."""
@@ -150,7 +157,10 @@ class DiskCopies:
             tuple(
                 DiskPart(slot, nbytes, checksum) if slot != NO_SLOT else None
                 for slot, nbytes, checksum in zip(
-                    trie.slots[row, DISK].tolist(), trie.part_bytes, trie.checksums[row].tolist(), strict=True
+                    trie.slots[row, self._store.level].tolist(),
+                    trie.part_bytes,
+                    trie.checksums[row].tolist(),
+                    strict=True,
                 )
             ),
             int(trie.depth[row]),
@@ -165,7 +175,9 @@ class DiskCopies:
 
     # -- writing ------------------------------------------------------------------------------------------------
 
-    async def write(self, trie: Trie, rows: Rows, source: int, *, ahead: bool = False) -> int:
+    async def write(
+        self, trie: Trie, rows: Rows, source: MemoryTier, movement: Movement, *, ahead: bool = False
+    ) -> int:
         """Writes rows, held in `source`, to disk; returns how many became durable.
 
         Of each block the KV groups are written that `source` has, the disk lacks, and a prefix still needs. Parents
@@ -173,68 +185,76 @@ class DiskCopies:
         makes room by evicting only blocks that live on disk alone: what is written ahead of need must not cost another
         block its copy.
         """
-        return await _to_the_end(self._write(trie, rows, source, ahead))
+        return await _to_the_end(self._write(trie, rows, source, movement, ahead))
 
-    async def _write(self, trie: Trie, rows: Rows, source: int, ahead: bool) -> int:
+    async def _write(self, trie: Trie, rows: Rows, source: MemoryTier, movement: Movement, ahead: bool) -> int:
         rows = rows[np.argsort(trie.depth[rows], kind="stable")]
-        written = 0
-        async with self._lock:
-            if not ahead:  # somebody waits for it: try now, whenever the next probe is due
-                await self.health.revive_locked()
-            for start in range(0, len(rows), _WRITE_BATCH):
-                if not self._tiers.disk_takes:
+        written, step = 0, write_batch(trie)
+        for start in range(0, len(rows), step):
+            async with self._lock.hold(movement):
+                if not (start or ahead):  # somebody waits for it: try now, whenever the next probe is due
+                    await self.health.revive_locked()
+                if not self._store.takes or movement.dropped:
                     break
-                batch = self._unwritten(trie, rows[start : start + _WRITE_BATCH], source)
+                batch = self._unwritten(trie, rows[start : start + step], source)
                 await self._checksums.wait(trie, batch)
                 try:
                     await self._save_namespaces(trie, batch)
                     if trie.has_rules:
-                        await self._record_ancestors(trie, batch)
-                    left = await self._fit_batch(trie, rows, batch, source, ahead)
+                        await self._record_ancestors(trie, batch, movement)
+                    left = await self._fit_batch(trie, rows, batch, source, movement, ahead)
                 except StorageError as error:
                     self.health.write_failed(error)
                     left = self._unwritten(trie, batch, source)
-                written += len(batch) - len(left)
-                if len(left):
-                    break
+            written += len(batch) - len(left)
+            if len(left):
+                break
         return written
 
-    async def _record_ancestors(self, trie: Trie, rows: Rows) -> None:
+    async def _record_ancestors(self, trie: Trie, rows: Rows, movement: Movement) -> None:
         """Stores records without bytes of the blocks before `rows` that have none: the records of `rows` need them."""
+        store, step = self._store, write_batch(trie)
         family = trie.ancestry(rows)
-        bare = family[(trie.any_part[family] & np.uint8(1 << DISK)) == 0]
+        bare = family[(trie.any_part[family] & np.uint8(1 << store.level)) == 0]
         bare = bare[~np.isin(bare, rows)]
         bare = bare[np.argsort(trie.depth[bare], kind="stable")]
-        for start in range(0, len(bare), _WRITE_BATCH):
-            batch = bare[start : start + _WRITE_BATCH]
-            blocks = [self._new_block(trie, row, CPU, 0) for row in batch.tolist()]
-            await self._in_thread(self._tiers.store.write, blocks)
-            self._placement.put(trie, batch, DISK, np.full((len(batch), len(trie.part_bytes)), NO_SLOT, np.int64))
+        for start in range(0, len(bare), step):
+            batch = bare[start : start + step]
+            blocks = [self._new_block(trie, row, self._tiers.shared, 0) for row in batch.tolist()]
+            results = await movement.run(store.submit_write(blocks, movement.urgency, count=len(blocks), nbytes=0))
+            _raise_first(results)
+            self._placement.put(trie, batch, store, np.full((len(batch), len(trie.part_bytes)), NO_SLOT, np.int64))
 
-    def _unwritten(self, trie: Trie, rows: Rows, source: int) -> Rows:
+    def _unwritten(self, trie: Trie, rows: Rows, source: MemoryTier) -> Rows:
         """Those of `rows` of which the disk lacks something that `source` has and a prefix needs."""
         lacking: Rows = rows[self._to_write(trie, rows, source) != 0]
         return lacking
 
-    def _to_write(self, trie: Trie, rows: Rows, source: int) -> GroupMask:
-        groups: GroupMask = trie.there[rows, source] & ~trie.there[rows, DISK] & ~trie.expired[rows]
+    def _to_write(self, trie: Trie, rows: Rows, source: MemoryTier) -> GroupMask:
+        groups: GroupMask = trie.there[rows, source.level] & ~trie.there[rows, self._store.level] & ~trie.expired[rows]
         return groups
 
-    async def _fit_batch(self, trie: Trie, rows: Rows, batch: Rows, source: int, ahead: bool) -> Rows:
+    async def _fit_batch(
+        self, trie: Trie, rows: Rows, batch: Rows, source: MemoryTier, movement: Movement, ahead: bool
+    ) -> Rows:
         """Writes a batch, at others' cost if need be; returns the rows for which there was no room."""
+        store = self._store
         try:
-            left = await self._write_batch(trie, batch, source)
+            left = await self._write_batch(trie, batch, source, movement)
         except DiskFullError as error:
-            if not await self._in_thread(lambda: self._tiers.store.shrunk):
+            if not await store.has_shrunk():
                 raise
-            await self._in_thread(self._tiers.store.try_commit)  # else others would be evicted for nothing
+            await store.try_write()  # else others would be evicted for nothing
             self.health.shrunk(error)
             left = batch
-        while len(left) and await self._make_room(trie, rows, len(left), ahead):
-            left = await self._write_batch(trie, left, source)
+        while len(left) and not movement.dropped:
+            with self._placement.holds.hold("eviction", trie, trie.ancestry(rows), store):
+                if not await self._make_room(store, trie.part_bytes, len(left), movement, ahead):
+                    break
+            left = await self._write_batch(trie, left, source, movement)
         return left
 
-    async def _write_batch(self, trie: Trie, batch: Rows, source: int) -> Rows:
+    async def _write_batch(self, trie: Trie, batch: Rows, source: MemoryTier, movement: Movement) -> Rows:
         """Writes a batch; returns the rows for which there was no room."""
         if not len(batch):
             return batch
@@ -242,25 +262,29 @@ class DiskCopies:
         blocks = [
             self._new_block(trie, row, source, mask) for row, mask in zip(batch.tolist(), groups.tolist(), strict=True)
         ]
-        records = await self._in_thread(self._tiers.store.write, blocks)
-        stored = np.array([record is not None for record in records], np.bool_)
+        results = await movement.run(
+            self._store.submit_write(blocks, movement.urgency, count=len(blocks), nbytes=sum(trie.part_bytes))
+        )
+        places = [None if isinstance(result, SwapError) else result for result in results]
+        stored = np.array([place is not None for place in places], np.bool_)
         slots = np.full((len(batch), len(trie.part_bytes)), NO_SLOT, np.int64)
         checksums = trie.checksums[batch]
-        for at, record in enumerate(records):
-            for part, place in enumerate(record.parts if record is not None else ()):
+        for at, parts in enumerate(places):
+            for part, place in enumerate(parts or ()):
                 if place is not None:
                     slots[at, part], checksums[at, part] = place.slot, place.checksum
         written = batch[stored]
         trie.set_checksums(written, checksums[stored])
-        if source == CPU:
+        if source is self._tiers.shared:
             trie.checksummed[written] |= (trie.part_mask & groups[stored][:, None]) != 0
-        self._placement.put(trie, written, DISK, slots[stored])
+        self._placement.put(trie, written, self._store, slots[stored])
+        _raise_first(results)
         return batch[~stored]
 
     async def save_namespace(self, namespace: Namespace) -> None:
         """Makes durable what a namespace stands for, unless the disk is out of service."""
-        async with self._lock:
-            if self._tiers.disk_takes:
+        async with self.still():
+            if self._tiers.writes:
                 try:
                     await _to_the_end(self._save_namespace(namespace))
                 except StorageError as error:
@@ -273,87 +297,15 @@ class DiskCopies:
 
     async def _save_namespace(self, namespace: Namespace) -> None:
         if namespace.id not in self._saved:
-            await self._in_thread(self._tiers.store.put_namespace, namespace.id, msgspec.msgpack.encode(namespace.spec))
+            await self._store.put_namespace(namespace.id, msgspec.msgpack.encode(namespace.spec))
             self._saved.add(namespace.id)
 
-    async def _make_room(self, trie: Trie, rows: Rows, want: int, ahead: bool) -> int:
-        """Evicts up to `want` blocks from disk, none of them in the prefixes of `rows`.
-
-        Bytes that only shorter prefixes need go first. Then single blocks go, or whole pages where blocks of other
-        sizes have the room.
-        """
-        placement = self._placement
-        with placement.holds.hold("eviction", trie, trie.ancestry(rows), DISK):
-            expired = [
-                (other, some, groups)
-                for other, some, groups in await find_expired(self._tries, DISK, want)
-                if placement.drop(other, some, DISK, groups)
-            ]
-            if expired:
-                await self._in_thread(self._tiers.store.drop_parts, self._parts_of(expired))
-                return sum(len(some) for _, some, _ in expired)
-            if has_other_sizes(self._tries, DISK, trie.part_bytes):
-                return await self._evict_pages(trie.part_bytes, want, ahead)
-            removed: list[Identity] = []
-            for other, victims in await find_victims(
-                self._tries, DISK, want, self._policy, demotable=False, spare_copies=ahead
-            ):
-                for row in victims.tolist():
-                    identity = self.identity(other, row)
-                    if placement.drop(other, [row], DISK):
-                        removed.append(identity)
-            if removed:
-                await self._in_thread(self._tiers.store.remove, removed)
-        return len(removed)
-
-    async def _evict_pages(self, sizes: Sequence[int], want: int, ahead: bool) -> int:
-        """Evicts whole pages, or single slots, for `want` blocks with parts of `sizes` bytes; returns how many blocks
-        went.
-
-        The record of a block that others on disk continue stays, without bytes.
-        """
-        victims = await find_page_victims(
-            self._tries,
-            DISK,
-            sizes,
-            want,
-            self._policy,
-            self._tiers.store.choose_victims,
-            demotable=False,
-            spare_copies=ahead,
-        )
-        removed: list[Identity] = []
-        emptied: list[tuple[Trie, Rows, GroupMask]] = []
-        for trie, rows in victims:
-            leaves, inner = _leaves_first(trie, rows)
-            identities = self.identities(trie, leaves)
-            if self._placement.drop(trie, leaves, DISK, with_page=True):
-                left = trie.any_part[leaves] & np.uint8(1 << DISK)
-                removed += [each for each, stays in zip(identities, left.tolist(), strict=True) if not stays]
-            groups = trie.there[inner, DISK].copy()
-            if self._placement.drop(trie, inner, DISK, groups):
-                gone = trie.there[inner, DISK] == 0
-                emptied.append((trie, inner[gone], groups[gone]))
-        if emptied:
-            await self._in_thread(self._tiers.store.drop_parts, self._parts_of(emptied))
-        if removed:
-            await self._in_thread(self._tiers.store.remove, removed)
-        return len(removed) + len(emptied)
-
-    def _parts_of(self, dropped: Sequence[tuple[Trie, Rows, GroupMask]]) -> list[tuple[bytes, bytes, list[int]]]:
-        """What `SlabStore.drop_parts` is told of groups that were dropped."""
-        return [
-            (*self.identity(trie, row), np.flatnonzero(trie.part_mask & np.uint8(mask)).tolist())
-            for trie, rows, groups in dropped
-            for row, mask in zip(rows.tolist(), groups.tolist(), strict=True)
-        ]
-
-    def _new_block(self, trie: Trie, row: int, source: int, groups: int) -> NewBlock:
+    def _new_block(self, trie: Trie, row: int, source: MemoryTier, groups: int) -> NewBlock:
         parent = int(trie.parent[row])
         namespace, key = self.identity(trie, row)
         columns = zip(
-            trie.slots[row, source].tolist(),
-            trie.slots[row, DISK].tolist(),
+            trie.slots[row, source.level].tolist(),
+            trie.slots[row, self._store.level].tolist(),
             trie.part_bytes,
             trie.checksums[row].tolist(),
             trie.part_mask.tolist(),
@@ -366,62 +318,99 @@ class DiskCopies:
             tokens=trie.tokens[row].tobytes(),
             depth=int(trie.depth[row]),
             parts=[
-                self._tiers.span(source, slot, size)
+                source.span(slot, size)
                 if groups & mask
                 else (DiskPart(stored, size, checksum) if stored != NO_SLOT else None)
                 for slot, stored, size, checksum, mask in columns
             ],
             checksums=[
-                checksum if known and source == CPU else None
+                checksum if known and source is self._tiers.shared else None
                 for checksum, known in zip(trie.checksums[row].tolist(), trie.checksummed[row].tolist(), strict=True)
             ],
         )
 
+    # -- making room --------------------------------------------------------------------------------------------
+
+    async def drop_groups(self, expired: Sequence[tuple[Trie, Rows, GroupMask]], movement: Movement) -> int:
+        """Drops bytes of some KV groups that nobody holds, from the trie and then from the store.
+
+        Returns how many blocks lost some.
+        """
+        gone = [
+            (trie, rows, groups)
+            for trie, rows, groups in expired
+            if self._placement.drop(trie, rows, self._store, groups)
+        ]
+        if gone:
+            await self._store.drop_parts(self._parts_of(gone), movement.urgency)
+        return sum(len(rows) for _, rows, _ in gone)
+
+    async def evict(self, victims: Sequence[tuple[Trie, Rows]], with_page: bool, movement: Movement) -> int:
+        """Drops blocks that nobody holds, children before parents, from the trie and then from the store.
+
+        The record of a block that others on disk continue stays, without bytes. Returns how many blocks went.
+        """
+        store, removed = self._store, list[Identity]()
+        emptied: list[tuple[Trie, Rows, GroupMask]] = []
+        for trie, rows in victims:
+            leaves, inner = _leaves_first(trie, rows, store.level) if with_page else (rows, rows[:0])
+            identities = self.identities(trie, leaves)
+            if self._placement.drop(trie, leaves, store, with_page=with_page):
+                left = trie.any_part[leaves] & np.uint8(1 << store.level)
+                removed += [each for each, stays in zip(identities, left.tolist(), strict=True) if not stays]
+            groups = trie.there[inner, store.level].copy()
+            if self._placement.drop(trie, inner, store, groups):
+                gone = trie.there[inner, store.level] == 0
+                emptied.append((trie, inner[gone], groups[gone]))
+        if emptied:
+            await store.drop_parts(self._parts_of(emptied), movement.urgency)
+        if removed:
+            await store.remove(removed, movement.urgency)
+        return len(removed) + sum(len(rows) for _, rows, _ in emptied)
+
+    def _parts_of(self, dropped: Sequence[tuple[Trie, Rows, GroupMask]]) -> list[tuple[bytes, bytes, list[int]]]:
+        """What `StoreTier.drop_parts` is told of groups that were dropped."""
+        return [
+            (*self.identity(trie, row), np.flatnonzero(trie.part_mask & np.uint8(mask)).tolist())
+            for trie, rows, groups in dropped
+            for row, mask in zip(rows.tolist(), groups.tolist(), strict=True)
+        ]
+
     # -- reading ------------------------------------------------------------------------------------------------
 
-    async def read(self, trie: Trie, rows: Rows, parts: Sequence[int], taken: Slots, target: int) -> list[bool]:
-        """Reads `parts` of rows, held on disk, into slots of `target`, which a CPU can address; returns which are good.
+    async def read(
+        self, trie: Trie, rows: Rows, parts: Sequence[int], taken: Slots, target: MemoryTier, movement: Movement
+    ) -> npt.NDArray[np.bool_]:
+        """Reads `parts` of rows, held on disk, into slots of `target`, which a CPU can address; which are good.
 
         A block whose bytes are bad is dropped, with those of its descendants that nobody holds.
         """
-        return await _to_the_end(self._read(trie, rows, parts, taken, target))
-
-    async def _read(self, trie: Trie, rows: Rows, parts: Sequence[int], taken: Slots, target: int) -> list[bool]:
-        if not self._tiers.disk_gives:
-            return [False] * len(rows)
-        results: list[StorageError | None] = [None] * len(rows)
-        places = list(zip(taken.tolist(), trie.slots[rows, DISK].tolist(), trie.checksums[rows].tolist(), strict=True))
-        left = iter(range(len(rows)))  # the threads share it: one wakes the event loop once, not after every block
-
-        def read() -> None:
-            for at in left:
-                targets, slots, checksums = places[at]
-                stored = [DiskPart(slots[part], trie.part_bytes[part], checksums[part]) for part in parts]
-                spans = [
-                    self._tiers.span(target, slot, part.nbytes) for slot, part in zip(targets, stored, strict=True)
-                ]
-                results[at] = self._read_parts(stored, spans)
-
-        await asyncio.gather(*(self._in_thread(read) for _ in range(min(self._parallel, len(rows)))))
-        return self._judge(trie, rows, results)
-
-    def _read_parts(self, places: Sequence[DiskPart], spans: Sequence[Span]) -> StorageError | None:
-        try:
-            for place, span in zip(places, spans, strict=True):
-                self._tiers.store.read(place, span)
-        except StorageError as error:
-            return error
-        return None
+        store, chosen = self._store, list(parts)
+        if not store.gives or not len(rows):
+            return np.zeros(len(rows), np.bool_)
+        loads = Loads(
+            trie.slots[rows, store.level][:, chosen],
+            trie.checksums[rows][:, chosen],
+            target.addresses(taken),
+            tuple(trie.part_bytes[part] for part in chosen),
+        )
+        read = store.submit_read(loads, movement.urgency)
+        errors = await movement.run(read)
+        return self._judge(trie, rows, errors)
 
     async def _reread(self, trie: Trie, row: int) -> StorageError | None:
         """Reads a block to nowhere; why that failed, if it did."""
-        places = _places(trie, row)
-        scratch = [np.empty(place.nbytes, np.uint8) for place in places]
-        spans = [Span(buffer.ctypes.data, buffer.nbytes) for buffer in scratch]
-        with self._placement.holds.hold("disk probe", trie, np.array([row]), DISK):
-            return await self._in_thread(self._read_parts, places, spans)
+        store, here = self._store, np.array([row])
+        scratch = [np.empty(nbytes, np.uint8) for nbytes in trie.part_bytes]
+        addresses = np.array([[buffer.ctypes.data for buffer in scratch]], np.int64)
+        loads = Loads(trie.slots[here, store.level], trie.checksums[here], addresses, tuple(trie.part_bytes))
+        with self._placement.holds.hold("disk probe", trie, here, store):
+            (error,) = await store.read(loads, Urgency.DEMAND)
+        if error is not None and not isinstance(error, StorageError):
+            raise error
+        return error
 
-    def _judge(self, trie: Trie, rows: Rows, errors: Sequence[StorageError | None]) -> list[bool]:
+    def _judge(self, trie: Trie, rows: Rows, errors: Sequence[SwapError | None]) -> npt.NDArray[np.bool_]:
         """Which reads were good; drops what is bad, all blocks of one kind of damage at once."""
         damaged: dict[type[StorageError], list[int]] = {}
         first: dict[type[StorageError], StorageError] = {}
@@ -429,12 +418,12 @@ class DiskCopies:
             if isinstance(error, ChecksumError | LostBytesError):
                 damaged.setdefault(type(error), []).append(row)
                 first.setdefault(type(error), error)
-            elif error is not None:
+            elif isinstance(error, StorageError):
                 self._placement.lost["not served: disk read error"] += 1
                 self.health.read_failed(trie, row, error)
         for kind, lost in damaged.items():
             self.drop_damaged(trie, np.array(lost), first[kind])
-        return [error is None for error in errors]
+        return np.array([error is None for error in errors], np.bool_)
 
     async def recheck(self, trie: Trie, row: int, generation: int) -> Damage | None:
         """Verifies a block on disk while nothing else changes the store, and drops it if it is bad.
@@ -448,20 +437,19 @@ class DiskCopies:
 
     async def _recheck(self, trie: Trie, row: int, generation: int) -> Damage | None:
         def there() -> bool:
-            return trie.generation[row] == generation and bool(trie.any_part[row] & (1 << DISK))
+            return trie.generation[row] == generation and len(self.stored(trie, np.array([row]))) > 0
 
-        async with self._lock:
+        movement = Movement(Urgency.SCRUB)
+        async with self._lock.hold(movement):
             if not there():
                 return None
             identity, expected = self.identity(trie, row), self.expected(trie, row)
-            try:
-                if await self._in_thread(self._tiers.store.check, *identity, expected):
-                    return None
-                error: StorageError = LostBytesError("the index has lost the block")
-            except IndexUnavailableError:
-                raise
-            except StorageError as found:
-                error = found
+            verify = self._store.submit_verify([expected], sum(trie.part_bytes), movement.urgency)
+            (error,) = await movement.run(verify)
+            if error is None:
+                return None
+            if isinstance(error, IndexUnavailableError) or not isinstance(error, StorageError):
+                raise error
             if not there():
                 return None
             return Damage(identity, error, self.drop_damaged(trie, np.array([row]), error))
@@ -493,7 +481,7 @@ class DiskCopies:
         log.error("block %s%s dropped, to be computed again: %s", trie.key(int(rows[0])).hex(), more, error)
         damaged = [self.identity(trie, row) for row in rows.tolist()]
         children: list[Identity] = []
-        placement.discard_copies(trie, rows, DISK)
+        placement.discard_copies(trie, rows, self._store)
         emptied = rows[trie.any_part[rows] == 0]
         if len(emptied) < len(rows):
             placement.changed.set()  # write-back writes the others again
@@ -515,7 +503,7 @@ class DiskCopies:
     def _forget(self, trie: Trie, rows: Sequence[int]) -> list[Identity]:
         """Drops those of `rows`, children before parents, that nobody holds; returns those that were on disk."""
         going = trie.all_removable(rows)
-        on_disk = self.identities(trie, going[(trie.any_part[going] & np.uint8(1 << DISK)) != 0])
+        on_disk = self.identities(trie, self.stored(trie, going))
         self._placement.discard(trie, going)
         return on_disk
 
@@ -557,15 +545,20 @@ class DiskCopies:
                 self._leaving -= leaving
 
     async def _remove(self, trie: Trie, ids: list[Identity], damaged: bool) -> None:
-        async with self._lock:
-            keys = np.frombuffer(b"".join(key for _, key in ids), np.uint8).reshape(-1, 16)
-            there = (trie.find_all(keys) >= 0).tolist()
-            gone = [each for each, found in zip(ids, there, strict=True) if not (found and self._is_back(trie, each))]
-            try:
-                await self._in_thread(partial(self._tiers.store.remove, gone, damaged=damaged))
-            except StorageError as error:
-                self.health.write_failed(error)
-                raise
+        movement = Movement(Urgency.WRITE_BACK)
+        for start in range(0, len(ids), _REMOVED_AT_ONCE):
+            some = ids[start : start + _REMOVED_AT_ONCE]
+            async with self._lock.hold(movement):
+                keys = np.frombuffer(b"".join(key for _, key in some), np.uint8).reshape(-1, 16)
+                there = (trie.find_all(keys) >= 0).tolist()
+                gone = [
+                    each for each, found in zip(some, there, strict=True) if not (found and self._is_back(trie, each))
+                ]
+                try:
+                    await self._store.remove(gone, movement.urgency, damaged=damaged)
+                except StorageError as error:
+                    self.health.write_failed(error)
+                    raise
 
     async def _remove_damaged(
         self, trie: Trie, children: list[Identity], damaged: list[Identity], records: bool
@@ -583,19 +576,18 @@ class DiskCopies:
     def _is_back(self, trie: Trie, identity: Identity) -> bool:
         """Whether the block was written again while its removal waited; the write has replaced the record."""
         row = trie.find(identity[1])
-        return row is not None and bool(trie.any_part[row] & (1 << DISK)) and self.identity(trie, row) == identity
+        if row is None or not len(self.stored(trie, np.array([row]))):
+            return False
+        return self.identity(trie, row) == identity
 
-    async def _in_thread(self, work: Callable[..., T], *args: object) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
 
-
-def _leaves_first(trie: Trie, rows: Rows) -> tuple[Rows, Rows]:
-    """Those of `rows`, children before parents, that nothing on disk continues once those before them are gone; the
-    others."""
+def _leaves_first(trie: Trie, rows: Rows, level: int) -> tuple[Rows, Rows]:
+    """Those of `rows`, children before parents, that nothing on that level continues once those before them are gone;
+    the others."""
     gone: Counter[int] = Counter()
     leaves, inner = [], []
     for row, children, parent in zip(
-        rows.tolist(), trie.tier_children[rows, DISK].tolist(), trie.parent[rows].tolist(), strict=True
+        rows.tolist(), trie.tier_children[rows, level].tolist(), trie.parent[rows].tolist(), strict=True
     ):
         if children == gone[row]:
             leaves.append(row)
@@ -605,10 +597,25 @@ def _leaves_first(trie: Trie, rows: Rows) -> tuple[Rows, Rows]:
     return np.array(leaves, np.int64), np.array(inner, np.int64)
 
 
-def _places(trie: Trie, row: int) -> list[DiskPart]:
-    """Where the parts are that are on disk."""
-    slots, checksums = trie.slots[row, DISK].tolist(), trie.checksums[row].tolist()
-    return [DiskPart(*place) for place in zip(slots, trie.part_bytes, checksums, strict=True) if place[0] != NO_SLOT]
+def _raise_first(results: list[Any]) -> None:
+    """Raises the first error of a transfer; what was dropped is none.
+
+    The error alone is left then: who keeps it keeps its traceback, and with that what the frames refer to.
+    """
+    error = next((each for each in results if isinstance(each, SwapError | StorageError)), None)
+    if isinstance(error, TransferDroppedError):
+        error = None
+    results.clear()
+    if error is not None:
+        try:
+            raise error
+        finally:
+            del error
+
+
+def write_batch(trie: Trie) -> int:
+    """How many blocks are written at a time, while nobody else changes the store: as many as one piece takes."""
+    return piece_items(sum(trie.part_bytes), PIECE_ITEMS)
 
 
 async def _to_the_end(work: Coroutine[object, object, T]) -> T:

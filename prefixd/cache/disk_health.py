@@ -10,26 +10,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
-from typing import TypeVar
+from contextlib import AbstractAsyncContextManager, suppress
 
 import numpy as np
 
-from prefixd.cache.index.trie import DISK, NO_SLOT, Rows, Trie
+from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
 from prefixd.cache.placement import Placement
 from prefixd.cache.tiers import tier_part
-from prefixd_swap import LostBytesError, StorageError, started_threads
-from prefixd_swap.slab.records import Int64s
+from prefixd_swap import LostBytesError, StorageError
+from prefixd_swap.tiers import Int64s, StoreTier
 
-PART = tier_part(DISK)
 FIRST_PROBE_S = 0.25
 LONGEST_PROBE_S = 4.0
 INSPECT_S = 1.0
-_THREADS = 2  # one that looks at the files, and one for a writer who cannot wait for the next probe
 
 _SHRUNK = "the file system has no room for more of it; free space or lower disk.bytes"
-
-T = TypeVar("T")
 
 Drop = Callable[[Trie, Rows, StorageError], int]
 """Trie, rows, what was found: what is done with blocks whose bytes are lost."""
@@ -43,7 +38,7 @@ class DiskHealth:
     Args:
         placement: where copies are entered.
         tries: all tries, by ordinal.
-        lock: orders whatever changes the store.
+        still: nothing else changes the store within it.
         drop: called with blocks whose bytes are lost.
         reread: tries to read a block again.
         revived: called when the store is written to again.
@@ -53,7 +48,7 @@ class DiskHealth:
         self,
         placement: Placement,
         tries: list[Trie],
-        lock: asyncio.Lock,
+        still: Callable[[], AbstractAsyncContextManager[None]],
         drop: Drop,
         reread: Reread,
         revived: Callable[[], None],
@@ -61,25 +56,29 @@ class DiskHealth:
         self._placement = placement
         self._tiers = placement.tiers
         self._tries = tries
-        self._lock = lock
+        self._still = still
         self._drop = drop
         self._reread = reread
         self._revived = revived
         self._suspects: dict[tuple[int, int], int] = {}  # (trie, row) -> generation: what could not be read
         self._failed = asyncio.Event()
-        self._threads = started_threads(_THREADS, "prefixd-disk-probe")
 
-    def close(self) -> None:
-        """Ends the threads."""
-        self._threads.shutdown()
+    @property
+    def _store(self) -> StoreTier:
+        """The durable tier, where the caller knows that there is one."""
+        store = self._tiers.durable
+        if store is None:
+            raise RuntimeError("there is no durable tier")
+        return store
 
-    async def _in_thread(self, work: Callable[..., T], *args: object) -> T:
-        """Beside reads and writes, which may take long on a failing device."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
+    @property
+    def part(self) -> str:
+        """What the tier's troubles are entered under."""
+        return tier_part(self._store)
 
     def write_failed(self, error: StorageError) -> None:
         """Stops writing until a probe succeeds."""
-        self._tiers.disk_takes = False
+        self._store.takes = False
         self._begin(error)
 
     def shrunk(self, error: StorageError) -> None:
@@ -108,7 +107,7 @@ class DiskHealth:
     async def inspect(self) -> None:
         """Drops blocks whose file was deleted or cut off; those that are in memory are written again."""
         try:
-            gone = await self._in_thread(self._tiers.store.lost_slots)
+            gone = await self._store.lost_slots()
         except StorageError as error:
             self.write_failed(error)
             return
@@ -117,39 +116,39 @@ class DiskHealth:
 
     async def revive(self) -> bool:
         """Tries the disk now; whether it is well."""
-        async with self._lock:
+        async with self._still():
             return await self.revive_locked()
 
     async def revive_locked(self) -> bool:
         """As `revive`, for who has the lock."""
         tiers = self._tiers
-        if PART not in tiers.troubles:
+        if self.part not in tiers.troubles:
             return True
         try:
-            if not tiers.disk_gives:
-                await self._in_thread(tiers.store.try_read)
+            if not self._store.gives:
+                await self._store.try_read()
                 await self._judge_suspects()
                 self._give(True)
-            if not tiers.disk_takes:
+            if not self._store.takes:
                 await self._revive_writing()
-            if await self._in_thread(lambda: tiers.store.shrunk):
+            if await self._store.has_shrunk():
                 return False
         except StorageError as error:
             self._begin(error)
             return False
-        if not (tiers.disk_gives and tiers.disk_takes):  # it failed anew meanwhile
+        if not (self._store.gives and self._store.takes):  # it failed anew meanwhile
             return False
         self._failed.clear()
-        tiers.troubles.end(PART)
+        tiers.troubles.end(self.part)
         self._placement.changed.set()
         return True
 
     async def _revive_writing(self) -> None:
-        slots = [trie.slots[rows, DISK].ravel().astype(np.int64) for trie, rows in self._stored()]
+        slots = [trie.slots[rows, self._store.level].ravel().astype(np.int64) for trie, rows in self._stored()]
         known = np.concatenate([np.zeros(0, np.int64), *slots])
-        gone = await self._in_thread(self._tiers.store.revive, known[known != NO_SLOT])
-        self._tiers.disk_takes = True
-        self._tiers.troubles.begin(PART, _SHRUNK)  # unless the caller finds that it can grow
+        gone = await self._store.revive(known[known != NO_SLOT])
+        self._store.takes = True
+        self._tiers.troubles.begin(self.part, _SHRUNK)  # unless the caller finds that it can grow
         self._revived()
         self._placement.changed.set()
         if len(gone):
@@ -157,12 +156,15 @@ class DiskHealth:
 
     def _stored(self) -> list[tuple[Trie, Rows]]:
         """Every block on disk."""
-        return [(trie, np.flatnonzero(trie.any_part[: trie.rows] & np.uint8(1 << DISK))) for trie in self._tries]
+        return [
+            (trie, np.flatnonzero(trie.any_part[: trie.rows] & np.uint8(1 << self._store.level)))
+            for trie in self._tries
+        ]
 
     def _drop_all(self, slots: Int64s, why: str) -> None:
         """Drops the blocks that are in `slots`."""
         for trie, rows in self._stored():
-            lost: Rows = rows[np.isin(trie.slots[rows, DISK], slots).any(axis=1)]
+            lost: Rows = rows[np.isin(trie.slots[rows, self._store.level], slots).any(axis=1)]
             if len(lost):
                 self._drop(trie, lost, LostBytesError(why))
 
@@ -171,19 +173,23 @@ class DiskHealth:
         while self._suspects:
             (ordinal, row), generation = next(iter(self._suspects.items()))
             trie = self._tries[ordinal]
-            if trie.generation[row] == generation and trie.any_part[row] & (1 << DISK):
+            if trie.generation[row] == generation and trie.any_part[row] & (1 << self._store.level):
                 error = await self._reread(trie, row)
-                if error is not None and trie.generation[row] == generation and trie.any_part[row] & (1 << DISK):
+                if (
+                    error is not None
+                    and trie.generation[row] == generation
+                    and trie.any_part[row] & (1 << self._store.level)
+                ):
                     self._drop(trie, np.array([row]), error)
             self._suspects.pop((ordinal, row), None)
 
     def _give(self, gives: bool) -> None:
-        if self._tiers.disk_gives != gives:
-            self._tiers.disk_gives = gives
+        if self._store.gives != gives:
+            self._store.gives = gives
             for trie in self._tries:
-                trie.offer(DISK, gives)
+                trie.offer(self._store.level, gives)
             self._placement.epoch += 1
 
     def _begin(self, error: StorageError) -> None:
-        self._tiers.troubles.begin(PART, str(error))
+        self._tiers.troubles.begin(self.part, str(error))
         self._failed.set()

@@ -14,6 +14,7 @@ import numpy as np
 
 from prefixd.cache.groups import GroupMask
 from prefixd.cache.index.trie import Rows, Trie
+from prefixd_swap.tiers import Tier
 
 
 class Hold:
@@ -30,7 +31,7 @@ class Hold:
     __slots__ = ("_holds", "owner", "rows", "tier", "trie", "wanted")
 
     def __init__(
-        self, holds: Holds, owner: str, trie: Trie, rows: Rows, tier: int | None, wanted: GroupMask | None
+        self, holds: Holds, owner: str, trie: Trie, rows: Rows, tier: Tier | None, wanted: GroupMask | None
     ) -> None:
         self._holds: Holds | None = holds
         self.owner = owner
@@ -83,9 +84,9 @@ class Hold:
         if self.tier is None:
             (self.trie.retain if begin else self.trie.unretain)(rows)
         elif begin:
-            self.trie.hold(rows, self.tier, wanted)
+            self.trie.hold(rows, self.tier.level, wanted)
         else:
-            self.trie.unhold(rows, self.tier, wanted)
+            self.trie.unhold(rows, self.tier.level, wanted)
 
 
 class Holds:
@@ -100,7 +101,7 @@ class Holds:
         self.swept = swept
 
     def hold(
-        self, owner: str, trie: Trie, rows: Rows, tier: int | None = None, wanted: GroupMask | None = None
+        self, owner: str, trie: Trie, rows: Rows, tier: Tier | None = None, wanted: GroupMask | None = None
     ) -> Hold:
         """A new hold; see `Hold`. Bytes that are still on their way are protected from the moment they arrive."""
         hold = Hold(self, owner, trie, rows, tier, wanted)

@@ -34,8 +34,8 @@ def check_integrity(cache: TieredCache) -> None:
     do_at_once(_audit_memory(found, cache))
     violations = found.violations
     try:
-        if cache.tiers.disk is not None:
-            cache.tiers.disk.check_integrity()
+        if cache.tiers.durable is not None:
+            cache.tiers.durable.check_integrity()
     except IntegrityError as error:
         violations.append(f"disk tier: {error}")
     if violations:
@@ -57,11 +57,16 @@ async def audit(cache: TieredCache) -> Findings:
             break
         await asyncio.sleep(_QUIET_PAUSE_S)  # no event says that nobody is at work: there is one in between calls
     await do_in_slices(_audit_memory(found, cache))
-    if cache.tiers.disk is not None:
+    durable = cache.tiers.durable
+    if durable is not None:
         try:
             async with cache.mover.disk.still():
-                known = await do_in_slices(snapshot_of_disk(cache))
-                wrong = await in_thread(lambda: compare_with_index(known, cache.tiers.store))
+                known = await do_in_slices(snapshot_of_disk(cache, durable))
+                records = await durable.audit()
+            # None: a commit has failed: the tier is in trouble, and says so
+            wrong = [] if records is None else await in_thread(lambda: compare_with_index(known, records))
+        except IntegrityError as error:
+            wrong = [f"{durable.name} tier: {error}"]
         except StorageError as error:
             wrong = [f"disk tier: {error}"]
         for violation in wrong:
@@ -75,4 +80,4 @@ def _audit_memory(found: Findings, cache: TieredCache) -> Steps[None]:
     yield from audit_slots(found, cache)
     yield from audit_grants(found, cache)
     for trie in list(cache.tries):
-        yield from audit_trie(found, trie)
+        yield from audit_trie(found, trie, cache.tiers)

@@ -8,10 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixd.cache.cache import TieredCache
-from prefixd.cache.index.trie import DISK, NO_SLOT
+from prefixd.cache.index.trie import NO_SLOT
 from prefixd.pacer import SLICE_ROWS
 from prefixd.steps import Steps
-from prefixd_swap import IntegrityError, SlabStore
+from prefixd_swap import Records
+from prefixd_swap.tiers import StoreTier
 
 _SHOWN = 3
 _MIX = np.uint64(0x9E3779B97F4A7C15)
@@ -33,7 +34,7 @@ class DiskSnapshot:
     """Whether the disk can be written: if not, removals wait until it can."""
 
 
-def snapshot_of_disk(cache: TieredCache) -> Steps[DiskSnapshot]:
+def snapshot_of_disk(cache: TieredCache, durable: StoreTier) -> Steps[DiskSnapshot]:
     """What the tries say is on disk, while no write or removal is under way.
 
     Blocks may leave the tries meanwhile, and are in `leaving` then: it is taken last, when their removal is announced.
@@ -42,32 +43,22 @@ def snapshot_of_disk(cache: TieredCache) -> Steps[DiskSnapshot]:
     names, places = [np.zeros((0, 24), np.uint8)], [np.zeros(0, np.uint64)]
     for trie in list(cache.tries):
         for start in range(0, trie.rows, SLICE_ROWS):
-            marked = trie.any_part[start : min(start + SLICE_ROWS, trie.rows)] & np.uint8(1 << DISK)
+            marked = trie.any_part[start : min(start + SLICE_ROWS, trie.rows)] & np.uint8(1 << durable.level)
             rows = start + np.flatnonzero(marked)
             names.append(np.hstack([ids.take(trie.namespace[rows], axis=0, mode="clip"), trie.keys(rows)]))
-            slots = trie.slots[rows, DISK]
+            slots = trie.slots[rows, durable.level]
             there = slots != NO_SLOT  # a record has 0 for what is not on disk
             places.append(_places(np.where(there, slots, 0), np.where(there, trie.checksums[rows], np.uint64(0))))
             yield None
     yield None  # a removal that was begun in the last callback announces itself in this one
     leaving = frozenset(namespace + key for namespace, key in cache.mover.disk.leaving)
-    takes = cache.tiers.disk_takes
+    takes = durable.takes
     snapshot: DiskSnapshot = yield lambda: DiskSnapshot(np.concatenate(names), np.concatenate(places), leaving, takes)
     return snapshot
 
 
-def compare_with_index(known: DiskSnapshot, store: SlabStore) -> list[str]:
-    """What is wrong with the store, and where its index differs from `known`. Runs in a thread.
-
-    Raises:
-        StorageError: the index cannot be read.
-    """
-    try:
-        records = store.audit()
-    except IntegrityError as error:
-        return [f"disk tier: {error}"]
-    if records is None:  # a commit has failed: the tier is in trouble, and says so
-        return []
+def compare_with_index(known: DiskSnapshot, records: Records) -> list[str]:
+    """Where the store's index differs from `known`. Runs in a thread."""
     ids = np.frombuffer(b"".join(records.namespaces), np.uint8).reshape(-1, 8)
     names = np.hstack([ids[records.namespace], records.keys])
     places = np.zeros(len(records), np.uint64)

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import chain
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from prefixd.cache.cache import TieredCache
 from prefixd.cache.column_copies import memory_for_copies
 from prefixd.cache.findings import Findings
 from prefixd.cache.groups import GroupMask
-from prefixd.cache.index.trie import CPU, GPU, NO_SLOT, TIERS, Rows, Trie
+from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
 from prefixd.cache.sessions import Lease, Reservation
-from prefixd.cache.tiers import TIER_NAMES
 from prefixd.steps import Steps
-from prefixd_swap import FramePool, IntegrityError
+from prefixd_swap import IntegrityError
+from prefixd_swap.tiers import CpuTier, Int64s, MemoryTier, Tier
 
 _GRANTS = 256  # looked at between two pauses
 
-Int64s = npt.NDArray[np.int64]
-_Held = tuple[Trie, Rows, int | None, GroupMask | None]
+_Held = tuple[Trie, Rows, Tier | None, GroupMask | None]
 """Blocks that somebody keeps, the tier in which their bytes are held, and the KV groups; None as in `Hold`."""
 
 
@@ -46,24 +43,25 @@ def audit_grants(found: Findings, cache: TieredCache) -> Steps[None]:
             )
             if isinstance(grant, Lease):
                 found.leases += 1
-                lacking = grant.trie.lacking(grant.rows, CPU, grant.hold.wanted)
-                found.demand(not lacking.any(), f"lease {grant.id} covers blocks that left the CPU tier")
+                lacking = grant.trie.lacking(grant.rows, cache.tiers.shared.level, grant.hold.wanted)
+                found.demand(
+                    not lacking.any(), f"lease {grant.id} covers blocks that left the {cache.tiers.shared.name} tier"
+                )
             elif isinstance(grant, Reservation):
                 found.reservations += 1
 
 
 def audit_slots(found: Findings, cache: TieredCache) -> Steps[None]:
-    """Every slot in the GPU and CPU tiers is one block's, or in flight, or free."""
-    if (gpu := cache.tiers.gpu) is not None:
-        yield from _audit_owners(found, cache, GPU, lambda: _Frames(gpu))
-    if (cpu := cache.tiers.cpu) is not None:
-        yield from _audit_owners(found, cache, CPU, lambda: cpu.pages.copy())
+    """Every slot in the memory tiers is one block's, or in flight, or free."""
+    for tier in cache.tiers.memories:
+        if cache.tiers.exists(tier):
+            yield from _audit_owners(found, cache, tier)
 
 
 def audit_holds(found: Findings, cache: TieredCache) -> Steps[None]:
     """The tries' counters are the sum of who holds and keeps their blocks."""
     for trie in list(cache.tries):
-        for tier in range(TIERS):
+        for tier in cache.tiers:
             yield from _audit_holds(found, cache, trie, tier)
         yield from _audit_keepers(found, cache, trie)
 
@@ -76,13 +74,13 @@ class _Memory(Protocol):
         """Slots that are taken, ascending."""
 
 
-class _Frames:
-    """What a pool says now: only the event loop may look at it."""
+class _AsOfNow:
+    """What a tier says now: only the event loop may look at it."""
 
-    def __init__(self, pool: FramePool) -> None:
-        self._taken, self._wrong = pool.allocated(), ""
+    def __init__(self, tier: MemoryTier) -> None:
+        self._taken, self._wrong = tier.allocated(), ""
         try:
-            pool.check_integrity()
+            tier.check_integrity()
         except IntegrityError as error:
             self._wrong = str(error)
 
@@ -92,16 +90,18 @@ class _Frames:
             raise IntegrityError(self._wrong)
 
     def allocated(self) -> Int64s:
-        """Frames that are taken, ascending."""
+        """Slots that are taken, ascending."""
         return self._taken
 
 
-def _audit_owners(found: Findings, cache: TieredCache, tier: int, memory: Callable[[], _Memory]) -> Steps[None]:
-    """`memory` gives the tier's memory, or a copy of what is taken in it that a thread can look at."""
-    copies = yield from memory_for_copies(*(trie.slots[: trie.rows, tier] for trie in cache.tries))
-    name, quiet = TIER_NAMES[tier], cache.mover.quiet
-    resident = [copies.copy(trie.slots[: trie.rows, tier]) for trie in cache.tries]  # rows without a block have none
-    flying, claims, book = cache.tiers.in_flight[tier].copy(), _claimed_slots(cache, tier), memory()
+def _audit_owners(found: Findings, cache: TieredCache, tier: MemoryTier) -> Steps[None]:
+    level = tier.level
+    copies = yield from memory_for_copies(*(trie.slots[: trie.rows, level] for trie in cache.tries))
+    name, quiet = tier.name, cache.mover.quiet
+    resident = [copies.copy(trie.slots[: trie.rows, level]) for trie in cache.tries]  # rows without a block have none
+    flying, claims = tier.in_flight.copy(), _claimed_slots(cache, tier)
+    # Millions of slots are compared in a thread, on a copy.
+    book: _Memory = tier.arena.pages.copy() if isinstance(tier, CpuTier) else _AsOfNow(tier)
 
     def compare() -> None:
         try:
@@ -126,9 +126,9 @@ def _audit_owners(found: Findings, cache: TieredCache, tier: int, memory: Callab
     yield compare
 
 
-def _claimed_slots(cache: TieredCache, tier: int) -> list[Int64s]:
+def _claimed_slots(cache: TieredCache, tier: MemoryTier) -> list[Int64s]:
     """The slots in flight of which somebody says that they are his; NO_SLOT among them."""
-    if tier == GPU:
+    if tier is cache.tiers.compute:
         return [np.array(frames, np.int64) for claim in cache.claims for _, _, frames in claim()]
     grants = chain.from_iterable(session.grants.values() for session in cache.leases.sessions.values())
     # A commit in slices takes a reservation's slots away one after the other.
@@ -142,19 +142,19 @@ def _holders(cache: TieredCache, trie: Trie) -> list[_Held]:
         (hold.trie, hold.rows, hold.tier, hold.wanted) for hold in cache.mover.placement.holds if hold.trie is trie
     ]
     for claim in cache.claims:
-        held += [(other, rows, GPU, None) for other, rows, _ in claim() if other is trie]
+        held += [(other, rows, cache.tiers.compute, None) for other, rows, _ in claim() if other is trie]
     return held
 
 
-def _audit_holds(found: Findings, cache: TieredCache, trie: Trie, tier: int) -> Steps[None]:
-    copies = yield from memory_for_copies(trie.holds[: trie.rows, tier])
-    quiet, there, held = cache.mover.quiet, copies.copy(trie.holds[: trie.rows, tier]), _holders(cache, trie)
-    where, name = f"trie {trie.ordinal}: ", TIER_NAMES[tier]
+def _audit_holds(found: Findings, cache: TieredCache, trie: Trie, tier: Tier) -> Steps[None]:
+    copies = yield from memory_for_copies(trie.holds[: trie.rows, tier.level])
+    quiet, there, held = cache.mover.quiet, copies.copy(trie.holds[: trie.rows, tier.level]), _holders(cache, trie)
+    where, name = f"trie {trie.ordinal}: ", tier.name
 
     def compare() -> None:
         wanted = np.zeros_like(there)
         for _, rows, place, groups in held:
-            if place != tier:
+            if place is not tier:
                 continue
             for group in trie.groups:
                 chosen = rows if groups is None else rows[(groups & np.uint8(group.mask)) != 0]

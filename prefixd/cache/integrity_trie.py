@@ -7,9 +7,9 @@ import numpy.typing as npt
 
 from prefixd.cache.column_copies import memory_for_copies
 from prefixd.cache.findings import Findings
-from prefixd.cache.index.trie import DISK, NO_SLOT, NONE, TIERS, Rows, Trie
+from prefixd.cache.index.trie import NO_SLOT, NONE, TIERS, Rows, Trie
 from prefixd.cache.index.trie_table import NOWHERE
-from prefixd.cache.tiers import TIER_NAMES
+from prefixd.cache.tiers import Tiers
 from prefixd.steps import Steps
 
 _SLICE_ROWS = 1 << 12  # each is looked at in some 100 ways
@@ -17,17 +17,18 @@ _SLICE_ROWS = 1 << 12  # each is looked at in some 100 ways
 Bools = npt.NDArray[np.bool_]
 
 
-def audit_trie(found: Findings, trie: Trie) -> Steps[None]:
+def audit_trie(found: Findings, trie: Trie, tiers: Tiers) -> Steps[None]:
     """Looks at the rows a slice at a time, each as it is then, and counts in copies of the columns."""
     for start in range(0, trie.rows, _SLICE_ROWS):
         rows = start + np.flatnonzero(trie.namespace[start : min(start + _SLICE_ROWS, trie.rows)] != NOWHERE)
         found.blocks += len(rows)
         _audit_places(found, trie, rows)
-        _audit_copies(found, trie, rows)
+        _audit_copies(found, trie, rows, tiers)
         yield None
     yield from _audit_counts(found, trie)
+    names = tiers.names
     for tier in range(TIERS):
-        yield from _audit_counts_with_copies(found, trie, tier)
+        yield from _audit_counts_with_copies(found, trie, tier, names[tier])
 
 
 def _where(trie: Trie) -> str:
@@ -60,16 +61,16 @@ def _audit_places(found: Findings, trie: Trie, rows: Rows) -> None:
     found.demand_none(rows[~linked], f"{where}rows that are linked wrongly to their siblings or children")
 
 
-def _audit_copies(found: Findings, trie: Trie, rows: Rows) -> None:
+def _audit_copies(found: Findings, trie: Trie, rows: Rows, tiers: Tiers) -> None:
     """What used rows say about their copies, and whether somebody needs them."""
     where = _where(trie)
     whole, available = np.zeros(len(rows), np.uint8), np.zeros(len(rows), np.uint8)
     for tier in range(TIERS):
-        bit, name = np.uint8(1 << tier), TIER_NAMES[tier]
+        bit, name = np.uint8(1 << tier), tiers.names[tier]
         has = trie.slots[rows, tier] != NO_SLOT
         some = has.any(axis=1)
         marked = (trie.any_part[rows] & bit) != 0
-        if tier == DISK:
+        if tiers.durable is not None and tier == tiers.durable.level:
             some |= marked  # a record without bytes: the block's descendants need it
         whole |= bit * has.all(axis=1)
         found.demand_none(rows[marked != some], f"{where}rows marked wrongly for the {name} tier")
@@ -125,10 +126,10 @@ def _audit_counts(found: Findings, trie: Trie) -> Steps[None]:
     yield count
 
 
-def _audit_counts_with_copies(found: Findings, trie: Trie, tier: int) -> Steps[None]:
+def _audit_counts_with_copies(found: Findings, trie: Trie, tier: int, name: str) -> Steps[None]:
     """How many blocks with a copy in a tier continue each row."""
     copies = yield from memory_for_copies(*(column[: trie.rows] for column in (trie.parent,) * 4))
-    n, name = trie.rows, TIER_NAMES[tier]
+    n = trie.rows
     namespace, parent, any_part, children = (
         copies.copy(column[:n]) for column in (trie.namespace, trie.parent, trie.any_part, trie.tier_children[:, tier])
     )

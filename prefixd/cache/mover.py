@@ -1,10 +1,8 @@
-"""Copies between the tiers, and room made in them.
+"""Copies between the tiers: whoever wants a block somewhere asks here.
 
 Demotion goes down a tier at a time, promotion straight to the tier that wants the block (paper
-`prefix_cache_long_term_memory`, IV.B). All of it is driven from the event loop; only the copies themselves run
-elsewhere (CUDA streams, threads). A row that takes part in a copy is held in the copy's source tier meanwhile.
-
-Locks are taken downward only (GPU, CPU, disk): whoever makes room in a tier may have to make room in the one below.
+`prefix_cache_long_term_memory`, IV.B). All of it is driven from the event loop; only the bytes move elsewhere, in the
+order of their urgency (`swap/transfers`). A row that takes part in a copy is held in the copy's source tier meanwhile.
 """
 
 from __future__ import annotations
@@ -13,42 +11,46 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from itertools import pairwise
 from typing import TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from prefixd.cache.checksums import Checksums
 from prefixd.cache.disk_copies import DiskCopies, Identity
 from prefixd.cache.groups import GroupMask
-from prefixd.cache.index.trie import CPU, DISK, GPU, NO_SLOT, Rows, Trie
+from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
+from prefixd.cache.movement import Movement
 from prefixd.cache.namespaces import Namespace, NamespaceRegistry
-from prefixd.cache.page_victims import find_page_victims, has_other_sizes
 from prefixd.cache.placement import Placement
+from prefixd.cache.room import Room
 from prefixd.cache.tiers import Slots, Tiers
-from prefixd.cache.victims import can_free, find_expired, find_victims
-from prefixd_swap import CopyEngine, EvictionPolicy, choose_page_victims
+from prefixd.cache.victims import can_free
+from prefixd_swap import CopyEngine, EvictionPolicy, TransferDroppedError
+from prefixd_swap.tiers import MemoryCopies, MemoryTier, StoreTier, Tier, can_move
+from prefixd_swap.transfers import Urgency, piece_items
 
 T = TypeVar("T")
-
+Bools = npt.NDArray[np.bool_]
 
 _ALLOCATED_AT_ONCE = 2048  # blocks: a millisecond or two on the event loop
 _EVICTED_AT_ONCE = 512
-_COPIED_AT_ONCE = 512
+_MOVED_AT_ONCE = 512
+_MOVED_AHEAD = 2  # movements of one caller under way: one's last piece does not keep the next one's first waiting
+_STAGES = 3  # of a read to memory that a file cannot be read into: some are read while others are copied on
 
 
 class Mover:
     """Brings blocks to the tier that wants them and decides who leaves a full one.
 
     Args:
-        tiers: the memory.
+        tiers: the memory, and the transfers.
         tries: all tries, by ordinal; the list grows as geometries are registered.
         namespaces: for the ids on disk.
         engine: copies between memory spans.
         policy: who goes first.
         clock: seconds; passed in so that tests own the time.
-        io_threads: threads for disk reads and writes.
     """
 
     def __init__(
@@ -59,18 +61,16 @@ class Mover:
         engine: CopyEngine,
         policy: EvictionPolicy,
         clock: Callable[[], float],
-        *,
-        io_threads: int = 4,
     ) -> None:
         self.tiers = tiers
         self.tries = tries
-        self.engine = engine
         self.policy = policy
+        self._copies = MemoryCopies(engine, tiers.transfers)
         self._placement = Placement(tiers, clock)
         self._checksums = Checksums(self._placement)
-        self.disk = DiskCopies(self._placement, tries, namespaces, policy, self._checksums, threads=io_threads)
-        self._locks = (asyncio.Lock(), asyncio.Lock())
-        self._moving: dict[tuple[int, int, int], asyncio.Task[None]] = {}
+        self.disk = DiskCopies(self._placement, tries, namespaces, self._checksums, self._make_room_on_disk)
+        self._room = Room(self._placement, tries, policy, self.disk, self._copy_down)
+        self._moving: dict[tuple[int, int, int], Movement] = {}  # by (trie, row, level)
         self._tasks: set[asyncio.Task[object]] = set()
         self._probing: asyncio.Task[None] | None = None
         self._working = 0
@@ -87,8 +87,8 @@ class Mover:
 
     @property
     def queued(self) -> tuple[int, int]:
-        """Blocks, and their bytes, that wait in the CPU tier to be written to disk."""
-        if self.tiers.disk is None:
+        """Blocks, and their bytes, that wait in the shared tier to be written to disk."""
+        if self.tiers.durable is None:
             return 0, 0
         return self._placement.queued_blocks, self._placement.queued_bytes
 
@@ -110,8 +110,8 @@ class Mover:
     @property
     def quiet(self) -> bool:
         """Whether nothing is under way that holds blocks or has slots in hand, besides leases and requests."""
-        locks = any(lock.locked() for lock in self._locks) or self.disk.writing
-        return not (self._working or self._moving or self._tasks or self._checksums.tasks or locks)
+        changing = self._room.making or self.disk.writing
+        return not (self._working or self._moving or self._tasks or self._checksums.tasks or changing)
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -128,12 +128,12 @@ class Mover:
             self._probing.cancel()
             await asyncio.wait({self._probing})
         await self.quiesce()
-        self.disk.close()
+        await self.tiers.close()
         self._checksums.close()
 
     async def quiesce(self) -> None:
         """Waits for the copies under way."""
-        while waiting := {*self._moving.values(), *self._tasks, *self.disk.busy, *self._checksums.tasks}:
+        while waiting := {*self._tasks, *self.disk.busy, *self._checksums.tasks}:
             await asyncio.wait(waiting)
 
     def spawn(self, work: Coroutine[object, object, T]) -> asyncio.Task[T]:
@@ -146,171 +146,171 @@ class Mover:
     # -- room ---------------------------------------------------------------------------------------------------
 
     async def allocate(
-        self, tier: int, sizes: Sequence[int], blocks: int, *, ahead: bool = False, near: Sequence[int] = ()
+        self,
+        tier: MemoryTier,
+        sizes: Sequence[int],
+        blocks: int,
+        movement: Movement | None = None,
+        *,
+        ahead: bool = False,
+        near: Sequence[int] = (),
     ) -> Slots:
-        """Slots in flight for up to `blocks` blocks in the GPU or CPU tier, evicting what may go; fewer if need be.
+        """Slots in flight for up to `blocks` blocks in a memory tier, evicting what may go; fewer if need be.
 
         Args:
             tier: where.
             sizes: bytes of each of the p parts of a block.
             blocks: how many.
+            movement: what they are for; by default somebody waits for them.
             ahead: spare copies of blocks that are in a tier above as well: they were made ahead of need, too, and one
                 such copy must not cost another.
-            near: see `Tiers.allocate`.
+            near: slots [p] of a block of the same prefix, close to which the new ones should lie; NO_SLOT for none.
 
         Returns:
             [m, p], m <= blocks.
         """
         taken: list[Slots] = [np.empty((0, len(sizes)), np.int64)]
         count = 0
-        if not self.tiers.exists(tier) or not self.tiers.ever_fits(tier, sizes):
+        if not tier.ever_fits(sizes):
             return taken[0]
+        movement = movement or Movement(Urgency.DEMAND)
+        hint = np.array(near, np.int64) if len(near) else None
         try:
-            async with self._locks[tier]:
-                while count < blocks:
-                    some = self.tiers.allocate(tier, sizes, min(blocks - count, _ALLOCATED_AT_ONCE), near)
-                    if len(some):
-                        taken.append(some)
-                        count += len(some)
-                        near = some[-1].tolist()
-                        await asyncio.sleep(0)
-                    elif await self._evict(tier, sizes, min(blocks - count, _EVICTED_AT_ONCE), ahead):
-                        await asyncio.sleep(0)
-                    elif tier != CPU or not await self._checksums.wait_for_some():  # what was hashed may go now
-                        break
+            while count < blocks and not movement.dropped:
+                some = tier.allocate(sizes, min(blocks - count, _ALLOCATED_AT_ONCE), hint)
+                if len(some):
+                    taken.append(some)
+                    count += len(some)
+                    hint = some[-1]
+                    await asyncio.sleep(0)
+                    continue
+                want = min(blocks - count, _EVICTED_AT_ONCE)
+                if await self._room.make(tier, sizes, want, movement, ahead=ahead):
+                    await asyncio.sleep(0)
+                elif tier is not self.tiers.shared or not await self._checksums.wait_for_some():
+                    break  # else: what was hashed may go now
         except BaseException:
-            self.tiers.release(tier, np.concatenate(taken))
+            tier.free(np.concatenate(taken))
             raise
         return np.concatenate(taken)
 
     async def take_frames(self, count: int) -> list[int] | None:
-        """`count` GPU frames in flight; all or none. Evicts nothing when not all can be had."""
-        lacking = count - self.tiers.frames.free_count
-        if not await can_free(self.tries, GPU, lacking, demotable=self.tiers.below(GPU) is not None):
+        """`count` slots of the compute tier in flight; all or none. Evicts nothing when not all can be had."""
+        compute, frame = self.tiers.compute, self.tiers.frames.geometry.block_bytes
+        lacking, demotable = count - compute.room(frame), self.tiers.below(compute) is not None
+        if not await can_free(self.tries, compute.level, lacking, demotable=demotable):
             return None
-        frames = (await self.allocate(GPU, (0,), count)).ravel().tolist()
+        frames = await self.allocate(compute, (frame,), count)
         if len(frames) < count:
-            self.tiers.release(GPU, frames)
+            compute.free(frames)
             return None
-        return frames
+        taken: list[int] = frames.ravel().tolist()
+        return taken
 
-    async def _evict(self, tier: int, sizes: Sequence[int], want: int, ahead: bool) -> int:
-        """Makes room in `tier`, whose lock the caller has, for up to `want` blocks with parts of `sizes` bytes.
+    async def _make_room_on_disk(
+        self, store: StoreTier, sizes: Sequence[int], want: int, movement: Movement, ahead: bool
+    ) -> bool:
+        return await self._room.make(store, sizes, want, movement, ahead=ahead)
 
-        Bytes that only shorter prefixes need go before anything else. Then single blocks go, or whole pages where
-        blocks of other sizes have the room; see `victims` and `page_victims`. Returns how many blocks lost something, 0
-        when nothing may go.
-        """
-        placement = self._placement
-        expired = await find_expired(self.tries, tier, want)
-        freed = sum(placement.drop(trie, rows, tier, groups) for trie, rows, groups in expired)
-        if not freed:
-            below = self.tiers.below(tier)
-            if below is not None:
-                freed = await self._demote(tier, below, sizes, want, ahead)
-        if not freed:  # nothing can go down: drop what may vanish
-            victims, with_page = await self._choose(tier, sizes, want, ahead, demotable=False)
-            freed = sum(placement.drop(trie, rows, tier, with_page=with_page) for trie, rows in victims)
-        if freed:
-            self.changed.set()
-        return freed
-
-    async def _demote(self, tier: int, below: int, sizes: Sequence[int], want: int, ahead: bool) -> int:
-        """Copies the next victims down where they have no copy, and drops them; returns how many went."""
-        placement = self._placement
-        victims, with_page = await self._choose(tier, sizes, want, ahead, demotable=True)
-        with ExitStack() as held:
-            for trie, rows in victims:  # all of them before the first copy: rows may be recycled meanwhile
-                held.enter_context(placement.holds.hold("eviction", trie, rows, tier))
-            for trie, rows in victims:
-                # A tier at a time, though there may be a copy further down: what was up here is wanted near.
-                sinks = (trie.wanted(rows, tier) & ~trie.there[rows, below]) != 0
-                if sinks.any():
-                    arrived = await self.copy(trie, rows[sinks], tier, below, ahead=ahead)
-                    self.tiers.counters[tier].demoted += arrived
-        return sum(placement.drop(trie, rows, tier, with_page=with_page) for trie, rows in victims)
-
-    async def _choose(
-        self, tier: int, sizes: Sequence[int], want: int, ahead: bool, *, demotable: bool
-    ) -> tuple[list[tuple[Trie, Rows]], bool]:
-        """The next victims in the GPU or CPU tier, and whether they leave with their pages."""
-        pages = self.tiers.pages(tier)
-        if pages is None or not has_other_sizes(self.tries, tier, sizes):
-            found = await find_victims(self.tries, tier, want, self.policy, demotable=demotable, spare_copies=ahead)
-            return found, False
-        found = await find_page_victims(
-            self.tries,
-            tier,
-            sizes,
-            want,
-            self.policy,
-            partial(choose_page_victims, pages),
-            demotable=demotable,
-            spare_copies=ahead,
-            for_thread=lambda: partial(choose_page_victims, pages.copy()),
-        )
-        return found, True
+    async def _copy_down(
+        self, trie: Trie, rows: Rows, source: Tier, target: Tier, movement: Movement, ahead: bool
+    ) -> int:
+        return await self.copy(trie, rows, source, target, movement, ahead=ahead)
 
     # -- moving -------------------------------------------------------------------------------------------------
 
-    async def bring(self, trie: Trie, rows: Rows, tier: int, wanted: GroupMask | None = None) -> int:
+    async def bring(
+        self,
+        trie: Trie,
+        rows: Rows,
+        tier: MemoryTier,
+        wanted: GroupMask | None = None,
+        *,
+        urgency: Urgency = Urgency.DEMAND,
+    ) -> int:
         """Brings `rows` (held in `tier` by the caller) into `tier`; returns how many, from the first, are there.
 
-        Copies that are under way already are waited for, not repeated (the paper's lock on a prefix, V.D).
+        Movements that are under way already are joined, and made as urgent, not repeated (the paper's lock on a prefix,
+        V.D). What nobody waits for any more, because its callers were cancelled, is dropped.
 
         Args:
             trie: the blocks' trie.
             rows: [m] blocks.
             tier: where to.
             wanted: [m] KV groups of each that have to be there; all by default.
+            urgency: how urgent it is for this caller.
         """
         if wanted is None:
             wanted = np.full(len(rows), trie.all_groups, np.uint8)
-        while True:
-            own, others = await self._start_to_bring(trie, rows, tier, wanted)
-            if own or others:
-                await asyncio.shield(asyncio.gather(*own, *others))
-            if not others:  # what others bring may be other KV groups of the same block
-                break
-        there = trie.lacking(rows, tier, wanted) == 0
+        while await self._bring_once(trie, rows, tier, wanted, urgency):
+            pass  # what others bring may be other KV groups of the same block
+        there = trie.lacking(rows, tier.level, wanted) == 0
         return len(rows) if there.all() else int(there.argmin())
 
-    async def _start_to_bring(
-        self, trie: Trie, rows: Rows, tier: int, wanted: GroupMask
-    ) -> tuple[set[asyncio.Task[None]], set[asyncio.Task[None]]]:
-        """Starts copies of what is lacking and that nobody brings; these copies, and those of others."""
-        own: set[asyncio.Task[None]] = set()
-        others: set[asyncio.Task[None]] = set()
-        for start in range(0, len(rows), _ALLOCATED_AT_ONCE):
-            if start:
-                await asyncio.sleep(0)
-            some = slice(start, start + _ALLOCATED_AT_ONCE)
-            lacking = trie.lacking(rows[some], tier, wanted[some])
-            todo = np.flatnonzero(lacking)
-            fresh: list[int] = []
-            for at, row in zip(todo.tolist(), rows[some][todo].tolist(), strict=True):
-                task = self._moving.get((trie.ordinal, row, tier))
-                if task is None:
-                    fresh.append(at)
-                else:
-                    others.add(task)
-            if fresh:
-                chosen = rows[some][fresh]
-                task = asyncio.create_task(self._fetch(trie, chosen, tier, lacking[fresh]))
-                for row in chosen.tolist():
-                    self._moving[trie.ordinal, row, tier] = task
-                own.add(task)
-        return own, others - own
+    async def _bring_once(self, trie: Trie, rows: Rows, tier: MemoryTier, wanted: GroupMask, urgency: Urgency) -> bool:
+        """Moves what is lacking and nobody moves, some at a time, and waits for it and for what others move.
 
-    async def _fetch(self, trie: Trie, rows: Rows, tier: int, wanted: GroupMask) -> None:
-        """Brings `wanted` groups of `rows` to `tier`, each from the nearest tier that has it."""
-        sources: list[tuple[int, Rows, GroupMask]] = []
+        Returns whether others moved some of it.
+        """
+        own: list[Movement] = []
+        others: set[Movement] = set()
+        with ExitStack() as joined:
+            short = False
+            for start in range(0, len(rows), _MOVED_AT_ONCE):
+                while len(own) >= _MOVED_AHEAD:
+                    short |= not await self._arrived(own.pop(0))
+                if short:
+                    break  # the first ones come first: no later one takes room that they lack
+                here = slice(start, start + _MOVED_AT_ONCE)
+                lacking = trie.lacking(rows[here], tier.level, wanted[here])
+                fresh: list[int] = []
+                todo = np.flatnonzero(lacking)
+                for at, row in zip(todo.tolist(), rows[here][todo].tolist(), strict=True):
+                    movement = self._moving.get((trie.ordinal, row, tier.level))
+                    if movement is None:
+                        fresh.append(at)
+                    elif movement not in others:
+                        others.add(movement)
+                        movement.join(urgency)
+                        joined.callback(movement.leave)
+                if fresh:
+                    own.append(self._start(trie, rows[here][fresh], tier, lacking[fresh], urgency))
+                    joined.callback(own[-1].leave)
+                else:
+                    await asyncio.sleep(0)
+            for movement in own:
+                await self._arrived(movement)
+            for movement in others:
+                await movement.wait()
+        return bool(others)
+
+    def _start(self, trie: Trie, rows: Rows, tier: MemoryTier, wanted: GroupMask, urgency: Urgency) -> Movement:
+        """Starts a movement that one caller has joined."""
+        movement = Movement(urgency)
+        movement.join(urgency)
+        for row in rows.tolist():
+            self._moving[trie.ordinal, row, tier.level] = movement
+        movement.task = self.spawn(self._fetch(trie, rows, tier, wanted, movement))
+        return movement
+
+    async def _arrived(self, movement: Movement) -> bool:
+        """Waits for the end of a movement; whether all of it arrived.
+
+        Raises:
+            SwapError: it failed.
+        """
+        await movement.wait()
+        return movement.task is not None and movement.task.result()
+
+    async def _fetch(self, trie: Trie, rows: Rows, tier: MemoryTier, wanted: GroupMask, movement: Movement) -> bool:
+        """Brings `wanted` groups of `rows` to `tier`, each from the nearest tier that has it; whether all arrived."""
+        sources: list[tuple[Tier, Rows, GroupMask]] = []
         left = wanted.copy()
         with ExitStack() as held:
             try:
-                for source in (GPU, CPU, DISK):
-                    there = left & trie.there[rows, source]
-                    if source != tier and there.any():
+                for source in self.tiers:
+                    there = left & trie.there[rows, source.level]
+                    if source is not tier and there.any():
                         chosen = there != 0
                         sources.append((source, rows[chosen], there[chosen]))
                         held.enter_context(
@@ -318,14 +318,23 @@ class Mover:
                         )
                         left &= ~there
                 for source, chosen_rows, groups in sources:
-                    arrived = await self.copy(trie, chosen_rows, source, tier, groups)
-                    self.tiers.counters[tier].promoted += arrived
+                    arrived = await self.copy(trie, chosen_rows, source, tier, movement, groups)
+                    self.tiers.counters(tier).promoted += arrived
             finally:
                 for row in rows.tolist():
-                    del self._moving[trie.ordinal, row, tier]
+                    del self._moving[trie.ordinal, row, tier.level]
+        return not trie.lacking(rows, tier.level, wanted).any()
 
     async def copy(
-        self, trie: Trie, rows: Rows, source: int, target: int, groups: GroupMask | None = None, *, ahead: bool = False
+        self,
+        trie: Trie,
+        rows: Rows,
+        source: Tier,
+        target: Tier,
+        movement: Movement,
+        groups: GroupMask | None = None,
+        *,
+        ahead: bool = False,
     ) -> int:
         """Copies rows, held in `source`, to `target`; returns how many arrived (the first ones when room is short).
 
@@ -334,72 +343,93 @@ class Mover:
             rows: [m] different blocks.
             source: a tier that has the `groups` of each.
             target: where to.
+            movement: what it belongs to.
             groups: [m] KV groups to copy; all by default.
             ahead: see `allocate` and `write`.
         """
-        if target == DISK:
-            return await self.disk.write(trie, rows, source, ahead=ahead)
-        if source == DISK and not self.tiers.disk_gives:
+        if isinstance(target, StoreTier):
+            return await self.disk.write(trie, rows, _memory(source), movement, ahead=ahead)
+        memory = _memory(target)
+        if isinstance(source, StoreTier) and not source.gives:
             return 0
         if groups is None:
             groups = np.full(len(rows), trie.all_groups, np.uint8)
         arrived = 0
         borders = 1 + np.flatnonzero(np.diff(groups))  # between blocks of which different groups are copied
         for start, end in pairwise([0, *borders.tolist(), len(rows)]):
-            for first in range(start, end, _COPIED_AT_ONCE):
-                some = rows[first : min(first + _COPIED_AT_ONCE, end)]
-                came = await self._copy_alike(trie, some, source, target, int(groups[start]), ahead)
+            for first in range(start, end, _MOVED_AT_ONCE):
+                some = rows[first : min(first + _MOVED_AT_ONCE, end)]
+                came = await self._copy_alike(trie, some, source, memory, int(groups[start]), movement, ahead)
                 arrived += came
-                if came < len(some) and source != DISK:
-                    return arrived  # there is no room for more
+                if movement.dropped or (came < len(some) and isinstance(source, MemoryTier)):
+                    return arrived  # nobody wants more, or there is no room for more
         return arrived
 
-    async def _copy_alike(self, trie: Trie, rows: Rows, source: int, target: int, groups: int, ahead: bool) -> int:
+    async def _copy_alike(
+        self, trie: Trie, rows: Rows, source: Tier, target: MemoryTier, groups: int, movement: Movement, ahead: bool
+    ) -> int:
         """As `copy`, the same groups of all blocks."""
         parts = np.flatnonzero(trie.part_mask & np.uint8(groups)).tolist()
         sizes = [trie.part_bytes[part] for part in parts]
-        taken = await self.allocate(target, sizes, len(rows), ahead=ahead, near=self._near(trie, rows, target, parts))
+        near = self._near(trie, rows, target, parts)
+        taken = await self.allocate(target, sizes, len(rows), movement, ahead=ahead, near=near)
         rows = rows[: len(taken)]
         arrived = np.zeros(len(rows), np.bool_)
         try:
-            if source != DISK:
-                pairs = [
-                    (self.tiers.span(target, into, size), self.tiers.span(source, out, size))
-                    for slots, old in zip(taken.tolist(), trie.slots[rows, source][:, parts].tolist(), strict=True)
-                    for into, out, size in zip(slots, old, sizes, strict=True)
-                ]
-                await self.engine.copy(pairs)
-                arrived[:] = True
-            elif target == GPU and self.tiers.gpu_on_device:
-                arrived[:] = await self._read_staged(trie, rows, taken)
+            if isinstance(source, MemoryTier):
+                old = trie.slots[rows, source.level][:, parts]
+                arrived = await self._copy_memory(source, old, target, taken, sizes, movement)
+            elif can_move(source, target):
+                arrived = await self.disk.read(trie, rows, parts, taken, target, movement)
             else:
-                arrived[:] = await self.disk.read(trie, rows, parts, taken, target)
+                await self._read_staged(trie, rows, parts, taken, target, movement, arrived)
         finally:
             slots = np.full((len(rows), len(trie.part_bytes)), NO_SLOT, np.int64)
             slots[:, parts] = taken
-            self.tiers.release(target, slots[~arrived])
+            target.free(slots[~arrived])
             self._enter(trie, rows[arrived], source, target, slots[arrived])
-            if source == GPU and target == CPU:
+            if source is self.tiers.compute and target is self.tiers.shared:
                 self.start_checksums(trie, rows[arrived])
         return int(arrived.sum())
 
-    def _near(self, trie: Trie, rows: Rows, target: int, parts: Sequence[int]) -> list[int]:
+    async def _copy_memory(
+        self,
+        source: MemoryTier,
+        old: Slots,
+        target: MemoryTier,
+        taken: Slots,
+        sizes: Sequence[int],
+        movement: Movement,
+    ) -> Bools:
+        """Copies slots [m, parts] to others; which blocks were copied.
+
+        Raises:
+            SwapError: a copy failed.
+        """
+        copies = self._copies.submit(source, old, target, taken, sizes, movement.urgency)
+        results = await movement.run(copies)
+        failed = [result for result in results if result is not None and not isinstance(result, TransferDroppedError)]
+        if failed:
+            raise failed[0]
+        return np.array([result is None for result in results], np.bool_)
+
+    def _near(self, trie: Trie, rows: Rows, target: Tier, parts: Sequence[int]) -> list[int]:
         """The slots in `target` of the block before the first of `rows`: what is read together lies together."""
         parent = int(trie.parent[rows[0]]) if len(rows) else -1
-        if parent < 0 or target == GPU:
+        if parent < 0:
             return []
-        near: list[int] = trie.slots[parent, target][list(parts)].tolist()
+        near: list[int] = trie.slots[parent, target.level][list(parts)].tolist()
         return near
 
-    def _enter(self, trie: Trie, rows: Rows, source: int, target: int, slots: Slots) -> None:
+    def _enter(self, trie: Trie, rows: Rows, source: Tier, target: MemoryTier, slots: Slots) -> None:
         if len(rows):
-            lacked = (trie.slots[rows, target] == NO_SLOT) & (slots != NO_SLOT)
+            lacked = (trie.slots[rows, target.level] == NO_SLOT) & (slots != NO_SLOT)
             self._placement.put_lacking(trie, rows, target, slots)
-            if source == DISK and target == CPU:
+            if isinstance(source, StoreTier) and target is self.tiers.shared:
                 trie.checksummed[rows] |= lacked  # verified
 
     def start_checksums(self, trie: Trie, rows: Rows) -> None:
-        """Starts taking the checksums of blocks that have come to the CPU tier other than from disk; see `seals`."""
+        """Starts taking the checksums of blocks that have come to the shared tier from memory; see `checksums`."""
         self._checksums.begin(trie, rows)
 
     async def wait_for_checksums(self) -> None:
@@ -407,39 +437,59 @@ class Mover:
         while await self._checksums.wait_for_some():
             pass
 
-    async def _read_staged(self, trie: Trie, rows: Rows, taken: Slots) -> list[bool]:
-        """Disk to GPU memory by way of the pinned arena, since a file cannot be read into a device address.
+    async def _read_staged(
+        self,
+        trie: Trie,
+        rows: Rows,
+        parts: Sequence[int],
+        taken: Slots,
+        target: MemoryTier,
+        movement: Movement,
+        arrived: Bools,
+    ) -> None:
+        """Reads into memory that a file cannot be read into, by way of the shared tier; sets `arrived` [m].
 
-        Unverified: never ran on a GPU.
+        A pipeline: while some blocks are copied on, others are read. On CUDA unverified: never ran on a GPU.
         """
-        good: list[bool] = []
-        for row, (frame,) in zip(rows.tolist(), taken.tolist(), strict=True):
-            staged = await self.allocate(CPU, trie.part_bytes, 1)
-            if not len(staged):
-                self.lost["no room in the CPU tier to stage a read"] += 1
-                good.append(False)
-                continue
-            try:
-                fine = (await self.disk.read(trie, np.array([row]), [0], staged, CPU))[0]
-                if fine:
-                    size = trie.part_bytes[0]
-                    await self.engine.copy(
-                        [(self.tiers.span(GPU, frame, size), self.tiers.span(CPU, int(staged[0, 0]), size))]
-                    )
-                good.append(fine)
-            finally:
-                self.tiers.release(CPU, staged)
-        return good
+        sizes = [trie.part_bytes[part] for part in parts]
+        shared = self.tiers.shared
+        step = piece_items(sum(sizes), len(rows), at_least=_STAGES)
+        starts = iter(range(0, len(rows), step))  # the stages share it
 
-    async def write(self, trie: Trie, rows: Rows, source: int, *, ahead: bool = False) -> int:
+        async def stage() -> None:
+            for start in starts:
+                end = min(start + step, len(rows))
+                while start < end and not movement.dropped:
+                    staged = await self.allocate(shared, sizes, end - start, movement)
+                    try:
+                        if not len(staged):
+                            self.lost["no room in the CPU tier to stage a read"] += end - start
+                            return
+                        here = np.arange(start, start + len(staged))
+                        read = await self.disk.read(trie, rows[here], parts, staged, shared, movement)
+                        copied = await self._copy_memory(
+                            shared, staged[read], target, taken[here[read]], sizes, movement
+                        )
+                        arrived[here[read][copied]] = True
+                    finally:
+                        shared.free(staged)
+                    start += len(staged)
+
+        async with asyncio.TaskGroup() as group:  # when one fails, the others end before this raises
+            for _ in range(_STAGES):
+                group.create_task(stage())
+
+    async def write(
+        self, trie: Trie, rows: Rows, source: MemoryTier, urgency: Urgency = Urgency.DEMAND, *, ahead: bool = False
+    ) -> int:
         """Writes rows, held in `source`, to disk, parents first; returns how many became durable.
 
         `ahead` makes room only at the cost of blocks that live on disk alone.
         """
-        lacking = len(trie.missing(rows, DISK))
-        written = await self.disk.write(trie, rows, source, ahead=ahead)
+        lacking = self.disk.missing(trie, rows)
+        written = await self.disk.write(trie, rows, source, Movement(urgency), ahead=ahead)
         if not ahead and written < lacking:
-            self.lost[f"not written: {self._placement.why_unwritten()}"] += len(trie.missing(rows, DISK))
+            self.lost[f"not written: {self._placement.why_unwritten()}"] += self.disk.missing(trie, rows)
         return written
 
     def save_namespace(self, namespace: Namespace) -> None:
@@ -467,9 +517,16 @@ class Mover:
     def forget_in_memory(self, trie: Trie, rows: Sequence[int]) -> tuple[int, list[Identity]]:
         """As `forget`, but those that were on disk are the caller's to remove there: they are returned, too."""
         going = trie.all_removable(rows)
-        on_disk = going[(trie.any_part[going] & np.uint8(1 << DISK)) != 0]
-        if self.tiers.disk is not None and len(on_disk) < len(going):
+        on_disk = self.disk.stored(trie, going)
+        if self.tiers.durable is not None and len(on_disk) < len(going):
             self.lost["removed before it was written"] += len(going) - len(on_disk)
         identities = self.disk.identities(trie, on_disk)
         self._placement.discard(trie, going)
         return len(going), identities
+
+
+def _memory(tier: Tier) -> MemoryTier:
+    """The tier, where only one that has addresses can be meant."""
+    if not isinstance(tier, MemoryTier):
+        raise TypeError(f"the {tier.name} tier has no addresses")
+    return tier

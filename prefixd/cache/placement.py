@@ -11,8 +11,9 @@ import numpy.typing as npt
 
 from prefixd.cache.groups import GroupMask
 from prefixd.cache.holds import Holds
-from prefixd.cache.index.trie import CPU, DISK, NO_SLOT, TIERS, Rows, Trie
+from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
 from prefixd.cache.tiers import Slots, Tiers
+from prefixd_swap.tiers import MemoryTier, Tier
 
 
 class Placement:
@@ -35,16 +36,16 @@ class Placement:
 
     # -- copies -------------------------------------------------------------------------------------------------
 
-    def put(self, trie: Trie, rows: Rows, tier: int, slots: Slots) -> None:
+    def put(self, trie: Trie, rows: Rows, tier: Tier, slots: Slots) -> None:
         """Enters parts of m blocks into the trie; their slots, [m, parts], belong to the trie from here on."""
         before = self.to_write(trie, rows)
-        trie.put_copies(rows, tier, slots, self.clock())
+        trie.put_copies(rows, tier.level, slots, self.clock())
         self._count_queue(trie, rows, before)
-        if tier != DISK:
-            self.tiers.in_flight[tier].difference_update(slots[slots != NO_SLOT].tolist())
+        if isinstance(tier, MemoryTier):
+            tier.entered(slots)
         self.epoch += 1
 
-    def put_lacking(self, trie: Trie, rows: Rows, tier: int, slots: Slots) -> npt.NDArray[np.bool_]:
+    def put_lacking(self, trie: Trie, rows: Rows, tier: MemoryTier, slots: Slots) -> npt.NDArray[np.bool_]:
         """Enters the parts that m blocks lack in `tier` and releases the other slots.
 
         Args:
@@ -56,20 +57,20 @@ class Placement:
         Returns:
             [m]: which blocks lacked any of these parts.
         """
-        have = trie.slots[rows, tier] != NO_SLOT
+        have = trie.slots[rows, tier.level] != NO_SLOT
         spare = slots[have & (slots != NO_SLOT)]
         fresh = np.where(have, NO_SLOT, slots)
         lacked: npt.NDArray[np.bool_] = (fresh != NO_SLOT).any(axis=1)
         if lacked.any():
             self.put(trie, rows[lacked], tier, fresh[lacked])
-        self.tiers.release(tier, spare)
+        tier.free(spare)
         return lacked
 
     def drop(
         self,
         trie: Trie,
         rows: Sequence[int] | Rows,
-        tier: int,
+        tier: Tier,
         groups: GroupMask | None = None,
         *,
         with_page: bool = False,
@@ -83,20 +84,20 @@ class Placement:
         chosen: Rows = np.array(rows, np.int64)
         if groups is None:
             return self._drop_copies(trie, chosen, tier, with_page)
-        free = groups & trie.there[chosen, tier]
+        free = groups & trie.there[chosen, tier.level]
         for group in trie.groups:
-            free &= ~np.where(trie.holds[chosen, tier, group.bit] > 0, np.uint8(group.mask), np.uint8(0))
+            free &= ~np.where(trie.holds[chosen, tier.level, group.bit] > 0, np.uint8(group.mask), np.uint8(0))
         chosen, free = chosen[free != 0], free[free != 0]
         if len(chosen):
             self._discard(trie, chosen, tier, free)
-            self.tiers.counters[tier].evicted += len(chosen)
+            self.tiers.counters(tier).evicted += len(chosen)
         return len(chosen)
 
-    def _drop_copies(self, trie: Trie, rows: Rows, tier: int, with_page: bool) -> int:
-        bit = np.uint8(1 << tier)
-        may = ((trie.any_part[rows] & bit) != 0) & ~trie.held(rows, tier)
+    def _drop_copies(self, trie: Trie, rows: Rows, tier: Tier, with_page: bool) -> int:
+        bit = np.uint8(1 << tier.level)
+        may = ((trie.any_part[rows] & bit) != 0) & ~trie.held(rows, tier.level)
         rows = rows[may]
-        last = trie.last_copies(rows, tier)
+        last = trie.last_copies(rows, tier.level)
         others = rows[~last]
         if len(others):
             self._discard(trie, others, tier)
@@ -117,36 +118,36 @@ class Placement:
             self._discard(trie, left, tier)
             vanished += len(left)
         dropped += vanished
-        if vanished and tier != DISK and self.tiers.disk is not None:
+        if vanished and tier is not self.tiers.durable and self.tiers.durable is not None:
             self.lost[f"evicted before it was written: {self.why_unwritten()}"] += vanished
-        self.tiers.counters[tier].evicted += dropped
+        self.tiers.counters(tier).evicted += dropped
         self.epoch += 1
         return dropped
 
     def discard(self, trie: Trie, rows: Rows) -> None:
         """Drops m blocks, children before parents, from every tier: each is removable once those before it are gone."""
-        for tier in range(TIERS):
-            there = rows[(trie.any_part[rows] & np.uint8(1 << tier)) != 0]
+        for tier in self.tiers:
+            there = rows[(trie.any_part[rows] & np.uint8(1 << tier.level)) != 0]
             if len(there):
                 self.discard_copies(trie, there, tier)
         trie.remove_all(rows)
         self.epoch += 1
 
-    def discard_copies(self, trie: Trie, rows: Rows, tier: int) -> None:
+    def discard_copies(self, trie: Trie, rows: Rows, tier: Tier) -> None:
         """Drops the copies of m blocks in `tier`, whoever holds them."""
         self._discard(trie, rows, tier)
 
-    def _discard(self, trie: Trie, rows: Rows, tier: int, groups: GroupMask | None = None) -> None:
+    def _discard(self, trie: Trie, rows: Rows, tier: Tier, groups: GroupMask | None = None) -> None:
         before = self.to_write(trie, rows)
-        slots = trie.drop_copies(rows, tier, groups)
+        slots = trie.drop_copies(rows, tier.level, groups)
         self._count_queue(trie, rows, before)
-        if tier != DISK:
-            self.tiers.release(tier, slots)
+        if isinstance(tier, MemoryTier):
+            tier.free(slots)
         self.epoch += 1
 
     def why_unwritten(self) -> str:
         """Why a block could not be written to disk now, for `lost`."""
-        return "no room on disk" if self.tiers.disk_takes else "disk out of service"
+        return "no room on disk" if self.tiers.writes else "disk out of service"
 
     def sweep(self, trie: Trie, rows: Rows) -> None:
         """Forgets blocks that lost their last copy while somebody kept them, once nobody does."""
@@ -175,8 +176,11 @@ class Placement:
     # -- what waits to be written to disk -----------------------------------------------------------------------
 
     def to_write(self, trie: Trie, rows: Rows) -> GroupMask:
-        """[len(rows)]: the groups of each block that are in the CPU tier, not on disk, and wanted."""
-        waiting: GroupMask = trie.there[rows, CPU] & ~trie.there[rows, DISK] & ~trie.expired[rows]
+        """[len(rows)]: the groups of each block that are in the shared tier, not in the durable one, and wanted."""
+        if self.tiers.durable is None:
+            return np.zeros(len(rows), np.uint8)
+        up, down = self.tiers.shared.level, self.tiers.durable.level
+        waiting: GroupMask = trie.there[rows, up] & ~trie.there[rows, down] & ~trie.expired[rows]
         return waiting
 
     def _count_queue(self, trie: Trie, rows: Rows, before: GroupMask) -> None:

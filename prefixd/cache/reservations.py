@@ -9,7 +9,7 @@ import numpy as np
 
 from prefixd.cache.groups import FullAttention
 from prefixd.cache.index.keys import BlockChain
-from prefixd.cache.index.trie import CPU, DISK, GPU, NO_SLOT, Rows, Trie
+from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
 from prefixd.cache.mover import Mover
 from prefixd.cache.namespaces import Namespace
 from prefixd.cache.paths import find_path
@@ -55,7 +55,8 @@ class Reservations:
         """See `TieredCache.reserve`; the arguments are checked."""
         if self._returning:  # what is being given back need not be evicted for
             await asyncio.wait(self._returning)
-        prefix = present(trie, await find_path(trie, namespace.root, chain), parts, first_block)
+        path = await find_path(trie, namespace.root, chain)
+        prefix = present(trie, path, parts, first_block, self._tiers.shared.level)
         wanted = len(chain) - len(prefix)
         if not wanted:
             return len(chain)
@@ -63,8 +64,8 @@ class Reservations:
         hold = self._mover.placement.holds.hold(f"reservation {identity}", trie, prefix)
         sizes = [trie.part_bytes[part] for part in parts]
         try:
-            near = trie.slots[prefix[-1], CPU][list(parts)].tolist() if len(prefix) else []
-            slots = await self._mover.allocate(CPU, sizes, wanted, near=near)
+            near = trie.slots[prefix[-1], self._tiers.shared.level][list(parts)].tolist() if len(prefix) else []
+            slots = await self._mover.allocate(self._tiers.shared, sizes, wanted, near=near)
         except BaseException:
             hold.end()
             raise
@@ -73,7 +74,7 @@ class Reservations:
             waiting = self.quarantine.nbytes
             kept = f" ({waiting} bytes wait for silent clients to release or end)" if waiting else ""
             raise ExhaustedError(
-                f"the CPU tier ({self._tiers.arena.capacity_bytes} bytes) has no room for a block of {sum(sizes)} "
+                f"the CPU tier ({self._tiers.shared.capacity_bytes} bytes) has no room for a block of {sum(sizes)} "
                 f"bytes and nothing in it may be evicted{kept}; release leases or raise cpu.bytes"
             )
         expires_s = self._clock() + ttl_s
@@ -101,7 +102,7 @@ class Reservations:
                 f"commit of {blocks} blocks, but reservation {reservation.id} has {len(reservation.slots)}; "
                 "commit only what was reserved"
             )
-        if durable and self._tiers.disk is None:
+        if durable and self._tiers.durable is None:
             raise PreconditionError("durable commit without a disk tier; set disk.bytes or commit without durable")
         self._leases.forget(reservation, "it was committed")
         trie, placement = reservation.trie, self._mover.placement
@@ -156,7 +157,7 @@ class Reservations:
             PreconditionError: there is no disk tier.
             ExhaustedError: the disk tier has no room, or is out of service.
         """
-        if self._tiers.disk is None:
+        if self._tiers.durable is None:
             raise PreconditionError("persist without a disk tier; set disk.bytes")
         with self._mover.placement.holds.hold("persist", trie, path):
             await self._make_durable(trie, path)
@@ -176,7 +177,7 @@ class Reservations:
 
     def _give_back(self, slots: Slots) -> None:
         """Gives slots back to the CPU tier, as many as take a millisecond now, the others soon."""
-        self._tiers.release(CPU, slots[:_RELEASED_AT_ONCE])
+        self._tiers.shared.free(slots[:_RELEASED_AT_ONCE])
         if len(slots) > _RELEASED_AT_ONCE:
             task = self._mover.spawn(self._give_back_later(slots[_RELEASED_AT_ONCE:]))
             self._returning.add(task)
@@ -185,7 +186,7 @@ class Reservations:
     async def _give_back_later(self, slots: Slots) -> None:
         for start in range(0, len(slots), _RELEASED_AT_ONCE):
             await asyncio.sleep(0)
-            self._tiers.release(CPU, slots[start : start + _RELEASED_AT_ONCE])
+            self._tiers.shared.free(slots[start : start + _RELEASED_AT_ONCE])
 
     def _fill(self, reservation: Reservation, start: int, rows: Rows) -> int:
         """Enters the parts of reserved blocks, from the `start`th on, that the CPU tier lacks; how many lacked any.
@@ -196,19 +197,22 @@ class Reservations:
         if not len(rows):
             return 0
         reserved = reservation.slots[start : start + len(rows)]
-        lacks = trie.slots[rows, CPU][:, parts] == NO_SLOT
+        lacks = trie.slots[rows, self._tiers.shared.level][:, parts] == NO_SLOT
         slots = np.full((len(rows), len(trie.part_bytes)), NO_SLOT, np.int64)
         slots[:, parts] = np.where(lacks, reserved, NO_SLOT)
         new = lacks.any(axis=1)
-        self._mover.placement.put(trie, rows[new], CPU, slots[new])
+        self._mover.placement.put(trie, rows[new], self._tiers.shared, slots[new])
         reservation.slots[start : start + len(rows)] = np.where(lacks, NO_SLOT, reserved)
         return int(np.count_nonzero(new))
 
     async def _make_durable(self, trie: Trie, path: Rows) -> None:
+        durable = self._tiers.durable
+        if durable is None:
+            return
         needed = trie.needed(len(path))
-        for source in (CPU, GPU):
+        for source in reversed(self._tiers.memories):  # what a file can be written from first
             if self._tiers.exists(source):
-                todo = path[(trie.lacking(path, DISK, needed) & trie.there[path, source]) != 0]
+                todo = path[(trie.lacking(path, durable.level, needed) & trie.there[path, source.level]) != 0]
                 with self._mover.placement.holds.hold("durable commit", trie, todo, source):
                     await self._mover.write(trie, todo, source)
         torn = int(np.count_nonzero(needed & ~trie.available[path]))
@@ -217,19 +221,19 @@ class Reservations:
                 f"{torn} of the blocks lack parts that others have yet to commit, so they cannot be durable; what was "
                 "committed is kept - ask for durable in the commit that completes them"
             )
-        if len(trie.missing(path, DISK, needed)):
-            trouble = self._tiers.trouble[DISK]
+        if len(trie.missing(path, durable.level, needed)):
+            trouble = self._tiers.trouble(durable)
             raise ExhaustedError(
                 "the blocks are cached, but the disk tier has no room for them"
                 + (f": {trouble}" if trouble else "; raise disk.bytes")
             )
 
 
-def present(trie: Trie, path: Rows, parts: Sequence[int], first_block: int = 0) -> Rows:
+def present(trie: Trie, path: Rows, parts: Sequence[int], first_block: int, level: int) -> Rows:
     """The longest beginning of `path` that has at least `parts` of every block that the rules need.
 
-    A part counts that is in the CPU tier already, though other ranks have yet to commit theirs. Of the blocks before
-    `first_block` only those groups count that every longer prefix needs.
+    A part counts that is in the tier of that `level` already, though other ranks have yet to commit theirs. Of the
+    blocks before `first_block` only those groups count that every longer prefix needs.
     """
     available = trie.available[path]
     for group in trie.groups:
@@ -237,7 +241,7 @@ def present(trie: Trie, path: Rows, parts: Sequence[int], first_block: int = 0) 
             available[:first_block] |= np.uint8(group.mask)
     if len(parts) == len(trie.part_bytes):
         return trie.usable(path, available)
-    has = trie.slots[path, CPU] != NO_SLOT
+    has = trie.slots[path, level] != NO_SLOT
     has[:, [part for part in range(len(trie.part_bytes)) if part not in parts]] = True
     for group in trie.groups:
         available |= np.uint8(group.mask) * has[:, list(group.parts)].all(axis=1)

@@ -12,11 +12,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from prefixd.cache.index.trie import DISK, NO_SLOT, Rows, Trie
+from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
 from prefixd.cache.namespaces import Namespace, NamespaceRegistry, NamespaceSpec
 from prefixd.cache.placement import Placement
 from prefixd.errors import PrefixdError
-from prefixd_swap import RecordGroup, Records, SlabStore, StorageError
+from prefixd_swap import RecordGroup, Records, StorageError
+from prefixd_swap.tiers import StoreTier
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ class Restored:
     """Namespace and key of those, children before parents: nothing will ever ask for them, remove them."""
 
 
-def known_namespaces(store: SlabStore, registry: NamespaceRegistry) -> dict[bytes, Namespace]:
+def known_namespaces(store: StoreTier, registry: NamespaceRegistry) -> dict[bytes, Namespace]:
     """The store's namespaces, registered. One that cannot be read, or disagrees with what is registered, is left out.
 
     Raises:
@@ -63,19 +64,22 @@ def restore(
     known: Mapping[bytes, Namespace],
     trie_of: Callable[[Namespace], Trie],
     placement: Placement,
+    level: int,
 ) -> Restored:
     """Enters `records` into tries that are empty.
 
     A record that cannot be a block costs itself and what continues it.
 
     Args:
-        records: what is on disk, `SlabStore.load`.
+        records: what is on disk, `StoreTier.load`.
         known: the namespaces by their id on disk; a record of another one is refused.
         trie_of: the trie of a namespace, made when there is none.
         placement: counts what was refused.
+        level: the durable tier's.
     """
     homes = [known.get(identity) for identity in records.namespaces]
-    entry = _Entry(records, homes, [None if home is None else trie_of(home) for home in homes])
+    tries = [None if home is None else trie_of(home) for home in homes]
+    entry = _Entry(records, homes, tries, level)
     entry.take_in(placement.clock())
     for reason, blocks in entry.refused.items():
         placement.lost[f"on disk, but {reason}"] += blocks
@@ -86,12 +90,12 @@ def restore(
     return Restored(len(records) - len(ids), dict(entry.refused), ids)
 
 
-def remove_refused(store: SlabStore, restored: Restored) -> None:
+def remove_refused(store: StoreTier, restored: Restored) -> None:
     """Frees the slots of what was refused. On an error they stay taken until the next start tries again."""
     ids = restored.refused_ids
     try:
         for start in range(0, len(ids), _REMOVED_AT_ONCE):
-            store.remove(ids[start : start + _REMOVED_AT_ONCE])
+            store.discard(ids[start : start + _REMOVED_AT_ONCE])
     except StorageError as error:
         log.error("blocks on disk that are of no use could not be removed, the next start tries again: %s", error)
 
@@ -103,9 +107,13 @@ class _Entry:
         records: the records.
         homes: their namespaces, None for unknown ones.
         tries: the tries of those.
+        level: the durable tier's.
     """
 
-    def __init__(self, records: Records, homes: Sequence[Namespace | None], tries: Sequence[Trie | None]) -> None:
+    def __init__(
+        self, records: Records, homes: Sequence[Namespace | None], tries: Sequence[Trie | None], level: int
+    ) -> None:
+        self._level = level
         self.sound = np.ones(len(records), np.bool_)
         self.refused: Counter[str] = Counter()
         self._records = records
@@ -254,7 +262,7 @@ class _Entry:
             )
             for group, mine, at in pieces:
                 on_disk = np.array(group.part_bytes, np.int64) > 0
-                trie.put_copies(rows[mine], DISK, np.where(on_disk, group.slots[at], NO_SLOT), now_s)
+                trie.put_copies(rows[mine], self._level, np.where(on_disk, group.slots[at], NO_SLOT), now_s)
                 trie.checksums[rows[mine]] = group.checksums[at]
 
 

@@ -9,31 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from prefixd.cache.disk_copies import Damage
-from prefixd.cache.index.trie import DISK, Rows, Trie
+from prefixd.cache.disk_copies import Damage, DiskCopies
+from prefixd.cache.index.trie import Rows, Trie
 from prefixd.cache.mover import Mover
-from prefixd_swap import (
-    BlockRecord,
-    IndexUnavailableError,
-    OutOfMemoryError,
-    StorageError,
-    round_to_slot,
-    started_threads,
-)
+from prefixd_swap import IndexUnavailableError, StorageError, round_to_slot
 
 log = logging.getLogger(__name__)
-
-PART = "scrubber"
-"""What a trouble of the scrubber is entered under."""
 
 _WINDOW_ROWS = 16_384  # rows put in the order of their slots at once: enough to read forward, few enough to keep
 _BATCH_BYTES = 1 << 20  # read by one call into a thread
@@ -41,7 +29,6 @@ _BATCH_BLOCKS = 64
 _VERIFY_DEPTH = 8  # reads in flight: as fast as 16, and a tenth to two thirds faster than 4 or 1 (2 cores, O_DIRECT)
 _TROUBLE_PAUSE_S = 5.0
 _FAILURE_PAUSE_S = 60.0
-_SHORTAGE_PAUSE_S = 5.0
 _DEVICE_FAILURES = 4  # so many blocks that cannot be read, and none that can, are a failing device
 
 
@@ -103,10 +90,10 @@ class _Batch:
     rows: Rows
     generations: npt.NDArray[np.int32]
 
-    def still_there(self) -> list[_Block]:
+    def still_there(self, disk: DiskCopies) -> list[_Block]:
         """The blocks that are on disk as they were."""
         trie, rows = self.trie, self.rows
-        same = (trie.generation[rows] == self.generations) & ((trie.any_part[rows] & (1 << DISK)) != 0)
+        same = (trie.generation[rows] == self.generations) & np.isin(rows, disk.stored(trie, rows))
         pairs = zip(rows[same].tolist(), self.generations[same].tolist(), strict=True)
         return [_Block(trie, row, generation) for row, generation in pairs]
 
@@ -142,7 +129,7 @@ class Scrubber:
 
     def start(self) -> asyncio.Task[None] | None:
         """Starts reading in the background, if there is a disk tier and a rate; the task ends with `stop`."""
-        if self._bytes_per_s and self._tiers.disk is not None:
+        if self._bytes_per_s and self._tiers.durable is not None:
             self._task = asyncio.create_task(self._run(), name="scrubber")
         return self._task
 
@@ -160,28 +147,26 @@ class Scrubber:
 
         Raises:
             StorageError: the device fails, or the index cannot be read; what was checked until then is counted.
-            OutOfMemoryError: the system gives no threads to read in.
         """
         progress = ScrubProgress(self._blocks_on_disk())
         batches = self._batches()
-        with started_threads(depth, "prefixd-verify") as threads:
-            reads: set[asyncio.Task[None]] = set()
-            try:
-                while True:
-                    while len(reads) < depth and (batch := next(batches, None)) is not None:
-                        reads.add(asyncio.create_task(self._check(batch, progress, threads)))
-                    if not reads:
-                        break
-                    done, reads = await asyncio.wait(reads, return_when=asyncio.FIRST_COMPLETED)
-                    failures = [error for read in done if (error := read.exception())]  # of all: they fail together
-                    if failures:
-                        raise failures[0]
-                    yield progress
-            finally:
-                for read in reads:
-                    read.cancel()
-                if reads:
-                    await asyncio.wait(reads)
+        reads: set[asyncio.Task[None]] = set()
+        try:
+            while True:
+                while len(reads) < depth and (batch := next(batches, None)) is not None:
+                    reads.add(asyncio.create_task(self._check(batch, progress)))
+                if not reads:
+                    break
+                done, reads = await asyncio.wait(reads, return_when=asyncio.FIRST_COMPLETED)
+                failures = [error for read in done if (error := read.exception())]  # of all: they fail together
+                if failures:
+                    raise failures[0]
+                yield progress
+        finally:
+            for read in reads:
+                read.cancel()
+            if reads:
+                await asyncio.wait(reads)
         if progress.unreadable:
             raise StorageError(f"the device read none of the last {len(progress.unreadable)} blocks; look at its log")
         progress.total_blocks = progress.checked_blocks  # what has left or come since the beginning
@@ -192,81 +177,72 @@ class Scrubber:
 
     async def _run(self) -> None:
         bucket = TokenBucket(self._bytes_per_s, self._clock())
-        with await self._thread() as threads:
-            while True:
-                began_s = self._clock()
-                try:
-                    await self._pass(bucket, threads)
-                except StorageError as error:
-                    log.error("the scrubber pauses for %g s: %s", _FAILURE_PAUSE_S, error)
-                    await self._sleep(_FAILURE_PAUSE_S)
-                    continue
-                await self._sleep(max(began_s + self._every_s - self._clock(), 0.0))
-
-    async def _thread(self) -> ThreadPoolExecutor:
-        """The thread that the background reads in; waits until the system gives one."""
         while True:
+            began_s = self._clock()
             try:
-                threads = started_threads(1, "prefixd-scrub")
-            except OutOfMemoryError as error:
-                self._tiers.troubles.begin(PART, str(error))
-                await self._sleep(_SHORTAGE_PAUSE_S)
-            else:
-                self._tiers.troubles.end(PART)
-                return threads
+                await self._pass(bucket)
+            except StorageError as error:
+                log.error("the scrubber pauses for %g s: %s", _FAILURE_PAUSE_S, error)
+                await self._sleep(_FAILURE_PAUSE_S)
+                continue
+            await self._sleep(max(began_s + self._every_s - self._clock(), 0.0))
 
-    async def _pass(self, bucket: TokenBucket, threads: ThreadPoolExecutor) -> None:
+    async def _pass(self, bucket: TokenBucket) -> None:
         progress = ScrubProgress(0)
         for batch in self._batches():
-            while not (self._tiers.disk_takes and self._tiers.disk_gives):
+            store = self._tiers.durable
+            while store is not None and not (store.takes and store.gives):
                 await self._sleep(_TROUBLE_PAUSE_S)
             nbytes = len(batch.rows) * _bytes_on_disk(batch.trie)
             wait_s = bucket.take(nbytes, self._clock())
             if wait_s:
                 await self._sleep(wait_s)
-            await self._check(batch, progress, threads)
+            await self._check(batch, progress)
             progress.damaged.clear()
         self.counters.passes += 1
 
     # -- both -----------------------------------------------------------------------------------------------------
 
     def _blocks_on_disk(self) -> int:
-        return sum(int(np.count_nonzero(trie.any_part[: trie.rows] & (1 << DISK))) for trie in self._mover.tries)
+        disk = self._mover.disk
+        return sum(len(disk.stored(trie, np.arange(trie.rows))) for trie in self._mover.tries)
 
     def _batches(self) -> Iterator[_Batch]:
         """Everything on disk, found as late as possible."""
+        store = self._tiers.durable
+        if store is None:
+            return
         for trie in list(self._mover.tries):
             blocks = max(1, min(_BATCH_BLOCKS, _BATCH_BYTES // _bytes_on_disk(trie)))
             first = 0
             while first < trie.rows:
                 end = min(first + _WINDOW_ROWS, trie.rows)
-                rows = first + np.flatnonzero(trie.any_part[first:end] & (1 << DISK))
-                rows = rows[np.argsort(trie.slots[rows, DISK, 0])]
+                rows = self._mover.disk.stored(trie, np.arange(first, end))
+                rows = rows[np.argsort(trie.slots[rows, store.level, 0])]
                 generations = trie.generation[rows]
                 for start in range(0, len(rows), blocks):
                     yield _Batch(trie, rows[start : start + blocks], generations[start : start + blocks])
                 first = end
 
-    async def _check(self, batch: _Batch, progress: ScrubProgress, threads: ThreadPoolExecutor) -> None:
-        """Reads a batch in one of `threads` and drops what is bad.
+    async def _check(self, batch: _Batch, progress: ScrubProgress) -> None:
+        """Reads a batch, when nobody waits for the disk, and drops what is bad.
 
         Raises:
             StorageError: the device has read nothing in several attempts, or the index cannot be read.
         """
-        disk, trie = self._mover.disk, batch.trie
-        blocks = batch.still_there()
-        if not blocks:
+        disk, trie, store = self._mover.disk, batch.trie, self._tiers.durable
+        blocks = batch.still_there(disk)
+        if not blocks or store is None:
             await asyncio.sleep(0)  # many batches may have gone
             return
-        stop = threading.Event()
         expected = [disk.expected(trie, block.row) for block in blocks]
-        reading = asyncio.get_running_loop().run_in_executor(threads, self._suspects, expected, stop)
-        try:
-            suspects = await asyncio.shield(reading)
-        except asyncio.CancelledError:
-            stop.set()
-            await asyncio.wait({reading})
-            raise
+        results = await store.verify(expected, sum(trie.part_bytes))
+        suspects: dict[int, StorageError] = {}
+        for position, error in enumerate(results):
+            if isinstance(error, IndexUnavailableError) or not isinstance(error, StorageError | None):
+                raise error  # nothing can be said about any block
+            if error is not None:
+                suspects[position] = error
         for counts in (self.counters, progress):
             counts.checked_blocks += len(blocks)
             counts.checked_bytes += len(blocks) * _bytes_on_disk(trie)
@@ -284,25 +260,6 @@ class Scrubber:
                 progress.damaged_blocks += 1
                 progress.dropped_blocks += damage.dropped
                 progress.damaged.append(damage)
-
-    def _suspects(self, expected: Sequence[BlockRecord], stop: threading.Event) -> dict[int, StorageError]:
-        """Positions of the blocks that are not in order, and why. Runs in a thread.
-
-        Raises:
-            IndexUnavailableError: nothing can be said about any block.
-        """
-        suspects = {}
-        for position, record in enumerate(expected):
-            if stop.is_set():
-                break
-            try:
-                if not self._tiers.store.check(record.namespace, record.key, record):
-                    suspects[position] = StorageError("it is not in the index")
-            except IndexUnavailableError:
-                raise
-            except StorageError as error:
-                suspects[position] = error
-        return suspects
 
 
 def _bytes_on_disk(trie: Trie) -> int:

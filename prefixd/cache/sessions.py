@@ -128,6 +128,7 @@ class LeaseTable:
     Args:
         end: called with grants that end, however they end, and whether at their holder's word; gives back what they
             protected, at once or, where that is much, soon.
+        closed: called with every session that ends.
         default_ttl_s: lifetime of a grant that asked for none.
         max_ttl_s: longest lifetime that may be asked for.
         max_sessions: sessions open at once.
@@ -136,12 +137,14 @@ class LeaseTable:
     def __init__(
         self,
         end: Callable[[Sequence[Lease | Reservation], bool], None],
+        closed: Callable[[Session], None],
         *,
         default_ttl_s: float,
         max_ttl_s: float,
         max_sessions: int,
     ) -> None:
         self._end = end
+        self._closed = closed
         self.default_ttl_s = default_ttl_s
         self.max_ttl_s = max_ttl_s
         self.max_sessions = max_sessions
@@ -169,6 +172,7 @@ class LeaseTable:
         if self.sessions.pop(session.id, None) is None:
             return
         self._finish(list(session.grants.values()), "its session ended", at_its_word=False)
+        self._closed(session)
 
     def session(self, session_id: str) -> Session:
         """The open session with this id."""

@@ -1,26 +1,26 @@
-"""The memory of the three tiers: slots taken and given back, and where a slot's bytes are."""
+"""The tiers of one daemon, as objects: what each is for, and what happened in it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
-from prefixd.cache.index.trie import CPU, DISK, GPU, NO_SLOT, TIERS
+from prefixd.cache.index.trie import TIERS
 from prefixd.cache.troubles import Troubles
-from prefixd_swap import CpuArena, FrameId, FramePool, PageAllocator, SlabStore, Span, round_to_slot
+from prefixd_swap import CpuArena, FramePool, SlabStore
+from prefixd_swap.tiers import AbsentTier, CpuTier, DiskTier, GpuTier, Int64s, MemoryTier, StoreTier, Tier, can_move
+from prefixd_swap.transfers import Transfers
 
-Slots = npt.NDArray[np.int64]
+Slots = Int64s
 
-TIER_NAMES = ("gpu", "cpu", "disk")
+T = TypeVar("T", bound=Tier)
 
 
-def tier_part(tier: int) -> str:
+def tier_part(tier: Tier) -> str:
     """What a tier's troubles are about, in `Troubles`."""
-    return f"{TIER_NAMES[tier]} tier"
+    return f"{tier.name} tier"
 
 
 @dataclass(slots=True)
@@ -33,137 +33,163 @@ class TierCounters:
 
 
 class Tiers:
-    """What this daemon has of GPU, CPU and disk.
-
-    A slot is a frame in the GPU tier, a byte offset in the CPU tier, and a slot of the slab store on disk. Slots of the
-    first two that are taken but not (yet) in a trie are *in_flight*: reservations, blocks a request is filling, copies
-    under way.
+    """What this daemon has, by what it is for; the index knows a tier by its level, which is its column there.
 
     Args:
-        cpu: the arena, if there is a CPU tier.
-        disk: the slab store, if there is a disk tier.
-        gpu: the frames; set later, when the worker has said what a block looks like.
+        transfers: every movement between the tiers; this owns it, and `close` ends it.
+        compute: where requests run; its memory may come later, when the worker has said what a block looks like.
+        shared: what clients map.
+        durable: what survives the end of the process.
         troubles: where what is wrong with a tier is entered; a list of their own by default.
     """
 
     def __init__(
         self,
-        cpu: CpuArena | None = None,
-        disk: SlabStore | None = None,
-        gpu: FramePool | None = None,
+        transfers: Transfers,
         *,
+        compute: MemoryTier | None = None,
+        shared: MemoryTier | None = None,
+        durable: StoreTier | None = None,
         troubles: Troubles | None = None,
     ) -> None:
-        self.cpu = cpu
-        self.disk = disk
-        self.gpu = gpu
-        self.counters = tuple(TierCounters() for _ in range(TIERS))
+        self.transfers = transfers
+        self.compute: MemoryTier = AbsentTier("gpu", 0) if compute is None else compute
+        self.shared: MemoryTier = AbsentTier("cpu", 1) if shared is None else shared
+        self.durable = durable
         self.troubles = Troubles(time.monotonic) if troubles is None else troubles
-        self.disk_takes = True
-        """Whether the disk tier is written to; False from a failure until it is known to work again."""
-        self.disk_gives = True
-        """Likewise, whether it is read."""
-        self.in_flight: tuple[set[int], set[int]] = (set(), set())
+        self._counters = tuple(TierCounters() for _ in range(TIERS))
+        levels = [tier.level for tier in self]
+        if levels != sorted({level for level in levels if 0 <= level < TIERS}):
+            raise ValueError(f"tiers of the levels {levels}; give each its own, ascending, from 0 to {TIERS - 1}")
+
+    @classmethod
+    def local(
+        cls,
+        arena: CpuArena | None = None,
+        store: SlabStore | None = None,
+        frames: FramePool | None = None,
+        *,
+        urgency: bool = True,
+        io_threads: int = 4,
+        troubles: Troubles | None = None,
+    ) -> Tiers:
+        """The tiers of this machine.
+
+        Args:
+            arena: the shared tier's memory.
+            store: the durable tier's files.
+            frames: the compute tier's memory, if it is there already.
+            urgency: False: bytes move in the order in which that was asked for.
+            io_threads: reads or writes of the files at a time, ahead of demand.
+            troubles: see `Tiers`.
+
+        Raises:
+            OutOfMemoryError: the system gives no threads.
+        """
+        transfers = Transfers(urgency_enabled=urgency)
+        return cls(
+            transfers,
+            compute=None if frames is None else GpuTier(frames),
+            shared=None if arena is None else CpuTier(arena),
+            durable=None if store is None else DiskTier(store, transfers, threads=io_threads),
+            troubles=troubles,
+        )
+
+    def __iter__(self) -> Iterator[Tier]:
+        """The tiers, nearest first; a memory tier that is absent is one of them."""
+        yield self.compute
+        yield self.shared
+        if self.durable is not None:
+            yield self.durable
 
     @property
-    def trouble(self) -> list[str]:
-        """By tier, why it is out or shrunk; empty for one that is well."""
-        return [self.troubles.what(tier_part(tier)) for tier in range(TIERS)]
+    def existing(self) -> list[Tier]:
+        """The tiers that there are, nearest first."""
+        return [tier for tier in self if not isinstance(tier, AbsentTier)]
 
-    def exists(self, tier: int) -> bool:
+    @property
+    def memories(self) -> tuple[MemoryTier, MemoryTier]:
+        """The memory tiers, nearest first; one that is absent is one of them."""
+        return self.compute, self.shared
+
+    def end_compute(self) -> None:
+        """There is no memory any more where requests run: nothing of it is used, and its maker closes it."""
+        self.compute = AbsentTier(self.compute.name, self.compute.level)
+
+    def at(self, level: int) -> Tier:
+        """The tier with that column in the index.
+
+        Raises:
+            KeyError: there is none.
+        """
+        for tier in self:
+            if tier.level == level:
+                return tier
+        raise KeyError(level)
+
+    @property
+    def names(self) -> list[str]:
+        """By level."""
+        names = [f"level {level}" for level in range(TIERS)]
+        for tier in self:
+            names[tier.level] = tier.name
+        return names
+
+    def counters(self, tier: Tier) -> TierCounters:
+        """What happened in a tier."""
+        return self._counters[tier.level]
+
+    def trouble(self, tier: Tier) -> str:
+        """Why a tier is out or shrunk; empty for one that is well."""
+        return self.troubles.what(tier_part(tier))
+
+    def exists(self, tier: Tier | None) -> bool:
         """Whether this daemon has the tier."""
-        return (self.gpu, self.cpu, self.disk)[tier] is not None
+        return tier is not None and not isinstance(tier, AbsentTier)
 
-    def below(self, tier: int) -> int | None:
+    def below(self, tier: Tier) -> Tier | None:
         """The next tier down that exists, works, and can be written from this one."""
-        for lower in range(tier + 1, TIERS):
-            # A file cannot be written from an address that a CPU cannot read: that goes by way of the CPU tier.
-            reachable = lower != DISK or tier != GPU or not self.gpu_on_device
-            if self.exists(lower) and (lower != DISK or self.disk_takes) and reachable:
+        for lower in self.existing:
+            # A file cannot be written from an address that a CPU cannot read: that goes by way of the shared tier.
+            if lower.level > tier.level and self.takes(lower) and can_move(tier, lower):
                 return lower
         return None
 
+    @staticmethod
+    def takes(tier: Tier) -> bool:
+        """Whether blocks can be brought there now."""
+        return not isinstance(tier, StoreTier) or tier.takes
+
+    @property
+    def writes(self) -> bool:
+        """Whether there is a durable tier that takes blocks now."""
+        return self.durable is not None and self.durable.takes
+
+    async def close(self) -> None:
+        """Ends all transfers, and the threads of the tiers. Their memory and files stay their makers' to close."""
+        await self.transfers.close()
+        if self.durable is not None:
+            self.durable.close()
+
+    # -- this machine's own, where the caller knows that they are there -----------------------------------------------
+
     @property
     def arena(self) -> CpuArena:
-        """The CPU tier's memory, where the caller knows there is one."""
-        if self.cpu is None:
-            raise RuntimeError("there is no CPU tier")
-        return self.cpu
+        """The shared tier's memory."""
+        return _known(self.shared, CpuTier).arena
 
     @property
     def frames(self) -> FramePool:
-        """The GPU tier's memory, where the caller knows there is one."""
-        if self.gpu is None:
-            raise RuntimeError("there is no GPU tier")
-        return self.gpu
+        """The compute tier's memory."""
+        return _known(self.compute, GpuTier).pool
 
     @property
     def store(self) -> SlabStore:
-        """The disk tier, where the caller knows there is one."""
-        if self.disk is None:
-            raise RuntimeError("there is no disk tier")
-        return self.disk
+        """The durable tier's files."""
+        return _known(self.durable, DiskTier).store
 
-    @property
-    def gpu_on_device(self) -> bool:
-        """Whether the GPU tier is memory that a CPU cannot address."""
-        return self.gpu is not None and self.gpu.memory.on_device
 
-    def span(self, tier: int, slot: int, nbytes: int) -> Span:
-        """The memory of a slot in the GPU or CPU tier."""
-        return self.frames.span(FrameId(slot)) if tier == GPU else self.arena.span(slot, nbytes)
-
-    def pages(self, tier: int) -> PageAllocator | None:
-        """The pages of a tier whose slots have several sizes; None for one whose slots are all alike."""
-        return self.arena.pages if tier == CPU else None
-
-    def ever_fits(self, tier: int, sizes: Sequence[int]) -> bool:
-        """Whether an empty tier has room for one block; if not, nothing need be evicted for it."""
-        return tier == GPU or sum(map(round_to_slot, sizes)) <= self.arena.capacity_bytes
-
-    def allocate(self, tier: int, sizes: Sequence[int], count: int = 1, near: Sequence[int] = ()) -> Slots:
-        """Slots in flight for up to `count` blocks in the GPU or CPU tier: all parts of a block or none.
-
-        Args:
-            tier: where.
-            sizes: bytes of each of the p parts of a block.
-            count: blocks.
-            near: slots [p] of a block of the same prefix, close to which the new ones should lie; NO_SLOT for none.
-
-        Returns:
-            [m, p], m <= count: fewer blocks when there is no room for more.
-        """
-        if tier == GPU:
-            frames = self.frames.allocate(min(count, self.frames.free_count)) or ()
-            slots = np.array([int(frame) for frame in frames], np.int64).reshape(-1, 1)
-        else:
-            slots = self._allocate_in_arena(sizes, count, near)
-        self.in_flight[tier].update(slots.ravel().tolist())
-        return slots
-
-    def _allocate_in_arena(self, sizes: Sequence[int], count: int, near: Sequence[int]) -> Slots:
-        arena, hints = self.arena, [None if slot == NO_SLOT else slot for slot in near] or [None] * len(sizes)
-        count = min([count, *(arena.room(size) for size in set(sizes))])
-        while count:  # what one size takes another may lack, so the smaller number is tried where a larger one fails
-            columns: list[Slots] = []
-            for size, hint in zip(sizes, hints, strict=True):
-                column = arena.allocate_many(size, count, hint)
-                if column is None:
-                    break
-                columns.append(column)
-            if len(columns) == len(sizes):
-                return np.stack(columns, axis=1)
-            for column in columns:
-                arena.free_many(column)
-            count //= 2
-        return np.empty((0, len(sizes)), np.int64)
-
-    def release(self, tier: int, slots: Iterable[int] | Slots) -> None:
-        """Gives back slots of the GPU or CPU tier, in flight or just dropped from a trie; NO_SLOT is skipped."""
-        flat = np.array(slots if isinstance(slots, np.ndarray) else list(slots), np.int64).ravel()
-        present = flat[flat != NO_SLOT]
-        self.in_flight[tier].difference_update(present.tolist())
-        if tier == GPU:
-            self.frames.free([FrameId(slot) for slot in present.tolist()])
-        else:
-            self.arena.free_many(present)
+def _known(tier: Tier | None, kind: type[T]) -> T:
+    if not isinstance(tier, kind):
+        raise RuntimeError(f"this daemon has no {kind.__name__}")
+    return tier

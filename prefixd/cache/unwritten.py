@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from prefixd.cache.groups import GroupMask
-from prefixd.cache.index.trie import DISK, Rows, Trie
+from prefixd.cache.index.trie import Rows, Trie
 from prefixd.cache.lowest_rows import LowestRows
 from prefixd.cache.scan import SCANNED_AT_ONCE, slices
 from prefixd.pacer import Pacer
@@ -25,13 +25,15 @@ class UnwrittenBlocks:
 
     Args:
         trie: the blocks' trie.
-        source: the tier.
+        source: the level of the tier.
+        target: the level of the disk tier.
         clock: seconds, by which blocks enter tiers.
     """
 
-    def __init__(self, trie: Trie, source: int, clock: Callable[[], float]) -> None:
+    def __init__(self, trie: Trie, source: int, target: int, clock: Callable[[], float]) -> None:
         self._trie = trie
         self._source = source
+        self._target = target
         self._clock = clock
         self._found: Rows = np.empty(0, np.int64)
 
@@ -50,7 +52,7 @@ class UnwrittenBlocks:
     def _take(self, count: int) -> Rows:
         while len(self._found):
             rows, self._found = self._found[:count], self._found[count:]
-            waiting: Rows = rows[unwritten(self._trie, self._source, rows) != 0]
+            waiting: Rows = rows[unwritten(self._trie, self._source, self._target, rows) != 0]
             if len(waiting):
                 return waiting
         return self._found
@@ -59,7 +61,7 @@ class UnwrittenBlocks:
         trie, begun_s, pacer = self._trie, self._clock(), Pacer(SCANNED_AT_ONCE)
         lowest = LowestRows(_FOUND_AT_ONCE)
         for part in slices(trie.rows):
-            rows = part.start + np.flatnonzero(unwritten(trie, self._source, part))
+            rows = part.start + np.flatnonzero(unwritten(trie, self._source, self._target, part))
             entered = trie.entered[rows, self._source]
             if part.start:
                 rows, entered = rows[entered < begun_s], entered[entered < begun_s]
@@ -68,7 +70,7 @@ class UnwrittenBlocks:
         self._found = lowest.ascending()
 
 
-def unwritten(trie: Trie, source: int, rows: Rows | slice) -> GroupMask:
-    """[len(rows)]: the KV groups of each block that `source` has, the disk lacks, and a prefix needs."""
-    groups: GroupMask = trie.there[rows, source] & ~trie.there[rows, DISK] & ~trie.expired[rows]
+def unwritten(trie: Trie, source: int, target: int, rows: Rows | slice) -> GroupMask:
+    """[len(rows)]: the KV groups of each block that the level `source` has, `target` lacks, and a prefix needs."""
+    groups: GroupMask = trie.there[rows, source] & ~trie.there[rows, target] & ~trie.expired[rows]
     return groups

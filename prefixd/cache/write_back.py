@@ -8,7 +8,8 @@ from contextlib import ExitStack, suppress
 
 import numpy as np
 
-from prefixd.cache.index.trie import CPU, DISK, GPU, Rows, Trie
+from prefixd.cache.index.trie import Rows, Trie
+from prefixd.cache.movement import Movement
 from prefixd.cache.mover import Mover
 from prefixd.cache.scan import SCANNED_AT_ONCE, slices
 from prefixd.cache.unwritten import UnwrittenBlocks, unwritten
@@ -16,17 +17,20 @@ from prefixd.cache.victims import find_victims
 from prefixd.pacer import Pacer
 from prefixd.steps import in_thread
 from prefixd_swap import SwapError
+from prefixd_swap.tiers import MemoryTier, Tier, can_move
+from prefixd_swap.transfers import Urgency
 
 log = logging.getLogger(__name__)
 
 _BATCH = 64
-_CLEAN_SHARE = 8  # an eighth of the GPU tier is to be had without waiting for a copy
-_LOOKED_AT = 2048  # of the next GPU victims: some milliseconds on the event loop
+_CLEAN_SHARE = 8  # an eighth of the compute tier is to be had without waiting for a copy
+_LOOKED_AT = 2048  # of its next victims: some milliseconds on the event loop
 _RETRY_S = 5.0
 
 
 class WriteBack:
-    """Copies down whatever would cost time to evict: every CPU block to disk, the next GPU victims to the CPU tier.
+    """Copies down whatever would cost time to evict: every block of the shared tier to disk, and the next victims of
+    the compute tier to the tier below.
 
     Args:
         mover: does the copying.
@@ -45,6 +49,8 @@ class WriteBack:
         self.pushed_back = 0
         """Calls that had to wait in `admit`."""
         self._queues: list[UnwrittenBlocks] = []  # by the ordinal of the trie
+        self._awaited = 0  # calls that wait in `admit`
+        self._movement = Movement(Urgency.WRITE_BACK)  # of the batch under way, or the last one
         self._working = False
         self._turned = asyncio.Event()  # set, and replaced, after each batch and when there is nothing more to do
         self._stopping = asyncio.Event()
@@ -65,11 +71,21 @@ class WriteBack:
         if not self._must_wait():
             return
         self.pushed_back += 1
-        while self._must_wait():
-            await self._turned.wait()
+        self._awaited += 1
+        self._movement.raise_to(self._urgency)
+        try:
+            while self._must_wait():
+                await self._turned.wait()
+        finally:
+            self._awaited -= 1
+
+    @property
+    def _urgency(self) -> Urgency:
+        """While somebody waits for the disk to catch up, no prefetch keeps it from that."""
+        return Urgency.PREFETCH if self._awaited else Urgency.WRITE_BACK
 
     def _must_wait(self) -> bool:
-        if self.limit_bytes is None or self._task is None or self._task.done() or not self._tiers.disk_takes:
+        if self.limit_bytes is None or self._task is None or self._task.done() or not self._tiers.writes:
             return False
         queued_bytes = self._mover.queued[1]
         return queued_bytes > self.limit_bytes and (self._working or self._mover.changed.is_set())
@@ -89,7 +105,7 @@ class WriteBack:
 
     async def flush(self) -> int:
         """Writes every block that has no copy on disk to disk; returns how many blocks became durable."""
-        if self._tiers.disk is None:
+        if self._tiers.durable is None:
             return 0
         with self._mover.working():
             return await self._flush()
@@ -97,19 +113,19 @@ class WriteBack:
     async def _flush(self) -> int:
         written = 0
         for trie in self._mover.tries:
-            for source in (CPU, GPU):
+            for source in reversed(self._tiers.memories):  # what a file can be written from first
                 if self._tiers.exists(source):
                     written += await self._flush_tier(trie, source)
         self.written += written
         return written
 
-    async def _flush_tier(self, trie: Trie, source: int) -> int:
+    async def _flush_tier(self, trie: Trie, source: MemoryTier) -> int:
         """Writes the blocks of a trie that are in `source` and not on disk, parents first; returns how many."""
         found = [np.empty(0, np.int64)]
         with ExitStack() as held:
             pacer = Pacer(SCANNED_AT_ONCE)
             for part in slices(trie.rows):
-                rows = part.start + np.flatnonzero(unwritten(trie, source, part))
+                rows = part.start + np.flatnonzero(unwritten(trie, source.level, self._durable_level, part))
                 held.enter_context(self._holds.hold("flush", trie, rows, source))
                 found.append(rows)
                 await pacer.worked(part.stop - part.start)
@@ -119,17 +135,17 @@ class WriteBack:
                 rows = rows[await in_thread(lambda: np.argsort(depth, kind="stable"))]
             return await self._to_disk(trie, rows, source)
 
-    async def _to_disk(self, trie: Trie, rows: Rows, source: int) -> int:
-        mover = self._mover
-        if source != GPU or not self._tiers.gpu_on_device:
-            return await mover.write(trie, rows, source)
+    async def _to_disk(self, trie: Trie, rows: Rows, source: MemoryTier) -> int:
+        mover, shared = self._mover, self._tiers.shared
+        if self._tiers.durable is None or can_move(source, self._tiers.durable):
+            return await mover.write(trie, rows, source, Urgency.WRITE_BACK)
         written = 0
         rows = rows[np.argsort(trie.depth[rows], kind="stable")]
         while len(rows):  # device memory reaches the disk through the pinned arena, as much at a time as fits
             batch = rows[:_BATCH]
-            with self._holds.hold("flush", trie, batch, CPU):
-                there = await mover.bring(trie, batch, CPU)
-                written += await mover.write(trie, batch[:there], CPU)
+            with self._holds.hold("flush", trie, batch, shared):
+                there = await mover.bring(trie, batch, shared, urgency=Urgency.WRITE_BACK)
+                written += await mover.write(trie, batch[:there], shared, Urgency.WRITE_BACK)
             if not there:
                 mover.lost["no room in the CPU tier to write back through"] += len(rows)
                 break
@@ -160,47 +176,57 @@ class WriteBack:
 
     async def _batch(self) -> bool:
         """One batch down from each tier; whether there may be more to write to disk."""
-        below = self._tiers.below(GPU)
+        compute, shared, durable = self._tiers.compute, self._tiers.shared, self._tiers.durable
+        below = self._tiers.below(compute)
         if below is not None:
-            await self._down(await self._next_gpu_victims(below), GPU, below)
-        if self._tiers.disk is None or self._tiers.cpu is None or not self._tiers.disk_takes:
+            await self._down(await self._next_victims(compute, below), compute, below)
+        if durable is None or not self._tiers.exists(shared) or not durable.takes:
             return False
         more = False
         for trie in self._mover.tries:
             queue = self._queue(trie)
             rows = await queue.next(_BATCH)
-            written = await self._down([(trie, rows)], CPU, DISK)
+            written = await self._down([(trie, rows)], shared, durable)
             if written < len(rows):
                 queue.begin_again()
             self.written += written
             more |= written > 0
         return more
 
-    async def _down(self, chosen: list[tuple[Trie, Rows]], source: int, target: int) -> int:
+    async def _down(self, chosen: list[tuple[Trie, Rows]], source: MemoryTier, target: Tier) -> int:
         copied = 0
+        self._movement = movement = Movement(self._urgency)
         with ExitStack() as held:
             for trie, rows in chosen:  # all of them before the first copy: rows may be recycled meanwhile
                 held.enter_context(self._holds.hold("write-back", trie, rows, source))
             for trie, rows in chosen:
                 if len(rows):
-                    copied += await self._mover.copy(trie, rows, source, target, ahead=True)
+                    copied += await self._mover.copy(trie, rows, source, target, movement, ahead=True)
         return copied
 
+    @property
+    def _durable_level(self) -> int:
+        """The level of the durable tier, where the caller knows that there is one."""
+        if self._tiers.durable is None:
+            raise RuntimeError("there is no durable tier")
+        return self._tiers.durable.level
+
     def _queue(self, trie: Trie) -> UnwrittenBlocks:
-        """The trie's blocks in the CPU tier that wait to be written to disk."""
+        """The trie's blocks in the shared tier that wait to be written to disk."""
+        source, clock = self._tiers.shared.level, self._mover.placement.clock
         while len(self._queues) <= trie.ordinal:
             later = self._mover.tries[len(self._queues)]
-            self._queues.append(UnwrittenBlocks(later, CPU, self._mover.placement.clock))
+            self._queues.append(UnwrittenBlocks(later, source, self._durable_level, clock))
         return self._queues[trie.ordinal]
 
-    async def _next_gpu_victims(self, below: int) -> list[tuple[Trie, Rows]]:
+    async def _next_victims(self, tier: MemoryTier, below: Tier) -> list[tuple[Trie, Rows]]:
         """The blocks that would be evicted next and are not in the tier below."""
-        pool = self._tiers.gpu
-        if pool is None:
-            return []
         mover = self._mover
-        want = min(pool.capacity // _CLEAN_SHARE - pool.free_count, _LOOKED_AT)
-        victims = await find_victims(mover.tries, GPU, want, mover.policy, demotable=True)
-        lacking = np.uint8(1 << below)
-        chosen = [(trie, rows[trie.complete[rows] & np.uint8(1 << GPU) != 0]) for trie, rows in victims]
-        return [(trie, rows[(trie.any_part[rows] & lacking) == 0]) for trie, rows in chosen]
+        lacking_bytes = tier.capacity_bytes // _CLEAN_SHARE - (tier.capacity_bytes - tier.used_bytes)
+        if lacking_bytes <= 0 or not mover.tries:
+            return []
+        want = min(lacking_bytes // min(tier.footprint(trie.part_bytes) for trie in mover.tries), _LOOKED_AT)
+        victims = await find_victims(mover.tries, tier.level, want, mover.policy, demotable=True)
+        here, there = np.uint8(1 << tier.level), np.uint8(1 << below.level)
+        chosen = [(trie, rows[(trie.complete[rows] & here) != 0]) for trie, rows in victims]
+        return [(trie, rows[(trie.any_part[rows] & there) == 0]) for trie, rows in chosen]

@@ -6,7 +6,7 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 
-from prefixd.cache import DISK, TieredCache
+from prefixd.cache import TieredCache
 from prefixd.cache.forgetting import FoundBlocks, find_namespace, find_subtree, forget
 from prefixd.cache.integrity import audit
 from prefixd.cache.scrubber import ScrubProgress
@@ -116,13 +116,13 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def Flush(self, request: pb.FlushRequest) -> pb.FlushResponse:
         """Writes what is not on disk to disk. A tier that cannot grow, or cannot be read, still takes blocks."""
         tiers = self._cache.tiers
-        disk = tiers.disk
+        disk = tiers.durable
         if disk is None:
             raise PreconditionError("there is no disk tier to flush to; start the daemon with disk.bytes above 0")
         before = disk.used_bytes
         blocks = await self._cache.write_back.flush()
-        if not tiers.disk_takes:
-            raise PreconditionError(f"the disk tier is out of service: {tiers.trouble[DISK]}")
+        if not disk.takes:
+            raise PreconditionError(f"the disk tier is out of service: {tiers.trouble(disk)}")
         return pb.FlushResponse(blocks=blocks, nbytes=max(disk.used_bytes - before, 0))
 
     @unary
@@ -135,7 +135,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def Verify(self, request: pb.VerifyRequest) -> AsyncGenerator[pb.VerifyProgress, None]:
         """Checks every block on disk."""
         cache = self._cache
-        if cache.tiers.disk is None:
+        if cache.tiers.durable is None:
             raise PreconditionError("there is no disk tier to verify; start the daemon with disk.bytes above 0")
         told_s = cache.clock()
         async with aclosing(cache.scrubber.verify()) as steps:

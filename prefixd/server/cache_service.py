@@ -12,7 +12,7 @@ import grpc
 import numpy as np
 
 import prefixd
-from prefixd.cache import CPU, Lease, NamespaceSpec, PartSpec, Reservation, SlidingWindowSpec, TieredCache, Trie
+from prefixd.cache import Lease, NamespaceSpec, PartSpec, Reservation, SlidingWindowSpec, TieredCache, Trie
 from prefixd.cache.cache import NO_OFFSET
 from prefixd.cache.index.trie import Rows
 from prefixd.errors import InvalidArgumentError, PreconditionError, UnavailableError
@@ -61,7 +61,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
                 opened=pb.SessionOpened(
                     session_id=session.id,
                     memory_socket=os.fspath(self._memory_socket) if local and self._memory_socket else "",
-                    arena_bytes=cache.tiers.cpu.capacity_bytes if cache.tiers.cpu is not None else 0,
+                    arena_bytes=cache.tiers.shared.capacity_bytes,
                     default_ttl_s=cache.leases.default_ttl_s,
                     max_ttl_s=cache.leases.max_ttl_s,
                     server_version=prefixd.__version__,
@@ -193,9 +193,10 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
     async def Prefetch(self, request: pb.PrefetchRequest) -> pb.PrefetchResponse:
         """Brings a prefix up before it is asked for."""
         cache = self._cache
-        namespace = cache.leases.session(request.session_id).namespace(request.namespace_id)
+        session = cache.leases.session(request.session_id)
+        namespace = session.namespace(request.namespace_id)
         chain = cache.chain(namespace, request.token_ids)
-        return pb.PrefetchResponse(blocks=await cache.prefetch(namespace, chain))
+        return pb.PrefetchResponse(blocks=await cache.prefetch(session, namespace, chain))
 
     @streaming
     async def Get(self, request: pb.GetRequest) -> AsyncGenerator[pb.GetResponse, None]:
@@ -231,7 +232,8 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
                     for start in range(0, nbytes, PIECE_BYTES):
                         # While a piece was sent the session may have ended, and the slot with it.
                         cache.leases.find(session, lease.id)
-                        data = cache.tiers.arena.array(int(lease.trie.slots[row, CPU, part]), nbytes)
+                        slot = int(lease.trie.slots[row, cache.tiers.shared.level, part])
+                        data = cache.tiers.arena.array(slot, nbytes)
                         yield pb.GetResponse(data=data[start : start + PIECE_BYTES].tobytes())
         finally:
             self._give_back(lease)
@@ -250,7 +252,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         if first is None or first.WhichOneof("content") != "header":
             raise InvalidArgumentError("the first message of Put has no header; send the header, then the data")
         header = first.header
-        if header.durable and cache.tiers.disk is None:
+        if header.durable and cache.tiers.durable is None:
             raise PreconditionError("durable Put without a disk tier; set disk.bytes or send without durable")
         session = cache.leases.session(header.session_id)
         namespace = session.namespace(header.namespace_id)

@@ -20,7 +20,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from prefixd import heap
-from prefixd.cache import TIER_NAMES, TieredCache, Tiers, Troubles
+from prefixd.cache import TieredCache, Tiers, Troubles
 from prefixd.errors import ConfigError, UnavailableError
 from prefixd.generation import Generation
 from prefixd.server import rpc
@@ -137,7 +137,17 @@ class Daemon:
         slabs = settings.disk.bytes and MAX_SLABS
         raise_descriptor_limit(settings.server.max_sessions, slabs, troubles)
         arena = _open_arena(settings, device, troubles, stack)
-        tiers = Tiers(arena, _open_store(settings, self._ops, stack), troubles=troubles)
+        try:
+            tiers = Tiers.local(
+                arena,
+                _open_store(settings, self._ops, stack),
+                urgency=settings.transfers.urgency,
+                io_threads=settings.disk.io_threads,
+                troubles=troubles,
+            )
+        except SwapError as error:
+            raise ConfigError(f"disk.io_threads = {settings.disk.io_threads}: {error}") from error
+        stack.push_async_callback(tiers.close)
         try:
             engine = create_copy_engine(device)
         except SwapError as error:
@@ -157,7 +167,7 @@ class Daemon:
                 scrub_bytes_per_s=settings.disk.scrub_bytes_per_s,
                 scrub_every_s=settings.disk.scrub_every_s,
                 write_queue_bytes=settings.disk.write_queue_bytes,
-                io_threads=settings.disk.io_threads,
+                prefetch_bytes=settings.transfers.prefetch_bytes,
             )
             restored = cache.restore()
         except SwapError as error:
@@ -166,7 +176,7 @@ class Daemon:
             log.info("%d blocks are back from disk", restored)
         self._watch(cache.write_back.start())
         self._watch(cache.scrubber.start())
-        if tiers.disk is not None:
+        if tiers.durable is not None:
             self._watch(cache.mover.start_probing())
         stack.push_async_callback(cache.close)
         stack.push_async_callback(rpc.settle)
@@ -185,8 +195,8 @@ class Daemon:
         descriptors = asyncio.create_task(watch_descriptors(troubles), name="descriptors")
         stack.callback(descriptors.cancel)
         self._watch(descriptors)
-        if tiers.cpu is not None and LOCK in troubles:
-            lock = asyncio.create_task(watch_memory_lock(tiers.cpu, troubles), name="memory-lock")
+        if arena is not None and LOCK in troubles:
+            lock = asyncio.create_task(watch_memory_lock(arena, troubles), name="memory-lock")
             stack.callback(lock.cancel)
             self._watch(lock)
 
@@ -209,20 +219,20 @@ class Daemon:
         doors.access.make_directory(path.parent)
         _refuse_taken(path)
         door_path = path.with_name(path.name + "-memory")
-        if tiers.cpu is not None:
+        if arena is not None:
             watch = ProcessWatch(cache)
             stack.callback(watch.close)
             door = MemoryListener(
                 door_path,
-                tiers.cpu.fd,
-                tiers.cpu.capacity_bytes,
+                arena.fd,
+                arena.capacity_bytes,
                 lambda s: s in cache.leases.sessions,
                 doors.access,
                 watch.visit,
             )
             await door.start()
             stack.push_async_callback(door.close)
-        service = PrefixCacheService(cache, door_path if tiers.cpu is not None else None, self.draining)
+        service = PrefixCacheService(cache, door_path if arena is not None else None, self.draining)
         cache_pb2_grpc.add_PrefixCacheServicer_to_server(service, doors.services)
         inference_pb2_grpc.add_InferenceServicer_to_server(
             InferenceService(
@@ -338,13 +348,10 @@ class Daemon:
 
     def _set_tier_health(self) -> None:
         """A health service of its own for each tier: out or shrunk is NOT_SERVING, while the daemon serves."""
-        for tier, trouble in enumerate(self.cache.tiers.trouble):
-            if self.cache.tiers.exists(tier):
-                serving = not trouble and not self.draining.is_set()
-                status = (
-                    health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-                )
-                self._health.set(f"{TIER_HEALTH}{TIER_NAMES[tier]}", status)
+        for tier in self.cache.tiers.existing:
+            serving = not self.cache.tiers.trouble(tier) and not self.draining.is_set()
+            status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+            self._health.set(f"{TIER_HEALTH}{tier.name}", status)
 
     def _on_troubles(self) -> None:
         if hasattr(self, "cache"):

@@ -18,7 +18,7 @@ from itertools import compress, islice
 
 import numpy as np
 
-from prefixd.cache import CPU, DISK, GPU, TieredCache
+from prefixd.cache import TieredCache
 from prefixd.cache.cache import Claim
 from prefixd.errors import ExhaustedError, PrefixdError, UnavailableError
 from prefixd.server.concurrency_limit import ConcurrencyLimit
@@ -345,12 +345,12 @@ class Dispatcher:
         if (
             request.state is not RequestState.READY or not self._taking
         ):  # cancelled, or the worker died, while we waited
-            self._cache.tiers.release(GPU, fresh)
+            self._cache.tiers.compute.free(fresh)
             return True
         self.queue.remove(request.id)
         del self.waiting[request.id]
         self.running[request.id] = request
-        frames = [*request.trie.slots[request.rows, GPU, 0].tolist(), *fresh]
+        frames = [*request.trie.slots[request.rows, self._cache.tiers.compute.level, 0].tolist(), *fresh]
         computes = request.usable_blocks if self._caching else 0
         self._prefetcher.hand_over(request, Run(frames, computes, recording=self._caching), fresh)
         if cached < computes:
@@ -371,9 +371,9 @@ class Dispatcher:
         return True
 
     def _count(self, request: Request) -> None:
-        found = request.hit_tokens or [0, 0, 0]
+        found = request.hit_tokens or [0] * len(self._cache.counters.hit_tokens)
         surplus = sum(found) - len(request.rows) * request.trie.block_tokens
-        for tier in (DISK, CPU, GPU):  # what turned out damaged or did not fit was no hit
+        for tier in reversed(range(len(found))):  # what turned out damaged or did not fit was no hit
             less = min(max(surplus, 0), found[tier])
             found[tier] -= less
             surplus -= less
@@ -409,7 +409,7 @@ class Dispatcher:
             frames = await self._mover.take_frames(1)
             if request.state is not RequestState.STARVED or request.id not in self.running:
                 if frames:
-                    self._cache.tiers.release(GPU, frames)
+                    self._cache.tiers.compute.free(frames)
             elif frames is None:
                 await self._prefetcher.unstage_all_but(request)
                 self._preempt()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from prefixd.cache import GPU, TieredCache, Trie
+from prefixd.cache import TieredCache, Trie
 from prefixd.cache.index.trie import Rows
 from prefixd.server.frame_budget import FrameBudget
 
@@ -33,7 +33,7 @@ class Footprint:
         self._cache = cache
         self._budget = budget
         self._trie = trie
-        self._hold = cache.mover.placement.holds.hold(owner, trie, rows, GPU)
+        self._hold = cache.mover.placement.holds.hold(owner, trie, rows, cache.tiers.compute)
         self._counted = True
         self.own: set[int] = set()
         budget.add(trie, rows)
@@ -76,5 +76,5 @@ class Footprint:
         """Ends the hold and frees the own frames."""
         if self._counted:
             self._budget.remove(self.rows, len(self.own))
-        self._cache.tiers.release(GPU, self.own)
+        self._cache.tiers.compute.free(self.own)
         self._hold.end()

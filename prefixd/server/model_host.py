@@ -22,6 +22,7 @@ from prefixd.worker.protocol import Done, Hello
 from prefixd.worker.settings import WorkerSettings
 from prefixd_scheduler import CostModel, RequestQueue, create_policy
 from prefixd_swap import FramePool, KvGeometry, SwapError, VirtualMemory, create_memory
+from prefixd_swap.tiers import GpuTier
 
 log = logging.getLogger(__name__)
 
@@ -96,10 +97,10 @@ class ModelHost:
         self.dispatcher.abandon()
         await self._cache.write_back.stop()
         await self._cache.mover.quiesce()
-        pool, self._cache.tiers.gpu = self._cache.tiers.gpu, None
-        if pool is not None:
-            pool.close()
         if self._memory is not None:
+            pool = self._cache.tiers.frames
+            self._cache.tiers.end_compute()
+            pool.close()
             self._memory.close()
 
     async def model(self) -> ServedModel:
@@ -161,7 +162,7 @@ class ModelHost:
                     "a request needs at least 2: raise gpu.bytes or lower worker.block_tokens"
                 )
             memory = create_memory(self._device, hello.chunk_bytes)
-            self._cache.tiers.gpu = FramePool(memory, geometry, frames)
+            self._cache.tiers.compute = GpuTier(FramePool(memory, geometry, frames))
         except SwapError as error:
             raise ConfigError(f"the GPU tier of {self._settings.gpu.bytes} bytes cannot be made: {error}") from error
         self._hello = hello

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from prefixd.cache import CPU, DISK, GPU, TieredCache
+from prefixd.cache import NONE, TieredCache
 from prefixd.cache.index.trie import Rows
 from prefixd.server.footprint import Footprint
 from prefixd.server.frame_budget import FrameBudget
@@ -87,12 +87,12 @@ class Prefetcher:
             request.cut = len(rows) < len(request.found)
         tiers = trie.nearest[rows]
         if request.hit_tokens is None or not request.resumed:
-            request.hit_tokens = [int((tiers == tier).sum()) * trie.block_tokens for tier in (GPU, CPU, DISK)]
+            request.hit_tokens = (np.bincount(tiers, minlength=NONE)[:NONE] * trie.block_tokens).tolist()
         self._tracker.remove(request)
         request.stage(Footprint(self._cache, self._budget, f"request {request.name}", trie, rows))
         self._staged[request.id] = request
         trie.touch(rows, self._clock())
-        missing = len(trie.missing(rows, GPU))
+        missing = len(trie.missing(rows, self._cache.tiers.compute.level))
         if missing:
             copy = self._bring(request, Distance(int(tiers.max())), missing * trie.part_bytes[0])
             self._copies[request.id] = asyncio.create_task(copy)
@@ -148,7 +148,7 @@ class Prefetcher:
         there = 0
         mark = self._meter.begin()
         try:
-            there = await self._mover.bring(request.trie, request.rows, GPU)
+            there = await self._mover.bring(request.trie, request.rows, self._cache.tiers.compute)
         except SwapError as error:
             log.error("the prefix of request %s could not be brought up: %s", request.name, error)
         finally:

@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 import prefixd
-from prefixd.cache import CPU, GPU, TIER_NAMES, Lease, PartSpec, Reservation, TieredCache, Trie
+from prefixd.cache import Lease, PartSpec, Reservation, TieredCache, Trie
 from prefixd.cache.index.trie import NO_SLOT, TIERS
 from prefixd.cache.index.trie_table import NOWHERE
 from prefixd.pacer import SLICE_ROWS
@@ -21,7 +21,7 @@ from prefixd.server.kv_events import KVEvents
 from prefixd.server.worker_process import WorkerProcess, WorkerState
 from prefixd.v1 import admin_pb2 as pb
 from prefixd.v1 import cache_pb2
-from prefixd_swap import round_to_slot
+from prefixd_swap.tiers import MemoryTier, Tier
 
 _STATES = {
     WorkerState.STARTING: pb.WorkerStats.STATE_STARTING,
@@ -53,7 +53,7 @@ class Snapshot:
             version=prefixd.__version__,
             uptime_s=now - self.started_s,
             draining=self.draining.is_set(),
-            tiers=[self._tier(tier, counts) for tier in range(TIERS) if cache.tiers.exists(tier)],
+            tiers=[self._tier(tier, counts) for tier in cache.tiers.existing],
             sessions=[
                 pb.SessionStats(
                     session_id=session.id[:8],
@@ -100,33 +100,26 @@ class Snapshot:
             for trouble in self.cache.tiers.troubles
         ]
 
-    def _tier(self, tier: int, counts: _Counts) -> pb.TierStats:
-        tiers = self.cache.tiers
+    def _tier(self, tier: Tier, counts: _Counts) -> pb.TierStats:
+        tiers, level, used = self.cache.tiers, tier.level, tier.used_bytes
         in_flight = quarantined = 0
-        if tier == GPU:
-            frame = tiers.frames.geometry.block_bytes
-            capacity, used = tiers.frames.capacity * frame, tiers.frames.used_count * frame
-            in_flight = len(tiers.in_flight[GPU]) * frame
-        elif tier == CPU:
-            capacity, used = tiers.arena.capacity_bytes, tiers.arena.used_bytes
-            in_flight = used - sum(map(_resident_bytes, self.cache.tries))
+        if tier is tiers.shared:
             quarantined = self.cache.quarantine.nbytes
-            in_flight -= quarantined
-        else:
-            capacity, used = tiers.store.capacity_bytes, tiers.store.used_bytes
-        counters = tiers.counters[tier]
+        if isinstance(tier, MemoryTier):
+            in_flight = used - sum(_resident_bytes(trie, tier) for trie in self.cache.tries) - quarantined
+        counters = tiers.counters(tier)
         return pb.TierStats(
-            tier=cache_pb2.Tier.Name(tier + 1),
-            capacity_bytes=capacity,
+            tier=f"TIER_{tier.name.upper()}",
+            capacity_bytes=tier.capacity_bytes,
             used_bytes=used,
-            blocks=counts.blocks[tier],
-            held_blocks=counts.held[tier],
+            blocks=counts.blocks[level],
+            held_blocks=counts.held[level],
             in_flight_bytes=max(in_flight, 0),
-            hit_tokens=self.cache.counters.hit_tokens[tier],
+            hit_tokens=self.cache.counters.hit_tokens[level],
             evicted_blocks=counters.evicted,
             demoted_blocks=counters.demoted,
             promoted_blocks=counters.promoted,
-            trouble=tiers.trouble[tier],
+            trouble=tiers.trouble(tier),
             quarantined_bytes=quarantined,
         )
 
@@ -216,14 +209,18 @@ class _Counts:
         return cls(blocks, held, by_namespace.tolist())
 
 
-def _resident_bytes(trie: Trie) -> int:
-    """Bytes of the CPU tier's slots that blocks of `trie` have. At once: slots change hands between two callbacks."""
-    sizes = np.array([round_to_slot(size) for size in trie.part_bytes], np.int64)
-    there = trie.there[: trie.rows, CPU]
+def _resident_bytes(trie: Trie, tier: MemoryTier) -> int:
+    """Bytes of the tier's slots that blocks of `trie` have. At once: slots change hands between two callbacks."""
+    sizes = np.array([tier.footprint((size,)) for size in trie.part_bytes], np.int64)
+    there = trie.there[: trie.rows, tier.level]
     complete = int(np.count_nonzero(there == trie.all_groups))
-    some = (trie.any_part[: trie.rows] & np.uint8(1 << CPU)) != 0
+    some = (trie.any_part[: trie.rows] & np.uint8(1 << tier.level)) != 0
     others = np.flatnonzero(some & (there != trie.all_groups))
-    return complete * int(sizes.sum()) + int((trie.slots[others, CPU] != NO_SLOT).sum(axis=0) @ sizes)
+    return complete * int(sizes.sum()) + int((trie.slots[others, tier.level] != NO_SLOT).sum(axis=0) @ sizes)
+
+
+def _name(tier: int) -> str:
+    return cache_pb2.Tier.Name(tier).removeprefix("TIER_").lower()
 
 
 class MetricsCollector(Collector):
@@ -251,7 +248,7 @@ class MetricsCollector(Collector):
                 f"prefixd_tier_{field}", text, labels=["tier"]
             )
             for tier in stats.tiers:
-                family.add_metric([TIER_NAMES[tier.tier - 1]], getattr(tier, field))
+                family.add_metric([_name(tier.tier)], getattr(tier, field))
             yield family
         troubles = GaugeMetricFamily("prefixd_trouble_seconds", "how long a part has been in trouble", labels=["part"])
         for each in stats.troubles:
@@ -259,7 +256,7 @@ class MetricsCollector(Collector):
         yield troubles
         trouble = GaugeMetricFamily("prefixd_tier_trouble", "1 while a tier is out or shrunk", labels=["tier"])
         for tier in stats.tiers:
-            trouble.add_metric([TIER_NAMES[tier.tier - 1]], bool(tier.trouble))
+            trouble.add_metric([_name(tier.tier)], bool(tier.trouble))
         yield trouble
         lost = CounterMetricFamily("prefixd_lost_blocks", "blocks not written or not served", labels=["reason"])
         for reason, blocks in stats.lost_blocks.items():

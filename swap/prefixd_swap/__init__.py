@@ -22,6 +22,7 @@ from prefixd_swap.errors import (
     RecordDamagedError,
     StorageError,
     SwapError,
+    TransferDroppedError,
     UnknownPolicyError,
 )
 from prefixd_swap.eviction import EvictionPolicy, choose_victims, create_eviction_policy
@@ -71,6 +72,7 @@ __all__ = [
     "StorageError",
     "StreamMark",
     "SwapError",
+    "TransferDroppedError",
     "UnknownPolicyError",
     "Victims",
     "VirtualMemory",

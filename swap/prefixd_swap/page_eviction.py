@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,15 @@ class Victims:
     """Slots of the wanted size that are free once these are, beside those that are free now; fewer than were wanted
     where there is no more to evict. Where the page size was changed while slots were taken, or at a restart, a page may
     give one slot less; then there is another one to choose."""
+
+
+class ChooseVictims(Protocol):
+    """`choose_victims` of one tier's pages."""
+
+    def __call__(
+        self, nbytes: int, count: int, offsets: Int64s, worth: Worths, evictable: Bools | None = None, /
+    ) -> Victims:
+        """See `choose_victims`."""
 
 
 def choose_victims(

@@ -16,9 +16,6 @@ import pytest
 import xxhash
 
 from prefixd.cache import (
-    CPU,
-    DISK,
-    GPU,
     BlockChain,
     Lease,
     Namespace,
@@ -32,7 +29,7 @@ from prefixd.cache import (
     check_integrity,
 )
 from prefixd.cache.index.keys import Digest, xxh3_digest
-from prefixd.cache.index.trie import NO_SLOT
+from prefixd.cache.index.trie import CPU, DISK, GPU, NO_SLOT
 from prefixd_swap import (
     CpuArena,
     FrameId,
@@ -48,6 +45,7 @@ from prefixd_swap import (
 )
 from prefixd_swap.slab.file_ops import FileOps
 from prefixd_swap.slab.io import DiskIo
+from prefixd_swap.tiers import StoreTier, Tier
 
 BLOCK_TOKENS = 2
 PART_BYTES = 4096
@@ -147,13 +145,14 @@ class Rig:
             self.pool = FramePool(self.memory, geometry, gpu)
         self.engine = create_copy_engine(self.device, 2)
         self.cache = TieredCache(
-            Tiers(self.arena, self.store, self.pool),
+            Tiers.local(self.arena, self.store, self.pool),
             self.engine,
             create_eviction_policy(self._policy, seed=1),
             self.clock,
             write_back=self._write_back,
             digest=self._digest,
             max_sessions=self._max_sessions,
+            prefetch_bytes=1 << 30,
             write_queue_bytes=None if self._write_queue is None else self._write_queue * self.part_bytes,
         )
         self.computed: Counter[int] = Counter()
@@ -201,6 +200,12 @@ class Rig:
         """The prompt in which block i is all `prompt[i]`."""
         tokens = np.repeat(np.array(prompt, "<u4"), BLOCK_TOKENS).tobytes()
         return self.cache.chain(namespace or self.namespace, tokens)
+
+    @property
+    def durable(self) -> StoreTier:
+        """The disk tier."""
+        assert self.cache.tiers.durable is not None
+        return self.cache.tiers.durable
 
     @property
     def trie(self) -> Trie:
@@ -319,7 +324,7 @@ class Rig:
             entered, taken = cache.record(self.namespace, parent, chain, block, [frame])
             self.trie.hold(entered, GPU)
             if not taken[0]:
-                cache.tiers.release(GPU, [frame])
+                cache.tiers.compute.free([frame])
             rows += entered.tolist()
         self.computed.update(rows)
         return rows
@@ -330,8 +335,8 @@ class Rig:
         for row in self.computed.elements():
             yield self.trie, np.array([row], np.int64), []
 
-    def unhold(self, rows: Sequence[int], tier: int) -> None:
-        if tier == GPU:
+    def unhold(self, rows: Sequence[int], tier: Tier) -> None:
+        if tier is self.cache.tiers.compute:
             self.computed -= Counter(rows)
         self.cache.unhold(self.trie, np.array(rows, np.int64), tier)
 
@@ -352,7 +357,9 @@ class Rig:
         def stored() -> dict[tuple[bytes, bytes], tuple[int, ...]]:
             return {(r.namespace, r.key): tuple(p.slot for p in r.parts if p) for r in store.records()}
 
-        there, known = await self.cache.mover.disk.undisturbed(self._on_disk, lambda known: (stored(), known))
+        async with self.cache.mover.disk.still():
+            known = self._on_disk()
+            there = await asyncio.to_thread(stored)
         assert there == known
 
     def _on_disk(self) -> dict[tuple[bytes, bytes], tuple[int, ...]]:
@@ -384,7 +391,7 @@ class Rig:
         def standing() -> list[object]:
             holds = [(int(t.keep[: t.rows].sum()), int(t.holds[: t.rows].sum())) for t in self.cache.tries]
             grants = [g for s in self.cache.leases.sessions.values() for g in s.grants]
-            return [len(tiers.in_flight[0]), len(tiers.in_flight[1]), holds, grants]
+            return [*(len(tier.in_flight) for tier in tiers.memories), holds, grants]
 
         before = standing()
         yield

@@ -18,8 +18,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule, run_state_machine_as_test
 
-from prefixd.cache import CPU, DISK, GPU, BlockChain, Lease, Namespace, Reservation, Trie
+from prefixd.cache import BlockChain, Lease, Namespace, Reservation, Trie
+from prefixd.cache.index.trie import CPU, DISK, GPU
 from prefixd.errors import ExhaustedError, NotFoundError, PreconditionError
+from prefixd_swap.tiers import MemoryTier
 from tests.cache.machine import RigMachine
 
 if TYPE_CHECKING:
@@ -42,7 +44,7 @@ class Held:
     lease: Lease | None
     rows: list[int]
     slots: list[list[int]]
-    tier: int
+    tier: MemoryTier
     home: str
     chain: BlockChain
     first_block: int = 0
@@ -97,7 +99,7 @@ class CacheMachine(RigMachine):
         for held in self.held:
             if held.lease is None:
                 self.rig.unhold(held.rows, held.tier)
-        self.rig.cache.tiers.release(GPU, self.own)
+        self.rig.cache.tiers.compute.free(self.own)
         self.held, self.reserved, self.own = [], [], []
 
     def note(self, home: str, chain: BlockChain, block: int, parts: tuple[int, ...] = (0,)) -> None:
@@ -164,7 +166,7 @@ class CacheMachine(RigMachine):
         chain = rig.chain(prompt, namespace)
         assert all(self.whole(home, chain, block) for block in range(first + len(lease.rows)))
         slots = lease.trie.slots[lease.rows, CPU].tolist()
-        self.held.append(Held(lease, lease.rows.tolist(), slots, CPU, home, chain, first))
+        self.held.append(Held(lease, lease.rows.tolist(), slots, self.rig.cache.tiers.shared, home, chain, first))
 
     @rule(home=homes, prompt=prompts)
     def load(self, home: str, prompt: list[int]) -> None:
@@ -185,7 +187,7 @@ class CacheMachine(RigMachine):
     @rule(home=homes, prompt=prompts, other=prompts)
     def prefetch(self, home: str, prompt: list[int], other: list[int]) -> None:
         async def begin() -> None:
-            await self.rig.cache.prefetch(self.homes[home], self.rig.chain(prompt, self.homes[home]))
+            await self.rig.cache.prefetch(self.rig.session, self.homes[home], self.rig.chain(prompt, self.homes[home]))
             await self.rig.get(other, namespace=self.homes[home])
 
         self.run(begin())
@@ -218,8 +220,8 @@ class CacheMachine(RigMachine):
         rows = (await cache.match(namespace, chain)).rows
         assert all(self.whole(home, chain, block) for block in range(len(rows)))
         rig.trie.hold(rows, GPU)
-        there = await cache.mover.bring(rig.trie, rows, GPU)
-        rig.unhold(rows[there:].tolist(), GPU)
+        there = await cache.mover.bring(rig.trie, rows, cache.tiers.compute)
+        rig.unhold(rows[there:].tolist(), rig.cache.tiers.compute)
         found: list[int] = rows[:there].tolist()
         frames = await cache.mover.take_frames(len(chain) - there)
         for block, frame in zip(range(there, len(chain)), frames or [], strict=False):
@@ -236,22 +238,22 @@ class CacheMachine(RigMachine):
             if not taken[0]:
                 self.own.append(frame)
         slots = rig.trie.slots[found, GPU].tolist() if found else []
-        self.held.append(Held(None, found, slots, GPU, home, chain))
+        self.held.append(Held(None, found, slots, self.rig.cache.tiers.compute, home, chain))
 
     @precondition(lambda self: any(held.lease is None for held in self.held))
     @rule()
     def requests_end(self) -> None:
         for held in [held for held in self.held if held.lease is None]:
-            self.rig.unhold(held.rows, GPU)
+            self.rig.unhold(held.rows, self.rig.cache.tiers.compute)
             self.held.remove(held)
-        self.rig.cache.tiers.release(GPU, self.own)
+        self.rig.cache.tiers.compute.free(self.own)
         self.own = []
 
     @rule(count=st.integers(1, 4))
     def press(self, count: int) -> None:
         frames = self.run(self.rig.cache.mover.take_frames(count))
         if frames is not None:
-            self.rig.cache.tiers.release(GPU, frames)
+            self.rig.cache.tiers.compute.free(frames)
 
     # -- operators ----------------------------------------------------------------------------------------------
 
@@ -304,12 +306,12 @@ class CacheMachine(RigMachine):
     def what_is_held_stays(self) -> None:
         for held in self.held:
             namespace = self.homes[held.home]
-            trie, tiers = self.rig.cache.trie(namespace), self.rig.cache.tiers
-            assert trie.slots[held.rows, held.tier].tolist() == held.slots if held.rows else True
+            trie = self.rig.cache.trie(namespace)
+            assert trie.slots[held.rows, held.tier.level].tolist() == held.slots if held.rows else True
             for i, slots in enumerate(held.slots):
                 for part, slot in enumerate(slots):
                     size = namespace.spec.parts[part].nbytes
-                    data = self.rig.read(tiers.span(held.tier, slot, size))
+                    data = self.rig.read(held.tier.span(slot, size))
                     assert data == self.rig.content(namespace, held.chain, held.first_block + i, part)
 
     @invariant()
@@ -324,7 +326,7 @@ class CacheMachine(RigMachine):
 
     @invariant()
     def every_frame_is_the_tries_or_a_requests(self) -> None:
-        assert len(self.rig.cache.tiers.in_flight[GPU]) == len(self.own)
+        assert len(self.rig.cache.tiers.compute.in_flight) == len(self.own)
 
 
 @pytest.mark.parametrize("policy", ["lru", "fifo", "random"])

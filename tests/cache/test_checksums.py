@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import xxhash
 
-from prefixd.cache import CPU, DISK, GPU, Reservation
+from prefixd.cache import Reservation
+from prefixd.cache.index.trie import CPU, DISK
 
 if TYPE_CHECKING:
     from tests.cache.conftest import Rig
@@ -74,7 +75,7 @@ async def test_gpu_blocks_are_sealed_when_they_come_to_the_cpu_tier(make_rig: Ma
     rig = make_rig(gpu=4, cpu=4, disk=8)
     rows = await rig.put_gpu([1, 2])
     assert not rig.trie.checksummed[rows].any()
-    rig.unhold(rows, GPU)
+    rig.unhold(rows, rig.cache.tiers.compute)
     assert await rig.get([1, 2]) == 2
     await rig.cache.mover.wait_for_checksums()
     assert rig.trie.checksummed[rows].all()

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from prefixd.cache import CPU, DISK, GPU, Reservation
+from prefixd.cache import Reservation
+from prefixd.cache.index.trie import CPU, DISK, GPU
 from prefixd.errors import ExhaustedError, NotFoundError
 
 if TYPE_CHECKING:
@@ -45,9 +46,11 @@ def stopped(rig: Rig, name: str) -> Iterator[threading.Event]:
 async def on_disk(rig: Rig, prompt: Sequence[int]) -> None:
     """The prompt's blocks, on disk only."""
     await rig.put(prompt, durable=True)
-    taken = await rig.cache.mover.allocate(CPU, (4096,), rig.cache.tiers.arena.capacity_bytes // 4096)
+    taken = await rig.cache.mover.allocate(
+        rig.cache.tiers.shared, (4096,), rig.cache.tiers.arena.capacity_bytes // 4096
+    )
     for slots in taken:
-        rig.cache.tiers.release(CPU, slots)
+        rig.cache.tiers.shared.free(slots)
     assert not any(rig.tiers(prompt, CPU))
 
 
@@ -55,11 +58,11 @@ async def test_a_prefix_on_disk_is_read_once_for_all_who_ask(make_rig: MakeRig) 
     rig = make_rig(cpu=8, disk=8)
     await on_disk(rig, [1, 2, 3])
     before = rig.ops.reads
-    await rig.cache.prefetch(rig.namespace, rig.chain([1, 2, 3]))
+    await rig.cache.prefetch(rig.session, rig.namespace, rig.chain([1, 2, 3]))
     found = await asyncio.gather(*map(rig.get, ([1, 2, 3], [1, 2], [1, 2, 3, 4], [1])))
     assert found == [3, 2, 3, 1]
     assert rig.ops.reads - before == 3
-    assert rig.cache.tiers.counters[CPU].promoted == 3
+    assert rig.cache.tiers.counters(rig.cache.tiers.shared).promoted == 3
 
 
 async def test_prompts_brought_up_at_once_are_all_counted(make_rig: MakeRig) -> None:
@@ -69,7 +72,7 @@ async def test_prompts_brought_up_at_once_are_all_counted(make_rig: MakeRig) -> 
         await rig.put(prompt, durable=True)
     await rig.restart()
     assert await asyncio.gather(*map(rig.get, prompts)) == [2, 3, 1]
-    assert rig.cache.tiers.counters[CPU].promoted == 6
+    assert rig.cache.tiers.counters(rig.cache.tiers.shared).promoted == 6
 
 
 async def test_a_session_that_ends_during_acquire_gets_nothing(make_rig: MakeRig, eventually: Eventually) -> None:
@@ -138,7 +141,7 @@ async def test_a_cancelled_reserve_waits_for_the_write_that_makes_room(
 @pytest.mark.parametrize("turns", range(12))
 async def test_take_frames_can_be_cancelled_anywhere(make_rig: MakeRig, turns: int) -> None:
     rig = make_rig(gpu=4, cpu=2, disk=2)
-    rig.unhold(await rig.put_gpu([1, 2, 3, 4]), GPU)
+    rig.unhold(await rig.put_gpu([1, 2, 3, 4]), rig.cache.tiers.compute)
     await rig.put([7, 8])
     with rig.nothing_lost():
         take = asyncio.create_task(rig.cache.mover.take_frames(3))
@@ -147,11 +150,11 @@ async def test_take_frames_can_be_cancelled_anywhere(make_rig: MakeRig, turns: i
         take.cancel()
         result = (await asyncio.gather(take, return_exceptions=True))[0]
         if isinstance(result, list):
-            rig.cache.tiers.release(GPU, result)
+            rig.cache.tiers.compute.free(result)
         await rig.check_disk()
     frames = await rig.cache.mover.take_frames(4)
     assert frames is not None
-    rig.cache.tiers.release(GPU, frames)
+    rig.cache.tiers.compute.free(frames)
 
 
 async def test_a_block_written_again_while_its_removal_waits_stays(make_rig: MakeRig, eventually: Eventually) -> None:
@@ -208,16 +211,16 @@ async def test_engines_workers_and_operators_at_once(make_rig: MakeRig, policy: 
             chain = rig.chain(wanted)
             rows = (await rig.cache.match(rig.namespace, chain)).rows
             trie.hold(rows, GPU)
-            there = await mover.bring(trie, rows, GPU)
-            rig.unhold(rows[there:].tolist(), GPU)
+            there = await mover.bring(trie, rows, rig.cache.tiers.compute)
+            rig.unhold(rows[there:].tolist(), rig.cache.tiers.compute)
             for block, row in enumerate(rows[:there].tolist()):
                 data = rig.read(rig.frame(int(trie.slots[row, GPU, 0])))
                 assert data == rig.content(rig.namespace, chain, block)
-            rig.unhold(rows[:there].tolist(), GPU)
+            rig.unhold(rows[:there].tolist(), rig.cache.tiers.compute)
             frames = await mover.take_frames(len(wanted))
             if frames is not None:
-                rig.cache.tiers.release(GPU, frames)
-                rig.unhold(await rig.put_gpu(wanted), GPU)
+                rig.cache.tiers.compute.free(frames)
+                rig.unhold(await rig.put_gpu(wanted), rig.cache.tiers.compute)
 
     async def operator() -> None:
         for _ in range(10):
@@ -258,6 +261,6 @@ async def test_a_write_of_blocks_that_are_there_writes_nothing(make_rig: MakeRig
     commits = rig.store.commits
     assert await rig.put([1, 2], durable=True) == (0, 0)
     rows = np.array(rig.rows([1, 2]))
-    assert await rig.cache.mover.write(rig.trie, rows, CPU) == 0
+    assert await rig.cache.mover.write(rig.trie, rows, rig.cache.tiers.shared) == 0
     assert await rig.cache.write_back.flush() == 0
     assert rig.store.commits == commits

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from benchmarks.fault_injection.faulty_daemon import FAULTS, FaultyOps
-from prefixd.cache import CPU, DISK
+from prefixd.cache.index.trie import CPU, DISK
 from prefixd.errors import ExhaustedError
 from prefixd_swap import StorageError
 
@@ -111,8 +111,8 @@ async def test_blocks_that_are_lost_together_go_once(make_rig: MakeRig) -> None:
     rows, other = rig.rows([1, 2, 3, 4]), rig.rows([1, 5])
     held = await rig.lease([1, 5])
     assert held is not None
-    rig.cache.mover.placement.drop(rig.trie, rows[:1:-1], CPU)
-    rig.cache.mover.placement.drop(rig.trie, rows[1:2], CPU)
+    rig.cache.mover.placement.drop(rig.trie, rows[:1:-1], rig.cache.tiers.shared)
+    rig.cache.mover.placement.drop(rig.trie, rows[1:2], rig.cache.tiers.shared)
     lost = np.array([rows[1], rows[2], other[1]])
     assert rig.cache.mover.disk.drop_damaged(rig.trie, lost, StorageError("by the test")) == 4
     assert rig.rows([1, 2, 3, 4]) == rows[:1], "with what continued them"
@@ -143,7 +143,7 @@ async def test_a_full_file_system_is_reported_and_the_rest_goes_on(make_rig: Mak
     rig.ops.fail = full()
     with pytest.raises(ExhaustedError, match="the blocks are cached, but the disk tier has no room for them: No space"):
         await rig.put([1, 2], durable=True)
-    assert "No space left" in rig.cache.tiers.trouble[DISK]
+    assert "No space left" in rig.cache.tiers.troubles.what("disk tier")
     assert rig.cache.mover.lost["not written: no room on disk"] == 2
     for prompt in range(10, 20):
         assert await rig.put([prompt, 7]) == (2, 0)
@@ -152,7 +152,7 @@ async def test_a_full_file_system_is_reported_and_the_rest_goes_on(make_rig: Mak
     assert rig.store is not None
     rig.store._slabs._full_at = None  # as if somebody had freed space
     await rig.put([1, 2], durable=True)
-    assert not rig.cache.tiers.trouble[DISK]
+    assert not rig.cache.tiers.troubles.what("disk tier")
     await rig.restart()
     assert await rig.get([1, 2]) == 2
 
@@ -163,7 +163,7 @@ async def test_the_trouble_stays_until_something_is_written(make_rig: MakeRig) -
     await rig.put([1, 2])
     for _ in range(2):  # the second time, the store knows and just has no room
         assert await rig.cache.write_back.flush() == 0
-        assert "No space left" in rig.cache.tiers.trouble[DISK]
+        assert "No space left" in rig.cache.tiers.troubles.what("disk tier")
 
 
 async def test_a_failing_device_costs_no_block_that_is_on_it(make_rig: MakeRig) -> None:
@@ -172,7 +172,7 @@ async def test_a_failing_device_costs_no_block_that_is_on_it(make_rig: MakeRig) 
     await rig.put([5, 6])
     rig.ops.fail = broken()
     assert await rig.cache.write_back.flush() == 0
-    assert "Input/output error" in rig.cache.tiers.trouble[DISK]
+    assert "Input/output error" in rig.cache.tiers.troubles.what("disk tier")
     assert rig.tiers([1, 2], DISK) == [True, True]
     rig.ops.fail = None
     assert await rig.cache.write_back.flush() == 2
@@ -212,7 +212,7 @@ async def test_an_eviction_that_fails_on_disk_fails_no_caller(
     with monkeypatch.context() as patch:
         patch.setattr(rig.store, "remove", refuse)
         assert await rig.put([5, 6]) == (2, 0)
-    assert "index cannot be written" in rig.cache.tiers.trouble[DISK]
+    assert "index cannot be written" in rig.cache.tiers.troubles.what("disk tier")
     assert await rig.get([5, 6]) == 2
     await rig.restart()
 
@@ -237,7 +237,7 @@ async def test_a_disk_that_refuses_writes_is_out_and_comes_back(make_rig: MakeRi
     faults.order(name)
     with pytest.raises(ExhaustedError, match="the blocks are cached"):
         await rig.put([3, 4], durable=True)
-    assert not tiers.disk_takes and tiers.trouble[DISK]
+    assert not tiers.writes and tiers.troubles.what("disk tier")
     assert not await faults.health.revive()
     assert await rig.get([3, 4]) == 2, "from memory"
     for prompt in range(10, 16):  # more than memory holds: what is not on disk gives way
@@ -249,7 +249,7 @@ async def test_a_disk_that_refuses_writes_is_out_and_comes_back(make_rig: MakeRi
 
     faults.order(None)
     assert await faults.health.revive()
-    assert tiers.disk_takes and not tiers.trouble[DISK]
+    assert tiers.writes and not tiers.troubles.what("disk tier")
     await rig.check_disk()
     assert await rig.put([5, 6], durable=True) == (2, 0)
     assert await rig.get([1, 2]) == 2
@@ -268,7 +268,7 @@ async def test_it_comes_back_by_itself_with_nothing_to_write(
     with pytest.raises(ExhaustedError):
         await faults.rig.put([1, 2], durable=True)
     faults.order(None)
-    await eventually(lambda: not faults.rig.cache.tiers.trouble[DISK])
+    await eventually(lambda: not faults.rig.cache.tiers.troubles.what("disk tier"))
 
 
 async def test_what_a_half_written_commit_left_is_cleared_up(make_rig: MakeRig, tmp_path: Path) -> None:
@@ -333,7 +333,7 @@ async def test_a_disk_that_cannot_be_read_is_not_matched(make_rig: MakeRig, tmp_
         await rig.put(prompt, durable=True)
     faults.order("read error")
     assert await rig.get([1, 2]) == 0, "a miss for who asks"
-    assert not rig.cache.tiers.disk_gives and "Input/output error" in rig.cache.tiers.trouble[DISK]
+    assert not rig.durable.gives and "Input/output error" in rig.cache.tiers.troubles.what("disk tier")
     assert rig.rows([1, 2]) == []
     assert await rig.get([3, 4]) == 2, "from memory"
     assert rig.cache.mover.lost["not served: disk read error"] >= 1
@@ -394,13 +394,13 @@ async def test_a_full_file_system_shrinks_the_tier_until_there_is_room(make_rig:
     await rig.put([1, 2, 3, 4], durable=True)  # a whole slab
     faults.order("no room for a slab")
     assert await rig.put([5], durable=True) == (1, 0), "at the cost of another block"
-    assert tiers.disk_takes and "too few for another slab" in tiers.trouble[DISK]
+    assert tiers.writes and "too few for another slab" in tiers.troubles.what("disk tier")
     assert len(rig.trie.copies(DISK)) == 4
     assert not await faults.health.revive()
     assert await rig.get([1, 2, 3, 4]) == 4
     faults.order(None)
     assert await faults.health.revive()
-    assert not tiers.trouble[DISK]
+    assert not tiers.troubles.what("disk tier")
     assert await rig.put([6], durable=True) == (1, 0)
     assert len(rig.trie.copies(DISK)) == 5
 
@@ -465,9 +465,9 @@ async def test_a_read_that_fails_while_writing_revives_is_not_forgotten(
     finally:
         go.set()
     assert not await reviving
-    assert not tiers.disk_gives and tiers.trouble[DISK]
+    assert not rig.durable.gives and tiers.troubles.what("disk tier")
     assert await faults.health.revive()
-    assert tiers.disk_gives and not tiers.trouble[DISK]
+    assert rig.durable.gives and not tiers.troubles.what("disk tier")
     assert [await rig.get(prompt) for prompt in ([1, 2], [8, 9])] == [2, 2]
 
 
@@ -482,7 +482,7 @@ async def test_a_file_that_is_lost_while_the_tier_cannot_grow_is_given_up_and_cl
     faults.order("no room for a slab")
     assert await rig.put([5], durable=True) == (1, 0)
     await rig.cache.mover.forget(rig.trie, rig.rows([5]))  # its slot is free
-    assert "too few for another slab" in tiers.trouble[DISK]
+    assert "too few for another slab" in tiers.troubles.what("disk tier")
     (slab,) = (rig.path / "slabs").iterdir()
     assert _open_files(slab)
     slab.unlink()
@@ -491,9 +491,9 @@ async def test_a_file_that_is_lost_while_the_tier_cannot_grow_is_given_up_and_cl
     rig.cache.mover.start_probing()
     await eventually(lambda: len(rig.trie.copies(DISK)) == 0)
     await eventually(lambda: not _open_files(slab))
-    assert tiers.trouble[DISK], "still no room for another file"
+    assert tiers.troubles.what("disk tier"), "still no room for another file"
     faults.order(None)
-    await eventually(lambda: not tiers.trouble[DISK])
+    await eventually(lambda: not tiers.troubles.what("disk tier"))
     assert await rig.put([7], durable=True) == (1, 0)
     await rig.restart()
     assert await rig.get([7]) == 1
@@ -524,7 +524,7 @@ async def test_an_index_that_was_set_aside_and_not_made_anew_is_made_later(make_
     faults.obey({"mkdir": "EIO"})
     for _ in range(2):
         assert not await faults.health.revive()
-        assert "Input/output error" in tiers.trouble[DISK] and not data.parent.exists()
+        assert "Input/output error" in tiers.troubles.what("disk tier") and not data.parent.exists()
     faults.order(None)
     assert await faults.health.revive()
     await rig.check_disk()
@@ -547,12 +547,12 @@ async def test_an_open_cache_needs_no_more_threads(
         for first in range(0, 40, 4):
             await rig.put([first, first + 1, first + 2, first + 3], durable=True)
         assert await rig.get([0, 1, 2, 3]) == 4
-        rig.unhold(await rig.put_gpu([90, 91]), 0)
+        rig.unhold(await rig.put_gpu([90, 91]), rig.cache.tiers.compute)
         faults.order("write error")
         await rig.put([80, 81])
-        await eventually(lambda: not rig.cache.tiers.disk_takes)
+        await eventually(lambda: not rig.cache.tiers.writes)
         faults.order(None)
-        await eventually(lambda: rig.cache.tiers.disk_takes)
+        await eventually(lambda: rig.cache.tiers.writes)
         await rig.cache.write_back.flush()
         assert await rig.get([80, 81]) == 2
     assert set(refused) <= {"prefixd-slabs_0"}, "parts are written one after the other instead"

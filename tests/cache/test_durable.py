@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from prefixd.cache import DISK, Reservation
+from prefixd.cache import Reservation
+from prefixd.cache.index.trie import DISK
 from prefixd.errors import ExhaustedError, PreconditionError
 
 if TYPE_CHECKING:

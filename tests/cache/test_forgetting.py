@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from prefixd.cache import CPU, NamespaceSpec, PartSpec, forgetting
+from prefixd.cache import NamespaceSpec, PartSpec, forgetting
 from prefixd.cache.forgetting import FoundBlocks, find_namespace, find_subtree, forget
+from prefixd.cache.index.trie import CPU
 from tests.cache.conftest import BLOCK_TOKENS
 
 if TYPE_CHECKING:

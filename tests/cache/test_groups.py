@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixd.cache import CPU, DISK, NamespaceSpec, PartSpec, Reservation, SlidingWindowSpec, check_integrity
+from prefixd.cache import NamespaceSpec, PartSpec, Reservation, SlidingWindowSpec, check_integrity
 from prefixd.cache.groups import FullAttention, SlidingWindow, expired_groups, kv_groups, longest_prefix, needed_groups
+from prefixd.cache.index.trie import CPU, DISK
 from prefixd.cache.page_victims import has_other_sizes
 from prefixd.errors import AlreadyExistsError, InvalidArgumentError
 from tests.cache.conftest import BLOCK_TOKENS, PART_BYTES, Rig
@@ -104,7 +105,7 @@ async def test_a_match_is_the_longest_length_that_every_group_allows(make_rig: M
     await rig.put([1, 2, 3, 4, 5], namespace=home)
     trie = rig.cache.trie(home)
     rows = trie.nodes(home.root, rig.chain([1, 2, 3, 4, 5], home))
-    rig.cache.mover.placement.drop(trie, rows[2:3], CPU, np.array([1 << WINDOW], np.uint8))
+    rig.cache.mover.placement.drop(trie, rows[2:3], rig.cache.tiers.shared, np.array([1 << WINDOW], np.uint8))
     for prompt, expected in (([1, 2, 3, 4, 5], 5), ([1, 2, 3, 4], 2), ([1, 2, 3], 2), ([1, 2], 2), ([1], 1)):
         assert len(await rig.cache.match(home, rig.chain(prompt, home))) == expected
     check_integrity(rig.cache)
@@ -247,9 +248,11 @@ async def test_a_record_without_bytes_does_not_stand_for_a_pinned_block(make_rig
     trie = rig.cache.trie(home)
     rows = trie.nodes(home.root, rig.chain([1, 2, 3, 4, 5], home))
     trie.pinned[rows] = True
-    await rig.cache.mover.write(trie, rows[3:], CPU)  # the disk is full of the last two, and knows of the others
+    await rig.cache.mover.write(
+        trie, rows[3:], rig.cache.tiers.shared
+    )  # the disk is full of the last two, and knows of the others
     assert (trie.any_part[rows] & (1 << DISK)).all() and not trie.there[rows[:3], DISK].any()
-    rig.cache.tiers.release(CPU, await rig.cache.mover.allocate(CPU, (PART_BYTES,), 12))
+    rig.cache.tiers.shared.free(await rig.cache.mover.allocate(rig.cache.tiers.shared, (PART_BYTES,), 12))
     assert len(trie.match(home.root, rig.chain([1, 2, 3, 4, 5], home))) == 5
     check_integrity(rig.cache)
 
@@ -262,8 +265,8 @@ async def test_who_needs_more_of_a_block_than_others_bring_gets_it(make_rig: Mak
     await rig.put([1, 2, 3], namespace=home, durable=True)
     await rig.put([1, 2, 3, 4, 5, 6, 7], namespace=home, durable=True)
     trie = rig.cache.trie(home)
-    rig.cache.mover.placement.drop(trie, trie.copies(CPU)[::-1], CPU)
-    rig.cache.mover.placement.drop(trie, np.arange(trie.rows), CPU, np.full(trie.rows, 3, np.uint8))
+    rig.cache.mover.placement.drop(trie, trie.copies(CPU)[::-1], rig.cache.tiers.shared)
+    rig.cache.mover.placement.drop(trie, np.arange(trie.rows), rig.cache.tiers.shared, np.full(trie.rows, 3, np.uint8))
     assert await asyncio.gather(rig.get([1, 2, 3, 4, 5, 6, 7], namespace=home), rig.get([1, 2, 3], namespace=home)) == [
         7,
         3,
@@ -275,7 +278,7 @@ async def test_sizes_are_told_apart_whatever_lies_on_other_tiers(make_rig: MakeR
     rig = make_rig(cpu=16, disk=64)
     await rig.put([1, 2], durable=True)
     await rig.put([3, 4])
-    rig.cache.mover.placement.drop(rig.trie, rig.rows([1, 2])[::-1], CPU)
+    rig.cache.mover.placement.drop(rig.trie, rig.rows([1, 2])[::-1], rig.cache.tiers.shared)
     assert has_other_sizes(rig.cache.tries, CPU, [3 * PART_BYTES])
     assert not has_other_sizes(rig.cache.tries, CPU, [PART_BYTES])
 

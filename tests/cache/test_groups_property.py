@@ -24,9 +24,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule, run_state_machine_as_test
 
 from prefixd.cache import (
-    CPU,
-    DISK,
-    GPU,
     BlockChain,
     Lease,
     Namespace,
@@ -37,7 +34,7 @@ from prefixd.cache import (
     Trie,
 )
 from prefixd.cache.cache import NO_OFFSET
-from prefixd.cache.index.trie import NO_SLOT, TIERS
+from prefixd.cache.index.trie import CPU, DISK, GPU, NO_SLOT, TIERS
 from prefixd.errors import ExhaustedError, PreconditionError
 from tests.cache.conftest import BLOCK_TOKENS, PART_BYTES
 from tests.cache.machine import RigMachine
@@ -313,8 +310,8 @@ class GroupsMachine(RigMachine):
         assert self.was_committed("model", prompt, len(rows))
         rig.trie.hold(rows, GPU)
         rig.computed.update(rows.tolist())
-        there = await cache.mover.bring(rig.trie, rows, GPU)
-        rig.unhold(rows[there:].tolist(), GPU)
+        there = await cache.mover.bring(rig.trie, rows, cache.tiers.compute)
+        rig.unhold(rows[there:].tolist(), rig.cache.tiers.compute)
         found: list[int] = rows[:there].tolist()
         frames = await cache.mover.take_frames(len(prompt) - there) or []
         for block, frame in zip(range(there, len(prompt)), frames, strict=False):
@@ -331,8 +328,8 @@ class GroupsMachine(RigMachine):
     def request_ends(self, which: int) -> None:
         if self.requests:
             request = self.requests.pop(which % len(self.requests))
-            self.rig.unhold(request.rows, GPU)
-            self.rig.cache.tiers.release(GPU, request.frames)
+            self.rig.unhold(request.rows, self.rig.cache.tiers.compute)
+            self.rig.cache.tiers.compute.free(request.frames)
             for frame in request.frames:
                 self.rig.own.remove(frame)
 
@@ -343,8 +340,8 @@ class GroupsMachine(RigMachine):
         mover, tiers = self.rig.cache.mover, self.rig.cache.tiers
         frames = await mover.take_frames(min(slots, 3))
         if frames is not None:
-            tiers.release(GPU, frames)
-        tiers.release(CPU, await mover.allocate(CPU, (PART_BYTES,), slots))
+            tiers.compute.free(frames)
+        tiers.shared.free(await mover.allocate(tiers.shared, (PART_BYTES,), slots))
 
     @rule(slots=st.integers(1, 18))
     def press(self, slots: int) -> None:
@@ -365,7 +362,7 @@ class GroupsMachine(RigMachine):
 
     @rule(home=homes, prompt=prompts)
     def prefetch(self, home: str, prompt: Prompt) -> None:
-        self.run(self.rig.cache.prefetch(self.homes[home], self.chain(home, prompt)))
+        self.run(self.rig.cache.prefetch(self.rig.session, self.homes[home], self.chain(home, prompt)))
 
     @rule(home=homes, prompt=prompts, pinned=st.booleans())
     def pin(self, home: str, prompt: Prompt, pinned: bool) -> None:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from prefixd.cache import CPU, DISK, GPU, Lease, Reservation, integrity_disk, integrity_trie
+from prefixd.cache import Lease, Reservation, integrity_disk, integrity_trie
+from prefixd.cache.index.trie import CPU, DISK
 from prefixd.cache.integrity import audit
 from prefixd.errors import ExhaustedError
 from prefixd_swap import IntegrityError, StorageError
@@ -35,7 +36,7 @@ async def test_everything_is_counted(make_rig: MakeRig) -> None:
     lease = await rig.lease([1, 2])
     given = await rig.cache.reserve(rig.session, rig.namespace, rig.chain([7, 8]))
     assert isinstance(lease, Lease) and isinstance(given, Reservation)
-    rig.unhold(await rig.put_gpu([5]), GPU)
+    rig.unhold(await rig.put_gpu([5]), rig.cache.tiers.compute)
     found = await audit(rig.cache)
     assert found.violations == []
     assert (found.blocks, found.slots, found.sessions, found.leases, found.reservations) == (5, 4 + 2 + 1, 1, 1, 1)
@@ -58,17 +59,17 @@ def column(name: str, value: Any, *index: int) -> Break:
 
 
 def loose_slot(rig: Rig, rows: list[int]) -> Callable[[], None]:
-    (slot,) = rig.cache.tiers.allocate(CPU, [rig.part_bytes]) or [0]
-    return lambda: rig.cache.tiers.release(CPU, [slot])
+    slot = int(rig.cache.tiers.shared.allocate([rig.part_bytes], 1)[0, 0])
+    return lambda: rig.cache.tiers.shared.free([slot])
 
 
 def leaked_slot(rig: Rig, rows: list[int]) -> Callable[[], None]:
     undo = loose_slot(rig, rows)
-    leaked = set(rig.cache.tiers.in_flight[CPU])
-    rig.cache.tiers.in_flight[CPU].clear()
+    leaked = set(rig.cache.tiers.shared.in_flight)
+    rig.cache.tiers.shared.in_flight.clear()
 
     def back() -> None:
-        rig.cache.tiers.in_flight[CPU].update(leaked)
+        rig.cache.tiers.shared.in_flight.update(leaked)
         undo()
 
     return back
@@ -93,7 +94,7 @@ def kept_by_nobody(rig: Rig, rows: list[int]) -> Callable[[], None]:
 
 
 def lost_lease(rig: Rig, rows: list[int]) -> Callable[[], None]:
-    hold = rig.cache.mover.placement.holds.hold("lease 1-x", rig.trie, np.array(rows, np.int64), CPU)
+    hold = rig.cache.mover.placement.holds.hold("lease 1-x", rig.trie, np.array(rows, np.int64), rig.cache.tiers.shared)
     rig.session.grants["1-x"] = Lease("1-x", rig.session, hold, 2000.0)
     rig.trie.unhold(hold.rows, CPU)
 
@@ -210,7 +211,7 @@ async def test_it_is_right_while_the_cache_works(make_rig: MakeRig) -> None:
             with suppress(ExhaustedError):  # write-back holds what it writes
                 await rig.put(prompt, durable=step % 2 == 0)
             await rig.get(prompt)
-            await rig.cache.prefetch(rig.namespace, rig.chain(prompt))
+            await rig.cache.prefetch(rig.session, rig.namespace, rig.chain(prompt))
             if step % 4 == 0:
                 await rig.cache.mover.forget(rig.trie, rig.rows(prompt)[::-1])
 

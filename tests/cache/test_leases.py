@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from prefixd.cache import CPU, Lease, Reservation
+from prefixd.cache import Lease, Reservation
+from prefixd.cache.index.trie import CPU
 from prefixd.cache.sessions import LeaseTable
 from prefixd.errors import (
     ExhaustedError,
@@ -146,7 +147,9 @@ async def test_sessions_are_limited(make_rig: Callable[..., Rig]) -> None:
 
 
 def test_a_session_that_ended_with_the_daemon_is_no_mistake_of_its_client() -> None:
-    table = LeaseTable(lambda grants, at_its_word: None, default_ttl_s=60.0, max_ttl_s=100.0, max_sessions=1)
+    table = LeaseTable(
+        lambda grants, at_its_word: None, lambda session: None, default_ttl_s=60.0, max_ttl_s=100.0, max_sessions=1
+    )
     session = table.open("one", 1, 0.0)
     table.close(session)
     with pytest.raises(NotFoundError, match="is not open"):
@@ -157,7 +160,9 @@ def test_a_session_that_ended_with_the_daemon_is_no_mistake_of_its_client() -> N
 
 
 def test_lifetimes_are_bounded() -> None:
-    table = LeaseTable(lambda grants, at_its_word: None, default_ttl_s=60.0, max_ttl_s=100.0, max_sessions=1)
+    table = LeaseTable(
+        lambda grants, at_its_word: None, lambda session: None, default_ttl_s=60.0, max_ttl_s=100.0, max_sessions=1
+    )
     assert [table.ttl(wanted) for wanted in (0.0, 5.0, 500.0, math.inf)] == [60.0, 5.0, 100.0, 100.0]
     for wrong in (-1.0, math.nan):
         with pytest.raises(InvalidArgumentError, match=f"ttl_s is {wrong}"):
@@ -200,8 +205,8 @@ async def test_without_a_cpu_tier_nothing_is_leased(make_rig: Callable[..., Rig]
         await rig.cache.acquire(rig.session, rig.namespace, rig.chain([1]))
     with pytest.raises(UnsupportedError, match=r"cpu\.bytes"):
         await rig.cache.reserve(rig.session, rig.namespace, rig.chain([1]))
-    rig.unhold(await rig.put_gpu([1, 2]), 0)
-    assert await rig.cache.prefetch(rig.namespace, rig.chain([1, 2])) == 2
+    rig.unhold(await rig.put_gpu([1, 2]), rig.cache.tiers.compute)
+    assert await rig.cache.prefetch(rig.session, rig.namespace, rig.chain([1, 2])) == 0, "there is nowhere to bring it"
 
 
 async def test_a_lease_covers_what_was_asked_for(make_rig: Callable[..., Rig]) -> None:
@@ -218,7 +223,7 @@ async def test_a_lease_covers_what_was_asked_for(make_rig: Callable[..., Rig]) -
 async def test_hits_are_counted_where_they_were_found(make_rig: Callable[..., Rig]) -> None:
     rig = make_rig(gpu=4, disk=8)
     await rig.put([1, 2], durable=True)
-    rig.unhold(await rig.put_gpu([1]), 0)
+    rig.unhold(await rig.put_gpu([1]), rig.cache.tiers.compute)
     await rig.get([1, 2, 3])
     assert rig.cache.counters.asked_tokens == 6
     assert rig.cache.counters.hit_tokens == [2, 2, 0]

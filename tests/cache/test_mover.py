@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from prefixd.cache import CPU, DISK, GPU
+from prefixd.cache.index.trie import CPU, DISK, GPU
 from prefixd.errors import ExhaustedError
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ MakeRig = Callable[..., "Rig"]
 async def test_blocks_go_down_a_tier_at_a_time_and_come_up_straight(make_rig: MakeRig) -> None:
     rig = make_rig(gpu=2, cpu=2, disk=4)
     for prompt in ([1, 2], [3, 4], [5, 6]):
-        rig.unhold(await rig.put_gpu(prompt), GPU)
+        rig.unhold(await rig.put_gpu(prompt), rig.cache.tiers.compute)
     assert [rig.trie.nearest[rig.rows(p)].tolist() for p in ([5, 6], [3, 4], [1, 2])] == [
         [GPU, GPU],
         [CPU, CPU],
@@ -28,22 +28,22 @@ async def test_blocks_go_down_a_tier_at_a_time_and_come_up_straight(make_rig: Ma
     ]
     rows = rig.rows([1, 2])
     rig.trie.hold(np.array(rows), GPU)
-    assert await rig.cache.mover.bring(rig.trie, np.array(rows), GPU) == 2
+    assert await rig.cache.mover.bring(rig.trie, np.array(rows), rig.cache.tiers.compute) == 2
     assert [rig.read(rig.frame(int(rig.trie.slots[row, GPU, 0]))) for row in rows] == [
         rig.content(rig.namespace, rig.chain([1, 2]), block) for block in (0, 1)
     ]
     assert not any(rig.tiers([1, 2], CPU)), "not by way of the CPU tier"
-    counters = rig.cache.tiers.counters
-    assert (counters[GPU].promoted, counters[GPU].demoted, counters[CPU].demoted) == (2, 6, 4)
-    rig.unhold(rows, GPU)
+    gpu, cpu = (rig.cache.tiers.counters(tier) for tier in rig.cache.tiers.memories)
+    assert (gpu.promoted, gpu.demoted, cpu.demoted) == (2, 6, 4)
+    rig.unhold(rows, rig.cache.tiers.compute)
 
 
 async def test_a_block_that_is_on_disk_still_goes_down_by_way_of_the_cpu_tier(make_rig: MakeRig) -> None:
     rig = make_rig(gpu=2, cpu=2, disk=8)
-    rig.unhold(await rig.put_gpu([1, 2]), GPU)
+    rig.unhold(await rig.put_gpu([1, 2]), rig.cache.tiers.compute)
     assert await rig.cache.write_back.flush() == 2
     assert (rig.tiers([1, 2], CPU), rig.tiers([1, 2], DISK)) == ([False] * 2, [True] * 2)
-    rig.unhold(await rig.put_gpu([3, 4]), GPU)
+    rig.unhold(await rig.put_gpu([3, 4]), rig.cache.tiers.compute)
     assert (rig.tiers([1, 2], GPU), rig.tiers([1, 2], CPU)) == ([False] * 2, [True] * 2)
     assert await rig.get([1, 2]) == 2
 
@@ -66,7 +66,7 @@ async def test_clean_blocks_are_evicted_without_a_copy(make_rig: MakeRig) -> Non
     before = rig.store.commits
     await rig.put([3, 4])
     assert rig.store.commits == before
-    assert rig.cache.tiers.counters[CPU].demoted == 0
+    assert rig.cache.tiers.counters(rig.cache.tiers.shared).demoted == 0
     assert (rig.tiers([1, 2], CPU), rig.tiers([1, 2], DISK)) == ([False] * 2, [True] * 2)
     assert await rig.get([1, 2]) == 2
 
@@ -151,9 +151,9 @@ async def test_frames_are_given_all_or_none(make_rig: MakeRig) -> None:
     assert frames is not None
     rig.own = frames
     rig.check()
-    rig.cache.tiers.release(GPU, frames)
+    rig.cache.tiers.compute.free(frames)
     rig.own = []
-    rig.unhold(held, GPU)
+    rig.unhold(held, rig.cache.tiers.compute)
     rig.own = await mover.take_frames(4) or []
     assert len(rig.own) == 4
     assert len(rig.rows([1, 2])) == 1, "the CPU tier had room for one of them"
@@ -161,11 +161,11 @@ async def test_frames_are_given_all_or_none(make_rig: MakeRig) -> None:
 
 async def test_frames_that_cannot_all_be_had_cost_nobody_a_copy(make_rig: MakeRig) -> None:
     rig = make_rig(gpu=4, cpu=4)
-    rig.unhold(await rig.put_gpu([5, 6]), GPU)
+    rig.unhold(await rig.put_gpu([5, 6]), rig.cache.tiers.compute)
     held = await rig.put_gpu([1, 2])
     assert await rig.cache.mover.take_frames(3) is None  # two can be had, at the cost of the first prompt
     assert rig.tiers([5, 6], GPU) == [True, True]
-    rig.unhold(held, GPU)
+    rig.unhold(held, rig.cache.tiers.compute)
 
 
 async def test_recording_a_block_that_is_there_keeps_the_first_copy(make_rig: MakeRig) -> None:
@@ -176,21 +176,21 @@ async def test_recording_a_block_that_is_there_keeps_the_first_copy(make_rig: Ma
     assert second == first
     assert rig.trie.slots[first, GPU, 0].tolist() == slots
     assert rig.pool is not None and rig.pool.used_count == 2
-    rig.unhold(first, GPU)
-    rig.unhold(second, GPU)
+    rig.unhold(first, rig.cache.tiers.compute)
+    rig.unhold(second, rig.cache.tiers.compute)
 
 
 async def test_an_engine_reads_what_the_worker_computed_and_the_other_way(make_rig: MakeRig) -> None:
     rig = make_rig(gpu=4)
-    rig.unhold(await rig.put_gpu([1, 2]), GPU)
+    rig.unhold(await rig.put_gpu([1, 2]), rig.cache.tiers.compute)
     assert await rig.get([1, 2]) == 2
     await rig.put([3, 4])
     rows = np.array(rig.rows([3, 4]))
     rig.trie.hold(rows, GPU)
-    assert await rig.cache.mover.bring(rig.trie, rows, GPU) == 2
+    assert await rig.cache.mover.bring(rig.trie, rows, rig.cache.tiers.compute) == 2
     frame = int(rig.trie.slots[rows[1], GPU, 0])
     assert rig.read(rig.frame(frame)) == rig.content(rig.namespace, rig.chain([3, 4]), 1)
-    rig.unhold(rows.tolist(), GPU)
+    rig.unhold(rows.tolist(), rig.cache.tiers.compute)
 
 
 async def test_sizes_share_the_arena(make_rig: MakeRig) -> None:
@@ -208,10 +208,10 @@ async def test_prefetch_brings_up_what_is_cached(make_rig: MakeRig) -> None:
     rig = make_rig(cpu=3, disk=8)
     await rig.put([1, 2, 3], durable=True)
     await rig.put([7, 8, 9])
-    assert await rig.cache.prefetch(rig.namespace, rig.chain([1, 2, 3, 4])) == 3
+    assert await rig.cache.prefetch(rig.session, rig.namespace, rig.chain([1, 2, 3, 4])) == 3
     await rig.cache.mover.quiesce()
     assert rig.tiers([1, 2, 3], CPU) == [True] * 3
-    assert await rig.cache.prefetch(rig.namespace, rig.chain([1, 2, 3, 4])) == 0
+    assert await rig.cache.prefetch(rig.session, rig.namespace, rig.chain([1, 2, 3, 4])) == 0
     assert not rig.trie.keep[: rig.trie.rows].any()
 
 

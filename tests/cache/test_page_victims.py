@@ -9,7 +9,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from prefixd.cache import CPU, DISK, Trie
+from prefixd.cache import Trie
+from prefixd.cache.index.trie import CPU, DISK
 from prefixd.cache.page_victims import _worth, find_page_victims
 from prefixd_swap import PageAllocator, Victims, choose_page_victims, create_eviction_policy
 from tests.cache.index.entering import enter_block
@@ -107,13 +108,11 @@ async def test_no_turn_reads_more_than_a_slice(monkeypatch: pytest.MonkeyPatch) 
 
 def chain(blocks: int, tier: int) -> tuple[Trie, list[int]]:
     """A prompt of which every block has a copy in `tier`, in slots 0, 1, ..."""
-    trie, rows = Trie(1, (4096,), 0), [-1]
-    for block in range(blocks):
-        row = trie.insert(rows[-1], 0, block.to_bytes(16, "little"), block.to_bytes(4, "little"), 0.0)
-        assert row is not None
-        trie.put_copy(row, tier, [block], 0.0)
-        rows.append(row)
-    return trie, rows[1:]
+    trie = Trie(1, (4096,), 0)
+    keys = np.frombuffer(b"".join(block.to_bytes(16, "little") for block in range(blocks)), np.uint8).reshape(-1, 16)
+    rows, _ = trie.insert_path(-1, 0, keys, np.arange(blocks, dtype=np.uint32)[:, None], 0.0)
+    trie.put_copies(rows, tier, np.arange(blocks)[:, None], 0.0)
+    return trie, rows.tolist()
 
 
 async def leaving(trie: Trie, slots: set[int]) -> list[int]:
@@ -130,7 +129,7 @@ async def leaving(trie: Trie, slots: set[int]) -> list[int]:
 async def test_a_record_without_bytes_that_nothing_continues_goes() -> None:
     trie, rows = chain(4, DISK)
     for row in rows[:3]:
-        trie.drop_copy(row, DISK, trie.all_groups)
+        trie.drop_copies(np.array([row]), DISK, np.array([trie.all_groups], np.uint8))
     assert await leaving(trie, set()) == [], "block 3 has bytes, and needs the records before it"
     assert await leaving(trie, {3}) == [rows[3]]
     trie.drop_copy(rows[3], DISK)
@@ -150,8 +149,8 @@ async def test_a_record_without_bytes_that_nothing_continues_goes() -> None:
 
 async def test_a_record_without_bytes_goes_though_there_is_a_copy_above() -> None:
     trie, (row,) = chain(1, CPU)
-    trie.put_copy(row, DISK, [7], 0.0)
-    trie.drop_copy(row, DISK, trie.all_groups)
+    trie.put_copies(np.array([row]), DISK, np.array([[7]]), 0.0)
+    trie.drop_copies(np.array([row]), DISK, np.array([trie.all_groups], np.uint8))
     assert trie.any_part[row] & (1 << DISK) and await leaving(trie, set()) == [row]
 
 

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from prefixd.cache import CPU, DISK, BlockChain, Reservation, Trie
+from prefixd.cache import BlockChain, Reservation, Trie
 from prefixd.cache.groups import FullAttention, GroupRule, SlidingWindow
+from prefixd.cache.index.trie import CPU, DISK
 from prefixd.cache.reservations import present
 from prefixd.errors import InvalidArgumentError, PreconditionError
 from tests.cache.index.entering import enter_chain
@@ -76,8 +77,10 @@ async def test_a_late_part_does_not_hide_the_copy_on_disk(make_rig: MakeRig) -> 
     await rig.put([1], namespace=home, durable=True)
     trie = rig.cache.tries[late.trie.ordinal]
     row = rig.rows([1], home)[0]
-    assert len(await rig.cache.mover.allocate(CPU, (4096, 4096), 1)) == 1  # presses the block out of the CPU tier
-    rig.cache.tiers.release(CPU, list(rig.cache.tiers.in_flight[CPU] - {late.slots[0][0]}))
+    assert (
+        len(await rig.cache.mover.allocate(rig.cache.tiers.shared, (4096, 4096), 1)) == 1
+    )  # presses the block out of the CPU tier
+    rig.cache.tiers.shared.free(list(rig.cache.tiers.shared.in_flight - {late.slots[0][0]}))
     assert trie.slots[row, CPU].tolist() == [-1, -1]
     assert await rig.cache.commit(late, 1) == (1, 0)
     assert (trie.has(row, CPU), trie.has(row, DISK)) == (False, True)
@@ -150,6 +153,6 @@ def test_what_a_rank_has_is_found_without_a_loop_over_blocks(parts: Sequence[int
         slots[: blocks // 2, 1] = np.arange(blocks // 2)
         trie.put_copies(path, CPU, slots, 0.0)  # rank 0 has committed all, rank 1 half of the blocks
         has = blocks if parts == (0,) else blocks // 2
-        assert present(trie, path, parts).tolist() == path[:has].tolist()
-        executed.append(instructions(lambda trie=trie, path=path: present(trie, path, parts)))  # type: ignore[misc]
+        assert present(trie, path, parts, 0, CPU).tolist() == path[:has].tolist()
+        executed.append(instructions(lambda trie=trie, path=path: present(trie, path, parts, 0, CPU)))  # type: ignore[misc]
     assert executed[0] == executed[1] > 0

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from prefixd.cache import CPU, Tiers, Trie
+from prefixd.cache import Tiers, Trie
 from prefixd.cache.placement import Placement
 from prefixd_swap import CpuArena
 from tests.cache.index.entering import enter_block
@@ -27,7 +27,7 @@ class Chain:
 
     def __init__(self, arena: CpuArena, blocks: int, there: set[int]) -> None:
         self.trie = Trie(1, (PART_BYTES,), 0)
-        self.placement = Placement(Tiers(arena), lambda: 0.0)
+        self.placement = Placement(Tiers.local(arena), lambda: 0.0)
         self.rows: list[int] = []
         for block in range(blocks):
             parent = self.rows[-1] if self.rows else -1
@@ -35,12 +35,12 @@ class Chain:
             assert row is not None
             self.rows.append(row)
             if block in there:
-                slots = self.placement.tiers.allocate(CPU, (PART_BYTES,))
-                self.placement.put(self.trie, np.array([row]), CPU, slots)
+                slots = self.placement.tiers.shared.allocate((PART_BYTES,), 1)
+                self.placement.put(self.trie, np.array([row]), self.placement.tiers.shared, slots)
 
     def drop(self, *blocks: int, with_page: bool = False) -> int:
         rows = [self.rows[block] for block in blocks]
-        return self.placement.drop(self.trie, rows, CPU, with_page=with_page)
+        return self.placement.drop(self.trie, rows, self.placement.tiers.shared, with_page=with_page)
 
 
 def test_a_whole_prompt_goes_in_one_call(arena: CpuArena) -> None:

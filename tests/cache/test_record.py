@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from prefixd.cache import CPU, GPU
+from prefixd.cache.index.trie import CPU, GPU
 
 if TYPE_CHECKING:
     from tests.cache.conftest import Rig
@@ -36,7 +36,7 @@ async def test_some_blocks_are_new_and_some_are_there(make_rig: MakeRig) -> None
     frames = await frames_of(rig, 6)
     rows, taken = cache.record(rig.namespace, rig.namespace.root, chain, 0, frames[:3])
     assert taken.tolist() == [True] * 3
-    hold = holds.hold("first", rig.trie, rows, GPU)
+    hold = holds.hold("first", rig.trie, rows, rig.cache.tiers.compute)
     rig.own = frames[3:]
     rig.check()
     assert rig.trie.slots[rows, GPU, 0].tolist() == frames[:3]
@@ -51,7 +51,7 @@ async def test_some_blocks_are_new_and_some_are_there(make_rig: MakeRig) -> None
     hold.shrink(1)
     assert rig.trie.held(again, GPU).tolist() == [False] * 3
     hold.end()
-    cache.tiers.release(GPU, rig.own)
+    cache.tiers.compute.free(rig.own)
     rig.own = []
 
 
@@ -66,7 +66,7 @@ async def test_a_block_whose_key_is_anothers_ends_the_recording(make_rig: MakeRi
     rig.own = frames[3:]
     rig.check()
     assert not np.isin(rows, first).any()
-    rig.cache.tiers.release(GPU, rig.own)
+    rig.cache.tiers.compute.free(rig.own)
     rig.own = []
 
 
@@ -75,11 +75,11 @@ async def test_a_hold_that_cannot_be_extended_says_so(make_rig: MakeRig) -> None
     await rig.put([1, 2])
     rows = np.array(rig.rows([1, 2]), np.int64)
     holds = rig.cache.mover.placement.holds
-    some = holds.hold("some groups", rig.trie, rows[:1], CPU, np.ones(1, np.uint8))
+    some = holds.hold("some groups", rig.trie, rows[:1], rig.cache.tiers.shared, np.ones(1, np.uint8))
     with pytest.raises(RuntimeError, match="the hold of some groups cannot be extended"):
         some.extend(rows[1:])
     some.end()
-    ended = holds.hold("ended", rig.trie, rows[:1], CPU)
+    ended = holds.hold("ended", rig.trie, rows[:1], rig.cache.tiers.shared)
     ended.end()
     with pytest.raises(RuntimeError, match="the hold of ended cannot be extended"):
         ended.extend(rows[1:])

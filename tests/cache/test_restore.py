@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from prefixd.cache import CPU, DISK, GPU, restore
+from prefixd.cache import restore
+from prefixd.cache.index.trie import CPU, DISK
 from prefixd_swap import NewBlock, Records, SlabStore, Span, StorageError
 from prefixd_swap.slab.block_record import index_key
 from tests.cache.conftest import BLOCK_TOKENS, PART_BYTES
@@ -34,7 +35,7 @@ async def test_durable_blocks_come_back_whole_and_others_do_not(make_rig: MakeRi
 
 async def test_a_durable_commit_covers_the_prefix_before_it(make_rig: MakeRig) -> None:
     rig = make_rig(gpu=4, cpu=8, disk=16)
-    rig.unhold(await rig.put_gpu([1]), GPU)
+    rig.unhold(await rig.put_gpu([1]), rig.cache.tiers.compute)
     await rig.put([1, 2])
     await rig.put([1, 2, 3], durable=True)
     await rig.restart()
@@ -114,7 +115,7 @@ def test_the_order_of_a_prompt_of_any_length_is_found_in_a_moment() -> None:
     depths = np.arange(blocks)
     records = Records((), np.zeros(blocks, np.int32), keys, depths - 1, depths, ())
     begin = time.thread_time()
-    places = restore._Entry(records, [], [])._prompt_order()
+    places = restore._Entry(records, [], [], DISK)._prompt_order()
     assert time.thread_time() - begin < 2.0  # one pass over all records a block takes a minute
     assert (places == np.arange(blocks)).all()
 

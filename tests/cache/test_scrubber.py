@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from prefixd.cache import CPU, DISK
-from prefixd.cache.scrubber import PART, Scrubber, ScrubProgress, TokenBucket
+from prefixd.cache.index.trie import CPU, DISK
+from prefixd.cache.scrubber import Scrubber, ScrubProgress, TokenBucket
 from prefixd_swap import (
     BlockRecord,
     ChecksumError,
     IndexUnavailableError,
-    OutOfMemoryError,
     RecordDamagedError,
     StorageError,
 )
@@ -251,8 +250,8 @@ async def test_an_index_that_goes_while_a_block_is_looked_at_again_costs_no_bloc
 
 
 async def test_closing_a_verification_ends_its_reads(make_rig: MakeRig, eventually: Any) -> None:
-    rig = make_rig(cpu=64, disk=64)
-    await rig.put(range(40), durable=True)
+    rig = make_rig(cpu=256, disk=256)
+    await rig.put(range(200), durable=True)
     gate, reading, really = threading.Event(), threading.Event(), rig.ops.pread
 
     def read(fd: int, buffer: memoryview, offset: int) -> int:
@@ -271,7 +270,7 @@ async def test_closing_a_verification_ends_its_reads(make_rig: MakeRig, eventual
     gate.set()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert rig.ops.reads - before <= 1, "what had begun was read to its end, and no more"
+    assert rig.ops.reads - before <= 64, "the piece that had begun was read to its end, and no more"
 
 
 def test_the_bucket_gives_a_rate_with_a_second_in_store() -> None:
@@ -317,14 +316,14 @@ async def test_the_background_keeps_to_its_rate_and_its_rhythm(make_rig: MakeRig
 async def test_the_background_waits_while_the_disk_is_in_trouble(make_rig: MakeRig) -> None:
     rig = make_rig(cpu=16, disk=32)
     await rig.put([1, 2], durable=True)
-    rig.cache.tiers.disk_gives = False
+    rig.durable.gives = False
     sleep = Sleeper(rig, 3)
     scrubber = Scrubber(rig.cache.mover, rig.clock, bytes_per_s=1 << 30, sleep=sleep)
     scrubber.start()
     await sleep.over.wait()
     assert scrubber.counters.checked_blocks == 0
     await scrubber.stop()
-    rig.cache.tiers.disk_gives = True
+    rig.durable.gives = True
 
 
 async def test_without_a_rate_or_a_disk_there_is_no_background(make_rig: MakeRig) -> None:
@@ -397,38 +396,17 @@ async def test_an_altered_record_is_found_by_a_verification_and_by_a_commit(make
     assert await rig.get([1, 2]) == 1 and await rig.get([4, 5]) == 0
 
 
-async def test_a_shortage_of_threads_is_a_trouble_and_the_background_starts_when_it_is_over(
+async def test_it_needs_no_threads_of_its_own(
     make_rig: MakeRig, no_more_threads: Callable[[], AbstractContextManager[list[str]]]
 ) -> None:
     rig = make_rig(cpu=16, disk=32)
     await rig.put([1, 2], durable=True)
-    troubles = rig.cache.tiers.troubles
-    sleep = Sleeper(rig, 5)
-    seen: list[str] = []
-    shortage = no_more_threads()
-    refused = shortage.__enter__()
-
-    async def wait(seconds: float) -> None:
-        seen.append(troubles.what(PART))
-        if len(refused) == 3 and len(seen) == 3:
-            shortage.__exit__(None, None, None)
-        await sleep(seconds)
-
-    scrubber = Scrubber(rig.cache.mover, rig.clock, bytes_per_s=1 << 30, every_s=60.0, sleep=wait)
-    task = scrubber.start()
-    await sleep.over.wait()
-    assert task is not None and not task.done()
-    assert sleep.slept == [5.0, 5.0, 5.0, 60.0, 60.0]
-    assert all("1 threads cannot be started" in what and "ulimit -u" in what for what in seen[:3])
-    assert seen[3] == "" and scrubber.counters.checked_blocks == 4
-    await scrubber.stop()
-
-
-async def test_a_verification_without_threads_says_so(
-    make_rig: MakeRig, no_more_threads: Callable[[], AbstractContextManager[list[str]]]
-) -> None:
-    rig = make_rig(cpu=16, disk=32)
-    await rig.put([1, 2], durable=True)
-    with no_more_threads(), pytest.raises(OutOfMemoryError, match=r"8 threads cannot be started .*ulimit -u"):
-        await verified(rig)
-    assert (await verified(rig)).checked_blocks == 2
+    with no_more_threads():
+        assert (await verified(rig)).checked_blocks == 2
+        sleep = Sleeper(rig, 2)
+        scrubber = Scrubber(rig.cache.mover, rig.clock, bytes_per_s=1 << 30, every_s=60.0, sleep=sleep)
+        task = scrubber.start()
+        await sleep.over.wait()
+        assert task is not None and not task.done()
+        assert scrubber.counters.passes >= 1
+        await scrubber.stop()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from prefixd.cache import CPU, DISK, GPU
+from prefixd.cache.index.trie import CPU, DISK, GPU
 
 if TYPE_CHECKING:
     from tests.cache.conftest import Rig
@@ -43,18 +43,18 @@ async def bring(rig: Rig, prompt: Sequence[int]) -> int:
     """Brings the prompt's blocks up to the GPU tier and checks every byte of those that arrived."""
     rows = np.array(rig.rows(prompt))
     rig.trie.hold(rows, GPU)
-    there = await rig.cache.mover.bring(rig.trie, rows, GPU)
+    there = await rig.cache.mover.bring(rig.trie, rows, rig.cache.tiers.compute)
     for block, row in enumerate(rows[:there].tolist()):
         span = rig.frame(int(rig.trie.slots[row, GPU, 0]))
         assert await rig.download(span) == rig.content(rig.namespace, rig.chain(prompt), block)
-    rig.unhold(rows.tolist(), GPU)
+    rig.unhold(rows.tolist(), rig.cache.tiers.compute)
     return there
 
 
 async def test_blocks_go_down_a_tier_at_a_time_and_come_up_from_each(make: MakeRig) -> None:
     rig = make()
     for prompt in ([1, 2], [3, 4], [5, 6]):
-        rig.unhold(await rig.put_gpu(prompt), GPU)
+        rig.unhold(await rig.put_gpu(prompt), rig.cache.tiers.compute)
     assert [rig.trie.nearest[rig.rows(p)].tolist() for p in ([5, 6], [3, 4], [1, 2])] == [
         [GPU, GPU],
         [CPU, CPU],
@@ -69,13 +69,13 @@ async def test_blocks_go_down_a_tier_at_a_time_and_come_up_from_each(make: MakeR
 async def test_an_engine_reads_what_a_worker_computed(make: MakeRig) -> None:
     """From the GPU tier to the arena, where `get` checks every byte."""
     rig = make(gpu=4, cpu=4)
-    rig.unhold(await rig.put_gpu([1, 2, 3]), GPU)
+    rig.unhold(await rig.put_gpu([1, 2, 3]), rig.cache.tiers.compute)
     assert await rig.get([1, 2, 3]) == 3
 
 
 async def test_flush_writes_gpu_blocks_and_a_restart_brings_them_back(make: MakeRig) -> None:
     rig = make(gpu=4, cpu=4)
-    rig.unhold(await rig.put_gpu([1, 2, 3, 4]), GPU)
+    rig.unhold(await rig.put_gpu([1, 2, 3, 4]), rig.cache.tiers.compute)
     assert await rig.cache.write_back.flush() == 4
     await rig.restart()
     assert rig.restored == 4
@@ -85,7 +85,7 @@ async def test_flush_writes_gpu_blocks_and_a_restart_brings_them_back(make: Make
 async def test_write_back_makes_gpu_blocks_clean(make: MakeRig, eventually: Callable[..., Any]) -> None:
     rig = make(gpu=8, cpu=8, write_back=True)
     rig.start_write_back()
-    rig.unhold(await rig.put_gpu([1, 2, 3, 4, 5, 6, 7, 8]), GPU)
+    rig.unhold(await rig.put_gpu([1, 2, 3, 4, 5, 6, 7, 8]), rig.cache.tiers.compute)
     await eventually(lambda: any(rig.tiers([1, 2, 3, 4, 5, 6, 7, 8], DISK)))
     await rig.cache.write_back.stop()
     assert await rig.get([1, 2, 3, 4, 5, 6, 7, 8]) == 8

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefixd.cache import CPU, DISK, Trie
-from prefixd.cache.index.trie import Rows
+from prefixd.cache import Trie
+from prefixd.cache.index.trie import CPU, DISK, Rows
 from prefixd.cache.lowest_rows import LowestRows
 from prefixd.cache.unwritten import UnwrittenBlocks
 from tests.cache.index.entering import enter_block
@@ -32,7 +32,7 @@ class Queue:
         self.now = 1000.0
         for number in range(blocks):
             self.put(number, entered_s=float(blocks - number))
-        self.waiting = UnwrittenBlocks(self.trie, CPU, lambda: self.now)
+        self.waiting = UnwrittenBlocks(self.trie, CPU, DISK, lambda: self.now)
 
     def put(self, number: int, entered_s: float, parent: int = -1) -> int:
         row = enter_block(self.trie, number.to_bytes(16, "little"), number.to_bytes(4, "little"), parent)

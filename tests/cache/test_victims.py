@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefixd.cache import CPU, DISK, GPU, Trie
-from prefixd.cache.index.trie import Rows
+from prefixd.cache import Trie
+from prefixd.cache.index.trie import CPU, DISK, GPU, Rows
 from prefixd.cache.victims import can_free, find_victims
 from prefixd_swap import create_eviction_policy
 from tests.cache.index.entering import enter_block

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from prefixd.cache import CPU, DISK, GPU
+from prefixd.cache.index.trie import CPU, DISK
 
 if TYPE_CHECKING:
     from tests.cache.conftest import Rig
@@ -87,26 +87,28 @@ async def test_what_lives_on_disk_alone_gives_way_to_what_is_newer(make_rig: Mak
 async def test_an_eighth_of_the_gpu_tier_is_kept_clean(make_rig: MakeRig) -> None:
     rig = make_rig(gpu=16, cpu=8, write_back=True)
     for prompt in range(8):
-        rig.unhold(await rig.put_gpu([prompt, 50]), GPU)
+        rig.unhold(await rig.put_gpu([prompt, 50]), rig.cache.tiers.compute)
     await rest(rig)
     assert [rig.tiers([prompt, 50], CPU) for prompt in range(8)] == [[True, True]] + [[False, False]] * 7
-    moved = rig.cache.tiers.counters[GPU].demoted
+    moved = rig.cache.tiers.counters(rig.cache.tiers.compute).demoted
     frames = await rig.cache.mover.take_frames(2)
     assert frames is not None
-    assert rig.cache.tiers.counters[GPU].demoted == moved, "their eviction needs no copy"
-    rig.cache.tiers.release(GPU, frames)
+    assert rig.cache.tiers.counters(rig.cache.tiers.compute).demoted == moved, "their eviction needs no copy"
+    rig.cache.tiers.compute.free(frames)
 
 
 @pytest.mark.parametrize("disk", [0, 2])
 async def test_it_rests_when_the_cpu_tier_is_smaller_than_the_clean_share(make_rig: MakeRig, disk: int) -> None:
     rig = make_rig(gpu=32, cpu=2, disk=disk, write_back=True)
     for prompt in range(32):
-        rig.unhold(await rig.put_gpu([prompt]), GPU)
+        rig.unhold(await rig.put_gpu([prompt]), rig.cache.tiers.compute)
     await rest(rig)
-    evicted = rig.cache.tiers.counters[CPU].evicted
+    evicted = rig.cache.tiers.counters(rig.cache.tiers.shared).evicted
     rig.cache.mover.changed.set()
     await rest(rig)
-    assert rig.cache.tiers.counters[CPU].evicted == evicted, "one copy ahead of need must not cost another"
+    assert rig.cache.tiers.counters(rig.cache.tiers.shared).evicted == evicted, (
+        "one copy ahead of need must not cost another"
+    )
     assert sum(rig.tiers([prompt], CPU)[0] for prompt in range(32)) == 2
 
 
@@ -118,7 +120,7 @@ async def test_it_rests_and_lets_others_run_when_the_cpu_tier_is_leased(
     lease = await rig.lease([1, 2])
     rig.start_write_back()
     for prompt in range(10, 18):
-        rig.unhold(await rig.put_gpu([prompt]), GPU)
+        rig.unhold(await rig.put_gpu([prompt]), rig.cache.tiers.compute)
     for _ in range(20):
         await asyncio.sleep(0)
     await eventually(lambda: not rig.cache.mover.changed.is_set())
@@ -150,7 +152,7 @@ async def test_a_flush_makes_room_at_the_cost_of_other_prompts(make_rig: MakeRig
 
 async def test_flush_takes_gpu_blocks_too(make_rig: MakeRig) -> None:
     rig = make_rig(gpu=4, cpu=2, disk=8)
-    rig.unhold(await rig.put_gpu([1, 2, 3]), GPU)
+    rig.unhold(await rig.put_gpu([1, 2, 3]), rig.cache.tiers.compute)
     assert await rig.cache.write_back.flush() == 3
     await rig.restart()
     assert await rig.get([1, 2, 3]) == 2, "as much as the CPU tier takes"
@@ -164,11 +166,11 @@ async def test_an_error_does_not_end_it(
     rig.ops.fail = OSError(5, "Input/output error")
     rig.start_write_back()
     await rig.put([1, 2])
-    await eventually(lambda: bool(rig.cache.tiers.trouble[DISK]))
+    await eventually(lambda: bool(rig.cache.tiers.troubles.what("disk tier")))
     assert await rig.get([1, 2]) == 2, "the rest goes on"
     rig.ops.fail = None
     await eventually(lambda: all(rig.tiers([1, 2], DISK)))
-    assert not rig.cache.tiers.trouble[DISK]
+    assert not rig.cache.tiers.troubles.what("disk tier")
 
 
 async def test_it_ends_at_once_while_it_waits_to_try_again(
@@ -179,6 +181,6 @@ async def test_it_ends_at_once_while_it_waits_to_try_again(
     rig.ops.fail = OSError(5, "Input/output error")
     rig.start_write_back()
     await rig.put([1, 2])
-    await eventually(lambda: bool(rig.cache.tiers.trouble[DISK]))
+    await eventually(lambda: bool(rig.cache.tiers.troubles.what("disk tier")))
     await asyncio.wait_for(rig.cache.write_back.stop(), 60)
     assert rig.tiers([1, 2], DISK) == [False, False]

@@ -286,7 +286,7 @@ def with_model(model_directory: Path) -> dict[str, str | int]:
 async def cache() -> AsyncIterator[TieredCache]:
     """A cache of 1 MiB of CPU memory, in this process."""
     arena, engine = CpuArena(1 << 20), create_copy_engine("cpu")
-    made = TieredCache(Tiers(arena), engine, create_eviction_policy("lru", 1), time.monotonic)
+    made = TieredCache(Tiers.local(arena), engine, create_eviction_policy("lru", 1), time.monotonic)
     yield made
     await made.close()
     check_integrity(made)

@@ -61,7 +61,7 @@ class Router:
 @pytest.fixture
 async def cache() -> Any:
     engine = create_copy_engine("cpu")
-    made = TieredCache(Tiers(), engine, create_eviction_policy("lru", 1), lambda: 0.0)
+    made = TieredCache(Tiers.local(), engine, create_eviction_policy("lru", 1), lambda: 0.0)
     yield made
     await made.close()
     engine.close()

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
-from prefixd.cache import CPU, NamespaceSpec, PartSpec, TieredCache, Tiers, Trie
-from prefixd.cache.index.trie import Rows
+from prefixd.cache import NamespaceSpec, PartSpec, TieredCache, Tiers, Trie
+from prefixd.cache.index.trie import CPU, Rows
 from prefixd.errors import InvalidArgumentError, NotFoundError
 from prefixd.pacer import Pacer
 from prefixd.server import prefixes
@@ -30,7 +30,7 @@ SPECS.append(NamespaceSpec("third", 2 * TOKENS, (PartSpec("full", 0, 4096),)))  
 def cache() -> Iterator[TieredCache]:
     arena = CpuArena(1 << 20)
     engine = create_copy_engine("cpu")
-    made = TieredCache(Tiers(arena, None), engine, create_eviction_policy("lru", 0), lambda: 1000.0)
+    made = TieredCache(Tiers.local(arena), engine, create_eviction_policy("lru", 0), lambda: 1000.0)
     for spec in SPECS:
         made.register(spec)
     yield made

@@ -16,8 +16,8 @@ import zmq
 from vllm.distributed import kv_events as theirs
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash, to_event_extra_keys
 
-from prefixd.cache import CPU, GPU
 from prefixd.cache.index.keys import BlockChain
+from prefixd.cache.index.trie import CPU, GPU
 from prefixd.client import Client, NamespaceSpec, PartSpec
 from prefixd.server.kv_events import wire as ours
 from prefixd.server.kv_events.announcer import MEDIA

@@ -17,14 +17,16 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from prefixd.cache import CPU, DISK, GPU, Namespace, TieredCache, Trie
+from prefixd.cache import Namespace, TieredCache, Trie
 from prefixd.cache.index.columns import ColumnMemory
 from prefixd.cache.index.trie import Rows
 from prefixd.server.kv_events.publisher import EventCounters, Publisher
 from prefixd.server.kv_events.wire import AllBlocksCleared, BlockRemoved, BlockStored
 from prefixd.settings import EVENT_NAMESPACE, EventSettings
 
-MEDIA = {GPU: "GPU", CPU: "CPU", DISK: "STORAGE"}
+MEDIA = {"gpu": "GPU", "cpu": "CPU", "disk": "STORAGE"}
+"""vLLM's names, by the tier's."""
+
 LOCALITY = "LOCAL"
 
 _GATHER_S = 0.004  # what changes within it goes into one batch; the pause between turns
@@ -71,6 +73,7 @@ class KVEvents:
     def __init__(self, cache: TieredCache, settings: EventSettings) -> None:
         self._cache = cache
         self._topic = settings.topic
+        self._media = {tier.level: MEDIA[tier.name] for tier in cache.tiers}
         self._announced: list[_Announced] = []  # by the tries' ordinals
         self._gone: deque[tuple[bytes, int, Hashes]] = deque()  # topic, tier, hashes: removals to be said
         self._begun: set[bytes] = set()  # topics that have had their AllBlocksCleared
@@ -182,7 +185,7 @@ class KVEvents:
         there = np.flatnonzero(is_so)
         same[there] = announced.hashes[rows[there]] == _hashes(trie, rows[there])
         still = np.where(same, said & is_so, np.uint8(0))
-        for tier in MEDIA:
+        for tier in self._media:
             gone = rows[(said & ~still & np.uint8(1 << tier)) != 0]
             if len(gone):
                 self._queue_removals(announced, gone, tier)
@@ -207,7 +210,7 @@ class KVEvents:
             left -= len(now)
             if len(later):
                 self._gone.appendleft((topic, tier, later))
-            event = BlockRemoved(now.tolist(), MEDIA[tier], locality=LOCALITY)
+            event = BlockRemoved(now.tolist(), self._media[tier], locality=LOCALITY)
             by_topic.setdefault(topic, []).append(event)
         for topic, events in by_topic.items():
             self._publisher.publish(topic, events)
@@ -243,7 +246,7 @@ class KVEvents:
                     extra_keys=[_salted(namespace) if first else None, *[None] * (end - start - 1)],
                     locality=LOCALITY,
                 )
-                for tier, medium in MEDIA.items()
+                for tier, medium in self._media.items()
                 if fresh[start] & (1 << tier)
             ]
         for topic, batch in by_topic.items():

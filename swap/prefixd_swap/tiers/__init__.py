@@ -6,9 +6,11 @@ planning. `memory_copies` moves blocks between two memory tiers; `block_transfer
 
 from __future__ import annotations
 
+from prefixd_swap.tiers.absent import AbsentTier
 from prefixd_swap.tiers.base import (
     NO_SLOT,
     Identity,
+    Int64s,
     Loads,
     MemoryTier,
     Places,
@@ -24,11 +26,13 @@ from prefixd_swap.tiers.memory_copies import MemoryCopies
 
 __all__ = [
     "NO_SLOT",
+    "AbsentTier",
     "BlockTransfer",
     "CpuTier",
     "DiskTier",
     "GpuTier",
     "Identity",
+    "Int64s",
     "Loads",
     "MemoryCopies",
     "MemoryTier",

@@ -9,7 +9,7 @@ Blocks are given in columns: n blocks of p parts each are arrays [n, p]. A part 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import final
@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixd_swap.errors import MemoryMisuseError, StorageError, SwapError
+from prefixd_swap.page_eviction import ChooseVictims
 from prefixd_swap.slab.block_record import BlockRecord, DiskPart, NewBlock
 from prefixd_swap.slab.records import Records
 from prefixd_swap.spans import Span
@@ -92,6 +93,21 @@ class Tier(ABC):
     def used_bytes(self) -> int:
         """What of that is taken."""
 
+    @property
+    def choose_victims(self) -> ChooseVictims | None:
+        """Which slots make room where blocks of several sizes share pages; None where any slot serves any block."""
+        return None
+
+    def choose_victims_later(self) -> ChooseVictims:
+        """As `choose_victims`, among the slots as they are now, whatever happens meanwhile: a thread may call it.
+
+        Raises:
+            MemoryMisuseError: any slot serves any block here.
+        """
+        if self.choose_victims is None:
+            raise MemoryMisuseError(f"every slot of the {self.name} tier serves any block; choose blocks, not pages")
+        return self.choose_victims
+
     @abstractmethod
     def check_integrity(self) -> None:
         """Count again.
@@ -142,13 +158,13 @@ class MemoryTier(Tier):
         self.in_flight.difference_update(slots.ravel().tolist())
 
     @final
-    def free(self, slots: Int64s) -> None:
+    def free(self, slots: Int64s | Iterable[int]) -> None:
         """Gives slots back, in flight or just dropped from a trie; NO_SLOT is skipped.
 
         Raises:
             MemoryMisuseError: a slot is not allocated.
         """
-        flat = slots.ravel()
+        flat = np.array(slots if isinstance(slots, np.ndarray) else list(slots), np.int64).ravel()
         given = flat[flat != NO_SLOT]
         self._free(given)
         self.in_flight.difference_update(given.tolist())
@@ -156,6 +172,10 @@ class MemoryTier(Tier):
     @abstractmethod
     def ever_fits(self, nbytes: Sequence[int]) -> bool:
         """Whether an empty tier has room for a block with such parts; if not, nothing need be evicted for it."""
+
+    @abstractmethod
+    def footprint(self, nbytes: Sequence[int]) -> int:
+        """Bytes of the slots that a block with such parts takes."""
 
     @abstractmethod
     def room(self, nbytes: int) -> int:
@@ -390,6 +410,18 @@ class StoreTier(Tier):
         """
 
     @abstractmethod
+    async def drop_parts(self, parts: Sequence[tuple[bytes, bytes, Collection[int]]], urgency: Urgency) -> None:
+        """Gives back the slots of some parts of blocks that stay. Returns when that is durable.
+
+        Args:
+            parts: of each block its namespace id, its key, and the parts' numbers.
+            urgency: see `Urgency`.
+
+        Raises:
+            StorageError: I/O failed; some or all of the parts are still there.
+        """
+
+    @abstractmethod
     def room(self, nbytes: int) -> int:
         """How many more parts of `nbytes` bytes each could be written now."""
 
@@ -406,6 +438,14 @@ class StoreTier(Tier):
     @abstractmethod
     def namespaces(self) -> dict[bytes, bytes]:
         """What every namespace stands for, by its id. Blocks the caller: for the start."""
+
+    @abstractmethod
+    def discard(self, names: Sequence[Identity]) -> None:
+        """Removes blocks. Blocks the caller: for the start.
+
+        Raises:
+            StorageError: I/O failed; some or all of the blocks are still there.
+        """
 
     @abstractmethod
     async def put_namespace(self, namespace: bytes, spec: bytes) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
 from prefixd_swap.arena import CpuArena
 from prefixd_swap.errors import MemoryMisuseError
+from prefixd_swap.page_eviction import ChooseVictims, choose_victims
 from prefixd_swap.slots import round_to_slot
-from prefixd_swap.tiers.base import Int64s, MemoryTier
+from prefixd_swap.tiers.base import NO_SLOT, Int64s, MemoryTier
 
 
 class CpuTier(MemoryTier):
@@ -36,7 +38,11 @@ class CpuTier(MemoryTier):
 
     def ever_fits(self, nbytes: Sequence[int]) -> bool:
         """Whether an empty arena has room for a block."""
-        return sum(map(round_to_slot, nbytes)) <= self.arena.capacity_bytes
+        return self.footprint(nbytes) <= self.arena.capacity_bytes
+
+    def footprint(self, nbytes: Sequence[int]) -> int:
+        """Bytes of a block's slots."""
+        return sum(map(round_to_slot, nbytes))
 
     def room(self, nbytes: int) -> int:
         """How many more parts of `nbytes` bytes each could be allocated now."""
@@ -54,34 +60,44 @@ class CpuTier(MemoryTier):
         """Every slot that is taken, ascending."""
         return self.arena.allocated()
 
+    @property
+    def choose_victims(self) -> ChooseVictims | None:
+        """Single slots, or whole pages of the arena."""
+        return partial(choose_victims, self.arena.pages)
+
+    def choose_victims_later(self) -> ChooseVictims:
+        """Among the slots of a copy."""
+        return partial(choose_victims, self.arena.pages.copy())
+
     def check_integrity(self) -> None:
         """Count again."""
         self.arena.check_integrity()
 
     def _allocate(self, nbytes: Sequence[int], count: int, near: Int64s | None) -> Int64s:
-        del near  # slots of one size are taken from the lowest: what is allocated together lies together
         if not self.ever_fits(nbytes):
             raise MemoryMisuseError(
                 f"a block of {sum(nbytes)} bytes in {len(nbytes)} parts never fits into the {self.name} tier of "
                 f"{self.capacity_bytes} bytes; make it larger"
             )
-        taken: list[list[int]] = []
-        for _ in range(count):
-            block: list[int] = []
-            for size in nbytes:
-                offset = self.arena.allocate(size)
-                if offset is None:
-                    for earlier in block:
-                        self.arena.free(earlier)
-                    return _table(taken, len(nbytes))
-                block.append(offset)
-            taken.append(block)
-        return _table(taken, len(nbytes))
+        arena, hints = self.arena, [None] * len(nbytes) if near is None else [_hint(slot) for slot in near.tolist()]
+        count = min([count, *(arena.room(size) for size in set(nbytes))])
+        while count:  # what one size takes another may lack, so the smaller number is tried where a larger one fails
+            columns: list[Int64s] = []
+            for size, hint in zip(nbytes, hints, strict=True):
+                column = arena.allocate_many(size, count, hint)
+                if column is None:
+                    break
+                columns.append(column)
+            if len(columns) == len(nbytes):
+                return np.stack(columns, axis=1)
+            for column in columns:
+                arena.free_many(column)
+            count //= 2
+        return np.empty((0, len(nbytes)), np.int64)
 
     def _free(self, slots: Int64s) -> None:
-        for slot in slots.tolist():
-            self.arena.free(slot)
+        self.arena.free_many(slots)
 
 
-def _table(blocks: list[list[int]], parts: int) -> Int64s:
-    return np.array(blocks, np.int64).reshape(len(blocks), parts)
+def _hint(slot: int) -> int | None:
+    return None if slot == NO_SLOT else slot

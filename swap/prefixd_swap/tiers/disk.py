@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TypeVar
 
 from prefixd_swap.errors import IndexUnavailableError, LostBytesError, StorageError
+from prefixd_swap.page_eviction import ChooseVictims
 from prefixd_swap.slab.block_record import BlockRecord, DiskPart, NewBlock
 from prefixd_swap.slab.records import Records
 from prefixd_swap.slab.store import SlabStore
@@ -16,15 +17,20 @@ from prefixd_swap.threads import started_threads
 from prefixd_swap.tiers.base import NO_SLOT, Identity, Int64s, Loads, Places, StoreTier
 from prefixd_swap.transfers import DeviceLimits, Piece, Transfers, Urgency
 
+C = TypeVar("C")
 T = TypeVar("T")
 
 REMOVED_AT_ONCE = 1024
-LIMITS = DeviceLimits(in_flight=6, reserved=3)
-"""What is ahead of demand in the device's own queue costs demand time: at most three pieces may be."""
+_CONTROL_THREADS = 2  # one that looks at the files, and one for a writer who cannot wait for the next look
 
 
 class DiskTier(StoreTier):
-    """The disk tier's blocks. The store stays its maker's to close; for the arguments see `StoreTier`."""
+    """The disk tier's blocks. The store stays its maker's to close; for the other arguments see `StoreTier`.
+
+    Args:
+        threads: pieces under way ahead of demand. What is ahead of demand in the device's own queue costs demand time,
+            so there are half as many again for demand alone.
+    """
 
     durable = True
 
@@ -35,12 +41,13 @@ class DiskTier(StoreTier):
         *,
         name: str = "disk",
         level: int = 2,
-        limits: DeviceLimits = LIMITS,
-        writes: int = 1,
+        threads: int = 4,
     ) -> None:
-        super().__init__(name, level, transfers, limits, writes=writes, threads=True)
+        spare = threads // 2
+        limits = DeviceLimits(in_flight=threads + spare, reserved=spare)
+        super().__init__(name, level, transfers, limits, writes=1, threads=True)
         self.store = store
-        self._control = started_threads(1, f"prefixd-{name}-control")
+        self._control = started_threads(_CONTROL_THREADS, f"prefixd-{name}-control")
 
     @property
     def capacity_bytes(self) -> int:
@@ -54,13 +61,23 @@ class DiskTier(StoreTier):
 
     async def remove(self, names: Sequence[Identity], urgency: Urgency, *, damaged: bool = False) -> None:
         """Removes blocks, `REMOVED_AT_ONCE` in one durable transaction."""
-        pieces = (
-            Piece(0, partial(self.store.remove, names[start : start + REMOVED_AT_ONCE], damaged=damaged))
-            for start in range(0, len(names), REMOVED_AT_ONCE)
-        )
-        count = -(-len(names) // REMOVED_AT_ONCE)
-        transfer = self.transfers.submit(self.write_path, pieces, urgency, in_order=True, count=count, nbytes=0)
+        await self._change(partial(self.store.remove, damaged=damaged), names, urgency)
+
+    async def _change(self, change: Callable[[Sequence[C]], None], blocks: Sequence[C], urgency: Urgency) -> None:
+        """Changes the index, `REMOVED_AT_ONCE` blocks in one durable transaction."""
+        starts = range(0, len(blocks), REMOVED_AT_ONCE)
+        pieces = (Piece(0, partial(change, blocks[start : start + REMOVED_AT_ONCE])) for start in starts)
+        transfer = self.transfers.submit(self.write_path, pieces, urgency, in_order=True, count=len(starts), nbytes=0)
         (await transfer.finish()).values()
+
+    async def drop_parts(self, parts: Sequence[tuple[bytes, bytes, Collection[int]]], urgency: Urgency) -> None:
+        """Gives back the slots of some parts of blocks that stay, `REMOVED_AT_ONCE` blocks in one transaction."""
+        await self._change(self.store.drop_parts, parts, urgency)
+
+    @property
+    def choose_victims(self) -> ChooseVictims | None:
+        """Single slots, or whole pages of the slab files."""
+        return self.store.choose_victims
 
     def room(self, nbytes: int) -> int:
         """How many more parts of `nbytes` bytes each could be written now."""
@@ -73,6 +90,10 @@ class DiskTier(StoreTier):
     def namespaces(self) -> dict[bytes, bytes]:
         """What every namespace stands for, by its id."""
         return self.store.namespaces()
+
+    def discard(self, names: Sequence[Identity]) -> None:
+        """Removes blocks, and blocks the caller meanwhile."""
+        self.store.remove(names)
 
     async def put_namespace(self, namespace: bytes, spec: bytes) -> None:
         """Stores durably what a namespace stands for."""

@@ -42,6 +42,11 @@ class GpuTier(MemoryTier):
         """Whether a block is one part that fits into a frame."""
         return len(nbytes) == 1 and nbytes[0] <= self.frame_bytes
 
+    def footprint(self, nbytes: Sequence[int]) -> int:
+        """One frame, whatever of it a block uses."""
+        del nbytes
+        return self.frame_bytes
+
     def room(self, nbytes: int) -> int:
         """How many more frames can be allocated now, if a part of `nbytes` bytes fits into one."""
         return self.pool.free_count if self.ever_fits((nbytes,)) else 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -34,6 +34,7 @@ from prefixd_swap.slab.block_record import (
     encode_record,
     index_key,
     record_slots,
+    without_parts,
 )
 from prefixd_swap.slab.file_ops import host_bytes
 from prefixd_swap.slab.records import IndexTable, Records
@@ -205,6 +206,11 @@ class SimulatedStoreTier(StoreTier):
         piece: Piece[None] = Piece(0, partial(self._remove, [index_key(*name) for name in names]), True)
         (await self.transfers.submit(self.write_path, [piece], urgency).finish()).values()
 
+    async def drop_parts(self, parts: Sequence[tuple[bytes, bytes, Collection[int]]], urgency: Urgency) -> None:
+        """Gives back the slots of some parts of blocks, of all of them or none."""
+        piece: Piece[None] = Piece(0, partial(self._drop_parts, parts), True)
+        (await self.transfers.submit(self.write_path, [piece], urgency).finish()).values()
+
     def room(self, nbytes: int) -> int:
         """How many more parts of `nbytes` bytes each could be written now."""
         return (self._capacity_bytes - self._used_bytes) // round_to_slot(nbytes)
@@ -218,6 +224,12 @@ class SimulatedStoreTier(StoreTier):
     def namespaces(self) -> dict[bytes, bytes]:
         """What every namespace stands for, by its id."""
         return dict(self._namespaces)
+
+    def discard(self, names: Sequence[Identity]) -> None:
+        """Removes blocks."""
+        self.faults.check("remove", self.name)
+        for name in names:
+            self._forget(index_key(*name))
 
     async def put_namespace(self, namespace: bytes, spec: bytes) -> None:
         """Stores what a namespace stands for."""
@@ -336,6 +348,20 @@ class SimulatedStoreTier(StoreTier):
         self.faults.check("remove", self.name)
         for name in names:
             self._forget(name)
+
+    async def _drop_parts(self, items: Sequence[tuple[bytes, bytes, Collection[int]]]) -> None:
+        await self.link.move(0)
+        self.faults.check("remove", self.name)
+        for namespace, key, parts in items:
+            name = index_key(namespace, key)
+            if (value := self._records.get(name)) is not None:
+                left = without_parts(value, parts)
+                kept = {slot for slot, _ in record_slots(left)}
+                for slot, nbytes in record_slots(value):
+                    if slot not in kept:
+                        self._bytes.pop(slot, None)
+                        self._used_bytes -= round_to_slot(nbytes)
+                self._records[name] = left
 
     # -- bytes ----------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Hashable, Iterable, Iterator, Sized
 from concurrent.futures import Executor, Future
@@ -202,7 +203,7 @@ class Transfers:
         clock: Callable[[], float] = time.monotonic,
         threads: Threads = started_threads,
     ) -> None:
-        self._urgency_enabled = urgency_enabled
+        self.urgency_enabled = urgency_enabled
         self._prefetch_limit = prefetch_limit
         self._clock = clock
         self._threads = threads
@@ -231,7 +232,7 @@ class Transfers:
         self._check_open()
         if name in self._devices:
             raise MemoryMisuseError(f"there is a device {name!r} already; give each one its own name")
-        queue = DeviceQueue(limits, urgency=self._urgency_enabled)
+        queue = DeviceQueue(limits, urgency=self.urgency_enabled)
         pool = self._threads(limits.in_flight, f"prefixd-{name.replace(' ', '-')}") if threads else None
         self._devices[name] = _Device(name, queue, pool)
 
@@ -430,10 +431,11 @@ class Transfers:
 
         def run() -> tuple[Outcome[T], float]:
             try:
-                outcome = Outcome(cast("Callable[[], T]", piece.work)())
+                value = cast("Callable[[], T]", piece.work)()
             except BaseException as error:
-                outcome = Outcome(None, error)
-            return outcome, self._clock()
+                _clear_frames(error)
+                return Outcome(None, error), self._clock()
+            return Outcome(value), self._clock()
 
         def tell(future: Future[tuple[Outcome[T], float]]) -> None:
             loop.call_soon_threadsafe(ended, *future.result())
@@ -446,7 +448,8 @@ class Transfers:
                 )
             future = device.threads.submit(run)
         except (MemoryMisuseError, RuntimeError) as error:  # RuntimeError: the interpreter is shutting down
-            loop.call_soon(ended, Outcome[T](None, error), began_s)
+            failed: Outcome[T] = Outcome(None, error)
+            loop.call_soon(ended, failed, began_s)
             return
         future.add_done_callback(tell)
 
@@ -573,6 +576,18 @@ class Transfers:
     def _check_open(self) -> None:
         if self._closed:
             raise MemoryMisuseError("these transfers are closed; submit before the end")
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Empties the frames that an error has passed, and those of what caused it.
+
+    An outcome is kept in the thread's frames, and its error keeps these: files and memory in their variables would be
+    in use until the garbage collector comes.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        traceback.clear_frames(cause.__traceback__)
+        cause = cause.__cause__ or cause.__context__
 
 
 async def _outcome_of(work: Callable[[], Coroutine[Any, Any, T]]) -> Outcome[T]:

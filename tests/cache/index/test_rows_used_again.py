@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from prefixd.cache import CPU, GPU, BlockChain, Trie
+from prefixd.cache import BlockChain, Trie
 from prefixd.cache.index.columns import ColumnMemory
-from prefixd.cache.index.trie import Rows
+from prefixd.cache.index.trie import CPU, GPU, Rows
 
 
 def insert(trie: Trie, blocks: int, first_token: int) -> Rows:

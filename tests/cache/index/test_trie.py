@@ -12,8 +12,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from prefixd.cache import CPU, DISK, GPU, NONE, BlockChain, Trie
-from prefixd.cache.index.trie import NO_SLOT, TIERS, Rows
+from prefixd.cache import NONE, BlockChain, Trie
+from prefixd.cache.index.trie import CPU, DISK, GPU, NO_SLOT, TIERS, Rows
 from prefixd.cache.index.trie_table import TrieTable
 from tests.cache.index.entering import enter_block, enter_chain
 

@@ -271,7 +271,7 @@ async def open_bench(frames: int, cpu_slots: int = 64, disk: bool = False, **opt
     engine = Gate()
     bench: Bench
     cache = TieredCache(
-        Tiers(arena, store, frame_pool),
+        Tiers.local(arena, store, frame_pool),
         engine,
         create_eviction_policy("lru", 0),
         lambda: bench.now,
@@ -293,7 +293,7 @@ async def open_bench(frames: int, cpu_slots: int = 64, disk: bool = False, **opt
     for trie in cache.tries:
         assert not trie.holds[: trie.rows].any()
         assert not trie.keep[: trie.rows].any()
-    assert cache.tiers.in_flight == (set(), set())
+    assert not any(tier.in_flight for tier in cache.tiers.memories)
     frame_pool.close()
     memory.close()
     arena.close()

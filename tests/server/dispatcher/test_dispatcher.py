@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from prefixd.cache import CPU, DISK, GPU
+from prefixd.cache.index.trie import CPU, DISK, GPU
 from prefixd.server.request import RequestState
 from prefixd.worker.protocol import Start
 from prefixd_scheduler import Distance, QueueFullError
@@ -196,9 +196,9 @@ async def test_a_prefix_that_is_slower_to_load_is_computed(
     if tier == DISK:
         trie = bench.cache.trie(bench.namespace)
         await bench.cache.write_back.flush()
-        slots = await bench.cache.mover.allocate(CPU, trie.part_bytes, 64)  # all of the tier
+        slots = await bench.cache.mover.allocate(bench.cache.tiers.shared, trie.part_bytes, 64)  # all of the tier
         for taken in slots:
-            bench.cache.tiers.release(CPU, taken)
+            bench.cache.tiers.shared.free(taken)
     bench.cost.observe_compute(10_000, 0.001)
     bench.cost.observe_load(Distance(tier), 4096, 10.0)
     request = bench.submit(WARM)
@@ -257,5 +257,5 @@ async def test_many_requests_in_little_memory(make_bench: MakeBench, events: Eve
     await bench.finish(*(request for _, _, request in requests))
     for prompt, count, request in requests:
         assert events(request) == (expected(prompt, count), "length")
-    assert bench.cache.tiers.counters[GPU].evicted > 0
+    assert bench.cache.tiers.counters(bench.cache.tiers.compute).evicted > 0
     assert sum(bench.cache.counters.hit_tokens) > 0

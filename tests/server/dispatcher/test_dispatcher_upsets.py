@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from prefixd.cache import CPU, DISK, GPU, check_integrity
+from prefixd.cache import check_integrity
+from prefixd.cache.index.trie import CPU, DISK, GPU
 from prefixd.errors import ExhaustedError, UnavailableError
 from prefixd.server import concurrency_limit, dispatcher
 from prefixd.server.request import RequestState
@@ -154,7 +155,7 @@ async def test_a_worker_that_dies_while_room_is_made_is_given_nothing(make_bench
     bench.dispatcher.on_ready()
     await bench.running(second)
     await bench.finish(second)
-    assert bench.cache.tiers.counters[GPU].demoted > 0
+    assert bench.cache.tiers.counters(bench.cache.tiers.compute).demoted > 0
 
 
 async def test_what_a_dead_worker_still_says_is_ignored(make_bench: MakeBench) -> None:

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefixd.cache import CPU, DISK, GPU, NONE
+from prefixd.cache import NONE
+from prefixd.cache.index.trie import CPU, DISK, GPU
 from prefixd.server.tracker import PrefixTracker
 from prefixd_scheduler import Distance, RequestQueue, create_policy
 
@@ -65,8 +66,8 @@ async def change(
             await cache.mover.forget(trie, trie.subtree(rows[-1:])[::-1] if len(rows) else [])
             return
         trie.hold(rows, GPU)
-        await cache.mover.bring(trie, rows, GPU)
-        cache.unhold(trie, rows, GPU)
+        await cache.mover.bring(trie, rows, cache.tiers.compute)
+        cache.unhold(trie, rows, cache.tiers.compute)
     elif what == "commit":
         await bench.cached(prompt(argument))
     elif what == "wait":
@@ -132,7 +133,7 @@ async def watched(
 
 def drop(bench: Bench, request: Request, block: int) -> None:
     """A block's copy in the CPU tier goes; the one on disk stays."""
-    bench.cache.mover.placement.discard_copies(request.trie, request.found[block : block + 1], CPU)
+    bench.cache.mover.placement.discard_copies(request.trie, request.found[block : block + 1], bench.cache.tiers.shared)
 
 
 def on_disk(waiting: list[Request]) -> int:

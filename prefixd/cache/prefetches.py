@@ -1,0 +1,67 @@
+"""Prefixes that clients have asked for ahead of need: each has an owner, and an owner has a limit."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import numpy as np
+
+from prefixd.cache.holds import Hold
+from prefixd.cache.index.trie import Rows, Trie
+from prefixd.cache.mover import Mover
+from prefixd.cache.sessions import Session
+from prefixd_swap.transfers import Urgency
+
+log = logging.getLogger(__name__)
+
+
+class Prefetches:
+    """Brings prefixes to the shared tier, when nobody waits for a block, until their owners' sessions end.
+
+    Args:
+        mover: brings them.
+        limit_bytes: the most that one session may have on its way.
+    """
+
+    def __init__(self, mover: Mover, limit_bytes: int) -> None:
+        self._mover = mover
+        self._limit_bytes = limit_bytes
+        self._under_way: dict[str, dict[asyncio.Task[int], int]] = {}  # by session: the bytes of each
+
+    def begin(self, session: Session, trie: Trie, path: Rows) -> int:
+        """Starts to bring up what a reader of the prefix `path` needs, from its beginning on as far as the limit goes.
+
+        Returns how many blocks are on their way for it.
+        """
+        shared, block_bytes = self._mover.tiers.shared, sum(trie.part_bytes)
+        if not self._mover.tiers.exists(shared):
+            return 0
+        used = sum(self._under_way.get(session.id, {}).values())
+        most = max(0, self._limit_bytes - used) // block_bytes
+        lacking = np.flatnonzero(trie.lacking(path, shared.level, trie.needed(len(path))))
+        if len(lacking) > most:
+            path = path[: lacking[most]]
+            lacking = np.flatnonzero(trie.lacking(path, shared.level, trie.needed(len(path))))
+        if not len(lacking):
+            return 0
+        wanted = trie.needed(len(path))
+        hold = self._mover.placement.holds.hold(f"prefetch of session {session.id[:8]}", trie, path, shared, wanted)
+        task = self._mover.spawn(self._mover.bring(trie, path, shared, wanted, urgency=Urgency.PREFETCH))
+        self._under_way.setdefault(session.id, {})[task] = len(lacking) * block_bytes
+        task.add_done_callback(lambda task: self._ended(session, hold, task))
+        return len(lacking)
+
+    def end(self, session: Session) -> None:
+        """Drops what has not been moved yet of a session's."""
+        for task in self._under_way.get(session.id, {}):
+            task.cancel()
+
+    def _ended(self, session: Session, hold: Hold, task: asyncio.Task[int]) -> None:
+        hold.end()
+        under_way = self._under_way[session.id]
+        del under_way[task]
+        if not under_way:
+            del self._under_way[session.id]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a prefix could not be brought up ahead of need: %s", error)

@@ -1,0 +1,160 @@
+"""Room in a tier: one way to make it, whatever the tier is.
+
+1. Bytes that only shorter prefixes need go before anything else.
+2. Then single blocks go, or whole pages where blocks of other sizes have the room (see `victims`, `page_victims`). What
+   has no copy in the next tier down, and may go there, is copied there before: a demotion (paper
+   `prefix_cache_long_term_memory`, IV.B).
+3. Where nothing can go down, what may vanish does.
+
+Several may make room in one tier at once: each holds the blocks that it has chosen, so nobody chooses them again. Who
+finds nothing to choose waits for what others have chosen, and that becomes as urgent as he is. He waits in his own tier
+for somebody who waits, if at all, further down; so nobody waits in a circle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
+
+from prefixd.cache.disk_copies import DiskCopies
+from prefixd.cache.index.trie import Rows, Trie
+from prefixd.cache.movement import Movement
+from prefixd.cache.page_victims import find_page_victims, has_other_sizes
+from prefixd.cache.placement import Placement
+from prefixd.cache.victims import find_expired, find_victims
+from prefixd_swap import EvictionPolicy
+from prefixd_swap.tiers import Tier
+
+Copy = Callable[[Trie, Rows, Tier, Tier, Movement, bool], Awaitable[int]]
+"""(trie, rows, source, target, movement, ahead): how many of `rows`, which somebody holds, were copied."""
+
+
+class Room:
+    """Makes room.
+
+    Args:
+        placement: what is where.
+        tries: all tries, by ordinal.
+        policy: who goes first.
+        disk: tells the durable tier what has left it.
+        copy: copies blocks a tier down.
+    """
+
+    def __init__(
+        self, placement: Placement, tries: list[Trie], policy: EvictionPolicy, disk: DiskCopies, copy: Copy
+    ) -> None:
+        self._placement = placement
+        self._tiers = placement.tiers
+        self._tries = tries
+        self._policy = policy
+        self._disk = disk
+        self._copy = copy
+        self._making: dict[Tier, dict[asyncio.Event, Movement]] = {}
+
+    @property
+    def making(self) -> bool:
+        """Whether blocks are on their way down to make room."""
+        return bool(self._making)
+
+    async def make(
+        self, tier: Tier, sizes: Sequence[int], want: int, movement: Movement, *, ahead: bool = False
+    ) -> bool:
+        """Makes room in `tier` for up to `want` blocks with parts of `sizes` bytes.
+
+        Args:
+            tier: where.
+            sizes: bytes of each part.
+            want: how many blocks.
+            movement: what the room is for: what leaves for it is as urgent.
+            ahead: spare copies of blocks that are in a tier above as well; see `Mover.allocate`.
+
+        Returns:
+            Whether something went; False when nothing may go.
+        """
+        freed = await self._expire(tier, want, movement)
+        if not freed and (below := self._tiers.below(tier)) is not None:
+            freed = await self._demote(tier, below, sizes, want, movement, ahead)
+        if not freed:  # nothing can go down: drop what may vanish
+            victims, with_page = await self._choose(tier, sizes, want, ahead, demotable=False)
+            freed = await self._drop(tier, victims, with_page, movement)
+        if freed:
+            self._placement.changed.set()
+            return True
+        return await self._wait_for_others(tier, movement)
+
+    async def _expire(self, tier: Tier, want: int, movement: Movement) -> int:
+        expired = await find_expired(self._tries, tier.level, want)
+        if tier is self._tiers.durable:
+            return await self._disk.drop_groups(expired, movement)
+        return sum(self._placement.drop(trie, rows, tier, groups) for trie, rows, groups in expired)
+
+    async def _demote(
+        self, tier: Tier, below: Tier, sizes: Sequence[int], want: int, movement: Movement, ahead: bool
+    ) -> int:
+        """Copies the next victims down where they have no copy, and drops them; returns how many went."""
+        victims, with_page = await self._choose(tier, sizes, want, ahead, demotable=True)
+        if not victims:
+            return 0
+        done = asyncio.Event()
+        self._making.setdefault(tier, {})[done] = movement
+        try:
+            with ExitStack() as held:
+                for trie, rows in victims:  # all of them before the first copy: rows may be recycled meanwhile
+                    held.enter_context(self._placement.holds.hold("eviction", trie, rows, tier))
+                for trie, rows in victims:
+                    # A tier at a time, though there may be a copy further down: what was up here is wanted near.
+                    sinks = (trie.wanted(rows, tier.level) & ~trie.there[rows, below.level]) != 0
+                    if sinks.any():
+                        arrived = await self._copy(trie, rows[sinks], tier, below, movement, ahead)
+                        self._tiers.counters(tier).demoted += arrived
+            return await self._drop(tier, victims, with_page, movement)
+        finally:
+            done.set()
+            del self._making[tier][done]
+            if not self._making[tier]:
+                del self._making[tier]
+
+    async def _choose(
+        self, tier: Tier, sizes: Sequence[int], want: int, ahead: bool, *, demotable: bool
+    ) -> tuple[list[tuple[Trie, Rows]], bool]:
+        """The next victims, and whether they leave with their pages."""
+        choose, level = tier.choose_victims, tier.level
+        if choose is None or not has_other_sizes(self._tries, level, sizes):
+            found = await find_victims(self._tries, level, want, self._policy, demotable=demotable, spare_copies=ahead)
+            return found, False
+        found = await find_page_victims(
+            self._tries,
+            level,
+            sizes,
+            want,
+            self._policy,
+            choose,
+            demotable=demotable,
+            spare_copies=ahead,
+            for_thread=tier.choose_victims_later,
+        )
+        return found, True
+
+    async def _drop(self, tier: Tier, victims: Sequence[tuple[Trie, Rows]], with_page: bool, movement: Movement) -> int:
+        if tier is self._tiers.durable:
+            return await self._disk.evict(victims, with_page, movement)
+        return sum(self._placement.drop(trie, rows, tier, with_page=with_page) for trie, rows in victims)
+
+    async def _wait_for_others(self, tier: Tier, movement: Movement) -> bool:
+        """Waits until somebody else has made room; False when nobody does."""
+        others = self._making.get(tier)
+        if not others:
+            return False
+        urgency, makers = movement.urgency, list(others.values())
+        waits = [asyncio.ensure_future(done.wait()) for done in others]
+        for maker in makers:
+            maker.lend(urgency)
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for maker in makers:
+                maker.take_back(urgency)
+            for wait in waits:
+                wait.cancel()
+        return True

@@ -33,7 +33,7 @@ pytestmark = [
 def make(make_rig: MakeRig) -> MakeRig:
     def make(**how: Any) -> Rig:
         rig = make_rig(**{"gpu": 2, "cpu": 2, "disk": 8, "device": "cuda", **how})
-        assert rig.cache.tiers.gpu_on_device
+        assert rig.cache.tiers.compute.on_device
         return rig
 
     return make

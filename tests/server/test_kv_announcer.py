@@ -21,7 +21,7 @@ from prefixd.server.kv_events import announcer
 from prefixd.server.kv_events.publisher import EventCounters, Publisher
 from prefixd.server.kv_events.wire import AllBlocksCleared, BlockRemoved, BlockStored, Event, KVEventBatch
 from prefixd.settings import EventSettings
-from prefixd_swap import create_copy_engine, create_eviction_policy
+from prefixd_swap import SlabStore, create_copy_engine, create_eviction_policy
 from tests.cache.index.entering import enter_chain
 
 ON = EventSettings(endpoint="ipc:///nowhere")
@@ -59,12 +59,13 @@ class Router:
 
 
 @pytest.fixture
-async def cache() -> Any:
-    engine = create_copy_engine("cpu")
-    made = TieredCache(Tiers.local(), engine, create_eviction_policy("lru", 1), lambda: 0.0)
+async def cache(tmp_path: Path) -> Any:
+    engine, store = create_copy_engine("cpu"), SlabStore.open(tmp_path / "disk", 1 << 20)
+    made = TieredCache(Tiers.local(store=store), engine, create_eviction_policy("lru", 1), lambda: 0.0)
     yield made
     await made.close()
     engine.close()
+    store.close()
 
 
 def hash_of(trie: Trie, row: int) -> int:
@@ -75,7 +76,7 @@ def matchable(trie: Trie) -> set[tuple[str, int]]:
     return {
         (medium, hash_of(trie, row))
         for row in trie.used_rows().tolist()
-        for tier, medium in announcer.MEDIA.items()
+        for tier, medium in enumerate(announcer.MEDIA.values())
         if trie.complete[row] & trie.offered & (1 << tier)
     }
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeVar
 
 import msgspec
@@ -98,7 +99,7 @@ class DiskCopies:
         self._lock = UrgentLock(urgency_enabled=self._tiers.transfers.urgency_enabled)
         self._saved: set[bytes] = set()  # namespaces that the index knows
         self._removals: set[asyncio.Task[None]] = set()
-        self._leaving: Counter[Identity] = Counter()
+        self._leaving: list[Sequence[Identity]] = []
         self.health = DiskHealth(placement, tries, self.still, self.drop_damaged, self._reread, self._saved.clear)
 
     @property
@@ -122,7 +123,16 @@ class DiskCopies:
     @property
     def leaving(self) -> Iterable[Identity]:
         """Blocks that have left the tries, and are about to leave the index."""
-        return self._leaving.keys()
+        return chain.from_iterable(self._leaving)
+
+    @contextmanager
+    def _leave(self, ids: Sequence[Identity]) -> Iterator[None]:
+        """Around the removal from the index of blocks that have left the tries."""
+        self._leaving.append(ids)
+        try:
+            yield
+        finally:
+            self._leaving = [each for each in self._leaving if each is not ids]
 
     @asynccontextmanager
     async def still(self) -> AsyncGenerator[None, None]:
@@ -537,12 +547,8 @@ class DiskCopies:
             StorageError: I/O failed; the blocks are removed when the disk works again, or come back at the next start.
         """
         if ids:
-            leaving = Counter(ids)
-            self._leaving += leaving
-            try:
+            with self._leave(ids):
                 await _to_the_end(self._remove(trie, ids, damaged))
-            finally:
-                self._leaving -= leaving
 
     async def _remove(self, trie: Trie, ids: list[Identity], damaged: bool) -> None:
         movement = Movement(Urgency.WRITE_BACK)
@@ -564,14 +570,9 @@ class DiskCopies:
         self, trie: Trie, children: list[Identity], damaged: list[Identity], records: bool
     ) -> None:
         """Removes damaged blocks after what continued them; `records`: it is their records that are damaged."""
-        leaving = Counter(damaged)
-        self._leaving += leaving
-        try:
-            with suppress(StorageError):  # reported; the records go when the disk works again
-                await self.remove(trie, children if records else children + damaged)
-                await self.remove(trie, damaged if records else [], damaged=True)
-        finally:
-            self._leaving -= leaving
+        with self._leave(damaged), suppress(StorageError):  # reported; the records go when the disk works again
+            await self.remove(trie, children if records else children + damaged)
+            await self.remove(trie, damaged if records else [], damaged=True)
 
     def _is_back(self, trie: Trie, identity: Identity) -> bool:
         """Whether the block was written again while its removal waited; the write has replaced the record."""

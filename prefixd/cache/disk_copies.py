@@ -522,17 +522,20 @@ class DiskCopies:
 
         What it does not come to, since a block goes meanwhile, is matched by nobody and evicted like any other.
         """
-        found: list[tuple[int, int]] = []
+        found: list[int] = []
+        before: list[int] = []  # their generations
         walk = Descendants(trie, roots[trie.generation[roots] == generations])
         with suppress(MovedError):
             while not walk.done:
                 await asyncio.sleep(0)
                 rows = walk.take(_DROPPED_AT_ONCE)
-                found += zip(rows, trie.generation[rows].tolist(), strict=True)
+                found += rows
+                before += trie.generation[rows].tolist()
         for end in range(len(found), 0, -_DROPPED_AT_ONCE):
             await asyncio.sleep(0)
-            some = found[max(end - _DROPPED_AT_ONCE, 0) : end][::-1]
-            same = [row for row, generation in some if trie.generation[row] == generation]
+            some = slice(max(end - _DROPPED_AT_ONCE, 0), end)
+            rows_now = np.array(found[some], np.int64)
+            same = rows_now[trie.generation[rows_now] == np.array(before[some])][::-1].tolist()
             with suppress(StorageError):  # reported; the records go when the disk works again
                 await self.remove(trie, self._forget(trie, same))
 

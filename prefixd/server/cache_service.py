@@ -10,6 +10,7 @@ from pathlib import Path
 
 import grpc
 import numpy as np
+import numpy.typing as npt
 
 import prefixd
 from prefixd.cache import Lease, NamespaceSpec, PartSpec, Reservation, SlidingWindowSpec, TieredCache, Trie
@@ -22,6 +23,7 @@ from prefixd.v1 import cache_pb2 as pb
 from prefixd.v1 import cache_pb2_grpc
 
 PIECE_BYTES = 1 << 20
+_OFFSETS_AT_ONCE = 1 << 13
 _AGREED = (("prefixd-agreed", "1"),)
 
 
@@ -124,13 +126,10 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         )
         if lease is None:
             return pb.AcquireResponse(first_block=request.first_block)
-        return pb.AcquireResponse(
-            lease_id=lease.id,
-            first_block=request.first_block,
-            blocks=len(lease.rows),
-            offsets=cache.offsets(lease, parts).ravel().tolist(),
-            ttl_s=lease.expires_s - cache.clock(),
-        )
+        response = pb.AcquireResponse(lease_id=lease.id, first_block=request.first_block, blocks=len(lease.rows))
+        await _add_offsets(response, cache.offsets(lease, parts))
+        response.ttl_s = lease.expires_s - cache.clock()
+        return response
 
     @granting(lambda self, request, response: self._take_back(request.session_id, response.reservation_id))
     async def Reserve(self, request: pb.ReserveRequest) -> pb.ReserveResponse:
@@ -149,13 +148,13 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         )
         if isinstance(reservation, int):
             return pb.ReserveResponse(first_block=reservation)
-        return pb.ReserveResponse(
-            reservation_id=reservation.id,
-            first_block=reservation.first_block,
-            blocks=len(reservation.slots),
-            offsets=reservation.slots.ravel().tolist(),
-            ttl_s=reservation.expires_s - cache.clock(),
+        slots = reservation.slots
+        response = pb.ReserveResponse(
+            reservation_id=reservation.id, first_block=reservation.first_block, blocks=len(slots)
         )
+        await _add_offsets(response, slots)
+        response.ttl_s = reservation.expires_s - cache.clock()
+        return response
 
     @unary
     async def Commit(self, request: pb.CommitRequest) -> pb.CommitResponse:
@@ -340,6 +339,17 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
     def _take_work(self) -> None:
         if self._draining.is_set():
             raise UnavailableError("the daemon drains and takes no new blocks; try again when it is back")
+
+
+async def _add_offsets(
+    response: pb.AcquireResponse | pb.ReserveResponse, offsets: npt.NDArray[np.int64] | npt.NDArray[np.uint64]
+) -> None:
+    """Adds the offsets, [blocks, parts], some thousand in one turn."""
+    flat = offsets.ravel()
+    for start in range(0, len(flat), _OFFSETS_AT_ONCE):
+        if start:
+            await asyncio.sleep(0)
+        response.offsets.extend(flat[start : start + _OFFSETS_AT_ONCE].tolist())
 
 
 async def tier_runs(trie: Trie, path: Rows) -> list[pb.TierRun]:

@@ -247,6 +247,12 @@ class Mover:
         there = trie.lacking(rows, tier.level, wanted) == 0
         return len(rows) if there.all() else int(there.argmin())
 
+    def hurry(self, trie: Trie, rows: Rows, tier: MemoryTier) -> None:
+        """Somebody waits for `rows` by now: their movements to `tier` that are under way become DEMAND."""
+        for row in rows.tolist():
+            if (movement := self._moving.get((trie.ordinal, row, tier.level))) is not None:
+                movement.raise_to(Urgency.DEMAND)
+
     async def _bring_once(self, trie: Trie, rows: Rows, tier: MemoryTier, wanted: GroupMask, urgency: Urgency) -> bool:
         """Moves what is lacking and nobody moves, some at a time, and waits for it and for what others move.
 

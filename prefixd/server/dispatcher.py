@@ -293,6 +293,9 @@ class Dispatcher:
         for place, request in enumerate(window):
             if not self._taking:
                 break
+            demanded = place < places  # the worker would run it now
+            if demanded and request.state is RequestState.STAGING:
+                self._prefetcher.hurry(request)
             if request.state not in _QUEUED or not self._is_current(request):
                 continue  # it was cancelled while others ran, or its prefix is on its way up
             left -= request.blocks - len(request.rows) + self._budget.weigh(request.trie, request.rows)
@@ -300,7 +303,7 @@ class Dispatcher:
                 await self._prefetcher.unstage_ready(window[place:])
                 break
             if request.state is RequestState.WAITING:
-                self._prefetcher.stage(request)
+                self._prefetcher.stage(request, demanded=demanded)
             free = len(self.running) < self._concurrency.limit
             if request.state is RequestState.READY and free and not await self._hand_over(request):
                 await self._prefetcher.unstage_all_but(request)

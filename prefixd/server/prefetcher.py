@@ -23,6 +23,7 @@ from prefixd.server.run import Run
 from prefixd.server.tracker import PrefixTracker
 from prefixd_scheduler import CostModel, Distance
 from prefixd_swap import SwapError
+from prefixd_swap.transfers import Urgency
 
 log = logging.getLogger(__name__)
 
@@ -75,8 +76,10 @@ class Prefetcher:
 
     # -- one request --------------------------------------------------------------------------------------------
 
-    def stage(self, request: Request) -> None:
+    def stage(self, request: Request, *, demanded: bool) -> None:
         """Holds the prefix that was found in the GPU tier, and starts bringing up what is missing there.
+
+        `demanded`: it could run as soon as its prefix is up; else that is a prefetch.
 
         `found` has to be exact (`PrefixTracker.verify`): what is held must be this request's blocks.
         """
@@ -94,10 +97,15 @@ class Prefetcher:
         trie.touch(rows, self._clock())
         missing = len(trie.missing(rows, self._cache.tiers.compute.level))
         if missing:
-            copy = self._bring(request, Distance(int(tiers.max())), missing * trie.part_bytes[0])
+            urgency = Urgency.DEMAND if demanded else Urgency.PREFETCH
+            copy = self._bring(request, Distance(int(tiers.max())), missing * trie.part_bytes[0], urgency)
             self._copies[request.id] = asyncio.create_task(copy)
         else:
             request.staged()
+
+    def hurry(self, request: Request) -> None:
+        """A request whose prefix is on its way could run now."""
+        self._mover.hurry(request.trie, request.rows, self._cache.tiers.compute)
 
     def unstage(self, request: Request) -> None:
         """Ends the hold of a request that waits on; its blocks stay where they are."""
@@ -144,11 +152,12 @@ class Prefetcher:
 
     # -- copies -------------------------------------------------------------------------------------------------
 
-    async def _bring(self, request: Request, distance: Distance, nbytes: int) -> None:
+    async def _bring(self, request: Request, distance: Distance, nbytes: int, urgency: Urgency) -> None:
         there = 0
         mark = self._meter.begin()
         try:
-            there = await self._mover.bring(request.trie, request.rows, self._cache.tiers.compute)
+            compute = self._cache.tiers.compute
+            there = await self._mover.bring(request.trie, request.rows, compute, urgency=urgency)
         except SwapError as error:
             log.error("the prefix of request %s could not be brought up: %s", request.name, error)
         finally:

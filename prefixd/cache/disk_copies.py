@@ -28,6 +28,7 @@ from prefixd.cache.index.children import Descendants, MovedError
 from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
 from prefixd.cache.movement import Movement
 from prefixd.cache.namespaces import Namespace, NamespaceRegistry
+from prefixd.cache.paths import find_ancestry
 from prefixd.cache.placement import Placement
 from prefixd.cache.tiers import Slots
 from prefixd.cache.urgent_lock import UrgentLock
@@ -224,7 +225,7 @@ class DiskCopies:
     async def _record_ancestors(self, trie: Trie, rows: Rows, movement: Movement) -> None:
         """Stores records without bytes of the blocks before `rows` that have none: the records of `rows` need them."""
         store, step = self._store, write_batch(trie)
-        family = trie.ancestry(rows)
+        family = await find_ancestry(trie, rows)
         bare = family[(trie.any_part[family] & np.uint8(1 << store.level)) == 0]
         bare = bare[~np.isin(bare, rows)]
         bare = bare[np.argsort(trie.depth[bare], kind="stable")]
@@ -258,7 +259,8 @@ class DiskCopies:
             self.health.shrunk(error)
             left = batch
         while len(left) and not movement.dropped:
-            with self._placement.holds.hold("eviction", trie, trie.ancestry(rows), store):
+            family = await find_ancestry(trie, rows)
+            with self._placement.holds.hold("eviction", trie, family, store):
                 if not await self._make_room(store, trie.part_bytes, len(left), movement, ahead):
                     break
             left = await self._write_batch(trie, left, source, movement)

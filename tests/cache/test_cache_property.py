@@ -20,6 +20,7 @@ from hypothesis.stateful import invariant, precondition, rule, run_state_machine
 
 from prefixd.cache import BlockChain, Lease, Namespace, Reservation, Trie
 from prefixd.cache.index.trie import CPU, DISK, GPU
+from prefixd.cache.paths import find_ancestry
 from prefixd.errors import ExhaustedError, NotFoundError, PreconditionError
 from prefixd_swap.tiers import MemoryTier
 from tests.cache.machine import RigMachine
@@ -320,7 +321,7 @@ class CacheMachine(RigMachine):
             trie = self.rig.cache.trie(namespace)
             for row in trie.used_rows().tolist():
                 if trie.namespace[row] == namespace.ordinal and trie.complete[row]:
-                    path = trie.ancestry(np.array([row]))
+                    path = self.run(find_ancestry(trie, np.array([row])))
                     tokens = trie.tokens[path[np.argsort(trie.depth[path])]].astype("<u4").tobytes()
                     assert self.committed.get((home, tokens)) == set(range(len(namespace.spec.parts)))
 

@@ -10,7 +10,7 @@ import pytest
 from prefixd.cache import BlockChain, Trie
 from prefixd.cache.index.keys import HASHED_AT_ONCE
 from prefixd.cache.index.trie import Rows
-from prefixd.cache.paths import find_path
+from prefixd.cache.paths import find_ancestry, find_path
 
 ROOT = -1
 BLOCKS = 5 * HASHED_AT_ONCE
@@ -94,3 +94,22 @@ async def test_blocks_that_go_meanwhile_are_not_returned(same_row: bool) -> None
     if same_row:
         insert(trie, chain_of(BLOCKS, first_token=10**6))
     assert (await search).tolist() == rows[:100].tolist()
+
+
+async def test_what_blocks_continue_is_found_once_each_however_long_the_prompt() -> None:
+    trie = Trie(1, (4096,), 0)
+    rows = insert(trie, chain_of(4 * BLOCKS))
+    others, turns = 0, asyncio.Event()
+
+    async def other() -> None:
+        nonlocal others
+        while not turns.is_set():
+            others += 1
+            await asyncio.sleep(0)
+
+    beside = asyncio.create_task(other())
+    found = await find_ancestry(trie, rows[[10, -1, 20]])
+    turns.set()
+    await beside
+    assert sorted(found.tolist()) == sorted(rows.tolist())
+    assert others >= 4 * BLOCKS // 8192

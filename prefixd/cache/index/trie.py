@@ -209,15 +209,6 @@ class Trie(TrieTable):
         """[len(rows), 16]: keys of the blocks in `rows`."""
         return self._keys.keys(rows)
 
-    def ancestry(self, rows: Rows) -> Rows:
-        """`rows` and every block that they continue, each once."""
-        seen: set[int] = set()
-        for row in rows.tolist():
-            while row >= 0 and row not in seen:
-                seen.add(row)
-                row = int(self.parent[row])
-        return np.fromiter(seen, np.int64, len(seen))
-
     def subtree(self, roots: Rows) -> list[int]:
         """`roots`, different rows, and everything that continues them, each row once and parents before children.
 

@@ -185,10 +185,6 @@ class TrieMachine(RuleBasedStateMachine):
         assert set(subtree) == below and len(subtree) == len(below)
         at = {row: place for place, row in enumerate(subtree)}
         assert all(at[row] > at.get(int(self.trie.parent[row]), -1) for row in subtree)
-        other = self.pick(data)
-        ancestry = self.trie.ancestry(np.array([self.row_of[prefix], self.row_of[other]])).tolist()
-        wanted = {self.row_of[p[: end + 1]] for p in (prefix, other) for end in range(1, len(p))}
-        assert sorted(ancestry) == sorted(wanted)
 
     @invariant()
     def columns_agree_with_the_model(self) -> None:

@@ -19,7 +19,6 @@ from benchmarks.common import harness
 from benchmarks.load.disk_traffic import TIMEOUT_S, DiskTraffic, Prompts, Traffic, TrafficPlan
 from benchmarks.storage.throttled_daemon import ThrottledDaemon
 from prefixd.client import AsyncCache, AsyncClient, Tier
-from prefixd.settings import Settings
 from prefixd.workloads.daemon_process import DaemonProcess
 
 DESCRIPTION = """\
@@ -75,17 +74,14 @@ class Plan:
 
     def settings(self, data: Path, urgency: bool) -> dict[str, object]:
         """A daemon's."""
-        settings: dict[str, object] = {
+        return {
             "data_dir": data,
             "cpu.bytes": self.cpu_bytes,
             "disk.bytes": 2 * self.pool_bytes + (8 << 30),  # what is written never has to make room on disk
             "disk.scrub_bytes_per_s": 0,
             "disk.write_queue_bytes": _QUEUED * self.traffic.written.blocks * self.demand.block_bytes,
+            "transfers.urgency": urgency,
         }
-        # Until transfers have urgency: without the setting every transfer is served in the order of arrival.
-        if "transfers" in Settings.model_fields:
-            settings["transfers.urgency"] = urgency
-        return settings
 
 
 @dataclass(slots=True)

@@ -175,23 +175,24 @@ class Mover:
             return taken[0]
         movement = movement or Movement(Urgency.DEMAND)
         hint = np.array(near, np.int64) if len(near) else None
-        try:
-            while count < blocks and not movement.dropped:
-                some = tier.allocate(sizes, min(blocks - count, _ALLOCATED_AT_ONCE), hint)
-                if len(some):
-                    taken.append(some)
-                    count += len(some)
-                    hint = some[-1]
-                    await asyncio.sleep(0)
-                    continue
-                want = min(blocks - count, _EVICTED_AT_ONCE)
-                if await self._room.make(tier, sizes, want, movement, ahead=ahead):
-                    await asyncio.sleep(0)
-                elif tier is not self.tiers.shared or not await self._checksums.wait_for_some():
-                    break  # else: what was hashed may go now
-        except BaseException:
-            tier.free(np.concatenate(taken))
-            raise
+        with self.working():  # these slots are in nobody's book until this returns
+            try:
+                while count < blocks and not movement.dropped:
+                    some = tier.allocate(sizes, min(blocks - count, _ALLOCATED_AT_ONCE), hint)
+                    if len(some):
+                        taken.append(some)
+                        count += len(some)
+                        hint = some[-1]
+                        await asyncio.sleep(0)
+                        continue
+                    want = min(blocks - count, _EVICTED_AT_ONCE)
+                    if await self._room.make(tier, sizes, want, movement, ahead=ahead):
+                        await asyncio.sleep(0)
+                    elif tier is not self.tiers.shared or not await self._checksums.wait_for_some():
+                        break  # else: what was hashed may go now
+            except BaseException:
+                tier.free(np.concatenate(taken))
+                raise
         return np.concatenate(taken)
 
     async def take_frames(self, count: int) -> list[int] | None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefixd.cache import NONE
-from prefixd.cache.index.trie import CPU, DISK, GPU
+from prefixd.cache.index.trie import DISK, GPU
 from prefixd.server.tracker import PrefixTracker
 from prefixd_scheduler import Distance, RequestQueue, create_policy
 
@@ -81,9 +81,8 @@ async def change(
     elif what == "flush":
         await cache.write_back.flush()
     elif what.startswith("crowd"):
-        tier = GPU if what == "crowd gpu" else CPU
-        for slots in await cache.mover.allocate(tier, trie.part_bytes, argument):
-            cache.tiers.release(tier, slots)
+        tier = cache.tiers.compute if what == "crowd gpu" else cache.tiers.shared
+        tier.free(await cache.mover.allocate(tier, trie.part_bytes, argument))
 
 
 @settings(max_examples=150)

@@ -19,7 +19,7 @@ from prefixd.cache.tiers import Slots, Tiers
 from prefixd.errors import ExhaustedError, InvalidArgumentError, PreconditionError
 from prefixd_swap import round_to_slot
 
-_COMMIT_BLOCKS = 512  # entered into the trie at a time: about a millisecond
+_COMMIT_BLOCKS = 256  # entered into the trie at a time: some milliseconds
 _RELEASED_AT_ONCE = 1024  # slots: about a millisecond
 
 

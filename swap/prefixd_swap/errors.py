@@ -67,10 +67,6 @@ class IntegrityError(SwapError):
     """Accounting that contradicts itself: a bug in this package, reported with the numbers that disagree."""
 
 
-class PrefetchLimitError(SwapError):
-    """An owner has asked for more ahead of need than one owner may have under way."""
-
-
 class TransferDroppedError(SwapError):
     """A transfer was cancelled before all of its pieces had started."""
 

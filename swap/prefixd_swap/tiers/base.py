@@ -9,7 +9,7 @@ Blocks are given in columns: n blocks of p parts each are arrays [n, p]. A part 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import final
@@ -263,15 +263,12 @@ class StoreTier(Tier):
 
     @final
     def submit_read(
-        self, loads: Loads, urgency: Urgency, *, owner: Hashable = None, deadline_s: float | None = None
+        self, loads: Loads, urgency: Urgency, *, deadline_s: float | None = None
     ) -> BlockTransfer[StorageError | None]:
         """Starts to read blocks and to verify them where they are read to; for each why that failed, or None.
 
         A block whose read failed has garbage at its addresses. The memory at the addresses stays until the transfer
         has ended.
-
-        Raises:
-            PrefetchLimitError: the owner has too much under way as PREFETCH.
         """
         nbytes = sum(loads.nbytes)
         step = piece_items(nbytes, len(loads), at_least=self._parallel, most_bytes=READ_PIECE_BYTES)
@@ -287,7 +284,6 @@ class StoreTier(Tier):
             blocks=len(loads),
             nbytes=len(loads) * nbytes,
             count=-(-len(loads) // step),
-            owner=owner,
             deadline_s=deadline_s,
         )
 
@@ -299,7 +295,6 @@ class StoreTier(Tier):
         *,
         count: int,
         nbytes: int,
-        owner: Hashable = None,
         deadline_s: float | None = None,
     ) -> BlockTransfer[Places | None]:
         """Starts to store blocks durably, piece after piece; for each its places, or None when there was no room.
@@ -312,11 +307,7 @@ class StoreTier(Tier):
             urgency: see `Urgency`.
             count: how many blocks there are.
             nbytes: bytes of one block.
-            owner: on whose behalf.
             deadline_s: when they are wanted.
-
-        Raises:
-            PrefetchLimitError: the owner has too much under way as PREFETCH.
         """
         step = piece_items(nbytes, count)
         given = iter(blocks)
@@ -332,7 +323,6 @@ class StoreTier(Tier):
             blocks=count,
             nbytes=count * nbytes,
             count=-(-count // step),
-            owner=owner,
             deadline_s=deadline_s,
             in_order=True,
         )
@@ -380,9 +370,9 @@ class StoreTier(Tier):
     # -- blocks, from beginning to end ----------------------------------------------------------------------------
 
     @final
-    async def read(self, loads: Loads, urgency: Urgency, *, owner: Hashable = None) -> list[SwapError | None]:
+    async def read(self, loads: Loads, urgency: Urgency) -> list[SwapError | None]:
         """Reads blocks as `submit_read` does and waits for the end, as `BlockTransfer.finish` does."""
-        return await self.submit_read(loads, urgency, owner=owner).finish()
+        return await self.submit_read(loads, urgency).finish()
 
     @final
     async def write(self, blocks: Sequence[NewBlock], urgency: Urgency) -> list[Places | SwapError | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Hashable, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from typing import Generic, TypeVar
 
 from prefixd_swap.errors import StorageError, SwapError, TransferDroppedError
@@ -28,7 +28,6 @@ class BlockTransfer(Generic[R]):
         blocks: int,
         nbytes: int,
         count: int,
-        owner: Hashable = None,
         deadline_s: float | None = None,
         in_order: bool = False,
     ) -> None:
@@ -42,12 +41,8 @@ class BlockTransfer(Generic[R]):
             blocks: blocks of all pieces.
             nbytes: bytes of all pieces.
             count: number of pieces.
-            owner: on whose behalf.
             deadline_s: when the blocks are wanted.
             in_order: one piece after the other, none after one that failed.
-
-        Raises:
-            PrefetchLimitError: the owner has too much under way as PREFETCH.
         """
         self.blocks = blocks
         self._first: list[int] = []  # of each piece that has started, its first block
@@ -56,7 +51,6 @@ class BlockTransfer(Generic[R]):
             path,
             self._take(pieces),
             urgency,
-            owner=owner,
             deadline_s=deadline_s,
             in_order=in_order,
             count=count,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from prefixd_swap.copies import CopyEngine, Pair
@@ -44,7 +44,6 @@ class MemoryCopies:
         nbytes: Sequence[int],
         urgency: Urgency,
         *,
-        owner: Hashable = None,
         deadline_s: float | None = None,
     ) -> BlockTransfer[None]:
         """Starts to copy n blocks of p parts.
@@ -56,12 +55,10 @@ class MemoryCopies:
             into: their slots there, [n, p]. A part that has NO_SLOT on either side is not copied.
             nbytes: bytes of each part, [p].
             urgency: see `Urgency`.
-            owner: on whose behalf.
             deadline_s: when they are wanted.
 
         Raises:
             MemoryMisuseError: the arrays have different shapes, or a slot lies outside its tier.
-            PrefetchLimitError: the owner has too much under way as PREFETCH.
         """
         if out.shape != into.shape or out.shape[1:] != (len(nbytes),):
             raise MemoryMisuseError(
@@ -100,6 +97,5 @@ class MemoryCopies:
             blocks=blocks,
             nbytes=blocks * block_bytes,
             count=-(-blocks // step),
-            owner=owner,
             deadline_s=deadline_s,
         )

@@ -18,7 +18,7 @@ from prefixd_swap.transfers.pieces import (
     grouped,
     piece_items,
 )
-from prefixd_swap.transfers.transfers import PathStats, PrefetchLimit, Transfer, Transfers, UrgencyStats
+from prefixd_swap.transfers.transfers import PathStats, Transfer, Transfers, UrgencyStats
 
 __all__ = [
     "PIECE_BYTES",
@@ -28,7 +28,6 @@ __all__ = [
     "PathEstimate",
     "PathStats",
     "Piece",
-    "PrefetchLimit",
     "Result",
     "Transfer",
     "Transfers",

@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 import time
 import traceback
-from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Hashable, Iterable, Iterator, Sized
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sized
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
-from prefixd_swap.errors import MemoryMisuseError, PrefetchLimitError
+from prefixd_swap.errors import MemoryMisuseError
 from prefixd_swap.threads import started_threads
 from prefixd_swap.transfers.device_queue import LATEST_DUE_S, DeviceLimits, DeviceQueue, Waiter
 from prefixd_swap.transfers.estimate import PathEstimate, PathMeter
@@ -25,14 +24,6 @@ T = TypeVar("T")
 
 Threads = Callable[[int, str], Executor]
 """Number of threads, what their names begin with: a pool whose threads run already."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrefetchLimit:
-    """The most that one owner may have submitted as PREFETCH and not seen end."""
-
-    pieces: int
-    nbytes: int
 
 
 @dataclass(slots=True)
@@ -74,19 +65,16 @@ class Transfer(Generic[T]):
     """One movement of blocks; made by `Transfers.submit`."""
 
     def __init__(
-        self, transfers: Transfers, waiter: Waiter, pieces: Iterator[Piece[T]], count: int, nbytes: int, owner: Hashable
+        self, transfers: Transfers, waiter: Waiter, pieces: Iterator[Piece[T]], count: int, nbytes: int
     ) -> None:
         """For `Transfers`."""
-        self.owner = owner
         self._transfers = transfers
         self._waiter = waiter
         self._pieces: Iterator[Piece[T]] | None = pieces
         self._in_order = False
         self._count = count
-        self._nbytes = nbytes
         self._waiting_pieces = count
         self._waiting_bytes = nbytes
-        self._charged = False
         self._submitted_s = 0.0
         self._outcomes: list[Outcome[T] | None] = []
         self._ended: list[int] = []
@@ -190,7 +178,6 @@ class Transfers:
 
     Args:
         urgency_enabled: False makes each device one queue, first in, first out: a benchmark's baseline.
-        prefetch_limit: the most that one owner may have under way as PREFETCH; None: no limit.
         clock: seconds; passed in so that tests own the time. Threads call it, too.
         threads: makes each device's threads.
     """
@@ -199,19 +186,15 @@ class Transfers:
         self,
         *,
         urgency_enabled: bool = True,
-        prefetch_limit: PrefetchLimit | None = None,
         clock: Callable[[], float] = time.monotonic,
         threads: Threads = started_threads,
     ) -> None:
         self.urgency_enabled = urgency_enabled
-        self._prefetch_limit = prefetch_limit
         self._clock = clock
         self._threads = threads
         self._devices: dict[str, _Device] = {}
         self._paths: dict[str, _Path] = {}
         self._live: dict[Waiter, Transfer[Any]] = {}
-        self._owned: defaultdict[Hashable, set[Transfer[Any]]] = defaultdict(set)
-        self._prefetching: defaultdict[Hashable, list[int]] = defaultdict(lambda: [0, 0])  # pieces, bytes
         self._tasks: set[asyncio.Task[Any]] = set()
         self._submitted = 0
         self._idle = asyncio.Event()
@@ -263,7 +246,6 @@ class Transfers:
         pieces: Iterable[Piece[T]],
         urgency: Urgency,
         *,
-        owner: Hashable = None,
         deadline_s: float | None = None,
         in_order: bool = False,
         count: int | None = None,
@@ -276,14 +258,12 @@ class Transfers:
             pieces: taken one by one when they start, in order, on the event loop; so an iterator may make each piece
                 then. If it raises, that is the outcome of the piece in question, and the rest is dropped.
             urgency: see `Urgency`.
-            owner: on whose behalf, for `cancel_owner` and the limit of prefetches.
             deadline_s: by the clock, when the blocks are wanted; orders transfers of one urgency.
             in_order: start each piece after the end of the one before, and none after one that failed.
             count: how many pieces to take; needed unless `pieces` has a length.
             nbytes: bytes of all pieces together, likewise.
 
         Raises:
-            PrefetchLimitError: the owner has too much under way as PREFETCH; nothing was submitted.
             MemoryMisuseError: no such path, an amount is missing or negative, or this is closed.
         """
         self._check_open()
@@ -296,20 +276,15 @@ class Transfers:
             nbytes = sum(piece.nbytes for piece in pieces) if nbytes is None else nbytes
         if count < 0 or nbytes < 0:
             raise MemoryMisuseError(f"{count} pieces of {nbytes} bytes are not possible; give 0 or more")
-        if urgency is Urgency.PREFETCH and owner is not None:
-            self._check_limit(owner, count, nbytes)
         now_s = self._clock()
         due_s = now_s + LATEST_DUE_S
         self._submitted += 1
         waiter = Waiter(path, urgency, due_s if deadline_s is None else min(due_s, deadline_s), self._submitted)
-        transfer = Transfer(self, waiter, iter(pieces), count, nbytes, owner)
+        transfer = Transfer(self, waiter, iter(pieces), count, nbytes)
         transfer._in_order = in_order
         transfer._submitted_s = now_s
         self._live[waiter] = transfer
         self._idle.clear()
-        if owner is not None:
-            self._owned[owner].add(transfer)
-            self._charge(transfer, urgency is Urgency.PREFETCH)
         self._count_waiting(transfer, 1)
         if not count:
             self._drop(transfer)
@@ -318,20 +293,6 @@ class Transfers:
         on.queue.add(waiter, now_s)
         self._start_next(on)
         return transfer
-
-    async def cancel_owner(self, owner: Hashable) -> None:
-        """Cancels every transfer of an owner; returns or raises when none of them touches memory any more."""
-        transfers = list(self._owned.get(owner, ()))
-        for transfer in transfers:
-            transfer.drop()
-        cancelled: asyncio.CancelledError | None = None
-        for transfer in transfers:
-            try:
-                await transfer.cancel()
-            except asyncio.CancelledError as error:
-                cancelled = error
-        if cancelled is not None:
-            raise cancelled
 
     async def drain(self) -> None:
         """Waits until no transfer waits or is under way."""
@@ -363,10 +324,6 @@ class Transfers:
             PathStats(path.name, path.device.name, path.by_urgency, path.meter.estimate())
             for path in self._paths.values()
         ]
-
-    def prefetching(self, owner: Hashable) -> PrefetchLimit:
-        """How much of its limit of prefetches the owner uses."""
-        return PrefetchLimit(*self._prefetching.get(owner, (0, 0)))
 
     # -- starting and ending --------------------------------------------------------------------------------------
 
@@ -500,11 +457,6 @@ class Transfers:
         if transfer._pieces is not None or transfer._waiter.in_flight or transfer.finished:
             return
         del self._live[transfer._waiter]
-        if transfer.owner is not None:
-            self._charge(transfer, False)
-            self._owned[transfer.owner].discard(transfer)
-            if not self._owned[transfer.owner]:
-                del self._owned[transfer.owner]
         outcomes = cast("list[Outcome[Any]]", transfer._outcomes)  # each piece has its own by now
         transfer._finished.set_result(Result(outcomes, transfer._waiting_pieces))
         transfer._news.set()
@@ -524,8 +476,6 @@ class Transfers:
         path.by_urgency[urgency].in_flight += in_flight
         if waits:
             self._count_waiting(transfer, 1)
-        if transfer.owner is not None:
-            self._charge(transfer, urgency is Urgency.PREFETCH)
         self._start_next(path.device)
 
     # -- counting -------------------------------------------------------------------------------------------------
@@ -544,34 +494,6 @@ class Transfers:
         transfer._waiting_bytes -= nbytes
         stats.waiting_pieces -= pieces
         stats.waiting_bytes -= nbytes
-
-    def _charge(self, transfer: Transfer[Any], charged: bool) -> None:
-        """Counts the whole transfer against its owner's limit, until it has ended or is raised."""
-        if charged == transfer._charged:
-            return
-        transfer._charged = charged
-        sign = 1 if charged else -1
-        used = self._prefetching[transfer.owner]
-        used[0] += sign * transfer._count
-        used[1] += sign * transfer._nbytes
-        if not any(used):
-            del self._prefetching[transfer.owner]
-
-    def _check_limit(self, owner: Hashable, count: int, nbytes: int) -> None:
-        limit = self._prefetch_limit
-        if limit is None:
-            return
-        pieces, used = self._prefetching.get(owner, (0, 0))
-        if pieces + count > limit.pieces:
-            raise PrefetchLimitError(
-                f"a prefetch of {count} pieces is refused: its owner has {pieces} under way, the limit is "
-                f"{limit.pieces} pieces an owner; wait for earlier ones to end, or prefetch less"
-            )
-        if used + nbytes > limit.nbytes:
-            raise PrefetchLimitError(
-                f"a prefetch of {nbytes} bytes is refused: its owner has {used} under way, the limit is "
-                f"{limit.nbytes} bytes an owner; wait for earlier ones to end, or prefetch less"
-            )
 
     def _check_open(self) -> None:
         if self._closed:

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from prefixd_swap.errors import MemoryMisuseError, OutOfMemoryError, PrefetchLimitError, TransferDroppedError
+from prefixd_swap.errors import MemoryMisuseError, OutOfMemoryError, TransferDroppedError
 from prefixd_swap.transfers import (
     DeviceLimits,
     Piece,
-    PrefetchLimit,
     Transfers,
     Urgency,
     grouped,
@@ -387,55 +386,6 @@ async def test_a_piece_whose_task_is_cancelled_from_outside_has_an_outcome() -> 
     await settle()
     tasks[0].cancel()
     assert isinstance((await transfer.done).outcomes[0].error, asyncio.CancelledError)
-
-
-async def test_an_owner_has_a_limit_of_prefetches_and_only_of_those(log: Log) -> None:
-    bench = Bench(TWO, prefetch_limit=PrefetchLimit(10, 1000))
-    submit = bench.transfers.submit
-    first = submit("read", log.pieces("a", 8), PREFETCH, owner="client")
-    with pytest.raises(PrefetchLimitError, match=r"prefetch of 3 pieces .* has 8 under way, the limit is 10 pieces"):
-        submit("read", log.pieces("b", 3), PREFETCH, owner="client")
-    with pytest.raises(PrefetchLimitError, match=r"prefetch of 950 bytes .* has 80 under way, the limit is 1000 bytes"):
-        submit("read", log.pieces("b", 1, 950), PREFETCH, owner="client")
-    submit("read", log.pieces("c", 10), PREFETCH, owner="another")
-    submit("read", log.pieces("d", 100), PREFETCH)
-    submit("read", log.pieces("e", 100), DEMAND, owner="client")
-    first.raise_to(DEMAND)
-    second = submit("read", log.pieces("f", 10), PREFETCH, owner="client")
-    assert bench.transfers.prefetching("client") == PrefetchLimit(10, 100)
-    second.drop()
-    assert bench.transfers.prefetching("client") == PrefetchLimit(0, 0)
-    await bench.end_all()
-    assert bench.transfers.prefetching("another") == PrefetchLimit(0, 0)
-
-
-async def test_an_owner_ends_with_all_its_transfers(log: Log) -> None:
-    bench = Bench(DeviceLimits(3, reserved=0))
-    mine = [bench.transfers.submit("read", log.pieces(name, 2), PREFETCH, owner="client") for name in "ab"]
-    other = bench.transfers.submit("read", log.pieces("c", 2), PREFETCH, owner="another")
-    ending = asyncio.create_task(bench.transfers.cancel_owner("client"))
-    await settle()
-    assert not ending.done()
-    await bench.end_all()
-    await ending
-    assert [(await transfer.done).dropped for transfer in mine] == [0, 1]
-    assert len((await other.done).values()) == 2
-    await bench.transfers.cancel_owner("nobody")
-
-
-async def test_whoever_ends_an_owner_and_is_cancelled_still_waits_for_all_its_threads(log: Log) -> None:
-    bench = Bench(DeviceLimits(3, reserved=0))
-    mine = [bench.transfers.submit("read", log.pieces(name, 1), PREFETCH, owner="client") for name in "abc"]
-    ending = asyncio.create_task(bench.transfers.cancel_owner("client"))
-    await settle()
-    ending.cancel()
-    for left in (2, 1):
-        await bench.end()
-        assert not ending.done() and bench.begun == left
-    await bench.end()
-    with pytest.raises(asyncio.CancelledError):
-        await ending
-    assert all(transfer.finished for transfer in mine)
 
 
 async def test_close_drops_what_waits_and_waits_for_what_runs(log: Log) -> None:

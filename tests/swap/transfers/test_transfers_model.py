@@ -13,12 +13,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from prefixd_swap.errors import PrefetchLimitError
-from prefixd_swap.transfers import DeviceLimits, Piece, PrefetchLimit, Transfer, Urgency
+from prefixd_swap.transfers import DeviceLimits, Piece, Transfer, Urgency
 from tests.swap.transfers.fakes import Bench, settle
 
 DEMAND, PREFETCH = Urgency.DEMAND, Urgency.PREFETCH
-LIMIT = PrefetchLimit(12, 1000)
 PIECE_BYTES = 50
 
 
@@ -33,7 +31,6 @@ class Known:
     count: int
     fails: bool
     in_order: bool
-    owner: str | None
     since_s: float
     started: int = 0
     ended: int = 0
@@ -75,7 +72,7 @@ class TransfersMachine(RuleBasedStateMachine):
     def build(self, in_flight: int, reserved: int, write: int) -> None:
         self.limits = DeviceLimits(in_flight, min(reserved, in_flight - 1), patience_s=1.0, share=0.25)
         self.path_limits = {"read": in_flight, "write": write}
-        self.bench = Bench(self.limits, write_in_flight=write, prefetch_limit=LIMIT)
+        self.bench = Bench(self.limits, write_in_flight=write)
         self.clock = self.bench.clock
 
     def run(self, work: Any) -> Any:
@@ -131,7 +128,6 @@ class TransfersMachine(RuleBasedStateMachine):
         deadline_s=st.none() | st.floats(0, 50),
         fails=st.booleans(),
         in_order=st.booleans(),
-        owner=st.sampled_from([None, "a", "b"]),
         on_loop=st.booleans(),
     )
     def submit(
@@ -142,12 +138,11 @@ class TransfersMachine(RuleBasedStateMachine):
         deadline_s: float | None,
         fails: bool,
         in_order: bool,
-        owner: str | None,
         on_loop: bool,
     ) -> None:
         now_s = self.clock.now_s
         due_s = min(now_s + 10.0, math.inf if deadline_s is None else deadline_s)
-        known = Known(path, urgency, due_s, len(self.known), count, fails, in_order, owner, now_s)
+        known = Known(path, urgency, due_s, len(self.known), count, fails, in_order, now_s)
 
         def pieces() -> Iterator[Piece[int]]:
             for position in range(count):
@@ -160,25 +155,15 @@ class TransfersMachine(RuleBasedStateMachine):
 
         async def submit() -> None:
             self.known.append(known)
-            try:
-                known.transfer = self.bench.transfers.submit(
-                    path,
-                    pieces(),
-                    urgency,
-                    owner=owner,
-                    deadline_s=deadline_s,
-                    in_order=in_order,
-                    count=count,
-                    nbytes=count * PIECE_BYTES,
-                )
-            except PrefetchLimitError:
-                self.known.remove(known)
-                assert urgency is PREFETCH and owner is not None
-                used = self.charged(owner)
-                assert used[0] + count > LIMIT.pieces or used[1] + count * PIECE_BYTES > LIMIT.nbytes
-                return
-            if urgency is PREFETCH and owner is not None:
-                assert self.charged(owner)[0] <= LIMIT.pieces
+            known.transfer = self.bench.transfers.submit(
+                path,
+                pieces(),
+                urgency,
+                deadline_s=deadline_s,
+                in_order=in_order,
+                count=count,
+                nbytes=count * PIECE_BYTES,
+            )
             await settle()
 
         self.run(submit())
@@ -273,29 +258,7 @@ class TransfersMachine(RuleBasedStateMachine):
         self.run(cancel())
         assert task.done() == (not known.in_flight)
 
-    @rule(owner=st.sampled_from(["a", "b"]))
-    def cancel_owner(self, owner: str) -> None:
-        async def cancel() -> None:
-            for known in self.known:
-                known.dropped |= known.owner == owner
-            task = asyncio.create_task(self.bench.transfers.cancel_owner(owner))
-            await settle()
-            assert task.done() == (not any(known.in_flight for known in self.known if known.owner == owner))
-            task.cancel()
-            await settle()
-            self.cancels += [(known, task) for known in self.known if known.owner == owner and known.in_flight][:1]
-
-        self.run(cancel())
-
     # -- what is true when nothing more can happen by itself --------------------------------------------------------
-
-    def charged(self, owner: str) -> tuple[int, int]:
-        counts = [
-            known.count
-            for known in self.known
-            if known.owner == owner and known.urgency is PREFETCH and (known.more or known.in_flight) and known.transfer
-        ]
-        return sum(counts), sum(counts) * PIECE_BYTES
 
     @invariant()
     def nothing_waits_that_may_start(self) -> None:
@@ -337,9 +300,6 @@ class TransfersMachine(RuleBasedStateMachine):
                 assert figures.waiting_pieces == pieces[urgency]
                 assert figures.waiting_bytes == pieces[urgency] * PIECE_BYTES
                 assert figures.in_flight == running[urgency]
-        for owner in ("a", "b"):
-            used = self.bench.transfers.prefetching(owner)
-            assert (used.pieces, used.nbytes) == self.charged(owner)
 
     def teardown(self) -> None:
         if not hasattr(self, "bench"):

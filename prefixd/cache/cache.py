@@ -376,8 +376,12 @@ class TieredCache:
         """Starts bringing the cached prefix to the shared tier, until the session ends.
 
         Returns how many blocks are on their way for it: as many as the session's limit takes, from the first.
+
+        Raises:
+            SessionEndedError: the session ended while the prefix was looked for.
         """
         match = await self.match(namespace, chain)
+        self.leases.session(session.id)  # it may have ended meanwhile
         return self._prefetches.begin(session, self.trie(namespace), match.rows)
 
     # -- the worker's side ----------------------------------------------------------------------------------------

@@ -75,6 +75,8 @@ class Room:
         freed = await self._expire(tier, want, movement)
         if not freed and (below := self._tiers.below(tier)) is not None:
             freed = await self._demote(tier, below, sizes, want, movement, ahead)
+        if movement.dropped:  # what was not copied down for it stays where it is
+            return False
         if not freed:  # nothing can go down: drop what may vanish
             victims, with_page = await self._choose(tier, sizes, want, ahead, demotable=False)
             freed = await self._drop(tier, victims, with_page, movement)
@@ -108,7 +110,7 @@ class Room:
                     if sinks.any():
                         arrived = await self._copy(trie, rows[sinks], tier, below, movement, ahead)
                         self._tiers.counters(tier).demoted += arrived
-            return await self._drop(tier, victims, with_page, movement)
+            return 0 if movement.dropped else await self._drop(tier, victims, with_page, movement)
         finally:
             done.set()
             del self._making[tier][done]

@@ -237,3 +237,23 @@ def test_demand_does_not_wait_for_the_room_that_others_make() -> None:
 
     # One piece of a write of 64 blocks may be under way, and its own block is written.
     assert simulate(work) <= 64 + 2
+
+
+def test_a_prefetch_that_ends_while_it_makes_room_costs_nobody_a_block() -> None:
+    """What was to be written for its room, and was not, stays where it is."""
+
+    async def work() -> None:
+        async with house(middle=512) as here:
+            await here.put_far(1, 256)
+            for prompt in range(2, 34):
+                await here.commit(prompt, 16)
+            other = here.cache.leases.open("another", 2, 0.0)
+            assert await here.cache.prefetch(other, here.namespace, here.chain(1, 256)) == 256
+            await asyncio.sleep(0.005)
+            here.cache.leases.close(other)
+            await here.cache.mover.quiesce()
+            assert not here.cache.mover.lost
+            for prompt in range(2, 34):
+                await here.load(prompt, 16)
+
+    simulate(work)

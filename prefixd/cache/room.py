@@ -6,16 +6,16 @@
    `prefix_cache_long_term_memory`, IV.B).
 3. Where nothing can go down, what may vanish does.
 
-Several may make room in one tier at once: each holds the blocks that it has chosen, so nobody chooses them again. Who
-finds nothing to choose waits for what others have chosen, and that becomes as urgent as he is. He waits in his own tier
-for somebody who waits, if at all, further down; so nobody waits in a circle.
+Several may make room in one tier at once: each holds the blocks that it has chosen, so nobody chooses them again; so
+does write-back. Who finds nothing to choose waits for what others hold so, and lends them his urgency. He waits in his
+own tier for somebody who waits, if at all, further down; so nobody waits in a circle.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 from prefixd.cache.disk_copies import DiskCopies
 from prefixd.cache.index.trie import Rows, Trie
@@ -56,6 +56,19 @@ class Room:
     def making(self) -> bool:
         """Whether blocks are on their way down to make room."""
         return bool(self._making)
+
+    @contextmanager
+    def under_way(self, tier: Tier, movement: Movement) -> Iterator[None]:
+        """Blocks of `tier` are held within it that may go afterwards: who finds no room waits for its end."""
+        done = asyncio.Event()
+        self._making.setdefault(tier, {})[done] = movement
+        try:
+            yield
+        finally:
+            done.set()
+            del self._making[tier][done]
+            if not self._making[tier]:
+                del self._making[tier]
 
     async def make(
         self, tier: Tier, sizes: Sequence[int], want: int, movement: Movement, *, ahead: bool = False
@@ -98,9 +111,7 @@ class Room:
         victims, with_page = await self._choose(tier, sizes, want, ahead, demotable=True)
         if not victims:
             return 0
-        done = asyncio.Event()
-        self._making.setdefault(tier, {})[done] = movement
-        try:
+        with self.under_way(tier, movement):
             with ExitStack() as held:
                 for trie, rows in victims:  # all of them before the first copy: rows may be recycled meanwhile
                     held.enter_context(self._placement.holds.hold("eviction", trie, rows, tier))
@@ -111,11 +122,6 @@ class Room:
                         arrived = await self._copy(trie, rows[sinks], tier, below, movement, ahead)
                         self._tiers.counters(tier).demoted += arrived
             return 0 if movement.dropped else await self._drop(tier, victims, with_page, movement)
-        finally:
-            done.set()
-            del self._making[tier][done]
-            if not self._making[tier]:
-                del self._making[tier]
 
     async def _choose(
         self, tier: Tier, sizes: Sequence[int], want: int, ahead: bool, *, demotable: bool

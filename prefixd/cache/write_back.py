@@ -197,6 +197,7 @@ class WriteBack:
         copied = 0
         self._movement = movement = Movement(self._urgency)
         with ExitStack() as held:
+            held.enter_context(self._mover.holding(source, movement))
             for trie, rows in chosen:  # all of them before the first copy: rows may be recycled meanwhile
                 held.enter_context(self._holds.hold("write-back", trie, rows, source))
             for trie, rows in chosen:

@@ -389,7 +389,8 @@ class GroupsMachine(RigMachine):
         def on_disk() -> dict[tuple[str, bytes], list[bool]]:
             """The parts on disk of blocks that come back.
 
-            The blocks before them are there, too, and they have bytes or are before others that have.
+            The blocks before them are there, too, and they have bytes or are before others that have. Without rules
+            every prefix needs every byte: what continues a block whose bytes are gone does not come back.
             """
             found = {}
             for home, trie in ((home, self.trie(home)) for home in self.homes):
@@ -397,7 +398,8 @@ class GroupsMachine(RigMachine):
                 rows = rows[np.argsort(trie.depth[rows], kind="stable")]
                 closed = {-1, -2}
                 for row in rows.tolist():
-                    if int(trie.parent[row]) in closed:
+                    whole = bool((trie.slots[row, DISK] != NO_SLOT).all())
+                    if int(trie.parent[row]) in closed and (trie.has_rules or whole):
                         closed.add(row)
                 some = set()
                 for row in rows[::-1].tolist():

@@ -132,7 +132,7 @@ async def test_a_record_without_bytes_that_nothing_continues_goes() -> None:
         trie.drop_copies(np.array([row]), DISK, np.array([trie.all_groups], np.uint8))
     assert await leaving(trie, set()) == [], "block 3 has bytes, and needs the records before it"
     assert await leaving(trie, {3}) == [rows[3]]
-    trie.drop_copy(rows[3], DISK)
+    trie.drop_copies(np.array(rows[3:4]), DISK)
     trie.remove(rows[3])
     assert await leaving(trie, set()) == [rows[2]]
     last = np.array([rows[2]])
@@ -142,7 +142,7 @@ async def test_a_record_without_bytes_that_nothing_continues_goes() -> None:
     trie.retain(last)
     assert await leaving(trie, set()) == []
     trie.unretain(last)
-    trie.drop_copy(rows[2], DISK)
+    trie.drop_copies(np.array(rows[2:3]), DISK)
     trie.remove(rows[2])
     assert await leaving(trie, set()) == [rows[1]]
 

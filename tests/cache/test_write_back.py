@@ -184,3 +184,20 @@ async def test_it_ends_at_once_while_it_waits_to_try_again(
     await eventually(lambda: bool(rig.cache.tiers.troubles.what("disk tier")))
     await asyncio.wait_for(rig.cache.write_back.stop(), 60)
     assert rig.tiers([1, 2], DISK) == [False, False]
+
+
+async def test_who_finds_no_room_waits_for_what_write_back_holds(
+    make_rig: MakeRig, eventually: Callable[..., Any]
+) -> None:
+    rig = make_rig(cpu=2, disk=8, write_back=True)
+    rig.start_write_back()
+    async with rig.cache.mover.disk.still():  # so write-back waits, and holds both blocks
+        await rig.put([1, 2])
+        holds = rig.cache.mover.placement.holds
+        await eventually(lambda: holds.blocks_by_owner()["write-back"] == 2)
+        waiting = asyncio.create_task(rig.put([3, 4]))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not waiting.done()
+    assert await waiting == (2, 0)
+    assert await rig.get([1, 2]) == 2

@@ -144,7 +144,7 @@ async def test_who_hangs_up_is_not_tokenized_and_gives_its_place_back(threads: T
     gate = Gate()
     tasks = [asyncio.create_task(threads.encode(gate, name, MOST)) for name in "abcd"]  # type: ignore[arg-type]
     await begun(gate, 1)
-    for task in tasks:
+    for task in reversed(tasks):  # those that wait first: when the first one ends, its thread looks for the next
         task.cancel()
     assert all(isinstance(end, asyncio.CancelledError) for end in await asyncio.gather(*tasks, return_exceptions=True))
     again = asyncio.create_task(threads.encode(gate, "again", MOST))  # type: ignore[arg-type]

@@ -17,7 +17,6 @@ from vllm.distributed import kv_events as theirs
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash, to_event_extra_keys
 
 from prefixd.cache.index.keys import BlockChain
-from prefixd.cache.index.trie import CPU, GPU
 from prefixd.client import Client, NamespaceSpec, PartSpec
 from prefixd.server.kv_events import wire as ours
 from prefixd.server.kv_events.announcer import MEDIA
@@ -43,7 +42,7 @@ def test_the_classes_are_the_same(name: str) -> None:
 
 def test_the_values_that_vllm_has_names_for() -> None:
     assert ours.END_OF_REPLAY == theirs.ZmqEventPublisher.END_SEQ
-    assert (MEDIA[GPU], MEDIA[CPU]) == (theirs.MEDIUM_GPU, theirs.MEDIUM_CPU)
+    assert (MEDIA["gpu"], MEDIA["cpu"]) == (theirs.MEDIUM_GPU, theirs.MEDIUM_CPU)
 
 
 class Subscriber:

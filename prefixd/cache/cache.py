@@ -31,7 +31,6 @@ from prefixd.cache.tiers import Tiers
 from prefixd.cache.write_back import WriteBack
 from prefixd.errors import ExhaustedError, InvalidArgumentError, NotFoundError, UnsupportedError
 from prefixd_swap import CopyEngine, EvictionPolicy
-from prefixd_swap.tiers import Tier
 
 Claim = tuple[Trie, Rows, list[int]]
 _ENDED_AT_ONCE = 1 << 16  # held blocks whose hold ends in one turn, about a millisecond,
@@ -418,11 +417,6 @@ class TieredCache:
             self.mover.changed.set()
         trie.touch(rows, now)
         return rows, taken
-
-    def unhold(self, trie: Trie, rows: Rows, tier: Tier) -> None:
-        """Ends holds that were begun with `Trie.hold`."""
-        trie.unhold(rows, tier.level)
-        self.mover.placement.sweep(trie, rows)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 

@@ -338,7 +338,9 @@ class Rig:
     def unhold(self, rows: Sequence[int], tier: Tier) -> None:
         if tier is self.cache.tiers.compute:
             self.computed -= Counter(rows)
-        self.cache.unhold(self.trie, np.array(rows, np.int64), tier)
+        held = np.array(rows, np.int64)
+        self.trie.unhold(held, tier.level)
+        self.cache.mover.placement.sweep(self.trie, held)
 
     # -- what must hold -----------------------------------------------------------------------------------------
 

@@ -67,7 +67,8 @@ async def change(
             return
         trie.hold(rows, GPU)
         await cache.mover.bring(trie, rows, cache.tiers.compute)
-        cache.unhold(trie, rows, cache.tiers.compute)
+        trie.unhold(rows, cache.tiers.compute.level)
+        cache.mover.placement.sweep(trie, rows)
     elif what == "commit":
         await bench.cached(prompt(argument))
     elif what == "wait":

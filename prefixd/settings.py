@@ -205,7 +205,8 @@ class DiskSettings(_Section):
     path: AbsolutePath | None = None
     """Directory of the tier; by default `blocks` in data_dir."""
     scrub_bytes_per_s: Bytes = 16 << 20
-    """The most that the scrubber reads in a second to find damage before a reader does; 0: off."""
+    """The most that the scrubber reads in a second to find damage before a reader does; 0: off. A block below 16 KiB
+    counts as 16 KiB."""
     scrub_every_s: Seconds = 3600.0
     """A pass of the scrubber begins this long after the last one began, or when that one is done."""
     io: Literal["mmap", "direct", "buffered"] = "direct"

@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
 from prefixd.errors import ExhaustedError
+from prefixd.pacer import give_way
 
 T = TypeVar("T")
 
@@ -45,7 +46,7 @@ async def do_in_slices(steps: Steps[T]) -> T:
                 return value
             if work is None:
                 result = None
-                await asyncio.sleep(0)
+                await give_way()
             else:
                 result = await in_thread(work)
     finally:

@@ -6,7 +6,6 @@ blocks are born in the GPU tier (`record`). Both stand in the same trie.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +29,7 @@ from prefixd.cache.sessions import Lease, LeaseTable, Process, Reservation, Sess
 from prefixd.cache.tiers import Tiers
 from prefixd.cache.write_back import WriteBack
 from prefixd.errors import ExhaustedError, InvalidArgumentError, NotFoundError, UnsupportedError
+from prefixd.pacer import give_way
 from prefixd_swap import CopyEngine, EvictionPolicy
 
 Claim = tuple[Trie, Rows, list[int]]
@@ -433,7 +433,7 @@ class TieredCache:
             self.mover.spawn(self._end_later(rest, at_its_word))
 
     async def _end_later(self, grants: Sequence[Lease | Reservation], at_its_word: bool) -> None:
-        await asyncio.sleep(0)
+        await give_way()
         self._end_grants(grants, at_its_word)
 
     def _end_grant(self, grant: Lease | Reservation, at_its_word: bool) -> None:

@@ -19,7 +19,7 @@ from prefixd.cache.holds import Hold
 from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
 from prefixd.cache.placement import Placement
 from prefixd.cache.tiers import Slots
-from prefixd_swap import host_bytes, started_threads
+from prefixd_swap import Span, host_bytes, started_threads
 
 _THREADS = 2
 _BLOCKS = 256  # hashed by one task
@@ -114,7 +114,6 @@ class Checksums:
 
     def _hash_parts(self, slots: Sequence[int], parts: Sequence[int], part_bytes: Sequence[int]) -> list[int]:
         """The checksums of parts that lie in `slots`. Runs in a thread."""
-        return [
-            xxhash.xxh3_64_intdigest(host_bytes(self._tiers.shared.span(slot, part_bytes[part]), part_bytes[part]))
-            for slot, part in zip(slots, parts, strict=True)
-        ]
+        addresses = self._tiers.shared.addresses(np.array(slots, np.int64)).tolist()
+        spans = [Span(address, part_bytes[part]) for address, part in zip(addresses, parts, strict=True)]
+        return [xxhash.xxh3_64_intdigest(host_bytes(span, span.nbytes)) for span in spans]

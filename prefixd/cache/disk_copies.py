@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from prefixd.cache.checksums import Checksums
 from prefixd.cache.disk_health import DiskHealth
+from prefixd.cache.disk_records import DiskRecords, Identity
 from prefixd.cache.groups import GroupMask
 from prefixd.cache.index.children import Descendants, MovedError
 from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
@@ -32,14 +33,12 @@ from prefixd.cache.paths import find_ancestry
 from prefixd.cache.placement import Placement
 from prefixd.cache.tiers import Slots
 from prefixd.cache.urgent_lock import UrgentLock
+from prefixd.pacer import give_way
 from prefixd_swap import (
-    BlockRecord,
     ChecksumError,
     DiskFullError,
-    DiskPart,
     IndexUnavailableError,
     LostBytesError,
-    NewBlock,
     RecordDamagedError,
     StorageError,
     SwapError,
@@ -54,9 +53,6 @@ T = TypeVar("T")
 
 _REMOVED_AT_ONCE = 1024  # blocks, while the lock is held
 _DROPPED_AT_ONCE = 1024  # blocks behind damaged ones
-
-Identity = tuple[bytes, bytes]
-"""Namespace id and block key: a block's name on disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +91,7 @@ class DiskCopies:
         self._placement = placement
         self._tiers = placement.tiers
         self._namespaces = namespaces
+        self.records = DiskRecords(self._tiers, namespaces)
         self._checksums = checksums
         self._make_room = make_room
         self._lock = UrgentLock(urgency_enabled=self._tiers.transfers.urgency_enabled)
@@ -152,38 +149,6 @@ class DiskCopies:
         """How many of `rows` are not complete in the durable tier."""
         return len(rows) if self._tiers.durable is None else len(trie.missing(rows, self._tiers.durable.level))
 
-    def identity(self, trie: Trie, row: int) -> Identity:
-        """The block's name on disk."""
-        return self._namespaces.at(int(trie.namespace[row])).id, trie.key(row)
-
-    def expected(self, trie: Trie, row: int) -> BlockRecord:
-        """What the index has to say of a block that is on disk."""
-        namespace, key = self.identity(trie, row)
-        parent = int(trie.parent[row])
-        return BlockRecord(
-            namespace,
-            key,
-            trie.key(parent) if parent >= 0 else b"",
-            trie.tokens[row].tobytes(),
-            tuple(
-                DiskPart(slot, nbytes, checksum) if slot != NO_SLOT else None
-                for slot, nbytes, checksum in zip(
-                    trie.slots[row, self._store.level].tolist(),
-                    trie.part_bytes,
-                    trie.checksums[row].tolist(),
-                    strict=True,
-                )
-            ),
-            int(trie.depth[row]),
-        )
-
-    def identities(self, trie: Trie, rows: Rows) -> list[Identity]:
-        """The blocks' names on disk."""
-        ids = [namespace.id for namespace in self._namespaces]
-        keys = trie.keys(rows).tobytes()
-        namespaces = trie.namespace[rows].tolist()
-        return [(ids[ordinal], keys[16 * at : 16 * at + 16]) for at, ordinal in enumerate(namespaces)]
-
     # -- writing ------------------------------------------------------------------------------------------------
 
     async def write(
@@ -231,7 +196,7 @@ class DiskCopies:
         bare = bare[np.argsort(trie.depth[bare], kind="stable")]
         for start in range(0, len(bare), step):
             batch = bare[start : start + step]
-            blocks = [self._new_block(trie, row, self._tiers.shared, 0) for row in batch.tolist()]
+            blocks = self.records.new_blocks(trie, batch, self._tiers.shared, np.zeros(len(batch), np.uint8))
             results = await movement.run(store.submit_write(blocks, movement.urgency, count=len(blocks), nbytes=0))
             _raise_first(results)
             self._placement.put(trie, batch, store, np.full((len(batch), len(trie.part_bytes)), NO_SLOT, np.int64))
@@ -271,9 +236,7 @@ class DiskCopies:
         if not len(batch):
             return batch
         groups = self._to_write(trie, batch, source)
-        blocks = [
-            self._new_block(trie, row, source, mask) for row, mask in zip(batch.tolist(), groups.tolist(), strict=True)
-        ]
+        blocks = self.records.new_blocks(trie, batch, source, groups)
         results = await movement.run(
             self._store.submit_write(blocks, movement.urgency, count=len(blocks), nbytes=sum(trie.part_bytes))
         )
@@ -312,35 +275,6 @@ class DiskCopies:
             await self._store.put_namespace(namespace.id, msgspec.msgpack.encode(namespace.spec))
             self._saved.add(namespace.id)
 
-    def _new_block(self, trie: Trie, row: int, source: MemoryTier, groups: int) -> NewBlock:
-        parent = int(trie.parent[row])
-        namespace, key = self.identity(trie, row)
-        columns = zip(
-            trie.slots[row, source.level].tolist(),
-            trie.slots[row, self._store.level].tolist(),
-            trie.part_bytes,
-            trie.checksums[row].tolist(),
-            trie.part_mask.tolist(),
-            strict=True,
-        )
-        return NewBlock(
-            namespace=namespace,
-            key=key,
-            parent=trie.key(parent) if parent >= 0 else b"",
-            tokens=trie.tokens[row].tobytes(),
-            depth=int(trie.depth[row]),
-            parts=[
-                source.span(slot, size)
-                if groups & mask
-                else (DiskPart(stored, size, checksum) if stored != NO_SLOT else None)
-                for slot, stored, size, checksum, mask in columns
-            ],
-            checksums=[
-                checksum if known and source is self._tiers.shared else None
-                for checksum, known in zip(trie.checksums[row].tolist(), trie.checksummed[row].tolist(), strict=True)
-            ],
-        )
-
     # -- making room --------------------------------------------------------------------------------------------
 
     async def drop_groups(self, expired: Sequence[tuple[Trie, Rows, GroupMask]], movement: Movement) -> int:
@@ -366,7 +300,7 @@ class DiskCopies:
         emptied: list[tuple[Trie, Rows, GroupMask]] = []
         for trie, rows in victims:
             leaves, inner = _leaves_first(trie, rows, store.level) if with_page else (rows, rows[:0])
-            identities = self.identities(trie, leaves)
+            identities = self.records.identities(trie, leaves)
             if self._placement.drop(trie, leaves, store, with_page=with_page):
                 left = trie.any_part[leaves] & np.uint8(1 << store.level)
                 removed += [each for each, stays in zip(identities, left.tolist(), strict=True) if not stays]
@@ -383,7 +317,7 @@ class DiskCopies:
     def _parts_of(self, dropped: Sequence[tuple[Trie, Rows, GroupMask]]) -> list[tuple[bytes, bytes, list[int]]]:
         """What `StoreTier.drop_parts` is told of groups that were dropped."""
         return [
-            (*self.identity(trie, row), np.flatnonzero(trie.part_mask & np.uint8(mask)).tolist())
+            (*self.records.identity(trie, row), np.flatnonzero(trie.part_mask & np.uint8(mask)).tolist())
             for trie, rows, groups in dropped
             for row, mask in zip(rows.tolist(), groups.tolist(), strict=True)
         ]
@@ -455,8 +389,9 @@ class DiskCopies:
         async with self._lock.hold(movement):
             if not there():
                 return None
-            identity, expected = self.identity(trie, row), self.expected(trie, row)
-            verify = self._store.submit_verify([expected], sum(trie.part_bytes), movement.urgency)
+            identity = self.records.identity(trie, row)
+            expected = self.records.expected(trie, np.array([row]))
+            verify = self._store.submit_verify(expected, sum(trie.part_bytes), movement.urgency)
             (error,) = await movement.run(verify)
             if error is None:
                 return None
@@ -491,7 +426,7 @@ class DiskCopies:
         placement.lost[why] += len(rows)
         more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
         log.error("block %s%s dropped, to be computed again: %s", trie.key(int(rows[0])).hex(), more, error)
-        damaged = [self.identity(trie, row) for row in rows.tolist()]
+        damaged = [self.records.identity(trie, row) for row in rows.tolist()]
         children: list[Identity] = []
         placement.discard_copies(trie, rows, self._store)
         emptied = rows[trie.any_part[rows] == 0]
@@ -515,7 +450,7 @@ class DiskCopies:
     def _forget(self, trie: Trie, rows: Sequence[int]) -> list[Identity]:
         """Drops those of `rows`, children before parents, that nobody holds; returns those that were on disk."""
         going = trie.all_removable(rows)
-        on_disk = self.identities(trie, self.stored(trie, going))
+        on_disk = self.records.identities(trie, self.stored(trie, going))
         self._placement.discard(trie, going)
         return on_disk
 
@@ -529,12 +464,12 @@ class DiskCopies:
         walk = Descendants(trie, roots[trie.generation[roots] == generations])
         with suppress(MovedError):
             while not walk.done:
-                await asyncio.sleep(0)
+                await give_way()
                 rows = walk.take(_DROPPED_AT_ONCE)
                 found += rows
                 before += trie.generation[rows].tolist()
         for end in range(len(found), 0, -_DROPPED_AT_ONCE):
-            await asyncio.sleep(0)
+            await give_way()
             some = slice(max(end - _DROPPED_AT_ONCE, 0), end)
             rows_now = np.array(found[some], np.int64)
             same = rows_now[trie.generation[rows_now] == np.array(before[some])][::-1].tolist()
@@ -584,7 +519,7 @@ class DiskCopies:
         row = trie.find(identity[1])
         if row is None or not len(self.stored(trie, np.array([row]))):
             return False
-        return self.identity(trie, row) == identity
+        return self.records.identity(trie, row) == identity
 
 
 def _leaves_first(trie: Trie, rows: Rows, level: int) -> tuple[Rows, Rows]:

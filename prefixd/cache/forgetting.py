@@ -6,19 +6,18 @@ known by its row and the row's generation: one that has gone meanwhile, and left
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from prefixd.cache.disk_copies import Identity
+from prefixd.cache.disk_records import Identity
 from prefixd.cache.index.children import Descendants, MovedError
 from prefixd.cache.index.trie import Rows, Trie
 from prefixd.cache.index.trie_table import NOWHERE
 from prefixd.cache.mover import Mover
-from prefixd.pacer import SLICE_ROWS
+from prefixd.pacer import SLICE_ROWS, give_way
 from prefixd.steps import in_thread
 
 _WALK_STEPS = 1 << 11
@@ -49,7 +48,7 @@ async def find_subtree(trie: Trie, root: int) -> FoundBlocks:
                 found = np.array(walk.take(_WALK_STEPS), np.int64)
                 rows.append(found)
                 generations.append(trie.generation[found])
-                await asyncio.sleep(0)
+                await give_way()
         except MovedError:  # what it has found may lack what continues the block that went
             continue
         return FoundBlocks(trie, np.concatenate(rows)[::-1], np.concatenate(generations)[::-1])
@@ -65,7 +64,7 @@ async def find_namespace(trie: Trie, namespace: int | None) -> FoundBlocks:
         rows.append(found)
         generations.append(trie.generation[found])
         depths.append(trie.depth[found])
-        await asyncio.sleep(0)
+        await give_way()
 
     def deepest_first() -> FoundBlocks:
         order = np.argsort(np.concatenate(depths), kind="stable")[::-1]
@@ -97,7 +96,7 @@ async def forget(mover: Mover, blocks: FoundBlocks) -> AsyncGenerator[tuple[int,
                 count, identities = mover.forget_in_memory(trie, same.tolist())
                 went, there = went + count, there + len(same)
                 on_disk += identities
-                await asyncio.sleep(0)
+                await give_way()
         finally:
             await mover.disk.remove(trie, on_disk)
         yield went, there - went

@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixd.cache.checksums import Checksums
-from prefixd.cache.disk_copies import DiskCopies, Identity
+from prefixd.cache.disk_copies import DiskCopies
+from prefixd.cache.disk_records import Identity
 from prefixd.cache.groups import GroupMask
 from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
 from prefixd.cache.movement import Movement
@@ -27,6 +28,7 @@ from prefixd.cache.placement import Placement
 from prefixd.cache.room import Room
 from prefixd.cache.tiers import Slots, Tiers
 from prefixd.cache.victims import can_free
+from prefixd.pacer import give_way
 from prefixd_swap import CopyEngine, EvictionPolicy, TransferDroppedError
 from prefixd_swap.tiers import MemoryCopies, MemoryTier, StoreTier, Tier, can_move
 from prefixd_swap.transfers import Urgency, piece_items
@@ -187,11 +189,11 @@ class Mover:
                         taken.append(some)
                         count += len(some)
                         hint = some[-1]
-                        await asyncio.sleep(0)
+                        await give_way()
                         continue
                     want = min(blocks - count, _EVICTED_AT_ONCE)
                     if await self._room.make(tier, sizes, want, movement, ahead=ahead):
-                        await asyncio.sleep(0)
+                        await give_way()
                     elif tier is not self.tiers.shared or not await self._checksums.wait_for_some():
                         break  # else: what was hashed may go now
             except BaseException:
@@ -288,7 +290,7 @@ class Mover:
                     own.append(self._start(trie, rows[here][fresh], tier, lacking[fresh], urgency))
                     joined.callback(own[-1].leave)
                 else:
-                    await asyncio.sleep(0)
+                    await give_way()
             for movement in own:
                 await self._arrived(movement)
             for movement in others:
@@ -531,7 +533,7 @@ class Mover:
         on_disk = self.disk.stored(trie, going)
         if self.tiers.durable is not None and len(on_disk) < len(going):
             self.lost["removed before it was written"] += len(going) - len(on_disk)
-        identities = self.disk.identities(trie, on_disk)
+        identities = self.disk.records.identities(trie, on_disk)
         self._placement.discard(trie, going)
         return len(going), identities
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import numpy as np
 import numpy.typing as npt
 
 from prefixd.cache.index.keys import HASHED_AT_ONCE, BlockChain
 from prefixd.cache.index.trie import Rows, Trie
+from prefixd.pacer import give_way
 
 _WALKED_AT_ONCE = 8192  # blocks up a prompt: 3 ms
 
@@ -27,7 +26,7 @@ async def find_path(trie: Trie, root: int, chain: BlockChain, limit: int | None 
         if len(rows) < HASHED_AT_ONCE:  # the last one
             break
         generations.append(trie.generation[rows])
-        await asyncio.sleep(0)
+        await give_way()
     if len(slices) == 1:
         return slices[0]
     path = np.concatenate(slices)
@@ -51,6 +50,6 @@ async def find_ancestry(trie: Trie, rows: Rows) -> Rows:
             turn -= 1
             if not turn:
                 turn = _WALKED_AT_ONCE
-                await asyncio.sleep(0)
+                await give_way()
                 parent = trie.parent  # the table may have grown
     return np.fromiter(seen, np.int64, len(seen))

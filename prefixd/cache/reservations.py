@@ -17,6 +17,7 @@ from prefixd.cache.quarantine import Quarantine
 from prefixd.cache.sessions import LeaseTable, Reservation, Session
 from prefixd.cache.tiers import Slots, Tiers
 from prefixd.errors import ExhaustedError, InvalidArgumentError, PreconditionError
+from prefixd.pacer import give_way
 from prefixd_swap import round_to_slot
 
 _COMMIT_BLOCKS = 256  # entered into the trie at a time: some milliseconds
@@ -114,7 +115,7 @@ class Reservations:
         try:
             for start in range(0, blocks, _COMMIT_BLOCKS):
                 if start:
-                    await asyncio.sleep(0)  # a long prompt is entered in steps: others have their turn
+                    await give_way()  # a long prompt is entered in steps: others have their turn
                 end = min(start + _COMMIT_BLOCKS, blocks)
                 entered, new = self._enter(reservation, rows[-1], start, end)
                 committed += new
@@ -185,7 +186,7 @@ class Reservations:
 
     async def _give_back_later(self, slots: Slots) -> None:
         for start in range(0, len(slots), _RELEASED_AT_ONCE):
-            await asyncio.sleep(0)
+            await give_way()
             self._tiers.shared.free(slots[start : start + _RELEASED_AT_ONCE])
 
     def _fill(self, reservation: Reservation, start: int, rows: Rows) -> int:

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from prefixd.cache.disk_copies import Damage, DiskCopies
 from prefixd.cache.index.trie import Rows, Trie
 from prefixd.cache.mover import Mover
+from prefixd.pacer import give_way
 from prefixd_swap import IndexUnavailableError, StorageError, round_to_slot
 
 log = logging.getLogger(__name__)
@@ -26,6 +27,7 @@ log = logging.getLogger(__name__)
 _WINDOW_ROWS = 16_384  # rows put in the order of their slots at once: enough to read forward, few enough to keep
 _BATCH_BYTES = 1 << 20  # read by one call into a thread
 _BATCH_BLOCKS = 64
+_LEAST_BYTES = 16 << 10  # what a smaller block counts as: what it costs is the time of the event loop
 _VERIFY_DEPTH = 8  # reads in flight: as fast as 16, and a tenth to two thirds faster than 4 or 1 (2 cores, O_DIRECT)
 _TROUBLE_PAUSE_S = 5.0
 _FAILURE_PAUSE_S = 60.0
@@ -193,8 +195,8 @@ class Scrubber:
             store = self._tiers.durable
             while store is not None and not (store.takes and store.gives):
                 await self._sleep(_TROUBLE_PAUSE_S)
-            nbytes = len(batch.rows) * _bytes_on_disk(batch.trie)
-            wait_s = bucket.take(nbytes, self._clock())
+            nbytes = max(_bytes_on_disk(batch.trie), _LEAST_BYTES)
+            wait_s = bucket.take(len(batch.rows) * nbytes, self._clock())
             if wait_s:
                 await self._sleep(wait_s)
             await self._check(batch, progress)
@@ -233,9 +235,9 @@ class Scrubber:
         disk, trie, store = self._mover.disk, batch.trie, self._tiers.durable
         blocks = batch.still_there(disk)
         if not blocks or store is None:
-            await asyncio.sleep(0)  # many batches may have gone
+            await give_way()  # many batches may have gone
             return
-        expected = [disk.expected(trie, block.row) for block in blocks]
+        expected = disk.records.expected(trie, np.array([block.row for block in blocks]))
         results = await store.verify(expected, sum(trie.part_bytes))
         suspects: dict[int, StorageError] = {}
         for position, error in enumerate(results):

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -28,6 +29,11 @@ TCP = "For clients on other hosts"
 TIERS = "Tiers (sizes such as 8GiB, 512MiB, 4096)"
 WORKER = "Model"
 QUEUE = "Queue and eviction"
+
+_SWITCH_S = 0.0005
+"""After so long, a thread that hashes or writes small blocks lets go of the interpreter's lock. With Python's own 5 ms
+the event loop, which gives the lock away at every wait and every larger numpy operation, waits as long to have it back.
+"""
 
 
 def _option(name: str, panel: str | None, help: str, metavar: str | None = None) -> Any:
@@ -128,6 +134,7 @@ def serve_command(
     def announce(endpoints: Endpoints) -> None:
         typer.echo(_ready_json(endpoints) if as_json else _ready_line(endpoints))
 
+    sys.setswitchinterval(_SWITCH_S)
     try:
         code = asyncio.run(serve(settings, ready=announce, ops=context.obj))
     except KeyboardInterrupt as error:

@@ -17,7 +17,7 @@ from prefixd.cache import Lease, NamespaceSpec, PartSpec, Reservation, SlidingWi
 from prefixd.cache.cache import NO_OFFSET
 from prefixd.cache.index.trie import Rows
 from prefixd.errors import InvalidArgumentError, PreconditionError, UnavailableError
-from prefixd.pacer import Pacer
+from prefixd.pacer import Pacer, give_way
 from prefixd.server.rpc import Context, abort, deliver, granting, outlive, streaming, unary
 from prefixd.v1 import cache_pb2 as pb
 from prefixd.v1 import cache_pb2_grpc
@@ -348,7 +348,7 @@ async def _add_offsets(
     flat = offsets.ravel()
     for start in range(0, len(flat), _OFFSETS_AT_ONCE):
         if start:
-            await asyncio.sleep(0)
+            await give_way()
         response.offsets.extend(flat[start : start + _OFFSETS_AT_ONCE].tolist())
 
 

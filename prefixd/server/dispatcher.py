@@ -21,9 +21,9 @@ import numpy as np
 from prefixd.cache import TieredCache
 from prefixd.cache.cache import Claim
 from prefixd.errors import ExhaustedError, PrefixdError, UnavailableError
+from prefixd.pacer import SLICE_ROWS, Pacer, give_way
 from prefixd.server.concurrency_limit import ConcurrencyLimit
 from prefixd.server.frame_budget import FrameBudget
-from prefixd.server.pacer import Pacer
 from prefixd.server.prefetcher import Prefetcher
 from prefixd.server.request import Ended, Event, NewTokens, Request, RequestState
 from prefixd.server.run import Run
@@ -37,6 +37,7 @@ _ATTEMPTS = 3
 _END_S = 5.0
 _ENDED_AT_ONCE = 256  # waiting requests, in one callback
 _INTERRUPTED_ROWS = 16_384  # of requests whose worker died, in one callback
+_REQUEST_ROWS = 64  # what looking at a request costs besides, in rows looked at
 _HAND_OVER = 4  # what handing a block over costs, in rows looked at
 _LEAVING = (RequestState.PREEMPTING, RequestState.CANCELLING)
 _QUEUED = (RequestState.WAITING, RequestState.STAGING, RequestState.READY)
@@ -84,7 +85,7 @@ class Dispatcher:
         self._look_ahead = look_ahead
         self._caching = caching
         self._budget = FrameBudget()
-        self._pacer = Pacer()
+        self._pacer = Pacer(SLICE_ROWS)
         self._prefetcher = Prefetcher(
             cache,
             self._tracker,
@@ -124,7 +125,7 @@ class Dispatcher:
         for request in [*self.running.values(), *self._interrupted.values()]:
             request.withdraw(error)
         while self._end_some(error):
-            await asyncio.sleep(0)
+            await give_way()
 
     def abandon(self) -> None:
         """Gives back what withdrawn requests held on the worker, which is gone for good; call `stop` before."""
@@ -136,7 +137,7 @@ class Dispatcher:
     async def end_all(self, error: PrefixdError) -> None:
         """Ends what waits and what runs; their callers get `error`. Returns when the worker has let go, or is slow."""
         while self._end_some(error) or self._interrupted:
-            await asyncio.sleep(0)
+            await give_way()
         for request in list(self.running.values()):
             self._end_run(request, error)
         self._look()
@@ -276,7 +277,7 @@ class Dispatcher:
             if self._taking:
                 await self._extend_starved()
                 await self._dispatch()
-            await asyncio.sleep(0)  # others run even if every dispatch asks for the next one
+            await give_way()  # others run even if every dispatch asks for the next one
 
     @property
     def _taking(self) -> bool:
@@ -309,7 +310,7 @@ class Dispatcher:
                 await self._prefetcher.unstage_all_but(request)
                 break
             handed_over = request.state is RequestState.RUNNING
-            await self._pacer.worked(_HAND_OVER * request.blocks if handed_over else request.blocks)
+            await self._pacer.worked(_REQUEST_ROWS + (_HAND_OVER * request.blocks if handed_over else request.blocks))
 
     def _is_current(self, request: Request) -> bool:
         """Makes sure of what is cached of a waiting request's prefix; False if another request computes more of it now.

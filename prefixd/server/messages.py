@@ -15,6 +15,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from prefixd.errors import InvalidArgumentError
+from prefixd.pacer import call_arrived
 from prefixd.server.rpc import Context, abort
 
 
@@ -51,6 +52,7 @@ def _answering(handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandle
         return handler
 
     def read(message: bytes) -> Any:
+        call_arrived()
         try:
             return parse(message)
         except DecodeError as error:

@@ -14,10 +14,10 @@ import numpy as np
 
 from prefixd.cache import NONE, TieredCache
 from prefixd.cache.index.trie import Rows
+from prefixd.pacer import Pacer
 from prefixd.server.footprint import Footprint
 from prefixd.server.frame_budget import FrameBudget
 from prefixd.server.load_meter import LoadMeter
-from prefixd.server.pacer import Pacer
 from prefixd.server.request import Event, Request, RequestState
 from prefixd.server.run import Run
 from prefixd.server.tracker import PrefixTracker

@@ -6,7 +6,6 @@ known by its row and the row's generation.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import struct
 from collections.abc import AsyncGenerator
@@ -19,7 +18,7 @@ import numpy.typing as npt
 from prefixd.cache import Namespace, TieredCache, Trie
 from prefixd.cache.index.trie import TIERS, Rows
 from prefixd.errors import InvalidArgumentError, NotFoundError
-from prefixd.pacer import Pacer
+from prefixd.pacer import Pacer, give_way
 from prefixd.v1 import admin_pb2 as pb
 from prefixd.v1 import cache_pb2
 
@@ -105,7 +104,7 @@ async def find_prefix(cache: TieredCache, key: str) -> Prefix:
             found += [Prefix.of(trie, row) for row in rows.tolist()]
             if len(found) > _SLICE_ROWS:  # enough to refuse it
                 break
-            await asyncio.sleep(0)
+            await give_way()
     found = [prefix for prefix in found if prefix.there]
     if not found:
         raise NotFoundError(f"no prefix has the key {key}; `prefixd ls` shows what there is")
@@ -127,7 +126,7 @@ async def list_prefixes(cache: TieredCache, request: pb.ListPrefixesRequest) -> 
     for trie in list(cache.tries):
         for start in range(0, trie.rows, _SLICE_ROWS):
             page.offer(trie, _leaves(trie, start, only))
-            await asyncio.sleep(0)
+            await give_way()
     pacer = Pacer()
     infos = []
     for prefix in page.prefixes(cache.tries):

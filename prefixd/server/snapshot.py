@@ -15,7 +15,7 @@ import prefixd
 from prefixd.cache import Lease, PartSpec, Reservation, TieredCache, Trie
 from prefixd.cache.index.trie import NO_SLOT, TIERS
 from prefixd.cache.index.trie_table import NOWHERE
-from prefixd.pacer import SLICE_ROWS
+from prefixd.pacer import SLICE_ROWS, give_way
 from prefixd.server.dispatcher import Dispatcher
 from prefixd.server.kv_events import KVEvents
 from prefixd.server.worker_process import WorkerProcess, WorkerState
@@ -197,7 +197,7 @@ class _Counts:
         for trie in list(cache.tries):
             for start in range(0, trie.rows, SLICE_ROWS):
                 if start:
-                    await asyncio.sleep(0)
+                    await give_way()
                 rows = slice(start, min(start + SLICE_ROWS, trie.rows))
                 for tier in range(TIERS):
                     complete = (trie.complete[rows] & np.uint8(1 << tier)) != 0

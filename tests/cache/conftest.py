@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import xxhash
 
+from prefixd import pacer
 from prefixd.cache import (
     BlockChain,
     Lease,
@@ -434,3 +435,14 @@ async def make_rig(tmp_path: Path) -> AsyncIterator[Callable[..., Rig]]:
 def eventually() -> Callable[[Callable[[], bool]], Any]:
     """Waits, with a deadline, until a condition holds."""
     return until
+
+
+class _OpenGate:
+    async def pass_through(self) -> None:
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+def turns_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long work can be driven by `send`, a slice at a time, without an event loop."""
+    monkeypatch.setattr(pacer, "_gate", _OpenGate)

@@ -22,6 +22,7 @@ from prefixd.cache import BlockChain, Lease, Namespace, Reservation, Trie
 from prefixd.cache.index.trie import CPU, DISK, GPU
 from prefixd.cache.paths import find_ancestry
 from prefixd.errors import ExhaustedError, NotFoundError, PreconditionError
+from prefixd_swap import Span
 from prefixd_swap.tiers import MemoryTier
 from tests.cache.machine import RigMachine
 
@@ -312,7 +313,8 @@ class CacheMachine(RigMachine):
             for i, slots in enumerate(held.slots):
                 for part, slot in enumerate(slots):
                     size = namespace.spec.parts[part].nbytes
-                    data = self.rig.read(held.tier.span(slot, size))
+                    (address,) = held.tier.addresses(np.array([slot])).tolist()
+                    data = self.rig.read(Span(address, size, held.tier.on_device))
                     assert data == self.rig.content(namespace, held.chain, held.first_block + i, part)
 
     @invariant()

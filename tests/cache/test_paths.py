@@ -12,6 +12,8 @@ from prefixd.cache.index.keys import HASHED_AT_ONCE
 from prefixd.cache.index.trie import Rows
 from prefixd.cache.paths import find_ancestry, find_path
 
+pytestmark = pytest.mark.usefixtures("turns_by_hand")
+
 ROOT = -1
 BLOCKS = 5 * HASHED_AT_ONCE
 

@@ -303,7 +303,9 @@ async def test_the_background_keeps_to_its_rate_and_its_rhythm(make_rig: MakeRig
     await rig.put(range(150), durable=True)
     rig.damage(rig.rows(range(150))[149])
     sleep = Sleeper(rig, 5)
-    scrubber = Scrubber(rig.cache.mover, rig.clock, bytes_per_s=50 * rig.part_bytes, every_s=60.0, sleep=sleep)
+    rate = 50 * 16 << 10  # bytes: blocks as small as these count as 16 KiB
+    assert rig.part_bytes < 16 << 10
+    scrubber = Scrubber(rig.cache.mover, rig.clock, bytes_per_s=rate, every_s=60.0, sleep=sleep)
     assert scrubber.start() is not None
     await sleep.over.wait()
     # 150 blocks in batches of 64, 50 a second and 50 in store; then it waits for the next pass.

@@ -13,6 +13,8 @@ from prefixd.cache.lowest_rows import LowestRows
 from prefixd.cache.unwritten import UnwrittenBlocks
 from tests.cache.index.entering import enter_block
 
+pytestmark = pytest.mark.usefixtures("turns_by_hand")
+
 SLICE = 8
 
 

@@ -17,6 +17,8 @@ from prefixd.cache.victims import can_free, find_victims
 from prefixd_swap import create_eviction_policy
 from tests.cache.index.entering import enter_block
 
+pytestmark = pytest.mark.usefixtures("turns_by_hand")
+
 T = TypeVar("T")
 
 POLICIES = ["lru", "fifo", "random"]

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import zmq
 
+from prefixd.pacer import give_way
 from prefixd.server.kv_events.sockets import Socket, on_readable, open_socket, receive
 from prefixd.server.kv_events.wire import END_OF_REPLAY
 from prefixd.settings import EventSettings
@@ -90,7 +91,7 @@ class Replay:
             await self._send((peer, b"", topic, number.to_bytes(8, "big"), payload))
             number += 1
             if number % _BURST == 0:
-                await asyncio.sleep(0)
+                await give_way()
         await self._send((peer, b"", b"", END_OF_REPLAY, b""))
 
     async def _send(self, frames: Sequence[bytes]) -> None:

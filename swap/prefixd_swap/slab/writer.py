@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 
@@ -21,6 +21,8 @@ from prefixd_swap.spans import Span
 from prefixd_swap.threads import started_threads
 
 log = logging.getLogger(__name__)
+
+_BYTES_AT_ONCE = 256 << 10  # of small parts: handing one over to a thread costs more than writing it
 
 
 class SlabWriter:
@@ -141,10 +143,11 @@ class SlabWriter:
         pool = self._threads()
         if pool is None:
             return [job() for job in jobs]
-        futures = [pool.submit(job) for job in jobs]
+        together = max(1, _BYTES_AT_ONCE * len(spans) // sum(part.nbytes for part, _, _ in spans))
+        futures = [pool.submit(_write_parts, jobs[at : at + together]) for at in range(0, len(jobs), together)]
         wait(futures)  # even if one fails: their slots may be freed only when nobody writes to them
         try:
-            return [future.result() for future in futures]
+            return [part for future in futures for part in future.result()]
         finally:
             del futures  # a failed one has its error, whose traceback has this frame: slabs would stay open until a gc
 
@@ -162,6 +165,10 @@ class SlabWriter:
 
     def _give_back(self, slots: Sequence[int | None]) -> None:
         self._slabs.free(np.array([slot for slot in slots if slot is not None], np.int64))
+
+
+def _write_parts(jobs: Sequence[Callable[[], DiskPart]]) -> list[DiskPart]:
+    return [job() for job in jobs]
 
 
 def _write_part(data: memoryview, checksum: int | None, slab: SlabFile, index: int, slot: int) -> DiskPart:

@@ -21,7 +21,6 @@ from prefixd_swap.errors import MemoryMisuseError, StorageError, SwapError
 from prefixd_swap.page_eviction import ChooseVictims
 from prefixd_swap.slab.block_record import BlockRecord, DiskPart, NewBlock
 from prefixd_swap.slab.records import Records
-from prefixd_swap.spans import Span
 from prefixd_swap.tiers.block_transfer import BlockTransfer
 from prefixd_swap.transfers import DeviceLimits, Piece, Transfers, Urgency, piece_items
 
@@ -192,17 +191,6 @@ class MemoryTier(Tier):
     @abstractmethod
     def allocated(self) -> Int64s:
         """Every slot that is allocated, ascending."""
-
-    @final
-    def span(self, slot: int, nbytes: int) -> Span:
-        """The first `nbytes` bytes of a slot.
-
-        Raises:
-            MemoryMisuseError: the slot lies outside the tier.
-        """
-        if slot < 0:
-            raise MemoryMisuseError(f"slot {slot} does not exist; give one that `allocate` returned")
-        return Span(int(self.addresses(np.array([slot]))[0]), nbytes, self.on_device)
 
     @abstractmethod
     def _allocate(self, nbytes: Sequence[int], count: int, near: Int64s | None) -> Int64s:

@@ -1,0 +1,90 @@
+"""What the index on disk says of blocks: their names, the records it must have, and what is to be stored of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from prefixd.cache.groups import GroupMask
+from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
+from prefixd.cache.namespaces import NamespaceRegistry
+from prefixd.cache.tiers import Tiers
+from prefixd_swap import BlockRecord, DiskPart, NewBlock, Span
+from prefixd_swap.tiers import MemoryTier
+
+Identity = tuple[bytes, bytes]
+"""Namespace id and block key: a block's name on disk."""
+
+_KEY_BYTES = 16
+
+
+class DiskRecords:
+    """Translates rows of tries. There is a durable tier whenever anything but names is asked for."""
+
+    def __init__(self, tiers: Tiers, namespaces: NamespaceRegistry) -> None:
+        self._tiers = tiers
+        self._namespaces = namespaces
+
+    def identity(self, trie: Trie, row: int) -> Identity:
+        """The block's name on disk."""
+        return self._namespaces.at(int(trie.namespace[row])).id, trie.key(row)
+
+    def identities(self, trie: Trie, rows: Rows) -> list[Identity]:
+        """The blocks' names on disk."""
+        ids = [namespace.id for namespace in self._namespaces]
+        keys = trie.keys(rows).tobytes()
+        namespaces = trie.namespace[rows].tolist()
+        return [(ids[ordinal], keys[at * _KEY_BYTES : (at + 1) * _KEY_BYTES]) for at, ordinal in enumerate(namespaces)]
+
+    def expected(self, trie: Trie, rows: Rows) -> list[BlockRecord]:
+        """What the index has to say of blocks that are on disk."""
+        records = []
+        stored, checksums = self._slots_on_disk(trie, rows), trie.checksums[rows].tolist()
+        for at, (name, parent, tokens, depth) in enumerate(self._heads(trie, rows)):
+            columns = zip(stored[at], trie.part_bytes, checksums[at], strict=True)
+            parts = tuple(DiskPart(*column) if column[0] != NO_SLOT else None for column in columns)
+            records.append(BlockRecord(*name, parent, tokens, parts, depth))
+        return records
+
+    def new_blocks(self, trie: Trie, rows: Rows, source: MemoryTier, groups: GroupMask) -> list[NewBlock]:
+        """What is to be stored of `rows`: the KV groups in each block's mask from `source`, and what it has on disk."""
+        blocks = []
+        addresses = source.addresses(trie.slots[rows, source.level]).tolist()
+        stored, checksums = self._slots_on_disk(trie, rows), trie.checksums[rows].tolist()
+        written = ((groups[:, None] & trie.part_mask) != 0).tolist()
+        known = trie.checksummed[rows].tolist()
+        of_shared = source is self._tiers.shared  # what the checksums are of
+        for at, (name, parent, tokens, depth) in enumerate(self._heads(trie, rows)):
+            parts = [
+                Span(address, size, source.on_device)
+                if write
+                else (DiskPart(slot, size, checksum) if slot != NO_SLOT else None)
+                for address, slot, size, checksum, write in zip(
+                    addresses[at], stored[at], trie.part_bytes, checksums[at], written[at], strict=True
+                )
+            ]
+            taken = [
+                checksum if certain and of_shared else None
+                for checksum, certain in zip(checksums[at], known[at], strict=True)
+            ]
+            blocks.append(NewBlock(*name, parent, tokens, depth, parts, taken))
+        return blocks
+
+    def _slots_on_disk(self, trie: Trie, rows: Rows) -> list[list[int]]:
+        """[n, parts]"""
+        durable = self._tiers.durable
+        if durable is None:
+            raise RuntimeError("there is no durable tier")
+        slots: list[list[int]] = trie.slots[rows, durable.level].tolist()
+        return slots
+
+    def _heads(self, trie: Trie, rows: Rows) -> Iterator[tuple[Identity, bytes, bytes, int]]:
+        """Each block's name, its parent's key (b"" where it has none), its tokens, and its depth."""
+        parents = trie.parent[rows].astype(np.int64)
+        keys = trie.keys(parents).tobytes()
+        tokens, width = trie.tokens[rows].tobytes(), trie.tokens.itemsize * trie.tokens.shape[1]
+        columns = zip(self.identities(trie, rows), parents.tolist(), trie.depth[rows].tolist(), strict=True)
+        for at, (name, parent, depth) in enumerate(columns):
+            key = keys[at * _KEY_BYTES : (at + 1) * _KEY_BYTES] if parent >= 0 else b""
+            yield name, key, tokens[at * width : (at + 1) * width], depth

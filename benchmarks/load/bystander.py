@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
 import sys
 import time
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
 
-from benchmarks.common.harness import BenchmarkError
+from benchmarks.load.companion import Companion
 from prefixd.client import AsyncClient, ClientError, NamespaceSpec, PartSpec
 
 _BLOCKS, _BLOCK_TOKENS, _PART_BYTES = 16, 16, 4096
@@ -38,30 +35,13 @@ class Sample:
     """It ended with an error: gRPC ends calls that wait for half a minute for an event loop."""
 
 
-class Bystander:
-    """The side that starts it. A context manager: leaving it ends the process."""
+class Bystander(Companion):
+    """The side that starts it."""
 
     def __init__(self, address: str) -> None:
+        super().__init__("benchmarks.load.bystander", address)
         self.samples: list[Sample] = []
         """All matches that had ended at the last `look`."""
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.load.bystander", address],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # Ctrl-C is ours alone
-        )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            with suppress(BrokenPipeError):
-                pipe.close()
-        self._process.wait()
 
     def look(self) -> int:
         """Fetches the matches that have ended; returns how many have not. Waits for the process to be ready.
@@ -69,14 +49,8 @@ class Bystander:
         Raises:
             BenchmarkError: the process has ended.
         """
-        assert self._process.stdin is not None and self._process.stdout is not None
-        with suppress(BrokenPipeError):  # then the line that follows is empty
-            self._process.stdin.write("\n")
-            self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        if not line:
-            raise BenchmarkError(f"the bystander ended by itself, with status {self._process.wait()}")
-        answer = json.loads(line)
+        self.tell()
+        answer = self.answer()
         self.samples += [Sample(*sample) for sample in answer["ended"]]
         return int(answer["waiting"])
 

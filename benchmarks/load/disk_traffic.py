@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
 import sys
 import time
 import zlib
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from itertools import count
-from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.common.harness import BenchmarkError
+from benchmarks.load.companion import Companion
 from prefixd.client import AsyncCache, AsyncClient, AsyncLease, ExhaustedError, NamespaceSpec, PartSpec, Tier
 
 BLOCK_TOKENS = 16
@@ -117,28 +114,11 @@ class Traffic:
     """Prompts that were written, in this order."""
 
 
-class DiskTraffic:
-    """The side that starts the process. A context manager: leaving it ends the process."""
+class DiskTraffic(Companion):
+    """The side that starts the process."""
 
     def __init__(self, address: str, plan: TrafficPlan) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.load.disk_traffic", address, plan.to_json()],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # Ctrl-C is ours alone
-        )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        for pipe in (self._process.stdin, self._process.stdout):
-            assert pipe is not None
-            with suppress(BrokenPipeError):
-                pipe.close()
-        self._process.wait()
+        super().__init__("benchmarks.load.disk_traffic", address, plan.to_json())
 
     def look(self) -> Traffic:
         """What was done so far. Waits for the process to be ready.
@@ -146,14 +126,8 @@ class DiskTraffic:
         Raises:
             BenchmarkError: the process has ended.
         """
-        assert self._process.stdin is not None and self._process.stdout is not None
-        with suppress(BrokenPipeError):  # then the line that follows is empty
-            self._process.stdin.write("\n")
-            self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        if not line:
-            raise BenchmarkError(f"the client that keeps the disk busy ended, with status {self._process.wait()}")
-        return Traffic(**json.loads(line))
+        self.tell()
+        return Traffic(**self.answer())
 
 
 @dataclass(slots=True)

@@ -7,56 +7,25 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
 import sys
-from contextlib import suppress
 from dataclasses import asdict
-from typing import Any, Self
+from typing import Any
 
-from benchmarks.common.harness import BenchmarkError
+from benchmarks.load.companion import Companion
 from benchmarks.load.load import LoadPlan, MixedLoad, Tally
 from benchmarks.load.world import Prompt
 
 
-class LoadProcess:
-    """The starting side. A context manager: leaving it ends the process."""
+class LoadProcess(Companion):
+    """The starting side."""
 
     def __init__(self, address: str, plan: LoadPlan) -> None:
+        super().__init__("benchmarks.load.process", address, json.dumps(asdict(plan)))
         self.plan = plan
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.load.process", address, json.dumps(asdict(plan))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,  # Ctrl-C is ours alone
-        )
-        self.pid = self._process.pid
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
 
     def order(self, do: str, **what: Any) -> None:
         """Sends an order; its answer is `answer`'s to fetch, in the order of the orders."""
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps({"do": do, **what}) + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError as error:
-            raise self._ended() from error
-
-    def answer(self) -> dict[str, Any]:
-        """The next answer; BenchmarkError when the process has ended."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise self._ended()
-        answer: dict[str, Any] = json.loads(line)
-        if "error" in answer:
-            raise BenchmarkError(f"the client process with pid {self.pid}: {answer['error']}")
-        return answer
+        self.tell(json.dumps({"do": do, **what}))
 
     def ask(self, do: str, **what: Any) -> dict[str, Any]:
         """`order`, then `answer`."""
@@ -66,27 +35,12 @@ class LoadProcess:
     def stop(self) -> Tally:
         """Ends its work in order, then the process; what it counted."""
         tally = Tally.from_plain(self.ask("stop")["tally"])
-        self._close()
+        self.close()
         return tally
 
     def count(self) -> Tally:
         """What it has counted so far."""
         return Tally.from_plain(self.ask("count")["tally"])
-
-    def kill(self) -> None:
-        """SIGKILL, wherever it is."""
-        self._process.kill()
-        self._close()
-
-    def _close(self) -> None:
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                with suppress(BrokenPipeError):
-                    pipe.close()
-        self._process.wait()
-
-    def _ended(self) -> BenchmarkError:
-        return BenchmarkError(f"a client process ended by itself, with status {self._process.wait()}")
 
 
 async def _serve(address: str, plan: LoadPlan) -> None:

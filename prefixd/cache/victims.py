@@ -15,7 +15,7 @@ from prefixd.cache.groups import GroupMask
 from prefixd.cache.index.trie import TIERS, Rows, Trie
 from prefixd.cache.lowest_rows import LowestRows, Scores
 from prefixd.cache.scan import SCANNED_AT_ONCE, slices
-from prefixd.pacer import Pacer
+from prefixd.pacer import Pacer, give_way
 from prefixd_swap import EvictionPolicy, choose_victims
 
 # A row of any trie as one number: the trie's ordinal above the row.
@@ -115,6 +115,7 @@ async def find_victims(
                 lowest.offer(ids, scores, ids)
                 await pacer.worked(part.stop - part.start)
         candidates = lowest.ascending()
+        await give_way()
         chosen = _choose(tries, tier, want, candidates, may_go, policy, above=above, demotable=demotable)
         if len(chosen) or not len(candidates):  # else all candidates were taken meanwhile; there may be others
             return [
@@ -164,7 +165,7 @@ def _choose(
             if some or protected:
                 break
             row, leaves = parent, 0  # it has no copy, and goes with the last of its children
-        if gone[up] < columns.tier_children[parent] or not some & bit or trie.holds[parent, tier].any():
+        if gone[up] < columns.tier_children[parent] or not some & bit or columns.is_held(parent):
             return None
         if some & above:
             return None
@@ -183,7 +184,7 @@ class _Columns:
 
     __slots__ = (
         *("any_part", "children", "keep", "parent", "pinned", "tier_children"),
-        *("_elsewhere", "_expired", "_other_tiers", "_there"),
+        *("_elsewhere", "_expired", "_holds", "_other_tiers", "_there"),
     )
 
     def __init__(self, trie: Trie, tier: int) -> None:
@@ -196,7 +197,12 @@ class _Columns:
         self._there = trie.there[:, tier].data
         self._expired = trie.expired.data
         self._elsewhere = [trie.there[:, other].data for other in range(TIERS) if other != tier]
+        self._holds = [trie.holds[:, tier, group].data for group in range(trie.holds.shape[2])]
         self._other_tiers = 7 & ~(1 << tier)
+
+    def is_held(self, row: int) -> bool:
+        """Whether somebody holds the copy of a KV group in the tier."""
+        return any(holds[row] for holds in self._holds)
 
     def wanted(self, row: int) -> int:
         """See `Trie.wanted`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from weakref import WeakKeyDictionary
 
 SLICE_ROWS = 1 << 13
 """Rows of numpy columns that are looked at in a fraction of a millisecond, in arrays too small to be given back to the
@@ -25,7 +24,7 @@ class _Gate:
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+        self.loop = loop
         self._open = asyncio.Event()
         self._open.set()
         self._opened_s = -_QUIET_S
@@ -36,7 +35,7 @@ class _Gate:
     async def pass_through(self) -> None:
         """Waits for one turn while the gate is open, and until it opens while it is closed."""
         if self._open.is_set():
-            now = self._loop.time()
+            now = self.loop.time()
             open_s = now - self._opened_s
             if open_s > _QUIET_S:  # this work begins only now
                 self._opened_s = now
@@ -46,27 +45,28 @@ class _Gate:
             self._open.clear()
             self._closed_s = now
             self.arrived = False
-            self._loop.call_later(_PAUSE_S, self._reopen)
+            self.loop.call_later(_PAUSE_S, self._reopen)
         await self._open.wait()
 
     def _reopen(self) -> None:
-        now = self._loop.time()
+        now = self.loop.time()
         if self.arrived and now - self._closed_s < _LONGEST_PAUSE_S:
             self.arrived = False
-            self._loop.call_later(_PAUSE_S, self._reopen)
+            self.loop.call_later(_PAUSE_S, self._reopen)
             return
         self._opened_s = now
         self._open.set()
 
 
-_gates: WeakKeyDictionary[asyncio.AbstractEventLoop, _Gate] = WeakKeyDictionary()
+_newest: _Gate | None = None
+"""A process has one event loop that does long work. Where it has another, as in tests, that gets a gate of its own."""
 
 
 def _gate() -> _Gate:
-    loop = asyncio.get_running_loop()
-    gate = _gates.get(loop)
-    if gate is None:
-        gate = _gates[loop] = _Gate(loop)
+    global _newest
+    gate, loop = _newest, asyncio.get_running_loop()
+    if gate is None or gate.loop is not loop:
+        gate = _newest = _Gate(loop)
     return gate
 
 

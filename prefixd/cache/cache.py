@@ -275,13 +275,14 @@ class TieredCache:
         wanted = trie.needed(len(path), min(first_block, len(path))) if trie.has_rules else None
         return self.mover.placement.holds.hold(owner, trie, path[first_block:], self.tiers.shared, wanted)
 
-    def offsets(self, lease: Lease, parts: Sequence[int]) -> npt.NDArray[np.uint64]:
+    def offsets(self, lease: Lease, parts: Sequence[int], blocks: slice = slice(None)) -> npt.NDArray[np.uint64]:
         """[blocks, parts]: arena offsets of leased parts; `NO_OFFSET` for a part that its KV group's rule does not
         need."""
         trie, chosen = lease.trie, list(parts)
-        offsets: npt.NDArray[np.uint64] = trie.slots[lease.rows, self.tiers.shared.level][:, chosen].astype(np.uint64)
+        slots = trie.slots[lease.rows[blocks], self.tiers.shared.level][:, chosen]
+        offsets: npt.NDArray[np.uint64] = slots.astype(np.uint64)
         if lease.hold.wanted is not None:
-            offsets[(lease.hold.wanted[:, None] & trie.part_mask[chosen]) == 0] = NO_OFFSET
+            offsets[(lease.hold.wanted[blocks, None] & trie.part_mask[chosen]) == 0] = NO_OFFSET
         return offsets
 
     def check_parts(self, namespace: Namespace, parts: Sequence[int]) -> tuple[int, ...]:

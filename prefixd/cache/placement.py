@@ -43,6 +43,7 @@ class Placement:
         self._count_queue(trie, rows, before)
         if isinstance(tier, MemoryTier):
             tier.entered(slots)
+        trie.remove_stranded()
         self.epoch += 1
 
     def put_lacking(self, trie: Trie, rows: Rows, tier: MemoryTier, slots: Slots) -> npt.NDArray[np.bool_]:
@@ -121,6 +122,7 @@ class Placement:
         if vanished and tier is not self.tiers.durable and self.tiers.durable is not None:
             self.lost[f"evicted before it was written: {self.why_unwritten()}"] += vanished
         self.tiers.counters(tier).evicted += dropped
+        trie.remove_stranded()
         self.epoch += 1
         return dropped
 
@@ -151,10 +153,12 @@ class Placement:
 
     def sweep(self, trie: Trie, rows: Rows) -> None:
         """Forgets blocks that lost their last copy while somebody kept them, once nobody does."""
-        for row in rows[trie.any_part[rows] == 0].tolist()[::-1]:
+        bare = rows[(trie.any_part[rows] == 0) & (trie.children[rows] == 0) & (trie.keep[rows] == 0)]
+        for row in bare.tolist():  # those that these continue go with the last of them
             if trie.removable(row):
                 trie.remove(row)
                 self.epoch += 1
+        trie.remove_stranded()
 
     # -- which bytes are wanted ---------------------------------------------------------------------------------
 

@@ -116,17 +116,6 @@ class Tiers:
         """There is no memory any more where requests run: nothing of it is used, and its maker closes it."""
         self.compute = AbsentTier(self.compute.name, self.compute.level)
 
-    def at(self, level: int) -> Tier:
-        """The tier with that column in the index.
-
-        Raises:
-            KeyError: there is none.
-        """
-        for tier in self:
-            if tier.level == level:
-                return tier
-        raise KeyError(level)
-
     @property
     def names(self) -> list[str]:
         """By level."""
@@ -143,9 +132,10 @@ class Tiers:
         """Why a tier is out or shrunk; empty for one that is well."""
         return self.troubles.what(tier_part(tier))
 
-    def exists(self, tier: Tier | None) -> bool:
+    @staticmethod
+    def exists(tier: Tier) -> bool:
         """Whether this daemon has the tier."""
-        return tier is not None and not isinstance(tier, AbsentTier)
+        return not isinstance(tier, AbsentTier)
 
     def below(self, tier: Tier) -> Tier | None:
         """The next tier down that exists, works, and can be written from this one."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -126,8 +127,9 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         )
         if lease is None:
             return pb.AcquireResponse(first_block=request.first_block)
-        response = pb.AcquireResponse(lease_id=lease.id, first_block=request.first_block, blocks=len(lease.rows))
-        await _add_offsets(response, cache.offsets(lease, parts))
+        blocks = len(lease.rows)
+        response = pb.AcquireResponse(lease_id=lease.id, first_block=request.first_block, blocks=blocks)
+        await _add_offsets(response, blocks, len(parts), partial(cache.offsets, lease, parts))
         response.ttl_s = lease.expires_s - cache.clock()
         return response
 
@@ -152,7 +154,8 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         response = pb.ReserveResponse(
             reservation_id=reservation.id, first_block=reservation.first_block, blocks=len(slots)
         )
-        await _add_offsets(response, slots)
+        blocks, parts = slots.shape
+        await _add_offsets(response, blocks, parts, slots.__getitem__)
         response.ttl_s = reservation.expires_s - cache.clock()
         return response
 
@@ -342,14 +345,17 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
 
 
 async def _add_offsets(
-    response: pb.AcquireResponse | pb.ReserveResponse, offsets: npt.NDArray[np.int64] | npt.NDArray[np.uint64]
+    response: pb.AcquireResponse | pb.ReserveResponse,
+    blocks: int,
+    parts: int,
+    offsets: Callable[[slice], npt.NDArray[np.int64] | npt.NDArray[np.uint64]],
 ) -> None:
-    """Adds the offsets, [blocks, parts], some thousand in one turn."""
-    flat = offsets.ravel()
-    for start in range(0, len(flat), _OFFSETS_AT_ONCE):
+    """Adds the offsets of some blocks, [n, parts], after the other: some thousand in one turn."""
+    step = max(1, _OFFSETS_AT_ONCE // parts)
+    for start in range(0, blocks, step):
         if start:
             await give_way()
-        response.offsets.extend(flat[start : start + _OFFSETS_AT_ONCE].tolist())
+        response.offsets.extend(offsets(slice(start, start + step)).ravel().tolist())
 
 
 async def tier_runs(trie: Trie, path: Rows) -> list[pb.TierRun]:

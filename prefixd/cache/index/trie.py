@@ -41,6 +41,7 @@ from prefixd.cache.index.trie_table import TIERS as TIERS
 GPU, CPU, DISK, NONE = 0, 1, 2, 3
 NO_SLOT = -1
 _WALK_STEPS = 1 << 20
+_CASCADE = 512  # blocks that go at once with what continued them: 3 ms
 
 # Nearest tier of a block by the bit mask of the tiers that have all of its parts.
 _NEAREST = np.array([NONE, GPU, CPU, GPU, DISK, GPU, CPU, GPU], dtype=np.int8)
@@ -85,6 +86,9 @@ class Trie(TrieTable):
         self.part_bytes = tuple(part_bytes)
         self.ordinal = ordinal
         self.all_groups = (1 << len(self.groups)) - 1
+        self.stranded: list[int] = []
+        """Rows of blocks that are to be forgotten: nothing is left of them, nor of what continued them. They were found
+        when many had to go at once, and go with later changes (`remove_stranded`)."""
         self.part_mask = np.zeros(len(part_bytes), np.uint8)  # of each part, the group that it belongs to
         for group in self.groups:
             self.part_mask[list(group.parts)] = group.mask
@@ -332,29 +336,17 @@ class Trie(TrieTable):
     def remove(self, row: int) -> None:
         """Forgets a block that has no copy left and is removable.
 
-        Ancestors that were without copies and stayed only for its sake go with it.
+        Ancestors that were without copies and stayed only for its sake go with it: some now, see `stranded`.
         """
         if self.any_part[row] or not self.removable(row):
             raise RuntimeError(f"row {row} was removed while it has no block, or one with copies, children or keepers")
-        while True:
-            self._keys.remove(row)
-            self.namespace[row] = NOWHERE
-            self.generation[row] += 1
-            self.free.append(row)
-            parent = int(self.parent[row])
-            unlink(self, row, parent)
-            row = parent
-            if row < 0:
-                return
-            self.children[row] -= 1
-            if self.any_part[row] or not self.removable(row):
-                return
+        self._remove_upwards(row, _CASCADE)
 
     def remove_all(self, rows: Rows) -> None:
         """Forgets m different blocks without copies, children before parents: each is removable once those before it
         are gone.
 
-        Ancestors that were without copies and stayed only for their sake go with them.
+        Ancestors that were without copies and stayed only for their sake go with them: some now, see `stranded`.
         """
         if self.any_part[rows].any():
             raise RuntimeError(f"of {len(rows)} rows to be removed, row {rows[self.any_part[rows] != 0][0]} has copies")
@@ -366,9 +358,34 @@ class Trie(TrieTable):
         unlink_all(self, rows, parents)
         parents = parents[parents >= 0]
         np.subtract.at(self.children, parents, 1)
-        for parent in np.unique(parents[self.any_part[parents] == 0])[::-1].tolist():
-            if self.removable(parent):
-                self.remove(parent)
+        self.stranded += np.unique(parents[self.any_part[parents] == 0]).tolist()
+        self.remove_stranded()
+
+    def remove_stranded(self) -> None:
+        """Forgets some thousand of the blocks that stayed only for the sake of others which are gone."""
+        left = _CASCADE
+        while self.stranded and left > 0:
+            row = self.stranded.pop()
+            wanted = self.any_part[row] or not self.removable(row)  # again; or it has gone
+            left -= 1 if wanted else self._remove_upwards(row, left)
+
+    def _remove_upwards(self, row: int, most: int) -> int:
+        """Forgets a removable block without copies, and its ancestors that become so; returns how many went."""
+        for count in range(1, most + 1):
+            self._keys.remove(row)
+            self.namespace[row] = NOWHERE
+            self.generation[row] += 1
+            self.free.append(row)
+            parent = int(self.parent[row])
+            unlink(self, row, parent)
+            row = parent
+            if row < 0:
+                return count
+            self.children[row] -= 1
+            if self.any_part[row] or not self.removable(row):
+                return count
+        self.stranded.append(row)
+        return most
 
     # -- copies -------------------------------------------------------------------------------------------------
 

@@ -33,20 +33,21 @@ class _Gate:
         """A call has arrived since somebody looked."""
 
     async def pass_through(self) -> None:
-        """Waits for one turn while the gate is open, and until it opens while it is closed."""
-        if self._open.is_set():
-            now = self.loop.time()
-            open_s = now - self._opened_s
-            if open_s > _QUIET_S:  # this work begins only now
-                self._opened_s = now
-            if not _WORK_S < open_s <= _QUIET_S:
-                await asyncio.sleep(0)
-                return
-            self._open.clear()
-            self._closed_s = now
-            self.arrived = False
-            self.loop.call_later(_PAUSE_S, self._reopen)
-        await self._open.wait()
+        """Waits for one turn, and while the gate is closed. Who waited looks again: others may have worked since."""
+        await asyncio.sleep(0)
+        while True:
+            if self._open.is_set():
+                now = self.loop.time()
+                open_s = now - self._opened_s
+                if open_s > _QUIET_S:  # this work begins only now
+                    self._opened_s = now
+                if not _WORK_S < open_s <= _QUIET_S:
+                    return
+                self._open.clear()
+                self._closed_s = now
+                self.arrived = False
+                self.loop.call_later(_PAUSE_S, self._reopen)
+            await self._open.wait()
 
     def _reopen(self) -> None:
         now = self.loop.time()

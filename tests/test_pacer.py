@@ -1,11 +1,46 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
 from prefixd import pacer
 from prefixd.pacer import Pacer, give_way
+
+WORK_S = 0.002
+SLICE_S = 0.003  # longer, so that there is a pause after each
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pacer, "_WORK_S", WORK_S)
+    monkeypatch.setattr(pacer, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(pacer, "_LONGEST_PAUSE_S", 0.1)
+    monkeypatch.setattr(pacer, "_QUIET_S", 60.0)
+
+
+@asynccontextmanager
+async def workers(number: int) -> AsyncIterator[list[int]]:
+    """Long work; its slices so far, by worker."""
+    slices = [0] * number
+
+    async def work(at: int) -> None:
+        while True:
+            slices[at] += 1
+            end = time.monotonic() + SLICE_S
+            while time.monotonic() < end:
+                pass
+            await give_way()
+
+    await give_way()  # from here on work is under way
+    tasks = [asyncio.create_task(work(at)) for at in range(number)]
+    yield slices
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def test_others_run_after_a_slice_of_work() -> None:
@@ -30,32 +65,42 @@ async def test_others_run_after_a_slice_of_work() -> None:
     await task
 
 
-async def test_long_work_of_several_pauses_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pacer, "_WORK_S", 0.0)  # a pause after each slice
-    monkeypatch.setattr(pacer, "_PAUSE_S", 0.02)
-    monkeypatch.setattr(pacer, "_QUIET_S", 60.0)
-    slices = 0
+@pytest.mark.usefixtures("pauses")
+@pytest.mark.parametrize("number", [1, 4, 16])
+async def test_however_many_do_long_work_others_have_turns_after_each_slice(number: int) -> None:
+    async with workers(number) as slices:
+        await asyncio.sleep(0)
+        assert sum(slices) == number, "each has begun"
+        turns, at_once = 0, []
+        deadline = time.monotonic() + 30
+        while min(slices) < 3 and time.monotonic() < deadline:
+            before = sum(slices)
+            await asyncio.sleep(0)
+            if sum(slices) == before:
+                turns += 1
+                continue
+            at_once.append((sum(slices) - before, turns))
+            turns = 0
+        assert min(slices) >= 3, "everybody has his turn"
+        assert max(count for count, _ in at_once) == 1
+        assert min(turns for _, turns in at_once[1:]) > 5
+    await asyncio.wait_for(give_way(), 10)  # a gate that nobody waits for opens all the same
 
-    async def work() -> None:
-        nonlocal slices
+
+@pytest.mark.usefixtures("pauses")
+async def test_a_pause_goes_on_while_calls_arrive_but_not_for_ever() -> None:
+    async def calls() -> None:
         while True:
-            slices += 1
-            await give_way()
+            pacer.call_arrived()
+            await asyncio.sleep(0)
 
     await give_way()  # from here on work is under way
-    workers = [asyncio.create_task(work()) for _ in range(3)]
-    turns = 0
-    await asyncio.sleep(0)
-    begun = slices
-    while slices == begun:  # turns that others have in one pause
-        turns += 1
-        await asyncio.sleep(0)
-    assert turns > 10
-    assert begun == 3
-    for worker in workers:
-        worker.cancel()
-    await asyncio.gather(*workers, return_exceptions=True)
-    await asyncio.wait_for(give_way(), 10)  # a gate that nobody waits for opens all the same
+    caller = asyncio.create_task(calls())
+    time.sleep(SLICE_S)
+    begin_s = time.monotonic()
+    await asyncio.wait_for(give_way(), 10)
+    assert time.monotonic() - begin_s >= 0.1
+    caller.cancel()
 
 
 async def test_short_work_does_not_pause(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,21 +111,10 @@ async def test_short_work_does_not_pause(monkeypatch: pytest.MonkeyPatch) -> Non
         await asyncio.wait_for(give_way(), 10)
 
 
-async def test_a_pause_goes_on_while_calls_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_work_that_begins_after_a_quiet_time_does_not_pause_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pacer, "_WORK_S", 0.0)
-    monkeypatch.setattr(pacer, "_PAUSE_S", 0.001)
-    monkeypatch.setattr(pacer, "_LONGEST_PAUSE_S", 0.2)
-    monkeypatch.setattr(pacer, "_QUIET_S", 60.0)
-    loop = asyncio.get_running_loop()
-
-    async def calls() -> None:
-        while True:
-            pacer.call_arrived()
-            await asyncio.sleep(0)
-
-    await give_way()  # from here on work is under way
-    caller = asyncio.create_task(calls())
-    begin_s = loop.time()
-    await asyncio.wait_for(give_way(), 10)  # not for ever
-    assert loop.time() - begin_s >= 0.2
-    caller.cancel()
+    monkeypatch.setattr(pacer, "_PAUSE_S", 60.0)
+    monkeypatch.setattr(pacer, "_QUIET_S", 0.01)
+    for _ in range(3):
+        await asyncio.sleep(0.02)
+        await asyncio.wait_for(give_way(), 10)

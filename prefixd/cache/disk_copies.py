@@ -1,4 +1,4 @@
-"""The durable tier's side of the mover: blocks written, read and removed, and what the index is told of each.
+"""The durable tier's side of the mover: blocks written, read and evicted, and what the index is told of each.
 
 One lock orders whatever changes the store, so that a removal and a later write of the same block cannot pass each
 other. It is held for one batch at a time, and the most urgent batch is next; its holder moves bytes as urgently as the
@@ -8,62 +8,40 @@ the slot is given back.
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
-from itertools import chain
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from prefixd.cache.checksums import Checksums
+from prefixd.cache.damaged_blocks import Damage, DamagedBlocks
 from prefixd.cache.disk_health import DiskHealth
 from prefixd.cache.disk_records import DiskRecords, Identity
+from prefixd.cache.disk_removals import DiskRemovals
 from prefixd.cache.groups import GroupMask
-from prefixd.cache.index.children import Descendants, MovedError
 from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
 from prefixd.cache.movement import Movement
 from prefixd.cache.namespaces import Namespace, NamespaceRegistry
 from prefixd.cache.paths import find_ancestry
 from prefixd.cache.placement import Placement
 from prefixd.cache.tiers import Slots
+from prefixd.cache.uninterrupted import to_the_end
 from prefixd.cache.urgent_lock import UrgentLock
-from prefixd.pacer import give_way
 from prefixd_swap import (
     ChecksumError,
     DiskFullError,
     IndexUnavailableError,
     LostBytesError,
-    RecordDamagedError,
     StorageError,
     SwapError,
     TransferDroppedError,
 )
 from prefixd_swap.tiers import Loads, MemoryTier, StoreTier
 from prefixd_swap.transfers import PIECE_ITEMS, Urgency, piece_items
-
-log = logging.getLogger(__name__)
-
-T = TypeVar("T")
-
-_REMOVED_AT_ONCE = 1024  # blocks, while the lock is held
-_DROPPED_AT_ONCE = 1024  # blocks behind damaged ones
-
-
-@dataclass(frozen=True, slots=True)
-class Damage:
-    """A block whose bytes on disk were not what was written."""
-
-    identity: Identity
-    error: StorageError
-    dropped: int
-    """Blocks that left the disk for it: itself, and what continued it."""
-
 
 MakeRoom = Callable[[StoreTier, Sequence[int], int, Movement, bool], Awaitable[bool]]
 """(tier, sizes, want, movement, ahead): see `Room.make`."""
@@ -96,54 +74,27 @@ class DiskCopies:
         self._make_room = make_room
         self._lock = UrgentLock(urgency_enabled=self._tiers.transfers.urgency_enabled)
         self._saved: set[bytes] = set()  # namespaces that the index knows
-        self._removals: set[asyncio.Task[None]] = set()
-        self._leaving: list[Sequence[Identity]] = []
-        self.health = DiskHealth(placement, tries, self.still, self.drop_damaged, self._reread, self._saved.clear)
+        self.removals = DiskRemovals(
+            self._tiers, self.records, self._lock, lambda error: self.health.write_failed(error)
+        )
+        self.damaged = DamagedBlocks(placement, self.records, self.removals)
+        self.health = DiskHealth(placement, tries, self.still, self.damaged.drop, self._reread, self._saved.clear)
 
     @property
     def _store(self) -> StoreTier:
         """The durable tier, where the caller knows that there is one."""
-        store = self._tiers.durable
-        if store is None:
-            raise RuntimeError("there is no durable tier")
-        return store
-
-    @property
-    def busy(self) -> set[asyncio.Task[None]]:
-        """Removals of damaged blocks under way."""
-        return self._removals
+        return self._tiers.require_durable()
 
     @property
     def writing(self) -> bool:
         """Whether a write or a removal is under way."""
         return self._lock.locked()
 
-    @property
-    def leaving(self) -> Iterable[Identity]:
-        """Blocks that have left the tries, and are about to leave the index."""
-        return chain.from_iterable(self._leaving)
-
-    @contextmanager
-    def _leave(self, ids: Sequence[Identity]) -> Iterator[None]:
-        """Around the removal from the index of blocks that have left the tries."""
-        self._leaving.append(ids)
-        try:
-            yield
-        finally:
-            self._leaving = [each for each in self._leaving if each is not ids]
-
     @asynccontextmanager
     async def still(self) -> AsyncGenerator[None, None]:
         """Within it no write or removal is under way; those that come wait."""
         async with self._lock.hold(Movement(Urgency.DEMAND)):
             yield
-
-    def stored(self, trie: Trie, rows: Rows) -> Rows:
-        """Those of `rows` that have a record in the durable tier."""
-        if self._tiers.durable is None:
-            return rows[:0]
-        recorded: Rows = rows[(trie.any_part[rows] & np.uint8(1 << self._tiers.durable.level)) != 0]
-        return recorded
 
     def missing(self, trie: Trie, rows: Rows) -> int:
         """How many of `rows` are not complete in the durable tier."""
@@ -161,7 +112,7 @@ class DiskCopies:
         makes room by evicting only blocks that live on disk alone: what is written ahead of need must not cost another
         block its copy.
         """
-        return await _to_the_end(self._write(trie, rows, source, movement, ahead))
+        return await to_the_end(self._write(trie, rows, source, movement, ahead))
 
     async def _write(self, trie: Trie, rows: Rows, source: MemoryTier, movement: Movement, ahead: bool) -> int:
         rows = rows[np.argsort(trie.depth[rows], kind="stable")]
@@ -261,7 +212,7 @@ class DiskCopies:
         async with self.still():
             if self._tiers.writes:
                 try:
-                    await _to_the_end(self._save_namespace(namespace))
+                    await to_the_end(self._save_namespace(namespace))
                 except StorageError as error:
                     self.health.write_failed(error)
 
@@ -368,7 +319,7 @@ class DiskCopies:
                 self._placement.lost["not served: disk read error"] += 1
                 self.health.read_failed(trie, row, error)
         for kind, lost in damaged.items():
-            self.drop_damaged(trie, np.array(lost), first[kind])
+            self.damaged.drop(trie, np.array(lost), first[kind])
         return np.array([error is None for error in errors], np.bool_)
 
     async def recheck(self, trie: Trie, row: int, generation: int) -> Damage | None:
@@ -379,11 +330,11 @@ class DiskCopies:
         Raises:
             IndexUnavailableError: whether it is bad cannot be told.
         """
-        return await _to_the_end(self._recheck(trie, row, generation))
+        return await to_the_end(self._recheck(trie, row, generation))
 
     async def _recheck(self, trie: Trie, row: int, generation: int) -> Damage | None:
         def there() -> bool:
-            return trie.generation[row] == generation and len(self.stored(trie, np.array([row]))) > 0
+            return trie.generation[row] == generation and len(self.records.stored(trie, np.array([row]))) > 0
 
         movement = Movement(Urgency.SCRUB)
         async with self._lock.hold(movement):
@@ -399,127 +350,7 @@ class DiskCopies:
                 raise error
             if not there():
                 return None
-            return Damage(identity, error, self.drop_damaged(trie, np.array([row]), error))
-
-    def drop_damaged(self, trie: Trie, rows: Rows, error: StorageError) -> int:
-        """Drops blocks' copies on disk, whoever holds them, because their bytes cannot be had.
-
-        A block that has no other copy is matched no more, and its descendants that nobody holds go with it; one that is
-        in memory is written again by write-back. Their removal from the index becomes durable in the background, see
-        `busy`. Counts the blocks under `lost`.
-
-        Args:
-            trie: the blocks' trie.
-            rows: rows that have a copy on disk.
-            error: what was found.
-
-        Returns:
-            How many blocks have left the disk. Where they are many, those that continue the damaged ones leave it later
-            and are not counted.
-        """
-        placement = self._placement
-        why = "disk read failed"
-        if isinstance(error, ChecksumError):
-            why = "checksum mismatch on disk"
-        elif isinstance(error, RecordDamagedError):
-            why = "damaged index record"
-        placement.lost[why] += len(rows)
-        more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
-        log.error("block %s%s dropped, to be computed again: %s", trie.key(int(rows[0])).hex(), more, error)
-        damaged = [self.records.identity(trie, row) for row in rows.tolist()]
-        children: list[Identity] = []
-        placement.discard_copies(trie, rows, self._store)
-        emptied = rows[trie.any_part[rows] == 0]
-        if len(emptied) < len(rows):
-            placement.changed.set()  # write-back writes the others again
-        walk = Descendants(trie, emptied)
-        descendants = walk.take(_DROPPED_AT_ONCE)
-        if walk.done:
-            children += self._forget(trie, descendants[::-1])
-        else:
-            self._in_background(self._drop_descendants(trie, emptied, trie.generation[emptied]))
-        placement.sweep(trie, emptied[np.argsort(trie.depth[emptied], kind="stable")])
-        self._in_background(self._remove_damaged(trie, children, damaged, isinstance(error, RecordDamagedError)))
-        return len(damaged) + len(children)
-
-    def _in_background(self, removal: Coroutine[object, object, None]) -> None:
-        task = asyncio.create_task(removal)
-        self._removals.add(task)
-        task.add_done_callback(self._removals.discard)
-
-    def _forget(self, trie: Trie, rows: Sequence[int]) -> list[Identity]:
-        """Drops those of `rows`, children before parents, that nobody holds; returns those that were on disk."""
-        going = trie.all_removable(rows)
-        on_disk = self.records.identities(trie, self.stored(trie, going))
-        self._placement.discard(trie, going)
-        return on_disk
-
-    async def _drop_descendants(self, trie: Trie, roots: Rows, generations: npt.NDArray[np.int32]) -> None:
-        """Drops what continues blocks that have no copy left and that nobody holds, a part of it in one turn.
-
-        What it does not come to, since a block goes meanwhile, is matched by nobody and evicted like any other.
-        """
-        found: list[int] = []
-        before: list[int] = []  # their generations
-        walk = Descendants(trie, roots[trie.generation[roots] == generations])
-        with suppress(MovedError):
-            while not walk.done:
-                await give_way()
-                rows = walk.take(_DROPPED_AT_ONCE)
-                found += rows
-                before += trie.generation[rows].tolist()
-        for end in range(len(found), 0, -_DROPPED_AT_ONCE):
-            await give_way()
-            some = slice(max(end - _DROPPED_AT_ONCE, 0), end)
-            rows_now = np.array(found[some], np.int64)
-            same = rows_now[trie.generation[rows_now] == np.array(before[some])][::-1].tolist()
-            with suppress(StorageError):  # reported; the records go when the disk works again
-                await self.remove(trie, self._forget(trie, same))
-
-    # -- removing -----------------------------------------------------------------------------------------------
-
-    async def remove(self, trie: Trie, ids: list[Identity], *, damaged: bool = False) -> None:
-        """Removes blocks that have left the trie; returns when that is durable.
-
-        `damaged`: their records in the index are damaged, see `SlabStore.remove`.
-
-        Raises:
-            StorageError: I/O failed; the blocks are removed when the disk works again, or come back at the next start.
-        """
-        if ids:
-            with self._leave(ids):
-                await _to_the_end(self._remove(trie, ids, damaged))
-
-    async def _remove(self, trie: Trie, ids: list[Identity], damaged: bool) -> None:
-        movement = Movement(Urgency.WRITE_BACK)
-        for start in range(0, len(ids), _REMOVED_AT_ONCE):
-            some = ids[start : start + _REMOVED_AT_ONCE]
-            async with self._lock.hold(movement):
-                keys = np.frombuffer(b"".join(key for _, key in some), np.uint8).reshape(-1, 16)
-                there = (trie.find_all(keys) >= 0).tolist()
-                gone = [
-                    each for each, found in zip(some, there, strict=True) if not (found and self._is_back(trie, each))
-                ]
-                try:
-                    await self._store.remove(gone, movement.urgency, damaged=damaged)
-                except StorageError as error:
-                    self.health.write_failed(error)
-                    raise
-
-    async def _remove_damaged(
-        self, trie: Trie, children: list[Identity], damaged: list[Identity], records: bool
-    ) -> None:
-        """Removes damaged blocks after what continued them; `records`: it is their records that are damaged."""
-        with self._leave(damaged), suppress(StorageError):  # reported; the records go when the disk works again
-            await self.remove(trie, children if records else children + damaged)
-            await self.remove(trie, damaged if records else [], damaged=True)
-
-    def _is_back(self, trie: Trie, identity: Identity) -> bool:
-        """Whether the block was written again while its removal waited; the write has replaced the record."""
-        row = trie.find(identity[1])
-        if row is None or not len(self.stored(trie, np.array([row]))):
-            return False
-        return self.records.identity(trie, row) == identity
+            return Damage(identity, error, self.damaged.drop(trie, np.array([row]), error))
 
 
 def _leaves_first(trie: Trie, rows: Rows, level: int) -> tuple[Rows, Rows]:
@@ -557,18 +388,3 @@ def _raise_first(results: list[Any]) -> None:
 def write_batch(trie: Trie) -> int:
     """How many blocks are written at a time, while nobody else changes the store: as many as one piece takes."""
     return piece_items(sum(trie.part_bytes), PIECE_ITEMS)
-
-
-async def _to_the_end(work: Coroutine[object, object, T]) -> T:
-    """Waits until `work` has ended, even when cancelled meanwhile; the cancellation is raised then."""
-    task = asyncio.ensure_future(work)
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None and not task.cancelled():
-        task.exception()  # seen; the cancellation is what the caller asked for
-        raise cancelled
-    return task.result()

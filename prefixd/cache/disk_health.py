@@ -66,10 +66,7 @@ class DiskHealth:
     @property
     def _store(self) -> StoreTier:
         """The durable tier, where the caller knows that there is one."""
-        store = self._tiers.durable
-        if store is None:
-            raise RuntimeError("there is no durable tier")
-        return store
+        return self._tiers.require_durable()
 
     @property
     def part(self) -> str:

@@ -37,6 +37,13 @@ class DiskRecords:
         namespaces = trie.namespace[rows].tolist()
         return [(ids[ordinal], keys[at * _KEY_BYTES : (at + 1) * _KEY_BYTES]) for at, ordinal in enumerate(namespaces)]
 
+    def stored(self, trie: Trie, rows: Rows) -> Rows:
+        """Those of `rows` that have a record in the durable tier."""
+        if self._tiers.durable is None:
+            return rows[:0]
+        recorded: Rows = rows[(trie.any_part[rows] & np.uint8(1 << self._tiers.durable.level)) != 0]
+        return recorded
+
     def expected(self, trie: Trie, rows: Rows) -> list[BlockRecord]:
         """What the index has to say of blocks that are on disk."""
         records = []
@@ -73,16 +80,13 @@ class DiskRecords:
 
     def _slots_on_disk(self, trie: Trie, rows: Rows) -> list[list[int]]:
         """[n, parts]"""
-        durable = self._tiers.durable
-        if durable is None:
-            raise RuntimeError("there is no durable tier")
-        slots: list[list[int]] = trie.slots[rows, durable.level].tolist()
+        slots: list[list[int]] = trie.slots[rows, self._tiers.require_durable().level].tolist()
         return slots
 
     def _heads(self, trie: Trie, rows: Rows) -> Iterator[tuple[Identity, bytes, bytes, int]]:
         """Each block's name, its parent's key (b"" where it has none), its tokens, and its depth."""
         parents = trie.parent[rows].astype(np.int64)
-        keys = trie.keys(parents).tobytes()
+        keys = trie.keys(np.maximum(parents, 0)).tobytes()
         tokens, width = trie.tokens[rows].tobytes(), trie.tokens.itemsize * trie.tokens.shape[1]
         columns = zip(self.identities(trie, rows), parents.tolist(), trie.depth[rows].tolist(), strict=True)
         for at, (name, parent, depth) in enumerate(columns):

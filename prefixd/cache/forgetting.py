@@ -98,5 +98,5 @@ async def forget(mover: Mover, blocks: FoundBlocks) -> AsyncGenerator[tuple[int,
                 on_disk += identities
                 await give_way()
         finally:
-            await mover.disk.remove(trie, on_disk)
+            await mover.disk.removals.remove(trie, on_disk)
         yield went, there - went

@@ -51,7 +51,7 @@ def snapshot_of_disk(cache: TieredCache, durable: StoreTier) -> Steps[DiskSnapsh
             places.append(_places(np.where(there, slots, 0), np.where(there, trie.checksums[rows], np.uint64(0))))
             yield None
     yield None  # a removal that was begun in the last callback announces itself in this one
-    leaving = frozenset(namespace + key for namespace, key in cache.mover.disk.leaving)
+    leaving = frozenset(namespace + key for namespace, key in cache.mover.disk.removals.leaving)
     takes = durable.takes
     snapshot: DiskSnapshot = yield lambda: DiskSnapshot(np.concatenate(names), np.concatenate(places), leaving, takes)
     return snapshot

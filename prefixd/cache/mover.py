@@ -139,7 +139,7 @@ class Mover:
 
     async def quiesce(self) -> None:
         """Waits for the copies under way."""
-        while waiting := {*self._tasks, *self.disk.busy, *self._checksums.tasks}:
+        while waiting := {*self._tasks, *self.disk.damaged.busy, *self._checksums.tasks}:
             await asyncio.wait(waiting)
 
     def spawn(self, work: Coroutine[object, object, T]) -> asyncio.Task[T]:
@@ -192,10 +192,14 @@ class Mover:
                         await give_way()
                         continue
                     want = min(blocks - count, _EVICTED_AT_ONCE)
+                    hashing = set(self._checksums.tasks)  # their blocks are held
                     if await self._room.make(tier, sizes, want, movement, ahead=ahead):
                         await give_way()
-                    elif tier is not self.tiers.shared or not await self._checksums.wait_for_some():
-                        break  # else: what was hashed may go now
+                        continue
+                    hashing |= self._checksums.tasks
+                    if tier is not self.tiers.shared or not hashing:
+                        break
+                    await asyncio.wait(hashing, return_when=asyncio.FIRST_COMPLETED)  # some of them may go now
             except BaseException:
                 tier.free(np.concatenate(taken))
                 raise
@@ -524,13 +528,13 @@ class Mover:
         """
         await self.wait_for_checksums()
         went, on_disk = self.forget_in_memory(trie, rows)
-        await self.disk.remove(trie, on_disk)
+        await self.disk.removals.remove(trie, on_disk)
         return went
 
     def forget_in_memory(self, trie: Trie, rows: Sequence[int]) -> tuple[int, list[Identity]]:
         """As `forget`, but those that were on disk are the caller's to remove there: they are returned, too."""
         going = trie.all_removable(rows)
-        on_disk = self.disk.stored(trie, going)
+        on_disk = self.disk.records.stored(trie, going)
         if self.tiers.durable is not None and len(on_disk) < len(going):
             self.lost["removed before it was written"] += len(going) - len(on_disk)
         identities = self.disk.records.identities(trie, on_disk)

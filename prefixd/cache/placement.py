@@ -43,7 +43,6 @@ class Placement:
         self._count_queue(trie, rows, before)
         if isinstance(tier, MemoryTier):
             tier.entered(slots)
-        trie.remove_stranded()
         self.epoch += 1
 
     def put_lacking(self, trie: Trie, rows: Rows, tier: MemoryTier, slots: Slots) -> npt.NDArray[np.bool_]:
@@ -122,7 +121,6 @@ class Placement:
         if vanished and tier is not self.tiers.durable and self.tiers.durable is not None:
             self.lost[f"evicted before it was written: {self.why_unwritten()}"] += vanished
         self.tiers.counters(tier).evicted += dropped
-        trie.remove_stranded()
         self.epoch += 1
         return dropped
 
@@ -153,12 +151,9 @@ class Placement:
 
     def sweep(self, trie: Trie, rows: Rows) -> None:
         """Forgets blocks that lost their last copy while somebody kept them, once nobody does."""
-        bare = rows[(trie.any_part[rows] == 0) & (trie.children[rows] == 0) & (trie.keep[rows] == 0)]
-        for row in bare.tolist():  # those that these continue go with the last of them
-            if trie.removable(row):
-                trie.remove(row)
-                self.epoch += 1
-        trie.remove_stranded()
+        leaves = rows[(trie.any_part[rows] == 0) & (trie.children[rows] == 0)]  # what these continue goes with them
+        if trie.remove_bare(leaves.tolist()):
+            self.epoch += 1
 
     # -- which bytes are wanted ---------------------------------------------------------------------------------
 

@@ -16,7 +16,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from prefixd.cache.disk_copies import Damage, DiskCopies
+from prefixd.cache.damaged_blocks import Damage
+from prefixd.cache.disk_copies import DiskCopies
 from prefixd.cache.index.trie import Rows, Trie
 from prefixd.cache.mover import Mover
 from prefixd.pacer import give_way
@@ -95,7 +96,7 @@ class _Batch:
     def still_there(self, disk: DiskCopies) -> list[_Block]:
         """The blocks that are on disk as they were."""
         trie, rows = self.trie, self.rows
-        same = (trie.generation[rows] == self.generations) & np.isin(rows, disk.stored(trie, rows))
+        same = (trie.generation[rows] == self.generations) & np.isin(rows, disk.records.stored(trie, rows))
         pairs = zip(rows[same].tolist(), self.generations[same].tolist(), strict=True)
         return [_Block(trie, row, generation) for row, generation in pairs]
 
@@ -207,7 +208,7 @@ class Scrubber:
 
     def _blocks_on_disk(self) -> int:
         disk = self._mover.disk
-        return sum(len(disk.stored(trie, np.arange(trie.rows))) for trie in self._mover.tries)
+        return sum(len(disk.records.stored(trie, np.arange(trie.rows))) for trie in self._mover.tries)
 
     def _batches(self) -> Iterator[_Batch]:
         """Everything on disk, found as late as possible."""
@@ -219,7 +220,7 @@ class Scrubber:
             first = 0
             while first < trie.rows:
                 end = min(first + _WINDOW_ROWS, trie.rows)
-                rows = self._mover.disk.stored(trie, np.arange(first, end))
+                rows = self._mover.disk.records.stored(trie, np.arange(first, end))
                 rows = rows[np.argsort(trie.slots[rows, store.level, 0])]
                 generations = trie.generation[rows]
                 for start in range(0, len(rows), blocks):

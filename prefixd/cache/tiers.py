@@ -161,6 +161,12 @@ class Tiers:
         if self.durable is not None:
             self.durable.close()
 
+    def require_durable(self) -> StoreTier:
+        """The durable tier, where the caller knows that there is one."""
+        if self.durable is None:
+            raise RuntimeError("this daemon has no durable tier")
+        return self.durable
+
     # -- this machine's own, where the caller knows that they are there -----------------------------------------------
 
     @property

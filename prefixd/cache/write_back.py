@@ -125,7 +125,9 @@ class WriteBack:
         with ExitStack() as held:
             pacer = Pacer(SCANNED_AT_ONCE)
             for part in slices(trie.rows):
-                rows = part.start + np.flatnonzero(unwritten(trie, source.level, self._durable_level, part))
+                rows = part.start + np.flatnonzero(
+                    unwritten(trie, source.level, self._tiers.require_durable().level, part)
+                )
                 held.enter_context(self._holds.hold("flush", trie, rows, source))
                 found.append(rows)
                 await pacer.worked(part.stop - part.start)
@@ -205,19 +207,12 @@ class WriteBack:
                     copied += await self._mover.copy(trie, rows, source, target, movement, ahead=True)
         return copied
 
-    @property
-    def _durable_level(self) -> int:
-        """The level of the durable tier, where the caller knows that there is one."""
-        if self._tiers.durable is None:
-            raise RuntimeError("there is no durable tier")
-        return self._tiers.durable.level
-
     def _queue(self, trie: Trie) -> UnwrittenBlocks:
         """The trie's blocks in the shared tier that wait to be written to disk."""
         source, clock = self._tiers.shared.level, self._mover.placement.clock
         while len(self._queues) <= trie.ordinal:
             later = self._mover.tries[len(self._queues)]
-            self._queues.append(UnwrittenBlocks(later, source, self._durable_level, clock))
+            self._queues.append(UnwrittenBlocks(later, source, self._tiers.require_durable().level, clock))
         return self._queues[trie.ordinal]
 
     async def _next_victims(self, tier: MemoryTier, below: Tier) -> list[tuple[Trie, Rows]]:

@@ -277,7 +277,7 @@ class Dispatcher:
             if self._taking:
                 await self._extend_starved()
                 await self._dispatch()
-            await give_way()  # others run even if every dispatch asks for the next one
+            await asyncio.sleep(0)  # others run even if every dispatch asks for the next one
 
     @property
     def _taking(self) -> bool:

@@ -152,6 +152,7 @@ async def test_take_frames_can_be_cancelled_anywhere(make_rig: MakeRig, turns: i
         if isinstance(result, list):
             rig.cache.tiers.compute.free(result)
         await rig.check_disk()
+    await rig.cache.mover.quiesce()  # what was cancelled may still let go of what it held
     frames = await rig.cache.mover.take_frames(4)
     assert frames is not None
     rig.cache.tiers.compute.free(frames)

@@ -114,7 +114,7 @@ async def test_blocks_that_are_lost_together_go_once(make_rig: MakeRig) -> None:
     rig.cache.mover.placement.drop(rig.trie, rows[:1:-1], rig.cache.tiers.shared)
     rig.cache.mover.placement.drop(rig.trie, rows[1:2], rig.cache.tiers.shared)
     lost = np.array([rows[1], rows[2], other[1]])
-    assert rig.cache.mover.disk.drop_damaged(rig.trie, lost, StorageError("by the test")) == 4
+    assert rig.cache.mover.disk.damaged.drop(rig.trie, lost, StorageError("by the test")) == 4
     assert rig.rows([1, 2, 3, 4]) == rows[:1], "with what continued them"
     assert rig.tiers([1, 5], CPU) == [True, True]
     assert rig.tiers([1, 5], DISK) == [True, False], "in memory, to be written again"

@@ -187,7 +187,7 @@ async def test_the_index_and_the_tries_are_compared(make_rig: MakeRig) -> None:
     rig.trie.checksums[row, 0] ^= np.uint64(1)
     rig.store.remove([(rig.namespace.id, rig.trie.key(row))])
     assert (await audit(rig.cache)).violations == [f"disk tier: blocks on disk that the index does not name: {key}"]
-    rig.cache.mover.disk.drop_damaged(rig.trie, np.array([row]), StorageError("by the test"))
+    rig.cache.mover.disk.damaged.drop(rig.trie, np.array([row]), StorageError("by the test"))
     await rig.cache.mover.quiesce()
     assert await rig.put([9], durable=True) == (1, 0)
     (row,) = rig.rows([9])

@@ -74,7 +74,7 @@ async def test_a_long_prompt_goes_in_parts_behind_a_damaged_block(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others have a turn after each part; until it has gone, a block behind the damaged one is matched by nobody."""
-    monkeypatch.setattr("prefixd.cache.disk_copies._DROPPED_AT_ONCE", 4)
+    monkeypatch.setattr("prefixd.cache.damaged_blocks._DROPPED_AT_ONCE", 4)
     rig = make_rig(cpu=32, disk=32)
     prompt = list(range(20))
     await rig.put(prompt, durable=True)
@@ -84,7 +84,7 @@ async def test_a_long_prompt_goes_in_parts_behind_a_damaged_block(
     assert (await verified(rig)).damaged_blocks == 1
     seen = [len(rig.trie)]
     assert len(await rig.cache.match(rig.namespace, rig.chain(prompt))) == 1
-    while rig.cache.mover.disk.busy:
+    while rig.cache.mover.disk.damaged.busy:
         await asyncio.sleep(0.001)
         seen.append(len(rig.trie))
     assert len(rig.trie) == 2, "the blocks before the damaged one, and what continues those, stay"

@@ -61,21 +61,8 @@ def link(table: Linked, rows: Rows, parents: Rows) -> None:
     table.first_child[parents[eldest]] = rows[eldest]
 
 
-def unlink(table: Linked, row: int, parent: int) -> None:
-    """Takes a block that has no children out of its parent's list."""
-    if parent < 0:
-        return
-    before, behind = int(table.previous_sibling[row]), int(table.next_sibling[row])
-    if before >= 0:
-        table.next_sibling[before] = behind
-    else:
-        table.first_child[parent] = behind
-    if behind >= 0:
-        table.previous_sibling[behind] = before
-
-
 def unlink_all(table: Linked, rows: Rows, parents: Rows) -> None:
-    """As `unlink`, for m blocks, children before parents."""
+    """Takes m blocks that have no children, or none but those before them, out of their parents' lists."""
     first_child, next_sibling, previous_sibling = (
         column.data for column in (table.first_child, table.next_sibling, table.previous_sibling)
     )

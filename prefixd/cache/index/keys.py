@@ -99,7 +99,7 @@ class BlockChain:
     def hash_until(self, blocks: int, at_most: int = HASHED_AT_ONCE) -> bool:
         """Computes keys of the first `blocks`, `at_most` now; whether they all have one then.
 
-        `while not chain.hash_until(len(chain)): await asyncio.sleep(0)` hashes a chain of any length.
+        `while not chain.hash_until(len(chain)): await give_way()` hashes a chain of any length.
         """
         blocks = min(blocks, len(self))
         self._hash(min(blocks, self.hashed + at_most))

@@ -15,7 +15,7 @@ moment they arrive. Every hold also keeps. `holds.py` counts who holds what.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ from prefixd.cache.groups import (
     longest_prefix,
     needed_groups,
 )
-from prefixd.cache.index.children import Descendants, link, unlink, unlink_all
+from prefixd.cache.index.children import Descendants, link, unlink_all
 from prefixd.cache.index.key_index import Rows as Rows
 from prefixd.cache.index.keys import HASHED_AT_ONCE, BlockChain
 from prefixd.cache.index.trie_table import NOWHERE, TrieTable
@@ -41,7 +41,6 @@ from prefixd.cache.index.trie_table import TIERS as TIERS
 GPU, CPU, DISK, NONE = 0, 1, 2, 3
 NO_SLOT = -1
 _WALK_STEPS = 1 << 20
-_CASCADE = 512  # blocks that go at once with what continued them: 3 ms
 
 # Nearest tier of a block by the bit mask of the tiers that have all of its parts.
 _NEAREST = np.array([NONE, GPU, CPU, GPU, DISK, GPU, CPU, GPU], dtype=np.int8)
@@ -86,9 +85,6 @@ class Trie(TrieTable):
         self.part_bytes = tuple(part_bytes)
         self.ordinal = ordinal
         self.all_groups = (1 << len(self.groups)) - 1
-        self.stranded: list[int] = []
-        """Rows of blocks that are to be forgotten: nothing is left of them, nor of what continued them. They were found
-        when many had to go at once, and go with later changes (`remove_stranded`)."""
         self.part_mask = np.zeros(len(part_bytes), np.uint8)  # of each part, the group that it belongs to
         for group in self.groups:
             self.part_mask[list(group.parts)] = group.mask
@@ -336,56 +332,54 @@ class Trie(TrieTable):
     def remove(self, row: int) -> None:
         """Forgets a block that has no copy left and is removable.
 
-        Ancestors that were without copies and stayed only for its sake go with it: some now, see `stranded`.
+        Ancestors that were without copies and stayed only for its sake go with it.
         """
         if self.any_part[row] or not self.removable(row):
             raise RuntimeError(f"row {row} was removed while it has no block, or one with copies, children or keepers")
-        self._remove_upwards(row, _CASCADE)
+        self.remove_bare([row])
 
     def remove_all(self, rows: Rows) -> None:
         """Forgets m different blocks without copies, children before parents: each is removable once those before it
         are gone.
 
-        Ancestors that were without copies and stayed only for their sake go with them: some now, see `stranded`.
+        Ancestors that were without copies and stayed only for their sake go with them.
         """
         if self.any_part[rows].any():
             raise RuntimeError(f"of {len(rows)} rows to be removed, row {rows[self.any_part[rows] != 0][0]} has copies")
+        parents = self.parent[rows].astype(np.int64)
+        self._forget(rows, parents)
+        parents = parents[parents >= 0]
+        np.subtract.at(self.children, parents, 1)
+        self.remove_bare(np.unique(parents[self.any_part[parents] == 0])[::-1].tolist())
+
+    def remove_bare(self, rows: Iterable[int]) -> int:
+        """Forgets those of `rows` that have no copy and are removable, and ancestors that stayed only for their sake.
+
+        Returns how many blocks went; 1 us each.
+        """
+        any_part, children, keep = self.any_part.data, self.children.data, self.keep.data
+        namespace, parent, pinned = self.namespace.data, self.parent.data, self.pinned.data
+        gone: list[int] = []
+        for row in rows:
+            while not (any_part[row] or children[row] or keep[row] or pinned[row] or namespace[row] == NOWHERE):
+                gone.append(row)
+                namespace[row] = NOWHERE
+                row = parent[row]
+                if row < 0:
+                    break
+                children[row] -= 1
+        if gone:
+            forgotten = np.array(gone, np.int64)
+            self._forget(forgotten, self.parent[forgotten].astype(np.int64))
+        return len(gone)
+
+    def _forget(self, rows: Rows, parents: Rows) -> None:
         self._keys.remove_all(rows)
         self.namespace[rows] = NOWHERE
         self.generation[rows] += 1
         self.free.extend(rows.tolist())
-        parents = self.parent[rows].astype(np.int64)
-        unlink_all(self, rows, parents)
-        parents = parents[parents >= 0]
-        np.subtract.at(self.children, parents, 1)
-        self.stranded += np.unique(parents[self.any_part[parents] == 0]).tolist()
-        self.remove_stranded()
-
-    def remove_stranded(self) -> None:
-        """Forgets some thousand of the blocks that stayed only for the sake of others which are gone."""
-        left = _CASCADE
-        while self.stranded and left > 0:
-            row = self.stranded.pop()
-            wanted = self.any_part[row] or not self.removable(row)  # again; or it has gone
-            left -= 1 if wanted else self._remove_upwards(row, left)
-
-    def _remove_upwards(self, row: int, most: int) -> int:
-        """Forgets a removable block without copies, and its ancestors that become so; returns how many went."""
-        for count in range(1, most + 1):
-            self._keys.remove(row)
-            self.namespace[row] = NOWHERE
-            self.generation[row] += 1
-            self.free.append(row)
-            parent = int(self.parent[row])
-            unlink(self, row, parent)
-            row = parent
-            if row < 0:
-                return count
-            self.children[row] -= 1
-            if self.any_part[row] or not self.removable(row):
-                return count
-        self.stranded.append(row)
-        return most
+        stays = self.namespace[np.maximum(parents, 0)] != NOWHERE  # of a parent that goes too nobody reads the list
+        unlink_all(self, rows[stays], parents[stays])
 
     # -- copies -------------------------------------------------------------------------------------------------
 

@@ -143,7 +143,8 @@ class SlabWriter:
         pool = self._threads()
         if pool is None:
             return [job() for job in jobs]
-        together = max(1, _BYTES_AT_ONCE * len(spans) // sum(part.nbytes for part, _, _ in spans))
+        small = max(1, _BYTES_AT_ONCE * len(spans) // sum(part.nbytes for part, _, _ in spans))
+        together = min(small, -(-len(jobs) // self._io_threads))
         futures = [pool.submit(_write_parts, jobs[at : at + together]) for at in range(0, len(jobs), together)]
         wait(futures)  # even if one fails: their slots may be freed only when nobody writes to them
         try:

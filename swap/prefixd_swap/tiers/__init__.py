@@ -1,28 +1,21 @@
 """Tiers as objects: memory with slots, and stores that are read and written.
 
-`base` is the contract; `gpu`, `cpu` and `disk` wrap this machine's, `simulated` are tiers of any speed for tests and
-planning. `memory_copies` moves blocks between two memory tiers; `block_transfer` is a movement as its caller sees it.
+`base`, `memory` and `store` are the contract; `gpu`, `cpu` and `disk` wrap this machine's, `simulated` are tiers of any
+speed for tests and planning. `memory_copies` moves blocks between two memory tiers; `block_transfer` is a movement as
+its caller sees it.
 """
 
 from __future__ import annotations
 
 from prefixd_swap.tiers.absent import AbsentTier
-from prefixd_swap.tiers.base import (
-    NO_SLOT,
-    Identity,
-    Int64s,
-    Loads,
-    MemoryTier,
-    Places,
-    StoreTier,
-    Tier,
-    can_move,
-)
+from prefixd_swap.tiers.base import NO_SLOT, Int64s, Tier
 from prefixd_swap.tiers.block_transfer import BlockTransfer
 from prefixd_swap.tiers.cpu import CpuTier
 from prefixd_swap.tiers.disk import DiskTier
 from prefixd_swap.tiers.gpu import GpuTier
+from prefixd_swap.tiers.memory import MemoryTier
 from prefixd_swap.tiers.memory_copies import MemoryCopies
+from prefixd_swap.tiers.store import Identity, Loads, Places, StoreTier, can_move
 
 __all__ = [
     "NO_SLOT",

@@ -14,7 +14,8 @@ from prefixd_swap.slab.records import Records
 from prefixd_swap.slab.store import SlabStore
 from prefixd_swap.spans import Span
 from prefixd_swap.threads import started_threads
-from prefixd_swap.tiers.base import NO_SLOT, Identity, Int64s, Loads, Places, StoreTier
+from prefixd_swap.tiers.base import NO_SLOT, Int64s
+from prefixd_swap.tiers.store import Identity, Loads, Places, StoreTier
 from prefixd_swap.transfers import DeviceLimits, Piece, Transfers, Urgency
 
 C = TypeVar("C")

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from prefixd_swap.errors import MemoryMisuseError
-from prefixd_swap.tiers.base import Int64s, MemoryTier
+from prefixd_swap.tiers.base import Int64s
+from prefixd_swap.tiers.memory import MemoryTier
 from prefixd_swap.vmem import FrameId, FramePool
 
 

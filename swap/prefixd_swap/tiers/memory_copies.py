@@ -8,8 +8,9 @@ from functools import partial
 from prefixd_swap.copies import CopyEngine, Pair
 from prefixd_swap.errors import MemoryMisuseError
 from prefixd_swap.spans import Span
-from prefixd_swap.tiers.base import NO_SLOT, Int64s, MemoryTier
+from prefixd_swap.tiers.base import NO_SLOT, Int64s
 from prefixd_swap.tiers.block_transfer import BlockTransfer
+from prefixd_swap.tiers.memory import MemoryTier
 from prefixd_swap.transfers import DeviceLimits, Piece, Transfers, Urgency, piece_items
 
 LIMITS = DeviceLimits(in_flight=3, reserved=1)

@@ -41,8 +41,9 @@ from prefixd_swap.slab.records import IndexTable, Records
 from prefixd_swap.slab.recovery import prefix_closed
 from prefixd_swap.slots import round_to_slot
 from prefixd_swap.spans import Span
-from prefixd_swap.tiers.base import NO_SLOT, Identity, Int64s, Loads, Places, StoreTier
+from prefixd_swap.tiers.base import NO_SLOT, Int64s
 from prefixd_swap.tiers.cpu import CpuTier
+from prefixd_swap.tiers.store import Identity, Loads, Places, StoreTier
 from prefixd_swap.transfers import DeviceLimits, Piece, Transfers, Urgency
 
 Sleep = Callable[[float], Awaitable[object]]

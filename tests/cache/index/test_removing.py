@@ -3,11 +3,12 @@ from __future__ import annotations
 import numpy as np
 
 from prefixd.cache import Trie
+from prefixd.cache.index.children import Descendants
 from prefixd.cache.index.keys import BlockChain
-from prefixd.cache.index.trie import _CASCADE, CPU
+from prefixd.cache.index.trie import CPU
 from tests.cache.index.entering import enter_chain
 
-LONG = 4 * _CASCADE
+ROOT_OF_MANY = -2000  # of a namespace that was registered after many others, in a trie that is small
 
 
 def chain_of(blocks: int, first: int = 0) -> BlockChain:
@@ -20,36 +21,28 @@ def test_ancestors_without_copies_go_with_what_continued_them() -> None:
     trie.put_copies(rows[3:4], CPU, np.zeros((1, 1), np.int64), 0.0)
     trie.remove(int(rows[-1]))
     assert trie.used_rows().tolist() == rows[:4].tolist(), "the fourth has a copy"
-    assert not trie.stranded
+    assert trie.children[rows[3]] == 0 and trie.removable(int(rows[3]))
 
 
-def test_of_a_long_prompt_without_copies_a_part_goes_at_a_time() -> None:
+def test_prompts_that_share_a_beginning_without_copies_go_with_the_last_of_them() -> None:
     trie = Trie(1, (1,))
-    rows = enter_chain(trie, chain_of(LONG))
-    trie.remove(int(rows[-1]))
-    assert len(trie.used_rows()) == LONG - _CASCADE
-    trie.remove_stranded()
-    assert len(trie.used_rows()) == LONG - 2 * _CASCADE
-    for _ in range(3):
-        trie.remove_stranded()
-    assert not len(trie.used_rows()) and not trie.stranded
-
-
-def test_many_short_prompts_without_copies_share_one_limit() -> None:
-    trie = Trie(1, (1,))
-    starts = [enter_chain(trie, chain_of(8, 8 * prompt)) for prompt in range(LONG // 8)]
-    trie.remove_all(np.array([rows[-1] for rows in starts]))
-    assert len(trie.used_rows()) >= LONG - len(starts) - _CASCADE
-    while trie.stranded:
-        trie.remove_stranded()
+    shared = enter_chain(trie, chain_of(5))
+    ends = [enter_chain(trie, chain_of(3, 100 * end), int(shared[-1])) for end in (1, 2, 3)]
+    trie.remove_all(np.array([ends[0][-1], ends[2][-1]]))
+    assert sorted(trie.used_rows().tolist()) == sorted([*shared.tolist(), *ends[1].tolist()])
+    walk = Descendants(trie, shared[-1:])
+    assert sorted(walk.take(100)) == sorted([int(shared[-1]), *ends[1].tolist()]), "siblings are linked as before"
+    trie.remove_all(ends[1][-1:])
     assert not len(trie.used_rows())
 
 
-def test_what_is_wanted_again_stays() -> None:
+def test_what_is_kept_or_continued_stays() -> None:
     trie = Trie(1, (1,))
-    rows = enter_chain(trie, chain_of(LONG))
-    trie.remove(int(rows[-1]))
-    again = enter_chain(trie, chain_of(LONG))  # the same prompt: what is left of it, and new blocks behind that
-    trie.put_copies(again[-1:], CPU, np.zeros((1, 1), np.int64), 0.0)
-    trie.remove_stranded()
-    assert len(trie.used_rows()) == LONG and not trie.stranded
+    rows = enter_chain(trie, chain_of(6), ROOT_OF_MANY)
+    trie.pinned[rows[1]] = True
+    assert trie.remove_bare(rows.tolist()) == 4
+    assert trie.used_rows().tolist() == rows[:2].tolist()
+    assert trie.remove_bare(rows.tolist()) == 0
+    trie.pinned[rows[1]] = False
+    assert trie.remove_bare(rows.tolist()) == 2
+    assert enter_chain(trie, chain_of(6), ROOT_OF_MANY).tolist() != [], "rows are used again"

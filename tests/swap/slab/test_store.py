@@ -298,6 +298,25 @@ def test_many_slabs_become_fewer_larger_ones(tmp_path: Path) -> None:
     store.close()
 
 
+def test_small_blocks_are_written_by_all_threads(tmp_path: Path) -> None:
+    writers: set[int] = set()
+    all_there = threading.Event()
+
+    class Meeting(FileOps):
+        def pwrite(self, fd: int, buffer: memoryview, offset: int) -> int:
+            if bytes(buffer[:1]) == b"x":
+                writers.add(threading.get_ident())
+                if len(writers) == 4:
+                    all_there.set()
+                assert all_there.wait(30), f"only {len(writers)} write at a time"
+            return super().pwrite(fd, buffer, offset)
+
+    store = SlabStore.open(tmp_path / "store", 1 << 20, io_threads=4, io="buffered", ops=Meeting())
+    records = store.write([block(number, Payload(b"x" * PAGE)) for number in range(1, 33)])
+    assert all(isinstance(record, BlockRecord) for record in records)
+    store.close()
+
+
 def test_reading_refuses_wrong_spans_and_lost_slabs(store: SlabStore, faults: Faults) -> None:
     record = put(store, 1, b"x" * 100)
     part = record.parts[0] if record else None

@@ -1,0 +1,347 @@
+"""Tiers that are read and written by calls, and what the calls are about."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import final
+
+from prefixd_swap.errors import StorageError, SwapError
+from prefixd_swap.slab.block_record import BlockRecord, DiskPart, NewBlock
+from prefixd_swap.slab.records import Records
+from prefixd_swap.tiers.base import Int64s, Tier, UInt64s
+from prefixd_swap.tiers.block_transfer import BlockTransfer
+from prefixd_swap.tiers.memory import MemoryTier
+from prefixd_swap.transfers import DeviceLimits, Piece, Transfers, Urgency, piece_items
+
+READ_PIECE_BYTES = 1 << 20
+"""The most that one piece reads, a single block aside. Writes are larger: each piece of theirs pays for a sync."""
+
+Identity = tuple[bytes, bytes]
+"""Namespace id (8 bytes) and block key (16 bytes): a block's name in a store."""
+
+Places = tuple[DiskPart | None, ...]
+"""Where a store has put each part of a block; None for a part that was not given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """n blocks to read from a store into memory, in columns."""
+
+    slots: Int64s
+    """[n, p]: the parts' slots in the store; NO_SLOT where there is nothing to read."""
+    checksums: UInt64s
+    """[n, p]: xxh3_64 of each part's bytes."""
+    addresses: Int64s
+    """[n, p]: where the bytes go, in memory that a CPU can address."""
+    nbytes: tuple[int, ...]
+    """[p]: bytes of each part."""
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def __getitem__(self, rows: slice) -> Loads:
+        """Some of them; views, no copies."""
+        return Loads(self.slots[rows], self.checksums[rows], self.addresses[rows], self.nbytes)
+
+
+class StoreTier(Tier):
+    """A tier that is read and written by calls, in pieces on its own two paths of `Transfers`.
+
+    Whoever writes and removes orders the calls for one block himself: transfers of different urgency may overtake
+    each other.
+
+    Args:
+        name: the tier's and its device's; see `Tier`.
+        level: see `Tier`.
+        transfers: orders and limits the pieces; the device and its two paths are added to it.
+        limits: of the device, which reads and writes share.
+        writes: how many write and removal calls may be under way at once.
+        threads: whether the pieces run in threads.
+
+    Raises:
+        OutOfMemoryError: the system gives this process no more threads.
+    """
+
+    addressable = False
+    on_device = False
+    shared = False
+
+    def __init__(
+        self, name: str, level: int, transfers: Transfers, limits: DeviceLimits, *, writes: int, threads: bool
+    ) -> None:
+        super().__init__(name, level)
+        self.takes = True
+        """Whether it is written to; False from a failure until it is known to work again."""
+        self.gives = True
+        """Likewise, whether it is read."""
+        self.transfers = transfers
+        self._parallel = limits.in_flight
+        transfers.add_device(name, limits, threads=threads)
+        transfers.add_path(self.read_path, name)
+        transfers.add_path(self.write_path, name, min(writes, limits.in_flight))
+
+    @property
+    def read_path(self) -> str:
+        """The name of the path of reads."""
+        return f"{self.name} read"
+
+    @property
+    def write_path(self) -> str:
+        """The name of the path of writes and removals."""
+        return f"{self.name} write"
+
+    # -- blocks, as transfers -------------------------------------------------------------------------------------
+
+    @final
+    def submit_read(
+        self, loads: Loads, urgency: Urgency, *, deadline_s: float | None = None
+    ) -> BlockTransfer[StorageError | None]:
+        """Starts to read blocks and to verify them where they are read to; for each why that failed, or None.
+
+        A block whose read failed has garbage at its addresses. The memory at the addresses stays until the transfer
+        has ended.
+        """
+        nbytes = sum(loads.nbytes)
+        step = piece_items(nbytes, len(loads), at_least=self._parallel, most_bytes=READ_PIECE_BYTES)
+        pieces = (
+            (len(some), self._read_piece(some, len(some) * nbytes))
+            for some in (loads[start : start + step] for start in range(0, len(loads), step))
+        )
+        return BlockTransfer(
+            self.transfers,
+            self.read_path,
+            pieces,
+            urgency,
+            blocks=len(loads),
+            nbytes=len(loads) * nbytes,
+            count=-(-len(loads) // step),
+            deadline_s=deadline_s,
+        )
+
+    @final
+    def submit_write(
+        self,
+        blocks: Iterable[NewBlock],
+        urgency: Urgency,
+        *,
+        count: int,
+        nbytes: int,
+        deadline_s: float | None = None,
+    ) -> BlockTransfer[Places | None]:
+        """Starts to store blocks durably, piece after piece; for each its places, or None when there was no room.
+
+        A piece that fails gives its error to all its blocks and to those after it: none of them is stored.
+
+        Args:
+            blocks: taken when their piece starts, parents before children; the bytes of each stay as they are until
+                the transfer has ended. A block that is stored already is replaced; none may be given twice.
+            urgency: see `Urgency`.
+            count: how many blocks there are.
+            nbytes: bytes of one block.
+            deadline_s: when they are wanted.
+        """
+        step = piece_items(nbytes, count)
+        given = iter(blocks)
+        pieces = (
+            (len(some), self._write_piece(some, len(some) * nbytes))
+            for some in (list(islice(given, min(step, count - start))) for start in range(0, count, step))
+        )
+        return BlockTransfer(
+            self.transfers,
+            self.write_path,
+            pieces,
+            urgency,
+            blocks=count,
+            nbytes=count * nbytes,
+            count=-(-count // step),
+            deadline_s=deadline_s,
+            in_order=True,
+        )
+
+    @final
+    def submit_verify(
+        self, expected: Sequence[BlockRecord], nbytes: int, urgency: Urgency = Urgency.SCRUB
+    ) -> BlockTransfer[StorageError | None]:
+        """Starts to verify blocks where they lie; for each why it is bad or gone, or None.
+
+        `IndexUnavailableError` says nothing about the block.
+
+        Args:
+            expected: what the blocks' records have to say.
+            nbytes: bytes of one block.
+            urgency: see `Urgency`.
+        """
+        step = piece_items(nbytes, len(expected), most_bytes=READ_PIECE_BYTES)
+        pieces = (
+            (len(some), self._verify_piece(some, len(some) * nbytes))
+            for some in (expected[start : start + step] for start in range(0, len(expected), step))
+        )
+        return BlockTransfer(
+            self.transfers,
+            self.read_path,
+            pieces,
+            urgency,
+            blocks=len(expected),
+            nbytes=len(expected) * nbytes,
+            count=-(-len(expected) // step),
+        )
+
+    @abstractmethod
+    def _read_piece(self, loads: Loads, nbytes: int) -> Piece[list[StorageError | None]]:
+        """A piece that reads `loads`, `nbytes` bytes in all."""
+
+    @abstractmethod
+    def _write_piece(self, blocks: list[NewBlock], nbytes: int) -> Piece[list[Places | None]]:
+        """A piece that stores `blocks`, all at once or, if it raises a StorageError, none."""
+
+    @abstractmethod
+    def _verify_piece(self, expected: Sequence[BlockRecord], nbytes: int) -> Piece[list[StorageError | None]]:
+        """A piece that verifies blocks."""
+
+    # -- blocks, from beginning to end ----------------------------------------------------------------------------
+
+    @final
+    async def read(self, loads: Loads, urgency: Urgency) -> list[SwapError | None]:
+        """Reads blocks as `submit_read` does and waits for the end, as `BlockTransfer.finish` does."""
+        return await self.submit_read(loads, urgency).finish()
+
+    @final
+    async def write(self, blocks: Sequence[NewBlock], urgency: Urgency) -> list[Places | SwapError | None]:
+        """Writes blocks as `submit_write` does and waits for the end, as `BlockTransfer.finish` does."""
+        sizes = [sum(part.nbytes for part in block.parts if part is not None) for block in blocks]
+        return await self.submit_write(blocks, urgency, count=len(blocks), nbytes=max(sizes, default=0)).finish()
+
+    @final
+    async def verify(self, expected: Sequence[BlockRecord], nbytes: int) -> list[SwapError | None]:
+        """Verifies blocks as `submit_verify` does and waits for the end, as `BlockTransfer.finish` does."""
+        return await self.submit_verify(expected, nbytes).finish()
+
+    @abstractmethod
+    async def remove(self, names: Sequence[Identity], urgency: Urgency, *, damaged: bool = False) -> None:
+        """Removes blocks, children before parents; unknown ones are ignored. Returns when that is durable.
+
+        Args:
+            names: which blocks.
+            urgency: see `Urgency`.
+            damaged: their records are damaged and may name other blocks' slots: slots that are then named by no record
+                are free after `revive`.
+
+        Raises:
+            StorageError: I/O failed; some or all of the blocks are still there.
+        """
+
+    @abstractmethod
+    async def drop_parts(self, parts: Sequence[tuple[bytes, bytes, Collection[int]]], urgency: Urgency) -> None:
+        """Gives back the slots of some parts of blocks that stay. Returns when that is durable.
+
+        Args:
+            parts: of each block its namespace id, its key, and the parts' numbers.
+            urgency: see `Urgency`.
+
+        Raises:
+            StorageError: I/O failed; some or all of the parts are still there.
+        """
+
+    @abstractmethod
+    def room(self, nbytes: int) -> int:
+        """How many more parts of `nbytes` bytes each could be written now."""
+
+    # -- what is stored -------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def load(self) -> Records:
+        """Every block, in columns. Blocks the caller: for the start.
+
+        Raises:
+            StorageError: the index cannot be read.
+        """
+
+    @abstractmethod
+    def namespaces(self) -> dict[bytes, bytes]:
+        """What every namespace stands for, by its id. Blocks the caller: for the start."""
+
+    @abstractmethod
+    def discard(self, names: Sequence[Identity]) -> None:
+        """Removes blocks. Blocks the caller: for the start.
+
+        Raises:
+            StorageError: I/O failed; some or all of the blocks are still there.
+        """
+
+    @abstractmethod
+    async def put_namespace(self, namespace: bytes, spec: bytes) -> None:
+        """Stores durably what a namespace stands for.
+
+        Raises:
+            StorageError: I/O failed.
+        """
+
+    # -- failures -------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    async def try_read(self) -> None:
+        """Whether the device can be read.
+
+        Raises:
+            StorageError: it cannot.
+        """
+
+    @abstractmethod
+    async def try_write(self) -> None:
+        """Whether it takes changes.
+
+        Raises:
+            StorageError: it does not.
+        """
+
+    @abstractmethod
+    async def audit(self) -> Records | None:
+        """Every record as of now, those without a parent included; slots are checked as by `check_integrity`.
+
+        None while it is not known what is stored, until `revive`.
+
+        Raises:
+            IntegrityError: the accounting contradicts itself.
+            StorageError: the index cannot be read.
+        """
+
+    @abstractmethod
+    async def revive(self, known: Int64s) -> Int64s:
+        """Tries whether it takes writes again, and clears up what failed ones have left.
+
+        Args:
+            known: every slot of the blocks that the caller takes to be stored. It must not write or remove meanwhile.
+
+        Returns:
+            Those of `known` that are not stored: the bytes are lost.
+
+        Raises:
+            StorageError: it refuses still; try again later.
+        """
+
+    @abstractmethod
+    async def lost_slots(self) -> Int64s:
+        """Slots whose bytes are gone.
+
+        Raises:
+            StorageError: that cannot be told.
+        """
+
+    @abstractmethod
+    async def has_shrunk(self) -> bool:
+        """Whether it was refused room that its capacity promises, and has not gained it since."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends what this object has started; every call must have returned."""
+
+
+def can_move(source: Tier, target: Tier) -> bool:
+    """Whether blocks go from one tier to the other directly: a store reads and writes only what a CPU can address."""
+    if isinstance(source, MemoryTier) and isinstance(target, MemoryTier):
+        return True
+    memory = source if isinstance(source, MemoryTier) else target
+    return isinstance(memory, MemoryTier) and memory.addressable

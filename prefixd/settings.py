@@ -213,8 +213,8 @@ class DiskSettings(_Section):
     """How files are read and written: past the page cache (direct), through it (buffered), or read out of a memory map
     and dropped from the page cache afterwards (mmap). `benchmarks.disk` compares them. What the file system or the
     kernel cannot do is replaced by buffered, with a line of log."""
-    io_threads: Count = 4
-    """Reads or writes of the tier at a time."""
+    io_threads: Annotated[Count, Field(le=256)] = 4
+    """Reads or writes of the tier at a time, 256 at most."""
     write_queue_bytes: Bytes | None = None
     """Blocks that may wait in memory to be written to disk; above it, Reserve waits for the disk. By default half of
     cpu.bytes."""

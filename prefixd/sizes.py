@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 _UNITS = {"": 1, "b": 1} | {
@@ -20,4 +21,4 @@ def parse_size(value: object) -> int:
     unit = _UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None:
         raise ValueError("write a size such as 8GiB, 512MiB or 4096 (bytes), not below 0")
-    return int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
+    return int(Decimal(match[1]) * unit)

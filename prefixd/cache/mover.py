@@ -76,6 +76,8 @@ class Mover:
         self._tasks: set[asyncio.Task[object]] = set()
         self._probing: asyncio.Task[None] | None = None
         self._working = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     @property
     def placement(self) -> Placement:
@@ -123,10 +125,17 @@ class Mover:
     def working(self) -> Iterator[None]:
         """Around work that holds blocks or has slots in hand across an await."""
         self._working += 1
+        self._idle.clear()
         try:
             yield
         finally:
             self._working -= 1
+            if not self._working:
+                self._idle.set()
+
+    async def idle(self) -> None:
+        """Returns when no such work is under way."""
+        await self._idle.wait()
 
     async def close(self) -> None:
         """Waits for the copies under way and ends the threads."""
@@ -505,8 +514,8 @@ class Mover:
         """
         lacking = self.disk.missing(trie, rows)
         written = await self.disk.write(trie, rows, source, Movement(urgency), ahead=ahead)
-        if not ahead and written < lacking:
-            self.lost[f"not written: {self._placement.why_unwritten()}"] += self.disk.missing(trie, rows)
+        if not ahead and written < lacking and (missing := self.disk.missing(trie, rows)):
+            self.lost[f"not written: {self._placement.why_unwritten()}"] += missing
         return written
 
     def save_namespace(self, namespace: Namespace) -> None:

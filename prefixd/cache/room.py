@@ -86,12 +86,12 @@ class Room:
             Whether something went; False when nothing may go.
         """
         others = dict(self._making.get(tier, {}))
-        freed = await self._expire(tier, want, movement)
+        freed: int | None = await self._expire(tier, want, movement)
         if not freed and (below := self._tiers.below(tier)) is not None:
             freed = await self._demote(tier, below, sizes, want, movement, ahead)
         if movement.dropped:  # what was not copied down for it stays where it is
             return False
-        if not freed:  # nothing can go down: drop what may vanish
+        if freed == 0:  # nothing can go down: drop what may vanish
             victims, with_page = await self._choose(tier, sizes, want, ahead, demotable=False)
             freed = await self._drop(tier, victims, with_page, movement)
         if freed:
@@ -109,11 +109,15 @@ class Room:
 
     async def _demote(
         self, tier: Tier, below: Tier, sizes: Sequence[int], want: int, movement: Movement, ahead: bool
-    ) -> int:
-        """Copies the next victims down where they have no copy, and drops them; returns how many went."""
+    ) -> int | None:
+        """Copies the next victims down where they have no copy, and drops them; returns how many went.
+
+        None when no block may leave the tier now: what is held for a moment must not vanish because it is let go before
+        somebody looks again.
+        """
         victims, with_page = await self._choose(tier, sizes, want, ahead, demotable=True)
         if not victims:
-            return 0
+            return None
         with self.under_way(tier, movement):
             with ExitStack() as held:
                 for trie, rows in victims:  # all of them before the first copy: rows may be recycled meanwhile

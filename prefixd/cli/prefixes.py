@@ -39,7 +39,7 @@ def ls_command(
     address: Address = None,
     as_json: Json = False,
 ) -> None:
-    """List the cached prefixes, most recently used first, and the tiers that they are in."""
+    """List the cached prefixes, most recently used first, and the tier nearest to the engine that each block is in."""
     from prefixd.cli import plain, render
 
     async def ask() -> None:
@@ -99,7 +99,11 @@ def unpin_command(key: Key, address: Address = None, as_json: Json = False) -> N
 def evict_command(
     key: Annotated[
         str | None,
-        typer.Argument(metavar="[KEY]", show_default=False, help="Drop this prefix and what continues it."),
+        typer.Argument(
+            metavar="[KEY]",
+            show_default=False,
+            help="Drop this block and what continues it.",
+        ),
     ] = None,
     namespace: Annotated[
         str | None,

@@ -100,6 +100,13 @@ def from_rpc_error(error: grpc.aio.AioRpcError, address: str) -> ClientError:
     """The client error for a failed call to `address`."""
     kind = _BY_STATUS.get(error.code(), ServerError)
     detail = error.details() or f"the daemon gave {error.code().name} and no reason"
+    if kind is CallTimeout:
+        return CallTimeout(
+            f"no answer from the daemon at {address} in time ({detail}); what was asked for may still be done; "
+            "give the client a larger timeout_s"
+        )
+    if detail == grpc.StatusCode.CANCELLED.name:  # all that gRPC says when a server ends
+        detail = "it is ending; try again when it is back"
     if kind is ServerUnavailable:
         if no_socket := _NO_SOCKET.fullmatch(detail):
             detail = no_socket["reason"]

@@ -11,7 +11,7 @@ import socket
 import stat
 import time
 from collections.abc import Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,6 +115,7 @@ class Daemon:
         self.ended = asyncio.Event()
         self.failed = False
         self._drained: asyncio.Task[tuple[int, int]] | None = None
+        self._before_drain = (0, 0)  # blocks written to disk and requests finished when the first drain began
         self._signalled_s: float | None = None
         self._health = Health()
 
@@ -281,28 +282,36 @@ class Daemon:
         return Endpoints(path, tcp, metrics_port, clock() - began_s)
 
     async def drain(self) -> tuple[int, int]:
-        """Takes no new work, finishes what runs, writes back; the same drain for everyone who asks."""
-        if self._drained is None:
+        """Takes no new work, finishes what runs, writes back; the same drain for everyone who asks meanwhile.
+
+        Returns how many blocks were written to disk, and how many requests finished, since the first drain began.
+        """
+        if self._drained is None or self._drained.done():
             self._drained = asyncio.create_task(self._drain(), name="drain")
         return await asyncio.shield(self._drained)
 
     async def _drain(self) -> tuple[int, int]:
+        dispatcher = None if self.host is None else self.host.dispatcher
+        if not self.draining.is_set():
+            self._before_drain = (self.cache.write_back.written, 0 if dispatcher is None else dispatcher.finished)
         self.draining.set()
         self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-        finished = 0
-        if self.host is not None:
-            before = self.host.dispatcher.finished
-            patience_s = 0.0 if self.failed else self.settings.server.drain_timeout_s
+        patience_s = 0.0 if self.failed else self.settings.server.drain_timeout_s
+        if dispatcher is not None:
             try:
-                await asyncio.wait_for(self.host.dispatcher.idle(), patience_s)
+                await asyncio.wait_for(dispatcher.idle(), patience_s)
             except TimeoutError:
                 seconds = self.settings.server.drain_timeout_s
                 log.warning("requests still run after %g s; they are ended", seconds)
-                await self.host.dispatcher.end_all(
+                await dispatcher.end_all(
                     UnavailableError(f"the daemon drained for {seconds:g} s and ended the request; send it again")
                 )
-            finished = self.host.dispatcher.finished - before
-        written = await self.cache.write_back.flush()
+        with suppress(TimeoutError):  # commits most of all
+            await asyncio.wait_for(self.cache.mover.idle(), patience_s)
+        await self.cache.write_back.flush()
+        before_written, before_finished = self._before_drain
+        written = self.cache.write_back.written - before_written
+        finished = 0 if dispatcher is None else dispatcher.finished - before_finished
         log.info("drained: %d requests finished, %d blocks written to disk", finished, written)
         return written, finished
 

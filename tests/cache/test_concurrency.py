@@ -265,3 +265,27 @@ async def test_a_write_of_blocks_that_are_there_writes_nothing(make_rig: MakeRig
     assert await rig.cache.mover.write(rig.trie, rows, rig.cache.tiers.shared) == 0
     assert await rig.cache.write_back.flush() == 0
     assert rig.store.commits == commits
+
+
+async def test_what_is_let_go_while_room_is_sought_goes_down_and_does_not_vanish(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_rig(cpu=2, disk=8)
+    await rig.put([1, 2])
+    mover = rig.cache.mover
+    await mover.wait_for_checksums()
+    held = [mover.placement.holds.hold("test", rig.trie, np.array(rig.rows([1, 2])), rig.cache.tiers.shared)]
+    choose = mover._room._choose
+
+    async def choose_and_let_go(*args: Any, **how: Any) -> Any:
+        found = await choose(*args, **how)
+        while held:
+            held.pop().end()
+        return found
+
+    monkeypatch.setattr(mover._room, "_choose", choose_and_let_go)
+    shared = rig.cache.tiers.shared
+    for _ in range(2):  # the first is told that nothing may go, and that is so no more
+        shared.free(await mover.allocate(shared, (rig.part_bytes,), 2))
+    assert rig.trie.nearest[rig.rows([1, 2])].tolist() == [DISK, DISK]
+    assert not mover.lost

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -248,3 +249,15 @@ async def test_blocks_of_another_size_get_room_on_a_full_disk(make_rig: MakeRig)
     await rig.restart()
     large = rig.register("large", nbytes=3 * rig.part_bytes)
     assert await rig.get([290, 291], namespace=large) == 2
+
+
+async def test_idle_waits_for_all_calls_that_hold_blocks(make_rig: MakeRig) -> None:
+    mover = make_rig(cpu=4).cache.mover
+    await asyncio.wait_for(mover.idle(), 10)
+    with mover.working():
+        with mover.working():
+            waiting = asyncio.create_task(mover.idle())
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not waiting.done()
+    await asyncio.wait_for(waiting, 10)

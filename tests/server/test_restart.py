@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from prefixd.client import Client, NamespaceSpec, PartSpec
 from prefixd.v1 import admin_pb2, inference_pb2
 from prefixd.v1 import cache_pb2 as pb
 
@@ -175,13 +176,29 @@ def test_a_drain_takes_no_new_work_but_ends_what_was_begun(
     assert remote.cache.Commit(pb.CommitRequest(**wanted, blocks=2)).committed == 2
     assert remote.get(who["session_id"], namespace, TOKENS) == (10, BYTES)
     pid = remote.daemon.pid
-    assert remote.admin.Drain(admin_pb2.DrainRequest(shutdown=True), timeout=60).written_blocks == 10
+    assert remote.admin.Drain(admin_pb2.DrainRequest(shutdown=True), timeout=60).written_blocks == 12
     assert list(events) == []
     assert os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT).si_status == 0
     remote.daemon.stop()
     again = start(SIDECAR)
     assert tiers(again) == [(pb.TIER_DISK, 10)]
     assert tiers(again, tokens=list(range(300, 308))) == [(pb.TIER_DISK, 2)]
+
+
+def test_a_commit_that_runs_at_sigterm_is_finished_and_kept(start: Callable[..., Remote]) -> None:
+    blocks = 20_000
+    tiers_of = {"cpu.bytes": "128MiB", "disk.bytes": "256MiB", "cache.write_back": "false"}
+    remote = start(tiers_of)
+    tokens = np.arange(blocks, dtype=np.uint32)
+    spec = NamespaceSpec("long", 1, (PartSpec("full", 0, 64),))
+    with ThreadPoolExecutor(1) as threads, Client(remote.daemon.address) as client:
+        stored = threads.submit(client.register(spec).store, tokens, np.zeros(64 * blocks, np.uint8))
+        remote.until(lambda stats: stats.reservations == 1)
+        remote.until(lambda stats: stats.reservations == 0)  # the commit has begun
+        assert remote.daemon.stop() == 0
+        assert stored.result().committed == blocks
+    with Client(start(tiers_of).daemon.address) as client:
+        assert client.register(spec).match(tokens).blocks == blocks
 
 
 def test_a_request_that_runs_at_sigterm_ends_well_and_its_blocks_are_kept(

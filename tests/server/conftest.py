@@ -126,7 +126,7 @@ class Remote:
             request.text = prompt
         else:
             request.token_ids.ids = token_bytes(prompt)
-        return self.inference.Generate(request, timeout=WAIT_S)
+        return self.inference.Generate(request, timeout=2 * WAIT_S)
 
     def generate(self, prompt: str | Sequence[int], **options: Any) -> Answer:
         return collect(self.begin(prompt, **options))

@@ -41,7 +41,7 @@ from prefixd_swap import (
     TransferDroppedError,
 )
 from prefixd_swap.tiers import Loads, MemoryTier, StoreTier
-from prefixd_swap.transfers import PIECE_ITEMS, Urgency, piece_items
+from prefixd_swap.transfers import PIECE_BYTES, PIECE_ITEMS, Urgency, piece_items
 
 MakeRoom = Callable[[StoreTier, Sequence[int], int, Movement, bool], Awaitable[bool]]
 """(tier, sizes, want, movement, ahead): see `Room.make`."""
@@ -103,20 +103,29 @@ class DiskCopies:
     # -- writing ------------------------------------------------------------------------------------------------
 
     async def write(
-        self, trie: Trie, rows: Rows, source: MemoryTier, movement: Movement, *, ahead: bool = False
+        self,
+        trie: Trie,
+        rows: Rows,
+        source: MemoryTier,
+        movement: Movement,
+        *,
+        ahead: bool = False,
+        piece_bytes: int = PIECE_BYTES,
     ) -> int:
         """Writes rows, held in `source`, to disk; returns how many became durable.
 
         Of each block the KV groups are written that `source` has, the disk lacks, and a prefix still needs. Parents
         come first, and no ancestor is evicted for a descendant, so that what survives a crash is node-closed. `ahead`
         makes room by evicting only blocks that live on disk alone: what is written ahead of need must not cost another
-        block its copy.
+        block its copy. Up to `piece_bytes` are written and synced together.
         """
-        return await to_the_end(self._write(trie, rows, source, movement, ahead))
+        return await to_the_end(self._write(trie, rows, source, movement, ahead, piece_bytes))
 
-    async def _write(self, trie: Trie, rows: Rows, source: MemoryTier, movement: Movement, ahead: bool) -> int:
+    async def _write(
+        self, trie: Trie, rows: Rows, source: MemoryTier, movement: Movement, ahead: bool, piece_bytes: int
+    ) -> int:
         rows = rows[np.argsort(trie.depth[rows], kind="stable")]
-        written, step = 0, write_batch(trie)
+        written, step = 0, write_batch(trie, piece_bytes)
         for start in range(0, len(rows), step):
             async with self._lock.hold(movement):
                 if not (start or ahead):  # somebody waits for it: try now, whenever the next probe is due
@@ -129,7 +138,7 @@ class DiskCopies:
                     await self._save_namespaces(trie, batch)
                     if trie.has_rules:
                         await self._record_ancestors(trie, batch, movement)
-                    left = await self._fit_batch(trie, rows, batch, source, movement, ahead)
+                    left = await self._fit_batch(trie, rows, batch, source, movement, ahead, piece_bytes)
                 except StorageError as error:
                     self.health.write_failed(error)
                     left = self._unwritten(trie, batch, source)
@@ -162,12 +171,19 @@ class DiskCopies:
         return groups
 
     async def _fit_batch(
-        self, trie: Trie, rows: Rows, batch: Rows, source: MemoryTier, movement: Movement, ahead: bool
+        self,
+        trie: Trie,
+        rows: Rows,
+        batch: Rows,
+        source: MemoryTier,
+        movement: Movement,
+        ahead: bool,
+        piece_bytes: int,
     ) -> Rows:
         """Writes a batch, at others' cost if need be; returns the rows for which there was no room."""
         store = self._store
         try:
-            left = await self._write_batch(trie, batch, source, movement)
+            left = await self._write_batch(trie, batch, source, movement, piece_bytes)
         except DiskFullError as error:
             if not await store.has_shrunk():
                 raise
@@ -179,18 +195,21 @@ class DiskCopies:
             with self._placement.holds.hold("eviction", trie, family, store):
                 if not await self._make_room(store, trie.part_bytes, len(left), movement, ahead):
                     break
-            left = await self._write_batch(trie, left, source, movement)
+            left = await self._write_batch(trie, left, source, movement, piece_bytes)
         return left
 
-    async def _write_batch(self, trie: Trie, batch: Rows, source: MemoryTier, movement: Movement) -> Rows:
+    async def _write_batch(
+        self, trie: Trie, batch: Rows, source: MemoryTier, movement: Movement, piece_bytes: int
+    ) -> Rows:
         """Writes a batch; returns the rows for which there was no room."""
         if not len(batch):
             return batch
         groups = self._to_write(trie, batch, source)
         blocks = self.records.new_blocks(trie, batch, source, groups)
-        results = await movement.run(
-            self._store.submit_write(blocks, movement.urgency, count=len(blocks), nbytes=sum(trie.part_bytes))
+        write = self._store.submit_write(
+            blocks, movement.urgency, count=len(blocks), nbytes=sum(trie.part_bytes), piece_bytes=piece_bytes
         )
+        results = await movement.run(write)
         places = [None if isinstance(result, SwapError) else result for result in results]
         stored = np.array([place is not None for place in places], np.bool_)
         slots = np.full((len(batch), len(trie.part_bytes)), NO_SLOT, np.int64)
@@ -385,6 +404,6 @@ def _raise_first(results: list[Any]) -> None:
             del error
 
 
-def write_batch(trie: Trie) -> int:
+def write_batch(trie: Trie, piece_bytes: int = PIECE_BYTES) -> int:
     """How many blocks are written at a time, while nobody else changes the store: as many as one piece takes."""
-    return piece_items(sum(trie.part_bytes), PIECE_ITEMS)
+    return piece_items(sum(trie.part_bytes), PIECE_ITEMS, most_bytes=piece_bytes)

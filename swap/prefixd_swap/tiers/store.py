@@ -14,7 +14,7 @@ from prefixd_swap.slab.records import Records
 from prefixd_swap.tiers.base import Int64s, Tier, UInt64s
 from prefixd_swap.tiers.block_transfer import BlockTransfer
 from prefixd_swap.tiers.memory import MemoryTier
-from prefixd_swap.transfers import DeviceLimits, Piece, Transfers, Urgency, piece_items
+from prefixd_swap.transfers import PIECE_BYTES, DeviceLimits, Piece, Transfers, Urgency, piece_items
 
 READ_PIECE_BYTES = 1 << 20
 """The most that one piece reads, a single block aside. Writes are larger: each piece of theirs pays for a sync."""
@@ -129,6 +129,7 @@ class StoreTier(Tier):
         *,
         count: int,
         nbytes: int,
+        piece_bytes: int = PIECE_BYTES,
         deadline_s: float | None = None,
     ) -> BlockTransfer[Places | None]:
         """Starts to store blocks durably, piece after piece; for each its places, or None when there was no room.
@@ -141,9 +142,10 @@ class StoreTier(Tier):
             urgency: see `Urgency`.
             count: how many blocks there are.
             nbytes: bytes of one block.
+            piece_bytes: the most that one piece writes, a single block aside; each piece pays for syncs.
             deadline_s: when they are wanted.
         """
-        step = piece_items(nbytes, count)
+        step = piece_items(nbytes, count, most_bytes=piece_bytes)
         given = iter(blocks)
         pieces = (
             (len(some), self._write_piece(some, len(some) * nbytes))

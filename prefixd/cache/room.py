@@ -85,7 +85,7 @@ class Room:
         Returns:
             Whether something went; False when nothing may go.
         """
-        others = dict(self._making.get(tier, {}))
+        evicted = self._tiers.counters(tier).evicted
         freed: int | None = await self._expire(tier, want, movement)
         if not freed and (below := self._tiers.below(tier)) is not None:
             freed = await self._demote(tier, below, sizes, want, movement, ahead)
@@ -97,7 +97,7 @@ class Room:
         if freed:
             self._placement.changed.set()
             return True
-        if any(done.is_set() for done in others):  # what they held may go by now
+        if self._tiers.counters(tier).evicted > evicted:  # by others, who have ended by now
             return True
         return await self._wait_for_others(tier, movement)
 

@@ -11,7 +11,7 @@ import socket
 import stat
 import time
 from collections.abc import Callable
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -306,8 +306,10 @@ class Daemon:
                 await dispatcher.end_all(
                     UnavailableError(f"the daemon drained for {seconds:g} s and ended the request; send it again")
                 )
-        with suppress(TimeoutError):  # commits most of all
-            await asyncio.wait_for(self.cache.mover.idle(), patience_s)
+        try:
+            await asyncio.wait_for(self.cache.mover.idle(), patience_s)  # commits most of all
+        except TimeoutError:
+            log.warning("calls that store or lease blocks still run after %g s; they are ended", patience_s)
         await self.cache.write_back.flush()
         before_written, before_finished = self._before_drain
         written = self.cache.write_back.written - before_written

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from typing import TypeVar
 
@@ -120,9 +120,11 @@ class Mover:
         changing = self._room.making or self.disk.writing
         return not (self._working or self._moving or self._tasks or self._checksums.tasks or changing)
 
-    def holding(self, tier: Tier, movement: Movement) -> AbstractContextManager[None]:
+    @contextmanager
+    def holding(self, tier: Tier, movement: Movement) -> Iterator[None]:
         """Around a movement that holds blocks of `tier` which may go afterwards: who finds no room waits for it."""
-        return self._room.under_way(tier, movement)
+        with self._room.under_way(tier, movement):
+            yield
 
     @contextmanager
     def working(self) -> Iterator[None]:

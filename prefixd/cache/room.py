@@ -7,15 +7,19 @@
 3. Where nothing can go down, what may vanish does.
 
 Several may make room in one tier at once: each holds the blocks that it has chosen, so nobody chooses them again; so
-does write-back. Who finds nothing to choose waits for what others hold so, and lends them his urgency. He waits in his
-own tier for somebody who waits, if at all, further down; so nobody waits in a circle.
+does write-back. Who finds nothing to choose looks again when others have let go of what they held so, and waits for it
+if need be, and lends them his urgency. He waits in his own tier for somebody who waits, if at all, further down; so
+nobody waits in a circle. Blocks that could go nowhere are no reason to look again; so callers who all find no room do
+not send each other round for ever.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 
 from prefixd.cache.disk_copies import DiskCopies
 from prefixd.cache.index.trie import Rows, Trie
@@ -28,6 +32,21 @@ from prefixd_swap.tiers import Tier
 
 Copy = Callable[[Trie, Rows, Tier, Tier, Movement, bool], Awaitable[int]]
 """(trie, rows, source, target, movement, ahead): how many of `rows`, which somebody holds, were copied."""
+
+
+@dataclass(eq=False, slots=True)
+class _UnderWay:
+    """Blocks of a tier are held that may go afterwards.
+
+    Attributes:
+        movement: what they are held for.
+        done: set when they are let go.
+        in_vain: they could go nowhere, and cannot for anybody else.
+    """
+
+    movement: Movement
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    in_vain: bool = False
 
 
 class Room:
@@ -50,7 +69,8 @@ class Room:
         self._policy = policy
         self._disk = disk
         self._copy = copy
-        self._making: dict[Tier, dict[asyncio.Event, Movement]] = {}
+        self._making: dict[Tier, set[_UnderWay]] = {}
+        self._chances: Counter[Tier] = Counter()  # how often something went, or blocks that may go were let go
 
     @property
     def making(self) -> bool:
@@ -58,15 +78,16 @@ class Room:
         return bool(self._making)
 
     @contextmanager
-    def under_way(self, tier: Tier, movement: Movement) -> Iterator[None]:
+    def under_way(self, tier: Tier, movement: Movement) -> Iterator[_UnderWay]:
         """Blocks of `tier` are held within it that may go afterwards: who finds no room waits for its end."""
-        done = asyncio.Event()
-        self._making.setdefault(tier, {})[done] = movement
+        work = _UnderWay(movement)
+        self._making.setdefault(tier, set()).add(work)
         try:
-            yield
+            yield work
         finally:
-            done.set()
-            del self._making[tier][done]
+            work.done.set()
+            self._chances[tier] += not work.in_vain
+            self._making[tier].discard(work)
             if not self._making[tier]:
                 del self._making[tier]
 
@@ -85,7 +106,7 @@ class Room:
         Returns:
             Whether something went; False when nothing may go.
         """
-        evicted = self._tiers.counters(tier).evicted
+        chances = self._chances[tier]
         freed: int | None = await self._expire(tier, want, movement)
         if not freed and (below := self._tiers.below(tier)) is not None:
             freed = await self._demote(tier, below, sizes, want, movement, ahead)
@@ -95,11 +116,10 @@ class Room:
             victims, with_page = await self._choose(tier, sizes, want, ahead, demotable=False)
             freed = await self._drop(tier, victims, with_page, movement)
         if freed:
+            self._chances[tier] += 1
             self._placement.changed.set()
             return True
-        if self._tiers.counters(tier).evicted > evicted:  # by others, who have ended by now
-            return True
-        return await self._wait_for_others(tier, movement)
+        return await self._others_give_a_chance(tier, chances, movement)
 
     async def _expire(self, tier: Tier, want: int, movement: Movement) -> int:
         expired = await find_expired(self._tries, tier.level, want)
@@ -118,7 +138,7 @@ class Room:
         victims, with_page = await self._choose(tier, sizes, want, ahead, demotable=True)
         if not victims:
             return None
-        with self.under_way(tier, movement):
+        with self.under_way(tier, movement) as work:
             with ExitStack() as held:
                 for trie, rows in victims:  # all of them before the first copy: rows may be recycled meanwhile
                     held.enter_context(self._placement.holds.hold("eviction", trie, rows, tier))
@@ -128,7 +148,11 @@ class Room:
                     if sinks.any():
                         arrived = await self._copy(trie, rows[sinks], tier, below, movement, ahead)
                         self._tiers.counters(tier).demoted += arrived
-            return 0 if movement.dropped else await self._drop(tier, victims, with_page, movement)
+            if movement.dropped:
+                return 0
+            dropped = await self._drop(tier, victims, with_page, movement)
+            work.in_vain = not dropped
+            return dropped
 
     async def _choose(
         self, tier: Tier, sizes: Sequence[int], want: int, ahead: bool, *, demotable: bool
@@ -156,20 +180,18 @@ class Room:
             return await self._disk.evict(victims, with_page, movement)
         return sum(self._placement.drop(trie, rows, tier, with_page=with_page) for trie, rows in victims)
 
-    async def _wait_for_others(self, tier: Tier, movement: Movement) -> bool:
-        """Waits until somebody else has made room; False when nobody does."""
-        others = self._making.get(tier)
-        if not others:
-            return False
-        urgency, makers = movement.urgency, list(others.values())
-        waits = [asyncio.ensure_future(done.wait()) for done in others]
-        for maker in makers:
-            maker.lend(urgency)
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for maker in makers:
-                maker.take_back(urgency)
-            for wait in waits:
-                wait.cancel()
-        return True
+    async def _others_give_a_chance(self, tier: Tier, before: int, movement: Movement) -> bool:
+        """Whether others have made room or let go of blocks that may go, or do so soon, more often than `before`."""
+        urgency = movement.urgency
+        while self._chances[tier] == before and (others := list(self._making.get(tier, ()))):
+            waits = [asyncio.ensure_future(other.done.wait()) for other in others]
+            for other in others:
+                other.movement.lend(urgency)
+            try:
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for other in others:
+                    other.movement.take_back(urgency)
+                for wait in waits:
+                    wait.cancel()
+        return self._chances[tier] != before

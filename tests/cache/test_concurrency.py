@@ -6,7 +6,7 @@ import asyncio
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +14,9 @@ import pytest
 
 from prefixd.cache import Reservation
 from prefixd.cache.index.trie import CPU, DISK, GPU
+from prefixd.cache.movement import Movement
 from prefixd.errors import ExhaustedError, NotFoundError
+from prefixd_swap.transfers import Urgency
 
 if TYPE_CHECKING:
     from tests.cache.conftest import Rig
@@ -289,3 +291,57 @@ async def test_what_is_let_go_while_room_is_sought_goes_down_and_does_not_vanish
         shared.free(await mover.allocate(shared, (rig.part_bytes,), 2))
     assert rig.trie.nearest[rig.rows([1, 2])].tolist() == [DISK, DISK]
     assert not mover.lost
+
+
+async def test_what_others_begin_and_end_to_hold_while_room_is_sought_is_looked_at_again(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_rig(cpu=2, disk=8)
+    await rig.put([1, 2])
+    mover, shared = rig.cache.mover, rig.cache.tiers.shared
+    await mover.wait_for_checksums()
+    rows = np.array(rig.rows([1, 2]))
+    held = [mover.placement.holds.hold("test", rig.trie, rows, shared)]
+    choose = mover._room._choose
+
+    async def choose_meanwhile(*args: Any, **how: Any) -> Any:
+        with mover.holding(shared, Movement(Urgency.WRITE_BACK)) if held else nullcontext():
+            found = await choose(*args, **how)
+            while held:
+                held.pop().end()
+        return found
+
+    monkeypatch.setattr(mover._room, "_choose", choose_meanwhile)
+    slots = await mover.allocate(shared, (rig.part_bytes,), 2)
+    assert len(slots) == 2
+    shared.free(slots)
+    assert rig.trie.nearest[rows].tolist() == [DISK, DISK]
+
+
+@pytest.mark.parametrize("callers", [1, 2, 3])
+async def test_callers_who_all_find_no_room_do_not_send_each_other_round(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, callers: int
+) -> None:
+    rig = make_rig(cpu=4, disk=8)
+    await rig.put([1])
+    for prompt in ([2], [3], [4]):
+        await rig.put(prompt)
+    mover, shared = rig.cache.mover, rig.cache.tiers.shared
+    await mover.wait_for_checksums()
+    rig.trie.pinned[[rig.rows([key])[0] for key in (1, 2, 3, 4)]] = True
+    copies = 0
+
+    async def copy(*args: object) -> int:
+        nonlocal copies
+        copies += 1
+        assert copies <= 4 * callers
+        await asyncio.sleep(0.04)
+        return 0
+
+    monkeypatch.setattr(mover._room, "_copy", copy)
+
+    async def ask(caller: int) -> int:
+        await asyncio.sleep(0.01 * caller)
+        return len(await mover.allocate(shared, (rig.part_bytes,), 1))
+
+    assert await asyncio.wait_for(asyncio.gather(*map(ask, range(callers))), 60) == [0] * callers

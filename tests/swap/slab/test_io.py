@@ -296,7 +296,13 @@ def test_buffered_leaves_blocks_to_the_page_cache(tmp_path: Path) -> None:
 
 def test_nothing_but_the_slot_is_read_from_the_device(mapped: Blocks, faults: Faults) -> None:
     seen: list[int] = []
-    faults.before_copy = lambda: seen.append(cached_bytes(mapped.slab))  # type: ignore[method-assign]
+    unmap_pages = faults.unmap_pages
+
+    def look_and_unmap(address: int, nbytes: int) -> None:  # after the copy, which has waited for the device
+        seen.append(cached_bytes(mapped.slab))
+        unmap_pages(address, nbytes)
+
+    faults.unmap_pages = look_and_unmap  # type: ignore[method-assign]
     mapped.read(4)
     assert seen == [SLOT]
 

@@ -72,11 +72,16 @@ class Reservations:
             raise
         if not len(slots):
             hold.end()
+            tier = f"the CPU tier ({self._tiers.shared.capacity_bytes} bytes)"
+            if not self._tiers.shared.ever_fits(sizes):
+                raise ExhaustedError(
+                    f"a block of {sum(sizes)} bytes does not fit into {tier} even when it is empty; raise cpu.bytes"
+                )
             waiting = self.quarantine.nbytes
             kept = f" ({waiting} bytes wait for silent clients to release or end)" if waiting else ""
             raise ExhaustedError(
-                f"the CPU tier ({self._tiers.shared.capacity_bytes} bytes) has no room for a block of {sum(sizes)} "
-                f"bytes and nothing in it may be evicted{kept}; release leases or raise cpu.bytes"
+                f"{tier} has no room for a block of {sum(sizes)} bytes and nothing in it may be evicted{kept}; release "
+                "leases or raise cpu.bytes"
             )
         expires_s = self._clock() + ttl_s
         reservation = Reservation(

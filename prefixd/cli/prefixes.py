@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -124,7 +125,7 @@ def evict_command(
         raise typer.BadParameter("give one of KEY, --namespace or --all")
     if key is None and not yes:
         what = "everything that is cached" if everything else f"all of namespace {namespace}"
-        typer.confirm(f"Drop {what}, from disk too?", abort=True, err=True)
+        _confirm(f"Drop {what}, from disk too?")
 
     async def ask() -> None:
         async with connected(address) as client:
@@ -138,9 +139,23 @@ def evict_command(
                 )
         kept = f", {answer.kept_blocks:,} kept (leased, pinned or the prefix of such)" if answer.kept_blocks else ""
         counts = {"evicted_blocks": answer.evicted_blocks, "kept_blocks": answer.kept_blocks}
-        _say(counts, f"{answer.evicted_blocks:,} blocks dropped{kept}", as_json)
+        dropped = f"{answer.evicted_blocks:,} block{'' if answer.evicted_blocks == 1 else 's'} dropped"
+        _say(counts, f"{dropped}{kept}", as_json)
 
     run(ask())
+
+
+def _confirm(question: str) -> None:
+    """Ends the command unless the user says yes."""
+    try:
+        sure = typer.confirm(question, err=True)
+    except typer.Abort as error:
+        if sys.stdin.isatty():
+            raise  # Ctrl-C
+        typer.echo(err=True)
+        raise CommandFailed("nobody is there to answer; give --yes to do it without asking") from error
+    if not sure:
+        raise typer.Abort
 
 
 async def _namespace_id(client: AsyncClient, name: str) -> bytes:

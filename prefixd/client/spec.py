@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from prefixd.client.errors import ServerError
+from prefixd.client.errors import InvalidArgumentError, ServerError
 from prefixd.v1 import cache_pb2
 
 
@@ -67,15 +67,24 @@ class NamespaceSpec:
         return sum(part.nbytes for part in self.parts)
 
     def to_proto(self) -> cache_pb2.Namespace:
-        """The message that RegisterNamespace takes."""
-        return cache_pb2.Namespace(
-            name=self.name,
-            salt=self.salt,
-            dtype=self.dtype,
-            layout=self.layout,
-            block_tokens=self.block_tokens,
-            parts=[part.to_proto() for part in self.parts],
-        )
+        """The message that RegisterNamespace takes.
+
+        Raises:
+            InvalidArgumentError: a number does not fit into it.
+        """
+        try:
+            return cache_pb2.Namespace(
+                name=self.name,
+                salt=self.salt,
+                dtype=self.dtype,
+                layout=self.layout,
+                block_tokens=self.block_tokens,
+                parts=[part.to_proto() for part in self.parts],
+            )
+        except ValueError as error:
+            raise InvalidArgumentError(
+                f"namespace {self.name!r}: {error}; tokens, ranks and windows are numbers of 32 bits, bytes of 64"
+            ) from error
 
 
 @dataclass(frozen=True, slots=True)

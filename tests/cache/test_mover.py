@@ -261,3 +261,11 @@ async def test_idle_waits_for_all_calls_that_hold_blocks(make_rig: MakeRig) -> N
         await asyncio.sleep(0)
         assert not waiting.done()
     await asyncio.wait_for(waiting, 10)
+
+
+@pytest.mark.parametrize("disk", [0, 8])
+async def test_a_block_larger_than_the_tier_is_refused_with_what_helps(make_rig: MakeRig, disk: int) -> None:
+    rig = make_rig(cpu=2, disk=disk)
+    large = rig.register("large", nbytes=3 * rig.part_bytes)
+    with pytest.raises(ExhaustedError, match=r"12288 bytes does not fit into the CPU tier \(8192 bytes\).*raise cpu"):
+        await rig.put([1], namespace=large)

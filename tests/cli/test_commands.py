@@ -145,6 +145,9 @@ def test_evict_one_prefix_without_asking(cli: Cli, daemon: Any) -> None:
 def test_evict_everything_asks_first(cli: Cli, daemon: Any) -> None:
     refused = cli("evict", "--all", "--address", daemon.address, stdin="n\n")
     assert refused.exit_code == 1
+    unasked = cli("evict", "--all", "--address", daemon.address, stdin="")
+    assert unasked.exit_code == 1
+    assert unasked.stderr.splitlines()[-1].endswith("nobody is there to answer; give --yes to do it without asking")
     assert daemon.requests == []
     assert cli("evict", "--all", "--address", daemon.address, stdin="y\n").exit_code == 0
     assert daemon.last().all is True

@@ -133,17 +133,19 @@ class DataDirectory:
         content = fields + _CHECK.pack(xxhash.xxh3_64_intdigest(fields))
         there = [name for name in SUPERBLOCKS if (self.path / name).exists()]
         faults = {name: self._fault(self.path / name) for name in there}
-        if there and all(faults.values()):
-            raise FormatError(faults[there[0]])
+        if there and all(what for what, _ in faults.values()):
+            raise FormatError("; ".join(faults[there[0]]))
         # The copy comes second here. A later format's writer takes it away first, or it would undo its work.
         for name in SUPERBLOCKS:
-            if name not in faults or faults[name]:
+            what, _ = faults.get(name, (f"{self.path / name} was absent", ""))
+            if what:
                 if there:
-                    log.warning("%s; written anew", faults.get(name) or f"{self.path / name} was absent")
+                    log.warning("%s; written anew from its copy", what)
                 self._write_superblock(self.path / name, content)
 
-    def _fault(self, name: Path) -> str:
-        """Why the superblock in the file `name` cannot be used, and what to do; empty when it can.
+    def _fault(self, name: Path) -> tuple[str, str]:
+        """Why the superblock in the file `name` cannot be used, and what to do when its copy cannot either; empty when
+        it can.
 
         Raises:
             FormatError: it is whole and says that the format is not ours.
@@ -154,36 +156,30 @@ class DataDirectory:
         except OSError as error:
             if error.errno != errno.EIO:
                 raise
-            return f"{name} cannot be read ({error.strerror}); {anew}"
+            return f"{name} cannot be read ({error.strerror})", anew
         if not found.startswith(MAGIC):
-            return f"{name} is not a prefixd superblock; choose an empty directory"
+            return f"{name} is not a prefixd superblock", "choose an empty directory"
         if len(found) < _SUPERBLOCK.size:
-            return f"{name} is damaged; {anew}"
+            return f"{name} is damaged", anew
         _, version, page_bytes = _SUPERBLOCK.unpack_from(found)
         if version > VERSION:
-            fault = (
-                f"{self.path} has format {version}, of a newer prefixd than this one, which reads format {VERSION}; "
-                "upgrade prefixd, choose another directory"
-            )
+            what = f"{self.path} has format {version}, of a newer prefixd than this one, which reads format {VERSION}"
+            remedy = "upgrade prefixd, choose another directory"
         elif version < VERSION:
-            fault = (
-                f"{self.path} has format {version}, of an older prefixd than this one, which reads format {VERSION}; "
-                "use the prefixd that wrote it, choose another directory"
-            )
+            what = f"{self.path} has format {version}, of an older prefixd than this one, which reads format {VERSION}"
+            remedy = "use the prefixd that wrote it, choose another directory"
         elif page_bytes != PAGE_BYTES:
-            fault = (
-                f"{self.path} has pages of {page_bytes} bytes, this prefixd has pages of {PAGE_BYTES}; "
-                "choose another directory"
-            )
+            what = f"{self.path} has pages of {page_bytes} bytes, this prefixd has pages of {PAGE_BYTES}"
+            remedy = "choose another directory"
         else:
-            fault = ""
+            what = remedy = ""
         is_whole = found[_SUPERBLOCK.size :] == _CHECK.pack(xxhash.xxh3_64_intdigest(found[: _SUPERBLOCK.size]))
-        if not fault:
-            return "" if is_whole else f"{name} is damaged; {anew}"
-        fault = f"{fault}, or {anew}"
+        if not what:
+            return ("", "") if is_whole else (f"{name} is damaged", anew)
+        remedy = f"{remedy}, or {anew}"
         if is_whole:
-            raise FormatError(fault)
-        return fault  # also what a later format looks like that has other fields after its version
+            raise FormatError(f"{what}; {remedy}")
+        return what, remedy  # also what a later format looks like that has other fields after its version
 
     def _write_superblock(self, name: Path, content: bytes) -> None:
         fresh = name.with_name(f"{name.name}.new")

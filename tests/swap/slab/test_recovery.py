@@ -303,7 +303,9 @@ def test_files_of_others_and_other_versions_are_left_alone(path: Path) -> None:
 
 @pytest.mark.parametrize("damaged", ["SUPERBLOCK", "SUPERBLOCK.copy"])
 @pytest.mark.parametrize("damage", ["absent", "empty", "cut off", "flipped bit", "flipped version", "garbage"])
-def test_a_damaged_superblock_is_mended_from_the_other(path: Path, damaged: str, damage: str) -> None:
+def test_a_damaged_superblock_is_mended_from_the_other(
+    path: Path, damaged: str, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
     store = SlabStore.open(path, CAPACITY)
     (record,) = write(store, (1, None, b"kept"))
     store.close()
@@ -323,6 +325,8 @@ def test_a_damaged_superblock_is_mended_from_the_other(path: Path, damaged: str,
     assert store.recovery == Recovery(kept=1) and read(store, record) == b"kept"
     store.close()
     assert (path / "SUPERBLOCK").read_bytes() == (path / "SUPERBLOCK.copy").read_bytes() == good
+    (line,) = caplog.messages
+    assert line.endswith("; written anew from its copy") and "delete" not in line, "nothing is left to do"
 
 
 def test_a_whole_superblock_of_another_format_is_refused_whatever_its_copy_says(path: Path) -> None:

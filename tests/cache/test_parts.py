@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
@@ -122,7 +123,10 @@ async def test_parts_that_do_not_exist_are_refused(make_rig: MakeRig, parts: lis
 
 
 def instructions(work: Callable[[], object]) -> int:
-    """How many instructions of Python `work` executes, in all functions that it calls."""
+    """How many instructions of Python `work` executes, in all functions that it calls.
+
+    Without collections of garbage, which come when they come and whose callbacks (hypothesis has one) count, too.
+    """
     executed = 0
 
     def count(frame: FrameType, event: str, argument: object) -> Any:
@@ -132,11 +136,13 @@ def instructions(work: Callable[[], object]) -> int:
         return count
 
     before = sys.gettrace()
+    gc.disable()
     sys.settrace(count)
     try:
         work()
     finally:
         sys.settrace(before)
+        gc.enable()
     return executed
 
 

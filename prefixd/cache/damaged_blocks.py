@@ -21,7 +21,7 @@ from prefixd_swap import ChecksumError, RecordDamagedError, StorageError
 
 log = logging.getLogger(__name__)
 
-_DROPPED_AT_ONCE = 1024  # blocks behind damaged ones
+_DROPPED_AT_ONCE = 512  # blocks behind damaged ones
 
 
 @dataclass(frozen=True, slots=True)

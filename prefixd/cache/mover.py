@@ -37,7 +37,7 @@ T = TypeVar("T")
 Bools = npt.NDArray[np.bool_]
 
 _ALLOCATED_AT_ONCE = 2048  # blocks: a millisecond or two on the event loop
-_EVICTED_AT_ONCE = 512
+_EVICTED_AT_ONCE = 384
 _DURABLE_BYTES = 32 << 20
 """What is written and synced together where somebody waits until it is durable. A sync of data and index costs as much
 as 6 MiB: pieces of 4 MiB, as others have, make half as much durable in a second."""

@@ -318,16 +318,18 @@ class Rig:
         self.clock.now += 1
         frames = await cache.mover.take_frames(len(prompt))
         assert frames is not None
+        self.own += frames
         rows: list[int] = []
         for block, frame in enumerate(frames):
             await self.upload(self.frame(frame), self.content(self.namespace, chain, block))
             parent = rows[-1] if rows else self.namespace.root
             entered, taken = cache.record(self.namespace, parent, chain, block, [frame])
             self.trie.hold(entered, GPU)
+            self.computed.update(entered.tolist())
+            self.own.remove(frame)
             if not taken[0]:
                 cache.tiers.compute.free([frame])
             rows += entered.tolist()
-        self.computed.update(rows)
         return rows
 
     def _claims(self) -> Iterator[tuple[Trie, Any, list[int]]]:

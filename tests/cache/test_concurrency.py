@@ -27,7 +27,7 @@ Eventually = Callable[[Callable[[], bool]], Any]
 
 @contextmanager
 def stopped(rig: Rig, name: str) -> Iterator[threading.Event]:
-    """Holds up the store's `read` or `write` until the block ends; the event says that a call has begun."""
+    """Holds up the store's `read_all` or `write` until the block ends; the event says that a call has begun."""
     assert rig.store is not None
     real: Callable[..., object] = getattr(rig.store, name)
     begun, go = threading.Event(), threading.Event()
@@ -82,7 +82,7 @@ async def test_a_session_that_ends_during_acquire_gets_nothing(make_rig: MakeRig
     await on_disk(rig, [1, 2])
     with rig.nothing_lost():
         doomed = rig.open_session()
-        with stopped(rig, "read") as begun:
+        with stopped(rig, "read_all") as begun:
             acquire = asyncio.create_task(rig.cache.acquire(doomed, rig.namespace, rig.chain([1, 2])))
             await eventually(begun.is_set)
             rig.cache.leases.close(doomed)
@@ -109,7 +109,7 @@ async def test_a_cancelled_acquire_does_not_disturb_the_read(make_rig: MakeRig, 
     rig = make_rig(cpu=8, disk=8)
     await on_disk(rig, [1, 2])
     with rig.nothing_lost():
-        with stopped(rig, "read") as begun:
+        with stopped(rig, "read_all") as begun:
             first = asyncio.create_task(rig.get([1, 2]))
             second = asyncio.create_task(rig.get([1, 2]))
             await eventually(begun.is_set)
@@ -214,6 +214,7 @@ async def test_engines_workers_and_operators_at_once(make_rig: MakeRig, policy: 
             chain = rig.chain(wanted)
             rows = (await rig.cache.match(rig.namespace, chain)).rows
             trie.hold(rows, GPU)
+            rig.computed.update(rows.tolist())
             there = await mover.bring(trie, rows, rig.cache.tiers.compute)
             rig.unhold(rows[there:].tolist(), rig.cache.tiers.compute)
             for block, row in enumerate(rows[:there].tolist()):

@@ -19,6 +19,8 @@ from benchmarks.fault_injection.faulty_daemon import FAULTS, FaultyOps
 from prefixd.cache.index.trie import CPU, DISK
 from prefixd.errors import ExhaustedError
 from prefixd_swap import StorageError
+from prefixd_swap.slab.file import INDEX_BITS
+from prefixd_swap.slots import PAGE_BYTES
 
 if TYPE_CHECKING:
     from prefixd_swap.slab.io import DiskIo
@@ -355,16 +357,16 @@ async def test_a_sector_that_stays_bad_costs_its_block_alone(
     rig = faults.rig
     await rig.put([1, 2], durable=True)
     await rig.put([3, 4], durable=True)
-    bad = int(rig.trie.slots[rig.rows([1, 2])[1], DISK, 0])
-    assert rig.store is not None
-    read = rig.store.read
+    slab, unit = divmod(int(rig.trie.slots[rig.rows([1, 2])[1], DISK, 0]), 1 << INDEX_BITS)
+    pread = rig.ops.pread
 
-    def fail(part: Any, into: Any) -> None:
-        if part.slot == bad:
-            raise StorageError("Input/output error while reading; look at the kernel log")
-        read(part, into)
+    def fail(fd: int, buffer: memoryview, offset: int) -> int:
+        here = os.readlink(f"/proc/self/fd/{fd}").endswith(f"{slab:x}.slab")
+        if here and offset <= unit * PAGE_BYTES < offset + len(buffer):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return pread(fd, buffer, offset)
 
-    monkeypatch.setattr(rig.store, "read", fail)
+    monkeypatch.setattr(rig.ops, "pread", fail)
     assert await rig.get([1, 2]) == 1
     assert await faults.health.revive()
     assert [await rig.get(prompt) for prompt in ([1, 2], [3, 4])] == [1, 2]

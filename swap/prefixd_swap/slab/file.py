@@ -134,6 +134,16 @@ class SlabFile:
         with self._reading(index):
             self._io.read(into, index * PAGE_BYTES)
 
+    def read_run(self, index: int, nbytes: int) -> memoryview:
+        """Read at most 1 MiB of slots that lie one behind the other, into memory that this thread's next read uses.
+
+        Raises:
+            StorageError: as `read`.
+        """
+        with self._reading(index):
+            (run,) = self._io.pieces(nbytes, index * PAGE_BYTES)
+        return run
+
     def checksum(self, index: int, nbytes: int) -> int:
         """xxh3_64 of a slot's first `nbytes` bytes.
 

@@ -16,10 +16,8 @@ from pathlib import Path
 from typing import Self
 
 import numpy as np
-import xxhash
 
 from prefixd_swap.errors import (
-    ChecksumError,
     IndexUnavailableError,
     IntegrityError,
     RecordDamagedError,
@@ -38,11 +36,12 @@ from prefixd_swap.slab.block_record import (
 )
 from prefixd_swap.slab.data_directory import DataDirectory
 from prefixd_swap.slab.file import SlabFile
-from prefixd_swap.slab.file_ops import FileOps, host_bytes
+from prefixd_swap.slab.file_ops import FileOps
 from prefixd_swap.slab.files import SlabFiles
 from prefixd_swap.slab.group_commit import Commit, GroupCommit
 from prefixd_swap.slab.index import Change, IndexDamagedError, SlabIndex
 from prefixd_swap.slab.io import DiskIo
+from prefixd_swap.slab.reader import SlabReader, verify
 from prefixd_swap.slab.records import Bools, IndexTable, Int64s, Records
 from prefixd_swap.slab.recovery import Recovery, prefix_closed, reconcile, recover
 from prefixd_swap.slab.writer import SlabWriter
@@ -71,6 +70,7 @@ class SlabStore:
         self._directory = directory
         self._index = index
         self._slabs = slabs
+        self._reader = SlabReader(slabs)
         self._commits = GroupCommit(self._flush)
         self._changed = threading.Condition()  # guards the slabs and what follows
         self._writer = SlabWriter(slabs, self._changed, io_threads)
@@ -248,10 +248,20 @@ class SlabStore:
             ChecksumError: the bytes are not those that were written; `into` holds garbage.
             StorageError: I/O failed, or `into` is too short or not in host memory.
         """
-        buffer = host_bytes(into, part.nbytes)
-        slab, index = self._slabs.find(part.slot)
-        slab.read(index, buffer)
-        _verify(part, slab, index, xxhash.xxh3_64_intdigest(buffer))
+        self._reader.read(part, into)
+
+    def read_all(
+        self, slots: Int64s, checksums: Sequence[int], addresses: Sequence[int], nbytes: int
+    ) -> list[StorageError | None]:
+        """As `read`, n parts of `nbytes` bytes each; what became of each of them.
+
+        Args:
+            slots: int64 [n]; small parts whose slots lie one behind the other are read together.
+            checksums: n, xxh3_64 of each part's bytes.
+            addresses: n, where the bytes go, in host memory.
+            nbytes: bytes of each.
+        """
+        return self._reader.read_all(slots, checksums, addresses, nbytes)
 
     def check(self, namespace: bytes, key: bytes, expected: BlockRecord | None = None) -> bool:
         """Verify a stored block where it is; False when there is no such block, or no longer.
@@ -289,7 +299,7 @@ class SlabStore:
                                 f"an index record names {part.nbytes} bytes in unit {index} of {slab.path}, which ends "
                                 "before; remove the block, it will be computed again"
                             )
-                        _verify(part, slab, index, slab.checksum(index, part.nbytes))
+                        verify(part, slab, index, slab.checksum(index, part.nbytes))
                 return True
             except StorageError:
                 if self._look_up(name) == value and (self._slabs.freed == freed or attempt == _CHECKS):
@@ -580,11 +590,3 @@ def _read_index(index: SlabIndex) -> IndexTable:
     except IndexDamagedError as error:
         index.replace(str(error))
         return IndexTable(())
-
-
-def _verify(part: DiskPart, slab: SlabFile, index: int, found: int) -> None:
-    if found != part.checksum:
-        raise ChecksumError(
-            f"the slot at byte {index * PAGE_BYTES} of {slab.path}: {part.nbytes} bytes have checksum {found:016x}, "
-            f"written were {part.checksum:016x}; remove the block, it will be computed again"
-        )

@@ -7,12 +7,13 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TypeVar
 
+import numpy as np
+
 from prefixd_swap.errors import IndexUnavailableError, LostBytesError, StorageError
 from prefixd_swap.page_eviction import ChooseVictims
-from prefixd_swap.slab.block_record import BlockRecord, DiskPart, NewBlock
+from prefixd_swap.slab.block_record import BlockRecord, NewBlock
 from prefixd_swap.slab.records import Records
 from prefixd_swap.slab.store import SlabStore
-from prefixd_swap.spans import Span
 from prefixd_swap.threads import started_threads
 from prefixd_swap.tiers.base import NO_SLOT, Int64s
 from prefixd_swap.tiers.store import Identity, Loads, Places, StoreTier
@@ -148,17 +149,15 @@ class DiskTier(StoreTier):
 
 def _read(store: SlabStore, loads: Loads) -> list[StorageError | None]:
     """Runs in a thread."""
-    results: list[StorageError | None] = []
-    columns = zip(loads.slots.tolist(), loads.checksums.tolist(), loads.addresses.tolist(), strict=True)
-    for slots, checksums, addresses in columns:
-        try:
-            for slot, checksum, address, nbytes in zip(slots, checksums, addresses, loads.nbytes, strict=True):
-                if slot != NO_SLOT:
-                    store.read(DiskPart(slot, nbytes, checksum), Span(address, nbytes))
-        except StorageError as error:
-            results.append(error)
-        else:
-            results.append(None)
+    results: list[StorageError | None] = [None] * len(loads)
+    for part, nbytes in enumerate(loads.nbytes):
+        there = np.flatnonzero(loads.slots[:, part] != NO_SLOT)
+        slots, checksums, addresses = (
+            column[there, part] for column in (loads.slots, loads.checksums, loads.addresses)
+        )
+        errors = store.read_all(slots, checksums.tolist(), addresses.tolist(), nbytes)
+        for at, error in zip(there.tolist(), errors, strict=True):
+            results[at] = results[at] or error
     return results
 
 

@@ -1,0 +1,106 @@
+"""How parts of blocks are read from the slabs: copied into memory, and verified there."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import xxhash
+
+from prefixd_swap.errors import ChecksumError, StorageError
+from prefixd_swap.slab.block_record import DiskPart
+from prefixd_swap.slab.file import SlabFile
+from prefixd_swap.slab.file_ops import host_bytes
+from prefixd_swap.slab.files import SlabFiles
+from prefixd_swap.slab.pread_io import STEP_BYTES
+from prefixd_swap.slab.records import Int64s
+from prefixd_swap.slots import PAGE_BYTES, round_to_slot
+from prefixd_swap.spans import Span
+
+_SMALL_BYTES = 64 << 10
+"""Slots up to this size that lie one behind the other are read together, and each is copied on from there."""
+
+
+class SlabReader:
+    """Reads parts; any thread may.
+
+    Args:
+        slabs: where they are.
+    """
+
+    def __init__(self, slabs: SlabFiles) -> None:
+        self._slabs = slabs
+
+    def read(self, part: DiskPart, into: Span) -> None:
+        """See `SlabStore.read`."""
+        buffer = host_bytes(into, part.nbytes)
+        slab, index = self._slabs.find(part.slot)
+        slab.read(index, buffer)
+        verify(part, slab, index, xxhash.xxh3_64_intdigest(buffer))
+
+    def read_all(
+        self, slots: Int64s, checksums: Sequence[int], addresses: Sequence[int], nbytes: int
+    ) -> list[StorageError | None]:
+        """See `SlabStore.read_all`.
+
+        A call for each small part costs more than a copy of it, and threads that make thousands of calls a second keep
+        the interpreter from all others.
+        """
+        parts = [DiskPart(slot, nbytes, checksum) for slot, checksum in zip(slots.tolist(), checksums, strict=True)]
+        slot_bytes = round_to_slot(nbytes)
+        at_once = STEP_BYTES // slot_bytes if slot_bytes <= _SMALL_BYTES else 1
+        gaps = 1 + np.flatnonzero(np.diff(slots) != slot_bytes // PAGE_BYTES)
+        results: list[StorageError | None] = []
+        for start, end in pairwise([0, *gaps.tolist(), len(parts)]):
+            for first in range(start, end, at_once):
+                some = slice(first, min(first + at_once, end))
+                results += self._read_run(parts[some], addresses[some], slot_bytes)
+        return results
+
+    def _read_run(
+        self, parts: Sequence[DiskPart], addresses: Sequence[int], slot_bytes: int
+    ) -> list[StorageError | None]:
+        """Parts whose slots lie one behind the other."""
+        spans = [Span(address, part.nbytes) for part, address in zip(parts, addresses, strict=True)]
+        if len(parts) > 1:
+            with contextlib.suppress(StorageError):  # then each is read alone, and says what is wrong with it
+                slab, index = self._slabs.find(parts[0].slot)
+                run = slab.read_run(index, len(parts) * slot_bytes)
+                return [
+                    _copy(part, slab, index + at // PAGE_BYTES, run[at:], into)
+                    for at, part, into in zip(range(0, len(run), slot_bytes), parts, spans, strict=True)
+                ]
+        return [self._try_read(part, into) for part, into in zip(parts, spans, strict=True)]
+
+    def _try_read(self, part: DiskPart, into: Span) -> StorageError | None:
+        try:
+            self.read(part, into)
+        except StorageError as error:
+            return error
+        return None
+
+
+def verify(part: DiskPart, slab: SlabFile, index: int, found: int) -> None:
+    """Compare the checksum `found` of the bytes in a part's slot with the one that was written down.
+
+    Raises:
+        ChecksumError: they differ.
+    """
+    if found != part.checksum:
+        raise ChecksumError(
+            f"the slot at byte {index * PAGE_BYTES} of {slab.path}: {part.nbytes} bytes have checksum {found:016x}, "
+            f"written were {part.checksum:016x}; remove the block, it will be computed again"
+        )
+
+
+def _copy(part: DiskPart, slab: SlabFile, index: int, data: memoryview, into: Span) -> ChecksumError | None:
+    """Copies a part that was read and verifies it where it is then; what is wrong with it."""
+    buffer = host_bytes(into, part.nbytes)
+    buffer[:] = data[: part.nbytes]
+    try:
+        verify(part, slab, index, xxhash.xxh3_64_intdigest(buffer))
+    except ChecksumError as error:
+        return error
+    return None

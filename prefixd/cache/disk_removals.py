@@ -46,7 +46,7 @@ class DiskRemovals:
 
     @contextmanager
     def leave(self, ids: Sequence[Identity]) -> Iterator[None]:
-        """Around the removal from the index of blocks that have left the tries."""
+        """Around the removal from the index of blocks that have left the tries; `ids` may grow meanwhile."""
         self._leaving.append(ids)
         try:
             yield

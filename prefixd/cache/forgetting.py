@@ -88,15 +88,16 @@ async def forget(mover: Mover, blocks: FoundBlocks) -> AsyncGenerator[tuple[int,
         went = there = 0
         on_disk: list[Identity] = []
         end = min(start + _DURABLE_AT_ONCE, len(blocks))
-        try:
-            for first in range(start, end, _FORGOTTEN_AT_ONCE):
-                part = slice(first, min(first + _FORGOTTEN_AT_ONCE, end))
-                rows = blocks.rows[part]
-                same = rows[trie.generation[rows] == blocks.generations[part]]
-                count, identities = mover.forget_in_memory(trie, same.tolist())
-                went, there = went + count, there + len(same)
-                on_disk += identities
-                await give_way()
-        finally:
-            await mover.disk.removals.remove(trie, on_disk)
+        with mover.disk.removals.leave(on_disk):
+            try:
+                for first in range(start, end, _FORGOTTEN_AT_ONCE):
+                    part = slice(first, min(first + _FORGOTTEN_AT_ONCE, end))
+                    rows = blocks.rows[part]
+                    same = rows[trie.generation[rows] == blocks.generations[part]]
+                    count, identities = mover.forget_in_memory(trie, same.tolist())
+                    went, there = went + count, there + len(same)
+                    on_disk += identities
+                    await give_way()
+            finally:
+                await mover.disk.removals.remove(trie, on_disk)
         yield went, there - went

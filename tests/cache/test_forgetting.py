@@ -13,6 +13,7 @@ import pytest
 from prefixd.cache import NamespaceSpec, PartSpec, forgetting
 from prefixd.cache.forgetting import FoundBlocks, find_namespace, find_subtree, forget
 from prefixd.cache.index.trie import CPU
+from prefixd.cache.integrity import audit
 from tests.cache.conftest import BLOCK_TOKENS
 
 if TYPE_CHECKING:
@@ -62,6 +63,25 @@ async def test_a_namespace_goes_and_others_stay(make_rig: MakeRig) -> None:
     assert [len(rig.rows([0, 1], other)), len(rig.trie)] == [2, 10]
     assert await totals(rig, await find_namespace(rig.trie, None)) == (10, 0)
     assert len(rig.trie) == 0
+    await rig.check_disk()
+
+
+async def test_an_audit_between_two_slices_finds_nothing_wrong(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_rig(cpu=40, disk=40)
+    for first in range(5):
+        await rig.put([first, 1, 2], durable=True)
+    wrong: list[list[str]] = []
+
+    async def look() -> None:
+        wrong.append((await audit(rig.cache)).violations)
+
+    blocks = await find_namespace(rig.trie, None)
+    monkeypatch.setattr(forgetting, "give_way", look)
+    assert await totals(rig, blocks) == (15, 0)
+    assert wrong == [[]] * 5
+    assert not list(rig.cache.mover.disk.removals.leaving)
     await rig.check_disk()
 
 

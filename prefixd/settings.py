@@ -304,6 +304,9 @@ class WorkerSettings(_Section):
     """Tokens of one cached block."""
     layout: Literal["token", "layer"] = "token"
     """How KV lies in memory: all layers of a token together, or each layer apart."""
+    kv: Literal["virtual", "paged"] = "virtual"
+    """How the worker finds a request's KV: in contiguous addresses on which its blocks are mapped (virtual; vTensor,
+    vAttention), or in blocks behind a table (paged; PagedAttention), as a baseline to measure against."""
     max_running: Count = 8
     """Requests computed at once."""
     max_step_tokens: Count = 512

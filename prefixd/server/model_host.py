@@ -59,6 +59,9 @@ class ModelHost:
                 layout=worker.layout,
                 chunk_bytes=settings.gpu.chunk_bytes or 0,
                 max_step_tokens=worker.max_step_tokens,
+                # Twice as many as run: some have ended, and keep their mappings for those who come back.
+                max_sequences=2 * worker.max_running,
+                kv=worker.kv,
                 threads=worker.threads,
             ),
             worker.restart_limit,

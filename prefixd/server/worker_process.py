@@ -29,7 +29,7 @@ from prefixd.worker.protocol import (
     from_worker,
 )
 from prefixd.worker.settings import WorkerSettings, encode_settings
-from prefixd_swap import FramePool, OutOfMemoryError, SwapError, send_export, started_threads
+from prefixd_swap import Export, FramePool, OutOfMemoryError, SwapError, send_export, started_threads
 
 log = logging.getLogger(__name__)
 
@@ -253,7 +253,7 @@ class WorkerProcess:
     async def _hand_over(self, frames: FramePool, ours: socket.socket, threads: ThreadPoolExecutor) -> None:
         """Gives the worker the GPU tier. One that ended meanwhile has said why, which is still to be read."""
         export = frames.memory.export()
-        self.send(Memory(export.meta, export.count, frames.first_chunk))
+        self.send(describe_memory(frames, export))
         try:
             if self._writer is not None:
                 await self._writer.drain()
@@ -261,6 +261,13 @@ class WorkerProcess:
         except (OSError, SwapError) as error:
             log.debug("the worker did not take the GPU tier's memory: %s", error)
             self._last_words = self._last_words or str(error)
+
+
+def describe_memory(pool: FramePool, export: Export) -> Memory:
+    """The message that announces a pool's memory to a worker."""
+    frames = pool.table.frames()
+    chunks = pool.table.chunks(frames)
+    return Memory(export.meta, export.count, frames.tobytes(), chunks.tobytes(), pool.most)
 
 
 async def _writer(end: socket.socket) -> asyncio.StreamWriter:

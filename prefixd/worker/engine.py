@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from prefixd.worker.errors import RequestError
+from prefixd.worker.kv_memory import KvMemory
 from prefixd.worker.model import CausalModel
 from prefixd.worker.protocol import Cancel, Done, Extend, Start, Step, Update
 from prefixd.worker.run import Run, check_start
 from prefixd.worker.sampling import choose_tokens
 from prefixd_swap.errors import OutOfMemoryError, SwapError
-from prefixd_swap.vmem import FrameId, VirtualTensorPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +23,19 @@ class _Part:
     row: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """A forward pass that has been handed to the device."""
+
+    updates: list[Update]
+    tokens: int
+    started_s: float
+
+
 class Engine:
     """Runs requests side by side. Every method returns the messages to send, in order.
 
-    tensors: of the model's device and geometry, for `sequence_capacity` tokens each.
+    kv: memory of the model's geometry, for `sequence_capacity` tokens a request.
     max_step_tokens: most tokens a pass computes; decoding goes first and is not limited by it.
     clock: seconds, monotonic.
     """
@@ -34,62 +43,88 @@ class Engine:
     def __init__(
         self,
         model: CausalModel,
-        tensors: VirtualTensorPool,
+        kv: KvMemory,
         max_step_tokens: int,
         clock: Callable[[], float],
     ) -> None:
         self._model = model
-        self._tensors = tensors
+        self._kv = kv
         self._block_tokens = model.spec.geometry.block_tokens
         self._max_step_tokens = max_step_tokens
         self._clock = clock
         self._runs: dict[int, Run] = {}
+        self._closed: list[Done] = []  # requests that nothing on the device uses any more
+        self._computing = False
+        self._cancelled: list[int] = []  # while a pass was computed that may have had them
+        self._unreported: list[_Pass] = []  # those that nobody has waited for yet
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether the device computes while `step` calls its `meanwhile`."""
+        return self._model.asynchronous
 
     @property
     def runnable(self) -> bool:
         """Whether `step` would compute something."""
         return any(run.pending > 0 for run in self._runs.values())
 
-    def start(self, message: Start) -> list[Done]:
+    def start(self, message: Start) -> list[Step | Done]:
         """Take a request. One that cannot run answers with Done at once."""
         if message.id in self._runs:
             return [Done(message.id, "error", f"request {message.id} is already running; use another id")]
         try:
             check_start(message, self._block_tokens, self._model.spec)
-            memory = self._tensors.acquire()
+            memory = self._kv.open(message.frames)
         except OutOfMemoryError as error:
             return [Done(message.id, "no_memory", str(error))]
-        except (RequestError, SwapError) as error:
+        except RequestError as error:
             return [Done(message.id, "error", str(error))]
+        except SwapError as error:
+            return [Done(message.id, "error", _unmappable(message.frames, error))]
         run = Run(message, memory, self._block_tokens, self._model.spec)
         self._runs[run.id] = run
-        done = self._map(run, message.frames)
-        if not done and run.ended:
-            done = [self._finish(run, Done(run.id, run.ended))]
-        return done
+        if run.ended:
+            self._finish(run, Done(run.id, run.ended))
+        return self.poll()
 
-    def extend(self, message: Extend) -> list[Done]:
+    def extend(self, message: Extend) -> list[Step | Done]:
         """Give a request more frames."""
         run = self._runs.get(message.id)
-        return self._map(run, message.frames) if run else []
+        if run is not None:
+            try:
+                self._kv.extend(run.memory, message.frames)
+            except SwapError as error:
+                self._finish(run, _failed(run, message.frames, error))
+        return self.poll()
 
-    def cancel(self, message: Cancel) -> list[Done]:
-        """End a request."""
+    def cancel(self, message: Cancel) -> list[Step | Done]:
+        """End a request; one that is being computed ends after the pass."""
         run = self._runs.get(message.id)
-        return [self._finish(run, Done(run.id, "cancelled"))] if run else []
+        if run is not None and self._computing:
+            self._cancelled.append(run.id)
+        elif run is not None:
+            self._finish(run, Done(run.id, "cancelled"))
+        return self.poll()
 
-    def step(self) -> list[Step | Done]:
-        """One forward pass over what can run now; nothing if nothing can."""
+    def step(self, meanwhile: Callable[[], None] | None = None) -> list[Step | Done]:
+        """One forward pass over what can run now; nothing if nothing can.
+
+        `meanwhile` is called while the device computes; it may call `start`, `extend` and `cancel`, so that the memory
+        of the next pass is mapped beside this one.
+        """
         started = self._clock()
         parts = self._plan()
         if not parts:
-            return []
+            return self.poll()
         tokens = [token for part in parts for token in _next_tokens(part)]
-        segments = [part.run.segment(part.count) for part in parts]
+        step = self._kv.step([part.run.segment(part.count) for part in parts])
         sampled = [part for part in parts if part.row is not None]
-        logits = self._model.forward(tokens, segments, [part.row for part in sampled if part.row is not None])
+        self._computing = True
+        logits = self._model.forward(tokens, step, [part.row for part in sampled if part.row is not None])
+        if meanwhile is not None:
+            meanwhile()
         chosen = choose_tokens(logits, [(part.run.sampling, part.run.generated) for part in sampled])
-        self._model.synchronize()
+        self._computing = False
         for part in parts:
             part.run.computed += part.count
         done: list[Done] = []
@@ -105,18 +140,43 @@ class Engine:
                 done.append(Done(run.id, run.ended))
         broken = {message.id for message in done if message.reason == "error"}
         updates = _updates([part for part in parts if part.run.id not in broken], news)
-        messages: list[Step | Done] = [Step(updates, len(tokens), self._clock() - started)]
-        messages += [self._finish(self._runs[message.id], message) for message in done]
-        return messages
+        self._unreported.append(_Pass(updates, len(tokens), started))
+        # A sampled token has waited for all that came before it. A pass without one is reported with the next that has.
+        messages: list[Step | Done] = []
+        if sampled or not self._model.asynchronous:
+            messages += self._report()
+        for message in done:
+            self._finish(self._runs[message.id], message)
+        for request in self._cancelled:
+            if request in self._runs:
+                self._finish(self._runs[request], Done(request, "cancelled"))
+        self._cancelled.clear()
+        return [*messages, *self.poll()]
+
+    def flush(self) -> list[Step | Done]:
+        """Wait for the device, and report what has been computed: nothing is left to wait for then."""
+        if self._unreported:
+            self._model.synchronize()
+        return [*self._report(), *self.poll(wait=True)]
+
+    def poll(self, wait: bool = False) -> list[Step | Done]:
+        """The requests that have ended and whose frames nothing uses any more; with `wait` all that have ended."""
+        self._kv.poll(wait)
+        closed, self._closed = self._closed, []
+        if not closed or not self._unreported:
+            return [*closed]
+        self._model.synchronize()  # what a request's last pass filled is told before its end
+        return [*self._report(), *closed]
 
     def close(self) -> None:
-        """Unmap everything; the requests get no answer."""
+        """Let go of everything; the requests get no answer."""
         for run in list(self._runs.values()):
             self._finish(run, Done(run.id, "cancelled"))
+        self._kv.poll(wait=True)
 
     def _plan(self) -> list[_Part]:
         """Runs that decode first, a token each; then prompts, as they came, with what is left."""
-        ready = [run for run in self._runs.values() if run.pending > 0]
+        ready = self._ready()
         decoding = [run for run in ready if run.decoding]
         # However many decode, a prompt moves on by a block, so that it cannot starve.
         budget = max(self._max_step_tokens - len(decoding), self._block_tokens)
@@ -133,21 +193,42 @@ class Engine:
             parts.append(_Part(run, count, row if run.computed + count == len(run.tokens) else None))
         return parts
 
-    def _map(self, run: Run, frames: list[int]) -> list[Done]:
-        try:
-            run.memory.extend([FrameId(frame) for frame in frames])
-        except OutOfMemoryError as error:
-            return [self._finish(run, Done(run.id, "no_memory", str(error)))]
-        except SwapError as error:
-            return [self._finish(run, Done(run.id, "error", f"frames {frames} cannot be mapped: {error}"))]
-        return []
+    def _ready(self) -> list[Run]:
+        """The runs with tokens to compute whose memory is mapped; waits for a mapping only if no run's is."""
+        pending = [run for run in self._runs.values() if run.pending > 0]
+        ready = [run for run in pending if self._kv.ready(run.memory)] or pending
+        usable = []
+        for run in ready:
+            try:
+                self._kv.wait(run.memory)
+                usable.append(run)
+            except SwapError as error:
+                self._finish(run, _failed(run, [], error))
+        return usable
 
-    def _finish(self, run: Run, done: Done) -> Done:
-        """Unmap the run's frames behind everything queued on the device; only then may `done` be sent."""
-        self._model.synchronize()
-        self._tensors.release(run.memory)
+    def _report(self) -> list[Step]:
+        """What the passes did of which the device has computed all, as one step."""
+        passes, self._unreported = self._unreported, []
+        if not passes:
+            return []
+        updates = [update for each in passes for update in each.updates]
+        return [Step(updates, sum(each.tokens for each in passes), self._clock() - passes[0].started_s)]
+
+    def _finish(self, run: Run, done: Done) -> None:
+        """Let go of the run's memory; `done` is sent once nothing on the device uses it any more."""
         del self._runs[run.id]
-        return done
+        self._kv.close(run.memory, lambda: self._closed.append(done))
+
+
+def _failed(run: Run, frames: list[int], error: SwapError) -> Done:
+    if isinstance(error, OutOfMemoryError):
+        return Done(run.id, "no_memory", str(error))
+    return Done(run.id, "error", _unmappable(frames, error))
+
+
+def _unmappable(frames: list[int], error: SwapError) -> str:
+    named = f"frames {frames}" if frames else "its frames"
+    return f"{named} cannot be mapped: {error}"
 
 
 def _next_tokens(part: _Part) -> list[int]:

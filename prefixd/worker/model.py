@@ -5,16 +5,22 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
-from prefixd.worker.attention import ATTENTION_NAME, StepAttention, TileMasks, register_attention, tile_tokens
+from prefixd.worker.attention import ATTENTION_NAME, AttentionBackend, register_attention
 from prefixd.worker.errors import ModelError
-from prefixd.worker.kv_cache import Segment, StepCache
+from prefixd.worker.flash_attention import FlashAttention, find_kernel
+from prefixd.worker.flex_attention import FlexAttention
+from prefixd.worker.kv_cache import StepCache
+from prefixd.worker.kv_memory import Segment, StepKv
 from prefixd.worker.model_spec import ModelSpec
+from prefixd.worker.tile_attention import TileAttention
+from prefixd.worker.virtual_kv import VirtualStep
 
 # On a CPU a row of a linear layer has the same bits in every batch of at least eight rows; sixteen fills
 # the vectors.
@@ -24,34 +30,34 @@ _SELF_CHECK_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
 
 
 class CausalModel:
-    """A loaded model. Single-threaded; every call runs in inference mode."""
+    """A loaded model. Single-threaded; every call runs in inference mode.
 
-    def __init__(self, spec: ModelSpec, model: Any) -> None:
+    attention: how attention is computed; by default what suits the device.
+    """
+
+    def __init__(self, spec: ModelSpec, model: Any, attention: AttentionBackend | None = None) -> None:
         self.spec = spec
+        self.attention = attention or choose_attention(spec)
         self._model = model
-        geometry = spec.geometry
-        self._tile = tile_tokens(geometry.block_tokens)
-        self._group = spec.query_heads // geometry.kv_heads
-        self._masks = TileMasks(self._tile, getattr(torch, geometry.dtype), spec.device)
 
     @torch.inference_mode()
-    def forward(self, tokens: Sequence[int], segments: Sequence[Segment], wanted: Sequence[int]) -> torch.Tensor:
-        """Compute the segments' tokens, writing their KV, and return the logits of some of them.
+    def forward(self, tokens: Sequence[int], step: StepKv, wanted: Sequence[int]) -> torch.Tensor:
+        """Compute a pass's tokens, writing their KV, and return the logits of some of them.
 
         tokens: the ids of all segments' tokens, one segment after the other.
         wanted: rows of that batch. Returns [len(wanted), vocab_size]; on CUDA the work may still be queued.
         """
         rows = _padded(len(tokens))
-        positions = [position for segment in segments for position in range(segment.start, segment.stop)]
+        positions = [position for segment in step.segments for position in range(segment.start, segment.stop)]
         padding = [0] * (rows - len(tokens))
         ids = torch.tensor([[*tokens, *padding], [*positions, *padding]], device=self.spec.device)
-        cache = StepCache(segments, rows, self._tile)
+        geometry = self.spec.geometry
         arguments = {
             "input_ids": ids[0:1],
             "position_ids": ids[1:2],
-            "past_key_values": cache,
+            "past_key_values": StepCache(step, rows, (geometry.kv_heads, geometry.head_dim)),
             "use_cache": True,
-            "prefixd_step": StepAttention(cache, self._masks, self._tile, self._group),
+            "prefixd_step": self.attention.begin(step),
         }
         if not wanted:  # no need for the vocabulary's projection, which can be a tenth of the work
             self._model.base_model(**arguments)
@@ -59,6 +65,11 @@ class CausalModel:
         keep = torch.tensor([*wanted, *[wanted[0]] * (_padded(len(wanted)) - len(wanted))], device=self.spec.device)
         logits: torch.Tensor = self._model(**arguments, logits_to_keep=keep).logits
         return logits[0, : len(wanted)]
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether a pass may still be computed when `forward` has returned."""
+        return self.spec.device.type == "cuda"
 
     def synchronize(self) -> None:
         """Wait until everything queued on the device is done; nothing to wait for on a CPU."""
@@ -77,13 +88,15 @@ class CausalModel:
         tokens = [(7 * index + 3) % self.spec.vocab_size for index in range(count)]
         capacity = -(-count // geometry.block_tokens) * geometry.block_tokens
         kv = torch.zeros(
-            (capacity, geometry.layers, 2, geometry.kv_heads, geometry.head_dim),
+            (1, capacity, geometry.layers, 2, geometry.kv_heads, geometry.head_dim),
             dtype=getattr(torch, geometry.dtype),
             device=self.spec.device,
         )
         half = count // 2
-        self.forward(tokens[:half], [Segment(kv, 0, half)], [])
-        ours = self.forward(tokens[half:], [Segment(kv, half, count)], range(count - half)).float()
+        whole = _Blocks(capacity // geometry.block_tokens)
+        self.forward(tokens[:half], VirtualStep(kv, [Segment(whole, 0, half)], [0]), [])
+        rest = VirtualStep(kv, [Segment(whole, half, count)], [0])
+        ours = self.forward(tokens[half:], rest, range(count - half)).float()
         self._model.set_attn_implementation("eager")
         try:
             reference = self._model(input_ids=torch.tensor([tokens], device=self.spec.device), use_cache=False)
@@ -131,6 +144,23 @@ def load_model(spec: ModelSpec) -> CausalModel:
     result = CausalModel(spec, model.to(spec.device).eval().requires_grad_(False))
     result.check()
     return result
+
+
+def choose_attention(spec: ModelSpec) -> AttentionBackend:
+    """What computes attention on the model's device. Raises ModelError when nothing there does."""
+    geometry = spec.geometry
+    dtype = getattr(torch, geometry.dtype)
+    if spec.device.type == "cpu":
+        return TileAttention(geometry.block_tokens, spec.query_heads // geometry.kv_heads, dtype)
+    kernel = find_kernel(geometry.head_dim, dtype, spec.device)
+    return FlashAttention(kernel) if kernel is not None else FlexAttention(geometry.block_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """A sequence of the self check."""
+
+    blocks: int
 
 
 def _padded(rows: int) -> int:

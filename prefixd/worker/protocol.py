@@ -116,12 +116,16 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 class Memory(msgspec.Struct, frozen=True, tag=True):
     """The GPU tier. `fds` descriptors follow outside the framing, as SCM_RIGHTS.
 
-    first_chunk: `FramePool.first_chunk` of the pool that frame numbers count in.
+    frames: numbers of the frames that there are, little-endian int64.
+    chunks: the chunks of each of them, one frame after the other, little-endian int64.
+    most_frames: the numbers of all frames there will ever be are below this.
     """
 
     meta: bytes
     fds: int
-    first_chunk: int = 0
+    frames: bytes
+    chunks: bytes
+    most_frames: int
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):

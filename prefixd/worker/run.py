@@ -7,9 +7,8 @@ from typing import Literal, Protocol
 import numpy as np
 
 from prefixd.worker.errors import RequestError
-from prefixd.worker.kv_cache import Segment
+from prefixd.worker.kv_memory import KvSequence, Segment
 from prefixd.worker.protocol import Start
-from prefixd_swap.vmem import VirtualTensor
 
 
 class Limits(Protocol):
@@ -31,7 +30,7 @@ class Run:
     always.
     """
 
-    def __init__(self, start: Start, memory: VirtualTensor, block_tokens: int, limits: Limits) -> None:
+    def __init__(self, start: Start, memory: KvSequence, block_tokens: int, limits: Limits) -> None:
         self.id = start.id
         self.sampling = start.sampling
         self.tokens: list[int] = np.frombuffer(start.tokens, dtype="<u4").tolist()
@@ -70,7 +69,7 @@ class Run:
 
     def segment(self, count: int) -> Segment:
         """The next `count` tokens to compute."""
-        return Segment(self.memory.kv, self.computed, self.computed + count)
+        return Segment(self.memory, self.computed, self.computed + count)
 
     def append(self, token: int) -> None:
         """Add a generated token."""

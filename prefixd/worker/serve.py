@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
 
+import numpy as np
 import torch
 
 from prefixd.worker.engine import Engine
 from prefixd.worker.errors import ProtocolError
+from prefixd.worker.kv_memory import KvMemory
 from prefixd.worker.model import load_model
-from prefixd.worker.model_spec import read_model_spec
+from prefixd.worker.model_spec import ModelSpec, read_model_spec
+from prefixd.worker.paged_kv import PagedKv
 from prefixd.worker.protocol import (
     Cancel,
     Connection,
@@ -19,10 +23,12 @@ from prefixd.worker.protocol import (
     Ready,
     Shutdown,
     Start,
+    Step,
     ToWorker,
 )
 from prefixd.worker.settings import WorkerSettings
-from prefixd_swap.vmem import VirtualTensorPool, attach_memory, recv_export
+from prefixd.worker.virtual_kv import VirtualKv
+from prefixd_swap.vmem import FrameId, FrameTable, VirtualMemory, VirtualTensorManager, attach_memory, recv_export
 
 
 def serve(connection: Connection[ToWorker], settings: WorkerSettings, clock: Callable[[], float]) -> None:
@@ -43,32 +49,77 @@ def serve(connection: Connection[ToWorker], settings: WorkerSettings, clock: Cal
         raise ProtocolError(f"{type(message).__name__} before Memory: the daemon must send its memory first")
     with attach_memory(message.meta, recv_export(connection.socket, message.fds)) as memory:
         model = load_model(spec)
-        tensors = VirtualTensorPool(memory, spec.geometry, spec.sequence_capacity, message.first_chunk)
-        engine = Engine(model, tensors, settings.max_step_tokens, clock)
-        connection.send(Ready())
-        try:
-            _run(connection, engine)
-        finally:
-            engine.close()
-            tensors.close()
+        table = FrameTable(spec.geometry.chunks_per_block(memory.chunk_bytes))
+        table.add([FrameId(frame) for frame in _numbers(message.frames)], _numbers(message.chunks))
+        with ThreadPoolExecutor(1, "mapping") as background:
+            kv = _kv(settings, memory, table, spec, message.most_frames, background)
+            engine = Engine(model, kv, settings.max_step_tokens, clock)
+            connection.send(Ready())
+            try:
+                _run(connection, engine)
+            finally:
+                engine.close()
+                kv.end()
+
+
+def _numbers(encoded: bytes) -> list[int]:
+    numbers: list[int] = np.frombuffer(encoded, "<i8").tolist()
+    return numbers
+
+
+def _kv(
+    settings: WorkerSettings,
+    memory: VirtualMemory,
+    table: FrameTable,
+    spec: ModelSpec,
+    most_frames: int,
+    background: Executor,
+) -> KvMemory:
+    if settings.kv == "paged":
+        return PagedKv(memory, table, spec.geometry, frames=most_frames, max_tokens=spec.sequence_capacity)
+    manager = VirtualTensorManager(
+        memory,
+        table,
+        spec.geometry,
+        requests=settings.max_sequences,
+        max_tokens=spec.sequence_capacity,
+        background=background,
+    )
+    return VirtualKv(manager)
 
 
 def _run(connection: Connection[ToWorker], engine: Engine) -> None:
-    """Take every message that has come, compute a step, and sleep only when there is nothing to compute."""
-    while True:
-        while connection.poll(0.0 if engine.runnable else None):
+    """Take every message that has come, compute a step, and sleep only when there is nothing to compute.
+
+    Messages are taken while the device computes, too: the frames that they bring are mapped then.
+    """
+    ended = False
+
+    def take(timeout_s: float | None = 0.0) -> None:
+        nonlocal ended
+        while not ended and connection.poll(timeout_s):
             message = connection.receive()
+            timeout_s = 0.0
             if isinstance(message, Shutdown):
-                return
-            if isinstance(message, Memory):
+                ended = True
+            elif isinstance(message, Memory):
                 raise ProtocolError("a second Memory message: the daemon sends its memory once")
-            for done in _take(engine, message):
-                connection.send(done)
-        for answer in engine.step():
+            else:
+                for done in _take(engine, message):
+                    connection.send(done)
+
+    while not ended:
+        if engine.runnable:
+            take()
+        else:
+            for answer in engine.flush():
+                connection.send(answer)
+            take(None)
+        for answer in engine.step(take if engine.asynchronous else None):
             connection.send(answer)
 
 
-def _take(engine: Engine, message: Start | Extend | Cancel) -> list[Done]:
+def _take(engine: Engine, message: Start | Extend | Cancel) -> list[Step | Done]:
     if isinstance(message, Start):
         return engine.start(message)
     if isinstance(message, Extend):

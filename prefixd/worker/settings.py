@@ -24,6 +24,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     chunk_bytes: unit of GPU-tier memory; 0 takes 2 MiB on CUDA, and on a CPU what fits the block.
     max_model_tokens: longest prompt plus output; 0 takes the model's.
     max_step_tokens: most tokens that one forward pass computes, as far as decoding leaves room.
+    max_sequences: most requests at a time, counting those that have ended and wait for the device.
+    kv: "virtual" keeps every request in contiguous addresses (vTensor), "paged" in blocks behind a table.
     threads: of torch on a CPU; 0 takes torch's default.
     """
 
@@ -35,6 +37,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     chunk_bytes: NotNegative = 0
     max_model_tokens: NotNegative = 0
     max_step_tokens: Positive = 512
+    max_sequences: Positive = 64
+    kv: Literal["virtual", "paged"] = "virtual"
     threads: NotNegative = 0
 
 

@@ -38,7 +38,7 @@ from prefixd_swap.slab.store import SlabStore
 from prefixd_swap.slots import round_to_slot
 from prefixd_swap.spans import Span
 from prefixd_swap.threads import started_threads
-from prefixd_swap.vmem import FrameId, FramePool, VirtualMemory, create_memory, send_export
+from prefixd_swap.vmem import Export, FrameId, FramePool, VirtualMemory, create_memory, send_export
 
 __all__ = [
     "MAX_SLABS",
@@ -51,6 +51,7 @@ __all__ = [
     "DiskFullError",
     "DiskPart",
     "EvictionPolicy",
+    "Export",
     "FileOps",
     "FormatError",
     "FrameId",

@@ -29,14 +29,14 @@ def test_frames_are_consecutive_chunks_in_one_window(pool: FramePool, geometry: 
     spans = [pool.span(frame) for frame in frames]
     assert [span.address for span in spans] == [spans[0].address + i * geometry.block_bytes for i in range(8)]
     assert {(span.nbytes, span.on_device) for span in spans} == {(geometry.block_bytes, pool.memory.on_device)}
-    assert [list(pool.chunks(frame)) for frame in frames] == [[2 * frame, 2 * frame + 1] for frame in frames]
+    assert pool.table.chunks(frames).tolist() == [[2 * frame, 2 * frame + 1] for frame in frames]
 
 
 def test_a_frame_holds_what_is_written_to_its_span(pool: FramePool) -> None:
     frames = pool.allocate(2)
     assert frames is not None
     mapped = pool.memory.reserve(2 * pool.memory.chunk_bytes)
-    mapped.map(0, pool.chunks(frames[1]))
+    mapped.map(0, pool.table.chunks(frames[1:]).reshape(-1))
     view = mapped.tensor((2 * pool.memory.chunk_bytes,), torch.uint8)
     view.fill_(3)
     assert pool._window.tensor((1,), torch.uint8, offset=pool.span(frames[1]).address - pool._window.base).item() == 3
@@ -87,7 +87,7 @@ def test_impossible_pools_are_refused(memory: VirtualMemory, geometry: KvGeometr
 
 def test_two_pools_share_a_memory(memory: VirtualMemory, geometry: KvGeometry) -> None:
     one, two = FramePool(memory, geometry, 2), FramePool(memory, geometry, 3)
-    assert two.first_chunk == 4 and list(two.chunks(FrameId(0))) == [4, 5]
+    assert two.table.chunks([FrameId(0)]).tolist() == [[4, 5]]
     one.close()
     one.close()
     assert memory.chunk_count == 6
@@ -97,8 +97,48 @@ def test_two_pools_share_a_memory(memory: VirtualMemory, geometry: KvGeometry) -
 def test_integrity_notices_a_frame_that_is_neither(pool: FramePool) -> None:
     pool.allocate(2)
     pool._used[1] = False
-    with pytest.raises(IntegrityError, match="frame 1 is marked free"):
+    with pytest.raises(IntegrityError, match="frame 1 is counted 0 times"):
         pool.check_integrity()
+
+
+def test_a_pool_grows_and_shrinks_while_frames_are_used(memory: VirtualMemory, geometry: KvGeometry) -> None:
+    pool = FramePool(memory, geometry, 2, most=5)
+    kept = pool.allocate(2)
+    assert kept is not None and pool.allocate(1) is None
+    new = pool.create(3)
+    assert pool.capacity == 2, "created is not yet had"
+    pool.admit(new)
+    assert (pool.capacity, pool.free_count, memory.chunk_count) == (5, 3, 10)
+    with pytest.raises(MemoryMisuseError, match="1 more frames are not possible: there are 5"):
+        pool.create(1)
+    leaving = pool.allocate(2)
+    assert leaving == [2, 3]
+    pool.withdraw(leaving)
+    assert (pool.capacity, pool.used_count, pool.free_count) == (3, 2, 1)
+    pool.check_integrity()
+    with pytest.raises(MemoryMisuseError, match="not withdrawn"):
+        pool.destroy(kept)
+    pool.destroy(leaving)
+    assert memory.chunk_count == 6
+    pool.forget(leaving)
+    pool.check_integrity()
+    pool.admit(pool.create(1))
+    assert pool.table.frames().tolist() == [0, 1, 2, 4], "a number that is free comes again"
+    assert pool.span(FrameId(4)).address == pool.first_address + 4 * geometry.block_bytes
+    with pytest.raises(MemoryMisuseError, match="frame 3 does not exist"):
+        pool.free([FrameId(3)])
+    with pytest.raises(MemoryMisuseError, match="4 of 4 frames cannot go"):
+        pool.withdraw([*kept, *(pool.allocate(2) or [])])
+    pool.check_integrity()
+
+
+def test_growing_beyond_the_memory_leaves_the_pool_as_it_was(memory: VirtualMemory, geometry: KvGeometry) -> None:
+    frames = (1 << 42) // geometry.block_bytes
+    pool = FramePool(memory, geometry, 2, most=frames)
+    with pytest.raises(OutOfMemoryError):
+        pool.create(frames - 2)
+    assert (pool.capacity, memory.chunk_count) == (2, 4)
+    pool.check_integrity()
 
 
 class FrameMachine(RuleBasedStateMachine):

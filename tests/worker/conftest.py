@@ -12,12 +12,14 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from prefixd.worker.engine import Engine
-from prefixd.worker.kv_cache import Segment
+from prefixd.worker.kv_memory import KvSequence, Segment
 from prefixd.worker.model import CausalModel, load_model
 from prefixd.worker.model_spec import read_model_spec
+from prefixd.worker.paged_kv import PagedKv
 from prefixd.worker.protocol import Done, Sampling, Start, Step
 from prefixd.worker.settings import WorkerSettings
-from prefixd_swap.vmem import FrameId, FramePool, VirtualTensor, VirtualTensorPool, create_memory
+from prefixd.worker.virtual_kv import VirtualKv
+from prefixd_swap.vmem import FrameId, FramePool, VirtualTensorManager, create_memory
 
 VOCAB = 96
 EOS = 95
@@ -75,21 +77,36 @@ def wide_llama_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Rig:
     """The daemon's side of an engine, in one process."""
 
-    def __init__(self, model: CausalModel, frames: int = 64, max_step_tokens: int = 64, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        model: CausalModel,
+        frames: int = 64,
+        max_step_tokens: int = 64,
+        device: str = "cpu",
+        kv: str = "virtual",
+    ) -> None:
         self.model = model
         self.block_tokens = model.spec.geometry.block_tokens
         self.memory = create_memory(device, model.spec.chunk_bytes)
         self.pool = FramePool(self.memory, model.spec.geometry, frames)
-        self.tensors = VirtualTensorPool(
-            self.memory, model.spec.geometry, model.spec.sequence_capacity, self.pool.first_chunk
+        self.manager = VirtualTensorManager(
+            self.memory,
+            self.pool.table,
+            model.spec.geometry,
+            requests=80,
+            max_tokens=model.spec.sequence_capacity,
         )
-        self.engine = Engine(model, self.tensors, max_step_tokens, itertools.count().__next__)
+        self.kv = VirtualKv(self.manager)
+        if kv == "paged":
+            longest = model.spec.sequence_capacity
+            self.kv = PagedKv(self.memory, self.pool.table, model.spec.geometry, frames=frames, max_tokens=longest)
+        self.engine = Engine(model, self.kv, max_step_tokens, itertools.count().__next__)
         self.tokens: dict[int, list[int]] = {}
         self.filled: dict[int, int] = {}
         self.done: dict[int, Done] = {}
         self.steps: list[Step] = []
         self._ids = itertools.count()
-        self._bare: list[VirtualTensor] = []
+        self._bare: list[KvSequence] = []
 
     def frames(self, count: int) -> list[int]:
         taken = self.pool.allocate(count)
@@ -98,6 +115,16 @@ class Rig:
 
     def free(self, frames: Sequence[int]) -> None:
         self.pool.free([FrameId(frame) for frame in frames])
+
+    def frames_of(self, sequence: KvSequence) -> list[int]:
+        return list(sequence.frames)
+
+    def window(self, frame: int) -> torch.Tensor:
+        """A frame's numbers, as the daemon sees them."""
+        geometry = self.model.spec.geometry
+        start = frame * geometry.block_bytes
+        count = geometry.block_bytes // geometry.element_bytes
+        return self.pool._window.tensor((count,), getattr(torch, geometry.dtype), offset=start)
 
     def blocks(self, tokens: int) -> int:
         return -(-tokens // self.block_tokens)
@@ -154,19 +181,22 @@ class Rig:
         self.run()
         return self.tokens[request]
 
-    def tensor(self, frames: Sequence[int]) -> VirtualTensor:
+    def tensor(self, frames: Sequence[int]) -> KvSequence:
         """A request's memory without an engine."""
-        tensor = self.tensors.acquire()
+        tensor = self.kv.open(frames)
         self._bare.append(tensor)
-        tensor.extend([FrameId(frame) for frame in frames])
         return tensor
 
-    def logits(self, tensor: VirtualTensor, tokens: Sequence[int], cuts: Sequence[int], start: int = 0) -> torch.Tensor:
+    def forward(self, tokens: Sequence[int], segments: Sequence[Segment], wanted: Sequence[int]) -> torch.Tensor:
+        """One pass."""
+        return self.model.forward(tokens, self.kv.step(segments), wanted)
+
+    def logits(self, tensor: KvSequence, tokens: Sequence[int], cuts: Sequence[int], start: int = 0) -> torch.Tensor:
         """Logits of tokens[start:], computed in pieces that end at `cuts` and at the end."""
         rows = []
         for stop in [*cuts, len(tokens)]:
             part = tokens[start:stop]
-            rows.append(self.model.forward(part, [Segment(tensor.kv, start, stop)], range(len(part))).clone())
+            rows.append(self.forward(part, [Segment(tensor, start, stop)], range(len(part))).clone())
             start = stop
         return torch.cat(rows)
 
@@ -174,9 +204,11 @@ class Rig:
         self.engine.close()
         self.model.synchronize()
         for tensor in self._bare:
-            self.tensors.release(tensor)
-        self.tensors.close()
-        self.memory.check_integrity()
+            self.kv.close(tensor, lambda: None)
+        self.kv.poll(wait=True)
+        self.manager.check_integrity()
+        self.kv.end()
+        self.manager.close()
         self.pool.close()
         self.memory.close()
 

@@ -7,10 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from prefixd.worker.kv_cache import Segment
+from prefixd.worker.kv_memory import Segment
 from prefixd.worker.protocol import Cancel, Extend, Sampling, Start
 from prefixd_swap.errors import OutOfMemoryError
-from prefixd_swap.vmem import VirtualTensor
 
 EOS = 95
 
@@ -52,7 +51,7 @@ def test_blocks_filled_while_decoding_serve_as_a_prefix(rig, prompt):
     plain = rig.generate(longer, temperature=1.0, seed=5)
     assert rig.generate(longer, frames=[*frames[:4], *rig.frames(2)], cached_blocks=4, temperature=1.0, seed=5) == plain
     fresh = rig.tensor(rig.frames(6))
-    rig.model.forward(longer, [Segment(fresh.kv, 0, len(longer))], [])
+    rig.forward(longer, [Segment(fresh, 0, len(longer))], [])
     assert torch.equal(rig.tensor(frames).kv[:64], fresh.kv[:64])
 
 
@@ -149,15 +148,15 @@ def test_a_request_without_frames_waits_and_goes_on_after_extend(rig, prompt):
     assert rig.tokens[request] == expected
 
 
-def test_done_comes_after_the_frames_are_unmapped(rig, prompt):
+def test_done_comes_when_nothing_uses_the_frames(rig, prompt):
     frames = rig.frames(4)
     request = rig.start(prompt, frames=frames, max_tokens=2)
     rig.step()
     rig.take(rig.engine.cancel(Cancel(request)))
     assert rig.done[request].reason == "cancelled"
     assert not rig.engine.runnable
-    assert rig.memory._mapped.max() == 1, "on the pool's window alone"
-    assert rig.tensors.idle_count == 1
+    assert [rig.manager.physical.references(frame) for frame in frames] == [0] * 4
+    assert rig.manager.still_mapped(frames) == set(frames), "lazily: the next turn of this chat wants them again"
     assert rig.engine.cancel(Cancel(request)) == []
     assert rig.engine.extend(Extend(request, frames)) == []
 
@@ -230,10 +229,10 @@ def test_without_mappings_a_request_is_refused_and_the_others_go_on(rig, prompt,
         raise OutOfMemoryError("the process has too many mappings; raise that limit")
 
     with monkeypatch.context() as patch:
-        patch.setattr(rig.tensors, "acquire", nothing_left)
+        patch.setattr(rig.manager, "create", nothing_left)
         refused = rig.start(prompt, max_tokens=4)
     with monkeypatch.context() as patch:
-        patch.setattr(VirtualTensor, "extend", nothing_left)
+        patch.setattr(rig.manager, "extend", nothing_left)
         unmapped = rig.start(prompt, max_tokens=4)
     assert [(done.id, done.reason) for done in rig.done.values()] == [(refused, "no_memory"), (unmapped, "no_memory")]
     assert all("raise that limit" in done.detail for done in rig.done.values())

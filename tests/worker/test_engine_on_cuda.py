@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from prefixd.worker.kv_cache import Segment
+from prefixd.worker.kv_memory import Segment
 from prefixd.worker.model import load_model
 from prefixd.worker.model_spec import CUDA_CHUNK_BYTES, read_model_spec
 from prefixd.worker.protocol import Cancel
@@ -72,9 +72,9 @@ def test_batched_prompts_match_transformers(make: Make, wide_llama_directory: Pa
     rig = make(dtype)
     prompts = [random_tokens(seed, length) for seed, length in ((1, 5), (2, 33), (3, 100), (4, 1))]
     tensors = [rig.tensor(rig.frames(rig.blocks(len(prompt)))) for prompt in prompts]
-    segments = [Segment(t.kv, 0, len(p)) for t, p in zip(tensors, prompts, strict=True)]
+    segments = [Segment(t, 0, len(p)) for t, p in zip(tensors, prompts, strict=True)]
     flat = [token for prompt in prompts for token in prompt]
-    ours = rig.model.forward(flat, segments, range(len(flat)))
+    ours = rig.forward(flat, segments, range(len(flat)))
     theirs = torch.cat([reference_logits(wide_llama_directory, prompt, dtype) for prompt in prompts])
     assert_near(ours, theirs, dtype)
 

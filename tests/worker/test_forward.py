@@ -10,8 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
-from prefixd.worker import attention
-from prefixd.worker.kv_cache import Segment
+from prefixd.worker.kv_memory import Segment
 from prefixd.worker.model import CausalModel, load_model
 from prefixd.worker.model_spec import read_model_spec
 from prefixd.worker.settings import WorkerSettings
@@ -30,9 +29,9 @@ def reference_logits(directory: Path, tokens: list[int]) -> torch.Tensor:
 def test_batched_prompts_match_transformers(rig, llama_directory):
     prompts = [random_tokens(seed, length) for seed, length in ((1, 5), (2, 33), (3, 64), (4, 1))]
     tensors = [rig.tensor(rig.frames(rig.blocks(len(prompt)))) for prompt in prompts]
-    segments = [Segment(t.kv, 0, len(p)) for t, p in zip(tensors, prompts, strict=True)]
+    segments = [Segment(t, 0, len(p)) for t, p in zip(tensors, prompts, strict=True)]
     flat = [token for prompt in prompts for token in prompt]
-    ours = rig.model.forward(flat, segments, range(len(flat)))
+    ours = rig.forward(flat, segments, range(len(flat)))
     theirs = torch.cat([reference_logits(llama_directory, prompt) for prompt in prompts])
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
@@ -67,8 +66,8 @@ def test_bits_do_not_depend_on_the_cache_nor_on_neighbours(rig):
         start = cached * rig.block_tokens
         neighbour = random_tokens(cached, 21)
         other = rig.tensor(rig.frames(2))
-        segments = [Segment(other.kv, 0, 21), Segment(shared.kv, start, 90)]
-        logits = rig.model.forward([*neighbour, *tokens[start:]], segments, range(21, 21 + 90 - start))
+        segments = [Segment(other, 0, 21), Segment(shared, start, 90)]
+        logits = rig.forward([*neighbour, *tokens[start:]], segments, range(21, 21 + 90 - start))
         assert torch.equal(logits, whole[start:])
         assert torch.equal(shared.kv[:80], kv)
 
@@ -82,37 +81,10 @@ def test_recycled_memory_may_hold_anything(rig):
     assert torch.equal(rig.logits(dirty, tokens, cuts=[20]), clean)
 
 
-def by_definition(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
-    """torch's variable-length attention for one sequence, causal from its end, as its documentation has it."""
-    assert window_size == (-1, 0) and enable_gqa
-    assert cu_seq_q.tolist() == [0, max_q] and cu_seq_k.tolist() == [0, max_k]
-    assert query.shape[0] == max_q and key.shape[0] == value.shape[0] == max_k
-    group = query.shape[1] // key.shape[1]
-    key, value = (states.repeat_interleave(group, dim=1).transpose(0, 1) for states in (key, value))
-    scores = query.transpose(0, 1) @ key.transpose(1, 2) * scale
-    hidden = torch.ones(max_q, max_k, dtype=torch.bool).triu(max_k - max_q + 1)
-    return (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value).transpose(0, 1)
-
-
-@pytest.mark.parametrize("varlen", [None, by_definition], ids=["masks", "varlen"])
-def test_whole_segments_as_on_a_gpu_give_the_same_logits(rig, llama_directory, monkeypatch, varlen):
-    monkeypatch.setattr(attention, "_in_tiles", lambda kv: False)
-    monkeypatch.setattr(attention, "_varlen_for", lambda kv: varlen)
-    tokens = random_tokens(5, 70)
-    ours = rig.logits(rig.tensor(rig.frames(5)), tokens, cuts=[16, 37, 48, 60, *range(61, 70)])
-    torch.testing.assert_close(ours, reference_logits(llama_directory, tokens), rtol=1e-4, atol=1e-4)
-    prompts = [random_tokens(seed, length) for seed, length in ((1, 5), (2, 33), (4, 1))]
-    tensors = [rig.tensor(rig.frames(rig.blocks(len(prompt)))) for prompt in prompts]
-    segments = [Segment(t.kv, 0, len(p)) for t, p in zip(tensors, prompts, strict=True)]
-    flat = [token for prompt in prompts for token in prompt]
-    theirs = torch.cat([reference_logits(llama_directory, prompt) for prompt in prompts])
-    torch.testing.assert_close(rig.model.forward(flat, segments, range(len(flat))), theirs, rtol=1e-4, atol=1e-4)
-
-
 def test_padding_writes_nothing(rig):
     tensor = rig.tensor(rig.frames(2))
     tensor.kv[:32].fill_(3.0)
-    rig.model.forward([1, 2, 3], [Segment(tensor.kv, 0, 3)], [])
+    rig.forward([1, 2, 3], [Segment(tensor, 0, 3)], [])
     written = (tensor.kv[:32] != 3.0).flatten(1).any(dim=1)
     assert written[:16].all(), "three tokens and the zeroed rest of their tile"
     assert not written[16:].any()

@@ -13,6 +13,7 @@ from prefixd.worker.errors import ModelError
 from prefixd.worker.model import load_model
 from prefixd.worker.model_spec import read_model_spec
 from prefixd.worker.settings import WorkerSettings
+from prefixd.worker.tile_attention import TileStep
 
 
 def spec_of(directory: Path, **settings: object):
@@ -152,11 +153,9 @@ def test_weights_of_another_shape(directory):
 
 def test_a_model_whose_logits_differ_on_our_cache_is_refused(llama_directory, monkeypatch):
     """The check at load, made to fail: attention with another scale than the model's own."""
-    import prefixd.worker.attention as attention
-
-    original = attention.StepAttention.attend
+    original = TileStep.attend
     monkeypatch.setattr(
-        attention.StepAttention,
+        TileStep,
         "attend",
         lambda self, query, layer, scaling: original(self, query, layer, 2 * scaling),
     )

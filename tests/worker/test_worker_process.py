@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from prefixd.server.worker_process import describe_memory
 from prefixd.worker.errors import ConnectionClosedError
 from prefixd.worker.protocol import (
     Cancel,
@@ -24,7 +25,6 @@ from prefixd.worker.protocol import (
     Failed,
     FromWorker,
     Hello,
-    Memory,
     Ready,
     Sampling,
     Shutdown,
@@ -79,7 +79,7 @@ class Daemon:
         memory.create(3)  # frames need not begin at the first chunk
         pool = FramePool(memory, geometry, frames)
         export = memory.export()
-        self.connection.send(Memory(export.meta, export.count, pool.first_chunk))
+        self.connection.send(describe_memory(pool, export))
         send_export(self.connection.socket, export)
         assert self.receive() == Ready()
         return pool
@@ -202,7 +202,7 @@ def test_the_memory_outlives_a_killed_worker(daemon, pool, settings, rig, prompt
     try:
         assert successor.receive() == daemon.hello
         export = pool.memory.export()
-        successor.connection.send(Memory(export.meta, export.count, pool.first_chunk))
+        successor.connection.send(describe_memory(pool, export))
         send_export(successor.connection.socket, export)
         assert successor.receive() == Ready()
         successor.start(41, prompt, [*frames[:3], *pool.allocate(1)], cached=3)
@@ -236,7 +236,7 @@ def test_a_worker_on_a_gpu_runs_on_the_daemons_chunks(wide_llama_directory: Path
     try:
         assert second.receive() == first.hello
         export = pool.memory.export()
-        second.connection.send(Memory(export.meta, export.count, pool.first_chunk))
+        second.connection.send(describe_memory(pool, export))
         send_export(second.connection.socket, export)
         assert second.receive() == Ready()
         second.start(2, prompt, [*frames[:cached], *pool.allocate(blocks - cached)], cached=cached)

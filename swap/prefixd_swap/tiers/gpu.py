@@ -22,7 +22,7 @@ class GpuTier(MemoryTier):
         self.pool = pool
         self.on_device = pool.memory.on_device
         self.addressable = not pool.memory.on_device
-        self._base = pool.span(FrameId(0)).address
+        self._base = pool.first_address
 
     @property
     def frame_bytes(self) -> int:
@@ -54,10 +54,10 @@ class GpuTier(MemoryTier):
 
     def addresses(self, slots: Int64s) -> Int64s:
         """Where the frames' bytes begin in the pool's window."""
-        if slots.size and int(slots.max()) >= self.pool.capacity:
+        if slots.size and int(slots.max()) >= self.pool.table.size:
             raise MemoryMisuseError(
                 f"frame {int(slots.max())} does not exist; the {self.name} tier has frames 0 to "
-                f"{self.pool.capacity - 1}"
+                f"{self.pool.table.size - 1}"
             )
         return slots * self.frame_bytes + self._base
 

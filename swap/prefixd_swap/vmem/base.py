@@ -300,6 +300,11 @@ class VirtualRange:
         mapped: ChunkIds = self._slots[self._slots != _UNMAPPED]
         return mapped
 
+    def chunks(self, offset: int, nbytes: int) -> ChunkIds:
+        """The ids of the chunks that `nbytes` from `offset` are mapped to, -1 where nothing is mapped."""
+        with self.memory.lock:
+            return self._window(offset, nbytes).copy()
+
     def close(self) -> None:
         """Give the addresses back. Nothing may be mapped: raises MemoryMisuseError otherwise. Can be called
         twice."""

@@ -2,42 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from prefixd_swap.errors import IntegrityError, MemoryMisuseError
+from prefixd_swap.errors import IntegrityError, MemoryMisuseError, SwapError
 from prefixd_swap.geometry import KvGeometry
 from prefixd_swap.spans import Span
-from prefixd_swap.vmem.base import FrameId, VirtualMemory
+from prefixd_swap.vmem.base import ChunkIds, FrameId, VirtualMemory
+from prefixd_swap.vmem.frame_table import FrameTable
 from prefixd_swap.vmem.free_runs import FreeRuns
 
 
+@dataclass(frozen=True, slots=True)
+class NewFrames:
+    """Frames whose memory is there and that the pool does not have yet; `chunks` are theirs, in order."""
+
+    frames: list[FrameId]
+    chunks: ChunkIds
+
+
 class FramePool:
-    """The daemon's side of the GPU tier: `frames` frames of one geometry, created at once and recycled for
-    ever.
+    """The daemon's side of the GPU tier: frames of one geometry, recycled for as long as they exist.
 
-    A frame is a run of chunks with consecutive ids, and all frames are mapped in order on one window, so a
-    frame is contiguous there and neighbouring frames are neighbours in memory. What a freed frame held stays
-    in it.
+    Every frame is mapped on one window at its number, so a frame is contiguous there. What a freed frame held stays in
+    it. The pool grows and shrinks while frames are in use: creating and destroying memory takes long and may be done in
+    any thread, the rest belongs to the thread that owns the pool:
 
-    Raises GeometryError if a block is not made of whole chunks, OutOfMemoryError if there is not enough
-    memory.
+    ```
+    grow      new = create(count)  (any thread)     admit(new)
+    shrink    allocate, withdraw(frames)     destroy(frames)  (any thread, no process maps them)     forget(frames)
+    ```
+
+    Args:
+        memory: where frames are created.
+        geometry: what a frame holds.
+        frames: how many to create now; the time that takes is the caller's.
+        most: how many there can ever be: addresses are reserved for so many.
+
+    Raises GeometryError if a block is not made of whole chunks, OutOfMemoryError if there is not enough memory.
     """
 
-    def __init__(self, memory: VirtualMemory, geometry: KvGeometry, frames: int) -> None:
+    def __init__(self, memory: VirtualMemory, geometry: KvGeometry, frames: int, most: int | None = None) -> None:
         if frames < 1:
             raise MemoryMisuseError(f"a pool of {frames} frames is not possible; give the gpu tier room for a block")
         self.memory = memory
         self.geometry = geometry
-        self.capacity = frames
-        self._frame_chunks = geometry.chunks_per_block(memory.chunk_bytes)
-        self._chunks = memory.create(frames * self._frame_chunks)
-        self._window = memory.reserve(frames * geometry.block_bytes)
-        self._window.map(0, self._chunks)
-        self._free = FreeRuns(frames)
-        self._used = np.zeros(frames, bool)
+        self.most = max(frames, most or frames)
+        self.table = FrameTable(geometry.chunks_per_block(memory.chunk_bytes))
+        self._window = memory.reserve(self.most * geometry.block_bytes)
+        self._free = FreeRuns(0)
+        self._used: npt.NDArray[np.bool_] = np.zeros(0, bool)
+        self._leaving: set[FrameId] = set()
+        self._closed = False
+        try:
+            self.admit(self.create(frames))
+        except BaseException:
+            self._window.discard()
+            raise
+
+    @property
+    def capacity(self) -> int:
+        """How many frames can be free or allocated."""
+        return self.table.count - len(self._leaving)
 
     @property
     def free_count(self) -> int:
@@ -50,9 +79,9 @@ class FramePool:
         return self.capacity - len(self._free)
 
     @property
-    def first_chunk(self) -> int:
-        """The id of the first frame's first chunk; `VirtualTensor` needs it to find a frame's chunks."""
-        return self._chunks.start
+    def first_address(self) -> int:
+        """Where frame 0 begins, or would begin, in the window."""
+        return self._window.base
 
     def allocate(self, count: int) -> list[FrameId] | None:
         """Take `count` frames, consecutive if possible and in ascending runs; None, and nothing taken, if too
@@ -73,57 +102,132 @@ class FramePool:
     def free(self, frames: Iterable[FrameId]) -> None:
         """Give frames back. Raises MemoryMisuseError, and frees none, if one is not allocated or named
         twice."""
-        ordered = sorted(frames)
-        for previous, frame in zip([None, *ordered], ordered, strict=False):
-            self._check(frame)
-            if frame == previous or not self._used[frame]:
-                raise MemoryMisuseError(f"frame {frame} is not allocated, or freed twice; free what allocate() gave")
-        start = 0
-        for stop in range(1, len(ordered) + 1):
-            if stop == len(ordered) or ordered[stop] != ordered[stop - 1] + 1:
-                run = range(ordered[start], ordered[stop - 1] + 1)
-                self._used[run.start : run.stop] = False
-                self._free.give(run)
-                start = stop
+        for run in _runs(self._check_allocated(frames)):
+            self._used[run.start : run.stop] = False
+            self._free.give(run)
 
     def span(self, frame: FrameId) -> Span:
         """The bytes of `frame` in the daemon's window: its pieces one after the other."""
-        self._check(frame)
+        self.table.chunks([frame])
         return Span(
             self._window.base + frame * self.geometry.block_bytes,
             self.geometry.block_bytes,
             self.memory.on_device,
         )
 
-    def chunks(self, frame: FrameId) -> range:
-        """The chunks that `frame` is made of."""
-        self._check(frame)
-        return self._chunks[frame * self._frame_chunks : (frame + 1) * self._frame_chunks]
+    # -- growing and shrinking ----------------------------------------------------------------------------------
+
+    def create(self, count: int) -> NewFrames:
+        """Create memory for `count` more frames, in any thread; one call at a time.
+
+        Raises MemoryMisuseError above `most`, OutOfMemoryError when the device has not so much, with nothing created.
+        """
+        if count < 1 or self.table.count + count > self.most:
+            raise MemoryMisuseError(
+                f"{count} more frames are not possible: there are {self.table.count}, and addresses for {self.most}"
+            )
+        frames = self.table.unused(count)
+        chunks = self.memory.create(count * self.table.frame_chunks)
+        ids = np.arange(chunks.start, chunks.stop)
+        per_frame = self.table.frame_chunks
+        done = 0
+        try:
+            for run in _runs(frames):
+                self._window.map(
+                    run.start * self.geometry.block_bytes, ids[done * per_frame : (done + len(run)) * per_frame]
+                )
+                done += len(run)
+        except SwapError:
+            for run in _runs(frames[:done]):
+                self._window.unmap(run.start * self.geometry.block_bytes, len(run) * self.geometry.block_bytes)
+            self.memory.destroy(chunks)
+            raise
+        return NewFrames(frames, ids)
+
+    def admit(self, new: NewFrames) -> None:
+        """Have frames that `create` made."""
+        self.table.add(new.frames, new.chunks)
+        if self.table.size > len(self._used):
+            self._used = np.append(self._used, np.zeros(self.table.size - len(self._used), bool))
+        for run in _runs(new.frames):
+            self._free.give(run)
+
+    def withdraw(self, frames: Sequence[FrameId]) -> None:
+        """Allocated frames are about to be destroyed: nobody allocates them any more, and `capacity` is less.
+
+        Raises MemoryMisuseError, and withdraws none, if one is not allocated or it were the last.
+        """
+        ordered = self._check_allocated(frames)
+        if len(ordered) >= self.capacity:
+            raise MemoryMisuseError(f"{len(ordered)} of {self.capacity} frames cannot go; one has to stay")
+        self._used[ordered] = False
+        self._leaving.update(ordered)
+
+    def destroy(self, frames: Sequence[FrameId]) -> None:
+        """Give the memory of withdrawn frames back to the device, in any thread; `forget` them then.
+
+        No other process may map them, nor keep handles of their chunks.
+        """
+        ordered = sorted(frames)
+        if not self._leaving.issuperset(ordered):
+            raise MemoryMisuseError(f"frames {ordered[:8]} were not withdrawn; withdraw them before they are destroyed")
+        for run in _runs(ordered):
+            self._window.unmap(run.start * self.geometry.block_bytes, len(run) * self.geometry.block_bytes)
+        for run in _runs(sorted(self.table.chunks(ordered).reshape(-1).tolist())):
+            self.memory.destroy(run)
+
+    def forget(self, frames: Sequence[FrameId]) -> None:
+        """Destroyed frames are no more; their numbers may come again."""
+        self._leaving.difference_update(frames)
+        self.table.remove(frames)
+
+    # -- end ----------------------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError unless every frame is either free or used and the window maps every chunk in
-        order."""
+        """Raise IntegrityError unless every frame is free, used or leaving and the window maps every chunk in its
+        place."""
         self._free.check_integrity()
-        used = np.ones(self.capacity, bool)
+        found = np.zeros(len(self._used), np.int64)
         for run in self._free.runs():
-            used[run.start : run.stop] = False
-        if not np.array_equal(used, self._used):
-            frame = int((used != self._used).argmax())
-            raise IntegrityError(f"frame {frame} is marked {'used' if self._used[frame] else 'free'}, but is not")
-        if not np.array_equal(self._window.mapped_chunks(), np.asarray(self._chunks)):
-            raise IntegrityError("the window does not map all chunks of the pool in order")
+            found[run.start : run.stop] += 1
+        found += self._used
+        found[list(self._leaving)] += 1
+        expected = np.zeros(len(self._used), np.int64)
+        expected[self.table.frames()] = 1
+        if not np.array_equal(found, expected):
+            frame = int((found != expected).argmax())
+            raise IntegrityError(f"frame {frame} is counted {found[frame]} times as free, used or leaving")
+        frames = self.table.frames()
+        if not np.array_equal(self._window.mapped_chunks(), self.table.chunks(frames).reshape(-1)):
+            raise IntegrityError("the window does not map the chunks of all frames in order")
         self.memory.check_integrity()
 
     def close(self) -> None:
         """Unmap the window and destroy the chunks; every use of the frames must have ended. Can be called
         twice."""
-        if not self._chunks:
+        if self._closed:
             return
+        self._closed = True
         self._window.discard()
-        self.memory.destroy(self._chunks)
-        self._chunks = self._chunks[:0]
+        chunks = self.table.remove([FrameId(frame) for frame in self.table.frames().tolist()])
+        for run in _runs(sorted(chunks.tolist())):
+            self.memory.destroy(run)
         self._free = FreeRuns(0)
 
-    def _check(self, frame: int) -> None:
-        if not 0 <= frame < self.capacity:
-            raise MemoryMisuseError(f"frame {frame} does not exist; the pool has frames 0 to {self.capacity - 1}")
+    def _check_allocated(self, frames: Iterable[FrameId]) -> list[FrameId]:
+        ordered = sorted(frames)
+        for previous, frame in zip([None, *ordered], ordered, strict=False):
+            if not self.table.exists(frame):
+                self.table.chunks([frame])
+            if frame == previous or not self._used[frame]:
+                raise MemoryMisuseError(f"frame {frame} is not allocated, or freed twice; free what allocate() gave")
+        return ordered
+
+
+def _runs(ordered: Sequence[int]) -> Iterable[range]:
+    """Ascending numbers as runs of consecutive ones."""
+    start = 0
+    for stop in range(1, len(ordered) + 1):
+        if stop == len(ordered) or ordered[stop] != ordered[stop - 1] + 1:
+            yield range(ordered[start], ordered[stop - 1] + 1)
+            start = stop

@@ -1,0 +1,62 @@
+"""Variable-length attention by its definition, for machines without the GPU kernel.
+
+It takes what `torch.nn.attention.varlen.varlen_attn` takes and reads what that may read: keys up to `seqused_k` of each
+sequence and none behind, from rows of a fixed stride or through a block table. It refuses what the kernel would refuse.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+
+def varlen_reference(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float,
+    window_size: tuple[int, int],
+    enable_gqa: bool,
+    seqused_k: torch.Tensor,
+    block_table: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``[tokens, heads, head_dim]``: causal attention, each sequence's last query seeing all of its keys.
+
+    Raises ValueError for arguments that the kernel does not take.
+    """
+    if window_size != (-1, 0) or not enable_gqa:
+        raise ValueError("this stands in for causal attention with grouped heads alone")
+    lengths = [cu_seq_q, seqused_k] + ([] if cu_seq_k is None else [cu_seq_k])
+    if any(tensor.dtype != torch.int32 for tensor in lengths) or key.stride(-1) != 1 or query.stride(-1) != 1:
+        raise ValueError("lengths must be int32 and heads contiguous")
+    sequences = len(cu_seq_q) - 1
+    if len(seqused_k) != sequences or (block_table is None and (cu_seq_k is None or len(cu_seq_k) != sequences + 1)):
+        raise ValueError(f"{sequences} sequences, but {len(seqused_k)} lengths")
+    output = torch.empty_like(query)
+    bounds = cu_seq_q.tolist()
+    for index, (first, last) in enumerate(itertools.pairwise(bounds)):
+        used = int(seqused_k[index])
+        if last - first > max_q or used > max_k:
+            raise ValueError(f"sequence {index} has {last - first} queries and {used} keys, over {max_q} and {max_k}")
+        if block_table is None:
+            start = int(cu_seq_k[index])  # type: ignore[index]
+            keys, values = key[start : start + used], value[start : start + used]
+        else:
+            blocks = block_table[index, : -(-used // key.shape[1])]
+            keys, values = (pool.index_select(0, blocks).flatten(0, 1)[:used] for pool in (key, value))
+        output[first:last] = _causal(query[first:last], keys, values, scale)
+    return output
+
+
+def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+    group = query.shape[1] // key.shape[1]
+    key, value = (states.repeat_interleave(group, dim=1).transpose(0, 1) for states in (key, value))
+    scores = query.transpose(0, 1) @ key.transpose(1, 2) * scale
+    hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(key.shape[1] - query.shape[0] + 1)
+    return (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value).transpose(0, 1)

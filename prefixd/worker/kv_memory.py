@@ -1,0 +1,104 @@
+"""What the engine asks of the memory that holds keys and values, whichever way it is laid out.
+
+Two designs, chosen by `worker.kv`: virtual tensors (`virtual_kv`), and block tables as in PagedAttention (`paged_kv`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+class KvSequence(Protocol):
+    """The memory of one sequence of tokens: a run of blocks."""
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks have memory."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Tokens [start, stop) of one sequence, which a pass computes; its memory reaches to the end of their blocks."""
+
+    sequence: KvSequence
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+class StepKv(Protocol):
+    """The memory of one forward pass over a flattened batch: the tokens of all segments one after the other."""
+
+    @property
+    def segments(self) -> Sequence[Segment]:
+        """At least one, in the order of their rows in the batch."""
+        ...
+
+    def write(self, layer: int, pairs: torch.Tensor) -> None:
+        """Write a layer's keys and values of the segments' tokens, ``[tokens, 2, kv_heads, head_dim]``."""
+        ...
+
+    def scrub(self, segment: int, end: int) -> None:
+        """Zero a segment's memory from its last token to token `end`, which lies in the same block.
+
+        Recycled memory can hold a NaN, and a mask does not stop one: 0 * NaN is NaN.
+        """
+        ...
+
+    def read(self, layer: int, ends: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Each segment's keys and values from its first token to its end, both ``[kv_heads, end, head_dim]``."""
+        ...
+
+    def varlen_arguments(self) -> tuple[Callable[[int], tuple[torch.Tensor, torch.Tensor]], dict[str, object]]:
+        """What torch's `varlen_attn` takes to read all segments at once: keys and values of a layer, and where in them.
+
+        The keywords are ``cu_seq_k``, ``max_k`` and ``seqused_k``, and ``block_table`` for block tables.
+        """
+        ...
+
+
+class KvMemory(Protocol):
+    """Memory for sequences, in frames that the daemon hands out."""
+
+    def open(self, frames: Sequence[int]) -> KvSequence:
+        """A sequence with these frames as its first blocks.
+
+        Raises OutOfMemoryError when there are too many sequences or no mapping is left, MemoryMisuseError for a frame
+        that does not exist or more than the longest sequence.
+        """
+        ...
+
+    def extend(self, sequence: KvSequence, frames: Sequence[int]) -> None:
+        """More frames for a sequence. Raises as `open`."""
+        ...
+
+    def ready(self, sequence: KvSequence) -> bool:
+        """Whether the memory of a sequence can be used now without waiting."""
+        ...
+
+    def wait(self, sequence: KvSequence) -> None:
+        """Wait until the memory of a sequence can be used. Raises as `open`."""
+        ...
+
+    def close(self, sequence: KvSequence, on_closed: Callable[[], None]) -> None:
+        """End a sequence; `on_closed` is called, now or by `poll`, when nothing reads or writes its frames any more."""
+        ...
+
+    def poll(self, wait: bool = False) -> int:
+        """Finish what `close` began as far as the device is, or with `wait` all of it; returns how many are left."""
+        ...
+
+    def step(self, segments: Sequence[Segment]) -> StepKv:
+        """The memory of a forward pass over these segments."""
+        ...
+
+    def end(self) -> None:
+        """Give everything back; all sequences have been closed."""
+        ...

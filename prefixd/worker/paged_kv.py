@@ -1,0 +1,179 @@
+"""KV in blocks anywhere in one pool, found through block tables: the design of PagedAttention, as a baseline.
+
+A sequence is a list of frame numbers. A kernel that knows block tables reads through them (`varlen_attn`, on a GPU);
+any other needs the blocks of a sequence copied together first, in every layer of every step, which is what `read` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+
+from prefixd.worker.kv_memory import KvSequence, Segment
+from prefixd_swap.errors import MemoryMisuseError
+from prefixd_swap.geometry import KvGeometry
+from prefixd_swap.vmem import FrameId, FrameTable, VirtualMemory
+
+
+class BlockTable:
+    """The frames of one sequence, block by block."""
+
+    def __init__(self, frames: Sequence[int]) -> None:
+        self.frames = list(frames)
+
+    @property
+    def blocks(self) -> int:
+        """How many blocks have memory."""
+        return len(self.frames)
+
+
+class PagedKv:
+    """Sequences as block tables over one pool of frames.
+
+    The pool is mapped once, so that a frame lies at its number; frames that come later are mapped when first used.
+
+    Args:
+        memory: the memory of all frames.
+        table: the frames' chunks.
+        geometry: the shape of the KV.
+        frames: most frames that there will be.
+        max_tokens: the longest sequence.
+    """
+
+    def __init__(
+        self, memory: VirtualMemory, table: FrameTable, geometry: KvGeometry, *, frames: int, max_tokens: int
+    ) -> None:
+        self._table = table
+        self._geometry = geometry
+        self._max_blocks = -(-max_tokens // geometry.block_tokens)
+        self._range = memory.reserve(frames * geometry.block_bytes)
+        self._mapped: set[int] = set()
+        self.pool = self._view(frames)
+
+    def open(self, frames: Sequence[int]) -> BlockTable:
+        """See `KvMemory.open`."""
+        sequence = BlockTable(())
+        self.extend(sequence, frames)
+        return sequence
+
+    def extend(self, sequence: KvSequence, frames: Sequence[int]) -> None:
+        """See `KvMemory.extend`."""
+        table = _table(sequence)
+        if len(table.frames) + len(frames) > self._max_blocks:
+            raise MemoryMisuseError(
+                f"{len(frames)} more blocks do not fit: {len(table.frames)} of {self._max_blocks} are taken"
+            )
+        chunks = self._table.chunks([FrameId(frame) for frame in frames])
+        for frame, of_frame in zip(frames, chunks, strict=True):
+            if frame not in self._mapped:
+                self._range.map(frame * self._geometry.block_bytes, of_frame)
+                self._mapped.add(frame)
+        table.frames += frames
+
+    def unmap(self, frames: Sequence[int]) -> None:
+        """Let go of frames that are about to be no more."""
+        for frame in self._mapped.intersection(frames):
+            self._range.unmap(frame * self._geometry.block_bytes, self._geometry.block_bytes)
+            self._mapped.discard(frame)
+
+    def ready(self, sequence: KvSequence) -> bool:
+        """Always: nothing happens in the background."""
+        del sequence
+        return True
+
+    def wait(self, sequence: KvSequence) -> None:
+        """Nothing to wait for."""
+        del sequence
+
+    def close(self, sequence: KvSequence, on_closed: Callable[[], None]) -> None:
+        """See `KvMemory.close`. The frames stay mapped: a frame's next owner is ordered behind on the same stream."""
+        del sequence
+        on_closed()
+
+    def poll(self, wait: bool = False) -> int:
+        """Nothing is ever left."""
+        del wait
+        return 0
+
+    def step(self, segments: Sequence[Segment]) -> PagedStep:
+        """See `KvMemory.step`."""
+        return PagedStep(self.pool, segments)
+
+    def end(self) -> None:
+        """Give the addresses back."""
+        self._range.discard()
+
+    def _view(self, frames: int) -> torch.Tensor:
+        """``[frames, block_tokens, layers, 2, kv_heads, head_dim]``, whatever the layout."""
+        shape = self._geometry
+        heads = shape.kv_heads * shape.head_dim
+        if shape.layout == "token":
+            token, layer = shape.layers * 2 * heads, 2 * heads
+        else:
+            token, layer = 2 * heads, shape.block_tokens * 2 * heads
+        return self._range.tensor(
+            (frames, shape.block_tokens, shape.layers, 2, shape.kv_heads, shape.head_dim),
+            getattr(torch, shape.dtype),
+            (shape.block_bytes // shape.element_bytes, token, layer, heads, shape.head_dim, 1),
+        )
+
+
+class PagedStep:
+    """A pass over block tables. pool: ``[frames, block_tokens, layers, 2, kv_heads, head_dim]``."""
+
+    def __init__(self, pool: torch.Tensor, segments: Sequence[Segment]) -> None:
+        self.segments = tuple(segments)
+        self._pool = pool
+        self._block = pool.shape[1]
+        frames, offsets = [], []
+        for segment in segments:
+            table = _table(segment.sequence)
+            frames += [table.frames[token // self._block] for token in range(segment.start, segment.stop)]
+            offsets += [token % self._block for token in range(segment.start, segment.stop)]
+        self._frames = torch.tensor(frames, device=pool.device)
+        self._offsets = torch.tensor(offsets, device=pool.device)
+        self._blocks: list[torch.Tensor] = []
+
+    def write(self, layer: int, pairs: torch.Tensor) -> None:
+        """One scatter for all segments."""
+        self._pool[:, :, layer].index_put_((self._frames, self._offsets), pairs)
+
+    def scrub(self, segment: int, end: int) -> None:
+        """See `StepKv.scrub`."""
+        part = self.segments[segment]
+        if part.stop < end:
+            first = part.stop % self._block
+            frame = _table(part.sequence).frames[part.stop // self._block]
+            self._pool[frame, first : first + end - part.stop].zero_()
+
+    def read(self, layer: int, ends: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Copies: the blocks of each sequence, gathered."""
+        if not self._blocks:
+            for segment, end in zip(self.segments, ends, strict=True):
+                frames = _table(segment.sequence).frames[: -(-end // self._block)]
+                self._blocks.append(torch.tensor(frames, device=self._pool.device))
+        read = []
+        for blocks, end in zip(self._blocks, ends, strict=True):
+            gathered = self._pool[:, :, layer].index_select(0, blocks).flatten(0, 1)[:end]
+            read.append((gathered[:, 0].transpose(0, 1), gathered[:, 1].transpose(0, 1)))
+        return read
+
+    def varlen_arguments(self) -> tuple[Callable[[int], tuple[torch.Tensor, torch.Tensor]], dict[str, object]]:
+        """The pool, and every sequence's block table, filled up with zeros to the longest."""
+        tables = [_table(segment.sequence).frames for segment in self.segments]
+        width = max(map(len, tables))
+        device, pool = self._pool.device, self._pool
+        return lambda layer: (pool[:, :, layer, 0], pool[:, :, layer, 1]), {
+            "cu_seq_k": None,
+            "max_k": width * self._block,
+            "seqused_k": torch.tensor([part.stop for part in self.segments], dtype=torch.int32, device=device),
+            "block_table": torch.tensor(
+                [[*table, *[0] * (width - len(table))] for table in tables], dtype=torch.int32, device=device
+            ),
+        }
+
+
+def _table(sequence: KvSequence) -> BlockTable:
+    return cast(BlockTable, sequence)

@@ -1,0 +1,127 @@
+"""KV in virtual tensors: every sequence lies in contiguous addresses, all sequences in one tensor of fixed stride."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+
+from prefixd.worker.kv_memory import KvSequence, Segment
+from prefixd_swap.vmem import FrameId, VirtualTensor, VirtualTensorManager
+
+
+class VirtualKv:
+    """Sequences as virtual tensors of one manager (vTensor, section 5)."""
+
+    def __init__(self, manager: VirtualTensorManager) -> None:
+        self.manager = manager
+
+    def open(self, frames: Sequence[int]) -> VirtualTensor:
+        """See `KvMemory.open`; the addresses are those on which most of the frames are still mapped."""
+        numbers = [FrameId(frame) for frame in frames]
+        tensor = self.manager.create(numbers)
+        try:
+            self.manager.extend(tensor, numbers)
+        except BaseException:
+            self.manager.release(tensor)
+            raise
+        return tensor
+
+    def extend(self, sequence: KvSequence, frames: Sequence[int]) -> None:
+        """See `KvMemory.extend`."""
+        self.manager.extend(_tensor(sequence), [FrameId(frame) for frame in frames])
+
+    def ready(self, sequence: KvSequence) -> bool:
+        """Whether the frames are mapped."""
+        return not _tensor(sequence).mapping
+
+    def wait(self, sequence: KvSequence) -> None:
+        """Wait until the frames are mapped."""
+        self.manager.wait([_tensor(sequence)])
+
+    def close(self, sequence: KvSequence, on_closed: Callable[[], None]) -> None:
+        """See `KvMemory.close`. No synchronisation: an event of the current stream says when its work has ended."""
+        device = self.manager.kv.device
+        streams = [torch.cuda.current_stream(device).cuda_stream] if device.type == "cuda" else []
+        self.manager.release(_tensor(sequence), streams=streams, on_released=on_closed)
+
+    def poll(self, wait: bool = False) -> int:
+        """See `KvMemory.poll`."""
+        return self.manager.poll(wait)
+
+    def step(self, segments: Sequence[Segment]) -> VirtualStep:
+        """See `KvMemory.step`."""
+        rows = [_tensor(segment.sequence).row for segment in segments]
+        return VirtualStep(self.manager.kv, segments, rows)
+
+    def end(self) -> None:
+        """Give the addresses back."""
+        self.manager.close()
+
+
+class VirtualStep:
+    """A pass over rows of one tensor.
+
+    kv: ``[requests, tokens, layers, 2, kv_heads, head_dim]``; rows[i] is where segment i lies.
+    """
+
+    def __init__(self, kv: torch.Tensor, segments: Sequence[Segment], rows: Sequence[int]) -> None:
+        self.segments = tuple(segments)
+        self._kv = kv
+        self._rows = tuple(rows)
+        self._lengths = [len(segment) for segment in segments]
+        if kv.is_cuda:
+            stride = kv.shape[1]
+            slots = [
+                row * stride + token
+                for row, segment in zip(rows, segments, strict=True)
+                for token in range(segment.start, segment.stop)
+            ]
+            self._slots = torch.tensor(slots, device=kv.device)
+        else:
+            spans = zip(rows, segments, strict=True)
+            self._targets = _by_layer([kv[row, s.start : s.stop].unbind(1) for row, s in spans])
+        self._read: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
+
+    def write(self, layer: int, pairs: torch.Tensor) -> None:
+        """One kernel for all segments on a GPU, a copy for each on a CPU."""
+        if self._kv.is_cuda:
+            self._kv.flatten(0, 1)[:, layer].index_copy_(0, self._slots, pairs)
+        else:
+            torch._foreach_copy_(self._targets[layer], list(pairs.split(self._lengths)))
+
+    def scrub(self, segment: int, end: int) -> None:
+        """See `StepKv.scrub`."""
+        self._kv[self._rows[segment], self.segments[segment].stop : end].zero_()
+
+    def read(self, layer: int, ends: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Views; nothing is copied. `ends` are the same in all layers of a pass."""
+        if not self._read:
+            readable = [self._kv[row, :end] for row, end in zip(self._rows, ends, strict=True)]
+            keys = [kv[:, :, 0].permute(1, 2, 0, 3).unbind(0) for kv in readable]
+            values = [kv[:, :, 1].permute(1, 2, 0, 3).unbind(0) for kv in readable]
+            self._read = [
+                list(zip(*layers, strict=True)) for layers in zip(_by_layer(keys), _by_layer(values), strict=True)
+            ]
+        return self._read[layer]
+
+    def varlen_arguments(self) -> tuple[Callable[[int], tuple[torch.Tensor, torch.Tensor]], dict[str, object]]:
+        """Sequence i begins at row * stride (vAttention, 5.2.3), and `seqused_k` says how far it reaches."""
+        stride, device = self._kv.shape[1], self._kv.device
+        flat = self._kv.flatten(0, 1)
+        starts = [row * stride for row in self._rows]
+        lengths = [segment.stop for segment in self.segments]
+        return lambda layer: (flat[:, layer, 0], flat[:, layer, 1]), {
+            "cu_seq_k": torch.tensor([*starts, starts[-1] + stride], dtype=torch.int32, device=device),
+            "max_k": stride,
+            "seqused_k": torch.tensor(lengths, dtype=torch.int32, device=device),
+        }
+
+
+def _tensor(sequence: KvSequence) -> VirtualTensor:
+    return cast(VirtualTensor, sequence)
+
+
+def _by_layer(views: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
+    return [list(layer) for layer in zip(*views, strict=True)]

@@ -1,0 +1,386 @@
+"""vTensor's manager: what requests ask of their memory, done with virtual addresses and physical chunks (section 5)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from prefixd_swap.errors import IntegrityError, MemoryMisuseError, OutOfMemoryError
+from prefixd_swap.geometry import KvGeometry
+from prefixd_swap.vmem.base import FrameId, VirtualMemory
+from prefixd_swap.vmem.frame_table import FrameTable
+from prefixd_swap.vmem.physical_set import PhysicalSet
+from prefixd_swap.vmem.virtual_set import Row, VirtualSet
+from prefixd_swap.vmem.virtual_tensor import VirtualTensor
+
+if TYPE_CHECKING:
+    import torch
+
+_NO_FRAME = FrameId(-1)
+
+
+@dataclass(slots=True)
+class MappingCounts:
+    """How blocks came to be where requests read them, since the start.
+
+    mapped: blocks that had to be mapped.  reused: blocks that were still mapped there from a request before.
+    copied: blocks whose bytes were copied (copy on write, tails).
+    """
+
+    mapped: int = 0
+    reused: int = 0
+    copied: int = 0
+
+
+class VirtualTensorManager:
+    """Creates, extends, shares and releases virtual tensors.
+
+    The three parts of vTensor's pool (5.2) are `virtual` (vSet), `physical` (pSet), and the prefix tree, which is not
+    here: whoever keeps prefixes says which frames hold one (`match`), and which frames are to stay as one (`record`,
+    `forget`). vTensor's operations (5.3) are `virtual.v_alloc`, `physical.p_alloc`, `virtual.map`, `virtual.unmap`,
+    `virtual.v_free` and `physical.p_free`; its scheduling (5.4) is `create`, `extend`, `match` (Prefix Match),
+    `record` (Prefix Record) and `release`.
+
+    ```
+    frame of block    0    1    2    3
+    a                [7]  [3]  [4]  [9]     after fork(a) -> b: 7, 3, 4 and 9 have two references
+    b                [7]  [3]  [4]  [12]    after writable(b, 3, 12): its last block is a copy of its own
+    ```
+
+    Not thread-safe: one thread owns it. With `background`, mappings are made there, in order, while the owner computes;
+    `wait` before a virtual tensor's memory is touched.
+
+    Args:
+        memory: the memory of all frames.
+        table: the frames' chunks.
+        geometry: the shape of the KV.
+        requests: most virtual tensors at a time.
+        max_tokens: the longest virtual tensor.
+        limit: most frames that `physical.p_alloc` creates; 0 where frames come from another process.
+        background: a single thread that maps; None maps at once.
+
+    Raises GeometryError for a block that is not whole chunks, OutOfMemoryError without address space.
+    """
+
+    def __init__(
+        self,
+        memory: VirtualMemory,
+        table: FrameTable,
+        geometry: KvGeometry,
+        *,
+        requests: int,
+        max_tokens: int,
+        limit: int = 0,
+        background: Executor | None = None,
+    ) -> None:
+        self.geometry = geometry
+        self.memory = memory
+        self.virtual = VirtualSet(memory, table, geometry, requests, max_tokens)
+        self.physical = PhysicalSet(memory, table, limit)
+        self.counts = MappingCounts()
+        self._background = background
+        self._fence = memory.fence()
+        self._live: dict[int, VirtualTensor] = {}
+        self._recorded: Counter[FrameId] = Counter()
+        self._last: Future[None] | None = None  # the last mapping in the background
+
+    @property
+    def kv(self) -> torch.Tensor:
+        """All virtual tensors as one: ``[requests, tokens, layers, 2, kv_heads, head_dim]``."""
+        return self.virtual.kv
+
+    @property
+    def live(self) -> Iterable[VirtualTensor]:
+        """The virtual tensors that are not released."""
+        return self._live.values()
+
+    @property
+    def releasing_count(self) -> int:
+        """How many released virtual tensors wait for a stream."""
+        return len(self.virtual.rows) - self.virtual.idle_count - len(self._live)
+
+    # -- scheduling (vTensor 5.4) -------------------------------------------------------------------------------
+
+    def create(self, wanted: Sequence[FrameId] = ()) -> VirtualTensor:
+        """A virtual tensor without memory, on addresses where most of `wanted` are still mapped.
+
+        Without `wanted`: where most is mapped, if this manager's own frames come next (vAttention, 6.2.2), else where
+        nothing is. Raises OutOfMemoryError when all addresses are taken.
+        """
+        if self.virtual.idle_count == 0:
+            self.poll()
+        row = self.virtual.v_alloc(wanted, mapped_first=self.physical.limit > 0)
+        if row is None:
+            raise OutOfMemoryError(
+                f"all {len(self.virtual.rows)} virtual tensors are taken; end a request, or reserve for more requests"
+            )
+        tensor = VirtualTensor(row, self.virtual.kv[row.number], self.geometry)
+        self._live[row.number] = tensor
+        return tensor
+
+    def match(self, tensor: VirtualTensor, frames: Sequence[FrameId]) -> None:
+        """Prefix Match: map `frames`, which hold a prefix and which others may have too, as the next blocks."""
+        self.extend(tensor, frames)
+
+    def extend(self, tensor: VirtualTensor, frames: Sequence[FrameId]) -> None:
+        """Extend: map `frames` as the next blocks, each with one reference more.
+
+        All of them or, when this raises, none. Raises MemoryMisuseError past the longest virtual tensor or for a frame
+        that does not exist, OutOfMemoryError when the process has no mapping left; with `background` that is raised by
+        `wait`.
+        """
+        first = len(tensor._frames)
+        if first + len(frames) > self.virtual.blocks:
+            raise MemoryMisuseError(
+                f"{len(frames)} more blocks do not fit: {first} of {self.virtual.blocks} are mapped; "
+                "reserve virtual tensors for more tokens"
+            )
+        self.physical.retain(frames)
+        try:
+            self._map(tensor, first, list(frames))
+        except BaseException:
+            self.physical.release(frames)
+            raise
+        tensor._frames.extend(frames)
+
+    def grow(self, tensor: VirtualTensor, tokens: int) -> bool:
+        """Extend `tensor` with frames of `physical.p_alloc` until it has memory for `tokens`.
+
+        False, and nothing changed, when there would be more frames than the limit. Raises as `extend`.
+        """
+        first = len(tensor._frames)
+        count = -(-tokens // self.geometry.block_tokens) - first
+        if count <= 0:
+            return True
+        if first + count > self.virtual.blocks:
+            raise MemoryMisuseError(
+                f"{tokens} tokens do not fit into a virtual tensor of {self.virtual.tokens}; reserve for more tokens"
+            )
+        frames = self.physical.p_alloc(count, tensor._row.mapped[first : first + count])
+        if frames is None:
+            return False
+        try:
+            self.extend(tensor, _in_place(tensor._row.mapped[first : first + count], frames))
+        finally:
+            self.physical.release(frames)  # p_alloc's reference; extend has taken its own
+        return True
+
+    def record(self, tensor: VirtualTensor, first: int, stop: int) -> Sequence[FrameId]:
+        """Prefix Record: the frames of blocks [first, stop), which are full and are not written again.
+
+        They get a reference more each, so that they stay when the request ends, until `forget`.
+        """
+        if not 0 <= first <= stop <= len(tensor._frames):
+            raise MemoryMisuseError(f"blocks {first} to {stop} of {len(tensor._frames)} cannot be recorded")
+        frames = tuple(tensor._frames[first:stop])
+        self.physical.retain(frames)
+        self._recorded.update(frames)
+        return frames
+
+    def forget(self, frames: Sequence[FrameId]) -> None:
+        """Give back the references that `record` took: the prefix tree has these frames no more."""
+        if not Counter(frames) <= self._recorded:
+            raise MemoryMisuseError(f"frames {list(frames)[:8]} were not all recorded; forget what record() returned")
+        self.physical.release(frames)
+        self._recorded.subtract(frames)
+
+    def fork(self, tensor: VirtualTensor) -> VirtualTensor:
+        """A second virtual tensor with the same memory, the last block included; see `writable`.
+
+        Raises OutOfMemoryError when all addresses are taken or the process has no mapping left.
+        """
+        other = self.create(tensor._frames)
+        try:
+            self.extend(other, tensor._frames)
+        except BaseException:
+            self.release(other)
+            raise
+        return other
+
+    def become(self, tensor: VirtualTensor, other: VirtualTensor) -> None:
+        """Give `tensor` the memory of `other`: only blocks that differ are mapped anew (beam search).
+
+        Nothing on the device uses `tensor`. Raises as `extend`; `tensor` can then only be released.
+        """
+        before, after = list(tensor._frames), list(other._frames)
+        self.physical.retain(after)
+        try:
+            self._map(tensor, 0, after)
+        except BaseException:
+            self.physical.release(after)
+            raise
+        tensor._frames = after
+        self.physical.release(before)
+
+    def is_shared(self, tensor: VirtualTensor, block: int) -> bool:
+        """Whether another virtual tensor has the block's frame too."""
+        return self.physical.references(tensor._frames[block]) > 1
+
+    def writable(self, tensor: VirtualTensor, block: int, frame: FrameId, tokens: int) -> None:
+        """Copy on write: make `frame` the memory of a block that is shared, with a copy of its first `tokens` tokens.
+
+        Nothing on the device uses `tensor`; the copy is queued on the current stream. `frame` holds nothing that is
+        needed and gets a reference. Raises as `extend`; `tensor` can then only be released.
+        """
+        shared = tensor._frames[block]
+        source = next(
+            (
+                other
+                for other in self._live.values()
+                if other is not tensor and block < len(other._frames) and other._frames[block] == shared
+            ),
+            None,
+        )
+        if source is None:
+            raise MemoryMisuseError(f"block {block} is shared with no other virtual tensor; write to it as it is")
+        self.physical.retain([frame])
+        try:
+            self._map(tensor, block, [frame])
+            self.wait([tensor, source])
+        except BaseException:
+            self.physical.release([frame])
+            raise
+        tensor._frames[block] = frame
+        self.physical.release([shared])
+        self.copy_tokens(source, tensor, block * self.geometry.block_tokens, tokens)
+
+    def copy_tokens(self, source: VirtualTensor, target: VirtualTensor, first: int, count: int) -> None:
+        """Copy `count` tokens from `first` on, on the current stream: the tail of a prefix, which fills no chunk."""
+        if count > 0:
+            target.kv[first : first + count].copy_(source.kv[first : first + count])
+            self.counts.copied += 1
+
+    def release(
+        self,
+        tensor: VirtualTensor,
+        *,
+        streams: Iterable[int] = (),
+        on_released: Callable[[], None] | None = None,
+    ) -> None:
+        """Release: give references and addresses back once `streams` are done with what they hold now.
+
+        Nothing is unmapped (lazy deallocation): the mappings stay until other frames are wanted on these addresses, or
+        until `reclaim`. `on_released` is called then; only after it may the frames hold something else. On host memory
+        that is at once; on CUDA `poll` runs what had to wait.
+        """
+        if self._live.get(tensor.row) is not tensor:
+            raise MemoryMisuseError(f"virtual tensor {tensor.row} is released already; release it once")
+        self._settle(tensor)
+        del self._live[tensor.row]
+
+        def give_back() -> None:
+            self.physical.release(tensor._frames)
+            tensor._frames = []
+            self.virtual.v_free(tensor._row)
+            if on_released is not None:
+                on_released()
+
+        self._fence.retire(streams, give_back)
+
+    # -- time ---------------------------------------------------------------------------------------------------
+
+    def wait(self, tensors: Iterable[VirtualTensor]) -> None:
+        """Wait until what was asked of `tensors` is mapped. Raises what a mapping in the background raised."""
+        for tensor in tensors:
+            jobs, tensor._mapping = tensor._mapping, []
+            for job in jobs:
+                job.result()
+
+    def poll(self, wait: bool = False) -> int:
+        """Finish the releases that are due, or with `wait` all; returns how many are left."""
+        return self._fence.poll(wait)
+
+    # -- memory -------------------------------------------------------------------------------------------------
+
+    def reclaim(self, frames: Iterable[FrameId] | None = None) -> int:
+        """Unmap what no request uses: everything, or what lies from one of `frames` on; returns blocks unmapped.
+
+        That is on idle rows, and on rows in use behind the last block. Before frames cease to exist they must not be
+        mapped anywhere (`physical.p_free`, a tier that shrinks).
+        """
+        self._drain()
+        unwanted = None if frames is None else set(frames)
+        unmapped = 0
+        unused = [(row, 0) for row in self.virtual.idle()]
+        unused += [(tensor._row, len(tensor._frames)) for tensor in self._live.values()]
+        for row, first in unused:
+            for block in range(first, self.virtual.blocks):
+                frame = row.mapped[block]
+                if frame != _NO_FRAME and (unwanted is None or frame in unwanted):
+                    unmapped += self.virtual.unmap(row, block)
+                    break
+        return unmapped
+
+    def still_mapped(self, frames: Iterable[FrameId]) -> set[FrameId]:
+        """Those of `frames` that any row still maps."""
+        self._drain()
+        mapped = {frame for row in self.virtual.rows for frame in row.mapped}
+        return mapped.intersection(frames)
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless references, frames and mappings agree. Waits for mappings in the background."""
+        self._drain()
+        referenced = [frame for tensor in self._live.values() for frame in tensor._frames]
+        referenced += self._recorded.elements()
+        if not self.releasing_count:
+            self.physical.check_integrity(referenced)
+        for tensor in self._live.values():
+            mapped = tensor._row.mapped[: len(tensor._frames)]
+            if mapped != tensor._frames and not tensor._mapping:
+                raise IntegrityError(f"virtual tensor {tensor.row} has frames {tensor._frames}, but maps {mapped}")
+        self.virtual.check_integrity()
+        self.memory.check_integrity()
+
+    def close(self) -> None:
+        """Wait for all releases and give the addresses back; `kv` and views of it must not be used any more."""
+        for tensor in list(self._live.values()):
+            self.release(tensor)
+        self._drain()
+        self._fence.poll(wait=True)
+        self.virtual.close()
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _map(self, tensor: VirtualTensor, first: int, frames: list[FrameId]) -> None:
+        if self._background is None:
+            self._map_now(tensor._row, first, frames)
+            return
+        self._last = self._background.submit(self._map_now, tensor._row, first, frames)
+        tensor._mapping.append(self._last)
+
+    def _map_now(self, row: Row, first: int, frames: list[FrameId]) -> None:
+        try:
+            mapped = self.virtual.map(row, first, frames)
+        except OutOfMemoryError:
+            # The process has no mapping left: those that idle rows keep for later go first.
+            for idle in list(self.virtual.idle()):
+                self.virtual.unmap(idle)
+            mapped = self.virtual.map(row, first, frames)
+        self.counts.mapped += mapped
+        self.counts.reused += len(frames) - mapped
+
+    def _settle(self, tensor: VirtualTensor) -> None:
+        """Wait for a tensor's mappings; one that failed has left its blocks unmapped, and that is all."""
+        jobs, tensor._mapping = tensor._mapping, []
+        for job in jobs:
+            job.exception()
+
+    def _drain(self) -> None:
+        """Wait for the last mapping in the background, hence for all of them."""
+        if self._last is not None:
+            self._last.exception()
+
+
+def _in_place(mapped: Sequence[FrameId], frames: Sequence[FrameId]) -> list[FrameId]:
+    """`frames` in an order that leaves those that are mapped on one of the blocks where they are."""
+    left = set(frames)
+    kept = []
+    for frame in mapped:
+        stays = frame in left
+        left.discard(frame)
+        kept.append(frame if stays else _NO_FRAME)
+    others = (frame for frame in frames if frame in left)
+    return [frame if frame != _NO_FRAME else next(others) for frame in kept]

@@ -1,0 +1,152 @@
+"""vTensor's pSet: the physical memory of virtual tensors, with reference counts (paper, section 5.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixd_swap.errors import IntegrityError, MemoryMisuseError
+from prefixd_swap.vmem.base import FrameId, VirtualMemory
+from prefixd_swap.vmem.frame_table import FrameTable
+
+
+class PhysicalSet:
+    """Frames, how many virtual tensors refer to each, and which of them are free.
+
+    It counts references to any frame of `table`. Frames that it created itself (`p_alloc`) are free again when nobody
+    refers to them; all others belong to somebody else, such as the daemon, who hands them out.
+
+    ```
+    frame        0   1   2   3   4   5
+    references   3   1   0   2   0   1        sharing: 7 references to 4 frames save 3 frames
+    own          x   x   x               <- created here; 2 is free
+    ```
+
+    Not thread-safe: one thread owns it.
+
+    Args:
+        memory: where frames are created.
+        table: the frames' chunks.
+        limit: most frames to create; 0 where the memory is another process's.
+    """
+
+    def __init__(self, memory: VirtualMemory, table: FrameTable, limit: int = 0) -> None:
+        self.limit = limit
+        self._memory = memory
+        self._table = table
+        self._references: npt.NDArray[np.int32] = np.zeros(table.size, np.int32)
+        self._own: set[FrameId] = set()
+        self._free: dict[FrameId, None] = {}  # in the order in which they became free
+
+    @property
+    def created_count(self) -> int:
+        """How many frames were created here and exist."""
+        return len(self._own)
+
+    @property
+    def free_count(self) -> int:
+        """How many frames exist that nobody refers to and that can be taken."""
+        return len(self._free)
+
+    @property
+    def shared_count(self) -> int:
+        """How many frames are saved by sharing: references beyond the first of each frame."""
+        counted = self._references[self._references > 1]
+        return int(counted.sum()) - len(counted)
+
+    def references(self, frame: FrameId) -> int:
+        """How many virtual tensors refer to `frame`."""
+        return int(self._references[frame]) if frame < len(self._references) else 0
+
+    def p_alloc(self, count: int, wanted: Sequence[FrameId] = ()) -> list[FrameId] | None:
+        """Take `count` frames for one reference each; None, and nothing taken, if there would be more than `limit`.
+
+        Free ones first: of `wanted` (the caller has them mapped), then those that have been free longest; what is
+        lacking is created, the only operation that takes memory from the device (vTensor, pAlloc). Raises
+        OutOfMemoryError when the device has no memory left, with nothing taken.
+        """
+        if count < 0:
+            raise MemoryMisuseError(f"cannot allocate {count} frames")
+        lacking = count - len(self._free)
+        if lacking > 0:
+            if len(self._own) + lacking > self.limit:
+                return None
+            self._create(lacking)
+        taken = list(dict.fromkeys(frame for frame in wanted if frame in self._free))[:count]
+        for frame in taken:
+            del self._free[frame]
+        for frame in list(self._free)[: count - len(taken)]:
+            del self._free[frame]
+            taken.append(frame)
+        self._references[taken] = 1
+        return taken
+
+    def retain(self, frames: Sequence[FrameId]) -> None:
+        """One more reference to each frame. Raises MemoryMisuseError, with none counted, if one does not exist."""
+        self._table.chunks(frames)
+        self._fit()
+        freed = [frame for frame in frames if frame in self._free]
+        if freed:
+            raise MemoryMisuseError(f"frame {freed[0]} is free; take it with p_alloc before it is used")
+        np.add.at(self._references, np.asarray(frames, np.int64), 1)
+
+    def release(self, frames: Iterable[FrameId]) -> None:
+        """One reference less to each frame; own ones without any are free.
+
+        Raises MemoryMisuseError, and releases none, for a frame that has no reference left to give.
+        """
+        numbers = list(frames)
+        counts = np.bincount(np.asarray(numbers, np.int64), minlength=len(self._references)) if numbers else None
+        if counts is not None and (len(counts) > len(self._references) or bool((counts > self._references).any())):
+            raise MemoryMisuseError(f"frames {numbers[:8]} have fewer references than are given back")
+        np.subtract.at(self._references, np.asarray(numbers, np.int64), 1)
+        for frame in numbers:
+            if frame in self._own and not self._references[frame]:
+                self._free[frame] = None
+
+    def p_free(self, keep: int = 0) -> list[FrameId]:
+        """Give the memory of free frames back to the device, the longest free first, but for `keep` of them.
+
+        They must not be mapped in this process. Returns the frames that are gone.
+        """
+        frames = list(self._free)[: max(0, len(self._free) - keep)]
+        for frame in frames:
+            for chunk in self._table.chunks([frame])[0].tolist():
+                self._memory.destroy(range(chunk, chunk + 1))
+            self._table.remove([frame])
+            del self._free[frame]
+            self._own.discard(frame)
+        return frames
+
+    def free_frames(self) -> list[FrameId]:
+        """The free frames, the longest free first."""
+        return list(self._free)
+
+    def check_integrity(self, referenced: Iterable[FrameId]) -> None:
+        """Raise IntegrityError unless the counts are those of `referenced`, a frame as often as it is referred to."""
+        numbers = list(referenced)
+        size = max([len(self._references), *(frame + 1 for frame in numbers)])
+        found = np.bincount(np.asarray(numbers, np.int64), minlength=size) if numbers else np.zeros(size, np.int64)
+        counted = np.zeros(size, np.int64)
+        counted[: len(self._references)] = self._references
+        if not np.array_equal(found, counted):
+            frame = int((found != counted).argmax())
+            raise IntegrityError(f"frame {frame} has {found[frame]} references, but {counted[frame]} are counted")
+        idle = {frame for frame in self._own if not counted[frame]}
+        if idle != set(self._free):
+            raise IntegrityError(f"{len(self._free)} frames are marked as free, but {len(idle)} have no reference")
+
+    def _create(self, count: int) -> None:
+        created = self._memory.create(count * self._table.frame_chunks)
+        frames = self._table.unused(count)
+        self._table.add(frames, created)
+        self._own.update(frames)
+        self._free.update(dict.fromkeys(frames))
+        self._fit()
+
+    def _fit(self) -> None:
+        missing = self._table.size - len(self._references)
+        if missing > 0:
+            self._references = np.append(self._references, np.zeros(missing, np.int32))

@@ -1,0 +1,212 @@
+"""vTensor's vSet: the addresses of virtual tensors, in one reservation of fixed stride (vAttention, section 5.2.3)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from prefixd_swap.errors import IntegrityError, MemoryMisuseError, SwapError
+from prefixd_swap.geometry import KvGeometry
+from prefixd_swap.vmem.base import FrameId, VirtualMemory
+from prefixd_swap.vmem.frame_table import FrameTable
+
+if TYPE_CHECKING:
+    import torch
+
+_NOTHING = FrameId(-1)
+
+
+class Row:
+    """The addresses of one request, and which frame is mapped on each of its blocks.
+
+    Mappings stay after a request has ended (lazy deallocation, vTensor 5.3.2): what is mapped on an idle row harms
+    nobody, because nobody reads or writes there, and the next request may want just these frames.
+    """
+
+    def __init__(self, number: int, blocks: int) -> None:
+        self.number = number
+        self.mapped: list[FrameId] = [_NOTHING] * blocks
+
+    def common(self, frames: Sequence[FrameId]) -> int:
+        """How many of `frames`, from the first on, are mapped here on the blocks where they are wanted."""
+        pairs = zip(self.mapped, frames, strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    @property
+    def mapped_blocks(self) -> int:
+        """On how many blocks something is mapped."""
+        return len(self.mapped) - self.mapped.count(_NOTHING)
+
+
+class VirtualSet:
+    """Rows of addresses, all in one reservation, so that a batch of virtual tensors is one tensor.
+
+    ```
+    layout "token"   | row 0: block 0, block 1, ... | row 1 | ... | row R-1 |
+    layout "layer"   | layer 0: row 0 | row 1 | ... | layer 1: row 0 | row 1 | ... |
+    ```
+
+    `kv` is ``[requests, tokens, layers, 2, kv_heads, head_dim]`` in either layout; row `i` of it is a request's keys
+    and values, and ``kv.flatten(0, 1)`` is what an attention kernel takes for the whole batch, with sequence `i` at
+    ``i * tokens``. Only what is mapped may be touched.
+
+    Map and unmap act on runs of blocks. They may be called from any thread, for different rows at the same time.
+
+    Args:
+        memory: where the addresses are reserved.
+        table: the frames' chunks.
+        geometry: the shape; a piece of a block has to be whole chunks.
+        requests: rows.
+        tokens: longest request, in tokens; rounded up to whole blocks.
+
+    Raises GeometryError for a block that is not whole chunks, OutOfMemoryError without address space.
+    """
+
+    def __init__(
+        self, memory: VirtualMemory, table: FrameTable, geometry: KvGeometry, requests: int, tokens: int
+    ) -> None:
+        if requests < 1 or tokens < 1:
+            raise MemoryMisuseError(f"{requests} requests of {tokens} tokens are not possible; give at least 1 of each")
+        geometry.check_chunk(memory.chunk_bytes)
+        self.geometry = geometry
+        self.blocks = -(-tokens // geometry.block_tokens)
+        self.tokens = self.blocks * geometry.block_tokens
+        self._table = table
+        self._row_bytes = self.blocks * geometry.piece_bytes
+        self._region_bytes = requests * self._row_bytes
+        self._range = memory.reserve(geometry.pieces * self._region_bytes)
+        self.rows = [Row(number, self.blocks) for number in range(requests)]
+        self._idle: dict[int, Row] = dict(enumerate(self.rows))  # in the order in which they became idle
+        self.kv: torch.Tensor = self._view(requests)
+
+    @property
+    def idle_count(self) -> int:
+        """How many rows no request has."""
+        return len(self._idle)
+
+    def idle(self) -> Iterator[Row]:
+        """The rows that no request has, the one that has been idle longest first."""
+        return iter(self._idle.values())
+
+    def v_alloc(self, wanted: Sequence[FrameId] = (), *, mapped_first: bool = False) -> Row | None:
+        """Take a row; None if all are taken.
+
+        The one on which most of `wanted`, from the first on, are mapped already. Among equals: with `mapped_first` the
+        one on which most is mapped, else one on which nothing is; then the one that has been idle longest.
+        """
+        if not self._idle:
+            return None
+
+        def worth(row: Row) -> tuple[int, int]:
+            mapped = row.mapped_blocks
+            return row.common(wanted), mapped if mapped_first else -min(mapped, 1)
+
+        best = max(self._idle.values(), key=worth)
+        return self._idle.pop(best.number)
+
+    def v_free(self, row: Row) -> None:
+        """Give a row back; its mappings stay until somebody needs others there. Nothing on the device uses it."""
+        if row.number in self._idle:
+            raise MemoryMisuseError(f"row {row.number} is free already; free what v_alloc gave, once")
+        self._idle[row.number] = row
+
+    def map(self, row: Row, first: int, frames: Sequence[FrameId]) -> int:
+        """Have `frames` mapped on the blocks of `row` from `first` on; returns how many had to be mapped.
+
+        What is mapped already stays; others that are mapped there are unmapped: the caller has made sure that nothing
+        on the device uses those blocks. All of them or, when this raises, none of those that were not there before.
+        Raises MemoryMisuseError past the row's end or for a frame that does not exist, OutOfMemoryError when the
+        process has no mapping left.
+        """
+        if first < 0 or first + len(frames) > self.blocks:
+            raise MemoryMisuseError(
+                f"blocks {first} to {first + len(frames)} do not fit: a request has at most {self.blocks} blocks"
+            )
+        self._table.chunks(frames)
+        changed = [index for index, frame in enumerate(frames) if row.mapped[first + index] != frame]
+        for start, stop in _runs(changed):
+            self.unmap(row, first + start, first + stop)
+        done: list[tuple[int, int]] = []
+        try:
+            for start, stop in _runs(changed):
+                self._map_run(row, first + start, frames[start:stop])
+                done.append((start, stop))
+        except SwapError:
+            for start, stop in done:
+                self.unmap(row, first + start, first + stop)
+            raise
+        return len(changed)
+
+    def unmap(self, row: Row, first: int = 0, stop: int | None = None) -> int:
+        """Unmap what is mapped on blocks [first, stop) of `row`, in runs; returns how many blocks that were."""
+        stop = self.blocks if stop is None else stop
+        mapped = [block for block in range(first, stop) if row.mapped[block] != _NOTHING]
+        for start, end in _runs(mapped):
+            for piece in range(self.geometry.pieces):
+                self._range.unmap(self._offset(row, piece, start), (end - start) * self.geometry.piece_bytes)
+            row.mapped[start:end] = [_NOTHING] * (end - start)
+        return len(mapped)
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless the reservation maps on every row the chunks of the frames noted there."""
+        for row in self.rows:
+            for block, frame in enumerate(row.mapped):
+                for piece in range(self.geometry.pieces):
+                    chunks = self._range.chunks(self._offset(row, piece, block), self.geometry.piece_bytes)
+                    expected = np.full(len(chunks), -1) if frame == _NOTHING else self._pieces([frame])[piece]
+                    if not np.array_equal(chunks, expected):
+                        raise IntegrityError(
+                            f"block {block} of row {row.number} maps chunks {chunks.tolist()}, not {expected.tolist()}"
+                        )
+
+    def close(self) -> None:
+        """Unmap everything and give the addresses back; `kv` and every view of it must not be used any more."""
+        self._range.discard()
+
+    def _map_run(self, row: Row, first: int, frames: Sequence[FrameId]) -> None:
+        pieces = self._pieces(frames)
+        done = 0
+        try:
+            for piece in range(self.geometry.pieces):
+                self._range.map(self._offset(row, piece, first), pieces[piece])
+                done += 1
+        except SwapError:
+            for piece in range(done):
+                self._range.unmap(self._offset(row, piece, first), len(frames) * self.geometry.piece_bytes)
+            raise
+        row.mapped[first : first + len(frames)] = frames
+
+    def _pieces(self, frames: Sequence[FrameId]) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
+        """[pieces, chunks]: the chunks of each piece of all frames, block by block."""
+        chunks = self._table.chunks(frames).reshape(len(frames), self.geometry.pieces, -1)
+        return chunks.swapaxes(0, 1).reshape(self.geometry.pieces, -1)
+
+    def _offset(self, row: Row, piece: int, block: int) -> int:
+        return piece * self._region_bytes + row.number * self._row_bytes + block * self.geometry.piece_bytes
+
+    def _view(self, requests: int) -> torch.Tensor:
+        import torch
+
+        shape = self.geometry
+        heads = shape.kv_heads * shape.head_dim
+        if shape.layout == "token":
+            token, layer = shape.layers * 2 * heads, 2 * heads
+        else:
+            token, layer = 2 * heads, self._region_bytes // shape.element_bytes
+        return self._range.tensor(
+            (requests, self.tokens, shape.layers, 2, shape.kv_heads, shape.head_dim),
+            getattr(torch, shape.dtype),
+            (self.tokens * token, token, layer, heads, shape.head_dim, 1),
+        )
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Ascending numbers as (start, stop) of consecutive ones."""
+    start = 0
+    for index in range(1, len(numbers) + 1):
+        if index == len(numbers) or numbers[index] != numbers[index - 1] + 1:
+            yield numbers[start], numbers[index - 1] + 1
+            start = index

@@ -1,0 +1,145 @@
+"""The ways to compute attention and to lay out KV give one answer, and a GPU's way is one call a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmarks.engines.varlen_reference import varlen_reference
+from prefixd.worker.attention import AttentionBackend
+from prefixd.worker.errors import ModelError
+from prefixd.worker.flash_attention import FlashAttention, find_kernel
+from prefixd.worker.flex_attention import FlexAttention
+from prefixd.worker.kv_memory import Segment
+from prefixd.worker.model import load_model
+from prefixd.worker.model_spec import read_model_spec
+from prefixd.worker.settings import WorkerSettings
+
+
+def random_tokens(seed: int, count: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 96, count).tolist()
+
+
+@pytest.fixture(scope="session")
+def reference(llama_directory: Path) -> Callable[[list[int]], torch.Tensor]:
+    model = AutoModelForCausalLM.from_pretrained(llama_directory, attn_implementation="eager")
+
+    def logits(tokens: list[int]) -> torch.Tensor:
+        with torch.inference_mode():
+            return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0]
+
+    return logits
+
+
+@pytest.fixture(params=["token", "layer"])
+def layout(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(params=["virtual", "paged"])
+def kv(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def rig_with(llama_directory: Path, rig_type: type) -> Iterator[Callable[..., object]]:
+    """A rig with an attention backend, a KV memory and a layout."""
+    rigs = []
+
+    def make(attention: AttentionBackend | None, kv: str = "virtual", layout: str = "token") -> object:
+        settings = WorkerSettings(model=str(llama_directory), layout=layout, chunk_bytes=4096)
+        model = load_model(read_model_spec(settings))
+        model.attention = attention or model.attention
+        rigs.append(rig_type(model, kv=kv))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.close()
+
+
+def check_against(rig, reference: Callable[[list[int]], torch.Tensor]) -> None:
+    """A prompt in pieces and token by token, then several requests in one pass that share a prefix."""
+    tokens = random_tokens(5, 70)
+    whole = rig.tensor(rig.frames(5))
+    ours = rig.logits(whole, tokens, cuts=[16, 37, 48, 60, *range(61, 70)])
+    torch.testing.assert_close(ours, reference(tokens), rtol=1e-4, atol=1e-4)
+    prompts = [tokens[:48] + random_tokens(seed, length) for seed, length in ((1, 5), (2, 33), (4, 1))]
+    shared = [rig.tensor([*rig.frames_of(whole)[:3], *rig.frames(rig.blocks(len(p)) - 3)]) for p in prompts]
+    other = random_tokens(9, 21)
+    segments = [Segment(t, 48, len(p)) for t, p in zip(shared, prompts, strict=True)]
+    segments.append(Segment(rig.tensor(rig.frames(2)), 0, 21))
+    flat = [token for prompt in prompts for token in prompt[48:]] + other
+    theirs = torch.cat([*(reference(prompt)[48:] for prompt in prompts), reference(other)])
+    torch.testing.assert_close(rig.forward(flat, segments, range(len(flat))), theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_flash_attention_reads_every_memory_and_layout(rig_with, reference, kv, layout):
+    check_against(rig_with(FlashAttention(varlen_reference), kv, layout), reference)
+
+
+def test_tiles_read_every_memory_and_layout_with_the_same_bits(rig_with, reference, kv, layout):
+    rig = rig_with(None, kv, layout)
+    check_against(rig, reference)
+    tokens = random_tokens(6, 90)
+    whole = rig.logits(rig.tensor(rig.frames(6)), tokens, cuts=[])
+    assert torch.equal(rig.logits(rig.tensor(rig.frames(6)), tokens, cuts=[20, 21, 50]), whole)
+    virtual = rig_with(None)
+    assert torch.equal(virtual.logits(virtual.tensor(virtual.frames(6)), tokens, cuts=[33]), whole)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 7])
+def test_one_call_a_layer_whatever_is_in_the_batch(rig_with, kv, batch):
+    backend = FlashAttention(varlen_reference)
+    rig = rig_with(backend, kv)
+    requests = [rig.start(random_tokens(seed, 3 + 9 * seed), max_tokens=3) for seed in range(batch)]
+    rig.run()
+    assert backend.calls == rig.model.spec.geometry.layers * len(rig.steps)
+    alone = rig_with(None)
+    for seed, request in enumerate(requests):
+        assert rig.tokens[request] == alone.generate(random_tokens(seed, 3 + 9 * seed), max_tokens=3)
+
+
+def test_flash_attention_never_reads_behind_the_last_token(rig_with, reference, kv):
+    """So recycled memory may hold anything there, and a GPU needs no scrubbing."""
+    rig = rig_with(FlashAttention(varlen_reference), kv)
+    tokens = random_tokens(10, 37)
+    for frame in (frames := rig.frames(3)):
+        rig.window(frame).fill_(float("nan"))
+    logits = rig.logits(rig.tensor(frames), tokens, cuts=[20])
+    torch.testing.assert_close(logits, reference(tokens), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_masks_all_but_each_sequences_own_keys(rig_with, reference):
+    """Computed without its kernel, which reads all keys: so every row is mapped here, to the last block."""
+    rig = rig_with(FlexAttention(16, compiled=False))
+    zero = rig.frames(1)
+    rig.window(zero[0]).zero_()
+    for row in rig.manager.virtual.rows:
+        rig.manager.virtual.map(row, 0, zero * rig.manager.virtual.blocks)
+    check_against(rig, reference)
+
+
+def test_flex_attention_names_only_the_blocks_that_are_needed(rig_with):
+    from prefixd.worker.flex_attention import _block_mask
+
+    mask = _block_mask([64] * 20 + [256, 0], [*range(40, 60), 33, 0], 512, 16, torch.device("cpu"))
+    assert mask.kv_num_blocks.tolist() == [[[4, 8]]], "two blocks of queries"
+    named = mask.kv_indices[0, 0].tolist()
+    assert named[0][:4] == [4, 5, 6, 7]
+    assert sorted(named[1][:8]) == [0, 4, 5, 6, 7, 16, 17, 18]
+    with pytest.raises(ModelError, match="multiple of 16 tokens, not of 24"):
+        FlexAttention(24)
+
+
+def test_a_kernel_is_chosen_by_device_type_and_shape():
+    assert find_kernel(64, torch.bfloat16, torch.device("cpu")) is None
+    assert find_kernel(64, torch.float32, torch.device("cuda")) is None
+    assert find_kernel(300, torch.float16, torch.device("cuda")) is None
+    assert find_kernel(60, torch.float16, torch.device("cuda")) is None

@@ -69,7 +69,7 @@ class CausalModel:
     def check(self) -> None:
         """Compare with transformers' own attention on a few tokens; this also warms up the kernels.
 
-        Catches what a configuration does not tell, such as position biases inside attention. Raises
+        Catches what the probe cannot see, such as biases that a model adds inside its own attention. Raises
         ModelError.
         """
         geometry = self.spec.geometry

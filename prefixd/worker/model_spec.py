@@ -102,7 +102,7 @@ def _read_spec(settings: WorkerSettings, device: torch.device, path: Path, confi
         layers=shape.layers,
         kv_heads=shape.kv_heads,
         head_dim=shape.head_dim,
-        dtype=_dtype(path, config) if settings.dtype == "auto" else settings.dtype,
+        dtype=_dtype(path, config, device) if settings.dtype == "auto" else settings.dtype,
         block_tokens=settings.block_tokens,
         layout=settings.layout,
     )
@@ -229,7 +229,9 @@ def _probe(path: Path, config: Any, tokens: int) -> tuple[AttentionShape, str, i
         raise _refusal(path, config, str(error)) from error
 
 
-def _dtype(path: Path, config: Any) -> str:
+def _dtype(path: Path, config: Any, device: torch.device) -> str:
+    if device.type == "cpu":  # few CPUs compute 16-bit types faster
+        return "float32"
     dtype = getattr(config, "dtype", None) or torch.float32
     name = str(dtype).removeprefix("torch.")
     if name not in _DTYPES:

@@ -301,7 +301,7 @@ class WorkerSettings(_Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of weights and KV; auto: what the model was saved in, float32 on a CPU."""
     block_tokens: Count = 16
-    """Tokens of one cached block."""
+    """Tokens of one cached block; more where a block must fill whole chunks of memory, see `prefixd stats`."""
     layout: Literal["token", "layer"] = "token"
     """How KV lies in memory: all layers of a token together, or each layer apart."""
     kv: Literal["virtual", "paged"] = "virtual"

@@ -93,9 +93,12 @@ def print_stats(stats: admin_pb2.StatsResponse) -> None:
         out.print(
             f"worker: {state_name}, {worker.model} on {worker.device}, {worker.running_requests} running, "
             f"{queue.waiting_requests} waiting ({queue.policy}), {queue.finished_requests} finished"
-            + (f", {worker.restarts} restarts" if worker.restarts else ""),
+            + (f", {worker.restarts} restarts" if worker.restarts else "")
+            + (f", blocks of {worker.block_tokens:,} tokens" if worker.block_tokens else ""),
             markup=False,
         )
+        if worker.block_tokens_reason:
+            out.print(Text(f"block size: {worker.block_tokens_reason}", style="yellow"))
     rate = f" ({stats.hit_tokens / stats.asked_tokens:.0%})" if stats.asked_tokens else ""
     out.print(f"prompt tokens: {stats.asked_tokens:,} asked for, {stats.hit_tokens:,} found in the cache{rate}")
     out.print(_tier_table(stats.tiers))

@@ -170,6 +170,8 @@ class ModelHost:
             raise ConfigError(f"the GPU tier of {self._settings.gpu.bytes} bytes cannot be made: {error}") from error
         self._hello = hello
         self._memory = memory
+        if hello.block_tokens_reason:
+            log.warning("blocks are not of the size that worker.block_tokens asks for: %s", hello.block_tokens_reason)
         return self._cache.tiers.frames
 
     def _on_done(self, done: Done) -> None:

@@ -157,6 +157,7 @@ class Snapshot:
     def _worker(self) -> pb.WorkerStats:
         if self.worker is None:
             return pb.WorkerStats(state=pb.WorkerStats.STATE_NONE)
+        hello = self.worker.hello
         return pb.WorkerStats(
             state=_STATES[self.worker.state],
             pid=self.worker.pid,
@@ -164,6 +165,9 @@ class Snapshot:
             running_requests=len(self.dispatcher.running) if self.dispatcher is not None else 0,
             model=self.worker.settings.model,
             device=self.worker.settings.device,
+            block_tokens=hello.block_tokens if hello else 0,
+            block_tokens_asked=hello.block_tokens_asked if hello else 0,
+            block_tokens_reason=hello.block_tokens_reason if hello else "",
         )
 
     def _scheduler(self) -> pb.SchedulerStats:

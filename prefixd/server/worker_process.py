@@ -91,6 +91,7 @@ class WorkerProcess:
         troubles: Troubles,
     ) -> None:
         self.settings = settings
+        self.hello: Hello | None = None  # what the present worker, or the last one, said of its model
         self.state = WorkerState.STARTING
         self.restarts = 0
         self.pid = 0
@@ -241,6 +242,7 @@ class WorkerProcess:
         elif isinstance(message, Done):
             self._on_done(message)
         elif isinstance(message, Hello):
+            self.hello = message
             await self._hand_over(self._on_hello(message), ours, threads)
         elif isinstance(message, Ready):
             self.state = WorkerState.READY

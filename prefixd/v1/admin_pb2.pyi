@@ -117,7 +117,7 @@ class NamespaceStats(_message.Message):
     def __init__(self, namespace_id: _Optional[bytes] = ..., namespace: _Optional[_Union[_cache_pb2.Namespace, _Mapping]] = ..., blocks: _Optional[int] = ...) -> None: ...
 
 class WorkerStats(_message.Message):
-    __slots__ = ("state", "pid", "restarts", "running_requests", "model", "device")
+    __slots__ = ("state", "pid", "restarts", "running_requests", "model", "device", "block_tokens", "block_tokens_asked", "block_tokens_reason")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[WorkerStats.State]
@@ -136,13 +136,19 @@ class WorkerStats(_message.Message):
     RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_TOKENS_ASKED_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_TOKENS_REASON_FIELD_NUMBER: _ClassVar[int]
     state: WorkerStats.State
     pid: int
     restarts: int
     running_requests: int
     model: str
     device: str
-    def __init__(self, state: _Optional[_Union[WorkerStats.State, str]] = ..., pid: _Optional[int] = ..., restarts: _Optional[int] = ..., running_requests: _Optional[int] = ..., model: _Optional[str] = ..., device: _Optional[str] = ...) -> None: ...
+    block_tokens: int
+    block_tokens_asked: int
+    block_tokens_reason: str
+    def __init__(self, state: _Optional[_Union[WorkerStats.State, str]] = ..., pid: _Optional[int] = ..., restarts: _Optional[int] = ..., running_requests: _Optional[int] = ..., model: _Optional[str] = ..., device: _Optional[str] = ..., block_tokens: _Optional[int] = ..., block_tokens_asked: _Optional[int] = ..., block_tokens_reason: _Optional[str] = ...) -> None: ...
 
 class SchedulerStats(_message.Message):
     __slots__ = ("policy", "waiting_requests", "finished_requests", "preempted_requests", "resumed_requests")

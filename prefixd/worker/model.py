@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from prefixd.worker.attention import ATTENTION_NAME, AttentionBackend, register_attention
 from prefixd.worker.errors import ModelError
+from prefixd.worker.experts import STEADY_EXPERTS, register_experts, set_experts
 from prefixd.worker.flash_attention import FlashAttention, find_kernel
 from prefixd.worker.flex_attention import FlexAttention
 from prefixd.worker.kv_cache import StepCache
@@ -80,7 +80,7 @@ class CausalModel:
     def check(self) -> None:
         """Compare with transformers' own attention on a few tokens; this also warms up the kernels.
 
-        Catches what a configuration does not tell, such as position biases inside attention. Raises
+        Catches what the probe cannot see, such as biases that a model adds inside its own attention. Raises
         ModelError.
         """
         geometry = self.spec.geometry
@@ -137,10 +137,9 @@ def load_model(spec: ModelSpec) -> CausalModel:
             f"weights of {str(spec.path)!r} lack {len(missing)} tensors that {spec.architecture} needs, "
             f"such as {missing[0]!r}; the download is incomplete or config.json is another model's"
         )
-    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
-        raise ModelError(
-            f"architecture {spec.architecture} of {str(spec.path)!r} cannot select logits; it cannot be run"
-        )
+    if spec.device.type == "cpu":  # a GPU's kernels promise no bits to be equal
+        register_experts()
+        set_experts(model, STEADY_EXPERTS)
     result = CausalModel(spec, model.to(spec.device).eval().requires_grad_(False))
     result.check()
     return result

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import math
 import mmap
 from dataclasses import dataclass
@@ -9,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from prefixd.worker.attention import ATTENTION_NAME, register_attention
+from prefixd.worker.block_size import explain_block_tokens, fill_chunks
 from prefixd.worker.errors import ModelError
+from prefixd.worker.probe import PROBE_NAME, AttentionShape, probe, register_probe
 from prefixd.worker.protocol import Hello
 from prefixd.worker.settings import WorkerSettings
 from prefixd_swap.geometry import KvGeometry
@@ -21,17 +24,23 @@ CUDA_CHUNK_BYTES = 2 << 20
 _DTYPES = ("float32", "bfloat16", "float16")
 # Their rotary frequencies depend on how long the whole sequence is, so KV of a prefix is not a function
 # of the prefix.
-_LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+_LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+# Other types are refused by what the layers ask for: not every model obeys its `layer_types`.
+_RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid", "mamba", "recurrent"}
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A model in numbers; `config` is transformers' configuration of it."""
+    """A model in numbers; `config` is transformers' configuration of it.
+
+    block_tokens_asked: what the settings asked for; `geometry` has what is used.
+    """
 
     path: Path
     config: Any
     geometry: KvGeometry
     chunk_bytes: int
+    block_tokens_asked: int
     query_heads: int
     vocab_size: int
     max_model_tokens: int
@@ -62,6 +71,8 @@ class ModelSpec:
             architecture=self.architecture,
             parameters=self.parameters,
             device=str(self.device),
+            block_tokens_asked=self.block_tokens_asked,
+            block_tokens_reason=explain_block_tokens(self.block_tokens_asked, geometry, self.chunk_bytes),
         )
 
 
@@ -70,28 +81,41 @@ def read_model_spec(settings: WorkerSettings) -> ModelSpec:
     device = _device(settings.device)
     path = Path(settings.model)
     config = _read_config(path)
+    try:
+        return _read_spec(settings, device, path, config)
+    except ModelError:
+        raise
+    except Exception as error:  # a model's own code runs there, and a wrong configuration may break it anywhere
+        raise ModelError(
+            f"model {str(path)!r} (model_type {config.model_type!r}) cannot be built from its config.json: "
+            f"{type(error).__name__}: {_one_line(error)}"
+        ) from error
+
+
+def _read_spec(settings: WorkerSettings, device: torch.device, path: Path, config: Any) -> ModelSpec:
     _check_config(path, config)
-    architecture, parameters = _check_architecture(path, config)
-    dtype = _dtype(path, config) if settings.dtype == "auto" else settings.dtype
-    query_heads = _count(path, config, "num_attention_heads")
-    geometry = KvGeometry(
-        layers=_count(path, config, "num_hidden_layers"),
-        kv_heads=_count(path, config, "num_key_value_heads", query_heads),
-        head_dim=_count(path, config, "head_dim", config.hidden_size // query_heads),
-        dtype=dtype,
+    _check_class(path, config)
+    limit = _count(path, config, "max_position_embeddings")
+    max_model_tokens = min(settings.max_model_tokens or limit, limit)
+    shape, architecture, parameters = _probe(path, config, max_model_tokens)
+    asked = KvGeometry(
+        layers=shape.layers,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        dtype=_dtype(path, config, device) if settings.dtype == "auto" else settings.dtype,
         block_tokens=settings.block_tokens,
         layout=settings.layout,
     )
-    chunk_bytes = settings.chunk_bytes or _chunk_bytes(device, geometry)
-    limit = _count(path, config, "max_position_embeddings")
+    chunk_bytes = settings.chunk_bytes or _chunk_bytes(device, asked)
     return ModelSpec(
         path=path,
         config=config,
-        geometry=_round_up(geometry, chunk_bytes),
+        geometry=fill_chunks(asked, chunk_bytes),
         chunk_bytes=chunk_bytes,
-        query_heads=query_heads,
+        block_tokens_asked=settings.block_tokens,
+        query_heads=shape.query_heads,
         vocab_size=_count(path, config, "vocab_size"),
-        max_model_tokens=min(settings.max_model_tokens or limit, limit),
+        max_model_tokens=max_model_tokens,
         eos_token_ids=_eos_token_ids(path, config),
         architecture=architecture,
         parameters=parameters,
@@ -105,22 +129,6 @@ def _chunk_bytes(device: torch.device, geometry: KvGeometry) -> int:
         return CUDA_CHUNK_BYTES
     fitting = math.gcd(geometry.piece_bytes, CUDA_CHUNK_BYTES)
     return fitting if fitting % mmap.PAGESIZE == 0 else mmap.PAGESIZE
-
-
-def _round_up(geometry: KvGeometry, chunk_bytes: int) -> KvGeometry:
-    """The geometry with the fewest `block_tokens`, from those asked for up, that fill whole chunks."""
-    piece_token_bytes = geometry.token_bytes // geometry.pieces
-    step = chunk_bytes // math.gcd(chunk_bytes, piece_token_bytes)
-    rounded = KvGeometry(
-        layers=geometry.layers,
-        kv_heads=geometry.kv_heads,
-        head_dim=geometry.head_dim,
-        dtype=geometry.dtype,
-        block_tokens=-(-geometry.block_tokens // step) * step,
-        layout=geometry.layout,
-    )
-    rounded.check_chunk(chunk_bytes)
-    return rounded
 
 
 def _device(name: str) -> torch.device:
@@ -149,61 +157,81 @@ def _read_config(path: Path) -> Any:
         raise ModelError(f"config.json in {str(path)!r} cannot be read: {_one_line(error)}") from error
 
 
+def _refusal(path: Path, config: Any, what: str) -> ModelError:
+    """`what` continues the model's name: "has attention sinks"."""
+    return ModelError(
+        f"model {str(path)!r} (model_type {config.model_type!r}) {what}; "
+        "this version of prefixd runs decoder-only text models with plain full attention in every layer"
+    )
+
+
 def _check_config(path: Path, config: Any) -> None:
-    """Refuse models whose KV is not one full-attention group, or depends on more than the prefix."""
-
-    def refuse(what: str) -> ModelError:
-        return ModelError(
-            f"model {str(path)!r} (model_type {config.model_type!r}) {what}; "
-            "prefixd's worker runs decoder-only text models with full attention in every layer"
-        )
-
+    """Refuse what a configuration tells better than the model's code; the rest is for `_probe`."""
+    layers = set(getattr(config, "layer_types", None) or ())
     if getattr(config, "is_encoder_decoder", False):
-        raise refuse("is an encoder-decoder")
+        raise _refusal(path, config, "is an encoder-decoder")
+    if hasattr(config, "vision_config"):
+        raise _refusal(path, config, "reads images (vision_config)")
     if config.get_text_config(decoder=True) is not config:
-        raise refuse("is made of several models")
-    if getattr(config, "num_attention_heads", None) is None or hasattr(config, "state_size"):
-        raise refuse("has no attention heads (a state-space model)")
-    if getattr(config, "is_causal", True) is False:
-        raise refuse("has bidirectional attention")
+        raise _refusal(path, config, "is made of several models")
     if getattr(config, "kv_lora_rank", None):
-        raise refuse("has latent attention (kv_lora_rank)")
+        raise _refusal(path, config, f"has latent attention (kv_lora_rank={config.kv_lora_rank})")
+    if layers & _RECURRENT_LAYERS:
+        recurrent = ", ".join(sorted(layers & _RECURRENT_LAYERS))
+        raise _refusal(path, config, f"has recurrent states (layers of type {recurrent})")
     if getattr(config, "num_kv_shared_layers", None):
-        raise refuse("shares KV between layers (num_kv_shared_layers)")
-    window = getattr(config, "sliding_window", None)
-    if window is not None and getattr(config, "use_sliding_window", True):
-        raise refuse(f"has a sliding window of {window} tokens")
-    other = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention"})
-    if other:
-        raise refuse(f"has layers of type {', '.join(other)}")
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    rope_type = rope.get("rope_type", rope.get("type"))
-    if rope_type in _LENGTH_DEPENDENT_ROPE:
-        raise refuse(f"has rotary embeddings of type {rope_type!r}, which change with the length of the prompt")
-
-
-def _check_architecture(path: Path, config: Any) -> tuple[str, int]:
-    """Build the model without memory: its class and number of parameters."""
-    register_attention()
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                config, attn_implementation=ATTENTION_NAME, trust_remote_code=False
-            )
-    except (ValueError, KeyError, ImportError) as error:
-        raise ModelError(
-            f"model {str(path)!r} (model_type {config.model_type!r}) has no causal language model "
-            f"in transformers: {_one_line(error)}"
-        ) from error
-    if not getattr(model, "_supports_attention_backend", False) or getattr(model, "_is_stateful", False):
-        raise ModelError(
-            f"architecture {type(model).__name__} of {str(path)!r} does not take an attention function from "
-            "outside; use Llama, Qwen, Mistral or another with transformers' attention interface"
+        raise _refusal(path, config, "shares KV between layers (num_kv_shared_layers)")
+    for rope_type in sorted(_rope_types(config) & _LENGTH_DEPENDENT_ROPE):
+        raise _refusal(
+            path,
+            config,
+            f"has rotary embeddings of type {rope_type!r}, which change with the length of the prompt",
         )
-    return type(model).__name__, sum(parameter.numel() for parameter in model.parameters())
 
 
-def _dtype(path: Path, config: Any) -> str:
+def _rope_types(config: Any) -> set[str]:
+    """The type of the rotary embeddings, or of each kind of layer's."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
+    return {str(kind.get("rope_type", kind.get("type"))) for kind in kinds}
+
+
+def _check_class(path: Path, config: Any) -> None:
+    """Refuse a class that does not let an attention function and a cache be given from outside."""
+    try:
+        found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    except KeyError as error:
+        raise _refusal(path, config, "has no causal language model in transformers") from error
+    model_class = found[0] if isinstance(found, tuple) else found
+    name = model_class.__name__
+    if getattr(model_class, "_is_stateful", False):
+        raise _refusal(path, config, f"has recurrent states ({name} is stateful)")
+    if not getattr(model_class, "_supports_attention_backend", False):
+        raise _refusal(
+            path,
+            config,
+            f"has attention of its own ({name} takes no attention function), as models with attention biases do",
+        )
+    if "logits_to_keep" not in inspect.signature(model_class.forward).parameters:
+        raise _refusal(path, config, f"cannot select logits ({name} has no logits_to_keep)")
+
+
+def _probe(path: Path, config: Any, tokens: int) -> tuple[AttentionShape, str, int]:
+    """Build the model without memory and try it: its attention, its class and its number of parameters."""
+    register_probe()
+    config = copy.deepcopy(config)  # the probe's functions are written into it
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=PROBE_NAME, trust_remote_code=False)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    try:
+        return probe(model.eval(), tokens), type(model).__name__, parameters
+    except ModelError as error:
+        raise _refusal(path, config, str(error)) from error
+
+
+def _dtype(path: Path, config: Any, device: torch.device) -> str:
+    if device.type == "cpu":  # few CPUs compute 16-bit types faster
+        return "float32"
     dtype = getattr(config, "dtype", None) or torch.float32
     name = str(dtype).removeprefix("torch.")
     if name not in _DTYPES:
@@ -213,10 +241,8 @@ def _dtype(path: Path, config: Any) -> str:
     return name
 
 
-def _count(path: Path, config: Any, name: str, default: int | None = None) -> int:
+def _count(path: Path, config: Any, name: str) -> int:
     value = getattr(config, name, None)
-    if value is None:
-        value = default
     if not isinstance(value, int) or value < 1:
         raise ModelError(f"config.json in {str(path)!r} has {name}={value!r}; prefixd needs one positive number")
     return value

@@ -50,7 +50,11 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The model in numbers. `block_tokens` is what the worker uses: at least what its settings asked for."""
+    """The model in numbers.
+
+    block_tokens: what the worker uses: at least `block_tokens_asked`, which its settings asked for.
+    block_tokens_reason: why it is not what was asked for, one line; empty if it is.
+    """
 
     layers: int
     kv_heads: int
@@ -65,6 +69,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     architecture: str
     parameters: int
     device: str
+    block_tokens_asked: int = 0
+    block_tokens_reason: str = ""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):

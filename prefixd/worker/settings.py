@@ -17,7 +17,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """One worker's settings, passed as JSON.
 
     model: directory of a Hugging Face model (config.json and weights).
-    dtype: of weights and KV; "auto" takes the one in config.json.
+    dtype: of weights and KV; "auto" takes the one in config.json, on a CPU float32.
     device: "cpu", "cuda" or "cuda:N".
     block_tokens: asked for; the worker rounds it up until a piece of a block is a whole number of chunks.
     layout: how a block's bytes lie, see `prefixd_swap.geometry.KvGeometry`.

@@ -70,6 +70,8 @@ def test_stats(cli: Cli, daemon: Any) -> None:
         "750 found in the cache (75%)",
         "embedded on cpu",
         "5 waiting (relaxed-fpf)",
+        "blocks of 1,024 tokens",
+        "block size: 16 tokens asked, 1024 used: a token takes 2 KiB",
         "12,345",
         "1.0 GiB",
         "4.0 GiB",
@@ -92,6 +94,8 @@ def test_stats_as_json(cli: Cli, daemon: Any) -> None:
     assert stats["tiers"][0]["tier"] == "disk"
     assert stats["tiers"][0]["capacity_bytes"] == 4 << 30
     assert stats["worker"]["state"] == "ready"
+    assert (stats["worker"]["block_tokens"], stats["worker"]["block_tokens_asked"]) == (1024, 16)
+    assert stats["worker"]["block_tokens_reason"].startswith("16 tokens asked, 1024 used")
     assert stats["namespaces"][0]["namespace_id"] == NAMESPACE.hex()
     assert stats["lost_blocks"] == {"checksum": 2}
     assert stats["draining"] is False

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM
 
 from prefixd.worker.kv_memory import Segment
-from prefixd.worker.model import CausalModel, load_model
-from prefixd.worker.model_spec import read_model_spec
-from prefixd.worker.settings import WorkerSettings
 
 
 def random_tokens(seed: int, count: int, vocabulary: int = 96) -> list[int]:
@@ -89,34 +85,3 @@ def test_padding_writes_nothing(rig):
     assert written[:16].all(), "three tokens and the zeroed rest of their tile"
     assert not written[16:].any()
     assert not tensor.kv[3:16].any()
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        Qwen2Config(use_sliding_window=False, num_key_value_heads=4),
-        Qwen3Config(num_key_value_heads=1, head_dim=32),
-        MistralConfig(sliding_window=None, num_key_value_heads=2, head_dim=16),
-    ],
-    ids=lambda config: config.model_type,
-)
-def test_other_full_attention_architectures(config: PreTrainedConfig, tmp_path: Path, make_rig: Callable[..., object]):
-    settings = config.to_dict()
-    for unwanted in ("architectures", "layer_types", "dtype", "max_window_layers"):
-        settings.pop(unwanted, None)
-    settings |= {
-        "vocab_size": 96,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 256,
-        "initializer_range": 0.3,
-    }
-    torch.manual_seed(3)
-    AutoModelForCausalLM.from_config(type(config)(**settings)).save_pretrained(tmp_path)
-    model: CausalModel = load_model(read_model_spec(WorkerSettings(model=str(tmp_path), chunk_bytes=4096)))
-    rig = make_rig(model)
-    tokens = random_tokens(12, 60)
-    logits = rig.logits(rig.tensor(rig.frames(rig.blocks(60))), tokens, cuts=[13, 32, 50, 51])
-    torch.testing.assert_close(logits, reference_logits(tmp_path, tokens), rtol=1e-4, atol=1e-4)

@@ -91,37 +91,9 @@ def test_not_a_model_directory(tmp_path):
         spec_of(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"model_type": "mistral", "sliding_window": 128}, "sliding window of 128"),
-        ({"model_type": "gemma2", "layer_types": ["sliding_attention", "full_attention"]}, "sliding"),
-        ({"model_type": "mamba"}, "state-space"),
-        ({"model_type": "t5"}, "encoder-decoder"),
-        ({"model_type": "deepseek_v3"}, "latent attention"),
-        ({"model_type": "clip"}, "several models|attention heads"),
-        ({"model_type": "vit"}, "causal language model"),
-        ({"model_type": "bloom"}, "BloomForCausalLM|max_position|attention"),
-        (
-            {"model_type": "llama", "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-            "rotary",
-        ),
-        ({"model_type": "llama", "max_position_embeddings": 0}, "max_position_embeddings=0"),
-    ],
-    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
-)
-def test_models_that_cannot_run_are_refused_by_their_configuration(tmp_path, config, message):
-    small = {
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "vocab_size": 50,
-        "intermediate_size": 32,
-    }
-    (tmp_path / "config.json").write_text(json.dumps({**small, **config}))
-    with pytest.raises(ModelError, match=message) as caught:
-        spec_of(tmp_path)
-    assert "\n" not in str(caught.value)
+def test_a_model_without_a_limit_of_positions(directory):
+    with pytest.raises(ModelError, match="max_position_embeddings=0"):
+        spec_of(edit(directory, max_position_embeddings=0))
 
 
 @pytest.mark.parametrize("device", ["gpu", "meta", "cuda:99"])

@@ -1,0 +1,43 @@
+"""A block size that is not the one asked for: told in the log, once, and in the figures."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+
+from prefixd.v1 import admin_pb2
+
+if TYPE_CHECKING:
+    from tests.server.conftest import Remote
+
+READY = admin_pb2.WorkerStats.STATE_READY
+TOKEN = "128 used: a token takes 512 bytes and blocks must fill whole chunks of 64 KiB (lcm 64 KiB)"
+LAYER = "256 used: a token takes 256 bytes in each of 2 layers and a block's pieces must fill whole chunks of 64 KiB"
+
+
+@pytest.mark.parametrize(
+    ("layout", "block_tokens", "reason"),
+    [("token", 128, f"16 tokens asked, {TOKEN}"), ("layer", 256, f"16 tokens asked, {LAYER} (lcm 64 KiB)")],
+)
+def test_blocks_that_fill_chunks(
+    launch: Callable[..., Remote], with_model: dict[str, str | int], layout: str, block_tokens: int, reason: str
+) -> None:
+    remote = launch({**with_model, "gpu.chunk_bytes": "64KiB", "worker.layout": layout})
+    worker = remote.until(lambda stats: stats.worker.state == READY).worker
+    assert (worker.block_tokens, worker.block_tokens_asked) == (block_tokens, 16)
+    assert worker.block_tokens_reason == reason
+    os.kill(worker.pid, signal.SIGKILL)
+    again = remote.until(lambda stats: stats.worker.restarts == 1 and stats.worker.state == READY).worker
+    assert again.block_tokens_reason == reason
+    assert remote.daemon.log.read_text().count(reason) == 1
+
+
+def test_blocks_as_asked(launch: Callable[..., Remote], with_model: dict[str, str | int]) -> None:
+    remote = launch(with_model)
+    worker = remote.until(lambda stats: stats.worker.state == READY).worker
+    assert (worker.block_tokens, worker.block_tokens_asked, worker.block_tokens_reason) == (16, 16, "")
+    assert "tokens asked" not in remote.daemon.log.read_text()

@@ -8,7 +8,7 @@ from prefixd_swap.vmem.cuda import CudaMemory
 from prefixd_swap.vmem.fence import Fence
 from prefixd_swap.vmem.frames import FramePool
 from prefixd_swap.vmem.host import HostMemory
-from prefixd_swap.vmem.transfer import attach_memory, recv_export, send_export
+from prefixd_swap.vmem.transfer import attach_memory, attach_more, recv_export, send_export
 from prefixd_swap.vmem.virtual_tensor import VirtualTensor, VirtualTensorPool
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "VirtualTensor",
     "VirtualTensorPool",
     "attach_memory",
+    "attach_more",
     "create_memory",
     "recv_export",
     "send_export",

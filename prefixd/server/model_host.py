@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from prefixd.cache import NamespaceSpec, PartSpec, TieredCache
@@ -43,6 +44,7 @@ class ModelHost:
         self._cache = cache
         self._memory: VirtualMemory | None = None
         self._hello: Hello | None = None
+        self._stopping = False
         self._model: asyncio.Task[ServedModel] | None = None
         self.directory = self._find_model()
         try:
@@ -92,7 +94,10 @@ class ModelHost:
     async def stop(self) -> None:
         """Ends the worker and gives the GPU tier's memory back."""
         self._text.close()
+        self._stopping = True
         await self.dispatcher.stop()
+        if self._memory is not None:
+            self._memory.stop_creating()
         await self.worker.stop()
         if self._model is not None:
             self._model.cancel()
@@ -100,10 +105,11 @@ class ModelHost:
         self.dispatcher.abandon()
         await self._cache.write_back.stop()
         await self._cache.mover.quiesce()
-        if self._memory is not None:
+        if self._hello is not None:
             pool = self._cache.tiers.frames
             self._cache.tiers.end_compute()
             pool.close()
+        if self._memory is not None:
             self._memory.close()
 
     async def model(self) -> ServedModel:
@@ -150,9 +156,12 @@ class ModelHost:
         )
         return ServedModel(hello, namespace, codec, self._text, self._cache.tiers.frames.capacity)
 
-    def _on_hello(self, hello: Hello) -> FramePool:
-        """Makes the GPU tier for the first worker; its successors get the same one."""
-        if self._memory is not None:
+    async def _on_hello(self, hello: Hello, threads: ThreadPoolExecutor) -> FramePool:
+        """Makes the GPU tier for the first worker; its successors get the same one.
+
+        In a thread: 51,200 chunks take up to ten seconds, and the daemon serves its clients meanwhile.
+        """
+        if self._hello is not None:
             if self._hello != hello:
                 raise ConfigError("the model changed while the daemon ran; restart the daemon")
             return self._cache.tiers.frames
@@ -164,15 +173,21 @@ class ModelHost:
                     f"gpu.bytes = {self._settings.gpu.bytes} holds {frames} blocks of {geometry.block_bytes} bytes; "
                     "a request needs at least 2: raise gpu.bytes or lower worker.block_tokens"
                 )
-            memory = create_memory(self._device, hello.chunk_bytes)
-            self._cache.tiers.compute = GpuTier(FramePool(memory, geometry, frames))
+            loop = asyncio.get_running_loop()
+            self._memory = await loop.run_in_executor(threads, create_memory, self._device, hello.chunk_bytes)
+            if self._stopping:
+                self._memory.stop_creating()
+            pool = await loop.run_in_executor(threads, FramePool, self._memory, geometry, frames)
         except SwapError as error:
+            if self._memory is not None:
+                self._memory.close()
+                self._memory = None
             raise ConfigError(f"the GPU tier of {self._settings.gpu.bytes} bytes cannot be made: {error}") from error
+        self._cache.tiers.compute = GpuTier(pool)
         self._hello = hello
-        self._memory = memory
         if hello.block_tokens_reason:
             log.warning("blocks are not of the size that worker.block_tokens asks for: %s", hello.block_tokens_reason)
-        return self._cache.tiers.frames
+        return pool
 
     def _on_done(self, done: Done) -> None:
         self.worker.proven()

@@ -9,7 +9,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 
@@ -70,7 +70,8 @@ class WorkerProcess:
     Args:
         settings: the worker's.
         restart_limit: how many deaths in a row, without a request finished between them, are forgiven.
-        on_hello: called with the model's numbers, each time a worker says them; returns the GPU tier's frames.
+        on_hello: called with the model's numbers, each time a worker says them, and with a thread that creates the
+            GPU tier if need be; returns its frames.
         on_ready: the worker takes requests.
         on_step: results.
         on_done: a request ended and its frames are unmapped.
@@ -83,7 +84,7 @@ class WorkerProcess:
         settings: WorkerSettings,
         restart_limit: int,
         *,
-        on_hello: Callable[[Hello], FramePool],
+        on_hello: Callable[[Hello, ThreadPoolExecutor], Awaitable[FramePool]],
         on_ready: Callable[[], None],
         on_step: Callable[[Step], None],
         on_done: Callable[[Done], None],
@@ -243,7 +244,7 @@ class WorkerProcess:
             self._on_done(message)
         elif isinstance(message, Hello):
             self.hello = message
-            await self._hand_over(self._on_hello(message), ours, threads)
+            await self._hand_over(await self._on_hello(message, threads), ours, threads)
         elif isinstance(message, Ready):
             self.state = WorkerState.READY
             self._was_ready = True

@@ -9,12 +9,13 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 from prefixd_swap.errors import DeviceError, MemoryMisuseError, SwapError
 from prefixd_swap.spans import Span
 from prefixd_swap.threads import started_threads
-from prefixd_swap.vmem.cuda_driver import open_device, register_host, unregister_host
+from prefixd_swap.vmem.cuda_driver import CudaDevice, open_device, register_host, unregister_host
 
 __all__ = [
     "CopyEngine",
@@ -92,8 +93,14 @@ class CudaCopyEngine(CopyEngine):
         self._cuda = open_device(ordinal)
         self._cuda.use_context()
         self._host = HostCopyEngine(threads)
-        self._lanes = [_Lane(ordinal, call) for call in ("cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuMemcpyDtoDAsync")]
+        self._lanes: list[_Lane] = []
         self._closed = False
+        try:
+            for call in ("cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuMemcpyDtoDAsync"):
+                self._lanes.append(_Lane(self._cuda, call))
+        except SwapError:
+            self.close()
+            raise
 
     async def copy(self, pairs: Sequence[Pair]) -> None:
         """Copy in every direction that occurs in `pairs`, the directions beside each other."""
@@ -139,8 +146,10 @@ class StreamMark:
         self._cuda.call("cuEventSynchronize", self._event)
 
     def __del__(self) -> None:
+        # In whichever thread drops it last, or when the process ends and the driver has gone before.
         if self._event is not None:
-            self._cuda.api.cuEventDestroy(self._event)
+            with suppress(SwapError):
+                self._cuda.destroy_event(self._event)
 
 
 def create_copy_engine(device: str, threads: int | None = None) -> CopyEngine:
@@ -178,26 +187,29 @@ class _Lane:
     Two threads, so that the next copies are submitted while the last ones run.
     """
 
-    def __init__(self, ordinal: int, call: str) -> None:
-        self._cuda = open_device(ordinal)
+    def __init__(self, cuda: CudaDevice, call: str) -> None:
+        self._cuda = cuda
         self._call = call
-        self._stream = self._cuda.call("cuStreamCreate", self._cuda.api.CUstream_flags.CU_STREAM_NON_BLOCKING)
         self._submitting = threading.Lock()
         self._events: list[Any] = []
-        name = f"prefixd-{call}"
         # A fresh thread has no context, so each is given one before its first copy.
-        self._pool = started_threads(2, name, self._cuda.use_context)
+        self._pool = started_threads(2, f"prefixd-{call}", cuda.use_context)
+        try:
+            self._stream = cuda.call("cuStreamCreate", cuda.api.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        except SwapError:
+            self._pool.shutdown()
+            raise
 
     def submit(self, pairs: list[Pair]) -> Future[None]:
         return self._pool.submit(self._run, pairs)
 
     def close(self) -> None:
         self._pool.shutdown()
-        self._cuda.use_context()
-        self._cuda.call("cuStreamSynchronize", self._stream)
-        for event in self._events:
-            self._cuda.call("cuEventDestroy", event)
-        self._cuda.call("cuStreamDestroy", self._stream)
+        with self._cuda.context():
+            self._cuda.call("cuStreamSynchronize", self._stream)
+            while self._events:
+                self._cuda.destroy_event(self._events.pop())
+            self._cuda.call("cuStreamDestroy", self._stream)
 
     def _run(self, pairs: list[Pair]) -> None:
         with self._submitting:

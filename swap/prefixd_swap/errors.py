@@ -19,6 +19,10 @@ class OutOfMemoryError(SwapError):
     """Physical memory, address space or mappings are used up."""
 
 
+class CreationStoppedError(SwapError):
+    """Chunks were being created, and `VirtualMemory.stop_creating` was called."""
+
+
 class DeviceError(SwapError):
     """The driver refused a call or the device lacks something that is needed."""
 

@@ -14,6 +14,7 @@ import torch
 
 from prefixd_swap.geometry import KvGeometry, Layout
 from prefixd_swap.vmem import VirtualMemory, create_memory
+from prefixd_swap.vmem.cuda_driver import open_device
 
 HOST_CHUNK_BYTES = 64 << 10
 
@@ -57,6 +58,18 @@ def geometry(request: pytest.FixtureRequest, memory: VirtualMemory) -> KvGeometr
 def geometry_for(memory: VirtualMemory, layout: Layout) -> KvGeometry:
     """Two layers and two heads of a size that makes a layer's piece of a block one chunk."""
     return KvGeometry(2, 2, memory.chunk_bytes // 64, "float32", block_tokens=4, layout=layout)
+
+
+def used_bytes(memory: VirtualMemory) -> int:
+    """How much memory the device, or the memory's file, has given out."""
+    if memory.on_device:
+        free, total = open_device(0).call("cuMemGetInfo")
+        return int(total - free)
+    fd = memory.export().open(0)
+    try:
+        return os.fstat(fd).st_blocks * 512
+    finally:
+        os.close(fd)
 
 
 @pytest.fixture

@@ -1,15 +1,24 @@
 from __future__ import annotations
 
+import asyncio
 import mmap
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 
-from prefixd_swap.vmem import VirtualMemory
+from prefixd_swap.copies import CudaCopyEngine, StreamMark
+from prefixd_swap.errors import DeviceError, MemoryMisuseError
+from prefixd_swap.spans import Span
+from prefixd_swap.vmem import VirtualMemory, create_memory
 from prefixd_swap.vmem.cuda_driver import STAND_IN_NAME, CudaDevice, open_device
+
+
+def span_of(array: np.ndarray[Any, Any]) -> Span:
+    return Span(array.ctypes.data, array.nbytes)
 
 
 def test_without_streams_work_runs_at_once(memory: VirtualMemory) -> None:
@@ -29,6 +38,23 @@ class TestOnStreams:
     @pytest.fixture
     def cuda(self, memory: VirtualMemory) -> CudaDevice:
         return open_device(0)
+
+    @pytest.fixture
+    def events(self, cuda: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> set[int]:
+        """The events that are there, of those created from now on."""
+        there: set[int] = set()
+        call = cuda.call
+
+        def watch(name: str, *arguments: Any) -> Any:
+            result = call(name, *arguments)
+            if name == "cuEventCreate":
+                there.add(int(result))
+            elif name == "cuEventDestroy":
+                there.remove(int(arguments[0]))
+            return result
+
+        monkeypatch.setattr(cuda, "call", watch)
+        return there
 
     @pytest.fixture
     def stream(self, cuda: CudaDevice) -> Iterator[Any]:
@@ -92,3 +118,72 @@ class TestOnStreams:
         thread.start()
         thread.join()
         assert ran == [1]
+
+    def test_closing_runs_what_waits_and_gives_every_event_back(
+        self, memory: VirtualMemory, stream: Any, events: set[int], busy: np.ndarray[Any, Any]
+    ) -> None:
+        fence = memory.fence()
+        ran: list[bool] = []
+        fence.retire([0, stream], lambda: ran.append(bool((busy == 5).all())))
+        fence.retire([stream], lambda: fence.retire([stream], lambda: ran.append(True)))
+        assert len(events) == 3
+        # A fresh thread has no context, and the driver refuses to destroy an event without one.
+        with ThreadPoolExecutor(1) as fresh:
+            fresh.submit(fence.close).result()
+        assert ran == [True, True] and not events
+        fence.close()
+        with pytest.raises(MemoryMisuseError, match="fence is closed"):
+            fence.retire([stream], lambda: None)
+
+    def test_a_memory_closes_its_fences(
+        self, device: str, cuda: CudaDevice, stream: Any, events: set[int], chunk_bytes: int | None
+    ) -> None:
+        memory = create_memory(device, chunk_bytes)
+        mapped = memory.reserve(memory.chunk_bytes)
+        mapped.map(0, memory.create(1))
+        host = np.zeros(memory.chunk_bytes, np.uint8)
+        cuda.call("cuMemcpyDtoHAsync", host.ctypes.data, mapped.base, host.nbytes, stream)
+        memory.fence().retire([stream], lambda: mapped.unmap(0, memory.chunk_bytes))
+        assert len(events) == 1
+        memory.close()
+        assert not events
+        cuda.call("cuStreamSynchronize", stream)
+
+    def test_a_piece_of_work_that_fails_leaves_the_others_waiting(self, memory: VirtualMemory, stream: Any) -> None:
+        fence = memory.fence()
+        ran: list[str] = []
+
+        def fail() -> None:
+            raise ValueError("this piece")
+
+        for work in (lambda: ran.append("before"), fail, lambda: ran.append("after")):
+            fence.retire([stream], work)
+        with pytest.raises(ValueError, match="this piece"):
+            fence.poll(wait=True)
+        assert ran == ["before"]
+        assert fence.poll(wait=True) == 0 and ran == ["before", "after"]
+
+    def test_a_mark_and_an_engine_give_their_events_back_in_any_thread(
+        self, memory: VirtualMemory, stream: Any, events: set[int], busy: np.ndarray[Any, Any]
+    ) -> None:
+        marks = [StreamMark(0, stream)]
+        marks[0].wait()
+        assert (busy == 5).all() and len(events) == 1
+        engine = CudaCopyEngine(0, threads=1)
+        target = np.zeros(memory.chunk_bytes, np.uint8)
+        asyncio.run(engine.copy([(span_of(target), self.mapped.span(0, memory.chunk_bytes))]))
+        assert (target == 5).all() and len(events) == 2
+        with ThreadPoolExecutor(1) as fresh:
+            fresh.submit(marks.clear).result()
+            assert len(events) == 1
+            fresh.submit(engine.close).result()
+        assert not events
+
+    def test_what_was_current_in_a_thread_is_so_after_an_event_was_destroyed(
+        self, memory: VirtualMemory, cuda: CudaDevice
+    ) -> None:
+        event = cuda.create_event()
+        with ThreadPoolExecutor(1) as fresh:
+            fresh.submit(cuda.destroy_event, event).result()
+            with pytest.raises(DeviceError, match="INVALID_CONTEXT"):
+                fresh.submit(cuda.call, "cuMemGetInfo").result()

@@ -3,6 +3,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from prefixd_swap.errors import DeviceError, IntegrityError, MemoryMisuseError, OutOfMemoryError
-from prefixd_swap.vmem import VirtualMemory, VirtualRange, create_memory
+from prefixd_swap.errors import CreationStoppedError, DeviceError, IntegrityError, MemoryMisuseError, OutOfMemoryError
+from prefixd_swap.vmem import VirtualMemory, VirtualRange, create_memory, host
 from prefixd_swap.vmem.cuda_driver import ck, open_device
+from tests.swap.conftest import used_bytes
 
 Settle = Callable[[], None]
 
@@ -179,7 +182,7 @@ def test_a_create_that_fails_half_way_leaves_nothing(memory: VirtualMemory, monk
     """The device can fill up between asking for its free memory and the last chunk."""
     cuda = open_device(0)
     memory.destroy(memory.create(40))  # what the driver keeps for itself, it has now
-    before = _used_bytes(memory)
+    before = used_bytes(memory)
     call, made = cuda.call, 0
 
     def fail_the_33rd(name: str, *arguments: Any) -> Any:
@@ -192,29 +195,67 @@ def test_a_create_that_fails_half_way_leaves_nothing(memory: VirtualMemory, monk
     monkeypatch.setattr(cuda, "call", fail_the_33rd)
     with pytest.raises(OutOfMemoryError, match="cuMemCreate failed with CUDA_ERROR_OUT_OF_MEMORY"):
         memory.create(40)
-    assert memory.chunk_count == 0 and _used_bytes(memory) - before < 16 * memory.chunk_bytes, "32 were made"
+    assert memory.chunk_count == 0 and used_bytes(memory) - before < 16 * memory.chunk_bytes, "32 were made"
     assert memory.create(5) == range(40, 45)
 
 
-def _used_bytes(memory: VirtualMemory) -> int:
-    if memory.on_device:
-        free, total = open_device(0).call("cuMemGetInfo")
-        return int(total - free)
-    fd = memory.export().open(0)
-    try:
-        return os.fstat(fd).st_blocks * 512
-    finally:
-        os.close(fd)
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+def test_a_run_is_unmapped_and_given_access_in_one_call(memory: VirtualMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = open_device(0)
+    call, calls = cuda.call, Counter[str]()
+
+    def count(name: str, *arguments: Any) -> Any:
+        calls[name] += 1
+        return call(name, *arguments)
+
+    mapped = memory.reserve(16 * memory.chunk_bytes)
+    chunks = memory.create(16)
+    monkeypatch.setattr(cuda, "call", count)
+    mapped.map(0, chunks[::-1])
+    mapped.unmap(4 * memory.chunk_bytes, 8 * memory.chunk_bytes)
+    mapped.unmap(12 * memory.chunk_bytes, 4 * memory.chunk_bytes)
+    assert (calls["cuMemMap"], calls["cuMemSetAccess"], calls["cuMemUnmap"]) == (16, 1, 2)
+    bytes_at(mapped, 0, 4).fill_(3)
+
+
+def test_creating_can_be_stopped_from_another_thread(memory: VirtualMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that creates is stopped at a third of the work: nothing of it stays, and nothing more is created."""
+    monkeypatch.setattr(host, "_ALLOCATE_BYTES", memory.chunk_bytes)
+    memory.create(2)
+    before = used_bytes(memory)
+    checked = memory._check_creating
+    reached, go_on = threading.Event(), threading.Event()
+    checks = 0
+
+    def pause() -> None:
+        nonlocal checks
+        checks += 1
+        if checks == 8:
+            reached.set()
+            go_on.wait(60)
+        checked()
+
+    monkeypatch.setattr(memory, "_check_creating", pause)
+    with ThreadPoolExecutor(1) as thread:
+        creating = thread.submit(memory.create, 24)
+        assert reached.wait(60)
+        memory.stop_creating()
+        go_on.set()
+        with pytest.raises(CreationStoppedError):
+            creating.result(60)
+    assert checks == 8 and memory.chunk_count == 2 and used_bytes(memory) == before
+    with pytest.raises(CreationStoppedError):
+        memory.create(1)
 
 
 def test_create_takes_memory_at_once_and_destroy_gives_it_back(memory: VirtualMemory) -> None:
     memory.create(1)
-    before = _used_bytes(memory)
+    before = used_bytes(memory)
     chunks = memory.create(16)
-    assert _used_bytes(memory) - before >= 16 * memory.chunk_bytes
+    assert used_bytes(memory) - before >= 16 * memory.chunk_bytes
     memory.destroy(chunks)
     kept = 8 * memory.chunk_bytes if memory.on_device else 0  # a driver may keep some for its own tables
-    assert _used_bytes(memory) - before <= kept
+    assert used_bytes(memory) - before <= kept
 
 
 def test_fresh_threads_can_use_the_memory(memory: VirtualMemory) -> None:

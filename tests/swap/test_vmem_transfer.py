@@ -10,12 +10,14 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from prefixd_swap.errors import TransferError
+from prefixd_swap.errors import MemoryMisuseError, TransferError
 from prefixd_swap.vmem import Export, VirtualMemory, attach_memory, recv_export, send_export
+from tests.swap.conftest import used_bytes
 
 CHILD = Path(__file__).with_name("attach_child.py")
 
@@ -29,10 +31,10 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 @contextlib.contextmanager
 def child_attached(
-    ours: socket.socket, theirs: socket.socket, memory: VirtualMemory
+    ours: socket.socket, theirs: socket.socket, memory: VirtualMemory, *further: str
 ) -> Iterator[subprocess.Popen[bytes]]:
     export = memory.export()
-    arguments = [sys.executable, str(CHILD), str(theirs.fileno()), export.meta.decode(), str(export.count)]
+    arguments = [sys.executable, str(CHILD), str(theirs.fileno()), export.meta.decode(), str(export.count), *further]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(arguments, pass_fds=[theirs.fileno()], env=environment) as child:
         theirs.close()
@@ -85,6 +87,107 @@ def test_memory_outlives_a_process_that_dies_with_it_mapped(
         child.kill()
         child.wait(60)
         assert view.eq(200).all()
+
+
+def test_a_memory_shrinks_and_grows_in_every_process_that_has_it(
+    memory: VirtualMemory, pair: tuple[socket.socket, socket.socket]
+) -> None:
+    """What both give up goes back to the system, what comes new is the same memory in both."""
+    ours, theirs = pair
+    size = memory.chunk_bytes
+    kept = 8 * size if memory.device != "cpu" else 0  # a driver may keep some for its own tables
+    first = memory.create(26)
+    window = memory.reserve(len(first) * size)
+
+    def fill(chunks: range, value: int) -> None:
+        window.map(0, chunks)
+        window.tensor((len(chunks) * size,), torch.uint8).fill_(value)
+        if memory.device != "cpu":
+            torch.cuda.synchronize()
+        window.unmap(0, len(chunks) * size)
+
+    def order(*words: object) -> Any:
+        ours.sendall(json.dumps(words).encode())
+        return json.loads(ours.recv(4096))
+
+    def adopt(export: Export) -> Any:
+        ours.sendall(json.dumps(["adopt", export.meta.decode(), export.count]).encode())
+        assert ours.recv(4) == b"send"
+        send_export(ours, export)
+        return json.loads(ours.recv(4096))
+
+    fill(first, 1)
+    with child_attached(ours, theirs, memory, "resize"):
+        assert order("map", 2, 5) == [[[1, 1]] * 3, 26]
+        full = used_bytes(memory)
+        gone = range(2, 26)
+        memory.destroy(gone)
+        text, count = order("drop", *_ends(gone))
+        assert "chunk 2 is mapped 1 times" in text and count == 26, "refused, and nothing dropped"
+        assert order("unmap", 2, 5) == [None, 26]
+        if memory.on_device:
+            assert full - used_bytes(memory) <= kept, "the other process still holds it"
+        assert order("drop", *_ends(gone)) == [None, 2]
+        assert full - used_bytes(memory) >= len(gone) * size - kept
+        text, count = order("drop", 4, 5)
+        assert "chunk 4 does not exist" in text and count == 2
+        further = memory.create(3)
+        fill(further, 9)
+        assert "chunk 26 does not exist" in order("map", *_ends(further))[0]
+        assert adopt(memory.export_run(further)) == [[26, 29], 5]
+        assert order("map", *_ends(further)) == [[[9, 9]] * 3, 5]
+        assert order("unmap", *_ends(further)) == [None, 5]
+        assert order("drop", *_ends(further)) == [None, 2]
+    memory.destroy(further)
+    assert full - used_bytes(memory) >= len(gone) * size - kept
+
+
+def _ends(run: range) -> tuple[int, int]:
+    return run.start, run.stop
+
+
+def test_only_who_attached_a_memory_drops_and_adopts(memory: VirtualMemory) -> None:
+    chunks = memory.create(2)
+    export = memory.export_run(chunks)
+    for use in (lambda: memory.drop(chunks), lambda: memory.adopt(export.meta, [])):
+        with pytest.raises(MemoryMisuseError, match="own"):
+            use()
+    with pytest.raises(MemoryMisuseError, match="chunk 2 does not exist"):
+        memory.export_run(range(1, 3))
+
+
+def test_a_run_of_another_memory_is_not_adopted(memory: VirtualMemory) -> None:
+    memory.create(1)
+    export = memory.export()
+    with attach_memory(export.meta, [export.open(index) for index in range(export.count)]) as attached:
+        told = json.loads(export.meta)
+        for wrong, words in (
+            (b"[]", "one version"),
+            (json.dumps(told | {"chunks": [[1, 1], [3, 1]]}).encode(), "one version"),
+            (json.dumps(told | {"chunks": [[1, 1]], "chunk_bytes": 1}).encode(), "export_run gave"),
+            (json.dumps(told | {"chunks": [[-1, 1]]}).encode(), "export_run gave"),
+        ):
+            with pytest.raises(TransferError, match=words):
+                attached.adopt(wrong, [])
+        with pytest.raises(MemoryMisuseError, match="chunk 0 is here already"):
+            attached.adopt(memory.export_run(range(1)).meta, [])
+        assert attached.chunk_count == 1
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+def test_a_run_that_comes_with_too_few_descriptors_is_not_adopted(memory: VirtualMemory) -> None:
+    memory.create(1)
+    whole = memory.export()
+    with attach_memory(whole.meta, [whole.open(0)]) as attached:
+        export = memory.export_run(memory.create(20))
+        with pytest.raises(TransferError, match="no descriptor came for chunk 3"):
+            attached.adopt(export.meta, [export.open(0), export.open(1)])
+        assert attached.chunk_count == 1
+        attached.check_integrity()
+        assert attached.adopt(export.meta, [export.open(index) for index in range(20)]) == range(1, 21)
+    before = used_bytes(memory)
+    memory.destroy(range(1, 21))
+    assert before - used_bytes(memory) > 12 * memory.chunk_bytes, "what was imported and not adopted is not kept"
 
 
 def _numbered_file(number: int) -> int:

@@ -11,14 +11,14 @@ import json
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NewType
 
 import numpy as np
 import numpy.typing as npt
 
-from prefixd_swap.errors import IntegrityError, MemoryMisuseError, SwapError
+from prefixd_swap.errors import CreationStoppedError, IntegrityError, MemoryMisuseError, SwapError, TransferError
 from prefixd_swap.spans import Span
 from prefixd_swap.vmem.fence import Fence
 
@@ -59,12 +59,15 @@ class VirtualMemory(ABC):
         self.lock = threading.RLock()
         self._mapped: npt.NDArray[np.int32] = np.empty(0, np.int32)
         self._ranges: set[VirtualRange] = set()
+        self._fences: list[Fence] = []
+        self._stopped = threading.Event()
         self._closed = False
 
     def create(self, count: int) -> range:
         """Create `count` chunks with consecutive ids and memory behind them; ids are never used twice.
 
-        Raises OutOfMemoryError when there is not enough memory, with nothing created.
+        It takes up to 200 us a chunk, so many are created in a thread. Raises OutOfMemoryError when there is not
+        enough memory, CreationStoppedError after `stop_creating`, both with nothing created.
         """
         with self.lock:
             self._check_usable(owner=True)
@@ -75,18 +78,31 @@ class VirtualMemory(ABC):
             self._mapped = np.append(self._mapped, np.zeros(count, np.int32))
             return created
 
+    def stop_creating(self) -> None:
+        """End a `create` that runs in another thread, and refuse later ones: for the end of a process."""
+        self._stopped.set()
+
     def destroy(self, chunks: range) -> None:
-        """Give the memory of `chunks` back. They must not be mapped in this process."""
+        """Give the memory of `chunks` back. They must not be mapped in this process.
+
+        On CUDA the device has it back once every process that attached them has dropped them too; on host memory it
+        has at once, and a process that still maps one would take memory again by touching it.
+        """
         with self.lock:
             self._check_usable(owner=True)
-            if chunks.step != 1:
-                raise MemoryMisuseError(f"{chunks} is not a run of consecutive chunks")
-            self.check_exists(np.asarray(chunks, np.int64))
-            counts = self._mapped[chunks.start : chunks.stop]
-            if counts.any():
-                chunk = chunks.start + int(counts.argmax())
-                raise MemoryMisuseError(f"chunk {chunk} is mapped {counts.max()} times; unmap it before destroying it")
+            counts = self._unmapped(chunks)
             self._destroy(chunks)
+            counts[:] = _ABSENT
+
+    def drop(self, chunks: range) -> None:
+        """In a process that attached the memory: give its hold on `chunks` up; they do not exist here any more.
+
+        They must not be mapped in this process. Raises MemoryMisuseError, also in the owner, which destroys.
+        """
+        with self.lock:
+            self._check_attached()
+            counts = self._unmapped(chunks)
+            self._drop(chunks)
             counts[:] = _ABSENT
 
     def reserve(self, nbytes: int) -> VirtualRange:
@@ -108,12 +124,45 @@ class VirtualMemory(ABC):
             self._check_usable(owner=True)
             edges = np.flatnonzero(np.diff(self._mapped != _ABSENT, prepend=False, append=False))
             runs = [(int(start), int(stop - start)) for start, stop in edges.reshape(-1, 2)]
-            meta = {"chunk_bytes": self.chunk_bytes, "chunks": runs, **self._describe()}
-            return self._export(json.dumps(meta).encode(), runs)
+            return self._export(self._meta(runs), runs, further=False)
 
-    @abstractmethod
+    def export_run(self, chunks: range) -> Export:
+        """Everything that a process which attached this memory before needs to adopt `chunks` too."""
+        with self.lock:
+            self._check_usable(owner=True)
+            self._check_run(chunks)
+            runs = [(chunks.start, len(chunks))]
+            return self._export(self._meta(runs), runs, further=True)
+
+    def adopt(self, meta: bytes, fds: Iterable[int]) -> range:
+        """In a process that attached the memory: take in the further chunks that the owner's `export_run` describes.
+
+        They have the owner's ids. `fds` is what `recv_export` gives, or a list; every descriptor taken from it
+        belongs to this memory. Mapping and unmapping goes on in other threads meanwhile; only one thread adopts at a
+        time. Raises TransferError for a description of another memory or too few descriptors, MemoryMisuseError for
+        chunks that are here already, all with nothing adopted.
+        """
+        chunks = self._further(meta)
+        with self.lock:
+            self._check_attached()
+            self._check_absent(chunks)
+        self._import(chunks, fds)
+        with self.lock:
+            if self._closed:
+                self._drop(chunks)
+            self._check_usable()
+            added = max(0, chunks.stop - len(self._mapped))
+            self._mapped = np.append(self._mapped, np.full(added, _ABSENT, np.int32))
+            self._mapped[chunks.start : chunks.stop] = 0
+            return chunks
+
     def fence(self) -> Fence:
-        """A new fence for work that must wait for what still uses this memory."""
+        """A new fence for work that must wait for what still uses this memory; it ends with the memory."""
+        with self.lock:
+            self._check_usable()
+            made = self._make_fence()
+            self._fences.append(made)
+            return made
 
     @property
     def chunk_count(self) -> int:
@@ -132,11 +181,13 @@ class VirtualMemory(ABC):
                 raise IntegrityError(f"chunk {chunk} is counted as mapped {counted} times, but is {found[chunk]} times")
 
     def close(self) -> None:
-        """Unmap and free every range and give all memory back; further use is refused. Can be called
-        twice."""
+        """Close the fences, unmap and free every range and give all memory back; further use is refused. Can be
+        called twice."""
         with self.lock:
             if self._closed:
                 return
+            for fence in self._fences:
+                fence.close()
             for reserved in list(self._ranges):
                 reserved.discard()
             self._close()
@@ -168,6 +219,50 @@ class VirtualMemory(ABC):
         if owner and not self.owner:
             raise MemoryMisuseError("this memory is attached; only the process that created it can do that")
 
+    def _check_attached(self) -> None:
+        self._check_usable()
+        if self.owner:
+            raise MemoryMisuseError("this memory is the process's own; only one that attached it can do that")
+
+    def _check_creating(self) -> None:
+        if self._stopped.is_set():
+            raise CreationStoppedError("creating chunks was stopped; nothing more is created on this memory")
+
+    def _check_run(self, chunks: range) -> None:
+        if chunks.step != 1:
+            raise MemoryMisuseError(f"{chunks} is not a run of consecutive chunks")
+        self.check_exists(np.asarray(chunks, np.int64))
+
+    def _unmapped(self, chunks: range) -> npt.NDArray[np.int32]:
+        """The counts of `chunks`, all zero. Raises MemoryMisuseError if they are not."""
+        self._check_run(chunks)
+        counts = self._mapped[chunks.start : chunks.stop]
+        if counts.any():
+            chunk = chunks.start + int(counts.argmax())
+            raise MemoryMisuseError(f"chunk {chunk} is mapped {counts.max()} times; unmap it before giving it up")
+        return counts
+
+    def _check_absent(self, chunks: range) -> None:
+        there = self._mapped[chunks.start : chunks.stop] != _ABSENT
+        if there.any():
+            raise MemoryMisuseError(f"chunk {chunks.start + int(there.argmax())} is here already; adopt new ones only")
+
+    def _further(self, meta: bytes) -> range:
+        """The run that `meta` describes. Raises TransferError if it is not one of this memory's."""
+        try:
+            told = json.loads(meta)
+            ((first, count),) = told["chunks"]
+            same = told == {**json.loads(self._meta([])), "chunks": told["chunks"]}
+            chunks = range(int(first), int(first) + int(count))
+        except (ValueError, KeyError, TypeError) as error:
+            raise TransferError(f"{meta[:80]!r} does not describe a run; are both processes of one version?") from error
+        if not same or chunks.start < 0 or not chunks:
+            raise TransferError(f"{meta[:80]!r} is not a run of this memory; adopt what its owner's export_run gave")
+        return chunks
+
+    def _meta(self, runs: Sequence[tuple[int, int]]) -> bytes:
+        return json.dumps({"chunk_bytes": self.chunk_bytes, "chunks": runs, **self._describe()}).encode()
+
     # What an implementation provides. All are called with the lock held and with checked arguments.
 
     @abstractmethod
@@ -175,6 +270,16 @@ class VirtualMemory(ABC):
 
     @abstractmethod
     def _destroy(self, chunks: range) -> None: ...
+
+    @abstractmethod
+    def _drop(self, chunks: range) -> None: ...
+
+    @abstractmethod
+    def _import(self, chunks: range, fds: Iterable[int]) -> None:
+        """Get hold of the owner's `chunks`, all or, when raising, none; called without the lock."""
+
+    @abstractmethod
+    def _make_fence(self) -> Fence: ...
 
     @abstractmethod
     def _reserve(self, nbytes: int) -> int: ...
@@ -201,7 +306,8 @@ class VirtualMemory(ABC):
     def _describe(self) -> dict[str, object]: ...
 
     @abstractmethod
-    def _export(self, meta: bytes, runs: Sequence[tuple[int, int]]) -> Export: ...
+    def _export(self, meta: bytes, runs: Sequence[tuple[int, int]], further: bool) -> Export:
+        """`further`: the other process has attached this memory before."""
 
     @abstractmethod
     def _close(self) -> None: ...

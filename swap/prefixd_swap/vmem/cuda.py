@@ -2,7 +2,10 @@
 
 One chunk is one allocation, since `cuMemMap` takes no offset into an allocation. What costs, as others have measured,
 is `cuMemSetAccess` (about 37 us a call, whatever it covers) and creating (29 to 195 us a chunk): access is set
-once a run, and chunks are created once and recycled by the pool above.
+and chunks are unmapped once a run, and chunks are created once and recycled by the pool above.
+
+The device has a chunk's memory back when every process that attached it has released its handle and unmapped it:
+after `destroy` here, `drop` there.
 
 Unverified on a GPU; the tests run it against a stand-in driver.
 """
@@ -49,26 +52,17 @@ class CudaMemory(VirtualMemory):
         cuda = open_device(ordinal)
         VirtualMemory.__init__(memory, chunk_bytes, cuda.tensor_device, on_device=True, owner=False)
         memory._setup(cuda)
-        memory._adopt(runs)
-        cuda.use_context()
         descriptors = iter(fds)
         try:
             for first, count in runs:
-                for chunk in range(first, first + count):
-                    fd = next(descriptors, None)
-                    if fd is None:
-                        raise TransferError(f"no descriptor came for chunk {chunk}; send one for each of the chunks")
-                    try:
-                        memory._handles[chunk] = cuda.call("cuMemImportFromShareableHandle", fd, memory._fd_type)
-                    finally:
-                        os.close(fd)
+                memory._import(range(first, first + count), descriptors)
+            memory._adopt(runs)
         except BaseException:
             memory.close()
             raise
         return memory
 
-    def fence(self) -> Fence:
-        """A fence on events of the device's streams."""
+    def _make_fence(self) -> Fence:
         return CudaFence(self._cuda)
 
     def _setup(self, cuda: CudaDevice) -> None:
@@ -92,15 +86,37 @@ class CudaMemory(VirtualMemory):
             )
         try:
             for chunk in chunks:
+                self._check_creating()
                 self._handles[chunk] = self._cuda.call("cuMemCreate", self.chunk_bytes, self._properties, 0)
         except SwapError:
-            self._destroy(range(chunks.start, chunks.start + sum(chunk in self._handles for chunk in chunks)))
+            self._drop(chunks)
             raise
 
     def _destroy(self, chunks: range) -> None:
+        self._drop(chunks)
+
+    def _drop(self, chunks: range) -> None:
         self._cuda.use_context()
         for chunk in chunks:
-            self._cuda.call("cuMemRelease", self._handles.pop(chunk))
+            if chunk in self._handles:
+                self._cuda.call("cuMemRelease", self._handles.pop(chunk))
+
+    def _import(self, chunks: range, fds: Iterable[int]) -> None:
+        self._cuda.use_context()
+        descriptors = iter(fds)
+        try:
+            for chunk in chunks:
+                fd = next(descriptors, None)
+                if fd is None:
+                    raise TransferError(f"no descriptor came for chunk {chunk}; send one for each of the chunks")
+                try:
+                    handle = self._cuda.call("cuMemImportFromShareableHandle", fd, self._fd_type)
+                finally:
+                    os.close(fd)
+                self._handles[chunk] = handle
+        except BaseException:
+            self._drop(chunks)
+            raise
 
     def _reserve(self, nbytes: int) -> int:
         self._cuda.use_context()
@@ -119,7 +135,8 @@ class CudaMemory(VirtualMemory):
                 done += 1
             self._cuda.call("cuMemSetAccess", address, done * size, [self._access], 1)
         except SwapError:
-            self._unmap(address, done)
+            if done:
+                self._unmap(address, done)
             raise
 
     def _take_mappings(self, count: int) -> None:
@@ -129,14 +146,15 @@ class CudaMemory(VirtualMemory):
         """See `_take_mappings`."""
 
     def _unmap(self, address: int, count: int) -> None:
+        # One call unmaps a run, as long as it covers whole mappings and nothing else; NVIDIA's sample vectorAddMMAP
+        # does the same.
         self._cuda.use_context()
-        for slot in range(count):  # the driver unmaps what was mapped by one call, neither less nor more
-            self._cuda.call("cuMemUnmap", address + slot * self.chunk_bytes, self.chunk_bytes)
+        self._cuda.call("cuMemUnmap", address, count * self.chunk_bytes)
 
     def _describe(self) -> dict[str, object]:
         return {"kind": "cuda", "ordinal": self._cuda.ordinal}
 
-    def _export(self, meta: bytes, runs: Sequence[tuple[int, int]]) -> Export:
+    def _export(self, meta: bytes, runs: Sequence[tuple[int, int]], further: bool) -> Export:
         ids = [chunk for first, count in runs for chunk in range(first, first + count)]
         return Export(meta, len(ids), lambda index: self._open(ids[index]))
 

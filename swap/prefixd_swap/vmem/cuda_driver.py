@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from prefixd_swap.errors import DeviceError, OutOfMemoryError
@@ -90,6 +92,18 @@ class CudaDevice:
         """Make the primary context current in the calling thread; a fresh thread has none."""
         self.call("cuCtxSetCurrent", self._context)
 
+    @contextmanager
+    def context(self) -> Iterator[None]:
+        """Has the primary context current in the calling thread, and afterwards what was current before.
+
+        For threads that are not this package's: what computes there may be on another GPU.
+        """
+        self.call("cuCtxPushCurrent", self._context)
+        try:
+            yield
+        finally:
+            self.call("cuCtxPopCurrent")
+
     def call(self, name: str, *arguments: Any) -> Any:
         """Call the driver function `name`; see `ck` for what it returns and raises."""
         return ck(name, getattr(self.api, name)(*arguments))
@@ -98,6 +112,11 @@ class CudaDevice:
         """An event without timing whose waiters sleep instead of spinning."""
         flags = self.api.CUevent_flags
         return self.call("cuEventCreate", flags.CU_EVENT_DISABLE_TIMING | flags.CU_EVENT_BLOCKING_SYNC)
+
+    def destroy_event(self, event: Any) -> None:
+        """Give an event back, in any thread; the driver destroys it once it has happened. Raises DeviceError."""
+        with self.context():
+            self.call("cuEventDestroy", event)
 
     def event_done(self, event: Any) -> bool:
         """Whether what was recorded in `event` has happened. Raises DeviceError if it failed."""

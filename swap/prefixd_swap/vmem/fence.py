@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from prefixd_swap.errors import MemoryMisuseError, SwapError
 from prefixd_swap.vmem.cuda_driver import CudaDevice
 
 Work = Callable[[], None]
@@ -31,6 +32,13 @@ class Fence(ABC):
     def poll(self, wait: bool = False) -> int:
         """Run the work that is due, or with `wait` all of it; returns how many pieces of work are left."""
 
+    @abstractmethod
+    def close(self) -> None:
+        """Wait for all work and run it, then give the events back. Can be called twice.
+
+        The memory that made the fence closes it at the latest.
+        """
+
 
 class HostFence(Fence):
     """Host memory: a call that has returned has ended, so there is never anything to wait for."""
@@ -43,6 +51,9 @@ class HostFence(Fence):
         """Nothing is ever left."""
         return 0
 
+    def close(self) -> None:
+        """There is nothing to give back."""
+
 
 class CudaFence(Fence):
     """Records an event on every stream; events are reused. Unverified on a GPU."""
@@ -51,22 +62,29 @@ class CudaFence(Fence):
         self._device = device
         self._waiting: list[tuple[list[Any], Work]] = []
         self._idle: list[Any] = []
+        self._closed = False
 
     def retire(self, streams: Iterable[int], work: Work) -> None:
         """Record an event on each of `streams`; without any stream run `work` at once."""
+        if self._closed:
+            raise MemoryMisuseError("this fence is closed; make another with VirtualMemory.fence()")
         self._device.use_context()
         events: list[Any] = []
-        for stream in streams:
-            event = self._idle.pop() if self._idle else self._device.create_event()
-            events.append(event)
-            self._device.call("cuEventRecord", event, stream)
+        try:
+            for stream in streams:
+                events.append(self._idle.pop() if self._idle else self._device.create_event())
+                self._device.call("cuEventRecord", events[-1], stream)
+        except SwapError:
+            self._idle.extend(events)
+            raise
         if events:
             self._waiting.append((events, work))
         else:
             work()
 
     def poll(self, wait: bool = False) -> int:
-        """Run the work whose events have all happened. An error of the driver leaves that work waiting."""
+        """Run the work whose events have all happened. An error of the driver or of a piece of work leaves the work
+        behind it waiting."""
         if not self._waiting:
             return 0
         self._device.use_context()
@@ -79,7 +97,21 @@ class CudaFence(Fence):
             done = wait or all(self._device.event_done(event) for event in events)
             (due if done else left).append((events, work))
         self._waiting = left
-        for events, work in due:
-            self._idle.extend(events)
-            work()
+        try:
+            while due:
+                events, work = due.pop(0)
+                self._idle.extend(events)
+                work()
+        finally:
+            self._waiting[:0] = due
         return len(self._waiting)
+
+    def close(self) -> None:
+        """Wait for all work and run it, then destroy the events."""
+        if self._closed:
+            return
+        while self._waiting:  # work may retire more
+            self.poll(wait=True)
+        self._closed = True
+        while self._idle:
+            self._device.destroy_event(self._idle.pop())

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from prefixd_swap.errors import MemoryMisuseError, OutOfMemoryError
+from prefixd_swap.errors import CreationStoppedError, MemoryMisuseError, OutOfMemoryError
 from prefixd_swap.vmem import linux
 from prefixd_swap.vmem.base import ChunkIds, Export, VirtualMemory
 from prefixd_swap.vmem.fence import Fence, HostFence
 from prefixd_swap.vmem.mapping_budget import PROCESS_MAPPINGS
 
 _HUGE_PAGE_BYTES = 2 << 20
+_ALLOCATE_BYTES = 256 << 20  # at a time; in between, `stop_creating` is looked at
 
 
 class HostMemory(VirtualMemory):
@@ -43,8 +44,7 @@ class HostMemory(VirtualMemory):
         memory._adopt(runs)
         return memory
 
-    def fence(self) -> Fence:
-        """A fence that never waits."""
+    def _make_fence(self) -> Fence:
         return HostFence()
 
     def _create(self, chunks: range) -> None:
@@ -56,16 +56,26 @@ class HostMemory(VirtualMemory):
             )
         try:
             # Allocates and zeroes every page now: the first writer would pay 0.4 ms a 2 MiB for it otherwise.
-            os.posix_fallocate(self._fd, offset, nbytes)
-        except OSError as error:
+            for done in range(0, nbytes, _ALLOCATE_BYTES):
+                self._check_creating()
+                os.posix_fallocate(self._fd, offset + done, min(_ALLOCATE_BYTES, nbytes - done))
+        except (OSError, CreationStoppedError) as error:
             with contextlib.suppress(OSError):  # the first error is the one to report
                 os.ftruncate(self._fd, offset)
+            if isinstance(error, CreationStoppedError):
+                raise
             raise OutOfMemoryError(
                 f"allocating {nbytes} bytes of host memory failed ({error.strerror}): make the tier smaller"
             ) from error
 
     def _destroy(self, chunks: range) -> None:
         linux.punch_hole(self._fd, chunks.start * self.chunk_bytes, len(chunks) * self.chunk_bytes)
+
+    def _drop(self, chunks: range) -> None:
+        """The file is the owner's to cut."""
+
+    def _import(self, chunks: range, fds: Iterable[int]) -> None:
+        """The file is here already, and has the chunks in it."""
 
     def _reserve(self, nbytes: int) -> int:
         # Aligned as huge pages are, so that a large run can be mapped with them where the system does that.
@@ -98,8 +108,8 @@ class HostMemory(VirtualMemory):
     def _describe(self) -> dict[str, object]:
         return {"kind": "host"}
 
-    def _export(self, meta: bytes, runs: Sequence[tuple[int, int]]) -> Export:
-        return Export(meta, 1, lambda _: os.dup(self._fd))
+    def _export(self, meta: bytes, runs: Sequence[tuple[int, int]], further: bool) -> Export:
+        return Export(meta, 0 if further else 1, lambda _: os.dup(self._fd))
 
     def _close(self) -> None:
         os.close(self._fd)

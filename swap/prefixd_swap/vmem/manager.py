@@ -339,7 +339,7 @@ class VirtualTensorManager:
         for tensor in list(self._live.values()):
             self.release(tensor)
         self._drain()
-        self._fence.poll(wait=True)
+        self._fence.close()
         self.virtual.close()
 
     # -- inside -------------------------------------------------------------------------------------------------

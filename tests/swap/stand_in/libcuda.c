@@ -2,21 +2,26 @@
 //
 //   gcc -O2 -Wall -Werror -shared -fPIC -pthread -Wl,-soname,libcuda.so.1 -o libcuda.so.1 libcuda.c
 //
-// It exists to refuse what the driver refuses: sizes that are not a multiple of the granularity, an offset into a
-// chunk, a second mapping over a first one, unmapping anything but whole mappings, touching memory without access,
-// exporting what was not created exportable, calls from a thread without a current context. Copies run on a thread
-// per stream, late on purpose, so that a missing wait shows as wrong bytes, and a copy that meets memory which was
-// unmapped under it fails the context for good, as on a device. It proves calling conventions, not the behaviour or
-// the speed of a driver.
+// It exists to refuse what the driver refuses: sizes that are not a multiple of the granularity, more memory than the
+// device has, an offset into a chunk, a second mapping over a first one, unmapping anything but whole mappings (a run
+// of them in one call is whole), freeing a reservation with mappings, touching memory without access, exporting what
+// was not created exportable, a handle or an event after its end, an event on a stream of another context, calls from
+// a thread without a current context. An allocation counts against the device until every process has let go of it.
+// Copies run on a thread per stream, late on purpose, so that a missing wait shows as wrong bytes, and a copy that
+// meets memory which was unmapped under it fails the context for good, as on a device. It proves calling conventions,
+// not the behaviour or the speed of a driver.
 //
-// Environment: PREFIXD_STAND_IN_MIB, the device's memory (default 1024); PREFIXD_STAND_IN_COPY_US, what each
-// asynchronous copy waits before it runs (default 300).
+// Environment, read at cuInit: PREFIXD_STAND_IN_MEMORY_BYTES, the memory of each device (default 1 GiB);
+// PREFIXD_STAND_IN_DEVICES, how many there are (1 or 2, default 1); PREFIXD_STAND_IN_COPY_US, what each asynchronous
+// copy waits before it runs (default 300).
 #define _GNU_SOURCE
+#include <fcntl.h>
 #include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -45,35 +50,50 @@ _Static_assert(sizeof(AllocationProp) == 32 && sizeof(AccessDesc) == 12, "cuda.h
 #define MAX_RANGES 1024
 #define MAX_STREAMS 1024
 #define MAX_PINNED 1024
+#define MAX_DEVICES 2
+#define MAX_PUSHED 16
+#define ANY_DEVICE -1
 
-typedef struct { int fd, live, mappings, exportable, imported; size_t size; } Chunk;
+// live: its handle is not released. gone: this process has let go of it, others may not have; see drop_if_unused.
+typedef struct { int fd, live, mappings, exportable, imported, gone, device; size_t size; } Chunk;
 typedef struct { uintptr_t base; size_t size; int chunk, accessible, used; } Mapping;
 typedef struct { uintptr_t base; size_t size; int used; } Range;
 typedef struct Op { int kind; void *dst, *src; size_t n; struct Stream *other; uint64_t at; struct Op *next; } Op;
-typedef struct Stream { pthread_t thread; Op *head, *tail; uint64_t submitted, done; int live; } Stream;
-typedef struct { Stream *stream; uint64_t at; } Event;
+typedef struct Context { int device; } Context;
+typedef struct Stream {
+  pthread_t thread;
+  Op *head, *tail;
+  uint64_t submitted, done;
+  int live;
+  Context *context;
+} Stream;
+typedef struct { Stream *stream; uint64_t at; Context *context; int live; } Event;  // kept after its end, to refuse it
 enum { COPY_TO_HOST, COPY_TO_DEVICE, COPY_ON_DEVICE, WAIT };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t moved = PTHREAD_COND_INITIALIZER;
 static int initialized, failed;  // failed: the sticky error of a context that has faulted
-static __thread void *current_context;
+static Context contexts[MAX_DEVICES] = {{0}, {1}};
+static __thread Context *pushed[MAX_PUSHED];  // a thread's contexts; the last one is current
+static __thread int depth;
 static Chunk chunks[MAX_CHUNKS];
+static unsigned generations[MAX_CHUNKS];  // part of a handle, so that one that was released is never valid again
 static Mapping mappings[MAX_CHUNKS];
 static Range ranges[MAX_RANGES], pinned[MAX_PINNED];
-static Stream streams[MAX_STREAMS];  // streams[0] is the default stream
-static int context_object;
-static size_t chunk_bytes_live;
+static Stream streams[MAX_STREAMS];  // the first MAX_DEVICES are the default streams
+static size_t chunk_bytes_live[MAX_DEVICES], capacity;
+static int devices;
+static long copy_us;
 
 static long setting(const char *name, long fallback) {
   const char *value = getenv(name);
   return value ? atol(value) : fallback;
 }
-static size_t capacity(void) { return (size_t)setting("PREFIXD_STAND_IN_MIB", 1024) << 20; }
+static Context *current_context(void) { return depth ? pushed[depth - 1] : NULL; }
 
 #define LOCKED(expression) do { pthread_mutex_lock(&lock); Result r_ = (expression); pthread_mutex_unlock(&lock); \
                                 return r_; } while (0)
-#define NEEDS_CONTEXT do { if (!initialized) return NOT_INITIALIZED; if (!current_context) return INVALID_CONTEXT; \
+#define NEEDS_CONTEXT do { if (!initialized) return NOT_INITIALIZED; if (!current_context()) return INVALID_CONTEXT; \
                            if (failed) return failed; } while (0)
 
 static int overlaps(uintptr_t a, size_t n, uintptr_t b, size_t m) { return a < b + m && b < a + n; }
@@ -99,31 +119,63 @@ static size_t covered(uintptr_t base, size_t n, int for_copy) {
   }
   return total;
 }
+// A chunk's memory goes back when no process holds it: each descriptor and mapping of its file, in any process, keeps
+// the lock that was set at its creation. Who created it asks, through a descriptor of another opening, if it is free.
+static void count_what_came_back(void) {
+  for (int i = 1; i < MAX_CHUNKS; i++) {
+    if (!chunks[i].gone || flock(chunks[i].fd, LOCK_EX | LOCK_NB)) continue;
+    close(chunks[i].fd);
+    chunk_bytes_live[chunks[i].device] -= chunks[i].size;
+    chunks[i] = (Chunk){0};
+  }
+}
+static void drop_if_unused(int i) {
+  Chunk *c = &chunks[i];
+  if (c->live || c->mappings) return;
+  generations[i]++;
+  if (c->imported) { close(c->fd); *c = (Chunk){0}; return; }
+  char path[32];
+  snprintf(path, sizeof path, "/proc/self/fd/%d", c->fd);
+  int other = open(path, O_RDWR | O_CLOEXEC);
+  close(c->fd);
+  if (other < 0) { chunk_bytes_live[c->device] -= c->size; *c = (Chunk){0}; return; }
+  c->fd = other;
+  c->gone = 1;
+}
 static int free_slot_of_chunks(void) {
   for (int i = 1; i < MAX_CHUNKS; i++) if (!chunks[i].fd) return i;
   return 0;
 }
-static void drop_if_unused(int i) {
-  if (chunks[i].live || chunks[i].mappings) return;
-  close(chunks[i].fd);
-  if (!chunks[i].imported) chunk_bytes_live -= chunks[i].size;
-  chunks[i] = (Chunk){0};
+static unsigned long long handle_of(int slot) { return (unsigned long long)generations[slot] * MAX_CHUNKS + slot; }
+static Chunk *known(unsigned long long handle) {
+  int slot = handle % MAX_CHUNKS;
+  return slot && chunks[slot].live && handle_of(slot) == handle ? &chunks[slot] : NULL;
 }
-static int known(unsigned long long handle) { return handle > 0 && handle < MAX_CHUNKS && chunks[handle].live; }
 static int good(const AllocationProp *p) {
-  return p->type == PINNED && !p->win32 && p->location.type == ON_DEVICE && p->location.id == 0;
+  return p->type == PINNED && !p->win32 && p->location.type == ON_DEVICE && p->location.id >= 0 &&
+         p->location.id < devices;
 }
 
 // ------------------------------------------------------------------ device and context
-static Result init(unsigned flags) { if (flags) return INVALID_VALUE; initialized = 1; return OK; }
+static Result init(unsigned flags) {
+  if (flags) return INVALID_VALUE;
+  if (initialized) return OK;
+  capacity = setting("PREFIXD_STAND_IN_MEMORY_BYTES", 1l << 30);
+  devices = setting("PREFIXD_STAND_IN_DEVICES", 1);
+  copy_us = setting("PREFIXD_STAND_IN_COPY_US", 300);
+  if (devices < 1 || devices > MAX_DEVICES) return INVALID_VALUE;
+  for (int i = 0; i < devices; i++) streams[i].context = &contexts[i];
+  initialized = 1;
+  return OK;
+}
 static Result driver_get_version(int *version) { *version = 13000; return OK; }
 static Result device_get(int *device, int ordinal) {
   if (!initialized) return NOT_INITIALIZED;
-  if (ordinal) return INVALID_DEVICE;
-  *device = 0;
+  if (ordinal < 0 || ordinal >= devices) return INVALID_DEVICE;
+  *device = ordinal;
   return OK;
 }
-static Result device_get_count(int *n) { if (!initialized) return NOT_INITIALIZED; *n = 1; return OK; }
+static Result device_get_count(int *n) { if (!initialized) return NOT_INITIALIZED; *n = devices; return OK; }
 static Result device_get_name(char *name, int n, int device) { snprintf(name, n, "prefixd stand-in"); return OK; }
 static Result device_get_attribute(int *value, int attribute, int device) {
   *value = attribute == ATTRIBUTE_VIRTUAL_MEMORY || attribute == ATTRIBUTE_POSIX_FD;
@@ -131,13 +183,31 @@ static Result device_get_attribute(int *value, int attribute, int device) {
 }
 static Result primary_ctx_retain(void **context, int device) {
   if (!initialized) return NOT_INITIALIZED;
-  *context = &context_object;
+  if (device < 0 || device >= devices) return INVALID_DEVICE;
+  *context = &contexts[device];
+  return OK;
+}
+static int is_context(void *context) {
+  for (int i = 0; i < devices; i++) if (context == &contexts[i]) return 1;
+  return 0;
+}
+static Result ctx_push_current(void *context) {
+  if (!initialized) return NOT_INITIALIZED;
+  if (!is_context(context) || depth == MAX_PUSHED) return INVALID_CONTEXT;
+  pushed[depth++] = context;
+  return OK;
+}
+static Result ctx_pop_current(void **context) {
+  if (!initialized) return NOT_INITIALIZED;
+  if (!depth) return INVALID_CONTEXT;
+  *context = pushed[--depth];
   return OK;
 }
 static Result ctx_set_current(void *context) {
-  if (context && context != &context_object) return INVALID_CONTEXT;
-  current_context = context;
-  return OK;
+  if (!initialized) return NOT_INITIALIZED;
+  if (context && !is_context(context)) return INVALID_CONTEXT;
+  if (depth) depth--;
+  return context ? ctx_push_current(context) : OK;
 }
 static Result get_error_name(Result e, const char **name) {
   static const struct { Result code; const char *name; } names[] = {
@@ -154,8 +224,11 @@ static Result get_error_name(Result e, const char **name) {
 }
 static Result mem_get_info(size_t *free_bytes, size_t *total) {
   NEEDS_CONTEXT;
-  *total = capacity();
-  *free_bytes = *total > chunk_bytes_live ? *total - chunk_bytes_live : 0;
+  pthread_mutex_lock(&lock);
+  count_what_came_back();
+  *total = capacity;
+  *free_bytes = capacity - chunk_bytes_live[current_context()->device];
+  pthread_mutex_unlock(&lock);
   return OK;
 }
 
@@ -196,41 +269,44 @@ static Result address_free_locked(uintptr_t base, size_t n) {
 }
 static Result address_free(uintptr_t base, size_t n) { NEEDS_CONTEXT; LOCKED(address_free_locked(base, n)); }
 
-static Result create_locked(unsigned long long *handle, size_t n, int exportable) {
+static Result create_locked(unsigned long long *handle, size_t n, int exportable, int device) {
+  count_what_came_back();
   int slot = free_slot_of_chunks();
-  if (!slot || chunk_bytes_live + n > capacity()) return OUT_OF_MEMORY;
+  if (!slot || n > capacity - chunk_bytes_live[device]) return OUT_OF_MEMORY;
   int fd = memfd_create("stand-in-chunk", MFD_CLOEXEC);
   if (fd < 0) return OUT_OF_MEMORY;
-  if (ftruncate(fd, n)) { close(fd); return OUT_OF_MEMORY; }
-  chunks[slot] = (Chunk){fd, 1, 0, exportable, 0, n};
-  chunk_bytes_live += n;
-  *handle = slot;
+  if (ftruncate(fd, n) || flock(fd, LOCK_SH)) { close(fd); return OUT_OF_MEMORY; }
+  chunks[slot] = (Chunk){.fd = fd, .live = 1, .exportable = exportable, .device = device, .size = n};
+  chunk_bytes_live[device] += n;
+  *handle = handle_of(slot);
   return OK;
 }
 static Result create(unsigned long long *handle, size_t n, const AllocationProp *p, unsigned long long flags) {
   NEEDS_CONTEXT;
   if (flags || !good(p) || !n || n % GRANULARITY) return INVALID_VALUE;
-  LOCKED(create_locked(handle, n, p->handle_types == POSIX_FD));
+  LOCKED(create_locked(handle, n, p->handle_types == POSIX_FD, p->location.id));
 }
 static Result release_locked(unsigned long long handle) {
-  if (!known(handle)) return INVALID_VALUE;
-  chunks[handle].live = 0;
-  drop_if_unused(handle);
+  Chunk *chunk = known(handle);
+  if (!chunk) return INVALID_VALUE;
+  chunk->live = 0;
+  drop_if_unused(chunk - chunks);
   return OK;
 }
 static Result release(unsigned long long handle) { NEEDS_CONTEXT; LOCKED(release_locked(handle)); }
 
 static Result map_locked(uintptr_t base, size_t n, unsigned long long handle) {
-  if (!known(handle) || n > chunks[handle].size || !reserved(base, n)) return INVALID_VALUE;
+  Chunk *chunk = known(handle);
+  if (!chunk || n > chunk->size || !reserved(base, n)) return INVALID_VALUE;
   int slot = -1;
   for (int i = 0; i < MAX_CHUNKS; i++) {
     if (!mappings[i].used) { if (slot < 0) slot = i; continue; }
     if (overlaps(base, n, mappings[i].base, mappings[i].size)) return ALREADY_MAPPED;
   }
   if (slot < 0) return OUT_OF_MEMORY;
-  if (mmap((void *)base, n, PROT_NONE, MAP_SHARED | MAP_FIXED, chunks[handle].fd, 0) == MAP_FAILED) return OUT_OF_MEMORY;
-  mappings[slot] = (Mapping){base, n, handle, 0, 1};
-  chunks[handle].mappings++;
+  if (mmap((void *)base, n, PROT_NONE, MAP_SHARED | MAP_FIXED, chunk->fd, 0) == MAP_FAILED) return OUT_OF_MEMORY;
+  mappings[slot] = (Mapping){base, n, chunk - chunks, 0, 1};
+  chunk->mappings++;
   return OK;
 }
 static Result map(uintptr_t base, size_t n, size_t offset, unsigned long long handle, unsigned long long flags) {
@@ -238,17 +314,21 @@ static Result map(uintptr_t base, size_t n, size_t offset, unsigned long long ha
   if (flags || offset || !n || n % GRANULARITY || base % GRANULARITY) return INVALID_VALUE;
   LOCKED(map_locked(base, n, handle));
 }
-static Result set_access_locked(uintptr_t base, size_t n) {
-  if (covered(base, n, 0) != n) return INVALID_VALUE;
-  for (int i = 0; i < MAX_CHUNKS; i++)
-    if (mappings[i].used && inside(mappings[i].base, mappings[i].size, base, n)) mappings[i].accessible = 1;
+static Result set_access_locked(uintptr_t base, size_t n, int device) {
+  if (!n || covered(base, n, 0) != n) return INVALID_VALUE;
+  for (int i = 0; i < MAX_CHUNKS; i++) {
+    Mapping *m = &mappings[i];
+    if (!m->used || !inside(m->base, m->size, base, n)) continue;
+    int on = chunks[m->chunk].device;
+    if (on != ANY_DEVICE && on != device) return INVALID_VALUE;  // these devices are no peers
+    m->accessible = 1;
+  }
   return mprotect((void *)base, n, PROT_READ | PROT_WRITE) ? INVALID_VALUE : OK;
 }
 static Result set_access(uintptr_t base, size_t n, const AccessDesc *access, size_t count) {
   NEEDS_CONTEXT;
-  if (count != 1 || access->location.type != ON_DEVICE || access->location.id || access->flags != READ_WRITE)
-    return INVALID_VALUE;
-  LOCKED(set_access_locked(base, n));
+  if (count != 1 || access->location.type != ON_DEVICE || access->flags != READ_WRITE) return INVALID_VALUE;
+  LOCKED(set_access_locked(base, n, access->location.id));
 }
 static Result unmap_locked(uintptr_t base, size_t n) {
   if (!n || covered(base, n, 0) != n) return INVALID_VALUE;
@@ -265,8 +345,9 @@ static Result unmap_locked(uintptr_t base, size_t n) {
 static Result unmap(uintptr_t base, size_t n) { NEEDS_CONTEXT; LOCKED(unmap_locked(base, n)); }
 
 static Result export_locked(int *fd, unsigned long long handle) {
-  if (!known(handle) || !chunks[handle].exportable) return INVALID_VALUE;
-  *fd = dup(chunks[handle].fd);
+  Chunk *chunk = known(handle);
+  if (!chunk || !chunk->exportable) return INVALID_VALUE;
+  *fd = dup(chunk->fd);
   return *fd < 0 ? OUT_OF_MEMORY : OK;
 }
 static Result export_handle(void *fd, unsigned long long handle, int type, unsigned long long flags) {
@@ -280,8 +361,8 @@ static Result import_locked(unsigned long long *handle, int fd) {
   if (fstat(fd, &s) || !s.st_size || s.st_size % GRANULARITY) return INVALID_VALUE;
   int own = slot ? dup(fd) : -1;
   if (own < 0) return OUT_OF_MEMORY;
-  chunks[slot] = (Chunk){own, 1, 0, 0, 1, s.st_size};
-  *handle = slot;
+  chunks[slot] = (Chunk){.fd = own, .live = 1, .imported = 1, .device = ANY_DEVICE, .size = s.st_size};
+  *handle = handle_of(slot);
   return OK;
 }
 static Result import_handle(unsigned long long *handle, void *fd, int type) {
@@ -326,7 +407,6 @@ static void execute(Op *op) {
 }
 static void *run(void *argument) {
   Stream *s = argument;
-  long delay = setting("PREFIXD_STAND_IN_COPY_US", 300);
   pthread_mutex_lock(&lock);
   for (;;) {
     while (!s->head && s->live) pthread_cond_wait(&moved, &lock);
@@ -334,7 +414,7 @@ static void *run(void *argument) {
     if (!op) break;
     if (op->kind != WAIT) {
       pthread_mutex_unlock(&lock);
-      usleep(delay);
+      usleep(copy_us);
       pthread_mutex_lock(&lock);
     }
     execute(op);
@@ -348,9 +428,9 @@ static void *run(void *argument) {
   return NULL;
 }
 static Stream *stream_of(void *handle) {
-  Stream *s = handle ? handle : &streams[0];
+  Stream *s = handle ? handle : &streams[current_context()->device];
   if (s < streams || s >= streams + MAX_STREAMS) return NULL;
-  if (s == &streams[0] && !s->live) { s->live = 1; pthread_create(&s->thread, NULL, run, s); }
+  if (s < streams + devices && !s->live) { s->live = 1; pthread_create(&s->thread, NULL, run, s); }
   return s->live ? s : NULL;
 }
 static Result submit(void *handle, Op wanted) {
@@ -370,10 +450,11 @@ static Result submit(void *handle, Op wanted) {
 static Result stream_create(void **out, unsigned flags) {
   NEEDS_CONTEXT;
   pthread_mutex_lock(&lock);
-  int i = 1;
+  int i = MAX_DEVICES;
   while (i < MAX_STREAMS && (streams[i].live || streams[i].submitted)) i++;
   if (i < MAX_STREAMS) {
     streams[i].live = 1;
+    streams[i].context = current_context();
     pthread_create(&streams[i].thread, NULL, run, &streams[i]);
     *out = &streams[i];
   }
@@ -388,7 +469,7 @@ static Result stream_destroy(void *handle) {
   NEEDS_CONTEXT;
   Stream *s = handle;
   pthread_mutex_lock(&lock);
-  int mine = s > streams && s < streams + MAX_STREAMS && s->live;
+  int mine = s >= streams + MAX_DEVICES && s < streams + MAX_STREAMS && s->live;
   if (mine) { s->live = 0; pthread_cond_broadcast(&moved); }
   pthread_mutex_unlock(&lock);
   if (!mine) return INVALID_HANDLE;
@@ -403,26 +484,34 @@ static Result stream_synchronize(void *handle) {
   pthread_mutex_unlock(&lock);
   return r;
 }
-static Result event_create(void **out, unsigned flags) { NEEDS_CONTEXT; *out = calloc(1, sizeof(Event)); return OK; }
-static Result event_destroy(void *event) { NEEDS_CONTEXT; free(event); return OK; }
-static Result event_record(Event *event, void *handle) {
+static Result event_create(Event **out, unsigned flags) {
   NEEDS_CONTEXT;
+  *out = calloc(1, sizeof(Event));
+  if (!*out) return OUT_OF_MEMORY;
+  **out = (Event){.context = current_context(), .live = 1};
+  return OK;
+}
+#define NEEDS_EVENT do { NEEDS_CONTEXT; if (!event || !event->live) return INVALID_HANDLE; } while (0)
+static Result event_destroy(Event *event) { NEEDS_EVENT; event->live = 0; return OK; }
+static Result event_record(Event *event, void *handle) {
+  NEEDS_EVENT;
   pthread_mutex_lock(&lock);
   Stream *s = stream_of(handle);
-  if (s) *event = (Event){s, s->submitted};
+  int fits = s && s->context == event->context;
+  if (fits) { event->stream = s; event->at = s->submitted; }
   pthread_mutex_unlock(&lock);
-  return s ? OK : INVALID_HANDLE;
+  return fits ? OK : INVALID_HANDLE;
 }
 static Result event_query(Event *event) {
-  NEEDS_CONTEXT;
+  NEEDS_EVENT;
   LOCKED(!event->stream || event->stream->done >= event->at ? OK : NOT_READY);
 }
 static Result event_synchronize(Event *event) {
-  NEEDS_CONTEXT;
+  NEEDS_EVENT;
   LOCKED(event->stream ? wait_for(event->stream, event->at) : OK);
 }
 static Result stream_wait_event(void *handle, Event *event, unsigned flags) {
-  NEEDS_CONTEXT;
+  NEEDS_EVENT;
   if (!event->stream) return OK;
   return submit(handle, (Op){.kind = WAIT, .other = event->stream, .at = event->at});
 }
@@ -450,7 +539,8 @@ Result cuGetProcAddress_v2(const char *symbol, void **out, int version, uint64_t
     {"cuGetProcAddress", cuGetProcAddress_v2}, {"cuInit", init}, {"cuDriverGetVersion", driver_get_version},
     {"cuDeviceGet", device_get}, {"cuDeviceGetCount", device_get_count}, {"cuDeviceGetName", device_get_name},
     {"cuDeviceGetAttribute", device_get_attribute}, {"cuDevicePrimaryCtxRetain", primary_ctx_retain},
-    {"cuCtxSetCurrent", ctx_set_current}, {"cuGetErrorName", get_error_name}, {"cuMemGetInfo", mem_get_info},
+    {"cuCtxSetCurrent", ctx_set_current}, {"cuCtxPushCurrent", ctx_push_current},
+    {"cuCtxPopCurrent", ctx_pop_current}, {"cuGetErrorName", get_error_name}, {"cuMemGetInfo", mem_get_info},
     {"cuMemGetAllocationGranularity", get_granularity}, {"cuMemAddressReserve", address_reserve},
     {"cuMemAddressFree", address_free}, {"cuMemCreate", create}, {"cuMemRelease", release}, {"cuMemMap", map},
     {"cuMemSetAccess", set_access}, {"cuMemUnmap", unmap}, {"cuMemExportToShareableHandle", export_handle},

@@ -73,6 +73,15 @@ def test_settings_limit_length_and_choose_the_dtype(llama_directory):
     assert spec_of(llama_directory, max_model_tokens=10**6).max_model_tokens == 512
 
 
+def test_auto_is_the_saved_dtype_on_a_gpu_and_float32_on_a_cpu(directory, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    edit(directory, dtype="bfloat16")
+    assert spec_of(directory, device="cuda").geometry.dtype == "bfloat16"
+    assert spec_of(directory, device="cpu").geometry.dtype == "float32"
+    with pytest.raises(ModelError, match="dtype 'float64'"):
+        spec_of(edit(directory, dtype="float64"), device="cuda")
+
+
 def test_end_of_sequence_of_the_generation_config_comes_first(directory):
     (directory / "generation_config.json").write_text('{"eos_token_id": [4, 5]}')
     assert spec_of(directory).eos_token_ids == (4, 5)

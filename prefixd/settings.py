@@ -289,6 +289,10 @@ class SchedulerSettings(_Section):
     """Requests that may wait; one more is refused."""
     recompute_if_slower: bool = True
     """Compute a cached prefix again where loading it would take longer."""
+    preemption: Literal["auto", "swap", "recompute"] = "auto"
+    """Where the KV goes of a request that has to give its GPU memory to others while it runs: down the tiers, to be
+    loaded again (swap), or nowhere, to be computed again (recompute). auto: whichever takes less time, for each
+    request. Without a tier below the GPU tier, and with cache.enabled = false, it is always computed again."""
 
 
 class WorkerSettings(_Section):

@@ -232,6 +232,15 @@ class Mover:
         taken: list[int] = frames.ravel().tolist()
         return taken
 
+    async def send_down(self, owner: str, trie: Trie, rows: Rows, tier: MemoryTier) -> int:
+        """Sends blocks out of `tier`, as urgently as somebody waits for their room; see `Room.send_down`.
+
+        Raises:
+            SwapError: a copy failed; the blocks stay where they are.
+        """
+        with self.working():
+            return await self._room.send_down(owner, tier, trie, rows, Movement(Urgency.DEMAND))
+
     async def _make_room_on_disk(
         self, store: StoreTier, sizes: Sequence[int], want: int, movement: Movement, ahead: bool
     ) -> bool:

@@ -74,16 +74,18 @@ class Placement:
         groups: GroupMask | None = None,
         *,
         with_page: bool = False,
+        expendable: bool = False,
     ) -> int:
         """Drops bytes that nobody holds; returns how many blocks have lost some.
 
         Without `groups` the copies go as a whole, children before parents, and a block whose last copy this was goes
         with it. One that has to stay keeps its last copy; `with_page`, it keeps its place in the trie only, unless
-        somebody keeps it. With `groups`, [m] masks, the bytes of these groups go and the blocks stay.
+        somebody keeps it. With `groups`, [m] masks, the bytes of these groups go and the blocks stay. `expendable`:
+        they are to be computed again, so none of them counts as lost.
         """
         chosen: Rows = np.array(rows, np.int64)
         if groups is None:
-            return self._drop_copies(trie, chosen, tier, with_page)
+            return self._drop_copies(trie, chosen, tier, with_page, expendable)
         free = groups & trie.there[chosen, tier.level]
         for group in trie.groups:
             free &= ~np.where(trie.holds[chosen, tier.level, group.bit] > 0, np.uint8(group.mask), np.uint8(0))
@@ -93,7 +95,7 @@ class Placement:
             self.tiers.counters(tier).evicted += len(chosen)
         return len(chosen)
 
-    def _drop_copies(self, trie: Trie, rows: Rows, tier: Tier, with_page: bool) -> int:
+    def _drop_copies(self, trie: Trie, rows: Rows, tier: Tier, with_page: bool, expendable: bool) -> int:
         bit = np.uint8(1 << tier.level)
         may = ((trie.any_part[rows] & bit) != 0) & ~trie.held(rows, tier.level)
         rows = rows[may]
@@ -118,7 +120,7 @@ class Placement:
             self._discard(trie, left, tier)
             vanished += len(left)
         dropped += vanished
-        if vanished and tier is not self.tiers.durable and self.tiers.durable is not None:
+        if vanished and not expendable and tier is not self.tiers.durable and self.tiers.durable is not None:
             self.lost[f"evicted before it was written: {self.why_unwritten()}"] += vanished
         self.tiers.counters(tier).evicted += dropped
         self.epoch += 1

@@ -139,20 +139,59 @@ class Room:
         if not victims:
             return None
         with self.under_way(tier, movement) as work:
-            with ExitStack() as held:
-                for trie, rows in victims:  # all of them before the first copy: rows may be recycled meanwhile
-                    held.enter_context(self._placement.holds.hold("eviction", trie, rows, tier))
-                for trie, rows in victims:
-                    # A tier at a time, though there may be a copy further down: what was up here is wanted near.
-                    sinks = (trie.wanted(rows, tier.level) & ~trie.there[rows, below.level]) != 0
-                    if sinks.any():
-                        arrived = await self._copy(trie, rows[sinks], tier, below, movement, ahead)
-                        self._tiers.counters(tier).demoted += arrived
+            await self._copy_down("eviction", tier, below, victims, movement, ahead)
             if movement.dropped:
                 return 0
             dropped = await self._drop(tier, victims, with_page, movement)
             work.in_vain = not dropped
             return dropped
+
+    async def send_down(self, owner: str, tier: Tier, trie: Trie, rows: Rows, movement: Movement) -> int:
+        """Sends blocks that the caller has chosen out of `tier`, as `make` does with those that it chooses.
+
+        Args:
+            owner: who holds them meanwhile, for people.
+            tier: where they are.
+            trie: the blocks' trie.
+            rows: [m] different blocks, children before parents. Those that somebody else holds stay.
+            movement: what it is done for.
+
+        Returns:
+            How many of them were copied to the next tier down; the others had a copy there, or found no room. Of these
+            the last copy goes too where the block may vanish.
+        """
+        copied = 0
+        with self.under_way(tier, movement) as work:
+            if (below := self._tiers.below(tier)) is not None:
+                copied = await self._copy_down(owner, tier, below, [(trie, rows)], movement, ahead=False)
+            dropped = await self._drop(tier, [(trie, rows)], False, movement)
+            work.in_vain = not dropped
+        if dropped:
+            self._chances[tier] += 1
+            self._placement.changed.set()
+        return copied
+
+    async def _copy_down(
+        self,
+        owner: str,
+        tier: Tier,
+        below: Tier,
+        victims: Sequence[tuple[Trie, Rows]],
+        movement: Movement,
+        ahead: bool,
+    ) -> int:
+        """Copies what has no copy in the next tier down to it; how many blocks. They are held meanwhile."""
+        copied = 0
+        with ExitStack() as held:
+            for trie, rows in victims:  # all of them before the first copy: rows may be recycled meanwhile
+                held.enter_context(self._placement.holds.hold(owner, trie, rows, tier))
+            for trie, rows in victims:
+                # A tier at a time, though there may be a copy further down: what was up here is wanted near.
+                sinks = (trie.wanted(rows, tier.level) & ~trie.there[rows, below.level]) != 0
+                if sinks.any():
+                    copied += await self._copy(trie, rows[sinks], tier, below, movement, ahead)
+        self._tiers.counters(tier).demoted += copied
+        return copied
 
     async def _choose(
         self, tier: Tier, sizes: Sequence[int], want: int, ahead: bool, *, demotable: bool

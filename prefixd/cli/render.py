@@ -99,6 +99,12 @@ def print_stats(stats: admin_pb2.StatsResponse) -> None:
         )
         if worker.block_tokens_reason:
             out.print(Text(f"block size: {worker.block_tokens_reason}", style="yellow"))
+    if queue.preempted_requests:
+        out.print(
+            f"preempted: {queue.preempted_requests:,} requests, {queue.swapped_requests:,} swapped "
+            f"({queue.swapped_blocks:,} blocks copied down), {queue.recomputed_requests:,} to be computed again; "
+            f"{queue.recomputed_tokens:,} tokens computed again, {queue.resumed_requests:,} resumed"
+        )
     rate = f" ({stats.hit_tokens / stats.asked_tokens:.0%})" if stats.asked_tokens else ""
     out.print(f"prompt tokens: {stats.asked_tokens:,} asked for, {stats.hit_tokens:,} found in the cache{rate}")
     out.print(_tier_table(stats.tiers))

@@ -24,6 +24,7 @@ from prefixd.errors import ExhaustedError, PrefixdError, UnavailableError
 from prefixd.pacer import SLICE_ROWS, Pacer, give_way
 from prefixd.server.concurrency_limit import ConcurrencyLimit
 from prefixd.server.frame_budget import FrameBudget
+from prefixd.server.preemption import Preemption, PreemptionMode
 from prefixd.server.prefetcher import Prefetcher
 from prefixd.server.request import Ended, Event, NewTokens, Request, RequestState
 from prefixd.server.run import Run
@@ -39,7 +40,6 @@ _ENDED_AT_ONCE = 256  # waiting requests, in one callback
 _INTERRUPTED_ROWS = 16_384  # of requests whose worker died, in one callback
 _REQUEST_ROWS = 64  # what looking at a request costs besides, in rows looked at
 _HAND_OVER = 4  # what handing a block over costs, in rows looked at
-_LEAVING = (RequestState.PREEMPTING, RequestState.CANCELLING)
 _QUEUED = (RequestState.WAITING, RequestState.STAGING, RequestState.READY)
 
 
@@ -55,6 +55,7 @@ class Dispatcher:
         max_running: requests computed at once.
         look_ahead: requests ahead of their turn whose prefixes are brought up.
         recompute_if_slower: compute a cached prefix again where loading it would take longer.
+        preemption: where the KV of a preempted request goes; see `preemption.py`.
         caching: False neither finds nor keeps anything.
     """
 
@@ -69,12 +70,13 @@ class Dispatcher:
         max_running: int,
         look_ahead: int,
         recompute_if_slower: bool = True,
+        preemption: PreemptionMode = "auto",
         caching: bool = True,
     ) -> None:
         self.queue = queue
         self.waiting: dict[int, Request] = {}
         self.running: dict[int, Request] = {}
-        self.finished = self.preempted = self.resumed = 0
+        self.finished = self.resumed = 0
         self._cache = cache
         self._mover = cache.mover
         self._tracker = PrefixTracker(cache, queue, caching=caching)
@@ -96,6 +98,7 @@ class Dispatcher:
             self._look,
             recompute_if_slower=recompute_if_slower,
         )
+        self.preemption = Preemption(cache, self._budget, cost, clock, self._look, mode=preemption)
         cache.claims.append(self._claims)
         self._computing: dict[int, Request] = {}  # running requests that still compute blocks of their prompts
         self._interrupted: dict[int, Request] = {}  # their worker died; they are about to be put back or ended
@@ -121,6 +124,7 @@ class Dispatcher:
         if self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)
         await self._prefetcher.stop()
+        await self.preemption.stop()
         error = UnavailableError("the daemon is ending; send the request again when it is back")
         for request in [*self.running.values(), *self._interrupted.values()]:
             request.withdraw(error)
@@ -211,6 +215,9 @@ class Dispatcher:
                     request.first_token_s = self._clock()
                 if request.on_worker:
                     request.events.put_nowait(NewTokens(update.tokens))
+            filled_tokens = update.filled_blocks * request.trie.block_tokens
+            # The last token that was sampled is in no memory yet.
+            request.run.computed_tokens = request.chain.tokens - 1 if update.tokens else filled_tokens
             self._record(request, update.filled_blocks)
             self._want_frame(request)
         self._look()
@@ -224,13 +231,16 @@ class Dispatcher:
         if request.state is RequestState.WITHDRAWN:
             request.let_go()
         elif request.state is RequestState.PREEMPTING and done.reason == "cancelled":
-            self.preempted += 1
+            computed = self.preemption.let_go(request)
             self._put_back(request)
+            if self.running:  # else nobody waits for its frames any more
+                self.preemption.make_way(request, computed)
         elif done.reason == "no_memory" and request.state is not RequestState.CANCELLING and self.running:
             self._concurrency.shrink(len(self.running), done.detail)
             self._put_back(request)
         else:
             event = _last_event(request, done)
+            self.preemption.run_ended()
             self.finished += isinstance(event, Ended)
             request.end(event)
         self._look()
@@ -241,6 +251,7 @@ class Dispatcher:
         self._interrupted.update(self.running)
         self.running.clear()
         self._computing.clear()
+        self.preemption.run_ended()
         self._after_death(why, gave_up)
 
     def _after_death(self, why: str, gave_up: bool) -> None:
@@ -274,8 +285,7 @@ class Dispatcher:
         while not self._stopping:
             await self._wake.wait()
             self._wake.clear()
-            if self._taking:
-                await self._extend_starved()
+            if self._taking and await self._extend_starved():
                 await self._dispatch()
             await asyncio.sleep(0)  # others run even if every dispatch asks for the next one
 
@@ -299,6 +309,9 @@ class Dispatcher:
                 self._prefetcher.hurry(request)
             if request.state not in _QUEUED or not self._is_current(request):
                 continue  # it was cancelled while others ran, or its prefix is on its way up
+            if self.preemption.waits(request, self.running.values()):
+                await self._prefetcher.unstage_ready(window[place:])
+                break
             left -= request.blocks - len(request.rows) + self._budget.weigh(request.trie, request.rows)
             if left < 0:
                 await self._prefetcher.unstage_ready(window[place:])
@@ -357,6 +370,7 @@ class Dispatcher:
         frames = [*request.trie.slots[request.rows, self._cache.tiers.compute.level, 0].tolist(), *fresh]
         computes = request.usable_blocks if self._caching else 0
         self._prefetcher.hand_over(request, Run(frames, computes, recording=self._caching), fresh)
+        self.preemption.resumed(request, cached)
         if cached < computes:
             self._computing[request.id] = request
         request.handed_over_s = request.handed_over_s or self._clock()
@@ -408,8 +422,10 @@ class Dispatcher:
             if room < min(left, request.trie.block_tokens):
                 request.starve()
 
-    async def _extend_starved(self) -> None:
-        for request in [r for r in self.running.values() if r.state is RequestState.STARVED]:
+    async def _extend_starved(self) -> bool:
+        """Gives frames to those that run and need them; False when one gets none: then no other gets any."""
+        starved = [r for r in self.running.values() if r.state is RequestState.STARVED]
+        for request in self.preemption.in_rank(starved):
             frames = await self._mover.take_frames(1)
             if request.state is not RequestState.STARVED or request.id not in self.running:
                 if frames:
@@ -417,23 +433,19 @@ class Dispatcher:
             elif frames is None:
                 await self._prefetcher.unstage_all_but(request)
                 self._preempt()
-                return
+                return False
             else:
                 request.extend(frames)
                 self._send(Extend(request.id, frames))
+        return True
 
     def _preempt(self) -> None:
-        """Frees frames by taking back the request that was handed over last; its blocks stay cached."""
-        running = list(self.running.values())
-        if not running or any(request.state in _LEAVING for request in running):
-            return  # frames are about to be free
-        youngest = running[-1]
-        # Alone it fits, unless it filled blocks that another had recorded: it then has them twice until it starts over.
-        twice = not youngest.footprint.own.isdisjoint(youngest.run.frames[: len(youngest.rows)])
-        if len(running) > 1 or twice:
-            youngest.preempt()
-            log.info("request %s is preempted: the GPU tier has no frame left", youngest.name)
-            self._send(Cancel(youngest.id))
+        """Frees frames by taking a request back from the worker, unless frames are about to be free."""
+        request = self.preemption.choose(self.running.values())
+        if request is not None:
+            request.preempt()
+            log.info("request %s is preempted: the GPU tier has no frame left", request.name)
+            self._send(Cancel(request.id))
 
     # -- after --------------------------------------------------------------------------------------------------
 

@@ -83,6 +83,7 @@ class ModelHost:
             max_running=worker.max_running,
             look_ahead=settings.scheduler.look_ahead,
             recompute_if_slower=settings.scheduler.recompute_if_slower,
+            preemption=settings.scheduler.preemption,
             caching=settings.cache.enabled,
         )
 

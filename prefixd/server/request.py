@@ -134,6 +134,8 @@ class Request:
         cut: `rows` is shorter than what is cached, on purpose or because the rest could not be brought up.
         outcome: while CANCELLING, the last event.
         hit_tokens: prompt tokens found, by tier, when the request was looked up for its turn.
+        others_blocks: so many blocks from the first on were cached when it ran first: others computed them.
+        lost_tokens: when it was preempted, so many tokens had been computed; 0 when it was not, or runs again.
     """
 
     id: int
@@ -157,6 +159,8 @@ class Request:
     resumed: int = 0
     attempts: int = 0
     setbacks: int = 0
+    others_blocks: int | None = None
+    lost_tokens: int = 0
     _footprint: Footprint | None = None
     _run: Run | None = None
 

@@ -174,12 +174,17 @@ class Snapshot:
         dispatcher = self.dispatcher
         if dispatcher is None:
             return pb.SchedulerStats()
+        preempted = dispatcher.preemption.counters
         return pb.SchedulerStats(
             policy=dispatcher.queue.policy.name,
             waiting_requests=len(dispatcher.waiting),
             finished_requests=dispatcher.finished,
-            preempted_requests=dispatcher.preempted,
+            preempted_requests=preempted.preempted,
             resumed_requests=dispatcher.resumed,
+            swapped_requests=preempted.swapped,
+            recomputed_requests=preempted.recomputed,
+            swapped_blocks=preempted.swapped_blocks,
+            recomputed_tokens=preempted.recomputed_tokens,
         )
 
 
@@ -305,6 +310,16 @@ class MetricsCollector(Collector):
         yield GaugeMetricFamily("prefixd_reservations", "reservations", value=stats.reservations)
         yield GaugeMetricFamily("prefixd_waiting_requests", "queue length", value=stats.scheduler.waiting_requests)
         yield GaugeMetricFamily("prefixd_running_requests", "requests running", value=stats.worker.running_requests)
+        preemption = {
+            "preempted_requests": "times a running request gave its GPU memory to others",
+            "swapped_requests": "of these, those whose KV went down the tiers",
+            "recomputed_requests": "of these, those whose KV was dropped",
+            "swapped_blocks": "blocks copied down for swapped requests",
+            "recomputed_tokens": "tokens that preempted requests had computed and compute again",
+            "resumed_requests": "times a request was put back, after a preemption or a worker's death",
+        }
+        for field, text in preemption.items():
+            yield CounterMetricFamily(f"prefixd_{field}", text, value=getattr(stats.scheduler, field))
         yield CounterMetricFamily("prefixd_worker_restarts", "worker restarts", value=stats.worker.restarts)
 
 

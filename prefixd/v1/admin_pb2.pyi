@@ -151,18 +151,26 @@ class WorkerStats(_message.Message):
     def __init__(self, state: _Optional[_Union[WorkerStats.State, str]] = ..., pid: _Optional[int] = ..., restarts: _Optional[int] = ..., running_requests: _Optional[int] = ..., model: _Optional[str] = ..., device: _Optional[str] = ..., block_tokens: _Optional[int] = ..., block_tokens_asked: _Optional[int] = ..., block_tokens_reason: _Optional[str] = ...) -> None: ...
 
 class SchedulerStats(_message.Message):
-    __slots__ = ("policy", "waiting_requests", "finished_requests", "preempted_requests", "resumed_requests")
+    __slots__ = ("policy", "waiting_requests", "finished_requests", "preempted_requests", "resumed_requests", "swapped_requests", "recomputed_requests", "swapped_blocks", "recomputed_tokens")
     POLICY_FIELD_NUMBER: _ClassVar[int]
     WAITING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     PREEMPTED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     RESUMED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    SWAPPED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    SWAPPED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     policy: str
     waiting_requests: int
     finished_requests: int
     preempted_requests: int
     resumed_requests: int
-    def __init__(self, policy: _Optional[str] = ..., waiting_requests: _Optional[int] = ..., finished_requests: _Optional[int] = ..., preempted_requests: _Optional[int] = ..., resumed_requests: _Optional[int] = ...) -> None: ...
+    swapped_requests: int
+    recomputed_requests: int
+    swapped_blocks: int
+    recomputed_tokens: int
+    def __init__(self, policy: _Optional[str] = ..., waiting_requests: _Optional[int] = ..., finished_requests: _Optional[int] = ..., preempted_requests: _Optional[int] = ..., resumed_requests: _Optional[int] = ..., swapped_requests: _Optional[int] = ..., recomputed_requests: _Optional[int] = ..., swapped_blocks: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ...) -> None: ...
 
 class StatsResponse(_message.Message):
     __slots__ = ("version", "uptime_s", "draining", "tiers", "sessions", "namespaces", "leases", "reservations", "worker", "scheduler", "asked_tokens", "hit_tokens", "lost_blocks", "troubles", "scrub", "write_back", "kv_events")

@@ -89,3 +89,43 @@ def test_impossible_observations_are_refused() -> None:
         costs.observe_load(Distance.CPU, 1, -1.0)
     with pytest.raises(InvalidValueError, match="a load from GPU"):
         costs.observe_load(Distance.GPU, 1, 1.0)
+
+
+# -- swapping a preempted request -------------------------------------------------------------------------------------
+
+
+def test_a_swap_pays_until_it_was_seen_to_be_slow() -> None:
+    costs = CostModel()
+    assert costs.swap_pays(1, 1 << 40, Distance.CPU), "nothing was observed"
+    costs.observe_compute(1000, 0.001)
+    assert costs.swap_pays(1, 1 << 40, Distance.CPU), "neither way of the path was observed"
+    assert not costs.swap_pays(1, 0, Distance.NONE), "there is nowhere to go"
+
+
+def test_a_swap_costs_a_store_and_a_load() -> None:
+    costs = slow_disk()
+    costs.observe_store(Distance.CPU, MIB, 0.5)
+    assert costs.store_s(2 * MIB, Distance.CPU) == pytest.approx(1.0)
+    assert costs.store_s(MIB, Distance.DISK) is None
+    assert costs.swap_pays(510, MIB, Distance.CPU)
+    assert not costs.swap_pays(490, MIB, Distance.CPU)
+
+
+@pytest.mark.parametrize("seen", ["load", "store"])
+def test_one_way_of_a_path_is_assumed_to_be_as_fast_as_the_other(seen: str) -> None:
+    costs = CostModel()
+    costs.observe_compute(1000, 1.0)
+    (costs.observe_load if seen == "load" else costs.observe_store)(Distance.CPU, MIB, 0.1)
+    assert costs.swap_pays(210, MIB, Distance.CPU)
+    assert not costs.swap_pays(190, MIB, Distance.CPU)
+
+
+def test_swaps_that_are_too_slow_are_probed_by_themselves() -> None:
+    costs = slow_disk(probe_every=4)
+    assert [costs.swap_pays(16, MIB, Distance.DISK) for _ in range(8)] == [False, False, False, True] * 2
+    assert not costs.load_pays(16, MIB, Distance.DISK), "loads are counted apart"
+
+
+def test_stores_go_to_the_cpu_or_the_disk() -> None:
+    with pytest.raises(InvalidValueError, match="GPU"):
+        CostModel().observe_store(Distance.GPU, 1, 1.0)

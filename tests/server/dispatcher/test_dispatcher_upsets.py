@@ -47,7 +47,7 @@ async def test_the_youngest_makes_room_and_goes_on_later(
         await bench.quiet()
     assert cancels(bench) == [young.id]
     await bench.finish(old, young)
-    assert (bench.dispatcher.preempted, old.resumed, young.resumed) == (1, 0, 1)
+    assert (bench.dispatcher.preemption.counters.preempted, old.resumed, young.resumed) == (1, 0, 1)
     assert events(old) == (expected(ONE, 20), "length")
     assert events(young) == (expected(TWO, 20), "length")
     # What it was told of hits is what it found at first, not what it found of its own when it came back.
@@ -63,7 +63,7 @@ async def test_staged_prefixes_give_way_to_what_runs(make_bench: MakeBench) -> N
     waiting = bench.submit(WARM)
     await bench.until(lambda: waiting.state is RequestState.READY)
     await bench.finish(busy)
-    assert not bench.dispatcher.preempted
+    assert not bench.dispatcher.preemption.counters.preempted
     await bench.finish(waiting)
 
 

@@ -24,8 +24,8 @@ COUNTED = (S.STAGING, S.RUNNING, S.STARVED, S.PREEMPTING, S.CANCELLING, S.WITHDR
 NUMBERS = st.integers(0, 99)
 HAPPENINGS = st.lists(
     st.one_of(
-        st.tuples(st.just("arrive"), st.integers(0, 5), st.integers(1, 24)),
-        st.tuples(st.just("arrive"), st.integers(0, 5), st.integers(1, 24)),
+        st.tuples(st.just("arrive"), st.integers(0, 17), st.integers(1, 24)),
+        st.tuples(st.just("arrive"), st.integers(0, 17), st.integers(1, 24)),
         st.tuples(st.just("step"), NUMBERS, NUMBERS),
         st.tuples(st.just("turns"), st.integers(1, 4), st.none()),
         st.tuples(st.just("turns"), st.integers(10, 30), st.none()),
@@ -51,10 +51,10 @@ def prompt(number: int) -> list[int]:
 async def happen(bench: Bench, requests: list[Request], what: str, first: Any, second: Any) -> None:
     dispatcher = bench.dispatcher
     if what == "arrive" and len(requests) < 12:
-        requests.append(bench.submit(prompt(first), max_tokens=second))
+        requests.append(bench.submit(prompt(first % 6), max_tokens=second, priority=first // 6))
     elif what == "step" and bench.runs:
-        running = list(bench.runs)
-        bench.step(*(r for r in requests if r.id == running[first % len(running)] or second % 2))
+        chosen = list(bench.runs)[first % len(bench.runs)]
+        bench.step(*(r for r in requests if r.id in bench.runs and (r.id == chosen or second % 2)))
     elif what == "turns":
         for _ in range(first):
             await asyncio.sleep(0)
@@ -103,6 +103,7 @@ def check(bench: Bench, requests: list[Request]) -> None:
     frames=st.integers(12, 24),
     cpu_slots=st.integers(1, 24),
     policy=st.sampled_from(["fcfs", "fpf", "relaxed-fpf"]),
+    mode=st.sampled_from(["auto", "swap", "recompute"]),
 )
 def test_nothing_is_lost_whatever_happens(
     bench_of: Callable[..., Any],
@@ -112,9 +113,11 @@ def test_nothing_is_lost_whatever_happens(
     frames: int,
     cpu_slots: int,
     policy: str,
+    mode: str,
 ) -> None:
     async def scenario() -> None:
-        async with bench_of(frames, cpu_slots, policy=policy, max_running=3, look_ahead=2) as bench:
+        options = {"policy": policy, "preemption": mode, "max_running": 3, "look_ahead": 2}
+        async with bench_of(frames, cpu_slots, **options) as bench:
             requests: list[Request] = []
             for what, first, second in happenings:
                 bench.now += 0.5

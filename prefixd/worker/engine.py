@@ -9,7 +9,7 @@ from prefixd.worker.errors import RequestError
 from prefixd.worker.model import CausalModel
 from prefixd.worker.protocol import Cancel, Done, Extend, Start, Step, Update
 from prefixd.worker.run import Run, check_start
-from prefixd.worker.sampling import choose_tokens
+from prefixd.worker.sampling import Chosen, choose_tokens
 from prefixd_swap.errors import OutOfMemoryError, SwapError
 from prefixd_swap.vmem import FrameId, VirtualTensorPool
 
@@ -88,19 +88,19 @@ class Engine:
         segments = [part.run.segment(part.count) for part in parts]
         sampled = [part for part in parts if part.row is not None]
         logits = self._model.forward(tokens, segments, [part.row for part in sampled if part.row is not None])
-        chosen = choose_tokens(logits, [(part.run.sampling, part.run.generated) for part in sampled])
+        chosen = choose_tokens(logits, [part.run.choice for part in sampled])
         self._model.synchronize()
         for part in parts:
             part.run.computed += part.count
         done: list[Done] = []
-        news: dict[int, int] = {}
-        for part, token in zip(sampled, chosen, strict=True):
+        news: dict[int, Chosen] = {}
+        for part, choice in zip(sampled, chosen, strict=True):
             run = part.run
-            if token is None:
+            if choice is None:
                 done.append(Done(run.id, "error", "the model's logits are not finite; its weights may be damaged"))
                 continue
-            run.append(token)
-            news[run.id] = token
+            run.append(choice.token)
+            news[run.id] = choice
             if run.ended:
                 done.append(Done(run.id, run.ended))
         broken = {message.id for message in done if message.reason == "error"}
@@ -154,7 +154,7 @@ def _next_tokens(part: _Part) -> list[int]:
     return part.run.tokens[part.run.computed : part.run.computed + part.count]
 
 
-def _updates(parts: list[_Part], news: dict[int, int]) -> list[Update]:
+def _updates(parts: list[_Part], news: dict[int, Chosen]) -> list[Update]:
     """One for every run with a new token or a newly filled block."""
     updates = []
     for part in parts:
@@ -162,5 +162,7 @@ def _updates(parts: list[_Part], news: dict[int, int]) -> list[Update]:
         filled = run.filled_blocks
         if run.id in news or filled > run.reported_blocks:
             run.reported_blocks = filled
-            updates.append(Update(run.id, [news[run.id]] if run.id in news else [], filled))
+            new = news.get(run.id)
+            logprobs = [new.logprobs] if new and new.logprobs else []
+            updates.append(Update(run.id, [new.token] if new else [], filled, logprobs))
     return updates

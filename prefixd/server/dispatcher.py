@@ -210,7 +210,7 @@ class Dispatcher:
                 if request.first_token_s is None:
                     request.first_token_s = self._clock()
                 if request.on_worker:
-                    request.events.put_nowait(NewTokens(update.tokens))
+                    request.events.put_nowait(NewTokens(update.tokens, update.logprobs))
             self._record(request, update.filled_blocks)
             self._want_frame(request)
         self._look()

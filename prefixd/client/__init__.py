@@ -30,7 +30,15 @@ from prefixd.client.errors import (
     ServerUnavailable,
     UnsupportedError,
 )
-from prefixd.client.inference import Accepted, Finished, FinishReason, GenerateEvent, Tokens
+from prefixd.client.inference import (
+    Accepted,
+    Finished,
+    FinishReason,
+    GenerateEvent,
+    SequenceFinished,
+    TokenLogprobs,
+    Tokens,
+)
 from prefixd.client.leases import AsyncLease, AsyncReservation
 from prefixd.client.spec import MatchResult, NamespaceSpec, PartSpec, SlidingWindow, StoreResult, Tier, TierRun
 from prefixd.client.sync import Cache, Client, Lease, Reservation
@@ -64,12 +72,14 @@ __all__ = [
     "PermissionDeniedError",
     "PreconditionError",
     "Reservation",
+    "SequenceFinished",
     "ServerError",
     "ServerUnavailable",
     "SlidingWindow",
     "StoreResult",
     "Tier",
     "TierRun",
+    "TokenLogprobs",
     "Tokens",
     "UnsupportedError",
     "default_address",

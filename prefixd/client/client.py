@@ -178,10 +178,19 @@ class AsyncClient:
         *,
         max_tokens: int = 16,
         temperature: float = 0.0,
+        top_k: int = 0,
         top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
         seed: int | None = None,
         stop_token_ids: Sequence[int] = (),
+        stop: str | Sequence[str] = (),
         ignore_eos: bool = False,
+        logprobs: int | None = None,
+        n: int = 1,
+        best_of: int | None = None,
         request_id: str = "",
         priority: int = 0,
         salt: bytes = b"",
@@ -190,15 +199,37 @@ class AsyncClient:
         """Generates on the daemon's worker: one `Accepted`, any number of `Tokens`, one `Finished`.
 
         `temperature` 0 is greedy; the k-th token depends on (seed, k) and the logits alone; a stop token ends the
-        output: it is the last of the token ids and no part of the text. Lower `priority` goes first. The whole answer
-        may take `timeout_s` seconds (None: any time). Closing the iterator cancels the request.
+        output: it is the last of the token ids and no part of the text; a stop string ends it too, and the text ends
+        before it. Lower `priority` goes first. The whole answer may take `timeout_s` seconds (None: any time). Closing
+        the iterator cancels the request. For what the other parameters do see `prefixd.client.inference.Sampling` and
+        `proto/prefixd/v1/inference.proto`.
+
+        Of `n` sequences (which need a temperature) the events carry an `index`, and each ends with a
+        `SequenceFinished`. Of `best_of` sequences the `n` with the highest sum of logprobs come when all have ended,
+        the best as index 0.
 
         Raises `UnsupportedError` when the daemon has no model, `ExhaustedError` when its queue is full or the prompt
         never fits its GPU tier, `InvalidArgumentError` for a prompt or sampling that the model cannot take,
         `AlreadyExistsError` for a `request_id` that runs already, and `CallTimeout`.
         """
-        sampling = Sampling(max_tokens, temperature, top_p, seed, stop_token_ids, ignore_eos)
-        request = generate_request(prompt, sampling, request_id, priority, salt)
+        sampling = Sampling(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            seed=seed,
+            stop_token_ids=stop_token_ids,
+            stop=stop,
+            ignore_eos=ignore_eos,
+            logprobs=logprobs,
+        )
+        request = generate_request(
+            prompt, sampling, n=n, best_of=best_of, request_id=request_id, priority=priority, salt=salt
+        )
         connection = self.connection
         async with aclosing(connection.stream(connection.inference.Generate, request, timeout_s)) as responses:
             async for response in responses:

@@ -13,29 +13,52 @@ from prefixd.client.tokens import TokenIds, token_bytes
 from prefixd.v1 import inference_pb2
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """How tokens are chosen. The k-th depends on (seed, k) and the logits alone."""
 
     max_tokens: int = 16
+    """Of each sequence."""
     temperature: float = 0.0
     """0: greedy."""
+    top_k: int = 0
+    """Sample among so many most likely tokens; 0: off."""
     top_p: float = 1.0
+    """Sample among the fewest tokens that together have this probability."""
+    min_p: float = 0.0
+    """Sample among tokens that are at least so likely in proportion to the most likely one; 0: off."""
+    repetition_penalty: float = 1.0
+    """For tokens of prompt and output; more than 1 makes repetition less likely."""
+    presence_penalty: float = 0.0
+    """For tokens of the output, -2 to 2."""
+    frequency_penalty: float = 0.0
+    """For tokens of the output, each time they are there, -2 to 2."""
     seed: int | None = None
     """None: chosen by the daemon."""
     stop_token_ids: Sequence[int] = ()
     """Generation ends when one of these is sampled; it is not part of the output."""
+    stop: str | Sequence[str] = ()
+    """Generation ends when the text has this string, or one of these; it is not part of the text."""
     ignore_eos: bool = False
+    logprobs: int | None = None
+    """Tell each token's logprob, and those of so many most likely ones, in the model's own distribution."""
 
     def to_proto(self) -> inference_pb2.SamplingParams:
         """The message that Generate takes."""
         return inference_pb2.SamplingParams(
             max_tokens=self.max_tokens,
             temperature=self.temperature,
+            top_k=self.top_k,
             top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
             seed=self.seed,
             stop_token_ids=self.stop_token_ids,
+            stop=[self.stop] if isinstance(self.stop, str) else self.stop,
             ignore_eos=self.ignore_eos,
+            logprobs=self.logprobs,
         )
 
 
@@ -56,11 +79,38 @@ class Accepted:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural logarithms of probabilities: of the sampled token, and of the most likely ones by id, best first."""
+
+    logprob: float
+    top: dict[int, float]
+
+
+@dataclass(frozen=True, slots=True)
 class Tokens:
-    """Newly sampled tokens, and the text that became complete with them."""
+    """Newly sampled tokens of a sequence, and the text that became complete with them.
+
+    `logprobs` has one entry a token if the request asks for them. Text that was held back to the end comes without
+    tokens.
+    """
 
     token_ids: tuple[int, ...]
     text: str
+    index: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceFinished:
+    """The last event of one of several sequences; a request for one has `Finished` alone.
+
+    `cumulative_logprob` is the sum of its tokens' logprobs; None unless they were asked for, or `best_of` was.
+    """
+
+    index: int
+    reason: FinishReason
+    output_tokens: int
+    cumulative_logprob: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +118,9 @@ class Finished:
     """Always the last event. `hit_tokens` are the prompt tokens not computed, by the tier they were in.
 
     `queue_s` and `ttft_s` are seconds from the arrival in the daemon to the hand-over to the worker and to the first
-    token; `resumed` is how often the request was taken up again after a preemption or a worker's death.
+    token; `resumed` is how often the request was taken up again after a preemption or a worker's death. Of several
+    sequences `reason` is CANCELLED if one was cancelled, else LENGTH if one came to its length, else STOP, and
+    `output_tokens` counts all that were computed.
     """
 
     reason: FinishReason
@@ -78,17 +130,30 @@ class Finished:
     queue_s: float
     ttft_s: float
     resumed: int
+    cumulative_logprob: float | None = None
 
 
-GenerateEvent: TypeAlias = Accepted | Tokens | Finished
+GenerateEvent: TypeAlias = Accepted | Tokens | SequenceFinished | Finished
 
 
 def generate_request(
-    prompt: str | TokenIds, sampling: Sampling, request_id: str, priority: int, salt: bytes
+    prompt: str | TokenIds,
+    sampling: Sampling,
+    *,
+    n: int = 1,
+    best_of: int | None = None,
+    request_id: str = "",
+    priority: int = 0,
+    salt: bytes = b"",
 ) -> inference_pb2.GenerateRequest:
     """The message for a prompt given as text or as token ids."""
     request = inference_pb2.GenerateRequest(
-        request_id=request_id, sampling=sampling.to_proto(), priority=priority, salt=salt
+        request_id=request_id,
+        sampling=sampling.to_proto(),
+        priority=priority,
+        salt=salt,
+        n=n,
+        best_of=best_of or 0,
     )
     if isinstance(prompt, str):
         request.text = prompt
@@ -103,7 +168,16 @@ def event_from_proto(response: inference_pb2.GenerateResponse) -> GenerateEvent:
         case "accepted":
             return Accepted(response.accepted.request_id, response.accepted.prompt_tokens)
         case "tokens":
-            return Tokens(tuple(response.tokens.token_ids), response.tokens.text)
+            tokens = response.tokens
+            return Tokens(tuple(tokens.token_ids), tokens.text, tokens.index, tuple(map(_logprobs, tokens.logprobs)))
+        case "sequence_finished":
+            ended = response.sequence_finished
+            return SequenceFinished(
+                index=ended.index,
+                reason=_reason(ended.reason),
+                output_tokens=ended.output_tokens,
+                cumulative_logprob=_sum(ended),
+            )
         case "finished":
             finished = response.finished
             hits = finished.hit_tokens
@@ -115,9 +189,18 @@ def event_from_proto(response: inference_pb2.GenerateResponse) -> GenerateEvent:
                 queue_s=finished.queue_s,
                 ttft_s=finished.ttft_s,
                 resumed=finished.resumed,
+                cumulative_logprob=_sum(finished),
             )
         case unknown:
             raise ServerError(f"the daemon sent an event this client does not know: {unknown}")
+
+
+def _logprobs(logprobs: inference_pb2.TokenLogprobs) -> TokenLogprobs:
+    return TokenLogprobs(logprobs.logprob, dict(zip(logprobs.top_ids, logprobs.top_logprobs, strict=False)))
+
+
+def _sum(ended: inference_pb2.SequenceFinished | inference_pb2.Finished) -> float | None:
+    return ended.cumulative_logprob if ended.HasField("cumulative_logprob") else None
 
 
 def _reason(value: inference_pb2.FinishReason) -> FinishReason:

@@ -214,7 +214,7 @@ class Dispatcher:
                 if request.first_token_s is None:
                     request.first_token_s = self._clock()
                 if request.on_worker:
-                    request.events.put_nowait(NewTokens(update.tokens))
+                    request.events.put_nowait(NewTokens(update.tokens, update.logprobs))
             filled_tokens = update.filled_blocks * request.trie.block_tokens
             # The last token that was sampled is in no memory yet.
             request.run.computed_tokens = request.chain.tokens - 1 if update.tokens else filled_tokens

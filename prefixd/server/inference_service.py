@@ -1,11 +1,19 @@
-"""`Inference` over gRPC; the contract is in `proto/prefixd/v1/inference.proto`, the work in `prefixd/generation.py`."""
+"""`Inference` over gRPC; the contract is in `proto/prefixd/v1/inference.proto`, the work in `prefixd/generation/`."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from prefixd.generation import Accepted, Finished, GenerateParams, Generation, GenerationEvent, Tokens
+from prefixd.generation import (
+    Accepted,
+    Finished,
+    GenerateParams,
+    Generation,
+    GenerationEvent,
+    SequenceFinished,
+    Tokens,
+)
 from prefixd.server.rpc import streaming, unary
 from prefixd.v1 import inference_pb2 as pb
 from prefixd.v1 import inference_pb2_grpc
@@ -47,10 +55,19 @@ def _params(request: pb.GenerateRequest) -> GenerateParams:
         request_id=request.request_id,
         max_tokens=sampling.max_tokens,
         temperature=sampling.temperature,
+        top_k=sampling.top_k,
         top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
         seed=sampling.seed if sampling.HasField("seed") else None,
         stop_token_ids=sampling.stop_token_ids,  # not copied: its length is checked first
+        stop=sampling.stop,
         ignore_eos=sampling.ignore_eos,
+        logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
+        n=request.n,
+        best_of=request.best_of,
         priority=request.priority,
         salt=request.salt,
     )
@@ -63,7 +80,21 @@ def _response(event: GenerationEvent) -> pb.GenerateResponse:
                 accepted=pb.Accepted(request_id=event.request_id, prompt_tokens=event.prompt_tokens)
             )
         case Tokens():
-            return pb.GenerateResponse(tokens=pb.Tokens(token_ids=event.token_ids, text=event.text))
+            logprobs = [
+                pb.TokenLogprobs(logprob=each.chosen, top_ids=each.token_ids, top_logprobs=each.logprobs)
+                for each in event.logprobs
+            ]
+            tokens = pb.Tokens(token_ids=event.token_ids, text=event.text, index=event.index, logprobs=logprobs)
+            return pb.GenerateResponse(tokens=tokens)
+        case SequenceFinished():
+            return pb.GenerateResponse(
+                sequence_finished=pb.SequenceFinished(
+                    index=event.index,
+                    reason=_REASONS[event.reason],
+                    output_tokens=event.output_tokens,
+                    cumulative_logprob=event.cumulative_logprob,
+                )
+            )
         case Finished():
             gpu, cpu, disk = event.hit_tokens
             return pb.GenerateResponse(
@@ -75,5 +106,6 @@ def _response(event: GenerationEvent) -> pb.GenerateResponse:
                     queue_s=event.queue_s,
                     ttft_s=event.ttft_s,
                     resumed=event.resumed,
+                    cumulative_logprob=event.cumulative_logprob,
                 )
             )

@@ -38,7 +38,7 @@ import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -47,7 +47,7 @@ from prefixd.cache import BlockChain, Namespace, Trie
 from prefixd.cache.index.trie import Rows
 from prefixd.server.footprint import Footprint
 from prefixd.server.run import Run
-from prefixd.worker.protocol import Sampling
+from prefixd.worker.protocol import Sampling, TokenLogprobs
 from prefixd_scheduler import QueuedRequest
 
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -57,9 +57,10 @@ _NO_GENERATIONS = np.empty(0, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class NewTokens:
-    """Tokens that were sampled."""
+    """Tokens that were sampled, and the logprobs of each if they were asked for."""
 
     token_ids: list[int]
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,12 @@ class Ended:
 
 
 Event = NewTokens | Ended | Exception
+
+
+class EventSink(Protocol):
+    """Where a request's events go: a queue of its own, or one that several share."""
+
+    def put_nowait(self, event: Event, /) -> None: ...
 
 
 class RequestState(Enum):
@@ -146,7 +153,7 @@ class Request:
     prompt_tokens: int
     sampling: Sampling
     queued: QueuedRequest
-    events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
+    events: EventSink = field(default_factory=asyncio.Queue[Event])
     state: RequestState = RequestState.NEW
     found: Rows = field(default_factory=lambda: _NO_ROWS)
     generations: npt.NDArray[np.int32] = field(default_factory=lambda: _NO_GENERATIONS)

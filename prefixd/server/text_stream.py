@@ -42,6 +42,10 @@ class TextStream:
         """The text that became complete with these tokens."""
         return "".join(map(self._step, token_ids))
 
+    def end(self) -> str:
+        """The text of the tokens that still waited for others: none will come, so half a character is shown as such."""
+        return self._flush(len(self._pending), self._decode(self._context + self._pending))
+
     def _step(self, token: int) -> str:
         if token in self._special:
             return ""

@@ -10,7 +10,7 @@ from prefixd.worker.kv_memory import KvMemory
 from prefixd.worker.model import CausalModel
 from prefixd.worker.protocol import Cancel, Done, Extend, Start, Step, Update
 from prefixd.worker.run import Run, check_start
-from prefixd.worker.sampling import choose_tokens
+from prefixd.worker.sampling import Chosen, choose_tokens
 from prefixd_swap.errors import OutOfMemoryError, SwapError
 
 
@@ -55,7 +55,7 @@ class Engine:
         self._runs: dict[int, Run] = {}
         self._closed: list[Done] = []  # requests that nothing on the device uses any more
         self._computing = False
-        self._cancelled: list[int] = []  # while a pass was computed that may have had them
+        self._later: list[Done] = []  # for requests to be ended after the pass that is being computed
         self._unreported: list[_Pass] = []  # those that nobody has waited for yet
 
     @property
@@ -94,16 +94,14 @@ class Engine:
             try:
                 self._kv.extend(run.memory, message.frames)
             except SwapError as error:
-                self._finish(run, _failed(run, message.frames, error))
+                self._end(run, _failed(run, message.frames, error))
         return self.poll()
 
     def cancel(self, message: Cancel) -> list[Step | Done]:
         """End a request; one that is being computed ends after the pass."""
         run = self._runs.get(message.id)
-        if run is not None and self._computing:
-            self._cancelled.append(run.id)
-        elif run is not None:
-            self._finish(run, Done(run.id, "cancelled"))
+        if run is not None:
+            self._end(run, Done(run.id, "cancelled"))
         return self.poll()
 
     def step(self, meanwhile: Callable[[], None] | None = None) -> list[Step | Done]:
@@ -123,19 +121,19 @@ class Engine:
         logits = self._model.forward(tokens, step, [part.row for part in sampled if part.row is not None])
         if meanwhile is not None:
             meanwhile()
-        chosen = choose_tokens(logits, [(part.run.sampling, part.run.generated) for part in sampled])
+        chosen = choose_tokens(logits, [part.run.choice for part in sampled])
         self._computing = False
         for part in parts:
             part.run.computed += part.count
         done: list[Done] = []
-        news: dict[int, int] = {}
-        for part, token in zip(sampled, chosen, strict=True):
+        news: dict[int, Chosen] = {}
+        for part, choice in zip(sampled, chosen, strict=True):
             run = part.run
-            if token is None:
+            if choice is None:
                 done.append(Done(run.id, "error", "the model's logits are not finite; its weights may be damaged"))
                 continue
-            run.append(token)
-            news[run.id] = token
+            run.append(choice.token)
+            news[run.id] = choice
             if run.ended:
                 done.append(Done(run.id, run.ended))
         broken = {message.id for message in done if message.reason == "error"}
@@ -145,12 +143,10 @@ class Engine:
         messages: list[Step | Done] = []
         if sampled or not self._model.asynchronous:
             messages += self._report()
-        for message in done:
-            self._finish(self._runs[message.id], message)
-        for request in self._cancelled:
-            if request in self._runs:
-                self._finish(self._runs[request], Done(request, "cancelled"))
-        self._cancelled.clear()
+        for message in [*done, *self._later]:
+            if message.id in self._runs:
+                self._finish(self._runs[message.id], message)
+        self._later.clear()
         return [*messages, *self.poll()]
 
     def flush(self) -> list[Step | Done]:
@@ -214,6 +210,12 @@ class Engine:
         updates = [update for each in passes for update in each.updates]
         return [Step(updates, sum(each.tokens for each in passes), self._clock() - passes[0].started_s)]
 
+    def _end(self, run: Run, done: Done) -> None:
+        if self._computing:
+            self._later.append(done)
+        else:
+            self._finish(run, done)
+
     def _finish(self, run: Run, done: Done) -> None:
         """Let go of the run's memory; `done` is sent once nothing on the device uses it any more."""
         del self._runs[run.id]
@@ -235,7 +237,7 @@ def _next_tokens(part: _Part) -> list[int]:
     return part.run.tokens[part.run.computed : part.run.computed + part.count]
 
 
-def _updates(parts: list[_Part], news: dict[int, int]) -> list[Update]:
+def _updates(parts: list[_Part], news: dict[int, Chosen]) -> list[Update]:
     """One for every run with a new token or a newly filled block."""
     updates = []
     for part in parts:
@@ -243,5 +245,7 @@ def _updates(parts: list[_Part], news: dict[int, int]) -> list[Update]:
         filled = run.filled_blocks
         if run.id in news or filled > run.reported_blocks:
             run.reported_blocks = filled
-            updates.append(Update(run.id, [news[run.id]] if run.id in news else [], filled))
+            new = news.get(run.id)
+            logprobs = [new.logprobs] if new and new.logprobs else []
+            updates.append(Update(run.id, [new.token] if new else [], filled, logprobs))
     return updates

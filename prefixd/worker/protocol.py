@@ -27,26 +27,50 @@ import msgspec
 from prefixd.worker.errors import ConnectionClosedError, ProtocolError
 
 MAX_MESSAGE_BYTES = 64 << 20
+MOST_LOGPROBS = 20
+"""Most alternatives to a token whose logprobs a request may ask for."""
 _LENGTH = struct.Struct("<I")
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """How the tokens of one request are chosen.
 
+    First the penalties change the logits, then the temperature, then the filters apply: top_k, top_p among what that
+    leaves, min_p.
+
     max_tokens: most tokens to generate, counting those of earlier runs of the same request.
-    temperature: 0 takes the most likely token.
-    top_p: sample among the fewest tokens that together have this probability.
+    temperature: 0, and everything below 1e-5, takes the most likely token.
+    top_k: sample among so many most likely tokens, and those exactly as likely as the last of them; 0 is off.
+    top_p: sample among the fewest tokens that together have this probability; 1 is off.
+    min_p: sample among tokens that are at least so likely in proportion to the most likely one; 0 is off.
+    repetition_penalty: divides a positive logit, and multiplies a negative one, of each token that is in the prompt or
+        the output; 1 is off.
+    presence_penalty: taken from the logit of each token that is in the output; 0 is off.
+    frequency_penalty: the same, times how often the token is there; 0 is off.
     seed: the k-th generated token depends on (seed, k) and the logits, on nothing else.
     stop_token_ids: end after one of these, in addition to the model's end-of-sequence tokens.
     ignore_eos: do not end at the model's end-of-sequence tokens.
+    logprobs: tell each token's log probability, and those of so many most likely ones (at most `MOST_LOGPROBS`), in the
+        model's own distribution: before penalties, temperature and filters. None is off.
     """
 
     max_tokens: int
     temperature: float = 0.0
+    top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
+
+    @property
+    def penalised(self) -> bool:
+        """Whether the logits depend on the tokens so far through a penalty."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -77,17 +101,31 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     """Weights are loaded and the memory is attached: requests may start."""
 
 
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Natural logarithms of probabilities: of the chosen token, and of the most likely ones, best first.
+
+    token_ids: the most likely ones, the chosen one perhaps among them; fewer than asked for where the model rules the
+        others out. logprobs: theirs.
+    """
+
+    chosen: float
+    token_ids: list[int]
+    logprobs: list[float]
+
+
 class Update(msgspec.Struct, frozen=True):
     """What one step did for one request.
 
     tokens: generated in this step (a stop token included).
     filled_blocks: full blocks whose KV is in memory now, counted from the start of the prompt, cached ones
         included.
+    logprobs: of each of the tokens, if the request asks for them.
     """
 
     id: int
     tokens: list[int]
     filled_blocks: int
+    logprobs: list[TokenLogprobs] = []
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal, Protocol
 
 import numpy as np
+import torch
 
 from prefixd.worker.errors import RequestError
 from prefixd.worker.kv_memory import KvSequence, Segment
-from prefixd.worker.protocol import Start
+from prefixd.worker.protocol import MOST_LOGPROBS, Sampling, Start
+from prefixd.worker.sampling import Choice
+from prefixd.worker.token_counts import TokenCounts
 
 
 class Limits(Protocol):
     """What a run needs to know of the model (`ModelSpec`)."""
 
+    @property
+    def device(self) -> torch.device: ...
     @property
     def vocab_size(self) -> int: ...
     @property
@@ -35,6 +41,9 @@ class Run:
         self.sampling = start.sampling
         self.tokens: list[int] = np.frombuffer(start.tokens, dtype="<u4").tolist()
         self.generated = start.generated
+        self._counts: TokenCounts | None = None
+        if start.sampling.penalised:
+            self._counts = TokenCounts(self.tokens, start.generated, limits.vocab_size, limits.device)
         self.computed = start.cached_blocks * block_tokens
         self.memory = memory
         self.reported_blocks = start.cached_blocks
@@ -67,6 +76,11 @@ class Run:
             return "length"
         return None
 
+    @property
+    def choice(self) -> Choice:
+        """How the next token is chosen."""
+        return Choice(self.sampling, self.generated, self._counts)
+
     def segment(self, count: int) -> Segment:
         """The next `count` tokens to compute."""
         return Segment(self.memory, self.computed, self.computed + count)
@@ -75,6 +89,8 @@ class Run:
         """Add a generated token."""
         self.tokens.append(token)
         self.generated += 1
+        if self._counts is not None:
+            self._counts.add(token)
 
 
 def check_start(start: Start, block_tokens: int, limits: Limits) -> None:
@@ -96,10 +112,24 @@ def check_start(start: Start, block_tokens: int, limits: Limits) -> None:
             f"{start.cached_blocks} cached blocks of {block_tokens} cover all {len(tokens)} tokens; "
             "leave at least one token to compute"
         )
-    sampling = start.sampling
+    _check_sampling(start.sampling)
+
+
+def _check_sampling(sampling: Sampling) -> None:
     if sampling.max_tokens < 1:
         raise RequestError(f"max_tokens={sampling.max_tokens}; ask for at least one token")
     if not (0.0 <= sampling.temperature < float("inf")):
         raise RequestError(f"temperature={sampling.temperature}; use 0 for greedy or a positive number")
+    if sampling.top_k < 0:
+        raise RequestError(f"top_k={sampling.top_k}; use 0 for all tokens or a positive number")
     if not (0.0 < sampling.top_p <= 1.0):
         raise RequestError(f"top_p={sampling.top_p}; use a number in (0, 1]")
+    if not (0.0 <= sampling.min_p <= 1.0):
+        raise RequestError(f"min_p={sampling.min_p}; use a number in [0, 1]")
+    if not (0.0 < sampling.repetition_penalty < float("inf")):
+        raise RequestError(f"repetition_penalty={sampling.repetition_penalty}; use 1 for none or a positive number")
+    for name in ("presence_penalty", "frequency_penalty"):
+        if not math.isfinite(getattr(sampling, name)):
+            raise RequestError(f"{name}={getattr(sampling, name)}; use 0 for none or a finite number")
+    if sampling.logprobs is not None and not 0 <= sampling.logprobs <= MOST_LOGPROBS:
+        raise RequestError(f"logprobs={sampling.logprobs}; use a number from 0 to {MOST_LOGPROBS}")

@@ -170,7 +170,16 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
         yield inference_pb2.GenerateResponse(accepted=inference_pb2.Accepted(request_id="r1", prompt_tokens=20))
         for token_id, text in ((104, "Hell"), (111, "o ☃")):
             text = "" if request.WhichOneof("prompt") == "token_ids" else text
-            yield inference_pb2.GenerateResponse(tokens=inference_pb2.Tokens(token_ids=[token_id], text=text))
+            for index in reversed(range(request.n)):
+                tokens = inference_pb2.Tokens(token_ids=[token_id], text=text, index=index)
+                if request.sampling.HasField("logprobs"):
+                    tokens.logprobs.add(logprob=-0.5, top_ids=[104, 7], top_logprobs=[-0.5, -2.0])
+                yield inference_pb2.GenerateResponse(tokens=tokens)
+        for index in range(request.n if request.n > 1 else 0):
+            ended = inference_pb2.SequenceFinished(
+                index=index, reason=inference_pb2.FINISH_REASON_STOP, output_tokens=2, cumulative_logprob=-1.25
+            )
+            yield inference_pb2.GenerateResponse(sequence_finished=ended)
         if self.endless:
             self.cancelled.wait(100)
         yield inference_pb2.GenerateResponse(

@@ -188,6 +188,38 @@ def test_generate_streams_text_alone_to_stdout(cli: Cli, daemon: Any) -> None:
     assert request.sampling.temperature == 0.5 and request.sampling.top_p == 0.9
 
 
+def test_generate_asks_for_all_that_the_contract_has(cli: Cli, daemon: Any) -> None:
+    cli(
+        "generate", "x", "--temperature", "1", "--top-k", "40", "--min-p", "0.25", "--repetition-penalty", "1.5",
+        "--presence-penalty", "0.5", "--frequency-penalty", "-0.5", "--stop", "one", "--stop", "two",
+        "--logprobs", "0", "--n", "2", "--best-of", "3", "--address", daemon.address,
+    )  # fmt: skip
+    request, sampling = daemon.last(), daemon.last().sampling
+    assert (request.n, request.best_of, sampling.top_k, sampling.min_p) == (2, 3, 40, 0.25)
+    penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
+    assert penalties == (1.5, 0.5, -0.5)
+    assert (list(sampling.stop), sampling.HasField("logprobs"), sampling.logprobs) == (["one", "two"], True, 0)
+    cli("generate", "x", "--address", daemon.address)
+    assert not daemon.last().sampling.HasField("logprobs") and not daemon.last().best_of
+
+
+def test_generate_prints_several_sequences_one_below_the_other(cli: Cli, daemon: Any) -> None:
+    result = cli("generate", "x", "--n", "2", "--temperature", "1", "--address", daemon.address)
+    assert result.stdout == "".join(f"[{i}: 2 tokens, stop, logprob -1.250]\nHello ☃\n" for i in range(2))
+    ids = cli("generate", "--token-ids", "1", "--n", "2", "--temperature", "1", "--address", daemon.address)
+    assert ids.stdout.splitlines()[1::2] == ["104 111", "104 111"]
+
+
+def test_generate_as_json_has_sequences_and_logprobs(cli: Cli, daemon: Any) -> None:
+    arguments = ["--n", "2", "--temperature", "1", "--logprobs", "2", "--json", "--address", daemon.address]
+    events = [json.loads(line) for line in cli("generate", "x", *arguments).stdout.splitlines()]
+    assert [event["event"] for event in events] == [
+        "accepted", *["tokens"] * 4, "sequence_finished", "sequence_finished", "finished",
+    ]  # fmt: skip
+    assert events[1]["index"] == 1 and events[1]["logprobs"] == [{"logprob": -0.5, "top": {"104": -0.5, "7": -2.0}}]
+    assert events[6]["reason"] == "stop" and events[6]["cumulative_logprob"] == -1.25
+
+
 def test_generate_takes_token_ids_and_standard_input(cli: Cli, daemon: Any) -> None:
     result = cli("generate", "--token-ids", "1, 2 300", "--address", daemon.address)
     assert result.stdout == "104 111\n"

@@ -48,6 +48,14 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     finished: inference_pb2.Finished = field(default_factory=inference_pb2.Finished)
+    logprobs: list[inference_pb2.TokenLogprobs] = field(default_factory=list)
+    ended: inference_pb2.SequenceFinished | None = None
+    """Of one of several sequences."""
+
+    def take(self, tokens: inference_pb2.Tokens) -> None:
+        self.tokens += tokens.token_ids
+        self.text += tokens.text
+        self.logprobs += tokens.logprobs
 
     @property
     def hits(self) -> tuple[int, int, int]:
@@ -116,11 +124,24 @@ class Remote:
 
     # -- generation -----------------------------------------------------------------------------------------------
 
-    def begin(self, prompt: str | Sequence[int], *, request_id: str = "", salt: bytes = b"", **sampling: Any) -> Any:
+    def begin(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        request_id: str = "",
+        salt: bytes = b"",
+        n: int = 0,
+        best_of: int = 0,
+        **sampling: Any,
+    ) -> Any:
         """The stream of a generation; sampled with a fixed seed, so that a wrong logit shows."""
         chosen = {"max_tokens": 12, "temperature": 1.0, "seed": 7, "ignore_eos": True, **sampling}
         request = inference_pb2.GenerateRequest(
-            request_id=request_id, salt=salt, sampling=inference_pb2.SamplingParams(**chosen)
+            request_id=request_id,
+            salt=salt,
+            n=n,
+            best_of=best_of,
+            sampling=inference_pb2.SamplingParams(**chosen),
         )
         if isinstance(prompt, str):
             request.text = prompt
@@ -130,6 +151,22 @@ class Remote:
 
     def generate(self, prompt: str | Sequence[int], **options: Any) -> Answer:
         return collect(self.begin(prompt, **options))
+
+    def sequences(self, prompt: str | Sequence[int], **options: Any) -> list[Answer]:
+        """The answers of a request for several, by number; all have its first and its last event."""
+        accepted, *events, last = self.begin(prompt, **options)
+        answers: dict[int, Answer] = {}
+        for event in events:
+            if event.WhichOneof("event") == "tokens":
+                answer = answers.setdefault(event.tokens.index, Answer(accepted.accepted, finished=last.finished))
+                assert answer.ended is None, "a sequence's end is its last event"
+                answer.take(event.tokens)
+            else:
+                answer = answers[event.sequence_finished.index]
+                answer.ended = event.sequence_finished
+                assert answer.ended.output_tokens == len(answer.tokens)
+        assert all(answer.ended is not None for answer in answers.values())
+        return [answers[index] for index in range(len(answers))]
 
     def generate_all(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[Answer]:
         """All at once."""
@@ -185,8 +222,7 @@ def collect(stream: Any) -> Answer:
         assert last != "finished"
         last = event.WhichOneof("event")
         if last == "tokens":
-            answer.tokens += event.tokens.token_ids
-            answer.text += event.tokens.text
+            answer.take(event.tokens)
         else:
             assert last == "finished"
             answer.finished = event.finished

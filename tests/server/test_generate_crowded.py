@@ -46,6 +46,29 @@ def test_long_outputs_preempt_each_other_and_stay_right(
     assert gpu.capacity_bytes == FRAMES * 8192
 
 
+def test_sequences_preempt_each_other_and_stay_right(
+    remote: Remote, model_daemon: Remote, prompt: Callable[..., list[int]]
+) -> None:
+    """Five times 150 tokens behind one prompt of 2 blocks are 50 blocks for 24 frames."""
+    tokens = prompt(40)
+    before = remote.stats().scheduler.preempted_requests
+    options: dict[str, Any] = {"n": 5, "max_tokens": 150, "frequency_penalty": 0.3, "logprobs": 1}
+    crowded, roomy = remote.sequences(tokens, **options), model_daemon.sequences(tokens, **options)
+    assert remote.stats().scheduler.preempted_requests > before
+    assert [answer.tokens for answer in crowded] == [answer.tokens for answer in roomy]
+    assert [answer.text for answer in crowded] == [answer.text for answer in roomy]
+    assert all(len(answer.logprobs) == 150 for answer in crowded)
+    assert crowded[0].finished.resumed > 0
+
+
+def test_every_sequence_takes_a_place_in_the_queue(
+    remote: Remote, prompt: Callable[..., list[int]], refused: Callable[..., Any]
+) -> None:
+    with refused("RESOURCE_EXHAUSTED", "the queue is full", "11 sequences"):
+        remote.sequences(prompt(20), n=11)
+    assert len(remote.sequences(prompt(20), n=10, max_tokens=2)) == 10
+
+
 def test_prefixes_go_down_and_come_up_again(
     remote: Remote, model_daemon: Remote, prompt: Callable[..., list[int]]
 ) -> None:

@@ -6,7 +6,7 @@ import ast
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import pre_tokenizers
 
 import prefixd.generation
 from prefixd.cache import NamespaceSpec, PartSpec, TieredCache
@@ -26,20 +27,22 @@ from prefixd.errors import (
     UnsupportedError,
 )
 from prefixd.generation import (
-    MOST_STOP_TOKENS,
     Accepted,
     Finished,
     GenerateParams,
     Generation,
     GenerationEvent,
+    SequenceFinished,
     Tokens,
+    sequence_seed,
 )
+from prefixd.generation.params import MOST_STOP_TOKENS
 from prefixd.server.request import Ended, NewTokens, Request
 from prefixd.server.served_model import ServedModel
 from prefixd.server.text_stream import TextStream
 from prefixd.server.tokenization import TextCodec, TokenIds
 from prefixd.server.tokenizer_threads import TokenizerThreads
-from prefixd.worker.protocol import Hello
+from prefixd.worker.protocol import Hello, TokenLogprobs
 from prefixd_scheduler import QueueFullError
 
 CONTEXT = 2048
@@ -88,11 +91,12 @@ class FakeDispatcher:
 
     submitted: list[Request] = field(default_factory=list)
     cancelled: list[Request] = field(default_factory=list)
-    full: bool = False
+    room: int = 1000
 
     def submit(self, request: Request) -> None:
-        if self.full:
+        if self.room == 0:
             raise QueueFullError(3)
+        self.room -= 1
         self.submitted.append(request)
 
     def cancel(self, request: Request) -> None:
@@ -164,7 +168,7 @@ async def test_a_text_becomes_events(desk: Desk) -> None:
     assert accepted == Accepted("mine", 5)
     assert isinstance(first, Tokens) and first.token_ids == [1, 2] and len(first.text) == 2
     assert second == Tokens([3], ""), "a stop token is no part of the text"
-    assert finished == Finished("stop", 5, 0, (0, 0, 0), 0.0, 0.0, 0)
+    assert finished == Finished("stop", 5, 3, (0, 0, 0), 0.0, 0.0, 0)
     sampling = request().sampling
     assert (sampling.max_tokens, sampling.top_p, sampling.stop_token_ids) == (16, 1.0, (3,))
     assert (request().queued.priority, request().namespace.spec.salt) == (2, b"s")
@@ -195,11 +199,27 @@ async def test_token_ids_are_taken_as_they_are(desk: Desk) -> None:
         ({"temperature": -1.0}, ["temperature is -1.0"]),
         ({"temperature": float("inf")}, ["temperature is inf"]),
         ({"top_p": 1.5}, ["top_p is 1.5"]),
+        ({"top_k": -1}, ["top_k is -1"]),
+        ({"min_p": 1.01}, ["min_p is 1.01", "between 0 and 1"]),
+        ({"min_p": float("nan")}, ["min_p is nan"]),
+        ({"repetition_penalty": 0.001}, ["repetition_penalty is 0.001", "0.01 and 100"]),
+        ({"repetition_penalty": -1.0}, ["repetition_penalty is -1.0"]),
+        ({"presence_penalty": 2.5}, ["presence_penalty is 2.5", "-2 and 2"]),
+        ({"frequency_penalty": float("nan")}, ["frequency_penalty is nan"]),
+        ({"logprobs": 21}, ["logprobs is 21", "at most 20"]),
+        ({"stop": ["x"] * 17}, ["17 strings", "at most 16"]),
+        ({"stop": ["x", ""]}, ["a stop string is empty"]),
+        ({"stop": ["x" * 257]}, ["257 characters", "at most 256"]),
+        ({"n": 33, "temperature": 1.0}, ["n is 33", "at most 32"]),
+        ({"best_of": 33, "temperature": 1.0}, ["best_of is 33", "at most 32"]),
+        ({"n": 3, "best_of": 2, "temperature": 1.0}, ["best_of is 2", "less than n, which is 3"]),
+        ({"n": 2}, ["n is 2 with temperature 0", "above 0"]),
+        ({"best_of": 2}, ["best_of is 2 with temperature 0"]),
         ({"stop_token_ids": [0, 272]}, ["stop token id 272"]),
         ({"stop_token_ids": range(MOST_STOP_TOKENS + 1)}, ["1025 ids", "at most 1024"]),
         ({"request_id": "x" * 257}, ["257 characters", "at most 256"]),
     ],
-    ids=lambda value: None if isinstance(value, list) else next(iter(value)),
+    ids=lambda value: None if isinstance(value, list) else "-".join(value),
 )
 async def test_wrong_parameters_are_refused_before_any_work(
     desk: Desk, params: dict[str, Any], words: list[str]
@@ -285,12 +305,194 @@ async def test_closing_ends_the_request(desk: Desk) -> None:
 async def test_a_full_queue_and_a_failure_reach_the_caller(desk: Desk) -> None:
     with pytest.raises(UnavailableError, match="died"):
         await desk.events(NewTokens([1]), UnavailableError("the worker died"))
-    desk.dispatcher.full = True
+    desk.dispatcher.room = 0
     with pytest.raises(ExhaustedError, match="the queue is full: 3 requests"):
         await desk.events()
     assert len(desk.dispatcher.submitted) == 1 and not desk.dispatcher.cancelled
-    desk.dispatcher.full = False
+    desk.dispatcher.room = 1000
     assert len(await desk.events(Ended("stop"))) == 2
+
+
+# -- stop strings, and text that was held back -------------------------------------------------------------------------
+
+
+def spelled(text: str) -> list[int]:
+    """The small model's tokens are the bytes, in the order of their letters."""
+    return byte_ids(text.encode())
+
+
+def byte_ids(data: bytes) -> list[int]:
+    letters = {"\n": "\u010a", " ": "\u0120"}
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    if data.isascii():
+        return [alphabet.index(letters.get(character, character)) for character in data.decode()]
+    return [alphabet.index({0xC3: "\u00c3", 0xA9: "\u00a9"}[byte]) for byte in data]
+
+
+def shown(events: list[GenerationEvent], index: int = 0) -> tuple[list[int], str]:
+    told = [event for event in events if isinstance(event, Tokens) and event.index == index]
+    return [token for event in told for token in event.token_ids], "".join(event.text for event in told)
+
+
+async def test_a_stop_string_ends_the_request_across_tokens_and_nothing_of_it_is_shown(desk: Desk) -> None:
+    tokens = spelled("yes.\n\nUser: x")
+    events = await desk.events(*[NewTokens([token]) for token in tokens], Ended("length"), stop=["\n\nUser:", "never"])
+    assert shown(events) == (tokens[:11], "yes.")
+    texts = [event.text for event in events if isinstance(event, Tokens)]
+    assert texts == ["y", "e", "s", ".", *[""] * 7], "held back until it was decided"
+    finished = events[-1]
+    assert isinstance(finished, Finished) and (finished.reason, finished.output_tokens) == ("stop", 11)
+    assert desk.dispatcher.cancelled == desk.dispatcher.submitted, "the worker has to know"
+
+
+async def test_a_stop_string_inside_a_step_of_several_tokens_cuts_it(desk: Desk) -> None:
+    told = [TokenLogprobs(-float(i), [], []) for i in range(1, 5)]
+    events = await desk.events(NewTokens(spelled("ab!c"), told), stop=["b!"], logprobs=0)
+    assert isinstance(events[1], Tokens) and events[1].logprobs == told[:3]
+    assert shown(events) == (spelled("ab!"), "a")
+    assert isinstance(events[2], Finished) and events[2].cumulative_logprob == -6.0
+
+
+async def test_what_only_began_like_a_stop_string_is_shown(desk: Desk) -> None:
+    events = await desk.events(
+        NewTokens(spelled("a\n\nU")), NewTokens(spelled("b\n")), Ended("length"), stop=["\n\nUser:"]
+    )
+    assert shown(events)[1] == "a\n\nUb\n", "the end shows what was held back"
+    last = events[-2]
+    assert isinstance(last, Tokens) and (last.token_ids, last.text) == ([], "\n")
+    assert isinstance(events[-1], Finished) and events[-1].reason == "length" and not desk.dispatcher.cancelled
+
+
+async def test_half_a_character_at_the_end_is_shown_and_can_complete_a_stop_string(desk: Desk) -> None:
+    half = byte_ids(b"\xc3")
+    plain = await desk.events(NewTokens(spelled("a")), NewTokens(half), Ended("length"))
+    assert [event.text for event in plain if isinstance(event, Tokens)] == ["a", "", "\ufffd"]
+    stopped = await desk.events(NewTokens(spelled("a")), NewTokens(half), Ended("length"), stop=["\ufffd"])
+    assert shown(stopped) == (spelled("a") + half, "a")
+    assert isinstance(stopped[-1], Finished) and stopped[-1].reason == "stop"
+    whole = await desk.events(NewTokens(byte_ids(b"\xc3\xa9")), Ended("stop"))
+    assert shown(whole)[1] == "\u00e9" and len(whole) == 3, "nothing held, nothing more said"
+
+
+async def test_stop_strings_need_a_tokenizer(desk: Desk) -> None:
+    served = await desk.generation._model()
+    without = ServedModel(HELLO, served.namespace, None, served.threads, frames=200)
+
+    async def model() -> ServedModel:
+        return without
+
+    desk.generation._model = model
+    await desk.refused(UnsupportedError, "no tokenizer", "stop_token_ids", prompt=ids(1), stop=["x"])
+    assert shown(await desk.events(NewTokens([1]), Ended("stop"), prompt=ids(1))) == ([1], "")
+
+
+# -- several sequences -------------------------------------------------------------------------------------------------
+
+
+async def begun(desk: Desk, **params: Any) -> tuple[AsyncGenerator[GenerationEvent, None], list[Request]]:
+    """A request of several sequences, accepted, and what was queued for it."""
+    before = len(desk.dispatcher.submitted)
+    run = desk.generation.run(GenerateParams(**{"prompt": "hello", "temperature": 1.0, "seed": 5, **params}))
+    assert isinstance(await anext(run), Accepted)
+    return run, desk.dispatcher.submitted[before:]
+
+
+def logprobs(*chosen: float) -> list[TokenLogprobs]:
+    return [TokenLogprobs(each, [], []) for each in chosen]
+
+
+async def test_sequences_have_seeds_and_numbers_of_their_own(desk: Desk) -> None:
+    run, requests = await begun(desk, n=3, request_id="mine")
+    assert [request.sampling.seed for request in requests] == [sequence_seed(5, index) for index in range(3)]
+    assert requests[0].sampling.seed == 5 and len({request.sampling.seed for request in requests}) == 3
+    assert [request.name for request in requests] == ["mine", "mine#1", "mine#2"]
+    assert len({bytes(request.chain.token_ids) for request in requests}) == 1
+    requests[1].events.put_nowait(NewTokens([1]))
+    requests[0].events.put_nowait(NewTokens([2]))
+    requests[1].events.put_nowait(Ended("stop"))
+    requests[0].events.put_nowait(Ended("length"))
+    requests[2].events.put_nowait(Ended("stop"))
+    found = [event async for event in run]
+    assert [(type(event).__name__, getattr(event, "index", None)) for event in found] == [
+        ("Tokens", 1),
+        ("Tokens", 0),
+        ("SequenceFinished", 1),
+        ("SequenceFinished", 0),
+        ("SequenceFinished", 2),
+        ("Finished", None),
+    ]
+    assert found[3] == SequenceFinished(0, "length", 1, None)
+    assert isinstance(found[-1], Finished) and (found[-1].reason, found[-1].output_tokens) == ("length", 2)
+    assert not desk.dispatcher.cancelled
+
+
+def test_seeds_of_sequences_wrap_and_never_meet() -> None:
+    assert sequence_seed(7, 1) == (7 + 0x9E3779B97F4A7C15) % 2**64
+    assert sequence_seed(2**64 - 1, 0) == 2**64 - 1
+    assert len({sequence_seed(seed, index) for seed in range(100) for index in range(32)}) == 3200
+
+
+async def test_the_best_are_told_when_all_have_ended(desk: Desk) -> None:
+    run, requests = await begun(desk, n=2, best_of=3)
+    assert [request.sampling.logprobs for request in requests] == [0, 0, 0]
+    for request, token, chosen in zip(requests, (1, 2, 3), (-2.0, -9.0, -0.5), strict=True):
+        request.events.put_nowait(NewTokens([token], logprobs(chosen)))
+        request.events.put_nowait(NewTokens([token], logprobs(chosen)))
+    for request in requests[:2]:
+        request.events.put_nowait(Ended("length"))
+    waiting = asyncio.ensure_future(anext(run))
+    await asyncio.sleep(0.01)
+    assert not waiting.done(), "the third may be better"
+    requests[2].events.put_nowait(Ended("stop"))
+    found = [await waiting, *[event async for event in run]]
+    assert shown(found, 0)[0] == [3, 3] and shown(found, 1)[0] == [1, 1]
+    assert all(not event.logprobs for event in found if isinstance(event, Tokens)), "they were not asked for"
+    ended = [event for event in found if isinstance(event, SequenceFinished)]
+    assert ended == [SequenceFinished(0, "stop", 2, -1.0), SequenceFinished(1, "length", 2, -4.0)]
+    assert isinstance(found[-1], Finished) and found[-1].output_tokens == 6, "of all three"
+
+
+async def test_one_failure_fails_the_call_and_ends_the_others(desk: Desk) -> None:
+    run, requests = await begun(desk, n=3)
+    requests[0].events.put_nowait(Ended("stop"))
+    requests[2].events.put_nowait(UnavailableError("the worker died"))
+    assert isinstance(await anext(run), SequenceFinished)
+    with pytest.raises(UnavailableError, match="died"):
+        await anext(run)
+    assert desk.dispatcher.cancelled == [requests[1]]
+
+
+async def test_a_stop_string_ends_its_own_sequence_alone(desk: Desk) -> None:
+    run, requests = await begun(desk, n=2, stop=["!"])
+    requests[0].events.put_nowait(NewTokens(spelled("a!")))
+    requests[0].events.put_nowait(NewTokens(spelled("more")))
+    requests[1].events.put_nowait(NewTokens(spelled("b")))
+    requests[1].events.put_nowait(Ended("length"))
+    found = [event async for event in run]
+    assert shown(found, 0)[1] == "a" and shown(found, 1)[1] == "b"
+    assert [event.reason for event in found if isinstance(event, SequenceFinished)] == ["stop", "length"]
+    assert desk.dispatcher.cancelled == [requests[0]]
+
+
+async def test_cancelling_or_closing_ends_all_sequences(desk: Desk) -> None:
+    run, requests = await begun(desk, n=3, request_id="mine")
+    await desk.refused(AlreadyExistsError, "'mine' is running", request_id="mine")
+    assert desk.generation.cancel("mine")
+    *ended, last = [event async for event in run]
+    assert [event.reason for event in ended if isinstance(event, SequenceFinished)] == ["cancelled"] * 3
+    assert isinstance(last, Finished) and last.reason == "cancelled"
+    assert desk.dispatcher.cancelled == requests
+    run, closed = await begun(desk, n=2, best_of=4, request_id="mine")
+    await run.aclose()
+    assert desk.dispatcher.cancelled[3:] == closed and len(closed) == 4
+
+
+async def test_a_queue_without_room_for_all_sequences_takes_none(desk: Desk) -> None:
+    desk.dispatcher.room = 2
+    with pytest.raises(ExhaustedError, match="3 sequences, and each takes a place"):
+        await begun(desk, n=3)
+    assert desk.dispatcher.cancelled == desk.dispatcher.submitted and len(desk.dispatcher.submitted) == 2
+    assert not desk.generation._live
 
 
 async def test_a_prompt_that_never_fits_the_tier(desk: Desk, cache: TieredCache) -> None:
@@ -319,7 +521,9 @@ async def test_a_sidecar_generates_nothing(cache: TieredCache) -> None:
 
 def test_it_imports_no_protocol() -> None:
     """import-linter checks what is imported further down, too."""
-    tree = ast.parse(Path(prefixd.generation.__file__).read_text())
-    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    names |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    files = list(Path(prefixd.generation.__file__).parent.glob("*.py"))
+    assert len(files) > 1
+    nodes = [node for file in files for node in ast.walk(ast.parse(file.read_text()))]
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
     assert not [name for name in names if name.startswith(("grpc", "google", "prefixd.v1"))]

@@ -234,7 +234,7 @@ def streamed(tokenizer: Tokenizer, ids: list[int], cut: random.Random | None = N
         count = cut.randrange(1, 4) if cut else 1
         text += stream.feed(ids[at : at + count])
         at += count
-    return text
+    return text + stream.end()
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -278,6 +278,24 @@ def test_half_a_character_waits_and_is_never_shown() -> None:
     stream = TextStream(tokenizer, set())
     assert [stream.feed([token]) for token in ids][-2:] == ["\U0001f600", "!"]
     assert all("\ufffd" not in stream.feed([token]) for token in ids)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_end_has_what_still_waited(seed: int) -> None:
+    """Cut anywhere, in the middle of a character too, the pieces and the end are the text of the tokens."""
+    dice, tokenizer = random.Random(seed), byte_level()
+    ids = tokenizer.encode("a\u4e2d\U0001f600 caf\u00e9 the").ids
+    cut = ids[: dice.randrange(len(ids) + 1)]
+    assert streamed(tokenizer, cut, dice) == tokenizer.decode(cut)
+
+
+def test_the_end_says_nothing_twice() -> None:
+    tokenizer = byte_level()
+    stream = TextStream(tokenizer, set())
+    assert stream.feed(tokenizer.encode("ok").ids) == "ok"
+    assert [stream.end(), stream.end()] == ["", ""]
+    first, *_ = tokenizer.encode("\U0001f600").ids
+    assert [stream.feed([first]), stream.end(), stream.end()] == ["", "\ufffd", ""]
 
 
 @pytest.mark.parametrize("make", [byte_level, sentence_pieces])

@@ -55,7 +55,14 @@ def test_blocks_filled_while_decoding_serve_as_a_prefix(rig, prompt):
     assert torch.equal(rig.tensor(frames).kv[:64], fresh.kv[:64])
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.8, "top_p": 0.9, "seed": 42}])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {},
+        {"temperature": 0.8, "top_p": 0.9, "seed": 42},
+        {"repetition_penalty": 1.3, "presence_penalty": 0.2, "frequency_penalty": 0.7},
+    ],
+)
 def test_an_interrupted_run_continues_with_the_same_tokens(rig, prompt, sampling):
     whole = rig.generate(prompt, max_tokens=20, **sampling)
     for kept in (1, 7, 19):
@@ -71,6 +78,36 @@ def test_seed_and_temperature_decide_the_sample(rig, prompt):
     assert sample(temperature=1.0, seed=1) != sample(temperature=1.0, seed=2)
     assert sample(temperature=3.0, top_p=1e-6, seed=3) == sample()
     assert sample(temperature=1e-4, seed=3) == sample()
+
+
+def test_penalties_are_those_of_transformers_generate(rig, prompt, llama_directory):
+    model = AutoModelForCausalLM.from_pretrained(llama_directory)
+    with torch.inference_mode():
+        expected = model.generate(
+            torch.tensor([prompt]), max_new_tokens=20, do_sample=False, repetition_penalty=1.5, eos_token_id=None
+        )
+    generated = rig.generate(prompt, max_tokens=20, repetition_penalty=1.5)
+    assert generated == expected[0, len(prompt) :].tolist()
+    assert generated != rig.generate(prompt, max_tokens=20)
+    assert len(set(rig.generate(prompt, max_tokens=60, presence_penalty=1e6))) == 60
+
+
+def test_logprobs_are_log_softmax_of_transformers_logits(rig, prompt, llama_directory):
+    generated = rig.generate(prompt, max_tokens=6, temperature=2.0, logprobs=4)
+    told = [logprobs for step in rig.steps for update in step.updates for logprobs in update.logprobs]
+    model = AutoModelForCausalLM.from_pretrained(llama_directory)
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([[*prompt, *generated]]), use_cache=False).logits[0]
+    expected = torch.log_softmax(logits[len(prompt) - 1 : -1], -1)
+    assert len(told) == 6
+    for row, (token, logprobs) in enumerate(zip(generated, told, strict=True)):
+        best = expected[row].topk(4)
+        assert logprobs.chosen == pytest.approx(expected[row, token].item(), abs=1e-3)
+        assert logprobs.token_ids == best.indices.tolist()
+        assert logprobs.logprobs == pytest.approx(best.values.tolist(), abs=1e-3)
+    rig.steps.clear()
+    rig.generate(prompt)
+    assert not any(update.logprobs for step in rig.steps for update in step.updates)
 
 
 def test_stop_tokens_end_a_request_and_are_reported(rig, prompt):
@@ -188,6 +225,12 @@ def start_message(**changes: object) -> Start:
         ({"sampling": Sampling(max_tokens=0)}, "max_tokens=0"),
         ({"sampling": Sampling(max_tokens=1, temperature=-1.0)}, "temperature=-1"),
         ({"sampling": Sampling(max_tokens=1, top_p=0.0)}, "top_p=0"),
+        ({"sampling": Sampling(max_tokens=1, top_k=-1)}, "top_k=-1"),
+        ({"sampling": Sampling(max_tokens=1, min_p=1.5)}, "min_p=1.5"),
+        ({"sampling": Sampling(max_tokens=1, repetition_penalty=0.0)}, "repetition_penalty=0"),
+        ({"sampling": Sampling(max_tokens=1, presence_penalty=float("nan"))}, "presence_penalty=nan"),
+        ({"sampling": Sampling(max_tokens=1, frequency_penalty=float("inf"))}, "frequency_penalty=inf"),
+        ({"sampling": Sampling(max_tokens=1, logprobs=21)}, "logprobs=21"),
     ],
 )
 def test_a_request_that_cannot_run_says_why_and_leaves_nothing_behind(rig, changes, message):
@@ -239,3 +282,45 @@ def test_without_mappings_a_request_is_refused_and_the_others_go_on(rig, prompt,
     rig.run()
     assert rig.tokens[running] == expected
     assert rig.generate(prompt, max_tokens=4) == expected
+
+
+def test_the_next_requests_are_taken_while_a_pass_is_computed(rig, prompt):
+    """As on a GPU, where `step` returns to the host long before the device is done."""
+    expected = [rig.generate(prompt, max_tokens=4), rig.generate([5, 6, 7], max_tokens=3)]
+    first = rig.start(prompt, max_tokens=4)
+    gone = rig.start([1, 2], max_tokens=50)
+    second: list[int] = []
+
+    def meanwhile():
+        if not second:
+            second.append(rig.start([5, 6, 7], max_tokens=3))
+            assert rig.engine.cancel(Cancel(gone)) == [], "its memory is being used"
+
+    rig.take(rig.engine.step(meanwhile))
+    assert rig.done[gone].reason == "cancelled" and len(rig.tokens[gone]) == 1
+    while rig.engine.runnable:
+        rig.take(rig.engine.step(meanwhile))
+    assert [rig.tokens[first], rig.tokens[second[0]]] == expected
+
+
+def test_passes_without_a_sampled_token_are_reported_with_the_next_that_has_one(make_rig, prompt, monkeypatch):
+    """On a GPU nobody waits for them."""
+    rig = make_rig(max_step_tokens=20, chunk_bytes=4096)
+    waits: list[int] = []
+    monkeypatch.setattr(type(rig.model), "asynchronous", True)
+    monkeypatch.setattr(rig.model, "synchronize", lambda: waits.append(len(rig.steps)))
+    request = rig.start(prompt, max_tokens=2)
+    rig.step()
+    rig.step()
+    assert rig.steps == [] and rig.engine.runnable
+    rig.step()
+    assert [step.computed_tokens for step in rig.steps] == [50]
+    assert [update.filled_blocks for update in rig.steps[0].updates] == [1, 2, 3]
+    assert not waits, "the sampled token has waited"
+    rig.run()
+    other = rig.start(prompt, max_tokens=2)
+    rig.step()
+    rig.take(rig.engine.cancel(Cancel(other)))
+    assert waits == [2], "an end is told after what was filled before it"
+    assert rig.filled[other] == 1 and rig.done[other].reason == "cancelled"
+    assert rig.done[request].reason == "length"

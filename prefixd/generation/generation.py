@@ -1,0 +1,303 @@
+"""From a prompt to its answer: checked, tokenized, queued as one request a sequence, and told as events."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import replace
+
+import numpy as np
+
+from prefixd.cache import TieredCache
+from prefixd.errors import (
+    AlreadyExistsError,
+    ExhaustedError,
+    InvalidArgumentError,
+    UnavailableError,
+    UnsupportedError,
+)
+from prefixd.generation.events import Accepted, Finished, GenerationEvent, SequenceFinished, Tokens
+from prefixd.generation.params import GenerateParams, check_sampling
+from prefixd.generation.sequence import Inbox, SequenceOutput
+from prefixd.generation.stop_strings import StopStrings
+from prefixd.server.dispatcher import Dispatcher
+from prefixd.server.request import Event, FinishReason, NewTokens, Request
+from prefixd.server.served_model import ServedModel
+from prefixd.server.tokenization import TokenIds, TooManyTokensError, need_codec
+from prefixd_scheduler import QueuedRequest, QueueFullError
+
+LONGEST_REQUEST_ID = 256
+
+
+class Generation:
+    """Generation on the daemon's worker. Used from the event loop alone.
+
+    Args:
+        cache: the cache.
+        dispatcher: queue and worker; None in a sidecar.
+        model: waits for the model and returns it; raises UnavailableError when the worker was given up.
+        draining: set when the daemon takes no new work.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        cache: TieredCache,
+        dispatcher: Dispatcher | None,
+        model: Callable[[], Awaitable[ServedModel]],
+        draining: asyncio.Event,
+        clock: Callable[[], float],
+    ) -> None:
+        self._cache = cache
+        self._dispatcher = dispatcher
+        self._model = model
+        self._draining = draining
+        self._clock = clock
+        self._live: dict[str, list[Request]] = {}
+        self._ids = itertools.count(1)
+
+    async def run(self, params: GenerateParams) -> AsyncGenerator[GenerationEvent, None]:
+        """Runs a prompt: `Accepted`, then `Tokens` as they are sampled, then `Finished`. Closing it ends the request.
+
+        Of several sequences the `Tokens` come as they are sampled, mixed, and `SequenceFinished` after each one's last.
+        Of those computed for `best_of`, the best come when all have ended, one after the other, number 0 the best one.
+        When one sequence fails, the call fails, and the others are ended.
+
+        Raises:
+            InvalidArgumentError: a parameter is out of its range, or the prompt is empty or longer than the model.
+            AlreadyExistsError: a request with this id waits or runs.
+            ExhaustedError: the queue has no room for all sequences, the prompt never fits the GPU tier, or too many
+                texts wait to be tokenized.
+            UnavailableError: the daemon drains, or the worker died and could not take the request up again.
+            UnsupportedError: a sidecar without a model, or text or stop strings for a model without a tokenizer.
+        """
+        dispatcher = self._need_dispatcher()
+        self._take_work()
+        model = await self._model()
+        self._check_name(params.request_id)
+        check_sampling(params, model)
+        ids = await self._prompt(params.prompt, model)
+        self._take_work()  # loading the model and tokenizing the text may have taken a while
+        model = await self._model()
+        self._check_name(params.request_id)
+        inbox: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        requests = self._requests(params, ids, model, inbox)
+        stops = StopStrings(params.stop) if params.stop else None
+        sequences = [
+            SequenceOutput(
+                index,
+                request,
+                model.codec.stream() if model.codec is not None else None,
+                stops,
+                tell_logprobs=params.logprobs is not None,
+            )
+            for index, request in enumerate(requests)
+        ]
+        name = requests[0].name
+        _submit(dispatcher, requests)
+        self._live[name] = requests
+        going = dict(enumerate(sequences))
+        try:
+            yield Accepted(name, requests[0].prompt_tokens)
+            async with aclosing(_answer(dispatcher, going, inbox, params.answers)) as events:
+                async for event in events:
+                    yield event
+            yield self._finished(sequences)
+        finally:
+            del self._live[name]
+            for sequence in going.values():
+                dispatcher.cancel(sequence.request)
+
+    def cancel(self, request_id: str) -> bool:
+        """Ends all sequences of a request; False when none of that id waits or runs. Raises as `run`."""
+        dispatcher = self._need_dispatcher()
+        if not request_id:
+            raise InvalidArgumentError("request_id is empty; send the id from the first message of Generate")
+        live = self._live.get(request_id)
+        for request in live or ():
+            dispatcher.cancel(request)
+        return live is not None
+
+    def _requests(
+        self, params: GenerateParams, ids: TokenIds, model: ServedModel, inbox: asyncio.Queue[tuple[int, Event]]
+    ) -> list[Request]:
+        """One for each sequence; they put their events into the inbox, with their numbers."""
+        # Chosen here, so that a run that is taken up again samples the same tokens.
+        seed = params.seed if params.seed is not None else secrets.randbits(63)
+        room = model.hello.max_model_tokens - len(ids)
+        samplings = [params.sampling(index, seed, room) for index in range(params.sequences)]
+        block_tokens = model.hello.block_tokens
+        longest = len(ids) + samplings[0].max_tokens
+        if longest > model.frames * block_tokens:
+            raise ExhaustedError(
+                f"prompt and output need up to {longest} tokens, but the GPU tier holds "
+                f"{model.frames * block_tokens}; shorten the prompt, lower max_tokens or raise gpu.bytes"
+            )
+        namespace = self._cache.register(model.salted(params.salt))
+        arrival_s, tokens = self._clock(), ids.tobytes()
+        requests: list[Request] = []
+        for index, sampling in enumerate(samplings):
+            number = next(self._ids)
+            name = params.request_id or f"r{number}-{secrets.token_hex(3)}"
+            requests.append(
+                Request(
+                    id=number,
+                    name=f"{requests[0].name}#{index}" if index else name,
+                    namespace=namespace,
+                    trie=self._cache.trie(namespace),
+                    chain=self._cache.chain(namespace, tokens),
+                    prompt_tokens=len(ids),
+                    sampling=sampling,
+                    queued=QueuedRequest(number, arrival_s, len(ids), priority=params.priority),
+                    events=Inbox(index, inbox),
+                )
+            )
+        return requests
+
+    async def _prompt(self, prompt: str | bytes, model: ServedModel) -> TokenIds:
+        """The prompt's token ids, shorter than the model's context. No work here grows with what is refused."""
+        limit = model.hello.max_model_tokens
+        if isinstance(prompt, str):
+            ids = await self._tokenized(prompt, model)
+            _check_length(len(ids), limit)
+            return ids
+        if not prompt:
+            raise InvalidArgumentError("the prompt is empty; send text or at least one token id")
+        if len(prompt) % 4:
+            raise InvalidArgumentError(
+                f"token_ids has {len(prompt)} bytes, no multiple of 4; send little-endian uint32"
+            )
+        ids = np.frombuffer(prompt, "<u4").astype(np.uint32, copy=False)
+        _check_length(len(ids), limit)
+        worst = int(ids.max())
+        if worst >= model.hello.vocab_size:
+            raise InvalidArgumentError(
+                f"token id {worst} is outside the model's vocabulary of {model.hello.vocab_size}; "
+                "tokenize with the model's own tokenizer"
+            )
+        return ids
+
+    async def _tokenized(self, text: str, model: ServedModel) -> TokenIds:
+        limit = model.hello.max_model_tokens
+        if not text:
+            raise InvalidArgumentError("the prompt is empty; send at least one character")
+        codec = need_codec(model.codec)
+        if len(text) > codec.longest_token * limit:
+            raise InvalidArgumentError(
+                f"the prompt has {len(text)} characters, but the model takes {limit} tokens with the output, of at "
+                f"most {codec.longest_token} characters each; send at most {codec.longest_token * (limit - 1)} "
+                "characters"
+            )
+        try:
+            return await model.threads.encode(codec, text, limit)
+        except TooManyTokensError as error:
+            raise InvalidArgumentError(
+                f"the prompt of {len(text)} characters has more than {error.tokens} tokens, but the model takes "
+                f"{limit} with the output; send at most {limit - 1}"
+            ) from error
+
+    def _finished(self, sequences: list[SequenceOutput]) -> Finished:
+        requests = [sequence.request for sequence in sequences]
+        gpu, cpu, disk = requests[0].hit_tokens or (0, 0, 0)
+        arrival_s = requests[0].queued.arrival_s
+        handed_over = [request.handed_over_s for request in requests if request.handed_over_s is not None]
+        first_tokens = [request.first_token_s for request in requests if request.first_token_s is not None]
+        return Finished(
+            reason=_strongest([sequence.reason for sequence in sequences]),
+            prompt_tokens=requests[0].prompt_tokens,
+            output_tokens=sum(sequence.output_tokens for sequence in sequences),
+            hit_tokens=(gpu, cpu, disk),
+            queue_s=min(handed_over, default=self._clock()) - arrival_s,
+            ttft_s=min(first_tokens, default=arrival_s) - arrival_s,
+            resumed=sum(request.resumed for request in requests),
+            cumulative_logprob=sequences[0].cumulative_logprob if len(sequences) == 1 else None,
+        )
+
+    def _check_name(self, name: str) -> None:
+        if len(name) > LONGEST_REQUEST_ID:
+            raise InvalidArgumentError(
+                f"request_id has {len(name)} characters; choose one of at most {LONGEST_REQUEST_ID}"
+            )
+        if name in self._live:
+            raise AlreadyExistsError(f"request_id {name!r} is running; choose another or leave it empty")
+
+    def _take_work(self) -> None:
+        if self._draining.is_set():
+            raise UnavailableError("the daemon drains and takes no new requests; try again when it is back")
+
+    def _need_dispatcher(self) -> Dispatcher:
+        if self._dispatcher is None:
+            raise UnsupportedError(
+                "this daemon is a sidecar without a model; start it with worker.model or worker.embedded"
+            )
+        return self._dispatcher
+
+
+def _submit(dispatcher: Dispatcher, requests: list[Request]) -> None:
+    """Queues all or, with ExhaustedError, none."""
+    for index, request in enumerate(requests):
+        try:
+            dispatcher.submit(request)
+        except QueueFullError as error:
+            for queued in requests[:index]:
+                dispatcher.cancel(queued)
+            wanted = (
+                f" (the request has {len(requests)} sequences, and each takes a place)" if len(requests) > 1 else ""
+            )
+            raise ExhaustedError(f"{error}{wanted}") from error
+
+
+async def _answer(
+    dispatcher: Dispatcher, going: dict[int, SequenceOutput], inbox: asyncio.Queue[tuple[int, Event]], answers: int
+) -> AsyncGenerator[Tokens | SequenceFinished, None]:
+    """The events of the sequences `going`, each of which is taken out of it when it ends.
+
+    answers: how many are wanted; if there are more, nothing is told before the best are known.
+    """
+    several, streamed = len(going) > 1, len(going) == answers
+    ended: list[SequenceOutput] = []
+    kept: dict[int, list[Tokens]] = {index: [] for index in going}
+    while going:
+        index, event = await inbox.get()
+        sequence = going.get(index)
+        if sequence is None:
+            continue  # a stop string ended it, and the worker comes to know
+        if isinstance(event, Exception):
+            del going[index]
+            raise event
+        tokens = sequence.accept(event)
+        if sequence.ended:
+            del going[index]
+            ended.append(sequence)
+            if isinstance(event, NewTokens):
+                dispatcher.cancel(sequence.request)
+        if tokens is not None and streamed:
+            yield tokens
+        elif tokens is not None:
+            kept[index].append(tokens)
+        if sequence.ended and several and streamed:
+            yield sequence.finished(index)
+    if streamed:
+        return
+    ended.sort(key=lambda sequence: (-(sequence.cumulative_logprob or 0.0), sequence.index))
+    for place, sequence in enumerate(ended[:answers]):
+        for tokens in kept[sequence.index]:
+            yield replace(tokens, index=place)
+        yield sequence.finished(place)
+
+
+def _strongest(reasons: list[FinishReason]) -> FinishReason:
+    """The reason that says most about sequences that have all ended."""
+    if "cancelled" in reasons:
+        return "cancelled"
+    return "length" if "length" in reasons else "stop"
+
+
+def _check_length(tokens: int, limit: int) -> None:
+    if tokens >= limit:
+        raise InvalidArgumentError(
+            f"the prompt has {tokens} tokens, but the model takes {limit} with the output; send at most {limit - 1}"
+        )

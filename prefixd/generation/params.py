@@ -1,0 +1,179 @@
+"""What a caller may ask for, and the bounds of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from prefixd.errors import InvalidArgumentError, UnsupportedError
+from prefixd.server.served_model import ServedModel
+from prefixd.worker.protocol import MOST_LOGPROBS, Sampling
+
+DEFAULT_MAX_TOKENS = 16
+MOST_STOP_TOKENS = 1024
+MOST_STOP_STRINGS = 16
+LONGEST_STOP_STRING = 256  # characters
+MOST_SEQUENCES = 32
+_REPETITION_PENALTIES = (0.01, 100.0)
+_OUTPUT_PENALTIES = (-2.0, 2.0)
+
+_MASK_64 = (1 << 64) - 1
+_SEED_STEP = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio, SplitMix64's step: no small seed meets another's
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateParams:
+    """What a caller asks for, not checked yet. Where 0 is no value of a parameter, it means the default."""
+
+    prompt: str | bytes
+    """Text, or token ids as little-endian uint32, 4 bytes each."""
+    request_id: str = ""
+    """The caller's name for the request; empty: one is chosen."""
+    max_tokens: int = 0
+    """Most tokens of a sequence; 0: the default, 16."""
+    temperature: float = 0.0
+    """0: greedy."""
+    top_k: int = 0
+    """Sample among so many most likely tokens; 0: off."""
+    top_p: float = 0.0
+    """Nucleus sampling; 0: off, as 1."""
+    min_p: float = 0.0
+    """Sample among tokens of at least this probability in proportion to the most likely one's; 0: off."""
+    repetition_penalty: float = 0.0
+    """For tokens of prompt and output; 0: off, as 1."""
+    presence_penalty: float = 0.0
+    """For tokens of the output; 0: off."""
+    frequency_penalty: float = 0.0
+    """For tokens of the output, for each time they are there; 0: off."""
+    seed: int | None = None
+    """The k-th token depends on (seed, k) and the logits; None: chosen."""
+    stop_token_ids: Sequence[int] = ()
+    """A sequence ends when one of these is sampled."""
+    stop: Sequence[str] = ()
+    """A sequence ends before the first of these strings in its text."""
+    ignore_eos: bool = False
+    """Do not end at the model's end-of-sequence tokens."""
+    logprobs: int | None = None
+    """Tell each token's logprob, and those of so many most likely ones; None: off."""
+    n: int = 0
+    """Sequences to answer with; 0: one."""
+    best_of: int = 0
+    """Sequences to compute, of which the n with the highest sum of logprobs are the answer; 0: n."""
+    priority: int = 0
+    """Lower goes first."""
+    salt: bytes = b""
+    """Tenant salt: prompts of different salts never share a cached block."""
+
+    @property
+    def answers(self) -> int:
+        """Sequences to answer with."""
+        return self.n or 1
+
+    @property
+    def sequences(self) -> int:
+        """Sequences to compute."""
+        return self.best_of or self.answers
+
+    def sampling(self, index: int, seed: int, room: int) -> Sampling:
+        """How the tokens of the sequence with this number are chosen.
+
+        seed: the request's.  room: tokens that the model's context leaves for the output.
+        """
+        logprobs = self.logprobs
+        if logprobs is None and self.sequences > self.answers:
+            logprobs = 0  # their sum decides
+        return Sampling(
+            max_tokens=min(self.max_tokens or DEFAULT_MAX_TOKENS, room),
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p or 1.0,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty or 1.0,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            seed=sequence_seed(seed, index),
+            stop_token_ids=tuple(self.stop_token_ids),
+            ignore_eos=self.ignore_eos,
+            logprobs=logprobs,
+        )
+
+
+def sequence_seed(seed: int, index: int) -> int:
+    """The seed of one of a request's sequences: (seed + index * 0x9E3779B97F4A7C15) mod 2^64.
+
+    The first has the request's own; the others sample as a request with the derived seed would alone.
+    """
+    return (seed + index * _SEED_STEP) & _MASK_64
+
+
+def check_sampling(params: GenerateParams, model: ServedModel) -> None:
+    """Refuse what is out of its range, in a time that does not grow with it.
+
+    Raises InvalidArgumentError, and UnsupportedError for stop strings without a tokenizer.
+    """
+    if params.temperature < 0 or not math.isfinite(params.temperature):
+        raise InvalidArgumentError(f"temperature is {params.temperature}; it must be 0 (greedy) or positive")
+    if params.top_k < 0:
+        raise InvalidArgumentError(f"top_k is {params.top_k}; it must be 0 (off) or positive")
+    for name in ("top_p", "min_p"):
+        if not 0 <= getattr(params, name) <= 1:
+            raise InvalidArgumentError(f"{name} is {getattr(params, name)}; it must be between 0 and 1")
+    least, most = _REPETITION_PENALTIES
+    if params.repetition_penalty != 0 and not least <= params.repetition_penalty <= most:
+        raise InvalidArgumentError(
+            f"repetition_penalty is {params.repetition_penalty}; it must be between {least:g} and {most:g}, where 1 is "
+            "off and more makes repetition less likely"
+        )
+    least, most = _OUTPUT_PENALTIES
+    for name in ("presence_penalty", "frequency_penalty"):
+        if not least <= getattr(params, name) <= most:
+            raise InvalidArgumentError(
+                f"{name} is {getattr(params, name)}; it must be between {least:g} and {most:g}, where 0 is off"
+            )
+    if params.logprobs is not None and not 0 <= params.logprobs <= MOST_LOGPROBS:
+        raise InvalidArgumentError(
+            f"logprobs is {params.logprobs}; ask for at most {MOST_LOGPROBS} tokens beside the chosen one"
+        )
+    _check_stops(params, model)
+    _check_sequences(params)
+
+
+def _check_stops(params: GenerateParams, model: ServedModel) -> None:
+    tokens, strings = params.stop_token_ids, params.stop
+    if len(tokens) > MOST_STOP_TOKENS:
+        raise InvalidArgumentError(f"stop_token_ids has {len(tokens)} ids; send at most {MOST_STOP_TOKENS}")
+    for token in tokens:
+        if not 0 <= token < model.hello.vocab_size:
+            raise InvalidArgumentError(
+                f"stop token id {token} is outside the vocabulary of {model.hello.vocab_size}; "
+                "take ids from the model's own tokenizer"
+            )
+    if len(strings) > MOST_STOP_STRINGS:
+        raise InvalidArgumentError(f"stop has {len(strings)} strings; send at most {MOST_STOP_STRINGS}")
+    for string in strings:
+        if not string:
+            raise InvalidArgumentError("a stop string is empty; send at least one character, or leave it out")
+        if len(string) > LONGEST_STOP_STRING:
+            raise InvalidArgumentError(
+                f"a stop string has {len(string)} characters; send at most {LONGEST_STOP_STRING}"
+            )
+    if strings and model.codec is None:
+        raise UnsupportedError("the model has no tokenizer, so its output has no text; send stop_token_ids, not stop")
+
+
+def _check_sequences(params: GenerateParams) -> None:
+    for name in ("n", "best_of"):
+        if not 0 <= getattr(params, name) <= MOST_SEQUENCES:
+            raise InvalidArgumentError(f"{name} is {getattr(params, name)}; ask for at most {MOST_SEQUENCES} sequences")
+    if params.best_of and params.best_of < params.answers:
+        raise InvalidArgumentError(
+            f"best_of is {params.best_of}, less than n, which is {params.answers}; raise best_of to at least n or "
+            "leave it out"
+        )
+    if params.sequences > 1 and params.temperature == 0:
+        name = "n" if params.answers > 1 else "best_of"
+        raise InvalidArgumentError(
+            f"{name} is {params.sequences} with temperature 0, which gives the same tokens each time; set a "
+            f"temperature above 0, or {name} to 1"
+        )

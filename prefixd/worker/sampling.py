@@ -126,20 +126,19 @@ def penalised(logits: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor:
 
     As vLLM has them: repetition first, of prompt and output; then presence and frequency, of the output alone.
     """
-    some = [(row, *choice) for row, choice in enumerate(choices) if choice.counts is not None]
+    some = [(row, choice.sampling, choice.counts) for row, choice in enumerate(choices) if choice.counts is not None]
     if not some:
         return logits
-    rows = _to_device([row for row, _, _, _ in some], torch.int64, logits.device)
+    rows = _to_device([row for row, _, _ in some], torch.int64, logits.device)
     factors = [
-        [sampling.repetition_penalty for _, sampling, _, _ in some],
-        [sampling.presence_penalty for _, sampling, _, _ in some],
-        [sampling.frequency_penalty for _, sampling, _, _ in some],
+        [sampling.repetition_penalty for _, sampling, _ in some],
+        [sampling.presence_penalty for _, sampling, _ in some],
+        [sampling.frequency_penalty for _, sampling, _ in some],
     ]
     repetition, presence, frequency = _to_device(factors, torch.float32, logits.device)[:, :, None]
-    counts = [counts for _, _, _, counts in some if counts is not None]
-    output = torch.stack([each.output for each in counts])
+    output = torch.stack([counts.output for _, _, counts in some])
     present = output > 0
-    seen = torch.stack([each.prompt for each in counts]) | present
+    seen = torch.stack([counts.prompt for _, _, counts in some]) | present
     whole = logits.float()
     scores = whole[rows]
     repeated = torch.where(scores > 0, scores / repetition, scores * repetition)
@@ -159,9 +158,8 @@ def _nucleus(probabilities: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
 def _invert(kept: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
     """[rows]: the tokens at which the rows' cumulative sums pass the fraction `at` of their totals."""
     cumulative = kept.double().cumsum(dim=-1)
-    total = cumulative[:, -1:]
-    # Below the total even when the product is rounded up to it, so a token without weight is never met.
-    target = torch.minimum(at[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    # `at` is at most 1 - 2^-53: the product is below the total even when rounded, so no token without weight is met.
+    target = at[:, None] * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, target, right=True)[:, 0]
     return tokens.clamp(max=kept.shape[-1] - 1)  # a row of NaN; its token is not used
 

@@ -79,6 +79,17 @@ class KvMemory(Protocol):
         """More frames for a sequence. Raises as `open`."""
         ...
 
+    def assign(self, sequence: KvSequence, frames: Sequence[int]) -> None:
+        """Give a sequence, which no pass uses now, these frames in place of those it has. Raises as `open`."""
+        ...
+
+    def copy(self, source: KvSequence, target: KvSequence, first: int, stop: int) -> None:
+        """Copy the KV of tokens [first, stop), queued on the device behind the passes so far. Raises as `wait`.
+
+        To the end of the last block: what a pass has zeroed behind the last token is zero in the copy, too.
+        """
+        ...
+
     def ready(self, sequence: KvSequence) -> bool:
         """Whether the memory of a sequence can be used now without waiting."""
         ...

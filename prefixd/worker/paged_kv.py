@@ -72,6 +72,21 @@ class PagedKv:
                 self._mapped.add(frame)
         table.frames += frames
 
+    def assign(self, sequence: KvSequence, frames: Sequence[int]) -> None:
+        """See `KvMemory.assign`."""
+        _table(sequence).frames = []
+        self.extend(sequence, frames)
+
+    def copy(self, source: KvSequence, target: KvSequence, first: int, stop: int) -> None:
+        """See `KvMemory.copy`."""
+        block = self._geometry.block_tokens
+        while first < stop:
+            end = (first // block + 1) * block
+            offsets = slice(first % block, block)
+            from_frame, to_frame = (_table(sequence).frames[first // block] for sequence in (source, target))
+            self.pool[to_frame, offsets].copy_(self.pool[from_frame, offsets])
+            first = end
+
     def unmap(self, frames: Sequence[int]) -> None:
         """Let go of frames that are about to be no more."""
         for frame in self._mapped.intersection(frames):

@@ -32,6 +32,16 @@ class VirtualKv:
         """See `KvMemory.extend`."""
         self.manager.extend(_tensor(sequence), [FrameId(frame) for frame in frames])
 
+    def assign(self, sequence: KvSequence, frames: Sequence[int]) -> None:
+        """See `KvMemory.assign`; only blocks whose frame is another one are mapped anew."""
+        self.manager.assign(_tensor(sequence), [FrameId(frame) for frame in frames])
+
+    def copy(self, source: KvSequence, target: KvSequence, first: int, stop: int) -> None:
+        """See `KvMemory.copy`."""
+        self.manager.wait([_tensor(source), _tensor(target)])
+        block = self.manager.geometry.block_tokens
+        self.manager.copy_tokens(_tensor(source), _tensor(target), first, -(-stop // block) * block - first)
+
     def ready(self, sequence: KvSequence) -> bool:
         """Whether the frames are mapped."""
         return not _tensor(sequence).mapping

@@ -234,7 +234,7 @@ def test_a_beam_becomes_another_by_mapping_where_they_differ(
     one.kv[12:16] = 1
     settle()
     mapped = manager.counts.mapped
-    manager.become(two, one)
+    manager.assign(two, one.frames)
     manager.wait([two])
     assert two.frames == one.frames and manager.counts.mapped == mapped + 1
     assert two.kv[12:16].eq(1).all()

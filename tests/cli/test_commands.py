@@ -70,6 +70,8 @@ def test_stats(cli: Cli, daemon: Any) -> None:
         "750 found in the cache (75%)",
         "embedded on cpu",
         "5 waiting (relaxed-fpf)",
+        "preempted: 3 requests, 2 swapped (40 blocks copied down), 1 to be computed again",
+        "1,234 tokens computed again, 4 resumed",
         "12,345",
         "1.0 GiB",
         "4.0 GiB",

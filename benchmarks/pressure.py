@@ -228,7 +228,7 @@ def make_parser() -> argparse.ArgumentParser:
     numbers = [
         ("--requests", 12, "requests of the batch"),
         ("--prompt-tokens", 96, "length of a prompt"),
-        ("--output-tokens", 80, "tokens generated for a request"),
+        ("--output-tokens", 64, "tokens generated for a request"),
         ("--share", 3, "under pressure there is one of so many parts of the memory that the batch wants"),
     ]
     for flag, default, text in numbers:

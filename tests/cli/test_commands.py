@@ -72,6 +72,8 @@ def test_stats(cli: Cli, daemon: Any) -> None:
         "5 waiting (relaxed-fpf)",
         "blocks of 1,024 tokens",
         "block size: 16 tokens asked, 1024 used: a token takes 2 KiB",
+        "preempted: 3 requests, 2 swapped (40 blocks copied down), 1 to be computed again",
+        "1,234 tokens computed again, 4 resumed",
         "12,345",
         "1.0 GiB",
         "4.0 GiB",

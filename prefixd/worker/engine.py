@@ -260,7 +260,8 @@ class Engine:
         if not passes:
             return []
         updates = [update for each in passes for update in each.updates]
-        return [Step(updates, sum(each.tokens for each in passes), self._clock() - passes[0].started_s)]
+        tokens, elapsed_s = sum(each.tokens for each in passes), self._clock() - passes[0].started_s
+        return [Step(updates, tokens, elapsed_s, self._kv.usage())]
 
     def _end(self, run: Run | BeamRun, done: Done) -> None:
         if self._computing:

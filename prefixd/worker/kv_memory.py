@@ -11,6 +11,8 @@ from typing import Protocol
 
 import torch
 
+from prefixd.worker.protocol import KvUsage
+
 
 class KvSequence(Protocol):
     """The memory of one sequence of tokens: a run of blocks."""
@@ -108,6 +110,10 @@ class KvMemory(Protocol):
 
     def step(self, segments: Sequence[Segment]) -> StepKv:
         """The memory of a forward pass over these segments."""
+        ...
+
+    def usage(self) -> KvUsage:
+        """What is shared now, and what was done since the start."""
         ...
 
     def end(self) -> None:

@@ -6,12 +6,14 @@ any other needs the blocks of a sequence copied together first, in every layer o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
 
 from prefixd.worker.kv_memory import KvSequence, Segment
+from prefixd.worker.protocol import KvUsage
 from prefixd_swap.errors import MemoryMisuseError
 from prefixd_swap.geometry import KvGeometry
 from prefixd_swap.vmem import FrameId, FrameTable, VirtualMemory
@@ -50,12 +52,15 @@ class PagedKv:
         self._max_blocks = -(-max_tokens // geometry.block_tokens)
         self._range = memory.reserve(frames * geometry.block_bytes)
         self._mapped: set[int] = set()
+        self._open: set[BlockTable] = set()
+        self._copied = 0
         self.pool = self._view(frames)
 
     def open(self, frames: Sequence[int]) -> BlockTable:
         """See `KvMemory.open`."""
         sequence = BlockTable(())
         self.extend(sequence, frames)
+        self._open.add(sequence)
         return sequence
 
     def extend(self, sequence: KvSequence, frames: Sequence[int]) -> None:
@@ -85,6 +90,7 @@ class PagedKv:
             offsets = slice(first % block, block)
             from_frame, to_frame = (_table(sequence).frames[first // block] for sequence in (source, target))
             self.pool[to_frame, offsets].copy_(self.pool[from_frame, offsets])
+            self._copied += 1
             first = end
 
     def unmap(self, frames: Sequence[int]) -> None:
@@ -104,7 +110,7 @@ class PagedKv:
 
     def close(self, sequence: KvSequence, on_closed: Callable[[], None]) -> None:
         """See `KvMemory.close`. The frames stay mapped: a frame's next owner is ordered behind on the same stream."""
-        del sequence
+        self._open.discard(_table(sequence))
         on_closed()
 
     def poll(self, wait: bool = False) -> int:
@@ -115,6 +121,11 @@ class PagedKv:
     def step(self, segments: Sequence[Segment]) -> PagedStep:
         """See `KvMemory.step`."""
         return PagedStep(self.pool, segments)
+
+    def usage(self) -> KvUsage:
+        """See `KvMemory.usage`; nothing is mapped for a request."""
+        users = Counter(frame for sequence in self._open for frame in sequence.frames)
+        return KvUsage(shared_blocks=users.total() - len(users), copied_blocks=self._copied)
 
     def end(self) -> None:
         """Give the addresses back."""

@@ -137,6 +137,19 @@ class Update(msgspec.Struct, frozen=True):
     logprobs: list[TokenLogprobs] = []
 
 
+class KvUsage(msgspec.Struct, frozen=True):
+    """What the worker's memory does.
+
+    shared_blocks: blocks that are saved now because requests share frames. The others count since the worker's start:
+        blocks that were mapped, that were still mapped from a request before, and that were copied.
+    """
+
+    shared_blocks: int = 0
+    mapped_blocks: int = 0
+    reused_blocks: int = 0
+    copied_blocks: int = 0
+
+
 class Step(msgspec.Struct, frozen=True, tag=True):
     """One forward pass: its results are in memory, not merely queued on a stream.
 
@@ -146,6 +159,7 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     updates: list[Update]
     computed_tokens: int
     elapsed_s: float
+    kv: KvUsage = KvUsage()
 
 
 class BeamResult(msgspec.Struct, frozen=True):
@@ -197,7 +211,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     generated: how many of them were generated.
     cached_blocks: the first so many frames hold KV already; at least one token must be left to compute.
     frames: frames[i] is the home of block i; those from `cached_blocks` on are filled by this run alone. Those behind
-        the prompt's are for beams, in any order (`run.frames_needed`).
+        the prompt's are for beams, in any order (`frames_needed`).
     fork_of: a request that may still run and has tokens in common with this one: what it has computed of them behind
         the cached blocks is copied, not computed again. -1: none.
     """
@@ -209,6 +223,13 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     frames: list[int]
     sampling: Sampling
     fork_of: int = -1
+
+
+def frames_needed(prompt_tokens: int, most_tokens: int, beams: int, block_tokens: int) -> int:
+    """Frames of a beam search: the prompt's, and for every beam those behind the prompt's full blocks."""
+    full = prompt_tokens // block_tokens
+    own = -(-(prompt_tokens + most_tokens) // block_tokens) - full
+    return -(-prompt_tokens // block_tokens) + beams * own
 
 
 class Extend(msgspec.Struct, frozen=True, tag=True):

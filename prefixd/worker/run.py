@@ -11,7 +11,7 @@ import torch
 
 from prefixd.worker.errors import RequestError
 from prefixd.worker.kv_memory import KvSequence, Segment
-from prefixd.worker.protocol import MOST_LOGPROBS, Sampling, Start
+from prefixd.worker.protocol import MOST_LOGPROBS, Sampling, Start, frames_needed
 from prefixd.worker.sampling import Choice
 from prefixd.worker.token_counts import TokenCounts
 
@@ -164,10 +164,3 @@ def _check_beams(start: Start, tokens: int, block_tokens: int, limits: Limits) -
         raise RequestError(
             f"{sampling.beams} beams with {stops} stop tokens need a vocabulary of more than {limits.vocab_size}"
         )
-
-
-def frames_needed(prompt_tokens: int, most_tokens: int, beams: int, block_tokens: int) -> int:
-    """Frames of a beam search: the prompt's, and for every beam those behind the prompt's full blocks."""
-    full = prompt_tokens // block_tokens
-    own = -(-(prompt_tokens + most_tokens) // block_tokens) - full
-    return -(-prompt_tokens // block_tokens) + beams * own

@@ -8,6 +8,7 @@ from typing import cast
 import torch
 
 from prefixd.worker.kv_memory import KvSequence, Segment
+from prefixd.worker.protocol import KvUsage
 from prefixd_swap.vmem import FrameId, VirtualTensor, VirtualTensorManager
 
 
@@ -64,6 +65,11 @@ class VirtualKv:
         """See `KvMemory.step`."""
         rows = [_tensor(segment.sequence).row for segment in segments]
         return VirtualStep(self.manager.kv, segments, rows)
+
+    def usage(self) -> KvUsage:
+        """See `KvMemory.usage`."""
+        counts = self.manager.counts
+        return KvUsage(self.manager.physical.shared_count, counts.mapped, counts.reused, counts.copied)
 
     def end(self) -> None:
         """Give the addresses back."""

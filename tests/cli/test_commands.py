@@ -203,6 +203,10 @@ def test_generate_asks_for_all_that_the_contract_has(cli: Cli, daemon: Any) -> N
     assert (list(sampling.stop), sampling.HasField("logprobs"), sampling.logprobs) == (["one", "two"], True, 0)
     cli("generate", "x", "--address", daemon.address)
     assert not daemon.last().sampling.HasField("logprobs") and not daemon.last().best_of
+    assert not daemon.last().HasField("beam_search")
+    cli("generate", "x", "--beams", "4", "--length-penalty", "0.5", "--early-stopping", "--address", daemon.address)
+    search = daemon.last().beam_search
+    assert (search.width, search.length_penalty, search.early_stopping) == (4, 0.5, True)
 
 
 def test_generate_prints_several_sequences_one_below_the_other(cli: Cli, daemon: Any) -> None:

@@ -10,8 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from prefixd.worker.protocol import Cancel, Done
-from prefixd.worker.run import frames_needed
+from prefixd.worker.protocol import Cancel, Done, frames_needed
 from prefixd_swap.errors import OutOfMemoryError
 
 EOS = 95

@@ -9,6 +9,7 @@ import torch
 
 from prefixd.worker.kv_memory import KvSequence, Segment
 from prefixd.worker.protocol import KvUsage
+from prefixd.worker.to_device import to_device
 from prefixd_swap.vmem import FrameId, VirtualTensor, VirtualTensorManager
 
 
@@ -94,7 +95,7 @@ class VirtualStep:
                 for row, segment in zip(rows, segments, strict=True)
                 for token in range(segment.start, segment.stop)
             ]
-            self._slots = torch.tensor(slots, device=kv.device)
+            self._slots = to_device(slots, torch.int64, kv.device)
         else:
             spans = zip(rows, segments, strict=True)
             self._targets = _by_layer([kv[row, s.start : s.stop].unbind(1) for row, s in spans])
@@ -129,9 +130,9 @@ class VirtualStep:
         starts = [row * stride for row in self._rows]
         lengths = [segment.stop for segment in self.segments]
         return lambda layer: (flat[:, layer, 0], flat[:, layer, 1]), {
-            "cu_seq_k": torch.tensor([*starts, starts[-1] + stride], dtype=torch.int32, device=device),
+            "cu_seq_k": to_device([*starts, starts[-1] + stride], torch.int32, device),
             "max_k": stride,
-            "seqused_k": torch.tensor(lengths, dtype=torch.int32, device=device),
+            "seqused_k": to_device(lengths, torch.int32, device),
         }
 
 

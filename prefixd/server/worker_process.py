@@ -44,9 +44,14 @@ _REMEDIES = {
     errno.EAGAIN: "raise the limit of processes (ulimit -u, TasksMax=)",
 }
 PART = "worker"
-# OpenMP threads that spin at barriers stand in the daemon's way on a small machine: with one busy core of two, a step
-# takes 188 ms spinning and 26 ms sleeping.
-_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
+ENVIRONMENT = {
+    # OpenMP threads that spin at barriers stand in the daemon's way on a small machine: with one busy core of two, a
+    # step takes 188 ms spinning and 26 ms sleeping.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    # With several threads, MKL splits the sum of a matrix product by how many rows there are, so a row's last bits
+    # would depend on the batch (seen: 1,408 to 512 with two threads, 64 rows or more). Its strict mode does not.
+    "MKL_CBWR": "AUTO,STRICT",
+}
 
 
 class _NotStartedError(Exception):
@@ -221,7 +226,7 @@ class WorkerProcess:
                     "--config",
                     encode_settings(self.settings),
                     pass_fds=[theirs.fileno()],
-                    env={**_ENVIRONMENT, **os.environ},
+                    env={**ENVIRONMENT, **os.environ},
                     stdin=asyncio.subprocess.DEVNULL,
                 )
             except RuntimeError as error:  # before Python 3.12 a thread waits for the process; it ends with its socket

@@ -38,6 +38,7 @@ from prefixd_swap.slab.store import SlabStore
 from prefixd_swap.slots import round_to_slot
 from prefixd_swap.spans import Span
 from prefixd_swap.threads import started_threads
+from prefixd_swap.vattention import KvCacheStats, VAttention
 from prefixd_swap.vmem import Export, FrameId, FramePool, VirtualMemory, create_memory, send_export
 
 __all__ = [
@@ -59,6 +60,7 @@ __all__ = [
     "GeometryError",
     "IndexUnavailableError",
     "IntegrityError",
+    "KvCacheStats",
     "KvGeometry",
     "LostBytesError",
     "MemoryMisuseError",
@@ -75,6 +77,7 @@ __all__ = [
     "SwapError",
     "TransferDroppedError",
     "UnknownPolicyError",
+    "VAttention",
     "Victims",
     "VirtualMemory",
     "choose_page_victims",

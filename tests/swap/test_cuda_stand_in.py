@@ -18,7 +18,7 @@ SOURCE = HERE / "stand_in" / "libcuda.c"
 SUITES = sorted(
     [
         *HERE.glob("test_vmem_*.py"),
-        *(HERE / f"test_{name}.py" for name in ("frames", "virtual_tensor", "copies")),
+        *(HERE / f"test_{name}.py" for name in ("copies", "frames", "vattention", "vtensor_manager", "vtensor_model")),
         HERE.parent / "cache" / "test_tiers_on_cuda.py",
         HERE.parent / "worker" / "test_engine_on_cuda.py",
         HERE.parent / "integrations" / "engine" / "test_transfers_on_cuda.py",

@@ -311,6 +311,8 @@ class WorkerSettings(_Section):
     kv: Literal["virtual", "paged"] = "virtual"
     """How the worker finds a request's KV: in contiguous addresses on which its blocks are mapped (virtual; vTensor,
     vAttention), or in blocks behind a table (paged; PagedAttention), as a baseline to measure against."""
+    cuda_graphs: bool = False
+    """On CUDA with 16-bit KV in virtual tensors: replay decode steps as CUDA graphs. Not yet measured on a GPU."""
     max_running: Count = 8
     """Requests computed at once."""
     max_step_tokens: Count = 512

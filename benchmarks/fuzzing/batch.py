@@ -254,7 +254,11 @@ class Batch:
             "blocks": [1],
             "lease_ids": [world.known.get("lease_id", [])[1:2]],
             "request_id": ["", f"hostile-{self._number}", "x" * 300],
-            "sampling": [inference_pb2.SamplingParams(max_tokens=2)],
+            "sampling": [
+                inference_pb2.SamplingParams(max_tokens=2),
+                inference_pb2.SamplingParams(max_tokens=2, temperature=1, top_k=9, stop=["e"], logprobs=2),
+            ],
+            "n": [0, 2],
             "text": ["Once upon a time"],
             "service": ["", "prefixd.v1.Admin"],
             "list_services": [""],

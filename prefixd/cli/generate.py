@@ -22,6 +22,7 @@ EXAMPLES = examples(
     'prefixd generate --token-ids "1,2,3,4" --json',
     'prefixd generate "The cat" --temperature 0.8 --top-k 40 --min-p 0.05 --n 4 --best-of 8',
     'prefixd generate "Once upon a time" --stop "." --stop "!" --logprobs 5 --json',
+    'prefixd generate "Once upon a time" --beams 4 --n 2 --length-penalty 0.8',
 )
 
 
@@ -67,11 +68,21 @@ def generate_command(
             help="Tell the sum of the tokens' logprobs; with --json each one's, and so many likeliest tokens'.",
         ),
     ] = None,
-    n: Annotated[int, typer.Option("--n", min=1, help="Sequences to answer with; needs a temperature.")] = 1,
+    n: Annotated[int, typer.Option("--n", min=1, help="Sequences to answer with; needs a temperature or beams.")] = 1,
     best_of: Annotated[
         int | None,
         typer.Option(min=1, show_default=False, help="Compute so many sequences and show the n likeliest."),
     ] = None,
+    beams: Annotated[
+        int | None,
+        typer.Option(min=1, show_default=False, help="Search with so many beams and show the n best sequences."),
+    ] = None,
+    length_penalty: Annotated[
+        float, typer.Option(help="Of a search: above 0 favours long sequences. -10 to 10.")
+    ] = 1.0,
+    early_stopping: Annotated[
+        bool, typer.Option("--early-stopping", help="End a search when as many sequences have ended as it has beams.")
+    ] = False,
     address: Address = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object an event.")] = False,
 ) -> None:
@@ -82,6 +93,11 @@ def generate_command(
     prompt = _prompt(text, token_ids)
 
     async def ask() -> None:
+        from prefixd.client import BeamSearch
+
+        search = (
+            BeamSearch(width=beams, length_penalty=length_penalty, early_stopping=early_stopping) if beams else None
+        )
         show = _print_json_event if as_json else _Transcript(n).show
         async with connected(address) as client:
             events = client.generate(
@@ -99,6 +115,7 @@ def generate_command(
                 logprobs=logprobs,
                 n=n,
                 best_of=best_of,
+                beam_search=search,
             )
             async with aclosing(events):
                 async for event in events:

@@ -97,6 +97,13 @@ def print_stats(stats: admin_pb2.StatsResponse) -> None:
             + (f", blocks of {worker.block_tokens:,} tokens" if worker.block_tokens else ""),
             markup=False,
         )
+        if worker.mapped_blocks or worker.reused_blocks:
+            out.print(
+                f"worker's memory: {size(worker.shared_bytes)} saved now by sharing; "
+                f"{worker.mapped_blocks:,} blocks mapped, {worker.reused_blocks:,} found mapped, "
+                f"{worker.copied_blocks:,} copied",
+                markup=False,
+            )
         if worker.block_tokens_reason:
             out.print(Text(f"block size: {worker.block_tokens_reason}", style="yellow"))
     if queue.preempted_requests:

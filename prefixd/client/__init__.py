@@ -32,6 +32,7 @@ from prefixd.client.errors import (
 )
 from prefixd.client.inference import (
     Accepted,
+    BeamSearch,
     Finished,
     FinishReason,
     GenerateEvent,
@@ -51,6 +52,7 @@ __all__ = [
     "AsyncClient",
     "AsyncLease",
     "AsyncReservation",
+    "BeamSearch",
     "BufferSizeError",
     "Cache",
     "CallTimeout",

@@ -17,7 +17,7 @@ from prefixd.client.copying import Copier
 from prefixd.client.credentials import Credentials
 from prefixd.client.errors import ClientClosed, InvalidArgumentError, ServerError
 from prefixd.client.holds import renew
-from prefixd.client.inference import GenerateEvent, Sampling, event_from_proto, generate_request
+from prefixd.client.inference import BeamSearch, GenerateEvent, Sampling, event_from_proto, generate_request
 from prefixd.client.leases import AsyncLease, AsyncReservation
 from prefixd.client.namespace import RegisteredNamespace
 from prefixd.client.session import MemoryMode, Session
@@ -191,6 +191,7 @@ class AsyncClient:
         logprobs: int | None = None,
         n: int = 1,
         best_of: int | None = None,
+        beam_search: BeamSearch | None = None,
         request_id: str = "",
         priority: int = 0,
         salt: bytes = b"",
@@ -206,7 +207,8 @@ class AsyncClient:
 
         Of `n` sequences (which need a temperature) the events carry an `index`, and each ends with a
         `SequenceFinished`. Of `best_of` sequences the `n` with the highest sum of logprobs come when all have ended,
-        the best as index 0.
+        the best as index 0. With `beam_search` the `n` best sequences that it finds come at its end, likewise; it takes
+        nothing that draws or changes tokens.
 
         Raises `UnsupportedError` when the daemon has no model, `ExhaustedError` when its queue is full or the prompt
         never fits its GPU tier, `InvalidArgumentError` for a prompt or sampling that the model cannot take,
@@ -228,7 +230,14 @@ class AsyncClient:
             logprobs=logprobs,
         )
         request = generate_request(
-            prompt, sampling, n=n, best_of=best_of, request_id=request_id, priority=priority, salt=salt
+            prompt,
+            sampling,
+            n=n,
+            best_of=best_of,
+            beam_search=beam_search,
+            request_id=request_id,
+            priority=priority,
+            salt=salt,
         )
         connection = self.connection
         async with aclosing(connection.stream(connection.inference.Generate, request, timeout_s)) as responses:

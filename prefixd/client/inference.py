@@ -62,6 +62,24 @@ class Sampling:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeamSearch:
+    """Search for the likeliest sequences, with the rules of transformers' `generate`, instead of sampling."""
+
+    width: int
+    """Beams that are continued in each step, 1 to 16."""
+    length_penalty: float = 1.0
+    """A score is the sum of the logprobs divided by the length to this power."""
+    early_stopping: bool = False
+    """End as soon as `width` sequences have ended."""
+
+    def to_proto(self) -> inference_pb2.BeamSearch:
+        """The message that Generate takes."""
+        return inference_pb2.BeamSearch(
+            width=self.width, length_penalty=self.length_penalty, early_stopping=self.early_stopping
+        )
+
+
 class FinishReason(StrEnum):
     """Why generation ended."""
 
@@ -142,6 +160,7 @@ def generate_request(
     *,
     n: int = 1,
     best_of: int | None = None,
+    beam_search: BeamSearch | None = None,
     request_id: str = "",
     priority: int = 0,
     salt: bytes = b"",
@@ -154,6 +173,7 @@ def generate_request(
         salt=salt,
         n=n,
         best_of=best_of or 0,
+        beam_search=beam_search.to_proto() if beam_search is not None else None,
     )
     if isinstance(prompt, str):
         request.text = prompt

@@ -17,7 +17,7 @@ from prefixd.client.buffers import Buffer
 from prefixd.client.cache import AsyncCache
 from prefixd.client.client import AsyncClient
 from prefixd.client.errors import ClientClosed, ClientError
-from prefixd.client.inference import GenerateEvent
+from prefixd.client.inference import BeamSearch, GenerateEvent
 from prefixd.client.leases import AsyncLease, AsyncReservation
 from prefixd.client.portal import Portal
 from prefixd.client.session import MemoryMode
@@ -261,6 +261,7 @@ class Client:
         logprobs: int | None = None,
         n: int = 1,
         best_of: int | None = None,
+        beam_search: BeamSearch | None = None,
         request_id: str = "",
         priority: int = 0,
         salt: bytes = b"",
@@ -284,6 +285,7 @@ class Client:
             logprobs=logprobs,
             n=n,
             best_of=best_of,
+            beam_search=beam_search,
             request_id=request_id,
             priority=priority,
             salt=salt,

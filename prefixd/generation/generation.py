@@ -24,9 +24,10 @@ from prefixd.generation.params import GenerateParams, check_sampling
 from prefixd.generation.sequence import Inbox, SequenceOutput
 from prefixd.generation.stop_strings import StopStrings
 from prefixd.server.dispatcher import Dispatcher
-from prefixd.server.request import Event, FinishReason, NewTokens, Request
+from prefixd.server.request import Ended, Event, FinishReason, NewTokens, Request
 from prefixd.server.served_model import ServedModel
 from prefixd.server.tokenization import TokenIds, TooManyTokensError, need_codec
+from prefixd.worker.protocol import frames_needed
 from prefixd_scheduler import QueuedRequest, QueueFullError
 
 LONGEST_REQUEST_ID = 256
@@ -86,6 +87,7 @@ class Generation:
         inbox: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         requests = self._requests(params, ids, model, inbox)
         stops = StopStrings(params.stop) if params.stop else None
+        searched = params.beam_width is not None
         sequences = [
             SequenceOutput(
                 index,
@@ -94,7 +96,7 @@ class Generation:
                 stops,
                 tell_logprobs=params.logprobs is not None,
             )
-            for index, request in enumerate(requests)
+            for index, request in enumerate(requests * params.answers if searched else requests)
         ]
         name = requests[0].name
         _submit(dispatcher, requests)
@@ -102,7 +104,8 @@ class Generation:
         going = dict(enumerate(sequences))
         try:
             yield Accepted(name, requests[0].prompt_tokens)
-            async with aclosing(_answer(dispatcher, going, inbox, params.answers)) as events:
+            answer = _found(going, inbox) if searched else _answer(dispatcher, going, inbox, params.answers)
+            async with aclosing(answer) as events:
                 async for event in events:
                     yield event
             yield self._finished(sequences)
@@ -131,7 +134,14 @@ class Generation:
         samplings = [params.sampling(index, seed, room) for index in range(params.sequences)]
         block_tokens = model.hello.block_tokens
         longest = len(ids) + samplings[0].max_tokens
-        if longest > model.frames * block_tokens:
+        if searched := samplings[0].beams:
+            blocks = frames_needed(len(ids), samplings[0].max_tokens, searched, block_tokens)
+            if blocks > model.frames:
+                raise ExhaustedError(
+                    f"a search with {searched} beams needs {blocks} blocks, but the GPU tier holds {model.frames}; "
+                    "narrow the search, lower max_tokens or raise gpu.bytes"
+                )
+        elif longest > model.frames * block_tokens:
             raise ExhaustedError(
                 f"prompt and output need up to {longest} tokens, but the GPU tier holds "
                 f"{model.frames * block_tokens}; shorten the prompt, lower max_tokens or raise gpu.bytes"
@@ -153,6 +163,7 @@ class Generation:
                     sampling=sampling,
                     queued=QueuedRequest(number, arrival_s, len(ids), priority=params.priority),
                     events=Inbox(index, inbox),
+                    fork_of=requests[0].id if requests else -1,
                 )
             )
         return requests
@@ -200,7 +211,7 @@ class Generation:
             ) from error
 
     def _finished(self, sequences: list[SequenceOutput]) -> Finished:
-        requests = [sequence.request for sequence in sequences]
+        requests = list(dict.fromkeys(sequence.request for sequence in sequences))  # a search's sequences share one
         gpu, cpu, disk = requests[0].hit_tokens or (0, 0, 0)
         arrival_s = requests[0].queued.arrival_s
         handed_over = [request.handed_over_s for request in requests if request.handed_over_s is not None]
@@ -287,6 +298,24 @@ async def _answer(
         for tokens in kept[sequence.index]:
             yield replace(tokens, index=place)
         yield sequence.finished(place)
+
+
+async def _found(
+    going: dict[int, SequenceOutput], inbox: asyncio.Queue[tuple[int, Event]]
+) -> AsyncGenerator[Tokens | SequenceFinished, None]:
+    """The events of the sequences `going` that a beam search finds, all at its end, the best sequence first."""
+    _, event = await inbox.get()
+    if isinstance(event, Exception):
+        going.clear()
+        raise event
+    sequences = list(going.values())
+    going.clear()
+    assert isinstance(event, Ended), "a search tells nothing before its end"
+    for sequence, beam in zip(sequences, event.beams, strict=False):
+        for tokens in sequence.found(beam):
+            yield tokens
+        if len(sequences) > 1:
+            yield sequence.finished(sequence.index)
 
 
 def _strongest(reasons: list[FinishReason]) -> FinishReason:

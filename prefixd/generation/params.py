@@ -15,6 +15,8 @@ MOST_STOP_TOKENS = 1024
 MOST_STOP_STRINGS = 16
 LONGEST_STOP_STRING = 256  # characters
 MOST_SEQUENCES = 32
+WIDEST_BEAM_SEARCH = 16
+_LENGTH_PENALTIES = (-10.0, 10.0)
 _REPETITION_PENALTIES = (0.01, 100.0)
 _OUTPUT_PENALTIES = (-2.0, 2.0)
 
@@ -60,6 +62,12 @@ class GenerateParams:
     """Sequences to answer with; 0: one."""
     best_of: int = 0
     """Sequences to compute, of which the n with the highest sum of logprobs are the answer; 0: n."""
+    beam_width: int | None = None
+    """Search with so many beams instead of sampling; None: sample."""
+    length_penalty: float = 1.0
+    """Of a beam search: above 0 favours long sequences."""
+    early_stopping: bool = False
+    """End a beam search as soon as as many sequences have ended as there are beams."""
     priority: int = 0
     """Lower goes first."""
     salt: bytes = b""
@@ -72,7 +80,9 @@ class GenerateParams:
 
     @property
     def sequences(self) -> int:
-        """Sequences to compute."""
+        """Sequences to compute as requests of their own; a beam search is one."""
+        if self.beam_width is not None:
+            return 1
         return self.best_of or self.answers
 
     def sampling(self, index: int, seed: int, room: int) -> Sampling:
@@ -96,6 +106,10 @@ class GenerateParams:
             stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
             logprobs=logprobs,
+            beams=self.beam_width or 0,
+            beam_answers=self.answers if self.beam_width else 1,
+            length_penalty=self.length_penalty,
+            early_stopping=self.early_stopping,
         )
 
 
@@ -136,7 +150,7 @@ def check_sampling(params: GenerateParams, model: ServedModel) -> None:
             f"logprobs is {params.logprobs}; ask for at most {MOST_LOGPROBS} tokens beside the chosen one"
         )
     _check_stops(params, model)
-    _check_sequences(params)
+    _check_sequences(params, model)
 
 
 def _check_stops(params: GenerateParams, model: ServedModel) -> None:
@@ -162,7 +176,7 @@ def _check_stops(params: GenerateParams, model: ServedModel) -> None:
         raise UnsupportedError("the model has no tokenizer, so its output has no text; send stop_token_ids, not stop")
 
 
-def _check_sequences(params: GenerateParams) -> None:
+def _check_sequences(params: GenerateParams, model: ServedModel) -> None:
     for name in ("n", "best_of"):
         if not 0 <= getattr(params, name) <= MOST_SEQUENCES:
             raise InvalidArgumentError(f"{name} is {getattr(params, name)}; ask for at most {MOST_SEQUENCES} sequences")
@@ -171,9 +185,41 @@ def _check_sequences(params: GenerateParams) -> None:
             f"best_of is {params.best_of}, less than n, which is {params.answers}; raise best_of to at least n or "
             "leave it out"
         )
-    if params.sequences > 1 and params.temperature == 0:
+    if params.beam_width is not None:
+        _check_beams(params, params.beam_width, model)
+    elif params.sequences > 1 and params.temperature == 0:
         name = "n" if params.answers > 1 else "best_of"
         raise InvalidArgumentError(
             f"{name} is {params.sequences} with temperature 0, which gives the same tokens each time; set a "
             f"temperature above 0, or {name} to 1"
+        )
+
+
+def _check_beams(params: GenerateParams, width: int, model: ServedModel) -> None:
+    if not 1 <= width <= WIDEST_BEAM_SEARCH:
+        raise InvalidArgumentError(f"beam_search.width is {width}; it must be between 1 and {WIDEST_BEAM_SEARCH}")
+    if params.answers > width:
+        raise InvalidArgumentError(f"n is {params.answers}, more than the {width} beams; widen the search or lower n")
+    least, most = _LENGTH_PENALTIES
+    if not least <= params.length_penalty <= most:
+        raise InvalidArgumentError(
+            f"beam_search.length_penalty is {params.length_penalty}; it must be between {least:g} and {most:g}"
+        )
+    defaults = GenerateParams("")
+    for name in (
+        *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+        *("best_of", "logprobs", "stop"),
+    ):
+        value = getattr(params, name)
+        off = (0, 1) if name in ("top_p", "repetition_penalty") else (getattr(defaults, name),)
+        if len(value) if name == "stop" else value not in off:
+            raise InvalidArgumentError(
+                f"{name} is {value} in a beam search, which looks for the likeliest sequences; leave {name} out, "
+                "or beam_search"
+            )
+    ends = len({*params.stop_token_ids, *model.hello.eos_token_ids})
+    if width * (1 + ends) > model.hello.vocab_size:
+        raise InvalidArgumentError(
+            f"{width} beams with {ends} tokens that end a sequence need a vocabulary of more than "
+            f"{model.hello.vocab_size} tokens; lower beam_search.width or name fewer stop_token_ids"
         )

@@ -9,7 +9,7 @@ from prefixd.generation.events import SequenceFinished, Tokens
 from prefixd.generation.stop_strings import StopSearch, StopStrings
 from prefixd.server.request import Ended, Event, FinishReason, NewTokens, Request
 from prefixd.server.text_stream import TextStream
-from prefixd.worker.protocol import TokenLogprobs
+from prefixd.worker.protocol import BeamResult, TokenLogprobs
 
 
 class Inbox:
@@ -61,11 +61,18 @@ class SequenceOutput:
         self._tell_logprobs = tell_logprobs
         self._silent = frozenset(request.sampling.stop_token_ids)
         self._sum = 0.0
+        self._score: float | None = None
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """Sum of its tokens' logprobs; None if the worker was not asked for them."""
-        return None if self.request.sampling.logprobs is None else self._sum
+        """Sum of its tokens' logprobs, or the score of a beam; None if the worker was not asked for them."""
+        return self._score if self.request.sampling.logprobs is None else self._sum
+
+    def found(self, beam: BeamResult) -> list[Tokens]:
+        """What the caller is told of a sequence that a beam search has found. It has ended."""
+        self._score = beam.score
+        told = [self.accept(NewTokens(beam.tokens)), self.accept(Ended(beam.reason))]
+        return [tokens for tokens in told if tokens is not None]
 
     def accept(self, event: NewTokens | Ended) -> Tokens | None:
         """What the caller is told of an event, if anything. It has ended with a stop string, or with `Ended`."""

@@ -43,12 +43,11 @@ from prefixd_swap import (
     MAX_SLABS,
     CpuArena,
     FileOps,
+    HostPin,
     SlabStore,
     SwapError,
     create_copy_engine,
     create_eviction_policy,
-    register_host,
-    unregister_host,
 )
 
 log = logging.getLogger(__name__)
@@ -441,11 +440,13 @@ def _open_arena(settings: Settings, device: str, troubles: Troubles, stack: Asyn
     if device != "cpu":
         address = arena.span(0, arena.capacity_bytes).address
         ordinal = int(device.partition(":")[2])
-        try:
-            register_host(address, arena.capacity_bytes, ordinal)
-            stack.callback(unregister_host, address, ordinal)
-        except SwapError as error:  # copies from memory that is not pinned are slower, and as right
-            troubles.begin("memory pinning", f"the CPU tier is not pinned for {device} ({error}); raise RLIMIT_MEMLOCK")
+        loop = asyncio.get_running_loop()
+
+        def failed(why: str) -> None:
+            line = f"of the CPU tier {why}; raise RLIMIT_MEMLOCK (`ulimit -l`, LimitMEMLOCK= of systemd)"
+            loop.call_soon_threadsafe(troubles.begin, "memory pinning", line)
+
+        stack.callback(HostPin(address, arena.capacity_bytes, ordinal, failed).close)
     return arena
 
 

@@ -29,7 +29,7 @@ from prefixd.server.prefetcher import Prefetcher
 from prefixd.server.request import Ended, Event, NewTokens, Request, RequestState
 from prefixd.server.run import Run
 from prefixd.server.tracker import PrefixTracker
-from prefixd.worker.protocol import Cancel, Done, Extend, Start, Step, ToWorker
+from prefixd.worker.protocol import Cancel, Done, Extend, KvUsage, Start, Step, ToWorker
 from prefixd_scheduler import CostModel, RequestQueue
 
 log = logging.getLogger(__name__)
@@ -77,6 +77,7 @@ class Dispatcher:
         self.waiting: dict[int, Request] = {}
         self.running: dict[int, Request] = {}
         self.finished = self.resumed = 0
+        self.kv = KvUsage()
         self._cache = cache
         self._mover = cache.mover
         self._tracker = PrefixTracker(cache, queue, caching=caching)
@@ -203,6 +204,7 @@ class Dispatcher:
 
     def on_step(self, step: Step) -> None:
         """Results of one forward pass."""
+        self.kv = step.kv
         if step.computed_tokens > 2 * len(step.updates):  # mostly prefill: what a cached prefix saves
             self._cost.observe_compute(step.computed_tokens, step.elapsed_s)
         for update in step.updates:
@@ -240,6 +242,8 @@ class Dispatcher:
             self._put_back(request)
         else:
             event = _last_event(request, done)
+            if done.beams and request.first_token_s is None:
+                request.first_token_s = self._clock()
             self.preemption.run_ended()
             self.finished += isinstance(event, Ended)
             request.end(event)
@@ -248,6 +252,7 @@ class Dispatcher:
     def on_death(self, why: str, gave_up: bool) -> None:
         """The worker is gone; its requests are run again by the next one, if there is one."""
         self._ready = False
+        self.kv = KvUsage()
         self._interrupted.update(self.running)
         self.running.clear()
         self._computing.clear()
@@ -296,11 +301,12 @@ class Dispatcher:
 
     async def _dispatch(self) -> None:
         self._tracker.refresh()
-        places = max(0, self._concurrency.limit - len(self.running))
+        places = max(0, self._concurrency.limit - self._places_taken)
         window = [self.waiting[q.id] for q in self.queue.window(places + self._look_ahead, self._clock())]
         await self._prefetcher.keep_only(window)
         self._budget.begin_round()
         left = self._cache.tiers.frames.capacity - self._budget.taken
+        full = False
         for place, request in enumerate(window):
             if not self._taking:
                 break
@@ -318,12 +324,21 @@ class Dispatcher:
                 break
             if request.state is RequestState.WAITING:
                 self._prefetcher.stage(request, demanded=demanded)
-            free = len(self.running) < self._concurrency.limit
-            if request.state is RequestState.READY and free and not await self._hand_over(request):
+            # Who is next waits for as many places as it takes: others, which take fewer, do not pass it for ever.
+            full = full or not self._has_places(request)
+            if request.state is RequestState.READY and not full and not await self._hand_over(request):
                 await self._prefetcher.unstage_all_but(request)
                 break
             handed_over = request.state is RequestState.RUNNING
             await self._pacer.worked(_REQUEST_ROWS + (_HAND_OVER * request.blocks if handed_over else request.blocks))
+
+    @property
+    def _places_taken(self) -> int:
+        return sum(request.places for request in self.running.values())
+
+    def _has_places(self, request: Request) -> bool:
+        """Whether the worker has places for a request; one that takes more than there are runs alone."""
+        return not self.running or self._places_taken + request.places <= self._concurrency.limit
 
     def _is_current(self, request: Request) -> bool:
         """Makes sure of what is cached of a waiting request's prefix; False if another request computes more of it now.
@@ -346,6 +361,7 @@ class Dispatcher:
                 and request.chain.block(block) == other.chain.block(block)  # hashes only what may be equal
                 and request.chain.key(block) == other.chain.key(block)
             ):
+                request.fork_of = other.id
                 return True
         return False
 
@@ -384,6 +400,7 @@ class Dispatcher:
                 cached_blocks=cached,
                 frames=list(frames),
                 sampling=request.sampling,
+                fork_of=request.fork_of if request.fork_of in self.running else -1,
             )
         )
         return True
@@ -417,6 +434,8 @@ class Dispatcher:
     def _want_frame(self, request: Request) -> None:
         """Asks for the next frame a block ahead of need."""
         left = request.sampling.max_tokens - request.generated
+        if request.sampling.beams:
+            return  # it has frames for all of its search
         if left > 0 and request.state is RequestState.RUNNING:
             room = len(request.run.frames) * request.trie.block_tokens - request.chain.tokens
             if room < min(left, request.trie.block_tokens):
@@ -478,4 +497,4 @@ def _last_event(request: Request, done: Done) -> Event:
         return ExhaustedError(f"the worker has no memory for the request: {done.detail}")
     if done.reason == "error":
         return UnavailableError(f"the worker could not run the request: {done.detail}")
-    return Ended(done.reason)
+    return Ended(done.reason, done.beams)

@@ -49,7 +49,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
 
 def _params(request: pb.GenerateRequest) -> GenerateParams:
-    sampling = request.sampling
+    sampling, search = request.sampling, request.beam_search
     return GenerateParams(
         prompt=request.text if request.WhichOneof("prompt") == "text" else request.token_ids.ids,
         request_id=request.request_id,
@@ -68,6 +68,9 @@ def _params(request: pb.GenerateRequest) -> GenerateParams:
         logprobs=sampling.logprobs if sampling.HasField("logprobs") else None,
         n=request.n,
         best_of=request.best_of,
+        beam_width=search.width if request.HasField("beam_search") else None,
+        length_penalty=search.length_penalty if search.HasField("length_penalty") else 1.0,
+        early_stopping=search.early_stopping,
         priority=request.priority,
         salt=request.salt,
     )

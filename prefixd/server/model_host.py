@@ -64,6 +64,7 @@ class ModelHost:
                 # Twice as many as run: some have ended, and keep their mappings for those who come back.
                 max_sequences=2 * worker.max_running,
                 kv=worker.kv,
+                cuda_graphs=worker.cuda_graphs,
                 threads=worker.threads,
             ),
             worker.restart_limit,

@@ -35,7 +35,7 @@ A request has a footprint in the GPU tier in every state but NEW, WAITING and EN
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Literal, Protocol
@@ -47,7 +47,7 @@ from prefixd.cache import BlockChain, Namespace, Trie
 from prefixd.cache.index.trie import Rows
 from prefixd.server.footprint import Footprint
 from prefixd.server.run import Run
-from prefixd.worker.protocol import Sampling, TokenLogprobs
+from prefixd.worker.protocol import BeamResult, Sampling, TokenLogprobs, frames_needed
 from prefixd_scheduler import QueuedRequest
 
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -65,9 +65,10 @@ class NewTokens:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The last event of a request."""
+    """The last event of a request; `beams` are what a beam search has found, the best sequence first."""
 
     reason: FinishReason
+    beams: Sequence[BeamResult] = ()
 
 
 Event = NewTokens | Ended | Exception
@@ -141,6 +142,8 @@ class Request:
         cut: `rows` is shorter than what is cached, on purpose or because the rest could not be brought up.
         outcome: while CANCELLING, the last event.
         hit_tokens: prompt tokens found, by tier, when the request was looked up for its turn.
+        fork_of: a request with the same prompt, as far as is known: the worker copies what that one has computed of it
+            behind the full blocks.
         others_blocks: so many blocks from the first on were cached when it ran first: others computed them.
         lost_tokens: when it was preempted, so many tokens had been computed; 0 when it was not, or runs again.
     """
@@ -167,6 +170,7 @@ class Request:
     attempts: int = 0
     setbacks: int = 0
     others_blocks: int | None = None
+    fork_of: int = -1
     lost_tokens: int = 0
     _footprint: Footprint | None = None
     _run: Run | None = None
@@ -185,8 +189,26 @@ class Request:
 
     @property
     def blocks(self) -> int:
-        """Frames to start a run with: for all that is known, and the first token that will be generated."""
+        """Frames to start a run with: for all that is known, and the first token that will be generated.
+
+        Those of a beam search are for all of it.
+        """
+        if self.sampling.beams:
+            return self.most_blocks
         return -(-(self.chain.tokens + 1) // self.trie.block_tokens)
+
+    @property
+    def most_blocks(self) -> int:
+        """Blocks of all that it may come to."""
+        sampling, block_tokens = self.sampling, self.trie.block_tokens
+        if sampling.beams:
+            return frames_needed(self.prompt_tokens, sampling.max_tokens, sampling.beams, block_tokens)
+        return -(-(self.prompt_tokens + sampling.max_tokens) // block_tokens)
+
+    @property
+    def places(self) -> int:
+        """Sequences that the worker computes for it at once."""
+        return max(1, self.sampling.beams)
 
     @property
     def rows(self) -> Rows:

@@ -21,6 +21,7 @@ from prefixd.server.kv_events import KVEvents
 from prefixd.server.worker_process import WorkerProcess, WorkerState
 from prefixd.v1 import admin_pb2 as pb
 from prefixd.v1 import cache_pb2
+from prefixd.worker.protocol import KvUsage
 from prefixd_swap.tiers import MemoryTier, Tier
 
 _STATES = {
@@ -158,6 +159,8 @@ class Snapshot:
         if self.worker is None:
             return pb.WorkerStats(state=pb.WorkerStats.STATE_NONE)
         hello = self.worker.hello
+        kv = self.dispatcher.kv if self.dispatcher is not None else KvUsage()
+        frame_bytes = self.cache.tiers.frames.geometry.block_bytes if kv.shared_blocks else 0
         return pb.WorkerStats(
             state=_STATES[self.worker.state],
             pid=self.worker.pid,
@@ -168,6 +171,10 @@ class Snapshot:
             block_tokens=hello.block_tokens if hello else 0,
             block_tokens_asked=hello.block_tokens_asked if hello else 0,
             block_tokens_reason=hello.block_tokens_reason if hello else "",
+            shared_bytes=kv.shared_blocks * frame_bytes,
+            mapped_blocks=kv.mapped_blocks,
+            reused_blocks=kv.reused_blocks,
+            copied_blocks=kv.copied_blocks,
         )
 
     def _scheduler(self) -> pb.SchedulerStats:

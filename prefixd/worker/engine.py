@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
+import torch
+
+from prefixd.worker.beam_run import Beam, BeamRun
+from prefixd.worker.decode_graphs import DecodeGraphs
 from prefixd.worker.errors import RequestError
 from prefixd.worker.kv_memory import KvMemory
 from prefixd.worker.model import CausalModel
@@ -12,13 +17,15 @@ from prefixd.worker.protocol import Cancel, Done, Extend, Start, Step, Update
 from prefixd.worker.run import Run, check_start
 from prefixd.worker.sampling import Chosen, choose_tokens
 from prefixd_swap.errors import OutOfMemoryError, SwapError
+from prefixd_swap.vmem import VirtualTensor
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The next `count` tokens of a run; `row` is the last one's place in the batch if it is sampled from."""
+    """The next `count` tokens of a member of a run; `row` is the last one's place in the batch if a token follows."""
 
-    run: Run
+    run: Run | BeamRun
+    member: Run | Beam
     count: int
     row: int | None
 
@@ -38,6 +45,7 @@ class Engine:
     kv: memory of the model's geometry, for `sequence_capacity` tokens a request.
     max_step_tokens: most tokens a pass computes; decoding goes first and is not limited by it.
     clock: seconds, monotonic.
+    graphs: replay passes in which all requests decode; only with KV in virtual tensors.
     """
 
     def __init__(
@@ -46,13 +54,16 @@ class Engine:
         kv: KvMemory,
         max_step_tokens: int,
         clock: Callable[[], float],
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         self._model = model
+        self._graphs = graphs
         self._kv = kv
         self._block_tokens = model.spec.geometry.block_tokens
         self._max_step_tokens = max_step_tokens
         self._clock = clock
-        self._runs: dict[int, Run] = {}
+        self._runs: dict[int, Run | BeamRun] = {}
+        self.copied_tokens = 0
         self._closed: list[Done] = []  # requests that nothing on the device uses any more
         self._computing = False
         self._later: list[Done] = []  # for requests to be ended after the pass that is being computed
@@ -66,7 +77,7 @@ class Engine:
     @property
     def runnable(self) -> bool:
         """Whether `step` would compute something."""
-        return any(run.pending > 0 for run in self._runs.values())
+        return any(member.pending > 0 for run in self._runs.values() for member in run.members)
 
     def start(self, message: Start) -> list[Step | Done]:
         """Take a request. One that cannot run answers with Done at once."""
@@ -74,27 +85,36 @@ class Engine:
             return [Done(message.id, "error", f"request {message.id} is already running; use another id")]
         try:
             check_start(message, self._block_tokens, self._model.spec)
-            memory = self._kv.open(message.frames)
+            memory = self._kv.open(_own_frames(message, self._block_tokens))
         except OutOfMemoryError as error:
             return [Done(message.id, "no_memory", str(error))]
         except RequestError as error:
             return [Done(message.id, "error", str(error))]
         except SwapError as error:
             return [Done(message.id, "error", _unmappable(message.frames, error))]
-        run = Run(message, memory, self._block_tokens, self._model.spec)
+        run: Run | BeamRun
+        if message.sampling.beams:
+            run = BeamRun(message, self._kv, memory, self._block_tokens, self._model.spec)
+        else:
+            run = Run(message, memory, self._block_tokens, self._model.spec)
         self._runs[run.id] = run
-        if run.ended:
-            self._finish(run, Done(run.id, run.ended))
+        try:
+            self._fork(run, self._runs.get(message.fork_of))
+        except SwapError as error:
+            self._finish(run, _failed(run.id, message.frames, error))
+        else:
+            if isinstance(run, Run) and run.ended:
+                self._finish(run, Done(run.id, run.ended))
         return self.poll()
 
     def extend(self, message: Extend) -> list[Step | Done]:
         """Give a request more frames."""
         run = self._runs.get(message.id)
-        if run is not None:
+        if isinstance(run, Run):
             try:
                 self._kv.extend(run.memory, message.frames)
             except SwapError as error:
-                self._end(run, _failed(run, message.frames, error))
+                self._end(run, _failed(run.id, message.frames, error))
         return self.poll()
 
     def cancel(self, message: Cancel) -> list[Step | Done]:
@@ -115,33 +135,22 @@ class Engine:
         if not parts:
             return self.poll()
         tokens = [token for part in parts for token in _next_tokens(part)]
-        step = self._kv.step([part.run.segment(part.count) for part in parts])
-        sampled = [part for part in parts if part.row is not None]
+        followed = [part for part in parts if part.row is not None]
         self._computing = True
-        logits = self._model.forward(tokens, step, [part.row for part in sampled if part.row is not None])
+        logits = self._forward(parts, tokens)
         if meanwhile is not None:
             meanwhile()
-        chosen = choose_tokens(logits, [part.run.choice for part in sampled])
+        news, done = self._follow(followed, logits)
         self._computing = False
         for part in parts:
-            part.run.computed += part.count
-        done: list[Done] = []
-        news: dict[int, Chosen] = {}
-        for part, choice in zip(sampled, chosen, strict=True):
-            run = part.run
-            if choice is None:
-                done.append(Done(run.id, "error", "the model's logits are not finite; its weights may be damaged"))
-                continue
-            run.append(choice.token)
-            news[run.id] = choice
-            if run.ended:
-                done.append(Done(run.id, run.ended))
+            if isinstance(part.member, Run):
+                part.member.computed += part.count
         broken = {message.id for message in done if message.reason == "error"}
-        updates = _updates([part for part in parts if part.run.id not in broken], news)
+        updates = _updates({part.run.id: part.run for part in parts if part.run.id not in broken}, news)
         self._unreported.append(_Pass(updates, len(tokens), started))
         # A sampled token has waited for all that came before it. A pass without one is reported with the next that has.
         messages: list[Step | Done] = []
-        if sampled or not self._model.asynchronous:
+        if followed or not self._model.asynchronous:
             messages += self._report()
         for message in [*done, *self._later]:
             if message.id in self._runs:
@@ -170,36 +179,93 @@ class Engine:
             self._finish(run, Done(run.id, "cancelled"))
         self._kv.poll(wait=True)
 
+    def _forward(self, parts: list[_Part], tokens: list[int]) -> torch.Tensor:
+        """Compute the parts; the logits of those that a token follows."""
+        graphs, rows = self._graphs, [part.row for part in parts if part.row is not None]
+        if graphs is not None and len(rows) == len(tokens) and graphs.fits(len(tokens)):
+            memories = [cast(VirtualTensor, part.member.memory) for part in parts]
+            return graphs.run(tokens, [memory.row for memory in memories], [part.member.computed for part in parts])
+        step = self._kv.step([part.member.segment(part.count) for part in parts])
+        return self._model.forward(tokens, step, rows)
+
+    def _fork(self, run: Run | BeamRun, parent: Run | BeamRun | None) -> None:
+        """Copy what `parent` has computed of the tokens that both have in common, behind the cached blocks."""
+        if parent is None:
+            return
+        child = run if isinstance(run, Run) else run.prompt
+        source = parent if isinstance(parent, Run) else parent.prompt
+        first = child.computed
+        last = min(source.computed, len(child.tokens) - 1, child.memory.blocks * self._block_tokens)
+        common = first
+        while common < last and child.tokens[common] == source.tokens[common]:
+            common += 1
+        if common > first and child.tokens[:first] == source.tokens[:first]:
+            self._kv.copy(source.memory, child.memory, first, common)
+            child.computed = common
+            self.copied_tokens += common - first
+
+    def _follow(self, parts: list[_Part], logits: torch.Tensor) -> tuple[dict[int, Chosen], list[Done]]:
+        """Choose the tokens that follow the parts, a row of logits each: what was sampled, by run, and the ends."""
+        news: dict[int, Chosen] = {}
+        done: list[Done] = []
+        rows = [index for index, part in enumerate(parts) if isinstance(part.run, Run)]
+        sampled = [part.run for part in parts if isinstance(part.run, Run)]
+        chosen = choose_tokens(logits if len(rows) == len(parts) else logits[rows], [run.choice for run in sampled])
+        for run, choice in zip(sampled, chosen, strict=True):
+            if choice is None:
+                done.append(Done(run.id, "error", "the model's logits are not finite; its weights may be damaged"))
+                continue
+            run.append(choice.token)
+            news[run.id] = choice
+            if run.ended:
+                done.append(Done(run.id, run.ended))
+        searched: dict[int, list[int]] = {}
+        for index, part in enumerate(parts):
+            if isinstance(part.run, BeamRun):
+                searched.setdefault(part.run.id, []).append(index)
+        for request, indices in searched.items():
+            search = self._runs[request]
+            assert isinstance(search, BeamRun)
+            try:
+                end = search.advance(logits[indices])
+            except SwapError as error:
+                end = _failed(search.id, [], error)
+            if end is not None:
+                done.append(end)
+        return news, done
+
     def _plan(self) -> list[_Part]:
-        """Runs that decode first, a token each; then prompts, as they came, with what is left."""
+        """Members that decode first, a token each; then prompts, as they came, with what is left."""
         ready = self._ready()
-        decoding = [run for run in ready if run.decoding]
+        decoding = [(run, member) for run, member in ready if member.decoding]
         # However many decode, a prompt moves on by a block, so that it cannot starve.
         budget = max(self._max_step_tokens - len(decoding), self._block_tokens)
-        counts = [(run, 1) for run in decoding]
-        for run in ready:
-            if not run.decoding and budget > 0:
-                count = min(run.pending, budget)
+        counts = [(run, member, 1) for run, member in decoding]
+        for run, member in ready:
+            if not member.decoding and budget > 0:
+                count = min(member.pending, budget)
                 budget -= count
-                counts.append((run, count))
+                counts.append((run, member, count))
         parts = []
         row = -1
-        for run, count in counts:
+        for run, member, count in counts:
             row += count
-            parts.append(_Part(run, count, row if run.computed + count == len(run.tokens) else None))
+            last = member.computed + count == len(member.tokens)
+            parts.append(_Part(run, member, count, row if last else None))
         return parts
 
-    def _ready(self) -> list[Run]:
-        """The runs with tokens to compute whose memory is mapped; waits for a mapping only if no run's is."""
-        pending = [run for run in self._runs.values() if run.pending > 0]
-        ready = [run for run in pending if self._kv.ready(run.memory)] or pending
-        usable = []
-        for run in ready:
+    def _ready(self) -> list[tuple[Run | BeamRun, Run | Beam]]:
+        """The members with tokens to compute, of runs whose memory is mapped; waits for a mapping if no run's is."""
+        pending = [run for run in self._runs.values() if any(member.pending > 0 for member in run.members)]
+        mapped = [run for run in pending if all(map(self._kv.ready, run.memories))]
+        usable: list[tuple[Run | BeamRun, Run | Beam]] = []
+        for run in mapped or pending:
             try:
-                self._kv.wait(run.memory)
-                usable.append(run)
+                for memory in run.memories:
+                    self._kv.wait(memory)
+                usable += [(run, member) for member in run.members if member.pending > 0]
             except SwapError as error:
-                self._finish(run, _failed(run, [], error))
+                self._finish(run, _failed(run.id, [], error))
         return usable
 
     def _report(self) -> list[Step]:
@@ -208,24 +274,39 @@ class Engine:
         if not passes:
             return []
         updates = [update for each in passes for update in each.updates]
-        return [Step(updates, sum(each.tokens for each in passes), self._clock() - passes[0].started_s)]
+        tokens, elapsed_s = sum(each.tokens for each in passes), self._clock() - passes[0].started_s
+        return [Step(updates, tokens, elapsed_s, self._kv.usage())]
 
-    def _end(self, run: Run, done: Done) -> None:
+    def _end(self, run: Run | BeamRun, done: Done) -> None:
         if self._computing:
             self._later.append(done)
         else:
             self._finish(run, done)
 
-    def _finish(self, run: Run, done: Done) -> None:
+    def _finish(self, run: Run | BeamRun, done: Done) -> None:
         """Let go of the run's memory; `done` is sent once nothing on the device uses it any more."""
         del self._runs[run.id]
-        self._kv.close(run.memory, lambda: self._closed.append(done))
+        open_memories = len(run.memories)
+
+        def closed() -> None:
+            nonlocal open_memories
+            open_memories -= 1
+            if not open_memories:
+                self._closed.append(done)
+
+        for memory in run.memories:
+            self._kv.close(memory, closed)
 
 
-def _failed(run: Run, frames: list[int], error: SwapError) -> Done:
+def _own_frames(start: Start, block_tokens: int) -> list[int]:
+    """The frames that a request's first sequence begins with: of a beam search those of the prompt, else all."""
+    return start.frames[: -(-len(start.tokens) // 4 // block_tokens)] if start.sampling.beams else start.frames
+
+
+def _failed(request: int, frames: list[int], error: SwapError) -> Done:
     if isinstance(error, OutOfMemoryError):
-        return Done(run.id, "no_memory", str(error))
-    return Done(run.id, "error", _unmappable(frames, error))
+        return Done(request, "no_memory", str(error))
+    return Done(request, "error", _unmappable(frames, error))
 
 
 def _unmappable(frames: list[int], error: SwapError) -> str:
@@ -234,14 +315,13 @@ def _unmappable(frames: list[int], error: SwapError) -> str:
 
 
 def _next_tokens(part: _Part) -> list[int]:
-    return part.run.tokens[part.run.computed : part.run.computed + part.count]
+    return part.member.tokens[part.member.computed : part.member.computed + part.count]
 
 
-def _updates(parts: list[_Part], news: dict[int, Chosen]) -> list[Update]:
+def _updates(runs: dict[int, Run | BeamRun], news: dict[int, Chosen]) -> list[Update]:
     """One for every run with a new token or a newly filled block."""
     updates = []
-    for part in parts:
-        run = part.run
+    for run in runs.values():
         filled = run.filled_blocks
         if run.id in news or filled > run.reported_blocks:
             run.reported_blocks = filled

@@ -11,6 +11,8 @@ from typing import Protocol
 
 import torch
 
+from prefixd.worker.protocol import KvUsage
+
 
 class KvSequence(Protocol):
     """The memory of one sequence of tokens: a run of blocks."""
@@ -79,6 +81,17 @@ class KvMemory(Protocol):
         """More frames for a sequence. Raises as `open`."""
         ...
 
+    def assign(self, sequence: KvSequence, frames: Sequence[int]) -> None:
+        """Give a sequence, which no pass uses now, these frames in place of those it has. Raises as `open`."""
+        ...
+
+    def copy(self, source: KvSequence, target: KvSequence, first: int, stop: int) -> None:
+        """Copy the KV of tokens [first, stop), queued on the device behind the passes so far. Raises as `wait`.
+
+        To the end of the last block: what a pass has zeroed behind the last token is zero in the copy, too.
+        """
+        ...
+
     def ready(self, sequence: KvSequence) -> bool:
         """Whether the memory of a sequence can be used now without waiting."""
         ...
@@ -97,6 +110,10 @@ class KvMemory(Protocol):
 
     def step(self, segments: Sequence[Segment]) -> StepKv:
         """The memory of a forward pass over these segments."""
+        ...
+
+    def usage(self) -> KvUsage:
+        """What is shared now, and what was done since the start."""
         ...
 
     def end(self) -> None:

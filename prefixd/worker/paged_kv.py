@@ -6,12 +6,15 @@ any other needs the blocks of a sequence copied together first, in every layer o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
 
 from prefixd.worker.kv_memory import KvSequence, Segment
+from prefixd.worker.protocol import KvUsage
+from prefixd.worker.to_device import to_device
 from prefixd_swap.errors import MemoryMisuseError
 from prefixd_swap.geometry import KvGeometry
 from prefixd_swap.vmem import FrameId, FrameTable, VirtualMemory
@@ -50,12 +53,15 @@ class PagedKv:
         self._max_blocks = -(-max_tokens // geometry.block_tokens)
         self._range = memory.reserve(frames * geometry.block_bytes)
         self._mapped: set[int] = set()
+        self._open: set[BlockTable] = set()
+        self._copied = 0
         self.pool = self._view(frames)
 
     def open(self, frames: Sequence[int]) -> BlockTable:
         """See `KvMemory.open`."""
         sequence = BlockTable(())
         self.extend(sequence, frames)
+        self._open.add(sequence)
         return sequence
 
     def extend(self, sequence: KvSequence, frames: Sequence[int]) -> None:
@@ -71,6 +77,22 @@ class PagedKv:
                 self._range.map(frame * self._geometry.block_bytes, of_frame)
                 self._mapped.add(frame)
         table.frames += frames
+
+    def assign(self, sequence: KvSequence, frames: Sequence[int]) -> None:
+        """See `KvMemory.assign`."""
+        _table(sequence).frames = []
+        self.extend(sequence, frames)
+
+    def copy(self, source: KvSequence, target: KvSequence, first: int, stop: int) -> None:
+        """See `KvMemory.copy`."""
+        block = self._geometry.block_tokens
+        while first < stop:
+            end = (first // block + 1) * block
+            offsets = slice(first % block, block)
+            from_frame, to_frame = (_table(sequence).frames[first // block] for sequence in (source, target))
+            self.pool[to_frame, offsets].copy_(self.pool[from_frame, offsets])
+            self._copied += 1
+            first = end
 
     def unmap(self, frames: Sequence[int]) -> None:
         """Let go of frames that are about to be no more."""
@@ -89,7 +111,7 @@ class PagedKv:
 
     def close(self, sequence: KvSequence, on_closed: Callable[[], None]) -> None:
         """See `KvMemory.close`. The frames stay mapped: a frame's next owner is ordered behind on the same stream."""
-        del sequence
+        self._open.discard(_table(sequence))
         on_closed()
 
     def poll(self, wait: bool = False) -> int:
@@ -100,6 +122,11 @@ class PagedKv:
     def step(self, segments: Sequence[Segment]) -> PagedStep:
         """See `KvMemory.step`."""
         return PagedStep(self.pool, segments)
+
+    def usage(self) -> KvUsage:
+        """See `KvMemory.usage`; nothing is mapped for a request."""
+        users = Counter(frame for sequence in self._open for frame in sequence.frames)
+        return KvUsage(shared_blocks=users.total() - len(users), copied_blocks=self._copied)
 
     def end(self) -> None:
         """Give the addresses back."""
@@ -132,8 +159,7 @@ class PagedStep:
             table = _table(segment.sequence)
             frames += [table.frames[token // self._block] for token in range(segment.start, segment.stop)]
             offsets += [token % self._block for token in range(segment.start, segment.stop)]
-        self._frames = torch.tensor(frames, device=pool.device)
-        self._offsets = torch.tensor(offsets, device=pool.device)
+        self._frames, self._offsets = to_device([frames, offsets], torch.int64, pool.device)
         self._blocks: list[torch.Tensor] = []
 
     def write(self, layer: int, pairs: torch.Tensor) -> None:
@@ -153,7 +179,7 @@ class PagedStep:
         if not self._blocks:
             for segment, end in zip(self.segments, ends, strict=True):
                 frames = _table(segment.sequence).frames[: -(-end // self._block)]
-                self._blocks.append(torch.tensor(frames, device=self._pool.device))
+                self._blocks.append(to_device(frames, torch.int64, self._pool.device))
         read = []
         for blocks, end in zip(self._blocks, ends, strict=True):
             gathered = self._pool[:, :, layer].index_select(0, blocks).flatten(0, 1)[:end]
@@ -168,10 +194,8 @@ class PagedStep:
         return lambda layer: (pool[:, :, layer, 0], pool[:, :, layer, 1]), {
             "cu_seq_k": None,
             "max_k": width * self._block,
-            "seqused_k": torch.tensor([part.stop for part in self.segments], dtype=torch.int32, device=device),
-            "block_table": torch.tensor(
-                [[*table, *[0] * (width - len(table))] for table in tables], dtype=torch.int32, device=device
-            ),
+            "seqused_k": to_device([part.stop for part in self.segments], torch.int32, device),
+            "block_table": to_device([[*table, *[0] * (width - len(table))] for table in tables], torch.int32, device),
         }
 
 

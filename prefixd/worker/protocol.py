@@ -52,6 +52,11 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: do not end at the model's end-of-sequence tokens.
     logprobs: tell each token's log probability, and those of so many most likely ones (at most `MOST_LOGPROBS`), in the
         model's own distribution: before penalties, temperature and filters. None is off.
+    beams: search with so many beams, and report nothing before the end; 0 samples. What chooses a token by chance or by
+        a penalty has no effect then.
+    beam_answers: how many of the best sequences to report.
+    length_penalty: a sequence's score is its sum of logprobs divided by its length to this power.
+    early_stopping: end the search when as many sequences have ended as there are beams.
     """
 
     max_tokens: int
@@ -66,6 +71,10 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    beams: int = 0
+    beam_answers: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool = False
 
     @property
     def penalised(self) -> bool:
@@ -128,6 +137,19 @@ class Update(msgspec.Struct, frozen=True):
     logprobs: list[TokenLogprobs] = []
 
 
+class KvUsage(msgspec.Struct, frozen=True):
+    """What the worker's memory does.
+
+    shared_blocks: blocks that are saved now because requests share frames. The others count since the worker's start:
+        blocks that were mapped, that were still mapped from a request before, and that were copied.
+    """
+
+    shared_blocks: int = 0
+    mapped_blocks: int = 0
+    reused_blocks: int = 0
+    copied_blocks: int = 0
+
+
 class Step(msgspec.Struct, frozen=True, tag=True):
     """One forward pass: its results are in memory, not merely queued on a stream.
 
@@ -137,18 +159,28 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     updates: list[Update]
     computed_tokens: int
     elapsed_s: float
+    kv: KvUsage = KvUsage()
+
+
+class BeamResult(msgspec.Struct, frozen=True):
+    """A sequence that a beam search has found. score: see `Sampling.length_penalty`."""
+
+    tokens: list[int]
+    score: float
+    reason: Literal["stop", "length"]
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
-    """A request ended and nothing maps its frames any more.
+    """A request ended and nothing uses its frames any more.
 
     `detail` says why when the reason is "error", or "no_memory": the process has no addresses or mappings left for it,
-    but may have when others have ended.
+    but may have when others have ended. `beams` are the best sequences of a beam search, the best one first.
     """
 
     id: int
     reason: Literal["stop", "length", "cancelled", "error", "no_memory"]
     detail: str = ""
+    beams: list[BeamResult] = []
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -178,7 +210,10 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     tokens: little-endian uint32, the prompt and then the tokens that earlier runs generated.
     generated: how many of them were generated.
     cached_blocks: the first so many frames hold KV already; at least one token must be left to compute.
-    frames: frames[i] is the home of block i; those from `cached_blocks` on are filled by this run alone.
+    frames: frames[i] is the home of block i; those from `cached_blocks` on are filled by this run alone. Those behind
+        the prompt's are for beams, in any order (`frames_needed`).
+    fork_of: a request that may still run and has tokens in common with this one: what it has computed of them behind
+        the cached blocks is copied, not computed again. -1: none.
     """
 
     id: int
@@ -187,6 +222,14 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     cached_blocks: int
     frames: list[int]
     sampling: Sampling
+    fork_of: int = -1
+
+
+def frames_needed(prompt_tokens: int, most_tokens: int, beams: int, block_tokens: int) -> int:
+    """Frames of a beam search: the prompt's, and for every beam those behind the prompt's full blocks."""
+    full = prompt_tokens // block_tokens
+    own = -(-(prompt_tokens + most_tokens) // block_tokens) - full
+    return -(-prompt_tokens // block_tokens) + beams * own
 
 
 class Extend(msgspec.Struct, frozen=True, tag=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 
 from prefixd.worker.errors import RequestError
 from prefixd.worker.kv_memory import KvSequence, Segment
-from prefixd.worker.protocol import MOST_LOGPROBS, Sampling, Start
+from prefixd.worker.protocol import MOST_LOGPROBS, Sampling, Start, frames_needed
 from prefixd.worker.sampling import Choice
 from prefixd.worker.token_counts import TokenCounts
 
@@ -50,7 +51,17 @@ class Run:
         self._block_tokens = block_tokens
         self._max_tokens = limits.max_model_tokens
         stop = set(start.sampling.stop_token_ids)
-        self._stop = frozenset(stop if start.sampling.ignore_eos else stop | set(limits.eos_token_ids))
+        self.stop = frozenset(stop if start.sampling.ignore_eos else stop | set(limits.eos_token_ids))
+
+    @property
+    def members(self) -> Sequence[Run]:
+        """What is computed: this one sequence."""
+        return (self,)
+
+    @property
+    def memories(self) -> list[KvSequence]:
+        """Its memory."""
+        return [self.memory]
 
     @property
     def pending(self) -> int:
@@ -70,7 +81,7 @@ class Run:
     @property
     def ended(self) -> Literal["stop", "length"] | None:
         """Why no token may follow the last one, if so."""
-        if self.generated and self.tokens[-1] in self._stop:
+        if self.generated and self.tokens[-1] in self.stop:
             return "stop"
         if self.generated >= self.sampling.max_tokens or len(self.tokens) >= self._max_tokens:
             return "length"
@@ -113,6 +124,8 @@ def check_start(start: Start, block_tokens: int, limits: Limits) -> None:
             "leave at least one token to compute"
         )
     _check_sampling(start.sampling)
+    if start.sampling.beams:
+        _check_beams(start, len(tokens), block_tokens, limits)
 
 
 def _check_sampling(sampling: Sampling) -> None:
@@ -133,3 +146,21 @@ def _check_sampling(sampling: Sampling) -> None:
             raise RequestError(f"{name}={getattr(sampling, name)}; use 0 for none or a finite number")
     if sampling.logprobs is not None and not 0 <= sampling.logprobs <= MOST_LOGPROBS:
         raise RequestError(f"logprobs={sampling.logprobs}; use a number from 0 to {MOST_LOGPROBS}")
+
+
+def _check_beams(start: Start, tokens: int, block_tokens: int, limits: Limits) -> None:
+    sampling = start.sampling
+    if not 1 <= sampling.beam_answers <= sampling.beams:
+        raise RequestError(f"beam_answers={sampling.beam_answers} of {sampling.beams} beams; ask for 1 to all of them")
+    if not math.isfinite(sampling.length_penalty):
+        raise RequestError(f"length_penalty={sampling.length_penalty}; use a finite number")
+    if start.generated:
+        raise RequestError(f"generated={start.generated}; a beam search starts from its prompt")
+    needed = frames_needed(tokens, sampling.max_tokens, sampling.beams, block_tokens)
+    if len(start.frames) < needed:
+        raise RequestError(f"{len(start.frames)} frames for {sampling.beams} beams; {needed} are needed")
+    stops = len(set(sampling.stop_token_ids) | set(limits.eos_token_ids))
+    if sampling.beams * (1 + stops) > limits.vocab_size:
+        raise RequestError(
+            f"{sampling.beams} beams with {stops} stop tokens need a vocabulary of more than {limits.vocab_size}"
+        )

@@ -8,10 +8,12 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 import numpy as np
 import torch
 
+from prefixd.worker.decode_graphs import DecodeGraphs
 from prefixd.worker.engine import Engine
 from prefixd.worker.errors import ProtocolError
+from prefixd.worker.flash_attention import FlashAttention
 from prefixd.worker.kv_memory import KvMemory
-from prefixd.worker.model import load_model
+from prefixd.worker.model import CausalModel, load_model
 from prefixd.worker.model_spec import ModelSpec, read_model_spec
 from prefixd.worker.paged_kv import PagedKv
 from prefixd.worker.protocol import (
@@ -53,7 +55,7 @@ def serve(connection: Connection[ToWorker], settings: WorkerSettings, clock: Cal
         table.add([FrameId(frame) for frame in _numbers(message.frames)], _numbers(message.chunks))
         with ThreadPoolExecutor(1, "mapping") as background:
             kv = _kv(settings, memory, table, spec, message.most_frames, background)
-            engine = Engine(model, kv, settings.max_step_tokens, clock)
+            engine = Engine(model, kv, settings.max_step_tokens, clock, _graphs(settings, model, kv))
             connection.send(Ready())
             try:
                 _run(connection, engine)
@@ -86,6 +88,12 @@ def _kv(
         background=background,
     )
     return VirtualKv(manager)
+
+
+def _graphs(settings: WorkerSettings, model: CausalModel, kv: KvMemory) -> DecodeGraphs | None:
+    if not settings.cuda_graphs or not isinstance(model.attention, FlashAttention) or not isinstance(kv, VirtualKv):
+        return None
+    return DecodeGraphs(kv.manager.kv, model.decode, settings.max_sequences)
 
 
 def _run(connection: Connection[ToWorker], engine: Engine) -> None:

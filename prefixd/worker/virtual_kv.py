@@ -8,6 +8,8 @@ from typing import cast
 import torch
 
 from prefixd.worker.kv_memory import KvSequence, Segment
+from prefixd.worker.protocol import KvUsage
+from prefixd.worker.to_device import to_device
 from prefixd_swap.vmem import FrameId, VirtualTensor, VirtualTensorManager
 
 
@@ -32,6 +34,16 @@ class VirtualKv:
         """See `KvMemory.extend`."""
         self.manager.extend(_tensor(sequence), [FrameId(frame) for frame in frames])
 
+    def assign(self, sequence: KvSequence, frames: Sequence[int]) -> None:
+        """See `KvMemory.assign`; only blocks whose frame is another one are mapped anew."""
+        self.manager.assign(_tensor(sequence), [FrameId(frame) for frame in frames])
+
+    def copy(self, source: KvSequence, target: KvSequence, first: int, stop: int) -> None:
+        """See `KvMemory.copy`."""
+        self.manager.wait([_tensor(source), _tensor(target)])
+        block = self.manager.geometry.block_tokens
+        self.manager.copy_tokens(_tensor(source), _tensor(target), first, -(-stop // block) * block - first)
+
     def ready(self, sequence: KvSequence) -> bool:
         """Whether the frames are mapped."""
         return not _tensor(sequence).mapping
@@ -54,6 +66,11 @@ class VirtualKv:
         """See `KvMemory.step`."""
         rows = [_tensor(segment.sequence).row for segment in segments]
         return VirtualStep(self.manager.kv, segments, rows)
+
+    def usage(self) -> KvUsage:
+        """See `KvMemory.usage`."""
+        counts = self.manager.counts
+        return KvUsage(self.manager.physical.shared_count, counts.mapped, counts.reused, counts.copied)
 
     def end(self) -> None:
         """Give the addresses back."""
@@ -78,7 +95,7 @@ class VirtualStep:
                 for row, segment in zip(rows, segments, strict=True)
                 for token in range(segment.start, segment.stop)
             ]
-            self._slots = torch.tensor(slots, device=kv.device)
+            self._slots = to_device(slots, torch.int64, kv.device)
         else:
             spans = zip(rows, segments, strict=True)
             self._targets = _by_layer([kv[row, s.start : s.stop].unbind(1) for row, s in spans])
@@ -113,9 +130,9 @@ class VirtualStep:
         starts = [row * stride for row in self._rows]
         lengths = [segment.stop for segment in self.segments]
         return lambda layer: (flat[:, layer, 0], flat[:, layer, 1]), {
-            "cu_seq_k": torch.tensor([*starts, starts[-1] + stride], dtype=torch.int32, device=device),
+            "cu_seq_k": to_device([*starts, starts[-1] + stride], torch.int32, device),
             "max_k": stride,
-            "seqused_k": torch.tensor(lengths, dtype=torch.int32, device=device),
+            "seqused_k": to_device(lengths, torch.int32, device),
         }
 
 

@@ -27,9 +27,11 @@ from prefixd_swap.errors import (
 )
 from prefixd_swap.eviction import EvictionPolicy, choose_victims, create_eviction_policy
 from prefixd_swap.geometry import KvGeometry
+from prefixd_swap.page_copies import NO_BLOCK, PackedPages, PageCopies, PageRun
 from prefixd_swap.page_eviction import Victims
 from prefixd_swap.page_eviction import choose_victims as choose_page_victims
 from prefixd_swap.pages import PageAllocator
+from prefixd_swap.pinning import HostPin
 from prefixd_swap.slab.block_record import BlockRecord, DiskPart, NewBlock
 from prefixd_swap.slab.file_ops import FileOps, host_bytes
 from prefixd_swap.slab.files import MAX_SLABS
@@ -43,6 +45,7 @@ from prefixd_swap.vmem import Export, FrameId, FramePool, VirtualMemory, create_
 
 __all__ = [
     "MAX_SLABS",
+    "NO_BLOCK",
     "BlockRecord",
     "ChecksumError",
     "CopyEngine",
@@ -58,6 +61,7 @@ __all__ = [
     "FrameId",
     "FramePool",
     "GeometryError",
+    "HostPin",
     "IndexUnavailableError",
     "IntegrityError",
     "KvCacheStats",
@@ -66,7 +70,10 @@ __all__ = [
     "MemoryMisuseError",
     "NewBlock",
     "OutOfMemoryError",
+    "PackedPages",
     "PageAllocator",
+    "PageCopies",
+    "PageRun",
     "RecordDamagedError",
     "RecordGroup",
     "Records",

@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from prefixd_swap.errors import DeviceError, MemoryMisuseError, SwapError
+from prefixd_swap.pinning import pieces
 from prefixd_swap.spans import Span
 from prefixd_swap.threads import started_threads
 from prefixd_swap.vmem.cuda_driver import CudaDevice, open_device, register_host, unregister_host
@@ -73,7 +74,7 @@ class HostCopyEngine(CopyEngine):
             if destination.on_device or source.on_device:
                 raise MemoryMisuseError("a host copy engine cannot reach device memory; use CudaCopyEngine")
         tasks = _share(coalesce(pairs), self._threads)
-        await _settle([self._pool.submit(_move, task) for task in tasks])
+        await wait_all([self._pool.submit(_move, task) for task in tasks])
 
     def close(self) -> None:
         """Wait for what is under way and end the threads."""
@@ -114,7 +115,7 @@ class CudaCopyEngine(CopyEngine):
         futures = [lanes[side].submit(coalesce(some)) for side, some in sides.items() if side in lanes]
         on_host = _share(coalesce(sides.get((False, False), [])), self._host._threads)
         futures += [self._host._pool.submit(_move, task) for task in on_host]
-        await _settle(futures)
+        await wait_all(futures)
 
     def close(self) -> None:
         """Wait for what is under way, end the threads and destroy the streams."""
@@ -216,7 +217,10 @@ class _Lane:
             event = self._events.pop() if self._events else self._cuda.create_event()
             try:
                 for destination, source in pairs:
-                    self._cuda.call(self._call, destination.address, source.address, source.nbytes, self._stream)
+                    host = source if destination.on_device else destination
+                    for offset, nbytes in pieces(host.address, host.nbytes):
+                        to, at = destination.address + offset, source.address + offset
+                        self._cuda.call(self._call, to, at, nbytes, self._stream)
                 self._cuda.call("cuEventRecord", event, self._stream)
             except SwapError:
                 # Some copies may be under way; the caller may free the memory as soon as this raises.
@@ -261,7 +265,7 @@ def _move(task: list[tuple[int, int, int]]) -> None:
         ctypes.memmove(destination, source, nbytes)
 
 
-async def _settle(futures: Sequence[Future[None]]) -> None:
+async def wait_all(futures: Sequence[Future[None]]) -> None:
     """Wait until all have ended, even when cancelled meanwhile; then raise the cancellation or the first
     error."""
     pending: set[asyncio.Future[None]] = {asyncio.wrap_future(future) for future in futures}

@@ -72,6 +72,8 @@ def test_stats(cli: Cli, daemon: Any) -> None:
         "5 waiting (relaxed-fpf)",
         "blocks of 1,024 tokens",
         "block size: 16 tokens asked, 1024 used: a token takes 2 KiB",
+        "preempted: 3 requests, 2 swapped (40 blocks copied down), 1 to be computed again",
+        "1,234 tokens computed again, 4 resumed",
         "12,345",
         "1.0 GiB",
         "4.0 GiB",
@@ -201,6 +203,10 @@ def test_generate_asks_for_all_that_the_contract_has(cli: Cli, daemon: Any) -> N
     assert (list(sampling.stop), sampling.HasField("logprobs"), sampling.logprobs) == (["one", "two"], True, 0)
     cli("generate", "x", "--address", daemon.address)
     assert not daemon.last().sampling.HasField("logprobs") and not daemon.last().best_of
+    assert not daemon.last().HasField("beam_search")
+    cli("generate", "x", "--beams", "4", "--length-penalty", "0.5", "--early-stopping", "--address", daemon.address)
+    search = daemon.last().beam_search
+    assert (search.width, search.length_penalty, search.early_stopping) == (4, 0.5, True)
 
 
 def test_generate_prints_several_sequences_one_below_the_other(cli: Cli, daemon: Any) -> None:

@@ -132,6 +132,7 @@ class Remote:
         salt: bytes = b"",
         n: int = 0,
         best_of: int = 0,
+        beam_search: inference_pb2.BeamSearch | None = None,
         **sampling: Any,
     ) -> Any:
         """The stream of a generation; sampled with a fixed seed, so that a wrong logit shows."""
@@ -141,6 +142,7 @@ class Remote:
             salt=salt,
             n=n,
             best_of=best_of,
+            beam_search=beam_search,
             sampling=inference_pb2.SamplingParams(**chosen),
         )
         if isinstance(prompt, str):

@@ -180,3 +180,38 @@ def test_the_sdk_has_all_of_it(remote: Remote, prompt: Callable[..., list[int]])
         *told, last = client.generate(prompt(9), stop=free[2:4], **options)
         assert "".join(event.text for event in told if isinstance(event, Tokens)) == free[: free.index(free[2:4])]
         assert isinstance(last, Finished) and last.reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize("width", [2, 4, 6])
+def test_a_beam_search_finds_what_transformers_finds(
+    remote: Remote, prompt: Callable[..., list[int]], reference: Any, width: int
+) -> None:
+    tokens = prompt(70)
+    with torch.inference_mode():
+        expected = reference.generate(
+            torch.tensor([tokens]), num_beams=width, num_return_sequences=2, max_new_tokens=20, do_sample=False,
+            eos_token_id=None, output_scores=True, return_dict_in_generate=True,
+        )  # fmt: skip
+    search = inference_pb2.BeamSearch(width=width)
+    found = remote.sequences(tokens, n=2, beam_search=search, max_tokens=20, temperature=0.0)
+    assert [answer.tokens for answer in found] == expected.sequences[:, 70:].tolist()
+    scores = [answer.ended.cumulative_logprob for answer in found if answer.ended]
+    assert scores == pytest.approx(expected.sequences_scores.tolist(), abs=1e-4)
+    alone = remote.generate(tokens, beam_search=search, max_tokens=20, temperature=0.0)
+    assert alone.tokens == found[0].tokens and alone.hits[0] == 64
+    assert alone.finished.cumulative_logprob == pytest.approx(scores[0])
+
+
+def test_a_search_shares_memory_and_says_so(remote: Remote, prompt: Callable[..., list[int]]) -> None:
+    before = remote.stats().worker
+    remote.generate(prompt(90), beam_search=inference_pb2.BeamSearch(width=4), max_tokens=30, temperature=0.0)
+    after = remote.settled().worker
+    assert after.copied_blocks - before.copied_blocks >= 3, "the prompt's last block, for three beams"
+    assert after.mapped_blocks > before.mapped_blocks
+
+
+def test_several_sequences_copy_the_end_of_a_prompt(remote: Remote, prompt: Callable[..., list[int]]) -> None:
+    """16 tokens a block: the first sequence computes the last 4 of 100, the others copy 3 and compute one."""
+    before = remote.stats().worker
+    remote.sequences(prompt(100), n=3, seed=5, max_tokens=60)
+    assert remote.settled().worker.copied_blocks - before.copied_blocks == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import math
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -42,7 +43,7 @@ from prefixd.server.served_model import ServedModel
 from prefixd.server.text_stream import TextStream
 from prefixd.server.tokenization import TextCodec, TokenIds
 from prefixd.server.tokenizer_threads import TokenizerThreads
-from prefixd.worker.protocol import Hello, TokenLogprobs
+from prefixd.worker.protocol import BeamResult, Hello, TokenLogprobs
 from prefixd_scheduler import QueueFullError
 
 CONTEXT = 2048
@@ -216,6 +217,16 @@ async def test_token_ids_are_taken_as_they_are(desk: Desk) -> None:
         ({"n": 2}, ["n is 2 with temperature 0", "above 0"]),
         ({"best_of": 2}, ["best_of is 2 with temperature 0"]),
         ({"stop_token_ids": [0, 272]}, ["stop token id 272"]),
+        ({"beam_width": 0}, ["beam_search.width is 0", "between 1 and 16"]),
+        ({"beam_width": 17}, ["beam_search.width is 17"]),
+        ({"beam_width": 2, "n": 3}, ["n is 3", "the 2 beams"]),
+        ({"beam_width": 2, "length_penalty": math.nan}, ["length_penalty is nan", "between -10 and 10"]),
+        ({"beam_width": 2, "temperature": 0.5}, ["temperature is 0.5 in a beam search", "leave temperature out"]),
+        ({"beam_width": 2, "top_p": 0.5}, ["top_p is 0.5 in a beam search"]),
+        ({"beam_width": 2, "stop": ["x"]}, ["stop is ['x'] in a beam search"]),
+        ({"beam_width": 2, "logprobs": 0}, ["logprobs is 0 in a beam search"]),
+        ({"beam_width": 2, "best_of": 2}, ["best_of is 2 in a beam search"]),
+        ({"beam_width": 16, "stop_token_ids": range(16)}, ["16 beams with 17 tokens that end", "more than 272"]),
         ({"stop_token_ids": range(MOST_STOP_TOKENS + 1)}, ["1025 ids", "at most 1024"]),
         ({"request_id": "x" * 257}, ["257 characters", "at most 256"]),
     ],
@@ -485,6 +496,30 @@ async def test_cancelling_or_closing_ends_all_sequences(desk: Desk) -> None:
     run, closed = await begun(desk, n=2, best_of=4, request_id="mine")
     await run.aclose()
     assert desk.dispatcher.cancelled[3:] == closed and len(closed) == 4
+
+
+async def test_a_search_is_one_request_whose_sequences_come_at_its_end(desk: Desk) -> None:
+    found = await desk.events(
+        Ended("stop", [BeamResult([104, 105], -0.5, "stop"), BeamResult([104], -1.5, "length")]), beam_width=3, n=2
+    )
+    (request,) = desk.dispatcher.submitted
+    assert (request.sampling.beams, request.sampling.beam_answers, request.places) == (3, 2, 3)
+    told = [event for event in found if isinstance(event, Tokens)]
+    assert [(event.index, event.token_ids) for event in told if event.token_ids] == [(0, [104, 105]), (1, [104])]
+    assert all("".join(event.text for event in told if event.index == index) for index in (0, 1))
+    ends = [event for event in found if isinstance(event, SequenceFinished)]
+    assert [(end.reason, end.cumulative_logprob) for end in ends] == [("stop", -0.5), ("length", -1.5)]
+    (last,) = [event for event in found if isinstance(event, Finished)]
+    assert (last.output_tokens, last.resumed, last.reason) == (3, 0, "length")
+    cancelled = await desk.events(Ended("cancelled"), beam_width=2)
+    assert [type(event) for event in cancelled] == [Accepted, Finished] and cancelled[-1].reason == "cancelled"
+    with pytest.raises(UnavailableError, match="died"):
+        await desk.events(UnavailableError("the worker died"), beam_width=2)
+
+
+async def test_a_search_that_never_fits_is_refused(desk: Desk) -> None:
+    with pytest.raises(ExhaustedError, match=r"16 beams needs \d+ blocks, but the GPU tier holds"):
+        await desk.events(beam_width=16, max_tokens=2000)
 
 
 async def test_a_queue_without_room_for_all_sequences_takes_none(desk: Desk) -> None:

@@ -46,7 +46,7 @@ async def test_want_of_means_is_no_death(shortage: Exception, words: str, monkey
     worker = WorkerProcess(
         WorkerSettings(model="/nowhere"),
         0,
-        on_hello=lambda _: pytest.fail("there is no worker"),
+        on_hello=lambda *_: pytest.fail("there is no worker"),
         on_ready=lambda: None,
         on_step=lambda _: None,
         on_done=lambda _: None,
@@ -77,7 +77,7 @@ async def test_a_worker_is_started_once_there_is_a_thread_for_it(
     worker = WorkerProcess(
         WorkerSettings(model="/nowhere"),
         0,
-        on_hello=lambda _: pytest.fail("there is no model"),
+        on_hello=lambda *_: pytest.fail("there is no model"),
         on_ready=lambda: None,
         on_step=lambda _: None,
         on_done=lambda _: None,

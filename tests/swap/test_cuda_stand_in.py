@@ -18,7 +18,8 @@ SOURCE = HERE / "stand_in" / "libcuda.c"
 SUITES = sorted(
     [
         *HERE.glob("test_vmem_*.py"),
-        *(HERE / f"test_{name}.py" for name in ("copies", "frames", "vattention", "vtensor_manager", "vtensor_model")),
+        *HERE.glob("test_vtensor_*.py"),
+        *(HERE / f"test_{name}.py" for name in ("frames", "copies", "page_copies", "pinning", "vattention")),
         HERE.parent / "cache" / "test_tiers_on_cuda.py",
         HERE.parent / "worker" / "test_engine_on_cuda.py",
         HERE.parent / "integrations" / "engine" / "test_transfers_on_cuda.py",
@@ -152,7 +153,11 @@ note("destroy an event", cu.cuEventDestroy(unused))
 note("destroy it again", cu.cuEventDestroy(unused))
 note("record it", cu.cuEventRecord(unused, stream))
 note("a copy into host addresses", cu.cuMemcpyHtoDAsync(host_at, host_at, SIZE, stream))
-note("a copy", cu.cuMemcpyHtoDAsync(base, host_at, SIZE, stream))
+cu.cuMemHostRegister(host_at, 4096, 1)
+note("a copy that is registered in part", cu.cuMemcpyHtoDAsync(base, host_at, SIZE, stream))
+cu.cuMemHostRegister(host_at + 4096, SIZE - 4096, 1)
+note("a copy that is registered by two calls", cu.cuMemcpyHtoDAsync(base, host_at, SIZE, stream))
+note("a copy", cu.cuMemcpyHtoDAsync(base, host_at + 4096, SIZE - 4096, stream))
 event = cu.cuEventCreate(0)[1]
 cu.cuEventRecord(event, stream)
 note("asked at once", cu.cuEventQuery(event))
@@ -211,6 +216,8 @@ def test_the_stand_in_enforces_the_drivers_rules(stand_in: dict[str, str]) -> No
         "destroy it again": "CUDA_ERROR_INVALID_HANDLE",
         "record it": "CUDA_ERROR_INVALID_HANDLE",
         "a copy into host addresses": wrong,
+        "a copy that is registered in part": wrong,
+        "a copy that is registered by two calls": wrong,
         "a copy": "CUDA_SUCCESS",
         "asked at once": "CUDA_ERROR_NOT_READY",
         "unmap under the copy": "CUDA_SUCCESS",

@@ -238,7 +238,7 @@ def test_a_beam_becomes_another_by_mapping_where_they_differ(
     one.kv[12:16] = 1
     settle()
     mapped = manager.counts.mapped
-    manager.become(two, one)
+    manager.assign(two, one.frames)
     manager.wait([two])
     assert two.frames == one.frames and manager.counts.mapped == mapped + 1
     assert two.kv[12:16].eq(1).all()
@@ -311,7 +311,7 @@ def test_memory_that_is_free_but_mapped_cannot_go(owner: VirtualTensorManager) -
     assert owner.grow(tensor, 4)
     owner.release(tensor)
     owner.poll(wait=True)
-    with pytest.raises(MemoryMisuseError, match="unmap it before giving it up"):
+    with pytest.raises(MemoryMisuseError, match="unmap it before destroying"):
         owner.physical.p_free()
     owner.check_integrity()
     owner.reclaim()

@@ -111,7 +111,7 @@ class ManagerMachine(RuleBasedStateMachine):
     def become(self, data: st.DataObject) -> None:
         tensor, other = self.pick(data), self.pick(data)
         self.settle()
-        self.manager.become(tensor, other)
+        self.manager.assign(tensor, other.frames)
         self.values[tensor] = list(self.values[other])
 
     @precondition(lambda self: self.values)

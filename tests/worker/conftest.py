@@ -135,6 +135,7 @@ class Rig:
         frames: Sequence[int] | None = None,
         cached_blocks: int = 0,
         generated: int = 0,
+        fork_of: int = -1,
         **sampling: object,
     ) -> int:
         """Begin a request; with frames for all it may need if none are given."""
@@ -150,6 +151,7 @@ class Rig:
             cached_blocks=cached_blocks,
             frames=list(frames),
             sampling=choice,
+            fork_of=fork_of,
         )
         self.take(self.engine.start(message))
         return request

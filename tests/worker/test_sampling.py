@@ -142,7 +142,7 @@ def test_a_huge_temperature_is_uniform_over_what_the_filters_leave(huge):
 
 @pytest.mark.parametrize("temperature", [0.01, 1.0, 100.0])
 def test_no_fraction_meets_a_token_without_weight(temperature, monkeypatch):
-    """The largest number below 1, times a total, can be rounded up to the total."""
+    """Nor does the largest number below 1, whose product with a total is rounded."""
     monkeypatch.setattr("prefixd.worker.sampling.uniform", lambda seed, k: 1.0 - 2.0**-53)
     logits = torch.randn(200, 64, generator=torch.Generator().manual_seed(3))
     logits[:, 40:] = -math.inf
@@ -150,7 +150,7 @@ def test_no_fraction_meets_a_token_without_weight(temperature, monkeypatch):
     assert all(token is not None and token < 40 for token in found)
 
 
-def mixed_rows(rows: int, vocab: int) -> tuple[torch.Tensor, list[Choice]]:
+def mixed_rows(rows: int, vocab: int, device: torch.device = CPU) -> tuple[torch.Tensor, list[Choice]]:
     dice = np.random.default_rng(1)
     logits = torch.from_numpy(dice.normal(0, 2, (rows, vocab)).round(1)).float()
     choices = []
@@ -167,8 +167,8 @@ def mixed_rows(rows: int, vocab: int) -> tuple[torch.Tensor, list[Choice]]:
             "frequency_penalty": dice.choice([0.0, 0.5]),
         }
         made = choice(row, **sampling)
-        choices.append(made._replace(counts=TokenCounts(ids, 10, vocab, CPU)) if made.sampling.penalised else made)
-    return logits, choices
+        choices.append(made._replace(counts=TokenCounts(ids, 10, vocab, device)) if made.sampling.penalised else made)
+    return logits.to(device), choices
 
 
 def test_a_row_depends_on_its_logits_seed_and_k_alone():
@@ -200,6 +200,27 @@ def test_a_step_copies_to_the_host_once(monkeypatch):
     for some in (choices, [choice()] * 16):
         choose_tokens(logits, some)
     assert len(calls) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_on_a_gpu_the_host_waits_for_that_copy_alone(monkeypatch):
+    """Unverified on a GPU."""
+    real = torch.Tensor.tolist
+
+    def to_host(tensor: torch.Tensor) -> list[float]:
+        torch.cuda.set_sync_debug_mode("default")
+        return real(tensor)
+
+    logits, choices = mixed_rows(16, 300, torch.device("cuda"))
+    monkeypatch.setattr(torch.Tensor, "tolist", to_host)
+    for some in (choices, [choice()] * 16):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            found = tokens(logits, some)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert all(token is not None and 0 <= token < 300 for token in found)
 
 
 def test_a_greedy_batch_costs_an_argmax():

@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Any
 
 import torch
 
 from prefixd.client import Arena
-from prefixd_swap import StreamMark, SwapError, register_host, unregister_host
+from prefixd.integrations.engine.geometry import Geometry
+from prefixd_swap import HostPin, PageCopies, StreamMark, SwapError
 
 Fence = Callable[[], None]
 """Blocks until what it was made after has been computed; called in a thread."""
@@ -34,10 +35,23 @@ def fence_of(ordinal: int | None, stream: int | None = None) -> Fence:
     return StreamMark(ordinal, torch.cuda.current_stream(ordinal).cuda_stream if stream is None else stream).wait
 
 
+def page_copies_of(ordinal: int | None, geometry: Geometry, log: logging.Logger) -> PageCopies | None:
+    """What copies blocks in batches on CUDA device `ordinal`; None, and blocks are copied page by page, on a CPU and
+    where the device has no room for the buffers, which is logged."""
+    if ordinal is None:
+        return None
+    try:
+        return PageCopies(ordinal, max(group.part_bytes for group in geometry.groups))
+    except SwapError as error:
+        log.warning("prefixd: blocks are copied page by page, which is slower: %s", error)
+        return None
+
+
 class ArenaPin:
     """Keeps the arena that is in use registered with CUDA, so that copies run at full speed beside the model.
 
-    For one event loop. Registering touches every page, which takes a while: it happens in a thread.
+    For one event loop. Registering touches every page, which takes a while: it happens in a thread, slice by slice, and
+    nobody waits for it.
 
     Args:
         ordinal: the CUDA device.
@@ -48,6 +62,7 @@ class ArenaPin:
         self._ordinal = ordinal
         self._log = log
         self._arena: Arena | None = None
+        self._pin: HostPin | None = None
         self._bytes: Any = None  # keeps the mapping while CUDA knows it, also past its session's end
         self._one = asyncio.Lock()
         self._users = 0
@@ -56,7 +71,8 @@ class ArenaPin:
 
     @asynccontextmanager
     async def use(self, arena: Arena, check: Callable[[], None]) -> AsyncIterator[None]:
-        """Has `arena` registered, in place of an earlier one once nobody uses that, for as long as the context lasts.
+        """Has `arena` being registered, in place of an earlier one once nobody uses that, for as long as the context
+        lasts.
 
         `check` raises when the arena is not to be used any more.
         """
@@ -64,7 +80,7 @@ class ArenaPin:
             if self._arena is not arena:
                 await self._unused.wait()
                 check()
-                await asyncio.to_thread(self._register, arena)
+                await asyncio.to_thread(self._change, arena)
             self._users += 1
             self._unused.clear()
         try:
@@ -76,16 +92,15 @@ class ArenaPin:
 
     def drop(self) -> None:
         """Undoes it, when nothing is copied any more."""
-        if self._arena is not None and self._bytes is not None:
-            with suppress(SwapError):
-                unregister_host(self._arena.address, self._ordinal)
-        self._arena = self._bytes = None
+        if self._pin is not None:
+            self._pin.close()
+        self._arena = self._bytes = self._pin = None
 
-    def _register(self, arena: Arena) -> None:
+    def _change(self, arena: Arena) -> None:
         self.drop()
-        self._arena, self._bytes = arena, arena.bytes_at(0, arena.nbytes)
-        try:
-            register_host(arena.address, arena.nbytes, self._ordinal)
-        except SwapError as error:
-            self._log.warning("prefixd: the arena could not be pinned, copies are slower: %s", error)
-            self._bytes = None
+        self._bytes = arena.bytes_at(0, arena.nbytes)
+        self._pin = HostPin(arena.address, arena.nbytes, self._ordinal, self._failed)
+        self._arena = arena
+
+    def _failed(self, why: str) -> None:
+        self._log.warning("prefixd: the arena could not be pinned: %s", why)

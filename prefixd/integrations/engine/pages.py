@@ -12,20 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from prefixd_swap import Span
+from prefixd_swap import NO_BLOCK, PageRun, Span
 
-NO_BLOCK = -1
-"""In a list of the engine's block ids: a position whose bytes are not wanted."""
-
-
-@dataclass(frozen=True, slots=True)
-class PageRun:
-    """The pages of one layer (or of one group of its heads): block `b` of the engine has `nbytes` bytes at
-    `address + b * stride`."""
-
-    address: int
-    stride: int
-    nbytes: int
+__all__ = ["NO_BLOCK", "GroupPages", "PageRun"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +31,12 @@ class GroupPages:
     def block_bytes(self) -> int:
         """Bytes that one of the engine's blocks has in all layers."""
         return sum(run.nbytes for layer in self.layers for run in layer)
+
+    def packed(self, layers: range | None = None) -> tuple[int, tuple[PageRun, ...]]:
+        """Bytes that one of the engine's blocks has in a part before `layers` (None: all), and the runs of these."""
+        wanted = range(len(self.layers)) if layers is None else layers
+        before = sum(run.nbytes for layer in self.layers[: wanted.start] for run in layer)
+        return before, tuple(run for layer in self.layers[wanted.start : wanted.stop] for run in layer)
 
     def pairs(
         self, arena_address: int, block_ids: Sequence[int], layers: range | None = None

@@ -9,24 +9,26 @@ model takes says nothing about the daemon.
 from __future__ import annotations
 
 import asyncio
+import enum
 import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
 from prefixd.client import AsyncCache, AsyncLease, AsyncReservation, ClientError, ExhaustedError, LeaseLost
 from prefixd.integrations.engine.counters import ConnectorCounters
-from prefixd.integrations.engine.device import ArenaPin, Fence
+from prefixd.integrations.engine.device import ArenaPin, Fence, computed_already
 from prefixd.integrations.engine.geometry import Geometry
 from prefixd.integrations.engine.jobs import LoadJob, LoadOutcome, Outcomes, SaveJob
 from prefixd.integrations.engine.link import Link, LinkDown
 from prefixd.integrations.engine.pages import NO_BLOCK, GroupPages
-from prefixd_swap import CopyEngine, Span, SwapError
+from prefixd_swap import CopyEngine, PackedPages, PageCopies, SwapError
 
 _BYTES_PER_S = 100e6  # a transfer slower than this is given up
 _SAVE_PAUSE_S = 1.0
@@ -41,9 +43,10 @@ class Transfers:
         geometry: how blocks are made.
         pages: this rank's memory, one entry per group of `geometry`.
         rank: of this worker among the tensor-parallel ones.
-        engine: makes the copies.
+        engine: makes the copies page by page.
         counters: what is counted.
         ordinal: the CUDA device whose copies want the arena pinned; None on a CPU.
+        page_copies: makes them in batches instead, for pages on a device.
     """
 
     def __init__(
@@ -55,12 +58,14 @@ class Transfers:
         engine: CopyEngine,
         counters: ConnectorCounters,
         ordinal: int | None = None,
+        page_copies: PageCopies | None = None,
     ) -> None:
         self._link = link
         self._geometry = geometry
         self._pages = list(pages)
         self._parts = geometry.parts_of(rank)
         self._engine = engine
+        self._page_copies = page_copies
         self._counters = counters
         self._pin = ArenaPin(ordinal, link.log) if ordinal is not None else None
         self._changed = threading.Condition()
@@ -82,15 +87,18 @@ class Transfers:
 
     # -- from the engine's thread -----------------------------------------------------------------------------------
 
-    def load(self, job: LoadJob) -> None:
-        """Starts a load."""
+    def load(self, job: LoadJob, fence: Fence = computed_already) -> None:
+        """Starts a load into blocks that nothing uses any more once `fence` returns.
+
+        The bytes are there when the load is reported, so what is submitted from then on reads them, in any stream.
+        """
         with self._changed:
             self._loading += 1
             if job.waits:
                 self._layers_there[job.request_id] = 0
         began_s = time.monotonic()
         there = Progress()
-        future = self._link.spawn(lambda: self._load(job, there))
+        future = self._link.spawn(lambda: self._load(job, fence, there))
         future.add_done_callback(lambda done: self._loaded(job, there, done, time.monotonic() - began_s))
 
     def save(self, jobs: Sequence[SaveJob], fence: Fence) -> None:
@@ -140,28 +148,31 @@ class Transfers:
         """Ends the session, and waits for the copies under way."""
         self._link.close()
         self._engine.close()
+        if self._page_copies is not None:
+            self._page_copies.close()
         if self._pin is not None:
             self._pin.drop()
 
     # -- loads, in the link's thread --------------------------------------------------------------------------------
 
-    async def _load(self, job: LoadJob, there: Progress) -> None:
+    async def _load(self, job: LoadJob, fence: Fence, there: Progress) -> None:
         lease = await self._link.guard(partial(self._acquire, job), self._limit_s(job))
         try:
             # With windows, a lease of fewer blocks has the window of a shorter prefix than the engine goes on from.
             usable = lease.blocks if lease.blocks == job.blocks or not self._geometry.windowed else 0
             if usable:
+                if fence is not computed_already:
+                    await asyncio.to_thread(fence)
                 groups = range(len(self._pages))
                 async with self._arena(lease) as base:
                     for layers in self._stages(job):
                         for blocks in self._batches(usable, layers):
-                            pairs = [
-                                pair
+                            parts = [
+                                part
                                 for block in blocks
-                                for pair in self._pairs(lease, base, block, groups, job.block_ids, block, layers)
+                                for part in self._parts_at(lease, base, block, groups, job.block_ids, block)
                             ]
-                            there.nbytes += sum(ours.nbytes for _, ours in pairs)
-                            await self._engine.copy(pairs)
+                            there.nbytes += await self._copy(parts, layers, Way.LOAD)
                         if layers is not None and lease.blocks == job.blocks:
                             self._layer_there(job.request_id, layers.stop)
             await self._link.guard(lease.release)
@@ -264,15 +275,14 @@ class Transfers:
                 skipped = reservation.first_block - job.first_block
                 async with self._arena(reservation) as base:
                     for blocks in self._batches(reservation.blocks):
-                        await self._engine.copy(
-                            [
-                                (theirs, ours)
-                                for block in blocks
-                                for ours, theirs in self._pairs(
-                                    reservation, base, block, job.groups, job.block_ids, skipped + block, None
-                                )
-                            ]
-                        )
+                        parts = [
+                            part
+                            for block in blocks
+                            for part in self._parts_at(
+                                reservation, base, block, job.groups, job.block_ids, skipped + block
+                            )
+                        ]
+                        await self._copy(parts, None, Way.SAVE)
                 result = await self._link.guard(reservation.commit, self._limit_s(job))
                 done = reservation.first_block + reservation.blocks
                 kept.blocks += result.committed
@@ -332,7 +342,7 @@ class Transfers:
             async with pin.use(arena, _unchecked):
                 pass
 
-    def _pairs(
+    def _parts_at(
         self,
         hold: AsyncLease | AsyncReservation,
         base: int,
@@ -340,26 +350,67 @@ class Transfers:
         groups: Sequence[int],
         block_ids: Sequence[Sequence[int]],
         place: int,
-        layers: range | None,
-    ) -> list[tuple[Span, Span]]:
-        """(the engine's bytes, the arena's) of block `block` of `hold`, which is block `place` of the job.
+    ) -> list[PartAt]:
+        """Where the parts of block `block` of `hold`, which is block `place` of the job, lie on both sides.
 
         Raises WindowMismatch where a lease lacks bytes that the engine needs. A reservation has all parts asked for.
         """
         hold.check()
-        pairs: list[tuple[Span, Span]] = []
+        parts: list[PartAt] = []
         for part, index in enumerate(groups):
             group = self._geometry.groups[index]
             count = self._geometry.block_tokens // group.block_tokens
             ids = block_ids[part][place * count : (place + 1) * count]
             if hold.has(block, part):
-                pairs += self._pages[index].pairs(base + hold.offset(block, part), ids, layers)
+                parts.append(PartAt(index, base + hold.offset(block, part), ids))
             elif any(each != NO_BLOCK for each in ids):
                 raise WindowMismatch(
                     f"the engine needs bytes of KV group {group.index} in block {hold.first_block + block}, outside "
                     f"the window of {group.window_tokens} tokens that prefixd was told of; the request is computed"
                 )
-        return pairs
+        return parts
+
+    async def _copy(self, parts: Sequence[PartAt], layers: range | None, way: Way) -> int:
+        """Copies `layers` of `parts`; returns how many bytes that was."""
+        if self._page_copies is not None:
+            return await self._copy_in_batches(self._page_copies, parts, layers, way)
+        pairs = [pair for part in parts for pair in self._pages[part.group].pairs(part.address, part.ids, layers)]
+        await self._engine.copy(pairs if way is Way.LOAD else [(theirs, ours) for ours, theirs in pairs])
+        return sum(ours.nbytes for ours, _ in pairs)
+
+    async def _copy_in_batches(
+        self, copies: PageCopies, parts: Sequence[PartAt], layers: range | None, way: Way
+    ) -> int:
+        nbytes = 0
+        for group, pages in enumerate(self._pages):
+            here = [part for part in parts if part.group == group and any(each != NO_BLOCK for each in part.ids)]
+            if not here:
+                continue
+            before, runs = pages.packed(layers)
+            addresses = np.array([part.address for part in here], np.int64) + before * len(here[0].ids)
+            packed = PackedPages(runs, np.array([part.ids for part in here], np.int64), addresses)
+            await (copies.scatter if way is Way.LOAD else copies.gather)(packed)
+            nbytes += packed.nbytes
+        return nbytes
+
+
+class Way(enum.Enum):
+    """Where the bytes go."""
+
+    LOAD = "to the engine"
+    SAVE = "to the arena"
+
+
+@dataclass(frozen=True, slots=True)
+class PartAt:
+    """One part of one prefixd block on both sides."""
+
+    group: int
+    """Its place in the geometry."""
+    address: int
+    """Where it begins in the arena."""
+    ids: Sequence[int]
+    """The engine's blocks of it, in order."""
 
 
 class WindowMismatch(Exception):

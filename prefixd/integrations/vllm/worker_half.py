@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from prefixd.integrations.engine.counters import ConnectorCounters
-from prefixd.integrations.engine.device import fence_of
+from prefixd.integrations.engine.device import fence_of, page_copies_of
 from prefixd.integrations.engine.geometry import Geometry
 from prefixd.integrations.engine.link import Link
 from prefixd.integrations.engine.transfers import Transfers
@@ -51,11 +51,16 @@ class WorkerHalf:
         link = Link(self._options.address, f"vllm worker {rank}", self._options.timeout_s, log)
         link.wait_first()
         engine = create_copy_engine("cpu" if self._ordinal is None else f"cuda:{self._ordinal}", threads=1)
-        self._transfers = Transfers(link, self._geometry, pages, rank, engine, self.counters, self._ordinal)
+        copies = page_copies_of(self._ordinal, self._geometry, log)
+        self._transfers = Transfers(link, self._geometry, pages, rank, engine, self.counters, self._ordinal, copies)
 
     def start_loads(self, orders: Orders) -> None:
+        """Before the step is submitted; on a GPU an earlier one may still use the blocks that are loaded into."""
+        if not orders.loads:
+            return
+        fence = fence_of(self._ordinal)
         for job in orders.loads:
-            self.transfers.load(job)
+            self.transfers.load(job, fence)
 
     def wait_for_layer(self, layer_name: str) -> None:
         place = self._layers.get(layer_name)

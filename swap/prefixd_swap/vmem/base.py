@@ -90,7 +90,7 @@ class VirtualMemory(ABC):
         """
         with self.lock:
             self._check_usable(owner=True)
-            counts = self._unmapped(chunks)
+            counts = self._unmapped(chunks, "destroying")
             self._destroy(chunks)
             counts[:] = _ABSENT
 
@@ -101,7 +101,7 @@ class VirtualMemory(ABC):
         """
         with self.lock:
             self._check_attached()
-            counts = self._unmapped(chunks)
+            counts = self._unmapped(chunks, "dropping")
             self._drop(chunks)
             counts[:] = _ABSENT
 
@@ -240,13 +240,13 @@ class VirtualMemory(ABC):
             raise MemoryMisuseError(f"{chunks} is not a run of consecutive chunks")
         self.check_exists(np.asarray(chunks, np.int64))
 
-    def _unmapped(self, chunks: range) -> npt.NDArray[np.int32]:
+    def _unmapped(self, chunks: range, before: str) -> npt.NDArray[np.int32]:
         """The counts of `chunks`, all zero. Raises MemoryMisuseError if they are not."""
         self._check_run(chunks)
         counts = self._mapped[chunks.start : chunks.stop]
         if counts.any():
             chunk = chunks.start + int(counts.argmax())
-            raise MemoryMisuseError(f"chunk {chunk} is mapped {counts.max()} times; unmap it before giving it up")
+            raise MemoryMisuseError(f"chunk {chunk} is mapped {counts.max()} times; unmap it before {before} it")
         return counts
 
     def _check_absent(self, chunks: range) -> None:

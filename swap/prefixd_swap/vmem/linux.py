@@ -18,6 +18,7 @@ _MAP_NORESERVE = 0x4000
 _HOLE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
 _FALLOC_FL_KEEP_SIZE = 1
 _FALLOC_FL_PUNCH_HOLE = 2
+_SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _FAILED = ctypes.c_void_p(-1).value
 
 # A CDLL releases the GIL for the length of a call, so populating memory does not stop other threads.
@@ -32,6 +33,7 @@ _libc.mmap.argtypes = [
     ctypes.c_int64,
 ]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
 
@@ -75,6 +77,16 @@ def punch_hole(fd: int, offset: int, nbytes: int) -> None:
     if _libc.fallocate(fd, _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, offset, nbytes) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
+
+
+def advise_huge_pages(address: int, nbytes: int) -> None:
+    """Ask for huge pages behind shared memory where the system gives them to who asks; elsewhere nothing happens."""
+    try:
+        if "[advise]" not in _SHMEM_ENABLED.read_text():
+            return
+    except OSError:  # a kernel without transparent huge pages
+        return
+    _libc.madvise(address, nbytes, mmap.MADV_HUGEPAGE)
 
 
 def available_bytes() -> int:

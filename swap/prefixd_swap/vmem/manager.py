@@ -247,12 +247,12 @@ class VirtualTensorManager:
             raise
         return other
 
-    def become(self, tensor: VirtualTensor, other: VirtualTensor) -> None:
-        """Give `tensor` the memory of `other`: only blocks that differ are mapped anew (beam search).
+    def assign(self, tensor: VirtualTensor, frames: Sequence[FrameId]) -> None:
+        """Give `tensor` these frames in place of those it has: only blocks that differ are mapped anew (beam search).
 
         Nothing on the device uses `tensor`. Raises as `extend`; `tensor` can then only be released.
         """
-        before, after = list(tensor._frames), list(other._frames)
+        before, after = tensor._frames, list(frames)
         self.physical.retain(after)
         try:
             self._map(tensor, 0, after)

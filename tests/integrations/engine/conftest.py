@@ -22,7 +22,7 @@ from prefixd.integrations.engine.link import Link
 from prefixd.integrations.engine.pages import GroupPages, PageRun
 from prefixd.integrations.engine.transfers import Transfers
 from prefixd.workloads.daemon_process import DaemonProcess
-from prefixd_swap import CopyEngine
+from prefixd_swap import CopyEngine, PageCopies
 from prefixd_swap.copies import HostCopyEngine, Pair
 
 DEADLINE_S = 60.0
@@ -85,6 +85,7 @@ class Rank:
         memory: Sequence[Any] | None = None,
         addresses: Sequence[int] | None = None,
         ordinal: int | None = None,
+        page_copies: PageCopies | None = None,
         page_bytes: int = PAGE_BYTES,
         by_block: bool | None = None,
         window_tokens: int | None = None,
@@ -117,7 +118,7 @@ class Rank:
         if waits_until_up:
             wait_until(lambda: self.link.up)
         self.transfers = Transfers(
-            self.link, self.geometry, self.pages, rank, engine or HostCopyEngine(1), self.counters, ordinal
+            self.link, self.geometry, self.pages, rank, engine or HostCopyEngine(1), self.counters, ordinal, page_copies
         )
         self._saves = 0
 
@@ -143,9 +144,17 @@ class Rank:
         self.transfers.save([SaveJob(self._saves, prefix, first, blocks, chosen, self.ids(*ids))], fence)
         return self._saves
 
-    def load(self, name: str, prefix: Namespaced, *ids: Sequence[int], first: int = 0, waits: bool = False) -> None:
+    def load(
+        self,
+        name: str,
+        prefix: Namespaced,
+        *ids: Sequence[int],
+        first: int = 0,
+        waits: bool = False,
+        fence: Fence = computed_already,
+    ) -> None:
         blocks = len(prefix.tokens) // 64 - first
-        self.transfers.load(LoadJob(name, prefix, first, blocks, self.ids(*ids), waits))
+        self.transfers.load(LoadJob(name, prefix, first, blocks, self.ids(*ids), waits), fence)
 
     def settle(self) -> Outcomes:
         """What has ended, once nothing is under way."""

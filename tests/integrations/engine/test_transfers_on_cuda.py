@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -16,12 +16,13 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from prefixd.integrations.engine.device import fence_of
+from prefixd.integrations.engine.device import fence_of, page_copies_of
+from prefixd.integrations.engine.geometry import Geometry, Group
 from prefixd.workloads.daemon_process import DaemonProcess
-from prefixd_swap import create_copy_engine, create_memory, register_host, unregister_host
+from prefixd_swap import PageCopies, create_copy_engine, create_memory, pinning, register_host, unregister_host
 from prefixd_swap.errors import DeviceError
 from prefixd_swap.vmem.cuda_driver import open_device
-from tests.integrations.engine.conftest import LAYERS, PAGES, MakeRank, Rank, wait_until
+from tests.integrations.engine.conftest import LAYERS, LOG, PAGES, MakeRank, Rank, wait_until
 
 STAND_IN = "PREFIXD_TEST_STAND_IN" in os.environ
 PAGE_BYTES = 32 << 10
@@ -60,6 +61,12 @@ class TorchPages:
             self.tensor.copy_(ready)
             ready.record_stream(self._stream)
 
+    def keep(self) -> Callable[[], Bytes]:
+        """Submits a kernel that reads the pages; what it read can be seen once the stream has been waited for."""
+        with torch.cuda.stream(self._stream):
+            copy = self.tensor.clone()
+        return lambda: copy.cpu().numpy()
+
     def read(self) -> Bytes:
         torch.cuda.synchronize()
         return self.tensor.cpu().numpy()
@@ -88,6 +95,11 @@ class StandInPages:
             self._cuda.call("cuMemcpyHtoDAsync", self.address, source.ctypes.data, 1, self.stream)
         self._cuda.call("cuMemcpyHtoDAsync", self.address, source.ctypes.data, NBYTES, self.stream)
 
+    def keep(self) -> Callable[[], Bytes]:
+        copy = np.empty(SHAPE, np.uint8)
+        self._cuda.call("cuMemcpyDtoHAsync", copy.ctypes.data, self.address, NBYTES, self.stream)
+        return lambda: copy
+
     def read(self) -> Bytes:
         self._cuda.call("cuStreamSynchronize", self.stream)
         view = (ctypes.c_uint8 * NBYTES).from_address(self.address)
@@ -107,8 +119,8 @@ def pages() -> Iterator[Any]:
     made.close()
 
 
-@pytest.fixture
-def rank(own_daemon: DaemonProcess, pages: Any, make_rank: MakeRank) -> Iterator[Rank]:
+@pytest.fixture(params=["in batches", "page by page"])
+def rank(request: pytest.FixtureRequest, own_daemon: DaemonProcess, pages: Any, make_rank: MakeRank) -> Iterator[Rank]:
     made = make_rank(
         own_daemon.address,
         engine=create_copy_engine("cuda:0", threads=1),
@@ -116,6 +128,7 @@ def rank(own_daemon: DaemonProcess, pages: Any, make_rank: MakeRank) -> Iterator
         addresses=[pages.address],
         ordinal=0,
         page_bytes=PAGE_BYTES,
+        page_copies=PageCopies(0) if request.param == "in batches" else None,
     )
     yield made
     made.close()  # before its pages go
@@ -129,6 +142,11 @@ def registered(arena: Any) -> bool:
         return True
     unregister_host(arena.address)
     return False
+
+
+def pinned_bytes(rank: Rank) -> int:
+    pin = rank.transfers._pin
+    return 0 if pin is None or pin._pin is None else pin._pin.pinned_bytes
 
 
 def save(rank: Rank, pages: Any, seed: int, first: int) -> Any:
@@ -170,10 +188,46 @@ def test_a_load_beside_a_step_disturbs_neither(rank: Rank, pages: Any) -> None:
         assert np.array_equal(there[:, 1:9], noise(seed)[:, 9:17])
 
 
+def test_a_load_waits_for_a_step_that_still_reads_the_pages(rank: Rank, pages: Any) -> None:
+    """Its blocks were another request's, whose last step is submitted and not computed."""
+    prefix = save(rank, pages, 1, 1)
+    rank.settle()
+    pages.compute(noise(2))
+    seen = pages.keep()
+    rank.load("r", prefix, range(20, 28), fence=fence_of(0, pages.stream))
+    assert rank.settle().loads["r"][1].failed_blocks == 0
+    there = pages.read()
+    assert np.array_equal(there[:, 20:28], noise(1)[:, 1:9])
+    assert np.array_equal(seen(), noise(2)), "the step read what was there before the load"
+
+
+def test_a_load_by_layers_brings_every_layer(rank: Rank, pages: Any) -> None:
+    prefix = save(rank, pages, 1, 1)
+    rank.settle()
+    rank.load("r", prefix, range(20, 28), waits=True, fence=fence_of(0, pages.stream))
+    for layer in range(LAYERS):
+        rank.transfers.wait_for_layer(layer)
+        assert np.array_equal(pages.read()[layer, 20:28], noise(1)[layer, 1:9])
+    rank.transfers.wait_for_loads_of_step()
+    assert rank.settle().loads["r"][1].failed_blocks == 0
+
+
+def test_without_room_for_the_buffers_blocks_are_copied_page_by_page(caplog: pytest.LogCaptureFixture) -> None:
+    def geometry(part_bytes: int) -> Geometry:
+        return Geometry((Group(0, 4, part_bytes),), block_tokens=16, unit_tokens=4, ranks=1, layout="test")
+
+    copies = page_copies_of(0, geometry(4 << 20), LOG)
+    assert copies is not None and not caplog.records
+    copies.close()
+    assert page_copies_of(0, geometry(1 << 50), LOG) is None
+    assert len(caplog.records) == 1 and "page by page" in caplog.text
+    assert page_copies_of(None, geometry(4 << 20), LOG) is None and len(caplog.records) == 1
+
+
 def test_the_arena_is_registered_and_after_a_restart_the_new_one(
     rank: Rank, pages: Any, own_daemon: DaemonProcess
 ) -> None:
-    wait_until(lambda: rank.transfers._pin is not None and rank.transfers._pin._bytes is not None)
+    wait_until(lambda: pinned_bytes(rank) == 64 << 20)
     first = rank.link.arena
     assert first is not None and registered(first)
     own_daemon.restart()
@@ -181,7 +235,9 @@ def test_the_arena_is_registered_and_after_a_restart_the_new_one(
     rank.settle()
     assert rank.counters.take() == {"saved_blocks": 2}
     second = rank.link.arena
-    assert second is not None and second is not first and registered(second)
+    assert second is not None and second is not first
+    wait_until(lambda: pinned_bytes(rank) == 64 << 20)
+    assert registered(second)
     rank.load("r", prefix, range(20, 28))
     assert rank.settle().loads["r"][1].failed_blocks == 0
     assert np.array_equal(pages.read()[:, 20:28], noise(1)[:, 1:9])
@@ -196,12 +252,12 @@ def test_the_arena_is_registered_and_after_a_restart_the_new_one(
 def test_an_arena_that_cannot_be_registered_is_copied_all_the_same(
     rank: Rank, pages: Any, own_daemon: DaemonProcess, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wait_until(lambda: rank.transfers._pin is not None and rank.transfers._pin._bytes is not None)
+    wait_until(lambda: pinned_bytes(rank) == 64 << 20)
 
     def refuse(*args: Any) -> None:
         raise DeviceError("as much as this cannot be locked")
 
-    monkeypatch.setattr("prefixd.integrations.engine.device.register_host", refuse)
+    monkeypatch.setattr(pinning, "register_host", refuse)
     own_daemon.restart()
     prefix = save(rank, pages, 1, 1)
     rank.load("r", prefix, range(20, 28))

@@ -84,8 +84,9 @@ async def test_the_lowest_priority_gives_way_and_of_equals_the_last(make_bench: 
 
 async def test_the_lowest_priority_gives_way_though_it_lacks_the_frame_itself(make_bench: MakeBench) -> None:
     bench = await make_bench(10)
-    low, high = bench.submit(ONE, max_tokens=12, priority=1), bench.submit(TWO, max_tokens=12)
+    low = bench.submit(ONE, max_tokens=12, priority=1)
     await bench.running(low)
+    high = bench.submit(TWO, max_tokens=12)
     await bench.running(high)
     while not cancels(bench):
         bench.step(low)
@@ -96,8 +97,9 @@ async def test_the_lowest_priority_gives_way_though_it_lacks_the_frame_itself(ma
 
 async def test_of_those_that_lack_a_frame_the_highest_priority_gets_one_first(make_bench: MakeBench) -> None:
     bench = await make_bench(11)
-    low, high = bench.submit(ONE, max_tokens=12, priority=1), bench.submit(TWO, max_tokens=12)
+    low = bench.submit(ONE, max_tokens=12, priority=1)
     await bench.running(low)
+    high = bench.submit(TWO, max_tokens=12)
     await bench.running(high)
     bench.step()  # both have room for less than a block now, and there is one frame
     await bench.until(lambda: cancels(bench))
@@ -312,6 +314,26 @@ async def test_a_preempted_request_waits_until_a_run_has_ended_and_so_do_those_b
     await bench.finish(old, young, behind)
     assert {*starts(bench)} == {young.id, behind.id}
     assert young.resumed == 1
+
+
+async def test_who_gave_way_first_does_not_start_in_the_frames_of_who_gave_way_next(make_bench: MakeBench) -> None:
+    """It would be the first in the queue, and would soon have to give way once more."""
+    bench = await make_bench(17)
+    last = bench.request(THREE, max_tokens=40)  # it arrives first and is handed over last
+    bench.now = 1.0
+    others = [bench.submit(ONE, max_tokens=40), bench.submit(TWO, max_tokens=40)]
+    for request in others:
+        await bench.running(request)
+    bench.dispatcher.submit(last)
+    await bench.running(last)
+    bench.sent.clear()
+    while others[0].generated < 38:
+        await gone(bench)
+        bench.step()
+        await bench.quiet()
+    assert starts(bench) == []
+    assert [request.resumed for request in (*others, last)] == [0, 1, 1]
+    await bench.finish(*others, last)
 
 
 async def test_it_runs_again_at_once_when_there_are_frames_for_all_that_may_come(make_bench: MakeBench) -> None:

@@ -5,8 +5,9 @@
 // It exists to refuse what the driver refuses: sizes that are not a multiple of the granularity, more memory than the
 // device has, an offset into a chunk, a second mapping over a first one, unmapping anything but whole mappings (a run
 // of them in one call is whole), freeing a reservation with mappings, touching memory without access, exporting what
-// was not created exportable, a handle or an event after its end, an event on a stream of another context, calls from
-// a thread without a current context. An allocation counts against the device until every process has let go of it.
+// was not created exportable, a copy of host memory that is registered in part or by two calls, a handle or an event
+// after its end, an event on a stream of another context, calls from a thread without a current context. An allocation
+// counts against the device until every process has let go of it.
 // Copies run on a thread per stream, late on purpose, so that a missing wait shows as wrong bytes, and a copy that
 // meets memory which was unmapped under it fails the context for good, as on a device. It proves calling conventions,
 // not the behaviour or the speed of a driver.
@@ -392,6 +393,13 @@ static Result host_unregister_locked(uintptr_t base) {
     if (pinned[i].used && pinned[i].base == base) { pinned[i].used = 0; return OK; }
   return HOST_MEMORY_NOT_REGISTERED;
 }
+// Whether host memory is registered by one call, or not at all: all that a copy can read or write.
+static int pinned_whole(uintptr_t base, size_t n) {
+  for (int i = 0; i < MAX_PINNED; i++)
+    if (pinned[i].used && overlaps(base, n, pinned[i].base, pinned[i].size))
+      return inside(base, n, pinned[i].base, pinned[i].size);
+  return 1;
+}
 static Result host_unregister(void *base) { NEEDS_CONTEXT; LOCKED(host_unregister_locked((uintptr_t)base)); }
 
 // ------------------------------------------------------------------ streams, events, copies
@@ -519,8 +527,10 @@ static Result copy(void *stream, int kind, uintptr_t dst, uintptr_t src, size_t 
   NEEDS_CONTEXT;
   pthread_mutex_lock(&lock);
   int dst_on_device = reserved(dst, n), src_on_device = reserved(src, n);
+  int whole = (dst_on_device || pinned_whole(dst, n)) && (src_on_device || pinned_whole(src, n));
   pthread_mutex_unlock(&lock);
-  if (dst_on_device != (kind != COPY_TO_HOST) || src_on_device != (kind != COPY_TO_DEVICE)) return INVALID_VALUE;
+  if (!whole || dst_on_device != (kind != COPY_TO_HOST) || src_on_device != (kind != COPY_TO_DEVICE))
+    return INVALID_VALUE;
   return submit(stream, (Op){.kind = kind, .dst = (void *)dst, .src = (void *)src, .n = n});
 }
 static Result memcpy_to_device(uintptr_t dst, const void *src, size_t n, void *stream) {

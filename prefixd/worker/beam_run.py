@@ -1,0 +1,165 @@
+"""One request that is searched with beams: its prompt, its beams, and the memory that they share."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from prefixd.worker.beam_search import BeamSearch
+from prefixd.worker.kv_memory import KvMemory, KvSequence, Segment
+from prefixd.worker.protocol import BeamResult, Done, Start
+from prefixd.worker.run import Limits, Run
+
+
+class Beam:
+    """A sequence that is continued by a token a step."""
+
+    decoding = True
+
+    def __init__(self, tokens: list[int], memory: KvSequence, frames: list[int]) -> None:
+        self.tokens = tokens
+        self.memory = memory
+        self.frames = frames
+
+    @property
+    def computed(self) -> int:
+        """How many tokens have their KV in memory: all but the last."""
+        return len(self.tokens) - 1
+
+    @property
+    def pending(self) -> int:
+        """One token."""
+        return 1
+
+    def segment(self, count: int) -> Segment:
+        """The token to compute."""
+        return Segment(self.memory, self.computed, self.computed + count)
+
+
+class BeamRun:
+    """A request's prompt, then its beams, which share blocks by mapping them.
+
+    ```
+    prompt of 2.5 blocks     [4] [7] [8]
+    beam 0                   [4] [7] [8]            goes on in the prompt's last block
+    beam 1                   [4] [7] [9]            has a copy of the half
+    beam 2, two steps on     [4] [7] [9] [12]       continues beam 1: shares its full blocks, copies what is not full
+    ```
+
+    The daemon hands out all frames at the start: those of the prompt, and for each beam those behind the prompt's full
+    blocks (`frames_needed`), so that a search never waits for memory. Frames that no beam has are used again.
+    """
+
+    def __init__(self, start: Start, kv: KvMemory, memory: KvSequence, block_tokens: int, limits: Limits) -> None:
+        self.prompt = Run(start, memory, block_tokens, limits)
+        self.id = start.id
+        self.beams: list[Beam] = []
+        self.reported_blocks = start.cached_blocks
+        self._kv = kv
+        self._block_tokens = block_tokens
+        sampling = start.sampling
+        used = -(-len(self.prompt.tokens) // block_tokens)
+        self._prompt_frames = start.frames[:used]
+        self._spare = start.frames[used:]
+        self._users: Counter[int] = Counter()
+        self._search = BeamSearch(
+            sampling.beams,
+            min(sampling.max_tokens, limits.max_model_tokens - len(self.prompt.tokens)),
+            self.prompt.stop,
+            sampling.length_penalty,
+            sampling.early_stopping,
+        )
+
+    @property
+    def members(self) -> Sequence[Run | Beam]:
+        """What is computed: the prompt, until it is there, then the beams."""
+        return self.beams or (self.prompt,)
+
+    @property
+    def memories(self) -> list[KvSequence]:
+        """The memory of all members."""
+        return [member.memory for member in self.members]
+
+    @property
+    def filled_blocks(self) -> int:
+        """Full blocks of the prompt that are in memory."""
+        return self.prompt.filled_blocks
+
+    def advance(self, logits: torch.Tensor) -> Done | None:
+        """Continue by a token; logits: a row for each member. Returns the end, if this was the last step.
+
+        Raises OutOfMemoryError when there are no addresses for so many beams, and what `KvMemory` raises.
+        """
+        parents = self._search.advance(logits)
+        if parents is None:
+            return Done(self.id, "error", "the model's logits are not finite; its weights may be damaged")
+        if self._search.ended:
+            results = [
+                BeamResult(list(best.tokens), best.score, best.ended or "length") for best in self._search.finished
+            ]
+            return Done(self.id, results[0].reason, beams=results[: self.prompt.sampling.beam_answers])
+        if not self.beams:
+            frames = list(self._prompt_frames)
+            self._users.update(frames)
+            self.beams = [Beam(list(self.prompt.tokens), self.prompt.memory, frames)]
+        self._continue(parents)
+        for beam, hypothesis in zip(self.beams, self._search.running, strict=True):
+            beam.tokens = [*self.prompt.tokens, *hypothesis.tokens]
+            self._make_room(beam)
+        return None
+
+    def _continue(self, parents: list[int]) -> None:
+        """Have beam i be a continuation of the former beam parents[i].
+
+        A parent's first child goes on in its memory. The others take that of beams that nobody continues.
+        """
+        former, written = self.beams, len(self.beams[0].tokens)  # the last tokens are computed by now
+        free = [beam for index, beam in enumerate(former) if index not in set(parents)]
+        for beam in free:
+            self._drop(beam.frames)
+        first: set[int] = set()
+        self.beams = []
+        for parent in parents:
+            source = former[parent]
+            if parent not in first:
+                first.add(parent)
+                self.beams.append(source)
+                continue
+            self.beams.append(self._fork(source, free.pop() if free else None, written))
+        for beam in free:  # only when fewer beams than the width can go on
+            self._kv.close(beam.memory, lambda: None)
+
+    def _fork(self, source: Beam, into: Beam | None, written: int) -> Beam:
+        """A beam with the KV of `source`: its full blocks shared, the rest copied, in the memory of `into` if given."""
+        full = written // self._block_tokens
+        frames = source.frames[:full]
+        self._users.update(frames)
+        if written % self._block_tokens:
+            frames = [*frames, self._take()]
+        if into is None:
+            into = Beam([], self._kv.open(frames), frames)
+        else:
+            self._kv.assign(into.memory, frames)
+            into.frames = frames
+        self._kv.copy(source.memory, into.memory, full * self._block_tokens, written)
+        return into
+
+    def _make_room(self, beam: Beam) -> None:
+        """A frame for the token that is computed next."""
+        if len(beam.frames) * self._block_tokens < len(beam.tokens):
+            frame = self._take()
+            beam.frames.append(frame)
+            self._kv.extend(beam.memory, [frame])
+
+    def _take(self) -> int:
+        frame = self._spare.pop()
+        self._users[frame] += 1
+        return frame
+
+    def _drop(self, frames: list[int]) -> None:
+        for frame in frames:
+            self._users[frame] -= 1
+            if not self._users[frame] and frame not in self._prompt_frames:
+                self._spare.append(frame)

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from prefixd.worker.block_size import explain_block_tokens, fill_chunks
 from prefixd.worker.errors import ModelError
 from prefixd.worker.probe import PROBE_NAME, AttentionShape, probe, register_probe
 from prefixd.worker.protocol import Hello
 from prefixd.worker.settings import WorkerSettings
+from prefixd_swap.block_size import explain_block_tokens, fill_chunks
 from prefixd_swap.geometry import KvGeometry
 
 CUDA_CHUNK_BYTES = 2 << 20

@@ -40,6 +40,7 @@ from prefixd_swap.slab.store import SlabStore
 from prefixd_swap.slots import round_to_slot
 from prefixd_swap.spans import Span
 from prefixd_swap.threads import started_threads
+from prefixd_swap.vattention import KvCacheStats, VAttention
 from prefixd_swap.vmem import Export, FrameId, FramePool, VirtualMemory, create_memory, send_export
 
 __all__ = [
@@ -63,6 +64,7 @@ __all__ = [
     "HostPin",
     "IndexUnavailableError",
     "IntegrityError",
+    "KvCacheStats",
     "KvGeometry",
     "LostBytesError",
     "MemoryMisuseError",
@@ -82,6 +84,7 @@ __all__ = [
     "SwapError",
     "TransferDroppedError",
     "UnknownPolicyError",
+    "VAttention",
     "Victims",
     "VirtualMemory",
     "choose_page_victims",

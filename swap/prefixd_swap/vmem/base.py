@@ -169,6 +169,13 @@ class VirtualMemory(ABC):
         """How many chunks exist."""
         return int(np.count_nonzero(self._mapped != _ABSENT))
 
+    def mapping_counts(self, chunks: ChunkIds) -> npt.NDArray[np.int32]:
+        """On how many places each of `chunks` is mapped in this process. Raises MemoryMisuseError if one does not
+        exist."""
+        with self.lock:
+            self.check_exists(chunks)
+            return self._mapped[chunks]
+
     def check_integrity(self) -> None:
         """Raise IntegrityError unless the count of every chunk's mappings is what the ranges hold."""
         with self.lock:

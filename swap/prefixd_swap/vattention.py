@@ -18,20 +18,23 @@ kv.free_reqid(reqid)
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from prefixd_swap.block_size import fill_chunks
 from prefixd_swap.errors import MemoryMisuseError, OutOfMemoryError
 from prefixd_swap.geometry import KvGeometry, Layout
-from prefixd_swap.vmem import FrameTable, VirtualTensor, VirtualTensorManager, create_memory
+from prefixd_swap.vmem import AttachCosts, FrameTable, VirtualTensor, VirtualTensorManager, create_memory
 
 if TYPE_CHECKING:
     import torch
 
+AttachMethod = Literal["map", "copy", "auto"]
+_MEASURED_BLOCKS = 16
 CHUNK_BYTES = 2 << 20  # the page of the papers, and the least that CUDA allocates
 
 _log = logging.getLogger(__name__)
@@ -91,6 +94,8 @@ class VAttention:
         self._round: Future[None] | None = None  # the work in the background
         self._prompt_tokens = 1  # of the newest request: as much is mapped ahead for the next one
         self._watermark = 0
+        self.costs = AttachCosts()
+        """What `share` with "auto" has measured."""
         self._max_batch = 0
         self.max_context = 0
         self.block_tokens = 0
@@ -232,12 +237,16 @@ class VAttention:
         wanted = {request.tensor: length for request, length in self._check(lengths).items()}
         self._round = self._background.submit(self._prepare, manager, wanted)
 
-    def share(self, reqid: int, parent: int, tokens: int) -> int:
+    def share(self, reqid: int, parent: int, tokens: int, method: AttachMethod = "map") -> int:
         """Give a new request the first `tokens` tokens of `parent`: full blocks by mapping, the rest by a copy.
 
         Shared memory is counted, so either request can be freed first. The copy is queued on the current stream;
         the parent's tokens must be on it or ordered before it. Returns 0; or -1 when there is not enough memory, with
         no request changed.
+
+        method: "copy" copies all of it, into memory of the request's own; "auto" does what takes less time by what was
+            measured (`AttachCosts`), and copies only while more than the watermark is free. The first call with "auto"
+            measures, and waits for the device.
 
         Raises MemoryMisuseError for a reqid that is not live or not new, or more tokens than the parent has.
         """
@@ -249,6 +258,8 @@ class VAttention:
             raise MemoryMisuseError(f"reqid {parent} has {source.tokens} tokens, not the {tokens} to be shared")
         full = tokens // self.block_tokens
         manager.truncate(child.tensor, 0)
+        if method == "copy" or (method == "auto" and self._copy_pays(manager, child, source, full)):
+            full = 0
         try:
             manager.match(child.tensor, source.tensor.frames[:full])
         except OutOfMemoryError:
@@ -382,6 +393,37 @@ class VAttention:
             return manager.grow_all(wanted)
         except OutOfMemoryError:  # of mappings: those of requests that end can be used again
             return False
+
+    def _copy_pays(self, manager: VirtualTensorManager, child: _Request, source: _Request, blocks: int) -> bool:
+        """Whether so many blocks of `source` are copied faster than mapped, and memory is not short."""
+        if manager.physical.free_count - blocks < max(self._watermark, 1):
+            return False
+        if self.costs.copy_s is None:
+            self._measure(manager)
+        to_map = blocks - child.tensor.still_mapped(source.tensor.frames[:blocks])
+        own = child.tensor.still_free(manager.physical.is_free)
+        return self.costs.copy_pays(blocks, to_map=to_map, to_map_for_copy=max(0, blocks - own))
+
+    def _measure(self, manager: VirtualTensorManager) -> None:
+        """Map and copy some blocks on a row that nobody has; without one, or memory, the costs stay unknown."""
+        blocks = min(_MEASURED_BLOCKS, manager.virtual.blocks, manager.physical.free_count)
+        if manager.virtual.idle_count == 0 or blocks < 2:
+            return
+        tensor = manager.create()
+        try:
+            manager.unmap_unused(tensor)
+            start = time.perf_counter()
+            manager.grow(tensor, blocks * self.block_tokens)
+            self.costs.observe_map(blocks, time.perf_counter() - start)
+            half = blocks // 2 * self.block_tokens
+            for _ in range(2):  # the first copy loads the kernel
+                _synchronize(manager.kv)
+                start = time.perf_counter()
+                tensor.kv[half : 2 * half].copy_(tensor.kv[:half])
+                _synchronize(manager.kv)
+            self.costs.observe_copy(blocks // 2, time.perf_counter() - start)
+        finally:
+            manager.release(tensor)
 
     def _trim(self, manager: VirtualTensorManager, wanted: dict[VirtualTensor, int]) -> None:
         """Take back what was mapped ahead and is not `wanted`, and what freed requests still have."""

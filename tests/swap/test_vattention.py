@@ -504,3 +504,37 @@ def test_an_engine_follows_the_model(device: str, layout: Layout) -> None:
     run_state_machine_as_test(
         lambda: FacadeMachine(device, layout), settings=settings(max_examples=25, stateful_step_count=40)
     )
+
+
+def test_a_prefix_can_be_copied_instead_and_auto_takes_what_is_faster(make: Make) -> None:
+    kv = make()
+    parent, copied, shared = kv.alloc_reqid(), kv.alloc_reqid(), kv.alloc_reqid()
+    assert kv.step(at(10, parent)) == 0
+    keys = layers(kv)[0][0]
+    keys[parent, :10] = 6
+    assert kv.share(copied, parent, 10, "copy") == 0
+    assert kv.stats().shared_bytes == 0 and keys[copied, :10].eq(6).all()
+    keys[copied, 0] = 1
+    assert keys[parent, 0].eq(6).all(), "nothing is shared"
+    kv.free_reqid(copied)
+    kv.costs.map_s, kv.costs.copy_s = 1e-6, 1.0
+    assert kv.share(shared, parent, 10, "auto") == 0 and kv.stats().shared_bytes > 0
+    kv.free_reqid(shared)
+    kv.costs.map_s, kv.costs.copy_s = 1.0, 1e-6
+    again = kv.alloc_reqid()
+    assert kv.share(again, parent, 10, "auto") == 0 and kv.stats().shared_bytes == 0
+    assert keys[again, :10].eq(6).all()
+
+
+def test_auto_measures_once_and_shares_while_memory_is_short(make: Make) -> None:
+    kv = make()
+    parent, child = kv.alloc_reqid(), kv.alloc_reqid()
+    assert kv.step(at(10, parent)) == 0
+    assert kv.share(child, parent, 8, "auto") == 0
+    assert kv.costs.map_s is not None and kv.costs.copy_s is not None and kv.costs.copy_s > 0
+    kv.free_reqid(child)
+    tight = make(frames=4)
+    parent, child = tight.alloc_reqid(), tight.alloc_reqid()
+    assert tight.step(at(10, parent)) == 0
+    tight.costs.map_s, tight.costs.copy_s = 1.0, 1e-6
+    assert tight.share(child, parent, 8, "auto") == 0 and tight.stats().shared_bytes > 0

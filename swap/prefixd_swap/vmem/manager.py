@@ -341,6 +341,11 @@ class VirtualTensorManager:
 
     # -- memory -------------------------------------------------------------------------------------------------
 
+    def unmap_unused(self, tensor: VirtualTensor) -> int:
+        """Unmap what is mapped behind the last block of `tensor`; returns how many blocks were."""
+        self._drain()
+        return self.virtual.unmap(tensor._row, len(tensor._frames))
+
     def reclaim(self, frames: Iterable[FrameId] | None = None) -> int:
         """Unmap what no request uses: everything, or what lies from one of `frames` on; returns blocks unmapped.
 

@@ -228,8 +228,8 @@ class Preemption:
         """Whether a request that is next may not run yet, because it was preempted."""
         if request.id not in self._parked or not running:
             return False
-        growth = sum(max(0, _most_blocks(other) - len(other.run.frames)) for other in running)
-        return self._budget.taken + growth + _most_blocks(request) > self._cache.tiers.frames.capacity
+        growth = sum(max(0, most_blocks(other) - len(other.run.frames)) for other in running)
+        return self._budget.taken + growth + most_blocks(request) > self._cache.tiers.frames.lasting
 
     def resumed(self, request: Request, cached_blocks: int) -> None:
         """A request is handed over, with so many cached blocks."""
@@ -239,6 +239,6 @@ class Preemption:
         request.lost_tokens = 0
 
 
-def _most_blocks(request: Request) -> int:
+def most_blocks(request: Request) -> int:
     """Blocks of all that a request may come to."""
     return -(-(request.prompt_tokens + request.sampling.max_tokens) // request.trie.block_tokens)

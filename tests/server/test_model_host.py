@@ -69,7 +69,7 @@ async def test_a_stop_does_not_wait_for_the_rest_of_the_tier(
     memories: list[VirtualMemory] = []
 
     class Endless(FramePool):
-        def __init__(self, memory: VirtualMemory, geometry: KvGeometry, frames: int) -> None:
+        def __init__(self, memory: VirtualMemory, geometry: KvGeometry, frames: int, most: int) -> None:
             memories.append(memory)
             while True:
                 memory.destroy(memory.create(1))

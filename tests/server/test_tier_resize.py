@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,8 +46,9 @@ def resize(remote: Remote, nbytes: int, **options: Any) -> admin_pb2.ResizeTierR
 def memory_bytes(pid: int) -> int:
     """What the system has given to the GPU tier's file of the daemon."""
     for link in Path(f"/proc/{pid}/fd").iterdir():
-        if "prefixd-gpu-tier" in os.readlink(link):
-            return os.stat(link).st_blocks * 512
+        with suppress(FileNotFoundError):  # a file that was closed meanwhile
+            if "prefixd-gpu-tier" in os.readlink(link):
+                return os.stat(link).st_blocks * 512
     raise AssertionError("the daemon has no GPU tier")
 
 
@@ -133,16 +135,31 @@ def test_a_request_that_needs_more_is_waited_for(
     resize(remote, LARGE)
 
 
-def test_what_cannot_be_is_refused(remote: Remote, rejected: Callable[..., None]) -> None:
-    def asked(**what: Any) -> Callable[[], object]:
-        return lambda: list(remote.admin.ResizeTier(admin_pb2.ResizeTierRequest(**what)))
+def test_what_cannot_be_is_refused(remote: Remote, refused: Any) -> None:
+    def ask(**what: Any) -> None:
+        list(remote.admin.ResizeTier(admin_pb2.ResizeTierRequest(**what)))
 
     before = remote.tier(GPU).capacity_bytes
-    rejected(asked(nbytes=LARGE), "INVALID_ARGUMENT", "TIER_GPU")
-    rejected(asked(tier=cache_pb2.TIER_CPU, nbytes=LARGE), "UNIMPLEMENTED", "TIER_CPU", "cpu.bytes")
-    rejected(asked(tier=77, nbytes=LARGE), "UNIMPLEMENTED", "77")
-    rejected(asked(tier=GPU, nbytes=8191), "INVALID_ARGUMENT", "8191", "at least 2")
-    rejected(asked(tier=GPU, nbytes=1 << 60), "RESOURCE_EXHAUSTED", str(1 << 60), "give at most")
-    rejected(asked(tier=GPU, nbytes=LARGE, wait_s=-1), "INVALID_ARGUMENT", "wait_s = -1")
-    rejected(asked(tier=GPU, nbytes=LARGE, wait_s=float("nan")), "INVALID_ARGUMENT", "wait_s = nan")
+    with refused("INVALID_ARGUMENT", "TIER_GPU"):
+        ask(nbytes=LARGE)
+    with refused("UNIMPLEMENTED", "TIER_CPU", "cpu.bytes"):
+        ask(tier=cache_pb2.TIER_CPU, nbytes=LARGE)
+    with refused("UNIMPLEMENTED", "77"):
+        ask(tier=77, nbytes=LARGE)
+    with refused("INVALID_ARGUMENT", "16383", "at least 2"):
+        ask(tier=GPU, nbytes=16383)
+    with refused("RESOURCE_EXHAUSTED", str(1 << 60), "give at most"):
+        ask(tier=GPU, nbytes=1 << 60)
+    for wait_s in (-1.0, float("nan"), float("inf")):
+        with refused("INVALID_ARGUMENT", f"wait_s = {wait_s:g}"):
+            ask(tier=GPU, nbytes=LARGE, wait_s=wait_s)
     assert remote.tier(GPU).capacity_bytes == before
+    remote.admin.Drain(admin_pb2.DrainRequest())
+    with refused("FAILED_PRECONDITION", "the daemon drains"):
+        ask(tier=GPU, nbytes=LARGE)
+
+
+def test_a_daemon_without_a_model_has_no_gpu_tier(launch: Callable[..., Remote], refused: Any) -> None:
+    sidecar = launch({"cpu.bytes": "1MiB", "disk.bytes": 0})
+    with refused("UNIMPLEMENTED", "no model", "worker.embedded"):
+        resize(sidecar, LARGE)

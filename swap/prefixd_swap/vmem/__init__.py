@@ -22,6 +22,7 @@ __all__ = [
     "FrameId",
     "FramePool",
     "FrameTable",
+    "HostMemory",
     "MappingCounts",
     "NewFrames",
     "PhysicalSet",

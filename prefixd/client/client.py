@@ -341,7 +341,7 @@ class AsyncClient:
         not so much, `PreconditionError` while another resize or a drain is under way, `UnsupportedError` for
         another tier or without a model.
         """
-        request = admin_pb2.ResizeTierRequest(tier=tier + 1, nbytes=nbytes, wait_s=wait_s)
+        request = admin_pb2.ResizeTierRequest(tier=f"TIER_{tier.name}", nbytes=nbytes, wait_s=wait_s)
         connection = self.connection
         async with aclosing(connection.stream(connection.admin.ResizeTier, request)) as answers:
             async for answer in answers:

@@ -21,6 +21,7 @@ SUITES = sorted(
         *(HERE / f"test_{name}.py" for name in ("frames", "virtual_tensor", "copies")),
         HERE.parent / "cache" / "test_tiers_on_cuda.py",
         HERE.parent / "worker" / "test_engine_on_cuda.py",
+        HERE.parent / "worker" / "test_shared_frames.py",
         HERE.parent / "integrations" / "engine" / "test_transfers_on_cuda.py",
     ]
 )

@@ -8,7 +8,7 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,7 +21,7 @@ from prefixd.workloads.daemon_process import DaemonProcess
 DESCRIPTION = """\
 A daemon runs the embedded model in host memory. Clients send requests to generate, one after the other each, from a
 fixed set of prompts that share prefixes. Meanwhile the GPU tier is resized to a quarter and back, several times. Then
-the same prompts are run once by a daemon that is never resized, without a cache.
+the prompts that were answered are run once by a daemon that is never resized, without a cache.
 
 failed_requests must be 0, and same_tokens true: every answer is that of the other daemon. memory_off is how far the
 memory that the kernel has given to the tier's file (its blocks, by fstat) is from the size asked for, as a share of
@@ -142,13 +142,13 @@ async def measure(plan: Plan, folder: Path, step: Callable[[], None] = lambda: N
     return load, resizes
 
 
-async def undisturbed(plan: Plan, folder: Path) -> dict[int, tuple[int, ...]]:
-    """The answers of a daemon that is never resized and caches nothing, by prompt."""
+async def undisturbed(plan: Plan, folder: Path, prompts: Collection[int]) -> dict[int, tuple[int, ...]]:
+    """The answers to some prompts of a daemon that is never resized and caches nothing."""
     settings = {**plan.settings(), "data_dir": folder / "undisturbed", "cache.enabled": False}
     with DaemonProcess(settings) as daemon:
         async with AsyncClient(daemon.address, name="benchmark resize", timeout_s=_TIMEOUT_S) as client:
-            answers = await asyncio.gather(*(_answer(client, plan, prompt) for prompt in range(plan.prompts)))
-    return dict(enumerate(answers))
+            answers = await asyncio.gather(*(_answer(client, plan, prompt) for prompt in prompts))
+    return dict(zip(prompts, answers, strict=True))
 
 
 async def _client(address: str, plan: Plan, number: int, load: Load, ended: asyncio.Event) -> None:
@@ -225,12 +225,12 @@ def violations(result: Mapping[str, Any]) -> list[str]:
 def make_parser() -> argparse.ArgumentParser:
     """The command's options."""
     parser = harness.parser("resize", DESCRIPTION)
-    parser.add_argument("--rounds", type=harness.positive, default=5, help="times to a quarter and back (5)")
+    parser.add_argument("--rounds", type=harness.positive, default=4, help="times to a quarter and back (4)")
     parser.add_argument("--clients", type=harness.positive, default=6, help="requests at a time (6)")
-    parser.add_argument("--prompts", type=harness.positive, default=48, help="different prompts (48)")
-    parser.add_argument("--max-tokens", type=harness.positive, default=48, help="tokens of an answer (48)")
+    parser.add_argument("--prompts", type=harness.positive, default=16, help="different prompts (16)")
+    parser.add_argument("--max-tokens", type=harness.positive, default=32, help="tokens of an answer (32)")
     parser.add_argument("--gpu-bytes", type=harness.size, default=32 << 20, help="the tier (32MiB)")
-    parser.add_argument("--pause-s", type=float, default=3.0, metavar="S", help="between two resizes (3)")
+    parser.add_argument("--pause-s", type=float, default=2.0, metavar="S", help="between two resizes (2)")
     parser.add_argument("--folder", type=Path, help="where to work (the temporary folder)")
     return parser
 
@@ -251,7 +251,7 @@ def main() -> None:
         harness.progress("resizes", 2 * plan.rounds) as step,
     ):
         load, resizes = asyncio.run(measure(plan, Path(folder), step))
-        expected = asyncio.run(undisturbed(plan, Path(folder)))
+        expected = asyncio.run(undisturbed(plan, Path(folder), load.answers))
     parameters = {name: value for name, value in vars(options).items() if name not in ("json", "plot", "folder")}
     result = {**parameters, **summary(load, resizes, expected)}
     harness.finish("resize", result, options.json)

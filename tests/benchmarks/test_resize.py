@@ -35,7 +35,7 @@ def test_a_short_run(tmp_path: Path) -> None:
     plan = resize.make_plan(resize.make_parser().parse_args(SHORT))
     steps: list[None] = []
     load, resizes = asyncio.run(resize.measure(plan, tmp_path, lambda: steps.append(None)))
-    expected = asyncio.run(resize.undisturbed(plan, tmp_path))
+    expected = asyncio.run(resize.undisturbed(plan, tmp_path, load.answers))
     result = resize.summary(load, resizes, expected)
     assert not resize.violations(result)
     assert [each.target_bytes for each in resizes] == [4 << 20, 16 << 20] and len(steps) == 2

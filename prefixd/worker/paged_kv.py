@@ -94,12 +94,6 @@ class PagedKv:
             self._copied += 1
             first = end
 
-    def unmap(self, frames: Sequence[int]) -> None:
-        """Let go of frames that are about to be no more."""
-        for frame in self._mapped.intersection(frames):
-            self._range.unmap(frame * self._geometry.block_bytes, self._geometry.block_bytes)
-            self._mapped.discard(frame)
-
     def ready(self, sequence: KvSequence) -> bool:
         """Always: nothing happens in the background."""
         del sequence
@@ -118,6 +112,15 @@ class PagedKv:
         """Nothing is ever left."""
         del wait
         return 0
+
+    def forget(self, frames: Sequence[int]) -> None:
+        """See `KvMemory.forget`. What reads them for a sequence that was closed may still be queued: waits for it."""
+        mapped = self._mapped.intersection(frames)
+        if mapped and self.pool.is_cuda:
+            torch.cuda.synchronize(self.pool.device)
+        for frame in mapped:
+            self._range.unmap(frame * self._geometry.block_bytes, self._geometry.block_bytes)
+        self._mapped -= mapped
 
     def step(self, segments: Sequence[Segment]) -> PagedStep:
         """See `KvMemory.step`."""

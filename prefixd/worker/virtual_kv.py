@@ -10,6 +10,7 @@ import torch
 from prefixd.worker.kv_memory import KvSequence, Segment
 from prefixd.worker.protocol import KvUsage
 from prefixd.worker.to_device import to_device
+from prefixd_swap.errors import MemoryMisuseError
 from prefixd_swap.vmem import FrameId, VirtualTensor, VirtualTensorManager
 
 
@@ -61,6 +62,19 @@ class VirtualKv:
     def poll(self, wait: bool = False) -> int:
         """See `KvMemory.poll`."""
         return self.manager.poll(wait)
+
+    def forget(self, frames: Sequence[int]) -> None:
+        """See `KvMemory.forget`: what ended requests left mapped goes.
+
+        Raises MemoryMisuseError if a request has one of the frames.
+        """
+        gone = {FrameId(frame) for frame in frames}
+        self.manager.reclaim(gone)
+        if self.manager.still_mapped(gone):  # on addresses whose request has ended and waits for the device
+            self.manager.poll(wait=True)
+            self.manager.reclaim(gone)
+        if left := self.manager.still_mapped(gone):
+            raise MemoryMisuseError(f"frame {min(left)} is to go, but a request has it; end the request first")
 
     def step(self, segments: Sequence[Segment]) -> VirtualStep:
         """See `KvMemory.step`."""

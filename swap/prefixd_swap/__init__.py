@@ -41,7 +41,7 @@ from prefixd_swap.slots import round_to_slot
 from prefixd_swap.spans import Span
 from prefixd_swap.threads import started_threads
 from prefixd_swap.vattention import KvCacheStats, VAttention
-from prefixd_swap.vmem import Export, FrameId, FramePool, VirtualMemory, create_memory, send_export
+from prefixd_swap.vmem import Export, FrameId, FramePool, NewFrames, VirtualMemory, create_memory, send_export
 
 __all__ = [
     "MAX_SLABS",
@@ -69,6 +69,7 @@ __all__ = [
     "LostBytesError",
     "MemoryMisuseError",
     "NewBlock",
+    "NewFrames",
     "OutOfMemoryError",
     "PackedPages",
     "PageAllocator",

@@ -22,6 +22,7 @@ SUITES = sorted(
         *(HERE / f"test_{name}.py" for name in ("frames", "copies", "page_copies", "pinning", "vattention")),
         HERE.parent / "cache" / "test_tiers_on_cuda.py",
         HERE.parent / "worker" / "test_engine_on_cuda.py",
+        HERE.parent / "worker" / "test_shared_frames.py",
         HERE.parent / "integrations" / "engine" / "test_transfers_on_cuda.py",
     ]
 )

@@ -24,6 +24,7 @@ __all__ = [
     "FrameId",
     "FramePool",
     "FrameTable",
+    "HostMemory",
     "MappingCounts",
     "NewFrames",
     "PhysicalSet",

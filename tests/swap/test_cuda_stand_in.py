@@ -13,8 +13,9 @@ from xml.etree import ElementTree
 
 import pytest
 
+from benchmarks.kv.stand_in import stand_in_environment
+
 HERE = Path(__file__).parent
-SOURCE = HERE / "stand_in" / "libcuda.c"
 SUITES = sorted(
     [
         *HERE.glob("test_vmem_*.py"),
@@ -34,22 +35,9 @@ LEAST_TESTS = 100
 @pytest.fixture(scope="module")
 def stand_in(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Compiles the stand-in; returns the environment of a process whose CUDA driver it is."""
-    compiler = shutil.which("gcc") or shutil.which("cc")
-    if compiler is None:
+    if not (shutil.which("gcc") or shutil.which("cc")):
         pytest.skip("no C compiler to build the stand-in driver with")
-    folder = tmp_path_factory.mktemp("stand_in")
-    flags = ["-O2", "-Wall", "-Werror", "-shared", "-fPIC", "-pthread", "-Wl,-soname,libcuda.so.1"]
-    built = subprocess.run(
-        [compiler, *flags, "-o", str(folder / "libcuda.so.1"), str(SOURCE)], capture_output=True, text=True
-    )
-    assert built.returncode == 0, built.stderr
-    return {
-        **os.environ,
-        "LD_LIBRARY_PATH": str(folder),
-        "PYTHONPATH": os.pathsep.join(sys.path),
-        "PREFIXD_TEST_STAND_IN": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
+    return {**stand_in_environment(tmp_path_factory.mktemp("stand_in")), "PREFIXD_TEST_STAND_IN": "1"}
 
 
 def test_the_cuda_half_passes_against_the_stand_in(stand_in: dict[str, str], tmp_path: Path) -> None:

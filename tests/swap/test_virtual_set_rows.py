@@ -1,0 +1,53 @@
+"""What a row of virtual addresses knows of its mappings: a new request asks every idle row."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from prefixd_swap import KvGeometry
+from prefixd_swap.errors import IntegrityError
+from prefixd_swap.vmem import FrameId, FramePool, VirtualSet, create_memory
+from prefixd_swap.vmem.virtual_set import Row
+
+
+def numbers(values: list[int]) -> list[FrameId]:
+    return [FrameId(value) for value in values]
+
+
+def test_common_is_the_number_of_equal_frames_from_the_first_on() -> None:
+    source = random.Random(3)
+    for _ in range(500):
+        row = Row(0, source.randint(1, 9))
+        row.put(0, numbers([source.choice((-1, 0, 1)) for _ in row.mapped]))
+        wanted = numbers([source.choice((0, 1)) for _ in range(source.randint(0, 12))])
+        if source.random() < 0.6:
+            wanted[: len(row.mapped)] = row.mapped[: len(wanted)]
+            if wanted and source.random() < 0.7:
+                wanted[source.randrange(len(wanted))] = FrameId(7)
+        expected = 0
+        for ours, theirs in zip(row.mapped, wanted, strict=False):
+            if ours != theirs:
+                break
+            expected += 1
+        assert row.common(wanted) == expected, (row.mapped, wanted)
+
+
+def test_a_row_counts_its_mapped_blocks_through_map_replace_and_unmap() -> None:
+    geometry = KvGeometry(1, 1, 512, "float32", block_tokens=1)
+    with create_memory("cpu", 4096) as memory:
+        pool = FramePool(memory, geometry, 8)
+        rows = VirtualSet(memory, pool.table, geometry, 2, 6)
+        row = rows.rows[0]
+        for first, frames, counted in ((0, [1, 5, 3], 3), (1, [5, 6, 2], 4), (5, [1], 5)):
+            rows.map(row, first, numbers(frames))
+            assert row.mapped_blocks == counted
+        rows.unmap(row, 1, 3)
+        assert row.mapped_blocks == 3 and rows.rows[1].mapped_blocks == 0
+        rows.check_integrity()
+        row.mapped_blocks -= 1
+        with pytest.raises(IntegrityError, match="row 0 maps 3 blocks, but counts 2"):
+            rows.check_integrity()
+        rows.close()
+        pool.close()

@@ -112,7 +112,7 @@ class StepTimer:
     def _timed(self, kind: str, result: Round) -> None:
         growing = [self.kv.open(()) for _ in range(_GROWING)] if kind == BOUNDARY else []
         for tensor in growing:
-            self.kv.wait(tensor)
+            self.kv.wait(tensor, tensor.capacity_tokens)
         opened = list(growing)
         before = self.kv.manager.counts.mapped
         began = time.perf_counter()
@@ -123,7 +123,7 @@ class StepTimer:
         self._rig.step()
         result.seconds[kind].append(time.perf_counter() - began)
         for tensor in opened:
-            self.kv.wait(tensor)
+            self.kv.wait(tensor, tensor.capacity_tokens)
             self.kv.close(tensor, lambda: None)
         result.mapped[kind] += self.kv.manager.counts.mapped - before
         self.kv.manager.reclaim()

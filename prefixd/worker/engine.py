@@ -255,14 +255,17 @@ class Engine:
         return parts
 
     def _ready(self) -> list[tuple[Run | BeamRun, Run | Beam]]:
-        """The members with tokens to compute, of runs whose memory is mapped; waits for a mapping if no run's is."""
+        """The members with tokens to compute, of runs that have memory for them; waits for a mapping if no run has.
+
+        A request that decodes goes on while memory for later tokens is being mapped.
+        """
         pending = [run for run in self._runs.values() if any(member.pending > 0 for member in run.members)]
-        mapped = [run for run in pending if all(map(self._kv.ready, run.memories))]
+        ready = [run for run in pending if all(self._kv.ready(m.memory, m.computed + m.pending) for m in run.members)]
         usable: list[tuple[Run | BeamRun, Run | Beam]] = []
-        for run in mapped or pending:
+        for run in ready or pending:
             try:
-                for memory in run.memories:
-                    self._kv.wait(memory)
+                for member in run.members:
+                    self._kv.wait(member.memory, member.computed + member.pending)
                 usable += [(run, member) for member in run.members if member.pending > 0]
             except SwapError as error:
                 self._finish(run, _failed(run.id, [], error))

@@ -92,12 +92,12 @@ class KvMemory(Protocol):
         """
         ...
 
-    def ready(self, sequence: KvSequence) -> bool:
-        """Whether the memory of a sequence can be used now without waiting."""
+    def ready(self, sequence: KvSequence, tokens: int) -> bool:
+        """Whether the memory of a sequence's first `tokens` tokens can be used now without waiting."""
         ...
 
-    def wait(self, sequence: KvSequence) -> None:
-        """Wait until the memory of a sequence can be used. Raises as `open`."""
+    def wait(self, sequence: KvSequence, tokens: int) -> None:
+        """Wait until the memory of a sequence's first `tokens` tokens can be used. Raises as `open`."""
         ...
 
     def close(self, sequence: KvSequence, on_closed: Callable[[], None]) -> None:

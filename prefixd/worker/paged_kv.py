@@ -94,14 +94,14 @@ class PagedKv:
             self._copied += 1
             first = end
 
-    def ready(self, sequence: KvSequence) -> bool:
+    def ready(self, sequence: KvSequence, tokens: int) -> bool:
         """Always: nothing happens in the background."""
-        del sequence
+        del sequence, tokens
         return True
 
-    def wait(self, sequence: KvSequence) -> None:
+    def wait(self, sequence: KvSequence, tokens: int) -> None:
         """Nothing to wait for."""
-        del sequence
+        del sequence, tokens
 
     def close(self, sequence: KvSequence, on_closed: Callable[[], None]) -> None:
         """See `KvMemory.close`. The frames stay mapped: a frame's next owner is ordered behind on the same stream."""

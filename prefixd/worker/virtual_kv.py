@@ -45,13 +45,13 @@ class VirtualKv:
         block = self.manager.geometry.block_tokens
         self.manager.copy_tokens(_tensor(source), _tensor(target), first, -(-stop // block) * block - first)
 
-    def ready(self, sequence: KvSequence) -> bool:
-        """Whether the frames are mapped."""
-        return not _tensor(sequence).mapping
+    def ready(self, sequence: KvSequence, tokens: int) -> bool:
+        """Whether the frames of these tokens are mapped."""
+        return _tensor(sequence).usable_tokens >= tokens
 
-    def wait(self, sequence: KvSequence) -> None:
-        """Wait until the frames are mapped."""
-        self.manager.wait([_tensor(sequence)])
+    def wait(self, sequence: KvSequence, tokens: int) -> None:
+        """Wait until the frames of these tokens are mapped."""
+        self.manager.wait([_tensor(sequence)], tokens)
 
     def close(self, sequence: KvSequence, on_closed: Callable[[], None]) -> None:
         """See `KvMemory.close`. No synchronisation: an event of the current stream says when its work has ended."""

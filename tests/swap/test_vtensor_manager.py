@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -128,6 +129,25 @@ def test_a_block_is_its_pieces_one_after_the_other(manager: VirtualTensorManager
     tensor.kv[:8] = numbers.to(tensor.kv.device)
     block = numbers[4:8] if shape.layout == "token" else numbers[4:8].transpose(0, 1)
     assert torch.equal(frame_values(pool, frames[1]).cpu(), block.reshape(-1))
+
+
+def test_a_tensor_is_used_while_later_blocks_are_being_mapped(pool: FramePool, geometry: KvGeometry) -> None:
+    with ThreadPoolExecutor(1) as background:
+        manager = VirtualTensorManager(
+            pool.memory, pool.table, geometry, requests=1, max_tokens=MAX_TOKENS, background=background
+        )
+        tensor = manager.create()
+        manager.extend(tensor, take(pool, 2))
+        manager.wait([tensor])
+        gate = threading.Event()
+        background.submit(gate.wait)
+        manager.extend(tensor, take(pool, 1))
+        assert (tensor.usable_tokens, tensor.capacity_tokens, tensor.mapping) == (8, 12, True)
+        manager.wait([tensor], 8)  # would not come back if it waited for the third block
+        gate.set()
+        manager.wait([tensor], 9)
+        assert (tensor.usable_tokens, tensor.mapping) == (12, False)
+        manager.close()
 
 
 def test_a_prefix_is_shared_without_a_copy_and_counted(manager: VirtualTensorManager, pool: FramePool) -> None:

@@ -328,12 +328,18 @@ class VirtualTensorManager:
 
     # -- time ---------------------------------------------------------------------------------------------------
 
-    def wait(self, tensors: Iterable[VirtualTensor]) -> None:
-        """Wait until what was asked of `tensors` is mapped. Raises what a mapping in the background raised."""
+    def wait(self, tensors: Iterable[VirtualTensor], tokens: int | None = None) -> None:
+        """Wait until `tensors` are mapped, or their first `tokens` tokens.
+
+        Raises what a mapping in the background raised; one that is not waited for raises later.
+        """
+        needed = self.virtual.blocks if tokens is None else self._blocks(tokens)
         for tensor in tensors:
-            jobs, tensor._mapping = tensor._mapping, []
-            for job in jobs:
-                job.result()
+            jobs = tensor._mapping
+            tensor._mapping = [(block, job) for block, job in jobs if block >= needed and not job.done()]
+            for block, job in jobs:
+                if block < needed or job.done():
+                    job.result()
 
     def poll(self, wait: bool = False) -> int:
         """Finish the releases that are due, or with `wait` all; returns how many are left."""
@@ -421,7 +427,7 @@ class VirtualTensorManager:
     def _map(self, tensor: VirtualTensor, first: int, frames: list[FrameId]) -> None:
         job = self._run(tensor._row, first, frames)
         if job is not None:
-            tensor._mapping.append(job)
+            tensor._mapping.append((first, job))
 
     def _run(self, row: Row, first: int, frames: list[FrameId]) -> Future[None] | None:
         if self._background is None:
@@ -453,7 +459,7 @@ class VirtualTensorManager:
     def _settle(self, tensor: VirtualTensor) -> None:
         """Wait for a tensor's mappings; one that failed has left its blocks unmapped, and that is all."""
         jobs, tensor._mapping = tensor._mapping, []
-        for job in jobs:
+        for _, job in jobs:
             job.exception()
 
     def _drain(self) -> None:

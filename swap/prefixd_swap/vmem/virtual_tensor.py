@@ -29,7 +29,7 @@ class VirtualTensor:
         self._row = row
         self._block_tokens = geometry.block_tokens
         self._frames: list[FrameId] = []
-        self._mapping: list[Future[None]] = []
+        self._mapping: list[tuple[int, Future[None]]] = []  # the first block of what is mapped in the background
 
     @property
     def row(self) -> int:
@@ -62,4 +62,10 @@ class VirtualTensor:
     @property
     def mapping(self) -> bool:
         """Whether a mapping in the background has not ended."""
-        return any(not job.done() for job in self._mapping)
+        return any(not job.done() for _, job in self._mapping)
+
+    @property
+    def usable_tokens(self) -> int:
+        """How many tokens, from the first on, can be used now: those before what is still being mapped."""
+        firsts = [block for block, job in self._mapping if not job.done()]
+        return min(firsts, default=len(self._frames)) * self._block_tokens

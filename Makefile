@@ -88,7 +88,7 @@ proto: $(INSTALLED)
 GPU_PYTHON ?= $(BIN)/python python3 python3.13 python3.12 python3.11
 GPU_TEST_SECONDS ?= 170
 GPU_BENCHMARK_SECONDS ?= 360
-GPU_TESTS := tests/swap tests/cache tests/worker tests/integrations
+GPU_TESTS := tests/swap tests/cache tests/worker tests/integrations tests/server/test_generate_on_cuda.py
 GPU_RESULTS ?= benchmarks/results
 
 gpu-check: export PYTHONPATH := .:swap:scheduler:$(PYTHONPATH)

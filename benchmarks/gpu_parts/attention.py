@@ -320,5 +320,5 @@ def _draw(figure: Any, result: Mapping[str, Any]) -> None:
             axes.legend()
 
 
-PART = Part("attention", 80, measure_kernels, _draw)
+PART = Part("attention", 70, measure_kernels, _draw)
 FLEX_PART = Part("flex_attention", 50, measure_flex, _draw)

@@ -55,6 +55,7 @@ def measure(device: Device, budget: Budget) -> Mapping[str, Any]:
                     points.append(_prompt(rig, tiers, length, budget))
         return {
             "model": shape(model),
+            "step_tokens": _STEP_TOKENS,
             "disk_io": tiers.store.io,
             "arena_bytes": tiers.arena.capacity_bytes,
             "pinned_bytes": tiers.pinned_bytes,
@@ -237,4 +238,4 @@ def _draw(figure: Any, result: Mapping[str, Any]) -> None:
     axes.legend(title="prefix")
 
 
-PART = Part("first_token", 80, measure, _draw)
+PART = Part("first_token", 60, measure, _draw)

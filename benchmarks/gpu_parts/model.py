@@ -27,7 +27,7 @@ from prefixd_swap.vmem import FrameId, FramePool, VirtualMemory, VirtualTensorMa
 
 LONGEST_TOKENS = 33 << 10
 _SPARE_BYTES = 6 << 30  # for activations and the logits
-_VOCAB = 32000
+_VOCAB = 128256
 _LAYERS = 32
 
 

@@ -32,7 +32,7 @@ Measures on one GPU what decides how prefixd keeps KV there:
   swap            copies between the GPU and the pinned arena, against one large copy
   attention       decoding, and a prompt behind a prefix: contiguous, paged, a kernel a request
   first_token     time to the first token of an 8B-sized random model, prefix on GPU, CPU, disk, nowhere
-  decode          tokens a second of that model, with CUDA graphs where the worker has them
+  decode          tokens a second of that model, with and without CUDA graphs
   flex_attention  as attention, by FlexAttention
 
 Without --json the result goes to benchmarks/results/<device>.json. Each part has a time budget, all together about five

@@ -79,7 +79,12 @@ def _socket(value: Path) -> Path:
     return value
 
 
+def _size_or_auto(value: object) -> int | str:
+    return value if value == "auto" else parse_size(value)
+
+
 Bytes = Annotated[int, BeforeValidator(parse_size)]
+BytesOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_size_or_auto)]
 AbsolutePath = Annotated[Path, AfterValidator(_absolute)]
 SocketPath = Annotated[Path, AfterValidator(_socket)]
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -176,8 +181,11 @@ class ServerSettings(_Section):
 class GpuSettings(_Section):
     """The GPU tier, which the model beside the daemon works in."""
 
-    bytes: Bytes = 256 << 20
-    """Size of the tier; 0 (and without a model always): none."""
+    bytes: BytesOrAuto = 256 << 20
+    """Size of the tier; 0 (and without a model always): none. auto: 90% of what the device has free at the start, less
+    an estimate of the model's weights and of what a step takes; `prefixd stats` shows what it became. On a CPU that is
+    most of the machine's memory, taken at the start. `prefixd tier resize gpu` changes the size while the daemon
+    runs."""
     device: Annotated[str, AfterValidator(_device)] = "auto"
     """auto, cpu, cuda or cuda:N; on cpu the tier lives in host memory."""
     chunk_bytes: Bytes | None = None
@@ -311,6 +319,8 @@ class WorkerSettings(_Section):
     kv: Literal["virtual", "paged"] = "virtual"
     """How the worker finds a request's KV: in contiguous addresses on which its blocks are mapped (virtual; vTensor,
     vAttention), or in blocks behind a table (paged; PagedAttention), as a baseline to measure against."""
+    cuda_graphs: bool = False
+    """On CUDA with 16-bit KV in virtual tensors: replay decode steps as CUDA graphs. Not yet measured on a GPU."""
     max_running: Count = 8
     """Requests computed at once."""
     max_step_tokens: Count = 512

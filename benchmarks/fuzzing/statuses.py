@@ -44,6 +44,7 @@ _CAUSES = {
     "Flush": "any state",
     "Drain": "any",
     "Verify": "any state",
+    "ResizeTier": "any room state none",
     "CheckIntegrity": "any",
     "Check": "any known",
     "Watch": "any room",

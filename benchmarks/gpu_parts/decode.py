@@ -2,52 +2,41 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.gpu_parts.device import Device
 from benchmarks.gpu_parts.model import EngineRig, engine_rig, random_model, random_tokens, shape
 from benchmarks.gpu_parts.part import Budget, Part
+from prefixd.worker.flash_attention import FlashAttention
 
 _BATCHES = (1, 8, 32, 64)
 _SMALL_BATCHES = (1, 2)
-_GRAPHS = "prefixd.worker.decode_graphs"
 
 
 def measure(device: Device, budget: Budget) -> Mapping[str, Any]:
     """Tokens a second by batch, at a context of 1,024 tokens, through the worker's engine.
 
-    With graphs where the worker has them (`decode_graphs.capture(rig.engine)`); "graphs" says why not.
+    With graphs where the worker would use them: with flash attention; "graphs" says why not.
     """
     batches, context, steps = (_BATCHES, 1024, 30) if device.measures else (_SMALL_BATCHES, 64, 2)
-    geometry = random_model(device).spec.geometry
-    blocks = -(-(context + 2 * steps + 8) // geometry.block_tokens)
-    capture, reason = _capture(device)
-    modes: dict[str, Callable[[Any], object]] = {"eager": lambda engine: None}
-    if capture is not None:
-        modes["graphs"] = capture
+    model = random_model(device)
+    blocks = -(-(context + 2 * steps + 8) // model.spec.geometry.block_tokens)
+    attention = type(model.attention).__name__
+    graphs = isinstance(model.attention, FlashAttention)
+    reason = "captured" if graphs else f"not captured: attention is {attention}"
     points = []
-    for mode, prepare in modes.items():
-        with budget.attempt(mode), engine_rig(device, max(batches) * blocks, max(batches) + 1, 512) as rig:
+    for mode in ("eager", "graphs") if graphs else ("eager",):
+        rig_made = engine_rig(device, max(batches) * blocks, max(batches) + 1, 512, with_graphs=mode == "graphs")
+        with budget.attempt(mode), rig_made as rig:
             rig.zero(frames := rig.frames(max(batches) * blocks))  # what is cached is zeros: any numbers will do
             rig.pool.free(frames)
-            prepare(rig.engine)
             for batch in batches:
                 if budget.allows(f"{mode} {batch}"):
                     tokens_s = _throughput(rig, batch, context, blocks, steps)
                     points.append({"mode": mode, "batch": batch, "tokens_per_s": tokens_s})
-    return {"model": shape(random_model(device)), "context_tokens": context, "graphs": reason, "points": points}
-
-
-def _capture(device: Device) -> tuple[Callable[[Any], object] | None, str]:
-    if not device.measures:
-        return None, "not captured: this is no GPU"
-    if importlib.util.find_spec(_GRAPHS) is None:
-        return None, f"not captured: there is no {_GRAPHS}"
-    return importlib.import_module(_GRAPHS).capture, "captured"
+    return {"model": shape(model), "context_tokens": context, "graphs": reason, "points": points}
 
 
 def _throughput(rig: EngineRig, batch: int, context: int, blocks: int, steps: int) -> float:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from benchmarks.gpu_parts.device import Device
-from prefixd.worker.block_size import fill_chunks
+from prefixd_swap.block_size import fill_chunks
 from prefixd_swap.geometry import KvGeometry, Layout
 from prefixd_swap.vmem import FrameId, FrameTable, VirtualMemory, VirtualTensorManager
 

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from benchmarks.gpu_parts.device import CHUNK_BYTES, Device
 from benchmarks.gpu_parts.part import Unavailable
 from prefixd.worker.attention import ATTENTION_NAME, register_attention
+from prefixd.worker.decode_graphs import DecodeGraphs
 from prefixd.worker.engine import Engine
 from prefixd.worker.model import CausalModel
 from prefixd.worker.model_spec import read_model_spec
@@ -79,7 +80,15 @@ def shape(model: CausalModel) -> dict[str, Any]:
 class EngineRig:
     """The daemon's side of an engine, in this process: frames of the GPU tier and requests on them."""
 
-    def __init__(self, model: CausalModel, memory: VirtualMemory, frames: int, requests: int, step_tokens: int) -> None:
+    def __init__(
+        self,
+        model: CausalModel,
+        memory: VirtualMemory,
+        frames: int,
+        requests: int,
+        step_tokens: int,
+        with_graphs: bool = False,
+    ) -> None:
         self.model = model
         self.geometry = model.spec.geometry
         self.pool = FramePool(memory, self.geometry, frames)
@@ -92,7 +101,8 @@ class EngineRig:
                 max_tokens=model.spec.sequence_capacity,
             )
         )
-        self.engine = Engine(model, self.kv, step_tokens, time.monotonic)
+        graphs = DecodeGraphs(self.kv.manager.kv, model.decode, requests) if with_graphs else None
+        self.engine = Engine(model, self.kv, step_tokens, time.monotonic, graphs)
         self._next = 0
 
     def frames(self, count: int) -> list[FrameId]:
@@ -167,12 +177,14 @@ class EngineRig:
 
 
 @contextmanager
-def engine_rig(device: Device, frames: int, requests: int, step_tokens: int) -> Iterator[EngineRig]:
+def engine_rig(
+    device: Device, frames: int, requests: int, step_tokens: int, with_graphs: bool = False
+) -> Iterator[EngineRig]:
     """An engine on the random model with a GPU tier of its own."""
     model = random_model(device)
     with ExitStack() as stack:
         memory = stack.enter_context(device.memory())
-        rig = EngineRig(model, memory, frames, requests, step_tokens)
+        rig = EngineRig(model, memory, frames, requests, step_tokens, with_graphs)
         stack.callback(rig.close)
         yield rig
 

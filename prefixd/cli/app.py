@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from prefixd import __version__
-from prefixd.cli import admin, config, demo, doctor, generate, prefixes, serve, verify
+from prefixd.cli import admin, config, demo, doctor, generate, prefixes, serve, tier, verify
 from prefixd.cli.connect import asks_daemon
 from prefixd.cli.failures import CleanGroup, examples, paragraphs
 
@@ -39,6 +39,7 @@ _add("drain", "Change", asks_daemon(admin.drain_command), admin.DRAIN_EXAMPLES)
 _add("verify", "Look", asks_daemon(verify.verify_command), verify.EXAMPLES)
 _add("doctor", "Look", asks_daemon(doctor.doctor_command), doctor.EXAMPLES)
 app.add_typer(config.app, name="config", rich_help_panel="Look")
+app.add_typer(tier.app, name="tier", rich_help_panel="Change")
 
 
 def _print_version(wanted: bool) -> None:

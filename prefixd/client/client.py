@@ -21,7 +21,7 @@ from prefixd.client.inference import BeamSearch, GenerateEvent, Sampling, event_
 from prefixd.client.leases import AsyncLease, AsyncReservation
 from prefixd.client.namespace import RegisteredNamespace
 from prefixd.client.session import MemoryMode, Session
-from prefixd.client.spec import NamespaceSpec
+from prefixd.client.spec import NamespaceSpec, Tier
 from prefixd.client.tokens import TokenIds
 from prefixd.v1 import admin_pb2, inference_pb2
 
@@ -333,6 +333,32 @@ class AsyncClient:
                 if on_progress is not None:
                     on_progress(answer)
         raise ServerError("the daemon ended the eviction without saying that it is done; look at its log")
+
+    async def resize_tier(
+        self,
+        tier: Tier,
+        nbytes: int,
+        *,
+        wait_s: float = 0.0,
+        on_progress: Callable[[admin_pb2.ResizeTierResponse], None] | None = None,
+    ) -> admin_pb2.ResizeTierResponse:
+        """Changes the size of a tier, only the GPU tier for now, while requests run: to as many whole blocks as fit.
+
+        What is held is waited for, `wait_s` at most (0: the daemon's 60 s); what then is left to do is in `unfinished`.
+        `on_progress` is called with how far it is, every tenth of a second. A cancelled call leaves the tier at the
+        size that it has come to. Raises `InvalidArgumentError` below two blocks, `ExhaustedError` when the device has
+        not so much, `PreconditionError` while another resize or a drain is under way, `UnsupportedError` for
+        another tier or without a model.
+        """
+        request = admin_pb2.ResizeTierRequest(tier=f"TIER_{tier.name}", nbytes=nbytes, wait_s=wait_s)
+        connection = self.connection
+        async with aclosing(connection.stream(connection.admin.ResizeTier, request)) as answers:
+            async for answer in answers:
+                if answer.done:
+                    return cast(admin_pb2.ResizeTierResponse, answer)
+                if on_progress is not None:
+                    on_progress(answer)
+        raise ServerError("the daemon ended the resize without saying that it is done; look at its log")
 
     async def flush(self, timeout_s: float = 3600.0) -> admin_pb2.FlushResponse:
         """Returns when every block has a durable copy on disk. `PreconditionError` without a disk tier."""

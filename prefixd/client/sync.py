@@ -21,7 +21,7 @@ from prefixd.client.inference import BeamSearch, GenerateEvent
 from prefixd.client.leases import AsyncLease, AsyncReservation
 from prefixd.client.portal import Portal
 from prefixd.client.session import MemoryMode
-from prefixd.client.spec import MatchResult, NamespaceSpec, StoreResult
+from prefixd.client.spec import MatchResult, NamespaceSpec, StoreResult, Tier
 from prefixd.client.tokens import TokenIds
 from prefixd.v1 import admin_pb2
 
@@ -329,6 +329,17 @@ class Client:
         return self._portal.run(
             self._client.evict(key=key, namespace_id=namespace_id, all=all, on_progress=on_progress)
         )
+
+    def resize_tier(
+        self,
+        tier: Tier,
+        nbytes: int,
+        *,
+        wait_s: float = 0.0,
+        on_progress: Callable[[admin_pb2.ResizeTierResponse], None] | None = None,
+    ) -> admin_pb2.ResizeTierResponse:
+        """See `AsyncClient.resize_tier`; `on_progress` is called in another thread."""
+        return self._portal.run(self._client.resize_tier(tier, nbytes, wait_s=wait_s, on_progress=on_progress))
 
     def flush(self, timeout_s: float = 3600.0) -> admin_pb2.FlushResponse:
         """See `AsyncClient.flush`."""

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import asdict
 
 from prefixd.cache import TieredCache
 from prefixd.cache.forgetting import FoundBlocks, find_namespace, find_subtree, forget
 from prefixd.cache.integrity import audit
 from prefixd.cache.scrubber import ScrubProgress
-from prefixd.errors import InvalidArgumentError, PreconditionError
+from prefixd.errors import InvalidArgumentError, PreconditionError, UnsupportedError
 from prefixd.pacer import Pacer
 from prefixd.server.prefixes import find_prefix, inspect_prefix, list_prefixes
 from prefixd.server.rpc import streaming, unary
 from prefixd.server.snapshot import Snapshot
+from prefixd.server.tier_resize import TierResize
 from prefixd.v1 import admin_pb2 as pb
-from prefixd.v1 import admin_pb2_grpc
+from prefixd.v1 import admin_pb2_grpc, cache_pb2
 
 log = logging.getLogger(__name__)
 
 _PROGRESS_S = 0.1
 _HOLDERS = 100
+_WAIT_S = 60.0  # of a resize, where its caller does not say
 
 
 class AdminService(admin_pb2_grpc.AdminServicer):
@@ -32,6 +36,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         snapshot: the figures of `Stats`.
         drain: takes no new work, finishes what runs, writes back; with True ends the daemon afterwards.
             Returns (blocks written, requests finished).
+        tier_resize: resizes the GPU tier; None in a sidecar, which has none.
     """
 
     def __init__(
@@ -39,10 +44,12 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         cache: TieredCache,
         snapshot: Snapshot,
         drain: Callable[[bool], Awaitable[tuple[int, int]]],
+        tier_resize: TierResize | None = None,
     ) -> None:
         self._cache = cache
         self._snapshot = snapshot
         self._drain = drain
+        self._tier_resize = tier_resize
 
     @unary
     async def Stats(self, request: pb.StatsRequest) -> pb.StatsResponse:
@@ -146,6 +153,27 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         last = _progress(progress)
         last.done = True
         yield last
+
+    @streaming
+    async def ResizeTier(self, request: pb.ResizeTierRequest) -> AsyncGenerator[pb.ResizeTierResponse, None]:
+        """Changes the size of the GPU tier."""
+        if request.tier == cache_pb2.TIER_UNSPECIFIED:
+            raise InvalidArgumentError("no tier was named; send tier = TIER_GPU")
+        if request.tier != cache_pb2.TIER_GPU:
+            name = cache_pb2.Tier.Name(request.tier) if request.tier in cache_pb2.Tier.values() else request.tier
+            raise UnsupportedError(
+                f"tier {name} cannot be resized while the daemon runs; only TIER_GPU can. Change cpu.bytes or "
+                "disk.bytes and start the daemon again"
+            )
+        if self._tier_resize is None:
+            raise UnsupportedError("this daemon has no model, hence no gpu tier; set worker.model or worker.embedded")
+        if not 0 <= request.wait_s < math.inf:
+            raise InvalidArgumentError(f"wait_s = {request.wait_s:g}; give a number of seconds, or 0 for {_WAIT_S:g}")
+        if self._snapshot.draining.is_set():
+            raise PreconditionError("the daemon drains; resize the gpu tier when it has been started again")
+        async with aclosing(self._tier_resize.resize(request.nbytes, request.wait_s or _WAIT_S)) as steps:
+            async for progress in steps:
+                yield pb.ResizeTierResponse(**asdict(progress))
 
     @unary
     async def CheckIntegrity(self, request: pb.CheckIntegrityRequest) -> pb.CheckIntegrityResponse:

@@ -247,7 +247,10 @@ class Daemon:
             doors.services,
         )
         admin_pb2_grpc.add_AdminServicer_to_server(
-            AdminService(cache, snapshot, self._drain_on_request), doors.services
+            AdminService(
+                cache, snapshot, self._drain_on_request, self.host.tier_resize if self.host is not None else None
+            ),
+            doors.services,
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, doors.services)
         named = [*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME]

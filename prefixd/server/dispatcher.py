@@ -153,6 +153,18 @@ class Dispatcher:
         """Waits until nothing waits or runs."""
         await self._idle.wait()
 
+    # -- the tier's size ----------------------------------------------------------------------------------------
+
+    def frames_changed(self) -> None:
+        """The GPU tier has more or fewer frames, or is about to have fewer."""
+        self._look()
+
+    def begun_blocks(self) -> int:
+        """The most blocks that a request may come to which runs, or did and was put back: it can end with so many."""
+        begun = [*self.running.values(), *self._interrupted.values()]
+        begun += [request for request in self.waiting.values() if request.handed_over_s is not None]
+        return max((request.most_blocks for request in begun), default=0)
+
     # -- callers' side ------------------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
@@ -305,7 +317,8 @@ class Dispatcher:
         window = [self.waiting[q.id] for q in self.queue.window(places + self._look_ahead, self._clock())]
         await self._prefetcher.keep_only(window)
         self._budget.begin_round()
-        left = self._cache.tiers.frames.capacity - self._budget.taken
+        frames = self._cache.tiers.frames.lasting
+        left = frames - self._budget.taken
         full = False
         for place, request in enumerate(window):
             if not self._taking:
@@ -315,6 +328,9 @@ class Dispatcher:
                 self._prefetcher.hurry(request)
             if request.state not in _QUEUED or not self._is_current(request):
                 continue  # it was cancelled while others ran, or its prefix is on its way up
+            if request.most_blocks > frames:  # it fitted when it came, and the tier has shrunk since
+                self._withdraw(request, _never_fits(request, frames))
+                continue
             if self.preemption.waits(request, self.running.values()):
                 await self._prefetcher.unstage_ready(window[place:])
                 break
@@ -485,6 +501,14 @@ class Dispatcher:
         else:
             self._idle.set()
         self._wake.set()
+
+
+def _never_fits(request: Request, frames: int) -> ExhaustedError:
+    block_tokens = request.trie.block_tokens
+    return ExhaustedError(
+        f"prompt and output need up to {request.most_blocks * block_tokens} tokens, but the GPU tier was resized and "
+        f"holds {frames * block_tokens}; shorten the prompt, lower max_tokens or resize the tier"
+    )
 
 
 def _last_event(request: Request, done: Done) -> Event:

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 from prefixd.cache import NamespaceSpec, PartSpec, TieredCache
@@ -14,7 +15,9 @@ from prefixd.embedded_model import ensure_embedded_model
 from prefixd.errors import ConfigError, UnavailableError
 from prefixd.model_fingerprint import fingerprint
 from prefixd.server.dispatcher import Dispatcher
+from prefixd.server.gpu_tier_size import automatic_bytes, most_frames
 from prefixd.server.served_model import ServedModel
+from prefixd.server.tier_resize import LEAST_BLOCKS, TierResize
 from prefixd.server.tokenization import TextCodec
 from prefixd.server.tokenizer_threads import TokenizerThreads
 from prefixd.server.worker_process import WorkerProcess
@@ -23,7 +26,7 @@ from prefixd.worker.protocol import Done, Hello
 from prefixd.worker.settings import WorkerSettings
 from prefixd_scheduler import CostModel, RequestQueue, create_policy
 from prefixd_swap import FramePool, KvGeometry, SwapError, VirtualMemory, create_memory
-from prefixd_swap.tiers import GpuTier
+from prefixd_swap.tiers import CpuTier, GpuTier
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +67,7 @@ class ModelHost:
                 # Twice as many as run: some have ended, and keep their mappings for those who come back.
                 max_sequences=2 * worker.max_running,
                 kv=worker.kv,
+                cuda_graphs=worker.cuda_graphs,
                 threads=worker.threads,
             ),
             worker.restart_limit,
@@ -86,6 +90,7 @@ class ModelHost:
             preemption=settings.scheduler.preemption,
             caching=settings.cache.enabled,
         )
+        self.tier_resize = TierResize(cache, self.worker, self.dispatcher, clock)
 
     def start(self) -> list[asyncio.Task[None]]:
         """Starts the worker and the dispatcher; returns the tasks that run them."""
@@ -96,10 +101,12 @@ class ModelHost:
         """Ends the worker and gives the GPU tier's memory back."""
         self._text.close()
         self._stopping = True
+        self.tier_resize.interrupt()
         await self.dispatcher.stop()
         if self._memory is not None:
             self._memory.stop_creating()
         await self.worker.stop()
+        await self.tier_resize.stop()
         if self._model is not None:
             self._model.cancel()
             await asyncio.gather(self._model, return_exceptions=True)
@@ -114,7 +121,7 @@ class ModelHost:
             self._memory.close()
 
     async def model(self) -> ServedModel:
-        """Waits for the model. Raises UnavailableError when its worker was given up."""
+        """Waits for the model, with the tier's present size. Raises UnavailableError when its worker was given up."""
         if self._model is None:
             raise UnavailableError("the model is not being loaded; start the daemon's worker first")
         try:
@@ -123,7 +130,7 @@ class ModelHost:
             raise UnavailableError(f"the model cannot be served: {error}") from error
         if self.worker.failure:
             raise UnavailableError(f"the worker was given up: {self.worker.failure}")
-        return model
+        return replace(model, frames=self._cache.tiers.frames.lasting)
 
     def _find_model(self) -> Path:
         settings = self._settings
@@ -167,28 +174,42 @@ class ModelHost:
                 raise ConfigError("the model changed while the daemon ran; restart the daemon")
             return self._cache.tiers.frames
         geometry = _geometry(hello)
-        frames = self._settings.gpu.bytes // geometry.block_bytes
+        asked = self._settings.gpu.bytes
         try:
-            if frames < 2:
-                raise ConfigError(
-                    f"gpu.bytes = {self._settings.gpu.bytes} holds {frames} blocks of {geometry.block_bytes} bytes; "
-                    "a request needs at least 2: raise gpu.bytes or lower worker.block_tokens"
-                )
             loop = asyncio.get_running_loop()
             self._memory = await loop.run_in_executor(threads, create_memory, self._device, hello.chunk_bytes)
             if self._stopping:
                 self._memory.stop_creating()
-            pool = await loop.run_in_executor(threads, FramePool, self._memory, geometry, frames)
+            if asked == "auto":
+                nbytes = await loop.run_in_executor(threads, self._automatic_bytes, self._memory, hello)
+            else:
+                nbytes = asked
+            frames = nbytes // geometry.block_bytes
+            if frames < LEAST_BLOCKS:
+                self._memory.close()
+                self._memory = None
+                raise ConfigError(
+                    f"gpu.bytes = {asked}{f', {nbytes} bytes,' if asked == 'auto' else ''} holds {max(frames, 0)} "
+                    f"blocks of {geometry.block_bytes} bytes; a request needs at least {LEAST_BLOCKS}: raise gpu.bytes "
+                    "or lower worker.block_tokens"
+                )
+            most = most_frames(self._memory, geometry, frames)
+            pool = await loop.run_in_executor(threads, FramePool, self._memory, geometry, frames, most)
         except SwapError as error:
             if self._memory is not None:
                 self._memory.close()
                 self._memory = None
-            raise ConfigError(f"the GPU tier of {self._settings.gpu.bytes} bytes cannot be made: {error}") from error
+            raise ConfigError(f"the GPU tier of {asked} bytes cannot be made: {error}") from error
         self._cache.tiers.compute = GpuTier(pool)
         self._hello = hello
         if hello.block_tokens_reason:
             log.warning("blocks are not of the size that worker.block_tokens asks for: %s", hello.block_tokens_reason)
         return pool
+
+    def _automatic_bytes(self, memory: VirtualMemory, hello: Hello) -> int:
+        shared = self._cache.tiers.shared
+        untouched = shared.arena.untouched_bytes() if isinstance(shared, CpuTier) and not memory.on_device else 0
+        return automatic_bytes(memory, hello, untouched)
 
     def _on_done(self, done: Done) -> None:
         self.worker.proven()

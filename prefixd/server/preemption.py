@@ -229,7 +229,7 @@ class Preemption:
         if request.id not in self._parked or not running:
             return False
         growth = sum(max(0, other.most_blocks - len(other.run.frames)) for other in running)
-        return self._budget.taken + growth + request.most_blocks > self._cache.tiers.frames.capacity
+        return self._budget.taken + growth + request.most_blocks > self._cache.tiers.frames.lasting
 
     def resumed(self, request: Request, cached_blocks: int) -> None:
         """A request is handed over, with so many cached blocks."""

@@ -9,9 +9,11 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
+
+import numpy as np
 
 from prefixd.cache.troubles import Troubles
 from prefixd.errors import PrefixdError
@@ -19,9 +21,12 @@ from prefixd.worker.protocol import (
     Done,
     Failed,
     FromWorker,
+    Grow,
     Hello,
     Memory,
     Ready,
+    Shrink,
+    Shrunk,
     Shutdown,
     Step,
     ToWorker,
@@ -29,7 +34,16 @@ from prefixd.worker.protocol import (
     from_worker,
 )
 from prefixd.worker.settings import WorkerSettings, encode_settings
-from prefixd_swap import Export, FramePool, OutOfMemoryError, SwapError, send_export, started_threads
+from prefixd_swap import (
+    Export,
+    FrameId,
+    FramePool,
+    NewFrames,
+    OutOfMemoryError,
+    SwapError,
+    send_export,
+    started_threads,
+)
 
 log = logging.getLogger(__name__)
 
@@ -44,9 +58,14 @@ _REMEDIES = {
     errno.EAGAIN: "raise the limit of processes (ulimit -u, TasksMax=)",
 }
 PART = "worker"
-# OpenMP threads that spin at barriers stand in the daemon's way on a small machine: with one busy core of two, a step
-# takes 188 ms spinning and 26 ms sleeping.
-_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
+ENVIRONMENT = {
+    # OpenMP threads that spin at barriers stand in the daemon's way on a small machine: with one busy core of two, a
+    # step takes 188 ms spinning and 26 ms sleeping.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    # With several threads, MKL splits the sum of a matrix product by how many rows there are, so a row's last bits
+    # would depend on the batch (seen: 1,408 to 512 with two threads, 64 rows or more). Its strict mode does not.
+    "MKL_CBWR": "AUTO,STRICT",
+}
 
 
 class _NotStartedError(Exception):
@@ -110,7 +129,13 @@ class WorkerProcess:
         self._stopping = asyncio.Event()
         self._was_ready = False  # a worker that fails before it was ever ready would fail again
         self._last_words = ""
-        self._settled = asyncio.Event()
+        self._settled = asyncio.Event()  # while a worker is ready, or there will be none any more
+        self._frames = asyncio.Lock()  # held while frames are handed over, come or go
+        self._socket: socket.socket | None = None  # of a worker that has been handed the frames
+        self._threads: ThreadPoolExecutor | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._held_back: list[ToWorker] | None = None  # while descriptors are sent beside the stream
+        self._shrunk: asyncio.Future[None] | None = None
 
     def start(self) -> asyncio.Task[None]:
         """Starts the first worker and keeps one running; the task ends with `stop`, or when the worker is given up."""
@@ -118,14 +143,52 @@ class WorkerProcess:
         return self._task
 
     async def settled(self) -> bool:
-        """Waits until a worker is ready, or given up; whether one is ready."""
+        """Waits until a worker is ready, or given up, or all is stopped; whether one is ready."""
         await self._settled.wait()
         return self.state is WorkerState.READY
 
     def send(self, message: ToWorker) -> None:
         """Sends a message; one that a dying worker misses is made good by `on_death`."""
-        if self._writer is not None:
+        if self._held_back is not None:
+            self._held_back.append(message)
+        elif self._writer is not None:
             self._writer.write(encode(message))
+
+    @asynccontextmanager
+    async def changing_frames(self) -> AsyncGenerator[None]:
+        """Around a change of the GPU tier's frames: no worker is handed the frames meanwhile, and nobody else changes
+        them. A worker that dies within it stays dead until its end."""
+        async with self._frames:
+            yield
+
+    async def grow(self, pool: FramePool, new: NewFrames) -> None:
+        """Gives the worker frames that `pool` is about to admit: it has them before any message that names them.
+
+        Within `changing_frames`. Without a worker nothing happens: the next one is handed all that there are.
+        """
+        if self._socket is None:
+            return
+        export = pool.memory.export_run(range(int(new.chunks[0]), int(new.chunks[-1]) + 1))
+        numbers = np.array(new.frames, np.int64)
+        message = Grow(export.meta, export.count, numbers.tobytes(), new.chunks.tobytes())
+        if not await self._send_with_descriptors(message, export) and self._process is not None:
+            # It waits for descriptors that will not come. Its successor is handed all of them.
+            with suppress(ProcessLookupError):
+                self._process.kill()
+
+    async def shrink(self, frames: Sequence[FrameId]) -> None:
+        """Has the worker let go of withdrawn frames; returns when it has, or is gone.
+
+        Within `changing_frames`.
+        """
+        if self._socket is None:
+            return
+        self._shrunk = asyncio.get_running_loop().create_future()
+        self.send(Shrink(np.array(frames, np.int64).tobytes()))
+        try:
+            await self._shrunk
+        finally:
+            self._shrunk = None
 
     def proven(self) -> None:
         """A request went through: earlier deaths are forgiven."""
@@ -137,6 +200,7 @@ class WorkerProcess:
         self.send(Shutdown())
         if self._task is not None:
             await asyncio.wait({self._task})  # how it ended is its watcher's to report
+        self._settled.set()
 
     async def _run(self) -> None:
         while not self._stopping.is_set():
@@ -155,6 +219,7 @@ class WorkerProcess:
             self._deaths += 1
             gave_up = self._deaths > self._restart_limit or not self._was_ready
             self.state = WorkerState.FAILED if gave_up else WorkerState.STARTING
+            self._settled.clear()
             log.error("the worker died (%s); %s", why, "it is given up" if gave_up else "starting another")
             self._on_death(why, gave_up)
             if gave_up:
@@ -185,6 +250,7 @@ class WorkerProcess:
                     raise
                 raise _NotStartedError(f"it cannot be started ({error.strerror}); {_REMEDIES[error.errno]}") from error
             self._troubles.end(PART)
+            self._threads, self._process = threads, process
             self.pid = process.pid
             decoder = from_worker()
             try:
@@ -201,6 +267,9 @@ class WorkerProcess:
                     process.kill()
                     await process.wait()
                 self.pid = 0
+                self._socket = None
+                if self._shrunk is not None and not self._shrunk.done():
+                    self._shrunk.set_result(None)  # with the process everything that it mapped is gone
         code = process.returncode
         return self._last_words or (f"signal {-code}" if code is not None and code < 0 else f"exit status {code}")
 
@@ -221,7 +290,7 @@ class WorkerProcess:
                     "--config",
                     encode_settings(self.settings),
                     pass_fds=[theirs.fileno()],
-                    env={**_ENVIRONMENT, **os.environ},
+                    env={**ENVIRONMENT, **os.environ},
                     stdin=asyncio.subprocess.DEVNULL,
                 )
             except RuntimeError as error:  # before Python 3.12 a thread waits for the process; it ends with its socket
@@ -242,9 +311,14 @@ class WorkerProcess:
             self._on_step(message)
         elif isinstance(message, Done):
             self._on_done(message)
+        elif isinstance(message, Shrunk):
+            if self._shrunk is not None and not self._shrunk.done():
+                self._shrunk.set_result(None)
         elif isinstance(message, Hello):
             self.hello = message
-            await self._hand_over(await self._on_hello(message, threads), ours, threads)
+            pool = await self._on_hello(message, threads)
+            async with self._frames:
+                await self._hand_over(pool, ours)
         elif isinstance(message, Ready):
             self.state = WorkerState.READY
             self._was_ready = True
@@ -253,17 +327,31 @@ class WorkerProcess:
         elif isinstance(message, Failed):
             self._last_words = message.detail
 
-    async def _hand_over(self, frames: FramePool, ours: socket.socket, threads: ThreadPoolExecutor) -> None:
+    async def _hand_over(self, frames: FramePool, ours: socket.socket) -> None:
         """Gives the worker the GPU tier. One that ended meanwhile has said why, which is still to be read."""
         export = frames.memory.export()
-        self.send(describe_memory(frames, export))
+        self._socket = ours
+        await self._send_with_descriptors(describe_memory(frames, export), export)
+
+    async def _send_with_descriptors(self, message: ToWorker, export: Export) -> bool:
+        """Sends a message and the descriptors that follow it; other messages wait. Whether the worker took them."""
+        self.send(message)
+        self._held_back = []
         try:
             if self._writer is not None:
                 await self._writer.drain()
-            await asyncio.get_running_loop().run_in_executor(threads, send_export, ours, export)
+            if export.count and self._socket is not None:
+                loop = asyncio.get_running_loop()
+                await loop.run_in_executor(self._threads, send_export, self._socket, export)
         except (OSError, SwapError) as error:
             log.debug("the worker did not take the GPU tier's memory: %s", error)
             self._last_words = self._last_words or str(error)
+            return False
+        finally:
+            waiting, self._held_back = self._held_back, None
+            for each in waiting:
+                self.send(each)
+        return True
 
 
 def describe_memory(pool: FramePool, export: Export) -> Memory:

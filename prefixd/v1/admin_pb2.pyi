@@ -415,6 +415,34 @@ class VerifyProgress(_message.Message):
     done: bool
     def __init__(self, checked_blocks: _Optional[int] = ..., total_blocks: _Optional[int] = ..., checked_bytes: _Optional[int] = ..., damaged_blocks: _Optional[int] = ..., dropped_blocks: _Optional[int] = ..., damaged: _Optional[_Iterable[_Union[DamagedBlock, _Mapping]]] = ..., done: bool = ...) -> None: ...
 
+class ResizeTierRequest(_message.Message):
+    __slots__ = ("tier", "nbytes", "wait_s")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    WAIT_S_FIELD_NUMBER: _ClassVar[int]
+    tier: _cache_pb2.Tier
+    nbytes: int
+    wait_s: float
+    def __init__(self, tier: _Optional[_Union[_cache_pb2.Tier, str]] = ..., nbytes: _Optional[int] = ..., wait_s: _Optional[float] = ...) -> None: ...
+
+class ResizeTierResponse(_message.Message):
+    __slots__ = ("before_bytes", "target_bytes", "nbytes", "evicted_blocks", "demoted_blocks", "done", "unfinished")
+    BEFORE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    TARGET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DEMOTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    UNFINISHED_FIELD_NUMBER: _ClassVar[int]
+    before_bytes: int
+    target_bytes: int
+    nbytes: int
+    evicted_blocks: int
+    demoted_blocks: int
+    done: bool
+    unfinished: str
+    def __init__(self, before_bytes: _Optional[int] = ..., target_bytes: _Optional[int] = ..., nbytes: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., demoted_blocks: _Optional[int] = ..., done: bool = ..., unfinished: _Optional[str] = ...) -> None: ...
+
 class Holder(_message.Message):
     __slots__ = ("owner", "blocks")
     OWNER_FIELD_NUMBER: _ClassVar[int]

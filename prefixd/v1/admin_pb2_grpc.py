@@ -79,6 +79,11 @@ class AdminStub(object):
                 request_serializer=prefixd_dot_v1_dot_admin__pb2.VerifyRequest.SerializeToString,
                 response_deserializer=prefixd_dot_v1_dot_admin__pb2.VerifyProgress.FromString,
                 _registered_method=True)
+        self.ResizeTier = channel.unary_stream(
+                '/prefixd.v1.Admin/ResizeTier',
+                request_serializer=prefixd_dot_v1_dot_admin__pb2.ResizeTierRequest.SerializeToString,
+                response_deserializer=prefixd_dot_v1_dot_admin__pb2.ResizeTierResponse.FromString,
+                _registered_method=True)
         self.CheckIntegrity = channel.unary_unary(
                 '/prefixd.v1.Admin/CheckIntegrity',
                 request_serializer=prefixd_dot_v1_dot_admin__pb2.CheckIntegrityRequest.SerializeToString,
@@ -155,6 +160,17 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ResizeTier(self, request, context):
+        """Changes the size of a tier while requests run; only the GPU tier's, for now. What shrinking takes goes back to the
+        device: cached blocks go a tier down, or are evicted; running requests keep theirs. Frames that stay held, by requests
+        that run or by pins, are waited for, `wait_s` at most; the tier then keeps what is held, and `unfinished` says so.
+        Requests that wait and can never fit the smaller tier end with RESOURCE_EXHAUSTED. The stream reports progress; its
+        last message has `done` set. A call that is cancelled leaves the tier at the size that it has come to.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CheckIntegrity(self, request, context):
         """Accounts for every slot, lease and reservation of the live daemon, and says what is wrong with it and what to do.
         """
@@ -209,6 +225,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Verify,
                     request_deserializer=prefixd_dot_v1_dot_admin__pb2.VerifyRequest.FromString,
                     response_serializer=prefixd_dot_v1_dot_admin__pb2.VerifyProgress.SerializeToString,
+            ),
+            'ResizeTier': grpc.unary_stream_rpc_method_handler(
+                    servicer.ResizeTier,
+                    request_deserializer=prefixd_dot_v1_dot_admin__pb2.ResizeTierRequest.FromString,
+                    response_serializer=prefixd_dot_v1_dot_admin__pb2.ResizeTierResponse.SerializeToString,
             ),
             'CheckIntegrity': grpc.unary_unary_rpc_method_handler(
                     servicer.CheckIntegrity,
@@ -459,6 +480,33 @@ class Admin(object):
             '/prefixd.v1.Admin/Verify',
             prefixd_dot_v1_dot_admin__pb2.VerifyRequest.SerializeToString,
             prefixd_dot_v1_dot_admin__pb2.VerifyProgress.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResizeTier(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/prefixd.v1.Admin/ResizeTier',
+            prefixd_dot_v1_dot_admin__pb2.ResizeTierRequest.SerializeToString,
+            prefixd_dot_v1_dot_admin__pb2.ResizeTierResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -7,11 +7,14 @@ power of `length_penalty` when a sequence ends.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
+
+from prefixd.worker.to_device import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +56,13 @@ class BeamSearch:
             not finite.
         """
         logits = logits.float()
-        scores = torch.tensor([beam.score for beam in self.running], device=logits.device)
+        scores = to_device([beam.score for beam in self.running], torch.float32, logits.device)
         totals = (torch.log_softmax(logits, dim=-1) + scores[:, None]).flatten()
         # With so many candidates, `width` of them are left to go on even if every beam's best tokens end it.
         kept = min(max(2, 1 + len(self._stop)) * self._width, totals.numel())
         best = torch.topk(totals, kept)
         values, indices = torch.stack((best.values.double(), best.indices.double())).tolist()
-        if not torch.isfinite(torch.tensor(values[0])):
+        if not math.isfinite(values[0]):
             return None
         vocabulary = logits.shape[-1]
         parents: list[int] = []

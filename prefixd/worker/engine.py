@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
 from prefixd.worker.beam_run import Beam, BeamRun
+from prefixd.worker.decode_graphs import DecodeGraphs
 from prefixd.worker.errors import RequestError
 from prefixd.worker.kv_memory import KvMemory
 from prefixd.worker.model import CausalModel
@@ -15,6 +17,7 @@ from prefixd.worker.protocol import Cancel, Done, Extend, Start, Step, Update
 from prefixd.worker.run import Run, check_start
 from prefixd.worker.sampling import Chosen, choose_tokens
 from prefixd_swap.errors import OutOfMemoryError, SwapError
+from prefixd_swap.vmem import VirtualTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,7 @@ class Engine:
     kv: memory of the model's geometry, for `sequence_capacity` tokens a request.
     max_step_tokens: most tokens a pass computes; decoding goes first and is not limited by it.
     clock: seconds, monotonic.
+    graphs: replay passes in which all requests decode; only with KV in virtual tensors.
     """
 
     def __init__(
@@ -50,8 +54,10 @@ class Engine:
         kv: KvMemory,
         max_step_tokens: int,
         clock: Callable[[], float],
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         self._model = model
+        self._graphs = graphs
         self._kv = kv
         self._block_tokens = model.spec.geometry.block_tokens
         self._max_step_tokens = max_step_tokens
@@ -129,10 +135,9 @@ class Engine:
         if not parts:
             return self.poll()
         tokens = [token for part in parts for token in _next_tokens(part)]
-        step = self._kv.step([part.member.segment(part.count) for part in parts])
         followed = [part for part in parts if part.row is not None]
         self._computing = True
-        logits = self._model.forward(tokens, step, [part.row for part in followed if part.row is not None])
+        logits = self._forward(parts, tokens)
         if meanwhile is not None:
             meanwhile()
         news, done = self._follow(followed, logits)
@@ -173,6 +178,15 @@ class Engine:
         for run in list(self._runs.values()):
             self._finish(run, Done(run.id, "cancelled"))
         self._kv.poll(wait=True)
+
+    def _forward(self, parts: list[_Part], tokens: list[int]) -> torch.Tensor:
+        """Compute the parts; the logits of those that a token follows."""
+        graphs, rows = self._graphs, [part.row for part in parts if part.row is not None]
+        if graphs is not None and len(rows) == len(tokens) and graphs.fits(len(tokens)):
+            memories = [cast(VirtualTensor, part.member.memory) for part in parts]
+            return graphs.run(tokens, [memory.row for memory in memories], [part.member.computed for part in parts])
+        step = self._kv.step([part.member.segment(part.count) for part in parts])
+        return self._model.forward(tokens, step, rows)
 
     def _fork(self, run: Run | BeamRun, parent: Run | BeamRun | None) -> None:
         """Copy what `parent` has computed of the tokens that both have in common, behind the cached blocks."""

@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from prefixd.worker.decode_graphs import DecodeStep
 from prefixd.worker.kv_memory import StepKv
+from prefixd.worker.to_device import to_device
 
 VarlenKernel = Callable[..., torch.Tensor]
 """`torch.nn.attention.varlen.varlen_attn`, or what takes the same arguments."""
@@ -99,11 +102,11 @@ class FlashStep:
         self._tokens = sum(len(segment) for segment in step.segments)
         self._longest = max(len(segment) for segment in step.segments)
         self._layer, self._arguments = step.varlen_arguments()
-        starts = [0]
-        for segment in step.segments:
-            starts.append(starts[-1] + len(segment))
-        device = self._layer(0)[0].device
-        self._starts = torch.tensor(starts, dtype=torch.int32, device=device)
+        if isinstance(step, DecodeStep):
+            self._starts = step.query_starts
+        else:
+            starts = [0, *itertools.accumulate(len(segment) for segment in step.segments)]
+            self._starts = to_device(starts, torch.int32, self._layer(0)[0].device)
 
     def attend(self, query: torch.Tensor, layer: int, scaling: float) -> torch.Tensor:
         """See `StepAttention.attend`; causal from each sequence's end, so its last query looks at all of it."""

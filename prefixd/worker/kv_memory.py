@@ -108,6 +108,10 @@ class KvMemory(Protocol):
         """Finish what `close` began as far as the device is, or with `wait` all of it; returns how many are left."""
         ...
 
+    def forget(self, frames: Sequence[int]) -> None:
+        """Unmap frames that no sequence has and that are about to be no more. It may wait for the device."""
+        ...
+
     def step(self, segments: Sequence[Segment]) -> StepKv:
         """The memory of a forward pass over these segments."""
         ...

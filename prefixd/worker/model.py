@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
 from prefixd.worker.attention import ATTENTION_NAME, AttentionBackend, register_attention
+from prefixd.worker.decode_graphs import DecodeStep
 from prefixd.worker.errors import ModelError
 from prefixd.worker.experts import STEADY_EXPERTS, register_experts, set_experts
 from prefixd.worker.flash_attention import FlashAttention, find_kernel
@@ -20,6 +21,7 @@ from prefixd.worker.kv_cache import StepCache
 from prefixd.worker.kv_memory import Segment, StepKv
 from prefixd.worker.model_spec import ModelSpec
 from prefixd.worker.tile_attention import TileAttention
+from prefixd.worker.to_device import to_device
 from prefixd.worker.virtual_kv import VirtualStep
 
 # On a CPU a row of a linear layer has the same bits in every batch of at least eight rows; sixteen fills
@@ -50,21 +52,31 @@ class CausalModel:
         rows = _padded(len(tokens))
         positions = [position for segment in step.segments for position in range(segment.start, segment.stop)]
         padding = [0] * (rows - len(tokens))
-        ids = torch.tensor([[*tokens, *padding], [*positions, *padding]], device=self.spec.device)
+        ids = to_device([[*tokens, *padding], [*positions, *padding]], torch.int64, self.spec.device)
+        if not wanted:  # no need for the vocabulary's projection, which can be a tenth of the work
+            self._model.base_model(**self._arguments(ids[0:1], ids[1:2], step))
+            return torch.empty(0, self.spec.vocab_size, device=self.spec.device)
+        keep = [*wanted, *[wanted[0]] * (_padded(len(wanted)) - len(wanted))]
+        return self._logits(ids[0:1], ids[1:2], step, to_device(keep, torch.int64, self.spec.device))[: len(wanted)]
+
+    @torch.inference_mode()
+    def decode(self, step: DecodeStep) -> torch.Tensor:
+        """Compute the tokens of a captured pass: the logits of all, ``[size, vocab_size]``; see `DecodeGraphs`."""
+        return self._logits(step.tokens, step.positions, step, step.all_rows)
+
+    def _logits(self, ids: torch.Tensor, positions: torch.Tensor, step: StepKv, keep: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self._model(**self._arguments(ids, positions, step), logits_to_keep=keep).logits
+        return logits[0]
+
+    def _arguments(self, ids: torch.Tensor, positions: torch.Tensor, step: StepKv) -> dict[str, Any]:
         geometry = self.spec.geometry
-        arguments = {
-            "input_ids": ids[0:1],
-            "position_ids": ids[1:2],
-            "past_key_values": StepCache(step, rows, (geometry.kv_heads, geometry.head_dim)),
+        return {
+            "input_ids": ids,
+            "position_ids": positions,
+            "past_key_values": StepCache(step, ids.shape[1], (geometry.kv_heads, geometry.head_dim)),
             "use_cache": True,
             "prefixd_step": self.attention.begin(step),
         }
-        if not wanted:  # no need for the vocabulary's projection, which can be a tenth of the work
-            self._model.base_model(**arguments)
-            return torch.empty(0, self.spec.vocab_size, device=self.spec.device)
-        keep = torch.tensor([*wanted, *[wanted[0]] * (_padded(len(wanted)) - len(wanted))], device=self.spec.device)
-        logits: torch.Tensor = self._model(**arguments, logits_to_keep=keep).logits
-        return logits[0, : len(wanted)]
 
     @property
     def asynchronous(self) -> bool:

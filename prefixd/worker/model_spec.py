@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from prefixd.worker.block_size import explain_block_tokens, fill_chunks
 from prefixd.worker.errors import ModelError
+from prefixd.worker.memory_estimate import weights_bytes, working_bytes
 from prefixd.worker.probe import PROBE_NAME, AttentionShape, probe, register_probe
 from prefixd.worker.protocol import Hello
 from prefixd.worker.settings import WorkerSettings
+from prefixd_swap.block_size import explain_block_tokens, fill_chunks
 from prefixd_swap.geometry import KvGeometry
 
 CUDA_CHUNK_BYTES = 2 << 20
@@ -34,6 +35,7 @@ class ModelSpec:
     """A model in numbers; `config` is transformers' configuration of it.
 
     block_tokens_asked: what the settings asked for; `geometry` has what is used.
+    step_tokens, sequences: most tokens and sequences of one step, by the settings.
     """
 
     path: Path
@@ -48,6 +50,8 @@ class ModelSpec:
     architecture: str
     parameters: int
     device: torch.device
+    step_tokens: int
+    sequences: int
 
     @property
     def sequence_capacity(self) -> int:
@@ -71,6 +75,15 @@ class ModelSpec:
             architecture=self.architecture,
             parameters=self.parameters,
             device=str(self.device),
+            weights_bytes=weights_bytes(self.parameters, geometry.element_bytes),
+            working_bytes=working_bytes(
+                self.config,
+                max(getattr(self.config, "hidden_size", 0), self.query_heads * geometry.head_dim),
+                geometry.element_bytes,
+                self.step_tokens,
+                self.sequences,
+                on_cuda=self.device.type == "cuda",
+            ),
             block_tokens_asked=self.block_tokens_asked,
             block_tokens_reason=explain_block_tokens(self.block_tokens_asked, geometry, self.chunk_bytes),
         )
@@ -120,6 +133,8 @@ def _read_spec(settings: WorkerSettings, device: torch.device, path: Path, confi
         architecture=architecture,
         parameters=parameters,
         device=device,
+        step_tokens=settings.max_step_tokens,
+        sequences=settings.max_sequences,
     )
 
 

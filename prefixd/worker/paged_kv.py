@@ -14,6 +14,7 @@ import torch
 
 from prefixd.worker.kv_memory import KvSequence, Segment
 from prefixd.worker.protocol import KvUsage
+from prefixd.worker.to_device import to_device
 from prefixd_swap.errors import MemoryMisuseError
 from prefixd_swap.geometry import KvGeometry
 from prefixd_swap.vmem import FrameId, FrameTable, VirtualMemory
@@ -93,12 +94,6 @@ class PagedKv:
             self._copied += 1
             first = end
 
-    def unmap(self, frames: Sequence[int]) -> None:
-        """Let go of frames that are about to be no more."""
-        for frame in self._mapped.intersection(frames):
-            self._range.unmap(frame * self._geometry.block_bytes, self._geometry.block_bytes)
-            self._mapped.discard(frame)
-
     def ready(self, sequence: KvSequence) -> bool:
         """Always: nothing happens in the background."""
         del sequence
@@ -117,6 +112,15 @@ class PagedKv:
         """Nothing is ever left."""
         del wait
         return 0
+
+    def forget(self, frames: Sequence[int]) -> None:
+        """See `KvMemory.forget`. What reads them for a sequence that was closed may still be queued: waits for it."""
+        mapped = self._mapped.intersection(frames)
+        if mapped and self.pool.is_cuda:
+            torch.cuda.synchronize(self.pool.device)
+        for frame in mapped:
+            self._range.unmap(frame * self._geometry.block_bytes, self._geometry.block_bytes)
+        self._mapped -= mapped
 
     def step(self, segments: Sequence[Segment]) -> PagedStep:
         """See `KvMemory.step`."""
@@ -158,8 +162,7 @@ class PagedStep:
             table = _table(segment.sequence)
             frames += [table.frames[token // self._block] for token in range(segment.start, segment.stop)]
             offsets += [token % self._block for token in range(segment.start, segment.stop)]
-        self._frames = torch.tensor(frames, device=pool.device)
-        self._offsets = torch.tensor(offsets, device=pool.device)
+        self._frames, self._offsets = to_device([frames, offsets], torch.int64, pool.device)
         self._blocks: list[torch.Tensor] = []
 
     def write(self, layer: int, pairs: torch.Tensor) -> None:
@@ -179,7 +182,7 @@ class PagedStep:
         if not self._blocks:
             for segment, end in zip(self.segments, ends, strict=True):
                 frames = _table(segment.sequence).frames[: -(-end // self._block)]
-                self._blocks.append(torch.tensor(frames, device=self._pool.device))
+                self._blocks.append(to_device(frames, torch.int64, self._pool.device))
         read = []
         for blocks, end in zip(self._blocks, ends, strict=True):
             gathered = self._pool[:, :, layer].index_select(0, blocks).flatten(0, 1)[:end]
@@ -194,10 +197,8 @@ class PagedStep:
         return lambda layer: (pool[:, :, layer, 0], pool[:, :, layer, 1]), {
             "cu_seq_k": None,
             "max_k": width * self._block,
-            "seqused_k": torch.tensor([part.stop for part in self.segments], dtype=torch.int32, device=device),
-            "block_table": torch.tensor(
-                [[*table, *[0] * (width - len(table))] for table in tables], dtype=torch.int32, device=device
-            ),
+            "seqused_k": to_device([part.stop for part in self.segments], torch.int32, device),
+            "block_table": to_device([[*table, *[0] * (width - len(table))] for table in tables], torch.int32, device),
         }
 
 

@@ -6,6 +6,9 @@ The way of a conversation (``>`` from the worker, ``<`` from the daemon)::
     < Memory    followed on the same socket by the GPU tier's descriptors (`prefixd_swap.vmem.send_export`)
     > Ready     memory attached, weights loaded
     < Start, Extend, Cancel   at any time from here on
+    < Grow      more frames; followed on the same socket by their descriptors, and before any message that names them
+    < Shrink    frames that no request has are about to be no more
+    > Shrunk    this process has let go of them
     > Step      after each forward pass
     > Done      once a request, after its last Step, when its frames are unmapped
     < Shutdown  or the socket closes: the worker ends
@@ -85,6 +88,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The model in numbers.
 
+    weights_bytes, working_bytes: what the weights will take on the device, and the rest but for the KV; estimates of
+        `memory_estimate`.
     block_tokens: what the worker uses: at least `block_tokens_asked`, which its settings asked for.
     block_tokens_reason: why it is not what was asked for, one line; empty if it is.
     """
@@ -102,6 +107,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     architecture: str
     parameters: int
     device: str
+    weights_bytes: int = 0
+    working_bytes: int = 0
     block_tokens_asked: int = 0
     block_tokens_reason: str = ""
 
@@ -204,6 +211,34 @@ class Memory(msgspec.Struct, frozen=True, tag=True):
     most_frames: int
 
 
+class Grow(msgspec.Struct, frozen=True, tag=True):
+    """More frames, of the same memory. `fds` descriptors follow outside the framing, as SCM_RIGHTS.
+
+    meta: of `VirtualMemory.export_run`.
+    frames, chunks: as in `Memory`, of the new frames alone.
+    """
+
+    meta: bytes
+    fds: int
+    frames: bytes
+    chunks: bytes
+
+
+class Shrink(msgspec.Struct, frozen=True, tag=True):
+    """Let go of frames that no request has; it answers with Shrunk.
+
+    frames: little-endian int64.
+    """
+
+    frames: bytes
+
+
+class Shrunk(msgspec.Struct, frozen=True, tag=True):
+    """Nothing in the worker maps these frames, or keeps a handle of their chunks, any more."""
+
+    frames: bytes
+
+
 class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Run a request.
 
@@ -249,8 +284,8 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """End the worker."""
 
 
-FromWorker = Hello | Ready | Step | Done | Failed
-ToWorker = Memory | Start | Extend | Cancel | Shutdown
+FromWorker = Hello | Ready | Step | Done | Shrunk | Failed
+ToWorker = Memory | Grow | Shrink | Start | Extend | Cancel | Shutdown
 
 T = TypeVar("T")
 _encoder = msgspec.msgpack.Encoder()

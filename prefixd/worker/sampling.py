@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from prefixd.worker.protocol import MOST_LOGPROBS, Sampling, TokenLogprobs
+from prefixd.worker.to_device import to_device
 from prefixd.worker.token_counts import TokenCounts
 
 _MASK_64 = (1 << 64) - 1
@@ -51,15 +52,15 @@ def choose_tokens(logits: torch.Tensor, choices: Sequence[Choice]) -> list[Chose
     best, tokens = scores.max(dim=-1)  # NaN if any is NaN
     drawn = [row for row, choice in enumerate(choices) if choice.sampling.temperature >= _GREEDY_BELOW]
     if drawn:
-        rows = _to_device(drawn, torch.int64, logits.device)
+        rows = to_device(drawn, torch.int64, logits.device)
         at = [uniform(choices[row].sampling.seed, choices[row].k) for row in drawn]
         kept = weights(scores[rows].float(), [choices[row].sampling for row in drawn])
-        tokens = tokens.index_copy(0, rows, _invert(kept, _to_device(at, torch.float64, logits.device)))
+        tokens = tokens.index_copy(0, rows, _invert(kept, to_device(at, torch.float64, logits.device)))
     tokens = torch.where(torch.isfinite(best), tokens, _NO_TOKEN)
     told = [row for row, choice in enumerate(choices) if choice.sampling.logprobs is not None]
     if not told:
         return [None if token == _NO_TOKEN else Chosen(token) for token in tokens.tolist()]
-    rows = _to_device(told, torch.int64, logits.device)
+    rows = to_device(told, torch.int64, logits.device)
     most = MOST_LOGPROBS if any(choices[row].sampling.logprobs for row in told) else 0
     table = _logprobs(logits[rows], tokens[rows], min(most, logits.shape[-1]))
     # One copy to the host, of doubles: they hold any token id exactly.
@@ -105,18 +106,18 @@ def weights(scores: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor
     few = [row for row, sampling in enumerate(samplings) if 0 < sampling.top_k < vocab]
     if few:
         counts = [samplings[row].top_k for row in few]
-        rows, last = _to_device([few, [count - 1 for count in counts]], torch.int64, device)
+        rows, last = to_device([few, [count - 1 for count in counts]], torch.int64, device)
         some = scores[rows]
         least = some.topk(max(counts), dim=-1).values.gather(1, last[:, None])
         scores = scores.index_copy(0, rows, some.masked_fill(some < least, -torch.inf))
-    kept = torch.softmax((scores - best) / _to_device(heat, torch.float32, device)[:, None], dim=-1)
+    kept = torch.softmax((scores - best) / to_device(heat, torch.float32, device)[:, None], dim=-1)
     nuclei = [row for row, sampling in enumerate(samplings) if sampling.top_p < 1.0]
     if nuclei:
-        rows = _to_device(nuclei, torch.int64, device)
-        top_p = _to_device([samplings[row].top_p for row in nuclei], torch.float64, device)
+        rows = to_device(nuclei, torch.int64, device)
+        top_p = to_device([samplings[row].top_p for row in nuclei], torch.float64, device)
         kept = kept.index_copy(0, rows, _nucleus(kept[rows], top_p))
     if any(sampling.min_p for sampling in samplings):
-        min_p = _to_device([sampling.min_p for sampling in samplings], torch.float32, device)
+        min_p = to_device([sampling.min_p for sampling in samplings], torch.float32, device)
         kept = kept.masked_fill(kept < min_p[:, None] * kept.max(dim=-1, keepdim=True).values, 0.0)
     return kept
 
@@ -129,13 +130,13 @@ def penalised(logits: torch.Tensor, choices: Sequence[Choice]) -> torch.Tensor:
     some = [(row, choice.sampling, choice.counts) for row, choice in enumerate(choices) if choice.counts is not None]
     if not some:
         return logits
-    rows = _to_device([row for row, _, _ in some], torch.int64, logits.device)
+    rows = to_device([row for row, _, _ in some], torch.int64, logits.device)
     factors = [
         [sampling.repetition_penalty for _, sampling, _ in some],
         [sampling.presence_penalty for _, sampling, _ in some],
         [sampling.frequency_penalty for _, sampling, _ in some],
     ]
-    repetition, presence, frequency = _to_device(factors, torch.float32, logits.device)[:, :, None]
+    repetition, presence, frequency = to_device(factors, torch.float32, logits.device)[:, :, None]
     output = torch.stack([counts.output for _, _, counts in some])
     present = output > 0
     seen = torch.stack([counts.prompt for _, _, counts in some]) | present
@@ -186,10 +187,3 @@ def _told(numbers: list[float] | None, wanted: int) -> TokenLogprobs | None:
         if logprob > -torch.inf
     ]
     return TokenLogprobs(numbers[0], [token for token, _ in pairs], [logprob for _, logprob in pairs])
-
-
-def _to_device(
-    values: Sequence[float] | Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """Values as a tensor on the device, copied from pinned memory: a copy from other memory waits for the device."""
-    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)

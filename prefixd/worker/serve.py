@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 
-import numpy as np
 import torch
 
+from prefixd.worker.decode_graphs import DecodeGraphs
 from prefixd.worker.engine import Engine
 from prefixd.worker.errors import ProtocolError
+from prefixd.worker.flash_attention import FlashAttention
 from prefixd.worker.kv_memory import KvMemory
-from prefixd.worker.model import load_model
+from prefixd.worker.model import CausalModel, load_model
 from prefixd.worker.model_spec import ModelSpec, read_model_spec
 from prefixd.worker.paged_kv import PagedKv
 from prefixd.worker.protocol import (
@@ -19,16 +20,19 @@ from prefixd.worker.protocol import (
     Connection,
     Done,
     Extend,
+    Grow,
     Memory,
     Ready,
+    Shrink,
     Shutdown,
     Start,
     Step,
     ToWorker,
 )
 from prefixd.worker.settings import WorkerSettings
+from prefixd.worker.shared_frames import SharedFrames
 from prefixd.worker.virtual_kv import VirtualKv
-from prefixd_swap.vmem import FrameId, FrameTable, VirtualMemory, VirtualTensorManager, attach_memory, recv_export
+from prefixd_swap.vmem import VirtualTensorManager, attach_memory, recv_export
 
 
 def serve(connection: Connection[ToWorker], settings: WorkerSettings, clock: Callable[[], float]) -> None:
@@ -49,37 +53,32 @@ def serve(connection: Connection[ToWorker], settings: WorkerSettings, clock: Cal
         raise ProtocolError(f"{type(message).__name__} before Memory: the daemon must send its memory first")
     with attach_memory(message.meta, recv_export(connection.socket, message.fds)) as memory:
         model = load_model(spec)
-        table = FrameTable(spec.geometry.chunks_per_block(memory.chunk_bytes))
-        table.add([FrameId(frame) for frame in _numbers(message.frames)], _numbers(message.chunks))
+        frames = SharedFrames(memory, spec.geometry.chunks_per_block(memory.chunk_bytes), message)
         with ThreadPoolExecutor(1, "mapping") as background:
-            kv = _kv(settings, memory, table, spec, message.most_frames, background)
-            engine = Engine(model, kv, settings.max_step_tokens, clock)
+            kv = _kv(settings, frames, spec, message.most_frames, background)
+            engine = Engine(model, kv, settings.max_step_tokens, clock, _graphs(settings, model, kv))
             connection.send(Ready())
             try:
-                _run(connection, engine)
+                _run(connection, engine, frames, kv)
             finally:
                 engine.close()
                 kv.end()
 
 
-def _numbers(encoded: bytes) -> list[int]:
-    numbers: list[int] = np.frombuffer(encoded, "<i8").tolist()
-    return numbers
-
-
 def _kv(
     settings: WorkerSettings,
-    memory: VirtualMemory,
-    table: FrameTable,
+    frames: SharedFrames,
     spec: ModelSpec,
     most_frames: int,
     background: Executor,
 ) -> KvMemory:
     if settings.kv == "paged":
-        return PagedKv(memory, table, spec.geometry, frames=most_frames, max_tokens=spec.sequence_capacity)
+        return PagedKv(
+            frames.memory, frames.table, spec.geometry, frames=most_frames, max_tokens=spec.sequence_capacity
+        )
     manager = VirtualTensorManager(
-        memory,
-        table,
+        frames.memory,
+        frames.table,
         spec.geometry,
         requests=settings.max_sequences,
         max_tokens=spec.sequence_capacity,
@@ -88,7 +87,13 @@ def _kv(
     return VirtualKv(manager)
 
 
-def _run(connection: Connection[ToWorker], engine: Engine) -> None:
+def _graphs(settings: WorkerSettings, model: CausalModel, kv: KvMemory) -> DecodeGraphs | None:
+    if not settings.cuda_graphs or not isinstance(model.attention, FlashAttention) or not isinstance(kv, VirtualKv):
+        return None
+    return DecodeGraphs(kv.manager.kv, model.decode, settings.max_sequences)
+
+
+def _run(connection: Connection[ToWorker], engine: Engine, frames: SharedFrames, kv: KvMemory) -> None:
     """Take every message that has come, compute a step, and sleep only when there is nothing to compute.
 
     Messages are taken while the device computes, too: the frames that they bring are mapped then.
@@ -104,6 +109,10 @@ def _run(connection: Connection[ToWorker], engine: Engine) -> None:
                 ended = True
             elif isinstance(message, Memory):
                 raise ProtocolError("a second Memory message: the daemon sends its memory once")
+            elif isinstance(message, Grow):
+                frames.grow(message, connection.socket)
+            elif isinstance(message, Shrink):
+                connection.send(frames.shrink(message, kv))
             else:
                 for done in _take(engine, message):
                     connection.send(done)

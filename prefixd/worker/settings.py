@@ -25,6 +25,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_model_tokens: longest prompt plus output; 0 takes the model's.
     max_step_tokens: most tokens that one forward pass computes, as far as decoding leaves room.
     max_sequences: most requests at a time, counting those that have ended and wait for the device.
+    cuda_graphs: replay decode passes as CUDA graphs, where attention is flash attention over virtual tensors.
     kv: "virtual" keeps every request in contiguous addresses (vTensor), "paged" in blocks behind a table.
     threads: of torch on a CPU; 0 takes torch's default.
     """
@@ -38,6 +39,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_model_tokens: NotNegative = 0
     max_step_tokens: Positive = 512
     max_sequences: Positive = 64
+    cuda_graphs: bool = False
     kv: Literal["virtual", "paged"] = "virtual"
     threads: NotNegative = 0
 

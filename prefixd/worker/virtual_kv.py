@@ -9,6 +9,8 @@ import torch
 
 from prefixd.worker.kv_memory import KvSequence, Segment
 from prefixd.worker.protocol import KvUsage
+from prefixd.worker.to_device import to_device
+from prefixd_swap.errors import MemoryMisuseError
 from prefixd_swap.vmem import FrameId, VirtualTensor, VirtualTensorManager
 
 
@@ -61,6 +63,19 @@ class VirtualKv:
         """See `KvMemory.poll`."""
         return self.manager.poll(wait)
 
+    def forget(self, frames: Sequence[int]) -> None:
+        """See `KvMemory.forget`: what ended requests left mapped goes.
+
+        Raises MemoryMisuseError if a request has one of the frames.
+        """
+        gone = {FrameId(frame) for frame in frames}
+        self.manager.reclaim(gone)
+        if self.manager.still_mapped(gone):  # on addresses whose request has ended and waits for the device
+            self.manager.poll(wait=True)
+            self.manager.reclaim(gone)
+        if left := self.manager.still_mapped(gone):
+            raise MemoryMisuseError(f"frame {min(left)} is to go, but a request has it; end the request first")
+
     def step(self, segments: Sequence[Segment]) -> VirtualStep:
         """See `KvMemory.step`."""
         rows = [_tensor(segment.sequence).row for segment in segments]
@@ -94,7 +109,7 @@ class VirtualStep:
                 for row, segment in zip(rows, segments, strict=True)
                 for token in range(segment.start, segment.stop)
             ]
-            self._slots = torch.tensor(slots, device=kv.device)
+            self._slots = to_device(slots, torch.int64, kv.device)
         else:
             spans = zip(rows, segments, strict=True)
             self._targets = _by_layer([kv[row, s.start : s.stop].unbind(1) for row, s in spans])
@@ -129,9 +144,9 @@ class VirtualStep:
         starts = [row * stride for row in self._rows]
         lengths = [segment.stop for segment in self.segments]
         return lambda layer: (flat[:, layer, 0], flat[:, layer, 1]), {
-            "cu_seq_k": torch.tensor([*starts, starts[-1] + stride], dtype=torch.int32, device=device),
+            "cu_seq_k": to_device([*starts, starts[-1] + stride], torch.int32, device),
             "max_k": stride,
-            "seqused_k": torch.tensor(lengths, dtype=torch.int32, device=device),
+            "seqused_k": to_device(lengths, torch.int32, device),
         }
 
 

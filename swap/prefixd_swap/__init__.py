@@ -40,7 +40,8 @@ from prefixd_swap.slab.store import SlabStore
 from prefixd_swap.slots import round_to_slot
 from prefixd_swap.spans import Span
 from prefixd_swap.threads import started_threads
-from prefixd_swap.vmem import Export, FrameId, FramePool, VirtualMemory, create_memory, send_export
+from prefixd_swap.vattention import KvCacheStats, VAttention
+from prefixd_swap.vmem import Export, FrameId, FramePool, NewFrames, VirtualMemory, create_memory, send_export
 
 __all__ = [
     "MAX_SLABS",
@@ -63,10 +64,12 @@ __all__ = [
     "HostPin",
     "IndexUnavailableError",
     "IntegrityError",
+    "KvCacheStats",
     "KvGeometry",
     "LostBytesError",
     "MemoryMisuseError",
     "NewBlock",
+    "NewFrames",
     "OutOfMemoryError",
     "PackedPages",
     "PageAllocator",
@@ -82,6 +85,7 @@ __all__ = [
     "SwapError",
     "TransferDroppedError",
     "UnknownPolicyError",
+    "VAttention",
     "Victims",
     "VirtualMemory",
     "choose_page_victims",

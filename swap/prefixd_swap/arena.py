@@ -104,6 +104,10 @@ class CpuArena:
         """Bytes in no slot; a size can have them unless they lie in another size's page, see `room`."""
         return self.capacity_bytes - self.pages.used_bytes
 
+    def untouched_bytes(self) -> int:
+        """Bytes that nobody has written to yet, nor the background thread: the system does not count them as used."""
+        return max(0, self.capacity_bytes - 512 * os.fstat(self.fd).st_blocks)
+
     @property
     def slots_used(self) -> int:
         """Slots allocated and not freed, of all sizes."""

@@ -28,6 +28,7 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
         self.requests: list[Any] = []
         self.failure: tuple[grpc.StatusCode, str] | None = None
         self.damage = False
+        self.held = ""
         # Generations and verifications go on until they are cancelled.
         self.endless = False
         self.asked = threading.Event()
@@ -132,6 +133,13 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
         self._note(request, context)
         yield admin_pb2.EvictResponse(evicted_blocks=20, total_blocks=42)
         yield admin_pb2.EvictResponse(evicted_blocks=40, kept_blocks=2, total_blocks=42, done=True)
+
+    def ResizeTier(self, request: Any, context: grpc.ServicerContext) -> Iterator[admin_pb2.ResizeTierResponse]:
+        self._note(request, context)
+        sizes = {"before_bytes": 8 << 30, "target_bytes": request.nbytes}
+        yield admin_pb2.ResizeTierResponse(nbytes=6 << 30, **sizes)
+        last = {"nbytes": 5 << 30, "unfinished": self.held} if self.held else {"nbytes": request.nbytes}
+        yield admin_pb2.ResizeTierResponse(evicted_blocks=30, demoted_blocks=20, done=True, **last, **sizes)
 
     def Flush(self, request: Any, context: grpc.ServicerContext) -> admin_pb2.FlushResponse:
         self._note(request, context)

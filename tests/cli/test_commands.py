@@ -11,6 +11,7 @@ import pytest
 from typer.main import get_command
 
 from prefixd.cli.app import app
+from prefixd.v1 import cache_pb2
 
 KEY = "9f86d081884c7d659a2feaa0c55ad015"
 NAMESPACE = bytes(range(8))
@@ -31,6 +32,7 @@ COMMANDS = [
     "verify",
     "doctor",
     "config show",
+    "tier resize",
 ]
 
 
@@ -160,6 +162,33 @@ def test_evict_everything_asks_first(cli: Cli, daemon: Any) -> None:
     result = cli("evict", "--namespace", "tiny-llama", "--yes", "--json", "--address", daemon.address)
     assert daemon.last().namespace_id == NAMESPACE
     assert json.loads(result.stdout) == {"evicted_blocks": 40, "kept_blocks": 2}
+
+
+def test_the_gpu_tier_is_resized(cli: Cli, daemon: Any) -> None:
+    result = cli("tier", "resize", "gpu", "4GiB", "--wait", "5", "--address", daemon.address)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout == "the gpu tier has 4.0 GiB, before 8.0 GiB; 30 blocks left it, 20 of them to a tier below\n"
+    assert (daemon.last().tier, daemon.last().nbytes, daemon.last().wait_s) == (cache_pb2.TIER_GPU, 4 << 30, 5.0)
+    daemon.held = "3 of 9 blocks are held"
+    result = cli("tier", "resize", "gpu", "4GiB", "--json", "--address", daemon.address)
+    assert result.exit_code == 1 and json.loads(result.stdout)["unfinished"] == daemon.held
+    assert f"the gpu tier has {5 << 30} bytes and not {4 << 30}: {daemon.held}" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("cpu", "4GiB"), "only the gpu tier can be resized"),
+        (("gpu", "4 apples"), "write a size such as 8GiB"),
+        (("gpu", "-1"), "-1"),
+        (("gpu",), "SIZE"),
+    ],
+)
+def test_a_resize_that_makes_no_sense_is_not_sent(
+    cli: Cli, daemon: Any, arguments: tuple[str, ...], words: str
+) -> None:
+    result = cli("tier", "resize", *arguments, "--address", daemon.address)
+    assert result.exit_code == 2 and words in " ".join(result.stderr.split())
 
 
 def test_evict_wants_exactly_one_thing(cli: Cli, daemon: Any) -> None:

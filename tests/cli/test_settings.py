@@ -99,6 +99,9 @@ def test_the_gpu_tier_exists_only_with_a_model() -> None:
     assert Settings.load(None, {"worker.embedded": True}, {}).gpu.bytes == 256 << 20
     assert "worker.model" in refusal({"gpu.bytes": "1GiB"})
     assert "gpu.bytes = 0" in refusal({"gpu.bytes": 0, "worker.embedded": True})
+    assert "worker.model" in refusal({"gpu.bytes": "auto"})
+    assert Settings.load(None, {"worker.embedded": True, "gpu.bytes": "auto"}, {}).gpu.bytes == "auto"
+    assert "8GiB" in refusal({"worker.embedded": True, "gpu.bytes": "automatic"})
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from prefixd.v1 import admin_pb2, inference_pb2
+from prefixd.v1 import admin_pb2, cache_pb2, inference_pb2
 
 if TYPE_CHECKING:
     from tests.server.conftest import Answer, Remote
@@ -131,6 +131,12 @@ def test_every_tier_and_a_restart_give_the_same_answer(remote: Remote, prompt: C
     assert [len(answer.tokens) for answer in together] == [12, 12]
     beams = remote.sequences(tokens, beam_search=inference_pb2.BeamSearch(width=2), n=2, temperature=0.0, seed=0)
     assert beams[0].tokens != beams[1].tokens and all(len(beam.tokens) == 12 for beam in beams)
+    remote.settled()
+
+    for nbytes in (20 << 20, 40 << 20):
+        *_, resized = remote.admin.ResizeTier(admin_pb2.ResizeTierRequest(tier=cache_pb2.TIER_GPU, nbytes=nbytes))
+        assert resized.done and remote.tier(cache_pb2.TIER_GPU).capacity_bytes == nbytes
+        assert ask().tokens == on_gpu.tokens
     remote.settled()
 
     assert remote.daemon.stop() == 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import resource
 import threading
 import time
 from pathlib import Path
@@ -11,10 +13,13 @@ from typing import Any
 import pytest
 
 from prefixd.cache import TieredCache
+from prefixd.errors import UnavailableError
 from prefixd.server import model_host
+from prefixd.server.gpu_tier_size import most_frames
 from prefixd.server.model_host import ModelHost
 from prefixd.settings import Settings
 from prefixd_swap import FramePool, KvGeometry, SwapError, VirtualMemory
+from prefixd_swap.vmem import HostMemory
 
 WAIT_S = 60.0
 
@@ -69,7 +74,7 @@ async def test_a_stop_does_not_wait_for_the_rest_of_the_tier(
     memories: list[VirtualMemory] = []
 
     class Endless(FramePool):
-        def __init__(self, memory: VirtualMemory, geometry: KvGeometry, frames: int) -> None:
+        def __init__(self, memory: VirtualMemory, geometry: KvGeometry, frames: int, most: int) -> None:
             memories.append(memory)
             while True:
                 memory.destroy(memory.create(1))
@@ -80,3 +85,52 @@ async def test_a_stop_does_not_wait_for_the_rest_of_the_tier(
     await reached(begun)
     await asyncio.wait_for(host.stop(), WAIT_S)
     assert memories[0]._closed and not cache.tiers.compute.capacity_bytes
+
+
+async def test_auto_takes_a_share_of_what_is_free_after_the_weights(
+    host: ModelHost, cache: TieredCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And counts with memory that the CPU tier was promised and has not touched."""
+    caplog.set_level(logging.INFO)
+    automatic = host._settings.gpu.model_copy(update={"bytes": "auto"})
+    monkeypatch.setattr(host, "_settings", host._settings.model_copy(update={"gpu": automatic}))
+    untouched = cache.tiers.arena.untouched_bytes()
+    assert untouched == 1 << 20
+    free = 64 << 20
+    monkeypatch.setattr(HostMemory, "available_bytes", lambda _: free)
+    host.start()
+    try:
+        model = await asyncio.wait_for(host.model(), WAIT_S)
+        hello = model.hello
+        assert hello.weights_bytes >= hello.parameters * 4 and hello.working_bytes > 0
+        left = free - untouched - hello.weights_bytes - hello.working_bytes
+        assert model.frames == int(left * 0.9) // 8192
+        (line,) = [record.getMessage() for record in caplog.records if "gpu.bytes = auto" in record.getMessage()]
+        for number in (free, untouched, hello.weights_bytes, hello.working_bytes):
+            assert str(number) in line
+        cache.tiers.frames.plan(7)
+        assert (await host.model()).frames == 7, "of the size that it has now, or will have"
+    finally:
+        await host.stop()
+
+
+async def test_auto_on_a_device_without_room_for_the_model(host: ModelHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    automatic = host._settings.gpu.model_copy(update={"bytes": "auto"})
+    monkeypatch.setattr(host, "_settings", host._settings.model_copy(update={"gpu": automatic}))
+    monkeypatch.setattr(HostMemory, "available_bytes", lambda _: 1 << 20)
+    host.start()
+    try:
+        with pytest.raises(UnavailableError, match=r"gpu.bytes = auto, -\d+ bytes, holds 0 blocks of 8192 bytes"):
+            await asyncio.wait_for(host.model(), WAIT_S)
+    finally:
+        await host.stop()
+
+
+def test_addresses_for_all_that_the_device_has_unless_they_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    geometry = KvGeometry(1, 1, 128, "float32", block_tokens=4)
+    with HostMemory(4096) as memory:
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        assert most_frames(memory, geometry, 3) == memory.total_bytes() // 4096
+        assert most_frames(memory, geometry, 1 << 50) == 1 << 50
+        monkeypatch.setattr(resource, "getrlimit", lambda _: (1 << 40, resource.RLIM_INFINITY))
+        assert most_frames(memory, geometry, 3) == 3

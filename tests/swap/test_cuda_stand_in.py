@@ -19,11 +19,12 @@ SUITES = sorted(
     [
         *HERE.glob("test_vmem_*.py"),
         *HERE.glob("test_vtensor_*.py"),
-        *(HERE / f"test_{name}.py" for name in ("frames", "copies", "page_copies", "pinning")),
+        *(HERE / f"test_{name}.py" for name in ("frames", "copies", "page_copies", "pinning", "vattention")),
         HERE.parent / "cache" / "test_tiers_on_cuda.py",
         HERE.parent / "server" / "test_generate_on_cuda.py",
         HERE.parent / "worker" / "test_attention_on_cuda.py",
         HERE.parent / "worker" / "test_engine_on_cuda.py",
+        HERE.parent / "worker" / "test_shared_frames.py",
         HERE.parent / "integrations" / "engine" / "test_transfers_on_cuda.py",
     ]
 )

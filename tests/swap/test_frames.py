@@ -101,6 +101,59 @@ def test_integrity_notices_a_frame_that_is_neither(pool: FramePool) -> None:
         pool.check_integrity()
 
 
+def test_destroying_goes_on_where_it_failed(pool: FramePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the process has no mapping left for a while."""
+    pool.allocate(8)
+    leaving = [FrameId(frame) for frame in (0, 1, 4)]
+    pool.withdraw(leaving)
+    unmap = pool._window.unmap
+
+    def fail_at_the_second(offset: int, nbytes: int) -> None:
+        if offset:
+            raise OutOfMemoryError("no mapping is left")
+        unmap(offset, nbytes)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(pool._window, "unmap", fail_at_the_second)
+        with pytest.raises(OutOfMemoryError):
+            pool.destroy(leaving)
+    pool.check_integrity()
+    pool.destroy(leaving)
+    pool.forget(leaving)
+    pool.check_integrity()
+    assert pool.memory.chunk_count == 2 * 5
+
+
+def test_a_plan_says_how_many_frames_last(pool: FramePool) -> None:
+    pool.plan(5)
+    assert (pool.lasting, pool.capacity) == (5, 8)
+    pool.plan(9)
+    assert pool.lasting == 8
+    pool.plan(None)
+    assert pool.lasting == 8
+
+
+def test_reserved_addresses_cost_nothing_until_they_are_mapped(memory: VirtualMemory) -> None:
+    """A range for all that the device could ever have: its book-keeping is as large as what was mapped."""
+    chunk = memory.chunk_bytes
+    reserved = memory.reserve(chunk << 14)
+    chunks = memory.create(4)
+    reserved.map(0, list(chunks)[:2])
+    reserved.map(2 * chunk, list(chunks)[2:])
+    assert reserved.chunks(0, 6 * chunk).tolist() == [*chunks, -1, -1]
+    assert len(reserved._slots) <= 16
+    reserved.unmap(chunk, 2 * chunk)
+    memory.check_integrity()
+    assert reserved.chunks((chunk << 14) - chunk, chunk).tolist() == [-1]
+    reserved.unmap(0, chunk)
+    reserved.unmap(3 * chunk, chunk)
+    reserved.close()
+
+
+def test_a_device_says_what_it_has(memory: VirtualMemory) -> None:
+    assert 0 < memory.available_bytes() <= memory.total_bytes()
+
+
 def test_a_pool_grows_and_shrinks_while_frames_are_used(memory: VirtualMemory, geometry: KvGeometry) -> None:
     pool = FramePool(memory, geometry, 2, most=5)
     kept = pool.allocate(2)

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -340,3 +341,16 @@ def test_a_machine_without_a_driver_says_so(tmp_path: Path) -> None:
         [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
     )
     assert "install it: pip install cuda-bindings" in done.stdout, done.stderr
+
+
+def test_it_says_how_often_chunks_are_mapped(memory: VirtualMemory) -> None:
+    memory.create(3)
+    with_two, with_one = memory.reserve(2 * memory.chunk_bytes), memory.reserve(memory.chunk_bytes)
+    with_two.map(0, [2, 0])
+    with_one.map(0, [2])
+    counts = memory.mapping_counts(np.array([2, 1, 0]))
+    assert counts.tolist() == [2, 0, 1]
+    counts[:] = 9
+    assert memory.mapping_counts(np.array([2])).tolist() == [2], "a copy"
+    with pytest.raises(MemoryMisuseError, match="chunk 3 does not exist"):
+        memory.mapping_counts(np.array([3]))

@@ -53,10 +53,14 @@ def manager(
 
 
 @pytest.fixture
-def owner(memory: VirtualMemory, geometry: KvGeometry, settle: Settle) -> Iterator[VirtualTensorManager]:
+def owner(
+    memory: VirtualMemory, geometry: KvGeometry, background: ThreadPoolExecutor | None, settle: Settle
+) -> Iterator[VirtualTensorManager]:
     """One that creates its frames itself, eight at most."""
     table = FrameTable(geometry.chunks_per_block(memory.chunk_bytes))
-    made = VirtualTensorManager(memory, table, geometry, requests=REQUESTS, max_tokens=MAX_TOKENS, limit=8)
+    made = VirtualTensorManager(
+        memory, table, geometry, requests=REQUESTS, max_tokens=MAX_TOKENS, limit=8, background=background
+    )
     yield made
     settle()
     made.check_integrity()
@@ -312,6 +316,85 @@ def test_memory_that_is_free_but_mapped_cannot_go(owner: VirtualTensorManager) -
     owner.check_integrity()
     owner.reclaim()
     owner.physical.p_free()
+
+
+def test_a_batch_grows_in_whole_or_not_at_all(owner: VirtualTensorManager) -> None:
+    one, two = owner.create(), owner.create()
+    assert owner.grow_all({one: 9, two: 4})
+    assert (one.blocks, two.blocks) == (3, 1)
+    assert not owner.grow_all({one: 16, two: 20}), "five blocks more, four are left"
+    with pytest.raises(MemoryMisuseError, match="25 tokens do not fit"):
+        owner.grow_all({one: 16, two: 25})
+    assert (one.blocks, two.blocks) == (3, 1) and owner.physical.created_count == 4
+    assert owner.grow_all({one: 16, two: 1}) and (one.blocks, two.blocks) == (4, 1)
+
+
+def test_blocks_that_are_not_needed_after_all_are_given_back(owner: VirtualTensorManager) -> None:
+    tensor = owner.create()
+    assert owner.grow(tensor, 20)
+    owner.wait([tensor])
+    frames = tensor.frames
+    owner.truncate(tensor, 9)
+    assert tensor.frames == frames[:3] and owner.physical.free_count == 2
+    mapped = owner.counts.mapped
+    assert owner.grow(tensor, 20) and tensor.frames == frames
+    owner.wait([tensor])
+    assert owner.counts.mapped == mapped
+
+
+def test_another_request_takes_the_last_blocks_of_an_ended_one_first(owner: VirtualTensorManager) -> None:
+    ended, other = owner.create(), owner.create()
+    assert owner.grow(ended, 20) and owner.grow(other, 12)
+    frames = ended.frames
+    owner.release(ended)
+    owner.poll(wait=True)
+    assert owner.grow(other, 20) and set(other.frames[3:]) == set(frames[3:])
+    again = owner.create()
+    assert again.row == ended.row
+    assert owner.grow(again, 12) and again.frames == frames[:3], "it begins where the memory is still mapped"
+
+
+def test_memory_is_mapped_ahead_and_stays_free(owner: VirtualTensorManager, settle: Settle) -> None:
+    """vAttention's eager allocation (6.2.2)."""
+    tensor = owner.create()
+    assert owner.grow(tensor, 8)
+    for most, taken in ((2, 2), (0, 0), (9, 1), (9, 0)):
+        assert owner.prepare(12, most) == taken
+        owner.check_integrity()
+    assert owner.counts.mapped == 5 and owner.physical.free_count == 3
+    following = owner.create()
+    assert owner.grow(following, 11)
+    owner.wait([following])
+    assert owner.counts.mapped == 5
+    assert owner.prepare(999, most=99) == 0, "more than there is"
+    last = owner.create()
+    assert owner.grow(last, 12) and owner.prepare(4, most=1) == 0, "no row is left"
+    settle()
+
+
+def test_ended_requests_are_unmapped_until_enough_is(owner: VirtualTensorManager, settle: Settle) -> None:
+    """vAttention's reclamation (6.2.2)."""
+    tensors = [owner.create() for _ in range(REQUESTS)]
+    assert owner.grow_all({tensors[0]: 8, tensors[1]: 12, tensors[2]: 12})
+    old = tensors[0].frames
+    owner.wait(tensors)
+    settle()
+    owner.release(tensors[0])
+    owner.release(tensors[1])
+    owner.truncate(tensors[2], 4)
+    owner.poll(wait=True)
+    assert owner.physical.unmapped_count == 0 and owner.physical.free_count == 7
+    assert owner.reclaim_until(0) == 0
+    assert owner.reclaim_until(1) == 1 and owner.still_mapped(old) == {old[0]}, "the longest idle, from its end"
+    assert owner.reclaim_until(1) == 0
+    assert owner.reclaim_until(3) == 2, "the other block, and one behind the end of the request that runs"
+    assert owner.reclaim_until(8) == 1 and owner.physical.unmapped_count == 4
+    again = owner.create()
+    assert again.row == tensors[1].row
+    mapped = owner.counts.mapped
+    assert owner.grow(again, 12)
+    owner.wait([again])
+    assert owner.counts.mapped == mapped, "the row that comes next was spared"
 
 
 def test_mappings_that_idle_rows_keep_go_before_the_limit_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

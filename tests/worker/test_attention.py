@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.engines.varlen_reference import varlen_reference
 from prefixd.worker.attention import AttentionBackend
+from prefixd.worker.decode_graphs import DecodeGraphs
 from prefixd.worker.errors import ModelError
 from prefixd.worker.flash_attention import FlashAttention, find_kernel
 from prefixd.worker.flex_attention import FlexAttention
@@ -143,3 +144,21 @@ def test_a_kernel_is_chosen_by_device_type_and_shape():
     assert find_kernel(64, torch.float32, torch.device("cuda")) is None
     assert find_kernel(300, torch.float16, torch.device("cuda")) is None
     assert find_kernel(60, torch.float16, torch.device("cuda")) is None
+
+
+def test_decode_passes_are_replayed_with_the_same_tokens(rig_with, prompt):
+    """A stand-in for CUDA graphs: what was captured is computed again, from the tensors that the capture saw."""
+    plain = rig_with(None)
+    prompts = [prompt[:length] for length in (1, 16, 17, 33, 50)]
+    options = [{"max_tokens": 9 + 3 * index, "temperature": 0.8, "seed": index} for index in range(5)]
+    expected = [plain.generate(each, **chosen) for each, chosen in zip(prompts, options, strict=True)]
+    rig = rig_with(FlashAttention(varlen_reference))
+    graphs = DecodeGraphs(rig.manager.kv, rig.model.decode, 4, capture=lambda compute: compute)
+    rig.engine._graphs = graphs
+    requests = [rig.start(each, **chosen) for each, chosen in zip(prompts, options, strict=True)]
+    rig.run()
+    assert [rig.tokens[request] for request in requests] == expected
+    assert graphs.captured_sizes == [1, 2, 4], "five at once are too many, and three are filled up to four"
+    assert graphs.replays == sum(step.computed_tokens <= 4 for step in rig.steps)
+    assert not graphs.fits(5)
+    rig.manager.check_integrity()

@@ -15,12 +15,12 @@ import torch
 
 from benchmarks.engines.varlen_reference import varlen_reference
 from benchmarks.gpu_parts.attention import GatheredStep
-from prefixd.worker.block_size import fill_chunks
 from prefixd.worker.flash_attention import FlashAttention, VarlenKernel, find_kernel
 from prefixd.worker.flex_attention import FlexAttention
 from prefixd.worker.kv_memory import KvMemory, Segment
 from prefixd.worker.paged_kv import PagedKv
 from prefixd.worker.virtual_kv import VirtualKv
+from prefixd_swap.block_size import fill_chunks
 from prefixd_swap.geometry import KvGeometry
 from prefixd_swap.vmem import FrameId, FrameTable, VirtualTensorManager, create_memory
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from prefixd.worker.block_size import explain_block_tokens, fill_chunks
 from prefixd.worker.model_spec import CUDA_CHUNK_BYTES, read_model_spec
 from prefixd.worker.settings import WorkerSettings
 from prefixd_swap import KvGeometry
+from prefixd_swap.block_size import explain_block_tokens, fill_chunks
 from tests.worker.tiny_models import tiny_config
 
 QWEN = {"layers": 28, "kv_heads": 4, "head_dim": 128, "dtype": "bfloat16"}  # Qwen2.5-7B: 56 KiB a token

@@ -138,6 +138,5 @@ def test_a_request_cancelled_in_its_prompt_leaves_its_frames_to_the_next(make: M
     rig.take(rig.engine.cancel(Cancel(request)))
     rig.take(rig.engine.poll(wait=True))
     assert rig.done[request].reason == "cancelled"
-    assert not list(rig.manager.live) and not rig.manager.releasing_count
-    assert not any(rig.manager.physical.references(frame) for frame in frames)
+    assert [rig.manager.physical.references(frame) for frame in frames] == [0] * 7
     assert rig.generate(prompt, frames=frames, temperature=1.0) == expected

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import numpy as np
 import pytest
 
@@ -9,6 +11,7 @@ from prefixd.worker import serve
 from prefixd.worker.errors import ModelError
 from prefixd.worker.protocol import Done, Extend, Hello, Memory, Sampling, Shutdown, Start, Step
 from prefixd.worker.settings import WorkerSettings
+from prefixd.worker.shared_frames import SharedFrames
 from prefixd_swap.vmem import create_memory
 
 
@@ -40,7 +43,7 @@ def test_a_request_without_frames_lets_the_worker_sleep(rig, prompt):
     tokens = np.array(prompt, "<u4").tobytes()
     start = Start(id=1, tokens=tokens, generated=0, cached_blocks=0, frames=first, sampling=sampling)
     script = Script(start, Extend(1, second))
-    serve._run(script, rig.engine)
+    serve._run(script, rig.engine, cast(SharedFrames, None), rig.kv)
     steps = [message for message in script.sent if isinstance(message, Step)]
     assert [step.computed_tokens for step in steps] == [32, 18, 1, 1]
     assert script.sent[-1] == Done(1, "length")

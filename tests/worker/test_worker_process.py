@@ -24,9 +24,12 @@ from prefixd.worker.protocol import (
     Extend,
     Failed,
     FromWorker,
+    Grow,
     Hello,
     Ready,
     Sampling,
+    Shrink,
+    Shrunk,
     Shutdown,
     Start,
     Step,
@@ -34,7 +37,7 @@ from prefixd.worker.protocol import (
 )
 from prefixd.worker.settings import WorkerSettings, encode_settings
 from prefixd_swap.geometry import KvGeometry
-from prefixd_swap.vmem import FramePool, create_memory, send_export
+from prefixd_swap.vmem import FrameId, FramePool, create_memory, send_export
 
 ROOT = Path(__file__).parents[2]
 OURS = [str(ROOT / path) for path in (".", "swap", "scheduler")]
@@ -68,7 +71,7 @@ class Daemon:
         assert self.connection.poll(TIMEOUT_S), "the worker is silent"
         return self.connection.receive()
 
-    def hand_over_memory(self, frames: int) -> FramePool:
+    def hand_over_memory(self, frames: int, most: int | None = None) -> FramePool:
         hello = self.receive()
         assert isinstance(hello, Hello)
         self.hello = hello
@@ -77,12 +80,30 @@ class Daemon:
         )
         memory = create_memory(hello.device, hello.chunk_bytes)
         memory.create(3)  # frames need not begin at the first chunk
-        pool = FramePool(memory, geometry, frames)
+        pool = FramePool(memory, geometry, frames, most)
         export = memory.export()
         self.connection.send(describe_memory(pool, export))
         send_export(self.connection.socket, export)
         assert self.receive() == Ready()
         return pool
+
+    def grow(self, pool: FramePool, count: int) -> list[FrameId]:
+        new = pool.create(count)
+        export = pool.memory.export_run(range(new.chunks[0], new.chunks[-1] + 1))
+        frames = np.array(new.frames, np.int64).tobytes()
+        self.connection.send(Grow(export.meta, export.count, frames, new.chunks.tobytes()))
+        send_export(self.connection.socket, export)
+        pool.admit(new)
+        return new.frames
+
+    def shrink(self, pool: FramePool, frames: list[FrameId]) -> None:
+        """`frames` are allocated."""
+        pool.withdraw(frames)
+        encoded = np.array(frames, np.int64).tobytes()
+        self.connection.send(Shrink(encoded))
+        assert self.receive() == Shrunk(encoded)
+        pool.destroy(frames)
+        pool.forget(frames)
 
     def start(self, request: int, tokens: list[int], frames: list[int], cached: int = 0, max_tokens: int = 8) -> None:
         self.connection.send(
@@ -211,6 +232,64 @@ def test_the_memory_outlives_a_killed_worker(daemon, pool, settings, rig, prompt
         assert successor.process.wait(TIMEOUT_S) == 0
     finally:
         successor.close()
+
+
+def mapped_bytes(pid: int) -> int:
+    """Of the GPU tier's file, in the address space of a process."""
+    maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    spans = [line.split()[0].split("-") for line in maps if "prefixd-gpu-tier" in line]
+    return sum(int(stop, 16) - int(start, 16) for start, stop in spans)
+
+
+@pytest.mark.parametrize("kv", ["virtual", "paged"])
+def test_frames_come_and_go_while_a_worker_runs(llama_directory: Path, rig, prompt, kv: str) -> None:
+    """What left is mapped nowhere any more, and its memory is the system's again; what came is used."""
+    daemon = Daemon(WorkerSettings(model=str(llama_directory), threads=1, max_step_tokens=64, kv=kv))
+    try:
+        pool = daemon.hand_over_memory(frames=6, most=16)
+        nbytes = pool.geometry.block_bytes
+        descriptor = pool.memory._fd
+        first = pool.allocate(4)
+        daemon.start(1, prompt, first)
+        assert daemon.collect({1})[0] == {1: rig.generate(prompt)}
+        kept = pool.allocate(2)
+        assert mapped_bytes(daemon.process.pid) == 4 * nbytes
+        before = os.fstat(descriptor).st_blocks * 512
+        daemon.shrink(pool, first[1:])  # the ended request's addresses still have them
+        assert mapped_bytes(daemon.process.pid) == nbytes
+        assert before - os.fstat(descriptor).st_blocks * 512 == 3 * nbytes
+        came = daemon.grow(pool, 6)
+        assert came[:3] == first[1:] and max(came) > 5, "numbers come again, and beyond the first ones"
+        assert os.fstat(descriptor).st_blocks * 512 == before + 3 * nbytes
+        pool.free(first[:1])
+        daemon.start(2, prompt, pool.allocate(4))
+        daemon.start(3, prompt[:20], kept)
+        tokens, _ = daemon.collect({2, 3})
+        assert tokens == {2: rig.generate(prompt), 3: rig.generate(prompt[:20])}
+        pool.check_integrity()
+        daemon.connection.send(Shutdown())
+        assert daemon.process.wait(TIMEOUT_S) == 0
+    finally:
+        daemon.close()
+        pool.close()
+        pool.memory.close()
+
+
+def test_a_worker_does_not_let_go_of_what_a_request_has(settings: WorkerSettings, prompt) -> None:
+    """A daemon that breaks the rule finds out: the worker says so and ends."""
+    daemon = Daemon(settings)
+    try:
+        pool = daemon.hand_over_memory(frames=6)
+        frames = pool.allocate(2)
+        daemon.start(1, prompt, frames)  # it wants more frames before it goes on
+        assert isinstance(daemon.receive(), Step)
+        daemon.connection.send(Shrink(np.array(frames[1:], np.int64).tobytes()))
+        failed = daemon.receive()
+        assert isinstance(failed, Failed) and f"frame {frames[1]} is to go, but a request has it" in failed.detail
+    finally:
+        daemon.close()
+        pool.close()
+        pool.memory.close()
 
 
 @pytest.mark.gpu

@@ -52,6 +52,11 @@ class GpuTier(MemoryTier):
         """How many more frames can be allocated now, if a part of `nbytes` bytes fits into one."""
         return self.pool.free_count if self.ever_fits((nbytes,)) else 0
 
+    def withdraw(self, frames: Sequence[FrameId]) -> None:
+        """Take frames in flight out of the tier for good; see `FramePool.withdraw`."""
+        self.pool.withdraw(frames)
+        self.in_flight.difference_update(frames)
+
     def addresses(self, slots: Int64s) -> Int64s:
         """Where the frames' bytes begin in the pool's window."""
         if slots.size and int(slots.max()) >= self.pool.table.size:

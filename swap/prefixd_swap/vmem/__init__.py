@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from prefixd_swap.errors import DeviceError
+from prefixd_swap.vmem.attach_costs import AttachCosts
 from prefixd_swap.vmem.base import ChunkId, Export, FrameId, VirtualMemory, VirtualRange
 from prefixd_swap.vmem.cuda import CudaMemory
 from prefixd_swap.vmem.fence import Fence
@@ -16,12 +17,14 @@ from prefixd_swap.vmem.virtual_set import VirtualSet
 from prefixd_swap.vmem.virtual_tensor import VirtualTensor
 
 __all__ = [
+    "AttachCosts",
     "ChunkId",
     "Export",
     "Fence",
     "FrameId",
     "FramePool",
     "FrameTable",
+    "HostMemory",
     "MappingCounts",
     "NewFrames",
     "PhysicalSet",

@@ -164,10 +164,25 @@ class VirtualMemory(ABC):
             self._fences.append(made)
             return made
 
+    @abstractmethod
+    def available_bytes(self) -> int:
+        """Bytes of the device from which chunks could be created now. It asks the system: for a thread."""
+
+    @abstractmethod
+    def total_bytes(self) -> int:
+        """Bytes that the device has in all: there can never be more chunks."""
+
     @property
     def chunk_count(self) -> int:
         """How many chunks exist."""
         return int(np.count_nonzero(self._mapped != _ABSENT))
+
+    def mapping_counts(self, chunks: ChunkIds) -> npt.NDArray[np.int32]:
+        """On how many places each of `chunks` is mapped in this process. Raises MemoryMisuseError if one does not
+        exist."""
+        with self.lock:
+            self.check_exists(chunks)
+            return self._mapped[chunks]
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless the count of every chunk's mappings is what the ranges hold."""
@@ -321,7 +336,8 @@ class VirtualRange:
         self.memory = memory
         self.base = base
         self.nbytes = nbytes
-        self._slots: ChunkIds = np.full(nbytes // memory.chunk_bytes, _UNMAPPED, np.int64)
+        # As far as anything was ever mapped or asked for: a range may be reserved for far more than is ever mapped.
+        self._slots: ChunkIds = np.empty(0, np.int64)
         self._closed = False
 
     def map(self, offset: int, chunks: Sequence[int] | ChunkIds) -> None:
@@ -396,8 +412,9 @@ class VirtualRange:
         """`nbytes` bytes from `offset` for the copy engine; they must be mapped. Raises MemoryMisuseError."""
         chunk = self.memory.chunk_bytes
         start = offset - offset % chunk
-        slots = self._window(start, -(-(offset + nbytes - start) // chunk) * chunk)
-        if (slots == _UNMAPPED).any():
+        with self.memory.lock:
+            unmapped = (self._window(start, -(-(offset + nbytes - start) // chunk) * chunk) == _UNMAPPED).any()
+        if unmapped:
             raise MemoryMisuseError(f"bytes {offset} to {offset + nbytes} are not all mapped; map them first")
         return Span(self.base + offset, nbytes, self.memory.on_device)
 
@@ -439,7 +456,13 @@ class VirtualRange:
             raise MemoryMisuseError(f"offset {offset} and size {nbytes} must be multiples of the chunk, {chunk} bytes")
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
             raise MemoryMisuseError(f"bytes {offset} to {offset + nbytes} leave the range of {self.nbytes} bytes")
-        slots: ChunkIds = self._slots[offset // chunk : (offset + nbytes) // chunk]
+        start, stop = offset // chunk, (offset + nbytes) // chunk
+        # With the slot behind it, which says whether a mapping that reaches to `stop` ends there.
+        missing = min(stop + 1, self.nbytes // chunk) - len(self._slots)
+        if missing > 0:
+            added = min(max(missing, len(self._slots)), self.nbytes // chunk - len(self._slots))
+            self._slots = np.append(self._slots, np.full(added, _UNMAPPED, np.int64))
+        slots: ChunkIds = self._slots[start:stop]
         return slots
 
     def _change_of_mappings(self, offset: int, slots: ChunkIds) -> int:

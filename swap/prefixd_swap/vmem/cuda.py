@@ -62,6 +62,16 @@ class CudaMemory(VirtualMemory):
             raise
         return memory
 
+    def available_bytes(self) -> int:
+        """See `VirtualMemory.available_bytes`: cuMemGetInfo's free bytes."""
+        self._cuda.use_context()
+        return int(self._cuda.call("cuMemGetInfo")[0])
+
+    def total_bytes(self) -> int:
+        """See `VirtualMemory.total_bytes`: cuMemGetInfo's total bytes."""
+        self._cuda.use_context()
+        return int(self._cuda.call("cuMemGetInfo")[1])
+
     def _make_fence(self) -> Fence:
         return CudaFence(self._cuda)
 

@@ -32,6 +32,7 @@ class FrameTable:
             raise MemoryMisuseError(f"a frame of {frame_chunks} chunks is not possible; give it at least 1")
         self.frame_chunks = frame_chunks
         self._chunks: ChunkIds = np.empty((0, frame_chunks), np.int64)
+        self._count = 0
 
     @property
     def size(self) -> int:
@@ -41,7 +42,7 @@ class FrameTable:
     @property
     def count(self) -> int:
         """How many frames exist."""
-        return int(np.count_nonzero(self._exists))
+        return self._count
 
     def frames(self) -> ChunkIds:
         """The numbers of all frames, ascending."""
@@ -79,6 +80,7 @@ class FrameTable:
             empty = np.full((missing, self.frame_chunks), _NONE, np.int64)
             self._chunks = np.concatenate([self._chunks, empty])
         self._chunks[numbers] = ids.reshape(len(numbers), self.frame_chunks)
+        self._count += len(numbers)
 
     def remove(self, frames: Iterable[FrameId]) -> ChunkIds:
         """Remove frames; returns their chunks, which are free now. Raises MemoryMisuseError, and removes none."""
@@ -87,6 +89,7 @@ class FrameTable:
         if len(set(numbers)) != len(numbers):
             raise MemoryMisuseError(f"frames {numbers} name one twice; name each once")
         self._chunks[numbers] = _NONE
+        self._count -= len(numbers)
         return chunks
 
     def chunks(self, frames: Sequence[FrameId] | ChunkIds) -> ChunkIds:

@@ -56,6 +56,7 @@ class FramePool:
         self._free = FreeRuns(0)
         self._used: npt.NDArray[np.bool_] = np.zeros(0, bool)
         self._leaving: set[FrameId] = set()
+        self._plan: int | None = None
         self._closed = False
         try:
             self.admit(self.create(frames))
@@ -67,6 +68,11 @@ class FramePool:
     def capacity(self) -> int:
         """How many frames can be free or allocated."""
         return self.table.count - len(self._leaving)
+
+    @property
+    def lasting(self) -> int:
+        """How many frames one can count on: `capacity`, or fewer while the pool is about to shrink."""
+        return self.capacity if self._plan is None else min(self.capacity, self._plan)
 
     @property
     def free_count(self) -> int:
@@ -117,6 +123,10 @@ class FramePool:
 
     # -- growing and shrinking ----------------------------------------------------------------------------------
 
+    def plan(self, count: int | None) -> None:
+        """Say that no more than `count` frames will be left soon; None: all that there are stay. See `lasting`."""
+        self._plan = count
+
     def create(self, count: int) -> NewFrames:
         """Create memory for `count` more frames, in any thread; one call at a time.
 
@@ -166,13 +176,15 @@ class FramePool:
     def destroy(self, frames: Sequence[FrameId]) -> None:
         """Give the memory of withdrawn frames back to the device, in any thread; `forget` them then.
 
-        No other process may map them, nor keep handles of their chunks.
+        No other process may map them, nor keep handles of their chunks. Raises OutOfMemoryError when the process has no
+        mapping left, which taking a part out of a run needs: call it again when it has.
         """
         ordered = sorted(frames)
         if not self._leaving.issuperset(ordered):
             raise MemoryMisuseError(f"frames {ordered[:8]} were not withdrawn; withdraw them before they are destroyed")
-        for run in _runs(ordered):
-            self._window.unmap(run.start * self.geometry.block_bytes, len(run) * self.geometry.block_bytes)
+        block_bytes = self.geometry.block_bytes
+        for run in _runs([frame for frame in ordered if self._window.chunks(frame * block_bytes, block_bytes)[0] >= 0]):
+            self._window.unmap(run.start * block_bytes, len(run) * block_bytes)
         for run in _runs(sorted(self.table.chunks(ordered).reshape(-1).tolist())):
             self.memory.destroy(run)
 
@@ -185,7 +197,7 @@ class FramePool:
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless every frame is free, used or leaving and the window maps every chunk in its
-        place."""
+        place. Of frames that are being created or destroyed the window is not looked at."""
         self._free.check_integrity()
         found = np.zeros(len(self._used), np.int64)
         for run in self._free.runs():
@@ -197,8 +209,9 @@ class FramePool:
         if not np.array_equal(found, expected):
             frame = int((found != expected).argmax())
             raise IntegrityError(f"frame {frame} is counted {found[frame]} times as free, used or leaving")
-        frames = self.table.frames()
-        if not np.array_equal(self._window.mapped_chunks(), self.table.chunks(frames).reshape(-1)):
+        frames = np.setdiff1d(self.table.frames(), np.fromiter(self._leaving, np.int64, len(self._leaving)))
+        mapped = self._window.chunks(0, self.table.size * self.geometry.block_bytes)
+        if not np.array_equal(mapped.reshape(self.table.size, -1)[frames], self.table.chunks(frames)):
             raise IntegrityError("the window does not map the chunks of all frames in order")
         self.memory.check_integrity()
 

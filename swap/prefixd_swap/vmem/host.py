@@ -44,6 +44,14 @@ class HostMemory(VirtualMemory):
         memory._adopt(runs)
         return memory
 
+    def available_bytes(self) -> int:
+        """See `VirtualMemory.available_bytes`: what the system, or the control group, can give without swapping."""
+        return linux.available_bytes()
+
+    def total_bytes(self) -> int:
+        """See `VirtualMemory.total_bytes`: the machine's memory."""
+        return linux.total_bytes()
+
     def _make_fence(self) -> Fence:
         return HostFence()
 

@@ -105,6 +105,11 @@ def available_bytes() -> int:
     return available if limit == "max" else min(available, max(0, int(limit) - int(used)))
 
 
+def total_bytes() -> int:
+    """The machine's memory."""
+    return PAGE_BYTES * os.sysconf("SC_PHYS_PAGES")
+
+
 def _meminfo_available() -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):

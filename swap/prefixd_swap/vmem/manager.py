@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from prefixd_swap.errors import IntegrityError, MemoryMisuseError, OutOfMemoryError
@@ -107,12 +108,12 @@ class VirtualTensorManager:
     def create(self, wanted: Sequence[FrameId] = ()) -> VirtualTensor:
         """A virtual tensor without memory, on addresses where most of `wanted` are still mapped.
 
-        Without `wanted`: where most is mapped, if this manager's own frames come next (vAttention, 6.2.2), else where
+        Without `wanted`: where most of this manager's own free frames are still mapped (vAttention, 6.2.2), else where
         nothing is. Raises OutOfMemoryError when all addresses are taken.
         """
         if self.virtual.idle_count == 0:
             self.poll()
-        row = self.virtual.v_alloc(wanted, mapped_first=self.physical.limit > 0)
+        row = self.virtual.v_alloc(wanted, self.physical.is_free)
         if row is None:
             raise OutOfMemoryError(
                 f"all {len(self.virtual.rows)} virtual tensors are taken; end a request, or reserve for more requests"
@@ -147,26 +148,72 @@ class VirtualTensorManager:
         tensor._frames.extend(frames)
 
     def grow(self, tensor: VirtualTensor, tokens: int) -> bool:
-        """Extend `tensor` with frames of `physical.p_alloc` until it has memory for `tokens`.
+        """`grow_all` of one virtual tensor."""
+        return self.grow_all({tensor: tokens})
 
-        False, and nothing changed, when there would be more frames than the limit. Raises as `extend`.
+    def grow_all(self, tokens: Mapping[VirtualTensor, int]) -> bool:
+        """Extend each virtual tensor with frames of `physical.p_alloc` until it has memory for its tokens.
+
+        False, and nothing changed, when there would be more frames than the limit. Raises as `extend`, with nothing
+        changed.
         """
-        first = len(tensor._frames)
-        count = -(-tokens // self.geometry.block_tokens) - first
-        if count <= 0:
+        lacking: list[tuple[VirtualTensor, int]] = []
+        slots: list[FrameId] = []  # what is mapped on the blocks to come
+        for tensor, wanted in tokens.items():
+            first = len(tensor._frames)
+            stop = max(first, self._blocks(wanted))
+            if stop > self.virtual.blocks:
+                raise MemoryMisuseError(
+                    f"{wanted} tokens do not fit into a virtual tensor of {self.virtual.tokens}; reserve for more"
+                )
+            lacking.append((tensor, stop - first))
+            slots += tensor._row.mapped[first:stop]
+        if not slots:
             return True
-        if first + count > self.virtual.blocks:
-            raise MemoryMisuseError(
-                f"{tokens} tokens do not fit into a virtual tensor of {self.virtual.tokens}; reserve for more tokens"
-            )
-        frames = self.physical.p_alloc(count, tensor._row.mapped[first : first + count])
+        frames = self.physical.p_alloc(len(slots), slots)
         if frames is None:
             return False
+        placed = iter(_in_place(slots, frames))
+        grown: list[tuple[VirtualTensor, int]] = []
         try:
-            self.extend(tensor, _in_place(tensor._row.mapped[first : first + count], frames))
+            for tensor, count in lacking:
+                self.extend(tensor, list(islice(placed, count)))
+                grown.append((tensor, count))
+        except BaseException:
+            for tensor, count in grown:
+                self._give_back(tensor, len(tensor._frames) - count)
+            raise
         finally:
             self.physical.release(frames)  # p_alloc's reference; extend has taken its own
         return True
+
+    def truncate(self, tensor: VirtualTensor, tokens: int) -> None:
+        """Give back the memory of the blocks behind the first `tokens`, which nothing on the device uses.
+
+        The mappings stay, as after `release`.
+        """
+        self._give_back(tensor, self._blocks(tokens))
+
+    def prepare(self, tokens: int, most: int) -> int:
+        """Eager allocation (vAttention, 6.2.2): map free frames where the next `create` begins, for `tokens`.
+
+        They stay free, so whoever lacks memory can still take them. `most` frames are taken at most, none when
+        there would be more frames than the limit; returns how many were. Raises as `extend`.
+        """
+        row = self.virtual.next_row(is_free=self.physical.is_free)
+        if row is None:
+            return 0
+        first = row.leading(self.physical.is_free)
+        stop = min(self._blocks(tokens), self.virtual.blocks, first + most)
+        # From the first block on: what is mapped there already must not be taken for the blocks behind.
+        frames = self.physical.p_alloc(stop, row.mapped[:stop]) if stop > first else None
+        if frames is None:
+            return 0
+        try:
+            self._run(row, first, _in_place(row.mapped[:stop], frames)[first:])
+        finally:
+            self.physical.release(reversed(frames))
+        return stop - first
 
     def record(self, tensor: VirtualTensor, first: int, stop: int) -> Sequence[FrameId]:
         """Prefix Record: the frames of blocks [first, stop), which are full and are not written again.
@@ -272,8 +319,7 @@ class VirtualTensorManager:
         del self._live[tensor.row]
 
         def give_back() -> None:
-            self.physical.release(tensor._frames)
-            tensor._frames = []
+            self._give_back(tensor, 0)
             self.virtual.v_free(tensor._row)
             if on_released is not None:
                 on_released()
@@ -295,6 +341,11 @@ class VirtualTensorManager:
 
     # -- memory -------------------------------------------------------------------------------------------------
 
+    def unmap_unused(self, tensor: VirtualTensor) -> int:
+        """Unmap what is mapped behind the last block of `tensor`; returns how many blocks were."""
+        self._drain()
+        return self.virtual.unmap(tensor._row, len(tensor._frames))
+
     def reclaim(self, frames: Iterable[FrameId] | None = None) -> int:
         """Unmap what no request uses: everything, or what lies from one of `frames` on; returns blocks unmapped.
 
@@ -313,6 +364,29 @@ class VirtualTensorManager:
                     unmapped += self.virtual.unmap(row, block)
                     break
         return unmapped
+
+    def reclaim_until(self, unmapped: int) -> int:
+        """Reclamation below a watermark (vAttention, 6.2.2): unmap what no request uses until that many free frames
+        are mapped nowhere, or nothing is left to unmap; returns blocks unmapped.
+
+        Rows that have been idle longest come first, each from its end; then what lies behind the last block of rows
+        in use. The row that the next `create` takes keeps its mappings.
+        """
+        self._drain()
+        spared = self.virtual.next_row(is_free=self.physical.is_free)
+        unused = [(row, 0) for row in self.virtual.idle() if row is not spared]
+        unused += [(tensor._row, len(tensor._frames)) for tensor in self._live.values()]
+        done = 0
+        lacking = unmapped - self.physical.unmapped_count
+        for row, first in unused:
+            stop = self.virtual.blocks
+            while lacking > 0 and stop > first:
+                start = max(first, stop - lacking)
+                done += (here := self.virtual.unmap(row, start, stop))
+                stop = start
+                if here:
+                    lacking = unmapped - self.physical.unmapped_count
+        return done
 
     def still_mapped(self, frames: Iterable[FrameId]) -> set[FrameId]:
         """Those of `frames` that any row still maps."""
@@ -345,11 +419,16 @@ class VirtualTensorManager:
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _map(self, tensor: VirtualTensor, first: int, frames: list[FrameId]) -> None:
+        job = self._run(tensor._row, first, frames)
+        if job is not None:
+            tensor._mapping.append(job)
+
+    def _run(self, row: Row, first: int, frames: list[FrameId]) -> Future[None] | None:
         if self._background is None:
-            self._map_now(tensor._row, first, frames)
-            return
-        self._last = self._background.submit(self._map_now, tensor._row, first, frames)
-        tensor._mapping.append(self._last)
+            self._map_now(row, first, frames)
+            return None
+        self._last = self._background.submit(self._map_now, row, first, frames)
+        return self._last
 
     def _map_now(self, row: Row, first: int, frames: list[FrameId]) -> None:
         try:
@@ -361,6 +440,15 @@ class VirtualTensorManager:
             mapped = self.virtual.map(row, first, frames)
         self.counts.mapped += mapped
         self.counts.reused += len(frames) - mapped
+
+    def _give_back(self, tensor: VirtualTensor, first: int) -> None:
+        """Give up the frames from block `first` on. The last one becomes free first, hence is the first that another
+        takes: the next request on this row begins where the memory is still mapped."""
+        self.physical.release(reversed(tensor._frames[first:]))
+        del tensor._frames[first:]
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self.geometry.block_tokens)
 
     def _settle(self, tensor: VirtualTensor) -> None:
         """Wait for a tensor's mappings; one that failed has left its blocks unmapped, and that is all."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +52,12 @@ class PhysicalSet:
         return len(self._free)
 
     @property
+    def unmapped_count(self) -> int:
+        """How many free frames are mapped nowhere: taking one of these takes nothing from an idle row."""
+        first = self._table.chunks(list(self._free))[:, 0]
+        return int(np.count_nonzero(self._memory.mapping_counts(first) == 0))
+
+    @property
     def shared_count(self) -> int:
         """How many frames are saved by sharing: references beyond the first of each frame."""
         counted = self._references[self._references > 1]
@@ -59,6 +66,10 @@ class PhysicalSet:
     def references(self, frame: FrameId) -> int:
         """How many virtual tensors refer to `frame`."""
         return int(self._references[frame]) if frame < len(self._references) else 0
+
+    def is_free(self, frame: FrameId) -> bool:
+        """Whether nobody refers to `frame` and it can be taken."""
+        return frame in self._free
 
     def p_alloc(self, count: int, wanted: Sequence[FrameId] = ()) -> list[FrameId] | None:
         """Take `count` frames for one reference each; None, and nothing taken, if there would be more than `limit`.
@@ -77,7 +88,8 @@ class PhysicalSet:
         taken = list(dict.fromkeys(frame for frame in wanted if frame in self._free))[:count]
         for frame in taken:
             del self._free[frame]
-        for frame in list(self._free)[: count - len(taken)]:
+        # Ascending: chunks with consecutive ids are one mapping of the kernel on host memory.
+        for frame in sorted(islice(self._free, count - len(taken))):
             del self._free[frame]
             taken.append(frame)
         self._references[taken] = 1

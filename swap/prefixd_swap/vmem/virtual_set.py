@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
@@ -34,6 +34,10 @@ class Row:
         """How many of `frames`, from the first on, are mapped here on the blocks where they are wanted."""
         pairs = zip(self.mapped, frames, strict=False)
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    def leading(self, is_free: Callable[[FrameId], bool]) -> int:
+        """On how many blocks, from the first on, frames are mapped that are free to take."""
+        return sum(1 for _ in takewhile(is_free, self.mapped))
 
     @property
     def mapped_blocks(self) -> int:
@@ -91,21 +95,29 @@ class VirtualSet:
         """The rows that no request has, the one that has been idle longest first."""
         return iter(self._idle.values())
 
-    def v_alloc(self, wanted: Sequence[FrameId] = (), *, mapped_first: bool = False) -> Row | None:
-        """Take a row; None if all are taken.
+    def next_row(
+        self, wanted: Sequence[FrameId] = (), is_free: Callable[[FrameId], bool] = lambda frame: False
+    ) -> Row | None:
+        """The row that `v_alloc` would take; None if all are taken.
 
-        The one on which most of `wanted`, from the first on, are mapped already. Among equals: with `mapped_first` the
-        one on which most is mapped, else one on which nothing is; then the one that has been idle longest.
+        The one on which most of `wanted`, from the first on, are mapped already. Among equals the one on which most
+        frames that are free, from the first block on, are mapped; then one on which nothing is; then the one that has
+        been idle longest.
         """
-        if not self._idle:
-            return None
 
-        def worth(row: Row) -> tuple[int, int]:
-            mapped = row.mapped_blocks
-            return row.common(wanted), mapped if mapped_first else -min(mapped, 1)
+        def worth(row: Row) -> tuple[int, int, bool]:
+            return row.common(wanted), row.leading(is_free), not row.mapped_blocks
 
-        best = max(self._idle.values(), key=worth)
-        return self._idle.pop(best.number)
+        return max(self._idle.values(), key=worth, default=None)
+
+    def v_alloc(
+        self, wanted: Sequence[FrameId] = (), is_free: Callable[[FrameId], bool] = lambda frame: False
+    ) -> Row | None:
+        """Take the row that `next_row` names; None if all are taken."""
+        row = self.next_row(wanted, is_free)
+        if row is not None:
+            del self._idle[row.number]
+        return row
 
     def v_free(self, row: Row) -> None:
         """Give a row back; its mappings stay until somebody needs others there. Nothing on the device uses it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
@@ -50,6 +50,14 @@ class VirtualTensor:
     def frames(self) -> Sequence[FrameId]:
         """The frames of the blocks, in order."""
         return tuple(self._frames)
+
+    def still_mapped(self, frames: Sequence[FrameId]) -> int:
+        """How many of `frames`, from the first on, are mapped on its first blocks already."""
+        return self._row.common(frames)
+
+    def still_free(self, is_free: Callable[[FrameId], bool]) -> int:
+        """How many of its addresses' first blocks are mapped on frames that nobody has."""
+        return self._row.leading(is_free)
 
     @property
     def mapping(self) -> bool:

@@ -158,7 +158,7 @@ async def test_what_it_has_not_computed_or_others_hold_stays(make_bench: MakeBen
     prompt = [*range(17), 1]
     found = bench.submit(prompt[:9], max_tokens=1)
     await bench.finish(found)
-    victim = bench.submit([*prompt, *THREE], max_tokens=30, priority=1)
+    victim = bench.submit([*prompt, *THREE], max_tokens=29, priority=1)
     await bench.running(victim)
     bench.step()
     await bench.quiet()

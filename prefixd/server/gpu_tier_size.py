@@ -1,0 +1,42 @@
+"""How large the GPU tier is at the start (`gpu.bytes = "auto"`), and how large it can ever be."""
+
+from __future__ import annotations
+
+import logging
+import resource
+
+from prefixd.worker.protocol import Hello
+from prefixd_swap import KvGeometry, VirtualMemory
+
+log = logging.getLogger(__name__)
+
+SHARE = 0.9
+"""Of what is free after the weights; the rest is a reserve for what the estimates miss and for others on the device."""
+
+
+def automatic_bytes(memory: VirtualMemory, hello: Hello, untouched_bytes: int) -> int:
+    """What `gpu.bytes = "auto"` means on this device now: below 0 where not even the model fits. It asks the device.
+
+    Args:
+        memory: on the device.
+        hello: says what the model will take; its weights are not there yet.
+        untouched_bytes: memory of the same device that others have been promised and have not touched yet.
+    """
+    free = memory.available_bytes()
+    nbytes = int((free - untouched_bytes - hello.weights_bytes - hello.working_bytes) * SHARE)
+    log.info(
+        "gpu.bytes = auto: %d bytes, %d%% of what is left of %d free on %s after %d for the weights, %d to work with "
+        "and %d for the CPU tier",
+        *(nbytes, round(SHARE * 100), free, memory.device, hello.weights_bytes, hello.working_bytes, untouched_bytes),
+    )
+    return nbytes
+
+
+def most_frames(memory: VirtualMemory, geometry: KvGeometry, frames: int) -> int:
+    """How many frames the tier can ever have: what the device has in all; addresses are reserved for so many.
+
+    Where the process's addresses are limited (`ulimit -v`) they are not to be spent so: no more than at the start.
+    """
+    if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+        return frames
+    return max(frames, memory.total_bytes() // geometry.block_bytes)

@@ -1,0 +1,278 @@
+"""Growing and shrinking the GPU tier while requests run, in slices: the memory itself goes back to the device.
+
+```
+grow    create (thread)   tell the worker    admit                        a slice: its frames can be allocated
+shrink  make room, allocate   withdraw   the worker lets go   destroy (thread)   forget
+```
+
+A slice is done as a whole or not at all, whatever happens to the caller or the worker meanwhile: a worker that dies in
+the middle has let go, and its successor is handed what there is then. Between two slices others work, and a resize can
+be ended; the tier then has the size that it has come to.
+
+**Who has to go.** Room is made as for a prefetch: cached blocks go down the tiers, or are evicted; who waits for blocks
+goes before. Running requests keep their frames, and get more while there are any, by preemption if need be
+(`preemption.py`). From the beginning on, the dispatcher counts on the smaller tier only, so no new request takes what
+became free. Where a request that runs, or did before it was preempted, can come to need more than the smaller tier
+has, the tier stays that large until the request has ended. When that, or anything else that holds frames, takes longer
+than the caller would wait, the resize ends where it is and says who holds them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+
+from prefixd.cache import TieredCache
+from prefixd.cache.movement import Movement
+from prefixd.errors import (
+    ExhaustedError,
+    InvalidArgumentError,
+    PreconditionError,
+    PrefixdError,
+    UnavailableError,
+)
+from prefixd.server.dispatcher import Dispatcher
+from prefixd.server.worker_process import WorkerProcess
+from prefixd.steps import in_thread
+from prefixd_swap import FrameId, FramePool, SwapError
+from prefixd_swap.tiers import GpuTier
+from prefixd_swap.transfers import Urgency
+
+log = logging.getLogger(__name__)
+
+LEAST_BLOCKS = 2
+"""A request needs a block for its prompt and one to go on."""
+_SLICE_BYTES = 64 << 20
+_SLICE_FRAMES = 1024  # some milliseconds of accounting on the event loop
+_RETRY_S = 0.02
+_PROGRESS_S = 0.1
+_HOLDERS = 3
+
+
+@dataclass(slots=True)
+class ResizeProgress:
+    """How far a resize is.
+
+    Attributes:
+        before_bytes: the tier's size at its begin.
+        target_bytes: the size that was asked for, in whole blocks.
+        nbytes: the tier's size now.
+        evicted_blocks: copies that left the tier since its begin, for whatever reason.
+        demoted_blocks: those of them that were copied a tier down for that.
+        unfinished: why it ended before the target was reached; empty if it was.
+        done: whether it has ended.
+    """
+
+    before_bytes: int
+    target_bytes: int
+    nbytes: int
+    evicted_blocks: int = 0
+    demoted_blocks: int = 0
+    unfinished: str = ""
+    done: bool = False
+
+
+@dataclass(slots=True)
+class _Job:
+    """A resize under way: to so many frames, waiting for others until `deadline_s`."""
+
+    frames: int
+    deadline_s: float
+    unfinished: str = ""
+    cancelled: bool = False
+
+
+class TierResize:
+    """Resizes the compute tier; one resize at a time.
+
+    Args:
+        cache: whose compute tier.
+        worker: has the tier's memory attached.
+        dispatcher: gives the tier's frames to requests.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, cache: TieredCache, worker: WorkerProcess, dispatcher: Dispatcher, clock: Callable[[], float]
+    ) -> None:
+        self._cache = cache
+        self._worker = worker
+        self._dispatcher = dispatcher
+        self._clock = clock
+        self._stopping = False
+        self._begun = False
+        self._job: _Job | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._withdrawn: list[FrameId] = []  # whose memory could not be given back yet
+
+    async def resize(self, nbytes: int, wait_s: float) -> AsyncGenerator[ResizeProgress, None]:
+        """Resizes the tier to at most `nbytes`; yields how far it is, the last time when it is done.
+
+        Closing it ends the resize after the slice under way.
+
+        Args:
+            nbytes: the new size; as many whole blocks as fit.
+            wait_s: how long to wait for frames that are held.
+
+        Raises:
+            InvalidArgumentError: the tier would have fewer than two blocks.
+            ExhaustedError: the device does not have so much.
+            PreconditionError: a resize is under way, or the model is being loaded.
+            UnavailableError: the daemon ends.
+        """
+        tier = self._tier()
+        pool = tier.pool
+        block_bytes = pool.geometry.block_bytes
+        frames = nbytes // block_bytes
+        if frames < LEAST_BLOCKS:
+            raise InvalidArgumentError(
+                f"{nbytes} bytes hold {frames} blocks of {block_bytes} bytes; a request needs at least {LEAST_BLOCKS}: "
+                f"give {LEAST_BLOCKS * block_bytes} or more"
+            )
+        if self._begun:
+            going = "" if self._job is None else f" to {self._job.frames * block_bytes} bytes"
+            raise PreconditionError(f"the gpu tier is being resized{going} now; wait for its end, or end it")
+        self._begun = True
+        try:
+            await _check_fits(pool, frames)
+            job = self._job = _Job(frames, self._clock() + wait_s)
+            self._task = asyncio.create_task(self._run(tier, job), name="tier-resize")
+        except BaseException:
+            self._begun = False
+            raise
+        counters = self._cache.tiers.counters(tier)
+        evicted, demoted = counters.evicted, counters.demoted
+        progress = ResizeProgress(pool.capacity * block_bytes, frames * block_bytes, pool.capacity * block_bytes)
+        try:
+            while not progress.done:
+                await asyncio.wait({self._task}, timeout=_PROGRESS_S)
+                progress.nbytes = pool.capacity * block_bytes
+                progress.evicted_blocks = counters.evicted - evicted
+                progress.demoted_blocks = counters.demoted - demoted
+                if self._task.done():
+                    self._task.result()
+                    progress.done, progress.unfinished = True, job.unfinished
+                yield progress
+        finally:
+            job.cancelled = True
+
+    async def stop(self) -> None:
+        """Ends what is under way; there is no worker any more, and the tier's memory goes next."""
+        self._stopping = True
+        if self._task is not None:
+            await asyncio.wait({self._task})
+
+    def interrupt(self) -> None:
+        """The daemon ends: no slice begins any more."""
+        self._stopping = True
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _tier(self) -> GpuTier:
+        if self._stopping:
+            raise UnavailableError("the daemon is ending; resize the gpu tier when it is back")
+        compute = self._cache.tiers.compute
+        if not isinstance(compute, GpuTier):
+            raise PreconditionError("the gpu tier is not there yet: the model is being loaded; try again soon")
+        return compute
+
+    async def _run(self, tier: GpuTier, job: _Job) -> None:
+        pool = tier.pool
+        before = pool.capacity
+        log.info("resizing the gpu tier from %d to %d blocks", before, job.frames)
+        try:
+            if self._withdrawn:
+                async with self._worker.changing_frames():
+                    await self._give_back(pool)
+            await (self._grow(pool, job) if job.frames > before else self._shrink(tier, job))
+        except (PrefixdError, SwapError) as error:
+            job.unfinished = str(error)
+        finally:
+            pool.plan(None)
+            self._dispatcher.frames_changed()
+            self._begun = False
+        if pool.capacity != job.frames and not job.unfinished:
+            job.unfinished = "it was ended"
+        log.info(
+            "the gpu tier has %d blocks, before %d%s",
+            *(pool.capacity, before, f"; not all was done: {job.unfinished}" if job.unfinished else ""),
+        )
+
+    def _goes_on(self, job: _Job) -> bool:
+        return not (job.cancelled or self._stopping)
+
+    async def _grow(self, pool: FramePool, job: _Job) -> None:
+        while pool.capacity < job.frames:
+            await self._worker.settled()
+            if not self._goes_on(job):
+                return
+            async with self._worker.changing_frames():
+                count = min(job.frames - pool.capacity, _slice_frames(pool))
+                new = await in_thread(lambda count=count: pool.create(count))  # type: ignore[misc]
+                await self._worker.grow(pool, new)
+                pool.admit(new)
+            self._dispatcher.frames_changed()
+
+    async def _shrink(self, tier: GpuTier, job: _Job) -> None:
+        pool = tier.pool
+        while pool.capacity > job.frames:
+            await self._worker.settled()
+            if not self._goes_on(job):
+                return
+            keep = max(job.frames, self._dispatcher.begun_blocks())
+            pool.plan(keep)
+            self._dispatcher.frames_changed()
+            count = min(pool.capacity - keep, _slice_frames(pool))
+            room = Movement(Urgency.PREFETCH)
+            slots = await self._cache.mover.allocate(tier, (tier.frame_bytes,), count, room)
+            if len(slots):
+                frames = [FrameId(frame) for frame in slots.ravel().tolist()]
+                tier.withdraw(frames)
+                self._withdrawn += frames
+                async with self._worker.changing_frames():
+                    await self._give_back(pool)
+            elif self._clock() >= job.deadline_s:
+                job.unfinished = self._what_holds(pool)
+                return
+            else:
+                await asyncio.sleep(_RETRY_S)
+
+    async def _give_back(self, pool: FramePool) -> None:
+        """Gives the memory of withdrawn frames back to the device."""
+        frames = list(self._withdrawn)
+        await self._worker.shrink(frames)
+        await in_thread(lambda: pool.destroy(frames))
+        pool.forget(frames)
+        self._withdrawn.clear()
+
+    def _what_holds(self, pool: FramePool) -> str:
+        needed = self._dispatcher.begun_blocks()
+        running = len(self._dispatcher.running)
+        text = f"{pool.used_count} of {pool.capacity} blocks of the gpu tier are still held"
+        if running:
+            text += f", {running} requests run, of which the largest may come to need {needed}"
+        holders = self._cache.mover.placement.holds.blocks_by_owner().most_common(_HOLDERS)
+        if holders:
+            text += "; most by " + ", ".join(f"{owner} ({blocks})" for owner, blocks in holders)
+        return text + "; resize again when they have ended, or cancel them"
+
+
+def _slice_frames(pool: FramePool) -> int:
+    return max(1, min(_SLICE_FRAMES, _SLICE_BYTES // pool.geometry.block_bytes))
+
+
+async def _check_fits(pool: FramePool, frames: int) -> None:
+    """Raises ExhaustedError if the device does not have the memory that `frames` frames take."""
+    block_bytes, memory = pool.geometry.block_bytes, pool.memory
+    lacking = (frames - pool.capacity) * block_bytes
+    if lacking <= 0:
+        return
+    available = await in_thread(memory.available_bytes)
+    most = min(pool.most, pool.capacity + available // block_bytes) * block_bytes
+    if frames * block_bytes > most:
+        raise ExhaustedError(
+            f"{frames * block_bytes} bytes are {lacking} more than the gpu tier has, and {memory.device} has "
+            f"{available} bytes free; give at most {most}"
+        )

@@ -1,0 +1,62 @@
+"""The other process of test_shared_frames.py: a worker without a model.
+
+Arguments: the number of an inherited socket, and "virtual" or "paged". After Memory it obeys: for Start it has a
+sequence on the frames, fills their blocks with the request's number and ends it; Grow and Shrink as a worker does.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+
+import torch
+
+from prefixd.worker.paged_kv import PagedKv
+from prefixd.worker.protocol import Connection, Done, Grow, Memory, Ready, Shrink, Start, to_worker
+from prefixd.worker.shared_frames import SharedFrames
+from prefixd.worker.virtual_kv import VirtualKv
+from prefixd_swap.geometry import KvGeometry
+from prefixd_swap.vmem import VirtualTensorManager, attach_memory, recv_export
+
+BLOCKS = 4
+
+
+def main() -> None:
+    connection = Connection(socket.socket(fileno=int(sys.argv[1])), to_worker())
+    geometry = KvGeometry(**json.loads(sys.argv[3]))
+    message = connection.receive()
+    assert isinstance(message, Memory)
+    with attach_memory(message.meta, recv_export(connection.socket, message.fds)) as memory:
+        frames = SharedFrames(memory, geometry.chunks_per_block(memory.chunk_bytes), message)
+        tokens = BLOCKS * geometry.block_tokens
+        if sys.argv[2] == "paged":
+            kv = PagedKv(memory, frames.table, geometry, frames=message.most_frames, max_tokens=tokens)
+        else:
+            kv = VirtualKv(VirtualTensorManager(memory, frames.table, geometry, requests=3, max_tokens=tokens))
+        connection.send(Ready())
+        while True:
+            message = connection.receive()
+            if isinstance(message, Start):
+                sequence = kv.open(message.frames)
+                if isinstance(kv, PagedKv):
+                    kv.pool[message.frames] = float(message.id)
+                else:
+                    sequence.kv[: len(message.frames) * geometry.block_tokens] = float(message.id)
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()
+                kv.close(sequence, lambda: None)
+                kv.poll(wait=True)
+                connection.send(Done(message.id, "length"))
+            elif isinstance(message, Grow):
+                frames.grow(message, connection.socket)
+            elif isinstance(message, Shrink):
+                connection.send(frames.shrink(message, kv))
+                memory.check_integrity()
+            else:
+                break
+        kv.end()
+
+
+if __name__ == "__main__":
+    main()

@@ -37,8 +37,8 @@ def parser(name: str, description: str) -> argparse.ArgumentParser:
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("--json", type=_writable, metavar="FILE", help="write the result here")
-    made.add_argument("--plot", type=_writable, metavar="FILE", help="draw the result here (needs matplotlib)")
+    made.add_argument("--json", type=writable, metavar="FILE", help="write the result here")
+    made.add_argument("--plot", type=writable, metavar="FILE", help="draw the result here (needs matplotlib)")
     return made
 
 
@@ -167,7 +167,7 @@ def _foreseen() -> tuple[type[Exception], ...]:
     return BenchmarkError, PrefixdError
 
 
-def _writable(text: str) -> Path:
+def writable(text: str) -> Path:
     """A file to write a result to; refused now rather than after the minutes that the run takes."""
     path = Path(text)
     try:

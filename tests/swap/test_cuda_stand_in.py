@@ -22,6 +22,8 @@ SUITES = sorted(
         *HERE.glob("test_vtensor_*.py"),
         *(HERE / f"test_{name}.py" for name in ("frames", "copies", "page_copies", "pinning", "vattention")),
         HERE.parent / "cache" / "test_tiers_on_cuda.py",
+        HERE.parent / "server" / "test_generate_on_cuda.py",
+        HERE.parent / "worker" / "test_attention_on_cuda.py",
         HERE.parent / "worker" / "test_engine_on_cuda.py",
         HERE.parent / "worker" / "test_shared_frames.py",
         HERE.parent / "integrations" / "engine" / "test_transfers_on_cuda.py",
@@ -266,26 +268,3 @@ def test_the_stand_in_has_the_memory_and_the_devices_it_was_told(stand_in: dict[
     command = [sys.executable, "-c", _CAPACITY, str(3 * (2 << 20))]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-_BENCHMARK = """
-import json
-from benchmarks.gpu_copy import measure_copies, measure_mapping
-from prefixd_swap.copies import CudaCopyEngine
-from prefixd_swap.vmem import create_memory
-
-engine = CudaCopyEngine()
-with create_memory("cuda") as memory:
-    print(json.dumps(measure_mapping(memory, 4, 2) | measure_copies(memory, engine, 4, 2)))
-engine.close()
-"""
-
-
-def test_the_gpu_benchmark_measures_something(stand_in: dict[str, str]) -> None:
-    root = HERE.parents[1]
-    environment = {**stand_in, "PYTHONPATH": os.pathsep.join([str(root), stand_in["PYTHONPATH"]])}
-    done = subprocess.run([sys.executable, "-c", _BENCHMARK], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
-    ways = [f"{way}_{how}_gbps" for way in ("h2d", "d2h") for how in ("one", "scattered", "run")]
-    assert all(result[name] > 0 for name in [*ways, "create_us", "map_one_us", "map_in_a_run_us", "unmap_us"])

@@ -136,6 +136,7 @@ def test_a_request_cancelled_in_its_prompt_leaves_its_frames_to_the_next(make: M
     request = rig.start(random_tokens(12, 100), frames=frames)
     rig.step()
     rig.take(rig.engine.cancel(Cancel(request)))
+    rig.take(rig.engine.poll(wait=True))
     assert rig.done[request].reason == "cancelled"
     assert [rig.manager.physical.references(frame) for frame in frames] == [0] * 7
     assert rig.generate(prompt, frames=frames, temperature=1.0) == expected

@@ -1,0 +1,150 @@
+"""Everything about the KV memory that only a GPU can tell, in one run."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import re
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common import harness
+from benchmarks.gpu_parts import attach, attention, decode, first_token, memory_held, swap, virtual_memory
+from benchmarks.gpu_parts.device import Device
+from benchmarks.gpu_parts.model import random_model
+from benchmarks.gpu_parts.part import Budget, Part, Unavailable, one_line
+
+DESCRIPTION = """\
+Measures on one GPU what decides how prefixd keeps KV there:
+
+    python -m benchmarks.gpu --json benchmarks/results/h200.json --plot-dir benchmarks/results
+
+  virtual_memory  create, map, give access to and unmap chunks of 2 MiB, by the length of a run
+  attach          a cached prefix of 1K to 64K tokens by mapping, by reuse of what is mapped, by a copy
+  memory_held     bytes that batches of 1 to 64 requests hold, against preallocating
+  swap            copies between the GPU and the pinned arena, against one large copy
+  attention       decoding, and a prompt behind a prefix: contiguous, paged, a kernel a request
+  first_token     time to the first token of an 8B-sized random model, prefix on GPU, CPU, disk, nowhere
+  decode          tokens a second of that model, with and without CUDA graphs
+  flex_attention  as attention, by FlexAttention
+
+Without --json the result goes to benchmarks/results/<device>.json. Each part has a time budget, all together about five
+minutes, and lists under "skipped" the points for which it had no time or memory. A part that fails is recorded with its
+error and the others run on; the exit status is then 1. The result is written after each part.
+
+--device stand-in and cpu run a tiny configuration to test the benchmark itself: its times mean nothing, and the result
+says so. Without a GPU (and without --device) nothing is measured, and the exit status is 0."""
+
+# The last part can fail in a way that leaves the GPU's context unusable.
+PARTS = (
+    virtual_memory.PART,
+    attach.PART,
+    memory_held.PART,
+    swap.PART,
+    attention.PART,
+    first_token.PART,
+    decode.PART,
+    attention.FLEX_PART,
+)
+_RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def measure(device: Device, part: Part) -> dict[str, Any]:
+    """What came of a part: its status ("measured", "unavailable", "failed"), its seconds, and its answer."""
+    budget = Budget(part.budget_s)
+    begin = time.monotonic()
+    result: dict[str, Any]
+    try:
+        answer = part.measure(device, budget)
+        status = "failed" if budget.errors else "measured"
+        result = {"status": status, **answer, "skipped": budget.skipped, "errors": budget.errors}
+    except Unavailable as reason:
+        result = {"status": "unavailable", "reason": str(reason)}
+    except Exception as error:  # whatever breaks in one part, the others are worth having
+        traceback.print_exc()
+        result = {"status": "failed", "skipped": budget.skipped, "errors": {**budget.errors, "all": one_line(error)}}
+    gc.collect()
+    return {**result, "seconds": round(time.monotonic() - begin, 1)}
+
+
+def draw(part: Part, result: Mapping[str, Any], title: str, file: Path) -> None:
+    """The part's plot; says so when matplotlib is missing."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("matplotlib is not installed, so there is no plot: pip install matplotlib", file=sys.stderr)
+        return
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    part.draw(figure, result)
+    figure.suptitle(title)
+    figure.savefig(file, dpi=120)
+
+
+def run(device: Device, parts: Sequence[Part], file: Path, plot_dir: Path | None) -> dict[str, Any]:
+    """Measure parts and write what came of them, after each; returns it."""
+    results: dict[str, Any] = {}
+    figures = "measured" if device.measures else f"{device.kind}, no figures: times mean nothing here"
+    content: dict[str, Any] = {
+        "benchmark": "gpu",
+        "device": device.name,
+        "figures": figures,
+        "parts": results,
+        "circumstances": harness.circumstances(),
+    }
+    for part in parts:
+        print(f"{part.name:>16}  ...", file=sys.stderr, flush=True)
+        result = results[part.name] = measure(device, part)
+        said = result.get("reason") or f"{len(result['skipped'])} points skipped, {len(result['errors'])} errors"
+        print(f"{part.name:>16}  {result['status']} in {result['seconds']} s, {said}", flush=True)
+        file.write_text(json.dumps(content, indent=1) + "\n")
+        if plot_dir is not None and "all" not in result.get("errors", {"all"}):
+            draw(part, result, f"{part.name} on {device.name} ({figures})", plot_dir / f"{file.stem}_{part.name}.png")
+        if part is not first_token.PART:  # decode shares its model
+            random_model.cache_clear()
+    return content
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command's options."""
+    names = [part.name for part in PARTS]
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", type=harness.writable, metavar="FILE", help="write the result here")
+    parser.add_argument("--plot-dir", type=Path, metavar="FOLDER", help="draw the parts here (needs matplotlib)")
+    parser.add_argument("--only", action="append", choices=names, metavar="PART", help="this part; may be repeated")
+    parser.add_argument("--device", choices=("cuda", "stand-in", "cpu"), default="cuda", help="see above (cuda)")
+    parser.add_argument("--ordinal", type=int, default=0, help="which GPU (0)")
+    return parser
+
+
+def main() -> None:
+    """The command."""
+    options = make_parser().parse_args()
+    device = Device(options.device, options.ordinal)
+    if device.kind == "cuda" and not torch.cuda.is_available():
+        harness.finish("gpu", {"skipped": "torch sees no CUDA GPU on this machine"}, options.json)
+        return
+    if device.measures:
+        torch.cuda.set_device(options.ordinal)
+    if options.plot_dir is not None:
+        options.plot_dir.mkdir(parents=True, exist_ok=True)
+    file = options.json or _RESULTS / f"{re.sub(r'[^a-z0-9]+', '_', device.name.lower()).strip('_')}.json"
+    parts = [part for part in PARTS if options.only is None or part.name in options.only]
+    content = run(device, parts, file, options.plot_dir)
+    failed = [name for name, result in content["parts"].items() if result["status"] == "failed"]
+    print(f"written to {file}; {'failed: ' + ', '.join(failed) if failed else 'no part failed'}")
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    harness.run(main)

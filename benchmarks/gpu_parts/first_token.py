@@ -1,0 +1,241 @@
+"""Time to the first token of a prompt whose prefix is on the GPU, in CPU memory, on disk, or nowhere."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.gpu_parts.device import Device
+from benchmarks.gpu_parts.model import EngineRig, engine_rig, random_model, random_tokens, shape
+from benchmarks.gpu_parts.part import Budget, Part
+from prefixd_swap.arena import CpuArena
+from prefixd_swap.copies import CopyEngine, create_copy_engine
+from prefixd_swap.pinning import HostPin
+from prefixd_swap.slab.block_record import NAMESPACE_BYTES, DiskPart, NewBlock
+from prefixd_swap.slab.store import SlabStore
+from prefixd_swap.vmem import FrameId
+
+_TOKENS = (2048, 8192, 32768)
+_SMALL_TOKENS = (256,)
+_NEW_TOKENS = 64
+_STEP_TOKENS = 8192
+_READERS = 6
+_PIECE_BLOCKS = 8  # that are read from disk at once, and copied on while the next are read
+_SOURCES = ("gpu", "cpu", "disk", "recomputed")
+
+
+def measure(device: Device, budget: Budget) -> Mapping[str, Any]:
+    """Milliseconds from a request's arrival to its first token, by where its prefix is.
+
+    In this process: the worker's engine, the GPU tier's frames, the CPU tier's arena and the disk tier's store, put
+    together as the daemon does but without its index, queue and gRPC; a whole daemon would first have to write 16 GB of
+    weights. Every prompt ends with 64 new tokens. The three cached ways must give the same token; they run the same
+    kernels on the same bytes.
+    """
+    tokens = _TOKENS if device.measures else _SMALL_TOKENS
+    model = random_model(device)
+    geometry = model.spec.geometry
+    per_prompt = -(-(max(tokens) + _NEW_TOKENS + 1) // geometry.block_tokens)
+    with ExitStack() as stack:
+        rig = stack.enter_context(engine_rig(device, 2 * per_prompt, 4, _STEP_TOKENS))
+        tiers = stack.enter_context(_Tiers(device, rig, per_prompt * geometry.block_bytes))
+        _prompt(rig, tiers, min(tokens) // 2, budget)
+        points = []
+        for length in tokens:
+            if budget.allows(name := f"{length} tokens"):
+                with budget.attempt(name):
+                    points.append(_prompt(rig, tiers, length, budget))
+        return {
+            "model": shape(model),
+            "step_tokens": _STEP_TOKENS,
+            "disk_io": tiers.store.io,
+            "arena_bytes": tiers.arena.capacity_bytes,
+            "pinned_bytes": tiers.pinned_bytes,
+            "points": points,
+        }
+
+
+def _prompt(rig: EngineRig, tiers: _Tiers, length: int, budget: Budget) -> dict[str, Any]:
+    geometry = rig.geometry
+    blocks = length // geometry.block_tokens
+    tokens = random_tokens(length, blocks * geometry.block_tokens + _NEW_TOKENS)
+    needed = -(-(len(tokens) + 1) // geometry.block_tokens)
+    computed, loaded = rig.frames(needed), rig.frames(needed)
+    try:
+        return _sources(rig, tiers, tokens, blocks, computed, loaded, budget)
+    finally:
+        rig.settle()
+        rig.pool.free(computed)
+        rig.pool.free(loaded)
+
+
+def _sources(
+    rig: EngineRig,
+    tiers: _Tiers,
+    tokens: Sequence[int],
+    blocks: int,
+    computed: Sequence[FrameId],
+    loaded: Sequence[FrameId],
+    budget: Budget,
+) -> dict[str, Any]:
+    """The prompt's prefix, its first `blocks` blocks, is computed into some frames and loaded into others."""
+    sampled: dict[str, int] = {}
+    point: dict[str, Any] = {"tokens": len(tokens)}
+
+    def run(source: str, frames: Sequence[FrameId], before: Callable[[], object] = lambda: None) -> None:
+        begin = time.perf_counter()
+        before()
+        sampled[source] = rig.first_token(tokens, frames, 0 if source == "recomputed" else blocks)
+        point[f"{source}_ms"] = round((time.perf_counter() - begin) * 1e3, 2)
+        rig.settle()
+
+    run("recomputed", computed)
+    run("gpu", computed)
+    tiers.save(computed[:blocks])
+    rig.zero(loaded)
+    run("cpu", loaded, lambda: tiers.load(loaded[:blocks]))
+    if tiers.write(blocks, budget):
+        rig.zero(loaded)
+        tiers.forget()
+        run("disk", loaded, lambda: tiers.read(loaded[:blocks]))
+    else:
+        budget.skipped.append(f"{len(tokens)} tokens from disk: writing them took too long")
+    cached = {source: token for source, token in sampled.items() if source != "recomputed"}
+    if len(set(cached.values())) != 1:
+        raise RuntimeError(f"the first token depends on where the prefix of {len(tokens)} tokens was: {cached}")
+    point["recomputed_the_same"] = sampled["recomputed"] == sampled["gpu"]
+    return point
+
+
+class _Tiers:
+    """The arena, pinned as the daemon pins it, and a slab store; block i of the prompt lies in slot i of either."""
+
+    def __init__(self, device: Device, rig: EngineRig, nbytes: int) -> None:
+        self._rig = rig
+        self._block_bytes = rig.geometry.block_bytes
+        self._stack = ExitStack()
+        self._parts: list[DiskPart] = []
+        self._written = 0
+        self._troubles: list[str] = []
+        with ExitStack() as undo:
+            self.arena = CpuArena(nbytes, populate=True)
+            undo.callback(self.arena.close)
+            self.arena.wait_populated()
+            self._pin: HostPin | None = None
+            if device.kind != "cpu":
+                base = self.arena.span(0, nbytes).address
+                self._pin = HostPin(base, self.arena.capacity_bytes, device.ordinal, self._troubles.append)
+                undo.callback(self._pin.close)
+                _wait(lambda: self.pinned_bytes == self.arena.capacity_bytes or bool(self._troubles))
+            self.copies: CopyEngine = create_copy_engine(device.memory_name)
+            undo.callback(self.copies.close)
+            folder = undo.enter_context(tempfile.TemporaryDirectory(prefix="prefixd-disk-"))
+            self.store = SlabStore.open(Path(folder), 2 * nbytes + (64 << 20))
+            undo.callback(self.store.close)
+            self._readers = undo.enter_context(ThreadPoolExecutor(_READERS))
+            self._stack = undo.pop_all()
+
+    def __enter__(self) -> _Tiers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    @property
+    def pinned_bytes(self) -> int:
+        """How much of the arena is pinned."""
+        return self._pin.pinned_bytes if self._pin else 0
+
+    def save(self, frames: Sequence[FrameId]) -> None:
+        """GPU to arena."""
+        asyncio.run(self.copies.copy([(self._slot(index), self._rig.pool.span(f)) for index, f in enumerate(frames)]))
+
+    def load(self, frames: Sequence[FrameId]) -> None:
+        """Arena to GPU."""
+        asyncio.run(self._load(range(len(frames)), frames))
+
+    def write(self, blocks: int, budget: Budget) -> bool:
+        """Arena to disk, durably; False, and not all written, when the time is up."""
+        self._written += 1
+        self._parts = []
+        for first in range(0, blocks, 4 * _PIECE_BLOCKS):
+            if budget.over:
+                return False
+            numbers = range(first, min(first + 4 * _PIECE_BLOCKS, blocks))
+            for record in self.store.write([self._new_block(number) for number in numbers]):
+                if record is None or not isinstance(record.parts[0], DiskPart):
+                    return False
+                self._parts.append(record.parts[0])
+        return True
+
+    def forget(self) -> None:
+        """Zero the arena, so that what it holds next has come from disk."""
+        self.arena.array(0, self.arena.capacity_bytes)[:] = 0
+
+    def read(self, frames: Sequence[FrameId]) -> None:
+        """Disk to GPU by way of the arena, in pieces: copied on while the next are read. Raises StorageError."""
+        asyncio.run(self._read(frames))
+
+    async def _read(self, frames: Sequence[FrameId]) -> None:
+        loop = asyncio.get_running_loop()
+
+        async def piece(numbers: range) -> None:
+            await loop.run_in_executor(self._readers, self._read_piece, numbers)
+            await self._load(numbers, [frames[number] for number in numbers])
+
+        starts = range(0, len(frames), _PIECE_BLOCKS)
+        await asyncio.gather(*(piece(range(start, min(start + _PIECE_BLOCKS, len(frames)))) for start in starts))
+
+    def _read_piece(self, numbers: range) -> None:
+        """In a thread."""
+        parts = [self._parts[number] for number in numbers]
+        errors = self.store.read_all(
+            np.array([part.slot for part in parts]),
+            [part.checksum for part in parts],
+            [self._slot(number).address for number in numbers],
+            self._block_bytes,
+        )
+        for error in errors:
+            if error is not None:
+                raise error
+
+    async def _load(self, numbers: range, frames: Sequence[FrameId]) -> None:
+        pairs = [(self._rig.pool.span(f), self._slot(n)) for n, f in zip(numbers, frames, strict=True)]
+        await self.copies.copy(pairs)
+
+    def _slot(self, block: int) -> Any:
+        return self.arena.span(block * self._block_bytes, self._block_bytes)
+
+    def _new_block(self, number: int) -> NewBlock:
+        key = (self._written << 32 | number + 1).to_bytes(16, "big")
+        parent = (self._written << 32 | number).to_bytes(16, "big") if number else b""
+        tokens = bytes(4 * self._rig.geometry.block_tokens)
+        return NewBlock(bytes(NAMESPACE_BYTES), key, parent, tokens, number, [self._slot(number)])
+
+
+def _wait(condition: Callable[[], bool]) -> None:
+    while not condition():
+        time.sleep(0.01)
+
+
+def _draw(figure: Any, result: Mapping[str, Any]) -> None:
+    axes = figure.add_subplot()
+    for source in _SOURCES:
+        points = [point for point in result["points"] if f"{source}_ms" in point]
+        axes.plot([p["tokens"] for p in points], [p[f"{source}_ms"] for p in points], marker="o", label=source)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xlabel("tokens of the prompt")
+    axes.set_ylabel("ms to the first token")
+    axes.legend(title="prefix")
+
+
+PART = Part("first_token", 60, measure, _draw)

@@ -1,0 +1,131 @@
+"""The GPU benchmark as a user runs it, on a driver that is not one; and what it makes of failures."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import gpu
+from benchmarks.gpu_parts.device import Device
+from benchmarks.gpu_parts.part import Budget, Part, Unavailable
+
+ROOT = Path(__file__).parents[2]
+DRIVER = ROOT / "tests" / "swap" / "stand_in" / "libcuda.c"
+
+
+def run(folder: Path, *arguments: str, **environment: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    file = folder / "result.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", "--json", str(file), *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), **environment},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done, json.loads(file.read_text())
+
+
+@pytest.fixture(scope="module")
+def stand_in(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a process whose CUDA driver is the stand-in."""
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler to build the stand-in driver with")
+    folder = tmp_path_factory.mktemp("stand_in")
+    flags = ["-O2", "-shared", "-fPIC", "-pthread", "-Wl,-soname,libcuda.so.1"]
+    subprocess.run([compiler, *flags, "-o", str(folder / "libcuda.so.1"), str(DRIVER)], check=True)
+    return {"LD_LIBRARY_PATH": str(folder), "CUDA_VISIBLE_DEVICES": ""}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU, so the benchmark would run")
+def test_without_a_gpu_it_says_so_and_ends_well(tmp_path: Path) -> None:
+    done, result = run(tmp_path)
+    assert len(done.stdout.splitlines()) == 1 and "no CUDA GPU" in done.stdout
+    assert "no CUDA GPU" in result["skipped"]
+
+
+def test_every_part_runs_on_the_stand_in_and_its_times_are_no_figures(stand_in: dict[str, str], tmp_path: Path) -> None:
+    done, result = run(tmp_path, "--device", "stand-in", "--plot-dir", str(tmp_path / "plots"), **stand_in)
+    assert result["figures"].startswith("stand-in, no figures")
+    parts = result["parts"]
+    assert list(parts) == [part.name for part in gpu.PARTS]
+    assert {name for name, part in parts.items() if part["status"] != "measured"} == {"flex_attention"}
+    plots = {file.name for file in (tmp_path / "plots").iterdir()}
+    assert plots == {f"result_{name}.png" for name, part in parts.items() if part["status"] == "measured"}
+
+    assert [point["chunks"] for point in parts["virtual_memory"]["points"]] == [1, 8]
+    assert all(point[f"{name}_us"] > 0 for point in parts["attach"]["points"] for name in ("map", "reuse", "copy"))
+    assert {point["layout"] for point in parts["attach"]["points"]} == {"token", "layer"}
+    swap = parts["swap"]
+    assert swap["h2d_pages_ratio"] == pytest.approx(swap["h2d_pages_gbps"] / swap["h2d_peak_gbps"], abs=1e-3)
+    assert {"d2h_pages_ratio", "d2h_engine_run_ratio", "h2d_engine_scattered_ratio"} <= set(swap)
+    attention = parts["attention"]
+    measured = {(p["shape"], p["layout"], p["phase"], p["batch"]) for p in attention["points"]}
+    assert len(measured) == 3 * 2 * 2 * 2
+    ways = {"contiguous_us", "paged_us", "gathered_us", "request_us"}
+    assert all(ways <= set(point) for point in attention["points"])
+    assert max(attention["relative_errors"].values()) < 0.02
+    (first,) = parts["first_token"]["points"]
+    assert all(first[f"{source}_ms"] > 0 for source in ("gpu", "cpu", "disk", "recomputed"))
+    assert parts["first_token"]["pinned_bytes"] == parts["first_token"]["arena_bytes"]
+    assert [point["batch"] for point in parts["decode"]["points"]] == [1, 2]
+    for point in parts["memory_held"]["points"]:
+        assert point["driver_bytes"] == point["held_bytes"] <= point["private_bytes"] <= point["preallocated_bytes"]
+    assert "no part failed" in done.stdout
+
+
+def part(name: str, measure: Any) -> Part:
+    return Part(name, 1.0, measure, lambda figure, result: None)
+
+
+def test_a_part_that_fails_is_recorded_and_the_others_go_on(tmp_path: Path) -> None:
+    def breaks(device: Device, budget: Budget) -> Mapping[str, Any]:
+        raise ValueError("no such\nkernel")
+
+    def breaks_in_a_point(device: Device, budget: Budget) -> Mapping[str, Any]:
+        with budget.attempt("second point"):
+            raise ValueError("too large")
+        return {"points": [1]}
+
+    def lacks(device: Device, budget: Budget) -> Mapping[str, Any]:
+        raise Unavailable("no Triton")
+
+    parts = [
+        part("broken", breaks),
+        part("half", breaks_in_a_point),
+        part("lacking", lacks),
+        part("good", lambda device, budget: {"points": [2]}),
+    ]
+    file = tmp_path / "result.json"
+    gpu.run(Device("cpu"), parts, file, tmp_path)
+    results = json.loads(file.read_text())["parts"]
+    assert [results[name]["status"] for name in ("broken", "half", "lacking", "good")] == [
+        "failed",
+        "failed",
+        "unavailable",
+        "measured",
+    ]
+    assert results["broken"]["errors"] == {"all": "ValueError: no such kernel"}
+    assert (results["half"]["points"], results["half"]["errors"]) == ([1], {"second point": "ValueError: too large"})
+    assert results["lacking"]["reason"] == "no Triton"
+    assert sorted(plot.name for plot in tmp_path.glob("*.png")) == ["result_good.png", "result_half.png"]
+
+
+def test_a_part_leaves_out_what_its_time_does_not_suffice_for() -> None:
+    now = [0.0]
+    budget = Budget(2.0, lambda: now[0])
+    assert budget.allows("first")
+    now[0] = 2.0
+    assert not budget.allows("second") and not budget.allows("third")
+    assert budget.skipped == ["second", "third"]

@@ -1,0 +1,150 @@
+"""Attention's kernels on memory of which only what a sequence needs is mapped.
+
+With a GPU these are its kernels: flash attention, and FlexAttention compiled. Against the stand-in driver
+(`tests/swap/test_cuda_stand_in.py`) it is attention's definition over what the driver maps. Unverified on a GPU.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+
+from benchmarks.engines.varlen_reference import varlen_reference
+from benchmarks.gpu_parts.attention import GatheredStep
+from prefixd.worker.flash_attention import FlashAttention, VarlenKernel, find_kernel
+from prefixd.worker.flex_attention import FlexAttention
+from prefixd.worker.kv_memory import KvMemory, Segment
+from prefixd.worker.paged_kv import PagedKv
+from prefixd.worker.virtual_kv import VirtualKv
+from prefixd_swap.block_size import fill_chunks
+from prefixd_swap.geometry import KvGeometry
+from prefixd_swap.vmem import FrameId, FrameTable, VirtualTensorManager, create_memory
+
+STAND_IN = "PREFIXD_TEST_STAND_IN" in os.environ
+DEVICE = torch.device("cpu" if STAND_IN else "cuda")
+# FlexAttention without its compiled kernel reads all keys, also those that are not mapped.
+WAYS = ["flash", "paged", "gathered"] if STAND_IN else ["flash", "paged", "gathered", "flex"]
+LAYERS, HEADS, KV_HEADS, HEAD_DIM = 2, 16, 8, 128
+SCALE = HEAD_DIM**-0.5
+FRAMES = 12
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not STAND_IN and not torch.cuda.is_available(), reason="no CUDA GPU on this machine"),
+]
+
+
+def kernel() -> VarlenKernel:
+    found = varlen_reference if STAND_IN else find_kernel(HEAD_DIM, torch.bfloat16, torch.device("cuda", 0))
+    if found is None:
+        pytest.skip("this torch or this GPU has no flash attention for bfloat16")
+    return found
+
+
+class Rig:
+    """Both memories over one set of frames, which hold NaN wherever nothing was written."""
+
+    def __init__(self, layout: str) -> None:
+        self.memory = create_memory("cuda")
+        asked = KvGeometry(LAYERS, KV_HEADS, HEAD_DIM, "bfloat16", 16, layout)
+        self.geometry = fill_chunks(asked, self.memory.chunk_bytes)
+        self.block = self.geometry.block_tokens
+        table = FrameTable(self.geometry.chunks_per_block(self.memory.chunk_bytes))
+        table.add([FrameId(frame) for frame in range(FRAMES)], self.memory.create(FRAMES * table.frame_chunks))
+        self.manager = VirtualTensorManager(self.memory, table, self.geometry, requests=5, max_tokens=3 * self.block)
+        self.virtual = VirtualKv(self.manager)
+        self.paged = PagedKv(self.memory, table, self.geometry, frames=FRAMES, max_tokens=3 * self.block)
+        for first in range(0, FRAMES, 3):
+            self.paged.close(self.paged.open(range(first, first + 3)), lambda: None)
+        self.paged.pool.fill_(float("nan"))
+
+    def close(self) -> None:
+        if not STAND_IN:
+            torch.cuda.synchronize()
+        self.manager.close()
+        self.paged.end()
+        self.memory.close()
+
+
+@pytest.fixture(params=["token", "layer"])
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    made = Rig(request.param)
+    yield made
+    made.close()
+
+
+def pairs_of(sequence: int, layer: int, tokens: int) -> torch.Tensor:
+    """Keys and values, ``[tokens, 2, kv_heads, head_dim]``."""
+    generator = torch.Generator().manual_seed(100 * sequence + layer)
+    return torch.randn(tokens, 2, KV_HEADS, HEAD_DIM, generator=generator).bfloat16()
+
+
+def fill(memory: KvMemory, lengths: Sequence[int], block: int, order: Sequence[int]) -> list[Segment]:
+    """Sequences with the memory of their tokens and not a block more, opened in `order`."""
+    opened: dict[int, Segment] = {}
+    frame = FRAMES
+    for index in order:
+        blocks = -(-lengths[index] // block)
+        frame -= blocks
+        sequence = memory.open(range(frame, frame + blocks))
+        memory.wait(sequence)
+        opened[index] = Segment(sequence, 0, lengths[index])
+    segments = [opened[index] for index in range(len(lengths))]
+    step = memory.step(segments)
+    for layer in range(LAYERS):
+        step.write(layer, torch.cat([pairs_of(i, layer, n) for i, n in enumerate(lengths)]).to(DEVICE))
+    return segments
+
+
+def expected(query: torch.Tensor, lengths: Sequence[int], new: Sequence[int], layer: int) -> torch.Tensor:
+    keys, values = torch.cat([pairs_of(i, layer, n) for i, n in enumerate(lengths)]).float().unbind(1)
+    starts = [torch.tensor([0, *torch.tensor(counts).cumsum(0)], dtype=torch.int32) for counts in (new, lengths)]
+    return varlen_reference(
+        query[0].transpose(0, 1).float().cpu(),
+        keys,
+        values,
+        *starts,
+        max(new),
+        max(lengths),
+        scale=SCALE,
+        window_size=(-1, 0),
+        enable_gqa=True,
+        seqused_k=torch.tensor(lengths, dtype=torch.int32),
+    )
+
+
+@pytest.mark.parametrize("new", [[3, 40, 5, 1], [1, 1, 1, 1]], ids=["prompts", "decoding"])
+@pytest.mark.parametrize("way", WAYS)
+def test_kernels_read_what_is_mapped_and_nothing_behind_the_last_token(rig: Rig, way: str, new: list[int]) -> None:
+    """Ends inside a block, at the end of one, and in the first; behind the last block of a row nothing is mapped."""
+    block = rig.block
+    lengths = [block + 37, 2 * block, 5, block // 2 + 1]
+    memory = rig.virtual if way in ("flash", "flex") else rig.paged
+    segments = fill(memory, lengths, block, order=[2, 0, 3, 1])
+    last = [Segment(part.sequence, part.stop - count, part.stop) for part, count in zip(segments, new, strict=True)]
+    step = memory.step(last)
+    if way == "flex":
+        backend = FlexAttention(block)
+    else:
+        if way == "paged" and "block_table" not in inspect.signature(kernel()).parameters:
+            pytest.skip("this torch's kernel takes no block table")
+        backend = FlashAttention(kernel())
+    generator = torch.Generator().manual_seed(1)
+    rows = -(-sum(new) // 16) * 16
+    query = torch.randn(1, HEADS, rows, HEAD_DIM, generator=generator).bfloat16()
+    attention = backend.begin(GatheredStep(step) if way == "gathered" else step)
+    for layer in range(LAYERS):
+        found = attention.attend(query.to(DEVICE), layer, SCALE)[0].float().cpu()
+        theirs = expected(query[:, :, : sum(new)], lengths, new, layer)
+        assert not found[sum(new) :].any(), "padding comes out as zeros"
+        error = float((found[: sum(new)] - theirs).norm() / theirs.norm())
+        assert error <= 0.02, f"layer {layer}: relative error {error:.2g}"
+    if not STAND_IN:
+        torch.cuda.synchronize()
+    for part in segments:
+        memory.close(part.sequence, lambda: None)
+    assert memory.poll(wait=True) == 0

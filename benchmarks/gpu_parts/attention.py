@@ -219,7 +219,7 @@ class _Sequences:
 
     def __enter__(self) -> tuple[StepKv, Attend]:
         for segment in self._segments:
-            self._memory.wait(segment.sequence)
+            self._memory.wait(segment.sequence, segment.stop)
         step = self._memory.step(self._segments)
         return step, self._bench.attend(self._way, step)
 

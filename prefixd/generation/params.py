@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from prefixd.errors import InvalidArgumentError, UnsupportedError
 from prefixd.server.served_model import ServedModel
-from prefixd.worker.protocol import MOST_LOGPROBS, Sampling
+from prefixd.worker.protocol import MOST_BEAMS, MOST_LOGPROBS, Sampling
 
 DEFAULT_MAX_TOKENS = 16
 MOST_STOP_TOKENS = 1024
 MOST_STOP_STRINGS = 16
 LONGEST_STOP_STRING = 256  # characters
 MOST_SEQUENCES = 32
-WIDEST_BEAM_SEARCH = 16
+MOST_KEPT = 1 << 20  # tokens and logprobs that wait in memory for the end of a best_of
 _LENGTH_PENALTIES = (-10.0, 10.0)
 _REPETITION_PENALTIES = (0.01, 100.0)
 _OUTPUT_PENALTIES = (-2.0, 2.0)
@@ -185,6 +185,13 @@ def _check_sequences(params: GenerateParams, model: ServedModel) -> None:
             f"best_of is {params.best_of}, less than n, which is {params.answers}; raise best_of to at least n or "
             "leave it out"
         )
+    tokens = min(params.max_tokens or DEFAULT_MAX_TOKENS, model.hello.max_model_tokens)
+    kept = params.best_of * tokens * (1 + (params.logprobs or 0))
+    if params.best_of > params.answers and kept > MOST_KEPT:
+        raise InvalidArgumentError(
+            f"best_of is {params.best_of} with up to {tokens} tokens and {params.logprobs or 0} logprobs each: {kept} "
+            f"values would wait for the end, {MOST_KEPT} may; lower best_of, max_tokens or logprobs"
+        )
     if params.beam_width is not None:
         _check_beams(params, params.beam_width, model)
     elif params.sequences > 1 and params.temperature == 0:
@@ -196,8 +203,8 @@ def _check_sequences(params: GenerateParams, model: ServedModel) -> None:
 
 
 def _check_beams(params: GenerateParams, width: int, model: ServedModel) -> None:
-    if not 1 <= width <= WIDEST_BEAM_SEARCH:
-        raise InvalidArgumentError(f"beam_search.width is {width}; it must be between 1 and {WIDEST_BEAM_SEARCH}")
+    if not 1 <= width <= MOST_BEAMS:
+        raise InvalidArgumentError(f"beam_search.width is {width}; it must be between 1 and {MOST_BEAMS}")
     if params.answers > width:
         raise InvalidArgumentError(f"n is {params.answers}, more than the {width} beams; widen the search or lower n")
     least, most = _LENGTH_PENALTIES

@@ -217,7 +217,8 @@ class Dispatcher:
     def on_step(self, step: Step) -> None:
         """Results of one forward pass."""
         self.kv = step.kv
-        if step.computed_tokens > 2 * len(step.updates):  # mostly prefill: what a cached prefix saves
+        searched = sum(request.places for request in self.running.values() if request.sampling.beams)
+        if step.computed_tokens > 2 * (len(step.updates) + searched):  # mostly prefill: what a cached prefix saves
             self._cost.observe_compute(step.computed_tokens, step.elapsed_s)
         for update in step.updates:
             request = self.running.get(update.id)

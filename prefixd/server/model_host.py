@@ -22,7 +22,7 @@ from prefixd.server.tokenization import TextCodec
 from prefixd.server.tokenizer_threads import TokenizerThreads
 from prefixd.server.worker_process import WorkerProcess
 from prefixd.settings import Settings
-from prefixd.worker.protocol import Done, Hello
+from prefixd.worker.protocol import MOST_BEAMS, Done, Hello
 from prefixd.worker.settings import WorkerSettings
 from prefixd_scheduler import CostModel, RequestQueue, create_policy
 from prefixd_swap import FramePool, KvGeometry, SwapError, VirtualMemory, create_memory
@@ -64,8 +64,9 @@ class ModelHost:
                 layout=worker.layout,
                 chunk_bytes=settings.gpu.chunk_bytes or 0,
                 max_step_tokens=worker.max_step_tokens,
-                # Twice as many as run: some have ended, and keep their mappings for those who come back.
-                max_sequences=2 * worker.max_running,
+                # Twice as many as run: some have ended, and keep their mappings for those who come back. A search that
+                # takes more places than there are runs alone.
+                max_sequences=2 * worker.max_running + MOST_BEAMS,
                 kv=worker.kv,
                 cuda_graphs=worker.cuda_graphs,
                 threads=worker.threads,

@@ -11,6 +11,7 @@ from prefixd.worker.beam_search import BeamSearch
 from prefixd.worker.kv_memory import KvMemory, KvSequence, Segment
 from prefixd.worker.protocol import BeamResult, Done, Start
 from prefixd.worker.run import Limits, Run
+from prefixd_swap.errors import SwapError
 
 
 class Beam:
@@ -106,7 +107,7 @@ class BeamRun:
             self.beams = [Beam(list(self.prompt.tokens), self.prompt.memory, frames)]
         self._continue(parents)
         for beam, hypothesis in zip(self.beams, self._search.running, strict=True):
-            beam.tokens = [*self.prompt.tokens, *hypothesis.tokens]
+            beam.tokens.append(hypothesis.tokens[-1])
             self._make_room(beam)
         return None
 
@@ -116,18 +117,25 @@ class BeamRun:
         A parent's first child goes on in its memory. The others take that of beams that nobody continues.
         """
         former, written = self.beams, len(self.beams[0].tokens)  # the last tokens are computed by now
-        free = [beam for index, beam in enumerate(former) if index not in set(parents)]
+        continued = set(parents)
+        free = [beam for index, beam in enumerate(former) if index not in continued]
         for beam in free:
             self._drop(beam.frames)
         first: set[int] = set()
-        self.beams = []
-        for parent in parents:
-            source = former[parent]
-            if parent not in first:
-                first.add(parent)
-                self.beams.append(source)
-                continue
-            self.beams.append(self._fork(source, free.pop() if free else None, written))
+        beams: list[Beam] = []
+        try:
+            for parent in parents:
+                source = former[parent]
+                if parent not in first:
+                    first.add(parent)
+                    beams.append(source)
+                else:
+                    beams.append(self._fork(source, free.pop() if free else None, written))
+        except SwapError:
+            # All that have memory, each once: the request's end closes it.
+            self.beams = list({id(beam.memory): beam for beam in [*former, *beams]}.values())
+            raise
+        self.beams = beams
         for beam in free:  # only when fewer beams than the width can go on
             self._kv.close(beam.memory, lambda: None)
 
@@ -138,13 +146,19 @@ class BeamRun:
         self._users.update(frames)
         if written % self._block_tokens:
             frames = [*frames, self._take()]
+        tokens = list(source.tokens)
         if into is None:
-            into = Beam([], self._kv.open(frames), frames)
+            memory = self._kv.open(frames)
         else:
-            self._kv.assign(into.memory, frames)
-            into.frames = frames
-        self._kv.copy(source.memory, into.memory, full * self._block_tokens, written)
-        return into
+            memory = into.memory
+            self._kv.assign(memory, frames)
+        try:
+            self._kv.copy(source.memory, memory, full * self._block_tokens, written)
+        except SwapError:
+            if into is None:
+                self._kv.close(memory, lambda: None)
+            raise
+        return Beam(tokens, memory, frames)
 
     def _make_room(self, beam: Beam) -> None:
         """A frame for the token that is computed next."""

@@ -70,20 +70,24 @@ class BeamSearch:
         length = len(self.running[0].tokens) + 1
         for rank, (score, index) in enumerate(zip(values, map(int, indices), strict=True)):
             parent, token = divmod(index, vocabulary)
-            tokens = (*self.running[parent].tokens, token)
             ended: Literal["stop", "length"] | None = "stop" if token in self._stop else None
             if ended is None and length >= self._most_tokens:
                 ended = "length"
             if ended is None and len(running) < self._width:
-                running.append(Hypothesis(tokens, score))
+                running.append(Hypothesis((*self.running[parent].tokens, token), score))
                 parents.append(parent)
             elif ended is not None and rank < self._width:  # others are candidates only so that enough beams go on
-                self.finished.append(Hypothesis(tokens, score / length**self._length_penalty, ended))
-        self.finished.sort(key=lambda hypothesis: -hypothesis.score)
-        del self.finished[self._width :]
+                self._finish(parent, token, score / length**self._length_penalty, ended)
         self.running = running
         self.ended = not running or self._cannot_improve(length)
         return parents
+
+    def _finish(self, parent: int, token: int, score: float, ended: Literal["stop", "length"]) -> None:
+        if len(self.finished) == self._width and score <= self.finished[-1].score:
+            return
+        self.finished.append(Hypothesis((*self.running[parent].tokens, token), score, ended))
+        self.finished.sort(key=lambda hypothesis: -hypothesis.score)
+        del self.finished[self._width :]
 
     def _cannot_improve(self, length: int) -> bool:
         if len(self.finished) < self._width:

@@ -140,7 +140,7 @@ def capture_graph(compute: Compute) -> Replay:
             compute()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # the mapping thread may call the driver
         result = compute()
 
     def replay() -> torch.Tensor:

@@ -25,8 +25,10 @@ VarlenKernel = Callable[..., torch.Tensor]
 """`torch.nn.attention.varlen.varlen_attn`, or what takes the same arguments."""
 
 
-def find_kernel(head_dim: int, dtype: torch.dtype, device: torch.device) -> VarlenKernel | None:
-    """The kernel for this shape on this device; None where there is none.
+def find_kernel(
+    head_dim: int, dtype: torch.dtype, device: torch.device, *, block_table: bool = False
+) -> VarlenKernel | None:
+    """The kernel for this shape on this device, with `block_table` one that takes block tables; None without one.
 
     Flash attention takes 16-bit types and heads of up to 256 in eights, on GPUs from Ampere on. `varlen_attn` knows
     `seqused_k` from torch 2.12 on; the operator below it has known it since 2.5.
@@ -35,7 +37,7 @@ def find_kernel(head_dim: int, dtype: torch.dtype, device: torch.device) -> Varl
         return None
     if torch.cuda.get_device_capability(device) < (8, 0):
         return None
-    return _public_kernel() or _operator_kernel()
+    return _public_kernel() or (None if block_table else _operator_kernel())
 
 
 @functools.cache

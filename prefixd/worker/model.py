@@ -34,7 +34,7 @@ _SELF_CHECK_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
 class CausalModel:
     """A loaded model. Single-threaded; every call runs in inference mode.
 
-    attention: how attention is computed; by default what suits the device.
+    attention: how attention is computed; by default what suits the device, for KV in virtual tensors.
     """
 
     def __init__(self, spec: ModelSpec, model: Any, attention: AttentionBackend | None = None) -> None:
@@ -123,8 +123,9 @@ class CausalModel:
             )
 
 
-def load_model(spec: ModelSpec) -> CausalModel:
-    """Load the weights onto the device and check them. Raises ModelError."""
+def load_model(spec: ModelSpec, *, paged: bool = False) -> CausalModel:
+    """Load the weights onto the device and check them; `paged` if its KV is in block tables. Raises ModelError."""
+    attention = choose_attention(spec, paged=paged)
     register_attention()
     try:
         with warnings.catch_warnings():
@@ -152,18 +153,24 @@ def load_model(spec: ModelSpec) -> CausalModel:
     if spec.device.type == "cpu":  # a GPU's kernels promise no bits to be equal
         register_experts()
         set_experts(model, STEADY_EXPERTS)
-    result = CausalModel(spec, model.to(spec.device).eval().requires_grad_(False))
+    result = CausalModel(spec, model.to(spec.device).eval().requires_grad_(False), attention)
     result.check()
     return result
 
 
-def choose_attention(spec: ModelSpec) -> AttentionBackend:
+def choose_attention(spec: ModelSpec, *, paged: bool = False) -> AttentionBackend:
     """What computes attention on the model's device. Raises ModelError when nothing there does."""
     geometry = spec.geometry
     dtype = getattr(torch, geometry.dtype)
     if spec.device.type == "cpu":
         return TileAttention(geometry.block_tokens, spec.query_heads // geometry.kv_heads, dtype)
-    kernel = find_kernel(geometry.head_dim, dtype, spec.device)
+    kernel = find_kernel(geometry.head_dim, dtype, spec.device, block_table=paged)
+    if kernel is None and paged:
+        raise ModelError(
+            f'worker.kv = "paged" needs a kernel that takes block tables: torch 2.12 or newer (this is '
+            f"{torch.__version__}), 16-bit KV and a head size of up to 256 in eights (this is {geometry.dtype}, "
+            f'{geometry.head_dim}); set worker.kv to "virtual"'
+        )
     return FlashAttention(kernel) if kernel is not None else FlexAttention(geometry.block_tokens)
 
 

@@ -53,7 +53,8 @@ class PagedKv:
         self._max_blocks = -(-max_tokens // geometry.block_tokens)
         self._range = memory.reserve(frames * geometry.block_bytes)
         self._mapped: set[int] = set()
-        self._open: set[BlockTable] = set()
+        self._users: Counter[int] = Counter()  # by frame: how many sequences have it
+        self._shared = 0
         self._copied = 0
         self.pool = self._view(frames)
 
@@ -61,7 +62,6 @@ class PagedKv:
         """See `KvMemory.open`."""
         sequence = BlockTable(())
         self.extend(sequence, frames)
-        self._open.add(sequence)
         return sequence
 
     def extend(self, sequence: KvSequence, frames: Sequence[int]) -> None:
@@ -77,10 +77,13 @@ class PagedKv:
                 self._range.map(frame * self._geometry.block_bytes, of_frame)
                 self._mapped.add(frame)
         table.frames += frames
+        for frame in frames:
+            self._shared += self._users[frame] > 0
+            self._users[frame] += 1
 
     def assign(self, sequence: KvSequence, frames: Sequence[int]) -> None:
         """See `KvMemory.assign`."""
-        _table(sequence).frames = []
+        self._let_go(_table(sequence))
         self.extend(sequence, frames)
 
     def copy(self, source: KvSequence, target: KvSequence, first: int, stop: int) -> None:
@@ -105,7 +108,7 @@ class PagedKv:
 
     def close(self, sequence: KvSequence, on_closed: Callable[[], None]) -> None:
         """See `KvMemory.close`. The frames stay mapped: a frame's next owner is ordered behind on the same stream."""
-        self._open.discard(_table(sequence))
+        self._let_go(_table(sequence))
         on_closed()
 
     def poll(self, wait: bool = False) -> int:
@@ -128,12 +131,17 @@ class PagedKv:
 
     def usage(self) -> KvUsage:
         """See `KvMemory.usage`; nothing is mapped for a request."""
-        users = Counter(frame for sequence in self._open for frame in sequence.frames)
-        return KvUsage(shared_blocks=users.total() - len(users), copied_blocks=self._copied)
+        return KvUsage(shared_blocks=self._shared, copied_blocks=self._copied)
 
     def end(self) -> None:
         """Give the addresses back."""
         self._range.discard()
+
+    def _let_go(self, table: BlockTable) -> None:
+        for frame in table.frames:
+            self._users[frame] -= 1
+            self._shared -= self._users[frame] > 0
+        table.frames = []
 
     def _view(self, frames: int) -> torch.Tensor:
         """``[frames, block_tokens, layers, 2, kv_heads, head_dim]``, whatever the layout."""

@@ -35,6 +35,9 @@ MOST_LOGPROBS = 20
 _LENGTH = struct.Struct("<I")
 
 
+MOST_BEAMS = 16
+
+
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """How the tokens of one request are chosen.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 
 import torch
 
@@ -32,6 +32,7 @@ from prefixd.worker.protocol import (
 from prefixd.worker.settings import WorkerSettings
 from prefixd.worker.shared_frames import SharedFrames
 from prefixd.worker.virtual_kv import VirtualKv
+from prefixd_swap.threads import started_threads
 from prefixd_swap.vmem import VirtualTensorManager, attach_memory, recv_export
 
 
@@ -52,9 +53,9 @@ def serve(connection: Connection[ToWorker], settings: WorkerSettings, clock: Cal
     if not isinstance(message, Memory):
         raise ProtocolError(f"{type(message).__name__} before Memory: the daemon must send its memory first")
     with attach_memory(message.meta, recv_export(connection.socket, message.fds)) as memory:
-        model = load_model(spec)
+        model = load_model(spec, paged=settings.kv == "paged")
         frames = SharedFrames(memory, spec.geometry.chunks_per_block(memory.chunk_bytes), message)
-        with ThreadPoolExecutor(1, "mapping") as background:
+        with started_threads(1, "mapping") as background:
             kv = _kv(settings, frames, spec, message.most_frames, background)
             engine = Engine(model, kv, settings.max_step_tokens, clock, _graphs(settings, model, kv))
             connection.send(Ready())

@@ -41,7 +41,8 @@ class VirtualKv:
 
     def copy(self, source: KvSequence, target: KvSequence, first: int, stop: int) -> None:
         """See `KvMemory.copy`."""
-        self.manager.wait([_tensor(source), _tensor(target)])
+        # Not for what else of them is being mapped, or could not be: that is for their next passes.
+        self.manager.wait([_tensor(source), _tensor(target)], stop)
         block = self.manager.geometry.block_tokens
         self.manager.copy_tokens(_tensor(source), _tensor(target), first, -(-stop // block) * block - first)
 

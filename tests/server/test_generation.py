@@ -215,6 +215,10 @@ async def test_token_ids_are_taken_as_they_are(desk: Desk) -> None:
         ({"best_of": 33, "temperature": 1.0}, ["best_of is 33", "at most 32"]),
         ({"n": 3, "best_of": 2, "temperature": 1.0}, ["best_of is 2", "less than n, which is 3"]),
         ({"n": 2}, ["n is 2 with temperature 0", "above 0"]),
+        (
+            {"best_of": 32, "max_tokens": 2000, "logprobs": 20, "temperature": 1.0},
+            ["best_of is 32 with up to 2000 tokens and 20 logprobs", "lower best_of"],
+        ),
         ({"best_of": 2}, ["best_of is 2 with temperature 0"]),
         ({"stop_token_ids": [0, 272]}, ["stop token id 272"]),
         ({"beam_width": 0}, ["beam_search.width is 0", "between 1 and 16"]),

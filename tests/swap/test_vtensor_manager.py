@@ -19,6 +19,7 @@ from prefixd_swap.vmem import (
     VirtualTensorManager,
     create_memory,
 )
+from prefixd_swap.vmem.virtual_set import Row
 
 Settle = Callable[[], None]
 MAX_TOKENS = 22  # five blocks of four tokens, and half a block
@@ -147,6 +148,36 @@ def test_a_tensor_is_used_while_later_blocks_are_being_mapped(pool: FramePool, g
         gate.set()
         manager.wait([tensor], 9)
         assert (tensor.usable_tokens, tensor.mapping) == (12, False)
+        manager.close()
+
+
+def test_blocks_that_could_not_be_mapped_never_count_as_mapped(
+    pool: FramePool, geometry: KvGeometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever waits for them is told, each time; a pass that used them would end the process."""
+    with ThreadPoolExecutor(1) as background:
+        manager = VirtualTensorManager(
+            pool.memory, pool.table, geometry, requests=2, max_tokens=MAX_TOKENS, background=background
+        )
+        broken, other = manager.create(), manager.create()
+        manager.extend(broken, take(pool, 1))
+        manager.wait([broken])
+        real = manager.virtual.map
+
+        def fails(row: Row, first: int, frames: list[FrameId]) -> int:
+            if row.number == broken.row:
+                raise OutOfMemoryError("no mapping left")
+            return real(row, first, frames)
+
+        monkeypatch.setattr(manager.virtual, "map", fails)
+        manager.extend(broken, take(pool, 2))
+        manager.extend(other, take(pool, 1))
+        manager.wait([broken, other], 4)  # what has been mapped before can be used, and copied
+        for _ in range(2):
+            with pytest.raises(OutOfMemoryError, match="no mapping left"):
+                manager.wait([other, broken])
+        manager.release(broken)
+        manager.check_integrity()
         manager.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,9 +18,10 @@ from prefixd.worker.errors import ModelError
 from prefixd.worker.flash_attention import FlashAttention, find_kernel
 from prefixd.worker.flex_attention import FlexAttention
 from prefixd.worker.kv_memory import Segment
-from prefixd.worker.model import load_model
+from prefixd.worker.model import choose_attention, load_model
 from prefixd.worker.model_spec import read_model_spec
 from prefixd.worker.settings import WorkerSettings
+from prefixd.worker.tile_attention import TileAttention
 
 
 def random_tokens(seed: int, count: int) -> list[int]:
@@ -162,3 +164,11 @@ def test_decode_passes_are_replayed_with_the_same_tokens(rig_with, prompt):
     assert graphs.replays == sum(step.computed_tokens <= 4 for step in rig.steps)
     assert not graphs.fits(5)
     rig.manager.check_integrity()
+
+
+def test_a_paged_worker_without_a_kernel_for_block_tables_is_refused_at_the_start(llama_directory):
+    spec = read_model_spec(WorkerSettings(model=str(llama_directory), chunk_bytes=4096))
+    assert isinstance(choose_attention(spec, paged=True), TileAttention)
+    on_a_gpu = dataclasses.replace(spec, device=torch.device("cuda"))
+    with pytest.raises(ModelError, match=r'worker.kv = "paged" needs a kernel that takes block tables.*float32'):
+        choose_attention(on_a_gpu, paged=True)

@@ -10,6 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from prefixd.worker import beam_search
+from prefixd.worker.beam_search import BeamSearch, Hypothesis
 from prefixd.worker.protocol import Cancel, Done, frames_needed
 from prefixd_swap.errors import OutOfMemoryError
 
@@ -143,6 +145,40 @@ def test_a_search_can_be_cancelled_or_run_out_of_addresses(rig, prompt, monkeypa
     assert rig.done[again].reason == "no_memory"
     assert rig.manager.virtual.idle_count == len(rig.manager.virtual.rows)
     rig.manager.check_integrity()
+
+
+@pytest.mark.parametrize(("name", "call"), [("copy", 1), ("copy", 4), ("assign", 1), ("assign", 2), ("extend", 2)])
+def test_a_search_that_fails_in_the_middle_leaves_nothing(rig, prompt, monkeypatch, name, call):
+    frames = rig.frames(frames_needed(len(prompt), 20, 4, rig.block_tokens))
+    real, calls = getattr(rig.kv, name), []
+
+    def fails(*arguments):
+        calls.append(arguments)
+        if len(calls) == call:
+            raise OutOfMemoryError("no mapping left")
+        return real(*arguments)
+
+    monkeypatch.setattr(rig.kv, name, fails)
+    request = rig.start(prompt, frames=frames, max_tokens=20, beams=4)
+    rig.run()
+    assert rig.done[request].reason == "no_memory"
+    assert list(rig.manager.live) == [] and not any(map(rig.manager.physical.references, frames))
+    rig.manager.check_integrity()
+
+
+def test_a_wide_search_with_many_stop_tokens_makes_few_sequences(monkeypatch):
+    """Of thousands of candidates only those that stay become sequences, which are long."""
+    made = []
+
+    def counted(tokens, score, ended=None):
+        made.append(score)
+        return Hypothesis(tokens, score, ended)
+
+    search = BeamSearch(16, 10_000, range(1, 1001), 1.0, False)
+    search.running = [Hypothesis(tuple(range(2000)), -float(beam)) for beam in range(16)]
+    monkeypatch.setattr(beam_search, "Hypothesis", counted)
+    search.advance(torch.randn(16, 4000))
+    assert 16 <= len(made) <= 32
 
 
 def test_what_a_search_cannot_be_is_refused(rig, prompt):

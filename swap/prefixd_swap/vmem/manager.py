@@ -253,9 +253,11 @@ class VirtualTensorManager:
         Nothing on the device uses `tensor`. Raises as `extend`; `tensor` can then only be released.
         """
         before, after = tensor._frames, list(frames)
+        pairs = zip(before, after, strict=False)
+        same = next((block for block, pair in enumerate(pairs) if pair[0] != pair[1]), min(len(before), len(after)))
         self.physical.retain(after)
         try:
-            self._map(tensor, 0, after)
+            self._map(tensor, same, after[same:])
         except BaseException:
             self.physical.release(after)
             raise
@@ -282,7 +284,10 @@ class VirtualTensorManager:
             None,
         )
         if source is None:
-            raise MemoryMisuseError(f"block {block} is shared with no other virtual tensor; write to it as it is")
+            raise MemoryMisuseError(
+                f"block {block} is shared with no other virtual tensor: write to it as it is if it has one reference, "
+                "or forget the recorded prefix that it is part of"
+            )
         self.physical.retain([frame])
         try:
             self._map(tensor, block, [frame])
@@ -298,7 +303,7 @@ class VirtualTensorManager:
         """Copy `count` tokens from `first` on, on the current stream: the tail of a prefix, which fills no chunk."""
         if count > 0:
             target.kv[first : first + count].copy_(source.kv[first : first + count])
-            self.counts.copied += 1
+            self.counts.copied += self._blocks(first + count) - first // self.geometry.block_tokens
 
     def release(
         self,
@@ -331,15 +336,15 @@ class VirtualTensorManager:
     def wait(self, tensors: Iterable[VirtualTensor], tokens: int | None = None) -> None:
         """Wait until `tensors` are mapped, or their first `tokens` tokens.
 
-        Raises what a mapping in the background raised; one that is not waited for raises later.
+        Raises what a mapping of them in the background raised, and again each time: blocks that could not be mapped
+        never count as mapped.
         """
         needed = self.virtual.blocks if tokens is None else self._blocks(tokens)
         for tensor in tensors:
-            jobs = tensor._mapping
-            tensor._mapping = [(block, job) for block, job in jobs if block >= needed and not job.done()]
-            for block, job in jobs:
-                if block < needed or job.done():
+            for block, job in tensor._mapping:
+                if block < needed:
                     job.result()
+            tensor._mapping = [(block, job) for block, job in tensor._mapping if block >= needed]
 
     def poll(self, wait: bool = False) -> int:
         """Finish the releases that are due, or with `wait` all; returns how many are left."""
@@ -409,7 +414,7 @@ class VirtualTensorManager:
             self.physical.check_integrity(referenced)
         for tensor in self._live.values():
             mapped = tensor._row.mapped[: len(tensor._frames)]
-            if mapped != tensor._frames and not tensor._mapping:
+            if mapped != tensor._frames and not any(job.exception() for _, job in tensor._mapping):
                 raise IntegrityError(f"virtual tensor {tensor.row} has frames {tensor._frames}, but maps {mapped}")
         self.virtual.check_integrity()
         self.memory.check_integrity()

@@ -1,8 +1,7 @@
-"""The worker without addresses for one more request: fewer run at once, and every answer is that of a quiet run."""
+"""The worker without kernel mappings for one more request: fewer run at once, each answer is that of a quiet run."""
 
 from __future__ import annotations
 
-import resource
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,11 +11,20 @@ from benchmarks.fault_injection.watch import Log, Watch
 from prefixd.client import Client, ClientError, Tokens
 from prefixd.workloads.daemon_process import DaemonProcess
 
-NAME = "worker out of addresses"
+NAME = "worker out of mappings"
 PART = "worker memory"
 
 _SETTINGS = {"worker.embedded": True, "gpu.bytes": "32MiB", "cpu.bytes": "16MiB", "disk.bytes": "64MiB"}
 _AT_ONCE = 4
+_MAPPINGS = 6  # enough for one request, whose blocks lie in a few runs, and too few for four
+_SCARCE = Path(__file__).parent / "scarce_mappings"
+_PROGRAM = """
+import os
+os.environ["PYTHONPATH"] = os.pathsep.join([{scarce!r}, os.environ.get("PYTHONPATH", "")])
+os.environ["SCARCE_MAPPINGS"] = {limit!r}
+from prefixd.workloads.tethered import main
+main()
+"""
 _PROMPT_TOKENS = 150
 _NEW_TOKENS = 8
 _NOTICED_S = 60.0
@@ -27,17 +35,18 @@ def run_worker_scenario(folder: Path, port: int) -> Result:
     """Makes the fault in `folder`, which must be empty, and has the daemon survive it."""
     begin = time.monotonic()
     result = Result(NAME)
-    daemon = DaemonProcess({**_SETTINGS, "server.metrics_port": port}, directory=folder / "daemon")
+    limit = folder / "mappings"
+    program = _PROGRAM.format(scarce=str(_SCARCE), limit=str(limit))
+    daemon = DaemonProcess(
+        {**_SETTINGS, "server.metrics_port": port}, directory=folder / "daemon", program=("-c", program)
+    )
     with daemon, Client(daemon.address, name="load 1") as first, Client(daemon.address, name="load 2") as second:
         clients = (first, second)
         quiet = [_generate(first, number, result) for number in range(_AT_ONCE)]
         with Watch(daemon.address, port) as watch:
             log = Log(daemon.log)
-            pid = watch.stats.worker.pid
-            pages = int(Path(f"/proc/{pid}/statm").read_text().split()[0])
-            soft, hard = resource.prlimit(pid, resource.RLIMIT_AS)
             watch.begin()
-            resource.prlimit(pid, resource.RLIMIT_AS, (pages * resource.getpagesize(), hard))
+            limit.write_text(str(_MAPPINGS))
             try:
                 broken_s = time.monotonic()
                 _crowd(clients, quiet, result)
@@ -49,7 +58,7 @@ def run_worker_scenario(folder: Path, port: int) -> Result:
                 result.unreported += seen.silent_about(PART, log.lines())
                 result.said = "; ".join(seen.troubles.get(PART, ()))
             finally:
-                resource.prlimit(pid, resource.RLIMIT_AS, (soft, hard))
+                limit.unlink()
             healed_s = time.monotonic()
             if watch.wait(lambda now, _: not now.any, _BACK_S):
                 result.back_s = round(time.monotonic() - healed_s, 2)

@@ -29,7 +29,7 @@ def test_a_fault_is_survived(name: str, tmp_path: Path) -> None:
     assert result.good, result
 
 
-def test_a_worker_without_addresses_serves_everybody(tmp_path: Path) -> None:
+def test_a_worker_without_mappings_serves_everybody(tmp_path: Path) -> None:
     result = worker.run_worker_scenario(tmp_path, faults.harness.free_port())
     assert result.good and result.noticed_s is not None, result
 

@@ -113,7 +113,7 @@ async def test_breaches_are_found(tmp_path: Path) -> None:
                 return cache_pb2.ReserveResponse(reservation_id=number, blocks=1).SerializeToString()
         return b""
 
-    findings = await fuzzed(StandIn(allow), tmp_path, 600)
+    findings = await fuzzed(StandIn(allow), tmp_path, 1500)
     assert any("foreign namespace" in breach for breach in findings.breaches)
     assert any("foreign grant" in breach for breach in findings.breaches)
 

@@ -47,7 +47,8 @@ def test_under_pressure_all_get_the_same_tokens_by_swap_and_by_recompute() -> No
     assert result["same_tokens"] and result["swapped"] > 0 and result["recomputed"] > 0
     unpressed, swap, recompute, auto = runs
     assert unpressed.gpu_blocks == batch.wanted_blocks and swap.gpu_blocks == batch.pressed_blocks
-    assert swap.recomputed == recompute.swapped == recompute.swapped_blocks == 0
+    # With `swap`, too, a request that has filled no block yet has nothing to be copied, and is computed again.
+    assert swap.swapped > 0 and recompute.swapped == recompute.swapped_blocks == 0
     assert swap.swapped_blocks > 0 and recompute.recomputed_tokens > swap.recomputed_tokens
     assert auto.swapped + auto.recomputed == auto.preempted == auto.resumed
     assert result["swap_ratio"] == pytest.approx(swap.requests_per_s / unpressed.requests_per_s, abs=0.001)

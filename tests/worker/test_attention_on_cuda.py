@@ -91,7 +91,7 @@ def fill(memory: KvMemory, lengths: Sequence[int], block: int, order: Sequence[i
         blocks = -(-lengths[index] // block)
         frame -= blocks
         sequence = memory.open(range(frame, frame + blocks))
-        memory.wait(sequence)
+        memory.wait(sequence, lengths[index])
         opened[index] = Segment(sequence, 0, lengths[index])
     segments = [opened[index] for index in range(len(lengths))]
     step = memory.step(segments)

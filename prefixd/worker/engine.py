@@ -63,7 +63,6 @@ class Engine:
         self._max_step_tokens = max_step_tokens
         self._clock = clock
         self._runs: dict[int, Run | BeamRun] = {}
-        self.copied_tokens = 0
         self._closed: list[Done] = []  # requests that nothing on the device uses any more
         self._computing = False
         self._later: list[Done] = []  # for requests to be ended after the pass that is being computed
@@ -202,7 +201,6 @@ class Engine:
         if common > first and child.tokens[:first] == source.tokens[:first]:
             self._kv.copy(source.memory, child.memory, first, common)
             child.computed = common
-            self.copied_tokens += common - first
 
     def _follow(self, parts: list[_Part], logits: torch.Tensor) -> tuple[dict[int, Chosen], list[Done]]:
         """Choose the tokens that follow the parts, a row of logits each: what was sampled, by run, and the ends."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from prefixd.worker.kv_memory import KvMemory
 from prefixd.worker.protocol import Grow, Memory, Shrink, Shrunk
-from prefixd_swap.vmem import FrameId, FrameTable, VirtualMemory, attach_more, recv_export
+from prefixd_swap.vmem import FrameId, FrameTable, VirtualMemory, recv_export
 
 
 class SharedFrames:
@@ -31,7 +31,7 @@ class SharedFrames:
 
         Raises TransferError when they do not come, MemoryMisuseError for frames that are here already.
         """
-        attach_more(self.memory, message.meta, recv_export(end, message.fds))
+        self.memory.adopt(message.meta, recv_export(end, message.fds))
         self.table.add(_frames(message.frames), _numbers(message.chunks))
 
     def shrink(self, message: Shrink, kv: KvMemory) -> Shrunk:

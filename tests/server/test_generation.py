@@ -521,6 +521,17 @@ async def test_a_search_is_one_request_whose_sequences_come_at_its_end(desk: Des
         await desk.events(UnavailableError("the worker died"), beam_width=2)
 
 
+async def test_a_long_sequence_that_was_searched_comes_in_pieces(desk: Desk) -> None:
+    """Decoding it at once would hold the event loop."""
+    tokens = [104, 105, 106] * 200
+    _, *found, _ = await desk.events(Ended("stop", [BeamResult(tokens, -0.5, "stop")]), beam_width=2)
+    assert [len(event.token_ids) for event in found if isinstance(event, Tokens) and event.token_ids] == [256, 256, 88]
+    assert [token for event in found if isinstance(event, Tokens) for token in event.token_ids] == tokens
+    whole = desk.codec.stream()
+    expected = whole.feed(tokens) + whole.end()
+    assert "".join(event.text for event in found if isinstance(event, Tokens)) == expected
+
+
 async def test_a_search_that_never_fits_is_refused(desk: Desk) -> None:
     with pytest.raises(ExhaustedError, match=r"16 beams needs \d+ blocks, but the GPU tier holds"):
         await desk.events(beam_width=16, max_tokens=2000)

@@ -13,7 +13,7 @@ import sys
 import torch
 
 from prefixd_swap.errors import MemoryMisuseError, SwapError
-from prefixd_swap.vmem import VirtualMemory, attach_memory, attach_more, recv_export
+from prefixd_swap.vmem import VirtualMemory, attach_memory, recv_export
 
 
 def main() -> None:
@@ -58,7 +58,7 @@ def resize(sock: socket.socket, memory: VirtualMemory) -> None:
             else:
                 meta, count = numbers
                 sock.sendall(b"send")
-                adopted = attach_more(memory, meta.encode(), recv_export(sock, count, timeout_s=30))
+                adopted = memory.adopt(meta.encode(), recv_export(sock, count, timeout_s=30))
                 answer = [adopted.start, adopted.stop]
             memory.check_integrity()
         except SwapError as error:

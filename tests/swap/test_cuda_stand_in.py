@@ -15,22 +15,26 @@ import pytest
 from benchmarks.kv.stand_in import stand_in_environment
 
 HERE = Path(__file__).parent
-SUITES = sorted(
-    [
-        *HERE.glob("test_vmem_*.py"),
-        *HERE.glob("test_vtensor_*.py"),
-        *(HERE / f"test_{name}.py" for name in ("frames", "copies", "page_copies", "pinning", "vattention")),
-        HERE.parent / "cache" / "test_tiers_on_cuda.py",
-        HERE.parent / "server" / "test_generate_on_cuda.py",
-        HERE.parent / "worker" / "test_attention_on_cuda.py",
-        HERE.parent / "worker" / "test_engine_on_cuda.py",
-        HERE.parent / "worker" / "test_shared_frames.py",
-        HERE.parent / "integrations" / "engine" / "test_transfers_on_cuda.py",
-    ]
-)
-# Fewer would mean that tests have stopped taking the `device` fixture, and that CUDA's half is not tested any
-# more.
-LEAST_TESTS = 100
+TESTS = HERE.parent
+# The suites with a CUDA half, and how many tests that has at least: fewer would mean that tests have stopped taking the
+# `device` fixture, and that CUDA is not tested any more.
+SUITES = {
+    "memory": ([*HERE.glob("test_vmem_*.py"), HERE / "test_frames.py", HERE / "test_pinning.py"], 90),
+    "virtual tensors": ([*HERE.glob("test_vtensor_*.py"), HERE / "test_vattention.py"], 110),
+    "copies": (
+        [
+            HERE / "test_copies.py",
+            HERE / "test_page_copies.py",
+            TESTS / "integrations/engine/test_transfers_on_cuda.py",
+        ],
+        30,
+    ),
+    "worker": (
+        [TESTS / f"worker/test_{name}.py" for name in ("attention_on_cuda", "engine_on_cuda", "shared_frames")],
+        25,
+    ),
+    "server": ([TESTS / "cache/test_tiers_on_cuda.py", TESTS / "server/test_generate_on_cuda.py"], 7),
+}
 
 
 @pytest.fixture(scope="module")
@@ -41,28 +45,18 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {**stand_in_environment(tmp_path_factory.mktemp("stand_in")), "PREFIXD_TEST_STAND_IN": "1"}
 
 
-def test_the_cuda_half_passes_against_the_stand_in(stand_in: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("room", SUITES)
+def test_the_cuda_half_passes_against_the_stand_in(room: str, stand_in: dict[str, str], tmp_path: Path) -> None:
+    suites, least = SUITES[room]
     report = tmp_path / "report.xml"
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-m",
-        "gpu",
-        "-p",
-        "no:cacheprovider",
-        f"--junitxml={report}",
-    ]
-    done = subprocess.run(
-        [*command, *map(str, SUITES)], env=stand_in, cwd=HERE.parents[1], capture_output=True, text=True
-    )
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", f"--junitxml={report}"]
+    done = subprocess.run([*command, *map(str, suites)], env=stand_in, cwd=TESTS.parent, capture_output=True, text=True)
     output = done.stdout + done.stderr
     assert done.returncode == 0, output
     suite = ElementTree.parse(report).getroot().find("testsuite")
     assert suite is not None
     counts = {name: int(suite.attrib[name]) for name in ("tests", "skipped", "failures", "errors")}
-    assert counts["tests"] >= LEAST_TESTS, output
+    assert counts["tests"] >= least, output
     assert counts["skipped"] == counts["failures"] == counts["errors"] == 0, output
 
 

@@ -211,8 +211,8 @@ def test_a_fork_copies_what_its_parent_has_computed(model, rig_type, prompt, kv)
         rig.start(prompt, frames=[*frames[:3], new], cached_blocks=3, seed=seed, fork_of=parent, **sampling)
         for seed, new in zip((1, 2), dirty, strict=False)
     ]
-    assert rig.engine.copied_tokens == 2, "of the two tokens in the last block, one has to be computed for its logits"
     rig.run()
+    assert rig.steps[-1].kv.copied_blocks == 2, "the last block of each, but for the token whose logits are needed"
     assert [rig.tokens[request] for request in (parent, *children)] == alone
     assert sum(step.computed_tokens for step in rig.steps) == computed + 7 - 1 + 2 * (1 + 7)
     other = [*prompt[:49], 1, 2]
@@ -225,7 +225,7 @@ def test_a_fork_copies_what_its_parent_has_computed(model, rig_type, prompt, kv)
     gone = rig.start(other, frames=[*frames[:3], *rig.frames(1)], cached_blocks=3, max_tokens=3, fork_of=parent)
     rig.run()
     assert rig.tokens[part] == rig.tokens[gone] == expected
-    assert rig.engine.copied_tokens == 3, "the one token that both prompts have in their last block"
+    assert rig.steps[-1].kv.copied_blocks == 3, "for the one token that both prompts have in their last block"
     rig.close()
 
 

@@ -12,7 +12,7 @@ from prefixd_swap.vmem.frames import FramePool, NewFrames
 from prefixd_swap.vmem.host import HostMemory
 from prefixd_swap.vmem.manager import MappingCounts, VirtualTensorManager
 from prefixd_swap.vmem.physical_set import PhysicalSet
-from prefixd_swap.vmem.transfer import attach_memory, attach_more, recv_export, send_export
+from prefixd_swap.vmem.transfer import attach_memory, recv_export, send_export
 from prefixd_swap.vmem.virtual_set import VirtualSet
 from prefixd_swap.vmem.virtual_tensor import VirtualTensor
 
@@ -34,7 +34,6 @@ __all__ = [
     "VirtualTensor",
     "VirtualTensorManager",
     "attach_memory",
-    "attach_more",
     "create_memory",
     "recv_export",
     "send_export",

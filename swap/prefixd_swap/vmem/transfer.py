@@ -92,14 +92,6 @@ def attach_memory(meta: bytes, fds: Iterable[int]) -> VirtualMemory:
     raise TransferError(f"a memory of kind {kind!r} is unknown; are both processes of one version?")
 
 
-def attach_more(memory: VirtualMemory, meta: bytes, fds: Iterable[int]) -> range:
-    """Add to an attached `memory` the chunks of the owner's `export_run`, under the same ids; returns them.
-
-    Errors are those of `VirtualMemory.adopt`.
-    """
-    return memory.adopt(meta, fds)
-
-
 def _owned(fds: list[int]) -> Iterator[int]:
     """Hand out descriptors one by one; those not taken when the consumer stops are closed."""
     try:

@@ -41,7 +41,7 @@ def resize_command(
         int, typer.Argument(metavar="SIZE", parser=_size, show_default=False, help="The new size, such as 4GiB.")
     ],
     wait: Annotated[
-        float, typer.Option("--wait", metavar="SECONDS", min=0.1, help="How long to wait for what is held.")
+        float, typer.Option("--wait", metavar="SECONDS", min=0.1, help="How long to wait while nothing becomes free.")
     ] = 60.0,
     address: Address = None,
     as_json: Json = False,

@@ -344,7 +344,7 @@ class AsyncClient:
     ) -> admin_pb2.ResizeTierResponse:
         """Changes the size of a tier, only the GPU tier for now, while requests run: to as many whole blocks as fit.
 
-        What is held is waited for, `wait_s` at most (0: the daemon's 60 s); what then is left to do is in `unfinished`.
+        When no memory becomes free for `wait_s` (0: the daemon's 60 s), it ends; what is left to do is in `unfinished`.
         `on_progress` is called with how far it is, every tenth of a second. A cancelled call leaves the tier at the
         size that it has come to. Raises `InvalidArgumentError` below two blocks, `ExhaustedError` when the device has
         not so much, `PreconditionError` while another resize or a drain is under way, `UnsupportedError` for

@@ -24,6 +24,7 @@ from prefixd.errors import ExhaustedError, PrefixdError, UnavailableError
 from prefixd.pacer import SLICE_ROWS, Pacer, give_way
 from prefixd.server.concurrency_limit import ConcurrencyLimit
 from prefixd.server.frame_budget import FrameBudget
+from prefixd.server.frame_holders import name_holders
 from prefixd.server.preemption import Preemption, PreemptionMode
 from prefixd.server.prefetcher import Prefetcher
 from prefixd.server.request import Ended, Event, NewTokens, Request, RequestState
@@ -40,6 +41,8 @@ _ENDED_AT_ONCE = 256  # waiting requests, in one callback
 _INTERRUPTED_ROWS = 16_384  # of requests whose worker died, in one callback
 _REQUEST_ROWS = 64  # what looking at a request costs besides, in rows looked at
 _HAND_OVER = 4  # what handing a block over costs, in rows looked at
+_PATIENCE_S = 30.0
+"""For a request that lacks frames while nobody else runs: what holds them may be short, such as a write to disk."""
 _QUEUED = (RequestState.WAITING, RequestState.STAGING, RequestState.READY)
 
 
@@ -103,6 +106,7 @@ class Dispatcher:
         cache.claims.append(self._claims)
         self._computing: dict[int, Request] = {}  # running requests that still compute blocks of their prompts
         self._interrupted: dict[int, Request] = {}  # their worker died; they are about to be put back or ended
+        self._lacking: tuple[int, float] | None = None  # a request that alone lacks frames, and since when
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -345,6 +349,7 @@ class Dispatcher:
             full = full or not self._has_places(request)
             if request.state is RequestState.READY and not full and not await self._hand_over(request):
                 await self._prefetcher.unstage_all_but(request)
+                self._lacks_frames(request)
                 break
             handed_over = request.state is RequestState.RUNNING
             await self._pacer.worked(_REQUEST_ROWS + (_HAND_OVER * request.blocks if handed_over else request.blocks))
@@ -392,11 +397,12 @@ class Dispatcher:
         fresh = await self._mover.take_frames(request.blocks - cached)
         if fresh is None:
             return False
-        if (
-            request.state is not RequestState.READY or not self._taking
-        ):  # cancelled, or the worker died, while we waited
+        gone = request.state is not RequestState.READY or not self._taking  # cancelled, or the worker died, meanwhile
+        if gone or request.most_blocks > self._cache.tiers.frames.lasting:  # or the tier shrinks below what it may need
             self._cache.tiers.compute.free(fresh)
+            self._look()
             return True
+        self._lacking = None
         self.queue.remove(request.id)
         del self.waiting[request.id]
         self.running[request.id] = request
@@ -469,8 +475,10 @@ class Dispatcher:
             elif frames is None:
                 await self._prefetcher.unstage_all_but(request)
                 self._preempt()
+                self._lacks_frames(request)
                 return False
             else:
+                self._lacking = None
                 request.extend(frames)
                 self._send(Extend(request.id, frames))
         return True
@@ -482,6 +490,24 @@ class Dispatcher:
             request.preempt()
             log.info("request %s is preempted: the GPU tier has no frame left", request.name)
             self._send(Cancel(request.id))
+
+    def _lacks_frames(self, request: Request) -> None:
+        """Ends a request that has lacked frames for long though nobody else runs: none will become free for it."""
+        others = [other for other in self.running.values() if other is not request]
+        if others or self.preemption.moving or request.state not in (RequestState.READY, RequestState.STARVED):
+            self._lacking = None
+        elif self._lacking is None or self._lacking[0] != request.id:
+            self._lacking = request.id, self._clock()
+        elif self._clock() - self._lacking[1] >= _PATIENCE_S:
+            self._lacking = None
+            error = ExhaustedError(
+                f"the gpu tier had no block for the request for {_PATIENCE_S:g} s, though no other runs: "
+                f"{name_holders(self._cache)}; unpin blocks, end who holds them, or make the tiers larger"
+            )
+            if request.on_worker:
+                self._end_run(request, error)
+            else:
+                self._withdraw(request, error)
 
     # -- after --------------------------------------------------------------------------------------------------
 

@@ -13,8 +13,8 @@ be ended; the tier then has the size that it has come to.
 goes before. Running requests keep their frames, and get more while there are any, by preemption if need be
 (`preemption.py`). From the beginning on, the dispatcher counts on the smaller tier only, so no new request takes what
 became free. Where a request that runs, or did before it was preempted, can come to need more than the smaller tier
-has, the tier stays that large until the request has ended. When that, or anything else that holds frames, takes longer
-than the caller would wait, the resize ends where it is and says who holds them.
+has, the tier stays that large until the request has ended. When no slice is done for as long as the caller would wait
+(because of that, of others who hold frames, or of a slow tier below), the resize ends where it is and says who does.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from prefixd.errors import (
     UnavailableError,
 )
 from prefixd.server.dispatcher import Dispatcher
+from prefixd.server.frame_holders import name_holders
 from prefixd.server.worker_process import WorkerProcess
 from prefixd.steps import in_thread
 from prefixd_swap import FrameId, FramePool, SwapError
@@ -48,7 +49,6 @@ _SLICE_BYTES = 64 << 20
 _SLICE_FRAMES = 1024  # some milliseconds of accounting on the event loop
 _RETRY_S = 0.02
 _PROGRESS_S = 0.1
-_HOLDERS = 3
 
 
 @dataclass(slots=True)
@@ -76,9 +76,10 @@ class ResizeProgress:
 
 @dataclass(slots=True)
 class _Job:
-    """A resize under way: to so many frames, waiting for others until `deadline_s`."""
+    """A resize under way: to so many frames, with `wait_s` for each slice."""
 
     frames: int
+    wait_s: float
     deadline_s: float
     unfinished: str = ""
     cancelled: bool = False
@@ -114,7 +115,7 @@ class TierResize:
 
         Args:
             nbytes: the new size; as many whole blocks as fit.
-            wait_s: how long to wait for frames that are held.
+            wait_s: how long to wait while no frame becomes free.
 
         Raises:
             InvalidArgumentError: the tier would have fewer than two blocks.
@@ -137,7 +138,7 @@ class TierResize:
         self._begun = True
         try:
             await _check_fits(pool, frames)
-            job = self._job = _Job(frames, self._clock() + wait_s)
+            job = self._job = _Job(frames, wait_s, self._clock() + wait_s)
             self._task = asyncio.create_task(self._run(tier, job), name="tier-resize")
         except BaseException:
             self._begun = False
@@ -224,20 +225,48 @@ class TierResize:
             keep = max(job.frames, self._dispatcher.begun_blocks())
             pool.plan(keep)
             self._dispatcher.frames_changed()
-            count = min(pool.capacity - keep, _slice_frames(pool))
-            room = Movement(Urgency.PREFETCH)
-            slots = await self._cache.mover.allocate(tier, (tier.frame_bytes,), count, room)
-            if len(slots):
-                frames = [FrameId(frame) for frame in slots.ravel().tolist()]
+            frames = await self._take(tier, min(pool.capacity - keep, _slice_frames(pool)), job)
+            if frames:
                 tier.withdraw(frames)
                 self._withdrawn += frames
                 async with self._worker.changing_frames():
                     await self._give_back(pool)
+                job.deadline_s = self._clock() + job.wait_s
             elif self._clock() >= job.deadline_s:
-                job.unfinished = self._what_holds(pool)
+                job.unfinished = self._what_holds()
                 return
             else:
                 await asyncio.sleep(_RETRY_S)
+
+    async def _take(self, tier: GpuTier, count: int, job: _Job) -> list[FrameId]:
+        """Up to `count` frames that nobody has any more.
+
+        None when making room for them takes until the deadline, or when the resize is ended: copies that have begun
+        then end in their own time.
+        """
+        room = Movement(Urgency.PREFETCH)
+        room.join(Urgency.PREFETCH)
+
+        async def take() -> list[FrameId]:
+            try:
+                slots = await self._cache.mover.allocate(tier, (tier.frame_bytes,), count, room)
+            except SwapError as error:
+                if not room.dropped:
+                    raise
+                log.error("blocks that were to leave the gpu tier could not be copied down: %s", error)
+                return []
+            if room.dropped:
+                tier.free(slots)
+                return []
+            return [FrameId(frame) for frame in slots.ravel().tolist()]
+
+        taking = self._cache.mover.spawn(take())
+        while not taking.done():
+            await asyncio.wait({taking}, timeout=_RETRY_S)
+            if not taking.done() and (self._clock() > job.deadline_s or not self._goes_on(job)):
+                room.leave()
+                return []
+        return taking.result()
 
     async def _give_back(self, pool: FramePool) -> None:
         """Gives the memory of withdrawn frames back to the device."""
@@ -247,15 +276,11 @@ class TierResize:
         pool.forget(frames)
         self._withdrawn.clear()
 
-    def _what_holds(self, pool: FramePool) -> str:
-        needed = self._dispatcher.begun_blocks()
-        running = len(self._dispatcher.running)
-        text = f"{pool.used_count} of {pool.capacity} blocks of the gpu tier are still held"
-        if running:
-            text += f", {running} requests run, of which the largest may come to need {needed}"
-        holders = self._cache.mover.placement.holds.blocks_by_owner().most_common(_HOLDERS)
-        if holders:
-            text += "; most by " + ", ".join(f"{owner} ({blocks})" for owner, blocks in holders)
+    def _what_holds(self) -> str:
+        text = name_holders(self._cache)
+        if running := len(self._dispatcher.running):
+            needed = self._dispatcher.begun_blocks()
+            text += f"; {running} requests run, of which the largest may come to need {needed}"
         return text + "; resize again when they have ended, or cancel them"
 
 

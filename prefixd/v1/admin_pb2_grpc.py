@@ -163,7 +163,8 @@ class AdminServicer(object):
     def ResizeTier(self, request, context):
         """Changes the size of a tier while requests run; only the GPU tier's, for now. What shrinking takes goes back to the
         device: cached blocks go a tier down, or are evicted; running requests keep theirs. Frames that stay held, by requests
-        that run or by pins, are waited for, `wait_s` at most; the tier then keeps what is held, and `unfinished` says so.
+        that run or by pins, are waited for; when none becomes free for `wait_s`, the tier keeps what is held, and `unfinished`
+        says so.
         Requests that wait and can never fit the smaller tier end with RESOURCE_EXHAUSTED. The stream reports progress; its
         last message has `done` set. A call that is cancelled leaves the tier at the size that it has come to.
         """

@@ -7,11 +7,11 @@ import ctypes
 import itertools
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -20,6 +20,8 @@ import xxhash
 from prefixd.cache import Namespace, NamespaceSpec, PartSpec, TieredCache, Tiers, check_integrity
 from prefixd.server.dispatcher import Dispatcher
 from prefixd.server.request import Ended, NewTokens, Request
+from prefixd.server.tier_resize import TierResize
+from prefixd.server.worker_process import WorkerProcess
 from prefixd.worker.protocol import Cancel, Done, Extend, Sampling, Start, Step, ToWorker, Update
 from prefixd_scheduler import CostModel, QueuedRequest, RequestQueue, create_policy
 from prefixd_swap import (
@@ -28,6 +30,7 @@ from prefixd_swap import (
     FrameId,
     FramePool,
     KvGeometry,
+    NewFrames,
     SlabStore,
     Span,
     create_copy_engine,
@@ -211,6 +214,43 @@ class Bench:
                 self.cache.tiers.arena.array(offset, GEOMETRY.block_bytes)[:] = data
             await self.cache.commit(reservation, len(reservation.slots))
         self.cache.leases.close(session)
+
+
+class Supervisor:
+    """A worker's supervisor in a resize: takes note of what a worker would be told, and lets go while `lets_go`."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        self.told: list[tuple[str, list[int], int]] = []
+        self.lets_go = asyncio.Event()
+        self.lets_go.set()
+        self.changing = 0
+
+    async def settled(self) -> bool:
+        return True
+
+    @asynccontextmanager
+    async def changing_frames(self) -> AsyncGenerator[None]:
+        self.changing += 1
+        try:
+            yield
+        finally:
+            self.changing -= 1
+
+    async def grow(self, pool: FramePool, new: NewFrames) -> None:
+        assert self.changing == 1
+        self.told.append(("grow", list(new.frames), pool.capacity))
+
+    async def shrink(self, frames: Sequence[FrameId]) -> None:
+        assert self.changing == 1
+        pool = self.bench.cache.tiers.frames
+        assert pool.table.chunks(frames).size, "they are there until the worker has let go"
+        self.told.append(("shrink", list(frames), pool.capacity))
+        await self.lets_go.wait()
+
+    def tier_resize(self) -> TierResize:
+        """What resizes the bench's GPU tier."""
+        return TierResize(self.bench.cache, cast(WorkerProcess, self), self.bench.dispatcher, lambda: self.bench.now)
 
 
 def contents(tokens: Sequence[int]) -> bytes:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefixd.cache import check_integrity
+from prefixd.errors import PreconditionError
+from prefixd.server import tier_resize
 from prefixd.server.request import Request, RequestState
 from prefixd.worker.protocol import Done
 
-if TYPE_CHECKING:
-    from tests.server.dispatcher.conftest import Bench
+from .conftest import Bench, Supervisor
 
+if TYPE_CHECKING:
     Events = Callable[[Request], tuple[list[int], object]]
     Expected = Callable[[Sequence[int], int], list[int]]
 
@@ -38,9 +42,18 @@ HAPPENINGS = st.lists(
         st.tuples(st.just("ready"), st.none(), st.none()),
         st.tuples(st.just("forget"), st.integers(0, 5), st.none()),
         st.tuples(st.just("cache"), st.integers(0, 5), st.none()),
+        st.tuples(st.just("resize"), st.integers(2, 24), st.booleans()),
     ),
     max_size=60,
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_slices() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tier_resize, "_SLICE_FRAMES", 4)
+        patch.setattr(tier_resize, "_RETRY_S", 0.0)
+        yield
 
 
 def prompt(number: int) -> list[int]:
@@ -48,7 +61,34 @@ def prompt(number: int) -> list[int]:
     return [number // 3, *range(7), number, *range(8)]
 
 
-async def happen(bench: Bench, requests: list[Request], what: str, first: Any, second: Any) -> None:
+class Operator:
+    """Resizes the tier while all that happens; the frames that the pool has addresses for are its most."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.pool = bench.cache.tiers.frames
+        self.tier_resize = Supervisor(bench).tier_resize()
+        self.task: asyncio.Task[None] | None = None
+
+    def resize(self, frames: int, hang_up: bool) -> None:
+        """Begins a resize, or where one is under way and its caller does, hangs up."""
+        if self.task is None or self.task.done():
+            self.task = asyncio.create_task(self._resize(min(frames, self.pool.most)))
+        elif hang_up:
+            self.task.cancel()
+
+    async def _resize(self, frames: int) -> None:
+        with suppress(PreconditionError):  # the last slice of one whose caller hung up
+            async with aclosing(self.tier_resize.resize(frames * self.pool.geometry.block_bytes, 1e9)) as steps:
+                async for _ in steps:
+                    pass
+
+    async def ended(self) -> None:
+        if self.task is not None:
+            await asyncio.wait({self.task})
+        await self.tier_resize.stop()
+
+
+async def happen(bench: Bench, operator: Operator, requests: list[Request], what: str, first: Any, second: Any) -> None:
     dispatcher = bench.dispatcher
     if what == "arrive" and len(requests) < 12:
         requests.append(bench.submit(prompt(first % 6), max_tokens=second, priority=first // 6))
@@ -76,6 +116,8 @@ async def happen(bench: Bench, requests: list[Request], what: str, first: Any, s
         trie = bench.cache.trie(bench.namespace)
         rows = trie.match(bench.namespace.root, bench.request(prompt(first)).chain).rows
         await bench.cache.mover.forget(trie, rows[::-1].tolist())
+    elif what == "resize":
+        operator.resize(first, second)
     elif what == "cache" and bench.engine.open.is_set():
         await bench.cached(prompt(first))
 
@@ -119,13 +161,15 @@ def test_nothing_is_lost_whatever_happens(
         options = {"policy": policy, "preemption": mode, "max_running": 3, "look_ahead": 2}
         async with bench_of(frames, cpu_slots, **options) as bench:
             requests: list[Request] = []
+            operator = Operator(bench)
             for what, first, second in happenings:
                 bench.now += 0.5
-                await happen(bench, requests, what, first, second)
+                await happen(bench, operator, requests, what, first, second)
                 check(bench, requests)
             bench.engine.open.set()
             bench.dispatcher.on_ready()
             await bench.finish(*requests)
+            await asyncio.wait_for(operator.ended(), 60)
             check(bench, requests)
             assert bench.dispatcher._budget.taken == 0
             for request in requests:

@@ -3,56 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
-from typing import Any, cast
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
 from prefixd.cache import check_integrity
-from prefixd.errors import ExhaustedError, InvalidArgumentError, PreconditionError
-from prefixd.server import tier_resize
-from prefixd.server.request import RequestState
+from prefixd.errors import ExhaustedError, InvalidArgumentError, PreconditionError, UnavailableError
+from prefixd.server import dispatcher, tier_resize
+from prefixd.server.request import Request, RequestState
 from prefixd.server.tier_resize import ResizeProgress, TierResize
-from prefixd.server.worker_process import WorkerProcess
-from prefixd_swap import FrameId, FramePool, NewFrames, OutOfMemoryError
+from prefixd_swap import NewFrames, OutOfMemoryError
 
-from .conftest import GEOMETRY, Bench
+from .conftest import GEOMETRY, Bench, Supervisor
 
 FRAME = GEOMETRY.block_bytes
-
-
-class Supervisor:
-    """Takes note of what a worker would be told, and lets go of frames while `lets_go`."""
-
-    def __init__(self, bench: Bench) -> None:
-        self.bench = bench
-        self.told: list[tuple[str, list[int], int]] = []
-        self.lets_go = asyncio.Event()
-        self.lets_go.set()
-        self.changing = 0
-
-    async def settled(self) -> bool:
-        return True
-
-    @asynccontextmanager
-    async def changing_frames(self) -> AsyncGenerator[None]:
-        self.changing += 1
-        try:
-            yield
-        finally:
-            self.changing -= 1
-
-    async def grow(self, pool: FramePool, new: NewFrames) -> None:
-        assert self.changing == 1
-        self.told.append(("grow", list(new.frames), pool.capacity))
-
-    async def shrink(self, frames: Sequence[FrameId]) -> None:
-        assert self.changing == 1
-        pool = self.bench.cache.tiers.frames
-        assert pool.table.chunks(frames).size, "they are there until the worker has let go"
-        self.told.append(("shrink", list(frames), pool.capacity))
-        await self.lets_go.wait()
 
 
 @pytest.fixture
@@ -65,8 +30,7 @@ def resizing(make_bench: Callable[..., Awaitable[Bench]], monkeypatch: pytest.Mo
     async def make(frames: int, **options: Any) -> tuple[Bench, Supervisor, TierResize]:
         bench = await make_bench(frames, **options)
         supervisor = Supervisor(bench)
-        resize = TierResize(bench.cache, cast(WorkerProcess, supervisor), bench.dispatcher, lambda: bench.now)
-        return bench, supervisor, resize
+        return bench, supervisor, supervisor.tier_resize()
 
     return make
 
@@ -208,8 +172,9 @@ async def test_a_device_that_fills_up_meanwhile(resizing: Any, monkeypatch: pyte
     check_integrity(bench.cache)
 
 
+@pytest.mark.parametrize("next_frames", [6, 16])
 async def test_memory_that_could_not_be_given_back_goes_with_the_next_resize(
-    resizing: Any, monkeypatch: pytest.MonkeyPatch
+    resizing: Any, monkeypatch: pytest.MonkeyPatch, next_frames: int
 ) -> None:
     bench, _, resize = await resizing(16)
     pool = bench.cache.tiers.frames
@@ -222,5 +187,113 @@ async def test_memory_that_could_not_be_given_back_goes_with_the_next_resize(
         assert "max_map_count" in (await to(resize, 6)).unfinished
     assert (pool.capacity, pool.memory.chunk_count) == (12, 16)
     check_integrity(bench.cache)
-    assert (await to(resize, 6)).unfinished == ""
-    assert pool.memory.chunk_count == 6
+    assert (await to(resize, next_frames)).unfinished == ""
+    assert pool.memory.chunk_count == next_frames
+
+
+async def test_the_end_of_the_daemon_ends_a_resize(resizing: Any) -> None:
+    bench, supervisor, resize = await resizing(16)
+    supervisor.lets_go.clear()
+    shrinking = asyncio.create_task(to(resize, 4))
+    await bench.until(lambda: supervisor.told)
+    resize.interrupt()
+    supervisor.lets_go.set()
+    done = await shrinking
+    assert (done.nbytes, done.unfinished) == (12 * FRAME, "it was ended")
+    with pytest.raises(UnavailableError, match="the daemon is ending"):
+        await anext(resize.resize(4 * FRAME, 1.0))
+
+
+async def test_what_a_dead_worker_ran_keeps_the_tier_as_large_as_it_needs(
+    resizing: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was told that it fits, and has told its caller tokens."""
+    bench, _, resize = await resizing(24)
+    monkeypatch.setattr(dispatcher, "_INTERRUPTED_ROWS", 1)  # one request a callback
+    small, large = bench.submit(range(8)), bench.submit(range(100, 124), max_tokens=16)
+    await bench.running(large)
+    bench.step()
+    bench.die()
+    assert large.id in bench.dispatcher._interrupted and bench.dispatcher.begun_blocks() == large.most_blocks == 10
+    await bench.until(lambda: large.state is RequestState.WAITING)
+    shrinking = asyncio.create_task(to(resize, 5, wait_s=1e9))
+    await bench.until(lambda: bench.cache.tiers.frames.capacity == 10)
+    bench.dispatcher.on_ready()
+    await bench.finish(small, large)
+    assert [request.events._queue[-1].__class__.__name__ for request in (small, large)] == ["Ended", "Ended"]
+    assert (await shrinking).nbytes == 5 * FRAME
+
+
+async def test_who_would_not_fit_the_smaller_tier_is_not_handed_over_meanwhile(resizing: Any) -> None:
+    """It waited for frames when the resize began; with fewer than it may need it would keep all others waiting."""
+    bench, _, resize = await resizing(16)
+    old = bench.submit(range(60), max_tokens=1)
+    await bench.running(old)
+    await bench.finish(old)
+    bench.engine.open.clear()
+    large = bench.submit(range(200, 224), max_tokens=24)  # 7 blocks at first, 12 at the end
+    await bench.until(lambda: bench.engine.waiting)
+    shrinking = asyncio.create_task(to(resize, 5, wait_s=1e9))
+    await bench.until(lambda: bench.cache.tiers.frames.lasting == 5)
+    bench.engine.open.set()
+    small = bench.submit(range(300, 304))
+    await bench.finish(large, small)
+    assert (await shrinking).nbytes == 5 * FRAME
+    error = large.events.get_nowait()
+    assert isinstance(error, ExhaustedError) and "48 tokens" in str(error)
+
+
+async def test_a_slow_tier_below_does_not_hold_a_resize_for_ever(resizing: Any) -> None:
+    bench, _, resize = await resizing(16)
+    old = bench.submit(range(60), max_tokens=1)
+    await bench.running(old)
+    await bench.finish(old)
+    bench.engine.open.clear()
+    shrinking = asyncio.create_task(to(resize, 4, wait_s=5.0))
+    await bench.until(lambda: bench.engine.waiting)
+    bench.now += 6
+    done = await shrinking
+    assert done.nbytes > 4 * FRAME and "eviction" in done.unfinished
+    steps = resize.resize(4 * FRAME, 1e9)
+    await anext(steps)
+    await steps.aclose()
+    await bench.until(lambda: not resize._begun)  # hanging up ends it, though the copies have not ended
+    bench.engine.open.set()
+    await bench.quiet()
+    check_integrity(bench.cache)
+    assert (await to(resize, 4)).nbytes == 4 * FRAME
+
+
+async def test_a_request_that_alone_gets_no_frame_is_ended(resizing: Any) -> None:
+    """Pinned blocks that have nowhere to go hold the tier: it would wait for ever, and all others behind it."""
+    bench, _, _ = await resizing(12, cpu_slots=2)
+
+    async def pinned(tokens: range) -> None:
+        request = bench.submit(tokens, max_tokens=1)
+        await bench.running(request)
+        await bench.finish(request)
+        trie = bench.cache.trie(bench.namespace)
+        trie.pinned[trie.match(bench.namespace.root, request.chain).rows] = True
+
+    async def ended(request: Request) -> str:
+        await bench.until(lambda: bench.dispatcher._lacking == (request.id, bench.now))
+        bench.now += 31
+        await bench.until(lambda: request.state in (RequestState.CANCELLING, RequestState.ENDED))
+        bench.answer_cancels()
+        await bench.quiet()
+        *_, error = request.events._queue
+        assert isinstance(error, ExhaustedError)
+        return str(error)
+
+    await pinned(range(24))
+    starved = bench.submit(range(200, 216), max_tokens=24)  # 5 blocks at first, 10 at the end
+    await bench.running(starved)
+    for _ in range(30):
+        bench.step()
+        await bench.quiet()
+    assert starved.state is RequestState.STARVED
+    behind = bench.submit(range(300, 320))
+    assert "12 of 12 blocks of the gpu tier are held, 4 of them pinned" in await ended(starved)
+    await bench.finish(behind)
+    await pinned(range(300, 320))
+    assert "9 of them pinned" in await ended(bench.submit(range(400, 430)))

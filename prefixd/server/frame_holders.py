@@ -1,0 +1,25 @@
+"""Who holds the GPU tier's frames, for people: what to end, unpin or enlarge when no frame becomes free."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from prefixd.cache import TieredCache
+
+_NAMED = 3
+
+
+def name_holders(cache: TieredCache) -> str:
+    """How many of the tier's blocks are held, how many of those are pinned, and who holds most."""
+    pool, bit = cache.tiers.frames, np.uint8(1 << cache.tiers.compute.level)
+    text = f"{pool.used_count} of {pool.capacity} blocks of the gpu tier are held"
+    pinned = sum(
+        int(np.count_nonzero(trie.pinned[: trie.rows] & ((trie.any_part[: trie.rows] & bit) != 0)))
+        for trie in cache.tries
+    )
+    if pinned:
+        text += f", {pinned} of them pinned"
+    holders = cache.mover.placement.holds.blocks_by_owner().most_common(_NAMED)
+    if holders:
+        text += "; most by " + ", ".join(f"{owner} ({blocks})" for owner, blocks in holders)
+    return text

@@ -277,11 +277,11 @@ class TierResize:
         self._withdrawn.clear()
 
     def _what_holds(self) -> str:
-        text = name_holders(self._cache)
+        text = f"{name_holders(self._cache)}; resize again when they have ended, or cancel them"
         if running := len(self._dispatcher.running):
             needed = self._dispatcher.begun_blocks()
-            text += f"; {running} requests run, of which the largest may come to need {needed}"
-        return text + "; resize again when they have ended, or cancel them"
+            text = f"{running} requests run, of which the largest may come to need {needed} blocks; {text}"
+        return text
 
 
 def _slice_frames(pool: FramePool) -> int:

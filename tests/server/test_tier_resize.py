@@ -122,7 +122,8 @@ def test_a_request_that_needs_more_is_waited_for(
     stream = remote.begin(prompt(40, 70), max_tokens=1900)  # 122 blocks; the tier has 512, and an eighth of it 64
     remote.until(lambda stats: stats.worker.running_requests == 1)
     answer = resize(remote, LARGE // 8, wait_s=0.3)
-    assert "1 requests run, of which the largest may come to need 122; most by request r" in answer.unfinished
+    assert "1 requests run, of which the largest may come to need 122 blocks; " in answer.unfinished
+    assert "of 122 blocks of the gpu tier are held; most by request r" in answer.unfinished
     assert answer.nbytes == 122 * 8192
     check_size(remote, answer.nbytes)
     with ThreadPoolExecutor(1) as threads:

@@ -18,12 +18,14 @@ kv.free_reqid(reqid)
 from __future__ import annotations
 
 import logging
+import operator
 import time
+import warnings
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, SupportsIndex, get_args
 
 from prefixd_swap.block_size import fill_chunks
 from prefixd_swap.errors import MemoryMisuseError, OutOfMemoryError
@@ -83,6 +85,8 @@ class VAttention:
 
     A request's tokens that share a block with another's (`share`) are not written again; `writable` makes them its own.
 
+    It is closed, by `close` or by a `with` block: nobody else knows when the tensors are used no more.
+
     Unverified on a GPU; the tests run it on the stand-in driver.
     """
 
@@ -112,7 +116,7 @@ class VAttention:
         max_batch: int,
         max_context: int,
         memory_limit: int,
-        device: str = "cuda",
+        device: str | torch.device = "cuda",
         chunk_bytes: int = CHUNK_BYTES,
         layout: Layout = "token",
         watermark: float = 0.1,
@@ -143,12 +147,16 @@ class VAttention:
         Raises GeometryError for a shape that cannot be stored, OutOfMemoryError when the device lacks memory or
         addresses, DeviceError without the device, MemoryMisuseError for a limit below one block or a second call.
         """
-        if self._closed or self._manager is not None:
+        if self._closed:
+            raise MemoryMisuseError("this KV cache is closed; make another VAttention")
+        if self._manager is not None:
             raise MemoryMisuseError("init_kvcache was called before; make another VAttention for another KV cache")
+        max_batch, max_context = _whole("max_batch", max_batch), _whole("max_context", max_context)
+        memory_limit, chunk_bytes = _whole("memory_limit", memory_limit), _whole("chunk_bytes", chunk_bytes)
         if not 0 <= watermark <= 1:
             raise MemoryMisuseError(f"watermark {watermark} is no part of the memory; give it between 0 and 1")
         shape = KvGeometry(layers, kv_heads, head_dim, str(dtype).removeprefix("torch."), 1, layout)
-        memory = create_memory(device, chunk_bytes)
+        memory = create_memory(str(device), chunk_bytes)
         try:
             geometry = fill_chunks(shape, chunk_bytes)
             limit = memory_limit // geometry.block_bytes
@@ -251,7 +259,9 @@ class VAttention:
         Raises MemoryMisuseError for a reqid that is not live or not new, or more tokens than the parent has.
         """
         manager = self._owned()
-        child, source = self._request(reqid), self._request(parent)
+        child, source, tokens = self._request(reqid), self._request(parent), _whole("tokens", tokens)
+        if method not in get_args(AttachMethod):
+            raise MemoryMisuseError(f"method {method!r} is unknown; give one of {', '.join(get_args(AttachMethod))}")
         if child.tokens:
             raise MemoryMisuseError(f"reqid {reqid} has {child.tokens} tokens; share before its first step")
         if not 0 < tokens <= source.tokens:
@@ -280,7 +290,7 @@ class VAttention:
         OutOfMemoryError when the process has no mapping left: the request can then only be freed.
         """
         manager = self._owned()
-        request = self._request(reqid)
+        request, token = self._request(reqid), _whole("token", token)
         if not 0 <= token < request.tokens:
             raise MemoryMisuseError(f"reqid {reqid} has {request.tokens} tokens and no token {token}")
         block = token // self.block_tokens
@@ -341,6 +351,17 @@ class VAttention:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __del__(self) -> None:
+        # Its tensors may be in use still, so nothing is given back here.
+        if not self._closed and self._manager is not None:
+            limit = self._manager.physical.limit * self._manager.geometry.block_bytes
+            warnings.warn(
+                f"a VAttention with {limit} bytes was not closed, and they stay until the process ends; call close()",
+                ResourceWarning,
+                source=self,
+                stacklevel=2,
+            )
+
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _owned(self) -> VirtualTensorManager:
@@ -366,7 +387,7 @@ class VAttention:
             raise MemoryMisuseError(f"{len(lengths)} lengths for a batch of {self._max_batch}; give one a reqid")
         wanted = {}
         for reqid, number in enumerate(lengths):
-            length = int(number)
+            length = _whole(f"the length of reqid {reqid}", number)
             if length == 0:
                 continue
             request = self._request(reqid)
@@ -455,6 +476,13 @@ def _explain(manager: VirtualTensorManager, chunk_bytes: int, max_context: int, 
     used = manager.physical.limit * geometry.block_bytes
     if used != memory_limit:
         yield f"{used} of {memory_limit} bytes are used: whole blocks"
+
+
+def _whole(name: str, number: SupportsIndex) -> int:
+    try:
+        return operator.index(number)
+    except TypeError as error:
+        raise MemoryMisuseError(f"{name} is {number!r}; give a whole number") from error
 
 
 def _current_stream(kv: torch.Tensor) -> list[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import math
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -279,6 +281,10 @@ def test_misuse_is_refused_and_changes_nothing(make: Make) -> None:
         "has 9 tokens, not the 10": lambda: kv.share(two, one, 10),
         "has 0 tokens, not the 1 ": lambda: kv.share(two, two, 1),
         "was called before": lambda: init(kv, "cpu"),
+        "tokens is 5.5; give a whole number": lambda: kv.share(two, one, 5.5),  # type: ignore[arg-type]
+        "method 'bogus' is unknown; give one of map, copy, auto": lambda: kv.share(two, one, 9, "bogus"),  # type: ignore[arg-type]
+        "token is None": lambda: kv.writable(one, None),  # type: ignore[arg-type]
+        "length of reqid 1 is nan": lambda: kv.step([0, math.nan, 0, 0]),  # type: ignore[list-item]
     }.items():
         with pytest.raises(MemoryMisuseError, match=match):
             call()
@@ -300,8 +306,33 @@ def test_calls_before_and_after_its_life_are_refused(device: str) -> None:
     for call in (kv.alloc_reqid, kv.stats, lambda: kv.step(at(0)), lambda: kv.free_reqid(0)):
         with pytest.raises(MemoryMisuseError, match="is closed"):
             call()
-    with pytest.raises(MemoryMisuseError, match="make another"):
+    with pytest.raises(MemoryMisuseError, match="is closed; make another"):
         init(kv, device)
+
+
+def test_one_that_is_forgotten_is_warned_of() -> None:
+    """Its tensors may be in use, so its memory cannot be given back."""
+    kv = VAttention()
+    tensors = kv.init_kvcache(
+        layers=1,
+        kv_heads=1,
+        head_dim=128,
+        dtype=torch.float32,
+        max_batch=1,
+        max_context=8,
+        memory_limit=1 << 16,
+        device=torch.device("cpu"),
+        chunk_bytes=1 << 14,
+    )
+    assert kv.step([8 if kv.alloc_reqid() == 0 else 0]) == 0
+    manager = kv._manager
+    assert manager is not None
+    with pytest.warns(ResourceWarning, match="65536 bytes was not closed"):
+        del kv
+        gc.collect()
+    tensors[0][0][0, :8] = 1
+    manager.close()
+    manager.memory.close()
 
 
 def test_what_is_rounded_is_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -336,6 +367,8 @@ def test_what_is_rounded_is_said(caplog: pytest.LogCaptureFixture) -> None:
         ({"watermark": 1.5}, MemoryMisuseError, "watermark 1.5"),
         ({"memory_limit": 1 << 50}, OutOfMemoryError, "bytes of host memory"),
         ({"max_batch": 0}, MemoryMisuseError, "0 requests"),
+        ({"max_batch": 2.5}, MemoryMisuseError, "max_batch is 2.5"),
+        ({"memory_limit": 4.5e6}, MemoryMisuseError, "memory_limit is 4500000.0"),
     ],
 )
 def test_an_impossible_cache_is_refused(wrong: dict[str, object], error: type[Exception], match: str) -> None:

@@ -60,7 +60,8 @@ class HostMemory(VirtualMemory):
         available = linux.available_bytes()
         if nbytes > available:
             raise OutOfMemoryError(
-                f"{nbytes} bytes of host memory are wanted, {available} are available; make the tier smaller"
+                f"{nbytes} bytes of host memory are wanted, {available} are available; "
+                "make the tier (or memory_limit) smaller"
             )
         try:
             # Allocates and zeroes every page now: the first writer would pay 0.4 ms a 2 MiB for it otherwise.
@@ -73,7 +74,8 @@ class HostMemory(VirtualMemory):
             if isinstance(error, CreationStoppedError):
                 raise
             raise OutOfMemoryError(
-                f"allocating {nbytes} bytes of host memory failed ({error.strerror}): make the tier smaller"
+                f"allocating {nbytes} bytes of host memory failed ({error.strerror}); "
+                "make the tier (or memory_limit) smaller"
             ) from error
 
     def _destroy(self, chunks: range) -> None:

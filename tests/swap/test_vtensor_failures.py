@@ -9,7 +9,7 @@ from itertools import count
 import pytest
 
 from prefixd_swap import KvGeometry, OutOfMemoryError
-from prefixd_swap.vmem import FrameId, FramePool, VirtualMemory, VirtualSet
+from prefixd_swap.vmem import FrameId, FramePool, VirtualMemory, VirtualSet, VirtualTensorManager
 
 Settle = Callable[[], None]
 BLOCKS = 7
@@ -99,3 +99,20 @@ def test_a_mapping_that_fails_and_cannot_be_taken_back_can_be_made_again(rows: V
         assert rows.map(row, 1, frames(3, 4, 5)) == 3
         check(rows, pool)
         rows.unmap(row)
+
+
+def test_frames_are_still_mapped_until_the_last_piece_is_gone(pool: FramePool, settle: Settle) -> None:
+    """Before that they must not cease to exist."""
+    manager = VirtualTensorManager(pool.memory, pool.table, pool.geometry, requests=2, max_tokens=4 * BLOCKS)
+    leaving = pool.allocate(3) or []
+    tensor = manager.create()
+    manager.extend(tensor, leaving)
+    settle()
+    manager.release(tensor)
+    manager.poll(wait=True)
+    with no_mapping_left(pool.memory, "_unmap", pool.geometry.pieces - 1), pytest.raises(OutOfMemoryError):
+        manager.reclaim(leaving[1:])
+    assert manager.still_mapped(leaving) == set(leaving)
+    manager.check_integrity()
+    assert manager.reclaim(leaving[1:]) == 2 and manager.still_mapped(leaving) == {leaving[0]}
+    manager.close()

@@ -364,16 +364,18 @@ class VirtualTensorManager:
         mapped anywhere (`physical.p_free`, a tier that shrinks).
         """
         self._drain()
-        unwanted = None if frames is None else set(frames)
+        found = None if frames is None else self.virtual.find(frames)
         unmapped = 0
         unused = [(row, 0) for row in self.virtual.idle()]
         unused += [(tensor._row, len(tensor._frames)) for tensor in self._live.values()]
         for row, first in unused:
-            for block in range(first, self.virtual.blocks):
-                frame = row.mapped[block]
-                if frame != _NO_FRAME and (unwanted is None or frame in unwanted):
-                    unmapped += self.virtual.unmap(row, block)
-                    break
+            if found is None:
+                unmapped += self.virtual.unmap(row, first)
+            elif row.number in found:
+                blocks = found[row.number]
+                behind = blocks[blocks >= first]
+                if len(behind):
+                    unmapped += self.virtual.unmap(row, int(behind[0]))
         return unmapped
 
     def reclaim_until(self, unmapped: int) -> int:
@@ -400,10 +402,10 @@ class VirtualTensorManager:
         return done
 
     def still_mapped(self, frames: Iterable[FrameId]) -> set[FrameId]:
-        """Those of `frames` that any row still maps."""
+        """Those of `frames` of which any row still maps a piece."""
         self._drain()
-        mapped = {frame for row in self.virtual.rows for frame in row.mapped}
-        return mapped.intersection(frames)
+        found = self.virtual.find(frames).items()
+        return {FrameId(frame) for number, blocks in found for frame in self.virtual.rows[number].held[blocks].tolist()}
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless references, frames and mappings agree. Waits for mappings in the background."""

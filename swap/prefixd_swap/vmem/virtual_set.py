@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
@@ -209,6 +209,20 @@ class VirtualSet:
                 self._range.clear(self._offset(row, piece, start), (end - start) * self.geometry.piece_bytes)
             row.put(start, [_NOTHING] * (end - start))
         return len(held)
+
+    def find(self, frames: Iterable[FrameId]) -> dict[int, npt.NDArray[np.int64]]:
+        """On which blocks, ascending, of which rows pieces of any of `frames` are mapped; rows without are left out.
+
+        A shrinking tier asks this hundreds of times between two passes, so it is a look-up in an array for each row on
+        which something is mapped.
+        """
+        numbers = np.fromiter(frames, np.int64)
+        # One element more than there are frames: the last one stays false, and is that of _NOTHING, -1.
+        wanted = np.zeros(max(self._table.size, int(numbers.max(initial=-1)) + 1) + 1, bool)
+        wanted[numbers] = True
+        used = [row for row in self.rows if row.mapped_blocks]
+        found = {row.number: np.flatnonzero(wanted[row.held]) for row in used}
+        return {number: blocks for number, blocks in found.items() if len(blocks)}
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless the reservation maps on every row the chunks of the frames noted there, and of

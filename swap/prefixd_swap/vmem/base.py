@@ -86,7 +86,8 @@ class VirtualMemory(ABC):
         """Give the memory of `chunks` back. They must not be mapped in this process.
 
         On CUDA the device has it back once every process that attached them has dropped them too; on host memory it
-        has at once, and a process that still maps one would take memory again by touching it.
+        has at once, and a process that still maps one would take memory again by touching it. Raises DeviceError,
+        with the chunks as they were, when the device does not take it: call it again.
         """
         with self.lock:
             self._check_usable(owner=True)
@@ -214,11 +215,16 @@ class VirtualMemory(ABC):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def exist(self, chunks: ChunkIds) -> npt.NDArray[np.bool_]:
+        """Whether each of `chunks` exists."""
+        with self.lock:
+            exist = (chunks >= 0) & (chunks < len(self._mapped))
+            exist[exist] = self._mapped[chunks[exist]] != _ABSENT
+            return exist
+
     def check_exists(self, chunks: ChunkIds) -> None:
         """Raise MemoryMisuseError if one of `chunks` does not exist."""
-        inside = (chunks >= 0) & (chunks < len(self._mapped))
-        missing = ~inside
-        missing[inside] = self._mapped[chunks[inside]] == _ABSENT
+        missing = ~self.exist(chunks)
         if missing.any():
             raise MemoryMisuseError(f"chunk {chunks[missing][0]} does not exist; {self.chunk_count} chunks do")
 

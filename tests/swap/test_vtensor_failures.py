@@ -9,7 +9,8 @@ from itertools import count
 import pytest
 
 from prefixd_swap import KvGeometry, OutOfMemoryError
-from prefixd_swap.vmem import FrameId, FramePool, VirtualMemory, VirtualSet, VirtualTensorManager
+from prefixd_swap.errors import DeviceError
+from prefixd_swap.vmem import FrameId, FramePool, VirtualMemory, VirtualSet, VirtualTensor, VirtualTensorManager
 
 Settle = Callable[[], None]
 BLOCKS = 7
@@ -115,4 +116,28 @@ def test_frames_are_still_mapped_until_the_last_piece_is_gone(pool: FramePool, s
     assert manager.still_mapped(leaving) == set(leaving)
     manager.check_integrity()
     assert manager.reclaim(leaving[1:]) == 2 and manager.still_mapped(leaving) == {leaving[0]}
+    manager.close()
+
+
+def test_a_release_that_the_driver_refuses_can_be_made_again(
+    pool: FramePool, settle: Settle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = VirtualTensorManager(pool.memory, pool.table, pool.geometry, requests=1, max_tokens=4 * BLOCKS)
+    tensor = manager.create()
+    manager.extend(tensor, pool.allocate(2) or [])
+
+    def refuse(*_: object) -> None:
+        raise DeviceError("cuEventRecord failed")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(manager._fence, "retire", refuse)
+        with pytest.raises(DeviceError, match="cuEventRecord"):
+            manager.release(tensor)
+    assert list(manager.live) == [tensor] and manager.releasing_count == 0 and tensor.blocks == 2
+    manager.check_integrity()
+    settle()
+    next_ones: list[VirtualTensor] = []
+    manager.release(tensor, on_released=lambda: next_ones.append(manager.create()))
+    assert list(manager.live) == next_ones and len(next_ones) == 1, "its row is another's already"
+    manager.check_integrity()
     manager.close()

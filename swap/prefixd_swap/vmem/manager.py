@@ -316,20 +316,22 @@ class VirtualTensorManager:
 
         Nothing is unmapped (lazy deallocation): the mappings stay until other frames are wanted on these addresses, or
         until `reclaim`. `on_released` is called then; only after it may the frames hold something else. On host memory
-        that is at once; on CUDA `poll` runs what had to wait.
+        that is at once; on CUDA `poll` runs what had to wait. Raises DeviceError when the driver takes no event: the
+        tensor is not released then, and can be released again.
         """
         if self._live.get(tensor.row) is not tensor:
             raise MemoryMisuseError(f"virtual tensor {tensor.row} is released already; release it once")
         self._settle(tensor)
-        del self._live[tensor.row]
 
         def give_back() -> None:
+            self._end(tensor)
             self._give_back(tensor, 0)
             self.virtual.v_free(tensor._row)
             if on_released is not None:
                 on_released()
 
         self._fence.retire(streams, give_back)
+        self._end(tensor)
 
     # -- time ---------------------------------------------------------------------------------------------------
 
@@ -465,9 +467,13 @@ class VirtualTensorManager:
 
     def _settle(self, tensor: VirtualTensor) -> None:
         """Wait for a tensor's mappings; one that failed has left its blocks unmapped, and that is all."""
-        jobs, tensor._mapping = tensor._mapping, []
-        for _, job in jobs:
+        for _, job in tensor._mapping:
             job.exception()
+
+    def _end(self, tensor: VirtualTensor) -> None:
+        """Note that `tensor` is live no more; its row may be another tensor's already."""
+        if self._live.get(tensor.row) is tensor:
+            del self._live[tensor.row]
 
     def _drain(self) -> None:
         """Wait for the last mapping in the background, hence for all of them."""

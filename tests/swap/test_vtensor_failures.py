@@ -102,6 +102,18 @@ def test_a_mapping_that_fails_and_cannot_be_taken_back_can_be_made_again(rows: V
         rows.unmap(row)
 
 
+def test_a_mapping_in_several_runs_that_fails_leaves_none_of_them(rows: VirtualSet, pool: FramePool) -> None:
+    row = rows.rows[0]
+    for at in range(3 * pool.geometry.pieces):
+        rows.map(row, 1, frames(2, 3))
+        rows.map(row, 4, frames(5))
+        with no_mapping_left(pool.memory, "_map", at), pytest.raises(OutOfMemoryError):
+            rows.map(row, 0, frames(1, 2, 3, 4, 5, 6))
+        assert row.mapped == [-1, 2, 3, -1, 5, -1, -1] and row.mapped_blocks == 3
+        check(rows, pool)
+        rows.unmap(row)
+
+
 def test_frames_are_still_mapped_until_the_last_piece_is_gone(pool: FramePool, settle: Settle) -> None:
     """Before that they must not cease to exist."""
     manager = VirtualTensorManager(pool.memory, pool.table, pool.geometry, requests=2, max_tokens=4 * BLOCKS)

@@ -24,7 +24,7 @@ class CreationStoppedError(SwapError):
 
 
 class DeviceError(SwapError):
-    """The driver refused a call or the device lacks something that is needed."""
+    """The driver, or the system for host memory, refused a call, or the device lacks something that is needed."""
 
 
 class DirectoryInUseError(SwapError):

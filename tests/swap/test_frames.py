@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,10 +14,18 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from prefixd_swap.errors import GeometryError, IntegrityError, MemoryMisuseError, OutOfMemoryError
+from prefixd_swap.errors import (
+    DeviceError,
+    GeometryError,
+    IntegrityError,
+    MemoryMisuseError,
+    OutOfMemoryError,
+    SwapError,
+)
 from prefixd_swap.geometry import KvGeometry
-from prefixd_swap.vmem import FrameId, FramePool, VirtualMemory, create_memory
+from prefixd_swap.vmem import FrameId, FramePool, VirtualMemory, create_memory, linux
 from prefixd_swap.vmem.free_runs import FreeRuns
+from tests.swap.conftest import used_bytes
 
 
 @pytest.fixture
@@ -122,6 +132,46 @@ def test_destroying_goes_on_where_it_failed(pool: FramePool, monkeypatch: pytest
     pool.forget(leaving)
     pool.check_integrity()
     assert pool.memory.chunk_count == 2 * 5
+
+
+@pytest.mark.parametrize("then", ["destroy", "close"])
+def test_destroying_goes_on_behind_the_memory_that_is_gone(
+    pool: FramePool, monkeypatch: pytest.MonkeyPatch, then: str
+) -> None:
+    pool.allocate(8)
+    leaving = [FrameId(frame) for frame in (0, 1, 4, 6)]
+    pool.withdraw(leaving)
+    memory, before = pool.memory, used_bytes(pool.memory)
+    destroy = memory._destroy
+
+    def fail_behind_the_first(chunks: range) -> None:
+        if chunks.start:
+            raise DeviceError("not now")
+        destroy(chunks)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(memory, "_destroy", fail_behind_the_first)
+        for _ in range(2):
+            with pytest.raises(DeviceError, match="not now"):
+                pool.destroy(leaving)
+    assert used_bytes(memory) == before - 2 * pool.geometry.block_bytes
+    if then == "close":
+        pool.close()
+        assert memory.chunk_count == 0
+        return
+    pool.destroy(leaving)
+    pool.destroy(leaving)
+    assert used_bytes(memory) == before - 4 * pool.geometry.block_bytes
+    pool.forget(leaving)
+    pool.check_integrity()
+    assert memory.chunk_count == 2 * 4
+
+
+def test_a_memory_file_that_cannot_be_cut_is_an_error_of_this_package(tmp_path: Path) -> None:
+    """Whoever resizes a tier catches those, and says why it stopped."""
+    (tmp_path / "readable").write_bytes(bytes(4096))
+    with (tmp_path / "readable").open("rb") as file, pytest.raises(SwapError, match="4096 bytes at 0 of a memory file"):
+        linux.punch_hole(file.fileno(), 0, 4096)
 
 
 def test_a_plan_says_how_many_frames_last(pool: FramePool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 import torch
@@ -12,9 +12,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from prefixd_swap import GeometryError, MemoryMisuseError, OutOfMemoryError, VAttention
+from prefixd_swap import GeometryError, MemoryMisuseError, OutOfMemoryError, VAttention, vattention
 from prefixd_swap.geometry import Layout
 from prefixd_swap.vmem import base
+from prefixd_swap.vmem.fence import Fence, Work
 
 BATCH, FRAMES = 4, 20
 Make = Callable[..., VAttention]
@@ -253,6 +254,50 @@ def test_a_shared_block_is_copied_before_it_is_written_again(make: Make) -> None
         kv.writable(child, 8)
     kv.free_reqid(parent)
     assert kv.writable(child, 0) == 0 and kv.stats().copied == 1, "the last owner writes in place"
+
+
+class LateFence(Fence):
+    """Streams that run until somebody waits for them."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Work] = []
+
+    def retire(self, streams: Iterable[int], work: Work) -> None:
+        self.waiting.append(work)
+
+    def poll(self, wait: bool = False) -> int:
+        while wait and self.waiting:
+            self.waiting.pop(0)()
+        return len(self.waiting)
+
+    def close(self) -> None:
+        self.poll(wait=True)
+
+
+def test_a_freed_request_that_still_runs_shares_no_block(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = make()
+    monkeypatch.setattr(kv._manager, "_fence", LateFence())
+    parent, child = kv.alloc_reqid(), kv.alloc_reqid()
+    assert kv.step(at(8, parent)) == 0
+    assert kv.share(child, parent, 8) == 0
+    kv.free_reqid(parent)
+    assert kv.stats().shared_bytes > 0, "its streams still run"
+    assert kv.writable(child, 0) == 0
+    assert (kv.stats().copied, kv.stats().shared_bytes) == (0, 0), "the last owner writes in place"
+
+
+def test_the_device_is_waited_for_before_a_block_is_replaced(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request's own kernels may still read the block that is unmapped."""
+    kv = make()
+    manager, order = kv._manager, list[str]()
+    assert manager is not None
+    parent, child = kv.alloc_reqid(), kv.alloc_reqid()
+    assert kv.step(at(8, parent)) == 0 and kv.share(child, parent, 8) == 0
+    synchronize, replace = vattention._synchronize, manager.writable
+    monkeypatch.setattr(vattention, "_synchronize", lambda kv: (order.append("waited"), synchronize(kv)))
+    monkeypatch.setattr(manager, "writable", lambda *arguments: (order.append("replaced"), replace(*arguments)))
+    assert kv.writable(child, 5) == 0
+    assert order == ["waited", "replaced"]
 
 
 def test_sharing_beyond_the_memory_changes_nothing(make: Make) -> None:
@@ -571,3 +616,16 @@ def test_auto_measures_once_and_shares_while_memory_is_short(make: Make) -> None
     assert tight.step(at(10, parent)) == 0
     tight.costs.map_s, tight.costs.copy_s = 1.0, 1e-6
     assert tight.share(child, parent, 8, "auto") == 0 and tight.stats().shared_bytes > 0
+
+
+@pytest.mark.parametrize(("watermark", "copies"), [(0.25, True), (0.5, False)])
+def test_auto_copies_only_while_more_than_the_watermark_is_free(make: Make, watermark: float, copies: bool) -> None:
+    kv = make(frames=8, watermark=watermark)
+    parent, ended = kv.alloc_reqid(), kv.alloc_reqid()
+    assert kv.step(at(10, parent)) == 0 and kv.step(at(8, ended)) == 0
+    kv.free_reqid(ended)
+    kv.costs.map_s, kv.costs.copy_s = 1.0, 1e-6
+    child = kv.alloc_reqid()
+    assert child == ended, "a copy needs no mapping here, so it pays"
+    assert kv.share(child, parent, 8, "auto") == 0  # five blocks of eight are free, and a copy takes two
+    assert (kv.stats().shared_bytes == 0) == copies

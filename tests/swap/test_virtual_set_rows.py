@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import time
+from collections.abc import Callable
 
 import pytest
 
 from prefixd_swap import KvGeometry
 from prefixd_swap.errors import IntegrityError
-from prefixd_swap.vmem import FrameId, FramePool, VirtualSet, create_memory
+from prefixd_swap.vmem import FrameId, FramePool, VirtualSet, VirtualTensorManager, create_memory
 from prefixd_swap.vmem.virtual_set import Row
 
 
@@ -50,4 +52,52 @@ def test_a_row_counts_its_mapped_blocks_through_map_replace_and_unmap() -> None:
         with pytest.raises(IntegrityError, match="row 0 maps 3 blocks, but counts 2"):
             rows.check_integrity()
         rows.close()
+        pool.close()
+
+
+def test_frames_are_found_wherever_they_are_mapped() -> None:
+    source = random.Random(4)
+    geometry = KvGeometry(1, 1, 512, "float32", block_tokens=1)
+    with create_memory("cpu", 4096) as memory:
+        pool = FramePool(memory, geometry, 8)
+        rows = VirtualSet(memory, pool.table, geometry, 4, 6)
+        for _ in range(100):
+            row, first = source.choice(rows.rows), source.randrange(6)
+            if source.random() < 0.4:
+                rows.unmap(row, first)
+            else:
+                rows.map(row, first, numbers(source.choices(range(8), k=source.randint(0, 6 - first))))
+            gone = set(source.sample(range(8), source.randint(0, 3)))
+            found = {number: blocks.tolist() for number, blocks in rows.find(numbers([*gone])).items()}
+            expected = [[block for block, frame in enumerate(row.mapped) if frame in gone] for row in rows.rows]
+            assert found == {number: blocks for number, blocks in enumerate(expected) if blocks}
+        rows.close()
+        pool.close()
+
+
+def test_giving_up_frames_does_not_look_at_every_block_in_turn() -> None:
+    """A tier that shrinks asks between two passes, hundreds of times: it was 16 ms for 80 rows of 2,048 blocks."""
+
+    def seconds(work: Callable[[], object]) -> float:
+        times = []
+        for _ in range(3):
+            start = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    geometry = KvGeometry(1, 1, 512, "float32", block_tokens=1)
+    with create_memory("cpu", 4096) as memory:
+        pool = FramePool(memory, geometry, 128)
+        manager = VirtualTensorManager(memory, pool.table, geometry, requests=80, max_tokens=2048)
+        tensor = manager.create()
+        manager.extend(tensor, frames := pool.allocate(128) or [])
+        manager.release(tensor)
+        gone = set(frames[64:])
+        rows = manager.virtual.rows
+        one_by_one = seconds(lambda: [frame in gone for row in rows for frame in row.mapped])
+        assert seconds(lambda: manager.still_mapped(gone)) < one_by_one / 4
+        assert manager.reclaim(gone) == 64 and not manager.still_mapped(gone)
+        assert seconds(lambda: manager.reclaim(gone)) < one_by_one / 4
+        manager.close()
         pool.close()

@@ -86,7 +86,8 @@ class VirtualMemory(ABC):
         """Give the memory of `chunks` back. They must not be mapped in this process.
 
         On CUDA the device has it back once every process that attached them has dropped them too; on host memory it
-        has at once, and a process that still maps one would take memory again by touching it.
+        has at once, and a process that still maps one would take memory again by touching it. Raises DeviceError,
+        with the chunks as they were, when the device does not take it: call it again.
         """
         with self.lock:
             self._check_usable(owner=True)
@@ -214,11 +215,16 @@ class VirtualMemory(ABC):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def exist(self, chunks: ChunkIds) -> npt.NDArray[np.bool_]:
+        """Whether each of `chunks` exists."""
+        with self.lock:
+            exist = (chunks >= 0) & (chunks < len(self._mapped))
+            exist[exist] = self._mapped[chunks[exist]] != _ABSENT
+            return exist
+
     def check_exists(self, chunks: ChunkIds) -> None:
         """Raise MemoryMisuseError if one of `chunks` does not exist."""
-        inside = (chunks >= 0) & (chunks < len(self._mapped))
-        missing = ~inside
-        missing[inside] = self._mapped[chunks[inside]] == _ABSENT
+        missing = ~self.exist(chunks)
         if missing.any():
             raise MemoryMisuseError(f"chunk {chunks[missing][0]} does not exist; {self.chunk_count} chunks do")
 
@@ -369,7 +375,8 @@ class VirtualRange:
         """Unmap `nbytes` from `offset`, all of which must be mapped.
 
         The caller has made sure that nothing on the device still uses these addresses (see `Fence`). Raises
-        MemoryMisuseError.
+        MemoryMisuseError, and OutOfMemoryError, with nothing unmapped, when the process has no mapping left, which
+        taking a part out of a run needs.
         """
         with self.memory.lock:
             slots = self._window(offset, nbytes)
@@ -382,6 +389,18 @@ class VirtualRange:
             self.memory._give_mappings(-self._change_of_mappings(offset, np.full(len(slots), _UNMAPPED)))
             np.subtract.at(self.memory._mapped, slots, 1)
             slots[:] = _UNMAPPED
+
+    def clear(self, offset: int, nbytes: int) -> None:
+        """Unmap what is mapped of the `nbytes` from `offset`, in runs; see `unmap`. After an error it can be called
+        again."""
+        with self.memory.lock:
+            mapped = self._window(offset, nbytes) != _UNMAPPED
+            if mapped.all():  # nearly always, and finding runs takes as long as unmapping
+                self.unmap(offset, nbytes)
+                return
+            edges = np.diff(mapped, prepend=False, append=False)
+            for start, stop in np.flatnonzero(edges).reshape(-1, 2).tolist():
+                self.unmap(offset + start * self.memory.chunk_bytes, (stop - start) * self.memory.chunk_bytes)
 
     def tensor(
         self, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None, offset: int = 0
@@ -444,9 +463,8 @@ class VirtualRange:
     def discard(self) -> None:
         """Unmap everything, then close: for the end of a memory, when nothing uses it any more."""
         with self.memory.lock:
-            mapped = np.diff(self._slots != _UNMAPPED, prepend=False, append=False)
-            for start, stop in np.flatnonzero(mapped).reshape(-1, 2):
-                self.unmap(int(start) * self.memory.chunk_bytes, int(stop - start) * self.memory.chunk_bytes)
+            if not self._closed:
+                self.clear(0, len(self._slots) * self.memory.chunk_bytes)
             self.close()
 
     def _window(self, offset: int, nbytes: int) -> ChunkIds:

@@ -109,7 +109,8 @@ class CudaMemory(VirtualMemory):
         self._cuda.use_context()
         for chunk in chunks:
             if chunk in self._handles:
-                self._cuda.call("cuMemRelease", self._handles.pop(chunk))
+                self._cuda.call("cuMemRelease", self._handles[chunk])
+                del self._handles[chunk]  # not before: a call that failed is made again
 
     def _import(self, chunks: range, fds: Iterable[int]) -> None:
         self._cuda.use_context()

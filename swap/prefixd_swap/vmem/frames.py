@@ -177,7 +177,8 @@ class FramePool:
         """Give the memory of withdrawn frames back to the device, in any thread; `forget` them then.
 
         No other process may map them, nor keep handles of their chunks. Raises OutOfMemoryError when the process has no
-        mapping left, which taking a part out of a run needs: call it again when it has.
+        mapping left, which taking a part out of a run needs, DeviceError when the device does not take the memory: call
+        it again, and it goes on with what is left.
         """
         ordered = sorted(frames)
         if not self._leaving.issuperset(ordered):
@@ -185,8 +186,7 @@ class FramePool:
         block_bytes = self.geometry.block_bytes
         for run in _runs([frame for frame in ordered if self._window.chunks(frame * block_bytes, block_bytes)[0] >= 0]):
             self._window.unmap(run.start * block_bytes, len(run) * block_bytes)
-        for run in _runs(sorted(self.table.chunks(ordered).reshape(-1).tolist())):
-            self.memory.destroy(run)
+        self._destroy_chunks(self.table.chunks(ordered).reshape(-1))
 
     def forget(self, frames: Sequence[FrameId]) -> None:
         """Destroyed frames are no more; their numbers may come again."""
@@ -222,10 +222,13 @@ class FramePool:
             return
         self._closed = True
         self._window.discard()
-        chunks = self.table.remove([FrameId(frame) for frame in self.table.frames().tolist()])
-        for run in _runs(sorted(chunks.tolist())):
-            self.memory.destroy(run)
+        self._destroy_chunks(self.table.remove([FrameId(frame) for frame in self.table.frames().tolist()]))
         self._free = FreeRuns(0)
+
+    def _destroy_chunks(self, chunks: ChunkIds) -> None:
+        """Destroy those of `chunks` that an earlier call, which failed, has not destroyed."""
+        for run in _runs(sorted(chunks[self.memory.exist(chunks)].tolist())):
+            self.memory.destroy(run)
 
     def _check_allocated(self, frames: Iterable[FrameId]) -> list[FrameId]:
         ordered = sorted(frames)

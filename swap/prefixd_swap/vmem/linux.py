@@ -8,7 +8,7 @@ import mmap
 import os
 from pathlib import Path
 
-from prefixd_swap.errors import OutOfMemoryError
+from prefixd_swap.errors import DeviceError, OutOfMemoryError
 
 PAGE_BYTES = mmap.PAGESIZE
 
@@ -73,10 +73,13 @@ def unmap_to_reserved(address: int, nbytes: int) -> None:
 
 
 def punch_hole(fd: int, offset: int, nbytes: int) -> None:
-    """Give the memory behind a part of a file back to the system. Raises OSError."""
+    """Give the memory behind a part of a file back to the system. Raises DeviceError."""
     if _libc.fallocate(fd, _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, offset, nbytes) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+        reason = os.strerror(ctypes.get_errno())
+        raise DeviceError(
+            f"the system did not take back {nbytes} bytes at {offset} of a memory file ({reason}); they stay taken "
+            "until they are given back again, or the process ends"
+        )
 
 
 def advise_huge_pages(address: int, nbytes: int) -> None:

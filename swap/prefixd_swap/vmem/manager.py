@@ -316,20 +316,22 @@ class VirtualTensorManager:
 
         Nothing is unmapped (lazy deallocation): the mappings stay until other frames are wanted on these addresses, or
         until `reclaim`. `on_released` is called then; only after it may the frames hold something else. On host memory
-        that is at once; on CUDA `poll` runs what had to wait.
+        that is at once; on CUDA `poll` runs what had to wait. Raises DeviceError when the driver takes no event: the
+        tensor is not released then, and can be released again.
         """
         if self._live.get(tensor.row) is not tensor:
             raise MemoryMisuseError(f"virtual tensor {tensor.row} is released already; release it once")
         self._settle(tensor)
-        del self._live[tensor.row]
 
         def give_back() -> None:
+            self._end(tensor)
             self._give_back(tensor, 0)
             self.virtual.v_free(tensor._row)
             if on_released is not None:
                 on_released()
 
         self._fence.retire(streams, give_back)
+        self._end(tensor)
 
     # -- time ---------------------------------------------------------------------------------------------------
 
@@ -364,16 +366,18 @@ class VirtualTensorManager:
         mapped anywhere (`physical.p_free`, a tier that shrinks).
         """
         self._drain()
-        unwanted = None if frames is None else set(frames)
+        found = None if frames is None else self.virtual.find(frames)
         unmapped = 0
         unused = [(row, 0) for row in self.virtual.idle()]
         unused += [(tensor._row, len(tensor._frames)) for tensor in self._live.values()]
         for row, first in unused:
-            for block in range(first, self.virtual.blocks):
-                frame = row.mapped[block]
-                if frame != _NO_FRAME and (unwanted is None or frame in unwanted):
-                    unmapped += self.virtual.unmap(row, block)
-                    break
+            if found is None:
+                unmapped += self.virtual.unmap(row, first)
+            elif row.number in found:
+                blocks = found[row.number]
+                behind = blocks[blocks >= first]
+                if len(behind):
+                    unmapped += self.virtual.unmap(row, int(behind[0]))
         return unmapped
 
     def reclaim_until(self, unmapped: int) -> int:
@@ -400,10 +404,10 @@ class VirtualTensorManager:
         return done
 
     def still_mapped(self, frames: Iterable[FrameId]) -> set[FrameId]:
-        """Those of `frames` that any row still maps."""
+        """Those of `frames` of which any row still maps a piece."""
         self._drain()
-        mapped = {frame for row in self.virtual.rows for frame in row.mapped}
-        return mapped.intersection(frames)
+        found = self.virtual.find(frames).items()
+        return {FrameId(frame) for number, blocks in found for frame in self.virtual.rows[number].held[blocks].tolist()}
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless references, frames and mappings agree. Waits for mappings in the background."""
@@ -463,9 +467,13 @@ class VirtualTensorManager:
 
     def _settle(self, tensor: VirtualTensor) -> None:
         """Wait for a tensor's mappings; one that failed has left its blocks unmapped, and that is all."""
-        jobs, tensor._mapping = tensor._mapping, []
-        for _, job in jobs:
+        for _, job in tensor._mapping:
             job.exception()
+
+    def _end(self, tensor: VirtualTensor) -> None:
+        """Note that `tensor` is live no more; its row may be another tensor's already."""
+        if self._live.get(tensor.row) is tensor:
+            del self._live[tensor.row]
 
     def _drain(self) -> None:
         """Wait for the last mapping in the background, hence for all of them."""

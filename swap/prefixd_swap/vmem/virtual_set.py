@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from prefixd_swap.errors import IntegrityError, MemoryMisuseError, SwapError
 from prefixd_swap.geometry import KvGeometry
@@ -22,23 +23,50 @@ _NOTHING = FrameId(-1)
 class Row:
     """The addresses of one request, and which frame is mapped on each of its blocks.
 
+    A block has one piece, or one a layer, and the system maps and unmaps them one by one. So a call that fails can
+    leave a block of which some pieces are mapped: it is `held`, but nobody may use it, and it counts as not `mapped`.
+
+    ```
+    block      0   1    2    3
+    mapped     7   3   -1   -1
+    held       7   3    4   -1      unmapping frame 4 from block 2 failed half way
+    ```
+
     Mappings stay after a request has ended (lazy deallocation, vTensor 5.3.2): what is mapped on an idle row harms
     nobody, because nobody reads or writes there, and the next request may want just these frames.
 
-    mapped: the frame on each block; it is read everywhere, and written by `put` alone.
-    mapped_blocks: on how many blocks something is mapped.
+    mapped: the frame on each block, all of it; it is read everywhere, and written by the methods here alone.
+    held: the frame of which pieces are mapped on each block, all or some.
+    mapped_blocks: on how many blocks something is mapped, also if it is held only.
     """
 
     def __init__(self, number: int, blocks: int) -> None:
         self.number = number
         self.mapped: list[FrameId] = [_NOTHING] * blocks
+        self.held: npt.NDArray[np.int32] = np.full(blocks, _NOTHING, np.int32)
         self.mapped_blocks = 0
+
+    def suspend(self, first: int, stop: int) -> None:
+        """The pieces on blocks [first, stop) are about to be unmapped: until `put` they are held only."""
+        self.mapped[first:stop] = [_NOTHING] * (stop - first)
+
+    def begin(self, first: int, frames: Sequence[FrameId]) -> None:
+        """The pieces of `frames` are about to be mapped on the blocks from `first` on: until `put` they are held
+        only."""
+        self.suspend(first, first + len(frames))
+        held = self.held[first : first + len(frames)]
+        self.mapped_blocks += len(frames) - frames.count(_NOTHING) - int(np.count_nonzero(held != _NOTHING))
+        held[:] = frames
 
     def put(self, first: int, frames: Sequence[FrameId]) -> None:
         """Note what is mapped on the blocks from `first` on now."""
-        before = self.mapped[first : first + len(frames)]
+        self.begin(first, frames)
         self.mapped[first : first + len(frames)] = frames
-        self.mapped_blocks += before.count(_NOTHING) - frames.count(_NOTHING)
+
+    def held_blocks(self, first: int, stop: int) -> list[int]:
+        """The blocks in [first, stop) on which something is mapped, ascending."""
+        found: list[int] = (first + np.flatnonzero(self.held[first:stop] != _NOTHING)).tolist()
+        return found
 
     def common(self, frames: Sequence[FrameId]) -> int:
         """How many of `frames`, from the first on, are mapped here on the blocks where they are wanted."""
@@ -143,7 +171,8 @@ class VirtualSet:
         """Have `frames` mapped on the blocks of `row` from `first` on; returns how many had to be mapped.
 
         What is mapped already stays; others that are mapped there are unmapped: the caller has made sure that nothing
-        on the device uses those blocks. All of them or, when this raises, none of those that were not there before.
+        on the device uses those blocks. All of them or, when this raises, none of those that were not there before:
+        the call can be made again.
         Raises MemoryMisuseError past the row's end or for a frame that does not exist, OutOfMemoryError when the
         process has no mapping left.
         """
@@ -167,25 +196,49 @@ class VirtualSet:
         return len(changed)
 
     def unmap(self, row: Row, first: int = 0, stop: int | None = None) -> int:
-        """Unmap what is mapped on blocks [first, stop) of `row`, in runs; returns how many blocks that were."""
-        stop = self.blocks if stop is None else stop
-        mapped = [block for block in range(first, stop) if row.mapped[block] != _NOTHING]
-        for start, end in _runs(mapped):
+        """Unmap what is mapped on blocks [first, stop) of `row`, in runs; returns how many blocks that were.
+
+        Raises OutOfMemoryError when the process has no mapping left, which taking a part out of a run needs. A block
+        that has lost some of its pieces then counts as not mapped; the rest goes when this is called again, or when
+        something else is mapped there.
+        """
+        held = row.held_blocks(first, self.blocks if stop is None else stop)
+        for start, end in _runs(held):
+            row.suspend(start, end)
             for piece in range(self.geometry.pieces):
-                self._range.unmap(self._offset(row, piece, start), (end - start) * self.geometry.piece_bytes)
+                self._range.clear(self._offset(row, piece, start), (end - start) * self.geometry.piece_bytes)
             row.put(start, [_NOTHING] * (end - start))
-        return len(mapped)
+        return len(held)
+
+    def find(self, frames: Iterable[FrameId]) -> dict[int, npt.NDArray[np.int64]]:
+        """On which blocks, ascending, of which rows pieces of any of `frames` are mapped; rows without are left out.
+
+        A shrinking tier asks this hundreds of times between two passes, so it is a look-up in an array for each row on
+        which something is mapped.
+        """
+        numbers = np.fromiter(frames, np.int64)
+        # One element more than there are frames: the last one stays false, and is that of _NOTHING, -1.
+        wanted = np.zeros(max(self._table.size, int(numbers.max(initial=-1)) + 1) + 1, bool)
+        wanted[numbers] = True
+        used = [row for row in self.rows if row.mapped_blocks]
+        found = {row.number: np.flatnonzero(wanted[row.held]) for row in used}
+        return {number: blocks for number, blocks in found.items() if len(blocks)}
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError unless the reservation maps on every row the chunks of the frames noted there."""
+        """Raise IntegrityError unless the reservation maps on every row the chunks of the frames noted there, and of
+        those that are held no others."""
         for row in self.rows:
-            counted = len(row.mapped) - row.mapped.count(_NOTHING)
+            counted = len(row.held_blocks(0, self.blocks))
             if counted != row.mapped_blocks:
                 raise IntegrityError(f"row {row.number} maps {counted} blocks, but counts {row.mapped_blocks}")
-            for block, frame in enumerate(row.mapped):
+            for block, (frame, held) in enumerate(zip(row.mapped, row.held.tolist(), strict=True)):
+                if frame not in (held, _NOTHING):
+                    raise IntegrityError(f"block {block} of row {row.number} maps frame {frame}, but holds {held}")
                 for piece in range(self.geometry.pieces):
                     chunks = self._range.chunks(self._offset(row, piece, block), self.geometry.piece_bytes)
-                    expected = np.full(len(chunks), -1) if frame == _NOTHING else self._pieces([frame])[piece]
+                    expected = np.full(len(chunks), -1) if held == _NOTHING else self._pieces([FrameId(held)])[piece]
+                    if frame == _NOTHING:
+                        expected = np.where(chunks == -1, -1, expected)
                     if not np.array_equal(chunks, expected):
                         raise IntegrityError(
                             f"block {block} of row {row.number} maps chunks {chunks.tolist()}, not {expected.tolist()}"
@@ -197,14 +250,12 @@ class VirtualSet:
 
     def _map_run(self, row: Row, first: int, frames: Sequence[FrameId]) -> None:
         pieces = self._pieces(frames)
-        done = 0
+        row.begin(first, frames)
         try:
             for piece in range(self.geometry.pieces):
                 self._range.map(self._offset(row, piece, first), pieces[piece])
-                done += 1
         except SwapError:
-            for piece in range(done):
-                self._range.unmap(self._offset(row, piece, first), len(frames) * self.geometry.piece_bytes)
+            self.unmap(row, first, first + len(frames))
             raise
         row.put(first, frames)
 

@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from prefixd.cli.app import app
+from prefixd.server.rpc import ANSWERED
 from prefixd.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, inference_pb2, inference_pb2_grpc
 
 KEY = "9f86d081884c7d659a2feaa0c55ad015"
@@ -27,6 +28,7 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
         self.address = address
         self.requests: list[Any] = []
         self.failure: tuple[grpc.StatusCode, str] | None = None
+        self.answers = True  # errors are marked as a daemon's own
         self.damage = False
         self.held = ""
         # Generations and verifications go on until they are cancelled.
@@ -41,6 +43,8 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
         self.requests.append(request)
         self.asked.set()
         if self.failure is not None:
+            if self.answers:
+                context.set_trailing_metadata((ANSWERED,))
             context.abort(*self.failure)
 
     def Stats(self, request: Any, context: grpc.ServicerContext) -> admin_pb2.StatsResponse:

@@ -307,6 +307,16 @@ def test_the_daemons_refusal_is_one_line(cli: Cli, daemon: Any) -> None:
     assert "prefixd serve --model" in cli("generate", "x", "--address", daemon.address).stderr
 
 
+def test_only_a_daemon_that_did_not_answer_may_not_be_running(cli: Cli, daemon: Any) -> None:
+    daemon.failure = (grpc.StatusCode.UNAVAILABLE, "the worker was given up: gpu.bytes = 1")
+    for command in (("stats",), ("generate", "x")):
+        result = cli(*command, "--address", daemon.address)
+        said = f"prefixd: the daemon at {daemon.address} answers: the worker was given up: gpu.bytes = 1\n"
+        assert (result.exit_code, result.stderr) == (1, said)
+    daemon.answers = False  # gRPC's own UNAVAILABLE, such as of a connection that broke
+    assert "Is it running?" in cli("stats", "--address", daemon.address).stderr
+
+
 def test_an_address_that_is_none_is_refused(cli: Cli) -> None:
     result = cli("stats", "--address", "nonsense")
     assert result.exit_code == 1

@@ -30,6 +30,7 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
         self.failure: tuple[grpc.StatusCode, str] | None = None
         self.answers = True  # errors are marked as a daemon's own
         self.damage = False
+        self.worker_error = ""
         self.held = ""
         # Generations and verifications go on until they are cancelled.
         self.endless = False
@@ -71,6 +72,10 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
                 block_tokens=1024,
                 block_tokens_asked=16,
                 block_tokens_reason="16 tokens asked, 1024 used: a token takes 2 KiB",
+                error=self.worker_error,
+                kv="virtual",
+                layout="token",
+                cuda_graphs_reason="the device is cpu; CUDA graphs need a GPU",
             ),
             scheduler=admin_pb2.SchedulerStats(
                 policy="relaxed-fpf",

@@ -20,7 +20,8 @@ def doctor_command(address: Address = None, as_json: Json = False) -> None:
     """Account for every block, slot and lease of the running daemon; say what is in trouble and what to do about it.
 
     Violations are defects of prefixd: please report them. Troubles (a full disk, a limit that is too low) come with
-    their remedy, and do not change the exit status: it is 0 when everything adds up, and 1 when something does not.
+    their remedy, and do not change the exit status: it is 0 when everything adds up, and 1 when something does not, or
+    when the worker was given up, which ends only with a new start of the daemon.
 
     The limits and the disk space are those of the machine that this command runs on.
     """
@@ -37,5 +38,5 @@ def doctor_command(address: Address = None, as_json: Json = False) -> None:
         plain.print_json(plain.to_plain(integrity) | {"environment": [asdict(check) for check in checks]})
     else:
         render.print_diagnosis(integrity, checks)
-    if integrity.violations:
+    if integrity.violations or stats.worker.error:
         raise typer.Exit(EXIT_FAILED)

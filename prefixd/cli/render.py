@@ -97,6 +97,13 @@ def print_stats(stats: admin_pb2.StatsResponse) -> None:
             + (f", blocks of {worker.block_tokens:,} tokens" if worker.block_tokens else ""),
             markup=False,
         )
+        if worker.error:
+            out.print(Text(f"worker was given up: {worker.error}", style="red"))
+        if worker.kv:
+            graphs = f"CUDA graphs {'in use' if worker.cuda_graphs else 'not in use'}"
+            out.print(f"worker's design: kv {worker.kv}, layout {worker.layout}, {graphs}", markup=False)
+        if worker.cuda_graphs_reason:
+            out.print(Text(f"worker.cuda_graphs has no effect: {worker.cuda_graphs_reason}", style="yellow"))
         if worker.mapped_blocks or worker.reused_blocks:
             out.print(
                 f"worker's memory: {size(worker.shared_bytes)} saved now by sharing; "

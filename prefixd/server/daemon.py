@@ -56,9 +56,10 @@ _EXPIRY_S = 0.25
 TIER_HEALTH = "prefixd.tier."
 """Before a tier's name (`prefixd.tier.disk`): the health service that says whether the tier is well."""
 _SAME_SIGNAL_S = 1.0  # `timeout` and shells signal a process and its group: twice, but meant once
+_INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 _SERVICES = (
     cache_pb2.DESCRIPTOR.services_by_name["PrefixCache"].full_name,
-    inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name,
+    _INFERENCE,
     admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name,
 )
 
@@ -117,6 +118,7 @@ class Daemon:
         self._before_drain = (0, 0)  # blocks written to disk and requests finished when the first drain began
         self._signalled_s: float | None = None
         self._health = Health()
+        self.host: ModelHost | None = None
 
     async def start(self, stack: AsyncExitStack) -> Endpoints:
         """Starts everything, innermost first."""
@@ -261,7 +263,7 @@ class Daemon:
         stack.push_async_callback(cache.write_back.flush)  # what clients committed while the daemon drained
         stack.push_async_callback(doors.close, 1.0)
         stack.callback(service.close)
-        self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        self._set_health()
         metrics_port = None
         if settings.server.metrics_port is not None:
             try:
@@ -297,7 +299,7 @@ class Daemon:
         if not self.draining.is_set():
             self._before_drain = (self.cache.write_back.written, 0 if dispatcher is None else dispatcher.finished)
         self.draining.set()
-        self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        self._set_health()
         patience_s = 0.0 if self.failed else self.settings.server.drain_timeout_s
         if dispatcher is not None:
             try:
@@ -354,21 +356,25 @@ class Daemon:
             if expired:
                 log.warning("%d leases or reservations ended because their time was up", expired)
 
-    def _set_health(self, status: Any) -> None:
-        for service in ("", *_SERVICES):
-            self._health.set(service, status)
-        self._set_tier_health()
+    def _set_health(self) -> None:
+        """The daemon's, its services' and its tiers' health.
 
-    def _set_tier_health(self) -> None:
-        """A health service of its own for each tier: out or shrunk is NOT_SERVING, while the daemon serves."""
+        A tier that is out or shrunk does not serve, nor does Inference without a worker, while the rest does: whoever
+        sends requests elsewhere then must not take the cache away from its other clients.
+        """
+        draining = self.draining.is_set()
+        worker_failed = self.host is not None and bool(self.host.worker.failure)
+        well = {service: not draining for service in ("", *_SERVICES)}
+        well[_INFERENCE] &= not worker_failed
         for tier in self.cache.tiers.existing:
-            serving = not self.cache.tiers.trouble(tier) and not self.draining.is_set()
-            status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-            self._health.set(f"{TIER_HEALTH}{tier.name}", status)
+            well[f"{TIER_HEALTH}{tier.name}"] = not self.cache.tiers.trouble(tier) and not draining
+        for service, serves in well.items():
+            status = health_pb2.HealthCheckResponse
+            self._health.set(service, status.SERVING if serves else status.NOT_SERVING)
 
     def _on_troubles(self) -> None:
         if hasattr(self, "cache"):
-            self._set_tier_health()
+            self._set_health()
 
 
 def resolve_device(settings: Settings) -> str:

@@ -144,7 +144,10 @@ class ModelHost:
             raise ConfigError(f"the embedded model cannot be written ({error}); set XDG_CACHE_HOME") from error
 
     async def _load(self) -> ServedModel:
-        name = await self._text.load(fingerprint, self.directory, self._settings.data_dir)
+        try:
+            name = await self._text.load(fingerprint, self.directory, self._settings.data_dir)
+        except OSError as error:
+            raise ConfigError(f"model directory {str(self.directory)!r} cannot be read ({error})") from error
         codec: TextCodec | None = None
         try:
             codec = await self._text.load(TextCodec, self.directory)

@@ -27,6 +27,8 @@ Context = Any  # grpc.aio.ServicerContext is generic in what our handlers never 
 _MESSAGE_CHARACTERS = 600
 _MESSAGE_BYTES = 1800
 _SESSION_ENDED = ("prefixd-session", "ended")
+ANSWERED = ("prefixd-answered", "yes")
+"""Trailing metadata of every error that a handler gives: gRPC uses the same status codes when nobody answers."""
 
 _working: set[asyncio.Task[Any]] = set()
 
@@ -98,10 +100,12 @@ async def abort(context: Context, error: Exception) -> NoReturn:
     else:
         log.error("a call failed in a way nobody foresaw", exc_info=error)
         await context.abort(
-            grpc.StatusCode.INTERNAL, f"{type(error).__name__} in the daemon; its log says where. Please report it"
+            grpc.StatusCode.INTERNAL,
+            f"{type(error).__name__} in the daemon; its log says where. Please report it",
+            (ANSWERED,),
         )
     # Tells a client that the next session will do from a thing that is nowhere: both are NOT_FOUND.
-    metadata = (_SESSION_ENDED,) if isinstance(error, SessionEndedError) else ()
+    metadata = (ANSWERED, _SESSION_ENDED) if isinstance(error, SessionEndedError) else (ANSWERED,)
     await context.abort(code, _short(str(error)), metadata)
     raise AssertionError("abort does not return")
 

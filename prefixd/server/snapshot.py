@@ -175,6 +175,11 @@ class Snapshot:
             mapped_blocks=kv.mapped_blocks,
             reused_blocks=kv.reused_blocks,
             copied_blocks=kv.copied_blocks,
+            error=self.worker.failure,
+            kv=self.worker.settings.kv,
+            layout=self.worker.settings.layout,
+            cuda_graphs=self.worker.ready.cuda_graphs,
+            cuda_graphs_reason=self.worker.ready.cuda_graphs_reason,
         )
 
     def _scheduler(self) -> pb.SchedulerStats:
@@ -327,6 +332,12 @@ class MetricsCollector(Collector):
         }
         for field, text in preemption.items():
             yield CounterMetricFamily(f"prefixd_{field}", text, value=getattr(stats.scheduler, field))
+        if stats.worker.state != pb.WorkerStats.STATE_NONE:
+            yield GaugeMetricFamily(
+                "prefixd_worker_up",
+                "1 while the worker takes requests; 0 while it starts, and after it was given up",
+                value=stats.worker.state == pb.WorkerStats.STATE_READY,
+            )
         yield CounterMetricFamily("prefixd_worker_restarts", "worker restarts", value=stats.worker.restarts)
 
 

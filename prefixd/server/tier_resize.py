@@ -120,7 +120,8 @@ class TierResize:
         Raises:
             InvalidArgumentError: the tier would have fewer than two blocks.
             ExhaustedError: the device does not have so much.
-            PreconditionError: a resize is under way, or the model is being loaded.
+            PreconditionError: a resize is under way; or there is no tier, as the model is being loaded or its worker
+                was given up.
             UnavailableError: the daemon ends.
         """
         tier = self._tier()
@@ -176,6 +177,11 @@ class TierResize:
             raise UnavailableError("the daemon is ending; resize the gpu tier when it is back")
         compute = self._cache.tiers.compute
         if not isinstance(compute, GpuTier):
+            if self._worker.failure:
+                raise PreconditionError(
+                    f"there is no gpu tier: the worker was given up: {self._worker.failure}; "
+                    "start the daemon again when that is mended"
+                )
             raise PreconditionError("the gpu tier is not there yet: the model is being loaded; try again soon")
         return compute
 

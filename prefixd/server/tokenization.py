@@ -17,6 +17,7 @@ from prefixd.server.text_stream import TextStream
 TokenIds: TypeAlias = npt.NDArray[np.uint32]
 
 _PIECE_CHARACTERS = 64 << 10
+_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 _SLACK = 2  # times the limit: a text cut into pieces has a few tokens more than the whole
 
 
@@ -50,11 +51,12 @@ class TextCodec:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         try:
             tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"model directory {str(model)!r} has no tokenizer that can be loaded ({error}); "
-                "save it there with save_pretrained"
-            ) from error
+        except Exception as error:  # it reads config.json, too, whose checks have errors of their own
+            if any((model / name).is_file() for name in _FILES):
+                why = f"cannot be loaded: {' '.join(str(error).split())[:300]}"
+            else:
+                why = f"is not there: there is none of {', '.join(_FILES)}"
+            raise ConfigError(f"the tokenizer in {str(model)!r} {why}; save it there with save_pretrained") from error
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
             raise ConfigError(f"the tokenizer in {str(model)!r} has no fast form; save tokenizer.json beside the model")
         backend: Tokenizer = tokenizer.backend_tokenizer

@@ -95,7 +95,7 @@ class WorkerProcess:
         on_step: results.
         on_done: a request ended and its frames are unmapped.
         on_death: the worker is gone (the reason in words), and whether it is given up.
-        troubles: told while this machine has no process, memory or descriptor for a worker.
+        troubles: told while this machine has no process, memory or descriptor for a worker, and when it is given up.
     """
 
     def __init__(
@@ -112,10 +112,11 @@ class WorkerProcess:
     ) -> None:
         self.settings = settings
         self.hello: Hello | None = None  # what the present worker, or the last one, said of its model
+        self.ready = Ready()  # what it said when it became ready
         self.state = WorkerState.STARTING
         self.restarts = 0
         self.pid = 0
-        self.failure = ""
+        self.failure = ""  # why it was given up; it stays so until the daemon is started again
         self._restart_limit = restart_limit
         self._deaths = 0
         self._on_hello = on_hello
@@ -220,14 +221,20 @@ class WorkerProcess:
             gave_up = self._deaths > self._restart_limit or not self._was_ready
             self.state = WorkerState.FAILED if gave_up else WorkerState.STARTING
             self._settled.clear()
-            log.error("the worker died (%s); %s", why, "it is given up" if gave_up else "starting another")
-            self._on_death(why, gave_up)
             if gave_up:
-                self.failure = why
-                self._settled.set()
+                self._give_up(why)
                 return
+            log.error("the worker died (%s); starting another", why)
+            self._on_death(why, False)
             self.restarts += 1
             await asyncio.sleep(_RESTART_PAUSE_S)
+
+    def _give_up(self, why: str) -> None:
+        self.failure = why
+        self._troubles.end(PART)  # of want of means: this is another one
+        self._troubles.begin(PART, f"it was given up: {why}; start the daemon again when that is mended")
+        self._on_death(why, True)
+        self._settled.set()
 
     async def _wait_for_means(self, error: _NotStartedError) -> None:
         """There is no worker for want of means, which may come back: it is never given up for that."""
@@ -320,6 +327,9 @@ class WorkerProcess:
             async with self._frames:
                 await self._hand_over(pool, ours)
         elif isinstance(message, Ready):
+            self.ready = message
+            if message.cuda_graphs_reason and not self._was_ready:
+                log.warning("worker.cuda_graphs = true has no effect: %s", message.cuda_graphs_reason)
             self.state = WorkerState.READY
             self._was_ready = True
             self._settled.set()

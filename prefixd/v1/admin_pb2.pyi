@@ -117,7 +117,7 @@ class NamespaceStats(_message.Message):
     def __init__(self, namespace_id: _Optional[bytes] = ..., namespace: _Optional[_Union[_cache_pb2.Namespace, _Mapping]] = ..., blocks: _Optional[int] = ...) -> None: ...
 
 class WorkerStats(_message.Message):
-    __slots__ = ("state", "pid", "restarts", "running_requests", "model", "device", "block_tokens", "block_tokens_asked", "block_tokens_reason", "shared_bytes", "mapped_blocks", "reused_blocks", "copied_blocks")
+    __slots__ = ("state", "pid", "restarts", "running_requests", "model", "device", "block_tokens", "block_tokens_asked", "block_tokens_reason", "shared_bytes", "mapped_blocks", "reused_blocks", "copied_blocks", "error", "kv", "layout", "cuda_graphs", "cuda_graphs_reason")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[WorkerStats.State]
@@ -143,6 +143,11 @@ class WorkerStats(_message.Message):
     MAPPED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     REUSED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     COPIED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    KV_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    CUDA_GRAPHS_FIELD_NUMBER: _ClassVar[int]
+    CUDA_GRAPHS_REASON_FIELD_NUMBER: _ClassVar[int]
     state: WorkerStats.State
     pid: int
     restarts: int
@@ -156,7 +161,12 @@ class WorkerStats(_message.Message):
     mapped_blocks: int
     reused_blocks: int
     copied_blocks: int
-    def __init__(self, state: _Optional[_Union[WorkerStats.State, str]] = ..., pid: _Optional[int] = ..., restarts: _Optional[int] = ..., running_requests: _Optional[int] = ..., model: _Optional[str] = ..., device: _Optional[str] = ..., block_tokens: _Optional[int] = ..., block_tokens_asked: _Optional[int] = ..., block_tokens_reason: _Optional[str] = ..., shared_bytes: _Optional[int] = ..., mapped_blocks: _Optional[int] = ..., reused_blocks: _Optional[int] = ..., copied_blocks: _Optional[int] = ...) -> None: ...
+    error: str
+    kv: str
+    layout: str
+    cuda_graphs: bool
+    cuda_graphs_reason: str
+    def __init__(self, state: _Optional[_Union[WorkerStats.State, str]] = ..., pid: _Optional[int] = ..., restarts: _Optional[int] = ..., running_requests: _Optional[int] = ..., model: _Optional[str] = ..., device: _Optional[str] = ..., block_tokens: _Optional[int] = ..., block_tokens_asked: _Optional[int] = ..., block_tokens_reason: _Optional[str] = ..., shared_bytes: _Optional[int] = ..., mapped_blocks: _Optional[int] = ..., reused_blocks: _Optional[int] = ..., copied_blocks: _Optional[int] = ..., error: _Optional[str] = ..., kv: _Optional[str] = ..., layout: _Optional[str] = ..., cuda_graphs: bool = ..., cuda_graphs_reason: _Optional[str] = ...) -> None: ...
 
 class SchedulerStats(_message.Message):
     __slots__ = ("policy", "waiting_requests", "finished_requests", "preempted_requests", "resumed_requests", "swapped_requests", "recomputed_requests", "swapped_blocks", "recomputed_tokens")

@@ -138,12 +138,21 @@ def load_model(spec: ModelSpec, *, paged: bool = False) -> CausalModel:
                 local_files_only=True,
                 trust_remote_code=False,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are refused below: the error would name none of them
             )
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         raise ModelError(
             f"weights of {str(spec.path)!r} cannot be loaded: {' '.join(str(error).split())[:300]}"
         ) from error
     model, loading = loaded
+    mismatched = sorted(loading["mismatched_keys"])
+    if mismatched:
+        name, there, needed = mismatched[0]
+        raise ModelError(
+            f"weights of {str(spec.path)!r} do not fit config.json: {len(mismatched)} tensors have another shape, such "
+            f"as {name!r} with {list(there)} where {spec.architecture} needs {list(needed)}; one of them is another "
+            "model's"
+        )
     missing = sorted(loading["missing_keys"])
     if missing:
         raise ModelError(

@@ -168,7 +168,7 @@ def _read_config(path: Path) -> Any:
         raise ModelError(f"model directory {str(path)!r} has no config.json; give a Hugging Face model's directory")
     try:
         return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # each configuration checks its fields in its own way, with errors of its own
         raise ModelError(f"config.json in {str(path)!r} cannot be read: {_one_line(error)}") from error
 
 
@@ -264,12 +264,17 @@ def _count(path: Path, config: Any, name: str) -> int:
 
 
 def _eos_token_ids(path: Path, config: Any) -> tuple[int, ...]:
-    """The generation config's end-of-sequence tokens, or the model config's."""
+    """The generation config's end-of-sequence tokens, or, where it names none, the model config's.
+
+    transformers' `generate` does not look at config.json when there is a generation_config.json. But such a file often
+    has nothing but sampling parameters, and who serves it wants answers to end: vLLM, too, always stops at the
+    tokenizer's end-of-sequence token, whatever the file says.
+    """
     ids = getattr(config, "eos_token_id", None)
     if (path / "generation_config.json").is_file():
         try:
             generation = GenerationConfig.from_pretrained(path, local_files_only=True)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # as with config.json
             raise ModelError(f"generation_config.json in {str(path)!r} cannot be read: {_one_line(error)}") from error
         ids = generation.eos_token_id if generation.eos_token_id is not None else ids
     if ids is None:

@@ -57,8 +57,9 @@ def serve(connection: Connection[ToWorker], settings: WorkerSettings, clock: Cal
         frames = SharedFrames(memory, spec.geometry.chunks_per_block(memory.chunk_bytes), message)
         with started_threads(1, "mapping") as background:
             kv = _kv(settings, frames, spec, message.most_frames, background)
-            engine = Engine(model, kv, settings.max_step_tokens, clock, _graphs(settings, model, kv))
-            connection.send(Ready())
+            graphs, why_not = _graphs(settings, spec, model, kv)
+            engine = Engine(model, kv, settings.max_step_tokens, clock, graphs)
+            connection.send(Ready(graphs is not None, why_not))
             try:
                 _run(connection, engine, frames, kv)
             finally:
@@ -88,10 +89,23 @@ def _kv(
     return VirtualKv(manager)
 
 
-def _graphs(settings: WorkerSettings, model: CausalModel, kv: KvMemory) -> DecodeGraphs | None:
-    if not settings.cuda_graphs or not isinstance(model.attention, FlashAttention) or not isinstance(kv, VirtualKv):
-        return None
-    return DecodeGraphs(kv.manager.kv, model.decode, settings.max_sequences)
+def _graphs(
+    settings: WorkerSettings, spec: ModelSpec, model: CausalModel, kv: KvMemory
+) -> tuple[DecodeGraphs | None, str]:
+    """The graphs that the settings ask for, or why there are none."""
+    if not settings.cuda_graphs:
+        return None, ""
+    if spec.device.type != "cuda":
+        return None, f"the device is {spec.device}; CUDA graphs need a GPU"
+    if not isinstance(kv, VirtualKv):
+        return None, f'worker.kv is "{settings.kv}"; CUDA graphs need "virtual"'
+    if not isinstance(model.attention, FlashAttention):
+        geometry = spec.geometry
+        return None, (
+            f"no flash attention for {geometry.dtype} KV with a head size of {geometry.head_dim} on {spec.device}; "
+            "CUDA graphs need it"
+        )
+    return DecodeGraphs(kv.manager.kv, model.decode, settings.max_sequences), ""
 
 
 def _run(connection: Connection[ToWorker], engine: Engine, frames: SharedFrames, kv: KvMemory) -> None:

@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from prefixd.cli.app import app
+from prefixd.server.rpc import ANSWERED
 from prefixd.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, inference_pb2, inference_pb2_grpc
 
 KEY = "9f86d081884c7d659a2feaa0c55ad015"
@@ -27,7 +28,9 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
         self.address = address
         self.requests: list[Any] = []
         self.failure: tuple[grpc.StatusCode, str] | None = None
+        self.answers = True  # errors are marked as a daemon's own
         self.damage = False
+        self.worker_error = ""
         self.held = ""
         # Generations and verifications go on until they are cancelled.
         self.endless = False
@@ -41,6 +44,8 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
         self.requests.append(request)
         self.asked.set()
         if self.failure is not None:
+            if self.answers:
+                context.set_trailing_metadata((ANSWERED,))
             context.abort(*self.failure)
 
     def Stats(self, request: Any, context: grpc.ServicerContext) -> admin_pb2.StatsResponse:
@@ -67,6 +72,10 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
                 block_tokens=1024,
                 block_tokens_asked=16,
                 block_tokens_reason="16 tokens asked, 1024 used: a token takes 2 KiB",
+                error=self.worker_error,
+                kv="virtual",
+                layout="token",
+                cuda_graphs_reason="the device is cpu; CUDA graphs need a GPU",
             ),
             scheduler=admin_pb2.SchedulerStats(
                 policy="relaxed-fpf",

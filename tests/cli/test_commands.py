@@ -74,6 +74,8 @@ def test_stats(cli: Cli, daemon: Any) -> None:
         "5 waiting (relaxed-fpf)",
         "blocks of 1,024 tokens",
         "block size: 16 tokens asked, 1024 used: a token takes 2 KiB",
+        "worker's design: kv virtual, layout token, CUDA graphs not in use",
+        "worker.cuda_graphs has no effect: the device is cpu; CUDA graphs need a GPU",
         "preempted: 3 requests, 2 swapped (40 blocks copied down), 1 to be computed again",
         "1,234 tokens computed again, 4 resumed",
         "12,345",
@@ -91,6 +93,13 @@ def test_stats(cli: Cli, daemon: Any) -> None:
         "7 blocks (7.0 MiB of 64.0 MiB)",
     ):
         assert words in out
+
+
+def test_stats_say_why_the_worker_was_given_up(cli: Cli, daemon: Any) -> None:
+    daemon.worker_error = "gpu.bytes = 1 holds 0 blocks"
+    assert "worker was given up: gpu.bytes = 1 holds 0 blocks" in cli("stats", "--address", daemon.address).stdout
+    stats = json.loads(cli("stats", "--json", "--address", daemon.address).stdout)
+    assert stats["worker"]["error"] == "gpu.bytes = 1 holds 0 blocks"
 
 
 def test_stats_as_json(cli: Cli, daemon: Any) -> None:
@@ -305,6 +314,16 @@ def test_the_daemons_refusal_is_one_line(cli: Cli, daemon: Any) -> None:
     assert (result.exit_code, result.stderr) == (1, "prefixd: no prefix abcd; `prefixd ls` lists them\n")
     daemon.failure = (grpc.StatusCode.UNIMPLEMENTED, "this daemon has no model")
     assert "prefixd serve --model" in cli("generate", "x", "--address", daemon.address).stderr
+
+
+def test_only_a_daemon_that_did_not_answer_may_not_be_running(cli: Cli, daemon: Any) -> None:
+    daemon.failure = (grpc.StatusCode.UNAVAILABLE, "the worker was given up: gpu.bytes = 1")
+    for command in (("stats",), ("generate", "x")):
+        result = cli(*command, "--address", daemon.address)
+        said = f"prefixd: the daemon at {daemon.address} answers: the worker was given up: gpu.bytes = 1\n"
+        assert (result.exit_code, result.stderr) == (1, said)
+    daemon.answers = False  # gRPC's own UNAVAILABLE, such as of a connection that broke
+    assert "Is it running?" in cli("stats", "--address", daemon.address).stderr
 
 
 def test_an_address_that_is_none_is_refused(cli: Cli) -> None:

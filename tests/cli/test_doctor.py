@@ -35,6 +35,12 @@ def test_a_violation_is_status_1(cli: Cli, daemon: Any) -> None:
     assert "does not add up" in done.stdout and "\n  cpu tier: slots with several owners: 4096\n" in done.stdout
 
 
+def test_a_worker_that_was_given_up_is_status_1(cli: Cli, daemon: Any) -> None:
+    daemon.worker_error = "gpu.bytes = 1 holds 0 blocks"
+    assert cli("doctor", "--address", daemon.address).exit_code == 1
+    assert cli("doctor", "--json", "--address", daemon.address).exit_code == 1
+
+
 def test_as_json(cli: Cli, daemon: Any) -> None:
     found = json.loads(cli("doctor", "--json", "--address", daemon.address).stdout)
     assert (found["violations"], found["blocks"], found["troubles"][0]["part"]) == ([], 4096, "disk tier")

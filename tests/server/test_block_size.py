@@ -1,4 +1,4 @@
-"""A block size that is not the one asked for: told in the log, once, and in the figures."""
+"""What the worker does otherwise than its settings ask for: told in the log, once, and in the figures."""
 
 from __future__ import annotations
 
@@ -41,3 +41,13 @@ def test_blocks_as_asked(launch: Callable[..., Remote], with_model: dict[str, st
     worker = remote.until(lambda stats: stats.worker.state == READY).worker
     assert (worker.block_tokens, worker.block_tokens_asked, worker.block_tokens_reason) == (16, 16, "")
     assert "tokens asked" not in remote.daemon.log.read_text()
+
+
+def test_the_design_that_runs_is_in_the_figures(
+    launch: Callable[..., Remote], with_model: dict[str, str | int]
+) -> None:
+    remote = launch({**with_model, "worker.kv": "virtual", "worker.layout": "layer", "worker.cuda_graphs": "true"})
+    worker = remote.until(lambda stats: stats.worker.state == READY).worker
+    assert (worker.kv, worker.layout, worker.cuda_graphs) == ("virtual", "layer", False)
+    assert worker.cuda_graphs_reason == "the device is cpu; CUDA graphs need a GPU"
+    assert remote.daemon.log.read_text().count(f"no effect: {worker.cuda_graphs_reason}") == 1

@@ -141,6 +141,7 @@ def test_metrics_say_what_the_statistics_say(remote: Remote, metrics_port: int) 
     assert figures["prefixd_sessions", ""] == 1
     assert figures["prefixd_leases", ""] == figures["prefixd_reservations", ""] == 0
     assert ("prefixd_tier_used_bytes", "gpu") not in figures
+    assert ("prefixd_worker_up", "") not in figures
 
 
 def test_a_prompt_is_counted_once_by_scheduler_and_ranks_and_a_miss_counts(remote: Remote) -> None:
@@ -185,5 +186,6 @@ def test_metrics_of_a_daemon_with_a_model(model_daemon: Remote, free_port: int) 
         )
     }
     assert list(grown.values()) == [32, 80, 0, 0]
+    assert after["prefixd_worker_up", ""] == 1
     # Other tests have used this daemon: its GPU tier may be full, so that new blocks replace others.
     assert after["prefixd_tier_blocks", "gpu"] >= 3

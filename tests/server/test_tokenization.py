@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +16,7 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from prefixd.errors import ExhaustedError, UnavailableError
+from prefixd.errors import ConfigError, ExhaustedError, UnavailableError
 from prefixd.server.text_stream import TextStream
 from prefixd.server.tokenization import Stopped, TextCodec, TokenIds, TooManyTokensError
 from prefixd.server.tokenizer_threads import TokenizerThreads
@@ -37,6 +39,21 @@ def threads() -> Iterator[TokenizerThreads]:
 
 def encode(codec: TextCodec, text: str, most: int = MOST) -> TokenIds:
     return codec.encode(text, most, threading.Event())
+
+
+def test_a_tokenizer_that_is_missing_or_broken_is_one_line(model_directory: Path, tmp_path: Path) -> None:
+    shutil.copy(model_directory / "config.json", tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        TextCodec(tmp_path)
+    assert str(caught.value).startswith(f"the tokenizer in {str(tmp_path)!r} is not there: there is none of")
+    assert "\n" not in str(caught.value)
+    for path in model_directory.glob("tokenizer*"):
+        shutil.copy(path, tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_attention_heads": 3}))
+    with pytest.raises(ConfigError, match=r"cannot be loaded: .*attention heads \(3\)") as caught:
+        TextCodec(tmp_path)
+    assert "\n" not in str(caught.value)
 
 
 # -- the codec --------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -12,9 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from prefixd.v1 import admin_pb2
+from prefixd.server.rpc import ANSWERED
+from prefixd.server.snapshot import MetricsCollector
+from prefixd.v1 import admin_pb2, cache_pb2
 
 if TYPE_CHECKING:
     from tests.server.conftest import Answer, Remote
@@ -95,6 +100,7 @@ def test_a_worker_that_dies_again_and_again_is_given_up(
     kill_worker(remote)
     stats = remote.until(lambda stats: stats.worker.state == FAILED)
     assert stats.worker.pid == 0
+    assert stats.worker.error == "signal 9"
     with refused("UNAVAILABLE", "worker"):
         list(waiting)
     with refused("UNAVAILABLE", "given up", "signal 9"):
@@ -116,7 +122,8 @@ def test_a_model_without_weights_is_one_clear_line(
 ) -> None:
     shutil.copy(model_directory / "config.json", tmp_path)
     remote = launch({**with_model, "worker.model": str(tmp_path), "disk.bytes": 0})
-    remote.until(lambda stats: stats.worker.state == FAILED)
+    stats = remote.until(lambda stats: stats.worker.state == FAILED)
+    assert str(tmp_path) in stats.worker.error
     with refused("UNAVAILABLE", str(tmp_path), "safetensors"):
         remote.generate([1, 2, 3])
     log = remote.daemon.log.read_text()
@@ -125,6 +132,54 @@ def test_a_model_without_weights_is_one_clear_line(
     assert len(errors) == 1, log
     assert str(tmp_path) in errors[0]
     assert "given up" in errors[0]
+
+
+def test_a_worker_that_was_given_up_is_seen_by_everyone_who_asks(
+    launch: Callable[..., Remote], with_model: dict[str, str | int], refused: Any
+) -> None:
+    remote = launch({**with_model, "gpu.bytes": 1, "disk.bytes": 0})
+    stats = remote.until(lambda stats: stats.worker.state == FAILED)
+    assert stats.worker.error.startswith("gpu.bytes = 1 holds 0 blocks")
+    for troubles in (stats.troubles, remote.admin.CheckIntegrity(admin_pb2.CheckIntegrityRequest()).troubles):
+        (trouble,) = troubles
+        assert trouble.part == "worker" and "it was given up: gpu.bytes = 1 holds 0 blocks" in trouble.what
+        assert "raise gpu.bytes" in trouble.remedy and "start the daemon again" in trouble.remedy
+    figures = {family.name: family.samples for family in MetricsCollector(lambda: stats).collect()}
+    assert [sample.value for sample in figures["prefixd_worker_up"]] == [0]
+    assert [sample.labels for sample in figures["prefixd_trouble_seconds"]] == [{"part": "worker"}]
+    health = health_pb2_grpc.HealthStub(remote.channel)
+
+    def serving(service: str) -> bool:
+        status = health.Check(health_pb2.HealthCheckRequest(service=service)).status
+        return bool(status == health_pb2.HealthCheckResponse.SERVING)
+
+    assert not serving("prefixd.v1.Inference")
+    assert serving("") and serving("prefixd.v1.PrefixCache") and serving("prefixd.v1.Admin"), "the cache goes on"
+    resize = admin_pb2.ResizeTierRequest(tier=cache_pb2.TIER_GPU, nbytes=1 << 20)
+    with refused("FAILED_PRECONDITION", "there is no gpu tier: the worker was given up: gpu.bytes = 1"):
+        list(remote.admin.ResizeTier(resize))
+    with pytest.raises(grpc.RpcError) as caught:
+        remote.generate([1, 2, 3])
+    assert ANSWERED in caught.value.trailing_metadata(), "the daemon is there"
+
+
+def test_a_config_json_with_a_wrong_value_is_one_clear_line(
+    launch: Callable[..., Remote],
+    with_model: dict[str, str | int],
+    model_directory: Path,
+    tmp_path: Path,
+    refused: Any,
+) -> None:
+    shutil.copytree(model_directory, tmp_path, dirs_exist_ok=True)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_key_value_heads": "two"}))
+    remote = launch({**with_model, "worker.model": str(tmp_path), "disk.bytes": 0})
+    with refused("UNAVAILABLE", str(tmp_path), "num_key_value_heads"):
+        remote.generate([1, 2, 3])
+    log = remote.daemon.log.read_text()
+    assert "Traceback" not in log
+    told = [line for line in log.splitlines() if "num_key_value_heads" in line]
+    assert len(told) == 2 and all(str(tmp_path) in line for line in told), "of the tokenizer, and of the worker"
 
 
 def test_a_directory_that_is_no_model_is_refused_at_the_start(

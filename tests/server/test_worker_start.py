@@ -57,7 +57,9 @@ async def test_want_of_means_is_no_death(shortage: Exception, words: str, monkey
     worker.start()
     assert not await asyncio.wait_for(worker.settled(), 60)
     assert attempts == 21 and worker.state is WorkerState.FAILED
-    assert len(told) == 1 and words in told[0] and "; " in told[0]
+    assert len(told) == 3 and words in told[0] and "; " in told[0]
+    assert told[1] == "", "the shortage ended"
+    assert "given up" in told[2] and "no such program" in told[2]
     assert len(deaths) == 1 and "no such program" in deaths[0][0], "only that one was a death"
     await worker.stop()
     await asyncio.sleep(0)  # transports close in the loop's next round

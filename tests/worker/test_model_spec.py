@@ -85,6 +85,8 @@ def test_auto_is_the_saved_dtype_on_a_gpu_and_float32_on_a_cpu(directory, monkey
 def test_end_of_sequence_of_the_generation_config_comes_first(directory):
     (directory / "generation_config.json").write_text('{"eos_token_id": [4, 5]}')
     assert spec_of(directory).eos_token_ids == (4, 5)
+    (directory / "generation_config.json").write_text('{"temperature": 0.5, "do_sample": true}')
+    assert spec_of(directory).eos_token_ids == (95,), "the model's, where the other file names none"
 
 
 def test_not_a_model_directory(tmp_path):
@@ -98,6 +100,16 @@ def test_not_a_model_directory(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')
     with pytest.raises(ModelError, match="no-such-model"):
         spec_of(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [("num_attention_heads", 3, r"attention heads \(3\)"), ("num_key_value_heads", "two", "'num_key_value_heads'")],
+)
+def test_a_wrong_value_is_named_with_its_folder(directory, field, value, words):
+    with pytest.raises(ModelError, match=words) as caught:
+        spec_of(edit(directory, **{field: value}))
+    assert f"config.json in {str(directory)!r}" in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_model_without_a_limit_of_positions(directory):
@@ -128,8 +140,10 @@ def test_weights_that_are_not_there(directory):
 
 
 def test_weights_of_another_shape(directory):
-    with pytest.raises(ModelError, match=r"cannot be loaded|lack"):
+    with pytest.raises(ModelError) as caught:
         load_model(spec_of(edit(directory, intermediate_size=128)))
+    name, there, needed = "model.layers.0.mlp.down_proj.weight", "[64, 96]", "[64, 128]"
+    assert f"such as '{name}' with {there} where LlamaForCausalLM needs {needed}" in str(caught.value)
 
 
 def test_a_model_whose_logits_differ_on_our_cache_is_refused(llama_directory, monkeypatch):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 
 from prefixd.worker import serve
 from prefixd.worker.errors import ModelError
@@ -69,3 +71,19 @@ def test_the_memory_is_taken_before_weights_are_loaded(llama_directory, monkeypa
         with pytest.raises(ModelError, match="damaged"):
             serve.serve(script, WorkerSettings(model=str(llama_directory)), iter(range(9)).__next__)
     assert [type(message) for message in script.sent] == [Hello]
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "reason"),
+    [
+        ({"cuda_graphs": False}, "cuda:0", ""),
+        ({}, "cpu", "the device is cpu; CUDA graphs need a GPU"),
+        ({"kv": "paged"}, "cuda:0", 'worker.kv is "paged"; CUDA graphs need "virtual"'),
+        ({}, "cuda:0", "no flash attention for float32 KV with a head size of 16 on cuda:0; CUDA graphs need it"),
+    ],
+)
+def test_why_there_are_no_cuda_graphs(rig, model, settings, device, reason):
+    asked = WorkerSettings(model="", **{"cuda_graphs": True} | settings)
+    spec: Any = SimpleNamespace(device=torch.device(device), geometry=model.spec.geometry)
+    kv: Any = object() if asked.kv == "paged" else rig.kv
+    assert serve._graphs(asked, spec, model, kv) == (None, reason)

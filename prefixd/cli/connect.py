@@ -84,8 +84,8 @@ async def connected(address: str | None) -> AsyncIterator[AsyncClient]:
         async with AsyncClient(target, name="prefixd cli", memory="streamed", **_credentials()) as client:
             yield client
     except ServerUnavailable as error:
-        if answer := _answer(error):
-            raise CommandFailed(f"the daemon at {target} answers: {answer}") from error
+        if error.answered:
+            raise CommandFailed(str(error)) from error
         here = target.startswith(("unix:", "/"))
         hint = "Start it with `prefixd serve`, or name it with --address" if here else "Does it want TLS (--tls-ca)?"
         raise CommandFailed(f"{error}. Is it running? {hint}") from error
@@ -95,18 +95,6 @@ async def connected(address: str | None) -> AsyncIterator[AsyncClient]:
         ) from error
     except ClientError as error:
         raise CommandFailed(str(error)) from error
-
-
-def _answer(error: BaseException) -> str:
-    """What the daemon itself said; empty when no daemon was reached, or it broke off."""
-    import grpc
-
-    from prefixd.server.rpc import ANSWERED
-
-    cause = error.__cause__
-    if isinstance(cause, grpc.aio.AioRpcError) and ANSWERED in tuple(cause.trailing_metadata() or ()):
-        return cause.details() or cause.code().name
-    return ""
 
 
 def _credentials() -> dict[str, Any]:

@@ -48,7 +48,13 @@ class PermissionDeniedError(ClientError):
 
 
 class ServerUnavailable(ClientError):
-    """The daemon is not running, died during the call, or drains. The next call tries again."""
+    """The daemon is not running, died during the call, or drains. The next call tries again.
+
+    Attributes:
+        answered: the daemon itself said so, and the message is its answer.
+    """
+
+    answered = False
 
 
 class CallTimeout(ClientError, TimeoutError):
@@ -94,12 +100,14 @@ _BY_STATUS: dict[grpc.StatusCode, type[ClientError]] = {
 # gRPC names the socket three times before it says what is wrong with it.
 _NO_SOCKET = re.compile(r"failed to connect to all addresses; .* addr: unix:.* error: (?P<reason>.+)", re.DOTALL)
 _SESSION_ENDED = ("prefixd-session", "ended")
+_ANSWERED = ("prefixd-answered", "yes")
 
 
 def from_rpc_error(error: grpc.aio.AioRpcError, address: str) -> ClientError:
     """The client error for a failed call to `address`."""
     kind = _BY_STATUS.get(error.code(), ServerError)
     detail = error.details() or f"the daemon gave {error.code().name} and no reason"
+    trailers = tuple(error.trailing_metadata() or ())
     if kind is CallTimeout:
         return CallTimeout(
             f"no answer from the daemon at {address} in time ({detail}); what was asked for may still be done; "
@@ -107,10 +115,14 @@ def from_rpc_error(error: grpc.aio.AioRpcError, address: str) -> ClientError:
         )
     if detail == grpc.StatusCode.CANCELLED.name:  # all that gRPC says when a server ends
         detail = "it is ending; try again when it is back"
+    if kind is ServerUnavailable and _ANSWERED in trailers:
+        refused = ServerUnavailable(f"the daemon at {address} answers: {detail}")
+        refused.answered = True
+        return refused
     if kind is ServerUnavailable:
         if no_socket := _NO_SOCKET.fullmatch(detail):
             detail = no_socket["reason"]
         return ServerUnavailable(f"no answer from the daemon at {address}: {detail}")
-    if kind is NotFoundError and _SESSION_ENDED in tuple(error.trailing_metadata() or ()):
+    if kind is NotFoundError and _SESSION_ENDED in trailers:
         return SessionUnknown(detail)
     return kind(detail)

@@ -27,7 +27,7 @@ Context = Any  # grpc.aio.ServicerContext is generic in what our handlers never 
 _MESSAGE_CHARACTERS = 600
 _MESSAGE_BYTES = 1800
 _SESSION_ENDED = ("prefixd-session", "ended")
-ANSWERED = ("prefixd-answered", "yes")
+_ANSWERED = ("prefixd-answered", "yes")
 """Trailing metadata of every error that a handler gives: gRPC uses the same status codes when nobody answers."""
 
 _working: set[asyncio.Task[Any]] = set()
@@ -102,10 +102,10 @@ async def abort(context: Context, error: Exception) -> NoReturn:
         await context.abort(
             grpc.StatusCode.INTERNAL,
             f"{type(error).__name__} in the daemon; its log says where. Please report it",
-            (ANSWERED,),
+            (_ANSWERED,),
         )
     # Tells a client that the next session will do from a thing that is nowhere: both are NOT_FOUND.
-    metadata = (ANSWERED, _SESSION_ENDED) if isinstance(error, SessionEndedError) else (ANSWERED,)
+    metadata = (_ANSWERED, _SESSION_ENDED) if isinstance(error, SessionEndedError) else (_ANSWERED,)
     await context.abort(code, _short(str(error)), metadata)
     raise AssertionError("abort does not return")
 

@@ -14,7 +14,6 @@ import pytest
 from typer.testing import CliRunner
 
 from prefixd.cli.app import app
-from prefixd.server.rpc import ANSWERED
 from prefixd.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, inference_pb2, inference_pb2_grpc
 
 KEY = "9f86d081884c7d659a2feaa0c55ad015"
@@ -45,7 +44,7 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
         self.asked.set()
         if self.failure is not None:
             if self.answers:
-                context.set_trailing_metadata((ANSWERED,))
+                context.set_trailing_metadata((("prefixd-answered", "yes"),))
             context.abort(*self.failure)
 
     def Stats(self, request: Any, context: grpc.ServicerContext) -> admin_pb2.StatsResponse:

@@ -396,6 +396,7 @@ async def test_without_memory_for_one_more_fewer_run_and_all_are_served(
     del bench.runs[refused.id]
     bench.dispatcher.on_done(Done(refused.id, "no_memory", "too many mappings; raise vm.max_map_count"))
     assert events(refused) == ([], None)
+    assert (bench.dispatcher.resumed, refused.resumed, bench.dispatcher.preemption.counters.preempted) == (1, 1, 0)
     assert (
         troubles.what(concurrency_limit.PART)
         == "1 of 4 requests run at once: too many mappings; raise vm.max_map_count"

@@ -58,7 +58,7 @@ class Finished:
     ttft_s: float
     """From its arrival to the first token of a sequence; 0 without one."""
     resumed: int
-    """How often a sequence was taken up again after a preemption or the worker's death."""
+    """How often a sequence was put back into the queue: preempted, or its worker died or had no memory for it."""
     cumulative_logprob: float | None = None
     """Of a single sequence, as in `SequenceFinished`."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -20,11 +20,12 @@ from prefixd.errors import (
     UnsupportedError,
 )
 from prefixd.generation.events import Accepted, Finished, GenerationEvent, SequenceFinished, Tokens
+from prefixd.generation.inbox import Inbox
 from prefixd.generation.params import GenerateParams, check_sampling
-from prefixd.generation.sequence import Inbox, SequenceOutput
+from prefixd.generation.sequence import SequenceOutput
 from prefixd.generation.stop_strings import StopStrings
 from prefixd.server.dispatcher import Dispatcher
-from prefixd.server.request import Ended, Event, FinishReason, NewTokens, Request
+from prefixd.server.request import Ended, FinishReason, NewTokens, Request
 from prefixd.server.served_model import ServedModel
 from prefixd.server.tokenization import TokenIds, TooManyTokensError, need_codec
 from prefixd.worker.protocol import frames_needed
@@ -70,8 +71,8 @@ class Generation:
         Raises:
             InvalidArgumentError: a parameter is out of its range, or the prompt is empty or longer than the model.
             AlreadyExistsError: a request with this id waits or runs.
-            ExhaustedError: the queue has no room for all sequences, the prompt never fits the GPU tier, or too many
-                texts wait to be tokenized.
+            ExhaustedError: the queue has no room for all sequences, the prompt never fits the GPU tier, too many texts
+                wait to be tokenized, or the caller is too far behind with reading (`Inbox`).
             UnavailableError: the daemon drains, or the worker died and could not take the request up again.
             UnsupportedError: a sidecar without a model, or text or stop strings for a model without a tokenizer.
         """
@@ -84,7 +85,8 @@ class Generation:
         self._take_work()  # loading the model and tokenizing the text may have taken a while
         model = await self._model()
         self._check_name(params.request_id)
-        inbox: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        values = 1 if params.logprobs is None else 2 + params.logprobs
+        inbox = Inbox(values, lambda: _cancel(dispatcher, requests))
         requests = self._requests(params, ids, model, inbox)
         stops = StopStrings(params.stop) if params.stop else None
         searched = params.beam_width is not None
@@ -111,8 +113,7 @@ class Generation:
             yield self._finished(sequences)
         finally:
             del self._live[name]
-            for sequence in going.values():
-                dispatcher.cancel(sequence.request)
+            _cancel(dispatcher, [sequence.request for sequence in going.values()])
 
     def cancel(self, request_id: str) -> bool:
         """Ends all sequences of a request; False when none of that id waits or runs. Raises as `run`."""
@@ -120,13 +121,10 @@ class Generation:
         if not request_id:
             raise InvalidArgumentError("request_id is empty; send the id from the first message of Generate")
         live = self._live.get(request_id)
-        for request in live or ():
-            dispatcher.cancel(request)
+        _cancel(dispatcher, live or ())
         return live is not None
 
-    def _requests(
-        self, params: GenerateParams, ids: TokenIds, model: ServedModel, inbox: asyncio.Queue[tuple[int, Event]]
-    ) -> list[Request]:
+    def _requests(self, params: GenerateParams, ids: TokenIds, model: ServedModel, inbox: Inbox) -> list[Request]:
         """One for each sequence; they put their events into the inbox, with their numbers."""
         # Chosen here, so that a run that is taken up again samples the same tokens.
         seed = params.seed if params.seed is not None else secrets.randbits(63)
@@ -162,7 +160,7 @@ class Generation:
                     prompt_tokens=len(ids),
                     sampling=sampling,
                     queued=QueuedRequest(number, arrival_s, len(ids), priority=params.priority),
-                    events=Inbox(index, inbox),
+                    events=inbox.sink(index),
                     fork_of=requests[0].id if requests else -1,
                 )
             )
@@ -253,16 +251,20 @@ def _submit(dispatcher: Dispatcher, requests: list[Request]) -> None:
         try:
             dispatcher.submit(request)
         except QueueFullError as error:
-            for queued in requests[:index]:
-                dispatcher.cancel(queued)
+            _cancel(dispatcher, requests[:index])
             wanted = (
                 f" (the request has {len(requests)} sequences, and each takes a place)" if len(requests) > 1 else ""
             )
             raise ExhaustedError(f"{error}{wanted}") from error
 
 
+def _cancel(dispatcher: Dispatcher, requests: Iterable[Request]) -> None:
+    for request in requests:
+        dispatcher.cancel(request)
+
+
 async def _answer(
-    dispatcher: Dispatcher, going: dict[int, SequenceOutput], inbox: asyncio.Queue[tuple[int, Event]], answers: int
+    dispatcher: Dispatcher, going: dict[int, SequenceOutput], inbox: Inbox, answers: int
 ) -> AsyncGenerator[Tokens | SequenceFinished, None]:
     """The events of the sequences `going`, each of which is taken out of it when it ends.
 
@@ -300,9 +302,7 @@ async def _answer(
         yield sequence.finished(place)
 
 
-async def _found(
-    going: dict[int, SequenceOutput], inbox: asyncio.Queue[tuple[int, Event]]
-) -> AsyncGenerator[Tokens | SequenceFinished, None]:
+async def _found(going: dict[int, SequenceOutput], inbox: Inbox) -> AsyncGenerator[Tokens | SequenceFinished, None]:
     """The events of the sequences `going` that a beam search finds, all at its end, the best sequence first."""
     _, event = await inbox.get()
     if isinstance(event, Exception):

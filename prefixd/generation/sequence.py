@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator, Sequence
 
 from prefixd.generation.events import SequenceFinished, Tokens
 from prefixd.generation.stop_strings import StopSearch, StopStrings
-from prefixd.server.request import Ended, Event, FinishReason, NewTokens, Request
+from prefixd.server.request import Ended, FinishReason, NewTokens, Request
 from prefixd.server.text_stream import TextStream
 from prefixd.worker.protocol import BeamResult, TokenLogprobs
 
 _TOLD_TOGETHER = 256  # tokens, decoded in about 2 ms
-
-
-class Inbox:
-    """The events of one sequence go into a queue that all sequences of a request share, with its number.
-
-    Args:
-        index: the sequence's number.
-        shared: the queue.
-    """
-
-    def __init__(self, index: int, shared: asyncio.Queue[tuple[int, Event]]) -> None:
-        self._index = index
-        self._shared = shared
-
-    def put_nowait(self, event: Event) -> None:
-        """Adds an event at the end."""
-        self._shared.put_nowait((self._index, event))
 
 
 class SequenceOutput:

@@ -328,7 +328,7 @@ class MetricsCollector(Collector):
             "recomputed_requests": "of these, those whose KV was dropped",
             "swapped_blocks": "blocks copied down for swapped requests",
             "recomputed_tokens": "tokens that preempted requests had computed and compute again",
-            "resumed_requests": "times a request was put back, after a preemption or a worker's death",
+            "resumed_requests": "times a request was put back: preempted, its worker died or had no memory for it",
         }
         for field, text in preemption.items():
             yield CounterMetricFamily(f"prefixd_{field}", text, value=getattr(stats.scheduler, field))

@@ -18,6 +18,8 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from prefixd.worker.errors import ModelError
 from prefixd.worker.kv_memory import StepKv
+from prefixd.worker.to_device import to_device
+from prefixd.worker.virtual_kv import VirtualStep
 
 _LARGEST_BLOCK = 128
 _SMALLEST_BLOCK = 16  # of a matrix product in Triton
@@ -50,22 +52,21 @@ class FlexStep:
 
     def __init__(self, step: StepKv, block: int, kernel: Any) -> None:
         self._kernel = kernel
-        self._layer, arguments = step.varlen_arguments()
-        if "block_table" in arguments:
+        if not isinstance(step, VirtualStep):
             raise ModelError('FlexAttention runs on virtual tensors alone; set worker.kv to "virtual"')
+        self._step = step
         self._tokens = sum(len(segment) for segment in step.segments)
-        device = self._layer(0)[0].device
-        starts: list[int] = arguments["cu_seq_k"].tolist()  # type: ignore[attr-defined]
         first_key: list[int] = []
         position: list[int] = []
-        for start, segment in zip(starts, step.segments, strict=False):
+        for start, segment in zip(step.starts, step.segments, strict=True):
             first_key += [start] * len(segment)
             position += range(segment.start, segment.stop)
-        self._mask = _block_mask(first_key, position, self._layer(0)[0].shape[0], block, device)
+        keys = step.flat(0)[0]
+        self._mask = _block_mask(first_key, position, keys.shape[0], block, keys.device)
 
     def attend(self, query: torch.Tensor, layer: int, scaling: float) -> torch.Tensor:
         """See `StepAttention.attend`."""
-        keys, values = self._layer(layer)
+        keys, values = self._step.flat(layer)
         result = self._kernel(
             query[:, :, : self._tokens],
             keys.transpose(0, 1)[None],
@@ -91,8 +92,8 @@ def _block_mask(first_key: list[int], position: list[int], keys: int, block: int
         per_query_block.append([needed for run in ranges for needed in run])
     width = max(map(len, per_query_block))
     indices = [[*needed, *[0] * (width - len(needed))] for needed in per_query_block]
-    starts = torch.tensor(first_key, device=device)
-    ends = starts + torch.tensor(position, device=device)
+    starts = to_device(first_key, torch.int64, device)
+    ends = starts + to_device(position, torch.int64, device)
 
     def mask_mod(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         return (key >= starts[query]) & (key <= ends[query])
@@ -100,8 +101,8 @@ def _block_mask(first_key: list[int], position: list[int], keys: int, block: int
     # Not from_kv_blocks: its blocks of queries by key are for gradients, and as many as the whole reservation has.
     return BlockMask(
         seq_lengths=(queries, keys),
-        kv_num_blocks=torch.tensor([[[len(needed) for needed in per_query_block]]], dtype=torch.int32, device=device),
-        kv_indices=torch.tensor([[indices]], dtype=torch.int32, device=device),
+        kv_num_blocks=to_device([[[len(needed) for needed in per_query_block]]], torch.int32, device),
+        kv_indices=to_device([[indices]], torch.int32, device),
         full_kv_num_blocks=None,
         full_kv_indices=None,
         q_num_blocks=None,

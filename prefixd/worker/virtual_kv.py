@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import cast
 
@@ -96,18 +97,21 @@ class VirtualStep:
     """A pass over rows of one tensor.
 
     kv: ``[requests, tokens, layers, 2, kv_heads, head_dim]``; rows[i] is where segment i lies.
+
+    Attributes:
+        starts: where each segment's first key lies in what `flat` returns: row * stride (vAttention, 5.2.3).
     """
 
     def __init__(self, kv: torch.Tensor, segments: Sequence[Segment], rows: Sequence[int]) -> None:
         self.segments = tuple(segments)
         self._kv = kv
         self._rows = tuple(rows)
+        self.starts = [row * kv.shape[1] for row in rows]
         self._lengths = [len(segment) for segment in segments]
         if kv.is_cuda:
-            stride = kv.shape[1]
             slots = [
-                row * stride + token
-                for row, segment in zip(rows, segments, strict=True)
+                start + token
+                for start, segment in zip(self.starts, segments, strict=True)
                 for token in range(segment.start, segment.stop)
             ]
             self._slots = to_device(slots, torch.int64, kv.device)
@@ -119,7 +123,7 @@ class VirtualStep:
     def write(self, layer: int, pairs: torch.Tensor) -> None:
         """One kernel for all segments on a GPU, a copy for each on a CPU."""
         if self._kv.is_cuda:
-            self._kv.flatten(0, 1)[:, layer].index_copy_(0, self._slots, pairs)
+            self._flat[:, layer].index_copy_(0, self._slots, pairs)
         else:
             torch._foreach_copy_(self._targets[layer], list(pairs.split(self._lengths)))
 
@@ -138,17 +142,23 @@ class VirtualStep:
             ]
         return self._read[layer]
 
+    def flat(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's keys and values of all rows as one sequence, both ``[requests * tokens, kv_heads, head_dim]``."""
+        return self._flat[:, layer, 0], self._flat[:, layer, 1]
+
     def varlen_arguments(self) -> tuple[Callable[[int], tuple[torch.Tensor, torch.Tensor]], dict[str, object]]:
-        """Sequence i begins at row * stride (vAttention, 5.2.3), and `seqused_k` says how far it reaches."""
+        """Sequence i begins at `starts[i]`, and `seqused_k` says how far it reaches."""
         stride, device = self._kv.shape[1], self._kv.device
-        flat = self._kv.flatten(0, 1)
-        starts = [row * stride for row in self._rows]
         lengths = [segment.stop for segment in self.segments]
-        return lambda layer: (flat[:, layer, 0], flat[:, layer, 1]), {
-            "cu_seq_k": to_device([*starts, starts[-1] + stride], torch.int32, device),
+        return self.flat, {
+            "cu_seq_k": to_device([*self.starts, self.starts[-1] + stride], torch.int32, device),
             "max_k": stride,
             "seqused_k": to_device(lengths, torch.int32, device),
         }
+
+    @functools.cached_property
+    def _flat(self) -> torch.Tensor:
+        return self._kv.flatten(0, 1)
 
 
 def _tensor(sequence: KvSequence) -> VirtualTensor:

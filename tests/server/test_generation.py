@@ -7,6 +7,7 @@ import asyncio
 import math
 import threading
 import time
+import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ from prefixd.generation import (
     GenerationEvent,
     SequenceFinished,
     Tokens,
+    inbox,
     sequence_seed,
 )
 from prefixd.generation.params import MOST_STOP_TOKENS
@@ -412,6 +414,10 @@ async def begun(desk: Desk, **params: Any) -> tuple[AsyncGenerator[GenerationEve
     return run, desk.dispatcher.submitted[before:]
 
 
+class NewTokensOfATest(NewTokens):
+    """With a weak reference; the real one has slots."""
+
+
 def logprobs(*chosen: float) -> list[TokenLogprobs]:
     return [TokenLogprobs(each, [], []) for each in chosen]
 
@@ -500,6 +506,48 @@ async def test_cancelling_or_closing_ends_all_sequences(desk: Desk) -> None:
     run, closed = await begun(desk, n=2, best_of=4, request_id="mine")
     await run.aclose()
     assert desk.dispatcher.cancelled[3:] == closed and len(closed) == 4
+
+
+async def test_a_caller_that_does_not_read_is_bounded(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """2 sequences, each token with its logprob and that of another: 33 tokens are 99 values, one more is too many."""
+    monkeypatch.setattr(inbox, "MOST_UNREAD", 100)
+    run, requests = await begun(desk, n=2, logprobs=1, request_id="mine")
+    for turn in range(33):
+        requests[turn % 2].events.put_nowait(NewTokens([turn], logprobs(-1.0)))
+    await asyncio.sleep(0)
+    assert not desk.dispatcher.cancelled
+    kept = weakref.ref(event := NewTokensOfATest([33]))
+    requests[1].events.put_nowait(event)
+    del event
+    assert not desk.dispatcher.cancelled, "not in the middle of the dispatcher's step"
+    await asyncio.sleep(0)
+    assert desk.dispatcher.cancelled == requests
+    assert kept() is None, "what nobody has read is not kept"
+    requests[0].events.put_nowait(NewTokens([34]))
+    with pytest.raises(ExhaustedError, match=r"102 tokens and logprobs wait to be read, 100 may.*too slowly; read"):
+        await anext(run)
+    assert not desk.generation._live
+
+
+async def test_a_caller_that_reads_may_have_any_number_of_tokens(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inbox, "MOST_UNREAD", 100)
+    run, (request,) = await begun(desk)
+    for turn in range(300):
+        request.events.put_nowait(NewTokens([turn % 200]))
+        if turn >= 99:
+            assert shown([await anext(run)])[0] == [(turn - 99) % 200]
+    request.events.put_nowait(Ended("stop"))
+    assert isinstance([event async for event in run][-1], Finished) and not desk.dispatcher.cancelled
+
+
+async def test_the_bound_wakes_a_caller_that_waits(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inbox, "MOST_UNREAD", 1)
+    run, (request,) = await begun(desk)
+    waiting = asyncio.ensure_future(anext(run))
+    await asyncio.sleep(0)
+    request.events.put_nowait(NewTokens([1, 2]))
+    with pytest.raises(ExhaustedError, match="2 tokens"):
+        await asyncio.wait_for(waiting, 5)
 
 
 async def test_a_search_is_one_request_whose_sequences_come_at_its_end(desk: Desk) -> None:

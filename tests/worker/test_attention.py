@@ -22,6 +22,7 @@ from prefixd.worker.model import choose_attention, load_model
 from prefixd.worker.model_spec import read_model_spec
 from prefixd.worker.settings import WorkerSettings
 from prefixd.worker.tile_attention import TileAttention
+from prefixd.worker.virtual_kv import VirtualStep
 
 
 def random_tokens(seed: int, count: int) -> list[int]:
@@ -139,6 +140,28 @@ def test_flex_attention_names_only_the_blocks_that_are_needed(rig_with):
     assert sorted(named[1][:8]) == [0, 4, 5, 6, 7, 16, 17, 18]
     with pytest.raises(ModelError, match="multiple of 16 tokens, not of 24"):
         FlexAttention(24)
+
+
+def test_flex_attention_makes_a_pass_without_waiting_for_the_device(monkeypatch):
+    """A meta tensor has no numbers to read back, and a copy from pageable memory to a GPU waits for its stream."""
+    make = torch.tensor
+
+    def on_the_host(*arguments, **keywords):
+        assert keywords.get("device") is None, "by to_device, from pinned memory"
+        return make(*arguments, **keywords)
+
+    kv = torch.empty((4, 64, 1, 2, 2, 16), device="meta")
+    segments = [Segment(None, 3, 20), Segment(None, 0, 5)]
+    monkeypatch.setattr(torch, "tensor", on_the_host)
+    step = FlexAttention(16, compiled=False).begin(VirtualStep(kv, segments, [2, 0]))
+    assert step._mask.kv_indices.device.type == "meta"
+    assert step._mask.seq_lengths == (22, 4 * 64)
+
+
+def test_flex_attention_refuses_block_tables(rig_with):
+    rig = rig_with(FlexAttention(16, compiled=False), "paged")
+    with pytest.raises(ModelError, match=r'set worker.kv to "virtual"'):
+        rig.logits(rig.tensor(rig.frames(1)), [1, 2, 3], cuts=[])
 
 
 def test_a_kernel_is_chosen_by_device_type_and_shape():

@@ -229,6 +229,21 @@ def test_a_fork_copies_what_its_parent_has_computed(model, rig_type, prompt, kv)
     rig.close()
 
 
+def test_a_fork_takes_nothing_that_follows_other_cached_tokens(rig, prompt):
+    """The same tokens behind another first block have another KV."""
+    frames = rig.frames(1)
+    rig.generate(prompt[:16], frames=frames, max_tokens=1)
+    expected = rig.generate(prompt, max_tokens=4)
+    unlike = rig.start([*([7] * 16), *prompt[16:]], max_tokens=30)
+    rig.step()
+    rig.steps.clear()
+    child = rig.start(prompt, frames=[*frames, *rig.frames(3)], cached_blocks=1, max_tokens=4, fork_of=unlike)
+    rig.step()
+    assert rig.steps[0].computed_tokens == 1 + 34, "a token of the other, and all behind the cached block"
+    rig.run()
+    assert rig.tokens[child] == expected and rig.steps[-1].kv.copied_blocks == 0
+
+
 def test_frames_needed_by_hand():
     assert frames_needed(50, 14, 2, 16) == 4 + 2 * 1
     assert frames_needed(50, 15, 2, 16) == 4 + 2 * 2

@@ -254,11 +254,11 @@ def test_logits_that_are_not_finite_end_the_request_alone(rig, prompt):
     rig.generate(prompt, frames=frames)
     tensor = rig.tensor(frames)
     tensor.kv[3] = float("nan")
-    broken = rig.start(prompt, frames=[*frames[:3], *rig.frames(1)], cached_blocks=3)
+    broken = rig.start(prompt, frames=[frames[0], *rig.frames(3)], cached_blocks=1)
     healthy = rig.start(prompt)
     rig.run()
     assert rig.done[broken].reason == "error"
-    assert broken not in rig.filled
+    assert broken not in rig.filled, "the daemon would keep the two blocks that it has filled for others"
     assert rig.done[healthy].reason == "length"
 
 
@@ -324,3 +324,18 @@ def test_passes_without_a_sampled_token_are_reported_with_the_next_that_has_one(
     assert waits == [2], "an end is told after what was filled before it"
     assert rig.filled[other] == 1 and rig.done[other].reason == "cancelled"
     assert rig.done[request].reason == "length"
+
+
+def test_flush_reports_what_passes_did_only_when_the_device_has_done_it(make_rig, prompt, monkeypatch):
+    rig = make_rig(max_step_tokens=20, chunk_bytes=4096)
+    waits: list[int] = []
+    monkeypatch.setattr(type(rig.model), "asynchronous", True)
+    monkeypatch.setattr(rig.model, "synchronize", lambda: waits.append(len(rig.engine._unreported)))
+    request = rig.start(prompt)
+    rig.step()
+    rig.step()
+    assert rig.steps == [] and not waits
+    rig.take(rig.engine.flush())
+    assert waits == [2], "before they are reported"
+    assert rig.filled[request] == 2 and sum(step.computed_tokens for step in rig.steps) == 40
+    assert rig.engine.flush() == [] and waits == [2], "nothing is left to wait for"

@@ -11,6 +11,7 @@ import pytest
 from prefixd.cache import check_integrity
 from prefixd.cache.index.trie import CPU, DISK, GPU
 from prefixd.errors import ExhaustedError, UnavailableError
+from prefixd.generation import inbox
 from prefixd.server import concurrency_limit, dispatcher
 from prefixd.server.request import RequestState
 from prefixd.worker.protocol import Cancel, Done, Start
@@ -396,6 +397,7 @@ async def test_without_memory_for_one_more_fewer_run_and_all_are_served(
     del bench.runs[refused.id]
     bench.dispatcher.on_done(Done(refused.id, "no_memory", "too many mappings; raise vm.max_map_count"))
     assert events(refused) == ([], None)
+    assert (bench.dispatcher.resumed, refused.resumed, bench.dispatcher.preemption.counters.preempted) == (1, 1, 0)
     assert (
         troubles.what(concurrency_limit.PART)
         == "1 of 4 requests run at once: too many mappings; raise vm.max_map_count"
@@ -414,3 +416,34 @@ async def test_without_memory_for_a_request_alone_its_caller_is_told(make_bench:
     bench.dispatcher.on_done(Done(request.id, "no_memory", "no addresses left; raise ulimit -v"))
     tokens, error = events(request)
     assert tokens == [] and isinstance(error, ExhaustedError) and "raise ulimit -v" in str(error)
+
+
+async def test_a_call_that_is_not_read_ends_its_requests_and_no_others(
+    make_bench: MakeBench, events: Events, expected: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of its sequences runs, one waits; the bench checks that nothing is left held."""
+    monkeypatch.setattr(inbox, "MOST_UNREAD", 3)
+    bench = await make_bench(40, max_running=2)
+    unread = [bench.request(ONE, max_tokens=20), bench.request(range(300, 317), max_tokens=20)]
+
+    def end() -> None:
+        for request in unread:
+            bench.dispatcher.cancel(request)
+
+    shared = inbox.Inbox(1, end)
+    for index, request in enumerate(unread):
+        request.events = shared.sink(index)
+    bench.dispatcher.submit(unread[0])
+    other = bench.submit(TWO, max_tokens=20)
+    await bench.running(other)
+    bench.dispatcher.submit(unread[1])
+    while not any(isinstance(message, Cancel) for message in bench.sent):
+        bench.step()
+        await bench.quiet()
+    assert len(bench.runs[unread[0].id].tokens) == len(ONE) + 4
+    bench.answer_cancels()
+    await bench.finish(*unread, other)
+    assert [request.state for request in unread] == [RequestState.ENDED] * 2
+    assert events(other) == (expected(TWO, 20), "length")
+    with pytest.raises(ExhaustedError, match="4 tokens and logprobs wait to be read"):
+        await shared.get()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from prefixd.cache.index.trie import CPU, GPU
+from prefixd.pacer import give_way
 from prefixd.server import preemption
 from prefixd.worker.protocol import Cancel, Done, Extend, Start
 from prefixd_scheduler import Distance
@@ -205,6 +206,24 @@ async def test_auto_takes_what_costs_less(
     assert events(young) == (expected(TWO, 20), "length")
 
 
+async def test_the_cost_of_a_swap_is_that_of_the_blocks_without_a_copy_below(
+    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = await make_bench(12)
+    old, young = bench.submit(ONE, max_tokens=20), bench.submit(TWO, max_tokens=20)
+    await bench.running(young)
+    bench.step()
+    await bench.quiet()
+    assert await bench.cache.mover.bring(young.trie, young.rows[:2], bench.cache.tiers.shared) == 2
+    await pressed(bench)
+    blocks, asked = len(young.rows) - 2, []
+    monkeypatch.setattr(bench.cost, "swap_pays", lambda *what: asked.append(what))
+    await gone(bench)
+    assert asked == [(blocks * young.trie.block_tokens, blocks * young.trie.part_bytes[0], Distance.CPU)]
+    assert blocks > 0
+    await bench.finish(old, young)
+
+
 @pytest.mark.parametrize("why", ["no tier below", "no caching"])
 async def test_what_cannot_be_swapped_is_computed_again(
     make_bench: MakeBench, events: Events, expected: Expected, monkeypatch: pytest.MonkeyPatch, why: str
@@ -256,6 +275,31 @@ async def test_many_blocks_go_a_slice_at_a_time_leaves_first(
     await gone(bench)
     assert where(bench, TWO) == ([[False, True]] * 4 if mode == "swap" else [])
     bench.engine.open.set()
+    await bench.finish(old, young)
+
+
+async def test_rows_that_others_got_meanwhile_are_left_alone(
+    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two slices the blocks that are left are forgotten, and another prompt's blocks get their rows."""
+    monkeypatch.setattr(preemption, "_MOVED_AT_ONCE", 2)
+    bench = await make_bench(12, preemption="recompute")
+    old, young = bench.submit(ONE, max_tokens=20), bench.submit(TWO, max_tokens=20)
+    await bench.running(young)
+    await pressed(bench)
+    trie, left = young.trie, young.rows[:-2][::-1].tolist()
+
+    async def others_come() -> None:
+        monkeypatch.setattr(preemption, "give_way", give_way)
+        assert await bench.cache.mover.forget(trie, left) == len(left)
+        await bench.cached(THREE)
+        rows = trie.match(bench.namespace.root, bench.request(THREE).chain).rows
+        assert {*left} & {*rows.tolist()}, "recycled"
+        assert await bench.cache.mover.bring(trie, rows, bench.cache.tiers.compute) == len(rows)
+
+    monkeypatch.setattr(preemption, "give_way", others_come)
+    await gone(bench)
+    assert where(bench, THREE) == [[True, True]] * 4
     await bench.finish(old, young)
 
 
@@ -336,9 +380,12 @@ async def test_who_gave_way_first_does_not_start_in_the_frames_of_who_gave_way_n
     await bench.finish(*others, last)
 
 
-async def test_it_runs_again_at_once_when_there_are_frames_for_all_that_may_come(make_bench: MakeBench) -> None:
-    """Three lacked frames; when the second is cancelled while the third gives way, the others fit for good."""
-    bench = await make_bench(17)
+@pytest.mark.parametrize(("frames", "planned", "fits"), [(16, None, True), (15, None, False), (16, 15, False)])
+async def test_it_runs_again_at_once_when_there_are_frames_for_all_that_may_come(
+    make_bench: MakeBench, frames: int, planned: int | None, fits: bool
+) -> None:
+    """Three lacked frames; the second is cancelled while the third gives way. The others come to 8 blocks each."""
+    bench = await make_bench(frames)
     requests = [bench.submit(prompt, max_tokens=12, priority=k) for k, prompt in enumerate((ONE, TWO, THREE))]
     for request in requests:
         await bench.running(request)
@@ -349,10 +396,35 @@ async def test_it_runs_again_at_once_when_there_are_frames_for_all_that_may_come
     assert (second, third) == (requests[1].id, requests[2].id)
     del bench.runs[second]
     bench.dispatcher.on_done(Done(second, "cancelled"))
-    bench.answer_cancels()  # a run ended before it was put back, none since
-    await bench.running(requests[2])
+    bench.cache.tiers.frames.plan(planned)  # the tier is about to shrink to so many
+    bench.sent = [message for message in bench.sent if not (isinstance(message, Cancel) and message.id == second)]
+    await gone(bench)  # a run ended before it was put back, none since
+    assert requests[0].most_blocks == requests[2].most_blocks == 8
+    if fits:
+        await bench.running(requests[2])
+    else:
+        assert bench.dispatcher.preemption.waits(requests[2], [requests[0]])
+        assert requests[2].id not in bench.runs
     assert requests[0].id in bench.runs
     await bench.finish(*requests)
+
+
+async def test_it_runs_again_when_another_run_has_ended_though_not_all_may_fit(make_bench: MakeBench) -> None:
+    bench = await make_bench(17)
+    long, short = bench.submit(ONE, max_tokens=40), bench.submit(TWO, max_tokens=8)
+    await bench.running(short)
+    last = bench.submit(THREE, max_tokens=40)
+    await bench.running(last)
+    await pressed(bench)
+    assert cancels(bench) == [last.id]
+    await gone(bench)
+    while short.id in bench.runs:
+        assert last.id not in bench.runs
+        bench.step()
+        await bench.quiet()
+    await bench.running(last)
+    assert long.id in bench.runs and long.most_blocks + last.most_blocks > 17
+    await bench.finish(long, last)
 
 
 @pytest.mark.parametrize("mode", ["swap", "recompute", "auto"])

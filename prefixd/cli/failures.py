@@ -24,6 +24,10 @@ class CommandFailed(PrefixdError):
     """What a command found out by itself; the message is the line that the user reads."""
 
 
+class WrongUsage(CommandFailed):
+    """The command was called wrongly; the line names the option, its value and what is possible."""
+
+
 class CleanGroup(TyperGroup):
     """A group of commands whose foreseen errors never show a traceback."""
 
@@ -31,7 +35,7 @@ class CleanGroup(TyperGroup):
         """Runs the command; what it raises becomes a line on stderr and an exit code."""
         try:
             return super().invoke(ctx)
-        except ConfigError as error:
+        except (ConfigError, WrongUsage) as error:
             raise _end(str(error), EXIT_USAGE) from error
         except PrefixdError as error:
             raise _end(str(error), EXIT_FAILED) from error

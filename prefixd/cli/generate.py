@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from contextlib import aclosing
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from prefixd.cli.connect import Address, connected, run
-from prefixd.cli.failures import examples
+from prefixd.cli.failures import WrongUsage, examples
+from prefixd.cli.transcript import Transcript
 
 if TYPE_CHECKING:
     from prefixd.client import GenerateEvent
@@ -25,6 +27,23 @@ EXAMPLES = examples(
     'prefixd generate "Once upon a time" --beams 4 --n 2 --length-penalty 0.8',
 )
 
+_UINT32 = (1 << 32) - 1
+
+
+def _number(help: str, least: float, most: float = math.inf, *names: str) -> Any:
+    """An option for a number in a range of proto/prefixd/v1/inference.proto.
+
+    Not by the ranges of typer's options: what those say takes five lines and does not name the value.
+    """
+    possible = f"{least} or more" if most == math.inf else f"{least} to {most}"
+
+    def check(option: typer.CallbackParam, value: float | None) -> float | None:
+        if value is not None and not (least <= value <= most and value != math.inf):  # NaN is in no range
+            raise WrongUsage(f"{option.opts[0]} is {value}; it must be {possible}")
+        return value
+
+    return typer.Option(*names, callback=check, help=f"{help}. {possible}.")
+
 
 def generate_command(
     text: Annotated[
@@ -35,51 +54,35 @@ def generate_command(
         str | None,
         typer.Option("--token-ids", metavar="IDS", show_default=False, help="The prompt as ids: 1,2,3 or '1 2 3'."),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 64,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")] = 0.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Sample among so many likeliest tokens; 0: among all.")] = 0,
+    max_tokens: Annotated[int, _number("Most tokens to generate", 1, _UINT32)] = 64,
+    temperature: Annotated[float, _number("0: always the likeliest token", 0)] = 0.0,
+    top_k: Annotated[int, _number("Sample among so many likeliest tokens; 0: among all", 0, _UINT32)] = 0,
     top_p: Annotated[
-        float,
-        typer.Option(min=0.0, max=1.0, help="Sample among the likeliest tokens of this probability together."),
+        float, _number("Sample among the likeliest tokens of this probability together; 0 or 1: among all", 0, 1)
     ] = 1.0,
     min_p: Annotated[
-        float,
-        typer.Option(min=0.0, max=1.0, help="Sample among tokens at least so likely relative to the likeliest one."),
+        float, _number("Sample among tokens at least so likely relative to the likeliest one", 0, 1)
     ] = 0.0,
     repetition_penalty: Annotated[
-        float, typer.Option(help="Above 1: tokens of prompt and output become less likely. 0.01 to 100.")
+        float, _number("Above 1: tokens of prompt and output become less likely", 0.01, 100)
     ] = 1.0,
-    presence_penalty: Annotated[
-        float, typer.Option(help="Above 0: tokens of the output become less likely. -2 to 2.")
-    ] = 0.0,
-    frequency_penalty: Annotated[
-        float, typer.Option(help="Above 0: the same, the more often they are there. -2 to 2.")
-    ] = 0.0,
-    seed: Annotated[int | None, typer.Option(min=0, show_default=False, help="Makes sampling repeatable.")] = None,
+    presence_penalty: Annotated[float, _number("Above 0: tokens of the output become less likely", -2, 2)] = 0.0,
+    frequency_penalty: Annotated[float, _number("Above 0: the same, the more often they are there", -2, 2)] = 0.0,
+    seed: Annotated[int | None, _number("Makes sampling repeatable", 0, (1 << 64) - 1)] = None,
     stop: Annotated[
         list[str] | None,
         typer.Option(metavar="TEXT", show_default=False, help="End before this text; may be given several times."),
     ] = None,
     logprobs: Annotated[
         int | None,
-        typer.Option(
-            min=0,
-            show_default=False,
-            help="Tell the sum of the tokens' logprobs; with --json each one's, and so many likeliest tokens'.",
-        ),
+        _number("Tell the sum of the tokens' logprobs; with --json each one's, and so many likeliest tokens'", 0, 20),
     ] = None,
-    n: Annotated[int, typer.Option("--n", min=1, help="Sequences to answer with; needs a temperature or beams.")] = 1,
-    best_of: Annotated[
-        int | None,
-        typer.Option(min=1, show_default=False, help="Compute so many sequences and show the n likeliest."),
-    ] = None,
-    beams: Annotated[
-        int | None,
-        typer.Option(min=1, show_default=False, help="Search with so many beams and show the n best sequences."),
-    ] = None,
+    n: Annotated[int, _number("Sequences to answer with; needs a temperature or beams", 1, 32, "--n")] = 1,
+    best_of: Annotated[int | None, _number("Compute so many sequences and show the n likeliest", 1, 32)] = None,
+    beams: Annotated[int | None, _number("Search with so many beams and show the n best sequences", 1, 16)] = None,
     length_penalty: Annotated[
-        float, typer.Option(help="Of a search: above 0 favours long sequences. -10 to 10.")
-    ] = 1.0,
+        float | None, _number("Of a search: above 0 favours long sequences; 1 by default", -10, 10)
+    ] = None,
     early_stopping: Annotated[
         bool, typer.Option("--early-stopping", help="End a search when as many sequences have ended as it has beams.")
     ] = False,
@@ -91,14 +94,18 @@ def generate_command(
     Several sequences are printed one below the other, when all have ended.
     """
     prompt = _prompt(text, token_ids)
+    if beams is None and (length_penalty is not None or early_stopping):
+        option = "--early-stopping" if length_penalty is None else "--length-penalty"
+        raise WrongUsage(f"{option} is for a beam search; give --beams too, or leave it out")
 
     async def ask() -> None:
         from prefixd.client import BeamSearch
 
-        search = (
-            BeamSearch(width=beams, length_penalty=length_penalty, early_stopping=early_stopping) if beams else None
-        )
-        show = _print_json_event if as_json else _Transcript(n).show
+        show = _print_json_event
+        if not as_json:
+            # Text as a prompt or as a stop string is taken by a model with a tokenizer alone.
+            has_text = isinstance(prompt, str) or bool(stop)
+            show = Transcript(n, has_text=has_text, searched=beams is not None).show
         async with connected(address) as client:
             events = client.generate(
                 prompt,
@@ -115,65 +122,19 @@ def generate_command(
                 logprobs=logprobs,
                 n=n,
                 best_of=best_of,
-                beam_search=search,
+                beam_search=None
+                if beams is None
+                else BeamSearch(
+                    width=beams,
+                    length_penalty=1.0 if length_penalty is None else length_penalty,
+                    early_stopping=early_stopping,
+                ),
             )
             async with aclosing(events):
                 async for event in events:
                     show(event)
 
     run(ask())
-
-
-class _Transcript:
-    """Prints the text, or the ids where there is no text; at the end a line of figures.
-
-    Of one sequence the text comes as it is made. Of several, each is printed under its number at the end.
-    """
-
-    def __init__(self, sequences: int) -> None:
-        self._texts = [""] * sequences
-        self._ids: list[list[int]] = [[] for _ in range(sequences)]
-        self._headings = [f"[{index}]" for index in range(sequences)]
-
-    def show(self, event: GenerateEvent) -> None:
-        """Prints one event; figures go to stderr, so that the output is the text alone."""
-        from prefixd.client import Finished, SequenceFinished, Tokens
-
-        if isinstance(event, Tokens):
-            self._texts[event.index] += event.text
-            self._ids[event.index] += event.token_ids
-            if len(self._texts) == 1:
-                sys.stdout.write(event.text)
-                sys.stdout.flush()
-        elif isinstance(event, SequenceFinished):
-            figures = f"{event.output_tokens} tokens, {event.reason.value}{_logprob(event.cumulative_logprob)}"
-            self._headings[event.index] = f"[{event.index}: {figures}]"
-        elif isinstance(event, Finished):
-            self._print_rest()
-            hits = ", ".join(
-                f"{tokens} from {tier.name.lower()}" for tier, tokens in event.hit_tokens.items() if tokens
-            )
-            typer.secho(
-                f"[{event.output_tokens} tokens ({event.reason.value}){_logprob(event.cumulative_logprob)}, "
-                f"first after {event.ttft_s:.2f} s; prompt of {event.prompt_tokens} tokens, "
-                f"{hits or 'none of it'} cached]",
-                err=True,
-                dim=True,
-            )
-
-    def _print_rest(self) -> None:
-        several = len(self._texts) > 1
-        for text, ids, heading in zip(self._texts, self._ids, self._headings, strict=True):
-            shown = text or " ".join(map(str, ids))
-            if several:
-                sys.stdout.write(f"{heading}\n{shown}\n")
-            else:
-                sys.stdout.write("\n" if text else f"{shown}\n")
-        sys.stdout.flush()
-
-
-def _logprob(total: float | None) -> str:
-    return "" if total is None else f", logprob {total:.3f}"
 
 
 def _print_json_event(event: GenerateEvent) -> None:

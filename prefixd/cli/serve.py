@@ -79,7 +79,15 @@ def serve_command(
         ),
     ] = None,
     device: Annotated[str | None, _option("--device", WORKER, "auto, cpu, cuda or cuda:N.", "DEVICE")] = None,
-    gpu_bytes: Annotated[str | None, _option("--gpu-bytes", TIERS, "GPU tier (with a model only).", "SIZE")] = None,
+    gpu_bytes: Annotated[
+        str | None,
+        _option(
+            "--gpu-bytes",
+            TIERS,
+            "GPU tier (with a model only); auto: what the device has free, less a reserve.",
+            "SIZE",
+        ),
+    ] = None,
     cpu_bytes: Annotated[str | None, _option("--cpu-bytes", TIERS, "CPU tier.", "SIZE")] = None,
     disk_bytes: Annotated[str | None, _option("--disk-bytes", TIERS, "Disk tier; 0: none.", "SIZE")] = None,
     policy: Annotated[

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated
 
 import typer
@@ -54,21 +55,28 @@ def resize_command(
     """
     from prefixd.cli import plain, progress, render
     from prefixd.client import Tier
-    from prefixd.v1 import admin_pb2
+    from prefixd.v1 import admin_pb2, cache_pb2
 
     del tier  # there is only one that can be resized
 
     async def ask() -> admin_pb2.ResizeTierResponse:
         async with connected(address) as client:
-            with progress.blocks_bar("resizing, bytes") as show:
-                return await client.resize_tier(
-                    Tier.GPU,
-                    nbytes,
-                    wait_s=wait,
-                    on_progress=lambda so_far: show(
-                        abs(so_far.nbytes - so_far.before_bytes), abs(so_far.target_bytes - so_far.before_bytes)
-                    ),
-                )
+            try:
+                with progress.blocks_bar("resizing, bytes") as show:
+                    return await client.resize_tier(
+                        Tier.GPU,
+                        nbytes,
+                        wait_s=wait,
+                        on_progress=lambda so_far: show(
+                            abs(so_far.nbytes - so_far.before_bytes), abs(so_far.target_bytes - so_far.before_bytes)
+                        ),
+                    )
+            except asyncio.CancelledError:  # Ctrl-C
+                # Asked for now: the last progress may be a tenth of a second old.
+                for figures in (await client.stats()).tiers:
+                    if figures.tier == cache_pb2.TIER_GPU:
+                        typer.echo(f"prefixd: ended; the gpu tier has {render.size(figures.capacity_bytes)}", err=True)
+                raise
 
     answer = run(ask())
     if as_json:

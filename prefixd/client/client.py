@@ -19,6 +19,7 @@ from prefixd.client.errors import ClientClosed, InvalidArgumentError, ServerErro
 from prefixd.client.holds import renew
 from prefixd.client.inference import BeamSearch, GenerateEvent, Sampling, event_from_proto, generate_request
 from prefixd.client.leases import AsyncLease, AsyncReservation
+from prefixd.client.messages import message
 from prefixd.client.namespace import RegisteredNamespace
 from prefixd.client.session import MemoryMode, Session
 from prefixd.client.spec import NamespaceSpec, Tier
@@ -264,7 +265,8 @@ class AsyncClient:
         wanted = limit or _PREFIXES
         found = admin_pb2.ListPrefixesResponse()
         while True:
-            request = admin_pb2.ListPrefixesRequest(
+            request = message(
+                admin_pb2.ListPrefixesRequest,
                 namespace_id=namespace_id,
                 limit=min(wanted - len(found.prefixes), _PAGE),
                 page_token=found.next_page_token,
@@ -350,7 +352,9 @@ class AsyncClient:
         not so much, `PreconditionError` while another resize or a drain is under way, `UnsupportedError` for
         another tier or without a model.
         """
-        request = admin_pb2.ResizeTierRequest(tier=f"TIER_{tier.name}", nbytes=nbytes, wait_s=wait_s)
+        if not isinstance(tier, Tier):
+            raise InvalidArgumentError(f"tier is {tier!r}; it must be Tier.GPU, the only one that can be resized")
+        request = message(admin_pb2.ResizeTierRequest, tier=f"TIER_{tier.name}", nbytes=nbytes, wait_s=wait_s)
         connection = self.connection
         async with aclosing(connection.stream(connection.admin.ResizeTier, request)) as answers:
             async for answer in answers:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
 
-from prefixd.client.errors import ServerError
+from prefixd.client.errors import InvalidArgumentError, ServerError
+from prefixd.client.messages import message
 from prefixd.client.spec import Tier
 from prefixd.client.tokens import TokenIds, token_bytes
 from prefixd.v1 import inference_pb2
@@ -24,11 +25,11 @@ class Sampling:
     top_k: int = 0
     """Sample among so many most likely tokens; 0: off."""
     top_p: float = 1.0
-    """Sample among the fewest tokens that together have this probability."""
+    """Sample among the fewest tokens that together have this probability; 0 or 1: off."""
     min_p: float = 0.0
     """Sample among tokens that are at least so likely in proportion to the most likely one; 0: off."""
     repetition_penalty: float = 1.0
-    """For tokens of prompt and output; more than 1 makes repetition less likely."""
+    """For tokens of prompt and output, 0.01 to 100; more than 1 makes repetition less likely, 0 or 1: off."""
     presence_penalty: float = 0.0
     """For tokens of the output, -2 to 2."""
     frequency_penalty: float = 0.0
@@ -36,7 +37,7 @@ class Sampling:
     seed: int | None = None
     """None: chosen by the daemon."""
     stop_token_ids: Sequence[int] = ()
-    """Generation ends when one of these is sampled; it is not part of the output."""
+    """Generation ends when one of these is sampled; it is the last of the token ids and no part of the text."""
     stop: str | Sequence[str] = ()
     """Generation ends when the text has this string, or one of these; it is not part of the text."""
     ignore_eos: bool = False
@@ -44,8 +45,9 @@ class Sampling:
     """Tell each token's logprob, and those of so many most likely ones, in the model's own distribution."""
 
     def to_proto(self) -> inference_pb2.SamplingParams:
-        """The message that Generate takes."""
-        return inference_pb2.SamplingParams(
+        """The message that Generate takes. Raises `InvalidArgumentError` for a value that does not fit into it."""
+        return message(
+            inference_pb2.SamplingParams,
             max_tokens=self.max_tokens,
             temperature=self.temperature,
             top_k=self.top_k,
@@ -74,9 +76,12 @@ class BeamSearch:
     """End as soon as `width` sequences have ended."""
 
     def to_proto(self) -> inference_pb2.BeamSearch:
-        """The message that Generate takes."""
-        return inference_pb2.BeamSearch(
-            width=self.width, length_penalty=self.length_penalty, early_stopping=self.early_stopping
+        """The message that Generate takes. Raises `InvalidArgumentError` for a value that does not fit into it."""
+        return message(
+            inference_pb2.BeamSearch,
+            width=self.width,
+            length_penalty=self.length_penalty,
+            early_stopping=self.early_stopping,
         )
 
 
@@ -122,7 +127,8 @@ class Tokens:
 class SequenceFinished:
     """The last event of one of several sequences; a request for one has `Finished` alone.
 
-    `cumulative_logprob` is the sum of its tokens' logprobs; None unless they were asked for, or `best_of` was.
+    `cumulative_logprob` is the sum of its tokens' logprobs; None unless they were asked for, or `best_of` was. Of a
+    beam search it is the score: that sum, divided by the length to the power of `length_penalty`.
     """
 
     index: int
@@ -139,6 +145,7 @@ class Finished:
     token; `resumed` is how often the request was put back into the queue: after a preemption, after a worker's death,
     or because the worker had no memory for it while others ran. Of several sequences `reason` is CANCELLED if one was
     cancelled, else LENGTH if one came to its length, else STOP, and `output_tokens` counts all that were computed.
+    `cumulative_logprob` is that of a single sequence, as in `SequenceFinished`.
     """
 
     reason: FinishReason
@@ -165,21 +172,25 @@ def generate_request(
     priority: int = 0,
     salt: bytes = b"",
 ) -> inference_pb2.GenerateRequest:
-    """The message for a prompt given as text or as token ids."""
-    request = inference_pb2.GenerateRequest(
+    """The message for a prompt given as text or as token ids.
+
+    Raises `InvalidArgumentError` for a value that does not fit into it.
+    """
+    if beam_search is not None and not isinstance(beam_search, BeamSearch):
+        raise InvalidArgumentError(f"beam_search is {beam_search!r}; it must be a BeamSearch, as BeamSearch(width=4)")
+    text, ids = (prompt, None) if isinstance(prompt, str) else (None, token_bytes(prompt))
+    return message(
+        inference_pb2.GenerateRequest,
         request_id=request_id,
+        text=text,
+        token_ids=None if ids is None else inference_pb2.TokenIds(ids=ids),
         sampling=sampling.to_proto(),
         priority=priority,
         salt=salt,
         n=n,
-        best_of=best_of or 0,
+        best_of=best_of,
         beam_search=beam_search.to_proto() if beam_search is not None else None,
     )
-    if isinstance(prompt, str):
-        request.text = prompt
-    else:
-        request.token_ids.ids = token_bytes(prompt)
-    return request
 
 
 def event_from_proto(response: inference_pb2.GenerateResponse) -> GenerateEvent:

@@ -32,6 +32,7 @@ from prefixd.worker.protocol import frames_needed
 from prefixd_scheduler import QueuedRequest, QueueFullError
 
 LONGEST_REQUEST_ID = 256
+_LARGER_TIER = "make the tier larger (prefixd tier resize gpu, and gpu.bytes for the next start)"
 
 
 class Generation:
@@ -137,12 +138,12 @@ class Generation:
             if blocks > model.frames:
                 raise ExhaustedError(
                     f"a search with {searched} beams needs {blocks} blocks, but the GPU tier holds {model.frames}; "
-                    "narrow the search, lower max_tokens or raise gpu.bytes"
+                    f"narrow the search, lower max_tokens or {_LARGER_TIER}"
                 )
         elif longest > model.frames * block_tokens:
             raise ExhaustedError(
                 f"prompt and output need up to {longest} tokens, but the GPU tier holds "
-                f"{model.frames * block_tokens}; shorten the prompt, lower max_tokens or raise gpu.bytes"
+                f"{model.frames * block_tokens}; shorten the prompt, lower max_tokens or {_LARGER_TIER}"
             )
         namespace = self._cache.register(model.salted(params.salt))
         arrival_s, tokens = self._clock(), ids.tobytes()
@@ -230,6 +231,8 @@ class Generation:
             raise InvalidArgumentError(
                 f"request_id has {len(name)} characters; choose one of at most {LONGEST_REQUEST_ID}"
             )
+        if not name.isprintable():  # it is written to the log
+            raise InvalidArgumentError(f"request_id {name!r} has characters that cannot be printed; leave them out")
         if name in self._live:
             raise AlreadyExistsError(f"request_id {name!r} is running; choose another or leave it empty")
 

@@ -222,11 +222,11 @@ def _check_beams(params: GenerateParams, width: int, model: ServedModel) -> None
         if len(value) if name == "stop" else value not in off:
             raise InvalidArgumentError(
                 f"{name} is {value} in a beam search, which looks for the likeliest sequences; leave {name} out, "
-                "or beam_search"
+                "or the beam search"
             )
     ends = len({*params.stop_token_ids, *model.hello.eos_token_ids})
     if width * (1 + ends) > model.hello.vocab_size:
         raise InvalidArgumentError(
             f"{width} beams with {ends} tokens that end a sequence need a vocabulary of more than "
-            f"{model.hello.vocab_size} tokens; lower beam_search.width or name fewer stop_token_ids"
+            f"{model.hello.vocab_size} tokens; search with fewer beams or name fewer stop_token_ids"
         )

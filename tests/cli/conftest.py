@@ -31,7 +31,8 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
         self.damage = False
         self.worker_error = ""
         self.held = ""
-        # Generations and verifications go on until they are cancelled.
+        self.silent = False  # what is generated has no text
+        # Generations, resizes and verifications go on until they are cancelled.
         self.endless = False
         self.asked = threading.Event()
         self.cancelled = threading.Event()
@@ -61,7 +62,7 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
         return admin_pb2.StatsResponse(
             version="0.1.0",
             uptime_s=90,
-            tiers=[tier],
+            tiers=[tier, admin_pb2.TierStats(tier=cache_pb2.TIER_GPU, capacity_bytes=6 << 30)],
             namespaces=[admin_pb2.NamespaceStats(namespace_id=NAMESPACE, namespace=named, blocks=4096)],
             sessions=[admin_pb2.SessionStats(session_id="s1", client_name="vllm", pid=77, leases=3)],
             worker=admin_pb2.WorkerStats(
@@ -145,7 +146,11 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
     def ResizeTier(self, request: Any, context: grpc.ServicerContext) -> Iterator[admin_pb2.ResizeTierResponse]:
         self._note(request, context)
         sizes = {"before_bytes": 8 << 30, "target_bytes": request.nbytes}
+        if self.endless:
+            context.add_callback(self.cancelled.set)
         yield admin_pb2.ResizeTierResponse(nbytes=6 << 30, **sizes)
+        if self.endless:
+            self.cancelled.wait(100)
         last = {"nbytes": 5 << 30, "unfinished": self.held} if self.held else {"nbytes": request.nbytes}
         yield admin_pb2.ResizeTierResponse(evicted_blocks=30, demoted_blocks=20, done=True, **last, **sizes)
 
@@ -194,13 +199,14 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
             context.add_callback(self.cancelled.set)  # before the caller has anything that it could cancel
         yield inference_pb2.GenerateResponse(accepted=inference_pb2.Accepted(request_id="r1", prompt_tokens=20))
         for token_id, text in ((104, "Hell"), (111, "o ☃")):
-            text = "" if request.WhichOneof("prompt") == "token_ids" else text
+            text = "" if self.silent or request.WhichOneof("prompt") == "token_ids" else text
             for index in reversed(range(request.n)):
                 tokens = inference_pb2.Tokens(token_ids=[token_id], text=text, index=index)
                 if request.sampling.HasField("logprobs"):
                     tokens.logprobs.add(logprob=-0.5, top_ids=[104, 7], top_logprobs=[-0.5, -2.0])
                 yield inference_pb2.GenerateResponse(tokens=tokens)
-        for index in range(request.n if request.n > 1 else 0):
+        computed = max(request.n, request.best_of)
+        for index in range(request.n if computed > 1 else 0):
             ended = inference_pb2.SequenceFinished(
                 index=index, reason=inference_pb2.FINISH_REASON_STOP, output_tokens=2, cumulative_logprob=-1.25
             )
@@ -211,9 +217,10 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
             finished=inference_pb2.Finished(
                 reason=inference_pb2.FINISH_REASON_LENGTH,
                 prompt_tokens=20,
-                output_tokens=2,
+                output_tokens=2 * computed,
                 hit_tokens=inference_pb2.HitTokens(disk=16),
                 ttft_s=0.25,
+                cumulative_logprob=-1.5 if request.HasField("beam_search") else None,
             )
         )
 

@@ -11,7 +11,9 @@ import pytest
 from typer.main import get_command
 
 from prefixd.cli.app import app
+from prefixd.generation.params import MOST_SEQUENCES
 from prefixd.v1 import cache_pb2
+from prefixd.worker.protocol import MOST_BEAMS, MOST_LOGPROBS
 
 KEY = "9f86d081884c7d659a2feaa0c55ad015"
 NAMESPACE = bytes(range(8))
@@ -262,6 +264,79 @@ def test_generate_as_json_has_sequences_and_logprobs(cli: Cli, daemon: Any) -> N
     ]  # fmt: skip
     assert events[1]["index"] == 1 and events[1]["logprobs"] == [{"logprob": -0.5, "top": {"104": -0.5, "7": -2.0}}]
     assert events[6]["reason"] == "stop" and events[6]["cumulative_logprob"] == -1.25
+
+
+def test_generate_prints_an_empty_text_and_not_its_ids(cli: Cli, daemon: Any) -> None:
+    daemon.silent = True
+    assert cli("generate", "x", "--stop", "Hello", "--address", daemon.address).stdout == "\n"
+    assert cli("generate", "--token-ids", "1", "--stop", "Hello", "--address", daemon.address).stdout == "\n"
+    result = cli("generate", "x", "--n", "2", "--temperature", "1", "--address", daemon.address)
+    assert result.stdout.splitlines()[1::2] == ["", ""]
+
+
+def test_generate_shows_the_figures_of_the_best_one_itself(cli: Cli, daemon: Any) -> None:
+    result = cli(
+        "generate", "x", "--best-of", "8", "--temperature", "1", "--logprobs", "0", "--address", daemon.address
+    )
+    assert result.stdout == "Hello ☃\n"
+    assert "[2 tokens (stop), logprob -1.250, first after 0.25 s" in result.stderr
+    assert result.stderr.endswith("16 from disk cached; 16 tokens in all sequences]\n")
+
+
+def test_generate_calls_the_figure_of_a_search_a_score(cli: Cli, daemon: Any) -> None:
+    assert ", score -1.500," in cli("generate", "x", "--beams", "2", "--address", daemon.address).stderr
+    several = cli("generate", "x", "--beams", "2", "--n", "2", "--address", daemon.address)
+    assert several.stdout.startswith("[0: 2 tokens, stop, score -1.250]\n")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "possible"),
+    [
+        ("--max-tokens", "0", "1 to 4294967295"),
+        ("--max-tokens", "99999999999", "1 to 4294967295"),
+        ("--temperature", "-1.0", "0 or more"),
+        ("--temperature", "nan", "0 or more"),
+        ("--temperature", "inf", "0 or more"),
+        ("--top-k", "99999999999", "0 to 4294967295"),
+        ("--top-p", "1.5", "0 to 1"),
+        ("--min-p", "-0.5", "0 to 1"),
+        ("--repetition-penalty", "0.0", "0.01 to 100"),
+        ("--presence-penalty", "nan", "-2 to 2"),
+        ("--frequency-penalty", "3.0", "-2 to 2"),
+        ("--seed", str(1 << 64), f"0 to {(1 << 64) - 1}"),
+        ("--logprobs", str(MOST_LOGPROBS + 1), f"0 to {MOST_LOGPROBS}"),
+        ("--n", "999999999999", f"1 to {MOST_SEQUENCES}"),
+        ("--best-of", str(MOST_SEQUENCES + 1), f"1 to {MOST_SEQUENCES}"),
+        ("--beams", "0", f"1 to {MOST_BEAMS}"),
+        ("--beams", str(MOST_BEAMS + 1), f"1 to {MOST_BEAMS}"),
+        ("--length-penalty", "11.0", "-10 to 10"),
+    ],
+)
+def test_generate_refuses_a_number_out_of_its_range_in_one_line(
+    cli: Cli, daemon: Any, option: str, value: str, possible: str
+) -> None:
+    result = cli("generate", "x", option, value, "--address", daemon.address)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == f"prefixd: {option} is {value}; it must be {possible}\n"
+    assert daemon.requests == []
+
+
+@pytest.mark.parametrize("option", [("--length-penalty", "3"), ("--early-stopping",)])
+def test_generate_refuses_options_of_a_search_without_one(cli: Cli, daemon: Any, option: tuple[str, ...]) -> None:
+    result = cli("generate", "x", *option, "--address", daemon.address)
+    said = f"prefixd: {option[0]} is for a beam search; give --beams too, or leave it out\n"
+    assert (result.exit_code, result.stderr, daemon.requests) == (2, said, [])
+
+
+def test_generate_refuses_what_is_no_text_in_one_line(cli: Cli, daemon: Any) -> None:
+    result = cli("generate", "\udcff", "--address", daemon.address)
+    assert (result.exit_code, daemon.requests) == (1, [])
+    assert result.stderr == "prefixd: text is '\\udcff'; it must be a string that UTF-8 can encode\n"
+
+
+def test_the_help_says_which_values_are_off(cli: Cli) -> None:
+    assert "0 or 1: among all" in cli("generate", "--help").stdout
+    assert "auto: what the device has free" in cli("serve", "--help").stdout
 
 
 def test_generate_takes_token_ids_and_standard_input(cli: Cli, daemon: Any) -> None:

@@ -75,3 +75,18 @@ def test_ctrl_c_cancels_the_request_without_a_traceback(daemon: Any) -> None:
         code = process.wait(60)
     assert (begun, code, errors) == ("Hell", 130, "")
     assert daemon.cancelled.wait(60), "the daemon's request was not cancelled"
+
+
+def test_a_resize_that_ctrl_c_ends_says_what_the_tier_has(daemon: Any) -> None:
+    daemon.endless = True
+    with subprocess.Popen(
+        [sys.executable, "-m", "prefixd", "tier", "resize", "gpu", "4GiB", "--address", daemon.address],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert daemon.asked.wait(60)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "", "prefixd: ended; the gpu tier has 6.0 GiB\n")
+    assert daemon.cancelled.wait(60)

@@ -227,7 +227,10 @@ async def test_token_ids_are_taken_as_they_are(desk: Desk) -> None:
         ({"beam_width": 17}, ["beam_search.width is 17"]),
         ({"beam_width": 2, "n": 3}, ["n is 3", "the 2 beams"]),
         ({"beam_width": 2, "length_penalty": math.nan}, ["length_penalty is nan", "between -10 and 10"]),
-        ({"beam_width": 2, "temperature": 0.5}, ["temperature is 0.5 in a beam search", "leave temperature out"]),
+        (
+            {"beam_width": 2, "temperature": 0.5},
+            ["temperature is 0.5 in a beam search", "leave temperature out, or the beam search"],
+        ),
         ({"beam_width": 2, "top_p": 0.5}, ["top_p is 0.5 in a beam search"]),
         ({"beam_width": 2, "stop": ["x"]}, ["stop is ['x'] in a beam search"]),
         ({"beam_width": 2, "logprobs": 0}, ["logprobs is 0 in a beam search"]),
@@ -235,6 +238,7 @@ async def test_token_ids_are_taken_as_they_are(desk: Desk) -> None:
         ({"beam_width": 16, "stop_token_ids": range(16)}, ["16 beams with 17 tokens that end", "more than 272"]),
         ({"stop_token_ids": range(MOST_STOP_TOKENS + 1)}, ["1025 ids", "at most 1024"]),
         ({"request_id": "x" * 257}, ["257 characters", "at most 256"]),
+        ({"request_id": "a\n2026 ERROR"}, [r"request_id 'a\n2026 ERROR'", "cannot be printed"]),
     ],
     ids=lambda value: None if isinstance(value, list) else "-".join(value),
 )

@@ -1,0 +1,63 @@
+"""Messages of the contract from a caller's values; a value that does not fit is named."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Iterable
+from typing import TypeVar
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+
+from prefixd.client.errors import InvalidArgumentError
+
+M = TypeVar("M", bound=Message)
+
+# What protobuf raises for a value that a field cannot hold; UnicodeError is a ValueError.
+_REFUSALS = (TypeError, ValueError, OverflowError)
+_INTEGER = "an integer from {} to {}"
+_POSSIBLE = {
+    FieldDescriptor.TYPE_INT32: _INTEGER.format(-(1 << 31), (1 << 31) - 1),
+    FieldDescriptor.TYPE_UINT32: _INTEGER.format(0, (1 << 32) - 1),
+    FieldDescriptor.TYPE_UINT64: _INTEGER.format(0, (1 << 64) - 1),
+    FieldDescriptor.TYPE_DOUBLE: "a number",
+    FieldDescriptor.TYPE_BOOL: "True or False",
+    FieldDescriptor.TYPE_STRING: "a string that UTF-8 can encode",
+    FieldDescriptor.TYPE_BYTES: "bytes",
+}
+
+
+def message(kind: type[M], **fields: object) -> M:
+    """A message of this kind with these fields; None leaves a field unset.
+
+    Raises:
+        InvalidArgumentError: a field cannot hold its value. It names the field, the value and what is possible.
+    """
+    try:
+        return kind(**fields)
+    except _REFUSALS as error:
+        for name, value in fields.items():
+            if not _fits(kind, name, value):
+                raise InvalidArgumentError(_refusal(kind, name, value)) from error
+        raise
+
+
+def _fits(kind: type[Message], name: str, value: object) -> bool:
+    try:
+        kind(**{name: value})
+    except _REFUSALS:
+        return False
+    return True
+
+
+def _refusal(kind: type[Message], name: str, value: object) -> str:
+    field = kind.DESCRIPTOR.fields_by_name[name]
+    possible = _POSSIBLE.get(field.type, f"a {field.message_type.name}" if field.message_type else "another value")
+    if field.default_value == []:  # a repeated field
+        if not isinstance(value, Iterable):
+            return f"{name} is {reprlib.repr(value)}; it must be a sequence, each element {possible}"
+        wrong = next((element for element in value if not _fits(kind, name, [element])), value)
+        return f"{name} has {reprlib.repr(wrong)}; each element must be {possible}"
+    if field.type == FieldDescriptor.TYPE_BYTES:  # a salt is a secret
+        return f"{name} is of type {type(value).__name__}; it must be bytes"
+    return f"{name} is {reprlib.repr(value)}; it must be {possible}"

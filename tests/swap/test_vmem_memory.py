@@ -172,7 +172,7 @@ def test_ids_are_consecutive_and_never_used_twice(memory: VirtualMemory) -> None
 
 def test_more_memory_than_there_is_is_refused_and_leaves_nothing(memory: VirtualMemory) -> None:
     memory.create(1)
-    with pytest.raises(OutOfMemoryError, match=r"bytes.*make the (gpu )?tier smaller|bytes.*GPU tier smaller"):
+    with pytest.raises(OutOfMemoryError, match=r"bytes.*make the (gpu )?tier .*smaller|bytes.*GPU tier smaller"):
         memory.create((1 << 40) // memory.chunk_bytes if memory.device != "cpu" else (1 << 33))
     assert memory.chunk_count == 1
     memory.reserve(memory.chunk_bytes).map(0, memory.create(1))

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.common import harness
+from benchmarks.engines import vllm_hybrid
 from benchmarks.engines.vllm_chat import ChatPlan, Chats, Tokens, distinct_prompts
 from benchmarks.engines.vllm_engine import EngineProcess, EngineRequest, connector
 from benchmarks.engines.vllm_figures import (
@@ -52,7 +53,12 @@ The model is a Llama with random weights in float32, built for the run: in bfloa
 when it computes a prompt in other pieces. It computes on --threads cores. Tokens computed and hits are vLLM's own
 counters. The run fails when any answer differs, when prefixd does not halve the prompt tokens that are computed,
 when the median wait for the first token is not shorter, or when with nothing to hit fewer than 95% of the
-requests a second are left. With --short times are shown but not judged: there are too few of them."""
+requests a second are left. With --short times are shown but not judged: there are too few of them.
+
+With --model hybrid it is a Gemma 3 whose layers see 128 tokens back, or all: the chats go to an engine that saves every
+KV group of every block (resume_every = 1), and to one that saves of a window what likely prefixes need. The run fails
+when the second does not have as many hits, or saves more than 0.6 of the bytes a token. The chats share no block:
+where prompts part for the first time, the second one that has the beginning finds less of it (--system-tokens 256)."""
 
 _FULL = {
     "conversations": 16,
@@ -79,6 +85,16 @@ _SHORT = {
     "layers": 4,
     "cpu_mib": 12,
 }
+_HYBRID = {
+    **_FULL,
+    "conversations": 6,
+    "turns": 3,
+    "held": 1,
+    "user_tokens": 1024,
+    "output_tokens": 80,
+    "system_tokens": 32,
+}
+_HYBRID_SHORT = {**_HYBRID, "conversations": 3, "turns": 2}
 _HELP = {
     "conversations": "chats",
     "turns": "turns of each before the restart",
@@ -331,6 +347,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     for name, text in _HELP.items():
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, type=harness.positive, metavar="N", help=f"{text} ({_FULL[name]})")
+    parser.add_argument("--model", choices=("llama", "hybrid"), default="llama", help="what is measured, see above")
     parser.add_argument("--threads", type=harness.positive, default=1, help="cores that the model computes on (1)")
     parser.add_argument("--seed", type=int, default=0, help="of weights, users and order (0)")
     parser.add_argument("--short", action="store_true", help="a small run of about a minute, for a first look")
@@ -343,7 +360,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="an option of the connector, its value in JSON (block_tokens=128); again for another",
     )
     options = parser.parse_args(arguments)
-    for name, value in (_SHORT if options.short else _FULL).items():
+    full, short = (_HYBRID, _HYBRID_SHORT) if options.model == "hybrid" else (_FULL, _SHORT)
+    for name, value in (short if options.short else full).items():
         if getattr(options, name) is None:
             setattr(options, name, value)
     return options
@@ -369,11 +387,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"vLLM is not installed in {sys.executable}; run `make test-vllm` once, then .venv-vllm/bin/python"
         )
     parameters = {name: value for name, value in vars(options).items() if name not in ("json", "plot", "option")}
-    result = {**parameters, "connector_options": dict(options.option), **measure(options)}
-    show(result)
+    hybrid = options.model == "hybrid"
+    measured = vllm_hybrid.measure(options) if hybrid else measure(options)
+    result = {**parameters, "connector_options": dict(options.option), **measured}
+    (vllm_hybrid.show if hybrid else show)(result)
     if options.json is not None:
         harness.write("vllm", result, options.json)
-    if options.plot is not None:
+    if options.plot is not None and not hybrid:
         draw(result, options.plot)
     if result["broken"]:
         raise harness.BenchmarkError("; ".join(result["broken"]))

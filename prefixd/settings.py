@@ -319,12 +319,21 @@ class WorkerSettings(_Section):
     kv: Literal["virtual", "paged"] = "virtual"
     """How the worker finds a request's KV: in contiguous addresses on which its blocks are mapped (virtual; vTensor,
     vAttention), or in blocks behind a table (paged; PagedAttention), as a baseline to measure against."""
+    groups: Literal["by_rule", "one"] = "by_rule"
+    """What is kept of models whose layers need different things: of each layer what its rule needs (by_rule; Jenga), or
+    of layers with windows everything, too (one), as a baseline to measure against."""
     cuda_graphs: bool = False
     """On CUDA with 16-bit KV in virtual tensors: replay decode steps as CUDA graphs. Not yet measured on a GPU."""
     max_running: Count = 8
     """Requests computed at once."""
     max_step_tokens: Count = 512
     """Tokens computed in one step over all requests."""
+    states_per_prompt: Annotated[int, Field(ge=0, le=64)] = 4
+    """For models with recurrent layers: most states that are kept of one prompt: at its end, where it leaves what
+    others have sent, and as state_every_tokens says. One more is kept at the end of the output. A state has the memory
+    of hundreds of tokens' KV and serves prefixes of one length. 0: none; nothing of such a model is found again."""
+    state_every_tokens: Annotated[int, Field(ge=0, le=1 << 20)] = 0
+    """Among these, one each so many tokens of a prompt, in whole blocks, the last ones first; 0: none."""
     threads: Count = Field(default_factory=lambda: len(os.sched_getaffinity(0)))
     """CPU threads of the worker."""
     restart_limit: Annotated[int, Field(ge=0)] = 3

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 
 import pytest
+
+from prefixd import heap
 
 SCRIPT = """
 import sys
@@ -38,3 +41,17 @@ def test_freed_arrays_are_given_back(how: str) -> None:
     else:
         assert after > 100, "the default has changed, and the setting is not needed"
     assert given_back < 16
+
+
+def test_imports_are_not_visited_by_the_collector() -> None:
+    before = gc.get_freeze_count()
+    try:
+        with heap.imports():
+            assert not gc.isenabled()
+            made = [[index] for index in range(1000)]
+        assert gc.isenabled() and gc.get_freeze_count() >= before + len(made)
+        with pytest.raises(ImportError), heap.imports():
+            raise ImportError
+        assert gc.isenabled()
+    finally:
+        gc.unfreeze()

@@ -1,7 +1,8 @@
 """Variable-length attention by its definition, for machines without the GPU kernel.
 
 It takes what `torch.nn.attention.varlen.varlen_attn` takes and reads what that may read: keys up to `seqused_k` of each
-sequence and none behind, from rows of a fixed stride or through a block table. It refuses what the kernel would refuse.
+sequence and none behind, from rows of a fixed stride or through a block table; with a window none before the
+`READ_BLOCK` of the first key that is seen. It refuses what the kernel would refuse.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import itertools
 
 import torch
+
+from prefixd.worker.flash_attention import READ_BLOCK
 
 
 def varlen_reference(
@@ -30,7 +33,7 @@ def varlen_reference(
 
     Raises ValueError for arguments that the kernel does not take.
     """
-    if window_size != (-1, 0) or not enable_gqa:
+    if window_size[1] != 0 or not enable_gqa:
         raise ValueError("this stands in for causal attention with grouped heads alone")
     lengths = [cu_seq_q, seqused_k] + ([] if cu_seq_k is None else [cu_seq_k])
     if any(tensor.dtype != torch.int32 for tensor in lengths) or key.stride(-1) != 1 or query.stride(-1) != 1:
@@ -50,13 +53,17 @@ def varlen_reference(
         else:
             blocks = block_table[index, : -(-used // key.shape[1])]
             keys, values = (pool.index_select(0, blocks).flatten(0, 1)[:used] for pool in (key, value))
-        output[first:last] = _causal(query[first:last], keys, values, scale)
+        before = used if window_size[0] < 0 else window_size[0]
+        start = max(0, used - (last - first) - before) // READ_BLOCK * READ_BLOCK
+        output[first:last] = _causal(query[first:last], keys[start:], values[start:], scale, before)
     return output
 
 
-def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
+def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, before: int) -> torch.Tensor:
+    """before: keys that a query sees before its own."""
     group = query.shape[1] // key.shape[1]
     key, value = (states.repeat_interleave(group, dim=1).transpose(0, 1) for states in (key, value))
     scores = query.transpose(0, 1) @ key.transpose(1, 2) * scale
-    hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(key.shape[1] - query.shape[0] + 1)
+    offset = key.shape[1] - query.shape[0]
+    hidden = ~torch.ones(scores.shape[1:], dtype=torch.bool).tril(offset).triu(offset - before)
     return (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value).transpose(0, 1)

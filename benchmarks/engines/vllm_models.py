@@ -7,6 +7,7 @@ of the second: tokens then differ when the KV does, and do not when only the ord
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,93 @@ def save_gemma3(directory: Path, seed: int = 0) -> Path:
     return _save(Gemma3ForCausalLM, config, directory, seed)
 
 
+def save_gemma2(directory: Path, seed: int = 0) -> Path:
+    """A Gemma 2 whose layers see 128 tokens back and all of them in turn; scores and logits have soft caps."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    config = Gemma2Config(
+        **{**_COMMON, "tie_word_embeddings": True},  # vLLM's Gemma 2 has no output matrix of its own
+        num_hidden_layers=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        sliding_window=128,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        query_pre_attn_scalar=64,
+    )
+    return _save(Gemma2ForCausalLM, config, directory, seed, _make_layers_louder)
+
+
+def save_gpt_oss(directory: Path, seed: int = 0) -> Path:
+    """A GPT-OSS: layers that see 128 tokens back and all of them in turn, attention sinks, two of four experts."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    config = GptOssConfig(
+        **_COMMON,
+        num_hidden_layers=4,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        sliding_window=128,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    )
+    return _save(GptOssForCausalLM, config, directory, seed)
+
+
+def save_qwen3_next(directory: Path, seed: int = 0) -> Path:
+    """A Qwen3-Next: three layers of gated delta rule, each with a state, and one of attention; experts."""
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    config = Qwen3NextConfig(
+        **_COMMON,
+        num_hidden_layers=4,
+        layer_types=["linear_attention"] * 3 + ["full_attention"],
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=128,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+    )
+    return _save(Qwen3NextForCausalLM, config, directory, seed)
+
+
+def save_lfm2(directory: Path, seed: int = 0) -> Path:
+    """An LFM2: three layers of short convolution, whose state is the last two tokens' inputs, and one of attention."""
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    config = Lfm2Config(
+        **_COMMON,
+        num_hidden_layers=4,
+        layer_types=["conv", "conv", "full_attention", "conv"],
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        conv_L_cache=3,
+        block_auto_adjust_ff_dim=False,
+    )
+    _save(Lfm2ForCausalLM, config, directory, seed)
+    # vLLM reads what the model's own configuration file on the hub has and transformers' class does not write.
+    path = directory / "config.json"
+    plain = json.loads(path.read_text())
+    extra = {
+        "conv_dim": HIDDEN,
+        "conv_dim_out": HIDDEN,
+        "block_dim": HIDDEN,
+        "block_ff_dim": plain["intermediate_size"],
+        "block_multiple_of": 256,
+        "block_ffn_dim_multiplier": 1.0,
+    }
+    path.write_text(json.dumps({**plain, **extra}, indent=2))
+    return directory
+
+
 def save_mla(directory: Path, seed: int = 0) -> Path:
     """A DeepSeek-V2 without expert layers: multi-head latent attention, with one latent vector for all heads."""
     from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
@@ -106,12 +194,24 @@ def save_lora(directory: Path, seed: int, *, rank: int = 8) -> Path:
     return directory
 
 
-def _save(kind: Any, config: Any, directory: Path, seed: int) -> Path:
+def _make_layers_louder(model: Any) -> None:
+    """With one matrix for input and output, the token that was read last has the best logit, whatever stands before it,
+    unless what the layers add is larger than what they read."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "post_" in name and name.endswith("layernorm.weight"):
+                parameter.fill_(7.0)
+
+
+def _save(
+    kind: Any, config: Any, directory: Path, seed: int, change: Callable[[Any], None] = lambda model: None
+) -> Path:
     state = torch.random.get_rng_state()
     try:
         torch.manual_seed(seed)
         model = kind(config).to(torch.float32)
     finally:
         torch.random.set_rng_state(state)
+    change(model)
     model.save_pretrained(directory)
     return directory

@@ -187,7 +187,7 @@ class _Bench:
     def _expected(self, query: torch.Tensor, step: StepKv, layer: int) -> torch.Tensor:
         """By the definition, in float32 on the CPU: ``[tokens, heads, head_dim]``."""
         flat = query[0].transpose(0, 1).float().cpu()
-        read = step.read(layer, [segment.stop for segment in step.segments])
+        read = step.read(layer, tuple((0, segment.stop) for segment in step.segments))
         outputs = []
         for (keys, values), segment in zip(read, step.segments, strict=True):
             part, flat = flat[: len(segment)], flat[len(segment) :]
@@ -236,12 +236,12 @@ class _RequestByRequest:
     def __init__(self, step: StepKv, scale: float) -> None:
         self._step = step
         self._scale = scale
-        self._ends = [segment.stop for segment in step.segments]
+        self._spans = tuple((0, segment.stop) for segment in step.segments)
 
     def attend(self, query: torch.Tensor, layer: int) -> torch.Tensor:
         outputs = []
         first = 0
-        for (keys, values), segment in zip(self._step.read(layer, self._ends), self._step.segments, strict=True):
+        for (keys, values), segment in zip(self._step.read(layer, self._spans), self._step.segments, strict=True):
             part = query[:, :, first : first + len(segment)]
             first += len(segment)
             mask: Any = causal_lower_right(len(segment), segment.stop) if len(segment) > 1 else None

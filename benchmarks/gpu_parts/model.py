@@ -91,7 +91,7 @@ class EngineRig:
     ) -> None:
         self.model = model
         self.geometry = model.spec.geometry
-        self.pool = FramePool(memory, self.geometry, frames)
+        self.pool = FramePool(memory, self.geometry.block_bytes, frames)
         self.kv = VirtualKv(
             VirtualTensorManager(
                 memory,

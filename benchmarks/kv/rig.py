@@ -55,8 +55,8 @@ class Frames:
 
     def __init__(self, spec: ModelSpec, frames: int, most: int | None = None, device: str = "cpu") -> None:
         self.spec = spec
-        self.memory = create_memory(device, spec.chunk_bytes)
-        self.pool = FramePool(self.memory, spec.geometry, frames, most)
+        self.memory = create_memory(device, spec.groups.chunk_bytes)
+        self.pool = FramePool(self.memory, spec.geometry.block_bytes, frames, most)
 
     def take(self, count: int) -> list[FrameId]:
         """`count` frames."""

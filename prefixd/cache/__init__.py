@@ -6,7 +6,15 @@ from prefixd.cache.cache import TieredCache
 from prefixd.cache.index.keys import BlockChain
 from prefixd.cache.index.trie import NONE, Trie
 from prefixd.cache.integrity import check_integrity
-from prefixd.cache.namespaces import Namespace, NamespaceSpec, PartSpec, SlidingWindowSpec
+from prefixd.cache.namespaces import Namespace, NamespaceSpec, PartSpec
+from prefixd.cache.rule_specs import (
+    ChunkedWindowSpec,
+    CrossAttentionSpec,
+    RecurrentStateSpec,
+    RuleSpec,
+    SlidingWindowSpec,
+    VisionEmbeddingSpec,
+)
 from prefixd.cache.sessions import Lease, Process, Reservation, Session
 from prefixd.cache.tiers import Tiers
 from prefixd.cache.troubles import Troubles
@@ -14,17 +22,22 @@ from prefixd.cache.troubles import Troubles
 __all__ = [
     "NONE",
     "BlockChain",
+    "ChunkedWindowSpec",
+    "CrossAttentionSpec",
     "Lease",
     "Namespace",
     "NamespaceSpec",
     "PartSpec",
     "Process",
+    "RecurrentStateSpec",
     "Reservation",
+    "RuleSpec",
     "Session",
     "SlidingWindowSpec",
     "TieredCache",
     "Tiers",
     "Trie",
     "Troubles",
+    "VisionEmbeddingSpec",
     "check_integrity",
 ]

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from prefixd import heap
 from prefixd.cache.holds import Hold
 from prefixd.cache.index.keys import BlockChain, Digest, xxh3_digest
-from prefixd.cache.index.trie import TIERS, Match, Observer, Rows, Trie
+from prefixd.cache.index.trie import NO_SLOT, TIERS, Match, Observer, Rows, Trie
 from prefixd.cache.mover import Mover
 from prefixd.cache.namespaces import Namespace, NamespaceRegistry, NamespaceSpec
 from prefixd.cache.paths import find_path
@@ -257,7 +257,8 @@ class TieredCache:
         try:
             there = await self.mover.bring(trie, hold.rows, self.tiers.shared, hold.wanted)
             while there < len(hold.rows):  # a shorter prefix may need other blocks, which may be there or not
-                hold, longer = self._hold_for_reading(hold.owner, trie, path[: first_block + there], first_block), hold
+                path = trie.usable(path[: first_block + there])
+                hold, longer = self._hold_for_reading(hold.owner, trie, path, first_block), hold
                 longer.end()
                 there = await self.mover.bring(trie, hold.rows, self.tiers.shared, hold.wanted)
         except BaseException:
@@ -311,8 +312,8 @@ class TieredCache:
     ) -> Reservation | int:
         """Slots for the blocks of `chain` that are not cached; the number of blocks when all are.
 
-        `first_block`: the caller has bytes from this block on; window bytes before it may be missing.
-        `by_daemon`: the caller fills them here; no client is told where they are.
+        `first_block`: the caller has bytes from this block on; bytes before it that longer prefixes do not need
+        (windows, states) may be missing. `by_daemon`: the caller fills them here; no client is told where they are.
 
         Raises:
             InvalidArgumentError: `first_block` lies behind the last block.
@@ -387,7 +388,13 @@ class TieredCache:
     # -- the worker's side ----------------------------------------------------------------------------------------
 
     def record(
-        self, namespace: Namespace, parent: int, chain: BlockChain, first_block: int, frames: Sequence[int]
+        self,
+        namespace: Namespace,
+        parent: int,
+        chain: BlockChain,
+        first_block: int,
+        frames: Sequence[int],
+        blocks: int | None = None,
     ) -> tuple[Rows, npt.NDArray[np.bool_]]:
         """Enters blocks that the worker has filled, one after the other, in `frames`.
 
@@ -398,26 +405,49 @@ class TieredCache:
             parent: the row that the first one continues, or the namespace's root.
             chain: the blocks' prompt.
             first_block: the first one's place in it.
-            frames: [m] frames in flight, one a block.
+            frames: [m * parts] frames in flight, those of a block side by side: its parts from the first on.
+            blocks: m; by default all parts of a block are in frames.
 
         Returns:
-            The blocks' rows, and of each whether its frame is the trie's now (it is not when the block was there
-            already). Fewer than m when a block's key is another block's.
+            The blocks' rows, and of each of their frames whether it is the trie's now (it is not when the part was
+            there already). Fewer than m blocks when a block's key is another block's.
         """
         trie = self.trie(namespace)
         now = self.clock()
-        end = first_block + len(frames)
+        count = len(frames) // len(trie.part_bytes) if blocks is None else blocks
+        parts = len(frames) // count if count else 0
+        end = first_block + count
         keys, tokens = chain.key_rows(first_block, end), chain.token_rows(first_block, end)
         rows, _ = trie.insert_path(parent, namespace.ordinal, keys, tokens, now)
-        if len(rows) < len(frames):
+        if len(rows) < end - first_block:
             self.mover.lost["key collision"] += 1
-        taken = trie.lacking(rows, self.tiers.compute.level) != 0
-        if taken.any():
-            slots = np.array(frames, np.int64)[: len(rows)][taken, None]
-            self.mover.placement.put(trie, rows[taken], self.tiers.compute, slots)
+        slots = np.full((len(rows), len(trie.part_bytes)), NO_SLOT, np.int64)
+        slots[:, :parts] = np.array(frames, np.int64).reshape(count, parts)[: len(rows)]
+        taken = (trie.slots[rows, self.tiers.compute.level] == NO_SLOT) & (slots != NO_SLOT)
+        some = taken.any(axis=1)
+        if some.any():
+            slots[~taken] = NO_SLOT
+            self.mover.placement.put(trie, rows[some], self.tiers.compute, slots[some])
             self.mover.changed.set()
         trie.touch(rows, now)
-        return rows, taken
+        return rows, taken[:, :parts].ravel()
+
+    def record_state(self, trie: Trie, path: Rows, frames: Sequence[int], ends: Sequence[int] = ()) -> bool:
+        """Enters the state after the last block of `path`, which begins with a prompt's first block.
+
+        Its frames, in flight, are those of the block's last parts; for `ends` see `Trie.expire`. Returns whether they
+        are the trie's now; they are not when the state was there already.
+        """
+        level, last = self.tiers.compute.level, path[-1:]
+        slots = np.full((1, len(trie.part_bytes)), NO_SLOT, np.int64)
+        slots[0, -len(frames) :] = frames
+        if (trie.slots[last, level][slots != NO_SLOT] != NO_SLOT).any():
+            return False
+        self.mover.placement.put(trie, last, self.tiers.compute, slots)
+        group = int(trie.part_mask[-1])
+        self.mover.placement.extend(trie, path, group, ends)
+        self.mover.changed.set()
+        return True
 
     # -- inside ---------------------------------------------------------------------------------------------------
 

@@ -41,18 +41,32 @@ class Hold:
         self.wanted = wanted
         self._change(rows, wanted, begin=True)
 
-    def extend(self, rows: Rows) -> None:
-        """Holds more blocks, behind those that it has, and all KV groups of them.
+    def extend(self, rows: Rows, wanted: GroupMask | None = None) -> None:
+        """Holds more blocks, behind those that it has, and the `wanted` KV groups of them; all by default.
 
         Raises:
-            RuntimeError: the hold has ended, or is one of some groups only: a defect of its owner.
+            RuntimeError: the hold has ended: a defect of its owner.
         """
-        if self._holds is None or self.wanted is not None:
-            raise RuntimeError(
-                f"the hold of {self.owner} cannot be extended: it has ended, or is one of some groups only"
-            )
-        self._change(rows, None, begin=True)
+        if self._holds is None:
+            raise RuntimeError(f"the hold of {self.owner} cannot be extended: it has ended")
+        self._change(rows, wanted, begin=True)
+        if self.wanted is not None or wanted is not None:
+            self.wanted = np.concatenate((self._groups(self.rows, self.wanted), self._groups(rows, wanted)))
         self.rows = np.concatenate((self.rows, rows))
+
+    def release(self, blocks: slice, groups: int) -> GroupMask:
+        """Lets go of the bytes of `groups`, a mask, of some blocks, and keeps the blocks.
+
+        Returns, of each of the blocks, the groups that it held until now.
+        """
+        if self._holds is None or self.tier is None:
+            return np.zeros(0, np.uint8)
+        rows, wanted = self.rows[blocks], self._groups(self.rows, self.wanted).copy()
+        released: GroupMask = wanted[blocks] & np.uint8(groups)
+        wanted[blocks] &= ~np.uint8(groups)
+        self.trie.release(rows, self.tier.level, released)
+        self.wanted = wanted  # another array: an audit may read the old one
+        return released
 
     def shrink(self, blocks: int) -> None:
         """Keeps the first `blocks` blocks and lets go of the others."""
@@ -79,6 +93,9 @@ class Hold:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.end()
+
+    def _groups(self, rows: Rows, wanted: GroupMask | None) -> GroupMask:
+        return np.full(len(rows), self.trie.all_groups, np.uint8) if wanted is None else wanted
 
     def _change(self, rows: Rows, wanted: GroupMask | None, *, begin: bool) -> None:
         if self.tier is None:

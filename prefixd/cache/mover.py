@@ -220,8 +220,8 @@ class Mover:
         return np.concatenate(taken)
 
     async def take_frames(self, count: int) -> list[int] | None:
-        """`count` slots of the compute tier in flight; all or none. Evicts nothing when not all can be had."""
-        compute, frame = self.tiers.compute, self.tiers.frames.geometry.block_bytes
+        """`count` frames of the compute tier in flight; all or none. Evicts nothing when not all can be had."""
+        compute, frame = self.tiers.compute, self.tiers.frames.frame_bytes
         lacking, demotable = count - compute.room(frame), self.tiers.below(compute) is not None
         if not await can_free(self.tries, compute.level, lacking, demotable=demotable):
             return None
@@ -384,7 +384,7 @@ class Mover:
             source: a tier that has the `groups` of each.
             target: where to.
             movement: what it belongs to.
-            groups: [m] KV groups to copy; all by default.
+            groups: [m] KV groups to copy; by default those that `source` has, `target` lacks and a prefix needs.
             ahead: see `allocate` and `write`.
         """
         if isinstance(target, StoreTier):
@@ -393,7 +393,8 @@ class Mover:
         if isinstance(source, StoreTier) and not source.gives:
             return 0
         if groups is None:
-            groups = np.full(len(rows), trie.all_groups, np.uint8)
+            groups = trie.wanted(rows, source.level) & ~trie.there[rows, target.level]
+            rows, groups = rows[groups != 0], groups[groups != 0]
         arrived = 0
         borders = 1 + np.flatnonzero(np.diff(groups))  # between blocks of which different groups are copied
         for start, end in pairwise([0, *borders.tolist(), len(rows)]):

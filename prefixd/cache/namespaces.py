@@ -8,21 +8,15 @@ from dataclasses import dataclass
 import msgspec
 import xxhash
 
-from prefixd.cache.groups import MAX_GROUPS, FullAttention, GroupRule, SlidingWindow
+from prefixd.cache.groups import MAX_GROUPS, GroupRule
+from prefixd.cache.rule_specs import RuleSpec, VisionEmbeddingSpec, rule_of, words_of
 from prefixd.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
 
 _MAX_BLOCK_TOKENS = 65_536
 _MAX_PARTS = 1_024
 _MAX_PART_BYTES = 1 << 40
-_MAX_WINDOW_TOKENS = 1 << 31
 _MAX_NAME_BYTES = 1_024
 _MAX_LABEL_BYTES = 256
-
-
-class SlidingWindowSpec(msgspec.Struct, frozen=True, tag="sliding_window"):
-    """A token attends to the last `tokens` tokens only, itself included."""
-
-    tokens: int
 
 
 class PartSpec(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -34,7 +28,7 @@ class PartSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     group: str
     rank: int
     nbytes: int
-    rule: SlidingWindowSpec | None = None
+    rule: RuleSpec | None = None
 
 
 class NamespaceSpec(msgspec.Struct, frozen=True):
@@ -54,10 +48,7 @@ class NamespaceSpec(msgspec.Struct, frozen=True):
 
     def group_rules(self) -> list[GroupRule]:
         """The rule of each part, counted in blocks."""
-        return [
-            FullAttention() if part.rule is None else SlidingWindow.of_tokens(part.rule.tokens, self.block_tokens)
-            for part in self.parts
-        ]
+        return [rule_of(part.rule, self.block_tokens) for part in self.parts]
 
     def check(self) -> None:
         """Raises InvalidArgumentError unless the spec can be stored."""
@@ -81,11 +72,14 @@ class NamespaceSpec(msgspec.Struct, frozen=True):
                     f"part {part.group!r}/{part.rank} has {part.nbytes} bytes; it needs at least 1 and at most "
                     f"{_MAX_PART_BYTES}"
                 )
-            if part.rule is not None and not 1 <= part.rule.tokens <= _MAX_WINDOW_TOKENS:
-                raise InvalidArgumentError(
-                    f"part {part.group!r}/{part.rank} has a sliding window of {part.rule.tokens} tokens; it must be "
-                    f"between 1 and {_MAX_WINDOW_TOKENS}"
-                )
+            if part.rule is not None:
+                part.rule.check(f"part {part.group!r}/{part.rank}", self.block_tokens)
+        embeddings = [part for part in self.parts if isinstance(part.rule, VisionEmbeddingSpec)]
+        if 0 < len(embeddings) < len(self.parts):
+            raise InvalidArgumentError(
+                f"part {embeddings[0].group!r}/{embeddings[0].rank} is a vision embedding and others are not; "
+                "images are prompts of their own, give them a namespace of their own"
+            )
         if len(rules := set(self.group_rules())) > MAX_GROUPS:
             raise InvalidArgumentError(
                 f"the namespace's parts have {len(rules)} different rules; at most {MAX_GROUPS} are possible"
@@ -193,5 +187,5 @@ def _short(value: object) -> str:
 
 
 def _short_part(part: PartSpec) -> str:
-    window = "" if part.rule is None else f", window of {part.rule.tokens} tokens"
-    return f"{part.group}/{part.rank}: {part.nbytes} B{window}"
+    rule = "" if part.rule is None else f", {words_of(part.rule)}"
+    return f"{part.group}/{part.rank}: {part.nbytes} B{rule}"

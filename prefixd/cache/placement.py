@@ -167,11 +167,12 @@ class Placement:
             trie.revive(path)
             self._count_queue(trie, path, before)
 
-    def extend(self, trie: Trie, path: Rows) -> None:
-        """A prompt has been stored up to the end of `path`: what only shorter prefixes need may go first."""
+    def extend(self, trie: Trie, path: Rows, groups: int | None = None, ends: Sequence[int] = ()) -> None:
+        """Some groups of a prompt (a mask; all by default) have been stored up to the end of `path`: what only shorter
+        prefixes need of them may go first, but for prefixes of `ends` blocks."""
         if trie.has_rules:
             before = self.to_write(trie, path)
-            trie.expire(path)
+            trie.expire(path, groups, ends)
             self._count_queue(trie, path, before)
 
     # -- what waits to be written to disk -----------------------------------------------------------------------

@@ -41,7 +41,7 @@ class Prefetches:
         most = max(0, self._limit_bytes - used) // block_bytes
         lacking = np.flatnonzero(trie.lacking(path, shared.level, trie.needed(len(path))))
         if len(lacking) > most:
-            path = path[: lacking[most]]
+            path = trie.usable(path[: lacking[most]])
             lacking = np.flatnonzero(trie.lacking(path, shared.level, trie.needed(len(path))))
         if not len(lacking):
             return 0

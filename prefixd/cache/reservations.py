@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from prefixd.cache.groups import FullAttention
+from prefixd.cache.groups import longest_stored
 from prefixd.cache.index.keys import BlockChain
 from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
 from prefixd.cache.mover import Mover
@@ -57,8 +57,8 @@ class Reservations:
         if self._returning:  # what is being given back need not be evicted for
             await asyncio.wait(self._returning)
         path = await find_path(trie, namespace.root, chain)
-        prefix = present(trie, path, parts, first_block, self._tiers.shared.level)
-        wanted = len(chain) - len(prefix)
+        known = present(trie, path, parts, first_block, self._tiers.shared.level)
+        prefix, wanted = path[:known], len(chain) - known
         if not wanted:
             return len(chain)
         identity = self._leases.next_id()
@@ -91,7 +91,7 @@ class Reservations:
             trie,
             chain,
             hold,
-            len(prefix),
+            known,
             parts,
             slots,
             expires_s,
@@ -117,18 +117,18 @@ class Reservations:
         held = [placement.holds.hold(owner, trie, prefix)]  # the reservation's own hold ends before
         committed = 0
         rows = [prefix]
+        end = reservation.first_block + blocks if blocks else 0
         try:
-            for start in range(0, blocks, _COMMIT_BLOCKS):
-                if start:
+            for start in range(len(prefix), end, _COMMIT_BLOCKS):  # from the first block that has no row, perhaps
+                if start > len(prefix):
                     await give_way()  # a long prompt is entered in steps: others have their turn
-                end = min(start + _COMMIT_BLOCKS, blocks)
-                entered, new = self._enter(reservation, rows[-1], start, end)
+                entered, new = self._enter(reservation, rows[-1], start, min(start + _COMMIT_BLOCKS, end))
                 committed += new
                 held.append(placement.holds.hold(owner, trie, entered))
                 self._mover.start_checksums(trie, entered)
                 rows.append(entered)
-                if len(entered) < end - start:  # the next key is another block's
-                    placement.lost["key collision"] += blocks - start - len(entered)
+                if len(entered) < min(_COMMIT_BLOCKS, end - start):  # the next key is another block's
+                    placement.lost["key collision"] += min(end - start - len(entered), blocks)
                     break
             path = np.concatenate(rows)
             placement.extend(trie, path)
@@ -141,20 +141,21 @@ class Reservations:
                 self.end(reservation, True)
             for hold in held:
                 hold.end()
-        return committed, len(path) - len(prefix) - committed
+        return committed, max(len(path) - reservation.first_block, 0) - committed
 
     def _enter(self, reservation: Reservation, before: Rows, start: int, end: int) -> tuple[Rows, int]:
-        """Enters blocks `start` to `end` of a reservation behind the rows `before`.
+        """Enters blocks `start` to `end` of a reservation's prompt behind the rows `before`.
 
-        Returns their rows, and how many of them lacked a reserved part before.
+        Those before the reservation's first block get a row without bytes. Returns the rows, and how many of them
+        lacked a reserved part before.
         """
         trie, chain, namespace = reservation.trie, reservation.chain, reservation.namespace
-        first, last = reservation.first_block + start, reservation.first_block + end
-        keys, tokens = chain.key_rows(first, last), chain.token_rows(first, last)
+        keys, tokens = chain.key_rows(start, end), chain.token_rows(start, end)
         parent = int(before[-1]) if len(before) else namespace.root
         rows, _ = trie.insert_path(parent, namespace.ordinal, keys, tokens, self._clock())
         trie.touch(rows, self._clock())
-        return rows, self._fill(reservation, start, rows)
+        bare = max(reservation.first_block - start, 0)
+        return rows, self._fill(reservation, start + bare - reservation.first_block, rows[bare:])
 
     async def persist(self, trie: Trie, path: Rows) -> int:
         """Returns when the blocks of `path`, from the start of a prompt on, are on disk: their number.
@@ -235,20 +236,29 @@ class Reservations:
             )
 
 
-def present(trie: Trie, path: Rows, parts: Sequence[int], first_block: int, level: int) -> Rows:
-    """The longest beginning of `path` that has at least `parts` of every block that the rules need.
+def present(trie: Trie, path: Rows, parts: Sequence[int], first_block: int, level: int) -> int:
+    """The longest beginning of a prompt, in blocks, that has at least `parts` of every block that the rules need.
 
     A part counts that is in the tier of that `level` already, though other ranks have yet to commit theirs. Of the
-    blocks before `first_block` only those groups count that every longer prefix needs.
+    blocks before `first_block` only those groups count that every longer prefix needs; where there is no such group,
+    neither do they need a row.
+
+    Args:
+        trie: the prompt's trie.
+        path: rows of the prompt's first blocks, as far as there are any.
+        parts: the parts that are asked about.
+        first_block: the writer has bytes from this block on.
+        level: the shared tier's.
     """
-    available = trie.available[path]
+    lasting = any(group.rule.lasting for group in trie.groups)
+    available = np.zeros(len(path) if lasting else max(len(path), first_block), np.uint8)
+    available[: len(path)] = trie.available[path]
     for group in trie.groups:
-        if not isinstance(group.rule, FullAttention):
+        if not group.rule.lasting:
             available[:first_block] |= np.uint8(group.mask)
-    if len(parts) == len(trie.part_bytes):
-        return trie.usable(path, available)
-    has = trie.slots[path, level] != NO_SLOT
-    has[:, [part for part in range(len(trie.part_bytes)) if part not in parts]] = True
-    for group in trie.groups:
-        available |= np.uint8(group.mask) * has[:, list(group.parts)].all(axis=1)
-    return trie.usable(path, available)
+    if len(parts) < len(trie.part_bytes):
+        has = trie.slots[path, level] != NO_SLOT
+        has[:, [part for part in range(len(trie.part_bytes)) if part not in parts]] = True
+        for group in trie.groups:
+            available[: len(path)] |= np.uint8(group.mask) * has[:, list(group.parts)].all(axis=1)
+    return longest_stored(trie.groups, available)

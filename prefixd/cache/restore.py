@@ -140,15 +140,11 @@ class _Entry:
             self._refuse_repeated(group)
         self._refuse_orphans()
         self._places = self._prompt_order()
-        groups_of: dict[int, list[RecordGroup]] = {}
-        tries: dict[int, Trie] = {}
-        for group in records.groups:
-            trie = self._trie(group)
-            if trie is not None:
-                tries[trie.ordinal] = trie
-                groups_of.setdefault(trie.ordinal, []).append(group)
-        for ordinal, trie in tries.items():
-            self._enter(trie, groups_of[ordinal], now_s)
+        tries = {trie.ordinal: trie for trie in self._tries if trie is not None}
+        for trie in tries.values():
+            groups = [group for group in records.groups if _fits(group, trie)]
+            if groups:
+                self._enter(trie, groups, now_s)
 
     def _refuse(self, rows: Bools, reason: str) -> None:
         rows = rows & self.sound
@@ -179,11 +175,6 @@ class _Entry:
         rows = np.zeros(len(self.sound), np.bool_)
         rows[group.rows] = ~self._fitting(group)[self._records.namespace[group.rows]]
         return rows
-
-    def _trie(self, group: RecordGroup) -> Trie | None:
-        """The trie of the group's sound records; all their namespaces have the same."""
-        fitting = np.flatnonzero(self._fitting(group))
-        return self._tries[fitting[0]] if len(fitting) else None
 
     def _refuse_repeated(self, group: RecordGroup) -> None:
         """Of the blocks with one key in a trie, the first one stays."""
@@ -235,10 +226,12 @@ class _Entry:
     def _enter(self, trie: Trie, groups: Sequence[RecordGroup], now_s: float) -> None:
         """Enters a trie's sound records, parents first, and their copies on disk.
 
-        A block and its parent may be in different groups: of one the disk has other parts than of the other.
+        A block and its parent may be in different groups: of one the disk has other parts than of the other. And a
+        group may have blocks of other tries, whose parts have the same sizes but other rules.
         """
         records = self._records
-        sound = np.sort(np.concatenate([group.rows[self.sound[group.rows]] for group in groups]))
+        ours = self.sound & np.array([its is trie for its in self._tries], np.bool_)[records.namespace]
+        sound = np.sort(np.concatenate([group.rows[ours[group.rows]] for group in groups]))
         ordered = sound[np.argsort(self._places[sound])]
         self._rows[ordered] = trie.take_rows(len(ordered))
         for start in range(0, len(sound), _CHUNK):

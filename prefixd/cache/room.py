@@ -5,6 +5,8 @@
    has no copy in the next tier down, and may go there, is copied there before: a demotion (paper
    `prefix_cache_long_term_memory`, IV.B).
 3. Where nothing can go down, what may vanish does.
+4. Last, where requests run, bytes go that a prefix needs which is likely to be asked for, but that nobody holds: of
+   blocks which somebody holds, or keeps, for a longer prefix.
 
 Several may make room in one tier at once: each holds the blocks that it has chosen, so nobody chooses them again; so
 does write-back. Who finds nothing to choose looks again when others have let go of what they held so, and waits for it
@@ -20,6 +22,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from prefixd.cache.disk_copies import DiskCopies
 from prefixd.cache.index.trie import Rows, Trie
@@ -107,7 +111,7 @@ class Room:
             Whether something went; False when nothing may go.
         """
         chances = self._chances[tier]
-        freed: int | None = await self._expire(tier, want, movement)
+        freed: int | None = await self._expire(tier, want, movement, likely=False)
         if not freed and (below := self._tiers.below(tier)) is not None:
             freed = await self._demote(tier, below, sizes, want, movement, ahead)
         if movement.dropped:  # what was not copied down for it stays where it is
@@ -115,14 +119,21 @@ class Room:
         if freed == 0:  # nothing can go down: drop what may vanish
             victims, with_page = await self._choose(tier, sizes, want, ahead, demotable=False)
             freed = await self._drop(tier, victims, with_page, movement)
+        if not freed and not self._making.get(tier):  # else others may let go of what can go down
+            freed = await self._expire_likely(tier, want, movement)
         if freed:
             self._chances[tier] += 1
             self._placement.changed.set()
             return True
-        return await self._others_give_a_chance(tier, chances, movement)
+        if await self._others_give_a_chance(tier, chances, movement):
+            return True
+        return await self._expire_likely(tier, want, movement) > 0
 
-    async def _expire(self, tier: Tier, want: int, movement: Movement) -> int:
-        expired = await find_expired(self._tries, tier.level, want)
+    async def _expire_likely(self, tier: Tier, want: int, movement: Movement) -> int:
+        return await self._expire(tier, want, movement, likely=True) if tier is self._tiers.compute else 0
+
+    async def _expire(self, tier: Tier, want: int, movement: Movement, *, likely: bool) -> int:
+        expired = await find_expired(self._tries, tier.level, want, likely=likely)
         if tier is self._tiers.durable:
             return await self._disk.drop_groups(expired, movement)
         return sum(self._placement.drop(trie, rows, tier, groups) for trie, rows, groups in expired)
@@ -199,6 +210,8 @@ class Room:
         """The next victims, and whether they leave with their pages."""
         choose, level = tier.choose_victims, tier.level
         if choose is None or not has_other_sizes(self._tries, level, sizes):
+            if choose is None:
+                want = _blocks_with_as_many_slots(self._tries, level, want * len(sizes))
             found = await find_victims(self._tries, level, want, self._policy, demotable=demotable, spare_copies=ahead)
             return found, False
         found = await find_page_victims(
@@ -234,3 +247,10 @@ class Room:
                 for wait in waits:
                     wait.cancel()
         return self._chances[tier] != before
+
+
+def _blocks_with_as_many_slots(tries: Sequence[Trie], tier: int, slots: int) -> int:
+    """How many blocks of `tier`, at least, have so many slots: more can be chosen afterwards, but none brought back."""
+    bit = np.uint8(1 << tier)
+    parts = [len(trie.part_bytes) for trie in tries if (trie.any_part[: trie.rows] & bit).any()]
+    return -(-slots // max(parts, default=1))

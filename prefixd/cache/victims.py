@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from prefixd.cache.groups import GroupMask
-from prefixd.cache.index.trie import TIERS, Rows, Trie
+from prefixd.cache.index.trie import NO_SLOT, TIERS, Rows, Trie
 from prefixd.cache.lowest_rows import LowestRows, Scores
 from prefixd.cache.scan import SCANNED_AT_ONCE, slices
 from prefixd.pacer import Pacer, give_way
@@ -25,9 +25,15 @@ _ROW_MASK = (1 << _ROW_BITS) - 1
 _SPARE = 64  # candidates beyond twice the number wanted, for those that may not go any more at the end
 
 
-async def find_expired(tries: Sequence[Trie], tier: int, want: int) -> list[tuple[Trie, Rows, GroupMask]]:
+async def find_expired(
+    tries: Sequence[Trie], tier: int, want: int, *, likely: bool = False
+) -> list[tuple[Trie, Rows, GroupMask]]:
     """Up to `want` blocks of each trie that have bytes in `tier` which only shorter prefixes need and nobody holds, the
-    least recently used first; with each the groups that may go."""
+    least recently used first; with each the groups that may go.
+
+    `likely`: those of prefixes that are likely to be asked for, too, as far as a longer prefix does without them.
+    """
+    groups_that_go = _unheld if likely else _expired
     pacer = Pacer(SCANNED_AT_ONCE)
     lowest: list[tuple[Trie, LowestRows]] = []
     for trie in tries:
@@ -35,14 +41,15 @@ async def find_expired(tries: Sequence[Trie], tier: int, want: int) -> list[tupl
             continue
         lowest.append((trie, LowestRows(2 * want + _SPARE)))
         for part in slices(trie.rows):
-            rows = part.start + np.flatnonzero(trie.expired[part] & trie.there[part, tier])
-            rows = rows[_expired(trie, rows, tier) != 0]
+            bytes_here = trie.there[part, tier]
+            rows = part.start + np.flatnonzero(bytes_here if likely else trie.expired[part] & bytes_here)
+            rows = rows[groups_that_go(trie, rows, tier) != 0]
             lowest[-1][1].offer(rows, trie.last_used[rows], rows)
             await pacer.worked(part.stop - part.start)
     found = []
     for trie, candidates in lowest:
         rows = candidates.ascending()
-        groups = _expired(trie, rows, tier)
+        groups = groups_that_go(trie, rows, tier)
         rows, groups = rows[groups != 0][:want], groups[groups != 0][:want]
         if len(rows):
             found.append((trie, rows, groups))
@@ -51,29 +58,41 @@ async def find_expired(tries: Sequence[Trie], tier: int, want: int) -> list[tupl
 
 def _expired(trie: Trie, rows: Rows, tier: int) -> GroupMask:
     """[len(rows)]: the groups of each block whose bytes in `tier` only shorter prefixes need and nobody holds."""
-    groups: GroupMask = trie.expired[rows] & trie.there[rows, tier]
+    return _without_held(trie, rows, tier, trie.expired[rows] & trie.there[rows, tier])
+
+
+def _unheld(trie: Trie, rows: Rows, tier: int) -> GroupMask:
+    """[len(rows)]: the groups of each block with bytes in `tier` that longer prefixes do without, and nobody holds."""
+    groups = np.where(trie.pinned[rows], np.uint8(0), trie.there[rows, tier] & np.uint8(trie.partial_groups))
+    return _without_held(trie, rows, tier, groups)
+
+
+def _without_held(trie: Trie, rows: Rows, tier: int, groups: GroupMask) -> GroupMask:
     for group in trie.groups:
         groups &= ~np.where(trie.holds[rows, tier, group.bit] > 0, np.uint8(group.mask), np.uint8(0))
     return groups
 
 
-async def can_free(tries: Sequence[Trie], tier: int, blocks: int, *, demotable: bool) -> bool:
-    """Whether evictions, one after the other, can free the room of so many blocks in `tier`.
+async def can_free(tries: Sequence[Trie], tier: int, slots: int, *, demotable: bool) -> bool:
+    """Whether evictions, one after the other, can free so many slots in `tier`.
 
     A scan in slices, which ends where there are enough. Others use the tries between two slices, so it is an estimate.
     """
     bit, pacer = np.uint8(1 << tier), Pacer(SCANNED_AT_ONCE)
     for trie in list(tries):
         for part in slices(trie.rows):
-            if blocks <= 0:
+            if slots <= 0:
                 return True
             rows = part.start + np.flatnonzero(trie.any_part[part] & bit)
             goes = ~trie.held(rows, tier)
             if not demotable:
                 goes &= (trie.any_part[rows] != bit) | ((trie.keep[rows] == 0) & ~trie.pinned[rows])
-            blocks -= int(np.count_nonzero(goes))
+            slots -= int(np.count_nonzero(trie.slots[rows[goes], tier] != NO_SLOT))
+            if trie.has_rules:
+                groups = _unheld(trie, rows[~goes], tier)
+                slots -= int(np.count_nonzero((groups[:, None] & trie.part_mask) != 0))
             await pacer.worked(part.stop - part.start)
-    return blocks <= 0
+    return slots <= 0
 
 
 async def find_victims(

@@ -146,7 +146,8 @@ class WriteBack:
         while len(rows):  # device memory reaches the disk through the pinned arena, as much at a time as fits
             batch = rows[:_BATCH]
             with self._holds.hold("flush", trie, batch, shared):
-                there = await mover.bring(trie, batch, shared, urgency=Urgency.WRITE_BACK)
+                wanted = trie.wanted(batch, source.level)
+                there = await mover.bring(trie, batch, shared, wanted, urgency=Urgency.WRITE_BACK)
                 written += await mover.write(trie, batch[:there], shared, Urgency.WRITE_BACK)
             if not there:
                 mover.lost["no room in the CPU tier to write back through"] += len(rows)
@@ -223,6 +224,7 @@ class WriteBack:
             return []
         want = min(lacking_bytes // min(tier.footprint(trie.part_bytes) for trie in mover.tries), _LOOKED_AT)
         victims = await find_victims(mover.tries, tier.level, want, mover.policy, demotable=True)
-        here, there = np.uint8(1 << tier.level), np.uint8(1 << below.level)
-        chosen = [(trie, rows[(trie.complete[rows] & here) != 0]) for trie, rows in victims]
-        return [(trie, rows[(trie.any_part[rows] & there) == 0]) for trie, rows in chosen]
+        return [
+            (trie, rows[(trie.wanted(rows, tier.level) & ~trie.there[rows, below.level]) != 0])
+            for trie, rows in victims
+        ]

@@ -113,6 +113,12 @@ def print_stats(stats: admin_pb2.StatsResponse) -> None:
             )
         if worker.block_tokens_reason:
             out.print(Text(f"block size: {worker.block_tokens_reason}", style="yellow"))
+    if stats.worker.HasField("states"):
+        states = worker.states
+        out.print(
+            f"states: {states.kept_states:,} kept ({size(states.kept_bytes)}), {states.resumed_runs:,} runs resumed "
+            f"from one, {states.resumed_tokens:,} tokens not computed for that"
+        )
     if queue.preempted_requests:
         out.print(
             f"preempted: {queue.preempted_requests:,} requests, {queue.swapped_requests:,} swapped "
@@ -201,11 +207,12 @@ def _session_table(sessions: Iterable[admin_pb2.SessionStats]) -> Table:
 
 def print_prefixes(prefixes: Iterable[admin_pb2.PrefixInfo], total: int) -> None:
     """The list of prefixes, most recently used first."""
+    prefixes = list(prefixes)
     numbers = ("tokens", "size", "gpu", "cpu", "disk", "idle")
-    made = table("prefix", "namespace", *numbers, "", right=numbers, fold=("namespace",))
-    shown = 0
+    groups = ("groups",) if any(_has_rules(prefix.groups) for prefix in prefixes) else ()
+    made = table("prefix", "namespace", *numbers, *groups, "", right=numbers, fold=("namespace", "groups"))
+    shown = len(prefixes)
     for prefix in prefixes:
-        shown += 1
         made.add_row(
             prefix.key[:KEY_DIGITS],
             Text(prefix.namespace_name),
@@ -213,6 +220,7 @@ def print_prefixes(prefixes: Iterable[admin_pb2.PrefixInfo], total: int) -> None
             size(prefix.nbytes),
             *(str(blocks or "-") for blocks in (prefix.gpu_blocks, prefix.cpu_blocks, prefix.disk_blocks)),
             duration(prefix.idle_s),
+            *([Text(_group_counts(prefix.groups))] if groups else []),
             _marks(prefix.pinned, prefix.held),
         )
     out = console()
@@ -228,6 +236,22 @@ def _marks(pinned: bool, held: int) -> str:
     return ", ".join([*(["pinned"] if pinned else []), *([f"held {held}x"] if held else [])])
 
 
+def _has_rules(groups: Sequence[admin_pb2.GroupInfo]) -> bool:
+    """Whether there is more to say of them than that a prefix needs all."""
+    return len(groups) > 1 or any(group.rule != "full attention" for group in groups)
+
+
+def _group_name(group: admin_pb2.GroupInfo) -> str:
+    """`full`, `full +7` where many parts follow one rule."""
+    others = len(group.names) - 1
+    return (group.names[0] if group.names else "") + (f" +{others}" if others > 0 else "")
+
+
+def _group_counts(groups: Sequence[admin_pb2.GroupInfo]) -> str:
+    """`full 10, window 2`: the blocks that are there of each."""
+    return ", ".join(f"{_group_name(group)} {group.blocks}" for group in groups) if _has_rules(groups) else ""
+
+
 def print_inspection(inspection: admin_pb2.InspectResponse, *, tokens: bool) -> None:
     """One prefix, block by block."""
     prefix = inspection.prefix
@@ -236,20 +260,35 @@ def print_inspection(inspection: admin_pb2.InspectResponse, *, tokens: bool) -> 
     out.print(
         f"{prefix.tokens:,} tokens in {prefix.blocks} blocks, {size(prefix.nbytes)}, idle {duration(prefix.idle_s)}"
     )
+    if _has_rules(prefix.groups):
+        for group in prefix.groups:
+            each = f"{size(group.block_bytes)} a block, {group.blocks} of {prefix.blocks} blocks"
+            out.print(Text(f"{_group_name(group)}: {group.rule}, {each}"))
+    by_group = len(prefix.groups) > 1
     numbers = ("block", "size", "children")
-    columns = ("block", "key", "tiers", "size", "children", "", *(["token ids"] if tokens else []))
+    places = [_group_name(group) for group in prefix.groups] if by_group else ["tiers"]
+    columns = ("block", "key", *places, "size", "children", "", *(["token ids"] if tokens else []))
     made = table(*columns, right=numbers, fold=("token ids",))
     for block in inspection.blocks:
         made.add_row(
             str(block.index),
             block.key[:KEY_DIGITS],
-            " ".join(tier_name(tier) for tier in block.tiers),
+            *(_tiers_by_group(block, len(prefix.groups)) if by_group else [_tier_names(block.tiers)]),
             size(block.nbytes),
             str(block.children),
             _marks(block.pinned, block.held),
             *([" ".join(map(str, block.token_ids))] if tokens else []),
         )
     out.print(made)
+
+
+def _tier_names(tiers: Iterable[int]) -> str:
+    return " ".join(tier_name(tier) for tier in tiers)
+
+
+def _tiers_by_group(block: admin_pb2.BlockInfo, groups: int) -> list[str]:
+    """Of each KV group the tiers that have it: `cpu disk`, or `-`."""
+    return [_tier_names(entry.tier for entry in block.there if group in entry.groups) or "-" for group in range(groups)]
 
 
 def print_verification(

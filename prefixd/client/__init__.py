@@ -41,7 +41,8 @@ from prefixd.client.inference import (
     Tokens,
 )
 from prefixd.client.leases import AsyncLease, AsyncReservation
-from prefixd.client.spec import MatchResult, NamespaceSpec, PartSpec, SlidingWindow, StoreResult, Tier, TierRun
+from prefixd.client.rules import ChunkedWindow, CrossAttention, RecurrentState, Rule, SlidingWindow, VisionEmbedding
+from prefixd.client.spec import MatchResult, NamespaceSpec, PartSpec, StoreResult, Tier, TierRun
 from prefixd.client.sync import Cache, Client, Lease, Reservation
 
 __all__ = [
@@ -56,9 +57,11 @@ __all__ = [
     "BufferSizeError",
     "Cache",
     "CallTimeout",
+    "ChunkedWindow",
     "Client",
     "ClientClosed",
     "ClientError",
+    "CrossAttention",
     "ExhaustedError",
     "FinishReason",
     "Finished",
@@ -73,7 +76,9 @@ __all__ = [
     "PartSpec",
     "PermissionDeniedError",
     "PreconditionError",
+    "RecurrentState",
     "Reservation",
+    "Rule",
     "SequenceFinished",
     "ServerError",
     "ServerUnavailable",
@@ -84,5 +89,6 @@ __all__ = [
     "TokenLogprobs",
     "Tokens",
     "UnsupportedError",
+    "VisionEmbedding",
     "default_address",
 ]

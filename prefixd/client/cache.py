@@ -100,8 +100,12 @@ class AsyncCache:
     ) -> AsyncReservation:
         """Slots for the blocks of `tokens` that are not cached, from the first missing one on.
 
-        `first_block` says from where on the caller has bytes: window bytes of the blocks before it may be missing. A
-        reservation that begins before it cannot be filled: other bytes of these blocks are not cached either.
+        `first_block` says from where on the caller has bytes: of the blocks before it, bytes may be missing that longer
+        prefixes do not need (windows, chunks, states). A reservation that begins before it cannot be filled: other
+        bytes of these blocks are not cached either.
+
+        `parts` are indexes into the namespace's parts (None: all). A block that is cached without them gets slots for
+        them alone: so a state is given for the few blocks that have one, after the other parts of all blocks.
 
         There may be fewer slots than blocks when room is short; `ExhaustedError` when there is room for none. Waits
         while the daemon has as much to write to disk as it may. The reservation lives for `ttl_s` seconds (None: the

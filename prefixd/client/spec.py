@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from prefixd.client.errors import InvalidArgumentError, ServerError
+from prefixd.client.rules import Rule
 from prefixd.v1 import cache_pb2
 
 
@@ -18,17 +19,6 @@ class Tier(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class SlidingWindow:
-    """The rule of layers in which a token attends to the last `tokens` tokens only, itself included."""
-
-    tokens: int
-
-    def to_proto(self) -> cache_pb2.Rule:
-        """The rule as the contract has it."""
-        return cache_pb2.Rule(sliding_window=cache_pb2.SlidingWindow(tokens=self.tokens))
-
-
-@dataclass(frozen=True, slots=True)
 class PartSpec:
     """The bytes of one block that belong to one (KV group, tensor-parallel rank): `nbytes` of them.
 
@@ -38,7 +28,7 @@ class PartSpec:
     group: str
     rank: int
     nbytes: int
-    rule: SlidingWindow | None = None
+    rule: Rule | None = None
 
     def to_proto(self) -> cache_pb2.Part:
         """The part as the contract has it."""

@@ -70,10 +70,11 @@ async def put(
             session_id=session.session_id, namespace_id=namespace.namespace_id, token_ids=prompt
         )
         cached: int = (await connection.call(connection.cache.Match, match)).blocks
-        if cached < first_block:
+        # A match speaks of all parts together and of what a reader of its length needs: of single parts, and of what
+        # may be missing before `first_block`, it is the daemon that knows.
+        if cached < first_block and not parts and not any(part.rule for part in namespace.spec.parts):
             raise gap_error(cached, first_block)
-        # A match speaks of all parts together, so of single parts it is the daemon that knows which are missing.
-        start = first_block if parts else cached
+        start = first_block if parts else max(first_block, cached)
         if start >= total:
             return None if durable else StoreResult(0, total - first_block)
         header = cache_pb2.PutHeader(

@@ -28,7 +28,7 @@ from prefixd.server.dispatcher import Dispatcher
 from prefixd.server.request import Ended, FinishReason, NewTokens, Request
 from prefixd.server.served_model import ServedModel
 from prefixd.server.tokenization import TokenIds, TooManyTokensError, need_codec
-from prefixd.worker.protocol import frames_needed
+from prefixd.worker.protocol import blocks_needed
 from prefixd_scheduler import QueuedRequest, QueueFullError
 
 LONGEST_REQUEST_ID = 256
@@ -131,19 +131,19 @@ class Generation:
         seed = params.seed if params.seed is not None else secrets.randbits(63)
         room = model.hello.max_model_tokens - len(ids)
         samplings = [params.sampling(index, seed, room) for index in range(params.sequences)]
-        block_tokens = model.hello.block_tokens
+        block_tokens, frame_bytes = model.hello.block_tokens, model.hello.frame_bytes
         longest = len(ids) + samplings[0].max_tokens
         if searched := samplings[0].beams:
-            blocks = frames_needed(len(ids), samplings[0].max_tokens, searched, block_tokens)
-            if blocks > model.frames:
+            blocks = blocks_needed(len(ids), samplings[0].max_tokens, searched, block_tokens)
+            if (frames := blocks * model.kv.block_frames) > model.frames:
                 raise ExhaustedError(
-                    f"a search with {searched} beams needs {blocks} blocks, but the GPU tier holds {model.frames}; "
-                    f"narrow the search, lower max_tokens or {_LARGER_TIER}"
+                    f"a search with {searched} beams needs {frames * frame_bytes} bytes, but the GPU tier holds "
+                    f"{model.frames * frame_bytes}; narrow the search, lower max_tokens or {_LARGER_TIER}"
                 )
-        elif longest > model.frames * block_tokens:
+        elif (frames := model.kv.most_frames(-(-longest // block_tokens))) > model.frames:
             raise ExhaustedError(
-                f"prompt and output need up to {longest} tokens, but the GPU tier holds "
-                f"{model.frames * block_tokens}; shorten the prompt, lower max_tokens or {_LARGER_TIER}"
+                f"prompt and output, up to {longest} tokens, need up to {frames * frame_bytes} bytes, but the GPU tier "
+                f"holds {model.frames * frame_bytes}; shorten the prompt, lower max_tokens or {_LARGER_TIER}"
             )
         namespace = self._cache.register(model.salted(params.salt))
         arrival_s, tokens = self._clock(), ids.tobytes()
@@ -161,6 +161,7 @@ class Generation:
                     prompt_tokens=len(ids),
                     sampling=sampling,
                     queued=QueuedRequest(number, arrival_s, len(ids), priority=params.priority),
+                    kv=model.kv,
                     events=inbox.sink(index),
                     fork_of=requests[0].id if requests else -1,
                 )

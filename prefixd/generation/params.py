@@ -203,6 +203,11 @@ def _check_sequences(params: GenerateParams, model: ServedModel) -> None:
 
 
 def _check_beams(params: GenerateParams, width: int, model: ServedModel) -> None:
+    if model.kv.state_frames:
+        raise UnsupportedError(
+            "this model has layers with a state, which a beam search would have to copy for every beam; "
+            "leave beam_search out"
+        )
     if not 1 <= width <= MOST_BEAMS:
         raise InvalidArgumentError(f"beam_search.width is {width}; it must be between 1 and {MOST_BEAMS}")
     if params.answers > width:

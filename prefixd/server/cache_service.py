@@ -14,12 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 import prefixd
-from prefixd.cache import Lease, NamespaceSpec, PartSpec, Reservation, SlidingWindowSpec, TieredCache, Trie
+from prefixd.cache import Lease, NamespaceSpec, PartSpec, Reservation, TieredCache, Trie
 from prefixd.cache.cache import NO_OFFSET
 from prefixd.cache.index.trie import Rows
 from prefixd.errors import InvalidArgumentError, PreconditionError, UnavailableError
 from prefixd.pacer import Pacer, give_way
 from prefixd.server.rpc import Context, abort, deliver, granting, outlive, streaming, unary
+from prefixd.server.rule_messages import rule_spec
 from prefixd.v1 import cache_pb2 as pb
 from prefixd.v1 import cache_pb2_grpc
 
@@ -89,7 +90,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         spec = NamespaceSpec(
             name=wanted.name,
             block_tokens=wanted.block_tokens,
-            parts=tuple(PartSpec(part.group, part.rank, part.nbytes, _rule(part)) for part in wanted.parts),
+            parts=tuple(PartSpec(part.group, part.rank, part.nbytes, rule_spec(part)) for part in wanted.parts),
             salt=wanted.salt,
             dtype=wanted.dtype,
             layout=wanted.layout,
@@ -275,7 +276,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         known = reservation if isinstance(reservation, int) else reservation.first_block
         if known < header.first_block:
             self._give_back(reservation)
-            raise InvalidArgumentError(
+            raise PreconditionError(
                 f"the stream begins at block {header.first_block}, but only {known} blocks before it are cached; "
                 f"begin at block {known} or earlier"
             )
@@ -368,10 +369,3 @@ async def tier_runs(trie: Trie, path: Rows) -> list[pb.TierRun]:
         runs.append(pb.TierRun(tier=pb.Tier.Name(tier + 1), blocks=blocks))
         await pacer.worked(1)
     return runs
-
-
-def _rule(part: pb.Part) -> SlidingWindowSpec | None:
-    """The rule that a part asks for; None for full attention."""
-    if part.rule.WhichOneof("kind") == "sliding_window":
-        return SlidingWindowSpec(part.rule.sliding_window.tokens)
-    return None

@@ -20,18 +20,22 @@ import numpy as np
 
 from prefixd.cache import TieredCache
 from prefixd.cache.cache import Claim
+from prefixd.cache.index.trie import NO_SLOT
 from prefixd.errors import ExhaustedError, PrefixdError, UnavailableError
 from prefixd.pacer import SLICE_ROWS, Pacer, give_way
 from prefixd.server.concurrency_limit import ConcurrencyLimit
 from prefixd.server.frame_budget import FrameBudget
 from prefixd.server.frame_holders import name_holders
+from prefixd.server.kv_shape import ONE_FRAME
 from prefixd.server.preemption import Preemption, PreemptionMode
 from prefixd.server.prefetcher import Prefetcher
 from prefixd.server.request import Ended, Event, NewTokens, Request, RequestState
-from prefixd.server.run import Run
+from prefixd.server.run import Run, RunStates
+from prefixd.server.state_keeping import StateKeeping, StatePolicy
 from prefixd.server.tracker import PrefixTracker
 from prefixd.worker.protocol import Cancel, Done, Extend, KvUsage, Start, Step, ToWorker
 from prefixd_scheduler import CostModel, RequestQueue
+from prefixd_swap import FramePool
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +64,7 @@ class Dispatcher:
         recompute_if_slower: compute a cached prefix again where loading it would take longer.
         preemption: where the KV of a preempted request goes; see `preemption.py`.
         caching: False neither finds nor keeps anything.
+        states: which states are kept of a model that has any.
     """
 
     def __init__(
@@ -75,12 +80,15 @@ class Dispatcher:
         recompute_if_slower: bool = True,
         preemption: PreemptionMode = "auto",
         caching: bool = True,
+        states: StatePolicy | None = None,
     ) -> None:
         self.queue = queue
         self.waiting: dict[int, Request] = {}
         self.running: dict[int, Request] = {}
         self.finished = self.resumed = 0
         self.kv = KvUsage()
+        self.least_frames = ONE_FRAME.least_frames
+        """Frames that the smallest request of the worker's model needs; set with the GPU tier."""
         self._cache = cache
         self._mover = cache.mover
         self._tracker = PrefixTracker(cache, queue, caching=caching)
@@ -90,6 +98,7 @@ class Dispatcher:
         self._concurrency = ConcurrencyLimit(max_running, cache.tiers.troubles, self._look)
         self._look_ahead = look_ahead
         self._caching = caching
+        self.states = StateKeeping(cache, states or StatePolicy())
         self._budget = FrameBudget()
         self._pacer = Pacer(SLICE_ROWS)
         self._prefetcher = Prefetcher(
@@ -163,11 +172,11 @@ class Dispatcher:
         """The GPU tier has more or fewer frames, or is about to have fewer."""
         self._look()
 
-    def begun_blocks(self) -> int:
-        """The most blocks that a request may come to which runs, or did and was put back: it can end with so many."""
+    def begun_frames(self) -> int:
+        """The most frames that a request may come to which runs, or did and was put back: it can end with so many."""
         begun = [*self.running.values(), *self._interrupted.values()]
         begun += [request for request in self.waiting.values() if request.handed_over_s is not None]
-        return max((request.most_blocks for request in begun), default=0)
+        return max((request.most_frames for request in begun), default=0)
 
     # -- callers' side ------------------------------------------------------------------------------------------
 
@@ -238,6 +247,8 @@ class Dispatcher:
             # The last token that was sampled is in no memory yet.
             request.run.computed_tokens = request.chain.tokens - 1 if update.tokens else filled_tokens
             self._record(request, update.filled_blocks)
+            self.states.stepped(request, update.kept)
+            self._let_go_of_passed(request)
             self._want_frame(request)
         self._look()
 
@@ -247,6 +258,7 @@ class Dispatcher:
         if request is None:
             return
         self._computing.pop(request.id, None)
+        self.states.ended(request, done.tail_blocks)
         if request.state is RequestState.WITHDRAWN:
             request.let_go()
         elif request.state is RequestState.PREEMPTING and done.reason == "cancelled":
@@ -333,13 +345,14 @@ class Dispatcher:
                 self._prefetcher.hurry(request)
             if request.state not in _QUEUED or not self._is_current(request):
                 continue  # it was cancelled while others ran, or its prefix is on its way up
-            if request.most_blocks > frames:  # it fitted when it came, and the tier has shrunk since
-                self._withdraw(request, _never_fits(request, frames))
+            if request.most_frames > frames:  # it fitted when it came, and the tier has shrunk since
+                self._withdraw(request, _never_fits(request, self._cache.tiers.frames))
                 continue
             if self.preemption.waits(request, self.running.values()):
                 await self._prefetcher.unstage_ready(window[place:])
                 break
-            left -= request.blocks - len(request.rows) + self._budget.weigh(request.trie, request.rows)
+            left -= request.first_frames
+            left -= self._budget.weigh(request.trie, request.rows, request.wanted)
             if left < 0:
                 await self._prefetcher.unstage_ready(window[place:])
                 break
@@ -375,6 +388,8 @@ class Dispatcher:
 
     def _is_computed(self, request: Request) -> bool:
         """Whether a running request computes the next block of this one's prefix, or one after that."""
+        if request.kv.state_frames:
+            return self._is_state_computed(request)
         for other in self._computing.values():
             block = max(len(request.rows), len(other.rows))
             if (
@@ -387,6 +402,25 @@ class Dispatcher:
                 return True
         return False
 
+    def _is_state_computed(self, request: Request) -> bool:
+        """As `_is_computed`: whether a running request will keep a state from which this one can resume.
+
+        Without a state it has to compute those tokens itself, whoever computes them as well.
+        """
+        for other in self.running.values():
+            states = other.run.states
+            if states is None or request.namespace is not other.namespace:
+                continue
+            for blocks in states.keep:
+                last = blocks - 1
+                if (
+                    len(request.rows) < blocks <= request.usable_blocks
+                    and request.chain.block(last) == other.chain.block(last)  # hashes only what may be equal
+                    and request.chain.key(last) == other.chain.key(last)
+                ):
+                    return True
+        return False
+
     async def _hand_over(self, request: Request) -> bool:
         """Gives the request to the worker; False when there are no frames for it."""
         if self._prefetcher.grew(request):
@@ -394,11 +428,19 @@ class Dispatcher:
             self._look()
             return True
         cached = len(request.rows)
-        fresh = await self._mover.take_frames(request.blocks - cached)
+        size, first_frames = request.kv.state_frames, request.first_frames
+        keep = self.states.chosen(request) if size and self._caching else []
+        extra = size * (len(keep) + (self._caching and self.states.keeps_tails))
+        fresh = None
+        if extra and request.most_frames + extra <= self._cache.tiers.frames.lasting:
+            fresh = await self._mover.take_frames(first_frames + extra)
+        if fresh is None:  # it runs all the same, and no state is kept of it
+            keep, extra = [], 0
+            fresh = await self._mover.take_frames(first_frames)
         if fresh is None:
             return False
         gone = request.state is not RequestState.READY or not self._taking  # cancelled, or the worker died, meanwhile
-        if gone or request.most_blocks > self._cache.tiers.frames.lasting:  # or the tier shrinks below what it may need
+        if gone or request.most_frames > self._cache.tiers.frames.lasting:  # or the tier shrinks below what it may need
             self._cache.tiers.compute.free(fresh)
             self._look()
             return True
@@ -406,10 +448,21 @@ class Dispatcher:
         self.queue.remove(request.id)
         del self.waiting[request.id]
         self.running[request.id] = request
-        frames = [*request.trie.slots[request.rows, self._cache.tiers.compute.level, 0].tolist(), *fresh]
         computes = request.usable_blocks if self._caching else 0
-        self._prefetcher.hand_over(request, Run(frames, computes, recording=self._caching), fresh)
+        of_blocks = fresh[: first_frames - size]
+        states = _share_out(fresh[first_frames - size :], size, keep)
+        resume = self._resume_from(request)
+        run = Run(
+            [*self._homes_of_prefix(request), *of_blocks],
+            computes,
+            self._caching,
+            request.kv.block_frames,
+            states,
+        )
+        self._prefetcher.hand_over(request, run, fresh)
         self.preemption.resumed(request, cached)
+        if states is not None:
+            self.states.handed_over(request)
         if cached < computes:
             self._computing[request.id] = request
         request.handed_over_s = request.handed_over_s or self._clock()
@@ -421,12 +474,28 @@ class Dispatcher:
                 tokens=request.chain.token_ids,
                 generated=request.generated,
                 cached_blocks=cached,
-                frames=list(frames),
+                frames=list(run.frames),
                 sampling=request.sampling,
-                fork_of=request.fork_of if request.fork_of in self.running else -1,
+                state=None if states is None else states.frames_for_worker(resume),
+                fork_of=request.fork_of if request.kv.plain and request.fork_of in self.running else -1,
             )
         )
         return True
+
+    def _homes_of_prefix(self, request: Request) -> list[int]:
+        """Where what is held of its cached blocks lies; -1 for the rest, which may go while it runs."""
+        trie, parts = request.trie, request.kv.block_frames
+        slots = trie.slots[request.rows, self._cache.tiers.compute.level, :parts]
+        if request.wanted is not None:
+            slots = np.where((request.wanted[:, None] & trie.part_mask[:parts]) != 0, slots, NO_SLOT)
+        homes: list[int] = slots.ravel().tolist()
+        return homes
+
+    def _resume_from(self, request: Request) -> list[int]:
+        """Where the state after its cached blocks lies."""
+        slots = request.trie.slots[request.rows[-1:], self._cache.tiers.compute.level, request.kv.block_frames :]
+        frames: list[int] = slots.ravel().tolist()
+        return frames
 
     def _count(self, request: Request) -> None:
         found = request.hit_tokens or [0] * len(self._cache.counters.hit_tokens)
@@ -447,29 +516,43 @@ class Dispatcher:
         run, first = request.run, len(request.rows)
         if run.recording and first < filled:
             parent = int(request.rows[-1]) if first else request.namespace.root
-            frames = run.frames[first:filled]
-            rows, taken = self._cache.record(request.namespace, parent, request.chain, first, frames)
-            request.footprint.record(rows, compress(frames, taken.tolist()))
-            run.recording = len(rows) == len(frames)
+            homes, trie = run.homes(first, filled), request.trie
+            rows, taken = self._cache.record(request.namespace, parent, request.chain, first, homes, filled - first)
+            wanted, groups = None, int(np.bitwise_or.reduce(trie.part_mask[: run.block_frames]))
+            if trie.has_rules:
+                wanted = np.full(len(rows), groups, np.uint8)
+            request.footprint.record(rows, compress(homes, taken.tolist()), wanted)
+            self._mover.placement.extend(trie, request.rows, groups, self.states.ends(request))
+            run.recording = len(rows) == filled - first
         if not run.recording or len(request.rows) >= run.computes:
             self._computing.pop(request.id, None)
 
+    def _let_go_of_passed(self, request: Request) -> None:
+        """Lets go of what the windows of a run have passed: its blocks' bytes stay as cache while there is room."""
+        run, part_mask = request.run, request.trie.part_mask
+        if request.kv.windowed and not request.sampling.beams:  # beams begin with all of their prompt
+            for first, last, passed in request.kv.passed(run.computed_tokens):
+                blocks, homes = run.pass_blocks(first, last, passed)
+                if homes:
+                    request.footprint.let_go(blocks, int(part_mask[first]), homes)
+
     def _want_frame(self, request: Request) -> None:
-        """Asks for the next frame a block ahead of need."""
-        left = request.sampling.max_tokens - request.generated
+        """Asks for the next frames a block ahead of need."""
         if request.sampling.beams:
             return  # it has frames for all of its search
-        if left > 0 and request.state is RequestState.RUNNING:
-            room = len(request.run.frames) * request.trie.block_tokens - request.chain.tokens
-            if room < min(left, request.trie.block_tokens):
-                request.starve()
+        left = request.sampling.max_tokens - request.generated
+        if left > 0 and request.state is RequestState.RUNNING and request.wanted_blocks > request.run.blocks:
+            request.starve()
 
     async def _extend_starved(self) -> bool:
         """Gives frames to those that run and need them; False when one gets none: then no other gets any."""
         starved = [r for r in self.running.values() if r.state is RequestState.STARVED]
         for request in self.preemption.in_rank(starved):
-            frames = await self._mover.take_frames(1)
-            if request.state is not RequestState.STARVED or request.id not in self.running:
+            if not self._starves(request):
+                continue  # it ended while the others got theirs
+            blocks = request.wanted_blocks - request.run.blocks
+            frames = await self._mover.take_frames(blocks * request.kv.block_frames)
+            if not self._starves(request):
                 if frames:
                     self._cache.tiers.compute.free(frames)
             elif frames is None:
@@ -482,6 +565,9 @@ class Dispatcher:
                 request.extend(frames)
                 self._send(Extend(request.id, frames))
         return True
+
+    def _starves(self, request: Request) -> bool:
+        return request.state is RequestState.STARVED and request.id in self.running
 
     def _preempt(self) -> None:
         """Frees frames by taking a request back from the worker, unless frames are about to be free."""
@@ -501,7 +587,7 @@ class Dispatcher:
         elif self._clock() - self._lacking[1] >= _PATIENCE_S:
             self._lacking = None
             error = ExhaustedError(
-                f"the gpu tier had no block for the request for {_PATIENCE_S:g} s, though no other runs: "
+                f"the gpu tier had no frame for the request for {_PATIENCE_S:g} s, though no other runs: "
                 f"{name_holders(self._cache)}; unpin blocks, end who holds them, or make the tiers larger"
             )
             if request.on_worker:
@@ -530,12 +616,23 @@ class Dispatcher:
         self._wake.set()
 
 
-def _never_fits(request: Request, frames: int) -> ExhaustedError:
-    block_tokens = request.trie.block_tokens
+def _never_fits(request: Request, pool: FramePool) -> ExhaustedError:
+    tokens, frame_bytes = request.most_blocks * request.trie.block_tokens, pool.frame_bytes
     return ExhaustedError(
-        f"prompt and output need up to {request.most_blocks * block_tokens} tokens, but the GPU tier was resized and "
-        f"holds {frames * block_tokens}; shorten the prompt, lower max_tokens or resize the tier"
+        f"prompt and output, up to {tokens} tokens, need up to {request.most_frames * frame_bytes} bytes of the GPU "
+        f"tier, which was resized to {pool.lasting * frame_bytes}; shorten the prompt, lower max_tokens or resize the "
+        "tier"
     )
+
+
+def _share_out(frames: list[int], size: int, keep: list[int]) -> RunStates | None:
+    """Gives a run's states, of `size` frames each, their frames: its own, those to be kept, and the tail's if any are
+    left."""
+    if not size:
+        return None
+    states = [frames[start : start + size] for start in range(0, len(frames), size)]
+    own, kept, tail = states[0], states[1 : 1 + len(keep)], states[1 + len(keep) :]
+    return RunStates(own, dict(zip(keep, kept, strict=True)), tail[0] if tail else [])
 
 
 def _last_event(request: Request, done: Done) -> Event:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from prefixd.cache import TieredCache, Trie
+from prefixd.cache.groups import GroupMask
 from prefixd.cache.index.trie import Rows
 from prefixd.server.frame_budget import FrameBudget
 
@@ -18,6 +19,9 @@ class Footprint:
     own                                [ 902  903 ]    in flight: in no trie yet
     ```
 
+    Of the blocks that were found, the bytes are held that the rules of the KV groups need; while the request runs, it
+    lets go of what its windows have passed.
+
     The hold is taken here, when the request is staged, and ended by `end`, whatever happened in between. The frames
     count in the budget unless the request can be made to give them up (`yield_frames`).
 
@@ -26,32 +30,45 @@ class Footprint:
         budget: counts the frames.
         owner: whose footprint it is, for people.
         trie: of the blocks.
-        rows: blocks from the prompt's first on; they are in the GPU tier or will be brought there.
+        rows: blocks from the prompt's first on; what they need is in the GPU tier or will be brought there.
     """
 
     def __init__(self, cache: TieredCache, budget: FrameBudget, owner: str, trie: Trie, rows: Rows) -> None:
         self._cache = cache
         self._budget = budget
+        self._owner = owner
         self._trie = trie
-        self._hold = cache.mover.placement.holds.hold(owner, trie, rows, cache.tiers.compute)
         self._counted = True
         self.own: set[int] = set()
-        budget.add(trie, rows)
+        self._begin(rows)
+
+    def _begin(self, rows: Rows) -> None:
+        wanted = self._trie.needed(len(rows)) if self._trie.has_rules else None
+        self._hold = self._cache.mover.placement.holds.hold(
+            self._owner, self._trie, rows, self._cache.tiers.compute, wanted
+        )
+        if self._counted:
+            self._budget.add(self._trie, rows, wanted)
 
     @property
     def rows(self) -> Rows:
         """The blocks held."""
         return self._hold.rows
 
+    @property
+    def wanted(self) -> GroupMask | None:
+        """The KV groups of each of these blocks whose bytes are held; None for all."""
+        return self._hold.wanted
+
     def yield_frames(self) -> None:
         """The request can give its frames up from now on."""
-        self._budget.remove(self.rows)
+        self._budget.remove(self._trie, self.rows, self.wanted)
         self._counted = False
 
     def claim_frames(self, own: Iterable[int]) -> None:
         """The request keeps its frames from now on, and gets these, in flight, for itself."""
         self.own.update(own)
-        self._budget.add(self._trie, self.rows, len(self.own))
+        self._budget.add(self._trie, self.rows, self.wanted, len(self.own))
         self._counted = True
 
     def extend(self, own: list[int]) -> None:
@@ -59,22 +76,49 @@ class Footprint:
         self.own.update(own)
         self._budget.taken += len(own)
 
-    def record(self, rows: Rows, given: Iterable[int]) -> None:
-        """Adds blocks that the worker has filled and the trie has now, and with them the `given` frames."""
+    def record(self, rows: Rows, given: Iterable[int], wanted: GroupMask | None = None) -> None:
+        """Adds blocks that the worker has filled and the trie has now, with their `wanted` groups, and with them the
+        `given` frames."""
         before = len(self.own)
         self.own.difference_update(given)
-        self._hold.extend(rows)
-        self._budget.add(self._trie, rows, len(self.own) - before)
+        self._hold.extend(rows, wanted)
+        self._budget.add(self._trie, rows, wanted, len(self.own) - before)
+
+    def let_go(self, blocks: slice, groups: int, frames: Sequence[int] = ()) -> None:
+        """Lets go of what some KV groups, a mask, have of some blocks, and frees those of the `frames` that are its
+        own."""
+        released = self._hold.release(blocks, groups)
+        if self._counted:
+            self._budget.remove(self._trie, self.rows[blocks], released)
+        self.free(self.own.intersection(frames))
+
+    def give(self, frames: Sequence[int]) -> None:
+        """These of the own frames are the trie's now, and not held."""
+        self.own.difference_update(frames)
+        if self._counted:
+            self._budget.taken -= len(frames)
+
+    def free(self, frames: Iterable[int]) -> None:
+        """Frees some of the own frames."""
+        gone = list(frames)
+        self._cache.tiers.compute.free(gone)
+        self.give(gone)
 
     def shorten(self, blocks: int) -> None:
-        """Ends the hold on all but the first `blocks` blocks."""
+        """Holds the longest usable prefix of the first `blocks` blocks, of which the bytes needed are in the GPU tier.
+
+        For a request that does not run.
+        """
+        trie, longer, wanted = self._trie, self._hold, self.wanted
+        here = trie.there[self.rows[:blocks], self._cache.tiers.compute.level]
         if self._counted:
-            self._budget.remove(self.rows[blocks:])
-        self._hold.shrink(blocks)
+            self._budget.remove(trie, longer.rows, wanted)
+        self._begin(trie.usable(longer.rows[:blocks], here))
+        longer.end()
 
     def end(self) -> None:
         """Ends the hold and frees the own frames."""
         if self._counted:
-            self._budget.remove(self.rows, len(self.own))
+            self._budget.remove(self._trie, self.rows, self.wanted, len(self.own))
         self._cache.tiers.compute.free(self.own)
         self._hold.end()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from prefixd.cache import Trie
+from prefixd.cache.groups import GroupMask
 from prefixd.cache.index.columns import ColumnMemory
 from prefixd.cache.index.trie import Rows
 
@@ -12,8 +13,9 @@ from prefixd.cache.index.trie import Rows
 class FrameBudget:
     """Counts frames by their use, so that a dispatch does not look at the blocks of running requests.
 
-    A cached block takes one frame however many requests hold it, so blocks are counted by row. All requests of a worker
-    have blocks of one geometry, hence of one trie.
+    What a KV group has of a cached block takes its frames however many requests hold it, so these are counted by row
+    and group. All requests of a worker have blocks of one geometry, hence of one trie. Blocks are given with the groups
+    of each that count, [m]; None for all of them.
 
     Attributes:
         taken: frames of the blocks counted, each once, and of the requests' own frames.
@@ -22,33 +24,52 @@ class FrameBudget:
     def __init__(self) -> None:
         self.taken = 0
         self._memory = ColumnMemory()  # a table of a million rows grows without copying
-        self._holders = np.zeros(0, np.int32)  # by row: how many counted requests hold the block
+        self._holders: list[Rows] = []  # by group and row: how many counted requests hold its bytes of the block
         self._round = 1
-        self._weighed_in = np.zeros(0, np.int64)  # by row: the last round in which the block was weighed
+        self._weighed_in: list[Rows] = []  # by group and row: the last round in which they were weighed
 
-    def add(self, trie: Trie, rows: Rows, own: int = 0) -> None:
+    def add(self, trie: Trie, rows: Rows, wanted: GroupMask | None = None, own: int = 0) -> None:
         """Counts `rows`, which are distinct, for one more request, and `own` more frames."""
         self._fit(trie)
-        self._holders[rows] += 1
-        self.taken += int(np.count_nonzero(self._holders[rows] == 1)) + own
+        self.taken += own
+        for group in trie.groups:
+            chosen, holders = _of_group(rows, wanted, group.mask), self._holders[group.bit]
+            holders[chosen] += 1
+            self.taken += int(np.count_nonzero(holders[chosen] == 1)) * len(group.parts)
 
-    def remove(self, rows: Rows, own: int = 0) -> None:
+    def remove(self, trie: Trie, rows: Rows, wanted: GroupMask | None = None, own: int = 0) -> None:
         """Ends what `add` began."""
-        self._holders[rows] -= 1
-        self.taken -= int(np.count_nonzero(self._holders[rows] == 0)) + own
+        self.taken -= own
+        for group in trie.groups:
+            chosen, holders = _of_group(rows, wanted, group.mask), self._holders[group.bit]
+            holders[chosen] -= 1
+            self.taken -= int(np.count_nonzero(holders[chosen] == 0)) * len(group.parts)
 
     def begin_round(self) -> None:
         """From here on `weigh` has seen no block."""
         self._round += 1
 
-    def weigh(self, trie: Trie, rows: Rows) -> int:
+    def weigh(self, trie: Trie, rows: Rows, wanted: GroupMask | None = None) -> int:
         """How many more frames a request with these blocks takes, besides those taken or weighed in this round."""
         self._fit(trie)
-        more = (self._holders[rows] == 0) & (self._weighed_in[rows] != self._round)
-        self._weighed_in[rows] = self._round
-        return int(np.count_nonzero(more))
+        frames = 0
+        for group in trie.groups:
+            chosen, weighed_in = _of_group(rows, wanted, group.mask), self._weighed_in[group.bit]
+            more = (self._holders[group.bit][chosen] == 0) & (weighed_in[chosen] != self._round)
+            weighed_in[chosen] = self._round
+            frames += int(np.count_nonzero(more)) * len(group.parts)
+        return frames
 
     def _fit(self, trie: Trie) -> None:
-        if trie.rows > len(self._holders):
-            self._holders = self._memory.grown("holders", self._holders, 2 * trie.rows)
-            self._weighed_in = self._memory.grown("weighed in", self._weighed_in, 2 * trie.rows)
+        if not self._holders:
+            self._holders = [np.zeros(0, np.int64) for _ in trie.groups]
+            self._weighed_in = [np.zeros(0, np.int64) for _ in trie.groups]
+        if trie.rows > len(self._holders[0]):
+            for bit in range(len(trie.groups)):
+                for name, columns in (("holders", self._holders), ("weighed in", self._weighed_in)):
+                    columns[bit] = self._memory.grown(f"{name} {bit}", columns[bit], 2 * trie.rows)
+
+
+def _of_group(rows: Rows, wanted: GroupMask | None, mask: int) -> Rows:
+    chosen: Rows = rows if wanted is None else rows[(wanted & np.uint8(mask)) != 0]
+    return chosen

@@ -10,16 +10,16 @@ _NAMED = 3
 
 
 def name_holders(cache: TieredCache) -> str:
-    """How many of the tier's blocks are held, how many of those are pinned, and who holds most."""
+    """How many of the tier's frames are held, how many of those are pinned, and who holds most."""
     pool, bit = cache.tiers.frames, np.uint8(1 << cache.tiers.compute.level)
-    text = f"{pool.used_count} of {pool.capacity} blocks of the gpu tier are held"
+    text = f"{pool.used_count} of {pool.capacity} frames of the gpu tier are held"
     pinned = sum(
         int(np.count_nonzero(trie.pinned[: trie.rows] & ((trie.any_part[: trie.rows] & bit) != 0)))
         for trie in cache.tries
     )
     if pinned:
-        text += f", {pinned} of them pinned"
+        text += f", {pinned} blocks are pinned"
     holders = cache.mover.placement.holds.blocks_by_owner().most_common(_NAMED)
     if holders:
-        text += "; most by " + ", ".join(f"{owner} ({blocks})" for owner, blocks in holders)
+        text += "; most by " + ", ".join(f"{owner} ({blocks} blocks)" for owner, blocks in holders)
     return text

@@ -6,7 +6,7 @@ import logging
 import resource
 
 from prefixd.worker.protocol import Hello
-from prefixd_swap import KvGeometry, VirtualMemory
+from prefixd_swap import VirtualMemory
 
 log = logging.getLogger(__name__)
 
@@ -32,11 +32,11 @@ def automatic_bytes(memory: VirtualMemory, hello: Hello, untouched_bytes: int) -
     return nbytes
 
 
-def most_frames(memory: VirtualMemory, geometry: KvGeometry, frames: int) -> int:
+def most_frames(memory: VirtualMemory, frame_bytes: int, frames: int) -> int:
     """How many frames the tier can ever have: what the device has in all; addresses are reserved for so many.
 
     Where the process's addresses are limited (`ulimit -v`) they are not to be spent so: no more than at the start.
     """
     if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
         return frames
-    return max(frames, memory.total_bytes() // geometry.block_bytes)
+    return max(frames, memory.total_bytes() // frame_bytes)

@@ -10,14 +10,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from prefixd.cache import NamespaceSpec, PartSpec, TieredCache
+from prefixd.cache import NamespaceSpec, TieredCache
 from prefixd.embedded_model import ensure_embedded_model
 from prefixd.errors import ConfigError, UnavailableError
 from prefixd.model_fingerprint import fingerprint
 from prefixd.server.dispatcher import Dispatcher
 from prefixd.server.gpu_tier_size import automatic_bytes, most_frames
+from prefixd.server.kv_shape import KvShape
 from prefixd.server.served_model import ServedModel
-from prefixd.server.tier_resize import LEAST_BLOCKS, TierResize
+from prefixd.server.state_keeping import StatePolicy
+from prefixd.server.tier_resize import TierResize
 from prefixd.server.tokenization import TextCodec
 from prefixd.server.tokenizer_threads import TokenizerThreads
 from prefixd.server.worker_process import WorkerProcess
@@ -25,7 +27,7 @@ from prefixd.settings import Settings
 from prefixd.worker.protocol import MOST_BEAMS, Done, Hello
 from prefixd.worker.settings import WorkerSettings
 from prefixd_scheduler import CostModel, RequestQueue, create_policy
-from prefixd_swap import FramePool, KvGeometry, SwapError, VirtualMemory, create_memory
+from prefixd_swap import FramePool, SwapError, VirtualMemory, create_memory
 from prefixd_swap.tiers import CpuTier, GpuTier
 
 log = logging.getLogger(__name__)
@@ -68,6 +70,7 @@ class ModelHost:
                 # takes more places than there are runs alone.
                 max_sequences=2 * worker.max_running + MOST_BEAMS,
                 kv=worker.kv,
+                groups=worker.groups,
                 cuda_graphs=worker.cuda_graphs,
                 threads=worker.threads,
             ),
@@ -90,6 +93,7 @@ class ModelHost:
             recompute_if_slower=settings.scheduler.recompute_if_slower,
             preemption=settings.scheduler.preemption,
             caching=settings.cache.enabled,
+            states=StatePolicy(worker.states_per_prompt, worker.state_every_tokens),
         )
         self.tier_resize = TierResize(cache, self.worker, self.dispatcher, clock)
 
@@ -158,15 +162,15 @@ class ModelHost:
         hello = self._hello
         if hello is None:
             raise UnavailableError("the worker became ready without describing its model")
-        geometry = _geometry(hello)
+        kv = self._shape(hello)
         namespace = NamespaceSpec(
             name=name,
             block_tokens=hello.block_tokens,
-            parts=(PartSpec("attention", 0, geometry.block_bytes),),
+            parts=kv.parts(hello.frame_bytes),
             dtype=hello.dtype,
             layout=hello.layout,
         )
-        return ServedModel(hello, namespace, codec, self._text, self._cache.tiers.frames.capacity)
+        return ServedModel(hello, kv, namespace, codec, self._text, self._cache.tiers.frames.capacity)
 
     async def _on_hello(self, hello: Hello, threads: ThreadPoolExecutor) -> FramePool:
         """Makes the GPU tier for the first worker; its successors get the same one.
@@ -177,7 +181,6 @@ class ModelHost:
             if self._hello != hello:
                 raise ConfigError("the model changed while the daemon ran; restart the daemon")
             return self._cache.tiers.frames
-        geometry = _geometry(hello)
         asked = self._settings.gpu.bytes
         try:
             loop = asyncio.get_running_loop()
@@ -188,27 +191,32 @@ class ModelHost:
                 nbytes = await loop.run_in_executor(threads, self._automatic_bytes, self._memory, hello)
             else:
                 nbytes = asked
-            frames = nbytes // geometry.block_bytes
-            if frames < LEAST_BLOCKS:
+            frames = nbytes // hello.frame_bytes
+            least = self._shape(hello).least_frames
+            if frames < least:
                 self._memory.close()
                 self._memory = None
                 raise ConfigError(
                     f"gpu.bytes = {asked}{f', {nbytes} bytes,' if asked == 'auto' else ''} holds {max(frames, 0)} "
-                    f"blocks of {geometry.block_bytes} bytes; a request needs at least {LEAST_BLOCKS}: raise gpu.bytes "
-                    "or lower worker.block_tokens"
+                    f"frames of {hello.frame_bytes} bytes; a request needs at least {least}: raise gpu.bytes to "
+                    f"{least * hello.frame_bytes} or lower worker.block_tokens"
                 )
-            most = most_frames(self._memory, geometry, frames)
-            pool = await loop.run_in_executor(threads, FramePool, self._memory, geometry, frames, most)
+            most = most_frames(self._memory, hello.frame_bytes, frames)
+            pool = await loop.run_in_executor(threads, FramePool, self._memory, hello.frame_bytes, frames, most)
         except SwapError as error:
             if self._memory is not None:
                 self._memory.close()
                 self._memory = None
             raise ConfigError(f"the GPU tier of {asked} bytes cannot be made: {error}") from error
         self._cache.tiers.compute = GpuTier(pool)
+        self.dispatcher.least_frames = least
         self._hello = hello
         if hello.block_tokens_reason:
             log.warning("blocks are not of the size that worker.block_tokens asks for: %s", hello.block_tokens_reason)
         return pool
+
+    def _shape(self, hello: Hello) -> KvShape:
+        return KvShape.of(hello, self._settings.worker.max_step_tokens)
 
     def _automatic_bytes(self, memory: VirtualMemory, hello: Hello) -> int:
         shared = self._cache.tiers.shared
@@ -218,14 +226,3 @@ class ModelHost:
     def _on_done(self, done: Done) -> None:
         self.worker.proven()
         self.dispatcher.on_done(done)
-
-
-def _geometry(hello: Hello) -> KvGeometry:
-    return KvGeometry(
-        layers=hello.layers,
-        kv_heads=hello.kv_heads,
-        head_dim=hello.head_dim,
-        dtype=hello.dtype,
-        block_tokens=hello.block_tokens,
-        layout=hello.layout,
-    )

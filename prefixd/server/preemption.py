@@ -34,7 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixd.cache import TieredCache, Trie
-from prefixd.cache.index.trie import Rows
+from prefixd.cache.index.trie import NO_SLOT, Rows
 from prefixd.pacer import give_way
 from prefixd.server.frame_budget import FrameBudget
 from prefixd.server.load_meter import LoadMeter
@@ -132,7 +132,7 @@ class Preemption:
             return None
         last = ranked[-1]
         # Alone it fits, unless it filled blocks that another had recorded: it then has them twice until it starts over.
-        twice = not last.footprint.own.isdisjoint(last.run.frames[: len(last.rows)])
+        twice = not last.footprint.own.isdisjoint(last.run.homes(0, len(last.rows)))
         return last if len(ranked) > 1 or twice else None
 
     # -- where its KV goes ------------------------------------------------------------------------------------------
@@ -145,10 +145,12 @@ class Preemption:
         self.counters.preempted += 1
         request.lost_tokens = request.run.computed_tokens
         first, rows = request.others_blocks or 0, request.rows
-        frames = np.array(request.run.frames[first : len(rows)], np.int64)
+        homes, width = request.run.homes(first, len(rows)), request.run.block_frames
         rows = rows[first:]
+        frames = np.array(homes, np.int64).reshape(len(rows), width)
         # A block that another request recorded first is in that one's frame.
-        computed: Rows = rows[request.trie.slots[rows, self._cache.tiers.compute.level, 0] == frames]
+        slots = request.trie.slots[rows, self._cache.tiers.compute.level, :width]
+        computed: Rows = rows[((slots == frames) & (frames != NO_SLOT)).any(axis=1)]
         return computed
 
     def make_way(self, request: Request, computed: Rows) -> None:
@@ -160,10 +162,11 @@ class Preemption:
         trie, level = request.trie, self._cache.tiers.compute.level
         rows = computed[~trie.held(computed, level)][::-1]
         blocks = _Blocks(trie, rows, trie.generation[rows])
-        only_here = int(np.count_nonzero(trie.last_copies(rows, level)))
+        alone = rows[trie.last_copies(rows, level)]
+        only_here = len(alone)
         below = self._cache.tiers.below(self._cache.tiers.compute)
         distance = Distance.NONE if below is None else Distance(below.level)
-        swaps = len(rows) > 0 and self._swaps(trie, only_here, distance)
+        swaps = len(rows) > 0 and self._swaps(trie, alone, distance)
         log.info(
             "request %s gave way to others: %d blocks of its own, %d without another copy, are %s",
             *(request.name, len(rows), only_here, "swapped" if swaps else "dropped"),
@@ -175,10 +178,11 @@ class Preemption:
             self.counters.recomputed += 1
             self._spawn(self._drop(blocks))
 
-    def _swaps(self, trie: Trie, only_here: int, distance: Distance) -> bool:
+    def _swaps(self, trie: Trie, only_here: Rows, distance: Distance) -> bool:
         """Whether to swap. Blocks that have a copy below are loaded again either way, so they do not count."""
         if self._mode == "auto":
-            return self._cost.swap_pays(only_here * trie.block_tokens, only_here * trie.part_bytes[0], distance)
+            nbytes = int(trie.group_bytes[trie.wanted(only_here, self._cache.tiers.compute.level)].sum())
+            return self._cost.swap_pays(len(only_here) * trie.block_tokens, nbytes, distance)
         return self._mode == "swap" and distance is not Distance.NONE
 
     def _spawn(self, work: Coroutine[object, object, None]) -> None:
@@ -196,18 +200,19 @@ class Preemption:
         trie = blocks.trie
         for start in range(0, len(blocks.rows), _MOVED_AT_ONCE):
             mark = self._meter.begin()
-            copied = 0
+            copied = nbytes = 0
+            rows = blocks.rows[:0]
             try:
-                copied = await self._cache.mover.send_down(
-                    "preemption", trie, blocks.next(start), self._cache.tiers.compute
-                )
+                rows = blocks.next(start)
+                nbytes = int(trie.group_bytes[trie.wanted(rows, self._cache.tiers.compute.level)].sum())
+                copied = await self._cache.mover.send_down("preemption", trie, rows, self._cache.tiers.compute)
             except SwapError as error:  # what is left goes as other evicted blocks do
                 log.error("blocks of a preempted request could not be copied down: %s", error)
                 return
             finally:
                 elapsed_s = self._meter.end(mark)
                 if copied:
-                    self._cost.observe_store(distance, copied * trie.part_bytes[0], elapsed_s)
+                    self._cost.observe_store(distance, nbytes * copied // len(rows), elapsed_s)
             self.counters.swapped_blocks += copied
             self._look()
 
@@ -228,8 +233,8 @@ class Preemption:
         """Whether a request that is next may not run yet, because it was preempted."""
         if request.id not in self._parked or not running:
             return False
-        growth = sum(max(0, other.most_blocks - len(other.run.frames)) for other in running)
-        return self._budget.taken + growth + request.most_blocks > self._cache.tiers.frames.lasting
+        growth = sum(max(0, other.most_frames - other.run.live_frames) for other in running)
+        return self._budget.taken + growth + request.most_frames > self._cache.tiers.frames.lasting
 
     def resumed(self, request: Request, cached_blocks: int) -> None:
         """A request is handed over, with so many cached blocks."""

@@ -11,8 +11,9 @@ import logging
 from collections.abc import Callable, Iterable
 
 import numpy as np
+import numpy.typing as npt
 
-from prefixd.cache import NONE, TieredCache
+from prefixd.cache import NONE, TieredCache, Trie
 from prefixd.cache.index.trie import Rows
 from prefixd.pacer import Pacer
 from prefixd.server.footprint import Footprint
@@ -63,7 +64,6 @@ class Prefetcher:
         self._budget = budget
         self._cost = cost
         self._meter = LoadMeter(clock)
-        self._clock = clock
         self._pacer = pacer
         self._look = look
         self._recompute_if_slower = recompute_if_slower
@@ -88,17 +88,20 @@ class Prefetcher:
         if self._recompute_if_slower:
             rows = self._worth_loading(request)
             request.cut = len(rows) < len(request.found)
-        tiers = trie.nearest[rows]
+        tiers = trie.distances(rows)
         if request.hit_tokens is None or not request.resumed:
-            request.hit_tokens = (np.bincount(tiers, minlength=NONE)[:NONE] * trie.block_tokens).tolist()
+            request.hit_tokens = (
+                np.bincount(_hit_tiers(trie, rows, tiers), minlength=NONE)[:NONE] * trie.block_tokens
+            ).tolist()
         self._tracker.remove(request)
         request.stage(Footprint(self._cache, self._budget, f"request {request.name}", trie, rows))
         self._staged[request.id] = request
-        trie.touch(rows, self._clock())
-        missing = len(trie.missing(rows, self._cache.tiers.compute.level))
-        if missing:
+        self._mover.placement.touch(trie, rows)
+        missing = trie.lacking(rows, self._cache.tiers.compute.level, request.wanted)
+        if missing.any():
             urgency = Urgency.DEMAND if demanded else Urgency.PREFETCH
-            copy = self._bring(request, Distance(int(tiers.max())), missing * trie.part_bytes[0], urgency)
+            nbytes = int(trie.group_bytes[missing].sum())
+            copy = self._bring(request, Distance(int(tiers.max())), nbytes, urgency)
             self._copies[request.id] = asyncio.create_task(copy)
         else:
             request.staged()
@@ -157,7 +160,7 @@ class Prefetcher:
         mark = self._meter.begin()
         try:
             compute = self._cache.tiers.compute
-            there = await self._mover.bring(request.trie, request.rows, compute, urgency=urgency)
+            there = await self._mover.bring(request.trie, request.rows, compute, request.wanted, urgency=urgency)
         except SwapError as error:
             log.error("the prefix of request %s could not be brought up: %s", request.name, error)
         finally:
@@ -197,12 +200,24 @@ class Prefetcher:
     def _worth_loading(self, request: Request) -> Rows:
         """The prefix up to the first tier that is slower to load from than to compute."""
         trie, rows = request.trie, request.found
-        tiers = trie.nearest[rows]
+        needed, nearer = trie.needed(len(rows)), np.zeros(len(rows), np.uint8)
         for distance in (Distance.CPU, Distance.DISK):
-            far = np.flatnonzero(tiers >= distance)
-            if len(far) and (tiers[far] == distance).any():
-                nbytes = int((tiers == distance).sum()) * trie.part_bytes[0]
-                tokens = (len(rows) - int(far[0])) * trie.block_tokens
-                if not self._cost.load_pays(tokens, nbytes, distance):
-                    return rows[: int(far[0])]
+            nearer |= trie.there[rows, distance - 1]
+            loaded = needed & ~nearer & trie.there[rows, distance]
+            if loaded.any():
+                kept = trie.usable(rows, nearer)
+                tokens = (len(rows) - len(kept)) * trie.block_tokens
+                if not self._cost.load_pays(tokens, int(trie.group_bytes[loaded].sum()), distance):
+                    return kept
         return rows
+
+
+def _hit_tiers(trie: Trie, rows: Rows, tiers: npt.NDArray[np.int8]) -> npt.NDArray[np.int8]:
+    """Where each block of a usable prefix counts as found: one of which nothing is needed, where the next one is of
+    which something is, since a state or a window stands for what is before it."""
+    if not trie.has_rules or not len(rows):
+        return tiers
+    needed = trie.needed(len(rows)) != 0
+    following = np.where(needed, np.arange(len(rows)), len(rows) - 1)
+    found: npt.NDArray[np.int8] = tiers[np.minimum.accumulate(following[::-1])[::-1]]
+    return found

@@ -19,6 +19,7 @@ from prefixd.cache import Namespace, TieredCache, Trie
 from prefixd.cache.index.trie import TIERS, Rows
 from prefixd.errors import InvalidArgumentError, NotFoundError
 from prefixd.pacer import Pacer, give_way
+from prefixd.server.prefix_groups import GroupCounts, groups_by_tier
 from prefixd.v1 import admin_pb2 as pb
 from prefixd.v1 import cache_pb2
 
@@ -163,8 +164,9 @@ async def inspect_prefix(cache: TieredCache, request: pb.InspectRequest) -> pb.I
                 children=int(trie.children[row]),
                 pinned=bool(trie.pinned[row]),
                 held=int(trie.holds[row].max(axis=1).sum()),
-                nbytes=sum(trie.part_bytes),
+                nbytes=int(trie.group_bytes[trie.available[row] if trie.has_rules else trie.all_groups]),
                 token_ids=trie.tokens[row].tolist(),
+                there=groups_by_tier(trie, row),
             )
         )
         await pacer.worked(_BLOCK_WORK + trie.block_tokens // _TOKENS_A_PIECE)
@@ -180,6 +182,7 @@ async def describe(
     """
     trie, row = prefix.trie, prefix.row
     by_tier = np.zeros(TIERS + 1, np.int64)
+    groups = GroupCounts(trie)
     blocks = held = 0
     async with aclosing(prefix.upwards(pacer)) as steps:
         async for rows in steps:
@@ -187,6 +190,7 @@ async def describe(
                 upwards.append(rows)
             blocks += len(rows)
             by_tier += np.bincount(trie.nearest[rows], minlength=TIERS + 1)
+            groups.add(rows)
             held = max(held, int(trie.holds[rows].max(axis=2).sum(axis=1).max()))
     await pacer.worked(_SUMMARY_WORK)
     if not prefix.there:
@@ -199,13 +203,14 @@ async def describe(
         namespace_name=namespace.spec.name,
         blocks=blocks,
         tokens=blocks * trie.block_tokens,
-        nbytes=blocks * sum(trie.part_bytes),
+        nbytes=groups.nbytes if trie.has_rules else blocks * sum(trie.part_bytes),
         gpu_blocks=gpu,
         cpu_blocks=cpu,
         disk_blocks=disk,
         idle_s=max(cache.clock() - float(trie.last_used[row]), 0.0),
         pinned=bool(trie.pinned[row]),
         held=held,
+        groups=groups.describe(namespace),
     )
 
 

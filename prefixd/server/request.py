@@ -44,10 +44,12 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixd.cache import BlockChain, Namespace, Trie
+from prefixd.cache.groups import GroupMask
 from prefixd.cache.index.trie import Rows
 from prefixd.server.footprint import Footprint
+from prefixd.server.kv_shape import ONE_FRAME, KvShape
 from prefixd.server.run import Run
-from prefixd.worker.protocol import BeamResult, Sampling, TokenLogprobs, frames_needed
+from prefixd.worker.protocol import BeamResult, Sampling, TokenLogprobs, blocks_needed
 from prefixd_scheduler import QueuedRequest
 
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -136,6 +138,7 @@ class Request:
         chain: prompt and generated tokens, and the keys of their blocks.
         prompt_tokens: how many of them are the prompt.
         queued: the request as the queue sees it.
+        kv: how its blocks lie in frames.
         found: while it has no footprint, the cached blocks of its prompt as of the last look.
         generations: the rows' generations at that look.
         seen_epoch: the cache's epoch (`Mover.epoch`) at that look; -1 when a new look is due in any case.
@@ -156,6 +159,7 @@ class Request:
     prompt_tokens: int
     sampling: Sampling
     queued: QueuedRequest
+    kv: KvShape = ONE_FRAME
     events: EventSink = field(default_factory=asyncio.Queue[Event])
     state: RequestState = RequestState.NEW
     found: Rows = field(default_factory=lambda: _NO_ROWS)
@@ -183,16 +187,19 @@ class Request:
         return self.chain.tokens - self.prompt_tokens
 
     @property
+    def prompt_ends(self) -> tuple[int, int]:
+        """Blocks after which who asks the prompt again, or goes on from it, can resume."""
+        block_tokens = self.trie.block_tokens
+        return (self.prompt_tokens - 1) // block_tokens, self.prompt_tokens // block_tokens
+
+    @property
     def usable_blocks(self) -> int:
         """Full blocks that may come from the cache: at least one token has to be computed, for its logits."""
         return (self.chain.tokens - 1) // self.trie.block_tokens
 
     @property
     def blocks(self) -> int:
-        """Frames to start a run with: for all that is known, and the first token that will be generated.
-
-        Those of a beam search are for all of it.
-        """
+        """Blocks for all that is known, and the first token that will be generated; for all of a beam search."""
         if self.sampling.beams:
             return self.most_blocks
         return -(-(self.chain.tokens + 1) // self.trie.block_tokens)
@@ -202,8 +209,41 @@ class Request:
         """Blocks of all that it may come to."""
         sampling, block_tokens = self.sampling, self.trie.block_tokens
         if sampling.beams:
-            return frames_needed(self.prompt_tokens, sampling.max_tokens, sampling.beams, block_tokens)
+            return blocks_needed(self.prompt_tokens, sampling.max_tokens, sampling.beams, block_tokens)
         return -(-(self.prompt_tokens + sampling.max_tokens) // block_tokens)
+
+    @property
+    def first_blocks(self) -> int:
+        """Blocks to start a run with, its cached ones among them.
+
+        Where windows pass blocks, a long prompt gets its blocks in portions, so that it never has all of them at once.
+        """
+        if not self.kv.windowed or self.sampling.beams:
+            return self.blocks
+        return min(self.blocks, self.kv.ahead_blocks(len(self.rows) * self.trie.block_tokens))
+
+    @property
+    def first_frames(self) -> int:
+        """Frames, besides those of its cached blocks, without which a run cannot start."""
+        return (self.first_blocks - len(self.rows)) * self.kv.block_frames + self.kv.state_frames
+
+    @property
+    def most_frames(self) -> int:
+        """The most frames that it may have at a time, and cannot do without."""
+        if self.sampling.beams:
+            return self.most_blocks * self.kv.block_frames
+        states = None if self._run is None else self._run.states
+        return self.kv.most_frames(self.most_blocks) + (0 if states is None else states.extra_frames)
+
+    @property
+    def wanted_blocks(self) -> int:
+        """While it runs, how many blocks it should have: a block ahead of need."""
+        block_tokens = self.trie.block_tokens
+        left = max(0, self.sampling.max_tokens - self.generated)
+        blocks = -(-(self.chain.tokens + min(left, block_tokens)) // block_tokens)
+        if self.kv.windowed:
+            return min(blocks, self.kv.ahead_blocks(self.run.computed_tokens))
+        return blocks
 
     @property
     def places(self) -> int:
@@ -214,6 +254,13 @@ class Request:
     def rows(self) -> Rows:
         """The cached blocks from the first on: those it holds in the GPU tier, or else those found at the last look."""
         return self.found if self._footprint is None else self._footprint.rows
+
+    @property
+    def wanted(self) -> GroupMask | None:
+        """The KV groups of each of these blocks that its prefix needs; None for all."""
+        if self._footprint is not None:
+            return self._footprint.wanted
+        return self.trie.needed(len(self.found)) if self.trie.has_rules else None
 
     @property
     def next_key(self) -> bytes | None:

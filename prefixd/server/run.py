@@ -2,7 +2,44 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from prefixd.worker.protocol import KeptState, StateFrames
+
+_NOTHING = -1
+_ANY = 1 << 40
+
+
+@dataclass(slots=True)
+class RunStates:
+    """The frames of a run whose model has a state.
+
+    Attributes:
+        own: what the state lies in.
+        keep: by blocks of the prompt, where the state after so many of them will be kept.
+        tail: where the state after the last full block is kept; empty: nowhere.
+        resuming: the worker may still read the state that it resumes from.
+    """
+
+    own: list[int]
+    keep: dict[int, list[int]] = field(default_factory=dict)
+    tail: list[int] = field(default_factory=list)
+    resuming: bool = True
+
+    @property
+    def frames(self) -> int:
+        """How many there are in all."""
+        return len(self.own) + len(self.tail) + self.extra_frames
+
+    @property
+    def extra_frames(self) -> int:
+        """Frames without which the run could do, and which it has to its end or until a state is kept."""
+        return sum(map(len, self.keep.values())) + len(self.tail)
+
+    def frames_for_worker(self, resume: list[int]) -> StateFrames:
+        """What the worker is told at the start; `resume` is where the state lies from which it resumes."""
+        keep = [KeptState(blocks, frames) for blocks, frames in self.keep.items()]
+        return StateFrames(own=self.own, resume=resume, keep=keep, tail=self.tail)
 
 
 @dataclass(slots=True)
@@ -10,13 +47,56 @@ class Run:
     """What the daemon knows of a run, from the hand-over to the worker until the worker has let go.
 
     Attributes:
-        frames: frames[i] is the home of block i.
+        frames: the homes of block i are frames[i * block_frames : (i + 1) * block_frames]; -1 where there is none, or
+            none any more.
         computes: blocks of the prompt up to this one are computed by the run, and then cached for everybody.
         computed_tokens: tokens whose KV was in the run's memory when the worker told of it last, cached ones included.
         recording: filled blocks are entered into the trie; False after one could not be.
+        block_frames: homes of a block.
+        states: of a model that has a state.
     """
 
     frames: list[int]
     computes: int
     recording: bool
+    block_frames: int = 1
+    states: RunStates | None = None
     computed_tokens: int = 0
+    _passed: dict[int, int] = field(default_factory=dict)  # by a group's first part, blocks that are passed
+    _gone: int = field(init=False)  # homes that are none
+
+    def __post_init__(self) -> None:
+        self._gone = self.frames.count(_NOTHING)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks that have homes, or had them; any number where a block needs none."""
+        return len(self.frames) // self.block_frames if self.block_frames else _ANY
+
+    @property
+    def live_frames(self) -> int:
+        """Frames that the run uses now."""
+        return len(self.frames) - self._gone + (0 if self.states is None else self.states.frames)
+
+    def homes(self, first: int, last: int) -> list[int]:
+        """The homes of some blocks."""
+        return self.frames[first * self.block_frames : last * self.block_frames]
+
+    def pass_blocks(self, first_part: int, last_part: int, blocks: int) -> tuple[slice, list[int]]:
+        """The run does not need a group's parts of its first `blocks` blocks any more.
+
+        Returns of which blocks that was not known yet, and the homes that these parts had.
+        """
+        before = self._passed.get(first_part, 0)
+        blocks = min(blocks, self.blocks)
+        if blocks <= before:
+            return slice(before, before), []
+        self._passed[first_part] = blocks
+        homes = []
+        for block in range(before, blocks):
+            for at in range(block * self.block_frames + first_part, block * self.block_frames + last_part):
+                if self.frames[at] != _NOTHING:
+                    homes.append(self.frames[at])
+                    self.frames[at] = _NOTHING
+        self._gone += len(homes)
+        return slice(before, blocks), homes

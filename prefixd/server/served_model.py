@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from prefixd.cache import NamespaceSpec
+from prefixd.server.kv_shape import KvShape
 from prefixd.server.tokenization import TextCodec
 from prefixd.server.tokenizer_threads import TokenizerThreads
 from prefixd.worker.protocol import Hello
@@ -18,6 +19,8 @@ class ServedModel:
 
     hello: Hello
     """Its numbers."""
+    kv: KvShape
+    """How its blocks lie in frames."""
     namespace: NamespaceSpec
     """Its namespace, without a salt."""
     codec: TextCodec | None

@@ -18,6 +18,7 @@ from prefixd.cache.index.trie_table import NOWHERE
 from prefixd.pacer import SLICE_ROWS, give_way
 from prefixd.server.dispatcher import Dispatcher
 from prefixd.server.kv_events import KVEvents
+from prefixd.server.rule_messages import rule_message
 from prefixd.server.worker_process import WorkerProcess, WorkerState
 from prefixd.v1 import admin_pb2 as pb
 from prefixd.v1 import cache_pb2
@@ -160,7 +161,7 @@ class Snapshot:
             return pb.WorkerStats(state=pb.WorkerStats.STATE_NONE)
         hello = self.worker.hello
         kv = self.dispatcher.kv if self.dispatcher is not None else KvUsage()
-        frame_bytes = self.cache.tiers.frames.geometry.block_bytes if kv.shared_blocks else 0
+        frame_bytes = self.cache.tiers.frames.frame_bytes if kv.shared_blocks else 0
         return pb.WorkerStats(
             state=_STATES[self.worker.state],
             pid=self.worker.pid,
@@ -177,9 +178,22 @@ class Snapshot:
             copied_blocks=kv.copied_blocks,
             error=self.worker.failure,
             kv=self.worker.settings.kv,
+            states=self._states(),
             layout=self.worker.settings.layout,
             cuda_graphs=self.worker.ready.cuda_graphs,
             cuda_graphs_reason=self.worker.ready.cuda_graphs_reason,
+        )
+
+    def _states(self) -> pb.StateStats | None:
+        hello = None if self.worker is None else self.worker.hello
+        if self.dispatcher is None or hello is None or not hello.state_frames:
+            return None
+        counters = self.dispatcher.states.counters
+        return pb.StateStats(
+            kept_states=counters.kept,
+            kept_bytes=counters.kept_bytes,
+            resumed_runs=counters.resumed,
+            resumed_tokens=counters.resumed_tokens,
         )
 
     def _scheduler(self) -> pb.SchedulerStats:
@@ -221,9 +235,9 @@ class _Counts:
                     await give_way()
                 rows = slice(start, min(start + SLICE_ROWS, trie.rows))
                 for tier in range(TIERS):
-                    complete = (trie.complete[rows] & np.uint8(1 << tier)) != 0
-                    blocks[tier] += int(np.count_nonzero(complete))
-                    held[tier] += int(np.count_nonzero(trie.held(rows, tier) & complete))
+                    here = (trie.any_part[rows] & np.uint8(1 << tier)) != 0
+                    blocks[tier] += int(np.count_nonzero(here))
+                    held[tier] += int(np.count_nonzero(trie.held(rows, tier) & here))
                 namespaces = trie.namespace[rows]
                 counted = np.bincount(namespaces[namespaces != NOWHERE], minlength=len(by_namespace))
                 by_namespace += counted[: len(by_namespace)]  # one that was registered meanwhile is counted next time
@@ -332,6 +346,15 @@ class MetricsCollector(Collector):
         }
         for field, text in preemption.items():
             yield CounterMetricFamily(f"prefixd_{field}", text, value=getattr(stats.scheduler, field))
+        if stats.worker.HasField("states"):
+            states = {
+                "kept_states": "states of recurrent layers that were kept",
+                "kept_bytes": "bytes of these states",
+                "resumed_runs": "runs that began with a cached state",
+                "resumed_tokens": "tokens that these runs did not compute",
+            }
+            for field, text in states.items():
+                yield CounterMetricFamily(f"prefixd_state_{field}", text, value=getattr(stats.worker.states, field))
         if stats.worker.state != pb.WorkerStats.STATE_NONE:
             yield GaugeMetricFamily(
                 "prefixd_worker_up",
@@ -342,7 +365,4 @@ class MetricsCollector(Collector):
 
 
 def _part(part: PartSpec) -> cache_pb2.Part:
-    rule = None
-    if part.rule is not None:
-        rule = cache_pb2.Rule(sliding_window=cache_pb2.SlidingWindow(tokens=part.rule.tokens))
-    return cache_pb2.Part(group=part.group, rank=part.rank, nbytes=part.nbytes, rule=rule)
+    return cache_pb2.Part(group=part.group, rank=part.rank, nbytes=part.nbytes, rule=rule_message(part.rule))

@@ -43,8 +43,6 @@ from prefixd_swap.transfers import Urgency
 
 log = logging.getLogger(__name__)
 
-LEAST_BLOCKS = 2
-"""A request needs a block for its prompt and one to go on."""
 _SLICE_BYTES = 64 << 20
 _SLICE_FRAMES = 1024  # some milliseconds of accounting on the event loop
 _RETRY_S = 0.02
@@ -57,7 +55,7 @@ class ResizeProgress:
 
     Attributes:
         before_bytes: the tier's size at its begin.
-        target_bytes: the size that was asked for, in whole blocks.
+        target_bytes: the size that was asked for, in whole frames.
         nbytes: the tier's size now.
         evicted_blocks: copies that left the tier since its begin, for whatever reason.
         demoted_blocks: those of them that were copied a tier down for that.
@@ -114,11 +112,11 @@ class TierResize:
         Closing it ends the resize after the slice under way.
 
         Args:
-            nbytes: the new size; as many whole blocks as fit.
+            nbytes: the new size; as many whole frames as fit.
             wait_s: how long to wait while no frame becomes free.
 
         Raises:
-            InvalidArgumentError: the tier would have fewer than two blocks.
+            InvalidArgumentError: not even the smallest request would fit into the tier.
             ExhaustedError: the device does not have so much.
             PreconditionError: a resize is under way; or there is no tier, as the model is being loaded or its worker
                 was given up.
@@ -126,15 +124,15 @@ class TierResize:
         """
         tier = self._tier()
         pool = tier.pool
-        block_bytes = pool.geometry.block_bytes
-        frames = nbytes // block_bytes
-        if frames < LEAST_BLOCKS:
+        frame_bytes = pool.frame_bytes
+        frames, least = nbytes // frame_bytes, self._dispatcher.least_frames
+        if frames < least:
             raise InvalidArgumentError(
-                f"{nbytes} bytes hold {frames} blocks of {block_bytes} bytes; a request needs at least {LEAST_BLOCKS}: "
-                f"give {LEAST_BLOCKS * block_bytes} or more"
+                f"{nbytes} bytes hold {frames} frames of {frame_bytes} bytes; a request needs at least {least}: "
+                f"give {least * frame_bytes} or more"
             )
         if self._begun:
-            going = "" if self._job is None else f" to {self._job.frames * block_bytes} bytes"
+            going = "" if self._job is None else f" to {self._job.frames * frame_bytes} bytes"
             raise PreconditionError(f"the gpu tier is being resized{going} now; wait for its end, or end it")
         self._begun = True
         try:
@@ -146,11 +144,11 @@ class TierResize:
             raise
         counters = self._cache.tiers.counters(tier)
         evicted, demoted = counters.evicted, counters.demoted
-        progress = ResizeProgress(pool.capacity * block_bytes, frames * block_bytes, pool.capacity * block_bytes)
+        progress = ResizeProgress(pool.capacity * frame_bytes, frames * frame_bytes, pool.capacity * frame_bytes)
         try:
             while not progress.done:
                 await asyncio.wait({self._task}, timeout=_PROGRESS_S)
-                progress.nbytes = pool.capacity * block_bytes
+                progress.nbytes = pool.capacity * frame_bytes
                 progress.evicted_blocks = counters.evicted - evicted
                 progress.demoted_blocks = counters.demoted - demoted
                 if self._task.done():
@@ -188,7 +186,7 @@ class TierResize:
     async def _run(self, tier: GpuTier, job: _Job) -> None:
         pool = tier.pool
         before = pool.capacity
-        log.info("resizing the gpu tier from %d to %d blocks", before, job.frames)
+        log.info("resizing the gpu tier from %d to %d frames", before, job.frames)
         try:
             if self._withdrawn:
                 async with self._worker.changing_frames():
@@ -203,7 +201,7 @@ class TierResize:
         if pool.capacity != job.frames and not job.unfinished:
             job.unfinished = "it was ended"
         log.info(
-            "the gpu tier has %d blocks, before %d%s",
+            "the gpu tier has %d frames, before %d%s",
             *(pool.capacity, before, f"; not all was done: {job.unfinished}" if job.unfinished else ""),
         )
 
@@ -228,7 +226,7 @@ class TierResize:
             await self._worker.settled()
             if not self._goes_on(job):
                 return
-            keep = max(job.frames, self._dispatcher.begun_blocks())
+            keep = max(job.frames, self._dispatcher.begun_frames())
             pool.plan(keep)
             self._dispatcher.frames_changed()
             frames = await self._take(tier, min(pool.capacity - keep, _slice_frames(pool)), job)
@@ -285,25 +283,25 @@ class TierResize:
     def _what_holds(self) -> str:
         text = f"{name_holders(self._cache)}; resize again when they have ended, or cancel them"
         if running := len(self._dispatcher.running):
-            needed = self._dispatcher.begun_blocks()
-            text = f"{running} requests run, of which the largest may come to need {needed} blocks; {text}"
+            needed = self._dispatcher.begun_frames()
+            text = f"{running} requests run, of which the largest may come to need {needed} frames; {text}"
         return text
 
 
 def _slice_frames(pool: FramePool) -> int:
-    return max(1, min(_SLICE_FRAMES, _SLICE_BYTES // pool.geometry.block_bytes))
+    return max(1, min(_SLICE_FRAMES, _SLICE_BYTES // pool.frame_bytes))
 
 
 async def _check_fits(pool: FramePool, frames: int) -> None:
     """Raises ExhaustedError if the device does not have the memory that `frames` frames take."""
-    block_bytes, memory = pool.geometry.block_bytes, pool.memory
-    lacking = (frames - pool.capacity) * block_bytes
+    frame_bytes, memory = pool.frame_bytes, pool.memory
+    lacking = (frames - pool.capacity) * frame_bytes
     if lacking <= 0:
         return
     available = await in_thread(memory.available_bytes)
-    most = min(pool.most, pool.capacity + available // block_bytes) * block_bytes
-    if frames * block_bytes > most:
+    most = min(pool.most, pool.capacity + available // frame_bytes) * frame_bytes
+    if frames * frame_bytes > most:
         raise ExhaustedError(
-            f"{frames * block_bytes} bytes are {lacking} more than the gpu tier has, and {memory.device} has "
+            f"{frames * frame_bytes} bytes are {lacking} more than the gpu tier has, and {memory.device} has "
             f"{available} bytes free; give at most {most}"
         )

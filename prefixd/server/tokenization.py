@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -45,25 +48,13 @@ class TextCodec:
     """
 
     def __init__(self, model: Path) -> None:
-        from transformers import AutoTokenizer, PreTrainedTokenizerFast  # takes a second, which a sidecar need not wait
-
         # A batch of one text has no use for the library's own threads, and starting them may fail.
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
-        except Exception as error:  # it reads config.json, too, whose checks have errors of their own
-            if any((model / name).is_file() for name in _FILES):
-                why = f"cannot be loaded: {' '.join(str(error).split())[:300]}"
-            else:
-                why = f"is not there: there is none of {', '.join(_FILES)}"
-            raise ConfigError(f"the tokenizer in {str(model)!r} {why}; save it there with save_pretrained") from error
-        if not isinstance(tokenizer, PreTrainedTokenizerFast):
-            raise ConfigError(f"the tokenizer in {str(model)!r} has no fast form; save tokenizer.json beside the model")
-        backend: Tokenizer = tokenizer.backend_tokenizer
+        backend, splits_special = _load(model)
         # Set once: calling the Python tokenizer sets them at each call, which fails while another thread encodes.
         backend.no_truncation()
         backend.no_padding()
-        backend.encode_special_tokens = bool(tokenizer.split_special_tokens)
+        backend.encode_special_tokens = splits_special
         self._backend = backend
         self._special = {token for token, added in backend.get_added_tokens_decoder().items() if added.special}
         self.longest_token = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
@@ -105,6 +96,32 @@ class TextCodec:
             tokens += len(batch[0])
             if tokens > enough:
                 raise TooManyTokensError(tokens)
+
+
+def _load(model: Path) -> tuple[Tokenizer, bool]:
+    """The model's tokenizer, and whether it splits special tokens that are in a text."""
+    try:
+        command = [sys.executable, "-m", "prefixd.server.load_tokenizer", os.fspath(model)]
+        loaded = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+    except OSError as error:
+        raise ConfigError(
+            f"the tokenizer in {str(model)!r} cannot be loaded: no process for it ({error.strerror}); "
+            "give the daemon more processes and descriptors, and restart it"
+        ) from error
+    answer: dict[str, Any]
+    if loaded.returncode:
+        answer = {"error": f"transformers ended with status {loaded.returncode}, see the lines above"}
+    else:
+        answer = json.loads(loaded.stdout)
+    if "error" in answer:
+        if any((model / name).is_file() for name in _FILES):
+            why = f"cannot be loaded: {answer['error'][:300]}"
+        else:
+            why = f"is not there: there is none of {', '.join(_FILES)}"
+        raise ConfigError(f"the tokenizer in {str(model)!r} {why}; save it there with save_pretrained")
+    if answer["tokenizer"] is None:
+        raise ConfigError(f"the tokenizer in {str(model)!r} has no fast form; save tokenizer.json beside the model")
+    return Tokenizer.from_str(answer["tokenizer"]), answer["splits_special"]
 
 
 def need_codec(codec: TextCodec | None) -> TextCodec:

@@ -106,7 +106,14 @@ class PrefixTracker:
         if row is None:
             return False
         tail = int(request.rows[-1]) if len(request.rows) else request.namespace.root
-        return bool(request.trie.parent[row] == tail and request.trie.nearest[row] != NONE)
+        trie = request.trie
+        if trie.parent[row] != tail:
+            return False
+        if not trie.has_rules:
+            return bool(trie.nearest[row] != NONE)
+        # The next block may lack what a prefix that ends with it needs, a state perhaps, or have no bytes at all, and a
+        # later one have it.
+        return len(trie.match(request.namespace.root, request.chain, request.usable_blocks)) > len(request.rows)
 
     # -- all requests -------------------------------------------------------------------------------------------
 
@@ -140,7 +147,8 @@ class PrefixTracker:
         slots = begin + np.flatnonzero(self._waits[begin:end])
         rows = trie.find_all(self._key[slots])
         slots, rows = slots[rows >= 0], rows[rows >= 0]
-        self._note_changes(slots[(trie.parent[rows] == self._tail[slots]) & (trie.nearest[rows] != NONE)])
+        there = trie.has_rules | (trie.nearest[rows] != NONE)  # see `has_grown`
+        self._note_changes(slots[(trie.parent[rows] == self._tail[slots]) & there])
 
     def _read_in_turn(self, trie: Trie) -> None:
         begin, end = self._turn(self._next_slot, _REQUESTS)
@@ -162,7 +170,11 @@ class PrefixTracker:
         starts = np.concatenate(([0], np.cumsum(lengths)[:-1]))
         rows = np.concatenate([request.found for request in some])
         stale = trie.generation[rows] != np.concatenate([request.generations for request in some])
-        far = np.maximum.reduceat(np.where(stale, NONE, trie.nearest[rows]), starts)
+        if trie.has_rules:
+            nearest = np.concatenate([trie.distances(request.found) for request in some])
+        else:
+            nearest = trie.nearest[rows]
+        far = np.maximum.reduceat(np.where(stale, NONE, nearest), starts)
         noted = np.array([request.queued.distance for request in some])
         self._changed.update((some[at].id, None) for at in np.flatnonzero(far != noted).tolist())
 
@@ -178,6 +190,8 @@ class PrefixTracker:
             if request is not None and request.seen_epoch != self._cache.mover.epoch:
                 self._read(request)
                 budget -= len(request.found) + _LOOK_UP_ROWS
+                if request.trie.has_rules:  # all of the prompt may have been walked
+                    budget -= request.usable_blocks
         for request_id in looked_at:
             del self._changed[request_id]
 
@@ -201,7 +215,7 @@ class PrefixTracker:
 
     def _read(self, request: Request) -> None:
         """Reads where the found blocks are; looks the request up when one is gone or there is one more."""
-        nearest = request.trie.nearest[request.found]
+        nearest = request.trie.distances(request.found)
         gone = (nearest == NONE) | (request.trie.generation[request.found] != request.generations)
         if gone.any() or self.has_grown(request):
             self._look_up(request)
@@ -213,10 +227,10 @@ class PrefixTracker:
         trie = request.trie
         request.found = trie.match(request.namespace.root, request.chain, request.usable_blocks).rows
         request.generations = trie.generation[request.found]
-        self._note(request, trie.nearest[request.found])
+        self._note(request, trie.distances(request.found))
 
     def _note(self, request: Request, nearest: npt.NDArray[Any]) -> None:
-        """Tells the queue, and remembers what was seen."""
+        """Tells the queue, and remembers what was seen: from which tier each found block has to be brought."""
         found, trie, queued = request.found, request.trie, request.queued
         request.seen_epoch = self._cache.mover.epoch
         blocks = len(found)
@@ -229,7 +243,7 @@ class PrefixTracker:
         self._tail[slot] = found[-1] if blocks else request.namespace.root
         if blocks:
             self._generation[slot] = request.generations[-1]
-            self._nearest[slot] = nearest[-1]
+            self._nearest[slot] = trie.nearest[found[-1]]
         key = request.next_key
         self._waits[slot] = key is not None
         if key is not None:

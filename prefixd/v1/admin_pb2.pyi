@@ -117,7 +117,7 @@ class NamespaceStats(_message.Message):
     def __init__(self, namespace_id: _Optional[bytes] = ..., namespace: _Optional[_Union[_cache_pb2.Namespace, _Mapping]] = ..., blocks: _Optional[int] = ...) -> None: ...
 
 class WorkerStats(_message.Message):
-    __slots__ = ("state", "pid", "restarts", "running_requests", "model", "device", "block_tokens", "block_tokens_asked", "block_tokens_reason", "shared_bytes", "mapped_blocks", "reused_blocks", "copied_blocks", "error", "kv", "layout", "cuda_graphs", "cuda_graphs_reason")
+    __slots__ = ("state", "pid", "restarts", "running_requests", "model", "device", "block_tokens", "block_tokens_asked", "block_tokens_reason", "shared_bytes", "mapped_blocks", "reused_blocks", "copied_blocks", "error", "kv", "layout", "cuda_graphs", "cuda_graphs_reason", "states")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[WorkerStats.State]
@@ -148,6 +148,7 @@ class WorkerStats(_message.Message):
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     CUDA_GRAPHS_FIELD_NUMBER: _ClassVar[int]
     CUDA_GRAPHS_REASON_FIELD_NUMBER: _ClassVar[int]
+    STATES_FIELD_NUMBER: _ClassVar[int]
     state: WorkerStats.State
     pid: int
     restarts: int
@@ -166,7 +167,20 @@ class WorkerStats(_message.Message):
     layout: str
     cuda_graphs: bool
     cuda_graphs_reason: str
-    def __init__(self, state: _Optional[_Union[WorkerStats.State, str]] = ..., pid: _Optional[int] = ..., restarts: _Optional[int] = ..., running_requests: _Optional[int] = ..., model: _Optional[str] = ..., device: _Optional[str] = ..., block_tokens: _Optional[int] = ..., block_tokens_asked: _Optional[int] = ..., block_tokens_reason: _Optional[str] = ..., shared_bytes: _Optional[int] = ..., mapped_blocks: _Optional[int] = ..., reused_blocks: _Optional[int] = ..., copied_blocks: _Optional[int] = ..., error: _Optional[str] = ..., kv: _Optional[str] = ..., layout: _Optional[str] = ..., cuda_graphs: bool = ..., cuda_graphs_reason: _Optional[str] = ...) -> None: ...
+    states: StateStats
+    def __init__(self, state: _Optional[_Union[WorkerStats.State, str]] = ..., pid: _Optional[int] = ..., restarts: _Optional[int] = ..., running_requests: _Optional[int] = ..., model: _Optional[str] = ..., device: _Optional[str] = ..., block_tokens: _Optional[int] = ..., block_tokens_asked: _Optional[int] = ..., block_tokens_reason: _Optional[str] = ..., shared_bytes: _Optional[int] = ..., mapped_blocks: _Optional[int] = ..., reused_blocks: _Optional[int] = ..., copied_blocks: _Optional[int] = ..., error: _Optional[str] = ..., kv: _Optional[str] = ..., layout: _Optional[str] = ..., cuda_graphs: bool = ..., cuda_graphs_reason: _Optional[str] = ..., states: _Optional[_Union[StateStats, _Mapping]] = ...) -> None: ...
+
+class StateStats(_message.Message):
+    __slots__ = ("kept_states", "kept_bytes", "resumed_runs", "resumed_tokens")
+    KEPT_STATES_FIELD_NUMBER: _ClassVar[int]
+    KEPT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    RESUMED_RUNS_FIELD_NUMBER: _ClassVar[int]
+    RESUMED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    kept_states: int
+    kept_bytes: int
+    resumed_runs: int
+    resumed_tokens: int
+    def __init__(self, kept_states: _Optional[int] = ..., kept_bytes: _Optional[int] = ..., resumed_runs: _Optional[int] = ..., resumed_tokens: _Optional[int] = ...) -> None: ...
 
 class SchedulerStats(_message.Message):
     __slots__ = ("policy", "waiting_requests", "finished_requests", "preempted_requests", "resumed_requests", "swapped_requests", "recomputed_requests", "swapped_blocks", "recomputed_tokens")
@@ -245,8 +259,22 @@ class ListPrefixesRequest(_message.Message):
     page_token: bytes
     def __init__(self, namespace_id: _Optional[bytes] = ..., limit: _Optional[int] = ..., page_token: _Optional[bytes] = ...) -> None: ...
 
+class GroupInfo(_message.Message):
+    __slots__ = ("names", "parts", "rule", "block_bytes", "blocks")
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    RULE_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    names: _containers.RepeatedScalarFieldContainer[str]
+    parts: int
+    rule: str
+    block_bytes: int
+    blocks: int
+    def __init__(self, names: _Optional[_Iterable[str]] = ..., parts: _Optional[int] = ..., rule: _Optional[str] = ..., block_bytes: _Optional[int] = ..., blocks: _Optional[int] = ...) -> None: ...
+
 class PrefixInfo(_message.Message):
-    __slots__ = ("key", "namespace_id", "namespace_name", "blocks", "tokens", "nbytes", "gpu_blocks", "cpu_blocks", "disk_blocks", "idle_s", "pinned", "held")
+    __slots__ = ("key", "namespace_id", "namespace_name", "blocks", "tokens", "nbytes", "gpu_blocks", "cpu_blocks", "disk_blocks", "idle_s", "pinned", "held", "groups")
     KEY_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_NAME_FIELD_NUMBER: _ClassVar[int]
@@ -259,6 +287,7 @@ class PrefixInfo(_message.Message):
     IDLE_S_FIELD_NUMBER: _ClassVar[int]
     PINNED_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
     key: str
     namespace_id: bytes
     namespace_name: str
@@ -271,7 +300,8 @@ class PrefixInfo(_message.Message):
     idle_s: float
     pinned: bool
     held: int
-    def __init__(self, key: _Optional[str] = ..., namespace_id: _Optional[bytes] = ..., namespace_name: _Optional[str] = ..., blocks: _Optional[int] = ..., tokens: _Optional[int] = ..., nbytes: _Optional[int] = ..., gpu_blocks: _Optional[int] = ..., cpu_blocks: _Optional[int] = ..., disk_blocks: _Optional[int] = ..., idle_s: _Optional[float] = ..., pinned: bool = ..., held: _Optional[int] = ...) -> None: ...
+    groups: _containers.RepeatedCompositeFieldContainer[GroupInfo]
+    def __init__(self, key: _Optional[str] = ..., namespace_id: _Optional[bytes] = ..., namespace_name: _Optional[str] = ..., blocks: _Optional[int] = ..., tokens: _Optional[int] = ..., nbytes: _Optional[int] = ..., gpu_blocks: _Optional[int] = ..., cpu_blocks: _Optional[int] = ..., disk_blocks: _Optional[int] = ..., idle_s: _Optional[float] = ..., pinned: bool = ..., held: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupInfo, _Mapping]]] = ...) -> None: ...
 
 class ListPrefixesResponse(_message.Message):
     __slots__ = ("prefixes", "total", "next_page_token")
@@ -293,8 +323,16 @@ class InspectRequest(_message.Message):
     limit: int
     def __init__(self, key: _Optional[str] = ..., first_block: _Optional[int] = ..., limit: _Optional[int] = ...) -> None: ...
 
+class TierGroups(_message.Message):
+    __slots__ = ("tier", "groups")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    tier: _cache_pb2.Tier
+    groups: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, tier: _Optional[_Union[_cache_pb2.Tier, str]] = ..., groups: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class BlockInfo(_message.Message):
-    __slots__ = ("index", "key", "tiers", "children", "pinned", "held", "nbytes", "token_ids")
+    __slots__ = ("index", "key", "tiers", "children", "pinned", "held", "nbytes", "token_ids", "there")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
@@ -303,6 +341,7 @@ class BlockInfo(_message.Message):
     HELD_FIELD_NUMBER: _ClassVar[int]
     NBYTES_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    THERE_FIELD_NUMBER: _ClassVar[int]
     index: int
     key: str
     tiers: _containers.RepeatedScalarFieldContainer[_cache_pb2.Tier]
@@ -311,7 +350,8 @@ class BlockInfo(_message.Message):
     held: int
     nbytes: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, index: _Optional[int] = ..., key: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[_cache_pb2.Tier, str]]] = ..., children: _Optional[int] = ..., pinned: bool = ..., held: _Optional[int] = ..., nbytes: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    there: _containers.RepeatedCompositeFieldContainer[TierGroups]
+    def __init__(self, index: _Optional[int] = ..., key: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[_cache_pb2.Tier, str]]] = ..., children: _Optional[int] = ..., pinned: bool = ..., held: _Optional[int] = ..., nbytes: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., there: _Optional[_Iterable[_Union[TierGroups, _Mapping]]] = ...) -> None: ...
 
 class InspectResponse(_message.Message):
     __slots__ = ("prefix", "blocks")

@@ -67,12 +67,20 @@ class Part(_message.Message):
     def __init__(self, group: _Optional[str] = ..., rank: _Optional[int] = ..., nbytes: _Optional[int] = ..., rule: _Optional[_Union[Rule, _Mapping]] = ...) -> None: ...
 
 class Rule(_message.Message):
-    __slots__ = ("full_attention", "sliding_window")
+    __slots__ = ("full_attention", "sliding_window", "chunked_window", "recurrent_state", "cross_attention", "vision_embedding")
     FULL_ATTENTION_FIELD_NUMBER: _ClassVar[int]
     SLIDING_WINDOW_FIELD_NUMBER: _ClassVar[int]
+    CHUNKED_WINDOW_FIELD_NUMBER: _ClassVar[int]
+    RECURRENT_STATE_FIELD_NUMBER: _ClassVar[int]
+    CROSS_ATTENTION_FIELD_NUMBER: _ClassVar[int]
+    VISION_EMBEDDING_FIELD_NUMBER: _ClassVar[int]
     full_attention: FullAttention
     sliding_window: SlidingWindow
-    def __init__(self, full_attention: _Optional[_Union[FullAttention, _Mapping]] = ..., sliding_window: _Optional[_Union[SlidingWindow, _Mapping]] = ...) -> None: ...
+    chunked_window: ChunkedWindow
+    recurrent_state: RecurrentState
+    cross_attention: CrossAttention
+    vision_embedding: VisionEmbedding
+    def __init__(self, full_attention: _Optional[_Union[FullAttention, _Mapping]] = ..., sliding_window: _Optional[_Union[SlidingWindow, _Mapping]] = ..., chunked_window: _Optional[_Union[ChunkedWindow, _Mapping]] = ..., recurrent_state: _Optional[_Union[RecurrentState, _Mapping]] = ..., cross_attention: _Optional[_Union[CrossAttention, _Mapping]] = ..., vision_embedding: _Optional[_Union[VisionEmbedding, _Mapping]] = ...) -> None: ...
 
 class FullAttention(_message.Message):
     __slots__ = ()
@@ -83,6 +91,28 @@ class SlidingWindow(_message.Message):
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     tokens: int
     def __init__(self, tokens: _Optional[int] = ...) -> None: ...
+
+class ChunkedWindow(_message.Message):
+    __slots__ = ("tokens",)
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tokens: int
+    def __init__(self, tokens: _Optional[int] = ...) -> None: ...
+
+class RecurrentState(_message.Message):
+    __slots__ = ("checkpoint_tokens",)
+    CHECKPOINT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    checkpoint_tokens: int
+    def __init__(self, checkpoint_tokens: _Optional[int] = ...) -> None: ...
+
+class CrossAttention(_message.Message):
+    __slots__ = ("image_blocks",)
+    IMAGE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    image_blocks: int
+    def __init__(self, image_blocks: _Optional[int] = ...) -> None: ...
+
+class VisionEmbedding(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Namespace(_message.Message):
     __slots__ = ("name", "salt", "dtype", "layout", "block_tokens", "parts")

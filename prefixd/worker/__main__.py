@@ -11,6 +11,7 @@ import sys
 import time
 import traceback
 
+from prefixd import heap
 from prefixd.errors import PrefixdError
 from prefixd.worker.errors import ConnectionClosedError
 from prefixd.worker.protocol import Connection, Failed, ToWorker, to_worker
@@ -34,9 +35,10 @@ def main(arguments: list[str] | None = None) -> int:
         # daemon as well.
         os.environ["HF_HUB_OFFLINE"] = "1"
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        from transformers.utils import logging
+        with heap.imports():
+            from transformers.utils import logging
 
-        from prefixd.worker.serve import serve
+            from prefixd.worker.serve import serve
 
         logging.disable_progress_bar()
         logging.set_verbosity_error()

@@ -7,6 +7,8 @@ whole batch on a GPU (`flash_attention`), and FlexAttention where that kernel do
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -17,16 +19,61 @@ from prefixd.worker.kv_memory import StepKv
 
 ATTENTION_NAME = "prefixd"
 
-_UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias")
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionKind:
+    """What a layer asks of its attention, besides being causal.
+
+    window: tokens that a query sees, itself included (128 in GPT-OSS); None for all that lie before it.
+    softcap: a score s becomes softcap * tanh(s / softcap) (50.0 in Gemma 2); None leaves it.
+    sinks: [query heads]; a score for each head that takes its share of the softmax and gives nothing (GPT-OSS).
+    expanded: the cache keeps something smaller than keys and values, from which the model makes them anew in every pass
+        (DeepSeek's latents). They are then given to the function of attention, and not read from memory.
+    """
+
+    window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+    expanded: bool = False
+
+    def __str__(self) -> str:
+        """For messages: "a window of 16 tokens, attention sinks"."""
+        parts = [
+            f"a window of {self.window} tokens" if self.window is not None else "",
+            f"scores capped at {self.softcap}" if self.softcap is not None else "",
+            "attention sinks" if self.sinks is not None else "",
+            "keys and values expanded from latents" if self.expanded else "",
+        ]
+        return ", ".join(filter(None, parts)) or "full attention"
+
+
+FULL_ATTENTION = AttentionKind()
 
 
 class StepAttention(Protocol):
     """Causal attention for one forward pass."""
 
-    def attend(self, query: torch.Tensor, layer: int, scaling: float) -> torch.Tensor:
-        """[1, heads, rows, head_dim] to [1, rows, heads, head_dim].
+    def attend(
+        self, query: torch.Tensor, layer: int, scaling: float, kind: AttentionKind = FULL_ATTENTION
+    ) -> torch.Tensor:
+        """[1, heads, rows, head_dim] to [1, rows, heads, head_dim], by the keys and values in the pass's memory.
 
         Called once a layer, after the layer's keys and values were written. Padding rows come out as zeros.
+        """
+        ...
+
+    def expands(self, layer: int) -> bool:
+        """Whether the layer's keys and values are to be given (`AttentionKind.expanded`)."""
+        ...
+
+    def attend_given(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, kind: AttentionKind
+    ) -> torch.Tensor:
+        """[1, heads, rows, key_dim] to [1, rows, heads, value_dim], by these keys and values.
+
+        key: [1, kv_heads, tokens, key_dim], value: [1, kv_heads, tokens, value_dim]: of every segment the tokens from
+            the sequence's first to the segment's last, one segment after the other. What follows them is not read:
+            rows of padding, for a model that expands whole sixteens of rows, so that their bits depend on no batch.
         """
         ...
 
@@ -38,6 +85,10 @@ class AttentionBackend(Protocol):
         """Prepare a pass: what every layer needs is made once."""
         ...
 
+    def refuses(self, kind: AttentionKind) -> str | None:
+        """Why it cannot compute this kind, such as "no softcap"; None if it can. `sinks` may be without contents."""
+        ...
+
 
 def prefixd_attention(
     module: torch.nn.Module,
@@ -46,28 +97,42 @@ def prefixd_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     prefixd_step: StepAttention | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The function that transformers calls in each layer (`AttentionInterface`).
 
-    Keys and values are read from the pass's memory; `key` and `value`, the new ones alone, are not used.
-    Raises ModelError if the model asks for attention other than full causal attention.
+    Keys and values are read from the pass's memory; `key` and `value`, the new ones alone, are used in layers that
+    expand them only. Raises ModelError for biases by position, which no backend adds.
     """
     if prefixd_step is None:
         raise ModelError(
             f"{type(module).__name__} does not pass arguments through to its attention; it cannot run here"
         )
-    for name in _UNSUPPORTED:
-        if kwargs.get(name) is not None:
-            raise ModelError(
-                f"{type(module).__name__} asks for {name}={kwargs[name]!r}; prefixd runs models with plain "
-                "full attention in every layer"
-            )
+    if kwargs.get("position_bias") is not None:
+        raise ModelError(
+            f"{type(module).__name__} adds biases by position to its attention scores (position_bias); prefixd runs "
+            "models without them"
+        )
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
     layer: int = module.layer_idx  # type: ignore[assignment]
-    return prefixd_step.attend(query, layer, scaling), None
+    expanded = prefixd_step.expands(layer)
+    kind = AttentionKind(sliding_window, softcap, s_aux, expanded)
+    if expanded:
+        return prefixd_step.attend_given(query, key, value, scaling, kind), None
+    return prefixd_step.attend(query, layer, scaling, kind), None
+
+
+def refusal(backend: AttentionBackend, kinds: Iterable[AttentionKind]) -> str | None:
+    """Why the backend cannot run a model with layers of these kinds, as a sentence; None if it can."""
+    for kind in kinds:
+        if reason := backend.refuses(kind):
+            return f"the model has layers with {kind}, which {type(backend).__name__} cannot compute: {reason}"
+    return None
 
 
 def register_attention() -> None:

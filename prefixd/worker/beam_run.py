@@ -13,16 +13,19 @@ from prefixd.worker.protocol import BeamResult, Done, Start
 from prefixd.worker.run import Limits, Run
 from prefixd_swap.errors import SwapError
 
+Home = tuple[int, ...]
+"""The frames of one block, of all KV groups."""
+
 
 class Beam:
     """A sequence that is continued by a token a step."""
 
     decoding = True
 
-    def __init__(self, tokens: list[int], memory: KvSequence, frames: list[int]) -> None:
+    def __init__(self, tokens: list[int], memory: KvSequence, homes: list[Home]) -> None:
         self.tokens = tokens
         self.memory = memory
-        self.frames = frames
+        self.homes = homes
 
     @property
     def computed(self) -> int:
@@ -50,7 +53,7 @@ class BeamRun:
     ```
 
     The daemon hands out all frames at the start: those of the prompt, and for each beam those behind the prompt's full
-    blocks (`frames_needed`), so that a search never waits for memory. Frames that no beam has are used again.
+    blocks (`blocks_needed`), so that a search never waits for memory. Homes that no beam has are used again.
     """
 
     def __init__(self, start: Start, kv: KvMemory, memory: KvSequence, block_tokens: int, limits: Limits) -> None:
@@ -62,9 +65,11 @@ class BeamRun:
         self._block_tokens = block_tokens
         sampling = start.sampling
         used = -(-len(self.prompt.tokens) // block_tokens)
-        self._prompt_frames = start.frames[:used]
-        self._spare = start.frames[used:]
-        self._users: Counter[int] = Counter()
+        width = limits.block_frames
+        homes = [tuple(start.frames[first : first + width]) for first in range(0, len(start.frames), width)]
+        self._prompt_homes = homes[:used]
+        self._spare = homes[used:]
+        self._users: Counter[Home] = Counter()
         self._search = BeamSearch(
             sampling.beams,
             min(sampling.max_tokens, limits.max_model_tokens - len(self.prompt.tokens)),
@@ -102,9 +107,9 @@ class BeamRun:
             ]
             return Done(self.id, results[0].reason, beams=results[: self.prompt.sampling.beam_answers])
         if not self.beams:
-            frames = list(self._prompt_frames)
-            self._users.update(frames)
-            self.beams = [Beam(list(self.prompt.tokens), self.prompt.memory, frames)]
+            homes = list(self._prompt_homes)
+            self._users.update(homes)
+            self.beams = [Beam(list(self.prompt.tokens), self.prompt.memory, homes)]
         self._continue(parents)
         for beam, hypothesis in zip(self.beams, self._search.running, strict=True):
             beam.tokens.append(hypothesis.tokens[-1])
@@ -120,7 +125,7 @@ class BeamRun:
         continued = set(parents)
         free = [beam for index, beam in enumerate(former) if index not in continued]
         for beam in free:
-            self._drop(beam.frames)
+            self._drop(beam.homes)
         first: set[int] = set()
         beams: list[Beam] = []
         try:
@@ -142,11 +147,12 @@ class BeamRun:
     def _fork(self, source: Beam, into: Beam | None, written: int) -> Beam:
         """A beam with the KV of `source`: its full blocks shared, the rest copied, in the memory of `into` if given."""
         full = written // self._block_tokens
-        frames = source.frames[:full]
-        self._users.update(frames)
+        homes = source.homes[:full]
+        self._users.update(homes)
         if written % self._block_tokens:
-            frames = [*frames, self._take()]
+            homes = [*homes, self._take()]
         tokens = list(source.tokens)
+        frames = [frame for home in homes for frame in home]
         if into is None:
             memory = self._kv.open(frames)
         else:
@@ -158,22 +164,22 @@ class BeamRun:
             if into is None:
                 self._kv.close(memory, lambda: None)
             raise
-        return Beam(tokens, memory, frames)
+        return Beam(tokens, memory, homes)
 
     def _make_room(self, beam: Beam) -> None:
-        """A frame for the token that is computed next."""
-        if len(beam.frames) * self._block_tokens < len(beam.tokens):
-            frame = self._take()
-            beam.frames.append(frame)
-            self._kv.extend(beam.memory, [frame])
+        """Frames for the token that is computed next."""
+        if len(beam.homes) * self._block_tokens < len(beam.tokens):
+            home = self._take()
+            beam.homes.append(home)
+            self._kv.extend(beam.memory, home)
 
-    def _take(self) -> int:
-        frame = self._spare.pop()
-        self._users[frame] += 1
-        return frame
+    def _take(self) -> Home:
+        home = self._spare.pop()
+        self._users[home] += 1
+        return home
 
-    def _drop(self, frames: list[int]) -> None:
-        for frame in frames:
-            self._users[frame] -= 1
-            if not self._users[frame] and frame not in self._prompt_frames:
-                self._spare.append(frame)
+    def _drop(self, homes: list[Home]) -> None:
+        for home in homes:
+            self._users[home] -= 1
+            if not self._users[home] and home not in self._prompt_homes:
+                self._spare.append(home)

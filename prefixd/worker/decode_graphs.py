@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from prefixd.worker.kv_memory import Segment
+from prefixd.worker.kv_memory import Segment, Spans
 from prefixd.worker.to_device import to_device
 
 Compute = Callable[[], torch.Tensor]
@@ -70,7 +70,7 @@ class DecodeStep:
         """Never called: flash attention reads nothing behind the last token."""
         raise NotImplementedError("a captured pass runs with flash attention alone")
 
-    def read(self, layer: int, ends: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def read(self, layer: int, spans: Spans) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Never called, as `scrub`."""
         raise NotImplementedError("a captured pass runs with flash attention alone")
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
+import msgspec
 import torch
 
 from prefixd.worker.beam_run import Beam, BeamRun
@@ -16,18 +17,25 @@ from prefixd.worker.model import CausalModel
 from prefixd.worker.protocol import Cancel, Done, Extend, Start, Step, Update
 from prefixd.worker.run import Run, check_start
 from prefixd.worker.sampling import Chosen, choose_tokens
+from prefixd.worker.state_memory import KeptInPass
 from prefixd_swap.errors import OutOfMemoryError, SwapError
 from prefixd_swap.vmem import VirtualTensor
+
+_NAMED = 8
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The next `count` tokens of a member of a run; `row` is the last one's place in the batch if a token follows."""
+    """The next `count` tokens of a member of a run; `row` is the last one's place in the batch if a token follows.
+
+    kept: the states that the pass keeps of it; None without recurrent layers.
+    """
 
     run: Run | BeamRun
     member: Run | Beam
     count: int
     row: int | None
+    kept: KeptInPass | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +67,8 @@ class Engine:
         self._model = model
         self._graphs = graphs
         self._kv = kv
-        self._block_tokens = model.spec.geometry.block_tokens
+        self._block_tokens = model.spec.block_tokens
+        self._block_frames = model.spec.block_frames
         self._max_step_tokens = max_step_tokens
         self._clock = clock
         self._runs: dict[int, Run | BeamRun] = {}
@@ -84,7 +93,9 @@ class Engine:
             return [Done(message.id, "error", f"request {message.id} is already running; use another id")]
         try:
             check_start(message, self._block_tokens, self._model.spec)
-            memory = self._kv.open(_own_frames(message, self._block_tokens))
+            blocks = -(-len(message.tokens) // 4 // self._block_tokens)
+            own = message.frames[: blocks * self._block_frames] if message.sampling.beams else message.frames
+            memory = self._kv.open(own, message.state)
         except OutOfMemoryError as error:
             return [Done(message.id, "no_memory", str(error))]
         except RequestError as error:
@@ -144,6 +155,11 @@ class Engine:
         for part in parts:
             if isinstance(part.member, Run):
                 part.member.computed += part.count
+                if isinstance(part.run, Run):  # beams begin with all of their prompt
+                    self._kv.pass_by(part.member.memory, part.member.computed)
+                if part.kept is not None:
+                    part.kept.end()
+                    part.member.kept += part.kept.blocks
         broken = {message.id for message in done if message.reason == "error"}
         updates = _updates({part.run.id: part.run for part in parts if part.run.id not in broken}, news)
         self._unreported.append(_Pass(updates, len(tokens), started))
@@ -184,13 +200,16 @@ class Engine:
         if graphs is not None and len(rows) == len(tokens) and graphs.fits(len(tokens)):
             memories = [cast(VirtualTensor, part.member.memory) for part in parts]
             return graphs.run(tokens, [memory.row for memory in memories], [part.member.computed for part in parts])
-        step = self._kv.step([part.member.segment(part.count) for part in parts])
-        return self._model.forward(tokens, step, rows)
+        segments = [part.member.segment(part.count) for part in parts]
+        for index, part in enumerate(parts):
+            if part.kept is not None:
+                segments[index] = replace(segments[index], keep=part.kept.positions)
+        return self._model.forward(tokens, self._kv.step(segments), rows)
 
     def _fork(self, run: Run | BeamRun, parent: Run | BeamRun | None) -> None:
         """Copy what `parent` has computed of the tokens that both have in common, behind the cached blocks."""
-        if parent is None:
-            return
+        if parent is None or not self._model.spec.groups.alone:
+            return  # a state cannot be cut to what both have in common, and windows may have left it behind
         child = run if isinstance(run, Run) else run.prompt
         source = parent if isinstance(parent, Run) else parent.prompt
         first = child.computed
@@ -241,16 +260,27 @@ class Engine:
         counts = [(run, member, 1) for run, member in decoding]
         for run, member in ready:
             if not member.decoding and budget > 0:
-                count = min(member.pending, budget)
+                count = self._whole_cells(member, min(member.pending, budget))
                 budget -= count
-                counts.append((run, member, count))
+                if count:
+                    counts.append((run, member, count))
         parts = []
         row = -1
         for run, member, count in counts:
             row += count
             last = member.computed + count == len(member.tokens)
-            parts.append(_Part(run, member, count, row if last else None))
+            state = run.state if isinstance(run, Run) else None
+            stop = member.computed + count
+            kept = None if state is None else state.keeps(member.computed, stop, self._block_tokens)
+            parts.append(_Part(run, member, count, row if last else None, kept))
         return parts
+
+    def _whole_cells(self, member: Run | Beam, count: int) -> int:
+        """Of the next `count` tokens of a prompt those that end a cell, or the prompt: see `recurrent.pieces`."""
+        stop = member.computed + count
+        if stop == len(member.tokens):
+            return count
+        return max(0, stop // self._model.cell_tokens * self._model.cell_tokens - member.computed)
 
     def _ready(self) -> list[tuple[Run | BeamRun, Run | Beam]]:
         """The members with tokens to compute, of runs that have memory for them; waits for a mapping if no run has.
@@ -287,6 +317,8 @@ class Engine:
     def _finish(self, run: Run | BeamRun, done: Done) -> None:
         """Let go of the run's memory; `done` is sent once nothing on the device uses it any more."""
         del self._runs[run.id]
+        if isinstance(run, Run) and run.state is not None and done.reason != "error":  # else it may be damaged
+            done = msgspec.structs.replace(done, tail_blocks=run.state.tail_blocks)
         open_memories = len(run.memories)
 
         def closed() -> None:
@@ -299,11 +331,6 @@ class Engine:
             self._kv.close(memory, closed)
 
 
-def _own_frames(start: Start, block_tokens: int) -> list[int]:
-    """The frames that a request's first sequence begins with: of a beam search those of the prompt, else all."""
-    return start.frames[: -(-len(start.tokens) // 4 // block_tokens)] if start.sampling.beams else start.frames
-
-
 def _failed(request: int, frames: list[int], error: SwapError) -> Done:
     if isinstance(error, OutOfMemoryError):
         return Done(request, "no_memory", str(error))
@@ -311,7 +338,7 @@ def _failed(request: int, frames: list[int], error: SwapError) -> Done:
 
 
 def _unmappable(frames: list[int], error: SwapError) -> str:
-    named = f"frames {frames}" if frames else "its frames"
+    named = f"frames {frames[:_NAMED]}{'...' * (len(frames) > _NAMED)}" if frames else "its frames"
     return f"{named} cannot be mapped: {error}"
 
 
@@ -328,5 +355,8 @@ def _updates(runs: dict[int, Run | BeamRun], news: dict[int, Chosen]) -> list[Up
             run.reported_blocks = filled
             new = news.get(run.id)
             logprobs = [new.logprobs] if new and new.logprobs else []
-            updates.append(Update(run.id, [new.token] if new else [], filled, logprobs))
+            kept: list[int] = []
+            if isinstance(run, Run):
+                kept, run.kept = run.kept, []
+            updates.append(Update(run.id, [new.token] if new else [], filled, logprobs, kept))
     return updates

@@ -4,6 +4,9 @@ All sequences lie in one tensor: virtual tensors at a fixed stride (vAttention, 
 table (PagedAttention). `seqused_k` says how far each one reaches, so prompts and decoding requests are one call, and
 nothing behind the last token is read.
 
+Windows are the kernel's own. It reads keys in blocks that begin at multiples of at most `READ_BLOCK` tokens, and none
+before the block of the first key that the segment's first query sees: memory before that may be gone.
+
 Unverified on a GPU; the tests run it with a stand-in for the kernel.
 """
 
@@ -17,7 +20,10 @@ from typing import Any
 
 import torch
 
+from prefixd.worker.attention import FULL_ATTENTION, AttentionKind
 from prefixd.worker.decode_graphs import DecodeStep
+from prefixd.worker.errors import ModelError
+from prefixd.worker.kv_groups import READ_BLOCK as READ_BLOCK
 from prefixd.worker.kv_memory import StepKv
 from prefixd.worker.to_device import to_device
 
@@ -71,9 +77,21 @@ def _operator_kernel() -> VarlenKernel | None:
         enable_gqa: bool,
         seqused_k: torch.Tensor,
     ) -> torch.Tensor:
-        assert window_size == (-1, 0) and enable_gqa
+        assert window_size[1] == 0 and enable_gqa
         return operator(  # type: ignore[no-any-return]
-            query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, 0.0, True, False, scale=scale, seqused_k=seqused_k
+            query,
+            key,
+            value,
+            cu_seq_q,
+            cu_seq_k,
+            max_q,
+            max_k,
+            0.0,
+            True,
+            False,
+            scale=scale,
+            window_size_left=window_size[0] if window_size[0] >= 0 else None,
+            seqused_k=seqused_k,
         )[0]
 
     return kernel
@@ -85,10 +103,22 @@ class FlashAttention:
     def __init__(self, kernel: VarlenKernel) -> None:
         self.calls = 0
         self._kernel = kernel
+        # Keys split among thread blocks are read in larger blocks; FlashAttention 2 splits them in decode passes.
+        knows_splits = "num_splits" in inspect.signature(kernel).parameters
+        self.window_arguments: dict[str, object] = {"num_splits": 1} if knows_splits else {}
 
     def begin(self, step: StepKv) -> FlashStep:
         """Put the lengths of the pass's segments onto the device."""
         return FlashStep(self, step)
+
+    def refuses(self, kind: AttentionKind) -> str | None:
+        """All but windows."""
+        if kind.expanded:
+            return "it reads keys and values from memory alone; set worker.device to cpu"
+        # The kernel's log-sum-exp would do for sinks, but torch does not say the same of its shape in all places.
+        if kind.softcap is not None or kind.sinks is not None:
+            return "torch's flash attention has neither softcap nor sinks"
+        return None
 
     def compute(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
         """Call the kernel."""
@@ -110,10 +140,14 @@ class FlashStep:
             starts = [0, *itertools.accumulate(len(segment) for segment in step.segments)]
             self._starts = to_device(starts, torch.int32, self._layer(0)[0].device)
 
-    def attend(self, query: torch.Tensor, layer: int, scaling: float) -> torch.Tensor:
+    def attend(
+        self, query: torch.Tensor, layer: int, scaling: float, kind: AttentionKind = FULL_ATTENTION
+    ) -> torch.Tensor:
         """See `StepAttention.attend`; causal from each sequence's end, so its last query looks at all of it."""
         keys, values = self._layer(layer)
         keywords = dict(self._arguments)
+        if kind.window is not None:
+            keywords |= self._backend.window_arguments
         result = self._backend.compute(
             query[0, :, : self._tokens].transpose(0, 1).contiguous(),
             keys,
@@ -123,10 +157,21 @@ class FlashStep:
             self._longest,
             keywords.pop("max_k"),
             scale=scaling,
-            window_size=(-1, 0),
+            window_size=(-1 if kind.window is None else kind.window - 1, 0),  # the kernel does not count the query
             enable_gqa=True,
             **keywords,
         )
         output = query.new_zeros((query.shape[2], query.shape[1], query.shape[3]))
         output[: self._tokens] = result
         return output.unsqueeze(0)
+
+    def expands(self, layer: int) -> bool:
+        """Never."""
+        del layer
+        return False
+
+    def attend_given(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, kind: AttentionKind
+    ) -> torch.Tensor:
+        """Refused when the model is loaded."""
+        raise ModelError("FlashAttention reads keys and values from memory alone")

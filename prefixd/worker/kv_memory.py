@@ -11,7 +11,10 @@ from typing import Protocol
 
 import torch
 
-from prefixd.worker.protocol import KvUsage
+from prefixd.worker.protocol import KvUsage, StateFrames
+
+Spans = tuple[tuple[int, int], ...]
+"""For every segment of a pass the tokens [start, end) of its sequence that are read."""
 
 
 class KvSequence(Protocol):
@@ -25,11 +28,15 @@ class KvSequence(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Tokens [start, stop) of one sequence, which a pass computes; its memory reaches to the end of their blocks."""
+    """Tokens [start, stop) of one sequence, which a pass computes; its memory reaches to the end of their blocks.
+
+    keep: of a model with recurrent layers, (position, buffer): the state after so many tokens is copied there.
+    """
 
     sequence: KvSequence
     start: int
     stop: int
+    keep: Sequence[tuple[int, torch.Tensor]] = ()
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -54,8 +61,13 @@ class StepKv(Protocol):
         """
         ...
 
-    def read(self, layer: int, ends: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Each segment's keys and values from its first token to its end, both ``[kv_heads, end, head_dim]``."""
+    def read(self, layer: int, spans: Spans) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Each segment's keys and values in its span, both ``[kv_heads, end - start, head_dim]``.
+
+        A layer's spans are the same in a whole pass, and few: one list for all layers without a window, and one for
+        each size of window. A start is 0 or `first_key` of a window, a multiple of the tile; nothing before it is
+        touched, since memory before a window may have been given up. An end lies in the block of the last token.
+        """
         ...
 
     def varlen_arguments(self) -> tuple[Callable[[int], tuple[torch.Tensor, torch.Tensor]], dict[str, object]]:
@@ -69,9 +81,10 @@ class StepKv(Protocol):
 class KvMemory(Protocol):
     """Memory for sequences, in frames that the daemon hands out."""
 
-    def open(self, frames: Sequence[int]) -> KvSequence:
-        """A sequence with these frames as its first blocks.
+    def open(self, frames: Sequence[int], state: StateFrames | None = None) -> KvSequence:
+        """A sequence with these frames as its first blocks; -1 where a block has none.
 
+        state: the frames of its state, if the model has recurrent layers.
         Raises OutOfMemoryError when there are too many sequences or no mapping is left, MemoryMisuseError for a frame
         that does not exist or more than the longest sequence.
         """
@@ -90,6 +103,10 @@ class KvMemory(Protocol):
 
         To the end of the last block: what a pass has zeroed behind the last token is zero in the copy, too.
         """
+        ...
+
+    def pass_by(self, sequence: KvSequence, tokens: int) -> None:
+        """So many tokens are computed: give up the memory that sliding windows have left behind (`passed_blocks`)."""
         ...
 
     def ready(self, sequence: KvSequence, tokens: int) -> bool:

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 
-from prefixd.worker.attention import ATTENTION_NAME, AttentionBackend, register_attention
+from prefixd.worker.attention import ATTENTION_NAME, AttentionBackend, AttentionKind, refusal, register_attention
 from prefixd.worker.decode_graphs import DecodeStep
 from prefixd.worker.errors import ModelError
 from prefixd.worker.experts import STEADY_EXPERTS, register_experts, set_experts
 from prefixd.worker.flash_attention import FlashAttention, find_kernel
 from prefixd.worker.flex_attention import FlexAttention
+from prefixd.worker.grouped_attention import GroupedAttention
+from prefixd.worker.grouped_kv import GroupedStep, places
 from prefixd.worker.kv_cache import StepCache
 from prefixd.worker.kv_memory import Segment, StepKv
 from prefixd.worker.model_spec import ModelSpec
+from prefixd.worker.probe import AttentionLayer
+from prefixd.worker.recurrent import RecurrentLayers, StateSegment, check_resume
 from prefixd.worker.tile_attention import TileAttention
 from prefixd.worker.to_device import to_device
 from prefixd.worker.virtual_kv import VirtualStep
@@ -27,13 +34,17 @@ from prefixd.worker.virtual_kv import VirtualStep
 # On a CPU a row of a linear layer has the same bits in every batch of at least eight rows; sixteen fills
 # the vectors.
 ROW_MULTIPLE = 16
+_MOST_CELL_TOKENS = 64  # of a cell, which divides the block, at whose end a state may be kept
 _SELF_CHECK_TOKENS = 24
+_CHECKED_WINDOW = 512  # tokens: the self check reaches beyond windows of up to so many
 _SELF_CHECK_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
 
 
 class CausalModel:
     """A loaded model. Single-threaded; every call runs in inference mode.
 
+    cell_tokens: a pass ends a prompt's part at a multiple of so many tokens, or at its end: recurrent layers compute as
+        many at a time, and the bits of what they compute depend on that. 1 without such layers.
     attention: how attention is computed; by default what suits the device, for KV in virtual tensors.
     """
 
@@ -41,6 +52,12 @@ class CausalModel:
         self.spec = spec
         self.attention = attention or choose_attention(spec)
         self._model = model
+        self._layers = {layer.layer: layer for layer in spec.attention}
+        self.cell_tokens = math.gcd(spec.block_tokens, _MOST_CELL_TOKENS) if spec.groups.state else 1
+        self._recurrent = RecurrentLayers(model, self.cell_tokens) if spec.groups.state else None
+        arguments = inspect.signature(model.base_model.forward).parameters
+        self._cache_argument = "past_key_values" if "past_key_values" in arguments else "cache_params"
+        self._positions = "position_ids" in arguments
 
     @torch.inference_mode()
     def forward(self, tokens: Sequence[int], step: StepKv, wanted: Sequence[int]) -> torch.Tensor:
@@ -53,11 +70,14 @@ class CausalModel:
         positions = [position for segment in step.segments for position in range(segment.start, segment.stop)]
         padding = [0] * (rows - len(tokens))
         ids = to_device([[*tokens, *padding], [*positions, *padding]], torch.int64, self.spec.device)
-        if not wanted:  # no need for the vocabulary's projection, which can be a tenth of the work
-            self._model.base_model(**self._arguments(ids[0:1], ids[1:2], step))
-            return torch.empty(0, self.spec.vocab_size, device=self.spec.device)
-        keep = [*wanted, *[wanted[0]] * (_padded(len(wanted)) - len(wanted))]
-        return self._logits(ids[0:1], ids[1:2], step, to_device(keep, torch.int64, self.spec.device))[: len(wanted)]
+        with self._recurring(step.segments):
+            if not wanted:  # no need for the vocabulary's projection, which can be a tenth of the work
+                self._model.base_model(**self._arguments(ids[0:1], ids[1:2], step))
+                return torch.empty(0, self.spec.vocab_size, device=self.spec.device)
+            keep = to_device(
+                [*wanted, *[wanted[0]] * (_padded(len(wanted)) - len(wanted))], torch.int64, self.spec.device
+            )
+            return self._logits(ids[0:1], ids[1:2], step, keep)[: len(wanted)]
 
     @torch.inference_mode()
     def decode(self, step: DecodeStep) -> torch.Tensor:
@@ -69,14 +89,27 @@ class CausalModel:
         return logits[0]
 
     def _arguments(self, ids: torch.Tensor, positions: torch.Tensor, step: StepKv) -> dict[str, Any]:
-        geometry = self.spec.geometry
-        return {
+        arguments = {
             "input_ids": ids,
-            "position_ids": positions,
-            "past_key_values": StepCache(step, ids.shape[1], (geometry.kv_heads, geometry.head_dim)),
+            self._cache_argument: StepCache(step, ids.shape[1], self._layers),
             "use_cache": True,
-            "prefixd_step": self.attention.begin(step),
         }
+        if self._positions:
+            arguments["position_ids"] = positions
+        if self._layers:
+            arguments["prefixd_step"] = self.attention.begin(step)
+        return arguments
+
+    def _recurring(self, segments: Sequence[Segment]) -> AbstractContextManager[None]:
+        """Around a pass: tells recurrent layers where the states of its segments are."""
+        if self._recurrent is None:
+            return nullcontext()
+        return self._recurrent.running(
+            [
+                StateSegment(segment.start, segment.stop, cast(WithState, segment.sequence).state.own, segment.keep)
+                for segment in segments
+            ]
+        )
 
     @property
     def asynchronous(self) -> bool:
@@ -95,20 +128,18 @@ class CausalModel:
         Catches what the probe cannot see, such as biases that a model adds inside its own attention. Raises
         ModelError.
         """
-        geometry = self.spec.geometry
-        count = min(_SELF_CHECK_TOKENS, self.spec.max_model_tokens)
+        if self._recurrent is not None:
+            try:
+                check_resume(self._model, self._recurrent)
+            except ModelError as refusal:
+                raise ModelError(f"model {str(self.spec.path)!r} ({self.spec.architecture}) {refusal}") from refusal
+        windows = [layer.window for layer in self.spec.attention if layer.window and layer.window <= _CHECKED_WINDOW]
+        count = min(_SELF_CHECK_TOKENS + max(windows, default=0), self.spec.max_model_tokens)
         tokens = [(7 * index + 3) % self.spec.vocab_size for index in range(count)]
-        capacity = -(-count // geometry.block_tokens) * geometry.block_tokens
-        kv = torch.zeros(
-            (1, capacity, geometry.layers, 2, geometry.kv_heads, geometry.head_dim),
-            dtype=getattr(torch, geometry.dtype),
-            device=self.spec.device,
-        )
+        memory = _PlainMemory(self.spec, count)
         half = count // 2
-        whole = _Blocks(capacity // geometry.block_tokens)
-        self.forward(tokens[:half], VirtualStep(kv, [Segment(whole, 0, half)], [0]), [])
-        rest = VirtualStep(kv, [Segment(whole, half, count)], [0])
-        ours = self.forward(tokens[half:], rest, range(count - half)).float()
+        self.forward(tokens[:half], memory.step(0, half), [])
+        ours = self.forward(tokens[half:], memory.step(half, count), range(count - half)).float()
         self._model.set_attn_implementation("eager")
         try:
             reference = self._model(input_ids=torch.tensor([tokens], device=self.spec.device), use_cache=False)
@@ -116,7 +147,7 @@ class CausalModel:
             self._model.set_attn_implementation(ATTENTION_NAME)
         theirs = reference.logits[0, half:].float()
         error = float((ours - theirs).norm() / theirs.norm())
-        if not error <= _SELF_CHECK_TOLERANCE[geometry.dtype]:
+        if not error <= _SELF_CHECK_TOLERANCE[self.spec.dtype]:
             raise ModelError(
                 f"architecture {self.spec.architecture} of {str(self.spec.path)!r} computes other logits on "
                 f"prefixd's KV cache than by itself (relative error {error:.2g}); it cannot be run"
@@ -133,7 +164,7 @@ def load_model(spec: ModelSpec, *, paged: bool = False) -> CausalModel:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 spec.path,
                 config=spec.config,
-                dtype=getattr(torch, spec.geometry.dtype),
+                dtype=getattr(torch, spec.dtype),
                 attn_implementation=ATTENTION_NAME,
                 local_files_only=True,
                 trust_remote_code=False,
@@ -169,10 +200,25 @@ def load_model(spec: ModelSpec, *, paged: bool = False) -> CausalModel:
 
 def choose_attention(spec: ModelSpec, *, paged: bool = False) -> AttentionBackend:
     """What computes attention on the model's device. Raises ModelError when nothing there does."""
-    geometry = spec.geometry
-    dtype = getattr(torch, geometry.dtype)
+    kinds = {layer.layer: _kind(layer) for layer in spec.attention}
+    dtype = getattr(torch, spec.dtype)
+    if paged and not spec.groups.alone:
+        raise ModelError(
+            f"model {str(spec.path)!r} has {len(spec.groups.shapes)} groups of layers that keep different things; "
+            'block tables hold one: set worker.kv to "virtual"'
+        )
     if spec.device.type == "cpu":
-        return TileAttention(geometry.block_tokens, spec.query_heads // geometry.kv_heads, dtype)
+        return TileAttention(spec.block_tokens, dtype, [layer for layer in kinds if kinds[layer].expanded])
+    if not spec.attention:
+        return TileAttention(spec.block_tokens, dtype)  # nobody asks it for anything
+    if not spec.groups.alone:
+        return GroupedAttention(_choose_on_cuda(spec, kinds, paged=False))
+    return _choose_on_cuda(spec, kinds, paged=paged)
+
+
+def _choose_on_cuda(spec: ModelSpec, kinds: Mapping[int, AttentionKind], *, paged: bool) -> AttentionBackend:
+    dtype = getattr(torch, spec.dtype)
+    geometry = max((group.geometry for group in spec.groups.attention), key=lambda shape: shape.head_dim)
     kernel = find_kernel(geometry.head_dim, dtype, spec.device, block_table=paged)
     if kernel is None and paged:
         raise ModelError(
@@ -180,7 +226,36 @@ def choose_attention(spec: ModelSpec, *, paged: bool = False) -> AttentionBacken
             f"{torch.__version__}), 16-bit KV and a head size of up to 256 in eights (this is {geometry.dtype}, "
             f'{geometry.head_dim}); set worker.kv to "virtual"'
         )
-    return FlashAttention(kernel) if kernel is not None else FlexAttention(geometry.block_tokens)
+    if kernel is not None:
+        flash = FlashAttention(kernel)
+        refused = refusal(flash, kinds.values())
+        if refused is None:
+            return flash
+        if paged:
+            raise ModelError(f'{refused}; set worker.kv to "virtual"')
+    flex = FlexAttention(geometry.block_tokens)
+    if refused := refusal(flex, kinds.values()):
+        raise ModelError(refused)
+    return flex
+
+
+class WithState(Protocol):
+    """A sequence of a model with recurrent layers."""
+
+    @property
+    def state(self) -> OwnState: ...
+
+
+class OwnState(Protocol):
+    """What a pass needs of a sequence's state: its buffer, see `StateLayout`."""
+
+    @property
+    def own(self) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Buffer:
+    own: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +263,38 @@ class _Blocks:
     """A sequence of the self check."""
 
     blocks: int
+    state: _Buffer
+
+
+class _PlainMemory:
+    """Memory of one sequence for the self check, in ordinary tensors."""
+
+    def __init__(self, spec: ModelSpec, tokens: int) -> None:
+        blocks = -(-tokens // spec.block_tokens)
+        layout = spec.groups.state and spec.groups.state.layout
+        state = torch.zeros(layout.nbytes if layout else 0, dtype=torch.uint8, device=spec.device)
+        self._sequence = _Blocks(blocks, _Buffer(state))
+        self._groups = spec.groups
+        self._kv = [
+            torch.zeros(
+                (1, blocks * spec.block_tokens, shape.layers, 2, shape.kv_heads, shape.head_dim),
+                dtype=getattr(torch, spec.dtype),
+                device=spec.device,
+            )
+            for shape in (group.geometry for group in spec.groups.attention)
+        ]
+
+    def step(self, start: int, stop: int) -> StepKv:
+        """A pass over tokens [start, stop)."""
+        segments = [Segment(self._sequence, start, stop)]
+        steps = [VirtualStep(kv, segments, [0]) for kv in self._kv]
+        return steps[0] if self._groups.alone else GroupedStep(segments, steps, places(self._groups.attention))
+
+
+def _kind(layer: AttentionLayer) -> AttentionKind:
+    """What a layer asks; its sinks have no contents."""
+    sinks = torch.empty(layer.query_heads, device="meta") if layer.sinks else None
+    return AttentionKind(layer.window, layer.softcap, sinks, layer.expanded)
 
 
 def _padded(rows: int) -> int:

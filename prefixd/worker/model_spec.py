@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import math
-import mmap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,36 +12,40 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from prefixd.worker.errors import ModelError
+from prefixd.worker.kv_groups import KvGroups, plan_groups
 from prefixd.worker.memory_estimate import weights_bytes, working_bytes
-from prefixd.worker.probe import PROBE_NAME, AttentionShape, probe, register_probe
+from prefixd.worker.probe import PROBE_NAME, AttentionLayer, probe, register_probe
 from prefixd.worker.protocol import Hello
+from prefixd.worker.recurrent import StateLayout, state_shapes
 from prefixd.worker.settings import WorkerSettings
-from prefixd_swap.block_size import explain_block_tokens, fill_chunks
-from prefixd_swap.geometry import KvGeometry
+from prefixd_swap.geometry import ELEMENT_BYTES, KvGeometry, Layout
 
-CUDA_CHUNK_BYTES = 2 << 20
+_NO_LIMIT = 1 << 16
+"""Tokens of a request where the model names no limit, as those without attention do not."""
+WINDOW_MARGIN = {"cpu": 32, "cuda": 128}
+"""Tokens before a window that attention may read: it reads whole tiles."""
 _DTYPES = ("float32", "bfloat16", "float16")
 # Their rotary frequencies depend on how long the whole sequence is, so KV of a prefix is not a function
 # of the prefix.
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
-# Other types are refused by what the layers ask for: not every model obeys its `layer_types`.
-_RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid", "mamba", "recurrent"}
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A model in numbers; `config` is transformers' configuration of it.
 
-    block_tokens_asked: what the settings asked for; `geometry` has what is used.
+    groups: what it keeps of prompts. attention: its attention layers.
+    block_tokens_asked: what the settings asked for; `groups` has what is used.
     step_tokens, sequences: most tokens and sequences of one step, by the settings.
     """
 
     path: Path
     config: Any
-    geometry: KvGeometry
-    chunk_bytes: int
+    groups: KvGroups
+    attention: tuple[AttentionLayer, ...]
+    dtype: str
+    layout: Layout
     block_tokens_asked: int
-    query_heads: int
     vocab_size: int
     max_model_tokens: int
     eos_token_ids: tuple[int, ...]
@@ -56,36 +58,57 @@ class ModelSpec:
     @property
     def sequence_capacity(self) -> int:
         """Tokens that a request's memory spans: the longest sequence in whole blocks."""
-        return -(-self.max_model_tokens // self.geometry.block_tokens) * self.geometry.block_tokens
+        return -(-self.max_model_tokens // self.block_tokens) * self.block_tokens
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block."""
+        return self.groups.block_tokens
+
+    @property
+    def block_frames(self) -> int:
+        """Frames that a block takes in all groups of attention layers."""
+        return self.groups.block_frames
+
+    @property
+    def state_frames(self) -> int:
+        """Frames that a state takes; 0 for a model without."""
+        return 0 if self.groups.state is None else self.groups.state.frames
+
+    @property
+    def geometry(self) -> KvGeometry:
+        """The shape of the first group of attention layers, of most models the only one."""
+        return self.groups.attention[0].geometry
 
     def hello(self) -> Hello:
         """The worker's first message."""
-        geometry = self.geometry
+        element_bytes = ELEMENT_BYTES[self.dtype]
+        widest = max((layer.query_heads * layer.head_dim for layer in self.attention), default=0)
         return Hello(
-            layers=geometry.layers,
-            kv_heads=geometry.kv_heads,
-            head_dim=geometry.head_dim,
-            dtype=geometry.dtype,
-            block_tokens=geometry.block_tokens,
-            layout=geometry.layout,
-            chunk_bytes=self.chunk_bytes,
+            groups=self.groups.shapes,
+            frame_bytes=self.groups.frame_bytes,
+            dtype=self.dtype,
+            block_tokens=self.block_tokens,
+            layout=self.layout,
+            chunk_bytes=self.groups.chunk_bytes,
             vocab_size=self.vocab_size,
             max_model_tokens=self.max_model_tokens,
             eos_token_ids=self.eos_token_ids,
             architecture=self.architecture,
             parameters=self.parameters,
             device=str(self.device),
-            weights_bytes=weights_bytes(self.parameters, geometry.element_bytes),
+            weights_bytes=weights_bytes(self.parameters, element_bytes),
             working_bytes=working_bytes(
                 self.config,
-                max(getattr(self.config, "hidden_size", 0), self.query_heads * geometry.head_dim),
-                geometry.element_bytes,
+                max(getattr(self.config, "hidden_size", 0), widest),
+                element_bytes,
                 self.step_tokens,
                 self.sequences,
                 on_cuda=self.device.type == "cuda",
             ),
             block_tokens_asked=self.block_tokens_asked,
-            block_tokens_reason=explain_block_tokens(self.block_tokens_asked, geometry, self.chunk_bytes),
+            block_tokens_reason=self.groups.explain_block_tokens(self.block_tokens_asked),
+            window_margin=WINDOW_MARGIN[self.device.type],
         )
 
 
@@ -108,25 +131,32 @@ def read_model_spec(settings: WorkerSettings) -> ModelSpec:
 def _read_spec(settings: WorkerSettings, device: torch.device, path: Path, config: Any) -> ModelSpec:
     _check_config(path, config)
     _check_class(path, config)
-    limit = _count(path, config, "max_position_embeddings")
+    limit = _count(path, config, "max_position_embeddings") if hasattr(config, "max_position_embeddings") else _NO_LIMIT
     max_model_tokens = min(settings.max_model_tokens or limit, limit)
-    shape, architecture, parameters = _probe(path, config, max_model_tokens)
-    asked = KvGeometry(
-        layers=shape.layers,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        dtype=_dtype(path, config, device) if settings.dtype == "auto" else settings.dtype,
-        block_tokens=settings.block_tokens,
-        layout=settings.layout,
-    )
-    chunk_bytes = settings.chunk_bytes or _chunk_bytes(device, asked)
+    dtype = _dtype(path, config, device) if settings.dtype == "auto" else settings.dtype
+    attention, states, architecture, parameters = _probe(path, config, max_model_tokens, dtype)
+    try:
+        groups = plan_groups(
+            attention,
+            states,
+            dtype=dtype,
+            block_tokens=settings.block_tokens,
+            layout=settings.layout,
+            max_tokens=max_model_tokens,
+            chunk_bytes=settings.chunk_bytes or None,
+            on_cuda=device.type == "cuda",
+            by_rule=settings.groups == "by_rule",
+        )
+    except ModelError as error:
+        raise _refusal(path, config, str(error)) from error
     return ModelSpec(
         path=path,
         config=config,
-        geometry=fill_chunks(asked, chunk_bytes),
-        chunk_bytes=chunk_bytes,
+        groups=groups,
+        attention=tuple(attention),
+        dtype=dtype,
+        layout=settings.layout,
         block_tokens_asked=settings.block_tokens,
-        query_heads=shape.query_heads,
         vocab_size=_count(path, config, "vocab_size"),
         max_model_tokens=max_model_tokens,
         eos_token_ids=_eos_token_ids(path, config),
@@ -136,14 +166,6 @@ def _read_spec(settings: WorkerSettings, device: torch.device, path: Path, confi
         step_tokens=settings.max_step_tokens,
         sequences=settings.max_sequences,
     )
-
-
-def _chunk_bytes(device: torch.device, geometry: KvGeometry) -> int:
-    """The device's chunk; on a CPU, where any number of pages will do, the largest that needs no rounding."""
-    if device.type == "cuda":
-        return CUDA_CHUNK_BYTES
-    fitting = math.gcd(geometry.piece_bytes, CUDA_CHUNK_BYTES)
-    return fitting if fitting % mmap.PAGESIZE == 0 else mmap.PAGESIZE
 
 
 def _device(name: str) -> torch.device:
@@ -176,24 +198,18 @@ def _refusal(path: Path, config: Any, what: str) -> ModelError:
     """`what` continues the model's name: "has attention sinks"."""
     return ModelError(
         f"model {str(path)!r} (model_type {config.model_type!r}) {what}; "
-        "this version of prefixd runs decoder-only text models with plain full attention in every layer"
+        "this version of prefixd runs decoder-only text models of attention and recurrent layers"
     )
 
 
 def _check_config(path: Path, config: Any) -> None:
     """Refuse what a configuration tells better than the model's code; the rest is for `_probe`."""
-    layers = set(getattr(config, "layer_types", None) or ())
     if getattr(config, "is_encoder_decoder", False):
         raise _refusal(path, config, "is an encoder-decoder")
     if hasattr(config, "vision_config"):
         raise _refusal(path, config, "reads images (vision_config)")
     if config.get_text_config(decoder=True) is not config:
         raise _refusal(path, config, "is made of several models")
-    if getattr(config, "kv_lora_rank", None):
-        raise _refusal(path, config, f"has latent attention (kv_lora_rank={config.kv_lora_rank})")
-    if layers & _RECURRENT_LAYERS:
-        recurrent = ", ".join(sorted(layers & _RECURRENT_LAYERS))
-        raise _refusal(path, config, f"has recurrent states (layers of type {recurrent})")
     if getattr(config, "num_kv_shared_layers", None):
         raise _refusal(path, config, "shares KV between layers (num_kv_shared_layers)")
     for rope_type in sorted(_rope_types(config) & _LENGTH_DEPENDENT_ROPE):
@@ -219,9 +235,9 @@ def _check_class(path: Path, config: Any) -> None:
         raise _refusal(path, config, "has no causal language model in transformers") from error
     model_class = found[0] if isinstance(found, tuple) else found
     name = model_class.__name__
-    if getattr(model_class, "_is_stateful", False):
-        raise _refusal(path, config, f"has recurrent states ({name} is stateful)")
-    if not getattr(model_class, "_supports_attention_backend", False):
+    stateful = getattr(model_class, "_is_stateful", False)
+    # Stateful models do not say so, yet take one: the probe tells.
+    if not stateful and not getattr(model_class, "_supports_attention_backend", False):
         raise _refusal(
             path,
             config,
@@ -231,17 +247,24 @@ def _check_class(path: Path, config: Any) -> None:
         raise _refusal(path, config, f"cannot select logits ({name} has no logits_to_keep)")
 
 
-def _probe(path: Path, config: Any, tokens: int) -> tuple[AttentionShape, str, int]:
-    """Build the model without memory and try it: its attention, its class and its number of parameters."""
+def _probe(
+    path: Path, config: Any, tokens: int, dtype: str
+) -> tuple[list[AttentionLayer], StateLayout | None, str, int]:
+    """Build the model without memory and try it: its attention, its states, its class and its number of parameters."""
     register_probe()
     config = copy.deepcopy(config)  # the probe's functions are written into it
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=PROBE_NAME, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_config(
+            config, attn_implementation=PROBE_NAME, dtype=getattr(torch, dtype), trust_remote_code=False
+        )
     parameters = sum(parameter.numel() for parameter in model.parameters())
     try:
-        return probe(model.eval(), tokens), type(model).__name__, parameters
+        shapes = state_shapes(model.eval())
+        model.set_attn_implementation(PROBE_NAME)
+        layers = probe(model, tokens)
     except ModelError as error:
         raise _refusal(path, config, str(error)) from error
+    return layers, StateLayout(shapes) if shapes else None, type(model).__name__, parameters
 
 
 def _dtype(path: Path, config: Any, device: torch.device) -> str:

@@ -12,8 +12,8 @@ from typing import cast
 
 import torch
 
-from prefixd.worker.kv_memory import KvSequence, Segment
-from prefixd.worker.protocol import KvUsage
+from prefixd.worker.kv_memory import KvSequence, Segment, Spans
+from prefixd.worker.protocol import KvUsage, StateFrames
 from prefixd.worker.to_device import to_device
 from prefixd_swap.errors import MemoryMisuseError
 from prefixd_swap.geometry import KvGeometry
@@ -58,8 +58,9 @@ class PagedKv:
         self._copied = 0
         self.pool = self._view(frames)
 
-    def open(self, frames: Sequence[int]) -> BlockTable:
+    def open(self, frames: Sequence[int], state: StateFrames | None = None) -> BlockTable:
         """See `KvMemory.open`."""
+        del state
         sequence = BlockTable(())
         self.extend(sequence, frames)
         return sequence
@@ -96,6 +97,10 @@ class PagedKv:
             self.pool[to_frame, offsets].copy_(self.pool[from_frame, offsets])
             self._copied += 1
             first = end
+
+    def pass_by(self, sequence: KvSequence, tokens: int) -> None:
+        """Nothing: without groups every layer needs all."""
+        del sequence, tokens
 
     def ready(self, sequence: KvSequence, tokens: int) -> bool:
         """Always: nothing happens in the background."""
@@ -171,7 +176,7 @@ class PagedStep:
             frames += [table.frames[token // self._block] for token in range(segment.start, segment.stop)]
             offsets += [token % self._block for token in range(segment.start, segment.stop)]
         self._frames, self._offsets = to_device([frames, offsets], torch.int64, pool.device)
-        self._blocks: list[torch.Tensor] = []
+        self._blocks: dict[Spans, list[torch.Tensor]] = {}
 
     def write(self, layer: int, pairs: torch.Tensor) -> None:
         """One scatter for all segments."""
@@ -185,15 +190,18 @@ class PagedStep:
             frame = _table(part.sequence).frames[part.stop // self._block]
             self._pool[frame, first : first + end - part.stop].zero_()
 
-    def read(self, layer: int, ends: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def read(self, layer: int, spans: Spans) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Copies: the blocks of each sequence, gathered."""
-        if not self._blocks:
-            for segment, end in zip(self.segments, ends, strict=True):
-                frames = _table(segment.sequence).frames[: -(-end // self._block)]
-                self._blocks.append(to_device(frames, torch.int64, self._pool.device))
+        if spans not in self._blocks:
+            tables = [_table(segment.sequence).frames for segment in self.segments]
+            self._blocks[spans] = [
+                to_device(table[start // self._block : -(-end // self._block)], torch.int64, self._pool.device)
+                for table, (start, end) in zip(tables, spans, strict=True)
+            ]
         read = []
-        for blocks, end in zip(self._blocks, ends, strict=True):
-            gathered = self._pool[:, :, layer].index_select(0, blocks).flatten(0, 1)[:end]
+        for blocks, (start, end) in zip(self._blocks[spans], spans, strict=True):
+            first = start // self._block * self._block
+            gathered = self._pool[:, :, layer].index_select(0, blocks).flatten(0, 1)[start - first : end - first]
             read.append((gathered[:, 0].transpose(0, 1), gathered[:, 1].transpose(0, 1)))
         return read
 

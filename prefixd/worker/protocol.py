@@ -88,18 +88,49 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
+class FullAttention(msgspec.Struct, frozen=True, tag=True):
+    """The next token needs every token before it."""
+
+
+class SlidingWindow(msgspec.Struct, frozen=True, tag=True):
+    """The next token needs the last `tokens` tokens, itself among them."""
+
+    tokens: int
+
+
+class RecurrentState(msgspec.Struct, frozen=True, tag=True):
+    """The next token needs one state, which all tokens before it have made."""
+
+
+class GroupShape(msgspec.Struct, frozen=True):
+    """The layers of a model that share one shape and one rule.
+
+    name: for people, unique.
+    layers: how many.
+    frames: how many frames a block of the group takes; of a group that has a state, how many the state takes.
+    """
+
+    name: str
+    rule: FullAttention | SlidingWindow | RecurrentState
+    layers: int
+    frames: int
+
+
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The model in numbers.
+
+    groups: its layers. Those with a state, if there are any, are one group, the last.
+    frame_bytes: bytes of a frame: one size for all groups, so that any frame serves any of them.
 
     weights_bytes, working_bytes: what the weights will take on the device, and the rest but for the KV; estimates of
         `memory_estimate`.
     block_tokens: what the worker uses: at least `block_tokens_asked`, which its settings asked for.
     block_tokens_reason: why it is not what was asked for, one line; empty if it is.
+    window_margin: before the window of the next token, the worker's attention may read so many tokens more.
     """
 
-    layers: int
-    kv_heads: int
-    head_dim: int
+    groups: tuple[GroupShape, ...]
+    frame_bytes: int
     dtype: str
     block_tokens: int
     layout: Literal["token", "layer"]
@@ -114,6 +145,17 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     working_bytes: int = 0
     block_tokens_asked: int = 0
     block_tokens_reason: str = ""
+    window_margin: int = 0
+
+    @property
+    def block_frames(self) -> int:
+        """Frames that a block takes in all groups that keep something of every token."""
+        return sum(group.frames for group in self.groups if not isinstance(group.rule, RecurrentState))
+
+    @property
+    def state_frames(self) -> int:
+        """Frames that a state takes; 0 for a model without."""
+        return sum(group.frames for group in self.groups if isinstance(group.rule, RecurrentState))
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -146,19 +188,22 @@ class Update(msgspec.Struct, frozen=True):
     filled_blocks: full blocks whose KV is in memory now, counted from the start of the prompt, cached ones
         included.
     logprobs: of each of the tokens, if the request asks for them.
+    kept: so many blocks lie before each state of `Start.keep` that was kept in this step.
     """
 
     id: int
     tokens: list[int]
     filled_blocks: int
     logprobs: list[TokenLogprobs] = []
+    kept: list[int] = []
 
 
 class KvUsage(msgspec.Struct, frozen=True):
     """What the worker's memory does.
 
-    shared_blocks: blocks that are saved now because requests share frames. The others count since the worker's start:
-        blocks that were mapped, that were still mapped from a request before, and that were copied.
+    Where a block takes several frames, each of them counts. shared_blocks: blocks that are saved now because requests
+    share frames. The others count since the worker's start: blocks that were mapped, that were still mapped from a
+    request before, and that were copied.
     """
 
     shared_blocks: int = 0
@@ -191,13 +236,15 @@ class Done(msgspec.Struct, frozen=True, tag=True):
     """A request ended and nothing uses its frames any more.
 
     `detail` says why when the reason is "error", or "no_memory": the process has no addresses or mappings left for it,
-    but may have when others have ended. `beams` are the best sequences of a beam search, the best one first.
+    but may have when others have ended. `beams` are the best sequences of a beam search, the best one first. The frames
+    of `Start.tail` hold the state after `tail_blocks` blocks; nothing if that is 0.
     """
 
     id: int
     reason: Literal["stop", "length", "cancelled", "error", "no_memory"]
     detail: str = ""
     beams: list[BeamResult] = []
+    tail_blocks: int = 0
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -249,16 +296,51 @@ class Shrunk(msgspec.Struct, frozen=True, tag=True):
     frames: bytes
 
 
+def passed_blocks(group: GroupShape, computed_tokens: int, block_tokens: int, margin: int) -> int:
+    """How many blocks, from the first on, a request with so many computed tokens never reads again in this group.
+
+    Its frames of these blocks are the daemon's again as soon as an `Update` has told of the tokens: the worker may keep
+    them mapped, but touches them no more. `margin` is `Hello.window_margin`.
+    """
+    if not isinstance(group.rule, SlidingWindow):
+        return 0
+    return max(0, computed_tokens - (group.rule.tokens - 1) - margin) // block_tokens
+
+
+class KeptState(msgspec.Struct, frozen=True, array_like=True):
+    """Copy the state after the first `blocks` blocks into `frames`, when it has been computed."""
+
+    blocks: int
+    frames: list[int]
+
+
+class StateFrames(msgspec.Struct, frozen=True, kw_only=True):
+    """The frames of a request whose model has a state, as many of each as the group's shape says.
+
+    own: what the state lies in while the request runs.
+    resume: the state after `Start.cached_blocks`, which is copied and not changed; empty if no block is cached.
+    keep: which states are kept of the prompt, ascending.
+    tail: where the state after the last full block is kept, again and again, as the output grows; empty: nowhere.
+    """
+
+    own: list[int]
+    resume: list[int] = []
+    keep: list[KeptState] = []
+    tail: list[int] = []
+
+
 class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Run a request.
 
     tokens: little-endian uint32, the prompt and then the tokens that earlier runs generated.
     generated: how many of them were generated.
-    cached_blocks: the first so many frames hold KV already; at least one token must be left to compute.
-    frames: frames[i] is the home of block i; those from `cached_blocks` on are filled by this run alone. Those behind
-        the prompt's are for beams, in any order (`frames_needed`).
+    cached_blocks: the first so many blocks hold KV already; at least one token must be left to compute.
+    frames: the homes of the blocks, `Hello.block_frames` for each, group after group. Those from `cached_blocks` on are
+        filled by this run alone. Before them -1 stands where the rule of a group needs nothing. Those of the blocks
+        behind the prompt's are for beams, in any order (`blocks_needed`).
     fork_of: a request that may still run and has tokens in common with this one: what it has computed of them behind
         the cached blocks is copied, not computed again. -1: none.
+    state: None for a model without.
     """
 
     id: int
@@ -268,17 +350,18 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     frames: list[int]
     sampling: Sampling
     fork_of: int = -1
+    state: StateFrames | None = None
 
 
-def frames_needed(prompt_tokens: int, most_tokens: int, beams: int, block_tokens: int) -> int:
-    """Frames of a beam search: the prompt's, and for every beam those behind the prompt's full blocks."""
+def blocks_needed(prompt_tokens: int, most_tokens: int, beams: int, block_tokens: int) -> int:
+    """Blocks that have a home in a beam search: the prompt's, and for every beam those behind its full blocks."""
     full = prompt_tokens // block_tokens
     own = -(-(prompt_tokens + most_tokens) // block_tokens) - full
     return -(-prompt_tokens // block_tokens) + beams * own
 
 
 class Extend(msgspec.Struct, frozen=True, tag=True):
-    """More frames for a request, following those it has. Ignored if the request has ended."""
+    """More frames for a request, of whole blocks, following those it has. Ignored if the request has ended."""
 
     id: int
     frames: list[int]

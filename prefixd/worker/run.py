@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Literal, Protocol
 
 import numpy as np
 import torch
 
 from prefixd.worker.errors import RequestError
+from prefixd.worker.grouped_kv import GroupedSequence
 from prefixd.worker.kv_memory import KvSequence, Segment
-from prefixd.worker.protocol import MOST_LOGPROBS, Sampling, Start, frames_needed
+from prefixd.worker.protocol import MOST_LOGPROBS, Sampling, Start, blocks_needed
 from prefixd.worker.sampling import Choice
+from prefixd.worker.state_memory import SequenceState
 from prefixd.worker.token_counts import TokenCounts
 
 
@@ -27,6 +30,10 @@ class Limits(Protocol):
     def max_model_tokens(self) -> int: ...
     @property
     def eos_token_ids(self) -> tuple[int, ...]: ...
+    @property
+    def block_frames(self) -> int: ...
+    @property
+    def state_frames(self) -> int: ...
 
 
 class Run:
@@ -48,6 +55,7 @@ class Run:
         self.computed = start.cached_blocks * block_tokens
         self.memory = memory
         self.reported_blocks = start.cached_blocks
+        self.kept: list[int] = []  # after how many blocks states were kept that nobody was told of yet
         self._block_tokens = block_tokens
         self._max_tokens = limits.max_model_tokens
         stop = set(start.sampling.stop_token_ids)
@@ -96,6 +104,11 @@ class Run:
         """The next `count` tokens to compute."""
         return Segment(self.memory, self.computed, self.computed + count)
 
+    @property
+    def state(self) -> SequenceState | None:
+        """The state of its recurrent layers; None for a model without."""
+        return self.memory.state if isinstance(self.memory, GroupedSequence) else None
+
     def append(self, token: int) -> None:
         """Add a generated token."""
         self.tokens.append(token)
@@ -116,16 +129,39 @@ def check_start(start: Start, block_tokens: int, limits: Limits) -> None:
         raise RequestError(f"{len(tokens)} tokens are over the model's {limits.max_model_tokens}; shorten the prompt")
     if not 0 <= start.generated < len(tokens):
         raise RequestError(f"generated={start.generated} of {len(tokens)} tokens; at least one must be the prompt's")
-    if not 0 <= start.cached_blocks <= len(start.frames):
+    blocks = len(start.frames) // limits.block_frames if limits.block_frames else limits.max_model_tokens
+    if len(start.frames) != blocks * limits.block_frames and limits.block_frames:
+        raise RequestError(f"{len(start.frames)} frames; a block takes {limits.block_frames}: give whole blocks")
+    if not 0 <= start.cached_blocks <= blocks:
         raise RequestError(f"cached_blocks={start.cached_blocks} with {len(start.frames)} frames")
     if start.cached_blocks * block_tokens >= len(tokens):
         raise RequestError(
             f"{start.cached_blocks} cached blocks of {block_tokens} cover all {len(tokens)} tokens; "
             "leave at least one token to compute"
         )
+    _check_state(start, limits)
     _check_sampling(start.sampling)
     if start.sampling.beams:
         _check_beams(start, len(tokens), block_tokens, limits)
+
+
+def _check_state(start: Start, limits: Limits) -> None:
+    state, needed = start.state, limits.state_frames
+    if (state is not None) != bool(needed):
+        raise RequestError(f"state frames {'missing' if needed else 'given'}; the model's state takes {needed} frames")
+    if state is None:
+        return
+    if start.sampling.beams:
+        raise RequestError(f"beams={start.sampling.beams}; models with recurrent states are not searched with beams")
+    if bool(state.resume) != (start.cached_blocks > 0):
+        raise RequestError(f"cached_blocks={start.cached_blocks} with {len(state.resume)} frames of their state")
+    given = [state.own, *([state.resume] if state.resume else []), *([state.tail] if state.tail else [])]
+    given += [kept.frames for kept in state.keep]
+    if wrong := [len(frames) for frames in given if len(frames) != needed]:
+        raise RequestError(f"{wrong[0]} frames for a state; it takes {needed}")
+    blocks = [start.cached_blocks, *(kept.blocks for kept in state.keep)]
+    if any(before >= after for before, after in pairwise(blocks)):
+        raise RequestError(f"states to keep after blocks {blocks[1:]}; name them ascending, behind the cached ones")
 
 
 def _check_sampling(sampling: Sampling) -> None:
@@ -156,9 +192,11 @@ def _check_beams(start: Start, tokens: int, block_tokens: int, limits: Limits) -
         raise RequestError(f"length_penalty={sampling.length_penalty}; use a finite number")
     if start.generated:
         raise RequestError(f"generated={start.generated}; a beam search starts from its prompt")
-    needed = frames_needed(tokens, sampling.max_tokens, sampling.beams, block_tokens)
-    if len(start.frames) < needed:
-        raise RequestError(f"{len(start.frames)} frames for {sampling.beams} beams; {needed} are needed")
+    needed = blocks_needed(tokens, sampling.max_tokens, sampling.beams, block_tokens)
+    if len(start.frames) < needed * limits.block_frames:
+        raise RequestError(
+            f"{len(start.frames)} frames for {sampling.beams} beams; {needed * limits.block_frames} are needed"
+        )
     stops = len(set(sampling.stop_token_ids) | set(limits.eos_token_ids))
     if sampling.beams * (1 + stops) > limits.vocab_size:
         raise RequestError(

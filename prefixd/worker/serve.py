@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Executor
 
 import torch
 
@@ -11,10 +10,11 @@ from prefixd.worker.decode_graphs import DecodeGraphs
 from prefixd.worker.engine import Engine
 from prefixd.worker.errors import ProtocolError
 from prefixd.worker.flash_attention import FlashAttention
+from prefixd.worker.grouped_kv import GroupedKv
 from prefixd.worker.kv_memory import KvMemory
-from prefixd.worker.model import CausalModel, load_model
+from prefixd.worker.make_kv import make_kv
+from prefixd.worker.model import CausalModel, choose_attention, load_model
 from prefixd.worker.model_spec import ModelSpec, read_model_spec
-from prefixd.worker.paged_kv import PagedKv
 from prefixd.worker.protocol import (
     Cancel,
     Connection,
@@ -32,8 +32,9 @@ from prefixd.worker.protocol import (
 from prefixd.worker.settings import WorkerSettings
 from prefixd.worker.shared_frames import SharedFrames
 from prefixd.worker.virtual_kv import VirtualKv
+from prefixd_swap.geometry import chunks_per_frame
 from prefixd_swap.threads import started_threads
-from prefixd_swap.vmem import VirtualTensorManager, attach_memory, recv_export
+from prefixd_swap.vmem import attach_memory, recv_export
 
 
 def serve(connection: Connection[ToWorker], settings: WorkerSettings, clock: Callable[[], float]) -> None:
@@ -46,6 +47,7 @@ def serve(connection: Connection[ToWorker], settings: WorkerSettings, clock: Cal
     if settings.threads:
         torch.set_num_threads(settings.threads)
     spec = read_model_spec(settings)
+    choose_attention(spec, paged=settings.kv == "paged")  # what nothing here can compute is refused first
     connection.send(spec.hello())
     message = connection.receive()
     if isinstance(message, Shutdown):
@@ -54,9 +56,17 @@ def serve(connection: Connection[ToWorker], settings: WorkerSettings, clock: Cal
         raise ProtocolError(f"{type(message).__name__} before Memory: the daemon must send its memory first")
     with attach_memory(message.meta, recv_export(connection.socket, message.fds)) as memory:
         model = load_model(spec, paged=settings.kv == "paged")
-        frames = SharedFrames(memory, spec.geometry.chunks_per_block(memory.chunk_bytes), message)
+        frames = SharedFrames(memory, chunks_per_frame(spec.groups.frame_bytes, memory.chunk_bytes), message)
         with started_threads(1, "mapping") as background:
-            kv = _kv(settings, frames, spec, message.most_frames, background)
+            kv = make_kv(
+                spec,
+                frames.memory,
+                frames.table,
+                requests=settings.max_sequences,
+                frames=message.most_frames,
+                paged=settings.kv == "paged",
+                background=background,
+            )
             graphs, why_not = _graphs(settings, spec, model, kv)
             engine = Engine(model, kv, settings.max_step_tokens, clock, graphs)
             connection.send(Ready(graphs is not None, why_not))
@@ -67,28 +77,6 @@ def serve(connection: Connection[ToWorker], settings: WorkerSettings, clock: Cal
                 kv.end()
 
 
-def _kv(
-    settings: WorkerSettings,
-    frames: SharedFrames,
-    spec: ModelSpec,
-    most_frames: int,
-    background: Executor,
-) -> KvMemory:
-    if settings.kv == "paged":
-        return PagedKv(
-            frames.memory, frames.table, spec.geometry, frames=most_frames, max_tokens=spec.sequence_capacity
-        )
-    manager = VirtualTensorManager(
-        frames.memory,
-        frames.table,
-        spec.geometry,
-        requests=settings.max_sequences,
-        max_tokens=spec.sequence_capacity,
-        background=background,
-    )
-    return VirtualKv(manager)
-
-
 def _graphs(
     settings: WorkerSettings, spec: ModelSpec, model: CausalModel, kv: KvMemory
 ) -> tuple[DecodeGraphs | None, str]:
@@ -97,6 +85,8 @@ def _graphs(
         return None, ""
     if spec.device.type != "cuda":
         return None, f"the device is {spec.device}; CUDA graphs need a GPU"
+    if isinstance(kv, GroupedKv):
+        return None, "the model has several groups of layers; CUDA graphs need one"
     if not isinstance(kv, VirtualKv):
         return None, f'worker.kv is "{settings.kv}"; CUDA graphs need "virtual"'
     if not isinstance(model.attention, FlashAttention):

@@ -27,6 +27,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_sequences: most requests at a time, counting those that have ended and wait for the device.
     cuda_graphs: replay decode passes as CUDA graphs, where attention is flash attention over virtual tensors.
     kv: "virtual" keeps every request in contiguous addresses (vTensor), "paged" in blocks behind a table.
+    groups: "by_rule" keeps of each layer what its rule needs, "one" of layers with windows everything, for comparison.
     threads: of torch on a CPU; 0 takes torch's default.
     """
 
@@ -41,6 +42,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_sequences: Positive = 64
     cuda_graphs: bool = False
     kv: Literal["virtual", "paged"] = "virtual"
+    groups: Literal["by_rule", "one"] = "by_rule"
     threads: NotNegative = 0
 
 

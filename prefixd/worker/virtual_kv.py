@@ -8,8 +8,8 @@ from typing import cast
 
 import torch
 
-from prefixd.worker.kv_memory import KvSequence, Segment
-from prefixd.worker.protocol import KvUsage
+from prefixd.worker.kv_memory import KvSequence, Segment, Spans
+from prefixd.worker.protocol import KvUsage, StateFrames
 from prefixd.worker.to_device import to_device
 from prefixd_swap.errors import MemoryMisuseError
 from prefixd_swap.vmem import FrameId, VirtualTensor, VirtualTensorManager
@@ -21,8 +21,9 @@ class VirtualKv:
     def __init__(self, manager: VirtualTensorManager) -> None:
         self.manager = manager
 
-    def open(self, frames: Sequence[int]) -> VirtualTensor:
+    def open(self, frames: Sequence[int], state: StateFrames | None = None) -> VirtualTensor:
         """See `KvMemory.open`; the addresses are those on which most of the frames are still mapped."""
+        del state
         numbers = [FrameId(frame) for frame in frames]
         tensor = self.manager.create(numbers)
         try:
@@ -46,6 +47,14 @@ class VirtualKv:
         self.manager.wait([_tensor(source), _tensor(target)], stop)
         block = self.manager.geometry.block_tokens
         self.manager.copy_tokens(_tensor(source), _tensor(target), first, -(-stop // block) * block - first)
+
+    def pass_by(self, sequence: KvSequence, tokens: int) -> None:
+        """Nothing: without groups every layer needs all."""
+        del sequence, tokens
+
+    def give_up(self, sequence: KvSequence, frames: int) -> None:
+        """Give up the first `frames` frames of a sequence; nothing reads or writes them any more."""
+        self.manager.pass_by(_tensor(sequence), frames)
 
     def ready(self, sequence: KvSequence, tokens: int) -> bool:
         """Whether the frames of these tokens are mapped."""
@@ -118,7 +127,7 @@ class VirtualStep:
         else:
             spans = zip(rows, segments, strict=True)
             self._targets = _by_layer([kv[row, s.start : s.stop].unbind(1) for row, s in spans])
-        self._read: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
+        self._read: dict[Spans, list[list[tuple[torch.Tensor, torch.Tensor]]]] = {}  # by layer
 
     def write(self, layer: int, pairs: torch.Tensor) -> None:
         """One kernel for all segments on a GPU, a copy for each on a CPU."""
@@ -131,16 +140,16 @@ class VirtualStep:
         """See `StepKv.scrub`."""
         self._kv[self._rows[segment], self.segments[segment].stop : end].zero_()
 
-    def read(self, layer: int, ends: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Views; nothing is copied. `ends` are the same in all layers of a pass."""
-        if not self._read:
-            readable = [self._kv[row, :end] for row, end in zip(self._rows, ends, strict=True)]
+    def read(self, layer: int, spans: Spans) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Views, made once for each list of spans; nothing is copied."""
+        if spans not in self._read:
+            readable = [self._kv[row, start:end] for row, (start, end) in zip(self._rows, spans, strict=True)]
             keys = [kv[:, :, 0].permute(1, 2, 0, 3).unbind(0) for kv in readable]
             values = [kv[:, :, 1].permute(1, 2, 0, 3).unbind(0) for kv in readable]
-            self._read = [
+            self._read[spans] = [
                 list(zip(*layers, strict=True)) for layers in zip(_by_layer(keys), _by_layer(values), strict=True)
             ]
-        return self._read[layer]
+        return self._read[spans][layer]
 
     def flat(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A layer's keys and values of all rows as one sequence, both ``[requests * tokens, kv_heads, head_dim]``."""

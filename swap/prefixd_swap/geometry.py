@@ -89,3 +89,12 @@ class KvGeometry:
         """How many chunks of `chunk_bytes` one block takes. Raises GeometryError like `check_chunk`."""
         self.check_chunk(chunk_bytes)
         return self.block_bytes // chunk_bytes
+
+
+def chunks_per_frame(frame_bytes: int, chunk_bytes: int) -> int:
+    """How many chunks a frame takes. Raises GeometryError unless it is a whole number of them."""
+    if chunk_bytes < 1 or frame_bytes < 1 or frame_bytes % chunk_bytes:
+        raise GeometryError(
+            f"a frame of {frame_bytes} bytes is not a whole number of chunks of {chunk_bytes}; make it a multiple"
+        )
+    return frame_bytes // chunk_bytes

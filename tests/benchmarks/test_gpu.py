@@ -49,10 +49,15 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU, so the benchmark would run")
-def test_without_a_gpu_it_says_so_and_ends_well(tmp_path: Path) -> None:
-    done, result = run(tmp_path)
-    assert len(done.stdout.splitlines()) == 1 and "no CUDA GPU" in done.stdout
-    assert "no CUDA GPU" in result["skipped"]
+def test_without_a_gpu_it_says_so_and_ends_well(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "result.json"
+    monkeypatch.setattr(sys, "argv", ["gpu", "--json", str(file)])
+    gpu.main()
+    said = capsys.readouterr().out
+    assert len(said.splitlines()) == 1 and "no CUDA GPU" in said
+    assert "no CUDA GPU" in json.loads(file.read_text())["skipped"]
 
 
 def test_every_part_runs_on_the_stand_in_and_its_times_are_no_figures(stand_in: dict[str, str], tmp_path: Path) -> None:

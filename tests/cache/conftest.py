@@ -143,7 +143,7 @@ class Rig:
         if gpu:
             geometry = KvGeometry(1, 1, self.part_bytes // 8 // BLOCK_TOKENS, "float32", BLOCK_TOKENS, "token")
             self.memory = create_memory(self.device, self.part_bytes)
-            self.pool = FramePool(self.memory, geometry, gpu)
+            self.pool = FramePool(self.memory, geometry.block_bytes, gpu)
         self.engine = create_copy_engine(self.device, 2)
         self.cache = TieredCache(
             Tiers.local(self.arena, self.store, self.pool),

@@ -7,11 +7,18 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixd.cache import NamespaceSpec, PartSpec, Reservation, SlidingWindowSpec, check_integrity
-from prefixd.cache.groups import FullAttention, SlidingWindow, expired_groups, kv_groups, longest_prefix, needed_groups
+from prefixd.cache import (
+    Namespace,
+    NamespaceSpec,
+    PartSpec,
+    RecurrentStateSpec,
+    Reservation,
+    SlidingWindowSpec,
+    check_integrity,
+)
+from prefixd.cache.groups import FullAttention, SlidingWindow
 from prefixd.cache.index.trie import CPU, DISK
 from prefixd.cache.page_victims import has_other_sizes
 from prefixd.errors import AlreadyExistsError, InvalidArgumentError
@@ -28,52 +35,6 @@ def hybrid(rig: Rig, window_blocks: int = 2, name: str = "hybrid") -> NamespaceS
     window = SlidingWindowSpec(window_blocks * BLOCK_TOKENS + 1)
     parts = (PartSpec("full", 0, PART_BYTES), PartSpec("window", 0, PART_BYTES, window))
     return NamespaceSpec(name, BLOCK_TOKENS, parts)
-
-
-@given(rules, blocks_there)
-def test_a_length_is_possible_when_what_a_reader_needs_is_there(
-    rule: FullAttention | SlidingWindow, there: np.ndarray[tuple[int], np.dtype[np.bool_]]
-) -> None:
-    possible = rule.possible_prefixes(there)
-    assert possible.tolist() == [all(there[b] for b in rule.needed(n)) for n in range(len(there) + 1)]
-
-
-@given(rules, st.integers(0, 20))
-def test_what_expires_is_what_is_not_needed(rule: FullAttention | SlidingWindow, blocks: int) -> None:
-    assert [*rule.expires_before(blocks), *rule.needed(blocks)] == list(range(blocks))
-
-
-@given(st.lists(rules, min_size=1, max_size=3), st.lists(st.integers(0, 255), max_size=12))
-def test_every_group_allows_the_longest_prefix_and_no_longer_one(
-    of_parts: list[FullAttention | SlidingWindow], masks: list[int]
-) -> None:
-    groups = kv_groups(of_parts)
-    available = np.array(masks, np.uint8)
-
-    def fits(length: int) -> bool:
-        return not (needed_groups(groups, length) & ~available[:length]).any()
-
-    longest = longest_prefix(groups, available)
-    assert fits(longest) and not any(fits(length) for length in range(longest + 1, len(masks) + 1))
-
-
-@given(st.lists(rules, min_size=1, max_size=3), st.integers(0, 14), st.data())
-def test_what_a_likely_prefix_needs_does_not_expire(
-    of_parts: list[FullAttention | SlidingWindow], blocks: int, data: st.DataObject
-) -> None:
-    groups = kv_groups(of_parts)
-    lengths = st.integers(1, max(blocks - 1, 1))
-    branches = sorted(data.draw(st.sets(lengths, max_size=4))) if blocks > 1 else []
-    wanted = np.zeros(blocks, np.uint8)
-    for length in [*branches, blocks]:
-        wanted[:length] |= needed_groups(groups, length)
-    expired = expired_groups(groups, blocks, np.array(branches, np.int64))
-    assert (expired == ~wanted & np.uint8((1 << len(groups)) - 1)).all()
-
-
-@pytest.mark.parametrize(("tokens", "blocks"), [(1, 1), (2, 1), (17, 1), (18, 2), (1024, 64), (1025, 64), (1026, 65)])
-def test_a_window_counts_the_token_that_attends(tokens: int, blocks: int) -> None:
-    assert SlidingWindow.of_tokens(tokens, 16).blocks_in_window == blocks
 
 
 def window_there(rig: Rig, home: object, prompt: Sequence[int]) -> list[bool]:
@@ -296,3 +257,23 @@ async def test_a_restart_finds_blocks_of_which_the_disk_has_different_parts(make
     check_integrity(rig.cache)
     assert await rig.get([1, 2, 3, 4, 5, 6, 7, 8], namespace=home) == 8
     assert await rig.get([1, 2, 7, 8, 9], namespace=home) == 5
+
+
+async def test_a_restart_tells_apart_namespaces_that_differ_in_their_rules_alone(make_rig: MakeRig) -> None:
+    """Their blocks have the same sizes, so on disk they look alike."""
+    rig = make_rig(cpu=64, disk=128)
+    window = SlidingWindowSpec(2 * BLOCK_TOKENS + 1)
+    rules = {"full": None, "window": window, "state": RecurrentStateSpec()}
+    specs = [NamespaceSpec(name, BLOCK_TOKENS, (PartSpec("kv", 0, PART_BYTES, rule),)) for name, rule in rules.items()]
+
+    def homes() -> list[Namespace]:
+        made = [rig.cache.register(spec) for spec in specs]
+        rig.session.namespaces.update({home.id: home for home in made})
+        return made
+
+    for home in homes():
+        await rig.put([1, 2, 3, 4], namespace=home, durable=True)
+    await rig.restart()
+    check_integrity(rig.cache)
+    for home in homes():
+        assert await rig.get([1, 2, 3, 4, 5], namespace=home) == 4

@@ -1,9 +1,10 @@
-"""The whole cache with a window group, over all tiers, against a model that knows prompts, parts and rules alone.
+"""The whole cache with groups of several rules, over all tiers, against a model of prompts, parts and rules alone.
 
-Two namespaces share tiers of a few slots: `model` has one part of full attention and is computed in GPU frames, too;
-`hybrid` has two ranks, and of each a part of full attention and one of a sliding window. After every step: nothing
-matches that was never committed, a match is the longest length for which the tiers have what every rule needs, what is
-held is where it was and has its bytes, the trie is node-closed, and the books balance.
+Four namespaces share tiers of a few slots: `model` has one part of full attention and is computed in GPU frames, too;
+`hybrid` has two ranks, and of each a part of full attention and one of a sliding window; `mixed` has full attention,
+chunks and a state, which most blocks lack; `mamba` has states alone, so that most of its blocks have no bytes. After
+every step: nothing matches that was never committed, a match is the longest length for which the tiers have what
+every rule needs, what is held is where it was and has its bytes, the trie is node-closed, and the books balance.
 
 No draw and no choice of a rule depends on the state of the cache, which threads share: an example can be repeated.
 """
@@ -25,10 +26,12 @@ from hypothesis.stateful import invariant, rule, run_state_machine_as_test
 
 from prefixd.cache import (
     BlockChain,
+    ChunkedWindowSpec,
     Lease,
     Namespace,
     NamespaceSpec,
     PartSpec,
+    RecurrentStateSpec,
     Reservation,
     SlidingWindowSpec,
     Trie,
@@ -44,23 +47,35 @@ if TYPE_CHECKING:
 
 Prompt = tuple[int, ...]
 
-WINDOW = 2  # blocks
-WINDOW_PARTS = {"model": (), "hybrid": (1, 3)}  # the other parts are of full attention
-RANKS = {"model": ((0,),), "hybrid": ((0, 1), (2, 3), (0, 1, 2, 3))}
+WINDOW, CHUNK, CHECKPOINT = 2, 3, 2  # blocks
+KINDS = {  # of the parts
+    "model": ("full",),
+    "hybrid": ("full", "window", "full", "window"),
+    "mixed": ("full", "chunk", "state"),
+    "mamba": ("state",),
+}
+RANKS = {  # parts that a writer gives together; the last are all
+    "model": ((0,),),
+    "hybrid": ((0, 1), (2, 3), (0, 1, 2, 3)),
+    "mixed": ((0,), (1,), (2,), (0, 1), (0, 1, 2)),
+    "mamba": ((0,),),
+}
 
-homes = st.sampled_from(["model", "hybrid", "hybrid"])
+homes = st.sampled_from(["model", "hybrid", "hybrid", "mixed", "mixed", "mamba"])
+with_states = st.sampled_from(["mixed", "mixed", "mamba"])
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=6).map(tuple)
 numbers = st.integers(0, 100)  # one of what there is, modulo how much there is
 
 
 def needed(home: str, blocks: int) -> set[tuple[int, int]]:
     """The (block, part) that a reader of a prefix of so many blocks needs."""
-    parts = range(len(RANKS[home][-1]))
-    return {
-        (block, part)
-        for part in parts
-        for block in range(max(blocks - WINDOW, 0) if part in WINDOW_PARTS[home] else 0, blocks)
+    first = {
+        "full": 0,
+        "window": max(blocks - WINDOW, 0),
+        "chunk": blocks // CHUNK * CHUNK,
+        "state": max(blocks - 1, 0),
     }
+    return {(block, part) for part, kind in enumerate(KINDS[home]) for block in range(first[kind], blocks)}
 
 
 @dataclass(eq=False)
@@ -115,8 +130,20 @@ class GroupsMachine(RigMachine):
         ranks = [
             (PartSpec("full", rank, PART_BYTES), PartSpec("window", rank, self.window_bytes, window)) for rank in (0, 1)
         ]
-        hybrid = rig.cache.register(NamespaceSpec("hybrid", BLOCK_TOKENS, (*ranks[0], *ranks[1])))
-        self.homes: dict[str, Namespace] = {"model": rig.namespace, "hybrid": hybrid}
+        chunk, state = ChunkedWindowSpec(CHUNK * BLOCK_TOKENS), RecurrentStateSpec(CHECKPOINT * BLOCK_TOKENS)
+        mixed = (
+            PartSpec("full", 0, PART_BYTES),
+            PartSpec("chunk", 0, PART_BYTES, chunk),
+            PartSpec("state", 0, self.window_bytes, state),
+        )
+        parts = {
+            "hybrid": (*ranks[0], *ranks[1]),
+            "mixed": mixed,
+            "mamba": (PartSpec("state", 0, PART_BYTES, RecurrentStateSpec()),),
+        }
+        self.homes: dict[str, Namespace] = {"model": rig.namespace}
+        for name, of_home in parts.items():
+            self.homes[name] = rig.cache.register(NamespaceSpec(name, BLOCK_TOKENS, of_home))
 
     def let_go(self) -> None:
         """Ends the worker's requests, too."""
@@ -143,11 +170,11 @@ class GroupsMachine(RigMachine):
     def longest(self, home: str, prompt: Prompt) -> int:
         """The longest prefix of which the tiers have what the rules need, from the slots alone."""
         trie, path = self.trie(home), self.nodes(home, prompt)
-        ranks = [[part for part in RANKS[home][-1] if (part in WINDOW_PARTS[home]) == window] for window in (0, 1)]
+        groups = [[part for part, its in enumerate(KINDS[home]) if its == kind] for kind in set(KINDS[home])]
         there = {
             (block, part)
             for block, row in enumerate(path)
-            for parts in ranks
+            for parts in groups
             for part in parts
             if any((trie.slots[row, tier, parts] != NO_SLOT).all() for tier in range(TIERS))
         }
@@ -188,7 +215,7 @@ class GroupsMachine(RigMachine):
             on_disk = {(block, part) for block, part in needed(home, end) if trie.slots[rows[block], DISK, part] >= 0}
             assert on_disk == needed(home, end), "it was said to be on disk"
 
-    @rule(home=homes, prompt=prompts, rank=st.integers(0, 2), first=st.integers(0, 6))
+    @rule(home=homes, prompt=prompts, rank=st.integers(0, 4), first=st.integers(0, 6))
     def reserve(self, home: str, prompt: Prompt, rank: int, first: int) -> None:
         parts = RANKS[home][rank % len(RANKS[home])]
         try:
@@ -219,6 +246,26 @@ class GroupsMachine(RigMachine):
     @rule(home=homes, prompt=prompts, durable=st.booleans())
     def store(self, home: str, prompt: Prompt, durable: bool) -> None:
         self.run(self.store_all(home, prompt, -1, durable))
+
+    async def store_state(self, home: str, prompt: Prompt, durable: bool) -> None:
+        """The state after the last block alone, as an engine does; it is of no use without the blocks before."""
+        state = KINDS[home].index("state")
+        with suppress(ExhaustedError, PreconditionError):
+            given = await self.reserve_and_fill(home, prompt, (state,), len(prompt) - 1)
+            if given is None:
+                return
+            if given.first_block == len(prompt) - 1:
+                assert len(given.slots) == 1, "one state, one slot"
+                await self.commit_some(given, home, prompt, 1, durable)
+            else:
+                assert home == "mixed" and len(self.nodes(home, prompt)) < len(prompt) - 1
+                self.rig.cache.release(self.rig.session, given.id)
+
+    @rule(home=with_states, prompt=prompts, durable=st.booleans(), all_else=st.booleans())
+    def keep_state(self, home: str, prompt: Prompt, durable: bool, all_else: bool) -> None:
+        if all_else and home == "mixed":
+            self.run(self.store_all(home, prompt, RANKS[home].index((0, 1)), False))
+        self.run(self.store_state(home, prompt, durable))
 
     async def take_lease(self, home: str, prompt: Prompt, first: int, ttl_s: float) -> Leased | None:
         trie = self.trie(home)
@@ -396,7 +443,7 @@ class GroupsMachine(RigMachine):
             for home, trie in ((home, self.trie(home)) for home in self.homes):
                 rows = trie.used_rows()[(trie.any_part[trie.used_rows()] & (1 << DISK)) != 0]
                 rows = rows[np.argsort(trie.depth[rows], kind="stable")]
-                closed = {-1, -2}
+                closed = {namespace.root for namespace in self.homes.values()}
                 for row in rows.tolist():
                     whole = bool((trie.slots[row, DISK] != NO_SLOT).all())
                     if int(trie.parent[row]) in closed and (trie.has_rules or whole):

@@ -8,8 +8,27 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from prefixd.cache import NamespaceSpec, PartSpec
+from prefixd.cache import (
+    ChunkedWindowSpec,
+    CrossAttentionSpec,
+    NamespaceSpec,
+    PartSpec,
+    RecurrentStateSpec,
+    RuleSpec,
+    SlidingWindowSpec,
+    VisionEmbeddingSpec,
+)
+from prefixd.cache.groups import (
+    ChunkedWindow,
+    CrossAttention,
+    FullAttention,
+    GroupRule,
+    RecurrentState,
+    SlidingWindow,
+    VisionEmbedding,
+)
 from prefixd.cache.namespaces import NamespaceRegistry, namespace_id
+from prefixd.cache.rule_specs import words_of
 from prefixd.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
 
 if TYPE_CHECKING:
@@ -110,3 +129,64 @@ async def test_namespaces_survive_a_restart_and_still_disagree(make_rig: Callabl
     await rig.restart()
     with pytest.raises(AlreadyExistsError, match="'kept' is registered with parts"):
         rig.register("kept", parts=1)
+
+
+@pytest.mark.parametrize(
+    ("spec", "words", "rule"),
+    [
+        (None, "full attention", FullAttention()),
+        (SlidingWindowSpec(33), "sliding window of 33 tokens", SlidingWindow(2)),
+        (ChunkedWindowSpec(64), "chunks of 64 tokens", ChunkedWindow(64, 16)),
+        (RecurrentStateSpec(), "recurrent state", RecurrentState()),
+        (RecurrentStateSpec(32), "recurrent state, a checkpoint every 32 tokens", RecurrentState(2)),
+        (CrossAttentionSpec(), "cross-attention to images in the first block", CrossAttention(1)),
+        (CrossAttentionSpec(3), "cross-attention to images in the first 3 blocks", CrossAttention(3)),
+        (VisionEmbeddingSpec(), "vision embedding", VisionEmbedding()),
+    ],
+    ids=str,
+)
+def test_every_rule_comes_back_from_disk(spec: RuleSpec | None, words: str, rule: GroupRule) -> None:
+    namespace = changed(parts=(PartSpec("kv", 0, 4096, spec),))
+    namespace.check()
+    again = msgspec.msgpack.decode(msgspec.msgpack.encode(namespace), type=NamespaceSpec)
+    assert again == namespace and again.group_rules() == [rule] and words_of(spec) == words
+
+
+def test_namespaces_that_an_earlier_version_wrote_are_read() -> None:
+    window = {"group": "w", "rank": 1, "nbytes": 64, "rule": {"type": "sliding_window", "tokens": 9}}
+    stored = {
+        "name": "old",
+        "block_tokens": 4,
+        "parts": [{"group": "kv", "rank": 0, "nbytes": 64}, window],
+        "salt": b"s",
+        "dtype": "",
+        "layout": "token",
+    }
+    parts = (PartSpec("kv", 0, 64), PartSpec("w", 1, 64, SlidingWindowSpec(9)))
+    read = msgspec.msgpack.decode(msgspec.msgpack.encode(stored), type=NamespaceSpec)
+    assert read == NamespaceSpec("old", 4, parts, b"s", "", "token")
+    assert read.parts[1].rule is not None and msgspec.to_builtins(read)["parts"][1] == window
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (SlidingWindowSpec(0), "a sliding window of 0 tokens; it must be between 1 and 2147483648"),
+        (ChunkedWindowSpec(0), "chunks of 0 tokens; it must be between 1 and 2147483648"),
+        (ChunkedWindowSpec(1 << 32), "chunks of 4294967296 tokens"),
+        (RecurrentStateSpec(24), "a checkpoint every 24 tokens; it must be a multiple of block_tokens (16)"),
+        (RecurrentStateSpec(-16), "a checkpoint every -16 tokens"),
+        (CrossAttentionSpec(0), "images in the first 0 blocks; it must be between 1 and 65536"),
+    ],
+    ids=str,
+)
+def test_a_rule_that_cannot_be_is_refused(rule: RuleSpec, message: str) -> None:
+    with pytest.raises(InvalidArgumentError) as error:
+        changed(parts=(PartSpec("kv", 1, 4096, rule),)).check()
+    assert f"part 'kv'/1 has {message}" in str(error.value)
+
+
+def test_images_do_not_share_a_namespace_with_text() -> None:
+    parts = (PartSpec("kv", 0, 4096), PartSpec("vision", 0, 4096, VisionEmbeddingSpec()))
+    with pytest.raises(InvalidArgumentError, match="part 'vision'/0 is a vision embedding and others are not"):
+        changed(parts=parts).check()

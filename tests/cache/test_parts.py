@@ -159,6 +159,6 @@ def test_what_a_rank_has_is_found_without_a_loop_over_blocks(parts: Sequence[int
         slots[: blocks // 2, 1] = np.arange(blocks // 2)
         trie.put_copies(path, CPU, slots, 0.0)  # rank 0 has committed all, rank 1 half of the blocks
         has = blocks if parts == (0,) else blocks // 2
-        assert present(trie, path, parts, 0, CPU).tolist() == path[:has].tolist()
+        assert present(trie, path, parts, 0, CPU) == has
         executed.append(instructions(lambda trie=trie, path=path: present(trie, path, parts, 0, CPU)))  # type: ignore[misc]
     assert executed[0] == executed[1] > 0

@@ -70,14 +70,16 @@ async def test_a_block_whose_key_is_anothers_ends_the_recording(make_rig: MakeRi
     rig.own = []
 
 
-async def test_a_hold_that_cannot_be_extended_says_so(make_rig: MakeRig) -> None:
+async def test_a_hold_of_some_groups_is_extended_and_released_by_group(make_rig: MakeRig) -> None:
     rig = make_rig(gpu=2, cpu=2)
     await rig.put([1, 2])
     rows = np.array(rig.rows([1, 2]), np.int64)
     holds = rig.cache.mover.placement.holds
     some = holds.hold("some groups", rig.trie, rows[:1], rig.cache.tiers.shared, np.ones(1, np.uint8))
-    with pytest.raises(RuntimeError, match="the hold of some groups cannot be extended"):
-        some.extend(rows[1:])
+    some.extend(rows[1:])
+    assert some.wanted is not None and some.wanted.tolist() == [1, 1]
+    assert some.release(slice(0, 1), 1).tolist() == [1] and some.release(slice(0, 2), 1).tolist() == [0, 1]
+    assert not rig.trie.held(rows, CPU).any() and rig.trie.keep[rows].tolist() == [1, 1], "the blocks stay"
     some.end()
     ended = holds.hold("ended", rig.trie, rows[:1], rig.cache.tiers.shared)
     ended.end()

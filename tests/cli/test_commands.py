@@ -78,6 +78,7 @@ def test_stats(cli: Cli, daemon: Any) -> None:
         "block size: 16 tokens asked, 1024 used: a token takes 2 KiB",
         "worker's design: kv virtual, layout token, CUDA graphs not in use",
         "worker.cuda_graphs has no effect: the device is cpu; CUDA graphs need a GPU",
+        "states: 7 kept (14.0 MiB), 3 runs resumed from one, 4,500 tokens not computed for that",
         "preempted: 3 requests, 2 swapped (40 blocks copied down), 1 to be computed again",
         "1,234 tokens computed again, 4 resumed",
         "12,345",
@@ -98,10 +99,10 @@ def test_stats(cli: Cli, daemon: Any) -> None:
 
 
 def test_stats_say_why_the_worker_was_given_up(cli: Cli, daemon: Any) -> None:
-    daemon.worker_error = "gpu.bytes = 1 holds 0 blocks"
-    assert "worker was given up: gpu.bytes = 1 holds 0 blocks" in cli("stats", "--address", daemon.address).stdout
+    daemon.worker_error = "gpu.bytes = 1 holds 0 frames"
+    assert "worker was given up: gpu.bytes = 1 holds 0 frames" in cli("stats", "--address", daemon.address).stdout
     stats = json.loads(cli("stats", "--json", "--address", daemon.address).stdout)
-    assert stats["worker"]["error"] == "gpu.bytes = 1 holds 0 blocks"
+    assert stats["worker"]["error"] == "gpu.bytes = 1 holds 0 frames"
 
 
 def test_stats_as_json(cli: Cli, daemon: Any) -> None:

@@ -36,7 +36,7 @@ def test_a_violation_is_status_1(cli: Cli, daemon: Any) -> None:
 
 
 def test_a_worker_that_was_given_up_is_status_1(cli: Cli, daemon: Any) -> None:
-    daemon.worker_error = "gpu.bytes = 1 holds 0 blocks"
+    daemon.worker_error = "gpu.bytes = 1 holds 0 frames"
     assert cli("doctor", "--address", daemon.address).exit_code == 1
     assert cli("doctor", "--json", "--address", daemon.address).exit_code == 1
 

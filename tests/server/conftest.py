@@ -387,6 +387,12 @@ def launch() -> Iterator[Callable[..., Remote]]:
 
 
 @pytest.fixture(scope="session")
+def remote_type() -> type[Remote]:
+    """For tests that start and end daemons themselves."""
+    return Remote
+
+
+@pytest.fixture(scope="session")
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])

@@ -245,7 +245,7 @@ def test_put(sidecar: Remote, namespace: bytes, session: str, rejected: Callable
     rejected(put(data * 50), "INVALID_ARGUMENT", "12800 bytes")
     rejected(put(b""), "INVALID_ARGUMENT", "0 bytes")
     rejected(put(first_block=3), "INVALID_ARGUMENT", "first_block is 3", "2 full blocks")
-    rejected(put(data[:128], first_block=1), "INVALID_ARGUMENT", "begins at block 1", "begin at block 0")
+    rejected(put(data[:128], first_block=1), "FAILED_PRECONDITION", "begins at block 1", "begin at block 0")
     rejected(put(parts=[7]), "INVALID_ARGUMENT", "part 7")
     rejected(put(tokens=[]), "INVALID_ARGUMENT", "empty")
     rejected(put(durable=True), "FAILED_PRECONDITION", "disk.bytes")

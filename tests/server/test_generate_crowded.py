@@ -95,7 +95,7 @@ def test_a_prompt_that_never_fits_is_refused(
 ) -> None:
     most = FRAMES * 16
     for length, max_tokens in ((most + 1, 1), (most - 10, 20), (500, 1), (17, most)):
-        with refused("RESOURCE_EXHAUSTED", f"{length + max_tokens} tokens", str(most), "gpu.bytes"):
+        with refused("RESOURCE_EXHAUSTED", f"{length + max_tokens} tokens", str(FRAMES * 8192), "gpu.bytes"):
             remote.generate(prompt(length), max_tokens=max_tokens)
     assert len(remote.generate(prompt(most - 8), max_tokens=8).tokens) == 8
 

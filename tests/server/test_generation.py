@@ -40,19 +40,19 @@ from prefixd.generation import (
     sequence_seed,
 )
 from prefixd.generation.params import MOST_STOP_TOKENS
+from prefixd.server.kv_shape import KvShape
 from prefixd.server.request import Ended, NewTokens, Request
 from prefixd.server.served_model import ServedModel
 from prefixd.server.text_stream import TextStream
 from prefixd.server.tokenization import TextCodec, TokenIds
 from prefixd.server.tokenizer_threads import TokenizerThreads
-from prefixd.worker.protocol import BeamResult, Hello, TokenLogprobs
+from prefixd.worker.protocol import BeamResult, FullAttention, GroupShape, Hello, TokenLogprobs
 from prefixd_scheduler import QueueFullError
 
 CONTEXT = 2048
 HELLO = Hello(
-    layers=2,
-    kv_heads=2,
-    head_dim=16,
+    groups=(GroupShape("attention", FullAttention(), 2, 1),),
+    frame_bytes=8192,
     dtype="float32",
     block_tokens=16,
     layout="token",
@@ -148,7 +148,7 @@ async def desk(cache: TieredCache, real_codec: TextCodec) -> AsyncIterator[Desk]
     threads, codec, dispatcher, draining = TokenizerThreads(), Codec(real_codec), FakeDispatcher(), asyncio.Event()
     failure: list[PrefixdError] = []
     space = NamespaceSpec("model", 16, (PartSpec("attention", 0, 8192),))
-    served = ServedModel(HELLO, space, codec, threads, frames=200)  # type: ignore[arg-type]
+    served = ServedModel(HELLO, KvShape.of(HELLO, 64), space, codec, threads, frames=200)  # type: ignore[arg-type]
 
     async def model() -> ServedModel:
         if failure:
@@ -397,7 +397,7 @@ async def test_half_a_character_at_the_end_is_shown_and_can_complete_a_stop_stri
 
 async def test_stop_strings_need_a_tokenizer(desk: Desk) -> None:
     served = await desk.generation._model()
-    without = ServedModel(HELLO, served.namespace, None, served.threads, frames=200)
+    without = ServedModel(HELLO, served.kv, served.namespace, None, served.threads, frames=200)
 
     async def model() -> ServedModel:
         return without
@@ -585,7 +585,7 @@ async def test_a_long_sequence_that_was_searched_comes_in_pieces(desk: Desk) -> 
 
 
 async def test_a_search_that_never_fits_is_refused(desk: Desk) -> None:
-    with pytest.raises(ExhaustedError, match=r"16 beams needs \d+ blocks, but the GPU tier holds"):
+    with pytest.raises(ExhaustedError, match=r"16 beams needs \d+ bytes, but the GPU tier holds"):
         await desk.events(beam_width=16, max_tokens=2000)
 
 
@@ -599,13 +599,15 @@ async def test_a_queue_without_room_for_all_sequences_takes_none(desk: Desk) -> 
 
 async def test_a_prompt_that_never_fits_the_tier(desk: Desk, cache: TieredCache) -> None:
     served = await desk.generation._model()
-    small = ServedModel(HELLO, served.namespace, served.codec, served.threads, frames=2)
+    small = ServedModel(HELLO, served.kv, served.namespace, served.codec, served.threads, frames=2)
 
     async def model() -> ServedModel:
         return small
 
     desk.generation._model = model
-    with pytest.raises(ExhaustedError, match=r"up to 35 tokens, but the GPU tier holds 32; .*gpu\.bytes"):
+    with pytest.raises(
+        ExhaustedError, match=r"up to 35 tokens, need up to 24576 bytes, but the GPU tier holds 16384; .*gpu\.bytes"
+    ):
         await desk.events(max_tokens=30)
     assert not list(cache.namespaces), "nothing was registered for it"
 

@@ -18,7 +18,7 @@ from prefixd.server import model_host
 from prefixd.server.gpu_tier_size import most_frames
 from prefixd.server.model_host import ModelHost
 from prefixd.settings import Settings
-from prefixd_swap import FramePool, KvGeometry, SwapError, VirtualMemory
+from prefixd_swap import FramePool, SwapError, VirtualMemory
 from prefixd_swap.vmem import HostMemory
 
 WAIT_S = 60.0
@@ -74,7 +74,7 @@ async def test_a_stop_does_not_wait_for_the_rest_of_the_tier(
     memories: list[VirtualMemory] = []
 
     class Endless(FramePool):
-        def __init__(self, memory: VirtualMemory, geometry: KvGeometry, frames: int, most: int) -> None:
+        def __init__(self, memory: VirtualMemory, frame_bytes: int, frames: int, most: int) -> None:
             memories.append(memory)
             while True:
                 memory.destroy(memory.create(1))
@@ -120,17 +120,16 @@ async def test_auto_on_a_device_without_room_for_the_model(host: ModelHost, monk
     monkeypatch.setattr(HostMemory, "available_bytes", lambda _: 1 << 20)
     host.start()
     try:
-        with pytest.raises(UnavailableError, match=r"gpu.bytes = auto, -\d+ bytes, holds 0 blocks of 8192 bytes"):
+        with pytest.raises(UnavailableError, match=r"gpu.bytes = auto, -\d+ bytes, holds 0 frames of 8192 bytes"):
             await asyncio.wait_for(host.model(), WAIT_S)
     finally:
         await host.stop()
 
 
 def test_addresses_for_all_that_the_device_has_unless_they_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    geometry = KvGeometry(1, 1, 128, "float32", block_tokens=4)
     with HostMemory(4096) as memory:
         monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        assert most_frames(memory, geometry, 3) == memory.total_bytes() // 4096
-        assert most_frames(memory, geometry, 1 << 50) == 1 << 50
+        assert most_frames(memory, 4096, 3) == memory.total_bytes() // 4096
+        assert most_frames(memory, 4096, 1 << 50) == 1 << 50
         monkeypatch.setattr(resource, "getrlimit", lambda _: (1 << 40, resource.RLIM_INFINITY))
-        assert most_frames(memory, geometry, 3) == 3
+        assert most_frames(memory, 4096, 3) == 3

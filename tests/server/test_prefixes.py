@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
-from prefixd.cache import NamespaceSpec, PartSpec, TieredCache, Tiers, Trie
-from prefixd.cache.index.trie import CPU, Rows
+from prefixd.cache import NamespaceSpec, PartSpec, SlidingWindowSpec, TieredCache, Tiers, Trie
+from prefixd.cache.index.trie import CPU, DISK, NO_SLOT, Rows
 from prefixd.errors import InvalidArgumentError, NotFoundError
 from prefixd.pacer import Pacer
 from prefixd.server import prefixes
@@ -243,3 +243,37 @@ async def cpu_time_of(work: object) -> tuple[float, float]:
         longest = max(longest, time.thread_time() - before)
     await task
     return time.thread_time() - begin, longest
+
+
+async def test_a_prefix_is_shown_group_by_group(cache: TieredCache) -> None:
+    window = SlidingWindowSpec(TOKENS + 1)
+    ranks = [(PartSpec("full", rank, 4096), PartSpec("window", rank, 512, window)) for rank in (0, 1)]
+    home = cache.register(NamespaceSpec("hybrid", TOKENS, (*ranks[0], *ranks[1])))
+    trie, rows = cache.trie(home), enter(cache, home.ordinal, 3, 10.0)
+    trie.drop_copies(rows[:2], CPU, 0b10)
+    trie.put_copies(rows[1:2], DISK, np.array([[NO_SLOT, 4096, NO_SLOT, 4608]]), 10.0)
+    trie.put_copies(rows[:1], DISK, np.array([[0, 4096, NO_SLOT, NO_SLOT]]), 10.0)  # one rank's only
+    shown = await inspect_prefix(cache, pb.InspectRequest(key=trie.key(int(rows[-1])).hex()))
+    assert [[(entry.tier - 1, list(entry.groups)) for entry in block.there] for block in shown.blocks] == [
+        [(CPU, [0])],
+        [(CPU, [0]), (DISK, [1])],
+        [(CPU, [0, 1])],
+    ]
+    assert [list(block.tiers) for block in shown.blocks] == [[], [], [CPU + 1]]
+    assert [block.nbytes for block in shown.blocks] == [8192, 9216, 9216]
+    full, last = shown.prefix.groups
+    assert (list(full.names), full.parts, full.rule, full.block_bytes) == (["full"], 2, "full attention", 8192)
+    assert (list(last.names), last.parts, last.block_bytes) == (["window"], 2, 1024)
+    assert last.rule == "sliding window of 5 tokens"
+    assert (full.blocks, last.blocks, shown.prefix.nbytes) == (3, 2, 3 * 8192 + 2 * 1024)
+    listed = await list_prefixes(cache, pb.ListPrefixesRequest(namespace_id=home.id))
+    assert listed.prefixes[0].groups == shown.prefix.groups
+
+
+async def test_a_namespace_with_one_group_is_shown_as_ever(cache: TieredCache) -> None:
+    rows = enter(cache, 0, 2, 10.0)
+    key = cache.trie(cache.namespaces.at(0)).key(int(rows[-1])).hex()
+    shown = await inspect_prefix(cache, pb.InspectRequest(key=key))
+    assert [(list(block.tiers), block.nbytes) for block in shown.blocks] == [([CPU + 1], 4096)] * 2
+    (group,) = shown.prefix.groups
+    assert (group.rule, group.blocks, shown.prefix.nbytes) == ("full attention", 2, 8192)

@@ -122,8 +122,8 @@ def test_a_request_that_needs_more_is_waited_for(
     stream = remote.begin(prompt(40, 70), max_tokens=1900)  # 122 blocks; the tier has 512, and an eighth of it 64
     remote.until(lambda stats: stats.worker.running_requests == 1)
     answer = resize(remote, LARGE // 8, wait_s=0.3)
-    assert "1 requests run, of which the largest may come to need 122 blocks; " in answer.unfinished
-    assert "of 122 blocks of the gpu tier are held; most by request r" in answer.unfinished
+    assert "1 requests run, of which the largest may come to need 122 frames; " in answer.unfinished
+    assert "of 122 frames of the gpu tier are held; most by request r" in answer.unfinished
     assert answer.nbytes == 122 * 8192
     check_size(remote, answer.nbytes)
     with ThreadPoolExecutor(1) as threads:
@@ -131,7 +131,7 @@ def test_a_request_that_needs_more_is_waited_for(
         assert len(collector(stream).tokens) == 1900
         assert resizing.result().unfinished == ""
     check_size(remote, LARGE // 8)
-    with refused("RESOURCE_EXHAUSTED", "1024"):
+    with refused("RESOURCE_EXHAUSTED", str(LARGE // 8)):
         remote.generate(prompt(40, 71), max_tokens=1900)
     resize(remote, LARGE)
 

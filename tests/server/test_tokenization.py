@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import random
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -54,6 +57,28 @@ def test_a_tokenizer_that_is_missing_or_broken_is_one_line(model_directory: Path
     with pytest.raises(ConfigError, match=r"cannot be loaded: .*attention heads \(3\)") as caught:
         TextCodec(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_is_loaded_without_torch_in_the_daemon(model_directory: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; import prefixd.server.daemon; from prefixd.server.tokenization import *;"
+        "TextCodec(Path(sys.argv[1])); print({'torch', 'transformers'} & set(sys.modules))"
+    )
+    command = [sys.executable, "-c", script, str(model_directory)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n" and done.stderr == ""
+
+
+def test_a_tokenizer_that_no_process_can_load_is_named(model_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "run", refuse)
+    with pytest.raises(ConfigError, match="no process for it"):
+        TextCodec(model_directory)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 1, stdout=b""))
+    with pytest.raises(ConfigError, match="cannot be loaded: transformers ended with status 1"):
+        TextCodec(model_directory)
 
 
 # -- the codec --------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from tests.swap.conftest import used_bytes
 
 @pytest.fixture
 def pool(memory: VirtualMemory, geometry: KvGeometry) -> FramePool:
-    return FramePool(memory, geometry, 8)
+    return FramePool(memory, geometry.block_bytes, 8)
 
 
 def test_frames_are_consecutive_chunks_in_one_window(pool: FramePool, geometry: KvGeometry) -> None:
@@ -86,17 +86,17 @@ def test_a_wrong_free_is_refused_as_a_whole(pool: FramePool, frames: list[int]) 
 
 def test_impossible_pools_are_refused(memory: VirtualMemory, geometry: KvGeometry) -> None:
     with pytest.raises(MemoryMisuseError, match="0 frames"):
-        FramePool(memory, geometry, 0)
+        FramePool(memory, geometry.block_bytes, 0)
     odd = KvGeometry(1, 1, 100, "float16", block_tokens=3)
-    with pytest.raises(GeometryError, match="block_tokens"):
-        FramePool(memory, odd, 4)
+    with pytest.raises(GeometryError, match="whole number of chunks"):
+        FramePool(memory, odd.block_bytes, 4)
     with pytest.raises(OutOfMemoryError):
-        FramePool(memory, geometry, (1 << 42) // geometry.block_bytes)
+        FramePool(memory, geometry.block_bytes, (1 << 42) // geometry.block_bytes)
     assert memory.chunk_count == 0
 
 
 def test_two_pools_share_a_memory(memory: VirtualMemory, geometry: KvGeometry) -> None:
-    one, two = FramePool(memory, geometry, 2), FramePool(memory, geometry, 3)
+    one, two = FramePool(memory, geometry.block_bytes, 2), FramePool(memory, geometry.block_bytes, 3)
     assert two.table.chunks([FrameId(0)]).tolist() == [[4, 5]]
     one.close()
     one.close()
@@ -154,14 +154,14 @@ def test_destroying_goes_on_behind_the_memory_that_is_gone(
         for _ in range(2):
             with pytest.raises(DeviceError, match="not now"):
                 pool.destroy(leaving)
-    assert used_bytes(memory) == before - 2 * pool.geometry.block_bytes
+    assert used_bytes(memory) == before - 2 * pool.frame_bytes
     if then == "close":
         pool.close()
         assert memory.chunk_count == 0
         return
     pool.destroy(leaving)
     pool.destroy(leaving)
-    assert used_bytes(memory) == before - 4 * pool.geometry.block_bytes
+    assert used_bytes(memory) == before - 4 * pool.frame_bytes
     pool.forget(leaving)
     pool.check_integrity()
     assert memory.chunk_count == 2 * 4
@@ -205,7 +205,7 @@ def test_a_device_says_what_it_has(memory: VirtualMemory) -> None:
 
 
 def test_a_pool_grows_and_shrinks_while_frames_are_used(memory: VirtualMemory, geometry: KvGeometry) -> None:
-    pool = FramePool(memory, geometry, 2, most=5)
+    pool = FramePool(memory, geometry.block_bytes, 2, most=5)
     kept = pool.allocate(2)
     assert kept is not None and pool.allocate(1) is None
     new = pool.create(3)
@@ -237,7 +237,7 @@ def test_a_pool_grows_and_shrinks_while_frames_are_used(memory: VirtualMemory, g
 
 def test_growing_beyond_the_memory_leaves_the_pool_as_it_was(memory: VirtualMemory, geometry: KvGeometry) -> None:
     frames = (1 << 42) // geometry.block_bytes
-    pool = FramePool(memory, geometry, 2, most=frames)
+    pool = FramePool(memory, geometry.block_bytes, 2, most=frames)
     with pytest.raises(OutOfMemoryError):
         pool.create(frames - 2)
     assert (pool.capacity, memory.chunk_count) == (2, 4)
@@ -252,7 +252,7 @@ class FrameMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.memory = create_memory("cpu", 4096)
-        self.pool = FramePool(self.memory, KvGeometry(1, 1, 512, "float32", block_tokens=2), self.FRAMES)
+        self.pool = FramePool(self.memory, KvGeometry(1, 1, 512, "float32", block_tokens=2).block_bytes, self.FRAMES)
         self.out: set[FrameId] = set()
 
     @rule(count=st.integers(0, FRAMES + 1))

@@ -27,7 +27,7 @@ def cuda() -> Iterator[VirtualMemory]:
 @pytest.mark.parametrize("layout", ["token", "layer"])
 def test_addresses_and_frames_come_back_when_the_stream_is_done_with_them(cuda: VirtualMemory, layout: str) -> None:
     geometry = KvGeometry(2, 2, cuda.chunk_bytes // 64, "float32", block_tokens=4, layout=layout)
-    pool = FramePool(cuda, geometry, 4)
+    pool = FramePool(cuda, geometry.block_bytes, 4)
     manager = VirtualTensorManager(cuda, pool.table, geometry, requests=1, max_tokens=8)
     first, second = pool.allocate(2), pool.allocate(2)
     assert first is not None and second is not None

@@ -18,12 +18,12 @@ BLOCKS = 7
 
 @pytest.fixture
 def pool(memory: VirtualMemory, geometry: KvGeometry) -> FramePool:
-    return FramePool(memory, geometry, 12)
+    return FramePool(memory, geometry.block_bytes, 12)
 
 
 @pytest.fixture
-def rows(pool: FramePool) -> VirtualSet:
-    return VirtualSet(pool.memory, pool.table, pool.geometry, 2, 4 * BLOCKS)
+def rows(pool: FramePool, geometry: KvGeometry) -> VirtualSet:
+    return VirtualSet(pool.memory, pool.table, geometry, 2, 4 * BLOCKS)
 
 
 @contextmanager
@@ -56,7 +56,7 @@ def check(rows: VirtualSet, pool: FramePool) -> None:
                 kv = rows.kv[row.number, 4 * block : 4 * block + 4]
                 kv.fill_(frame + 10 * row.number)
                 start = pool.span(frame).address - pool.first_address
-                seen = pool._window.tensor((pool.geometry.block_bytes // 4,), kv.dtype, offset=start)
+                seen = pool._window.tensor((pool.frame_bytes // 4,), kv.dtype, offset=start)
                 assert seen.eq(frame + 10 * row.number).all()
 
 
@@ -66,14 +66,14 @@ def test_an_unmapping_that_fails_leaves_no_block_that_counts_as_mapped_without_m
 ) -> None:
     row = rows.rows[0]
     rows.map(rows.rows[1], 0, frames(0, 1, 2))
-    for at in range(2 * pool.geometry.pieces):  # two runs
+    for at in range(2 * rows.geometry.pieces):  # two runs
         rows.map(row, 0, frames(0, 1, 2, 3))
         rows.map(row, 5, frames(9, 8))
         check(rows, pool)
         settle()
         with no_mapping_left(pool.memory, "_unmap", at), pytest.raises(OutOfMemoryError):
             rows.unmap(row, 1)
-        first_run = at < pool.geometry.pieces
+        first_run = at < rows.geometry.pieces
         assert row.mapped == [0, -1, -1, -1, -1, *((9, 8) if first_run else (-1, -1))]
         assert row.mapped_blocks == (6 if first_run else 3), "what is left of a block has to be unmapped yet"
         check(rows, pool)
@@ -91,7 +91,7 @@ def test_an_unmapping_that_fails_leaves_no_block_that_counts_as_mapped_without_m
 
 def test_a_mapping_that_fails_and_cannot_be_taken_back_can_be_made_again(rows: VirtualSet, pool: FramePool) -> None:
     row = rows.rows[1]
-    for at in range(pool.geometry.pieces):
+    for at in range(rows.geometry.pieces):
         taken_back = no_mapping_left(pool.memory, "_unmap", 0) if at else nullcontext()
         with taken_back, no_mapping_left(pool.memory, "_map", at), pytest.raises(OutOfMemoryError):
             rows.map(row, 2, frames(4, 5))
@@ -104,7 +104,7 @@ def test_a_mapping_that_fails_and_cannot_be_taken_back_can_be_made_again(rows: V
 
 def test_a_mapping_in_several_runs_that_fails_leaves_none_of_them(rows: VirtualSet, pool: FramePool) -> None:
     row = rows.rows[0]
-    for at in range(3 * pool.geometry.pieces):
+    for at in range(3 * rows.geometry.pieces):
         rows.map(row, 1, frames(2, 3))
         rows.map(row, 4, frames(5))
         with no_mapping_left(pool.memory, "_map", at), pytest.raises(OutOfMemoryError):
@@ -114,16 +114,18 @@ def test_a_mapping_in_several_runs_that_fails_leaves_none_of_them(rows: VirtualS
         rows.unmap(row)
 
 
-def test_frames_are_still_mapped_until_the_last_piece_is_gone(pool: FramePool, settle: Settle) -> None:
+def test_frames_are_still_mapped_until_the_last_piece_is_gone(
+    pool: FramePool, geometry: KvGeometry, settle: Settle
+) -> None:
     """Before that they must not cease to exist."""
-    manager = VirtualTensorManager(pool.memory, pool.table, pool.geometry, requests=2, max_tokens=4 * BLOCKS)
+    manager = VirtualTensorManager(pool.memory, pool.table, geometry, requests=2, max_tokens=4 * BLOCKS)
     leaving = pool.allocate(3) or []
     tensor = manager.create()
     manager.extend(tensor, leaving)
     settle()
     manager.release(tensor)
     manager.poll(wait=True)
-    with no_mapping_left(pool.memory, "_unmap", pool.geometry.pieces - 1), pytest.raises(OutOfMemoryError):
+    with no_mapping_left(pool.memory, "_unmap", geometry.pieces - 1), pytest.raises(OutOfMemoryError):
         manager.reclaim(leaving[1:])
     assert manager.still_mapped(leaving) == set(leaving)
     manager.check_integrity()
@@ -132,9 +134,9 @@ def test_frames_are_still_mapped_until_the_last_piece_is_gone(pool: FramePool, s
 
 
 def test_a_release_that_the_driver_refuses_can_be_made_again(
-    pool: FramePool, settle: Settle, monkeypatch: pytest.MonkeyPatch
+    pool: FramePool, geometry: KvGeometry, settle: Settle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manager = VirtualTensorManager(pool.memory, pool.table, pool.geometry, requests=1, max_tokens=4 * BLOCKS)
+    manager = VirtualTensorManager(pool.memory, pool.table, geometry, requests=1, max_tokens=4 * BLOCKS)
     tensor = manager.create()
     manager.extend(tensor, pool.allocate(2) or [])
 

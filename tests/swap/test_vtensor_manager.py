@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ REQUESTS = 3
 @pytest.fixture
 def pool(memory: VirtualMemory, geometry: KvGeometry) -> FramePool:
     """Frames that belong to somebody else, as the daemon's do."""
-    return FramePool(memory, geometry, 12)
+    return FramePool(memory, geometry.block_bytes, 12)
 
 
 @pytest.fixture(params=["at once", "in the background"])
@@ -78,7 +79,7 @@ def take(pool: FramePool, count: int) -> list[FrameId]:
 def frame_values(pool: FramePool, frame: FrameId) -> torch.Tensor:
     """A frame as numbers, as the daemon sees it in its window."""
     start = pool.span(frame).address - pool.first_address
-    return pool._window.tensor((pool.geometry.block_bytes // 4,), torch.float32, offset=start)
+    return pool._window.tensor((pool.frame_bytes // 4,), torch.float32, offset=start)
 
 
 def test_all_requests_are_one_tensor_of_fixed_stride(manager: VirtualTensorManager, geometry: KvGeometry) -> None:
@@ -121,7 +122,7 @@ def test_blocks_are_appended_in_order(manager: VirtualTensorManager, pool: Frame
 
 def test_a_block_is_its_pieces_one_after_the_other(manager: VirtualTensorManager, pool: FramePool) -> None:
     """What a frame holds is what leaves the GPU tier, so its order is part of the format."""
-    shape = pool.geometry
+    shape = manager.geometry
     tensor = manager.create()
     frames = take(pool, 2)
     manager.extend(tensor, frames)
@@ -302,7 +303,7 @@ def test_more_than_there_is_is_refused_and_changes_nothing(manager: VirtualTenso
     manager.extend(tensor, take(pool, 5))
     with pytest.raises(MemoryMisuseError, match="2 more blocks do not fit: 5 of 6"):
         manager.extend(tensor, take(pool, 2))
-    for bad in (12, 99, -1):
+    for bad in (12, 99, -2):
         with pytest.raises(MemoryMisuseError, match=f"frame {bad} does not exist"):
             manager.extend(tensor, [FrameId(bad)])
     assert tensor.blocks == 5
@@ -318,6 +319,60 @@ def test_a_released_virtual_tensor_is_released_once(manager: VirtualTensorManage
     manager.release(tensor)
     with pytest.raises(MemoryMisuseError, match="released already"):
         manager.release(tensor)
+
+
+def test_a_block_of_several_frames_with_memory_where_it_is_needed(
+    memory: VirtualMemory, background: ThreadPoolExecutor | None, settle: Settle
+) -> None:
+    """Layers with a window: nothing is mapped before it, what it leaves behind is given up, any frame serves."""
+    geometry = KvGeometry(1, 1, 3 * memory.chunk_bytes // 32, "float32", block_tokens=4)
+    pool = FramePool(memory, memory.chunk_bytes, 16)
+    manager = VirtualTensorManager(
+        memory, pool.table, geometry, requests=2, max_tokens=16, background=background, frames_per_block=3
+    )
+    frames = list(reversed(take(pool, 6)))
+    tensor = manager.create()
+    manager.extend(tensor, [FrameId(-1)] * 3 + frames)
+    manager.wait([tensor])
+    assert (tensor.blocks, tensor.capacity_tokens, tensor.usable_tokens) == (3, 12, 12)
+    tensor.kv[4:12] = torch.arange(8.0, device=tensor.kv.device).view(8, 1, 1, 1, 1)
+    settle()
+    seen = [frame_values(pool, frame).unique().tolist() for frame in (frames[0], frames[1], frames[-1])]
+    assert seen == [[0.0, 1.0], [1.0, 2.0], [6.0, 7.0]], "a frame's border may lie inside a token"
+    manager.check_integrity()
+    manager.pass_by(tensor, 6)
+    assert tensor.blocks == 3 and tensor.frames[:6] == (-1,) * 6
+    assert manager.physical.references(frames[0]) == 0 and manager.physical.references(frames[3]) == 1
+    assert manager.still_mapped(frames[:3]) == set(frames[:3]), "what was passed stays mapped"
+    assert manager.reclaim(frames[:2]) == 2, "a pass that still runs may read what lies beside them"
+    assert manager.still_mapped(frames[:3]) == set(frames[2:3])
+    assert manager.reclaim(frames[2:3]) == 1 and not manager.still_mapped(frames[:3])
+    assert manager.still_mapped(frames[3:]) == set(frames[3:])
+    assert tensor.kv[8:12, 0, 0, 0, 0].tolist() == [4.0, 5.0, 6.0, 7.0]
+    manager.check_integrity()
+    other = manager.create()
+    manager.extend(other, frames[:3])
+    manager.wait([other])
+    assert other.kv[:4, 0, 0, 0, 0].tolist() == [0.0, 1.0, 2.0, 3.0]
+    manager.release(tensor)
+    manager.release(other)
+    settle()
+    manager.poll(wait=True)
+    again = manager.create([FrameId(-1)] * 6 + frames[3:])
+    assert again.row == tensor.row, "where most of what is wanted is mapped, whatever lies before it"
+    manager.release(again)
+    settle()
+    manager.close()
+    with pytest.raises(GeometryError, match="layout"):
+        VirtualTensorManager(
+            memory,
+            pool.table,
+            replace(geometry, layout="layer", layers=2),
+            requests=1,
+            max_tokens=4,
+            frames_per_block=2,
+        )
+    pool.close()
 
 
 def test_impossible_sizes_are_refused(memory: VirtualMemory, geometry: KvGeometry) -> None:
@@ -455,7 +510,7 @@ def test_mappings_that_idle_rows_keep_go_before_the_limit_is_an_error(monkeypatc
     monkeypatch.setattr(host, "PROCESS_MAPPINGS", budget)
     geometry = KvGeometry(1, 1, 512, "float32", block_tokens=1)
     with create_memory("cpu", 4096) as memory:
-        pool = FramePool(memory, geometry, 16)
+        pool = FramePool(memory, geometry.block_bytes, 16)
         manager = VirtualTensorManager(memory, pool.table, geometry, requests=2, max_tokens=8)
         scattered = take(pool, 16)[::2]
         tensor = manager.create()
@@ -504,7 +559,7 @@ def test_attention_over_a_batch_is_that_over_plain_tensors(manager: VirtualTenso
     requests[0].kv[:8].normal_()
     for tensor, length in zip(requests, lengths, strict=True):
         tensor.kv[8:length].normal_()
-        query = torch.randn(1, 2, 1, pool.geometry.head_dim, device=tensor.kv.device)
+        query = torch.randn(1, 2, 1, manager.geometry.head_dim, device=tensor.kv.device)
         plain = tensor.kv[:length].clone(memory_format=torch.contiguous_format)
         for layer in range(2):
             views, copies = (

@@ -11,7 +11,7 @@ import numpy as np
 
 from benchmarks.engines.vllm_engine import EngineProcess, EngineRequest, EngineResult, connector
 from benchmarks.engines.vllm_models import VOCABULARY
-from prefixd.client import Cache, Client, NamespaceSpec, PartSpec, SlidingWindow
+from prefixd.client import Cache, Client, NamespaceSpec, PartSpec, RecurrentState, Rule, SlidingWindow
 
 T = TypeVar("T")
 
@@ -110,6 +110,13 @@ def alter(client: Client, prompt: Sequence[int]) -> int:
     return altered
 
 
+def _rule(rule: Any) -> Rule | None:
+    kind = rule.WhichOneof("kind")
+    if kind == "recurrent_state":
+        return RecurrentState(rule.recurrent_state.checkpoint_tokens)
+    return SlidingWindow(rule.sliding_window.tokens) if kind == "sliding_window" else None
+
+
 def registered(client: Client) -> list[Cache]:
     """The namespaces (without salt) that the engines of the client's daemon have registered."""
     caches = []
@@ -120,7 +127,7 @@ def registered(client: Client) -> list[Cache]:
                 part.group,
                 part.rank,
                 part.nbytes,
-                SlidingWindow(part.rule.sliding_window.tokens) if part.rule.HasField("sliding_window") else None,
+                _rule(part.rule),
             )
             for part in known.parts
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,39 +11,41 @@ import pytest
 from vllm import SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.utils.hashing import sha256
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, KVCacheTensor, MLAAttentionSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from prefixd.client import Client
-from prefixd.integrations.engine.jobs import LoadOutcome, Outcomes
+from prefixd.integrations.engine.jobs import LoadOutcome, Outcomes, SaveJob
 from prefixd.integrations.vllm.connector import PrefixdConnector
 from prefixd.integrations.vllm.messages import Orders, Packing, Report
 from prefixd.workloads.daemon_process import DaemonProcess
 from tests.vllm.schedulers import BLOCK, SHAPE, computed, make_config, make_scheduler
 from tests.vllm.served import PATIENCE_S, make_prompt, poll
 
-PAGE = 8 * BLOCK
-
 
 class Steps:
     """A scheduler with the connector, and what stands for the workers: they do what the test says."""
 
-    def __init__(self, scheduler: Scheduler, address: str) -> None:
+    def __init__(self, scheduler: Scheduler, address: str, packing: str) -> None:
         connector = scheduler.connector
         assert isinstance(connector, PrefixdConnector) and connector._scheduler is not None
         self.scheduler, self.connector, self.half = scheduler, connector, connector._scheduler
         self.address = address
         self.hasher = get_request_block_hasher(BLOCK, sha256)
         connector.bind_gpu_block_pool(scheduler.kv_cache_manager.block_pool)
-        connector.set_xfer_handshake_metadata({0: Packing("packed")})
+        connector.set_xfer_handshake_metadata({0: Packing(packing)})
 
-    def add(self, name: str, prompt: list[int], max_tokens: int = 1) -> Request:
+    def add(
+        self, name: str, prompt: list[int], max_tokens: int = 1, images: Sequence[MultiModalFeatureSpec] = ()
+    ) -> Request:
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, detokenize=False)
-        request = Request(name, prompt, sampling, None, block_hasher=self.hasher)
+        request = Request(name, prompt, sampling, None, block_hasher=self.hasher, mm_features=list(images))
         self.scheduler.add_request(request)
         lookup = self.half.lookups._lookups[name]
         poll(lambda: lookup.asking is None or lookup.asking.done(), "the daemon did not answer")
@@ -80,6 +82,32 @@ class Steps:
         answer.kv_connector_output = connector_output
         self.scheduler.update_from_output(output, answer)
 
+    def take_images(self, tokens: int) -> None:
+        """As with a model that has a vision encoder: so many embeddings a step, and as many are kept."""
+        self.scheduler.max_num_encoder_input_tokens = tokens
+        self.scheduler.encoder_cache_manager = EncoderCacheManager(tokens)
+
+    def do(self, jobs: Sequence[SaveJob]) -> Outcomes:
+        """What the workers do with saves: the daemon has the blocks, all zeros. Says that they have ended."""
+        with Client(self.address) as client:
+            for job in jobs:
+                cache = client.register(self.half._geometry.spec(job.prefix.name, job.prefix.salt))
+                parts = [np.zeros((job.blocks, cache.spec.parts[group].nbytes), np.uint8) for group in job.groups]
+                tokens = np.frombuffer(job.prefix.tokens, "<u4")
+                cache.store(tokens, parts, first_block=job.first_block, parts=job.groups)
+        return Outcomes(saves={job.id: 1 for job in jobs})
+
+    def run(self, name: str) -> int:
+        """Steps until the request has ended; how many of its tokens were loaded."""
+        loaded = 0
+        while name in self.scheduler.requests:
+            output, orders = self.schedule()
+            loaded += sum(job.blocks for job in orders.loads) * self.half._geometry.block_tokens
+            outcomes = self.do(orders.saves)
+            outcomes.merge(Outcomes({job.request_id: (1, LoadOutcome(1, 0.1, 0)) for job in orders.loads}))
+            self.answer(output, outcomes, finished_recving={job.request_id for job in orders.loads})
+        return loaded
+
 
 MakeSteps = Callable[..., Steps]
 
@@ -91,7 +119,11 @@ def make_steps(llama: Path, daemon: DaemonProcess) -> Iterator[MakeSteps]:
     made: list[Scheduler] = []
 
     def make(
-        blocks: int = 400, options: dict[str, object] | None = None, asynchronous: bool = False, **arguments: Any
+        blocks: int = 400,
+        options: dict[str, object] | None = None,
+        asynchronous: bool = False,
+        kind: type[FullAttentionSpec] = FullAttentionSpec,
+        **arguments: Any,
     ) -> Steps:
         extra = {"address": daemon.address, "recompute_if_slower": False, "timeout_s": PATIENCE_S, **(options or {})}
         transfer = KVTransferConfig(
@@ -102,11 +134,13 @@ def make_steps(llama: Path, daemon: DaemonProcess) -> Iterator[MakeSteps]:
             kv_connector_extra_config=extra,
         )
         config = make_config(llama, asynchronous=asynchronous, blocks=blocks, **{"max_num_seqs": 8, **arguments})
-        tensor = KVCacheTensor(blocks * PAGE, ["layer"], blocks * PAGE, PAGE)
-        groups = [KVCacheGroupSpec(["layer"], FullAttentionSpec(**SHAPE))]
+        spec = kind(**SHAPE)
+        page = spec.page_size_bytes
+        tensor = KVCacheTensor(blocks * page, ["layer"], blocks * page, page)
+        groups = [KVCacheGroupSpec(["layer"], spec)]
         scheduler = make_scheduler(config, groups, [tensor], transfer)
         made.append(scheduler)
-        return Steps(scheduler, daemon.address)
+        return Steps(scheduler, daemon.address, kind.__name__)
 
     yield make
     for scheduler in made:
@@ -197,3 +231,65 @@ def test_a_request_aborted_in_the_middle_of_its_load_leaves_nothing(make_steps: 
     half = steps.half
     assert not (half._loading or half._loaded or half._requests or half._hits or half.lookups._lookups)
     assert half.lookups._leases == 0
+
+
+def test_latent_attention_is_opaque_blocks(make_steps: MakeSteps) -> None:
+    """Half the bytes: one vector for keys and values. vLLM on a CPU computes such models from their start only."""
+    steps = make_steps(kind=MLAAttentionSpec)
+    assert [part.rule for part in steps.half._geometry.spec("m", b"").parts] == [None]
+    assert steps.half._geometry.block_bytes == 64 * 4
+    prompt = make_prompt(82, 300)
+    for name, found in (("a", 0), ("b", 256)):
+        assert steps.scheduler.reset_prefix_cache()
+        steps.add(name, prompt)
+        assert steps.run(name) == found
+
+
+PLACEHOLDER = 3
+
+
+def an_image(content: str, offset: int, length: int) -> MultiModalFeatureSpec:
+    return MultiModalFeatureSpec(None, "image", content, PlaceholderRange(offset, length), content)
+
+
+def test_images_are_told_apart_by_vllms_hashes_of_them(make_steps: MakeSteps) -> None:
+    """The prompts' token ids are equal. An image that prefixd has needs no vision encoder."""
+    steps = make_steps()
+    steps.take_images(1000)
+    text, question = make_prompt(79, 100), make_prompt(80, 150)
+    prompt = [*text, *[PLACEHOLDER] * 80, *question]  # the image ends in the third block of 64 tokens
+
+    def ask(name: str, content: str) -> tuple[int, bool]:
+        assert steps.scheduler.reset_prefix_cache()
+        steps.add(name, prompt, images=[an_image(content, 100, 80)])
+        seen: list[str] = []
+        schedule = steps.scheduler.schedule
+
+        def noting() -> Any:
+            output = schedule()
+            seen.extend(output.scheduled_encoder_inputs)
+            return output
+
+        steps.scheduler.schedule = noting  # type: ignore[method-assign]
+        try:
+            loaded = steps.run(name)
+        finally:
+            steps.scheduler.schedule = schedule  # type: ignore[method-assign]
+        return loaded, bool(seen)
+
+    assert ask("cat", "hash of a cat") == (0, True)
+    assert ask("dog", "hash of a dog") == (64, True), "what stands before the image, and no more"
+    assert ask("cat again", "hash of a cat") == (320, False)
+    assert ask("dog again", "hash of a dog") == (320, False)
+
+
+def test_an_answer_behind_an_image_is_saved_under_the_image_too(make_steps: MakeSteps) -> None:
+    """The image's last tokens share a block with the first of the answer."""
+    steps = make_steps()
+    steps.take_images(1000)
+    prompt = [*make_prompt(81, 60), *[PLACEHOLDER] * 80]
+    for content, found in (("a bird", 0), ("a fish", 0), ("a bird", 192), ("a fish", 192)):
+        longer = [*prompt, *[7] * 60] if found else prompt
+        assert steps.scheduler.reset_prefix_cache()
+        steps.add(content, longer, max_tokens=60, images=[an_image(content, 60, 80)])
+        assert steps.run(content) == found

@@ -121,7 +121,6 @@ def test_a_third_in_the_cpu_tier(
         assert [result.token_ids for result in results] == tokens
         assert sum(result.cached_tokens for result in results) == len(cached) * PREFIX
     assert vllm_work / ours_work >= GAIN
-    assert vllm_wait / ours_wait >= GAIN
     assert most == QUEUE
     assert 0 < longest_s <= bound_s
 

@@ -32,7 +32,11 @@ def test_window_bytes_are_dropped_and_tokens_are_equal(
         EngineRequest([*request.prompt[:500], *other.prompt], 12)
         for request, other in zip(requests, new_requests(*[200] * PROMPTS), strict=True)
     ]
-    with DaemonProcess({"cpu.bytes": CPU_BYTES, "disk.bytes": 0}) as daemon, make_engine(gemma3, daemon) as engine:
+    every = {"resume_every": 1}
+    with (
+        DaemonProcess({"cpu.bytes": CPU_BYTES, "disk.bytes": 0}) as daemon,
+        make_engine(gemma3, daemon, every) as engine,
+    ):
         cold, none = run(engine, requests)
         whole = [matched(daemon.address, request.prompt) for request in requests]
         half = [matched(daemon.address, request.prompt[:512]) for request in requests]

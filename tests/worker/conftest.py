@@ -12,11 +12,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from prefixd.worker.engine import Engine
-from prefixd.worker.kv_memory import KvSequence, Segment
+from prefixd.worker.grouped_kv import GroupedKv
+from prefixd.worker.kv_memory import KvMemory, KvSequence, Segment
+from prefixd.worker.make_kv import make_kv
 from prefixd.worker.model import CausalModel, load_model
 from prefixd.worker.model_spec import read_model_spec
-from prefixd.worker.paged_kv import PagedKv
-from prefixd.worker.protocol import Done, Sampling, Start, Step
+from prefixd.worker.protocol import Done, Sampling, Start, StateFrames, Step
 from prefixd.worker.settings import WorkerSettings
 from prefixd.worker.virtual_kv import VirtualKv
 from prefixd_swap.vmem import FrameId, FramePool, VirtualTensorManager, create_memory
@@ -74,6 +75,16 @@ def wide_llama_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+def managers_of(kv: KvMemory) -> list[VirtualTensorManager]:
+    """The managers below a memory; none below block tables."""
+    if isinstance(kv, VirtualKv):
+        return [kv.manager]
+    if isinstance(kv, GroupedKv):
+        states = [] if kv._states is None else [kv._states.manager]
+        return [*(memory.manager for memory in kv._memories), *states]
+    return []
+
+
 class Rig:
     """The daemon's side of an engine, in one process."""
 
@@ -86,20 +97,14 @@ class Rig:
         kv: str = "virtual",
     ) -> None:
         self.model = model
-        self.block_tokens = model.spec.geometry.block_tokens
-        self.memory = create_memory(device, model.spec.chunk_bytes)
-        self.pool = FramePool(self.memory, model.spec.geometry, frames)
-        self.manager = VirtualTensorManager(
-            self.memory,
-            self.pool.table,
-            model.spec.geometry,
-            requests=80,
-            max_tokens=model.spec.sequence_capacity,
-        )
-        self.kv = VirtualKv(self.manager)
-        if kv == "paged":
-            longest = model.spec.sequence_capacity
-            self.kv = PagedKv(self.memory, self.pool.table, model.spec.geometry, frames=frames, max_tokens=longest)
+        self.block_tokens = model.spec.block_tokens
+        self.block_frames = model.spec.block_frames
+        self.memory = create_memory(device, model.spec.groups.chunk_bytes)
+        self.pool = FramePool(self.memory, model.spec.groups.frame_bytes, frames)
+        paged = kv == "paged"
+        self.kv = make_kv(model.spec, self.memory, self.pool.table, requests=80, frames=frames, paged=paged)
+        self.managers = managers_of(self.kv)
+        self.manager = self.managers[0] if self.managers else None
         self.engine = Engine(model, self.kv, max_step_tokens, itertools.count().__next__)
         self.tokens: dict[int, list[int]] = {}
         self.filled: dict[int, int] = {}
@@ -136,13 +141,14 @@ class Rig:
         cached_blocks: int = 0,
         generated: int = 0,
         fork_of: int = -1,
+        state: StateFrames | None = None,
         **sampling: object,
     ) -> int:
         """Begin a request; with frames for all it may need if none are given."""
         request = next(self._ids)
         choice = Sampling(**{"max_tokens": 8, "ignore_eos": True, **sampling})
         if frames is None:
-            frames = self.frames(self.blocks(len(tokens) + choice.max_tokens))
+            frames = self.frames(self.blocks(len(tokens) + choice.max_tokens) * self.block_frames)
         self.tokens[request] = []
         message = Start(
             id=request,
@@ -152,6 +158,7 @@ class Rig:
             frames=list(frames),
             sampling=choice,
             fork_of=fork_of,
+            state=state,
         )
         self.take(self.engine.start(message))
         return request
@@ -208,9 +215,9 @@ class Rig:
         for tensor in self._bare:
             self.kv.close(tensor, lambda: None)
         self.kv.poll(wait=True)
-        self.manager.check_integrity()
+        for manager in self.managers:
+            manager.check_integrity()
         self.kv.end()
-        self.manager.close()
         self.pool.close()
         self.memory.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from prefixd.worker.flash_attention import FlashAttention, find_kernel
 from prefixd.worker.flex_attention import FlexAttention
 from prefixd.worker.kv_memory import Segment
 from prefixd.worker.model import choose_attention, load_model
-from prefixd.worker.model_spec import read_model_spec
+from prefixd.worker.model_spec import ModelSpec, read_model_spec
 from prefixd.worker.settings import WorkerSettings
 from prefixd.worker.tile_attention import TileAttention
 from prefixd.worker.virtual_kv import VirtualStep
@@ -131,13 +132,18 @@ def test_flex_attention_masks_all_but_each_sequences_own_keys(rig_with, referenc
 
 
 def test_flex_attention_names_only_the_blocks_that_are_needed(rig_with):
-    from prefixd.worker.flex_attention import _block_mask
-
-    mask = _block_mask([64] * 20 + [256, 0], [*range(40, 60), 33, 0], 512, 16, torch.device("cpu"))
+    segments = [Segment(None, 40, 60), Segment(None, 33, 34), Segment(None, 0, 1)]
+    step = FlexAttention(16, compiled=False).begin(VirtualStep(torch.empty(8, 64, 1, 2, 2, 16), segments, [1, 4, 0]))
+    mask = step.mask(None)
     assert mask.kv_num_blocks.tolist() == [[[4, 8]]], "two blocks of queries"
     named = mask.kv_indices[0, 0].tolist()
     assert named[0][:4] == [4, 5, 6, 7]
     assert sorted(named[1][:8]) == [0, 4, 5, 6, 7, 16, 17, 18]
+    windowed = step.mask(10)
+    assert windowed.kv_num_blocks.tolist() == [[[3, 5]]]
+    named = windowed.kv_indices[0, 0].tolist()
+    assert named[0][:3] == [5, 6, 7], "query 40 of the row sees keys from 31 on"
+    assert sorted(named[1][:5]) == [0, 6, 7, 17, 18]
     with pytest.raises(ModelError, match="multiple of 16 tokens, not of 24"):
         FlexAttention(24)
 
@@ -154,8 +160,9 @@ def test_flex_attention_makes_a_pass_without_waiting_for_the_device(monkeypatch)
     segments = [Segment(None, 3, 20), Segment(None, 0, 5)]
     monkeypatch.setattr(torch, "tensor", on_the_host)
     step = FlexAttention(16, compiled=False).begin(VirtualStep(kv, segments, [2, 0]))
-    assert step._mask.kv_indices.device.type == "meta"
-    assert step._mask.seq_lengths == (22, 4 * 64)
+    mask = step.mask(None)
+    assert mask.kv_indices.device.type == "meta"
+    assert mask.seq_lengths == (22, 4 * 64)
 
 
 def test_flex_attention_refuses_block_tables(rig_with):
@@ -195,3 +202,25 @@ def test_a_paged_worker_without_a_kernel_for_block_tables_is_refused_at_the_star
     on_a_gpu = dataclasses.replace(spec, device=torch.device("cuda"))
     with pytest.raises(ModelError, match=r'worker.kv = "paged" needs a kernel that takes block tables.*float32'):
         choose_attention(on_a_gpu, paged=True)
+
+
+def test_a_gpus_backend_is_chosen_by_what_the_layers_ask_for(llama_directory, monkeypatch):
+    monkeypatch.setattr("prefixd.worker.model.find_kernel", lambda *_, **__: varlen_reference)
+    spec = read_model_spec(WorkerSettings(model=str(llama_directory), chunk_bytes=4096))
+    on_a_gpu = dataclasses.replace(spec, device=torch.device("cuda"))
+
+    def asking(spec: ModelSpec, **asked: Any) -> ModelSpec:
+        """The model with a second layer that asks for more."""
+        layers = list(spec.attention)
+        layers[1] = dataclasses.replace(layers[1], **asked)
+        return dataclasses.replace(spec, attention=tuple(layers))
+
+    assert isinstance(choose_attention(asking(on_a_gpu, window=16)), FlashAttention)
+    assert isinstance(choose_attention(asking(on_a_gpu, window=16, softcap=50.0)), FlexAttention)
+    with pytest.raises(ModelError, match=r'scores capped at 50.0.*set worker.kv to "virtual"'):
+        choose_attention(asking(on_a_gpu, softcap=50.0), paged=True)
+    with pytest.raises(ModelError, match=r"expanded from latents.*set worker.device to cpu"):
+        choose_attention(asking(on_a_gpu, expanded=True))
+    tiles = choose_attention(asking(spec, expanded=True))
+    assert isinstance(tiles, TileAttention)
+    assert [tiles.expands(layer) for layer in range(3)] == [False, True, False]

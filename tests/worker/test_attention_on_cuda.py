@@ -15,7 +15,8 @@ import torch
 
 from benchmarks.engines.varlen_reference import varlen_reference
 from benchmarks.gpu_parts.attention import GatheredStep
-from prefixd.worker.flash_attention import FlashAttention, VarlenKernel, find_kernel
+from prefixd.worker.attention import AttentionKind
+from prefixd.worker.flash_attention import READ_BLOCK, FlashAttention, VarlenKernel, find_kernel
 from prefixd.worker.flex_attention import FlexAttention
 from prefixd.worker.kv_memory import KvMemory, Segment
 from prefixd.worker.paged_kv import PagedKv
@@ -100,7 +101,9 @@ def fill(memory: KvMemory, lengths: Sequence[int], block: int, order: Sequence[i
     return segments
 
 
-def expected(query: torch.Tensor, lengths: Sequence[int], new: Sequence[int], layer: int) -> torch.Tensor:
+def expected(
+    query: torch.Tensor, lengths: Sequence[int], new: Sequence[int], layer: int, window: int = 0
+) -> torch.Tensor:
     keys, values = torch.cat([pairs_of(i, layer, n) for i, n in enumerate(lengths)]).float().unbind(1)
     starts = [torch.tensor([0, *torch.tensor(counts).cumsum(0)], dtype=torch.int32) for counts in (new, lengths)]
     return varlen_reference(
@@ -111,7 +114,7 @@ def expected(query: torch.Tensor, lengths: Sequence[int], new: Sequence[int], la
         max(new),
         max(lengths),
         scale=SCALE,
-        window_size=(-1, 0),
+        window_size=(window - 1, 0),
         enable_gqa=True,
         seqused_k=torch.tensor(lengths, dtype=torch.int32),
     )
@@ -148,3 +151,32 @@ def test_kernels_read_what_is_mapped_and_nothing_behind_the_last_token(rig: Rig,
     for part in segments:
         memory.close(part.sequence, lambda: None)
     assert memory.poll(wait=True) == 0
+
+
+@pytest.mark.parametrize("new", [[3, 40, 5], [1, 1, 1]], ids=["prompts", "decoding"])
+@pytest.mark.parametrize("way", [way for way in WAYS if way in ("flash", "flex")])
+def test_kernels_read_nothing_before_the_block_where_a_window_begins(rig: Rig, way: str, new: list[int]) -> None:
+    """Memory there holds NaN, as what was given up may. One layer has a window; in the other everything is read."""
+    block, window = rig.block, 100
+    lengths = [block + 37, 2 * block, 5]
+    segments = fill(rig.virtual, lengths, block, order=[2, 0, 1])
+    last = [Segment(part.sequence, part.stop - count, part.stop) for part, count in zip(segments, new, strict=True)]
+    step = rig.virtual.step(last)
+    gone = tuple((0, max(0, part.start - window + 1) // READ_BLOCK * READ_BLOCK) for part in last)
+    assert max(gone)[1] >= block
+    for states in step.read(1, gone):
+        for each in states:
+            each.fill_(float("nan"))
+    backend = FlexAttention(block) if way == "flex" else FlashAttention(kernel())
+    query = torch.randn(1, HEADS, sum(new), HEAD_DIM, generator=torch.Generator().manual_seed(2)).bfloat16()
+    attention = backend.begin(step)
+    for layer, kind in enumerate((AttentionKind(), AttentionKind(window=window))):
+        found = attention.attend(query.to(DEVICE), layer, SCALE, kind)[0].float().cpu()
+        theirs = expected(query, lengths, new, layer, window=kind.window or 0)
+        error = float((found - theirs).norm() / theirs.norm())
+        assert error <= 0.02, f"layer {layer}: relative error {error:.2g}"
+    if not STAND_IN:
+        torch.cuda.synchronize()
+    for part in segments:
+        rig.virtual.close(part.sequence, lambda: None)
+    assert rig.virtual.poll(wait=True) == 0

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from prefixd.worker import beam_search
 from prefixd.worker.beam_search import BeamSearch, Hypothesis
-from prefixd.worker.protocol import Cancel, Done, frames_needed
+from prefixd.worker.protocol import Cancel, Done, blocks_needed
 from prefixd_swap.errors import OutOfMemoryError
 
 EOS = 95
@@ -60,7 +60,7 @@ def generate(llama_directory: Path) -> Callable[..., list[tuple[list[int], float
 
 
 def search(rig, prompt: list[int], width: int, most: int, answers: int = 1, **options: object) -> Done:
-    frames = rig.frames(frames_needed(len(prompt), most, width, rig.block_tokens))
+    frames = rig.frames(blocks_needed(len(prompt), most, width, rig.block_tokens))
     request = rig.start(prompt, frames=frames, max_tokens=most, beams=width, beam_answers=answers, **options)
     rig.run()
     rig.free(frames)
@@ -99,7 +99,7 @@ def test_sequences_that_end_are_weighed_as_by_transformers(rig, generate, prompt
 def test_beams_share_blocks_and_leave_nothing(rig, generate, prompt):
     other = rig.start([3, 1, 2], max_tokens=30)
     width, most = 4, 20
-    frames = rig.frames(frames_needed(len(prompt), most, width, rig.block_tokens))
+    frames = rig.frames(blocks_needed(len(prompt), most, width, rig.block_tokens))
     request = rig.start(prompt, frames=frames, max_tokens=most, beams=width, temperature=0.7, seed=3)
     shared = []
     while rig.engine.runnable:
@@ -117,7 +117,7 @@ def test_beams_share_blocks_and_leave_nothing(rig, generate, prompt):
 def test_a_cached_prefix_serves_a_search(rig, generate, prompt):
     first = rig.frames(4)
     rig.generate(prompt, frames=first, max_tokens=2)
-    frames = [*first[:3], *rig.frames(frames_needed(len(prompt), 10, 2, rig.block_tokens) - 3)]
+    frames = [*first[:3], *rig.frames(blocks_needed(len(prompt), 10, 2, rig.block_tokens) - 3)]
     request = rig.start(prompt, frames=frames, cached_blocks=3, max_tokens=10, beams=2)
     rig.steps.clear()
     rig.run()
@@ -126,7 +126,7 @@ def test_a_cached_prefix_serves_a_search(rig, generate, prompt):
 
 
 def test_a_search_can_be_cancelled_or_run_out_of_addresses(rig, prompt, monkeypatch):
-    frames = rig.frames(frames_needed(len(prompt), 10, 3, rig.block_tokens))
+    frames = rig.frames(blocks_needed(len(prompt), 10, 3, rig.block_tokens))
     request = rig.start(prompt, frames=frames, max_tokens=10, beams=3)
     rig.step()
     rig.step()
@@ -149,7 +149,7 @@ def test_a_search_can_be_cancelled_or_run_out_of_addresses(rig, prompt, monkeypa
 
 @pytest.mark.parametrize(("name", "call"), [("copy", 1), ("copy", 4), ("assign", 1), ("assign", 2), ("extend", 2)])
 def test_a_search_that_fails_in_the_middle_leaves_nothing(rig, prompt, monkeypatch, name, call):
-    frames = rig.frames(frames_needed(len(prompt), 20, 4, rig.block_tokens))
+    frames = rig.frames(blocks_needed(len(prompt), 20, 4, rig.block_tokens))
     real, calls = getattr(rig.kv, name), []
 
     def fails(*arguments):
@@ -244,9 +244,9 @@ def test_a_fork_takes_nothing_that_follows_other_cached_tokens(rig, prompt):
     assert rig.tokens[child] == expected and rig.steps[-1].kv.copied_blocks == 0
 
 
-def test_frames_needed_by_hand():
-    assert frames_needed(50, 14, 2, 16) == 4 + 2 * 1
-    assert frames_needed(50, 15, 2, 16) == 4 + 2 * 2
-    assert frames_needed(48, 1, 3, 16) == 3 + 3 * 1
-    assert frames_needed(1, 1, 1, 16) == 1 + 1
-    assert np.all([frames_needed(n, m, 1, 16) >= -(-(n + m) // 16) for n in range(1, 40) for m in range(1, 40)])
+def test_blocks_needed_by_hand():
+    assert blocks_needed(50, 14, 2, 16) == 4 + 2 * 1
+    assert blocks_needed(50, 15, 2, 16) == 4 + 2 * 2
+    assert blocks_needed(48, 1, 3, 16) == 3 + 3 * 1
+    assert blocks_needed(1, 1, 1, 16) == 1 + 1
+    assert np.all([blocks_needed(n, m, 1, 16) >= -(-(n + m) // 16) for n in range(1, 40) for m in range(1, 40)])

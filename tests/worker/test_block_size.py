@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from prefixd.worker.model_spec import CUDA_CHUNK_BYTES, read_model_spec
+from prefixd.worker.kv_groups import CUDA_CHUNK_BYTES
+from prefixd.worker.model_spec import read_model_spec
 from prefixd.worker.settings import WorkerSettings
 from prefixd_swap import KvGeometry
 from prefixd_swap.block_size import explain_block_tokens, fill_chunks

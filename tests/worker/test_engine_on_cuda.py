@@ -16,9 +16,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from prefixd.worker.kv_groups import CUDA_CHUNK_BYTES
 from prefixd.worker.kv_memory import Segment
 from prefixd.worker.model import load_model
-from prefixd.worker.model_spec import CUDA_CHUNK_BYTES, read_model_spec
+from prefixd.worker.model_spec import read_model_spec
 from prefixd.worker.protocol import Cancel
 from prefixd.worker.settings import WorkerSettings
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from prefixd.worker.errors import ModelError
 from prefixd.worker.model import load_model
 from prefixd.worker.model_spec import read_model_spec
+from prefixd.worker.protocol import FullAttention, GroupShape
 from prefixd.worker.settings import WorkerSettings
 from prefixd.worker.tile_attention import TileStep
 
@@ -33,8 +34,10 @@ def edit(directory: Path, **changes: object) -> Path:
 
 
 def test_hello_says_what_the_model_needs(llama_directory, model):
-    hello = spec_of(llama_directory, chunk_bytes=4096).hello()
-    assert (hello.layers, hello.kv_heads, hello.head_dim, hello.dtype) == (3, 2, 16, "float32")
+    spec = spec_of(llama_directory, chunk_bytes=4096)
+    hello = spec.hello()
+    assert (hello.groups, hello.dtype) == ((GroupShape("attention", FullAttention(), 3, 1),), "float32")
+    assert hello.frame_bytes == spec.geometry.block_bytes == 16 * 3 * 2 * 2 * 16 * 4
     assert (hello.vocab_size, hello.max_model_tokens, hello.eos_token_ids) == (96, 512, (95,))
     assert hello.architecture == "LlamaForCausalLM"
     assert hello.parameters == sum(
@@ -61,9 +64,9 @@ def test_block_tokens_are_rounded_up_to_whole_chunks(llama_directory, layout, ch
 
 def test_the_default_chunk_on_a_cpu_leaves_the_block_as_asked_if_it_can(llama_directory):
     spec = spec_of(llama_directory, block_tokens=64)  # 48 KiB
-    assert (spec.chunk_bytes, spec.geometry.block_tokens) == (16384, 64)
+    assert (spec.groups.chunk_bytes, spec.geometry.block_tokens) == (16384, 64)
     spec = spec_of(llama_directory, block_tokens=5)
-    assert (spec.chunk_bytes, spec.geometry.block_tokens) == (4096, 16)
+    assert (spec.groups.chunk_bytes, spec.geometry.block_tokens) == (4096, 16)
 
 
 def test_settings_limit_length_and_choose_the_dtype(llama_directory):
@@ -152,7 +155,7 @@ def test_a_model_whose_logits_differ_on_our_cache_is_refused(llama_directory, mo
     monkeypatch.setattr(
         TileStep,
         "attend",
-        lambda self, query, layer, scaling: original(self, query, layer, 2 * scaling),
+        lambda self, query, layer, scaling, kind: original(self, query, layer, 2 * scaling, kind),
     )
     with pytest.raises(ModelError, match="relative error"):
         load_model(spec_of(llama_directory))

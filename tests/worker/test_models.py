@@ -70,7 +70,7 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_the_shape_of_attention_is_read(tiny):
     spec, family = tiny.spec, tiny.family
     assert spec.geometry.layers == 2
-    assert (spec.query_heads, spec.geometry.kv_heads) == (family.query_heads, family.kv_heads)
+    assert (spec.attention[0].query_heads, spec.geometry.kv_heads) == (family.query_heads, family.kv_heads)
     assert spec.geometry.head_dim == family.head_dim
     assert (spec.vocab_size, spec.max_model_tokens, spec.eos_token_ids) == (VOCAB, 256, (EOS,))
     assert spec.parameters == sum(parameter.numel() for parameter in tiny.reference.parameters())

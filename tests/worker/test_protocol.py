@@ -16,11 +16,15 @@ from prefixd.worker.protocol import (
     Done,
     Extend,
     Failed,
+    FullAttention,
+    GroupShape,
     Hello,
     Memory,
     Ready,
+    RecurrentState,
     Sampling,
     Shutdown,
+    SlidingWindow,
     Start,
     Step,
     TokenLogprobs,
@@ -47,9 +51,12 @@ TO_WORKER = [
 ]
 FROM_WORKER = [
     Hello(
-        layers=1,
-        kv_heads=2,
-        head_dim=3,
+        groups=(
+            GroupShape("full", FullAttention(), 1, 1),
+            GroupShape("window", SlidingWindow(8), 2, 3),
+            GroupShape("state", RecurrentState(), 4, 5),
+        ),
+        frame_bytes=8192,
         dtype="float32",
         block_tokens=16,
         layout="layer",

@@ -47,7 +47,7 @@ CUDA = pytest.param(
 def test_what_leaves_goes_back_to_the_device_and_what_comes_is_the_same_memory(device: str, kv: str) -> None:
     memory = create_memory(device, 64 << 10 if device == "cpu" else None)
     geometry = KvGeometry(2, 2, memory.chunk_bytes // 64, "float32", block_tokens=4)
-    pool = FramePool(memory, geometry, 6, most=40)
+    pool = FramePool(memory, geometry.block_bytes, 6, most=40)
     ours, theirs = socket.socketpair()
     ours.settimeout(60)
     arguments = [sys.executable, str(CHILD), str(theirs.fileno()), kv, json.dumps(asdict(geometry))]
@@ -107,7 +107,6 @@ def test_what_leaves_goes_back_to_the_device_and_what_comes_is_the_same_memory(d
 
 def content(pool: FramePool, frame: FrameId) -> list[float]:
     """The different numbers in a frame, as the daemon sees it."""
-    geometry = pool.geometry
-    count, offset = geometry.block_bytes // 4, frame * geometry.block_bytes
+    count, offset = pool.frame_bytes // 4, frame * pool.frame_bytes
     found: list[float] = pool._window.tensor((count,), torch.float32, offset=offset).unique().tolist()
     return found

@@ -36,7 +36,6 @@ from prefixd.worker.protocol import (
     from_worker,
 )
 from prefixd.worker.settings import WorkerSettings, encode_settings
-from prefixd_swap.geometry import KvGeometry
 from prefixd_swap.vmem import FrameId, FramePool, create_memory, send_export
 
 ROOT = Path(__file__).parents[2]
@@ -75,12 +74,9 @@ class Daemon:
         hello = self.receive()
         assert isinstance(hello, Hello)
         self.hello = hello
-        geometry = KvGeometry(
-            hello.layers, hello.kv_heads, hello.head_dim, hello.dtype, hello.block_tokens, hello.layout
-        )
         memory = create_memory(hello.device, hello.chunk_bytes)
         memory.create(3)  # frames need not begin at the first chunk
-        pool = FramePool(memory, geometry, frames, most)
+        pool = FramePool(memory, hello.frame_bytes, frames, most)
         export = memory.export()
         self.connection.send(describe_memory(pool, export))
         send_export(self.connection.socket, export)
@@ -247,7 +243,7 @@ def test_frames_come_and_go_while_a_worker_runs(llama_directory: Path, rig, prom
     daemon = Daemon(WorkerSettings(model=str(llama_directory), threads=1, max_step_tokens=64, kv=kv))
     try:
         pool = daemon.hand_over_memory(frames=6, most=16)
-        nbytes = pool.geometry.block_bytes
+        nbytes = pool.frame_bytes
         descriptor = pool.memory._fd
         first = pool.allocate(4)
         daemon.start(1, prompt, first)

@@ -84,6 +84,56 @@ FAMILIES = {
 }
 
 
+# Attention layers that keep different things, and latents. Weights are large enough for greedy tokens to vary.
+WINDOW = 21  # no multiple of a tile
+GROUP_SIZES: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "initializer_range": 0.2,
+}
+_ALTERNATING = ["sliding_attention", "full_attention"]
+WINDOWED: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2": (
+        "Gemma2Config",
+        # Low caps, so that scores are bent by them.
+        {"head_dim": 16, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 3.0, "layer_types": _ALTERNATING},
+    ),
+    "gemma3_text": ("Gemma3TextConfig", {"head_dim": 16, "query_pre_attn_scalar": 16, "layer_types": _ALTERNATING}),
+    "gpt_oss": (
+        "GptOssConfig",
+        {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": _ALTERNATING},
+    ),
+    "mistral_window": ("MistralConfig", {"head_dim": 16, "layer_types": ["sliding_attention"] * 2}),
+    "ministral": ("MinistralConfig", {"head_dim": 16, "layer_types": _ALTERNATING}),
+    "qwen2_window": ("Qwen2Config", {"use_sliding_window": True, "max_window_layers": 1}),
+}
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 48,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "topk_group": 1,
+}
+LATENT = {
+    "deepseek_v2": ("DeepseekV2Config", {**_LATENT, "q_lora_rank": None, "n_group": 1}),
+    "deepseek_v3": ("DeepseekV3Config", {**_LATENT, "q_lora_rank": 48, "n_group": 2}),
+}
+
+
 def tiny_config(config: str, sizes: dict[str, Any] | None = None, **kwargs: Any) -> Any:
     """A small configuration of the named transformers class."""
     return getattr(transformers, config)(**{**(_SIZES if sizes is None else sizes), **kwargs})
@@ -100,3 +150,96 @@ def save_tiny(directory: Path, name: str, **saving: Any) -> Path:
                 parameter.add_(torch.randn_like(parameter), alpha=0.2)
     model.save_pretrained(directory, **saving)
     return directory
+
+
+# With the default of 0.02 a lost recurrent state moves logits by 1e-6, which no test sees.
+_RECURRENT_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_TOKENS,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": EOS,
+    "pad_token_id": 0,
+}
+_MAMBA_2: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 16}
+
+# Models with recurrent layers: the configuration's class and what differs from the sizes above.
+RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "mamba": ("MambaConfig", {"state_size": 16}),
+    "mamba2": ("Mamba2Config", {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1, "chunk_size": 16}),
+    "jamba": (
+        "JambaConfig",
+        {"attn_layer_period": 4, "attn_layer_offset": 2, "expert_layer_period": 2, "expert_layer_offset": 1}
+        | {"num_experts": 4, "num_experts_per_tok": 2, "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2}
+        | {"mamba_dt_rank": 8},
+    ),
+    "bamba": ("BambaConfig", {"attn_layer_indices": [2], "mamba_expand": 2, "mamba_chunk_size": 16, **_MAMBA_2}),
+    "falcon_h1": (
+        "FalconH1Config",
+        {"head_dim": 16, "mamba_d_ssm": 128, "mamba_expand": 2, "mamba_chunk_size": 16, **_MAMBA_2},
+    ),
+    "zamba2": (
+        "Zamba2Config",
+        {"num_key_value_heads": 4, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "mamba_d_state": 16}
+        | {"mamba_d_conv": 4, "mamba_expand": 2, "n_mamba_heads": 8, "mamba_ngroups": 1, "chunk_size": 16}
+        | {"num_mem_blocks": 1, "use_mem_rope": True},
+    ),
+    "nemotron_h": (
+        "NemotronHConfig",
+        {"num_hidden_layers": 6, "layers_block_type": ["mamba", "mlp", "attention", "mlp", "mamba", "mlp"]}
+        | {"head_dim": 16, "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 1}
+        | {"conv_kernel": 4, "expand": 2, "chunk_size": 16},
+    ),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        {"head_dim": 16, "linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_key_heads": 2}
+        | {"linear_num_value_heads": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        | {"shared_expert_intermediate_size": 32, "layer_types": ["linear_attention"] * 3 + ["full_attention"]},
+    ),
+    "lfm2": (
+        "Lfm2Config",
+        {"layer_types": ["conv", "conv", "full_attention", "conv"], "conv_L_cache": 3}
+        | {"block_auto_adjust_ff_dim": False},
+    ),
+    "recurrent_gemma": (
+        "RecurrentGemmaConfig",
+        {"num_key_value_heads": 1, "num_hidden_layers": 6, "lru_width": 64, "attention_window_size": 16}
+        | {"conv1d_width": 4},
+    ),
+}
+
+
+def recurrent_config(name: str, **changes: Any) -> Any:
+    """The configuration of a model of RECURRENT."""
+    config, kwargs = RECURRENT[name]
+    sizes = {**_RECURRENT_SIZES, **kwargs, **changes}
+    if name == "nemotron_h":
+        del sizes["num_hidden_layers"]  # it counts its block types
+    return getattr(transformers, config)(**sizes)
+
+
+def build_recurrent(name: str, **changes: Any) -> Any:
+    """A model of RECURRENT with random weights in float32."""
+    torch.manual_seed(3)
+    return transformers.AutoModelForCausalLM.from_config(recurrent_config(name, **changes)).eval().requires_grad_(False)
+
+
+def build_grouped(name: str) -> Any:
+    """A model of WINDOWED, LATENT or RECURRENT with random weights in float32."""
+    if name in RECURRENT:
+        return build_recurrent(name)
+    config, changes = (WINDOWED | LATENT)[name]
+    if name in WINDOWED:
+        changes = {"sliding_window": WINDOW, **changes}
+    torch.manual_seed(5)
+    model = transformers.AutoModelForCausalLM.from_config(tiny_config(config, GROUP_SIZES, **changes))
+    with torch.no_grad():
+        for parameter, values in model.named_parameters():
+            if parameter.endswith("sinks"):
+                values.normal_(2.0, 1.0)
+    return model.eval().requires_grad_(False)

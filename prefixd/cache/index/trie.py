@@ -5,7 +5,7 @@ row, a column is a numpy array, so that matching compares the tokens of a whole 
 in one call.
 
 The trie is *node-closed*: a block has a row only if every block before it has one. The *bytes* of a row may be missing,
-all of them or those of some KV groups, where the groups' rules do not need them (`groups.py`). A prefix can be used
+all of them or those of some KV groups, where the groups' rules do not need them (`groups/`). A prefix can be used
 when every group's rule allows its length.
 
 A row is *kept* while anything needs the block to exist (`keep`), and a group of it is *held* in a tier while somebody
@@ -96,6 +96,8 @@ class Trie(TrieTable):
             np.int64,
         )
         """[2 ** groups]: bytes of a block's parts that belong to the groups of a mask."""
+        self.partial_groups = sum(group.mask for group in self.groups if not group.rule.lasting)
+        """The groups of which a prefix does not need the bytes of all its blocks."""
         self.has_rules = any(not isinstance(group.rule, FullAttention) for group in self.groups)
         """Whether a prefix may be usable though bytes of its blocks are missing."""
         self.offered = 0b111  # tiers whose copies count as there
@@ -524,9 +526,16 @@ class Trie(TrieTable):
         if wanted is None:
             self.holds[rows, tier] += change
         else:
-            for group in self.groups:
-                self.holds[rows[(wanted & np.uint8(group.mask)) != 0], tier, group.bit] += change
+            self._change_group_holds(rows, tier, wanted, change)
         self.keep[rows] += change
+
+    def release(self, rows: Rows, tier: int, groups: GroupMask) -> None:
+        """Ends one hold on `groups` [m] of each row; who held them keeps the blocks."""
+        self._change_group_holds(rows, tier, groups, -1)
+
+    def _change_group_holds(self, rows: Rows, tier: int, groups: GroupMask, change: int) -> None:
+        for group in self.groups:
+            self.holds[rows[(groups & np.uint8(group.mask)) != 0], tier, group.bit] += change
 
     def retain(self, rows: Rows) -> None:
         """Keeps the blocks in existence, wherever they are."""
@@ -542,15 +551,20 @@ class Trie(TrieTable):
 
     # -- expiry: bytes that only shorter prefixes need ------------------------------------------------------------
 
-    def expire(self, path: Rows) -> None:
-        """A prompt has been stored whose blocks are `path`: what only shorter prefixes need may go first.
+    def expire(self, path: Rows, groups: int | None = None, ends: Sequence[int] = ()) -> None:
+        """Of a prompt whose blocks are `path` some groups have been stored (a mask; all by default): what only shorter
+        prefixes need of them may go first, but for prefixes of `ends` blocks: a prompt that ends inside `path`, which
+        its answer continues, is likely to be asked again.
 
         Prompts that share a beginning continue differently where they branch, so the end of the shared part is a prefix
         that is likely to be asked for again: what it needs is wanted, and wanted again if it had expired.
         """
         if self.has_rules and len(path):
             branches = 1 + np.flatnonzero(self.children[path[:-1]] > 1)
-            self.expired[path] = expired_groups(self.groups, len(path), branches)
+            branches = np.concatenate([branches, [end for end in ends if 0 < end < len(path)]]).astype(np.int64)
+            stored = np.uint8(self.all_groups if groups is None else groups)
+            expired = expired_groups(self.groups, len(path), branches)
+            self.expired[path] = (self.expired[path] & ~stored) | (expired & stored)
 
     def revive(self, path: Rows) -> None:
         """A prompt continues after `path`: the bytes that it needs are wanted again."""

@@ -11,6 +11,7 @@ COUNTERS = {
     "load_bytes": "Bytes brought in.",
     "load_seconds": "Seconds that loads took, from asking for the lease to giving it back.",
     "saved_blocks": "Blocks given to prefixd.",
+    "saved_bytes": "Bytes given to prefixd that it did not have.",
     "duplicate_blocks": "Blocks that prefixd had already when they were offered.",
     "dropped_blocks": "Blocks that were not saved: prefixd was away, slow or full, or their prefix had gone.",
 }
@@ -33,8 +34,12 @@ class ConnectorCounters:
             load_seconds=elapsed_s,
         )
 
-    def saved(self, blocks: int, duplicates: int, dropped: int) -> None:
-        """A save has ended."""
+    def saved(self, nbytes: int) -> None:
+        """So many bytes of a save are in the cache now, and were not before."""
+        self._add(saved_bytes=nbytes)
+
+    def saved_blocks(self, blocks: int, duplicates: int, dropped: int) -> None:
+        """A save of all that a longer prefix needs of its blocks has ended."""
         self._add(saved_blocks=blocks, duplicate_blocks=duplicates, dropped_blocks=dropped)
 
     def take(self) -> dict[str, float]:

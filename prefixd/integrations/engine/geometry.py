@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prefixd.client import NamespaceSpec, PartSpec, SlidingWindow
+from prefixd.client import NamespaceSpec, PartSpec, RecurrentState, Rule, SlidingWindow
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,36 @@ class Group:
     window_tokens: int | None = None
     """Tokens that a token of the group's layers attends to, itself included; None: all before it. So a reader of a
     prefix needs the last `window_tokens - 1` tokens of it, and prefixd keeps the blocks that these lie in."""
+
+    state: bool = False
+    """A block's bytes are the state after it. The engine has it after some blocks only, and says when."""
+
+    @property
+    def rule(self) -> Rule | None:
+        """What the daemon is told of it; None: full attention."""
+        if self.state:
+            return RecurrentState()
+        return None if self.window_tokens is None else SlidingWindow(self.window_tokens)
+
+    def span(self, block_tokens: int) -> int | None:
+        """Of how many blocks of so many tokens, at a prefix's end, a reader needs the group's bytes; None: of all."""
+        if self.state:
+            return 1
+        if self.window_tokens is None:
+            return None
+        return max(1, -(-(self.window_tokens - 1) // block_tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """KV groups of which a reader of a prefix needs the same last blocks."""
+
+    groups: tuple[int, ...]
+    """Their places in the geometry."""
+    span: int
+    """How many blocks that is."""
+    state: bool
+    """Whether they have states; else windows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,25 +74,40 @@ class Geometry:
         return self.ranks * sum(group.part_bytes for group in self.groups)
 
     @property
-    def windowed(self) -> bool:
+    def needs_end(self) -> bool:
         """Whether there are groups of which a reader needs the end of a prefix only. A lease then serves a prefix of
         its own length, not a shorter one."""
-        return any(group.window_tokens is not None for group in self.groups)
+        return any(group.rule is not None for group in self.groups)
+
+    @property
+    def body(self) -> tuple[int, ...]:
+        """Places of the groups of which every block is saved: those that a prefix needs all of. Where there are none it
+        is all groups, since a block that nothing is saved of ends every prefix."""
+        places = tuple(place for place, group in enumerate(self.groups) if group.span(self.block_tokens) is None)
+        return places or tuple(range(len(self.groups)))
+
+    @property
+    def tails(self) -> tuple[Tail, ...]:
+        """The other groups."""
+        alike: dict[tuple[int, bool], list[int]] = {}
+        for place, group in enumerate(self.groups):
+            span = group.span(self.block_tokens)
+            if span is not None and place not in self.body:
+                alike.setdefault((span, group.state), []).append(place)
+        return tuple(Tail(tuple(places), span, state) for (span, state), places in alike.items())
 
     def most_loadable(self, tokens: int) -> int:
         """Of a prompt of so many tokens, how many can be loaded: at least one has to be computed for the next one to be
-        sampled, and with windows a lease has to end where computing begins."""
-        step = self.block_tokens if self.windowed else self.unit_tokens
+        sampled, and with windows or states a lease has to end where computing begins."""
+        step = self.block_tokens if self.needs_end else self.unit_tokens
         return max(0, tokens - 1) // step * step
 
     def nbytes(self, blocks: int) -> int:
         """Bytes of a prefix's last `blocks` blocks that a reader of it needs, all ranks."""
         total = 0
         for group in self.groups:
-            needed = blocks
-            if group.window_tokens is not None:
-                needed = min(blocks, max(1, -(-(group.window_tokens - 1) // self.block_tokens)))
-            total += needed * group.part_bytes
+            span = group.span(self.block_tokens)
+            total += (blocks if span is None else min(blocks, span)) * group.part_bytes
         return self.ranks * total
 
     def spec(self, name: str, salt: bytes) -> NamespaceSpec:
@@ -73,12 +118,7 @@ class Geometry:
             layout=self.layout,
             block_tokens=self.block_tokens,
             parts=tuple(
-                PartSpec(
-                    f"group{group.index}",
-                    rank,
-                    group.part_bytes,
-                    None if group.window_tokens is None else SlidingWindow(group.window_tokens),
-                )
+                PartSpec(f"group{group.index}", rank, group.part_bytes, group.rule)
                 for rank in range(self.ranks)
                 for group in self.groups
             ),

@@ -7,7 +7,7 @@ engine is told to ask again while an answer is under way.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import suppress
@@ -98,7 +98,7 @@ class Lookups:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._lookups
 
-    def add(self, request_id: str, spec: NamespaceSpec, tokens: list[int]) -> None:
+    def add(self, request_id: str, spec: NamespaceSpec, tokens: Sequence[int]) -> None:
         """A request has come: asks what there is of its prompt, and has it brought up."""
         self.forget(request_id)
         lookup = Lookup(spec, self._usable(tokens))
@@ -199,7 +199,7 @@ class Lookups:
             self._let_go(lookup)
             self._next_ahead(request_id)
 
-    def again(self, request_id: str, tokens: list[int]) -> None:
+    def again(self, request_id: str, tokens: Sequence[int]) -> None:
         """The request was preempted and will need its prefix, of more tokens by now, once more."""
         lookup = self._lookups.get(request_id)
         if lookup is not None and not lookup.failed:
@@ -232,11 +232,11 @@ class Lookups:
 
     # -- inside -------------------------------------------------------------------------------------------------
 
-    def _usable(self, tokens: list[int]) -> npt.NDArray[np.uint32]:
+    def _usable(self, tokens: Sequence[int]) -> npt.NDArray[np.uint32]:
         """What the daemon is asked about. With windows, only as much as can be loaded: the daemon answers with the
         longest length that every group allows, and a lease for that length lacks window bytes that a shorter one needs.
         """
-        if self._geometry.windowed:
+        if self._geometry.needs_end:
             tokens = tokens[: self._geometry.most_loadable(len(tokens))]
         return np.asarray(tokens, np.uint32)
 

@@ -23,6 +23,10 @@ class EngineOptions(BaseModel):
     default the least that is at least 64."""
     save: bool = True
     """Whether this engine gives the cache what it computes; false for one that only reads."""
+    resume_every: Annotated[int, Field(ge=0)] = 8
+    """Of layers with a sliding window or a state, what the end of a prefix needs is saved for the ends of prompts and
+    answers, where prompts branch, and inside prompts once in so many windows' lengths (of states: blocks), where
+    prompts may branch yet. 1: for every block; 0: not inside prompts."""
     recompute_if_slower: bool = True
     """Whether a prefix is computed although it is cached, when loading has turned out to be slower."""
     timeout_s: Seconds = 1.0

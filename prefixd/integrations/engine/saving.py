@@ -4,18 +4,22 @@ The engine's blocks are pinned (their reference counts raised) when the step tha
 belong to is scheduled, until the workers have acknowledged its save. So nothing that the scheduler does with the
 request meanwhile, preempting or finishing it, or sliding a window past the block, can change the bytes before they are
 copied. Nothing is pinned but for a save that is under way: vLLM empties its cache only while nobody holds a block.
+
+Of layers that need all of a prefix every block is saved; of the others the ends of prefixes that are likely to be asked
+for (`ResumePoints`).
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from prefixd.client import NamespaceSpec
-from prefixd.integrations.engine.geometry import Geometry
+from prefixd.integrations.engine.geometry import Geometry, Tail
 from prefixd.integrations.engine.jobs import Namespaced, SaveJob
+from prefixd.integrations.engine.resume_points import ResumePoints
 
 
 class Tables(Protocol):
@@ -41,6 +45,9 @@ class Saving:
     """One request's blocks on their way into the cache."""
 
     spec: NamespaceSpec
+    first: int
+    """Blocks that were cached when it began."""
+    points: ResumePoints
     block: int
     """The next prefixd block to save."""
     tokens: array[int] = field(default_factory=lambda: array("I"), repr=False)
@@ -51,13 +58,17 @@ class Saving:
 
 @dataclass(slots=True)
 class _Run:
-    """Consecutive blocks of which the engine has the bytes of the same groups."""
+    """Consecutive blocks of which the bytes of the same groups are saved."""
 
     first_block: int
     groups: tuple[int, ...]
     ids: list[list[int]]
     """The engine's blocks, by group."""
     blocks: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.first_block + self.blocks
 
 
 @dataclass(slots=True)
@@ -78,6 +89,7 @@ class SaveQueue:
         hash_tokens: tokens of each of the engine's block hashes.
         most_pinned: no more of the engine's blocks are pinned at a time; beyond it, saving waits.
         no_block: the engine's id for "no block here": outside a window, or freed.
+        every: see `ResumePoints`.
     """
 
     geometry: Geometry
@@ -86,6 +98,7 @@ class SaveQueue:
     hash_tokens: int
     most_pinned: int
     no_block: int
+    every: int = 1
     _requests: dict[str, Saving] = field(default_factory=dict)
     _jobs: dict[int, _UnderWay] = field(default_factory=dict)
     _keys: set[Hashable] = field(default_factory=set)
@@ -101,40 +114,84 @@ class SaveQueue:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._requests
 
-    def begin(self, request_id: str, spec: NamespaceSpec, cached_tokens: int) -> None:
-        """From now on the request's blocks are saved, from the first on that is not cached."""
-        self._requests[request_id] = Saving(spec, cached_tokens // self.geometry.block_tokens)
+    def begin(
+        self, request_id: str, spec: NamespaceSpec, cached_tokens: int, prompt_tokens: int, branch_tokens: int = 0
+    ) -> None:
+        """From now on the request's blocks are saved, from the first on that is not cached.
 
-    def advance(self, request_id: str, request: EngineRequest, tables: Tables, computed_tokens: int) -> None:
+        Args:
+            prompt_tokens: what is known of it now; the rest it generates.
+            branch_tokens: how far other prompts are the same; 0: not known.
+        """
+        geometry = self.geometry
+        first = cached_tokens // geometry.block_tokens
+        prompt, branch = geometry.most_loadable(prompt_tokens), branch_tokens
+        points = ResumePoints(prompt // geometry.block_tokens, self.every, branch // geometry.block_tokens)
+        self._requests[request_id] = Saving(spec, first, points, first)
+
+    def advance(
+        self,
+        request_id: str,
+        request: EngineRequest,
+        tables: Tables,
+        computed_tokens: int,
+        states: Sequence[tuple[int, int, int]] = (),
+    ) -> None:
         """Takes the blocks that are complete when the step being scheduled has run.
 
         Args:
             request: the engine's.
             tables: its block ids, by the engine's groups.
             computed_tokens: tokens whose KV is there then; no more than those that are known.
+            states: (group of the engine's, id, tokens) of the blocks that have the states after so many tokens then.
         """
         saving = self._requests.get(request_id)
         if saving is None or saving.over:
             return
         geometry = self.geometry
         most = self.most_pinned - sum(geometry.block_tokens // group.block_tokens for group in geometry.groups)
-        runs: list[_Run] = []
+        runs: dict[tuple[int, ...], list[_Run]] = {geometry.body: []}  # in the order in which they are to be saved
         # What is too much to be pinned now is saved when some blocks are let go.
         while (saving.block + 1) * geometry.block_tokens <= computed_tokens and self._pinned <= most:
             ids = self._available(tables, saving.block)
             if ids is None:
                 saving.over = True
                 break
-            if not runs or runs[-1].groups != tuple(ids):
-                runs.append(_Run(saving.block, tuple(ids), [[] for _ in ids]))
-            for found, of_run in zip(ids.values(), runs[-1].ids, strict=True):
-                self.pin(found)
-                self._pinned += len(found)
-                of_run += found
-            runs[-1].blocks += 1
+            self._extend(runs, geometry.body, saving.block, ids)
+            for tail in geometry.tails:
+                if not tail.state and saving.points.need(saving.block, tail.span):
+                    self._extend(runs, tail.groups, saving.block, ids)
             saving.block += 1
-        for run in runs:
-            self._make_job(request, saving, run)
+        for block, ids in self._states(saving, states).items():
+            for tail in geometry.tails:
+                if tail.state and all(group in ids for group in tail.groups):
+                    self._extend(runs, tail.groups, block, ids)
+        for of_groups in runs.values():
+            for run in of_groups:
+                self._make_job(request, saving, run)
+
+    def finish(
+        self,
+        request_id: str,
+        request: EngineRequest,
+        tables: Tables,
+        computed_tokens: int,
+        cached: Callable[[int, int], int],
+    ) -> None:
+        """The request has ended: takes what is complete, and the end of it all, which a longer prompt may continue.
+
+        Args:
+            cached: of a group of the engine's, by index, and the number of one of its blocks of the request, the id
+                under which the engine still has the bytes, though the request has let go of them; else `no_block`.
+        """
+        self.advance(request_id, request, tables, computed_tokens)
+        saving = self._requests.get(request_id)
+        if saving is not None and saving.block > saving.first and saving.block not in saving.points:
+            for tail in self.geometry.tails:
+                run = self._end(saving.block, tail, tables, cached)
+                if run is not None:
+                    self._make_job(request, saving, run)
+        self.end(request_id)
 
     def take(self) -> list[SaveJob]:
         """The jobs that are new since the last call."""
@@ -153,7 +210,7 @@ class SaveQueue:
             self._release(job.pinned)
 
     def end(self, request_id: str) -> None:
-        """The request has finished or was preempted."""
+        """The request is over or was preempted: no more of its blocks are saved."""
         self._requests.pop(request_id, None)
 
     def clear(self) -> None:
@@ -166,16 +223,67 @@ class SaveQueue:
         """The engine's blocks of one prefixd block, by place of their group; None where they are of no use.
 
         A group whose window has passed the block is left out: longer prefixes do not need its bytes. A prefix needs the
-        bytes of all other groups.
+        bytes of all other groups. States are not found here: which block of a table has which is the engine's affair.
         """
         available: dict[int, list[int]] = {}
         for place, group in enumerate(self.geometry.groups):
+            if group.state:
+                continue
             ids = self._ids(tables[group.index], block, group.block_tokens)
             if ids is not None:
                 available[place] = ids
             elif group.window_tokens is None:
                 return None
         return available or None
+
+    def _states(self, saving: Saving, states: Sequence[tuple[int, int, int]]) -> dict[int, dict[int, list[int]]]:
+        """Of the states that the engine has, those to be saved: by prefixd block, the ids by place of their group."""
+        places = {group.index: place for place, group in enumerate(self.geometry.groups)}
+        wanted: dict[int, dict[int, list[int]]] = {}
+        for index, block_id, tokens in states:
+            blocks, rest = divmod(tokens, self.geometry.block_tokens)
+            known = index in places and block_id != self.no_block
+            if known and not rest and saving.first < blocks <= saving.block and saving.points.need(blocks - 1, 1):
+                wanted.setdefault(blocks - 1, {})[places[index]] = [block_id]
+        return wanted
+
+    def _extend(
+        self, runs: dict[tuple[int, ...], list[_Run]], groups: tuple[int, ...], block: int, ids: Mapping[int, list[int]]
+    ) -> None:
+        """Adds a block to the runs of `groups`, as far as there are ids of them, and pins it."""
+        there = tuple(group for group in groups if group in ids)
+        if not there:
+            return
+        of_groups = runs.setdefault(groups, [])
+        if not of_groups or of_groups[-1].groups != there or of_groups[-1].end != block:
+            of_groups.append(_Run(block, there, [[] for _ in there]))
+        run = of_groups[-1]
+        for group, of_run in zip(there, run.ids, strict=True):
+            self.pin(ids[group])
+            self._pinned += len(ids[group])
+            of_run += ids[group]
+        run.blocks += 1
+
+    def _end(self, blocks: int, tail: Tail, tables: Tables, cached: Callable[[int, int], int]) -> _Run | None:
+        """What a prefix of so many blocks needs of the tail's groups, pinned; None where the engine lacks some."""
+        wanted: dict[int, list[list[int]]] = {}
+        first = max(0, blocks - tail.span)
+        for place in tail.groups:
+            group = self.geometry.groups[place]
+            table = [] if tail.state else tables[group.index]
+            each = self.geometry.block_tokens // group.block_tokens
+            for block in range(first, blocks):
+                ids = [
+                    cached(group.index, number) if tail.state or table[number] == self.no_block else table[number]
+                    for number in range(block * each, (block + 1) * each)
+                ]
+                if self.no_block in ids:
+                    return None
+                wanted.setdefault(block, []).append(ids)
+        runs: dict[tuple[int, ...], list[_Run]] = {}
+        for block, of_groups in wanted.items():
+            self._extend(runs, tail.groups, block, dict(zip(tail.groups, of_groups, strict=True)))
+        return runs[tail.groups][0]
 
     def _ids(self, table: Sequence[int], block: int, block_tokens: int) -> list[int] | None:
         """A group's blocks of one prefixd block; None where they are not all there (any more)."""
@@ -193,7 +301,7 @@ class SaveQueue:
         self._keys.update(keys)
         end = (run.first_block + run.blocks) * self.geometry.block_tokens
         saving.tokens.extend(request.all_token_ids[len(saving.tokens) : end])
-        tokens = saving.tokens.tobytes()
+        tokens = saving.tokens[:end].tobytes()  # jobs of other groups may have needed more
         job = SaveJob(
             self._next_id,
             Namespaced(saving.spec.name, saving.spec.salt, tokens),

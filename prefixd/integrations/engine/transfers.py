@@ -158,8 +158,8 @@ class Transfers:
     async def _load(self, job: LoadJob, fence: Fence, there: Progress) -> None:
         lease = await self._link.guard(partial(self._acquire, job), self._limit_s(job))
         try:
-            # With windows, a lease of fewer blocks has the window of a shorter prefix than the engine goes on from.
-            usable = lease.blocks if lease.blocks == job.blocks or not self._geometry.windowed else 0
+            # Of windows and states, a lease of fewer blocks has those of a shorter prefix than the engine goes on from.
+            usable = lease.blocks if lease.blocks == job.blocks or not self._geometry.needs_end else 0
             if usable:
                 if fence is not computed_already:
                     await asyncio.to_thread(fence)
@@ -241,7 +241,9 @@ class Transfers:
                 self._link.log.error("prefixd: %d blocks could not be saved: %s", job.blocks, error)
             except Exception as error:  # whatever it is, the engine gets its blocks back
                 self._link.log.error("prefixd: %d blocks could not be saved", job.blocks, exc_info=error)
-            self._counters.saved(kept.blocks, kept.duplicates, job.blocks - kept.blocks - kept.duplicates)
+            self._counters.saved(kept.nbytes)
+            if job.groups[0] in self._geometry.body:  # bytes of other groups come to blocks that are counted already
+                self._counters.saved_blocks(kept.blocks, kept.duplicates, job.blocks - kept.blocks - kept.duplicates)
             with self._changed:
                 self._saves.popleft()
                 self._saving = bool(self._saves)
@@ -259,6 +261,7 @@ class Transfers:
         tokens = np.frombuffer(job.prefix.tokens, "<u4")
         done = job.first_block
         end = job.first_block + job.blocks
+        block_bytes = sum(self._geometry.groups[group].part_bytes for group in job.groups)
         while done < end:
             reservation = await self._link.guard(
                 partial(self._reserve, cache, tokens, done, job.groups), 2 * self._link.timeout_s
@@ -286,6 +289,7 @@ class Transfers:
                 result = await self._link.guard(reservation.commit, self._limit_s(job))
                 done = reservation.first_block + reservation.blocks
                 kept.blocks += result.committed
+                kept.nbytes += result.committed * block_bytes
                 kept.duplicates += result.duplicates
             finally:
                 self._link.give_back(reservation)  # unless it was committed
@@ -365,8 +369,8 @@ class Transfers:
                 parts.append(PartAt(index, base + hold.offset(block, part), ids))
             elif any(each != NO_BLOCK for each in ids):
                 raise WindowMismatch(
-                    f"the engine needs bytes of KV group {group.index} in block {hold.first_block + block}, outside "
-                    f"the window of {group.window_tokens} tokens that prefixd was told of; the request is computed"
+                    f"the engine needs bytes of KV group {group.index} in block {hold.first_block + block}, where the "
+                    f"rule that prefixd was told of, {group.rule}, needs none; the request is computed"
                 )
         return parts
 

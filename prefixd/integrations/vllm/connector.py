@@ -48,7 +48,7 @@ class PrefixdConnector(KVConnectorBase_V1, SupportsHMA):
                 "runs without prefixd."
             )
         elif self.geometry is None:
-            log.warning("prefixd does not keep the state of this model's layers: vLLM runs without it.")
+            log.warning("prefixd does not keep models with states alone, nor KV in host memory: vLLM runs without it.")
         elif role == KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerHalf(vllm_config, kv_cache_config, self.geometry, self.options)
         else:

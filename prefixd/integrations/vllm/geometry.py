@@ -17,7 +17,7 @@ from prefixd.integrations.vllm.options import ConnectorOptions
 
 
 def read_geometry(vllm_config: Any, kv_cache_config: Any, options: ConnectorOptions) -> Geometry | None:
-    """The geometry; None for a model whose state prefixd does not keep (state-space layers, KV in host memory).
+    """The geometry; None for a model that prefixd does not keep (states and no attention, KV in host memory).
 
     Raises ConfigError for what the connector cannot work with; the message names it.
     """
@@ -39,7 +39,14 @@ def read_geometry(vllm_config: Any, kv_cache_config: Any, options: ConnectorOpti
         _check_layerwise(vllm_config, kv_cache_config.kv_cache_groups)
     chosen = kv_cache_config.prefix_cacheable_group_ids
     specs = {index: kv_cache_config.kv_cache_groups[index].kv_cache_spec for index in chosen}
-    if not specs or any("Mamba" in type(spec).__name__ for spec in specs.values()):
+    states = {index for index, spec in specs.items() if _is_state(spec)}
+    for spec in (group.kv_cache_spec for group in kv_cache_config.kv_cache_groups):
+        if _is_state(spec) and (mode := _state_spec(spec).mamba_cache_mode) != "align":
+            raise ConfigError(
+                f'mamba_cache_mode = "{mode}": vLLM keeps no state that another request could use; set '
+                "--enable-prefix-caching --mamba-cache-mode align, or leave out --kv-transfer-config"
+            )
+    if len(states) == len(specs):
         return None
     if any(getattr(group, "host_resident", False) for group in kv_cache_config.kv_cache_groups):
         return None  # HiSparse: its blocks are counted in a pool of their own, which the connector is not told of
@@ -47,6 +54,16 @@ def read_geometry(vllm_config: Any, kv_cache_config: Any, options: ConnectorOpti
     block_tokens = options.block_tokens or unit * math.ceil(DEFAULT_BLOCK_TOKENS / unit)
     if block_tokens % unit:
         raise ConfigError(f"block_tokens = {block_tokens} is no multiple of {unit}, the tokens of a vLLM block here")
+    if states:
+        # vLLM has states where its own blocks end, and makes a prompt's last one at the last such place.
+        lengths = {specs[index].block_size for index in states}
+        if lengths != {unit}:
+            raise ConfigError(
+                f"mamba_block_size = {min(lengths)}: the connector needs {unit}, the attention's block size"
+            )
+        if options.block_tokens and block_tokens != unit:
+            raise ConfigError(f"block_tokens = {block_tokens}: vLLM has this model's states every {unit}; leave it out")
+        block_tokens = unit
     windows = {index: tokens for index, spec in specs.items() if (tokens := _window_tokens(spec)) is not None}
     if windows:
         # vLLM lets go of what lies before a window: of a block that is longer, the first part before the last is
@@ -65,11 +82,20 @@ def read_geometry(vllm_config: Any, kv_cache_config: Any, options: ConnectorOpti
         names = [name for name in kv_cache_config.kv_cache_groups[index].layer_names if name in runs]
         page_bytes = sum(run.nbytes for name in names for run in runs[name])
         part_bytes = block_tokens // spec.block_size * page_bytes
-        groups.append(Group(index, spec.block_size, part_bytes, windows.get(index)))
+        groups.append(Group(index, spec.block_size, part_bytes, windows.get(index), index in states))
     # Groups that are not kept here count too: vLLM refuses ids of failed blocks where it has several groups. With a
     # window it would go on behind the first block that failed, where it has no bytes of the window before that block.
     by_block = len(kv_cache_config.kv_cache_groups) == 1 and not windows
     return Geometry(tuple(groups), block_tokens, unit, parallel.tensor_parallel_size, "vllm", by_block)
+
+
+def _is_state(spec: Any) -> bool:
+    return type(_state_spec(spec)).__name__ == "MambaSpec"
+
+
+def _state_spec(spec: Any) -> Any:
+    """A group's spec; where its layers differ, the first layer's."""
+    return next(iter(getattr(spec, "kv_cache_specs", {}).values()), spec)
 
 
 def _window_tokens(spec: Any) -> int | None:
@@ -155,10 +181,13 @@ def _page_runs(kv_cache_config: Any) -> dict[str, tuple[PageRun, ...]]:
     together, a layer's page in one piece, or in several with the other layers' between them, one a group of heads.
     """
     page_bytes: dict[str, int] = {}
+    content_bytes: dict[str, int] = {}  # of pages that are padded: states lie at the beginning
     for group in kv_cache_config.kv_cache_groups:
         of_layers = getattr(group.kv_cache_spec, "kv_cache_specs", {})  # where the layers of a group differ
         for name in group.layer_names:
-            page_bytes[name] = of_layers.get(name, group.kv_cache_spec).page_size_bytes
+            spec = of_layers.get(name, group.kv_cache_spec)
+            page_bytes[name] = spec.page_size_bytes
+            content_bytes[name] = spec.state_content_size_bytes if _is_state(spec) else spec.page_size_bytes
     runs: dict[str, tuple[PageRun, ...]] = {}
     for tensor in kv_cache_config.kv_cache_tensors:
         span = kv_cache_config.num_blocks * tensor.block_stride
@@ -178,5 +207,7 @@ def _page_runs(kv_cache_config: Any) -> dict[str, tuple[PageRun, ...]]:
                     f"the KV cache of {name} lies in a way that PrefixdConnector does not know: "
                     f"{len(pieces)} x {nbytes} bytes for a page of {page_bytes[name]}; set VLLM_KV_CACHE_LAYOUT"
                 )
+            if len(pieces) == 1:
+                nbytes = min(nbytes, content_bytes[name])
             runs[name] = tuple(PageRun(piece, tensor.block_stride, nbytes) for piece in pieces)
     return runs

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -14,14 +15,16 @@ from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from prefixd.client import NamespaceSpec
+from prefixd.integrations.engine.branches import Branches
 from prefixd.integrations.engine.geometry import Geometry
 from prefixd.integrations.engine.jobs import LoadJob, Namespaced, Outcomes
 from prefixd.integrations.engine.link import Link
 from prefixd.integrations.engine.lookups import Lookups
 from prefixd.integrations.engine.pages import NO_BLOCK
-from prefixd.integrations.engine.saving import SaveQueue
+from prefixd.integrations.engine.saving import EngineRequest, SaveQueue
 from prefixd.integrations.engine.steps import StepTimes
 from prefixd.integrations.vllm.log import log
+from prefixd.integrations.vllm.media import MediaRequest, MediaTokens
 from prefixd.integrations.vllm.messages import Orders, Report
 from prefixd.integrations.vllm.model_name import adapter_name, model_name
 from prefixd.integrations.vllm.options import ConnectorOptions
@@ -89,7 +92,10 @@ class SchedulerHalf:
             hash_tokens=resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1],
             most_pinned=max(1, int(_PINNED_SHARE * kv_cache_config.num_blocks)),
             no_block=_NULL_BLOCK,
+            every=options.resume_every,
         )
+        self._block_tokens = {group.index: group.block_tokens for group in geometry.groups}
+        self._branches = Branches()
         self._names: dict[tuple[str, bytes], NamespaceSpec] = {}
         self._loras: dict[tuple[int, str, str], str] = {}
         self._model = ""
@@ -115,7 +121,8 @@ class SchedulerHalf:
         if spec is None:
             return
         self._requests[request.request_id] = request
-        self.lookups.add(request.request_id, spec, request.prompt_token_ids)
+        tokens = request.prompt_token_ids
+        self.lookups.add(request.request_id, spec, self._identified(request, tokens)[: len(tokens)])
 
     def find(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         if request.skip_reading_prefix_cache or (request.num_preemptions and request.request_id in self._loading):
@@ -155,13 +162,15 @@ class SchedulerHalf:
         for request_id in step.preempted_req_ids or ():
             self.saves.end(request_id)
             if (request := self._requests.get(request_id)) is not None:
-                self.lookups.again(request_id, list(request.all_token_ids))
+                self.lookups.again(request_id, list(self._identified(request)[:]))
         # What a step computes on bytes that it still waits for, the next one saves: they may fail to come, and vLLM
         # lets other requests of the step compute on them too.
         uncertain = self._options.load == "layerwise" and self._loading
         if self._options.save and self.link.up and not uncertain and step.kv_connector_block_state is not None:
+            has = step.kv_connector_block_state
             for request_id, tokens in step.num_scheduled_tokens.items():
-                self._advance(request_id, tokens, step.kv_connector_block_state.resolve_block_ids)
+                states = has.boundary_state_offloads.get(request_id, ())
+                self._advance(request_id, tokens, has.resolve_block_ids, states)
         self.lookups.idle = idle = step.total_num_scheduled_tokens == 0
         self.lookups.patience_s = _IDLE_PATIENCE_S if idle else _BUSY_PATIENCE_S
         loads, self._new_loads = self._new_loads, []
@@ -202,7 +211,8 @@ class SchedulerHalf:
         if known is not None and request_id in self.saves and self._options.save and self.link.up:
             # The last token was sampled and not computed.
             computed = min(request.num_computed_tokens - request.num_in_flight_tokens, request.num_tokens - 1)
-            self.saves.advance(request_id, request, tables, computed)
+            cached = partial(self._cached, request)
+            self.saves.finish(request_id, self._saved(request), tables, computed, cached)
         self.saves.end(request_id)
         self._hits.pop(request_id, None)
         self.lookups.forget(request_id)
@@ -220,7 +230,7 @@ class SchedulerHalf:
 
     def _spec(self, request: Any) -> NamespaceSpec | None:
         """The request's namespace; None for one that is not cached."""
-        if not self._model or request.prompt_token_ids is None or request.mm_features or request.pooling_params:
+        if not self._model or request.prompt_token_ids is None or request.pooling_params:
             return None
         if request.prompt_embeds is not None or request.resumable:
             return None
@@ -234,6 +244,27 @@ class SchedulerHalf:
                 self._names.clear()
             self._names[name, salt] = spec
         return spec
+
+    def _cached(self, request: Any, group: int, number: int) -> int:
+        """The block that vLLM's own cache has as the request's block of that number in a group; else the null block."""
+        each = self._block_tokens[group] // self.saves.hash_tokens
+        hashes = request.block_hashes
+        if (number + 1) * each > len(hashes):
+            return _NULL_BLOCK
+        found = self._blocks.get_cached_block(hashes[(number + 1) * each - 1], [group])
+        return int(found[0].block_id) if found else _NULL_BLOCK
+
+    def _identified(self, request: Any, tokens: Sequence[int] | None = None) -> Sequence[int]:
+        """The request's token ids (None: all of them) as prefixd is told them. Slice it: to list all costs more."""
+        tokens = request.all_token_ids if tokens is None else tokens
+        if not request.mm_features:
+            return tokens
+        return MediaTokens(tokens, request.mm_features, self._geometry.block_tokens)
+
+    def _saved(self, request: Any) -> EngineRequest:
+        """What `SaveQueue` reads of the request."""
+        saved: EngineRequest = request
+        return MediaRequest(self._identified(request), request.block_hashes) if request.mm_features else saved
 
     def _lora_name(self, lora: Any) -> str:
         """As it was when vLLM first used the adapter: it does not read the files again."""
@@ -265,7 +296,7 @@ class SchedulerHalf:
             )
         spec = self._spec(request)
         assert spec is not None
-        tokens = np.asarray(request.all_token_ids[: last * geometry.block_tokens], "<u4").tobytes()
+        tokens = np.asarray(self._identified(request)[: last * geometry.block_tokens], "<u4").tobytes()
         return LoadJob(
             request.request_id,
             Namespaced(spec.name, spec.salt, tokens),
@@ -275,7 +306,13 @@ class SchedulerHalf:
             self._options.load == "layerwise",
         )
 
-    def _advance(self, request_id: str, tokens: int, tables_of: Callable[[str], Any]) -> None:
+    def _advance(
+        self,
+        request_id: str,
+        tokens: int,
+        tables_of: Callable[[str], Any],
+        states: Sequence[tuple[int, int, int]],
+    ) -> None:
         request = self._requests.get(request_id)
         if request is None:
             return
@@ -284,9 +321,11 @@ class SchedulerHalf:
             spec = self._spec(request)
             if seen is None or spec is None:
                 return
-            self.saves.begin(request_id, spec, seen.tokens)
+            each = self._geometry.block_tokens // self.saves.hash_tokens
+            branch = self._branches.follow(request.block_hashes[each - 1 :: each]) * self._geometry.block_tokens
+            self.saves.begin(request_id, spec, seen.tokens, request.num_tokens, branch)
         computed = min(request.num_computed_tokens + tokens, request.num_tokens)
-        self.saves.advance(request_id, request, _Tables(request_id, tables_of), computed)
+        self.saves.advance(request_id, self._saved(request), _Tables(request_id, tables_of), computed, states)
 
 
 class _Tables:

@@ -1,4 +1,8 @@
-"""The GPU tier: frames of one pool. A slot is a frame's number, and a block is one part."""
+"""The GPU tier: frames of one pool, all of one size. A slot is a frame's number, and a part of a block takes one frame.
+
+So any frame serves any part of any block: what Jenga (section 4) gets by pages whose size is a common multiple, mapped
+chunks give without a size in common.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,7 @@ class GpuTier(MemoryTier):
     @property
     def frame_bytes(self) -> int:
         """Bytes of one frame."""
-        return self.pool.geometry.block_bytes
+        return self.pool.frame_bytes
 
     @property
     def capacity_bytes(self) -> int:
@@ -40,17 +44,16 @@ class GpuTier(MemoryTier):
         return self.pool.used_count * self.frame_bytes
 
     def ever_fits(self, nbytes: Sequence[int]) -> bool:
-        """Whether a block is one part that fits into a frame."""
-        return len(nbytes) == 1 and nbytes[0] <= self.frame_bytes
+        """Whether each part fits into a frame, and there are frames enough for a block."""
+        return 0 < len(nbytes) <= self.pool.capacity and max(nbytes) <= self.frame_bytes
 
     def footprint(self, nbytes: Sequence[int]) -> int:
-        """One frame, whatever of it a block uses."""
-        del nbytes
-        return self.frame_bytes
+        """A frame for each part, whatever of it the part uses."""
+        return len(nbytes) * self.frame_bytes
 
     def room(self, nbytes: int) -> int:
         """How many more frames can be allocated now, if a part of `nbytes` bytes fits into one."""
-        return self.pool.free_count if self.ever_fits((nbytes,)) else 0
+        return self.pool.free_count if nbytes <= self.frame_bytes else 0
 
     def withdraw(self, frames: Sequence[FrameId]) -> None:
         """Take frames in flight out of the tier for good; see `FramePool.withdraw`."""
@@ -76,13 +79,14 @@ class GpuTier(MemoryTier):
 
     def _allocate(self, nbytes: Sequence[int], count: int, near: Int64s | None) -> Int64s:
         del near  # every frame is as good as any other: a request maps them side by side
-        if not self.ever_fits(nbytes):
+        if not nbytes or max(nbytes) > self.frame_bytes:
             raise MemoryMisuseError(
-                f"a block with parts of {list(nbytes)} bytes does not fit into a frame of {self.frame_bytes} bytes; "
-                "give one part of a frame's size"
+                f"a block with parts of {list(nbytes)} bytes does not fit into frames of {self.frame_bytes} bytes; "
+                "give parts of at most a frame's size, and at least one"
             )
-        frames = self.pool.allocate(min(count, self.pool.free_count))
-        return np.array([] if frames is None else frames, np.int64).reshape(-1, 1)
+        parts = len(nbytes)
+        frames = self.pool.allocate(min(count, self.pool.free_count // parts) * parts)
+        return np.array([] if frames is None else frames, np.int64).reshape(-1, parts)
 
     def _free(self, slots: Int64s) -> None:
         self.pool.free(map(FrameId, slots.tolist()))

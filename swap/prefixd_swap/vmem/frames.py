@@ -1,4 +1,4 @@
-"""The GPU tier's memory as frames: homes of one block each."""
+"""The GPU tier's memory as frames, all of one size: any of them serves any KV group."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixd_swap.errors import IntegrityError, MemoryMisuseError, SwapError
-from prefixd_swap.geometry import KvGeometry
+from prefixd_swap.geometry import chunks_per_frame
 from prefixd_swap.spans import Span
 from prefixd_swap.vmem.base import ChunkIds, FrameId, VirtualMemory
 from prefixd_swap.vmem.frame_table import FrameTable
@@ -25,7 +25,7 @@ class NewFrames:
 
 
 class FramePool:
-    """The daemon's side of the GPU tier: frames of one geometry, recycled for as long as they exist.
+    """The daemon's side of the GPU tier: frames of one size, recycled for as long as they exist.
 
     Every frame is mapped on one window at its number, so a frame is contiguous there. What a freed frame held stays in
     it. The pool grows and shrinks while frames are in use: creating and destroying memory takes long and may be done in
@@ -38,21 +38,21 @@ class FramePool:
 
     Args:
         memory: where frames are created.
-        geometry: what a frame holds.
+        frame_bytes: bytes of a frame, whole chunks.
         frames: how many to create now; the time that takes is the caller's.
         most: how many there can ever be: addresses are reserved for so many.
 
-    Raises GeometryError if a block is not made of whole chunks, OutOfMemoryError if there is not enough memory.
+    Raises GeometryError if a frame is not made of whole chunks, OutOfMemoryError if there is not enough memory.
     """
 
-    def __init__(self, memory: VirtualMemory, geometry: KvGeometry, frames: int, most: int | None = None) -> None:
+    def __init__(self, memory: VirtualMemory, frame_bytes: int, frames: int, most: int | None = None) -> None:
         if frames < 1:
             raise MemoryMisuseError(f"a pool of {frames} frames is not possible; give the gpu tier room for a block")
         self.memory = memory
-        self.geometry = geometry
+        self.frame_bytes = frame_bytes
         self.most = max(frames, most or frames)
-        self.table = FrameTable(geometry.chunks_per_block(memory.chunk_bytes))
-        self._window = memory.reserve(self.most * geometry.block_bytes)
+        self.table = FrameTable(chunks_per_frame(frame_bytes, memory.chunk_bytes))
+        self._window = memory.reserve(self.most * frame_bytes)
         self._free = FreeRuns(0)
         self._used: npt.NDArray[np.bool_] = np.zeros(0, bool)
         self._leaving: set[FrameId] = set()
@@ -116,8 +116,8 @@ class FramePool:
         """The bytes of `frame` in the daemon's window: its pieces one after the other."""
         self.table.chunks([frame])
         return Span(
-            self._window.base + frame * self.geometry.block_bytes,
-            self.geometry.block_bytes,
+            self._window.base + frame * self.frame_bytes,
+            self.frame_bytes,
             self.memory.on_device,
         )
 
@@ -143,13 +143,11 @@ class FramePool:
         done = 0
         try:
             for run in _runs(frames):
-                self._window.map(
-                    run.start * self.geometry.block_bytes, ids[done * per_frame : (done + len(run)) * per_frame]
-                )
+                self._window.map(run.start * self.frame_bytes, ids[done * per_frame : (done + len(run)) * per_frame])
                 done += len(run)
         except SwapError:
             for run in _runs(frames[:done]):
-                self._window.unmap(run.start * self.geometry.block_bytes, len(run) * self.geometry.block_bytes)
+                self._window.unmap(run.start * self.frame_bytes, len(run) * self.frame_bytes)
             self.memory.destroy(chunks)
             raise
         return NewFrames(frames, ids)
@@ -183,9 +181,9 @@ class FramePool:
         ordered = sorted(frames)
         if not self._leaving.issuperset(ordered):
             raise MemoryMisuseError(f"frames {ordered[:8]} were not withdrawn; withdraw them before they are destroyed")
-        block_bytes = self.geometry.block_bytes
-        for run in _runs([frame for frame in ordered if self._window.chunks(frame * block_bytes, block_bytes)[0] >= 0]):
-            self._window.unmap(run.start * block_bytes, len(run) * block_bytes)
+        frame_bytes = self.frame_bytes
+        for run in _runs([frame for frame in ordered if self._window.chunks(frame * frame_bytes, frame_bytes)[0] >= 0]):
+            self._window.unmap(run.start * frame_bytes, len(run) * frame_bytes)
         self._destroy_chunks(self.table.chunks(ordered).reshape(-1))
 
     def forget(self, frames: Sequence[FrameId]) -> None:
@@ -210,7 +208,7 @@ class FramePool:
             frame = int((found != expected).argmax())
             raise IntegrityError(f"frame {frame} is counted {found[frame]} times as free, used or leaving")
         frames = np.setdiff1d(self.table.frames(), np.fromiter(self._leaving, np.int64, len(self._leaving)))
-        mapped = self._window.chunks(0, self.table.size * self.geometry.block_bytes)
+        mapped = self._window.chunks(0, self.table.size * self.frame_bytes)
         if not np.array_equal(mapped.reshape(self.table.size, -1)[frames], self.table.chunks(frames)):
             raise IntegrityError("the window does not map the chunks of all frames in order")
         self.memory.check_integrity()

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from prefixd_swap.errors import IntegrityError, MemoryMisuseError, OutOfMemoryError
 from prefixd_swap.geometry import KvGeometry
 from prefixd_swap.vmem.base import FrameId, VirtualMemory
 from prefixd_swap.vmem.frame_table import FrameTable
 from prefixd_swap.vmem.physical_set import PhysicalSet
-from prefixd_swap.vmem.virtual_set import Row, VirtualSet
+from prefixd_swap.vmem.virtual_set import Row, VirtualSet, runs
 from prefixd_swap.vmem.virtual_tensor import VirtualTensor
 
 if TYPE_CHECKING:
@@ -62,8 +64,9 @@ class VirtualTensorManager:
         max_tokens: the longest virtual tensor.
         limit: most frames that `physical.p_alloc` creates; 0 where frames come from another process.
         background: a single thread that maps; None maps at once.
+        frames_per_block: see `VirtualSet`; what is said here of blocks is then true of frames.
 
-    Raises GeometryError for a block that is not whole chunks, OutOfMemoryError without address space.
+    Raises GeometryError for a frame that is not whole chunks, OutOfMemoryError without address space.
     """
 
     def __init__(
@@ -76,10 +79,11 @@ class VirtualTensorManager:
         max_tokens: int,
         limit: int = 0,
         background: Executor | None = None,
+        frames_per_block: int = 1,
     ) -> None:
         self.geometry = geometry
         self.memory = memory
-        self.virtual = VirtualSet(memory, table, geometry, requests, max_tokens)
+        self.virtual = VirtualSet(memory, table, geometry, requests, max_tokens, frames_per_block)
         self.physical = PhysicalSet(memory, table, limit)
         self.counts = MappingCounts()
         self._background = background
@@ -87,6 +91,8 @@ class VirtualTensorManager:
         self._live: dict[int, VirtualTensor] = {}
         self._recorded: Counter[FrameId] = Counter()
         self._last: Future[None] | None = None  # the last mapping in the background
+        self.neighbours: Sequence[VirtualTensorManager] = ()
+        """All managers, this one among them, that share the process's mappings and one `background`."""
 
     @property
     def kv(self) -> torch.Tensor:
@@ -118,7 +124,7 @@ class VirtualTensorManager:
             raise OutOfMemoryError(
                 f"all {len(self.virtual.rows)} virtual tensors are taken; end a request, or reserve for more requests"
             )
-        tensor = VirtualTensor(row, self.virtual.kv[row.number], self.geometry)
+        tensor = VirtualTensor(row, self.virtual.kv[row.number], self.geometry, self.virtual.frames_per_block)
         self._live[row.number] = tensor
         return tensor
 
@@ -128,6 +134,8 @@ class VirtualTensorManager:
 
     def extend(self, tensor: VirtualTensor, frames: Sequence[FrameId]) -> None:
         """Extend: map `frames` as the next blocks, each with one reference more.
+
+        A block for which -1 stands has no memory: nothing reads or writes it.
 
         All of them or, when this raises, none. Raises MemoryMisuseError past the longest virtual tensor or for a frame
         that does not exist, OutOfMemoryError when the process has no mapping left; with `background` that is raised by
@@ -139,11 +147,12 @@ class VirtualTensorManager:
                 f"{len(frames)} more blocks do not fit: {first} of {self.virtual.blocks} are mapped; "
                 "reserve virtual tensors for more tokens"
             )
-        self.physical.retain(frames)
+        present = _present(frames)
+        self.physical.retain(present)
         try:
             self._map(tensor, first, list(frames))
         except BaseException:
-            self.physical.release(frames)
+            self.physical.release(present)
             raise
         tensor._frames.extend(frames)
 
@@ -255,14 +264,23 @@ class VirtualTensorManager:
         before, after = tensor._frames, list(frames)
         pairs = zip(before, after, strict=False)
         same = next((block for block, pair in enumerate(pairs) if pair[0] != pair[1]), min(len(before), len(after)))
-        self.physical.retain(after)
+        present = _present(after)
+        self.physical.retain(present)
         try:
             self._map(tensor, same, after[same:])
         except BaseException:
-            self.physical.release(after)
+            self.physical.release(present)
             raise
         tensor._frames = after
-        self.physical.release(before)
+        self.physical.release(_present(before))
+
+    def pass_by(self, tensor: VirtualTensor, blocks: int) -> None:
+        """Give up the memory of the first `blocks` blocks, which nothing reads or writes any more: a sliding window has
+        left them behind. Their mappings stay, as after `release`."""
+        passed = range(tensor._passed, min(blocks, len(tensor._frames)))
+        self.physical.release(_present(tensor._frames[passed.start : passed.stop]))
+        tensor._frames[passed.start : passed.stop] = [_NO_FRAME] * len(passed)
+        tensor._passed = max(tensor._passed, passed.stop)
 
     def is_shared(self, tensor: VirtualTensor, block: int) -> bool:
         """Whether another virtual tensor has the block's frame too."""
@@ -303,7 +321,8 @@ class VirtualTensorManager:
         """Copy `count` tokens from `first` on, on the current stream: the tail of a prefix, which fills no chunk."""
         if count > 0:
             target.kv[first : first + count].copy_(source.kv[first : first + count])
-            self.counts.copied += self._blocks(first + count) - first // self.geometry.block_tokens
+            block = self.geometry.block_tokens
+            self.counts.copied += self._blocks(first + count) - first // block * self.virtual.frames_per_block
 
     def release(
         self,
@@ -362,39 +381,40 @@ class VirtualTensorManager:
     def reclaim(self, frames: Iterable[FrameId] | None = None) -> int:
         """Unmap what no request uses: everything, or what lies from one of `frames` on; returns blocks unmapped.
 
-        That is on idle rows, and on rows in use behind the last block. Before frames cease to exist they must not be
-        mapped anywhere (`physical.p_free`, a tier that shrinks).
+        That is on idle rows, and on rows in use behind the last block and where there is no memory any more. Before
+        frames cease to exist they must not be mapped anywhere (`physical.p_free`, a tier that shrinks).
         """
         self._drain()
-        found = None if frames is None else self.virtual.find(frames)
+        if frames is None:
+            return sum(self.virtual.unmap(*unused) for unused in self._unused(self.virtual.idle()))
         unmapped = 0
-        unused = [(row, 0) for row in self.virtual.idle()]
-        unused += [(tensor._row, len(tensor._frames)) for tensor in self._live.values()]
-        for row, first in unused:
-            if found is None:
-                unmapped += self.virtual.unmap(row, first)
-            elif row.number in found:
-                blocks = found[row.number]
-                behind = blocks[blocks >= first]
-                if len(behind):
-                    unmapped += self.virtual.unmap(row, int(behind[0]))
+        idle = {row.number for row in self.virtual.idle()}
+        for number, blocks in self.virtual.find(frames).items():
+            row, tensor = self.virtual.rows[number], self._live.get(number)
+            if tensor is None:
+                unmapped += self.virtual.unmap(row, int(blocks[0])) if number in idle else 0
+                continue
+            behind = blocks[blocks >= len(tensor._frames)]
+            if len(behind):
+                unmapped += self.virtual.unmap(row, int(behind[0]))
+            # Of what a window has left behind these blocks only: a pass that still runs may read their neighbours.
+            passed = [block for block in blocks.tolist() if block < len(tensor._frames)]
+            empty = [block for block in passed if tensor._frames[block] == _NO_FRAME]
+            unmapped += sum(self.virtual.unmap(row, start, stop) for start, stop in runs(empty))
         return unmapped
 
     def reclaim_until(self, unmapped: int) -> int:
         """Reclamation below a watermark (vAttention, 6.2.2): unmap what no request uses until that many free frames
         are mapped nowhere, or nothing is left to unmap; returns blocks unmapped.
 
-        Rows that have been idle longest come first, each from its end; then what lies behind the last block of rows
-        in use. The row that the next `create` takes keeps its mappings.
+        Rows that have been idle longest come first, each from its end; then what rows in use do not use. The row that
+        the next `create` takes keeps its mappings.
         """
         self._drain()
         spared = self.virtual.next_row(is_free=self.physical.is_free)
-        unused = [(row, 0) for row in self.virtual.idle() if row is not spared]
-        unused += [(tensor._row, len(tensor._frames)) for tensor in self._live.values()]
         done = 0
         lacking = unmapped - self.physical.unmapped_count
-        for row, first in unused:
-            stop = self.virtual.blocks
+        for row, first, stop in self._unused(row for row in self.virtual.idle() if row is not spared):
             while lacking > 0 and stop > first:
                 start = max(first, stop - lacking)
                 done += (here := self.virtual.unmap(row, start, stop))
@@ -412,12 +432,13 @@ class VirtualTensorManager:
     def check_integrity(self) -> None:
         """Raise IntegrityError unless references, frames and mappings agree. Waits for mappings in the background."""
         self._drain()
-        referenced = [frame for tensor in self._live.values() for frame in tensor._frames]
+        referenced = [frame for tensor in self._live.values() for frame in _present(tensor._frames)]
         referenced += self._recorded.elements()
         if not self.releasing_count:
             self.physical.check_integrity(referenced)
         for tensor in self._live.values():
-            mapped = tensor._row.mapped[: len(tensor._frames)]
+            pairs = zip(tensor._row.mapped, tensor._frames, strict=False)
+            mapped = [at if frame != _NO_FRAME else _NO_FRAME for at, frame in pairs]
             if mapped != tensor._frames and not any(job.exception() for _, job in tensor._mapping):
                 raise IntegrityError(f"virtual tensor {tensor.row} has frames {tensor._frames}, but maps {mapped}")
         self.virtual.check_integrity()
@@ -450,8 +471,9 @@ class VirtualTensorManager:
             mapped = self.virtual.map(row, first, frames)
         except OutOfMemoryError:
             # The process has no mapping left: those that idle rows keep for later go first.
-            for idle in list(self.virtual.idle()):
-                self.virtual.unmap(idle)
+            for manager in self.neighbours or (self,):
+                for idle in list(manager.virtual.idle()):
+                    manager.virtual.unmap(idle)
             mapped = self.virtual.map(row, first, frames)
         self.counts.mapped += mapped
         self.counts.reused += len(frames) - mapped
@@ -459,11 +481,24 @@ class VirtualTensorManager:
     def _give_back(self, tensor: VirtualTensor, first: int) -> None:
         """Give up the frames from block `first` on. The last one becomes free first, hence is the first that another
         takes: the next request on this row begins where the memory is still mapped."""
-        self.physical.release(reversed(tensor._frames[first:]))
+        self.physical.release(reversed(_present(tensor._frames[first:])))
         del tensor._frames[first:]
+        tensor._passed = min(tensor._passed, first)
+
+    def _unused(self, idle: Iterable[Row]) -> list[tuple[Row, int, int]]:
+        """On which blocks of which rows what is mapped serves nobody: on rows that are idle, and on rows in use behind
+        the last block and where there is no memory."""
+        unused = [(row, 0, self.virtual.blocks) for row in idle]
+        for tensor in self._live.values():
+            frames = tensor._frames
+            if tensor._passed or _NO_FRAME in frames:
+                empty = np.flatnonzero(np.array(frames) == _NO_FRAME).tolist()
+                unused += [(tensor._row, start, stop) for start, stop in runs(empty)]
+            unused.append((tensor._row, len(frames), self.virtual.blocks))
+        return unused
 
     def _blocks(self, tokens: int) -> int:
-        return -(-tokens // self.geometry.block_tokens)
+        return -(-tokens // self.geometry.block_tokens) * self.virtual.frames_per_block
 
     def _settle(self, tensor: VirtualTensor) -> None:
         """Wait for a tensor's mappings; one that failed has left its blocks unmapped, and that is all."""
@@ -479,6 +514,11 @@ class VirtualTensorManager:
         """Wait for the last mapping in the background, hence for all of them."""
         if self._last is not None:
             self._last.exception()
+
+
+def _present(frames: list[FrameId] | Sequence[FrameId]) -> Sequence[FrameId]:
+    """The frames but for -1, which stands where a block has no memory."""
+    return [frame for frame in frames if frame != _NO_FRAME] if _NO_FRAME in frames else frames
 
 
 def _in_place(mapped: Sequence[FrameId], frames: Sequence[FrameId]) -> list[FrameId]:

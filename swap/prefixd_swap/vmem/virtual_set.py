@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from prefixd_swap.errors import IntegrityError, MemoryMisuseError, SwapError
+from prefixd_swap.errors import GeometryError, IntegrityError, MemoryMisuseError, SwapError
 from prefixd_swap.geometry import KvGeometry
 from prefixd_swap.vmem.base import FrameId, VirtualMemory
 from prefixd_swap.vmem.frame_table import FrameTable
@@ -69,14 +69,18 @@ class Row:
         return found
 
     def common(self, frames: Sequence[FrameId]) -> int:
-        """How many of `frames`, from the first on, are mapped here on the blocks where they are wanted."""
+        """How many of `frames`, from the first on, are mapped here on the blocks where they are wanted.
+
+        Where the first ones are -1, nothing is wanted there: it is counted from the first that is wanted."""
         wanted = list(frames[: len(self.mapped)])
+        skipped = next((block for block, frame in enumerate(wanted) if frame != _NOTHING), len(wanted))
+        wanted, mapped = wanted[skipped:], self.mapped[skipped:] if skipped else self.mapped
         # By halves: lists are compared a hundred times as fast as their elements one by one, and every new request
         # asks every idle row.
-        least, most = 0, len(wanted) if wanted[:1] == self.mapped[:1] else 0
+        least, most = 0, len(wanted) if wanted[:1] == mapped[:1] else 0
         while least < most:
             middle = (least + most + 1) // 2
-            if self.mapped[least:middle] == wanted[least:middle]:
+            if mapped[least:middle] == wanted[least:middle]:
                 least = middle
             else:
                 most = middle - 1
@@ -99,6 +103,9 @@ class VirtualSet:
     and values, and ``kv.flatten(0, 1)`` is what an attention kernel takes for the whole batch, with sequence `i` at
     ``i * tokens``. Only what is mapped may be touched.
 
+    Where a block takes several frames (`frames_per_block`), they lie one behind the other, and each has a block's place
+    in the row: what is said here of a row's blocks is then true of each of its frames.
+
     Map and unmap act on runs of blocks. They may be called from any thread, for different rows at the same time.
 
     Args:
@@ -107,21 +114,36 @@ class VirtualSet:
         geometry: the shape; a piece of a block has to be whole chunks.
         requests: rows.
         tokens: longest request, in tokens; rounded up to whole blocks.
+        frames_per_block: frames that a block of the geometry takes; more than one only in the layout "token".
 
-    Raises GeometryError for a block that is not whole chunks, OutOfMemoryError without address space.
+    Raises GeometryError for a frame that is not whole chunks, OutOfMemoryError without address space.
     """
 
     def __init__(
-        self, memory: VirtualMemory, table: FrameTable, geometry: KvGeometry, requests: int, tokens: int
+        self,
+        memory: VirtualMemory,
+        table: FrameTable,
+        geometry: KvGeometry,
+        requests: int,
+        tokens: int,
+        frames_per_block: int = 1,
     ) -> None:
         if requests < 1 or tokens < 1:
             raise MemoryMisuseError(f"{requests} requests of {tokens} tokens are not possible; give at least 1 of each")
         geometry.check_chunk(memory.chunk_bytes)
+        if geometry.piece_bytes % (frames_per_block * memory.chunk_bytes) or geometry.pieces > 1 < frames_per_block:
+            raise GeometryError(
+                f"a block of {geometry.block_bytes} bytes in {geometry.pieces} pieces is not {frames_per_block} frames "
+                f'of whole chunks of {memory.chunk_bytes} bytes; use the layout "token" and frames that divide it'
+            )
         self.geometry = geometry
-        self.blocks = -(-tokens // geometry.block_tokens)
-        self.tokens = self.blocks * geometry.block_tokens
+        self.frames_per_block = frames_per_block
+        blocks = -(-tokens // geometry.block_tokens)
+        self.blocks = blocks * frames_per_block
+        self.tokens = blocks * geometry.block_tokens
         self._table = table
-        self._row_bytes = self.blocks * geometry.piece_bytes
+        self._piece_bytes = geometry.piece_bytes // frames_per_block
+        self._row_bytes = self.blocks * self._piece_bytes
         self._region_bytes = requests * self._row_bytes
         self._range = memory.reserve(geometry.pieces * self._region_bytes)
         self.rows = [Row(number, self.blocks) for number in range(requests)]
@@ -170,9 +192,9 @@ class VirtualSet:
     def map(self, row: Row, first: int, frames: Sequence[FrameId]) -> int:
         """Have `frames` mapped on the blocks of `row` from `first` on; returns how many had to be mapped.
 
-        What is mapped already stays; others that are mapped there are unmapped: the caller has made sure that nothing
-        on the device uses those blocks. All of them or, when this raises, none of those that were not there before:
-        the call can be made again.
+        Where -1 stands for a frame, whatever is mapped stays. What is mapped already stays; others that are mapped
+        there are unmapped: the caller has made sure that nothing on the device uses those blocks. All of them or, when
+        this raises, none of those that were not there before: the call can be made again.
         Raises MemoryMisuseError past the row's end or for a frame that does not exist, OutOfMemoryError when the
         process has no mapping left.
         """
@@ -180,13 +202,13 @@ class VirtualSet:
             raise MemoryMisuseError(
                 f"blocks {first} to {first + len(frames)} do not fit: a request has at most {self.blocks} blocks"
             )
-        self._table.chunks(frames)
-        changed = [index for index, frame in enumerate(frames) if row.mapped[first + index] != frame]
-        for start, stop in _runs(changed):
+        self._table.chunks([frame for frame in frames if frame != _NOTHING] if _NOTHING in frames else frames)
+        changed = [index for index, frame in enumerate(frames) if frame not in (row.mapped[first + index], _NOTHING)]
+        for start, stop in runs(changed):
             self.unmap(row, first + start, first + stop)
         done: list[tuple[int, int]] = []
         try:
-            for start, stop in _runs(changed):
+            for start, stop in runs(changed):
                 self._map_run(row, first + start, frames[start:stop])
                 done.append((start, stop))
         except SwapError:
@@ -203,10 +225,10 @@ class VirtualSet:
         something else is mapped there.
         """
         held = row.held_blocks(first, self.blocks if stop is None else stop)
-        for start, end in _runs(held):
+        for start, end in runs(held):
             row.suspend(start, end)
             for piece in range(self.geometry.pieces):
-                self._range.clear(self._offset(row, piece, start), (end - start) * self.geometry.piece_bytes)
+                self._range.clear(self._offset(row, piece, start), (end - start) * self._piece_bytes)
             row.put(start, [_NOTHING] * (end - start))
         return len(held)
 
@@ -235,7 +257,7 @@ class VirtualSet:
                 if frame not in (held, _NOTHING):
                     raise IntegrityError(f"block {block} of row {row.number} maps frame {frame}, but holds {held}")
                 for piece in range(self.geometry.pieces):
-                    chunks = self._range.chunks(self._offset(row, piece, block), self.geometry.piece_bytes)
+                    chunks = self._range.chunks(self._offset(row, piece, block), self._piece_bytes)
                     expected = np.full(len(chunks), -1) if held == _NOTHING else self._pieces([FrameId(held)])[piece]
                     if frame == _NOTHING:
                         expected = np.where(chunks == -1, -1, expected)
@@ -265,7 +287,7 @@ class VirtualSet:
         return chunks.swapaxes(0, 1).reshape(self.geometry.pieces, -1)
 
     def _offset(self, row: Row, piece: int, block: int) -> int:
-        return piece * self._region_bytes + row.number * self._row_bytes + block * self.geometry.piece_bytes
+        return piece * self._region_bytes + row.number * self._row_bytes + block * self._piece_bytes
 
     def _view(self, requests: int) -> torch.Tensor:
         import torch
@@ -283,7 +305,7 @@ class VirtualSet:
         )
 
 
-def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+def runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Ascending numbers as (start, stop) of consecutive ones."""
     start = 0
     for index in range(1, len(numbers) + 1):

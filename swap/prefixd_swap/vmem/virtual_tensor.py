@@ -24,11 +24,13 @@ class VirtualTensor:
     Made by `VirtualTensorManager`, and changed by it alone.
     """
 
-    def __init__(self, row: Row, kv: torch.Tensor, geometry: KvGeometry) -> None:
+    def __init__(self, row: Row, kv: torch.Tensor, geometry: KvGeometry, frames_per_block: int = 1) -> None:
         self.kv = kv
         self._row = row
         self._block_tokens = geometry.block_tokens
+        self._per_block = frames_per_block
         self._frames: list[FrameId] = []
+        self._passed = 0  # so many frames, from the first on, were given up
         self._mapping: list[tuple[int, Future[None]]] = []  # the first block of what is mapped in the background
 
     @property
@@ -38,17 +40,17 @@ class VirtualTensor:
 
     @property
     def blocks(self) -> int:
-        """How many blocks have memory."""
-        return len(self._frames)
+        """How many blocks have memory, or had it until it was given up (`VirtualTensorManager.pass_by`)."""
+        return len(self._frames) // self._per_block
 
     @property
     def capacity_tokens(self) -> int:
-        """How many tokens have memory."""
-        return len(self._frames) * self._block_tokens
+        """How many tokens have memory, or had it."""
+        return self.blocks * self._block_tokens
 
     @property
     def frames(self) -> Sequence[FrameId]:
-        """The frames of the blocks, in order."""
+        """The frames of the blocks, in order; -1 where there is no memory."""
         return tuple(self._frames)
 
     def still_mapped(self, frames: Sequence[FrameId]) -> int:
@@ -68,4 +70,4 @@ class VirtualTensor:
     def usable_tokens(self) -> int:
         """How many tokens, from the first on, can be used now: those before what is still being mapped."""
         firsts = [block for block, job in self._mapping if not job.done()]
-        return min(firsts, default=len(self._frames)) * self._block_tokens
+        return min(firsts, default=len(self._frames)) // self._per_block * self._block_tokens

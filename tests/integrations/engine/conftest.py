@@ -169,7 +169,13 @@ class Rank:
         """Saves, waits, and returns what was counted."""
         job = self.save(prefix, *ids, first=first, groups=groups)
         assert self.settle().saves == {job: 1}
-        return self.counters.take()
+        return self.counted()
+
+    def counted(self) -> dict[str, float]:
+        """What was counted since the last call; the saved bytes are in `saved_bytes`."""
+        counts = self.counters.take()
+        self.saved_bytes = counts.pop("saved_bytes", 0)
+        return counts
 
     def close(self) -> None:
         self.transfers.close()

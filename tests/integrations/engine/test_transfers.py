@@ -63,7 +63,7 @@ def test_saved_and_loaded_into_other_blocks_the_bytes_are_the_same(rank: Rank) -
     assert rank.transfers.take_received() == ({"r"}, set())
     assert rank.transfers.take_received() == (set(), set())
     assert rank.transfers.take_failed_ids() == set()
-    counted = rank.counters.take()
+    counted = rank.counted()
     assert counted["loads"] == 1 and counted["load_bytes"] == outcome[1].nbytes
 
 
@@ -170,7 +170,7 @@ def test_without_a_daemon_everything_ends_at_once(
     rank.load("r", prefix, range(10, 18))
     outcomes = rank.settle()
     assert outcomes.saves == {job: 1} and outcomes.loads["r"][1].failed_blocks == 2
-    assert rank.counters.take()["dropped_blocks"] == 2
+    assert rank.counted()["dropped_blocks"] == 2
     assert len(lines(caplog)) == 1
 
 
@@ -212,7 +212,7 @@ def test_a_daemon_killed_in_a_save_drops_it_and_those_behind_it_are_acknowledged
     own_daemon.kill()
     engine.go.set()
     assert rank.settle().saves == dict.fromkeys(jobs, 1)
-    assert rank.counters.take() == {"dropped_blocks": 6}
+    assert rank.counted() == {"dropped_blocks": 6}
     own_daemon.start()
     wait_until(lambda: rank.link.up)
     assert rank.saved(rank.prefix("killed in a save", 32, 0), range(1, 9)) == {"saved_blocks": 2}
@@ -238,7 +238,7 @@ def test_a_daemon_that_stops_answering_in_a_save_gets_no_more_of_them(
         os.kill(own_daemon.pid, signal.SIGCONT)
     wait_until(lambda: rank.link.up)
     wait_until(lambda: reservations(own_daemon) == 0)
-    rank.counters.take()
+    rank.counted()
     assert sum(rank.saved(rank.prefix("stopped", 32, 1), range(1, 9)).values()) == 2
 
 
@@ -354,7 +354,7 @@ def test_a_save_that_breaks_is_acknowledged_and_the_next_is_made(
     first = rank.save(rank.prefix(f"breaks {error}", 16), range(1, 5), fence=broken)
     second = rank.save(rank.prefix(f"breaks {error}", 16, 1), range(5, 9))
     assert rank.settle().saves == {first: 1, second: 1}
-    assert rank.counters.take() == {"dropped_blocks": 1, "saved_blocks": 1}
+    assert rank.counted() == {"dropped_blocks": 1, "saved_blocks": 1}
     assert len(lines(caplog, logging.ERROR)) == 1
 
 
@@ -477,7 +477,7 @@ def test_a_load_that_wants_bytes_outside_the_window_fails_and_says_so(
     assert rank.settle().loads["r"][1].failed_blocks == 3
     assert rank.transfers.take_received() == ({"r"}, {"r"})
     (line,) = lines(caplog)
-    assert "KV group 1 in block 1" in line and "window of 17 tokens" in line
+    assert "KV group 1 in block 1" in line and "SlidingWindow(tokens=17)" in line
 
 
 def test_blocks_without_window_bytes_lead_up_to_blocks_with_them(daemon: DaemonProcess, make_rank: MakeRank) -> None:
@@ -489,7 +489,7 @@ def test_blocks_without_window_bytes_lead_up_to_blocks_with_them(daemon: DaemonP
     assert rank.saved(passed, range(1, 13), groups=[0]) == {"saved_blocks": 3}
     rank.load("short", passed, range(20, 32), [NO_BLOCK] * 6)
     assert rank.settle().loads["short"][1].failed_blocks == 3, "no prefix of it has its window"
-    rank.counters.take()
+    rank.counted()
     assert rank.saved(prefix, range(13, 17), [7, 8], first=3) == {"saved_blocks": 1}
     for array in rank.memory:
         array[:, 17:] = 0
@@ -508,7 +508,8 @@ def test_window_bytes_are_added_to_blocks_that_have_the_rest(daemon: DaemonProce
     for array in rank.memory:
         array[:] += 1
     window = pages_of(rank, range(1, 5), 1)
-    assert rank.saved(prefix, range(1, 9), range(1, 5)) == {"saved_blocks": 2}
+    assert rank.saved(prefix, range(1, 5), groups=[1]) == {}, "the blocks are counted already"
+    assert rank.saved_bytes == 2 * rank.geometry.groups[1].part_bytes
     rank.load("r", prefix, range(20, 28), [NO_BLOCK, NO_BLOCK, 22, 23])
     assert rank.settle().loads["r"][1].failed_blocks == 0
     assert pages_of(rank, range(20, 28)) == first, "the first copy stays"

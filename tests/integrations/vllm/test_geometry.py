@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from prefixd.client import SlidingWindow
+from prefixd.client import RecurrentState, SlidingWindow
 from prefixd.errors import ConfigError
 from prefixd.integrations.vllm.geometry import layer_names, read_geometry, read_pages
 from prefixd.integrations.vllm.options import ConnectorOptions
@@ -29,6 +29,10 @@ class SlidingWindowSpec(SimpleNamespace):
 
 
 class SlidingWindowMLASpec(SlidingWindowSpec):
+    pass
+
+
+class MLAAttentionSpec(FullAttentionSpec):
     pass
 
 
@@ -197,6 +201,7 @@ def test_a_block_is_no_longer_than_a_window(window: int, chosen: int | None, tok
         (SimpleNamespace(kv_cache_specs={"a": SlidingWindowSpec(sliding_window=512)}), 512),
         (FullAttentionSpec(), None),
         (FullAttentionSpec(sliding_window=1024), None),
+        (MLAAttentionSpec(), None),
         (ChunkedLocalAttentionSpec(attention_chunk_size=8192), None),
     ],
     ids=[
@@ -206,6 +211,7 @@ def test_a_block_is_no_longer_than_a_window(window: int, chosen: int | None, tok
         "layers that differ",
         "full",
         "layers of both kinds share its blocks",
+        "latent attention that sees all",
         "chunks",
     ],
 )
@@ -216,7 +222,7 @@ def test_the_rule_of_a_group(spec: SimpleNamespace, tokens: int | None) -> None:
     window = SimpleNamespace(layer_names=["a"], kv_cache_spec=spec)
     cache = a_cache([window, a_group(["b"])], [a_tensor(["a"], PAGE, 2 * PAGE), a_tensor(["b"], PAGE, 2 * PAGE)])
     geometry = read_geometry(a_config(), cache, ConnectorOptions())
-    assert geometry is not None and geometry.windowed == (tokens is not None)
+    assert geometry is not None and geometry.needs_end == (tokens is not None)
     assert [group.window_tokens for group in geometry.groups] == [tokens, None]
     rule = None if tokens is None else SlidingWindow(tokens)
     assert [part.rule for part in geometry.spec("model", b"").parts] == [rule, None]
@@ -242,9 +248,27 @@ class MambaSpec(SimpleNamespace):
     pass
 
 
-def test_a_state_space_model_is_not_kept() -> None:
-    group = SimpleNamespace(layer_names=AB, kv_cache_spec=MambaSpec(block_size=16, page_size_bytes=PAGE))
-    assert read_geometry(a_config(), a_cache([group], []), ConnectorOptions()) is None
+def a_state_group(layers: Sequence[str], block_size: int = 16, mode: str = "align") -> SimpleNamespace:
+    return a_group(layers, block_size, kind=MambaSpec, mamba_cache_mode=mode, state_content_size_bytes=40)
+
+
+def a_state_model(block_size: int = 16, mode: str = "align") -> SimpleNamespace:
+    groups = [a_group(AB), a_state_group(["s"], block_size, mode)]
+    return a_cache(groups, [a_tensor(AB, PAGE, 2 * PAGE), a_tensor(["s"], PAGE, 2 * PAGE)])
+
+
+def test_states_are_kept_where_vllm_has_them_and_without_their_padding() -> None:
+    geometry = read_geometry(a_config(), a_state_model(), ConnectorOptions())
+    assert geometry is not None and geometry.block_tokens == 16 and geometry.needs_end
+    assert [group.part_bytes for group in geometry.groups] == [2 * PAGE, 40]
+    assert [part.rule for part in geometry.spec("model", b"").parts] == [None, RecurrentState()]
+    assert runs_of(a_state_model(), 1) == [[(0, 2 * PAGE, 40)]]
+    assert geometry.nbytes(10) == 10 * 2 * PAGE + 40
+
+
+def test_a_model_of_states_alone_is_not_kept() -> None:
+    """vLLM has states where it ends a step, and prefixd's blocks would have no bytes between them."""
+    assert read_geometry(a_config(), a_cache([a_state_group(AB)], []), ConnectorOptions()) is None
     assert read_geometry(a_config(), a_cache([], []), ConnectorOptions()) is None
 
 
@@ -270,6 +294,9 @@ WINDOW_OF_100 = a_cache([a_window_group(AB, 100)], LAYERS_OUTERMOST.kv_cache_ten
         (a_config(decode_context_parallel_size=4), LAYERS_OUTERMOST, {}, "decode_context_parallel_size = 4"),
         (a_config(), TWO_GROUPS, {"load": "layerwise"}, 'use "async"'),
         (a_config(), WINDOW_OF_100, {"block_tokens": 128}, "sliding window of 100 tokens holds; set 96 or less"),
+        (a_config(), a_state_model(mode="none"), {}, "set --enable-prefix-caching --mamba-cache-mode align"),
+        (a_config(), a_state_model(block_size=8), {}, "mamba_block_size = 8: the connector needs 16"),
+        (a_config(), a_state_model(), {"block_tokens": 32}, "block_tokens = 32: vLLM has this model's states every 16"),
         (a_config(), WINDOW_OF_100, {"load": "layerwise"}, 'layerwise" and a sliding window'),
         (a_config(asynchronous=True), LAYERS_OUTERMOST, {"load": "layerwise"}, "--no-async-scheduling"),
         (a_config(speculative=object()), LAYERS_OUTERMOST, {"load": "layerwise"}, "speculative decoding"),

@@ -17,12 +17,27 @@ import numpy as np
 import pytest
 import xxhash
 
-from prefixd.cache import Namespace, NamespaceSpec, PartSpec, TieredCache, Tiers, check_integrity
+from prefixd.cache import Namespace, NamespaceSpec, TieredCache, Tiers, check_integrity
 from prefixd.server.dispatcher import Dispatcher
+from prefixd.server.kv_shape import KvShape
 from prefixd.server.request import Ended, NewTokens, Request
 from prefixd.server.tier_resize import TierResize
 from prefixd.server.worker_process import WorkerProcess
-from prefixd.worker.protocol import Cancel, Done, Extend, Sampling, Start, Step, ToWorker, Update
+from prefixd.worker.protocol import (
+    Cancel,
+    Done,
+    Extend,
+    FullAttention,
+    GroupShape,
+    KeptState,
+    RecurrentState,
+    Sampling,
+    SlidingWindow,
+    Start,
+    Step,
+    ToWorker,
+    Update,
+)
 from prefixd_scheduler import CostModel, QueuedRequest, RequestQueue, create_policy
 from prefixd_swap import (
     CopyEngine,
@@ -40,6 +55,18 @@ from prefixd_swap import (
 
 BLOCK = 4
 GEOMETRY = KvGeometry(layers=1, kv_heads=1, head_dim=128, dtype="float32", block_tokens=BLOCK, layout="token")
+STEP = 12
+"""Most tokens of a request that the worker computes at a time, if the model has windows or states."""
+
+_FULL = GroupShape("full", FullAttention(), 2, 1)
+_WINDOW = GroupShape("window", SlidingWindow(7), 2, 2)
+_STATE = GroupShape("state", RecurrentState(), 3, 2)
+MODELS = {
+    "plain": KvShape((GroupShape("attention", FullAttention(), 1, 1),), BLOCK),
+    "windows": KvShape((_FULL, _WINDOW), BLOCK, window_margin=2, step_tokens=STEP),
+    "windows alone": KvShape((_WINDOW,), BLOCK, step_tokens=STEP),
+    "states": KvShape((_FULL, _WINDOW, _STATE), BLOCK, step_tokens=STEP),
+}
 
 
 class Gate(CopyEngine):
@@ -70,6 +97,8 @@ class FakeRun:
     frames: list[int]
     computed: int
     generated: int
+    keep: list[KeptState] = field(default_factory=list)
+    tail_blocks: int = 0
 
 
 @dataclass
@@ -79,6 +108,7 @@ class Bench:
     cache: TieredCache
     engine: Gate
     namespace: Namespace
+    kv: KvShape = MODELS["plain"]
     now: float = 0.0
     sent: list[ToWorker] = field(default_factory=list)
     runs: dict[int, FakeRun] = field(default_factory=dict)
@@ -106,15 +136,62 @@ class Bench:
         self.sent.append(message)
         if isinstance(message, Start):
             tokens = np.frombuffer(message.tokens, "<u4").tolist()
-            for block in range(message.cached_blocks):  # never another prompt's bytes, whatever moved meanwhile
-                assert self._frame(message.frames[block]).tobytes() == contents(tokens[: (block + 1) * BLOCK])
             computed = message.cached_blocks * BLOCK
             assert computed < len(tokens)
-            self.runs[message.id] = FakeRun(message, tokens, list(message.frames), computed, message.generated)
-            held = [frame for run in self.runs.values() for frame in run.frames[run.start.cached_blocks :]]
-            assert len(set(held)) == len(held), "two requests fill one frame"
+            run = FakeRun(message, tokens, list(message.frames), computed, message.generated)
+            self._check_read(run)  # never another prompt's bytes, whatever moved meanwhile
+            if message.state is not None:
+                self._resume(run)
+            self.runs[message.id] = run
+            self._check_owned()
         elif isinstance(message, Extend) and message.id in self.runs:
+            assert len(message.frames) % self.kv.block_frames == 0
             self.runs[message.id].frames += message.frames
+            self._check_owned()
+
+    def _homes(self, run: FakeRun, block: int) -> list[int]:
+        """The frames of a block, -1 where the worker may not look any more."""
+        homes = run.frames[block * self.kv.block_frames : (block + 1) * self.kv.block_frames]
+        for first, last, passed in self.kv.passed(run.computed):
+            if block < passed:
+                homes[first:last] = [-1] * (last - first)
+        return homes
+
+    def _blocks(self, run: FakeRun) -> int:
+        return len(run.frames) // self.kv.block_frames
+
+    def _check_read(self, run: FakeRun) -> None:
+        """What the next token needs is there: the bytes of exactly these tokens."""
+        needed = self.cache.trie(self.namespace).needed(run.computed // BLOCK)
+        passed = {part: blocks for first, last, blocks in self.kv.passed(run.computed) for part in range(first, last)}
+        for block in range(run.computed // BLOCK):
+            for part, home in enumerate(self._homes(run, block)):
+                if block >= passed[part] and needed[block] & self.cache.trie(self.namespace).part_mask[part]:
+                    assert self._frame(home).tobytes() == contents(run.tokens[: (block + 1) * BLOCK], part)
+
+    def _check_owned(self) -> None:
+        """No frame that a run fills, or keeps a state in, is another's."""
+        held = []
+        for run in self.runs.values():
+            for block in range(run.start.cached_blocks, self._blocks(run)):
+                held += [home for home in self._homes(run, block) if home >= 0]
+            if (state := run.start.state) is not None:
+                held += [*state.own, *state.tail, *(frame for kept in run.keep for frame in kept.frames)]
+        assert len(set(held)) == len(held), "two requests fill one frame"
+
+    def _resume(self, run: FakeRun) -> None:
+        state, size = run.start.state, self.kv.state_frames
+        assert state is not None and len(state.own) == size and len(state.resume) == (size if run.computed else 0)
+        for part, frame in enumerate(state.resume, self.kv.block_frames):
+            assert self._frame(frame).tobytes() == contents(run.tokens[: run.computed], part)
+        blocks = [kept.blocks for kept in state.keep]
+        assert blocks == sorted(set(blocks)) and all(run.computed < BLOCK * n <= len(run.tokens) - 1 for n in blocks)
+        run.keep = list(state.keep)
+
+    def _keep(self, tokens: Sequence[int], frames: Sequence[int]) -> None:
+        """Copies the state after these tokens."""
+        for part, frame in enumerate(frames, self.kv.block_frames):
+            self._frame(frame)[:] = np.frombuffer(contents(tokens, part), np.uint8)
 
     def _frame(self, frame: int) -> np.ndarray[Any, Any]:
         span = self.cache.tiers.frames.span(FrameId(frame))
@@ -124,32 +201,44 @@ class Bench:
         """A forward pass over these requests (all that run): whole prompts, then a token each, as far as frames go."""
         updates, done, computed = [], [], 0
         for run in [self.runs[r.id] for r in requests] or list(self.runs.values()):
-            reach = min(len(run.tokens), len(run.frames) * BLOCK)
+            reach = min(len(run.tokens), self._blocks(run) * BLOCK)
+            if self.kv.step_tokens:
+                reach = min(reach, run.computed + self.kv.step_tokens)
+            self._check_read(run)
             for block in range(run.computed // BLOCK, reach // BLOCK):
-                self._frame(run.frames[block])[:] = np.frombuffer(contents(run.tokens[: (block + 1) * BLOCK]), np.uint8)
+                for part, home in enumerate(self._homes(run, block)):
+                    self._frame(home)[:] = np.frombuffer(contents(run.tokens[: (block + 1) * BLOCK], part), np.uint8)
             computed += reach - run.computed
-            news = []
+            news, kept = [], []
+            if run.start.state is not None:
+                kept = [each.blocks for each in run.keep if each.blocks * BLOCK <= reach]
+                for each in run.keep[: len(kept)]:
+                    self._keep(run.tokens[: each.blocks * BLOCK], each.frames)
+                run.keep = run.keep[len(kept) :]
+                if run.start.state.tail and reach // BLOCK > max(run.computed // BLOCK, run.start.cached_blocks):
+                    run.tail_blocks = reach // BLOCK
+                    self._keep(run.tokens[: run.tail_blocks * BLOCK], run.start.state.tail)
             if reach == len(run.tokens) > run.computed:
                 news = [next_token(run.tokens)]
                 run.generated += 1
             if run.computed != reach:
-                updates.append(Update(run.start.id, news, reach // BLOCK))
+                updates.append(Update(run.start.id, news, reach // BLOCK, kept=kept))
             run.computed = reach
             run.tokens += news
             if run.generated >= run.start.sampling.max_tokens:
                 done.append(run.start.id)
         self.dispatcher.on_step(Step(updates, computed, 0.001))
         for number in done:
-            del self.runs[number]
-            self.dispatcher.on_done(Done(number, "length"))
+            tail_blocks = self.runs.pop(number).tail_blocks
+            self.dispatcher.on_done(Done(number, "length", tail_blocks=tail_blocks))
 
     def answer_cancels(self) -> None:
         """The worker lets go of what it was told to cancel."""
         for message in list(self.sent):
             if isinstance(message, Cancel):
                 self.sent.remove(message)
-                if self.runs.pop(message.id, None):
-                    self.dispatcher.on_done(Done(message.id, "cancelled"))
+                if run := self.runs.pop(message.id, None):
+                    self.dispatcher.on_done(Done(message.id, "cancelled", tail_blocks=run.tail_blocks))
 
     def die(self, gave_up: bool = False) -> None:
         self.runs.clear()
@@ -170,6 +259,7 @@ class Bench:
             prompt_tokens=len(tokens),
             sampling=Sampling(max_tokens=max_tokens),
             queued=QueuedRequest(number, self.now, len(tokens), priority=priority),
+            kv=self.kv,
         )
 
     def submit(self, tokens: Sequence[int], **options: Any) -> Request:
@@ -207,13 +297,16 @@ class Bench:
         """Puts the full blocks of a prompt into the CPU tier, with the bytes the worker would have computed."""
         session = self.cache.leases.open("test", 0, self.now)
         chain = self.cache.chain(self.namespace, np.asarray(tokens, "<u4").tobytes())
-        reservation = await self.cache.reserve(session, self.namespace, chain)
-        if not isinstance(reservation, int):
-            for index, (offset,) in enumerate(reservation.slots, reservation.first_block):
-                data = np.frombuffer(contents(list(tokens[: (index + 1) * BLOCK])), np.uint8)
-                self.cache.tiers.arena.array(offset, GEOMETRY.block_bytes)[:] = data
-            await self.cache.commit(reservation, len(reservation.slots))
-        self.cache.leases.close(session)
+        try:
+            reservation = await self.cache.reserve(session, self.namespace, chain)
+            if not isinstance(reservation, int):
+                for index, offsets in enumerate(reservation.slots.tolist(), reservation.first_block):
+                    for part, offset in enumerate(offsets):
+                        data = np.frombuffer(contents(list(tokens[: (index + 1) * BLOCK]), part), np.uint8)
+                        self.cache.tiers.arena.array(offset, GEOMETRY.block_bytes)[:] = data
+                await self.cache.commit(reservation, len(reservation.slots))
+        finally:
+            self.cache.leases.close(session)
 
 
 class Supervisor:
@@ -253,9 +346,9 @@ class Supervisor:
         return TierResize(self.bench.cache, cast(WorkerProcess, self), self.bench.dispatcher, lambda: self.bench.now)
 
 
-def contents(tokens: Sequence[int]) -> bytes:
-    """The bytes of the block that ends this prefix."""
-    digest = xxhash.xxh3_128_digest(np.asarray(tokens, "<u4").tobytes())
+def contents(tokens: Sequence[int], part: int = 0) -> bytes:
+    """The bytes of a part of the block that ends this prefix, or of the state after it."""
+    digest = xxhash.xxh3_128_digest(np.asarray(tokens, "<u4").tobytes(), seed=part)
     return digest * (GEOMETRY.block_bytes // len(digest))
 
 
@@ -301,10 +394,13 @@ def events() -> Callable[[Request], tuple[list[int], object]]:
 
 
 @asynccontextmanager
-async def open_bench(frames: int, cpu_slots: int = 64, disk: bool = False, **options: Any) -> AsyncIterator[Bench]:
+async def open_bench(
+    frames: int, cpu_slots: int = 64, disk: bool = False, model: str = "plain", **options: Any
+) -> AsyncIterator[Bench]:
     """A bench with so many GPU frames and CPU slots; at the end nothing may be held and all has to add up."""
+    kv = MODELS[model]
     memory = create_memory("cpu", GEOMETRY.block_bytes)
-    frame_pool = FramePool(memory, GEOMETRY, frames)
+    frame_pool = FramePool(memory, GEOMETRY.block_bytes, frames)
     arena = CpuArena(cpu_slots * GEOMETRY.block_bytes)
     folder = tempfile.TemporaryDirectory(prefix="prefixd-")
     store = SlabStore.open(Path(folder.name) / "blocks", 8 << 20) if disk else None
@@ -317,8 +413,8 @@ async def open_bench(frames: int, cpu_slots: int = 64, disk: bool = False, **opt
         lambda: bench.now,
         write_back=False,
     )
-    spec = NamespaceSpec("model", BLOCK, (PartSpec("attention", 0, GEOMETRY.block_bytes),))
-    bench = Bench(cache, engine, cache.register(spec))
+    spec = NamespaceSpec("model", BLOCK, kv.parts(GEOMETRY.block_bytes))
+    bench = Bench(cache, engine, cache.register(spec), kv)
     bench.begin(**options)
     try:
         yield bench

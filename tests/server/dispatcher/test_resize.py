@@ -108,7 +108,11 @@ async def test_who_waits_and_can_never_fit_is_told(resizing: Any) -> None:
     await bench.finish(first, small)
     error = too_large.events.get_nowait()
     assert isinstance(error, ExhaustedError)
-    assert "44 tokens" in str(error) and "holds 20" in str(error) and too_large.state is RequestState.ENDED
+    assert (
+        "44 tokens, need up to 45056 bytes" in str(error)
+        and "resized to 20480" in str(error)
+        and too_large.state is RequestState.ENDED
+    )
 
 
 async def test_what_is_held_too_long_is_named(resizing: Any) -> None:
@@ -144,7 +148,7 @@ async def test_impossible_sizes_change_nothing(resizing: Any, monkeypatch: pytes
     bench, supervisor, resize = await resizing(8)
     await to(resize, 6)
     supervisor.told.clear()
-    with pytest.raises(InvalidArgumentError, match=f"{2 * FRAME - 1} bytes hold 1 blocks.*give {2 * FRAME} or more"):
+    with pytest.raises(InvalidArgumentError, match=f"{2 * FRAME - 1} bytes hold 1 frames.*give {2 * FRAME} or more"):
         await anext(resize.resize(2 * FRAME - 1, 1.0))
     with pytest.raises(ExhaustedError, match=f"give at most {8 * FRAME}"):
         await to(resize, 9)
@@ -214,7 +218,7 @@ async def test_what_a_dead_worker_ran_keeps_the_tier_as_large_as_it_needs(
     await bench.running(large)
     bench.step()
     bench.die()
-    assert large.id in bench.dispatcher._interrupted and bench.dispatcher.begun_blocks() == large.most_blocks == 10
+    assert large.id in bench.dispatcher._interrupted and bench.dispatcher.begun_frames() == large.most_blocks == 10
     await bench.until(lambda: large.state is RequestState.WAITING)
     shrinking = asyncio.create_task(to(resize, 5, wait_s=1e9))
     await bench.until(lambda: bench.cache.tiers.frames.capacity == 10)
@@ -293,7 +297,7 @@ async def test_a_request_that_alone_gets_no_frame_is_ended(resizing: Any) -> Non
         await bench.quiet()
     assert starved.state is RequestState.STARVED
     behind = bench.submit(range(300, 320))
-    assert "12 of 12 blocks of the gpu tier are held, 4 of them pinned" in await ended(starved)
+    assert "12 of 12 frames of the gpu tier are held, 4 blocks are pinned" in await ended(starved)
     await bench.finish(behind)
     await pinned(range(300, 320))
-    assert "9 of them pinned" in await ended(bench.submit(range(400, 430)))
+    assert "9 blocks are pinned" in await ended(bench.submit(range(400, 430)))

@@ -23,8 +23,8 @@ BLOCKS = 16
 
 def frames(stack: ExitStack) -> GpuTier:
     memory = stack.enter_context(create_memory("cpu", 64 << 10))
-    pool = FramePool(memory, KvGeometry(2, 2, 1024, "float32", 4), BLOCKS)
-    assert pool.geometry.block_bytes == BLOCK_BYTES
+    pool = FramePool(memory, KvGeometry(2, 2, 1024, "float32", 4).block_bytes, BLOCKS)
+    assert pool.frame_bytes == BLOCK_BYTES
     stack.callback(pool.close)
     return GpuTier(pool)
 
@@ -113,12 +113,26 @@ def test_a_tier_says_what_it_is() -> None:
         assert not can_move(near, far) and not can_move(far, near) and not can_move(far, far)
 
 
-def test_a_frame_holds_one_part() -> None:
+def test_each_part_takes_a_frame_and_any_frame_serves_any_part() -> None:
     with ExitStack() as stack:
         gpu = frames(stack)
-        assert not gpu.ever_fits((1, 1)) and gpu.room(BLOCK_BYTES + 1) == 0
-        with pytest.raises(MemoryMisuseError, match="one part"):
-            gpu.allocate((1, 1), 1)
+        assert gpu.ever_fits((BLOCK_BYTES,) * BLOCKS) and not gpu.ever_fits((1,) * (BLOCKS + 1))
+        assert gpu.footprint((1, BLOCK_BYTES)) == 2 * BLOCK_BYTES
+        blocks = gpu.allocate((BLOCK_BYTES, 1, 1), BLOCKS)
+        assert blocks.shape == (BLOCKS // 3, 3) and len(np.unique(blocks)) == blocks.size
+        gpu.free(blocks[:, 1])
+        assert gpu.room(BLOCK_BYTES) == BLOCKS - 2 * (BLOCKS // 3)
+        gpu.free(blocks[:, [0, 2]])
+        assert not gpu.in_flight
+
+
+def test_a_part_that_is_larger_than_a_frame_has_no_place() -> None:
+    with ExitStack() as stack:
+        gpu = frames(stack)
+        assert not gpu.ever_fits((1, BLOCK_BYTES + 1)) and gpu.room(BLOCK_BYTES + 1) == 0
+        assert not gpu.ever_fits(())
+        with pytest.raises(MemoryMisuseError, match="at most a frame's size"):
+            gpu.allocate((1, BLOCK_BYTES + 1), 1)
 
 
 def test_a_block_has_all_its_parts_or_none() -> None:

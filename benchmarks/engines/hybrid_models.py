@@ -1,0 +1,39 @@
+"""Small random models whose layers keep different things, in the proportions of large ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": 511,
+    "pad_token_id": 0,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    # Gemma 3: five of six layers see a window.
+    "window": (
+        "Gemma3TextConfig",
+        {"num_hidden_layers": 6, "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 64}
+        | {"layer_types": ["sliding_attention"] * 5 + ["full_attention"]},
+    ),
+}
+
+
+def save(name: str, directory: Path, seed: int = 0) -> Path:
+    """Writes a model of MODELS with random weights; returns `directory`."""
+    import torch
+    import transformers
+
+    torch.manual_seed(seed)
+    config, kwargs = MODELS[name]
+    made = getattr(transformers, config)(**{**_SIZES, **kwargs})
+    transformers.AutoModelForCausalLM.from_config(made).save_pretrained(directory)
+    return directory

@@ -1,0 +1,78 @@
+"""What stands for images and other media in the token ids that prefixd is told.
+
+The placeholder tokens of two images are equal, and their KV is not. vLLM tells blocks apart by the media that lie in
+them (`kv_cache_utils._gen_mm_extra_hash_keys`): by their identifiers, which are hashes of their content, and by where
+they begin in the block. Here the same facts go into the token ids: every id of a block that a medium reaches into is
+replaced by one drawn from a digest of the block's tokens and of these facts.
+
+    tokens            5 6 7 8 | 9 I I I | I I 3 4 | 1 2 3 4      I: the model's placeholder, blocks of 4 tokens
+    prefixd is told   5 6 7 8 | a b c d | e f g h | 1 2 3 4      a-d: of "9 I I I", the image and where it begins
+
+So prefixd shares exactly what vLLM shares. A block has `block_tokens` ids of 32 bits, drawn with SHAKE-256: with blocks
+of 4 tokens or more, two different ones are taken for equal with a probability of 2^-128 at the most.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+import numpy as np
+
+
+class MediaTokens(Sequence[int]):
+    """The token ids of a request as prefixd is told them. A last block that is not full has the ids that it has.
+
+    Args:
+        tokens: the ids as the model reads them.
+        features: vLLM's `Request.mm_features`.
+        block_tokens: tokens of a prefixd block.
+    """
+
+    def __init__(self, tokens: Sequence[int], features: Sequence[Any], block_tokens: int) -> None:
+        self._tokens = tokens
+        self._block_tokens = block_tokens
+        self._media: dict[int, list[tuple[str, int]]] = {}  # by block: identifier, and where it begins from there
+        for feature in features:
+            begin, length = feature.mm_position.offset, feature.mm_position.length
+            for block in range(begin // block_tokens, -(-(begin + length) // block_tokens)):
+                self._media.setdefault(block, []).append((feature.identifier, begin - block * block_tokens))
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    @overload
+    def __getitem__(self, place: int) -> int: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[int]: ...
+    def __getitem__(self, place: int | slice) -> int | list[int]:
+        if not isinstance(place, slice):
+            index = range(len(self))[place]
+            return self[index : index + 1][0]
+        start, stop, step = place.indices(len(self))
+        if step != 1:
+            raise ValueError(f"step {step}: only consecutive tokens can be asked for")
+        each = self._block_tokens
+        ids = list(self._tokens[start:stop])
+        for block in range(start // each, -(-max(start, stop) // each)):
+            if block in self._media and (block + 1) * each <= len(self):
+                first, last = max(start, block * each), min(stop, (block + 1) * each)
+                ids[first - start : last - start] = self._ids(block)[first - block * each : last - block * each]
+        return ids
+
+    def _ids(self, block: int) -> list[int]:
+        tokens = self._tokens[block * self._block_tokens : (block + 1) * self._block_tokens]
+        digest = hashlib.shake_256(np.asarray(tokens, "<u4").tobytes())
+        digest.update(repr(self._media[block]).encode())
+        ids: list[int] = np.frombuffer(digest.digest(4 * self._block_tokens), "<u4").tolist()
+        return ids
+
+
+@dataclass(frozen=True, slots=True)
+class MediaRequest:
+    """What `SaveQueue` reads of a request with media. vLLM's own block hashes contain the media."""
+
+    all_token_ids: Sequence[int]
+    block_hashes: Sequence[Hashable]

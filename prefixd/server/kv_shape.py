@@ -1,0 +1,134 @@
+"""How a model's blocks and states lie in frames, and how many of them a request takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from prefixd.cache import PartSpec, RecurrentStateSpec, SlidingWindowSpec
+from prefixd.worker.protocol import FullAttention, GroupShape, Hello, RecurrentState, SlidingWindow, passed_blocks
+
+
+@dataclass(frozen=True)
+class KvShape:
+    """The KV groups of a model, in frames of one size.
+
+    ```
+    parts of a block    attention   window:0   window:1 | state:0   state:1
+    frames              \\___________ block_frames ______/ \\_ state_frames _/
+    ```
+
+    Attributes:
+        groups: as `Hello.groups`.
+        block_tokens: tokens of a block.
+        window_margin: as `Hello.window_margin`.
+        step_tokens: most tokens of a request that the worker computes at a time.
+    """
+
+    groups: tuple[GroupShape, ...]
+    block_tokens: int
+    window_margin: int = 0
+    step_tokens: int = 0
+
+    @classmethod
+    def of(cls, hello: Hello, step_tokens: int) -> KvShape:
+        """The shape of the model that a worker has described."""
+        return cls(hello.groups, hello.block_tokens, hello.window_margin, step_tokens)
+
+    @cached_property
+    def token_groups(self) -> tuple[GroupShape, ...]:
+        """The groups that keep something of every token."""
+        return tuple(group for group in self.groups if not isinstance(group.rule, RecurrentState))
+
+    @cached_property
+    def block_frames(self) -> int:
+        """Frames of a block."""
+        return sum(group.frames for group in self.token_groups)
+
+    @cached_property
+    def state_frames(self) -> int:
+        """Frames of a state; 0 for a model without."""
+        return sum(group.frames for group in self.groups) - self.block_frames
+
+    @cached_property
+    def windowed(self) -> bool:
+        """Whether blocks of some group are passed while a request runs."""
+        return any(isinstance(group.rule, SlidingWindow) for group in self.groups)
+
+    @cached_property
+    def plain(self) -> bool:
+        """Whether every token is needed to the end, in every group."""
+        return all(isinstance(group.rule, FullAttention) for group in self.groups)
+
+    @property
+    def least_frames(self) -> int:
+        """Frames of the smallest request: a block for its prompt, one to go on, and a state of its own and one that it
+        resumes from."""
+        return 2 * self.block_frames + 2 * self.state_frames
+
+    def ahead_blocks(self, computed_tokens: int) -> int:
+        """So many blocks a run of a model with windows has at most, when so many tokens are computed.
+
+        The worker computes a step in them, and the next one while more frames are on their way.
+        """
+        return -(-(computed_tokens + 2 * self.step_tokens) // self.block_tokens) + 1
+
+    def most_frames(self, blocks: int) -> int:
+        """The most frames that a run of so many blocks has at a time."""
+        frames = 2 * self.state_frames
+        for group in self.token_groups:
+            most = blocks
+            if isinstance(group.rule, SlidingWindow):
+                window_tokens = group.rule.tokens + self.window_margin + 2 * self.step_tokens
+                most = min(blocks, -(-window_tokens // self.block_tokens) + 3)
+            frames += most * group.frames
+        return frames
+
+    def passed(self, computed_tokens: int) -> Iterator[tuple[int, int, int]]:
+        """Of each group of tokens its first part, the part behind its last one, and how many blocks are passed.
+
+        Windows of so nearly one size that they need as many blocks are one group of the trie, and are held together:
+        none of them lets go of a block before the largest does.
+        """
+        first = 0
+        for group in self.token_groups:
+            alike = [other for other in self.token_groups if self._window_blocks(other) == self._window_blocks(group)]
+            blocks = min(
+                passed_blocks(other, computed_tokens, self.block_tokens, self.window_margin) for other in alike
+            )
+            yield first, first + group.frames, blocks
+            first += group.frames
+
+    def _window_blocks(self, group: GroupShape) -> int:
+        """Blocks of a group's window, as its rule in the trie counts them; 0 for full attention."""
+        if not isinstance(group.rule, SlidingWindow):
+            return 0
+        return max(1, -(-(group.rule.tokens - 1) // self.block_tokens))
+
+    def parts(self, frame_bytes: int) -> tuple[PartSpec, ...]:
+        """The parts of a block, a frame each.
+
+        The name of the part of a model whose layers are all alike is part of the identity of caches on disk.
+        """
+        if self.plain and self.block_frames == 1:
+            return (PartSpec("attention", 0, frame_bytes),)
+        return tuple(
+            PartSpec(group.name if group.frames == 1 else f"{group.name}.{piece}", 0, frame_bytes, _rule(group))
+            for group in self.groups
+            for piece in range(group.frames)
+        )
+
+
+def _rule(group: GroupShape) -> SlidingWindowSpec | RecurrentStateSpec | None:
+    match group.rule:
+        case SlidingWindow(tokens):
+            return SlidingWindowSpec(tokens)
+        case RecurrentState():
+            return RecurrentStateSpec()
+        case FullAttention():
+            return None
+
+
+ONE_FRAME = KvShape((GroupShape("attention", FullAttention(), 1, 1),), 1)
+"""A block is one frame."""

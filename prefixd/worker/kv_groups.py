@@ -1,0 +1,202 @@
+"""A model's layers by what they keep of a prompt: the groups that share one memory (Jenga, section 4).
+
+Layers with one shape and one rule are a group. A block of a group takes a number of frames, and all frames have one
+size, so that any frame serves any group: with virtual memory the compatible page is the frame, and there is no second
+level.
+
+Gemma 2, 46 layers, half with a window      full: 23 layers, a frame a block; window-4096: 23 layers, a frame a block
+Jamba, 4 layers with attention, 28 without  full: 4 layers, a frame a block; state: 28 layers, 8 frames a sequence
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from prefixd.worker.errors import ModelError
+from prefixd.worker.probe import AttentionLayer
+from prefixd.worker.protocol import FullAttention, GroupShape, RecurrentState, SlidingWindow
+from prefixd.worker.recurrent import StateLayout
+from prefixd_swap.block_size import explain_block_tokens
+from prefixd_swap.geometry import KvGeometry, Layout
+
+CUDA_CHUNK_BYTES = 2 << 20
+READ_BLOCK = 128
+"""A GPU's kernels read keys in blocks of at most so many tokens. Where a window begins inside one, so must memory."""
+_MOST_ROUNDING = 1 / 16
+"""Of a state, which is rounded up to whole frames: the most that is wasted where frames can be small enough."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionGroup:
+    """Layers that keep something of every token.
+
+    layers: their numbers in transformers' cache, ascending; the place of a layer in it is its place in the geometry.
+    geometry: the shape of a block.
+    frames: frames that a block takes.
+    """
+
+    name: str
+    rule: FullAttention | SlidingWindow
+    layers: tuple[int, ...]
+    geometry: KvGeometry
+    frames: int
+
+    @property
+    def shape(self) -> GroupShape:
+        """As the daemon is told."""
+        return GroupShape(self.name, self.rule, len(self.layers), self.frames)
+
+
+@dataclass(frozen=True, slots=True)
+class StateGroup:
+    """All recurrent layers of a model: a state of `layout.nbytes` bytes in `frames` frames."""
+
+    layout: StateLayout
+    frames: int
+
+    @property
+    def shape(self) -> GroupShape:
+        """As the daemon is told."""
+        return GroupShape("state", RecurrentState(), len(self.layout.shapes), self.frames)
+
+
+@dataclass(frozen=True, slots=True)
+class KvGroups:
+    """What a model keeps of prompts, and in which units.
+
+    attention: its groups, in the order of their first layers. state: its recurrent layers, if it has any.
+    block_tokens: of all groups. frame_bytes: of all groups. chunk_bytes: of the memory below.
+    """
+
+    attention: tuple[AttentionGroup, ...]
+    state: StateGroup | None
+    block_tokens: int
+    frame_bytes: int
+    chunk_bytes: int
+
+    @property
+    def alone(self) -> bool:
+        """Whether all layers have full attention and one shape, as in most models: a block is a frame."""
+        return self.state is None and [group.rule for group in self.attention] == [FullAttention()]
+
+    @property
+    def shapes(self) -> tuple[GroupShape, ...]:
+        """As the daemon is told."""
+        states = () if self.state is None else (self.state.shape,)
+        return (*(group.shape for group in self.attention), *states)
+
+    @property
+    def block_frames(self) -> int:
+        """Frames that a block takes in all groups but a state's."""
+        return sum(group.frames for group in self.attention)
+
+    def explain_block_tokens(self, asked: int) -> str:
+        """Why a block has another number of tokens than was asked for; empty if it has not."""
+        if asked == self.block_tokens:
+            return ""
+        if len(self.attention) == 1:
+            return explain_block_tokens(asked, self.attention[0].geometry, self.chunk_bytes)
+        sizes = ", ".join(f"{group.geometry.token_bytes} ({group.name})" for group in self.attention)
+        return (
+            f"{asked} tokens asked, {self.block_tokens} used: a token takes bytes {sizes} and the blocks of each must "
+            f"fill whole chunks of {self.chunk_bytes} bytes"
+        )
+
+
+def plan_groups(
+    attention: Sequence[AttentionLayer],
+    states: StateLayout | None,
+    *,
+    dtype: str,
+    block_tokens: int,
+    layout: Layout,
+    max_tokens: int,
+    chunk_bytes: int | None,
+    on_cuda: bool,
+    by_rule: bool = True,
+) -> KvGroups:
+    """The groups of a model, and the least block of at least `block_tokens` tokens that fills whole chunks in each.
+
+    attention: its attention layers. states: its recurrent ones', None without.
+    max_tokens: a window that reaches so far is none.
+    chunk_bytes: None for what suits the device: 2 MiB on CUDA; on a CPU, where any number of pages will do, the largest
+        that needs no rounding.
+    by_rule: False keeps of layers with a window everything, too.
+    Raises ModelError for a layout that several groups cannot share.
+    """
+    grouped: dict[tuple[FullAttention | SlidingWindow, int, int], list[int]] = {}
+    for layer in attention:
+        window = by_rule and layer.window is not None and layer.window < max_tokens
+        rule = SlidingWindow(layer.window or 0) if window else FullAttention()
+        grouped.setdefault((rule, layer.kv_heads, layer.head_dim), []).append(layer.layer)
+    alone = len(grouped) == 1 and states is None
+    plain = alone and isinstance(next(iter(grouped))[0], FullAttention)
+    if layout != "token" and not alone:
+        raise ModelError(
+            f"has {len(grouped) + (states is not None)} groups of layers that keep different things, which cannot lie "
+            'layer by layer; set worker.layout to "token"'
+        )
+    asked = [
+        KvGeometry(len(layers), kv_heads, head_dim, dtype, block_tokens, layout)
+        for (_, kv_heads, head_dim), layers in grouped.items()
+    ]
+    automatic = _page_bytes(asked) if alone else mmap.PAGESIZE
+    granule = chunk_bytes or (CUDA_CHUNK_BYTES if on_cuda else automatic)
+    windowed = any(isinstance(rule, SlidingWindow) for rule, _, _ in grouped)
+    tokens = _fitting_tokens(asked, granule, block_tokens, READ_BLOCK if on_cuda and windowed else 1)
+    shapes = [replace(geometry, block_tokens=tokens) for geometry in asked]
+    frame_bytes = _frame_bytes([shape.block_bytes for shape in shapes], states, granule)
+    if not (chunk_bytes or on_cuda or alone):
+        granule = math.gcd(frame_bytes, CUDA_CHUNK_BYTES)
+    groups = []
+    for (rule, _, _), layers, shape in zip(grouped, grouped.values(), shapes, strict=True):
+        name = _name(rule, plain, [other[0] for other in grouped].count(rule) > 1, layers[0])
+        groups.append(AttentionGroup(name, rule, tuple(layers), shape, shape.block_bytes // frame_bytes))
+    state = None if states is None else StateGroup(states, -(-states.nbytes // frame_bytes))
+    return KvGroups(tuple(groups), state, tokens, frame_bytes, granule)
+
+
+def _page_bytes(asked: Sequence[KvGeometry]) -> int:
+    """The largest unit on a CPU, up to 2 MiB, of which every piece of a block is a multiple; else a page."""
+    fitting = math.gcd(*(geometry.piece_bytes for geometry in asked), CUDA_CHUNK_BYTES)
+    return fitting if asked and fitting % mmap.PAGESIZE == 0 else mmap.PAGESIZE
+
+
+def _fitting_tokens(asked: Sequence[KvGeometry], granule: int, block_tokens: int, multiple: int) -> int:
+    """The fewest tokens, from `block_tokens` up, of which every group's pieces are whole granules: so many times
+    `multiple`."""
+    step = math.lcm(multiple, *(_step(geometry, granule) for geometry in asked))
+    return -(-block_tokens // step) * step
+
+
+def _step(geometry: KvGeometry, granule: int) -> int:
+    per_token = geometry.token_bytes // geometry.pieces
+    return math.lcm(per_token, granule) // per_token
+
+
+def _frame_bytes(blocks: Sequence[int], states: StateLayout | None, granule: int) -> int:
+    """The largest frame of which blocks are multiples, and states nearly so."""
+    if not blocks:
+        assert states is not None
+        return -(-states.nbytes // granule) * granule
+    largest = math.gcd(*blocks)
+    if states is None:
+        return largest
+    parts = largest // granule
+    for count in (count for count in range(1, parts + 1) if parts % count == 0):
+        frame = largest // count
+        if -states.nbytes % frame <= _MOST_ROUNDING * states.nbytes:
+            return frame
+    return granule
+
+
+def _name(rule: FullAttention | SlidingWindow, plain: bool, twice: bool, layer: int) -> str:
+    """`attention` for a model of full attention alone; else what the rule is, and the first layer if two groups share
+    it."""
+    if plain:
+        return "attention"
+    name = "full" if isinstance(rule, FullAttention) else f"window-{rule.tokens}"
+    return f"{name}-layer-{layer}" if twice else name

@@ -1,0 +1,71 @@
+"""The memory that suits a model: of one group or of several, in virtual tensors or block tables."""
+
+from __future__ import annotations
+
+from concurrent.futures import Executor
+
+from prefixd.worker.grouped_kv import GroupedKv
+from prefixd.worker.kv_memory import KvMemory
+from prefixd.worker.model_spec import WINDOW_MARGIN, ModelSpec
+from prefixd.worker.paged_kv import PagedKv
+from prefixd.worker.state_memory import StateMemory
+from prefixd.worker.virtual_kv import VirtualKv
+from prefixd_swap.vmem import FrameTable, VirtualMemory, VirtualTensorManager
+
+
+def make_kv(
+    spec: ModelSpec,
+    memory: VirtualMemory,
+    table: FrameTable,
+    *,
+    requests: int,
+    frames: int,
+    paged: bool = False,
+    background: Executor | None = None,
+) -> KvMemory:
+    """Memory for sequences of a model.
+
+    Args:
+        spec: the model.
+        memory: of all frames.
+        table: the frames' chunks.
+        requests: most sequences at a time.
+        frames: most frames that there will be.
+        paged: block tables, which models with one group alone can have.
+        background: a single thread that maps; None maps at once.
+    """
+    longest = spec.sequence_capacity
+    if paged:
+        return PagedKv(memory, table, spec.geometry, frames=frames, max_tokens=longest)
+    memories = [
+        VirtualKv(
+            VirtualTensorManager(
+                memory,
+                table,
+                group.geometry,
+                requests=requests,
+                max_tokens=longest,
+                background=background,
+                frames_per_block=group.frames,
+            )
+        )
+        for group in spec.groups.attention
+    ]
+    if spec.groups.alone:
+        return memories[0]
+    states: StateMemory | None = None
+    if (state := spec.groups.state) is not None:
+        size = spec.groups.frame_bytes
+        states = StateMemory(memory, table, state, size, requests=requests, background=background)
+    managers = [memory.manager for memory in memories]
+    if states is not None:
+        managers.append(states.manager)
+    for manager in managers:
+        manager.neighbours = managers
+    return GroupedKv(
+        spec.groups,
+        memories,
+        states,
+        window_margin=WINDOW_MARGIN[spec.device.type],
+        most_blocks=longest // spec.block_tokens,
+    )

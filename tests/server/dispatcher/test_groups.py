@@ -1,0 +1,198 @@
+"""Models with several KV groups: a request has of each group what its layers need, and no more."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING
+
+import pytest
+
+from prefixd.cache.index.trie import CPU, GPU
+from prefixd.server.request import RequestState
+from prefixd.server.state_keeping import StateCounters, StatePolicy
+from prefixd.worker.protocol import Extend, Start
+
+from .conftest import BLOCK, MODELS
+
+if TYPE_CHECKING:
+    from prefixd.server.request import Request
+
+    from .conftest import Bench
+
+    MakeBench = Callable[..., Awaitable[Bench]]
+    Events = Callable[[Request], tuple[list[int], object]]
+    Expected = Callable[[Sequence[int], int], list[int]]
+
+LONG = range(100, 181)  # 20 blocks and a token
+K = MODELS["windows"].block_frames
+FULL, WINDOW = slice(0, 1), slice(1, 3)
+
+
+def start_of(bench: Bench, request: Request) -> Start:
+    return next(message for message in bench.sent if isinstance(message, Start) and message.id == request.id)
+
+
+def homes(start: Start, part: slice) -> list[list[int]]:
+    blocks = [start.frames[at : at + K] for at in range(0, len(start.frames), K)]
+    return [block[part] for block in blocks]
+
+
+async def run(bench: Bench, tokens: Sequence[int], **options: int) -> Request:
+    request = bench.submit(tokens, **options)
+    await bench.finish(request)
+    return request
+
+
+async def test_a_window_gets_the_blocks_that_it_needs_and_no_others(make_bench: MakeBench) -> None:
+    bench = await make_bench(K * 60, model="windows")
+    await bench.cached(LONG)
+    request = bench.submit(LONG)
+    await bench.running(request)
+    start = start_of(bench, request)
+    assert start.cached_blocks == 20
+    assert all(home >= 0 for (home,) in homes(start, FULL))
+    assert [min(pair) >= 0 for pair in homes(start, WINDOW)] == [False] * 18 + [True] * 3
+    trie = request.trie
+    assert [trie.slots[row, GPU, 1] >= 0 for row in request.rows.tolist()] == [False] * 18 + [True] * 2, (
+        "not brought up"
+    )
+    assert request.hit_tokens == [0, 20 * BLOCK, 0]
+    await bench.finish(request)
+
+
+async def test_what_a_window_has_passed_is_free_for_others(
+    make_bench: MakeBench, events: Events, expected: Expected
+) -> None:
+    """The prompt's window blocks alone are 42 frames: they are never there at once."""
+    bench = await make_bench(MODELS["windows"].most_frames(21), cpu_slots=2, model="windows")
+    assert bench.cache.tiers.frames.capacity < K * 21
+    request = await run(bench, LONG, max_tokens=3)
+    assert events(request) == (expected(LONG, 3), "length")
+    start = start_of(bench, request)
+    extends = [message for message in bench.sent if isinstance(message, Extend)]
+    assert len(start.frames) < K * 21 and len(extends) > 1
+    assert len(start.frames) + sum(len(message.frames) for message in extends) == K * 21
+
+
+async def test_one_whose_windows_are_gone_is_computed_from_where_they_are(make_bench: MakeBench) -> None:
+    bench = await make_bench(K * 40, model="windows")
+    request = await run(bench, LONG, max_tokens=1)
+    trie, rows = request.trie, request.found
+    gone = bench.cache.mover.placement.drop(
+        trie, rows[17:], bench.cache.tiers.compute, trie.needed(20)[17:] & trie.partial_groups
+    )
+    assert gone > 0
+    again = await run(bench, LONG, max_tokens=1)
+    assert start_of(bench, again).cached_blocks == 18, "whose window is there"
+
+
+async def test_a_fork_copies_nothing_that_a_window_may_have_passed(make_bench: MakeBench) -> None:
+    bench = await make_bench(K * 80, model="windows")
+    first, second = bench.submit(LONG, max_tokens=9), bench.submit(LONG, max_tokens=9)
+    second.fork_of = first.id
+    await bench.running(first)
+    while second.id not in bench.runs:
+        bench.step(first)
+        await bench.quiet()
+    assert start_of(bench, second).fork_of == -1
+    await bench.finish(first, second)
+
+
+# -- states -----------------------------------------------------------------------------------------------------------
+
+
+def states(bench: Bench) -> StateCounters:
+    return bench.dispatcher.states.counters
+
+
+async def states_bench(make_bench: MakeBench, **options: object) -> Bench:
+    return await make_bench(5 * 80, cpu_slots=5 * 80, model="states", **options)
+
+
+async def test_the_same_prompt_resumes_from_the_state_at_its_end(
+    make_bench: MakeBench, events: Events, expected: Expected
+) -> None:
+    bench = await states_bench(make_bench)
+    first = await run(bench, LONG, max_tokens=2)
+    kept = start_of(bench, first).state
+    assert kept is not None and [each.blocks for each in kept.keep] == [20] and not kept.resume
+    again = await run(bench, LONG, max_tokens=2)
+    start = start_of(bench, again)
+    assert start.cached_blocks == 20 and start.state is not None and len(start.state.resume) == 2
+    assert events(again) == (expected(LONG, 2), "length")
+    assert (states(bench).resumed, states(bench).resumed_tokens) == (1, 80)
+    assert states(bench).kept == 1 and states(bench).kept_bytes == 2 * bench.cache.tiers.frames.frame_bytes, (
+        "neither the tail, which is that state, nor the state once more"
+    )
+
+
+async def test_a_conversation_resumes_from_the_tail(make_bench: MakeBench, expected: Expected) -> None:
+    bench = await states_bench(make_bench)
+    await run(bench, LONG, max_tokens=8)
+    longer = await run(bench, [*LONG, *expected(LONG, 8), 1, 2, 3])
+    assert start_of(bench, longer).cached_blocks == 22, "the last token of the output is in no memory"
+
+
+async def test_a_state_is_kept_where_prompts_part(make_bench: MakeBench) -> None:
+    bench = await states_bench(make_bench)
+    shared = list(LONG)[:42]
+    for number, cached, kept in ((1, 0, [12]), (2, 0, [10, 12]), (3, 10, [12])):
+        request = await run(bench, [*shared, *[number] * 8], max_tokens=1)
+        start = start_of(bench, request)
+        assert start.state is not None
+        assert (start.cached_blocks, [each.blocks for each in start.state.keep]) == (cached, kept)
+
+
+async def test_states_are_kept_every_so_many_tokens(make_bench: MakeBench) -> None:
+    bench = await states_bench(make_bench, states=StatePolicy(per_prompt=3, every_tokens=16))
+    start = start_of(bench, await run(bench, LONG[:75], max_tokens=1))
+    assert start.state is not None and [each.blocks for each in start.state.keep] == [12, 16, 18]
+
+
+async def test_who_shares_a_prompt_waits_for_its_state(make_bench: MakeBench) -> None:
+    bench = await states_bench(make_bench)
+    first, second = bench.submit(LONG, max_tokens=9), bench.submit(LONG, max_tokens=9)
+    other = bench.submit([*list(LONG)[:42], *range(40)], max_tokens=9)
+    await bench.running(first)
+    await bench.running(other)
+    assert second.state is RequestState.WAITING, "the other shares tokens, but no state to resume from"
+    await bench.finish(first, second, other)
+    assert start_of(bench, second).cached_blocks == 20
+
+
+async def test_without_room_for_more_states_it_runs_all_the_same(
+    make_bench: MakeBench, events: Events, expected: Expected
+) -> None:
+    bench = await make_bench(MODELS["states"].most_frames(21), cpu_slots=2, model="states")
+    request = await run(bench, LONG, max_tokens=2)
+    state = start_of(bench, request).state
+    assert state is not None and not state.keep and not state.tail
+    assert events(request) == (expected(LONG, 2), "length") and not states(bench).kept
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+async def test_who_gave_way_resumes_from_his_tail(
+    make_bench: MakeBench, events: Events, expected: Expected, mode: str
+) -> None:
+    bench = await make_bench(60, cpu_slots=300, model="states", preemption=mode)
+    old, young = bench.submit(LONG[:33], max_tokens=60), bench.submit(range(300, 333), max_tokens=60)
+    await bench.running(young)
+    await bench.finish(old, young)
+    assert young.resumed and bench.dispatcher.preemption.counters.preempted
+    cached = [message.cached_blocks for message in bench.sent if isinstance(message, Start) and message.id == young.id]
+    assert cached[0] == 0 and (cached[-1] > 8 if mode == "swap" else cached[-1] <= 8)
+    for request, prompt in ((old, LONG[:33]), (young, range(300, 333))):
+        assert events(request) == (expected(prompt, 60), "length")
+
+
+async def test_blocks_and_states_go_down_and_come_up_with_what_they_have(make_bench: MakeBench) -> None:
+    """Two prompts in turn through a tier that holds one of them."""
+    bench = await make_bench(MODELS["states"].most_frames(21) + 8, cpu_slots=300, model="states")
+    other = range(400, 481)
+    for prompt in (LONG, other):
+        await run(bench, prompt, max_tokens=1)
+    again = await run(bench, LONG, max_tokens=1)
+    assert start_of(bench, again).cached_blocks == 20
+    trie = again.trie
+    assert trie.there[again.found[-1], CPU] == trie.all_groups
+    assert not (trie.there[again.found[5], CPU] & trie.part_mask[-1]), "most blocks have no state"

@@ -1,0 +1,120 @@
+"""Models whose layers keep different things, in a daemon and its worker: transformers' tokens, from every tier."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+from prefixd.workloads.daemon_process import DaemonProcess
+from tests.worker.tiny_models import RECURRENT, build_grouped
+
+if TYPE_CHECKING:
+    from tests.server.conftest import Answer, Remote
+
+BLOCK = 16
+PROMPT = 7 * BLOCK + 5
+NEW = 24
+STATES_ONLY = ("mamba", "mamba2")
+# What a block and a state take: KV with windows, one state beside KV, states alone. PREFIXD_MODELS names others.
+MODELS = os.environ.get("PREFIXD_MODELS", "gemma3_text jamba mamba2").split()
+
+
+@pytest.fixture(params=MODELS)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Short enough for a socket's path."""
+    made = Path(tempfile.mkdtemp(prefix="prefixd-"))
+    yield made
+    shutil.rmtree(made)
+
+
+def prompt_of(seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(3, 90, PROMPT).tolist()
+
+
+class Reference:
+    """What transformers' own model generates greedily."""
+
+    def __init__(self, name: str) -> None:
+        self._model = build_grouped(name)
+        self._known: dict[int, list[int]] = {}
+
+    def tokens(self, seed: int) -> list[int]:
+        if seed not in self._known:
+            ids = torch.tensor([prompt_of(seed)])
+            self._model.generation_config.eos_token_id = None
+            with torch.inference_mode():
+                found: Any = self._model.generate(
+                    ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, pad_token_id=0
+                )
+            self._known[seed] = found[0, PROMPT:].tolist()
+        return self._known[seed]
+
+    def save(self, directory: Path) -> Path:
+        self._model.save_pretrained(directory)
+        return directory
+
+
+def ask(remote: Remote, seed: int) -> Answer:
+    return remote.generate(prompt_of(seed), max_tokens=NEW, ignore_eos=True, temperature=0.0)
+
+
+def test_tokens_are_those_of_transformers_from_every_tier(
+    name: str, folder: Path, tmp_path: Path, remote_type: type[Remote]
+) -> None:
+    """Room for three requests in the GPU tier: the others' blocks come up from the CPU tier, and after a restart from
+    disk. Six at once preempt each other."""
+    reference = Reference(name)
+    settings: dict[str, str | int] = {
+        "worker.model": str(reference.save(tmp_path / "model")),
+        "worker.block_tokens": BLOCK,
+        "worker.threads": 1,
+        "worker.max_step_tokens": 64,
+        "gpu.device": "cpu",
+        "gpu.bytes": 3 * request_bytes(tmp_path / "model"),
+        "cpu.bytes": "16MiB",
+        "disk.bytes": "64MiB",
+        "scheduler.recompute_if_slower": "false",
+    }
+    with DaemonProcess(settings, directory=folder) as daemon, remote_type(daemon) as remote:
+        cold = [ask(remote, seed) for seed in range(6)]
+        warm = [ask(remote, seed) for seed in (5, *range(6))]
+        crowded = remote.generate_all(
+            [prompt_of(seed) for seed in range(6, 12)], max_tokens=NEW, ignore_eos=True, temperature=0.0
+        )
+        stats = remote.settled()
+        assert remote.tier(1).blocks >= (1 if name in STATES_ONLY else 7), "blocks of which some groups are there"
+        if name in RECURRENT:
+            assert stats.worker.states.kept_states > 0 < stats.worker.states.resumed_runs
+        assert daemon.stop() == 0
+    for seed, answer in zip([*range(6), 5, *range(6), *range(6, 12)], [*cold, *warm, *crowded], strict=True):
+        assert answer.tokens == reference.tokens(seed), (seed, answer.hits)
+    assert all(answer.hits == (0, 0, 0) for answer in cold)
+    assert all(sum(answer.hits) == 7 * BLOCK for answer in warm)
+    assert warm[0].hits[0] and any(answer.hits[1] for answer in warm), "from the GPU tier and from the CPU tier"
+    with DaemonProcess(settings, directory=folder) as daemon, remote_type(daemon) as remote:
+        again = [ask(remote, seed) for seed in range(6)]
+    assert [answer.tokens for answer in again] == [reference.tokens(seed) for seed in range(6)]
+    assert all(answer.hits == (0, 0, 7 * BLOCK) for answer in again), [answer.hits for answer in again]
+
+
+def request_bytes(model: Path) -> int:
+    """Bytes of the frames that one request has at most."""
+    from prefixd.worker.model_spec import read_model_spec
+    from prefixd.worker.settings import WorkerSettings
+
+    spec = read_model_spec(WorkerSettings(model=str(model), block_tokens=BLOCK))
+    blocks = -(-(PROMPT + NEW) // BLOCK)
+    return (blocks * spec.block_frames + 4 * spec.state_frames) * spec.groups.frame_bytes

@@ -1,0 +1,325 @@
+"""Models whose layers keep different things, through the engine: against transformers, and on what is cached."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from prefixd.worker.errors import ModelError
+from prefixd.worker.kv_groups import CUDA_CHUNK_BYTES, plan_groups
+from prefixd.worker.model import CausalModel, load_model
+from prefixd.worker.model_spec import WINDOW_MARGIN, read_model_spec
+from prefixd.worker.probe import AttentionLayer
+from prefixd.worker.protocol import KeptState, RecurrentState, StateFrames, blocks_needed, passed_blocks
+from prefixd.worker.settings import WorkerSettings
+from prefixd_swap.errors import OutOfMemoryError
+from prefixd_swap.vmem import FrameId
+from tests.worker.conftest import Rig
+from tests.worker.tiny_models import LATENT, RECURRENT, WINDOWED, build_grouped
+
+BLOCK = 16
+PROMPT = 7 * BLOCK + 5
+NEW = 2 * BLOCK
+RUN = [name for name in (*WINDOWED, *LATENT, *RECURRENT) if name != "zamba2"]
+# Where a row's bits do not depend on how its prompt was cut: experts of qwen3_next take whole batches.
+LOGPROBS = 2e-3
+
+
+@pytest.fixture(scope="module")
+def directory_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    @cache
+    def save(name: str) -> Path:
+        directory = tmp_path_factory.mktemp(name)
+        build_grouped(name).save_pretrained(directory)
+        return directory
+
+    return save
+
+
+@pytest.fixture(scope="module")
+def model_of(directory_of: Callable[[str], Path]) -> Callable[[str], CausalModel]:
+    @cache
+    def load(name: str) -> CausalModel:
+        return load_model(read_model_spec(WorkerSettings(model=str(directory_of(name)), block_tokens=BLOCK)))
+
+    return load
+
+
+@pytest.fixture(params=RUN)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def rig(name: str, model_of: Callable[[str], CausalModel]) -> Iterator[Rig]:
+    model = model_of(name)
+    spec = model.spec
+    rig = Rig(model, frames=48 * spec.block_frames + 24 * spec.state_frames, max_step_tokens=40)
+    for first in rig.frames(rig.pool.free_count):  # what was never written must not be read
+        rig.pool._window.tensor((spec.groups.frame_bytes,), torch.uint8, offset=first * spec.groups.frame_bytes).fill_(
+            0xFF
+        )
+    rig.free(range(rig.pool.capacity))
+    yield rig
+    rig.close()
+
+
+def prompt_of(seed: int, tokens: int = PROMPT) -> list[int]:
+    return np.random.default_rng(seed).integers(3, 90, tokens).tolist()
+
+
+class Cached:
+    """A request that ran, and the frames that it left: those of its blocks, and its states."""
+
+    def __init__(self, rig: Rig, prompt: list[int], keep: tuple[int, ...] = (), **arguments: Any) -> None:
+        spec = rig.model.spec
+        self.rig, self.prompt = rig, prompt
+        self.frames = rig.frames(rig.blocks(len(prompt) + NEW) * spec.block_frames)
+        self.states = {blocks: rig.frames(spec.state_frames) for blocks in keep}
+        self.tail = rig.frames(spec.state_frames)
+        state = None
+        if spec.state_frames:
+            kept = [KeptState(blocks, frames) for blocks, frames in self.states.items()]
+            state = StateFrames(own=rig.frames(spec.state_frames), keep=kept, tail=self.tail)
+        arguments = {"max_tokens": NEW, "logprobs": 1, **arguments}
+        self.id = rig.start(prompt, frames=self.frames, state=state, **arguments)
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.rig.tokens[self.id]
+
+    @property
+    def logprobs(self) -> list[float]:
+        return logprobs(self.rig, self.id)
+
+    def prefix(self, blocks: int) -> list[int]:
+        """The frames of the first blocks; -1 where the groups' rules need nothing."""
+        spec = self.rig.model.spec
+        frames = []
+        for block in range(blocks):
+            first = block * spec.block_frames
+            for group in spec.groups.attention:
+                passed = passed_blocks(group.shape, blocks * BLOCK, BLOCK, 0)
+                frames += [-1] * group.frames if block < passed else self.frames[first : first + group.frames]
+                first += group.frames
+        return frames
+
+    def resume(self, blocks: int, state: list[int] | None = None, prompt: list[int] | None = None) -> int:
+        """A second request on the first blocks of this one."""
+        rig, spec = self.rig, self.rig.model.spec
+        prompt = prompt or self.prompt
+        fresh = rig.frames((rig.blocks(len(prompt) + NEW) - blocks) * spec.block_frames)
+        frames = None
+        if spec.state_frames:
+            frames = StateFrames(own=rig.frames(spec.state_frames), resume=state or self.states[blocks])
+        return rig.start(prompt, [*self.prefix(blocks), *fresh], blocks, state=frames, max_tokens=NEW, logprobs=1)
+
+
+def logprobs(rig: Rig, request: int) -> list[float]:
+    return [
+        each.chosen for step in rig.steps for update in step.updates if update.id == request for each in update.logprobs
+    ]
+
+
+def steady(name: str) -> bool:
+    """Whether the worker promises equal bits."""
+    return name != "qwen3_next"
+
+
+def test_tokens_are_those_of_transformers(name: str, rig: Rig) -> None:
+    """Three requests side by side, cut into passes of 40 tokens."""
+    reference = build_grouped(name)
+    reference.set_attn_implementation("eager")
+    requests = [Cached(rig, prompt_of(seed, PROMPT - 20 * seed)) for seed in range(3)]
+    rig.run()
+    for request in requests:
+        tokens = torch.tensor([request.prompt + request.tokens])
+        with torch.inference_mode():
+            logits = reference(input_ids=tokens, use_cache=False).logits[0, len(request.prompt) - 1 : -1]
+        expected = logits.log_softmax(-1)
+        chosen = expected.gather(1, torch.tensor(request.tokens)[:, None])[:, 0]
+        assert torch.allclose(chosen, torch.tensor(request.logprobs), atol=LOGPROBS)
+        best = expected.max(-1).values
+        assert (best - chosen).max() < LOGPROBS, "greedy"
+
+
+def test_a_hit_changes_nothing(name: str, rig: Rig) -> None:
+    first = Cached(rig, prompt_of(1), keep=(2, 5))
+    rig.run()
+    for blocks in (2, 5):
+        again = first.resume(blocks)
+        other = first.resume(blocks, prompt=first.prompt[: blocks * BLOCK] + prompt_of(2, 30))
+        rig.run()
+        assert rig.tokens[again] == first.tokens
+        if steady(name):
+            assert logprobs(rig, again) == first.logprobs
+        else:
+            assert logprobs(rig, again) == pytest.approx(first.logprobs, abs=LOGPROBS)
+        cold = Cached(rig, first.prompt[: blocks * BLOCK] + prompt_of(2, 30))
+        rig.run()
+        assert rig.tokens[other] == cold.tokens, rig.done[other].detail
+        rig.free([*cold.frames, *cold.tail])
+
+
+def test_bytes_that_a_rule_forbids_are_not_read_and_needed_ones_are(name: str, rig: Rig) -> None:
+    first = Cached(rig, prompt_of(3), keep=(5,))
+    rig.run()
+    needed = {frame for frame in first.prefix(5) if frame >= 0}
+    for frame in set(first.frames) - needed:
+        content(rig, frame).fill_(0xFF)
+    again = first.resume(5)
+    rig.run()
+    assert rig.tokens[again] == first.tokens
+    for frame in needed or first.states[5][:1]:
+        numbers = content(rig, frame).view(torch.float32)
+        numbers += 0.5
+    changed = first.resume(5)
+    rig.run()
+    assert logprobs(rig, changed) != pytest.approx(logprobs(rig, again), abs=LOGPROBS)
+
+
+def test_the_state_after_the_last_full_block_is_kept_as_the_output_grows(name: str, rig: Rig) -> None:
+    spec = rig.model.spec
+    if not spec.state_frames:
+        pytest.skip("a model without a state")
+    first = Cached(rig, prompt_of(4), keep=(3,))
+    for _ in range(12):
+        rig.step()
+    assert [kept for step in rig.steps for update in step.updates for kept in update.kept] == [3]
+    rig.run()
+    blocks = rig.done[first.id].tail_blocks
+    assert blocks == (len(first.prompt) + NEW - 1) // BLOCK
+    whole = first.prompt + first.tokens
+    later = first.resume(blocks, first.tail, whole + prompt_of(5, 3))
+    cold = Cached(rig, whole + prompt_of(5, 3))
+    rig.run()
+    assert rig.tokens[later] == cold.tokens
+    assert logprobs(rig, later) == pytest.approx(cold.logprobs, abs=LOGPROBS)
+
+
+def test_a_state_of_a_pass_that_failed_is_not_kept(name: str, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not rig.model.spec.state_frames:
+        pytest.skip("a model without a state")
+    request = Cached(rig, prompt_of(7))
+    while len(request.tokens) < NEW - 2:
+        rig.step()
+    forward = rig.model.forward
+    monkeypatch.setattr(rig.model, "forward", lambda *arguments: forward(*arguments) * float("nan"))
+    rig.run()
+    done = rig.done[request.id]
+    assert (done.reason, done.tail_blocks) == ("error", 0)
+
+
+def test_a_state_for_which_there_is_no_mapping_is_not_kept_and_the_request_goes_on(
+    name: str, rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not rig.model.spec.state_frames:
+        pytest.skip("a model without a state")
+    expected = Cached(rig, prompt_of(8))
+    rig.run()
+    request = Cached(rig, prompt_of(8), keep=(2, 4))
+    states = rig.kv._states
+    map_frames, live = states.map, len(list(states.manager.live))
+
+    def short(frames: list[int]) -> Any:
+        if frames == request.states[2]:
+            raise OutOfMemoryError("no mapping left")
+        return map_frames(frames)
+
+    monkeypatch.setattr(states, "map", short)
+    rig.run()
+    assert request.tokens == expected.tokens
+    assert [kept for step in rig.steps for update in step.updates for kept in update.kept] == [4]
+    assert len(list(states.manager.live)) == live - 2, "all that was mapped is given back"
+
+
+def test_beams_keep_their_prompt_and_let_it_go_at_their_end(name: str, rig: Rig) -> None:
+    spec = rig.model.spec
+    if spec.state_frames:
+        pytest.skip("a model with a state")
+    prompt = prompt_of(9)
+    frames = rig.frames(blocks_needed(len(prompt), NEW, 2, BLOCK) * spec.block_frames)
+    search = rig.start(prompt, frames=frames, max_tokens=NEW, beams=2, beam_answers=1)
+    rig.run()
+    assert len(rig.done[search].beams[0].tokens) == NEW
+    rig.kv.forget(frames)  # as when the tier shrinks
+    assert not any(manager.still_mapped([FrameId(frame) for frame in frames]) for manager in rig.managers)
+
+
+def test_windows_give_up_what_they_leave_behind(name: str, rig: Rig) -> None:
+    spec = rig.model.spec
+    windows = [
+        (number, group) for number, group in enumerate(spec.groups.attention) if passed_blocks(group.shape, 96, 16, 0)
+    ]
+    if not windows:
+        pytest.skip("a model without windows")
+    request = Cached(rig, prompt_of(6))
+    while not rig.filled.get(request.id, 0) >= 7:
+        rig.step()
+    sequence = rig.engine._runs[request.id].memory
+    for number, group in windows:
+        passed = passed_blocks(group.shape, sequence_tokens(rig, request.id), BLOCK, WINDOW_MARGIN["cpu"])
+        frames = sequence.parts[number].frames
+        assert passed > 0 and frames[: passed * group.frames] == (-1,) * passed * group.frames
+        assert -1 not in frames[passed * group.frames :]
+    rig.run()
+
+
+def test_block_tables_and_beams_are_refused_where_they_cannot_be_right(name: str, rig: Rig) -> None:
+    spec = rig.model.spec
+    if not spec.groups.alone:
+        with pytest.raises(ModelError, match=r'groups of layers that keep different things.*worker.kv to "virtual"'):
+            load_model(spec, paged=True)
+    if spec.state_frames:
+        beams = Cached(rig, prompt_of(1), beams=2, logprobs=None)
+        assert "are not searched with beams" in rig.done[beams.id].detail
+
+
+@pytest.mark.parametrize("name", ["zamba2"], indirect=True)
+def test_a_model_that_cannot_be_run_is_refused(name: str, directory_of: Callable[[str], Path]) -> None:
+    with pytest.raises(ModelError, match="calls attention 2 times in 1 layers"):
+        read_model_spec(WorkerSettings(model=str(directory_of(name))))
+
+
+def test_groups_are_named_and_share_frames(model_of: Callable[[str], CausalModel]) -> None:
+    shapes = model_of("gemma2").spec.groups.shapes
+    assert [(shape.name, shape.layers, shape.frames) for shape in shapes] == [("window-21", 1, 1), ("full", 1, 1)]
+    jamba = model_of("jamba").spec
+    full, state = jamba.groups.shapes
+    assert (full.name, state.name, state.rule) == ("full", "state", RecurrentState())
+    assert jamba.groups.frame_bytes * state.frames >= jamba.groups.state.layout.nbytes
+    assert jamba.groups.frame_bytes * full.frames == jamba.geometry.block_bytes
+
+
+def content(rig: Rig, frame: int) -> torch.Tensor:
+    nbytes = rig.pool.frame_bytes
+    return rig.pool._window.tensor((nbytes,), torch.uint8, offset=frame * nbytes)
+
+
+def sequence_tokens(rig: Rig, request: int) -> int:
+    return int(rig.engine._runs[request].computed)
+
+
+@pytest.mark.parametrize(("window", "tokens"), [(None, 16), (64, 128)])
+def test_blocks_of_windowed_layers_on_a_gpu_are_multiples_of_what_its_kernels_read(
+    window: int | None, tokens: int
+) -> None:
+    layers = [AttentionLayer(0, 8, 8, 128), AttentionLayer(1, 8, 8, 128, window)]
+    groups = plan_groups(
+        layers * 16,
+        None,
+        dtype="bfloat16",
+        block_tokens=16,
+        layout="token",
+        max_tokens=512,
+        chunk_bytes=None,
+        on_cuda=True,
+    )
+    assert groups.block_tokens == tokens
+    assert all(group.geometry.block_bytes % CUDA_CHUNK_BYTES == 0 for group in groups.attention)

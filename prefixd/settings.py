@@ -321,7 +321,8 @@ class WorkerSettings(_Section):
     vAttention), or in blocks behind a table (paged; PagedAttention), as a baseline to measure against."""
     groups: Literal["by_rule", "one"] = "by_rule"
     """What is kept of models whose layers need different things: of each layer what its rule needs (by_rule; Jenga), or
-    of layers with windows everything, too (one), as a baseline to measure against."""
+    everything of all, in pages of one size (one), as a baseline to measure against: layers with windows keep
+    all tokens, blocks are as long as the largest state, and a state is kept after each of them."""
     cuda_graphs: bool = False
     """On CUDA with 16-bit KV in virtual tensors: replay decode steps as CUDA graphs. Not yet measured on a GPU."""
     max_running: Count = 8

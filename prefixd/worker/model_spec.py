@@ -86,6 +86,7 @@ class ModelSpec:
         widest = max((layer.query_heads * layer.head_dim for layer in self.attention), default=0)
         return Hello(
             groups=self.groups.shapes,
+            needs=self.groups.needs,
             frame_bytes=self.groups.frame_bytes,
             dtype=self.dtype,
             block_tokens=self.block_tokens,

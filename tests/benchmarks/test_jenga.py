@@ -53,12 +53,37 @@ def test_what_does_not_hold_is_said(model: str, broken: dict[str, Any], words: s
     assert words in "; ".join(found) and len(found) == bool(words)
 
 
+def run_of(
+    way: str, hits: int, *, model: str = "window", rate: float = 2.0, waste: float = 0.01, said: str = "same"
+) -> jenga.Run:
+    return jenga.Run(model, way, 0, 1 << 20, rate, 1000, hits, 1000 - hits, waste, 0.0, 3, 0, said)
+
+
+def test_of_several_rounds_the_best_rate_counts_and_all_hits_bytes_and_tokens() -> None:
+    runs = [
+        run_of("baseline", 100, rate=2.0),
+        run_of("virtual", 200, rate=1.0, waste=0.02),
+        run_of("baseline", 300, rate=1.0),
+        run_of("virtual", 400, rate=3.0, waste=0.04),
+    ]
+    result = jenga.summary(runs)["models"]["window"]["virtual"]
+    assert result == {
+        "waste": 0.03,
+        "found": 0.3,
+        "requests_per_s": 3.0,
+        "hit_ratio": 1.5,
+        "requests_ratio": 1.5,
+        "same_tokens": True,
+    }
+    runs[1] = run_of("virtual", 200, said="other")
+    assert not jenga.summary(runs)["models"]["window"]["virtual"]["same_tokens"]
+
+
 def test_a_result_that_does_not_hold_fails_the_command_after_it_is_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     def run(model: str, way: str) -> jenga.Run:
-        hits = 100 if way == jenga.BASELINE else 140
-        return jenga.Run(model, way, 1 << 20, 2.0, 1000, hits, 1000 - hits, 0.01, 0.0, 3, 0, "same")
+        return run_of(way, 100 if way == jenga.BASELINE else 140, model=model)
 
     monkeypatch.setattr(jenga, "measure", lambda model, plan, step: [run(model, way) for way in jenga.WAYS])
     file, picture = tmp_path / "jenga.json", tmp_path / "jenga.png"

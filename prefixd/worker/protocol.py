@@ -216,12 +216,18 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     """One forward pass: its results are in memory, not merely queued on a stream.
 
     computed_tokens: tokens whose KV was computed, over all requests; elapsed_s: wall time of the pass.
+    passes: forward passes of the model, more than one where those without a sampled token were not waited for.
+    proposed_tokens: of the computed ones, those that a draft proposed; accepted_tokens: those of them that the model
+        chose, too.
     """
 
     updates: list[Update]
     computed_tokens: int
     elapsed_s: float
     kv: KvUsage = KvUsage()
+    passes: int = 1
+    proposed_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class BeamResult(msgspec.Struct, frozen=True):

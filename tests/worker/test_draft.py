@@ -160,9 +160,11 @@ def test_tokens_and_logprobs_are_those_of_the_model_alone(rig_of: Callable[..., 
         assert passes(both) < 0.8 * passes(alone)
     else:
         assert share < 0.2
+        # What is proposed counts towards the tokens of a step, so prompts take a few passes more.
+        assert passes(both) < 1.2 * passes(alone)
 
 
-@pytest.mark.parametrize("most", [1, 3, 20])
+@pytest.mark.parametrize("most", [1, 4, 20])
 def test_passes_with_the_model_itself_as_its_draft(rig_of: Callable[..., Rig], most: int) -> None:
     rig = rig_of("llama", "itself", most)
     rig.generate(prompt_of(1, 16), max_tokens=1 + 42)

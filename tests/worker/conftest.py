@@ -96,6 +96,7 @@ class Rig:
         max_step_tokens: int = 64,
         device: str = "cpu",
         kv: str = "virtual",
+        requests: int = 80,
     ) -> None:
         self.model = model
         self.block_tokens = model.spec.block_tokens
@@ -103,7 +104,7 @@ class Rig:
         self.memory = create_memory(device, model.spec.groups.chunk_bytes)
         self.pool = FramePool(self.memory, model.spec.groups.frame_bytes, frames)
         paged = kv == "paged"
-        self.kv = make_kv(model.spec, self.memory, self.pool.table, requests=80, frames=frames, paged=paged)
+        self.kv = make_kv(model.spec, self.memory, self.pool.table, requests=requests, frames=frames, paged=paged)
         self.managers = managers_of(self.kv)
         self.manager = self.managers[0] if self.managers else None
         draft = None

@@ -31,6 +31,7 @@ TARGETS = ["llama", "gemma3_text", "deepseek_v2"]
 DRAFTS = ["itself", "noised", "stranger"]
 NOISE = {"llama": 0.01, "gemma3_text": 0.02, "deepseek_v2": 0.02}
 FRAMES = 420
+REQUESTS = 10
 
 Load = Callable[..., CausalModel]
 
@@ -87,7 +88,7 @@ def rig_of(load: Load) -> Iterator[Callable[..., Rig]]:
 
     def make(target: str, draft: str | None = None, most: int = MOST, frames: int = FRAMES) -> Rig:
         model = load(target, draft, most)
-        rig = Rig(model, frames=frames, max_step_tokens=40)
+        rig = Rig(model, frames=frames, max_step_tokens=40, requests=REQUESTS)
         frame_bytes = model.spec.groups.frame_bytes
         rig.pool._window.tensor((frames * frame_bytes,), torch.uint8).fill_(0xFF)
         rigs.append(rig)
@@ -373,7 +374,7 @@ def test_any_mix_gives_the_tokens_of_the_model_alone(load: Load, asked: list[Any
     """`after`: passes that the others compute before a request comes."""
     outputs = []
     for model in (load(target), load(target, draft)):
-        rig = Rig(model, frames=FRAMES)
+        rig = Rig(model, frames=FRAMES, requests=REQUESTS)
         requests = []
         for each in asked:
             sampling = {key: value for key, value in each.items() if key not in ("tokens", "after")}

@@ -97,5 +97,13 @@ class Draft:
                 logits = self._forward([proposed[index][-1] for index in going], segments, range(len(going)))
         return proposed
 
+    def catch_up(self, ended: Sequence[Run]) -> None:
+        """Compute the last tokens of runs that have ended, where a block is filled by that."""
+        fed = [Fed(run, run.computed, 0) for run in ended if run.draft_behind and run.computed == run.block_start]
+        if fed:
+            self.propose(fed)
+        for run, _, _ in fed:
+            run.draft_behind = 0
+
     def _forward(self, tokens: Sequence[int], segments: Sequence[Segment], wanted: Sequence[int]) -> torch.Tensor:
         return self._model.forward(tokens, self._kv.draft_step(segments), wanted)

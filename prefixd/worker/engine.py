@@ -194,6 +194,8 @@ class Engine:
                 if part.kept is not None:
                     part.kept.end()
                     part.member.kept += part.kept.blocks
+        if self._draft is not None:
+            self._draft.catch_up([part.run for part in parts if isinstance(part.run, Run) and part.run.ended])
         broken = {message.id for message in done if message.reason == "error"}
         updates = _updates({part.run.id: part.run for part in parts if part.run.id not in broken}, news)
         proposed = sum(len(part.proposed) for part in parts)

@@ -86,9 +86,14 @@ class Run:
         return self.memory.blocks * self._block_tokens
 
     @property
+    def block_start(self) -> int:
+        """Tokens before the block that the last known one lies in."""
+        return (len(self.tokens) - 1) // self._block_tokens * self._block_tokens
+
+    @property
     def block_end(self) -> int:
-        """Tokens up to the end of the block that the last known one lies in."""
-        return -(-len(self.tokens) // self._block_tokens) * self._block_tokens
+        """Tokens up to the end of that block."""
+        return self.block_start + self._block_tokens
 
     @property
     def room(self) -> int:

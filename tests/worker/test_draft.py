@@ -230,6 +230,29 @@ def test_a_cached_prefix_serves_both_models(rig_of: Callable[..., Rig], target: 
 
 
 @pytest.mark.parametrize("draft", ["itself", "noised"])
+def test_a_block_that_was_told_to_be_filled_does_not_change_any_more(rig_of: Callable[..., Rig], draft: str) -> None:
+    """The daemon gives it to others and writes it down at once: both models' KV is there, of the known tokens alone."""
+    rig = rig_of("llama", draft)
+    width = rig.block_frames
+    requests = {seed: rig.frames(5 * width) for seed in range(4)}
+    for seed, frames in requests.items():
+        assert rig.start(prompt_of(seed, 14 + seed), frames=frames, max_tokens=60 - seed) == seed
+    told: dict[int, bytes] = {}
+    size = rig.model.spec.groups.frame_bytes
+
+    def content(frame: int) -> bytes:
+        return rig.pool._window.tensor((size,), torch.uint8, offset=frame * size).numpy().tobytes()
+
+    while rig.engine.runnable:
+        rig.step()
+        for request, blocks in rig.filled.items():
+            for frame in requests[request][: blocks * width]:
+                told.setdefault(frame, content(frame))
+    assert len(told) == 4 * 4 * width
+    assert all(content(frame) == then for frame, then in told.items())
+
+
+@pytest.mark.parametrize("draft", ["itself", "noised"])
 def test_what_the_windows_of_both_have_passed_is_not_read_again(rig_of: Callable[..., Rig], draft: str) -> None:
     """As soon as the daemon was told of tokens, it may give those frames to others."""
     alone, both = rig_of("gemma3_text"), rig_of("gemma3_text", draft)

@@ -98,10 +98,11 @@ class Draft:
         return proposed
 
     def catch_up(self, ended: Sequence[Run]) -> None:
-        """Compute the last tokens of runs that have ended, where a block is filled by that."""
+        """Compute the last tokens of runs that have ended, where a block is filled by that; waits for the device."""
         fed = [Fed(run, run.computed, 0) for run in ended if run.draft_behind and run.computed == run.block_start]
         if fed:
             self.propose(fed)
+            self._model.synchronize()
         for run, _, _ in fed:
             run.draft_behind = 0
 

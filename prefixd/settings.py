@@ -323,6 +323,12 @@ class WorkerSettings(_Section):
     """What is kept of models whose layers need different things: of each layer what its rule needs (by_rule; Jenga), or
     everything of all, in pages of one size (one), as a baseline to measure against: layers with windows keep
     all tokens, blocks are as long as the largest state, and a state is kept after each of them."""
+    draft_model: AbsolutePath | None = None
+    """Directory of a small Hugging Face model with the same tokens that proposes output, which the model checks several
+    tokens at a time: the same answers in fewer passes of the model (speculative decoding). It runs on the same device,
+    and its KV lies in the same blocks. For models of attention layers, with kv = "virtual" and layout = "token"."""
+    draft_tokens: Annotated[int, Field(ge=1, le=64)] = 4
+    """How many tokens the draft proposes at a time."""
     cuda_graphs: bool = False
     """On CUDA with 16-bit KV in virtual tensors: replay decode steps as CUDA graphs. Not yet measured on a GPU."""
     max_running: Count = 8
@@ -349,6 +355,16 @@ class WorkerSettings(_Section):
     def _one_model(self) -> Self:
         if self.embedded and self.model is not None:
             raise ValueError(f"worker.embedded and worker.model = {self.model} are both set; keep one of them")
+        if self.draft_model is not None:
+            if not self.enabled:
+                raise ValueError(
+                    f"worker.draft_model = {self.draft_model} has no model to propose tokens to; set worker.model too"
+                )
+            for name, needed in (("kv", "virtual"), ("layout", "token")):
+                if (value := getattr(self, name)) != needed:
+                    raise ValueError(
+                        f'worker.draft_model = {self.draft_model} needs worker.{name} = "{needed}", not "{value}"'
+                    )
         if self.max_step_tokens < self.block_tokens:
             raise ValueError(
                 f"worker.max_step_tokens = {self.max_step_tokens} is below worker.block_tokens = "

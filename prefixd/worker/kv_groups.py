@@ -6,6 +6,7 @@ level.
 
 Gemma 2, 46 layers, half with a window      full: 23 layers, a frame a block; window-4096: 23 layers, a frame a block
 Jamba, 4 layers with attention, 28 without  full: 4 layers, a frame a block; state: 28 layers, 8 frames a sequence
+Llama 3 8B with a 1B beside it as a draft   full: 32 layers, 4 frames a block; draft-full: 16 layers, a frame a block
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import mmap
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from prefixd.worker.errors import ModelError
 from prefixd.worker.probe import AttentionLayer
@@ -84,6 +86,8 @@ class KvGroups:
 
     attention: its groups, in the order of their first layers. state: its recurrent layers, if it has any.
     block_tokens: of all groups. frame_bytes: of all groups. chunk_bytes: of the memory below.
+    of_draft: so many of the last groups in `attention` are those of a draft model beside it; its layers are numbered
+        anew.
     """
 
     attention: tuple[AttentionGroup, ...]
@@ -91,11 +95,27 @@ class KvGroups:
     block_tokens: int
     frame_bytes: int
     chunk_bytes: int
+    of_draft: int = 0
 
     @property
     def alone(self) -> bool:
         """Whether all layers have full attention and one shape, as in most models: a block is a frame."""
-        return self.state is None and [group.rule for group in self.attention] == [FullAttention()]
+        return self.plain and len(self.attention) == 1
+
+    @property
+    def plain(self) -> bool:
+        """Whether every token is needed to the end, in every group."""
+        return self.state is None and all(group.rule == FullAttention() for group in self.attention)
+
+    @property
+    def own(self) -> KvGroups:
+        """Those of the model itself, without its draft's."""
+        return replace(self, attention=self.attention[: len(self.attention) - self.of_draft], of_draft=0)
+
+    @property
+    def draft(self) -> KvGroups:
+        """Those of its draft alone."""
+        return replace(self, attention=self.attention[len(self.attention) - self.of_draft :], state=None, of_draft=0)
 
     @property
     def shapes(self) -> tuple[GroupShape, ...]:
@@ -145,6 +165,7 @@ def plan_groups(
     chunk_bytes: int | None,
     on_cuda: bool,
     by_rule: bool = True,
+    draft: Sequence[AttentionLayer] = (),
 ) -> KvGroups:
     """The groups of a model, and the least block of at least `block_tokens` tokens that fills whole chunks in each.
 
@@ -155,28 +176,31 @@ def plan_groups(
     by_rule: False is the baseline: one page size and one rule for all layers (Jenga, sections 3.2 and 4.4, "MAX page").
         A layer with a window keeps everything. A page holds a block of an attention layer or the state of a recurrent
         one; the blocks are enlarged until the largest state fits, and a state is kept after each of them. Recurrent
-        layers share block numbers in groups of as many layers as have attention, as in vLLM, and a page each.
+        layers share block numbers in groups of as many layers as have attention, as in vLLM, and a page each. Attention
+        layers of several shapes are groups of their own all the same, and states are then as by rule, but for how many.
+    draft: the attention layers of a draft model, which are further groups.
     Raises ModelError for a layout that several groups cannot share.
     """
-    grouped: dict[tuple[FullAttention | SlidingWindow, int, int], list[int]] = {}
-    for layer in attention:
-        window = _window(layer, max_tokens) if by_rule else None
-        rule = FullAttention() if window is None else SlidingWindow(window)
-        grouped.setdefault((rule, layer.kv_heads, layer.head_dim), []).append(layer.layer)
+    grouped: dict[_Alike, list[AttentionLayer]] = {}
+    for model, of_model in (("", attention), ("draft-", draft)):
+        for layer in of_model:
+            window = _window(layer, max_tokens) if by_rule else None
+            rule = FullAttention() if window is None else SlidingWindow(window)
+            grouped.setdefault(_Alike(model, rule, layer.kv_heads, layer.head_dim), []).append(layer)
     alone = len(grouped) == 1 and states is None
-    plain = alone and isinstance(next(iter(grouped))[0], FullAttention)
+    plain = alone and isinstance(next(iter(grouped)).rule, FullAttention)
     if layout != "token" and not alone:
         raise ModelError(
             f"has {len(grouped) + (states is not None)} groups of layers that keep different things, which cannot lie "
             'layer by layer; set worker.layout to "token"'
         )
     asked = [
-        KvGeometry(len(layers), kv_heads, head_dim, dtype, block_tokens, layout)
-        for (_, kv_heads, head_dim), layers in grouped.items()
+        KvGeometry(len(layers), alike.kv_heads, alike.head_dim, dtype, block_tokens, layout)
+        for alike, layers in grouped.items()
     ]
     automatic = _page_bytes(asked) if alone else mmap.PAGESIZE
     granule = chunk_bytes or (CUDA_CHUNK_BYTES if on_cuda else automatic)
-    windowed = any(isinstance(rule, SlidingWindow) for rule, _, _ in grouped)
+    windowed = any(isinstance(alike.rule, SlidingWindow) for alike in grouped)
     paged_states = not by_rule and states is not None and len(asked) == 1
     if paged_states and states is not None:
         block_tokens = max(block_tokens, -(-states.layer_bytes * asked[0].layers // asked[0].token_bytes))
@@ -186,15 +210,27 @@ def plan_groups(
     if not (chunk_bytes or on_cuda or alone):
         granule = math.gcd(frame_bytes, CUDA_CHUNK_BYTES)
     groups = []
-    for (rule, _, _), layers, shape in zip(grouped, grouped.values(), shapes, strict=True):
-        name = _name(rule, plain, [other[0] for other in grouped].count(rule) > 1, layers[0])
-        windows = tuple(_window(layer, max_tokens) for layer in attention if layer.layer in layers)
-        groups.append(AttentionGroup(name, rule, tuple(layers), shape, shape.block_bytes // frame_bytes, windows))
+    for alike, layers, shape in zip(grouped, grouped.values(), shapes, strict=True):
+        twice = [other[:2] for other in grouped].count(alike[:2]) > 1
+        name = alike.model + _name(alike.rule, plain, twice, layers[0].layer)
+        numbers = tuple(layer.layer for layer in layers)
+        windows = tuple(_window(layer, max_tokens) for layer in layers)
+        groups.append(AttentionGroup(name, alike.rule, numbers, shape, shape.block_bytes // frame_bytes, windows))
     state = None
     if states is not None:
         pages = -(-len(states.shapes) // asked[0].layers) if paged_states else -(-states.nbytes // frame_bytes)
         state = StateGroup(states, pages, every_block=not by_rule)
-    return KvGroups(tuple(groups), state, tokens, frame_bytes, granule)
+    of_draft = sum(alike.model != "" for alike in grouped)
+    return KvGroups(tuple(groups), state, tokens, frame_bytes, granule, of_draft)
+
+
+class _Alike(NamedTuple):
+    """What the layers of a group have in common; model: what its name begins with."""
+
+    model: str
+    rule: FullAttention | SlidingWindow
+    kv_heads: int
+    head_dim: int
 
 
 def _window(layer: AttentionLayer, max_tokens: int) -> int | None:

@@ -29,6 +29,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     kv: "virtual" keeps every request in contiguous addresses (vTensor), "paged" in blocks behind a table.
     groups: "by_rule" keeps of each layer what its rule needs, "one" has one page size and one rule for all layers, for
         comparison; see `plan_groups`.
+    draft_model: directory of a small model that proposes tokens, which the model checks; empty: none.
+    draft_tokens: how many it proposes at a time.
     threads: of torch on a CPU; 0 takes torch's default.
     """
 
@@ -44,6 +46,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     cuda_graphs: bool = False
     kv: Literal["virtual", "paged"] = "virtual"
     groups: Literal["by_rule", "one"] = "by_rule"
+    draft_model: str = ""
+    draft_tokens: Positive = 4
     threads: NotNegative = 0
 
 

@@ -38,7 +38,10 @@ class KvNeeds:
     frames.
 
     Where the groups have the rules of their layers, the trie knows which bytes have expired. Where one rule is for all
-    layers (`worker.groups = "one"`), nothing expires there, and a column here says what would have.
+    layers (`worker.groups = "one"`), nothing expires there, and a column here says what would have: of blocks that the
+    worker has filled.
+
+    Counting is a pass over the trie's columns, a slice at a time, and over the blocks ahead of the running requests.
 
     Args:
         kv: the model's groups.

@@ -11,6 +11,7 @@ import pytest
 from prefixd.cache.index.trie import GPU
 from prefixd.server.kv_needs import KvNeeds, Unused
 from prefixd.server.request import RequestState
+from prefixd.server.state_keeping import EVERY_BLOCK
 from prefixd.worker.protocol import FullAttention, Need, RecurrentState, SlidingWindow
 
 from .conftest import BLOCK, GEOMETRY, MODELS
@@ -111,6 +112,18 @@ async def test_the_padding_of_states_is_not_needed(make_bench: MakeBench) -> Non
     await bench.finish(request)
     kept = bench.dispatcher.states.counters.kept
     assert kept == 2 and cached(bench).unneeded == kept * PADDING
+
+
+async def test_the_baseline_keeps_a_state_after_each_block_of_a_prompt(make_bench: MakeBench) -> None:
+    bench = await make_bench(400, model="states", states=EVERY_BLOCK)
+    request = bench.submit(LONG, max_tokens=1)
+    await bench.running(request)
+    assert request.run.states is not None and list(request.run.states.keep) == list(range(1, 21))
+    await bench.finish(request)
+    assert bench.dispatcher.states.counters.kept == 20
+    again = bench.submit([*LONG[: 11 * BLOCK], 1, 2, 3], max_tokens=1)
+    await bench.finish(again)
+    assert again.hit_tokens == [11 * BLOCK, 0, 0], "it resumes inside the other prompt"
 
 
 async def test_nothing_is_counted_before_a_worker_has_filled_a_block(make_bench: MakeBench) -> None:

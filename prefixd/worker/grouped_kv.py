@@ -57,7 +57,7 @@ class GroupedKv:
         most_blocks: int,
     ) -> None:
         self._groups = groups
-        self._memories = tuple(memories)
+        self._memories: tuple[VirtualKv | PagedKv, ...] = tuple(memories)
         self._states = states
         self._margin = window_margin
         self._most_blocks = most_blocks

@@ -1,8 +1,8 @@
 """KV in blocks anywhere in one pool, found through block tables: the design of PagedAttention, as a baseline.
 
 A sequence is a list of pages, of one frame each in a model with one group of layers (`MappedPages`). A kernel that
-knows block tables reads through them (`varlen_attn`, on a GPU); any other needs the blocks of a sequence copied together
-first, in every layer of every step, which is what `read` does.
+knows block tables reads through them (`varlen_attn`, on a GPU); any other needs the blocks of a sequence copied
+together first, in every layer of every step, which is what `read` does.
 """
 
 from __future__ import annotations

@@ -85,8 +85,15 @@ class MappedPages:
                     del self.users[page]
 
     def forget(self, frames: Sequence[int]) -> None:
-        """Unmap the pages of which one of `frames` is a part; waits for what the device may still do with them."""
-        self._unmap({self._page_of[frame] for frame in frames if frame in self._page_of})
+        """Unmap the pages of which one of `frames` is a part; waits for what the device may still do with them.
+
+        Raises MemoryMisuseError, and unmaps none, if a sequence has one of them.
+        """
+        pages = {self._page_of[frame] for frame in frames if frame in self._page_of}
+        for page in pages:
+            if self.users.get(page):
+                raise MemoryMisuseError(f"frames {self.mapped[page]} are to go, but a request has them; end it first")
+        self._unmap(pages)
 
     def reclaim(self) -> None:
         """Unmap the pages that no sequence has."""

@@ -9,8 +9,9 @@ import torch
 
 from prefixd.worker.kv_groups import AttentionGroup, KvGroups
 from prefixd.worker.kv_memory import KvSequence, Segment, Spans, StepKv
+from prefixd.worker.paged_kv import PagedKv
 from prefixd.worker.protocol import KvUsage, StateFrames, passed_blocks
-from prefixd.worker.state_memory import SequenceState, StateMemory
+from prefixd.worker.state_memory import SequenceState, States
 from prefixd.worker.virtual_kv import VirtualKv
 
 
@@ -33,7 +34,7 @@ class GroupedSequence:
 
 
 class GroupedKv:
-    """Sequences that have a virtual tensor in each group.
+    """Sequences that have a virtual tensor, or a block table, in each group.
 
     A frame serves whichever group it is handed out for. Of each block, a sequence is given the frames of all groups,
     one group after the other.
@@ -49,14 +50,14 @@ class GroupedKv:
     def __init__(
         self,
         groups: KvGroups,
-        memories: Sequence[VirtualKv],
-        states: StateMemory | None,
+        memories: Sequence[VirtualKv] | Sequence[PagedKv],
+        states: States | None,
         *,
         window_margin: int,
         most_blocks: int,
     ) -> None:
         self._groups = groups
-        self._memories = tuple(memories)
+        self._memories: tuple[VirtualKv | PagedKv, ...] = tuple(memories)
         self._states = states
         self._margin = window_margin
         self._most_blocks = most_blocks
@@ -101,14 +102,14 @@ class GroupedKv:
         state = _grouped(sequence).state
         return all(
             memory.ready(part, tokens) for memory, part in zip(self._memories, _parts(sequence), strict=True)
-        ) and not (state is not None and any(tensor.mapping for tensor in state.tensors))
+        ) and (state is None or self._states is None or self._states.ready(state.tensors))
 
     def wait(self, sequence: KvSequence, tokens: int) -> None:
         """See `KvMemory.wait`."""
         for memory, part in zip(self._memories, _parts(sequence), strict=True):
             memory.wait(part, tokens)
         if (state := _grouped(sequence).state) is not None and self._states is not None:
-            self._states.manager.wait(state.tensors)
+            self._states.wait(state.tensors)
 
     def close(self, sequence: KvSequence, on_closed: Callable[[], None]) -> None:
         """See `KvMemory.close`."""
@@ -128,14 +129,15 @@ class GroupedKv:
 
     def poll(self, wait: bool = False) -> int:
         """See `KvMemory.poll`."""
-        left = 0 if self._states is None else self._states.manager.poll(wait)
+        left = 0 if self._states is None else self._states.poll(wait)
         return left + sum(memory.poll(wait) for memory in self._memories)
 
     def forget(self, frames: Sequence[int]) -> None:
         """See `KvMemory.forget`: any group may have them mapped."""
-        memories = [*self._memories, *([] if self._states is None else [VirtualKv(self._states.manager)])]
-        for memory in memories:
+        for memory in self._memories:
             memory.forget(frames)
+        if self._states is not None:
+            self._states.forget(frames)
 
     def step(self, segments: Sequence[Segment]) -> StepKv:
         """See `KvMemory.step`: the groups of the model itself."""
@@ -160,7 +162,7 @@ class GroupedKv:
         for memory in self._memories:
             memory.end()
         if self._states is not None:
-            self._states.manager.close()
+            self._states.end()
 
     def _step(self, segments: Sequence[Segment], groups: KvGroups, first: int) -> StepKv:
         """A pass of the model that has these groups, of which the first is the memory's group `first`."""

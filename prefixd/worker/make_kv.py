@@ -8,7 +8,7 @@ from prefixd.worker.grouped_kv import GroupedKv
 from prefixd.worker.kv_memory import KvMemory
 from prefixd.worker.model_spec import WINDOW_MARGIN, ModelSpec
 from prefixd.worker.paged_kv import PagedKv
-from prefixd.worker.state_memory import StateMemory
+from prefixd.worker.state_memory import PagedStates, StateMemory
 from prefixd.worker.virtual_kv import VirtualKv
 from prefixd_swap.vmem import FrameTable, VirtualMemory, VirtualTensorManager
 
@@ -31,12 +31,12 @@ def make_kv(
         table: the frames' chunks.
         requests: most sequences at a time.
         frames: most frames that there will be.
-        paged: block tables, which models with one group alone can have.
+        paged: block tables.
         background: a single thread that maps; None maps at once.
     """
     longest = spec.sequence_capacity
     if paged:
-        return PagedKv(memory, table, spec.geometry, frames=frames, max_tokens=longest)
+        return _block_tables(spec, memory, table, frames)
     memories = [
         VirtualKv(
             VirtualTensorManager(
@@ -64,6 +64,30 @@ def make_kv(
         manager.neighbours = managers
     return GroupedKv(
         spec.groups,
+        memories,
+        states,
+        window_margin=WINDOW_MARGIN[spec.device.type],
+        most_blocks=longest // spec.block_tokens,
+    )
+
+
+def _block_tables(spec: ModelSpec, memory: VirtualMemory, table: FrameTable, frames: int) -> KvMemory:
+    longest, groups = spec.sequence_capacity, spec.groups
+    memories = [
+        PagedKv(memory, table, group.geometry, frames=frames, max_tokens=longest, block_frames=group.frames)
+        for group in groups.attention
+    ]
+    if groups.alone:
+        return memories[0]
+    all_pages = [of_group.pages for of_group in memories]
+    states: PagedStates | None = None
+    if groups.state is not None:
+        states = PagedStates(memory, table, groups.state, groups.frame_bytes, frames=frames)
+        all_pages.append(states.pages)
+    for pages in all_pages:
+        pages.neighbours = all_pages
+    return GroupedKv(
+        groups,
         memories,
         states,
         window_margin=WINDOW_MARGIN[spec.device.type],

@@ -207,17 +207,12 @@ def choose_attention(spec: ModelSpec, *, paged: bool = False) -> AttentionBacken
             f"model {str(spec.path)!r} has a draft beside it, and block tables hold one model's KV: set worker.kv to "
             '"virtual" or leave worker.draft_model out'
         )
-    if paged and not spec.groups.alone:
-        raise ModelError(
-            f"model {str(spec.path)!r} has {len(spec.groups.shapes)} groups of layers that keep different things; "
-            'block tables hold one: set worker.kv to "virtual"'
-        )
     if spec.device.type == "cpu":
         return TileAttention(spec.block_tokens, dtype, [layer for layer in kinds if kinds[layer].expanded])
     if not spec.attention:
         return TileAttention(spec.block_tokens, dtype)  # nobody asks it for anything
     if not spec.groups.own.alone:
-        return GroupedAttention(_choose_on_cuda(spec, kinds, paged=False))
+        return GroupedAttention(_choose_on_cuda(spec, kinds, paged=paged))
     return _choose_on_cuda(spec, kinds, paged=paged)
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from typing import cast
 
 import torch
 
 from prefixd.worker.kv_groups import StateGroup
+from prefixd.worker.mapped_pages import MappedPages
 from prefixd.worker.protocol import StateFrames
+from prefixd.worker.virtual_kv import VirtualKv
 from prefixd_swap.errors import SwapError
 from prefixd_swap.geometry import KvGeometry
 from prefixd_swap.vmem import FrameId, FrameTable, VirtualMemory, VirtualTensor, VirtualTensorManager
@@ -17,6 +20,8 @@ from prefixd_swap.vmem import FrameId, FrameTable, VirtualMemory, VirtualTensor,
 log = logging.getLogger(__name__)
 
 _NUMBER_BYTES = 4  # of the float32 that a state's bytes are mapped as
+Buffer = VirtualTensor | int
+"""A state's memory: a virtual tensor, or a page's number."""
 
 
 class SequenceState:
@@ -26,9 +31,9 @@ class SequenceState:
     (blocks before it, frames), ascending. tail: the buffer of the state after the last full block, if that is kept.
     """
 
-    def __init__(self, memory: StateMemory, frames: StateFrames) -> None:
+    def __init__(self, memory: States, frames: StateFrames) -> None:
         self._memory = memory
-        self._tensors = [memory.map(frames.own)]
+        self._tensors: list[Buffer] = [memory.map(frames.own)]
         self.keep = [(kept.blocks, kept.frames) for kept in frames.keep]
         self.tail_blocks = 0
         try:
@@ -41,7 +46,7 @@ class SequenceState:
             raise
 
     @property
-    def tensors(self) -> Sequence[VirtualTensor]:
+    def tensors(self) -> Sequence[Buffer]:
         """What it has mapped."""
         return self._tensors
 
@@ -53,7 +58,7 @@ class SequenceState:
     def keeps(self, start: int, stop: int, block_tokens: int) -> KeptInPass:
         """What a pass over tokens [start, stop) is to keep; end it when the pass has been handed to the device."""
         due = [(blocks, frames) for blocks, frames in self.keep if start < blocks * block_tokens <= stop]
-        mapped: list[tuple[int, VirtualTensor]] = []
+        mapped: list[tuple[int, Buffer]] = []
         positions: list[tuple[int, torch.Tensor]] = []
         for blocks, frames in due:
             try:
@@ -84,10 +89,10 @@ class KeptInPass:
 
     def __init__(
         self,
-        memory: StateMemory,
+        memory: States,
         positions: list[tuple[int, torch.Tensor]],
         blocks: list[int],
-        mapped: list[VirtualTensor],
+        mapped: list[Buffer],
     ) -> None:
         self.positions = positions
         self.blocks = blocks
@@ -99,6 +104,64 @@ class KeptInPass:
         for tensor in self._mapped:
             self._memory.release(tensor, lambda: None)
         self._mapped = []
+
+
+class PagedStates:
+    """The states of block tables: each lies in a page, mapped once. See `StateMemory`."""
+
+    def __init__(
+        self, memory: VirtualMemory, table: FrameTable, group: StateGroup, frame_bytes: int, *, frames: int
+    ) -> None:
+        size = group.frames * frame_bytes
+        self.pages = MappedPages(memory, table, page_frames=group.frames, page_bytes=size, frames=frames)
+        self._nbytes = group.layout.nbytes
+        self._pool = self.pages.tensor((frames // group.frames, size), torch.uint8, (size, 1))
+
+    def map(self, frames: Sequence[int]) -> int:
+        """See `StateMemory.map`."""
+        return self.pages.add(frames)[0]
+
+    def mapped(self, frames: Sequence[int]) -> tuple[int, torch.Tensor]:
+        """See `StateMemory.mapped`."""
+        page = self.map(frames)
+        return page, self.buffer(page)
+
+    def buffer(self, buffer: Buffer) -> torch.Tensor:
+        """See `StateMemory.buffer`."""
+        return self._pool[cast(int, buffer), : self._nbytes]
+
+    def copy(self, frames: Sequence[int], target: Buffer) -> None:
+        """See `StateMemory.copy`."""
+        page, source = self.mapped(frames)
+        self.buffer(target).copy_(source)
+        self.pages.remove([page])
+
+    def release(self, buffer: Buffer, on_released: Callable[[], None]) -> None:
+        """See `StateMemory.release`; its next owner is ordered behind on the same stream."""
+        self.pages.remove([cast(int, buffer)])
+        on_released()
+
+    def ready(self, buffers: Sequence[Buffer]) -> bool:
+        """Always: nothing happens in the background."""
+        del buffers
+        return True
+
+    def wait(self, buffers: Sequence[Buffer]) -> None:
+        """Nothing to wait for."""
+        del buffers
+
+    def poll(self, wait: bool = False) -> int:
+        """Nothing is ever left."""
+        del wait
+        return 0
+
+    def forget(self, frames: Sequence[int]) -> None:
+        """See `KvMemory.forget`."""
+        self.pages.forget(frames)
+
+    def end(self) -> None:
+        """Give the addresses back."""
+        self.pages.end()
 
 
 class StateMemory:
@@ -156,12 +219,13 @@ class StateMemory:
             self.release(tensor, lambda: None)
             raise
 
-    def buffer(self, tensor: VirtualTensor) -> torch.Tensor:
+    def buffer(self, buffer: Buffer) -> torch.Tensor:
         """``[nbytes]`` of uint8; waits until it is mapped."""
+        tensor = cast(VirtualTensor, buffer)
         self.manager.wait([tensor])
         return tensor.kv.view(-1).view(torch.uint8)[: self._nbytes]
 
-    def copy(self, frames: Sequence[int], target: VirtualTensor) -> None:
+    def copy(self, frames: Sequence[int], target: Buffer) -> None:
         """Copy the state in `frames`, queued on the device behind the passes so far."""
         source, buffer = self.mapped(frames)
         try:
@@ -169,8 +233,31 @@ class StateMemory:
         finally:
             self.release(source, lambda: None)
 
-    def release(self, tensor: VirtualTensor, on_released: Callable[[], None]) -> None:
+    def release(self, buffer: Buffer, on_released: Callable[[], None]) -> None:
         """Give a buffer back once the device is done with it."""
         device = self.manager.kv.device
         streams = [torch.cuda.current_stream(device).cuda_stream] if device.type == "cuda" else []
-        self.manager.release(tensor, streams=streams, on_released=on_released)
+        self.manager.release(cast(VirtualTensor, buffer), streams=streams, on_released=on_released)
+
+    def ready(self, buffers: Sequence[Buffer]) -> bool:
+        """Whether these are mapped."""
+        return not any(cast(VirtualTensor, buffer).mapping for buffer in buffers)
+
+    def wait(self, buffers: Sequence[Buffer]) -> None:
+        """Wait until these are mapped. Raises as `KvMemory.open`."""
+        self.manager.wait([cast(VirtualTensor, buffer) for buffer in buffers])
+
+    def poll(self, wait: bool = False) -> int:
+        """See `KvMemory.poll`."""
+        return self.manager.poll(wait)
+
+    def forget(self, frames: Sequence[int]) -> None:
+        """See `KvMemory.forget`."""
+        VirtualKv(self.manager).forget(frames)
+
+    def end(self) -> None:
+        """Give the addresses back."""
+        self.manager.close()
+
+
+States = StateMemory | PagedStates

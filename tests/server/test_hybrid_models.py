@@ -71,6 +71,32 @@ def ask(remote: Remote, seed: int) -> Answer:
     return remote.generate(prompt_of(seed), max_tokens=NEW, ignore_eos=True, temperature=0.0)
 
 
+@pytest.mark.parametrize("name", ["jamba"], indirect=True)
+def test_block_tables_give_the_same_tokens(name: str, folder: Path, tmp_path: Path, remote_type: type[Remote]) -> None:
+    """Several frames a state, in a tier with room for three requests."""
+    reference = Reference(name)
+    settings: dict[str, str | int] = {
+        "worker.model": str(reference.save(tmp_path / "model")),
+        "worker.kv": "paged",
+        "worker.block_tokens": BLOCK,
+        "worker.threads": 1,
+        "gpu.device": "cpu",
+        "gpu.bytes": 3 * request_bytes(tmp_path / "model"),
+        "cpu.bytes": "16MiB",
+        "scheduler.recompute_if_slower": "false",
+    }
+    with DaemonProcess(settings, directory=folder) as daemon, remote_type(daemon) as remote:
+        cold = [ask(remote, seed) for seed in range(4)]
+        warm = [ask(remote, seed) for seed in range(4)]
+        crowded = remote.generate_all(
+            [prompt_of(seed) for seed in range(4, 8)], max_tokens=NEW, ignore_eos=True, temperature=0.0
+        )
+        assert daemon.stop() == 0
+    for seed, answer in zip([*range(4), *range(4), *range(4, 8)], [*cold, *warm, *crowded], strict=True):
+        assert answer.tokens == reference.tokens(seed), (seed, answer.hits)
+    assert all(sum(answer.hits) == 7 * BLOCK for answer in warm)
+
+
 def test_tokens_are_those_of_transformers_from_every_tier(
     name: str, folder: Path, tmp_path: Path, remote_type: type[Remote]
 ) -> None:

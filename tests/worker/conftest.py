@@ -20,6 +20,7 @@ from prefixd.worker.model import CausalModel, load_model
 from prefixd.worker.model_spec import read_model_spec
 from prefixd.worker.protocol import Done, Sampling, Start, StateFrames, Step
 from prefixd.worker.settings import WorkerSettings
+from prefixd.worker.state_memory import PagedStates
 from prefixd.worker.virtual_kv import VirtualKv
 from prefixd_swap.vmem import FrameId, FramePool, VirtualTensorManager, create_memory
 
@@ -80,7 +81,9 @@ def managers_of(kv: KvMemory) -> list[VirtualTensorManager]:
     """The managers below a memory; none below block tables."""
     if isinstance(kv, VirtualKv):
         return [kv.manager]
-    if isinstance(kv, GroupedKv):
+    if isinstance(kv, GroupedKv) and all(isinstance(memory, VirtualKv) for memory in kv._memories):
+        if isinstance(kv._states, PagedStates):
+            return []
         states = [] if kv._states is None else [kv._states.manager]
         return [*(memory.manager for memory in kv._memories), *states]
     return []

@@ -13,8 +13,10 @@ import torch
 
 from prefixd.worker.errors import ModelError
 from prefixd.worker.kv_groups import CUDA_CHUNK_BYTES, KvGroups, plan_groups
+from prefixd.worker.mapped_pages import MappedPages
 from prefixd.worker.model import CausalModel, load_model
 from prefixd.worker.model_spec import WINDOW_MARGIN, read_model_spec
+from prefixd.worker.paged_kv import PagedKv
 from prefixd.worker.probe import AttentionLayer
 from prefixd.worker.protocol import (
     FullAttention,
@@ -67,10 +69,16 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def rig(name: str, model_of: Callable[[str], CausalModel]) -> Iterator[Rig]:
+def kv() -> str:
+    """Virtual tensors; tests of block tables say so."""
+    return "virtual"
+
+
+@pytest.fixture
+def rig(name: str, kv: str, model_of: Callable[[str], CausalModel]) -> Iterator[Rig]:
     model = model_of(name)
     spec = model.spec
-    rig = Rig(model, frames=48 * spec.block_frames + 24 * spec.state_frames, max_step_tokens=40)
+    rig = Rig(model, frames=48 * spec.block_frames + 24 * spec.state_frames, max_step_tokens=40, kv=kv)
     for first in rig.frames(rig.pool.free_count):  # what was never written must not be read
         rig.pool._window.tensor((spec.groups.frame_bytes,), torch.uint8, offset=first * spec.groups.frame_bytes).fill_(
             0xFF
@@ -281,14 +289,59 @@ def test_windows_give_up_what_they_leave_behind(name: str, rig: Rig) -> None:
     rig.run()
 
 
-def test_block_tables_and_beams_are_refused_where_they_cannot_be_right(name: str, rig: Rig) -> None:
+@pytest.mark.parametrize("kv", ["paged"])
+def test_block_tables_give_the_bits_of_virtual_tensors(
+    name: str, rig: Rig, model_of: Callable[[str], CausalModel]
+) -> None:
+    """Cold, with a hit, with fresh frames in any order, and on frames that other blocks and states had before."""
     spec = rig.model.spec
-    if not spec.groups.alone:
-        with pytest.raises(ModelError, match=r'groups of layers that keep different things.*worker.kv to "virtual"'):
-            load_model(spec, paged=True)
+    virtual = Rig(model_of(name), frames=rig.pool.capacity, max_step_tokens=40)
+    expected = [Cached(virtual, prompt_of(seed)) for seed in range(2)]
+    virtual.run()
+    first = Cached(rig, prompt_of(0), keep=(2, 5))
+    rig.run()
+    again = first.resume(5)
+    rig.run()
+    assert first.tokens == rig.tokens[again] == expected[0].tokens
+    exact = 0 if steady(name) else LOGPROBS
+    assert first.logprobs == pytest.approx(expected[0].logprobs, rel=0, abs=exact)
+    assert logprobs(rig, again) == pytest.approx(first.logprobs, rel=0, abs=exact)
+    rig.free(rig.pool.allocated().tolist())
+    taken = rig.frames(rig.pool.capacity)  # freed in another order, so that they make other pages
+    rig.free(taken[1:])
+    other = Cached(rig, prompt_of(1))
+    rig.run()
+    assert other.tokens == expected[1].tokens
+    assert other.logprobs == pytest.approx(expected[1].logprobs, rel=0, abs=exact)
+    rig.kv.forget(taken)
+    for pages in pages_of(rig):
+        assert not pages.mapped and not pages.users and not pages.shared
+    assert spec.groups.alone or len(pages_of(rig)) == len(spec.groups.shapes)
+    virtual.close()
+
+
+def test_beams_of_a_model_with_a_state_are_refused(name: str, rig: Rig) -> None:
+    spec = rig.model.spec
     if spec.state_frames:
         beams = Cached(rig, prompt_of(1), beams=2, logprobs=None)
         assert "are not searched with beams" in rig.done[beams.id].detail
+
+
+@pytest.mark.parametrize("kv", ["paged"])
+def test_beams_on_block_tables_find_what_they_find_on_virtual_tensors(
+    name: str, rig: Rig, model_of: Callable[[str], CausalModel]
+) -> None:
+    if rig.model.spec.state_frames:
+        pytest.skip("a model with a state")
+    virtual = Rig(model_of(name), frames=rig.pool.capacity, max_step_tokens=40)
+    found = []
+    for each in (rig, virtual):
+        frames = each.frames(blocks_needed(PROMPT, NEW, 2, BLOCK) * rig.model.spec.block_frames)
+        search = each.start(prompt_of(9), frames=frames, max_tokens=NEW, beams=2, beam_answers=1)
+        each.run()
+        found.append(each.done[search].beams[0].tokens)
+    assert found[0] == found[1] and len(found[0]) == NEW
+    virtual.close()
 
 
 @pytest.mark.parametrize("name", ["zamba2"], indirect=True)
@@ -305,6 +358,13 @@ def test_groups_are_named_and_share_frames(model_of: Callable[[str], CausalModel
     assert (full.name, state.name, state.rule) == ("full", "state", RecurrentState())
     assert jamba.groups.frame_bytes * state.frames >= jamba.groups.state.layout.nbytes
     assert jamba.groups.frame_bytes * full.frames == jamba.geometry.block_bytes
+
+
+def pages_of(rig: Rig) -> list[MappedPages]:
+    if isinstance(rig.kv, PagedKv):
+        return [rig.kv.pages]
+    states = [] if rig.kv._states is None else [rig.kv._states.pages]
+    return [*(memory.pages for memory in rig.kv._memories), *states]
 
 
 def content(rig: Rig, frame: int) -> torch.Tensor:

@@ -29,12 +29,15 @@ class AttentionKind:
     sinks: [query heads]; a score for each head that takes its share of the softmax and gives nothing (GPT-OSS).
     expanded: the cache keeps something smaller than keys and values, from which the model makes them anew in every pass
         (DeepSeek's latents). They are then given to the function of attention, and not read from memory.
+    both_ways: the tokens of an image attend to each other in both directions (`Segment.both_ways`). Known when a model
+        is loaded; in a pass its segments say so.
     """
 
     window: int | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
     expanded: bool = False
+    both_ways: bool = False
 
     def __str__(self) -> str:
         """For messages: "a window of 16 tokens, attention sinks"."""
@@ -43,6 +46,7 @@ class AttentionKind:
             f"scores capped at {self.softcap}" if self.softcap is not None else "",
             "attention sinks" if self.sinks is not None else "",
             "keys and values expanded from latents" if self.expanded else "",
+            "images that attend both ways" if self.both_ways else "",
         ]
         return ", ".join(filter(None, parts)) or "full attention"
 

@@ -12,6 +12,7 @@ import torch
 from prefixd.worker.beam_run import Beam, BeamRun
 from prefixd.worker.decode_graphs import DecodeGraphs
 from prefixd.worker.errors import RequestError
+from prefixd.worker.images import PromptImages
 from prefixd.worker.kv_memory import KvMemory
 from prefixd.worker.model import CausalModel
 from prefixd.worker.protocol import Cancel, Done, Extend, Start, Step, Update
@@ -95,6 +96,7 @@ class Engine:
             check_start(message, self._block_tokens, self._model.spec)
             blocks = -(-len(message.tokens) // 4 // self._block_tokens)
             own = message.frames[: blocks * self._block_frames] if message.sampling.beams else message.frames
+            images = self._images(message)
             memory = self._kv.open(own, message.state)
         except OutOfMemoryError as error:
             return [Done(message.id, "no_memory", str(error))]
@@ -104,9 +106,9 @@ class Engine:
             return [Done(message.id, "error", _unmappable(message.frames, error))]
         run: Run | BeamRun
         if message.sampling.beams:
-            run = BeamRun(message, self._kv, memory, self._block_tokens, self._model.spec)
+            run = BeamRun(message, self._kv, memory, self._block_tokens, self._model.spec, images)
         else:
-            run = Run(message, memory, self._block_tokens, self._model.spec)
+            run = Run(message, memory, self._block_tokens, self._model.spec, images)
         self._runs[run.id] = run
         try:
             self._fork(run, self._runs.get(message.fork_of))
@@ -155,6 +157,8 @@ class Engine:
         for part in parts:
             if isinstance(part.member, Run):
                 part.member.computed += part.count
+                if part.member.images is not None:
+                    part.member.images.pass_by(part.member.computed)
                 if isinstance(part.run, Run):  # beams begin with all of their prompt
                     self._kv.pass_by(part.member.memory, part.member.computed)
                 if part.kept is not None:
@@ -206,6 +210,13 @@ class Engine:
                 segments[index] = replace(segments[index], keep=part.kept.positions)
         return self._model.forward(tokens, self._kv.step(segments), rows)
 
+    def _images(self, message: Start) -> PromptImages | None:
+        """The images of a request that has been checked. Raises RequestError."""
+        encoder = self._model.images
+        if encoder is None or not message.images:
+            return None
+        return PromptImages(message.images, len(message.tokens) // 4, encoder)
+
     def _fork(self, run: Run | BeamRun, parent: Run | BeamRun | None) -> None:
         """Copy what `parent` has computed of the tokens that both have in common, behind the cached blocks."""
         if parent is None or not self._model.spec.groups.alone:
@@ -217,6 +228,10 @@ class Engine:
         common = first
         while common < last and child.tokens[common] == source.tokens[common]:
             common += 1
+        if child.images is not None:
+            common = child.images.common(source.images, common)
+        elif source.images is not None:
+            common = source.images.common(None, common)
         if common > first and child.tokens[:first] == source.tokens[:first]:
             self._kv.copy(source.memory, child.memory, first, common)
             child.computed = common
@@ -261,9 +276,12 @@ class Engine:
         for run, member in ready:
             if not member.decoding and budget > 0:
                 count = self._whole_cells(member, min(member.pending, budget))
+                if member.images is not None:
+                    count = _whole_images(member, count, first=len(counts) == len(decoding))
                 budget -= count
                 if count:
                     counts.append((run, member, count))
+        counts = self._with_embeddings(counts)
         parts = []
         row = -1
         for run, member, count in counts:
@@ -274,6 +292,21 @@ class Engine:
             kept = None if state is None else state.keeps(member.computed, stop, self._block_tokens)
             parts.append(_Part(run, member, count, row if last else None, kept))
         return parts
+
+    def _with_embeddings(
+        self, counts: list[tuple[Run | BeamRun, Run | Beam, int]]
+    ) -> list[tuple[Run | BeamRun, Run | Beam, int]]:
+        """What is left to compute when the images of it are embedded: a run whose image cannot be read ends."""
+        usable = []
+        for run, member, count in counts:
+            try:
+                if member.images is not None:
+                    member.images.hold(member.computed, member.computed + count)
+            except RequestError as error:
+                self._finish(run, Done(run.id, "error", str(error)))
+            else:
+                usable.append((run, member, count))
+        return usable
 
     def _whole_cells(self, member: Run | Beam, count: int) -> int:
         """Of the next `count` tokens of a prompt those that end a cell, or the prompt: see `recurrent.pieces`."""
@@ -319,6 +352,9 @@ class Engine:
         del self._runs[run.id]
         if isinstance(run, Run) and run.state is not None and done.reason != "error":  # else it may be damaged
             done = msgspec.structs.replace(done, tail_blocks=run.state.tail_blocks)
+        images = run.images if isinstance(run, Run) else run.prompt.images
+        if images is not None:
+            done = msgspec.structs.replace(done, encoded_images=images.encoded)
         open_memories = len(run.memories)
 
         def closed() -> None:
@@ -340,6 +376,18 @@ def _failed(request: int, frames: list[int], error: SwapError) -> Done:
 def _unmappable(frames: list[int], error: SwapError) -> str:
     named = f"frames {frames[:_NAMED]}{'...' * (len(frames) > _NAMED)}" if frames else "its frames"
     return f"{named} cannot be mapped: {error}"
+
+
+def _whole_images(member: Run | Beam, count: int, *, first: bool) -> int:
+    """Of the next `count` tokens those that end in no image whose tokens attend both ways.
+
+    first: the pass computes no other prompt, so that an image goes first that fits into no pass.
+    """
+    images, start = member.images, member.computed
+    if images is None:
+        return count
+    whole = images.last_cut(start + count) - start
+    return whole if whole or not first or not count else images.first_cut(start) - start
 
 
 def _next_tokens(part: _Part) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -140,7 +141,7 @@ class GroupedKv:
     def step(self, segments: Sequence[Segment]) -> GroupedStep:
         """See `KvMemory.step`."""
         steps = [
-            memory.step([Segment(_parts(part.sequence)[number], part.start, part.stop) for part in segments])
+            memory.step([replace(part, sequence=_parts(part.sequence)[number]) for part in segments])
             for number, memory in enumerate(self._memories)
         ]
         return GroupedStep(segments, steps, self._places)

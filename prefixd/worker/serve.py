@@ -87,6 +87,8 @@ def _graphs(
         return None, f"the device is {spec.device}; CUDA graphs need a GPU"
     if isinstance(kv, GroupedKv):
         return None, "the model has several groups of layers; CUDA graphs need one"
+    if model.images is not None and model.images.kind.grid_positions:
+        return None, "the model's positions have three dimensions; CUDA graphs need one"
     if not isinstance(kv, VirtualKv):
         return None, f'worker.kv is "{settings.kv}"; CUDA graphs need "virtual"'
     if not isinstance(model.attention, FlashAttention):

@@ -94,6 +94,18 @@ class AttentionBackend(Protocol):
         ...
 
 
+class CrossAttention(Protocol):
+    """Attention of one forward pass to images (`cross_attention.CrossStep`)."""
+
+    def has(self, layer: int) -> bool:
+        """Whether a layer attends to images."""
+        ...
+
+    def attend(self, query: torch.Tensor, layer: int, scaling: float) -> torch.Tensor:
+        """[1, heads, rows, head_dim] to [1, rows, heads, head_dim]; zeros in rows without images."""
+        ...
+
+
 def prefixd_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -105,6 +117,7 @@ def prefixd_attention(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     prefixd_step: StepAttention | None = None,
+    prefixd_cross: CrossAttention | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The function that transformers calls in each layer (`AttentionInterface`).
@@ -124,6 +137,8 @@ def prefixd_attention(
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
     layer: int = module.layer_idx  # type: ignore[assignment]
+    if prefixd_cross is not None and prefixd_cross.has(layer):
+        return prefixd_cross.attend(query, layer, scaling), None
     expanded = prefixd_step.expands(layer)
     kind = AttentionKind(sliding_window, softcap, s_aux, expanded)
     if expanded:

@@ -92,18 +92,19 @@ class Engine:
         """Take a request. One that cannot run answers with Done at once."""
         if message.id in self._runs:
             return [Done(message.id, "error", f"request {message.id} is already running; use another id")]
+        images: PromptImages | None = None
         try:
             check_start(message, self._block_tokens, self._model.spec)
             blocks = -(-len(message.tokens) // 4 // self._block_tokens)
             own = message.frames[: blocks * self._block_frames] if message.sampling.beams else message.frames
             images = self._images(message)
             memory = self._kv.open(own, message.state)
-        except OutOfMemoryError as error:
-            return [Done(message.id, "no_memory", str(error))]
-        except RequestError as error:
-            return [Done(message.id, "error", str(error))]
-        except SwapError as error:
-            return [Done(message.id, "error", _unmappable(message.frames, error))]
+        except (RequestError, SwapError) as error:
+            if images is not None:
+                images.close()
+            if isinstance(error, RequestError):
+                return [Done(message.id, "error", str(error))]
+            return [_failed(message.id, message.frames, error)]
         run: Run | BeamRun
         if message.sampling.beams:
             run = BeamRun(message, self._kv, memory, self._block_tokens, self._model.spec, images)
@@ -354,6 +355,7 @@ class Engine:
             done = msgspec.structs.replace(done, tail_blocks=run.state.tail_blocks)
         images = run.images if isinstance(run, Run) else run.prompt.images
         if images is not None:
+            images.close()
             done = msgspec.structs.replace(done, encoded_images=images.encoded)
         open_memories = len(run.memories)
 

@@ -80,7 +80,9 @@ class KvGroups:
     @property
     def alone(self) -> bool:
         """Whether all layers have full attention and one shape, as in most models: a block is a frame."""
-        return self.state is None and [group.rule for group in self.attention] == [FullAttention()]
+        first = self.attention[0].layers if self.attention else ()
+        plain = self.state is None and [group.rule for group in self.attention] == [FullAttention()]
+        return plain and first == tuple(range(len(first)))  # else layers without KV lie between them
 
     @property
     def shapes(self) -> tuple[GroupShape, ...]:

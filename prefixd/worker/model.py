@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError
 
 from prefixd.worker.attention import ATTENTION_NAME, AttentionBackend, AttentionKind, refusal, register_attention
+from prefixd.worker.cross_attention import CrossStep
 from prefixd.worker.decode_graphs import DecodeStep
 from prefixd.worker.errors import ModelError
 from prefixd.worker.experts import STEADY_EXPERTS, register_experts, set_experts
@@ -146,9 +147,26 @@ class CausalModel:
         }
         if self._positions:
             arguments["position_ids"] = positions
+        arguments |= self._cross(step.segments, ids.shape[1])
         if self._layers:
             arguments["prefixd_step"] = self.attention.begin(step)
         return arguments
+
+    def _cross(self, segments: Sequence[Segment], rows: int) -> dict[str, Any]:
+        """What layers with cross-attention are given; nothing, so that they are passed by, if no segment has images."""
+        parts = [(segment, None if segment.images is None else segment.images.cross) for segment in segments]
+        if all(images is None for _, images in parts):
+            return {}
+        step = CrossStep(parts, rows)
+        hidden = self.spec.config.get_text_config(decoder=True).hidden_size
+        return {
+            "prefixd_cross": step,
+            # A row that says that there are images; their keys and values are the step's.
+            "cross_attention_states": torch.zeros(
+                (1, 1, hidden), dtype=getattr(torch, self.spec.dtype), device=self.spec.device
+            ),
+            "cross_attention_mask": step.mask.to(self.spec.device),
+        }
 
     def _recurring(self, segments: Sequence[Segment]) -> AbstractContextManager[None]:
         """Around a pass: tells recurrent layers where the states of its segments are."""
@@ -248,7 +266,7 @@ def load_model(spec: ModelSpec, *, paged: bool = False) -> CausalModel:
     kind = image_kind(spec.config)
     images = None
     if kind is not None:
-        images = ImageEncoder(model, read_processor(spec.path), kind, FeatureStore(spec.image_bytes))
+        images = ImageEncoder(model, read_processor(spec.path), kind, FeatureStore(spec.image_bytes), spec.image_bytes)
     result = CausalModel(spec, model, attention, images)
     result.check()
     return result

@@ -126,7 +126,7 @@ class ModelSpec:
                 self.sequences,
                 on_cuda=self.device.type == "cuda",
             )
-            + (self.image_bytes if self.images else 0),
+            + (0 if self.images is None else self.image_bytes * (1 + (self.images.kind == "cross"))),
             block_tokens_asked=self.block_tokens_asked,
             block_tokens_reason=self.groups.explain_block_tokens(self.block_tokens_asked),
             window_margin=WINDOW_MARGIN[self.device.type],

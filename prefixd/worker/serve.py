@@ -87,6 +87,8 @@ def _graphs(
         return None, f"the device is {spec.device}; CUDA graphs need a GPU"
     if isinstance(kv, GroupedKv):
         return None, "the model has several groups of layers; CUDA graphs need one"
+    if model.images is not None and model.images.kind.cross:
+        return None, "layers of the model attend to images alone; CUDA graphs know none"
     if model.images is not None and model.images.kind.grid_positions:
         return None, "the model's positions have three dimensions; CUDA graphs need one"
     if not isinstance(kv, VirtualKv):

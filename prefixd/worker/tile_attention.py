@@ -184,7 +184,7 @@ class TileStep:
                 part = torch.cat((part, part[:, -1:].expand(-1, tile.repeats, -1)), dim=1)
             keys, values = (states[:, tile.keys] for states in read[tile.segment])
             if plain:
-                result = _fused(part, keys, values, tile.mask, scaling)
+                result = fused_attention(part, keys, values, tile.mask, scaling)
             else:
                 result = _by_definition(part, keys, values, tile.mask, scaling, kind)
             result = result.reshape(heads, -1, value_dim)[:, : tile.last - tile.first]
@@ -239,7 +239,7 @@ def _both_ways(
     return mask.expand(len(positions), -1)
 
 
-def _fused(
+def fused_attention(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scaling: float
 ) -> torch.Tensor:
     """Query heads of one KV head as further queries: [heads, n, dim] to [1, kv_heads, group * n, dim].
@@ -259,7 +259,9 @@ def _by_definition(
     scaling: float,
     kind: AttentionKind,
 ) -> torch.Tensor:
-    """As `_fused`, in float32, for what torch's function does not know: [heads, n, dim] to [kv_heads, group * n, dim].
+    """As `fused_attention`, in float32, for what torch's function does not know.
+
+    [heads, n, dim] to [kv_heads, group * n, dim].
 
     keys and values are in float32.
     """

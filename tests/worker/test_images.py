@@ -15,12 +15,16 @@ import pytest
 import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText
+from transformers.models.mllama.processing_mllama import (
+    convert_sparse_cross_attention_mask_to_dense,
+    get_cross_attention_token_mask,
+)
 
 from prefixd.worker.errors import ModelError, RequestError
 from prefixd.worker.flex_attention import FlexAttention
 from prefixd.worker.grouped_attention import GroupedAttention
 from prefixd.worker.grouped_kv import GroupedStep, places
-from prefixd.worker.images import FeatureStore, PromptImages, check_images, read_processor
+from prefixd.worker.images import Features, FeatureStore, PromptImages, check_images, read_processor
 from prefixd.worker.kv_memory import KvSequence, Segment
 from prefixd.worker.model import CausalModel, _PlainMemory, load_model
 from prefixd.worker.model_spec import read_model_spec
@@ -63,6 +67,8 @@ class Vision:
         self.model = self.load()
         self.reference = AutoModelForImageTextToText.from_pretrained(directory, attn_implementation="eager").eval()
         self.processor = read_processor(directory)
+        self.cross = name == "mllama"
+        self.token = self.model.spec.images.placeholder_id
 
     def load(self, **settings: object) -> CausalModel:
         settings = {"chunk_bytes": 4096, **settings}
@@ -76,9 +82,9 @@ class Vision:
             if isinstance(part, list):
                 tokens += part
                 continue
-            rows = self.rows(part)
+            rows = 1 if self.cross else self.rows(part)
             images.append(PromptImage(len(tokens) + 1, rows, hashlib.sha256(part).digest(), part))
-            tokens += [BEGIN, *[IMAGE_TOKEN] * rows, END]
+            tokens += [BEGIN, *[self.token] * rows, END]
         return Prompt(tokens, images)
 
     def rows(self, file: bytes) -> int:
@@ -89,7 +95,7 @@ class Vision:
 
     def inputs(self, files: Sequence[bytes]) -> dict[str, torch.Tensor]:
         opened = [Image.open(io.BytesIO(file)).convert("RGB") for file in files]
-        made = self.processor(images=opened, return_tensors="pt")
+        made = self.processor(images=[opened] if self.cross else opened, return_tensors="pt")
         return {name: made[name] for name in ("pixel_values", *self.model.images.kind.inputs)}
 
     def arguments(self, prompt: Prompt) -> dict[str, Any]:
@@ -97,6 +103,11 @@ class Vision:
         arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         if prompt.images:
             arguments |= self.inputs([image.data for image in prompt.images])
+            if self.cross:
+                tiles = arguments["aspect_ratio_mask"].sum(-1).tolist()
+                spans = [get_cross_attention_token_mask(prompt.tokens, self.token)]
+                mask = convert_sparse_cross_attention_mask_to_dense(spans, tiles, 2, len(prompt.tokens))
+                arguments["cross_attention_mask"] = torch.from_numpy(mask)
             types = {"gemma3": "token_type_ids", "qwen2_5_vl": "mm_token_type_ids"}
             if self.name in types:
                 arguments[types[self.name]] = (ids == IMAGE_TOKEN).long()
@@ -104,7 +115,8 @@ class Vision:
 
     def logits(self, prompt: Prompt) -> torch.Tensor:
         with torch.inference_mode():
-            self.reference.model.rope_deltas = None
+            if self.name == "qwen2_5_vl":
+                self.reference.model.rope_deltas = None
             return self.reference(**self.arguments(prompt), use_cache=False).logits[0]
 
     def greedy(self, prompt: Prompt, count: int = 8, **sampling: object) -> list[int]:
@@ -153,18 +165,33 @@ def opened(rig: Rig, prompt: Prompt, frames: Sequence[int] = ()) -> tuple[KvSequ
 
 
 def test_what_the_daemon_is_told(vision):
-    expected = ImageShape(IMAGE_TOKEN, "rows", both_ways=vision.name == "gemma3")
+    expected = ImageShape(vision.token, "cross" if vision.cross else "rows", both_ways=vision.name == "gemma3")
     assert vision.model.spec.hello().images == expected
 
 
 def test_logits_are_those_of_transformers_and_depend_on_the_image(vision, rig):
-    prompt = vision.prompt(text(1, 9), picture(1), text(2, 20), picture(2, 30, 56), text(3, 5))
+    prompt = vision.prompt(
+        text(1, 9), picture(1), text(2, 20), picture(2, 30, 56), text(3, 7), picture(20, 20, 20), text(3, 5)
+    )
     ours = our_logits(rig, opened(rig, prompt)[0], prompt)
     torch.testing.assert_close(ours, vision.logits(prompt), rtol=TOLERANCE, atol=TOLERANCE)
-    other = vision.prompt(text(1, 9), picture(3), text(2, 20), picture(2, 30, 56), text(3, 5))
+    other = vision.prompt(
+        text(1, 9), picture(3), text(2, 20), picture(2, 30, 56), text(3, 7), picture(20, 20, 20), text(3, 5)
+    )
     assert other.tokens == prompt.tokens
     behind = len(prompt.tokens) - 5
     assert (our_logits(rig, opened(rig, other)[0], other)[behind:] - ours[behind:]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("vision", ["llava_onevision", "mllama"], indirect=True)
+def test_images_side_by_side(vision, rig):
+    first, second = (vision.prompt(picture(seed, *sides)).images[0] for seed, sides in ((21, (28, 28)), (22, (80, 40))))
+    begin = text(34, 11)
+    at = len(begin) + first.tokens
+    images = [msgspec.structs.replace(first, first=len(begin)), msgspec.structs.replace(second, first=at)]
+    prompt = Prompt([*begin, *[vision.token] * (first.tokens + second.tokens), *text(35, 9)], images)
+    ours = our_logits(rig, opened(rig, prompt)[0], prompt)
+    torch.testing.assert_close(ours, vision.logits(prompt), rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def test_bits_do_not_depend_on_cuts_nor_on_what_is_cached(vision, rig):
@@ -213,7 +240,8 @@ def test_an_image_behind_which_a_prompt_resumes_is_not_embedded(vision, rig):
     expected = rig.generate(prompt.tokens, images=prompt.images, frames=frames)
     assert expected == vision.greedy(prompt)
     vision.forget()
-    for cached, made in ((rig.blocks(prompt.images[0].first + prompt.images[0].tokens), 0), (0, 1)):
+    behind = rig.blocks(prompt.images[0].first + prompt.images[0].tokens)
+    for cached, made in ((behind, int(vision.cross)), (0, int(not vision.cross))):  # what attends to it needs it
         kept = frames[: cached * rig.block_frames]
         more = rig.frames(len(frames) - len(kept))
         request = rig.start(prompt.tokens, images=prompt.images, frames=[*kept, *more], cached_blocks=cached)
@@ -271,6 +299,33 @@ def test_a_fork_copies_what_has_equal_images_and_no_more(vision, rig):
     assert rig.tokens[parent] == rig.tokens[children[0]] != rig.tokens[children[1]]
 
 
+@pytest.mark.parametrize("vision", ["mllama"], indirect=True)
+def test_memory_for_cross_attention_is_bounded(vision, make_rig):
+    """A layer's keys and values of an image: 2 x 2 heads x 10 patches x 16 numbers of 4 bytes, in two layers."""
+    one = 2 * 2 * 2 * 10 * 16 * 4
+    model = vision.load(image_bytes=2 * one)
+    assert model.images.cross_bytes == one
+    rig = make_rig(model, frames=320)
+    single, double = vision.prompt(text(36, 9), picture(23)), vision.prompt(picture(24), text(37, 9), picture(25))
+    three = vision.prompt(picture(24), text(37, 9), picture(25), picture(26))
+    requests = [rig.start(prompt.tokens, images=prompt.images) for prompt in (single, double, three)]
+    assert [rig.done[request].reason for request in requests[1:]] == ["no_memory", "error"]
+    assert rig.done[requests[2]].detail.startswith(f"3 images take {3 * one} bytes of keys and values, more than")
+    rig.run()
+    assert model.images.cross_in_use == 0
+    assert rig.generate(double.tokens, images=double.images) == vision.greedy(double)
+    assert rig.tokens[requests[0]] == vision.greedy(single)
+
+
+@pytest.mark.parametrize("vision", ["mllama"], indirect=True)
+def test_penalties_pass_over_placeholders_that_are_no_tokens(vision, rig):
+    prompt = vision.prompt(text(38, 9), picture(27), text(39, 9))
+    request = rig.start(prompt.tokens, images=prompt.images, repetition_penalty=1e9, max_tokens=4)
+    rig.run()
+    assert rig.done[request].reason == "length"
+    assert not set(rig.tokens[request]) & set(prompt.tokens)
+
+
 def test_beams_are_those_of_generate(vision, rig):
     prompt = vision.prompt(text(24, 13), picture(14), text(25, 6))
     needed = 8 * rig.blocks(len(prompt.tokens)) * rig.block_frames
@@ -316,6 +371,7 @@ def test_an_image_that_cannot_be_read_ends_its_request_alone(vision, rig):
     assert rig.tokens[healthy] == vision.greedy(prompt)
 
 
+@pytest.mark.parametrize("vision", ["gemma3", "llava_onevision", "qwen2_5_vl"], indirect=True)
 def test_an_image_with_another_number_of_placeholders(vision, rig):
     prompt = vision.prompt(text(30, 5), picture(17), text(31, 5))
     image = prompt.images[0]
@@ -395,13 +451,13 @@ def test_images_for_a_model_of_text(prompt, make_rig):
 
 def test_the_store_keeps_what_was_used_last():
     store = FeatureStore(3 * 64)
-    made = {bytes([number]): torch.full((2, 8), float(number)) for number in range(4)}  # 64 bytes each
+    made = {bytes([number]): Features(torch.full((2, 8), float(number)), 2) for number in range(4)}  # 64 bytes each
     for digest in list(made)[:3]:
         store.put(digest, made[digest])
     assert store.get(b"\0") is made[b"\0"]
     store.put(b"\3", made[b"\3"])
     assert store.get(b"\1") is None, "the one that was not used for the longest time has gone"
     assert (store.nbytes, len(store), store.hits, store.misses) == (192, 3, 1, 1)
-    store.put(b"\4", torch.zeros(49))
+    store.put(b"\4", Features(torch.zeros(7, 7), 7))
     assert store.get(b"\4") is None, "it is larger than the store"
     assert store.nbytes == 192

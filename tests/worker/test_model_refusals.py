@@ -17,7 +17,7 @@ DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 ROPE_BY_LAYER = {"full_attention": DYNAMIC_ROPE, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
 MASK = "has an attention mask of its own (bidirectional, chunked or sparse attention)"
 
-IMAGES = "reads images (vision_config) as none of gemma3, llava_onevision, qwen2_5_vl does"
+IMAGES = "reads images (vision_config) as none of gemma3, llava_onevision, mllama, qwen2_5_vl does"
 
 
 def own_attention(name: str) -> str:
@@ -47,7 +47,6 @@ def own_attention(name: str) -> str:
         ("NemotronConfig", {}, "does not pass arguments through to its attention"),
         # Not text models with a decoder alone.
         ("T5Config", {}, "is an encoder-decoder"),
-        ("MllamaConfig", None, IMAGES),
         ("LlavaConfig", None, IMAGES),
         ("PaliGemmaConfig", None, IMAGES),
         ("ViTConfig", {}, "has no causal language model in transformers"),

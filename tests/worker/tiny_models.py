@@ -308,6 +308,24 @@ IMAGES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 40, "width": 40}},
     ),
+    "mllama": (
+        "MllamaConfig",
+        {
+            "text_config": {"model_type": "mllama_text_model", "cross_attention_layers": [1, 3]}
+            | {
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+                **_IMAGE_SIZES,
+                "num_hidden_layers": 4,
+                "bos_token_id": 1,
+            },
+            "vision_config": {"model_type": "mllama_vision_model", "hidden_size": 32, "intermediate_size": 64}
+            | {"num_hidden_layers": 2, "num_global_layers": 1, "attention_heads": 2, "image_size": IMAGE_SIDE}
+            | {"patch_size": 14, "max_num_tiles": 2, "vision_output_dim": 64, "intermediate_layers_indices": [1]}
+            | {"supported_aspect_ratios": [[1, 1], [1, 2], [2, 1]]},
+            "image_token_index": VOCAB,  # its embeddings are more than its logits
+        },
+        {"image_processor_type": "MllamaImageProcessor", "size": _SIDES, "max_image_tiles": 2},
+    ),
 }
 
 
@@ -326,6 +344,8 @@ def save_image_model(directory: Path, name: str) -> Path:
         for key, parameter in model.named_parameters():
             if ("embed" in key and "patch" in key) or "vision" in key or "visual" in key or "projector" in key:
                 parameter.add_(torch.randn_like(parameter), alpha=0.2)  # images that differ must look different
+            if key.endswith("gate"):
+                parameter.fill_(0.5)  # closed, they hide the images
     model.save_pretrained(directory)
     (directory / "preprocessor_config.json").write_text(json.dumps(IMAGES[name][2]))
     return directory

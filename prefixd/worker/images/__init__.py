@@ -7,13 +7,16 @@ Start.images --> PromptImages --hold--> FeatureStore --(not kept)--> ImageEncode
 ```
 """
 
+from prefixd.worker.images.cross_images import CrossImages
 from prefixd.worker.images.encoder import ImageEncoder
-from prefixd.worker.images.feature_store import FeatureStore
+from prefixd.worker.images.feature_store import Features, FeatureStore
 from prefixd.worker.images.kinds import attention_names, image_kind, image_shape, read_processor, reads_images
 from prefixd.worker.images.prompt_images import PassImages, PromptImages, check_images
 
 __all__ = [
+    "CrossImages",
     "FeatureStore",
+    "Features",
     "ImageEncoder",
     "PassImages",
     "PromptImages",

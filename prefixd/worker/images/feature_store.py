@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass
 
 import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """An image's embedding.
+
+    rows: ``[rows, hidden]``. visible: how many of them, from the first, are not padding.
+    """
+
+    rows: torch.Tensor
+    visible: int
 
 
 class FeatureStore:
@@ -21,13 +33,13 @@ class FeatureStore:
         self.misses = 0
         self.nbytes = 0
         self._most_bytes = most_bytes
-        self._kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()
+        self._kept: OrderedDict[bytes, Features] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def get(self, digest: bytes) -> torch.Tensor | None:
-        """The embedding ``[rows, hidden]`` of the image with this digest, if it is kept."""
+    def get(self, digest: bytes) -> Features | None:
+        """The embedding of the image with this digest, if it is kept."""
         features = self._kept.get(digest)
         if features is None:
             self.misses += 1
@@ -36,12 +48,12 @@ class FeatureStore:
         self._kept.move_to_end(digest)
         return features
 
-    def put(self, digest: bytes, features: torch.Tensor) -> None:
+    def put(self, digest: bytes, features: Features) -> None:
         """Keep an embedding that is not kept yet, in place of those that were not used for the longest time."""
-        if features.nbytes > self._most_bytes:
+        if features.rows.nbytes > self._most_bytes:
             return
         self._kept[digest] = features
-        self.nbytes += features.nbytes
+        self.nbytes += features.rows.nbytes
         while self.nbytes > self._most_bytes:
             _, dropped = self._kept.popitem(last=False)
-            self.nbytes -= dropped.nbytes
+            self.nbytes -= dropped.rows.nbytes

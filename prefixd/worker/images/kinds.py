@@ -1,7 +1,8 @@
 """Which models that read images the worker runs, and what they have of their own.
 
-What they have in common: a vision encoder makes an embedding of each image, whose rows stand in the prompt where the
-placeholder stands, as if they were embeddings of tokens. So the KV of a prompt with images is that of its tokens.
+In most a vision encoder makes an embedding of each image, whose rows stand in the prompt where the placeholder stands,
+as if they were embeddings of tokens. So the KV of a prompt with images is that of its tokens. In Llama 3.2 Vision
+layers of their own attend to them (`cross_images`).
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ class ImageKind:
 
     inputs: what its `get_image_features` takes of the processor's output besides the pixels.
     both_ways: see `ImageShape`.
+    cross: layers of their own attend to the images (`ImageShape`).
     grid_positions: rotary positions have three dimensions, and the rows of an image lie on a grid in two of them.
     """
 
     inputs: tuple[str, ...] = ()
     both_ways: bool = False
     grid_positions: bool = False
+    cross: bool = False
 
     @property
     def apart(self) -> bool:
@@ -40,6 +43,7 @@ class ImageKind:
 KINDS = {
     "gemma3": ImageKind(both_ways=True),
     "llava_onevision": ImageKind(inputs=("image_sizes",)),
+    "mllama": ImageKind(inputs=("aspect_ratio_ids", "aspect_ratio_mask"), cross=True),
     "qwen2_5_vl": ImageKind(inputs=("image_grid_thw",), grid_positions=True),
 }
 """By `model_type`."""
@@ -60,7 +64,12 @@ def image_shape(config: Any) -> ImageShape | None:
     kind = image_kind(config)
     if kind is None:
         return None
-    return ImageShape(placeholder_id=int(config.image_token_id), kind="rows", both_ways=kind.both_ways)
+    placeholder = getattr(config, "image_token_id", None)
+    return ImageShape(
+        placeholder_id=int(config.image_token_index if placeholder is None else placeholder),
+        kind="cross" if kind.cross else "rows",
+        both_ways=kind.both_ways,
+    )
 
 
 def attention_names(config: Any, name: str) -> str | dict[str, str]:

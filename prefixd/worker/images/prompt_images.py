@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from prefixd.worker.errors import RequestError
+from prefixd.worker.images.cross_images import CrossImages
 from prefixd.worker.images.encoder import ImageEncoder
+from prefixd.worker.images.feature_store import Features
 from prefixd.worker.protocol import ImageShape, PromptImage
 
 
@@ -20,11 +22,13 @@ class PassImages:
     positions: ``[3, stop - start]`` on the CPU; None where a token's position is its place.
     both_ways: the tokens [first, stop) of the sequence that attend to each other in both directions, ascending; the
         pass has all of them.
+    cross: what layers with cross-attention see; None in models without.
     """
 
     rows: Sequence[tuple[int, torch.Tensor]] = ()
     positions: torch.Tensor | None = None
     both_ways: Sequence[tuple[int, int]] = ()
+    cross: CrossImages | None = None
 
 
 class PromptImages:
@@ -39,32 +43,62 @@ class PromptImages:
         encoder: makes the embeddings.
 
     encoded: how many embeddings were made for this request.
-    Raises RequestError for a file that cannot be read, as far as positions depend on it.
+    Raises RequestError for a file that cannot be read, as far as positions depend on it; and what
+    `ImageEncoder.reserve_cross` raises. `close` it when the request ends.
     """
 
     def __init__(self, images: Sequence[PromptImage], tokens: int, encoder: ImageEncoder) -> None:
         self.encoded = 0
         self._images = images
         self._encoder = encoder
-        self._held: dict[int, torch.Tensor] = {}
+        self._held: dict[int, Features] = {}
+        self._cross: CrossImages | None = None
         self._positions = encoder.positions(tokens, images)
+        self._reserved = encoder.reserve_cross(len(images)) if encoder.kind.cross else 0
         self._both_ways = [_span(image) for image in images] if encoder.kind.both_ways else []
 
     def hold(self, start: int, stop: int) -> None:
         """Have the embeddings that a pass over tokens [start, stop) needs. Raises RequestError."""
+        if self._encoder.kind.cross:
+            self._hold_cross()
+            return
         for index, image in enumerate(self._images):
             if index not in self._held and image.first < stop and start < image.first + image.tokens:
-                features = self._encoder.store.get(image.digest)
-                if features is None:
-                    features = self._encoder.encode(image)
-                    self.encoded += 1
-                    self._encoder.store.put(image.digest, features)
-                elif len(features) != image.tokens:
+                features = self._features(image)
+                if len(features.rows) != image.tokens:
                     raise RequestError(
-                        f"the image at token {image.first} has an embedding of {len(features)} rows, but "
-                        f"{image.tokens} placeholders; repeat the placeholder as the model's processor does"
+                        f"the image at token {image.first} ({len(image.data)} bytes) has an embedding of "
+                        f"{len(features.rows)} rows, but {image.tokens} placeholders; repeat the placeholder as the "
+                        "model's processor does"
                     )
                 self._held[index] = features
+
+    def _hold_cross(self) -> None:
+        """All rows read all images, so their keys and values stay as long as the request runs."""
+        if self._cross is not None:
+            return
+        features = [self._features(image) for image in self._images]
+        self._cross = CrossImages(
+            self._encoder.cross_pairs(features),
+            [image.first for image in self._images],
+            self._encoder.cross_patches,
+            [each.visible for each in features],
+        )
+
+    def _features(self, image: PromptImage) -> Features:
+        features = self._encoder.store.get(image.digest)
+        if features is None:
+            features = self._encoder.encode(image)
+            self.encoded += 1
+            self._encoder.store.put(image.digest, features)
+        return features
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self._held.clear()
+        self._cross = None
+        self._encoder.release_cross(self._reserved)
+        self._reserved = 0
 
     def of_pass(self, start: int, stop: int) -> PassImages:
         """What a pass over tokens [start, stop) needs; after `hold`."""
@@ -72,9 +106,9 @@ class PromptImages:
         for index, features in self._held.items():
             first, end = _span(self._images[index])
             if first < stop and start < end:
-                rows.append((max(first, start) - start, features[max(0, start - first) : stop - first]))
+                rows.append((max(first, start) - start, features.rows[max(0, start - first) : stop - first]))
         both_ways = [(first, end) for first, end in self._both_ways if first < stop and start < end]
-        return PassImages(rows, self._positions_of(start, stop), both_ways)
+        return PassImages(rows, self._positions_of(start, stop), both_ways, self._cross)
 
     def last_cut(self, stop: int) -> int:
         """The last place up to `stop` where a pass may end: not inside an image whose tokens attend both ways."""
@@ -90,6 +124,8 @@ class PromptImages:
         The place is outside all images.
         """
         theirs = [] if other is None else other._identities()
+        if self._encoder.kind.cross and theirs != self._identities():
+            return 0  # every row reads every image
         for identity in [*set(self._identities()) ^ set(theirs)]:
             tokens = min(tokens, identity[0])
         return next((first for first, end in map(_span, self._images) if first < tokens < end), tokens)
@@ -149,6 +185,8 @@ def check_images(
                 f"two images meet at token {first}, which this model takes for one; put its tokens for an image's "
                 "begin and end around each"
             )
+        if shape.kind == "cross" and image.tokens != 1:
+            raise RequestError(f"an image of {image.tokens} tokens at {first}; this model has one placeholder an image")
         if any(token != shape.placeholder_id for token in tokens[first:stop]):
             raise RequestError(f"tokens [{first}, {stop}) are not all the image's placeholder {shape.placeholder_id}")
         if first < cached < stop:

@@ -322,6 +322,9 @@ class WorkerSettings(_Section):
     groups: Literal["by_rule", "one"] = "by_rule"
     """What is kept of models whose layers need different things: of each layer what its rule needs (by_rule; Jenga), or
     of layers with windows everything, too (one), as a baseline to measure against."""
+    feature_bytes: Bytes = 256 << 20
+    """For models that read images: size of the embeddings of images seen before that the worker keeps on its device.
+    Llama 3.2 Vision takes as much again for what the images of running requests become: 200 MiB an image of its 11B."""
     cuda_graphs: bool = False
     """On CUDA with 16-bit KV in virtual tensors: replay decode steps as CUDA graphs. Not yet measured on a GPU."""
     max_running: Count = 8

@@ -71,6 +71,7 @@ class ModelHost:
                 max_sequences=2 * worker.max_running + MOST_BEAMS,
                 kv=worker.kv,
                 groups=worker.groups,
+                feature_bytes=worker.feature_bytes,
                 cuda_graphs=worker.cuda_graphs,
                 threads=worker.threads,
             ),

@@ -220,7 +220,7 @@ class Engine:
 
     def _fork(self, run: Run | BeamRun, parent: Run | BeamRun | None) -> None:
         """Copy what `parent` has computed of the tokens that both have in common, behind the cached blocks."""
-        if parent is None or not self._model.spec.groups.alone:
+        if parent is None or not self._model.spec.groups.full:
             return  # a state cannot be cut to what both have in common, and windows may have left it behind
         child = run if isinstance(run, Run) else run.prompt
         source = parent if isinstance(parent, Run) else parent.prompt

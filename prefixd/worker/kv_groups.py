@@ -81,8 +81,13 @@ class KvGroups:
     def alone(self) -> bool:
         """Whether all layers have full attention and one shape, as in most models: a block is a frame."""
         first = self.attention[0].layers if self.attention else ()
-        plain = self.state is None and [group.rule for group in self.attention] == [FullAttention()]
-        return plain and first == tuple(range(len(first)))  # else layers without KV lie between them
+        numbered = first == tuple(range(len(first)))  # else layers without KV lie between them
+        return self.full and len(self.attention) == 1 and numbered
+
+    @property
+    def full(self) -> bool:
+        """Whether all layers have full attention: what is there of a prompt is there from its first token on."""
+        return self.state is None and all(group.rule == FullAttention() for group in self.attention)
 
     @property
     def shapes(self) -> tuple[GroupShape, ...]:

@@ -47,7 +47,7 @@ class ModelSpec:
     block_tokens_asked: what the settings asked for; `groups` has what is used.
     step_tokens, sequences: most tokens and sequences of one step, by the settings.
     images: how it takes images; None for a model of text alone.
-    image_bytes: most bytes of embeddings that are kept, by the settings.
+    feature_bytes: most bytes of embeddings that are kept, by the settings.
     """
 
     path: Path
@@ -66,7 +66,7 @@ class ModelSpec:
     step_tokens: int
     sequences: int
     images: ImageShape | None = None
-    image_bytes: int = 0
+    feature_bytes: int = 0
 
     @property
     def images_apart(self) -> bool:
@@ -126,7 +126,7 @@ class ModelSpec:
                 self.sequences,
                 on_cuda=self.device.type == "cuda",
             )
-            + (0 if self.images is None else self.image_bytes * (1 + (self.images.kind == "cross"))),
+            + (0 if self.images is None else self.feature_bytes * (1 + (self.images.kind == "cross"))),
             block_tokens_asked=self.block_tokens_asked,
             block_tokens_reason=self.groups.explain_block_tokens(self.block_tokens_asked),
             window_margin=WINDOW_MARGIN[self.device.type],
@@ -192,7 +192,7 @@ def _read_spec(settings: WorkerSettings, device: torch.device, path: Path, confi
         step_tokens=settings.max_step_tokens,
         sequences=settings.max_sequences,
         images=images,
-        image_bytes=settings.image_bytes,
+        feature_bytes=settings.feature_bytes,
     )
 
 

@@ -29,7 +29,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     kv: "virtual" keeps every request in contiguous addresses (vTensor), "paged" in blocks behind a table.
     groups: "by_rule" keeps of each layer what its rule needs, "one" of layers with windows everything, for comparison.
     threads: of torch on a CPU; 0 takes torch's default.
-    image_bytes: most bytes of images' embeddings that are kept on the device, of a model that reads images.
+    feature_bytes: most bytes of images' embeddings that are kept on the device, of a model that reads images; as many
+        again for what its layers with cross-attention make of them, if it has some.
     """
 
     model: str
@@ -45,7 +46,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     kv: Literal["virtual", "paged"] = "virtual"
     groups: Literal["by_rule", "one"] = "by_rule"
     threads: NotNegative = 0
-    image_bytes: NotNegative = 256 << 20
+    feature_bytes: NotNegative = 256 << 20
 
 
 def encode_settings(settings: WorkerSettings) -> str:

@@ -15,6 +15,9 @@ from prefixd.worker.images.kinds import ImageKind
 from prefixd.worker.protocol import PromptImage
 from prefixd_swap.errors import OutOfMemoryError
 
+_ORIENTATION = 0x0112  # in Exif: 5 to 8 lay the image on its side
+_ON_ITS_SIDE = (5, 6, 7, 8)
+
 
 class ImageEncoder:
     """Embeds one image at a time, so that an embedding's bits depend on its image alone.
@@ -50,7 +53,7 @@ class ImageEncoder:
         Raises RequestError for a file that cannot be read.
         """
         try:
-            inputs = self._processor(images=[_open(image, whole=True)], return_tensors="pt")
+            inputs = self._processor(images=[_open(image)], return_tensors="pt")
         except RequestError:
             raise
         except Exception as error:  # a processor's own code refuses sizes in ways of its own
@@ -121,8 +124,8 @@ class ImageEncoder:
         needed = images * self.cross_bytes
         if needed > self._most_cross_bytes:
             raise RequestError(
-                f"{images} images take {needed} bytes of keys and values, more than the worker's image_bytes = "
-                f"{self._most_cross_bytes}; send fewer images, or set more"
+                f"{images} images take {needed} bytes of keys and values, more than worker.feature_bytes = "
+                f"{self._most_cross_bytes}; send fewer images, or raise it"
             )
         if self.cross_in_use + needed > self._most_cross_bytes:
             raise OutOfMemoryError(
@@ -150,7 +153,7 @@ class ImageEncoder:
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
         processor = self._processor
-        width, height = _open(image, whole=False).size
+        width, height = _size(image)
         try:
             height, width = smart_resize(
                 height,
@@ -164,19 +167,26 @@ class ImageEncoder:
         return 1, height // processor.patch_size, width // processor.patch_size
 
 
-def _open(image: PromptImage, *, whole: bool) -> Image.Image:
-    """An image as transformers' `load_image` gives it: turned as its camera was held, in RGB; `whole`: decoded."""
+def _open(image: PromptImage) -> Image.Image:
+    """An image as transformers' `load_image` gives it: turned as its camera was held, in RGB."""
+    try:
+        return ImageOps.exif_transpose(Image.open(io.BytesIO(image.data))).convert("RGB")
+    except Exception as error:  # each format's decoder fails in its own ways
+        raise _unreadable(image, error) from error
+
+
+def _size(image: PromptImage) -> tuple[int, int]:
+    """Width and height of what `_open` gives, from the file's head."""
     try:
         opened = Image.open(io.BytesIO(image.data))
-        turned = ImageOps.exif_transpose(opened) if whole or _turned(opened) else opened
-        return turned.convert("RGB") if whole else turned
-    except Exception as error:  # each format's decoder fails in its own ways
-        raise RequestError(f"{_name(image)} cannot be read: {_one_line(error)}; send a whole file") from error
+        width, height = opened.size
+        return (height, width) if opened.getexif().get(_ORIENTATION) in _ON_ITS_SIDE else (width, height)
+    except Exception as error:  # as above
+        raise _unreadable(image, error) from error
 
 
-def _turned(opened: Image.Image) -> bool:
-    """Whether its camera was held so that the file's first row is not the top."""
-    return int(opened.getexif().get(0x0112, 1)) != 1
+def _unreadable(image: PromptImage, error: Exception) -> RequestError:
+    return RequestError(f"{_name(image)} cannot be read: {_one_line(error)}; send a whole file")
 
 
 def _name(image: PromptImage) -> str:

@@ -39,6 +39,12 @@ def fingerprint(model_directory: Path, cache_directory: Path) -> str:
     return total.hexdigest()
 
 
+def fingerprint_of_both(model_directory: Path, draft_directory: Path, cache_directory: Path) -> str:
+    """As `fingerprint`, for caches of blocks that hold the KV of a model and of its draft."""
+    both = [fingerprint(directory, cache_directory) for directory in (model_directory, draft_directory)]
+    return xxhash.xxh3_128_hexdigest("\0".join(both).encode())
+
+
 class _Cache:
     """Digests of files, by what tells that a file is the same."""
 

@@ -325,6 +325,12 @@ class WorkerSettings(_Section):
     feature_bytes: Bytes = 256 << 20
     """For models that read images: size of the embeddings of images seen before that the worker keeps on its device.
     Llama 3.2 Vision takes as much again for what the images of running requests become: 200 MiB an image of its 11B."""
+    draft_model: AbsolutePath | None = None
+    """Directory of a small Hugging Face model with the same tokens that proposes output, which the model checks several
+    tokens at a time: the same answers in fewer passes of the model (speculative decoding). It runs on the same device,
+    and its KV lies in the same blocks. For models of attention layers, with kv = "virtual" and layout = "token"."""
+    draft_tokens: Annotated[int, Field(ge=1, le=64)] = 4
+    """How many tokens the draft proposes at a time."""
     cuda_graphs: bool = False
     """On CUDA with 16-bit KV in virtual tensors: replay decode steps as CUDA graphs. Not yet measured on a GPU."""
     max_running: Count = 8
@@ -351,6 +357,16 @@ class WorkerSettings(_Section):
     def _one_model(self) -> Self:
         if self.embedded and self.model is not None:
             raise ValueError(f"worker.embedded and worker.model = {self.model} are both set; keep one of them")
+        if self.draft_model is not None:
+            if not self.enabled:
+                raise ValueError(
+                    f"worker.draft_model = {self.draft_model} has no model to propose tokens to; set worker.model too"
+                )
+            for name, needed in (("kv", "virtual"), ("layout", "token")):
+                if (value := getattr(self, name)) != needed:
+                    raise ValueError(
+                        f'worker.draft_model = {self.draft_model} needs worker.{name} = "{needed}", not "{value}"'
+                    )
         if self.max_step_tokens < self.block_tokens:
             raise ValueError(
                 f"worker.max_step_tokens = {self.max_step_tokens} is below worker.block_tokens = "

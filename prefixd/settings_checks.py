@@ -16,8 +16,9 @@ def check_start(settings: Settings) -> None:
     if settings.disk.bytes:
         _check_directory("disk.path", settings.disk_path)
     _check_socket(settings.server.socket)
-    if settings.worker.model is not None:
-        _check_model(settings.worker.model)
+    for name in ("model", "draft_model"):
+        if (directory := getattr(settings.worker, name)) is not None:
+            _check_model(f"worker.{name}", directory)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if settings.cpu.bytes > memory:
         raise ConfigError(f"cpu.bytes = {settings.cpu.bytes}: this machine has {memory} bytes of memory; choose less")
@@ -40,8 +41,8 @@ def _check_socket(path: Path) -> None:
         raise ConfigError(f"server.socket = {path} exists and is no socket; remove it or choose another path")
 
 
-def _check_model(path: Path) -> None:
+def _check_model(name: str, path: Path) -> None:
     if not path.is_dir():
-        raise ConfigError(f"worker.model = {path} is not a directory; give the directory of a Hugging Face model")
+        raise ConfigError(f"{name} = {path} is not a directory; give the directory of a Hugging Face model")
     if not (path / "config.json").is_file():
-        raise ConfigError(f"worker.model = {path} has no config.json; give the directory of a Hugging Face model")
+        raise ConfigError(f"{name} = {path} has no config.json; give the directory of a Hugging Face model")

@@ -113,6 +113,14 @@ def print_stats(stats: admin_pb2.StatsResponse) -> None:
             )
         if worker.block_tokens_reason:
             out.print(Text(f"block size: {worker.block_tokens_reason}", style="yellow"))
+    if stats.worker.HasField("draft"):
+        draft = stats.worker.draft
+        share = f" ({draft.accepted_tokens / draft.proposed_tokens:.0%})" if draft.proposed_tokens else ""
+        out.print(
+            f"draft: {draft.model} proposes {draft.draft_tokens} tokens at a time; {draft.proposed_tokens:,} proposed, "
+            f"{draft.accepted_tokens:,} accepted{share}; {worker.passes:,} passes of the model",
+            markup=False,
+        )
     if stats.worker.HasField("states"):
         states = worker.states
         out.print(

@@ -87,6 +87,8 @@ class Dispatcher:
         self.running: dict[int, Request] = {}
         self.finished = self.resumed = 0
         self.kv = KvUsage()
+        self.passes = self.proposed_tokens = self.accepted_tokens = 0
+        """Forward passes of the model, tokens that its draft proposed, and those of them that the model chose, too."""
         self.least_frames = ONE_FRAME.least_frames
         """Frames that the smallest request of the worker's model needs; set with the GPU tier."""
         self._cache = cache
@@ -230,8 +232,12 @@ class Dispatcher:
     def on_step(self, step: Step) -> None:
         """Results of one forward pass."""
         self.kv = step.kv
+        self.passes += step.passes
+        self.proposed_tokens += step.proposed_tokens
+        self.accepted_tokens += step.accepted_tokens
         searched = sum(request.places for request in self.running.values() if request.sampling.beams)
-        if step.computed_tokens > 2 * (len(step.updates) + searched):  # mostly prefill: what a cached prefix saves
+        asked = step.computed_tokens - step.proposed_tokens
+        if asked > 2 * (len(step.updates) + searched):  # mostly prefill: what a cached prefix saves
             self._cost.observe_compute(step.computed_tokens, step.elapsed_s)
         for update in step.updates:
             request = self.running.get(update.id)

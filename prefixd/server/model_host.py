@@ -13,7 +13,7 @@ from pathlib import Path
 from prefixd.cache import NamespaceSpec, TieredCache
 from prefixd.embedded_model import ensure_embedded_model
 from prefixd.errors import ConfigError, UnavailableError
-from prefixd.model_fingerprint import fingerprint
+from prefixd.model_fingerprint import fingerprint, fingerprint_of_both
 from prefixd.server.dispatcher import Dispatcher
 from prefixd.server.gpu_tier_size import automatic_bytes, most_frames
 from prefixd.server.kv_shape import KvShape
@@ -72,6 +72,8 @@ class ModelHost:
                 kv=worker.kv,
                 groups=worker.groups,
                 feature_bytes=worker.feature_bytes,
+                draft_model="" if worker.draft_model is None else os.fspath(worker.draft_model),
+                draft_tokens=worker.draft_tokens,
                 cuda_graphs=worker.cuda_graphs,
                 threads=worker.threads,
             ),
@@ -149,10 +151,15 @@ class ModelHost:
             raise ConfigError(f"the embedded model cannot be written ({error}); set XDG_CACHE_HOME") from error
 
     async def _load(self) -> ServedModel:
+        draft, data_dir = self._settings.worker.draft_model, self._settings.data_dir
         try:
-            name = await self._text.load(fingerprint, self.directory, self._settings.data_dir)
+            if draft is None:
+                name = await self._text.load(fingerprint, self.directory, data_dir)
+            else:
+                name = await self._text.load(fingerprint_of_both, self.directory, draft, data_dir)
         except OSError as error:
-            raise ConfigError(f"model directory {str(self.directory)!r} cannot be read ({error})") from error
+            either = "" if draft is None else f" or {str(draft)!r}"
+            raise ConfigError(f"model directory {str(self.directory)!r}{either} cannot be read ({error})") from error
         codec: TextCodec | None = None
         try:
             codec = await self._text.load(TextCodec, self.directory)

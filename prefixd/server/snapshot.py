@@ -182,6 +182,18 @@ class Snapshot:
             layout=self.worker.settings.layout,
             cuda_graphs=self.worker.ready.cuda_graphs,
             cuda_graphs_reason=self.worker.ready.cuda_graphs_reason,
+            passes=self.dispatcher.passes if self.dispatcher is not None else 0,
+            draft=self._draft(),
+        )
+
+    def _draft(self) -> pb.DraftStats | None:
+        if self.dispatcher is None or self.worker is None or not self.worker.settings.draft_model:
+            return None
+        return pb.DraftStats(
+            model=self.worker.settings.draft_model,
+            draft_tokens=self.worker.settings.draft_tokens,
+            proposed_tokens=self.dispatcher.proposed_tokens,
+            accepted_tokens=self.dispatcher.accepted_tokens,
         )
 
     def _states(self) -> pb.StateStats | None:
@@ -361,6 +373,14 @@ class MetricsCollector(Collector):
                 "1 while the worker takes requests; 0 while it starts, and after it was given up",
                 value=stats.worker.state == pb.WorkerStats.STATE_READY,
             )
+            yield CounterMetricFamily("prefixd_worker_passes", "forward passes of the model", value=stats.worker.passes)
+        if stats.worker.HasField("draft"):
+            drafted = {
+                "proposed_tokens": "tokens that the draft model proposed",
+                "accepted_tokens": "those of them that the model chose, too",
+            }
+            for field, text in drafted.items():
+                yield CounterMetricFamily(f"prefixd_draft_{field}", text, value=getattr(stats.worker.draft, field))
         yield CounterMetricFamily("prefixd_worker_restarts", "worker restarts", value=stats.worker.restarts)
 
 

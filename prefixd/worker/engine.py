@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -11,13 +13,14 @@ import torch
 
 from prefixd.worker.beam_run import Beam, BeamRun
 from prefixd.worker.decode_graphs import DecodeGraphs
+from prefixd.worker.draft import Draft, Fed
 from prefixd.worker.errors import RequestError
 from prefixd.worker.images import PromptImages
 from prefixd.worker.kv_memory import KvMemory
 from prefixd.worker.model import CausalModel
 from prefixd.worker.protocol import Cancel, Done, Extend, Start, Step, Update
 from prefixd.worker.run import Run, check_start
-from prefixd.worker.sampling import Chosen, choose_tokens
+from prefixd.worker.sampling import Choice, Chosen, choose_tokens
 from prefixd.worker.state_memory import KeptInPass
 from prefixd_swap.errors import OutOfMemoryError, SwapError
 from prefixd_swap.vmem import VirtualTensor
@@ -27,16 +30,35 @@ _NAMED = 8
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """The next `count` tokens of a member of a run; `row` is the last one's place in the batch if a token follows.
+    """The next `count` tokens of a member of a run, and those that the draft proposes behind them.
 
+    followed: whether a token follows the last of them. ahead: how many tokens the draft may propose.
     kept: the states that the pass keeps of it; None without recurrent layers.
     """
 
     run: Run | BeamRun
     member: Run | Beam
     count: int
-    row: int | None
+    followed: bool
+    ahead: int = 0
     kept: KeptInPass | None = None
+    proposed: Sequence[int] = ()
+
+    @property
+    def tokens(self) -> list[int]:
+        """What the pass computes of it."""
+        first = self.member.computed
+        return [*self.member.tokens[first : first + self.count], *self.proposed]
+
+    @property
+    def rows(self) -> int:
+        """How many tokens these are."""
+        return self.count + len(self.proposed)
+
+    @property
+    def wanted(self) -> int:
+        """Of how many of them, the last ones, the logits are wanted."""
+        return 1 + len(self.proposed) if self.followed else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +68,8 @@ class _Pass:
     updates: list[Update]
     tokens: int
     started_s: float
+    proposed: int
+    accepted: int
 
 
 class Engine:
@@ -55,6 +79,7 @@ class Engine:
     max_step_tokens: most tokens a pass computes; decoding goes first and is not limited by it.
     clock: seconds, monotonic.
     graphs: replay passes in which all requests decode; only with KV in virtual tensors.
+    draft: proposes tokens for requests that are sampled. A search with beams has its prompt computed by it alone.
     """
 
     def __init__(
@@ -64,9 +89,11 @@ class Engine:
         max_step_tokens: int,
         clock: Callable[[], float],
         graphs: DecodeGraphs | None = None,
+        draft: Draft | None = None,
     ) -> None:
         self._model = model
         self._graphs = graphs
+        self._draft = draft
         self._kv = kv
         self._block_tokens = model.spec.block_tokens
         self._block_frames = model.spec.block_frames
@@ -147,27 +174,37 @@ class Engine:
         parts = self._plan()
         if not parts:
             return self.poll()
-        tokens = [token for part in parts for token in _next_tokens(part)]
-        followed = [part for part in parts if part.row is not None]
+        if self._draft is not None:
+            parts = _with_proposals(parts, self._draft)
+        tokens = [token for part in parts for token in part.tokens]
+        followed = [part for part in parts if part.followed]
         self._computing = True
         logits = self._forward(parts, tokens)
         if meanwhile is not None:
             meanwhile()
         news, done = self._follow(followed, logits)
         self._computing = False
+        accepted = 0
         for part in parts:
             if isinstance(part.member, Run):
-                part.member.computed += part.count
+                chosen = [choice.token for choice in news.get(part.run.id, ())]
+                accepted += sum(map(operator.eq, part.proposed, chosen))
+                further = max(0, len(chosen) - 1)  # of the tokens proposed, those that are now known and computed
+                part.member.computed += part.count + further
+                part.member.draft_behind = int(0 < further == len(part.proposed))
                 if part.member.images is not None:
                     part.member.images.pass_by(part.member.computed)
                 if isinstance(part.run, Run):  # beams begin with all of their prompt
-                    self._kv.pass_by(part.member.memory, part.member.computed)
+                    self._kv.pass_by(part.member.memory, part.member.kept_tokens)
                 if part.kept is not None:
                     part.kept.end()
                     part.member.kept += part.kept.blocks
+        if self._draft is not None:
+            self._draft.catch_up([part.run for part in parts if isinstance(part.run, Run) and part.run.ended])
         broken = {message.id for message in done if message.reason == "error"}
         updates = _updates({part.run.id: part.run for part in parts if part.run.id not in broken}, news)
-        self._unreported.append(_Pass(updates, len(tokens), started))
+        proposed = sum(len(part.proposed) for part in parts)
+        self._unreported.append(_Pass(updates, len(tokens), started, proposed, accepted))
         # A sampled token has waited for all that came before it. A pass without one is reported with the next that has.
         messages: list[Step | Done] = []
         if followed or not self._model.asynchronous:
@@ -201,11 +238,15 @@ class Engine:
 
     def _forward(self, parts: list[_Part], tokens: list[int]) -> torch.Tensor:
         """Compute the parts; the logits of those that a token follows."""
-        graphs, rows = self._graphs, [part.row for part in parts if part.row is not None]
+        graphs, rows = self._graphs, list[int]()
+        computed = 0
+        for part in parts:
+            computed += part.rows
+            rows += range(computed - part.wanted, computed)
         if graphs is not None and len(rows) == len(tokens) and graphs.fits(len(tokens)):
             memories = [cast(VirtualTensor, part.member.memory) for part in parts]
             return graphs.run(tokens, [memory.row for memory in memories], [part.member.computed for part in parts])
-        segments = [part.member.segment(part.count) for part in parts]
+        segments = [part.member.segment(part.rows) for part in parts]
         for index, part in enumerate(parts):
             if part.kept is not None:
                 segments[index] = replace(segments[index], keep=part.kept.positions)
@@ -220,12 +261,12 @@ class Engine:
 
     def _fork(self, run: Run | BeamRun, parent: Run | BeamRun | None) -> None:
         """Copy what `parent` has computed of the tokens that both have in common, behind the cached blocks."""
-        if parent is None or not self._model.spec.groups.full:
+        if parent is None or not self._model.spec.groups.plain:
             return  # a state cannot be cut to what both have in common, and windows may have left it behind
         child = run if isinstance(run, Run) else run.prompt
         source = parent if isinstance(parent, Run) else parent.prompt
         first = child.computed
-        last = min(source.computed, len(child.tokens) - 1, child.memory.blocks * self._block_tokens)
+        last = min(source.kept_tokens, len(child.tokens) - 1, child.memory.blocks * self._block_tokens)
         common = first
         while common < last and child.tokens[common] == source.tokens[common]:
             common += 1
@@ -237,25 +278,36 @@ class Engine:
             self._kv.copy(source.memory, child.memory, first, common)
             child.computed = common
 
-    def _follow(self, parts: list[_Part], logits: torch.Tensor) -> tuple[dict[int, Chosen], list[Done]]:
-        """Choose the tokens that follow the parts, a row of logits each: what was sampled, by run, and the ends."""
-        news: dict[int, Chosen] = {}
+    def _follow(self, parts: list[_Part], logits: torch.Tensor) -> tuple[dict[int, list[Chosen]], list[Done]]:
+        """Choose the tokens that follow the parts, of `part.wanted` rows of logits each.
+
+        Returns what was sampled, by run, and the ends.
+        """
+        news: dict[int, list[Chosen]] = {}
         done: list[Done] = []
-        rows = [index for index, part in enumerate(parts) if isinstance(part.run, Run)]
-        sampled = [part.run for part in parts if isinstance(part.run, Run)]
-        chosen = choose_tokens(logits if len(rows) == len(parts) else logits[rows], [run.choice for run in sampled])
-        for run, choice in zip(sampled, chosen, strict=True):
-            if choice is None:
+        rows: list[int] = []
+        choices: list[Choice] = []
+        sampled: list[tuple[Run, Sequence[int]]] = []
+        searched: dict[int, list[int]] = {}
+        first = 0
+        for part in parts:
+            own = range(first, first + part.wanted)
+            first += part.wanted
+            if isinstance(part.run, BeamRun):
+                searched.setdefault(part.run.id, []).extend(own)
+            else:
+                rows += own
+                choices += [part.run.choice(part.proposed[:count]) for count in range(part.wanted)]
+                sampled.append((part.run, part.proposed))
+        chosen = iter(choose_tokens(logits if len(rows) == len(logits) else logits[rows], choices))
+        for run, proposed in sampled:
+            accepted = _accept(run, proposed, list(itertools.islice(chosen, 1 + len(proposed))))
+            if not accepted:
                 done.append(Done(run.id, "error", "the model's logits are not finite; its weights may be damaged"))
                 continue
-            run.append(choice.token)
-            news[run.id] = choice
+            news[run.id] = accepted
             if run.ended:
                 done.append(Done(run.id, run.ended))
-        searched: dict[int, list[int]] = {}
-        for index, part in enumerate(parts):
-            if isinstance(part.run, BeamRun):
-                searched.setdefault(part.run.id, []).append(index)
         for request, indices in searched.items():
             search = self._runs[request]
             assert isinstance(search, BeamRun)
@@ -270,44 +322,45 @@ class Engine:
     def _plan(self) -> list[_Part]:
         """Members that decode first, a token each; then prompts, as they came, with what is left."""
         ready = self._ready()
-        decoding = [(run, member) for run, member in ready if member.decoding]
+        counts = [(run, member, 1, self._ahead(run)) for run, member in ready if member.decoding]
         # However many decode, a prompt moves on by a block, so that it cannot starve.
-        budget = max(self._max_step_tokens - len(decoding), self._block_tokens)
-        counts = [(run, member, 1) for run, member in decoding]
+        decoding = len(counts)
+        budget = max(self._max_step_tokens - sum(1 + ahead for *_, ahead in counts), self._block_tokens)
         for run, member in ready:
             if not member.decoding and budget > 0:
                 count = self._whole_cells(member, min(member.pending, budget))
                 if member.images is not None:
-                    count = _whole_images(member, count, first=len(counts) == len(decoding))
+                    count = _whole_images(member, count, first=len(counts) == decoding)
                 budget -= count
                 if count:
-                    counts.append((run, member, count))
+                    counts.append((run, member, count, 0))
         counts = self._with_embeddings(counts)
         parts = []
-        row = -1
-        for run, member, count in counts:
-            row += count
-            last = member.computed + count == len(member.tokens)
-            state = run.state if isinstance(run, Run) else None
+        for run, member, count, ahead in counts:
             stop = member.computed + count
+            state = run.state if isinstance(run, Run) else None
             kept = None if state is None else state.keeps(member.computed, stop, self._block_tokens)
-            parts.append(_Part(run, member, count, row if last else None, kept))
+            parts.append(_Part(run, member, count, stop == len(member.tokens), ahead, kept))
         return parts
 
     def _with_embeddings(
-        self, counts: list[tuple[Run | BeamRun, Run | Beam, int]]
-    ) -> list[tuple[Run | BeamRun, Run | Beam, int]]:
+        self, counts: list[tuple[Run | BeamRun, Run | Beam, int, int]]
+    ) -> list[tuple[Run | BeamRun, Run | Beam, int, int]]:
         """What is left to compute when the images of it are embedded: a run whose image cannot be read ends."""
         usable = []
-        for run, member, count in counts:
+        for run, member, count, ahead in counts:
             try:
                 if member.images is not None:
                     member.images.hold(member.computed, member.computed + count)
             except RequestError as error:
                 self._finish(run, Done(run.id, "error", str(error)))
             else:
-                usable.append((run, member, count))
+                usable.append((run, member, count, ahead))
         return usable
+
+    def _ahead(self, run: Run | BeamRun) -> int:
+        """How many tokens the draft may propose for a run that decodes."""
+        return 0 if self._draft is None or isinstance(run, BeamRun) else self._draft.ahead(run)
 
     def _whole_cells(self, member: Run | Beam, count: int) -> int:
         """Of the next `count` tokens of a prompt those that end a cell, or the prompt: see `recurrent.pieces`."""
@@ -340,7 +393,8 @@ class Engine:
             return []
         updates = [update for each in passes for update in each.updates]
         tokens, elapsed_s = sum(each.tokens for each in passes), self._clock() - passes[0].started_s
-        return [Step(updates, tokens, elapsed_s, self._kv.usage())]
+        proposed, accepted = sum(each.proposed for each in passes), sum(each.accepted for each in passes)
+        return [Step(updates, tokens, elapsed_s, self._kv.usage(), len(passes), proposed, accepted)]
 
     def _end(self, run: Run | BeamRun, done: Done) -> None:
         if self._computing:
@@ -392,21 +446,45 @@ def _whole_images(member: Run | Beam, count: int, *, first: bool) -> int:
     return whole if whole or not first or not count else images.first_cut(start) - start
 
 
-def _next_tokens(part: _Part) -> list[int]:
-    return part.member.tokens[part.member.computed : part.member.computed + part.count]
+def _with_proposals(parts: list[_Part], draft: Draft) -> list[_Part]:
+    """Has the draft compute what a pass is about to, and propose what follows; beams it knows nothing of."""
+    fed = [
+        Fed(part.member, part.member.computed + part.count, part.ahead)
+        for part in parts
+        if isinstance(part.member, Run)
+    ]
+    proposed = iter(draft.propose(fed) if fed else ())
+    return [replace(part, proposed=next(proposed)) if isinstance(part.member, Run) else part for part in parts]
 
 
-def _updates(runs: dict[int, Run | BeamRun], news: dict[int, Chosen]) -> list[Update]:
-    """One for every run with a new token or a newly filled block."""
+def _accept(run: Run, proposed: Sequence[int], chosen: Sequence[Chosen | None]) -> list[Chosen]:
+    """Append what the model has chosen to a run, up to the first token that is not the one proposed, that included.
+
+    chosen: behind the known tokens, and behind each of those proposed. Returns what was appended; nothing if the first
+    logits are not finite. Where later ones are not, they are computed again.
+    """
+    accepted: list[Chosen] = []
+    for choice, guess in itertools.zip_longest(chosen, proposed):
+        if choice is None:
+            break
+        run.append(choice.token)
+        accepted.append(choice)
+        if run.ended or choice.token != guess:
+            break
+    return accepted
+
+
+def _updates(runs: dict[int, Run | BeamRun], news: dict[int, list[Chosen]]) -> list[Update]:
+    """One for every run with new tokens or a newly filled block."""
     updates = []
     for run in runs.values():
         filled = run.filled_blocks
         if run.id in news or filled > run.reported_blocks:
             run.reported_blocks = filled
-            new = news.get(run.id)
-            logprobs = [new.logprobs] if new and new.logprobs else []
+            new = news.get(run.id, [])
+            logprobs = [choice.logprobs for choice in new if choice.logprobs]
             kept: list[int] = []
             if isinstance(run, Run):
                 kept, run.kept = run.kept, []
-            updates.append(Update(run.id, [new.token] if new else [], filled, logprobs, kept))
+            updates.append(Update(run.id, [choice.token for choice in new], filled, logprobs, kept))
     return updates

@@ -61,7 +61,7 @@ class GroupedKv:
         self._states = states
         self._margin = window_margin
         self._most_blocks = most_blocks
-        self._places = places(groups.attention)
+        self._own, self._draft = groups.own, groups.draft
 
     def open(self, frames: Sequence[int], state: StateFrames | None = None) -> GroupedSequence:
         """See `KvMemory.open`."""
@@ -138,13 +138,13 @@ class GroupedKv:
         for memory in memories:
             memory.forget(frames)
 
-    def step(self, segments: Sequence[Segment]) -> GroupedStep:
-        """See `KvMemory.step`."""
-        steps = [
-            memory.step([replace(part, sequence=_parts(part.sequence)[number]) for part in segments])
-            for number, memory in enumerate(self._memories)
-        ]
-        return GroupedStep(segments, steps, self._places)
+    def step(self, segments: Sequence[Segment]) -> StepKv:
+        """See `KvMemory.step`: the groups of the model itself."""
+        return self._step(segments, self._own, 0)
+
+    def draft_step(self, segments: Sequence[Segment]) -> StepKv:
+        """As `step`, the groups of its draft."""
+        return self._step(segments, self._draft, len(self._own.attention))
 
     def usage(self) -> KvUsage:
         """See `KvMemory.usage`, of all groups together."""
@@ -162,6 +162,14 @@ class GroupedKv:
             memory.end()
         if self._states is not None:
             self._states.manager.close()
+
+    def _step(self, segments: Sequence[Segment], groups: KvGroups, first: int) -> StepKv:
+        """A pass of the model that has these groups, of which the first is the memory's group `first`."""
+        steps = [
+            self._memories[number].step([replace(part, sequence=_parts(part.sequence)[number]) for part in segments])
+            for number in range(first, first + len(groups.attention))
+        ]
+        return steps[0] if groups.alone else GroupedStep(segments, steps, places(groups.attention))
 
     def _split(self, frames: Sequence[int]) -> list[list[int]]:
         """What of each block's frames is each group's."""

@@ -6,6 +6,7 @@ level.
 
 Gemma 2, 46 layers, half with a window      full: 23 layers, a frame a block; window-4096: 23 layers, a frame a block
 Jamba, 4 layers with attention, 28 without  full: 4 layers, a frame a block; state: 28 layers, 8 frames a sequence
+Llama 3 8B with a 1B beside it as a draft   full: 32 layers, 4 frames a block; draft-full: 16 layers, a frame a block
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import math
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from prefixd.worker.errors import ModelError
 from prefixd.worker.probe import AttentionLayer
@@ -69,6 +71,8 @@ class KvGroups:
 
     attention: its groups, in the order of their first layers. state: its recurrent layers, if it has any.
     block_tokens: of all groups. frame_bytes: of all groups. chunk_bytes: of the memory below.
+    of_draft: so many of the last groups in `attention` are those of a draft model beside it; its layers are numbered
+        anew.
     """
 
     attention: tuple[AttentionGroup, ...]
@@ -76,18 +80,29 @@ class KvGroups:
     block_tokens: int
     frame_bytes: int
     chunk_bytes: int
+    of_draft: int = 0
 
     @property
     def alone(self) -> bool:
         """Whether all layers have full attention and one shape, as in most models: a block is a frame."""
         first = self.attention[0].layers if self.attention else ()
         numbered = first == tuple(range(len(first)))  # else layers without KV lie between them
-        return self.full and len(self.attention) == 1 and numbered
+        return self.plain and len(self.attention) == 1 and numbered
 
     @property
-    def full(self) -> bool:
-        """Whether all layers have full attention: what is there of a prompt is there from its first token on."""
+    def plain(self) -> bool:
+        """Whether every token is needed to the end, in every group."""
         return self.state is None and all(group.rule == FullAttention() for group in self.attention)
+
+    @property
+    def own(self) -> KvGroups:
+        """Those of the model itself, without its draft's."""
+        return replace(self, attention=self.attention[: len(self.attention) - self.of_draft], of_draft=0)
+
+    @property
+    def draft(self) -> KvGroups:
+        """Those of its draft alone."""
+        return replace(self, attention=self.attention[len(self.attention) - self.of_draft :], state=None, of_draft=0)
 
     @property
     def shapes(self) -> tuple[GroupShape, ...]:
@@ -124,6 +139,7 @@ def plan_groups(
     chunk_bytes: int | None,
     on_cuda: bool,
     by_rule: bool = True,
+    draft: Sequence[AttentionLayer] = (),
 ) -> KvGroups:
     """The groups of a model, and the least block of at least `block_tokens` tokens that fills whole chunks in each.
 
@@ -132,38 +148,51 @@ def plan_groups(
     chunk_bytes: None for what suits the device: 2 MiB on CUDA; on a CPU, where any number of pages will do, the largest
         that needs no rounding.
     by_rule: False keeps of layers with a window everything, too.
+    draft: the attention layers of a draft model, which are further groups.
     Raises ModelError for a layout that several groups cannot share.
     """
-    grouped: dict[tuple[FullAttention | SlidingWindow, int, int], list[int]] = {}
-    for layer in attention:
-        window = by_rule and layer.window is not None and layer.window < max_tokens
-        rule = SlidingWindow(layer.window or 0) if window else FullAttention()
-        grouped.setdefault((rule, layer.kv_heads, layer.head_dim), []).append(layer.layer)
+    grouped: dict[_Alike, list[int]] = {}
+    for model, of_model in (("", attention), ("draft-", draft)):
+        for layer in of_model:
+            window = by_rule and layer.window is not None and layer.window < max_tokens
+            rule = SlidingWindow(layer.window or 0) if window else FullAttention()
+            grouped.setdefault(_Alike(model, rule, layer.kv_heads, layer.head_dim), []).append(layer.layer)
     alone = len(grouped) == 1 and states is None
-    plain = alone and isinstance(next(iter(grouped))[0], FullAttention)
+    plain = alone and isinstance(next(iter(grouped)).rule, FullAttention)
     if layout != "token" and not alone:
         raise ModelError(
             f"has {len(grouped) + (states is not None)} groups of layers that keep different things, which cannot lie "
             'layer by layer; set worker.layout to "token"'
         )
     asked = [
-        KvGeometry(len(layers), kv_heads, head_dim, dtype, block_tokens, layout)
-        for (_, kv_heads, head_dim), layers in grouped.items()
+        KvGeometry(len(layers), alike.kv_heads, alike.head_dim, dtype, block_tokens, layout)
+        for alike, layers in grouped.items()
     ]
     automatic = _page_bytes(asked) if alone else mmap.PAGESIZE
     granule = chunk_bytes or (CUDA_CHUNK_BYTES if on_cuda else automatic)
-    windowed = any(isinstance(rule, SlidingWindow) for rule, _, _ in grouped)
+    windowed = any(isinstance(alike.rule, SlidingWindow) for alike in grouped)
     tokens = _fitting_tokens(asked, granule, block_tokens, READ_BLOCK if on_cuda and windowed else 1)
     shapes = [replace(geometry, block_tokens=tokens) for geometry in asked]
     frame_bytes = _frame_bytes([shape.block_bytes for shape in shapes], states, granule)
     if not (chunk_bytes or on_cuda or alone):
         granule = math.gcd(frame_bytes, CUDA_CHUNK_BYTES)
     groups = []
-    for (rule, _, _), layers, shape in zip(grouped, grouped.values(), shapes, strict=True):
-        name = _name(rule, plain, [other[0] for other in grouped].count(rule) > 1, layers[0])
-        groups.append(AttentionGroup(name, rule, tuple(layers), shape, shape.block_bytes // frame_bytes))
+    for alike, layers, shape in zip(grouped, grouped.values(), shapes, strict=True):
+        twice = [other[:2] for other in grouped].count(alike[:2]) > 1
+        name = alike.model + _name(alike.rule, plain, twice, layers[0])
+        groups.append(AttentionGroup(name, alike.rule, tuple(layers), shape, shape.block_bytes // frame_bytes))
     state = None if states is None else StateGroup(states, -(-states.nbytes // frame_bytes))
-    return KvGroups(tuple(groups), state, tokens, frame_bytes, granule)
+    of_draft = sum(alike.model != "" for alike in grouped)
+    return KvGroups(tuple(groups), state, tokens, frame_bytes, granule, of_draft)
+
+
+class _Alike(NamedTuple):
+    """What the layers of a group have in common; model: what its name begins with."""
+
+    model: str
+    rule: FullAttention | SlidingWindow
+    kv_heads: int
+    head_dim: int
 
 
 def _page_bytes(asked: Sequence[KvGeometry]) -> int:

@@ -279,6 +279,11 @@ def choose_attention(spec: ModelSpec, *, paged: bool = False) -> AttentionBacken
     both_ways = spec.images is not None and spec.images.both_ways
     kinds = {layer.layer: _kind(layer, both_ways) for layer in spec.attention}
     dtype = getattr(torch, spec.dtype)
+    if paged and spec.draft is not None:
+        raise ModelError(
+            f"model {str(spec.path)!r} has a draft beside it, and block tables hold one model's KV: set worker.kv to "
+            '"virtual" or leave worker.draft_model out'
+        )
     if paged and not spec.groups.alone:
         raise ModelError(
             f"model {str(spec.path)!r} has {len(spec.groups.shapes)} groups of layers that keep different things; "
@@ -288,14 +293,14 @@ def choose_attention(spec: ModelSpec, *, paged: bool = False) -> AttentionBacken
         return TileAttention(spec.block_tokens, dtype, [layer for layer in kinds if kinds[layer].expanded])
     if not spec.attention:
         return TileAttention(spec.block_tokens, dtype)  # nobody asks it for anything
-    if not spec.groups.alone:
+    if not spec.groups.own.alone:
         return GroupedAttention(_choose_on_cuda(spec, kinds, paged=False))
     return _choose_on_cuda(spec, kinds, paged=paged)
 
 
 def _choose_on_cuda(spec: ModelSpec, kinds: Mapping[int, AttentionKind], *, paged: bool) -> AttentionBackend:
     dtype = getattr(torch, spec.dtype)
-    geometry = max((group.geometry for group in spec.groups.attention), key=lambda shape: shape.head_dim)
+    geometry = max((group.geometry for group in spec.groups.own.attention), key=lambda shape: shape.head_dim)
     kernel = find_kernel(geometry.head_dim, dtype, spec.device, block_table=paged)
     if kernel is None and paged:
         raise ModelError(
@@ -351,14 +356,14 @@ class _PlainMemory:
         layout = spec.groups.state and spec.groups.state.layout
         state = torch.zeros(layout.nbytes if layout else 0, dtype=torch.uint8, device=spec.device)
         self._sequence = _Blocks(blocks, _Buffer(state))
-        self._groups = spec.groups
+        self._groups = spec.groups.own
         self._kv = [
             torch.zeros(
                 (1, blocks * spec.block_tokens, shape.layers, 2, shape.kv_heads, shape.head_dim),
                 dtype=getattr(torch, spec.dtype),
                 device=spec.device,
             )
-            for shape in (group.geometry for group in spec.groups.attention)
+            for shape in (group.geometry for group in spec.groups.own.attention)
         ]
 
     def step(self, start: int, stop: int) -> StepKv:

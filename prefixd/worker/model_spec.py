@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import inspect
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -18,6 +20,7 @@ from transformers import (
     GenerationConfig,
 )
 
+from prefixd.worker.draft_spec import check_draft
 from prefixd.worker.errors import ModelError
 from prefixd.worker.images import attention_names, image_kind, image_shape, read_processor, reads_images
 from prefixd.worker.images.kinds import KINDS
@@ -32,7 +35,7 @@ from prefixd_swap.geometry import ELEMENT_BYTES, KvGeometry, Layout
 _NO_LIMIT = 1 << 16
 """Tokens of a request where the model names no limit, as those without attention do not."""
 WINDOW_MARGIN = {"cpu": 32, "cuda": 128}
-"""Tokens before a window that attention may read: it reads whole tiles."""
+"""Tokens before a window that attention may read: it reads whole tiles, and a draft is a token behind."""
 _DTYPES = ("float32", "bfloat16", "float16")
 # Their rotary frequencies depend on how long the whole sequence is, so KV of a prefix is not a function
 # of the prefix.
@@ -43,11 +46,12 @@ _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 class ModelSpec:
     """A model in numbers; `config` is transformers' configuration of it.
 
-    groups: what it keeps of prompts. attention: its attention layers.
+    groups: what it keeps of prompts; with a draft, what both keep. attention: its attention layers.
     block_tokens_asked: what the settings asked for; `groups` has what is used.
     step_tokens, sequences: most tokens and sequences of one step, by the settings.
     images: how it takes images; None for a model of text alone.
     feature_bytes: most bytes of embeddings that are kept, by the settings.
+    draft: the model that proposes tokens, if there is one; its `groups` are its own. draft_tokens: how many in a round.
     """
 
     path: Path
@@ -67,6 +71,8 @@ class ModelSpec:
     sequences: int
     images: ImageShape | None = None
     feature_bytes: int = 0
+    draft: ModelSpec | None = None
+    draft_tokens: int = 0
 
     @property
     def images_apart(self) -> bool:
@@ -101,9 +107,7 @@ class ModelSpec:
 
     def hello(self) -> Hello:
         """The worker's first message."""
-        element_bytes = ELEMENT_BYTES[self.dtype]
-        text = self.config.get_text_config(decoder=True)
-        widest = max((layer.query_heads * layer.head_dim for layer in self.attention), default=0)
+        weights, working = self._device_bytes()
         return Hello(
             groups=self.groups.shapes,
             frame_bytes=self.groups.frame_bytes,
@@ -117,25 +121,56 @@ class ModelSpec:
             architecture=self.architecture,
             parameters=self.parameters,
             device=str(self.device),
-            weights_bytes=weights_bytes(self.parameters, element_bytes),
-            working_bytes=working_bytes(
-                text,
-                max(getattr(text, "hidden_size", 0), widest),
-                element_bytes,
-                self.step_tokens,
-                self.sequences,
-                on_cuda=self.device.type == "cuda",
-            )
-            + (0 if self.images is None else self.feature_bytes * (1 + (self.images.kind == "cross"))),
+            weights_bytes=weights,
+            working_bytes=working,
             block_tokens_asked=self.block_tokens_asked,
             block_tokens_reason=self.groups.explain_block_tokens(self.block_tokens_asked),
             window_margin=WINDOW_MARGIN[self.device.type],
             images=self.images,
         )
 
+    def _device_bytes(self) -> tuple[int, int]:
+        """What the weights take of the device, and what a step does: the models compute one after the other."""
+        element_bytes = ELEMENT_BYTES[self.dtype]
+        widest = max((layer.query_heads * layer.head_dim for layer in self.attention), default=0)
+        weights = weights_bytes(self.parameters, element_bytes)
+        text = self.config.get_text_config(decoder=True)
+        working = working_bytes(
+            text,
+            max(getattr(text, "hidden_size", 0), widest),
+            element_bytes,
+            self.step_tokens + self.sequences * self.draft_tokens,
+            self.sequences * (1 + self.draft_tokens),
+            on_cuda=self.device.type == "cuda",
+        )
+        if self.images is not None:
+            working += self.feature_bytes * (1 + (self.images.kind == "cross"))
+        if self.draft is None:
+            return weights, working
+        of_draft = self.draft._device_bytes()
+        return weights + of_draft[0], max(working, of_draft[1])
+
 
 def read_model_spec(settings: WorkerSettings) -> ModelSpec:
-    """Read and check a model's configuration; the weights are not touched. Raises ModelError."""
+    """Read and check a model's configuration, and its draft's; the weights are not touched. Raises ModelError."""
+    spec = _read_alone(settings)
+    if not settings.draft_model:
+        return spec
+    draft = _read_alone(
+        msgspec.structs.replace(
+            settings, model=settings.draft_model, dtype=spec.dtype, max_model_tokens=spec.max_model_tokens
+        )
+    )
+    check_draft(spec, draft)
+    try:
+        groups = _plan(settings, spec.device, spec.dtype, spec.max_model_tokens, spec.attention, draft=draft.attention)
+    except ModelError as error:
+        raise ModelError(f"model {str(spec.path)!r} with the draft {str(draft.path)!r} {error}") from error
+    draft = replace(draft, groups=groups.draft)
+    return replace(spec, groups=groups, draft=draft, draft_tokens=settings.draft_tokens)
+
+
+def _read_alone(settings: WorkerSettings) -> ModelSpec:
     device = _device(settings.device)
     path = Path(settings.model)
     config = _read_config(path)
@@ -162,17 +197,7 @@ def _read_spec(settings: WorkerSettings, device: torch.device, path: Path, confi
     dtype = _dtype(path, config, device) if settings.dtype == "auto" else settings.dtype
     attention, states, architecture, parameters = _probe(path, config, max_model_tokens, dtype)
     try:
-        groups = plan_groups(
-            attention,
-            states,
-            dtype=dtype,
-            block_tokens=settings.block_tokens,
-            layout=settings.layout,
-            max_tokens=max_model_tokens,
-            chunk_bytes=settings.chunk_bytes or None,
-            on_cuda=device.type == "cuda",
-            by_rule=settings.groups == "by_rule",
-        )
+        groups = _plan(settings, device, dtype, max_model_tokens, attention, states)
     except ModelError as error:
         raise _refusal(path, config, str(error)) from error
     return ModelSpec(
@@ -193,6 +218,29 @@ def _read_spec(settings: WorkerSettings, device: torch.device, path: Path, confi
         sequences=settings.max_sequences,
         images=images,
         feature_bytes=settings.feature_bytes,
+    )
+
+
+def _plan(
+    settings: WorkerSettings,
+    device: torch.device,
+    dtype: str,
+    max_tokens: int,
+    attention: Sequence[AttentionLayer],
+    states: StateLayout | None = None,
+    draft: Sequence[AttentionLayer] = (),
+) -> KvGroups:
+    return plan_groups(
+        attention,
+        states,
+        dtype=dtype,
+        block_tokens=settings.block_tokens,
+        layout=settings.layout,
+        max_tokens=max_tokens,
+        chunk_bytes=settings.chunk_bytes or None,
+        on_cuda=device.type == "cuda",
+        by_rule=settings.groups == "by_rule",
+        draft=draft,
     )
 
 

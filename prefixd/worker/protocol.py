@@ -133,7 +133,8 @@ class ImageShape(msgspec.Struct, frozen=True):
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The model in numbers.
 
-    groups: its layers. Those with a state, if there are any, are one group, the last.
+    groups: its layers, and behind them those of its draft, if it has one. Those with a state, if there are any, are one
+        group, the last.
     frame_bytes: bytes of a frame: one size for all groups, so that any frame serves any of them.
 
     weights_bytes, working_bytes: what the weights will take on the device, and the rest but for the KV; estimates of
@@ -200,7 +201,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 class Update(msgspec.Struct, frozen=True):
     """What one step did for one request.
 
-    tokens: generated in this step (a stop token included).
+    tokens: generated in this step (a stop token included); several where tokens of a draft were accepted.
     filled_blocks: full blocks whose KV is in memory now, counted from the start of the prompt, cached ones
         included.
     logprobs: of each of the tokens, if the request asks for them.
@@ -232,12 +233,18 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     """One forward pass: its results are in memory, not merely queued on a stream.
 
     computed_tokens: tokens whose KV was computed, over all requests; elapsed_s: wall time of the pass.
+    passes: forward passes of the model, more than one where those without a sampled token were not waited for.
+    proposed_tokens: of the computed ones, those that a draft proposed; accepted_tokens: those of them that the model
+        chose, too.
     """
 
     updates: list[Update]
     computed_tokens: int
     elapsed_s: float
     kv: KvUsage = KvUsage()
+    passes: int = 1
+    proposed_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class BeamResult(msgspec.Struct, frozen=True):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Literal, Protocol
 
+import msgspec
 import numpy as np
 import torch
 
@@ -48,6 +49,7 @@ class Run:
     The last token sampled is never computed before the next one is wanted, so `computed < len(tokens)`
     always.
     images: None for a prompt without.
+    draft_behind: so many of the computed tokens, the last ones, have no KV of the draft yet; 0 without a draft.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Run:
     ) -> None:
         self.id = start.id
         self.sampling = start.sampling
+        self._guessing = msgspec.structs.replace(start.sampling, logprobs=None)
         self.tokens: list[int] = np.frombuffer(start.tokens, dtype="<u4").tolist()
         self.generated = start.generated
         self._counts: TokenCounts | None = None
@@ -67,6 +70,7 @@ class Run:
             known = [token for token in self.tokens if token < limits.vocab_size]  # some placeholders are not
             self._counts = TokenCounts(known, start.generated, limits.vocab_size, limits.device)
         self.computed = start.cached_blocks * block_tokens
+        self.draft_behind = 0
         self.memory = memory
         self.images = images
         self.reported_blocks = start.cached_blocks
@@ -89,8 +93,33 @@ class Run:
     @property
     def pending(self) -> int:
         """Tokens that can be computed now: those known, as far as frames reach."""
-        reach = min(len(self.tokens), self.memory.blocks * self._block_tokens)
+        reach = min(len(self.tokens), self.memory_tokens)
         return (reach if self.images is None else self.images.last_cut(reach)) - self.computed
+
+    @property
+    def memory_tokens(self) -> int:
+        """Tokens that frames reach to."""
+        return self.memory.blocks * self._block_tokens
+
+    @property
+    def block_start(self) -> int:
+        """Tokens before the block that the last known one lies in."""
+        return (len(self.tokens) - 1) // self._block_tokens * self._block_tokens
+
+    @property
+    def block_end(self) -> int:
+        """Tokens up to the end of that block."""
+        return self.block_start + self._block_tokens
+
+    @property
+    def room(self) -> int:
+        """Tokens that may follow, if none of them ends the request."""
+        return min(self.sampling.max_tokens - self.generated, self._max_tokens - len(self.tokens))
+
+    @property
+    def kept_tokens(self) -> int:
+        """Tokens whose KV is in memory, the draft's too."""
+        return self.computed - self.draft_behind
 
     @property
     def decoding(self) -> bool:
@@ -100,21 +129,25 @@ class Run:
     @property
     def filled_blocks(self) -> int:
         """Full blocks in memory."""
-        return self.computed // self._block_tokens
+        return self.kept_tokens // self._block_tokens
 
     @property
     def ended(self) -> Literal["stop", "length"] | None:
         """Why no token may follow the last one, if so."""
         if self.generated and self.tokens[-1] in self.stop:
             return "stop"
-        if self.generated >= self.sampling.max_tokens or len(self.tokens) >= self._max_tokens:
+        if self.room <= 0:
             return "length"
         return None
 
-    @property
-    def choice(self) -> Choice:
-        """How the next token is chosen."""
-        return Choice(self.sampling, self.generated, self._counts)
+    def choice(self, assumed: Sequence[int] = ()) -> Choice:
+        """How the next token is chosen, or the one behind `assumed` tokens that may come."""
+        counts = self._counts.after(assumed) if self._counts is not None and assumed else self._counts
+        return Choice(self.sampling, self.generated + len(assumed), counts)
+
+    def guess(self, assumed: Sequence[int]) -> Choice:
+        """As `choice`, for the draft, which tells no logprobs."""
+        return self.choice(assumed)._replace(sampling=self._guessing)
 
     def segment(self, count: int) -> Segment:
         """The next `count` tokens to compute."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from prefixd.worker.decode_graphs import DecodeGraphs
+from prefixd.worker.draft import Draft
 from prefixd.worker.engine import Engine
 from prefixd.worker.errors import ProtocolError
 from prefixd.worker.flash_attention import FlashAttention
@@ -48,6 +49,8 @@ def serve(connection: Connection[ToWorker], settings: WorkerSettings, clock: Cal
         torch.set_num_threads(settings.threads)
     spec = read_model_spec(settings)
     choose_attention(spec, paged=settings.kv == "paged")  # what nothing here can compute is refused first
+    if spec.draft is not None:
+        choose_attention(spec.draft)
     connection.send(spec.hello())
     message = connection.receive()
     if isinstance(message, Shutdown):
@@ -56,6 +59,7 @@ def serve(connection: Connection[ToWorker], settings: WorkerSettings, clock: Cal
         raise ProtocolError(f"{type(message).__name__} before Memory: the daemon must send its memory first")
     with attach_memory(message.meta, recv_export(connection.socket, message.fds)) as memory:
         model = load_model(spec, paged=settings.kv == "paged")
+        draft_model = None if spec.draft is None else load_model(spec.draft)
         frames = SharedFrames(memory, chunks_per_frame(spec.groups.frame_bytes, memory.chunk_bytes), message)
         with started_threads(1, "mapping") as background:
             kv = make_kv(
@@ -68,7 +72,10 @@ def serve(connection: Connection[ToWorker], settings: WorkerSettings, clock: Cal
                 background=background,
             )
             graphs, why_not = _graphs(settings, spec, model, kv)
-            engine = Engine(model, kv, settings.max_step_tokens, clock, graphs)
+            draft: Draft | None = None
+            if draft_model is not None and isinstance(kv, GroupedKv):  # two models have two groups
+                draft = Draft(draft_model, kv, spec.draft_tokens)
+            engine = Engine(model, kv, settings.max_step_tokens, clock, graphs, draft)
             connection.send(Ready(graphs is not None, why_not))
             try:
                 _run(connection, engine, frames, kv)
@@ -85,6 +92,8 @@ def _graphs(
         return None, ""
     if spec.device.type != "cuda":
         return None, f"the device is {spec.device}; CUDA graphs need a GPU"
+    if settings.draft_model:
+        return None, "a draft proposes tokens; CUDA graphs need a model alone"
     if isinstance(kv, GroupedKv):
         return None, "the model has several groups of layers; CUDA graphs need one"
     if model.images is not None and model.images.kind.cross:

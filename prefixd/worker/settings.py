@@ -28,6 +28,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     cuda_graphs: replay decode passes as CUDA graphs, where attention is flash attention over virtual tensors.
     kv: "virtual" keeps every request in contiguous addresses (vTensor), "paged" in blocks behind a table.
     groups: "by_rule" keeps of each layer what its rule needs, "one" of layers with windows everything, for comparison.
+    draft_model: directory of a small model that proposes tokens, which the model checks; empty: none.
+    draft_tokens: how many it proposes at a time.
     threads: of torch on a CPU; 0 takes torch's default.
     feature_bytes: most bytes of images' embeddings that are kept on the device, of a model that reads images; as many
         again for what its layers with cross-attention make of them, if it has some.
@@ -45,6 +47,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     cuda_graphs: bool = False
     kv: Literal["virtual", "paged"] = "virtual"
     groups: Literal["by_rule", "one"] = "by_rule"
+    draft_model: str = ""
+    draft_tokens: Positive = 4
     threads: NotNegative = 0
     feature_bytes: NotNegative = 256 << 20
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import numpy as np
@@ -27,6 +28,14 @@ class TokenCounts:
         counts = [np.bincount(part, minlength=vocab_size).astype(np.int32) for part in (ids[:split], ids[split:])]
         prompt, self.output = torch.from_numpy(np.stack(counts)).to(device)
         self.prompt = prompt > 0
+
+    def after(self, tokens: Sequence[int]) -> TokenCounts:
+        """The counts after further tokens, which are not added to these."""
+        counts = copy.copy(self)
+        counts.output = self.output.clone()
+        for token in tokens:
+            counts.add(token)
+        return counts
 
     def add(self, token: int) -> None:
         """Count a token that was generated. Queued on the device; waits for nothing."""

@@ -58,10 +58,11 @@ def test_every_call_is_measured(tmp_path: Path) -> None:
 
 def test_a_hold_above_the_limit_fails_and_is_named(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
-    done = run("benchmarks.stalls", "--blocks", "1024", "--only", "match", "--limit-ms", "0.001", "--json", str(file))
+    # It works in slices of a millisecond, on a fast machine too.
+    done = run("benchmarks.stalls", "--blocks", BLOCKS, "--only", "doctor", "--limit-ms", "0.001", "--json", str(file))
     assert done.returncode == 2
-    assert "the event loop was held for more than 0.001 ms: match: " in done.stderr
-    assert json.loads(file.read_text())["worst_call"] == "match"
+    assert "the event loop was held for more than 0.001 ms: doctor: " in done.stderr
+    assert json.loads(file.read_text())["worst_call"] == "doctor"
 
 
 def test_a_planted_stall_is_seen_and_named() -> None:

@@ -146,6 +146,16 @@ def test_the_gpu_tier_exists_only_with_a_model() -> None:
         ({"gpu.device": "tpu"}, ["gpu.device = 'tpu'", "cuda:N"]),
         ({"worker.model": "/models/x", "worker.embedded": True}, ["/models/x", "keep one"]),
         ({"worker.max_step_tokens": 8}, ["worker.max_step_tokens = 8", "worker.block_tokens = 16"]),
+        ({"worker.draft_model": "/models/x"}, ["worker.draft_model = /models/x", "set worker.model too"]),
+        (
+            {"worker.embedded": True, "worker.draft_model": "/models/x", "worker.kv": "paged"},
+            ["worker.draft_model = /models/x", 'needs worker.kv = "virtual", not "paged"'],
+        ),
+        (
+            {"worker.embedded": True, "worker.draft_model": "/models/x", "worker.layout": "layer"},
+            ['needs worker.layout = "token", not "layer"'],
+        ),
+        ({"worker.draft_tokens": 65}, ["worker.draft_tokens = '65'", "64"]),
         ({"cpu.byte": 1}, ["no setting cpu.byte", "did you mean cpu.bytes?"]),
         ({"cpu": 1}, ["cpu is a section", "cpu.bytes"]),
         ({"cpu.bytes": "x", "disk.bytes": "y"}, ["and 1 more"]),
@@ -195,6 +205,9 @@ def test_a_model_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "llama").mkdir()
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         check_start(Settings.load(None, {"worker.model": tmp_path / "llama"}, {}))
+    draft = {"worker.embedded": True, "worker.draft_model": tmp_path / "llama"}
+    with pytest.raises(ConfigError, match=r"worker\.draft_model = .* has no config\.json"):
+        check_start(Settings.load(None, draft, {}))
 
 
 def test_a_socket_path_that_is_taken_by_a_file_is_refused(tmp_path: Path) -> None:

@@ -25,11 +25,11 @@ def one_by_one(engine: EngineProcess, requests: list[EngineRequest], *, forget: 
 
 
 @pytest.mark.parametrize(
-    ("save", "arguments", "rules", "block_tokens"),
+    ("save", "arguments", "rules", "least_tokens"),
     [
         pytest.param(save_gemma2, {}, WINDOWS, 64, id="gemma2"),
         pytest.param(save_gpt_oss, {}, WINDOWS, 64, id="gpt_oss"),
-        pytest.param(save_qwen3_next, BFLOAT16, [RecurrentState()] * 3 + [None], 160, id="qwen3_next"),
+        pytest.param(save_qwen3_next, BFLOAT16, [RecurrentState()] * 3 + [None], 144, id="qwen3_next"),
         pytest.param(save_lfm2, {}, [RecurrentState()] * 3 + [None], 32, id="lfm2"),
     ],
 )
@@ -37,7 +37,7 @@ def test_what_prefixes_need_is_saved_and_loaded(
     save: Callable[[Path], Path],
     arguments: dict[str, Any],
     rules: list[Rule | None],
-    block_tokens: int,
+    least_tokens: int,
     make_engine: StartEngine,
     tmp_path: Path,
     new_requests: NewRequests,
@@ -67,12 +67,13 @@ def test_what_prefixes_need_is_saved_and_loaded(
     assert (cold, warm) == (expected, again)
     assert next_turn == continued
     assert none == 0
+    block_tokens = cache.spec.block_tokens
+    assert least_tokens <= block_tokens <= 2 * least_tokens, "vLLM rounds up to what this processor's kernels take"
     assert hits == sum((len(request.prompt) - 1) // block_tokens * block_tokens for request in requests)
     # With windows the end of the answer. vLLM 0.32 keeps no states of answers, so with states the end of the prompt.
     continued_from = 1000 if states else 1000 + answered
     assert of_chat == (continued_from - 1) // block_tokens * block_tokens
     assert sorted((part.rule for part in cache.spec.parts), key=repr) == sorted(rules, key=repr)
-    assert cache.spec.block_tokens == block_tokens
     total = sum(value for name, value in saved.items() if name.startswith("vllm:prefixd_saved_bytes{"))
     blocks = sum(value for name, value in saved.items() if name.startswith("vllm:prefixd_saved_blocks{"))
     assert 0 < total < 0.9 * blocks * cache.spec.block_bytes

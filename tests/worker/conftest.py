@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from prefixd.worker.draft import Draft
 from prefixd.worker.engine import Engine
 from prefixd.worker.grouped_kv import GroupedKv
 from prefixd.worker.kv_memory import KvMemory, KvSequence, Segment
@@ -95,6 +96,7 @@ class Rig:
         max_step_tokens: int = 64,
         device: str = "cpu",
         kv: str = "virtual",
+        requests: int = 80,
     ) -> None:
         self.model = model
         self.block_tokens = model.spec.block_tokens
@@ -102,10 +104,13 @@ class Rig:
         self.memory = create_memory(device, model.spec.groups.chunk_bytes)
         self.pool = FramePool(self.memory, model.spec.groups.frame_bytes, frames)
         paged = kv == "paged"
-        self.kv = make_kv(model.spec, self.memory, self.pool.table, requests=80, frames=frames, paged=paged)
+        self.kv = make_kv(model.spec, self.memory, self.pool.table, requests=requests, frames=frames, paged=paged)
         self.managers = managers_of(self.kv)
         self.manager = self.managers[0] if self.managers else None
-        self.engine = Engine(model, self.kv, max_step_tokens, itertools.count().__next__)
+        draft = None
+        if model.spec.draft is not None:
+            draft = Draft(load_model(model.spec.draft), self.kv, model.spec.draft_tokens)
+        self.engine = Engine(model, self.kv, max_step_tokens, itertools.count().__next__, draft=draft)
         self.tokens: dict[int, list[int]] = {}
         self.filled: dict[int, int] = {}
         self.done: dict[int, Done] = {}

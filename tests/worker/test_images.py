@@ -430,6 +430,12 @@ def test_a_directory_without_an_image_processor_is_refused(vision, tmp_path):
         read_model_spec(WorkerSettings(model=str(tmp_path)))
 
 
+def test_a_draft_is_refused(vision):
+    directory = str(vision.directory)
+    with pytest.raises(ModelError, match="reads images, which no draft knows of"):
+        read_model_spec(WorkerSettings(model=directory, draft_model=directory))
+
+
 SHAPE = ImageShape(IMAGE_TOKEN, "rows")
 TOKENS = [1, 2, *[IMAGE_TOKEN] * 4, 3, *[IMAGE_TOKEN] * 4, 4]
 

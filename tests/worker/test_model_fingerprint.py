@@ -10,7 +10,7 @@ import pytest
 
 from prefixd import model_fingerprint
 from prefixd.errors import ConfigError
-from prefixd.model_fingerprint import CACHE_NAME, fingerprint
+from prefixd.model_fingerprint import CACHE_NAME, fingerprint, fingerprint_of_both
 
 
 @pytest.fixture
@@ -82,3 +82,17 @@ def test_a_directory_without_a_model_is_refused(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="lacks weights"):
         fingerprint(tmp_path, tmp_path)
+
+
+def test_that_of_a_model_with_a_draft_is_neither_ones_and_says_which_is_which(directory, tmp_path):
+    draft = copy(directory, tmp_path / "draft")
+    (draft / "config.json").write_text('{"small": true}')
+    names = {
+        fingerprint(directory, tmp_path),
+        fingerprint(draft, tmp_path),
+        fingerprint_of_both(directory, draft, tmp_path),
+        fingerprint_of_both(draft, directory, tmp_path),
+    }
+    assert {len(name) for name in names} == {32}
+    assert len(names) == 4
+    assert fingerprint_of_both(directory, draft, tmp_path) in names

@@ -11,7 +11,7 @@ import pytest
 
 from prefixd.cache.index.trie import CPU, DISK, GPU
 from prefixd.server.request import RequestState
-from prefixd.worker.protocol import Start
+from prefixd.worker.protocol import Start, Step, Update
 from prefixd_scheduler import Distance, QueueFullError
 
 if TYPE_CHECKING:
@@ -46,6 +46,22 @@ async def test_an_answer_from_end_to_end(make_bench: MakeBench, events: Events, 
     await bench.finish(again)
     assert bench.cache.counters.hit_tokens == [16, 0, 0]
     assert bench.cache.counters.asked_tokens == 34
+
+
+async def test_a_step_brings_several_tokens_of_a_request_where_a_draft_proposed_them(make_bench: MakeBench) -> None:
+    """What was proposed says nothing of how long a prompt takes to compute."""
+    bench = await make_bench(16)
+    request = bench.submit(range(100, 103), max_tokens=9)
+    await bench.running(request)
+    step = Step([Update(request.id, [7, 8, 9], 0)], 5, 0.5, proposed_tokens=4, accepted_tokens=2)
+    for _ in range(2):
+        bench.dispatcher.on_step(step)
+    assert bench.cost.compute_s(100) is None
+    assert (request.generated, request.run.computed_tokens) == (6, 8)
+    dispatcher = bench.dispatcher
+    assert (dispatcher.passes, dispatcher.proposed_tokens, dispatcher.accepted_tokens) == (2, 8, 4)
+    bench.dispatcher.on_step(Step([Update(request.id, [1], 0)], 5, 0.5))
+    assert bench.cost.compute_s(100) == pytest.approx(10.0)
 
 
 @pytest.mark.parametrize(

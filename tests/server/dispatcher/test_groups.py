@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -174,9 +175,12 @@ async def test_without_room_for_more_states_it_runs_all_the_same(
 async def test_who_gave_way_resumes_from_his_tail(
     make_bench: MakeBench, events: Events, expected: Expected, mode: str
 ) -> None:
-    bench = await make_bench(60, cpu_slots=300, model="states", preemption=mode)
+    bench = await make_bench(62, cpu_slots=300, model="states", preemption=mode)
     old, young = bench.submit(LONG[:33], max_tokens=60), bench.submit(range(300, 333), max_tokens=60)
     await bench.running(young)
+    while len(bench.runs[young.id].tokens) < 33 + 20:
+        bench.step(young)
+        await asyncio.sleep(0.001)
     await bench.finish(old, young)
     assert young.resumed and bench.dispatcher.preemption.counters.preempted
     cached = [message.cached_blocks for message in bench.sent if isinstance(message, Start) and message.id == young.id]

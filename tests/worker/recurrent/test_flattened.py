@@ -14,7 +14,7 @@ from tests.worker.tiny_models import RECURRENT, VOCAB
 # Of logits up to 10. Qwen3-Next's scan of many tokens inverts a matrix.
 TOLERANCE = {name: 2e-4 for name in RECURRENT} | {"qwen3_next": 2e-3}
 # The gate of its shared expert is a product with one column, whose last bits depend on the rows in the batch.
-UNEVEN_LOGITS = ("qwen3_next",)
+UNEVEN = ("qwen3_next",)
 
 RunnerOf = Callable[[str], Runner]
 
@@ -37,7 +37,7 @@ def assert_same_logits(name: str, ours: Request, theirs: Request) -> None:
     ours_logits, theirs_logits = torch.cat(ours.logits), torch.cat(theirs.logits)
     count = min(len(ours_logits), len(theirs_logits))
     error = (ours_logits[-count:] - theirs_logits[-count:]).abs().max()
-    assert error <= (1e-4 if name in UNEVEN_LOGITS else 0.0)
+    assert error <= (1e-4 if name in UNEVEN else 0.0)
 
 
 def test_requests_in_one_pass_get_the_logits_that_each_gets_alone(name: str, runner: Runner) -> None:
@@ -76,7 +76,10 @@ def test_the_bits_do_not_depend_on_the_passes(name: str, runner: Runner) -> None
     for _ in range(3):
         runner.run((once, 1))
         runner.run((other, 1), (often, 1))
-    assert torch.equal(once.state, often.state)
+    if name in UNEVEN:
+        assert (once.state.view(torch.float32) - often.state.view(torch.float32)).abs().max() <= 1e-4
+    else:
+        assert torch.equal(once.state, often.state)
     assert_same_logits(name, often, once)
 
 

@@ -260,7 +260,7 @@ _VISION: dict[str, Any] = {
 }
 _SIDES = {"height": IMAGE_SIDE, "width": IMAGE_SIDE}
 _PINPOINTS = [[28, 28], [28, 56], [56, 28]]
-_IMAGE_SIZES = {**_SIZES, "initializer_range": 0.2}
+_IMAGE_SIZES = {**_SIZES, "initializer_range": 0.2, "max_position_embeddings": 1024}
 
 # The configuration's class and arguments, and preprocessor_config.json.
 IMAGES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {

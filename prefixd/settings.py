@@ -321,7 +321,8 @@ class WorkerSettings(_Section):
     vAttention), or in blocks behind a table (paged; PagedAttention), as a baseline to measure against."""
     groups: Literal["by_rule", "one"] = "by_rule"
     """What is kept of models whose layers need different things: of each layer what its rule needs (by_rule; Jenga), or
-    of layers with windows everything, too (one), as a baseline to measure against."""
+    everything of all, in pages of one size (one), as a baseline to measure against: layers with windows keep
+    all tokens, blocks are as long as the largest state, and a state is kept after each of them."""
     feature_bytes: Bytes = 256 << 20
     """For models that read images: size of the embeddings of images seen before that the worker keeps on its device.
     Llama 3.2 Vision takes as much again for what the images of running requests become: 200 MiB an image of its 11B."""

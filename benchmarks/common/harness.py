@@ -113,8 +113,9 @@ def write(name: str, result: Mapping[str, Any], json_file: Path) -> None:
     json_file.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def plot(file: Path | None, draw: Callable[[Any], None]) -> None:
-    """Has `draw` fill a matplotlib axes and saves the figure; says so when matplotlib is missing."""
+def plot(file: Path | None, draw: Callable[[Any], None], columns: int = 1) -> None:
+    """Has `draw` fill a matplotlib axes, or `columns` of them in a row, and saves the figure; says so if matplotlib is
+    missing."""
     if file is None:
         return
     try:
@@ -122,8 +123,8 @@ def plot(file: Path | None, draw: Callable[[Any], None]) -> None:
     except ImportError:
         print("matplotlib is not installed, so there is no plot: pip install matplotlib", file=sys.stderr)
         return
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    draw(figure.add_subplot())
+    figure = Figure(figsize=(7 if columns == 1 else 4 * columns, 4), layout="constrained")
+    draw(figure.add_subplot() if columns == 1 else figure.subplots(1, columns))
     figure.savefig(file, dpi=150)
 
 

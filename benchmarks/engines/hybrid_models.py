@@ -21,8 +21,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # Gemma 3: five of six layers see a window.
     "window": (
         "Gemma3TextConfig",
-        {"num_hidden_layers": 6, "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 64}
+        {
+            "num_hidden_layers": 6,
+            "hidden_size": 256,
+            "intermediate_size": 2048,
+            "head_dim": 32,
+            "query_pre_attn_scalar": 32,
+            "sliding_window": 128,
+        }
         | {"layer_types": ["sliding_attention"] * 5 + ["full_attention"]},
+    ),
+    # Jamba 1.5: one of eight layers has attention; a recurrent layer's state is as large as 144 tokens in that.
+    "state": (
+        "JambaConfig",
+        {"num_hidden_layers": 8, "attn_layer_period": 8, "attn_layer_offset": 4, "num_key_value_heads": 1}
+        | {"num_experts": 1, "mamba_d_state": 32, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_dt_rank": 8},
     ),
 }
 

@@ -26,6 +26,7 @@ from prefixd.pacer import SLICE_ROWS, Pacer, give_way
 from prefixd.server.concurrency_limit import ConcurrencyLimit
 from prefixd.server.frame_budget import FrameBudget
 from prefixd.server.frame_holders import name_holders
+from prefixd.server.kv_needs import KvNeeds
 from prefixd.server.kv_shape import ONE_FRAME
 from prefixd.server.preemption import Preemption, PreemptionMode
 from prefixd.server.prefetcher import Prefetcher
@@ -91,6 +92,8 @@ class Dispatcher:
         """Forward passes of the model, tokens that its draft proposed, and those of them that the model chose, too."""
         self.least_frames = ONE_FRAME.least_frames
         """Frames that the smallest request of the worker's model needs; set with the GPU tier."""
+        self.needs = KvNeeds(ONE_FRAME, 0)
+        """What is needed of the GPU tier; set with it."""
         self._cache = cache
         self._mover = cache.mover
         self._tracker = PrefixTracker(cache, queue, caching=caching)
@@ -528,7 +531,9 @@ class Dispatcher:
             if trie.has_rules:
                 wanted = np.full(len(rows), groups, np.uint8)
             request.footprint.record(rows, compress(homes, taken.tolist()), wanted)
-            self._mover.placement.extend(trie, request.rows, groups, self.states.ends(request))
+            ends = self.states.ends(request)
+            self._mover.placement.extend(trie, request.rows, groups, ends)
+            self.needs.recorded(trie, request.rows, request.prompt_ends)
             run.recording = len(rows) == filled - first
         if not run.recording or len(request.rows) >= run.computes:
             self._computing.pop(request.id, None)

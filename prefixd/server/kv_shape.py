@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from prefixd.cache import PartSpec, RecurrentStateSpec, SlidingWindowSpec
-from prefixd.worker.protocol import FullAttention, GroupShape, Hello, RecurrentState, SlidingWindow, passed_blocks
+from prefixd.worker.protocol import (
+    FullAttention,
+    GroupShape,
+    Hello,
+    Need,
+    RecurrentState,
+    SlidingWindow,
+    passed_blocks,
+)
 
 
 @dataclass(frozen=True)
@@ -24,17 +32,19 @@ class KvShape:
         block_tokens: tokens of a block.
         window_margin: as `Hello.window_margin`.
         step_tokens: most tokens of a request that the worker computes at a time.
+        needs: as `Hello.needs`.
     """
 
     groups: tuple[GroupShape, ...]
     block_tokens: int
     window_margin: int = 0
     step_tokens: int = 0
+    needs: tuple[Need, ...] = ()
 
     @classmethod
     def of(cls, hello: Hello, step_tokens: int) -> KvShape:
         """The shape of the model that a worker has described."""
-        return cls(hello.groups, hello.block_tokens, hello.window_margin, step_tokens)
+        return cls(hello.groups, hello.block_tokens, hello.window_margin, step_tokens, hello.needs)
 
     @cached_property
     def token_groups(self) -> tuple[GroupShape, ...]:
@@ -114,20 +124,24 @@ class KvShape:
         if self.plain and self.block_frames == 1:
             return (PartSpec("attention", 0, frame_bytes),)
         return tuple(
-            PartSpec(group.name if group.frames == 1 else f"{group.name}.{piece}", 0, frame_bytes, _rule(group))
+            PartSpec(
+                group.name if group.frames == 1 else f"{group.name}.{piece}", 0, frame_bytes, self.rule(group.rule)
+            )
             for group in self.groups
             for piece in range(group.frames)
         )
 
-
-def _rule(group: GroupShape) -> SlidingWindowSpec | RecurrentStateSpec | None:
-    match group.rule:
-        case SlidingWindow(tokens):
-            return SlidingWindowSpec(tokens)
-        case RecurrentState():
-            return RecurrentStateSpec()
-        case FullAttention():
-            return None
+    def rule(
+        self, rule: FullAttention | SlidingWindow | RecurrentState
+    ) -> SlidingWindowSpec | RecurrentStateSpec | None:
+        """As the cache knows it; None for full attention."""
+        match rule:
+            case SlidingWindow(tokens):
+                return SlidingWindowSpec(tokens)
+            case RecurrentState(every_block):
+                return RecurrentStateSpec(self.block_tokens if every_block else 0)
+            case FullAttention():
+                return None
 
 
 ONE_FRAME = KvShape((GroupShape("attention", FullAttention(), 1, 1),), 1)

@@ -16,9 +16,10 @@ from prefixd.errors import ConfigError, UnavailableError
 from prefixd.model_fingerprint import fingerprint, fingerprint_of_both
 from prefixd.server.dispatcher import Dispatcher
 from prefixd.server.gpu_tier_size import automatic_bytes, most_frames
+from prefixd.server.kv_needs import KvNeeds
 from prefixd.server.kv_shape import KvShape
 from prefixd.server.served_model import ServedModel
-from prefixd.server.state_keeping import StatePolicy
+from prefixd.server.state_keeping import EVERY_BLOCK, StatePolicy
 from prefixd.server.tier_resize import TierResize
 from prefixd.server.tokenization import TextCodec
 from prefixd.server.tokenizer_threads import TokenizerThreads
@@ -96,7 +97,11 @@ class ModelHost:
             recompute_if_slower=settings.scheduler.recompute_if_slower,
             preemption=settings.scheduler.preemption,
             caching=settings.cache.enabled,
-            states=StatePolicy(worker.states_per_prompt, worker.state_every_tokens),
+            states=(
+                StatePolicy(worker.states_per_prompt, worker.state_every_tokens)
+                if worker.groups == "by_rule"
+                else EVERY_BLOCK
+            ),
         )
         self.tier_resize = TierResize(cache, self.worker, self.dispatcher, clock)
 
@@ -218,6 +223,7 @@ class ModelHost:
             raise ConfigError(f"the GPU tier of {asked} bytes cannot be made: {error}") from error
         self._cache.tiers.compute = GpuTier(pool)
         self.dispatcher.least_frames = least
+        self.dispatcher.needs = KvNeeds(self._shape(hello), hello.frame_bytes)
         self._hello = hello
         if hello.block_tokens_reason:
             log.warning("blocks are not of the size that worker.block_tokens asks for: %s", hello.block_tokens_reason)

@@ -18,6 +18,7 @@ from prefixd.cache.index.trie_table import NOWHERE
 from prefixd.pacer import SLICE_ROWS, give_way
 from prefixd.server.dispatcher import Dispatcher
 from prefixd.server.kv_events import KVEvents
+from prefixd.server.kv_needs import KvNeeds, Unused
 from prefixd.server.rule_messages import rule_message
 from prefixd.server.worker_process import WorkerProcess, WorkerState
 from prefixd.v1 import admin_pb2 as pb
@@ -47,7 +48,7 @@ class Snapshot:
     async def take(self) -> pb.StatsResponse:
         """The figures now. What is counted in the columns is up to some milliseconds old at a million blocks."""
         cache = self.cache
-        counts = await _Counts.of(cache)
+        counts = await _Counts.of(cache, None if self.dispatcher is None else self.dispatcher.needs)
         now = self.clock()
         leases = cache.leases
         counters = cache.counters
@@ -105,6 +106,12 @@ class Snapshot:
     def _tier(self, tier: Tier, counts: _Counts) -> pb.TierStats:
         tiers, level, used = self.cache.tiers, tier.level, tier.used_bytes
         in_flight = quarantined = 0
+        unused = Unused()
+        if tier is tiers.compute and self.dispatcher is not None:
+            unused.spare = counts.unused.spare
+            unused.unneeded = counts.unused.unneeded + self.dispatcher.needs.of_running(
+                self.dispatcher.running.values()
+            )
         if tier is tiers.shared:
             quarantined = self.cache.quarantine.nbytes
         if isinstance(tier, MemoryTier):
@@ -123,6 +130,8 @@ class Snapshot:
             promoted_blocks=counters.promoted,
             trouble=tiers.trouble(tier),
             quarantined_bytes=quarantined,
+            spare_bytes=unused.spare,
+            unneeded_bytes=unused.unneeded,
         )
 
     def _scrub(self) -> pb.ScrubStats:
@@ -235,11 +244,13 @@ class _Counts:
     held: list[int]
     """Those of them that somebody holds there, by tier."""
     by_namespace: list[int]
+    unused: Unused
+    """Of the GPU tier's cached blocks."""
 
     @classmethod
-    async def of(cls, cache: TieredCache) -> Self:
+    async def of(cls, cache: TieredCache, needs: KvNeeds | None) -> Self:
         """Counts a slice of rows at a time, so that the event loop is not held."""
-        blocks, held = [0] * TIERS, [0] * TIERS
+        blocks, held, unused = [0] * TIERS, [0] * TIERS, Unused()
         by_namespace = np.zeros(sum(1 for _ in cache.namespaces), np.int64)
         for trie in list(cache.tries):
             for start in range(0, trie.rows, SLICE_ROWS):
@@ -250,10 +261,14 @@ class _Counts:
                     here = (trie.any_part[rows] & np.uint8(1 << tier)) != 0
                     blocks[tier] += int(np.count_nonzero(here))
                     held[tier] += int(np.count_nonzero(trie.held(rows, tier) & here))
+                if needs is not None:
+                    here_unused = needs.of_cached(trie, rows)
+                    unused.spare += here_unused.spare
+                    unused.unneeded += here_unused.unneeded
                 namespaces = trie.namespace[rows]
                 counted = np.bincount(namespaces[namespaces != NOWHERE], minlength=len(by_namespace))
                 by_namespace += counted[: len(by_namespace)]  # one that was registered meanwhile is counted next time
-        return cls(blocks, held, by_namespace.tolist())
+        return cls(blocks, held, by_namespace.tolist(), unused)
 
 
 def _resident_bytes(trie: Trie, tier: MemoryTier) -> int:
@@ -285,6 +300,8 @@ class MetricsCollector(Collector):
             "held_blocks": ("blocks of a tier that may not move", False),
             "in_flight_bytes": ("bytes taken, but not matchable yet", False),
             "quarantined_bytes": ("bytes that a silent client may still write into", False),
+            "spare_bytes": ("cached bytes of the GPU tier that only shorter prefixes need, held by nobody", False),
+            "unneeded_bytes": ("bytes of the GPU tier, spare ones apart, that no layer of the model needs", False),
             "hit_tokens": ("prompt tokens found in a tier", True),
             "evicted_blocks": ("copies dropped from a tier", True),
             "demoted_blocks": ("blocks written a tier down to make room", True),

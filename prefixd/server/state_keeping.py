@@ -31,6 +31,10 @@ class StatePolicy:
     every_tokens: int = 0
 
 
+EVERY_BLOCK = StatePolicy(per_prompt=1 << 30, every_tokens=1)
+"""Keeps the states of all blocks of a prompt."""
+
+
 @dataclass(slots=True)
 class StateCounters:
     """What happened since the start; `StateStats` in `admin.proto` says what each counts."""

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from prefixd.worker.errors import ModelError
 from prefixd.worker.probe import AttentionLayer
-from prefixd.worker.protocol import FullAttention, GroupShape, RecurrentState, SlidingWindow
+from prefixd.worker.protocol import FullAttention, GroupShape, Need, RecurrentState, SlidingWindow
 from prefixd.worker.recurrent import StateLayout
 from prefixd_swap.block_size import explain_block_tokens
 from prefixd_swap.geometry import KvGeometry, Layout
@@ -38,6 +39,7 @@ class AttentionGroup:
     layers: their numbers in transformers' cache, ascending; the place of a layer in it is its place in the geometry.
     geometry: the shape of a block.
     frames: frames that a block takes.
+    windows: of each layer the tokens that it sees, None for all before it.
     """
 
     name: str
@@ -45,24 +47,37 @@ class AttentionGroup:
     layers: tuple[int, ...]
     geometry: KvGeometry
     frames: int
+    windows: tuple[int | None, ...]
 
     @property
     def shape(self) -> GroupShape:
         """As the daemon is told."""
         return GroupShape(self.name, self.rule, len(self.layers), self.frames)
 
+    def needs(self, group: int) -> tuple[Need, ...]:
+        """What its layers need, as the daemon is told; `group` is its place among all groups."""
+        layer_bytes = self.geometry.block_bytes // len(self.layers)
+        return tuple(
+            Need(group, FullAttention() if window is None else SlidingWindow(window), count * layer_bytes)
+            for window, count in Counter(self.windows).items()
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class StateGroup:
-    """All recurrent layers of a model: a state of `layout.nbytes` bytes in `frames` frames."""
+    """All recurrent layers of a model: a state of `layout.nbytes` bytes in `frames` frames.
+
+    every_block: a state is kept after every block.
+    """
 
     layout: StateLayout
     frames: int
+    every_block: bool = False
 
     @property
     def shape(self) -> GroupShape:
         """As the daemon is told."""
-        return GroupShape("state", RecurrentState(), len(self.layout.shapes), self.frames)
+        return GroupShape("state", RecurrentState(self.every_block), len(self.layout.shapes), self.frames)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +126,14 @@ class KvGroups:
         return (*(group.shape for group in self.attention), *states)
 
     @property
+    def needs(self) -> tuple[Need, ...]:
+        """As the daemon is told."""
+        needs = [need for number, group in enumerate(self.attention) for need in group.needs(number)]
+        if self.state is not None:
+            needs.append(Need(len(self.attention), RecurrentState(), self.state.layout.nbytes))
+        return tuple(needs)
+
+    @property
     def block_frames(self) -> int:
         """Frames that a block takes in all groups but a state's."""
         return sum(group.frames for group in self.attention)
@@ -119,6 +142,11 @@ class KvGroups:
         """Why a block has another number of tokens than was asked for; empty if it has not."""
         if asked == self.block_tokens:
             return ""
+        if self.state is not None and self.state.every_block:
+            return (
+                f'{asked} tokens asked, {self.block_tokens} used: with worker.groups = "one" a page holds the block of '
+                f"an attention layer or the state of a recurrent one, of up to {self.state.layout.layer_bytes} bytes"
+            )
         if len(self.attention) == 1:
             return explain_block_tokens(asked, self.attention[0].geometry, self.chunk_bytes)
         sizes = ", ".join(f"{group.geometry.token_bytes} ({group.name})" for group in self.attention)
@@ -147,16 +175,20 @@ def plan_groups(
     max_tokens: a window that reaches so far is none.
     chunk_bytes: None for what suits the device: 2 MiB on CUDA; on a CPU, where any number of pages will do, the largest
         that needs no rounding.
-    by_rule: False keeps of layers with a window everything, too.
+    by_rule: False is the baseline: one page size and one rule for all layers (Jenga, sections 3.2 and 4.4, "MAX page").
+        A layer with a window keeps everything. A page holds a block of an attention layer or the state of a recurrent
+        one; the blocks are enlarged until the largest state fits, and a state is kept after each of them. Recurrent
+        layers share block numbers in groups of as many layers as have attention, as in vLLM, and a page each. Attention
+        layers of several shapes are groups of their own all the same, and states are then as by rule, but for how many.
     draft: the attention layers of a draft model, which are further groups.
     Raises ModelError for a layout that several groups cannot share.
     """
-    grouped: dict[_Alike, list[int]] = {}
+    grouped: dict[_Alike, list[AttentionLayer]] = {}
     for model, of_model in (("", attention), ("draft-", draft)):
         for layer in of_model:
-            window = by_rule and layer.window is not None and layer.window < max_tokens
-            rule = SlidingWindow(layer.window or 0) if window else FullAttention()
-            grouped.setdefault(_Alike(model, rule, layer.kv_heads, layer.head_dim), []).append(layer.layer)
+            window = _window(layer, max_tokens) if by_rule else None
+            rule = FullAttention() if window is None else SlidingWindow(window)
+            grouped.setdefault(_Alike(model, rule, layer.kv_heads, layer.head_dim), []).append(layer)
     alone = len(grouped) == 1 and states is None
     plain = alone and isinstance(next(iter(grouped)).rule, FullAttention)
     if layout != "token" and not alone:
@@ -171,17 +203,25 @@ def plan_groups(
     automatic = _page_bytes(asked) if alone else mmap.PAGESIZE
     granule = chunk_bytes or (CUDA_CHUNK_BYTES if on_cuda else automatic)
     windowed = any(isinstance(alike.rule, SlidingWindow) for alike in grouped)
+    paged_states = not by_rule and states is not None and len(asked) == 1
+    if paged_states and states is not None:
+        block_tokens = max(block_tokens, -(-states.layer_bytes * asked[0].layers // asked[0].token_bytes))
     tokens = _fitting_tokens(asked, granule, block_tokens, READ_BLOCK if on_cuda and windowed else 1)
     shapes = [replace(geometry, block_tokens=tokens) for geometry in asked]
-    frame_bytes = _frame_bytes([shape.block_bytes for shape in shapes], states, granule)
+    frame_bytes = _frame_bytes([shape.block_bytes for shape in shapes], None if paged_states else states, granule)
     if not (chunk_bytes or on_cuda or alone):
         granule = math.gcd(frame_bytes, CUDA_CHUNK_BYTES)
     groups = []
     for alike, layers, shape in zip(grouped, grouped.values(), shapes, strict=True):
         twice = [other[:2] for other in grouped].count(alike[:2]) > 1
-        name = alike.model + _name(alike.rule, plain, twice, layers[0])
-        groups.append(AttentionGroup(name, alike.rule, tuple(layers), shape, shape.block_bytes // frame_bytes))
-    state = None if states is None else StateGroup(states, -(-states.nbytes // frame_bytes))
+        name = alike.model + _name(alike.rule, plain, twice, layers[0].layer)
+        numbers = tuple(layer.layer for layer in layers)
+        windows = tuple(_window(layer, max_tokens) for layer in layers)
+        groups.append(AttentionGroup(name, alike.rule, numbers, shape, shape.block_bytes // frame_bytes, windows))
+    state = None
+    if states is not None:
+        pages = -(-len(states.shapes) // asked[0].layers) if paged_states else -(-states.nbytes // frame_bytes)
+        state = StateGroup(states, pages, every_block=not by_rule)
     of_draft = sum(alike.model != "" for alike in grouped)
     return KvGroups(tuple(groups), state, tokens, frame_bytes, granule, of_draft)
 
@@ -193,6 +233,10 @@ class _Alike(NamedTuple):
     rule: FullAttention | SlidingWindow
     kv_heads: int
     head_dim: int
+
+
+def _window(layer: AttentionLayer, max_tokens: int) -> int | None:
+    return layer.window if layer.window is not None and layer.window < max_tokens else None
 
 
 def _page_bytes(asked: Sequence[KvGeometry]) -> int:

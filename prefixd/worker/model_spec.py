@@ -110,6 +110,7 @@ class ModelSpec:
         weights, working = self._device_bytes()
         return Hello(
             groups=self.groups.shapes,
+            needs=self.groups.needs,
             frame_bytes=self.groups.frame_bytes,
             dtype=self.dtype,
             block_tokens=self.block_tokens,

@@ -99,7 +99,12 @@ class SlidingWindow(msgspec.Struct, frozen=True, tag=True):
 
 
 class RecurrentState(msgspec.Struct, frozen=True, tag=True):
-    """The next token needs one state, which all tokens before it have made."""
+    """The next token needs one state, which all tokens before it have made.
+
+    every_block: a state is kept after every block of a prompt, and stays as long as its block's keys and values.
+    """
+
+    every_block: bool = False
 
 
 class GroupShape(msgspec.Struct, frozen=True):
@@ -130,11 +135,25 @@ class ImageShape(msgspec.Struct, frozen=True):
     both_ways: bool = False
 
 
+class Need(msgspec.Struct, frozen=True):
+    """What some layers of a group need. The frames of a group may hold more than its layers need, but never less.
+
+    group: its place in `Hello.groups`.
+    rule: of the layers; the group's own, unless `worker.groups` is "one".
+    nbytes: of these layers in a block, or in a state.
+    """
+
+    group: int
+    rule: FullAttention | SlidingWindow | RecurrentState
+    nbytes: int
+
+
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The model in numbers.
 
     groups: its layers, and behind them those of its draft, if it has one. Those with a state, if there are any, are one
         group, the last.
+    needs: of these groups, for the daemon's account of memory. The rest of their frames is padding.
     frame_bytes: bytes of a frame: one size for all groups, so that any frame serves any of them.
 
     weights_bytes, working_bytes: what the weights will take on the device, and the rest but for the KV; estimates of
@@ -163,6 +182,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     block_tokens_reason: str = ""
     window_margin: int = 0
     images: ImageShape | None = None
+    needs: tuple[Need, ...] = ()
 
     @property
     def block_frames(self) -> int:

@@ -27,7 +27,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_sequences: most requests at a time, counting those that have ended and wait for the device.
     cuda_graphs: replay decode passes as CUDA graphs, where attention is flash attention over virtual tensors.
     kv: "virtual" keeps every request in contiguous addresses (vTensor), "paged" in blocks behind a table.
-    groups: "by_rule" keeps of each layer what its rule needs, "one" of layers with windows everything, for comparison.
+    groups: "by_rule" keeps of each layer what its rule needs, "one" has one page size and one rule for all layers, for
+        comparison; see `plan_groups`.
     draft_model: directory of a small model that proposes tokens, which the model checks; empty: none.
     draft_tokens: how many it proposes at a time.
     threads: of torch on a CPU; 0 takes torch's default.

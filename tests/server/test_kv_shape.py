@@ -24,6 +24,11 @@ def test_a_part_is_a_frame_and_one_plain_group_keeps_its_name() -> None:
     assert {part.nbytes for part in parts} == {4096}
 
 
+def test_a_state_of_every_block_stays_as_long_as_its_block() -> None:
+    every = GroupShape("state", RecurrentState(every_block=True), 3, 1)
+    assert [part.rule for part in KvShape((FULL, every), 16).parts(4096)] == [None, RecurrentStateSpec(16)]
+
+
 def test_windows_that_are_one_group_of_the_trie_are_passed_together() -> None:
     """Windows of 6 and of 9 tokens both need 2 blocks of 4: what is held for the larger one is held for both."""
     shape = KvShape((FULL, window(6, frames=2), window(9), window(30)), 4)

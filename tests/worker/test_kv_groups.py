@@ -12,11 +12,21 @@ import pytest
 import torch
 
 from prefixd.worker.errors import ModelError
-from prefixd.worker.kv_groups import CUDA_CHUNK_BYTES, plan_groups
+from prefixd.worker.kv_groups import CUDA_CHUNK_BYTES, KvGroups, plan_groups
 from prefixd.worker.model import CausalModel, load_model
 from prefixd.worker.model_spec import WINDOW_MARGIN, read_model_spec
 from prefixd.worker.probe import AttentionLayer
-from prefixd.worker.protocol import KeptState, RecurrentState, StateFrames, blocks_needed, passed_blocks
+from prefixd.worker.protocol import (
+    FullAttention,
+    KeptState,
+    Need,
+    RecurrentState,
+    SlidingWindow,
+    StateFrames,
+    blocks_needed,
+    passed_blocks,
+)
+from prefixd.worker.recurrent import StateLayout, StateShape
 from prefixd.worker.settings import WorkerSettings
 from prefixd_swap.errors import OutOfMemoryError
 from prefixd_swap.vmem import FrameId
@@ -323,3 +333,57 @@ def test_blocks_of_windowed_layers_on_a_gpu_are_multiples_of_what_its_kernels_re
     )
     assert groups.block_tokens == tokens
     assert all(group.geometry.block_bytes % CUDA_CHUNK_BYTES == 0 for group in groups.attention)
+
+
+def test_the_baseline_has_pages_of_one_size_and_a_state_after_each_block() -> None:
+    """As vLLM lays Jamba out: blocks as long as the largest state, and recurrent layers a page each."""
+    states = StateLayout([StateShape((256, 4), torch.float32, (256, 32), torch.float32)] * 7)
+    assert states.layer_bytes == 36 << 10
+
+    def groups(by_rule: bool, attention: int = 1) -> KvGroups:
+        layers = [AttentionLayer(number, 4, 1, 32) for number in range(attention)]
+        return plan_groups(
+            layers,
+            states,
+            dtype="float32",
+            block_tokens=16,
+            layout="token",
+            max_tokens=4096,
+            chunk_bytes=None,
+            on_cuda=False,
+            by_rule=by_rule,
+        )
+
+    one, by_rule = groups(False), groups(True)
+    assert (one.block_tokens, one.frame_bytes) == (144, 36 << 10), (
+        "a token is 256 bytes: 144 of them are a state's 36 KiB"
+    )
+    assert [(shape.rule, shape.frames) for shape in one.shapes] == [(FullAttention(), 1), (RecurrentState(True), 7)]
+    assert "a recurrent one, of up to 36864 bytes" in one.explain_block_tokens(16)
+    assert (by_rule.block_tokens, by_rule.shapes[1].rule) == (16, RecurrentState())
+    assert one.needs[1] == by_rule.needs[1] == Need(1, RecurrentState(), states.nbytes)
+    three = groups(
+        False, attention=3
+    )  # seven recurrent layers are three groups of three, and two pages of them padding
+    assert three.block_tokens == 144 and three.frame_bytes == 3 * (36 << 10)
+    assert three.shapes[1].frames * three.frame_bytes - states.nbytes == 2 * (36 << 10)
+
+
+@pytest.mark.parametrize("by_rule", [True, False])
+def test_the_daemon_is_told_what_the_layers_need_whatever_is_kept(by_rule: bool) -> None:
+    layers = [AttentionLayer(number, 4, 2, 32, window=64 if number % 3 else None) for number in range(6)]
+    groups = plan_groups(
+        layers,
+        None,
+        dtype="float32",
+        block_tokens=16,
+        layout="token",
+        max_tokens=512,
+        chunk_bytes=None,
+        on_cuda=False,
+        by_rule=by_rule,
+    )
+    layer = 16 * 512
+    needs = [Need(0, FullAttention(), 2 * layer), Need(int(by_rule), SlidingWindow(64), 4 * layer)]
+    assert list(groups.needs) == needs
+    assert groups.block_frames * groups.frame_bytes == 6 * layer

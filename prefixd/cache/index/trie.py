@@ -560,11 +560,14 @@ class Trie(TrieTable):
         that is likely to be asked for again: what it needs is wanted, and wanted again if it had expired.
         """
         if self.has_rules and len(path):
-            branches = 1 + np.flatnonzero(self.children[path[:-1]] > 1)
-            branches = np.concatenate([branches, [end for end in ends if 0 < end < len(path)]]).astype(np.int64)
             stored = np.uint8(self.all_groups if groups is None else groups)
-            expired = expired_groups(self.groups, len(path), branches)
+            expired = expired_groups(self.groups, len(path), self.branches(path, ends))
             self.expired[path] = (self.expired[path] & ~stored) | (expired & stored)
+
+    def branches(self, path: Rows, ends: Sequence[int] = ()) -> npt.NDArray[np.int64]:
+        """The lengths of prefixes of `path` that are likely to be asked for: where it branches, and those of `ends`."""
+        branches = 1 + np.flatnonzero(self.children[path[:-1]] > 1)
+        return np.concatenate([branches, [end for end in ends if 0 < end < len(path)]]).astype(np.int64)
 
     def revive(self, path: Rows) -> None:
         """A prompt continues after `path`: the bytes that it needs are wanted again."""

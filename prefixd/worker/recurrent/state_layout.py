@@ -62,6 +62,11 @@ class StateLayout:
             self._layers.append((conv, recurrent))
         self.nbytes = end
 
+    @property
+    def layer_bytes(self) -> int:
+        """Of the largest layer's part."""
+        return max((recurrent or conv).stop - conv.start for conv, recurrent in self._layers)
+
     def views(self, buffer: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A layer's conv state ``[1, channels, kernel]`` and recurrent state ``[1, ...]`` in the buffer.
 

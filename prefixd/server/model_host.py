@@ -72,6 +72,7 @@ class ModelHost:
                 max_sequences=2 * worker.max_running + MOST_BEAMS,
                 kv=worker.kv,
                 groups=worker.groups,
+                feature_bytes=worker.feature_bytes,
                 draft_model="" if worker.draft_model is None else os.fspath(worker.draft_model),
                 draft_tokens=worker.draft_tokens,
                 cuda_graphs=worker.cuda_graphs,

@@ -29,12 +29,15 @@ class AttentionKind:
     sinks: [query heads]; a score for each head that takes its share of the softmax and gives nothing (GPT-OSS).
     expanded: the cache keeps something smaller than keys and values, from which the model makes them anew in every pass
         (DeepSeek's latents). They are then given to the function of attention, and not read from memory.
+    both_ways: the tokens of an image attend to each other in both directions (`Segment.both_ways`). Known when a model
+        is loaded; in a pass its segments say so.
     """
 
     window: int | None = None
     softcap: float | None = None
     sinks: torch.Tensor | None = None
     expanded: bool = False
+    both_ways: bool = False
 
     def __str__(self) -> str:
         """For messages: "a window of 16 tokens, attention sinks"."""
@@ -43,6 +46,7 @@ class AttentionKind:
             f"scores capped at {self.softcap}" if self.softcap is not None else "",
             "attention sinks" if self.sinks is not None else "",
             "keys and values expanded from latents" if self.expanded else "",
+            "images that attend both ways" if self.both_ways else "",
         ]
         return ", ".join(filter(None, parts)) or "full attention"
 
@@ -90,6 +94,18 @@ class AttentionBackend(Protocol):
         ...
 
 
+class CrossAttention(Protocol):
+    """Attention of one forward pass to images (`cross_attention.CrossStep`)."""
+
+    def has(self, layer: int) -> bool:
+        """Whether a layer attends to images."""
+        ...
+
+    def attend(self, query: torch.Tensor, layer: int, scaling: float) -> torch.Tensor:
+        """[1, heads, rows, head_dim] to [1, rows, heads, head_dim]; zeros in rows without images."""
+        ...
+
+
 def prefixd_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -101,6 +117,7 @@ def prefixd_attention(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     prefixd_step: StepAttention | None = None,
+    prefixd_cross: CrossAttention | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The function that transformers calls in each layer (`AttentionInterface`).
@@ -120,6 +137,8 @@ def prefixd_attention(
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
     layer: int = module.layer_idx  # type: ignore[assignment]
+    if prefixd_cross is not None and prefixd_cross.has(layer):
+        return prefixd_cross.attend(query, layer, scaling), None
     expanded = prefixd_step.expands(layer)
     kind = AttentionKind(sliding_window, softcap, s_aux, expanded)
     if expanded:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from prefixd.worker.beam_search import BeamSearch
+from prefixd.worker.images import PromptImages
 from prefixd.worker.kv_memory import KvMemory, KvSequence, Segment
 from prefixd.worker.protocol import BeamResult, Done, Start
 from prefixd.worker.run import Limits, Run
@@ -22,8 +23,9 @@ class Beam:
 
     decoding = True
 
-    def __init__(self, tokens: list[int], memory: KvSequence, homes: list[Home]) -> None:
+    def __init__(self, tokens: list[int], memory: KvSequence, homes: list[Home], images: PromptImages | None) -> None:
         self.tokens = tokens
+        self.images = images
         self.memory = memory
         self.homes = homes
 
@@ -39,7 +41,9 @@ class Beam:
 
     def segment(self, count: int) -> Segment:
         """The token to compute."""
-        return Segment(self.memory, self.computed, self.computed + count)
+        stop = self.computed + count
+        images = None if self.images is None else self.images.of_pass(self.computed, stop)
+        return Segment(self.memory, self.computed, stop, images=images)
 
 
 class BeamRun:
@@ -56,8 +60,16 @@ class BeamRun:
     blocks (`blocks_needed`), so that a search never waits for memory. Homes that no beam has are used again.
     """
 
-    def __init__(self, start: Start, kv: KvMemory, memory: KvSequence, block_tokens: int, limits: Limits) -> None:
-        self.prompt = Run(start, memory, block_tokens, limits)
+    def __init__(
+        self,
+        start: Start,
+        kv: KvMemory,
+        memory: KvSequence,
+        block_tokens: int,
+        limits: Limits,
+        images: PromptImages | None = None,
+    ) -> None:
+        self.prompt = Run(start, memory, block_tokens, limits, images)
         self.id = start.id
         self.beams: list[Beam] = []
         self.reported_blocks = start.cached_blocks
@@ -109,7 +121,7 @@ class BeamRun:
         if not self.beams:
             homes = list(self._prompt_homes)
             self._users.update(homes)
-            self.beams = [Beam(list(self.prompt.tokens), self.prompt.memory, homes)]
+            self.beams = [Beam(list(self.prompt.tokens), self.prompt.memory, homes, self.prompt.images)]
         self._continue(parents)
         for beam, hypothesis in zip(self.beams, self._search.running, strict=True):
             beam.tokens.append(hypothesis.tokens[-1])
@@ -164,7 +176,7 @@ class BeamRun:
             if into is None:
                 self._kv.close(memory, lambda: None)
             raise
-        return Beam(tokens, memory, homes)
+        return Beam(tokens, memory, homes, source.images)
 
     def _make_room(self, beam: Beam) -> None:
         """Frames for the token that is computed next."""

@@ -25,6 +25,11 @@ def check_draft(spec: ModelSpec, draft: ModelSpec) -> None:
                 f"{_named(each)} has recurrent layers, whose state cannot go back to before a token that was proposed "
                 "and not accepted; leave worker.draft_model out, or use models of attention layers alone"
             )
+        if each.images is not None:
+            raise ModelError(
+                f"{_named(each)} reads images, which no draft knows of; leave worker.draft_model out, or use models of "
+                "text alone"
+            )
     if draft.vocab_size != spec.vocab_size:
         raise ModelError(
             f"the draft {_named(draft)} has a vocabulary of {draft.vocab_size} tokens and {_named(spec)} one of "

@@ -15,6 +15,7 @@ from prefixd.worker.beam_run import Beam, BeamRun
 from prefixd.worker.decode_graphs import DecodeGraphs
 from prefixd.worker.draft import Draft, Fed
 from prefixd.worker.errors import RequestError
+from prefixd.worker.images import PromptImages
 from prefixd.worker.kv_memory import KvMemory
 from prefixd.worker.model import CausalModel
 from prefixd.worker.protocol import Cancel, Done, Extend, Start, Step, Update
@@ -118,22 +119,24 @@ class Engine:
         """Take a request. One that cannot run answers with Done at once."""
         if message.id in self._runs:
             return [Done(message.id, "error", f"request {message.id} is already running; use another id")]
+        images: PromptImages | None = None
         try:
             check_start(message, self._block_tokens, self._model.spec)
             blocks = -(-len(message.tokens) // 4 // self._block_tokens)
             own = message.frames[: blocks * self._block_frames] if message.sampling.beams else message.frames
+            images = self._images(message)
             memory = self._kv.open(own, message.state)
-        except OutOfMemoryError as error:
-            return [Done(message.id, "no_memory", str(error))]
-        except RequestError as error:
-            return [Done(message.id, "error", str(error))]
-        except SwapError as error:
-            return [Done(message.id, "error", _unmappable(message.frames, error))]
+        except (RequestError, SwapError) as error:
+            if images is not None:
+                images.close()
+            if isinstance(error, RequestError):
+                return [Done(message.id, "error", str(error))]
+            return [_failed(message.id, message.frames, error)]
         run: Run | BeamRun
         if message.sampling.beams:
-            run = BeamRun(message, self._kv, memory, self._block_tokens, self._model.spec)
+            run = BeamRun(message, self._kv, memory, self._block_tokens, self._model.spec, images)
         else:
-            run = Run(message, memory, self._block_tokens, self._model.spec)
+            run = Run(message, memory, self._block_tokens, self._model.spec, images)
         self._runs[run.id] = run
         try:
             self._fork(run, self._runs.get(message.fork_of))
@@ -189,6 +192,8 @@ class Engine:
                 further = max(0, len(chosen) - 1)  # of the tokens proposed, those that are now known and computed
                 part.member.computed += part.count + further
                 part.member.draft_behind = int(0 < further == len(part.proposed))
+                if part.member.images is not None:
+                    part.member.images.pass_by(part.member.computed)
                 if isinstance(part.run, Run):  # beams begin with all of their prompt
                     self._kv.pass_by(part.member.memory, part.member.kept_tokens)
                 if part.kept is not None:
@@ -247,6 +252,13 @@ class Engine:
                 segments[index] = replace(segments[index], keep=part.kept.positions)
         return self._model.forward(tokens, self._kv.step(segments), rows)
 
+    def _images(self, message: Start) -> PromptImages | None:
+        """The images of a request that has been checked. Raises RequestError."""
+        encoder = self._model.images
+        if encoder is None or not message.images:
+            return None
+        return PromptImages(message.images, len(message.tokens) // 4, encoder)
+
     def _fork(self, run: Run | BeamRun, parent: Run | BeamRun | None) -> None:
         """Copy what `parent` has computed of the tokens that both have in common, behind the cached blocks."""
         if parent is None or not self._model.spec.groups.plain:
@@ -258,6 +270,10 @@ class Engine:
         common = first
         while common < last and child.tokens[common] == source.tokens[common]:
             common += 1
+        if child.images is not None:
+            common = child.images.common(source.images, common)
+        elif source.images is not None:
+            common = source.images.common(None, common)
         if common > first and child.tokens[:first] == source.tokens[:first]:
             self._kv.copy(source.memory, child.memory, first, common)
             child.computed = common
@@ -308,13 +324,17 @@ class Engine:
         ready = self._ready()
         counts = [(run, member, 1, self._ahead(run)) for run, member in ready if member.decoding]
         # However many decode, a prompt moves on by a block, so that it cannot starve.
+        decoding = len(counts)
         budget = max(self._max_step_tokens - sum(1 + ahead for *_, ahead in counts), self._block_tokens)
         for run, member in ready:
             if not member.decoding and budget > 0:
                 count = self._whole_cells(member, min(member.pending, budget))
+                if member.images is not None:
+                    count = _whole_images(member, count, first=len(counts) == decoding)
                 budget -= count
                 if count:
                     counts.append((run, member, count, 0))
+        counts = self._with_embeddings(counts)
         parts = []
         for run, member, count, ahead in counts:
             stop = member.computed + count
@@ -322,6 +342,21 @@ class Engine:
             kept = None if state is None else state.keeps(member.computed, stop, self._block_tokens)
             parts.append(_Part(run, member, count, stop == len(member.tokens), ahead, kept))
         return parts
+
+    def _with_embeddings(
+        self, counts: list[tuple[Run | BeamRun, Run | Beam, int, int]]
+    ) -> list[tuple[Run | BeamRun, Run | Beam, int, int]]:
+        """What is left to compute when the images of it are embedded: a run whose image cannot be read ends."""
+        usable = []
+        for run, member, count, ahead in counts:
+            try:
+                if member.images is not None:
+                    member.images.hold(member.computed, member.computed + count)
+            except RequestError as error:
+                self._finish(run, Done(run.id, "error", str(error)))
+            else:
+                usable.append((run, member, count, ahead))
+        return usable
 
     def _ahead(self, run: Run | BeamRun) -> int:
         """How many tokens the draft may propose for a run that decodes."""
@@ -372,6 +407,10 @@ class Engine:
         del self._runs[run.id]
         if isinstance(run, Run) and run.state is not None and done.reason != "error":  # else it may be damaged
             done = msgspec.structs.replace(done, tail_blocks=run.state.tail_blocks)
+        images = run.images if isinstance(run, Run) else run.prompt.images
+        if images is not None:
+            images.close()
+            done = msgspec.structs.replace(done, encoded_images=images.encoded)
         open_memories = len(run.memories)
 
         def closed() -> None:
@@ -393,6 +432,18 @@ def _failed(request: int, frames: list[int], error: SwapError) -> Done:
 def _unmappable(frames: list[int], error: SwapError) -> str:
     named = f"frames {frames[:_NAMED]}{'...' * (len(frames) > _NAMED)}" if frames else "its frames"
     return f"{named} cannot be mapped: {error}"
+
+
+def _whole_images(member: Run | Beam, count: int, *, first: bool) -> int:
+    """Of the next `count` tokens those that end in no image whose tokens attend both ways.
+
+    first: the pass computes no other prompt, so that an image goes first that fits into no pass.
+    """
+    images, start = member.images, member.computed
+    if images is None:
+        return count
+    whole = images.last_cut(start + count) - start
+    return whole if whole or not first or not count else images.first_cut(start) - start
 
 
 def _with_proposals(parts: list[_Part], draft: Draft) -> list[_Part]:

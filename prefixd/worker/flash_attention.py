@@ -115,6 +115,8 @@ class FlashAttention:
         """All but windows."""
         if kind.expanded:
             return "it reads keys and values from memory alone; set worker.device to cpu"
+        if kind.both_ways:
+            return "torch's flash attention is causal within an image, too"
         # The kernel's log-sum-exp would do for sinks, but torch does not say the same of its shape in all places.
         if kind.softcap is not None or kind.sinks is not None:
             return "torch's flash attention has neither softcap nor sinks"

@@ -112,11 +112,12 @@ class FlexStep:
     def mask(self, window: int | None) -> BlockMask:
         """Which keys each query of the pass sees."""
         if window not in self._masks:
-            seen = [
-                _Seen(start, start if window is None else max(start, start + position - window + 1), start + position)
-                for start, segment in zip(self._step.starts, self._step.segments, strict=True)
-                for position in range(segment.start, segment.stop)
-            ]
+            seen = []
+            for start, segment in zip(self._step.starts, self._step.segments, strict=True):
+                lasts = {at: end - 1 for first, end in segment.both_ways for at in range(first, end)}
+                for position in range(segment.start, segment.stop):
+                    first = 0 if window is None else max(0, position - window + 1)
+                    seen.append(_Seen(start, start + first, start + lasts.get(position, position)))
             keys = self._step.flat(0)[0]
             self._masks[window] = _block_mask(seen, keys.shape[0], self._block, keys.device)
         return self._masks[window]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -167,9 +168,7 @@ class GroupedKv:
     def _step(self, segments: Sequence[Segment], groups: KvGroups, first: int) -> StepKv:
         """A pass of the model that has these groups, of which the first is the memory's group `first`."""
         steps = [
-            self._memories[number].step(
-                [Segment(_parts(part.sequence)[number], part.start, part.stop) for part in segments]
-            )
+            self._memories[number].step([replace(part, sequence=_parts(part.sequence)[number]) for part in segments])
             for number in range(first, first + len(groups.attention))
         ]
         return steps[0] if groups.alone else GroupedStep(segments, steps, places(groups.attention))

@@ -42,6 +42,8 @@ class StepCache(Cache):
 
         Raises ModelError if the model's shapes are not those that it had when it was probed.
         """
+        if layer_idx not in self._layers:  # cross-attention, whose images are in no cache
+            return key_states, value_states
         layer = self._layers[layer_idx]
         if layer.expanded:
             return self._latents(key_states, value_states, layer)

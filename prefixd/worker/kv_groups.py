@@ -100,7 +100,9 @@ class KvGroups:
     @property
     def alone(self) -> bool:
         """Whether all layers have full attention and one shape, as in most models: a block is a frame."""
-        return self.plain and len(self.attention) == 1
+        first = self.attention[0].layers if self.attention else ()
+        numbered = first == tuple(range(len(first)))  # else layers without KV lie between them
+        return self.plain and len(self.attention) == 1 and numbered
 
     @property
     def plain(self) -> bool:

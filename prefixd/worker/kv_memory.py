@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from prefixd.worker.images.prompt_images import PassImages
 from prefixd.worker.protocol import KvUsage, StateFrames
 
 Spans = tuple[tuple[int, int], ...]
@@ -31,15 +32,22 @@ class Segment:
     """Tokens [start, stop) of one sequence, which a pass computes; its memory reaches to the end of their blocks.
 
     keep: of a model with recurrent layers, (position, buffer): the state after so many tokens is copied there.
+    images: what the pass needs of the sequence's images; None if it has none.
     """
 
     sequence: KvSequence
     start: int
     stop: int
     keep: Sequence[tuple[int, torch.Tensor]] = ()
+    images: PassImages | None = None
 
     def __len__(self) -> int:
         return self.stop - self.start
+
+    @property
+    def both_ways(self) -> Sequence[tuple[int, int]]:
+        """See `PassImages`."""
+        return () if self.images is None else self.images.both_ways
 
 
 class StepKv(Protocol):

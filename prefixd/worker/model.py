@@ -12,9 +12,9 @@ from typing import Any, Protocol, cast
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM
 
 from prefixd.worker.attention import ATTENTION_NAME, AttentionBackend, AttentionKind, refusal, register_attention
+from prefixd.worker.cross_attention import CrossStep
 from prefixd.worker.decode_graphs import DecodeStep
 from prefixd.worker.errors import ModelError
 from prefixd.worker.experts import STEADY_EXPERTS, register_experts, set_experts
@@ -22,9 +22,10 @@ from prefixd.worker.flash_attention import FlashAttention, find_kernel
 from prefixd.worker.flex_attention import FlexAttention
 from prefixd.worker.grouped_attention import GroupedAttention
 from prefixd.worker.grouped_kv import GroupedStep, places
+from prefixd.worker.images import FeatureStore, ImageEncoder, attention_names, image_kind, read_processor
 from prefixd.worker.kv_cache import StepCache
 from prefixd.worker.kv_memory import Segment, StepKv
-from prefixd.worker.model_spec import ModelSpec
+from prefixd.worker.model_spec import ModelSpec, auto_class
 from prefixd.worker.probe import AttentionLayer
 from prefixd.worker.recurrent import RecurrentLayers, StateSegment, check_resume
 from prefixd.worker.tile_attention import TileAttention
@@ -46,10 +47,18 @@ class CausalModel:
     cell_tokens: a pass ends a prompt's part at a multiple of so many tokens, or at its end: recurrent layers compute as
         many at a time, and the bits of what they compute depend on that. 1 without such layers.
     attention: how attention is computed; by default what suits the device, for KV in virtual tensors.
+    images: embeds images; None for a model of text alone.
     """
 
-    def __init__(self, spec: ModelSpec, model: Any, attention: AttentionBackend | None = None) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        model: Any,
+        attention: AttentionBackend | None = None,
+        images: ImageEncoder | None = None,
+    ) -> None:
         self.spec = spec
+        self.images = images
         self.attention = attention or choose_attention(spec)
         self._model = model
         self._layers = {layer.layer: layer for layer in spec.attention}
@@ -70,35 +79,94 @@ class CausalModel:
         positions = [position for segment in step.segments for position in range(segment.start, segment.stop)]
         padding = [0] * (rows - len(tokens))
         ids = to_device([[*tokens, *padding], [*positions, *padding]], torch.int64, self.spec.device)
+        places = self._places(ids[1:2], step.segments)
+        embeddings = self._embeddings(ids[0:1], step.segments)
         with self._recurring(step.segments):
             if not wanted:  # no need for the vocabulary's projection, which can be a tenth of the work
-                self._model.base_model(**self._arguments(ids[0:1], ids[1:2], step))
+                self._model.base_model(**self._arguments(ids[0:1], places, step, embeddings))
                 return torch.empty(0, self.spec.vocab_size, device=self.spec.device)
             keep = to_device(
                 [*wanted, *[wanted[0]] * (_padded(len(wanted)) - len(wanted))], torch.int64, self.spec.device
             )
-            return self._logits(ids[0:1], ids[1:2], step, keep)[: len(wanted)]
+            return self._logits(ids[0:1], places, step, keep, embeddings)[: len(wanted)]
 
     @torch.inference_mode()
     def decode(self, step: DecodeStep) -> torch.Tensor:
         """Compute the tokens of a captured pass: the logits of all, ``[size, vocab_size]``; see `DecodeGraphs`."""
         return self._logits(step.tokens, step.positions, step, step.all_rows)
 
-    def _logits(self, ids: torch.Tensor, positions: torch.Tensor, step: StepKv, keep: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self._model(**self._arguments(ids, positions, step), logits_to_keep=keep).logits
+    def _logits(
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        step: StepKv,
+        keep: torch.Tensor,
+        embeddings: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        arguments = self._arguments(ids, positions, step, embeddings)
+        logits: torch.Tensor = self._model(**arguments, logits_to_keep=keep).logits
         return logits[0]
 
-    def _arguments(self, ids: torch.Tensor, positions: torch.Tensor, step: StepKv) -> dict[str, Any]:
+    def _embeddings(self, ids: torch.Tensor, segments: Sequence[Segment]) -> torch.Tensor | None:
+        """Of tokens and images, ``[1, rows, hidden]``; None if there are no rows of images in the pass."""
+        found = []
+        start = 0
+        for segment in segments:
+            if segment.images is not None:
+                found += [(start + row, features) for row, features in segment.images.rows]
+            start += len(segment)
+        if not found or self.images is None:
+            return None
+        known = ids.clone()
+        for row, features in found:  # a placeholder may be no token that has an embedding
+            known[0, row : row + len(features)] = 0
+        embeddings = self.images.rows_of(known)
+        for row, features in found:
+            embeddings[0, row : row + len(features)] = features
+        return embeddings
+
+    def _places(self, positions: torch.Tensor, segments: Sequence[Segment]) -> torch.Tensor:
+        """Rotary positions: ``[1, rows]``, or ``[3, 1, rows]`` if a segment's have three dimensions."""
+        if all(segment.images is None or segment.images.positions is None for segment in segments):
+            return positions
+        places = positions.expand(3, 1, -1).clone()
+        start = 0
+        for segment in segments:
+            if segment.images is not None and segment.images.positions is not None:
+                places[:, 0, start : start + len(segment)] = segment.images.positions.to(places.device)
+            start += len(segment)
+        return places
+
+    def _arguments(
+        self, ids: torch.Tensor, positions: torch.Tensor, step: StepKv, embeddings: torch.Tensor | None
+    ) -> dict[str, Any]:
         arguments = {
-            "input_ids": ids,
+            **({"input_ids": ids} if embeddings is None else {"inputs_embeds": embeddings}),
             self._cache_argument: StepCache(step, ids.shape[1], self._layers),
             "use_cache": True,
         }
         if self._positions:
             arguments["position_ids"] = positions
+        arguments |= self._cross(step.segments, ids.shape[1])
         if self._layers:
             arguments["prefixd_step"] = self.attention.begin(step)
         return arguments
+
+    def _cross(self, segments: Sequence[Segment], rows: int) -> dict[str, Any]:
+        """What layers with cross-attention are given; nothing, so that they are passed by, if no segment has images."""
+        parts = [(segment, None if segment.images is None else segment.images.cross) for segment in segments]
+        if all(images is None for _, images in parts):
+            return {}
+        step = CrossStep(parts, rows)
+        hidden = self.spec.config.get_text_config(decoder=True).hidden_size
+        return {
+            "prefixd_cross": step,
+            # A row that says that there are images; their keys and values are the step's.
+            "cross_attention_states": torch.zeros(
+                (1, 1, hidden), dtype=getattr(torch, self.spec.dtype), device=self.spec.device
+            ),
+            "cross_attention_mask": step.mask.to(self.spec.device),
+        }
 
     def _recurring(self, segments: Sequence[Segment]) -> AbstractContextManager[None]:
         """Around a pass: tells recurrent layers where the states of its segments are."""
@@ -140,11 +208,12 @@ class CausalModel:
         half = count // 2
         self.forward(tokens[:half], memory.step(0, half), [])
         ours = self.forward(tokens[half:], memory.step(half, count), range(count - half)).float()
-        self._model.set_attn_implementation("eager")
+        config = self.spec.config
+        self._model.set_attn_implementation(attention_names(config, "eager"))
         try:
             reference = self._model(input_ids=torch.tensor([tokens], device=self.spec.device), use_cache=False)
         finally:
-            self._model.set_attn_implementation(ATTENTION_NAME)
+            self._model.set_attn_implementation(attention_names(config, ATTENTION_NAME))
         theirs = reference.logits[0, half:].float()
         error = float((ours - theirs).norm() / theirs.norm())
         if not error <= _SELF_CHECK_TOLERANCE[self.spec.dtype]:
@@ -161,11 +230,11 @@ def load_model(spec: ModelSpec, *, paged: bool = False) -> CausalModel:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = auto_class(spec.config).from_pretrained(
                 spec.path,
                 config=spec.config,
                 dtype=getattr(torch, spec.dtype),
-                attn_implementation=ATTENTION_NAME,
+                attn_implementation=attention_names(spec.config, ATTENTION_NAME),
                 local_files_only=True,
                 trust_remote_code=False,
                 output_loading_info=True,
@@ -193,14 +262,22 @@ def load_model(spec: ModelSpec, *, paged: bool = False) -> CausalModel:
     if spec.device.type == "cpu":  # a GPU's kernels promise no bits to be equal
         register_experts()
         set_experts(model, STEADY_EXPERTS)
-    result = CausalModel(spec, model.to(spec.device).eval().requires_grad_(False), attention)
+    model = model.to(spec.device).eval().requires_grad_(False)
+    kind = image_kind(spec.config)
+    images = None
+    if kind is not None:
+        images = ImageEncoder(
+            model, read_processor(spec.path), kind, FeatureStore(spec.feature_bytes), spec.feature_bytes
+        )
+    result = CausalModel(spec, model, attention, images)
     result.check()
     return result
 
 
 def choose_attention(spec: ModelSpec, *, paged: bool = False) -> AttentionBackend:
     """What computes attention on the model's device. Raises ModelError when nothing there does."""
-    kinds = {layer.layer: _kind(layer) for layer in spec.attention}
+    both_ways = spec.images is not None and spec.images.both_ways
+    kinds = {layer.layer: _kind(layer, both_ways) for layer in spec.attention}
     dtype = getattr(torch, spec.dtype)
     if paged and spec.draft is not None:
         raise ModelError(
@@ -291,10 +368,10 @@ class _PlainMemory:
         return steps[0] if self._groups.alone else GroupedStep(segments, steps, places(self._groups.attention))
 
 
-def _kind(layer: AttentionLayer) -> AttentionKind:
+def _kind(layer: AttentionLayer, both_ways: bool) -> AttentionKind:
     """What a layer asks; its sinks have no contents."""
     sinks = torch.empty(layer.query_heads, device="meta") if layer.sinks else None
-    return AttentionKind(layer.window, layer.softcap, sinks, layer.expanded)
+    return AttentionKind(layer.window, layer.softcap, sinks, layer.expanded, both_ways)
 
 
 def _padded(rows: int) -> int:

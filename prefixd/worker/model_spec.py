@@ -11,14 +11,23 @@ from typing import Any
 
 import msgspec
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+)
 
 from prefixd.worker.draft_spec import check_draft
 from prefixd.worker.errors import ModelError
+from prefixd.worker.images import attention_names, image_kind, image_shape, read_processor, reads_images
+from prefixd.worker.images.kinds import KINDS
 from prefixd.worker.kv_groups import KvGroups, plan_groups
 from prefixd.worker.memory_estimate import weights_bytes, working_bytes
 from prefixd.worker.probe import PROBE_NAME, AttentionLayer, probe, register_probe
-from prefixd.worker.protocol import Hello
+from prefixd.worker.protocol import Hello, ImageShape
 from prefixd.worker.recurrent import StateLayout, state_shapes
 from prefixd.worker.settings import WorkerSettings
 from prefixd_swap.geometry import ELEMENT_BYTES, KvGeometry, Layout
@@ -40,6 +49,8 @@ class ModelSpec:
     groups: what it keeps of prompts; with a draft, what both keep. attention: its attention layers.
     block_tokens_asked: what the settings asked for; `groups` has what is used.
     step_tokens, sequences: most tokens and sequences of one step, by the settings.
+    images: how it takes images; None for a model of text alone.
+    feature_bytes: most bytes of embeddings that are kept, by the settings.
     draft: the model that proposes tokens, if there is one; its `groups` are its own. draft_tokens: how many in a round.
     """
 
@@ -58,8 +69,16 @@ class ModelSpec:
     device: torch.device
     step_tokens: int
     sequences: int
+    images: ImageShape | None = None
+    feature_bytes: int = 0
     draft: ModelSpec | None = None
     draft_tokens: int = 0
+
+    @property
+    def images_apart(self) -> bool:
+        """See `ImageKind.apart`."""
+        kind = image_kind(self.config)
+        return kind is not None and kind.apart
 
     @property
     def sequence_capacity(self) -> int:
@@ -108,6 +127,7 @@ class ModelSpec:
             block_tokens_asked=self.block_tokens_asked,
             block_tokens_reason=self.groups.explain_block_tokens(self.block_tokens_asked),
             window_margin=WINDOW_MARGIN[self.device.type],
+            images=self.images,
         )
 
     def _device_bytes(self) -> tuple[int, int]:
@@ -115,14 +135,17 @@ class ModelSpec:
         element_bytes = ELEMENT_BYTES[self.dtype]
         widest = max((layer.query_heads * layer.head_dim for layer in self.attention), default=0)
         weights = weights_bytes(self.parameters, element_bytes)
+        text = self.config.get_text_config(decoder=True)
         working = working_bytes(
-            self.config,
-            max(getattr(self.config, "hidden_size", 0), widest),
+            text,
+            max(getattr(text, "hidden_size", 0), widest),
             element_bytes,
             self.step_tokens + self.sequences * self.draft_tokens,
             self.sequences * (1 + self.draft_tokens),
             on_cuda=self.device.type == "cuda",
         )
+        if self.images is not None:
+            working += self.feature_bytes * (1 + (self.images.kind == "cross"))
         if self.draft is None:
             return weights, working
         of_draft = self.draft._device_bytes()
@@ -166,7 +189,11 @@ def _read_alone(settings: WorkerSettings) -> ModelSpec:
 def _read_spec(settings: WorkerSettings, device: torch.device, path: Path, config: Any) -> ModelSpec:
     _check_config(path, config)
     _check_class(path, config)
-    limit = _count(path, config, "max_position_embeddings") if hasattr(config, "max_position_embeddings") else _NO_LIMIT
+    text = config.get_text_config(decoder=True)
+    images = image_shape(config)
+    if images is not None:
+        read_processor(path)
+    limit = _count(path, text, "max_position_embeddings") if hasattr(text, "max_position_embeddings") else _NO_LIMIT
     max_model_tokens = min(settings.max_model_tokens or limit, limit)
     dtype = _dtype(path, config, device) if settings.dtype == "auto" else settings.dtype
     attention, states, architecture, parameters = _probe(path, config, max_model_tokens, dtype)
@@ -182,7 +209,7 @@ def _read_spec(settings: WorkerSettings, device: torch.device, path: Path, confi
         dtype=dtype,
         layout=settings.layout,
         block_tokens_asked=settings.block_tokens,
-        vocab_size=_count(path, config, "vocab_size"),
+        vocab_size=_count(path, text, "vocab_size"),
         max_model_tokens=max_model_tokens,
         eos_token_ids=_eos_token_ids(path, config),
         architecture=architecture,
@@ -190,6 +217,8 @@ def _read_spec(settings: WorkerSettings, device: torch.device, path: Path, confi
         device=device,
         step_tokens=settings.max_step_tokens,
         sequences=settings.max_sequences,
+        images=images,
+        feature_bytes=settings.feature_bytes,
     )
 
 
@@ -254,13 +283,15 @@ def _check_config(path: Path, config: Any) -> None:
     """Refuse what a configuration tells better than the model's code; the rest is for `_probe`."""
     if getattr(config, "is_encoder_decoder", False):
         raise _refusal(path, config, "is an encoder-decoder")
-    if hasattr(config, "vision_config"):
-        raise _refusal(path, config, "reads images (vision_config)")
-    if config.get_text_config(decoder=True) is not config:
+    text = config.get_text_config(decoder=True)
+    if reads_images(config):
+        if image_kind(config) is None:
+            raise _refusal(path, config, f"reads images (vision_config) as none of {', '.join(KINDS)} does")
+    elif text is not config:
         raise _refusal(path, config, "is made of several models")
-    if getattr(config, "num_kv_shared_layers", None):
+    if getattr(text, "num_kv_shared_layers", None):
         raise _refusal(path, config, "shares KV between layers (num_kv_shared_layers)")
-    for rope_type in sorted(_rope_types(config) & _LENGTH_DEPENDENT_ROPE):
+    for rope_type in sorted(_rope_types(text) & _LENGTH_DEPENDENT_ROPE):
         raise _refusal(
             path,
             config,
@@ -277,8 +308,9 @@ def _rope_types(config: Any) -> set[str]:
 
 def _check_class(path: Path, config: Any) -> None:
     """Refuse a class that does not let an attention function and a cache be given from outside."""
+    mapping = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if reads_images(config) else MODEL_FOR_CAUSAL_LM_MAPPING
     try:
-        found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        found: Any = mapping[type(config)]
     except KeyError as error:
         raise _refusal(path, config, "has no causal language model in transformers") from error
     model_class = found[0] if isinstance(found, tuple) else found
@@ -301,18 +333,24 @@ def _probe(
     """Build the model without memory and try it: its attention, its states, its class and its number of parameters."""
     register_probe()
     config = copy.deepcopy(config)  # the probe's functions are written into it
+    names = attention_names(config, PROBE_NAME)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            config, attn_implementation=PROBE_NAME, dtype=getattr(torch, dtype), trust_remote_code=False
+        model = auto_class(config).from_config(
+            config, attn_implementation=names, dtype=getattr(torch, dtype), trust_remote_code=False
         )
     parameters = sum(parameter.numel() for parameter in model.parameters())
     try:
         shapes = state_shapes(model.eval())
-        model.set_attn_implementation(PROBE_NAME)
+        model.set_attn_implementation(names)
         layers = probe(model, tokens)
     except ModelError as error:
         raise _refusal(path, config, str(error)) from error
     return layers, StateLayout(shapes) if shapes else None, type(model).__name__, parameters
+
+
+def auto_class(config: Any) -> Any:
+    """transformers' class that makes a model with a head for text."""
+    return AutoModelForImageTextToText if reads_images(config) else AutoModelForCausalLM
 
 
 def _dtype(path: Path, config: Any, device: torch.device) -> str:
@@ -342,6 +380,8 @@ def _eos_token_ids(path: Path, config: Any) -> tuple[int, ...]:
     tokenizer's end-of-sequence token, whatever the file says.
     """
     ids = getattr(config, "eos_token_id", None)
+    if ids is None:
+        ids = getattr(config.get_text_config(decoder=True), "eos_token_id", None)
     if (path / "generation_config.json").is_file():
         try:
             generation = GenerationConfig.from_pretrained(path, local_files_only=True)

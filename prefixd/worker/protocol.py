@@ -121,6 +121,20 @@ class GroupShape(msgspec.Struct, frozen=True):
     frames: int
 
 
+class ImageShape(msgspec.Struct, frozen=True):
+    """How a model takes images.
+
+    placeholder_id: the token id that stands for an image in a prompt.
+    kind: "rows": each row of an image's embedding is one token, so that its placeholder is repeated; "cross": the
+        placeholder stays one token, and layers of their own attend to the image.
+    both_ways: the tokens of an image attend to each other in both directions, so that a pass must hold all of them.
+    """
+
+    placeholder_id: int
+    kind: Literal["rows", "cross"]
+    both_ways: bool = False
+
+
 class Need(msgspec.Struct, frozen=True):
     """What some layers of a group need. The frames of a group may hold more than its layers need, but never less.
 
@@ -147,6 +161,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     block_tokens: what the worker uses: at least `block_tokens_asked`, which its settings asked for.
     block_tokens_reason: why it is not what was asked for, one line; empty if it is.
     window_margin: before the window of the next token, the worker's attention may read so many tokens more.
+    images: None for a model of text alone.
     """
 
     groups: tuple[GroupShape, ...]
@@ -166,6 +181,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     block_tokens_asked: int = 0
     block_tokens_reason: str = ""
     window_margin: int = 0
+    images: ImageShape | None = None
     needs: tuple[Need, ...] = ()
 
     @property
@@ -264,7 +280,8 @@ class Done(msgspec.Struct, frozen=True, tag=True):
 
     `detail` says why when the reason is "error", or "no_memory": the process has no addresses or mappings left for it,
     but may have when others have ended. `beams` are the best sequences of a beam search, the best one first. The frames
-    of `Start.tail` hold the state after `tail_blocks` blocks; nothing if that is 0.
+    of `Start.tail` hold the state after `tail_blocks` blocks; nothing if that is 0. `encoded_images` of its images were
+    embedded by the vision encoder; the embeddings of the others were known.
     """
 
     id: int
@@ -272,6 +289,7 @@ class Done(msgspec.Struct, frozen=True, tag=True):
     detail: str = ""
     beams: list[BeamResult] = []
     tail_blocks: int = 0
+    encoded_images: int = 0
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -356,6 +374,20 @@ class StateFrames(msgspec.Struct, frozen=True, kw_only=True):
     tail: list[int] = []
 
 
+class PromptImage(msgspec.Struct, frozen=True, array_like=True):
+    """An image of a prompt.
+
+    first, tokens: its placeholders are the tokens [first, first + tokens) of the prompt.
+    digest: 32 bytes that name its content.
+    data: the file as it came, checked by the daemon (PNG, JPEG or WebP).
+    """
+
+    first: int
+    tokens: int
+    digest: bytes
+    data: bytes
+
+
 class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Run a request.
 
@@ -368,6 +400,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     fork_of: a request that may still run and has tokens in common with this one: what it has computed of them behind
         the cached blocks is copied, not computed again. -1: none.
     state: None for a model without.
+    images: those of the prompt, in its order.
     """
 
     id: int
@@ -378,6 +411,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     sampling: Sampling
     fork_of: int = -1
     state: StateFrames | None = None
+    images: list[PromptImage] = []
 
 
 def blocks_needed(prompt_tokens: int, most_tokens: int, beams: int, block_tokens: int) -> int:

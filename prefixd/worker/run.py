@@ -13,8 +13,9 @@ import torch
 
 from prefixd.worker.errors import RequestError
 from prefixd.worker.grouped_kv import GroupedSequence
+from prefixd.worker.images import PromptImages, check_images
 from prefixd.worker.kv_memory import KvSequence, Segment
-from prefixd.worker.protocol import MOST_LOGPROBS, Sampling, Start, blocks_needed
+from prefixd.worker.protocol import MOST_LOGPROBS, ImageShape, Sampling, Start, blocks_needed
 from prefixd.worker.sampling import Choice
 from prefixd.worker.state_memory import SequenceState
 from prefixd.worker.token_counts import TokenCounts
@@ -35,6 +36,10 @@ class Limits(Protocol):
     def block_frames(self) -> int: ...
     @property
     def state_frames(self) -> int: ...
+    @property
+    def images(self) -> ImageShape | None: ...
+    @property
+    def images_apart(self) -> bool: ...
 
 
 class Run:
@@ -43,10 +48,18 @@ class Run:
     tokens: prompt and generated tokens.  computed: how many of them, from the first, have their KV in memory.
     The last token sampled is never computed before the next one is wanted, so `computed < len(tokens)`
     always.
+    images: None for a prompt without.
     draft_behind: so many of the computed tokens, the last ones, have no KV of the draft yet; 0 without a draft.
     """
 
-    def __init__(self, start: Start, memory: KvSequence, block_tokens: int, limits: Limits) -> None:
+    def __init__(
+        self,
+        start: Start,
+        memory: KvSequence,
+        block_tokens: int,
+        limits: Limits,
+        images: PromptImages | None = None,
+    ) -> None:
         self.id = start.id
         self.sampling = start.sampling
         self._guessing = msgspec.structs.replace(start.sampling, logprobs=None)
@@ -54,10 +67,12 @@ class Run:
         self.generated = start.generated
         self._counts: TokenCounts | None = None
         if start.sampling.penalised:
-            self._counts = TokenCounts(self.tokens, start.generated, limits.vocab_size, limits.device)
+            known = [token for token in self.tokens if token < limits.vocab_size]  # some placeholders are not
+            self._counts = TokenCounts(known, start.generated, limits.vocab_size, limits.device)
         self.computed = start.cached_blocks * block_tokens
         self.draft_behind = 0
         self.memory = memory
+        self.images = images
         self.reported_blocks = start.cached_blocks
         self.kept: list[int] = []  # after how many blocks states were kept that nobody was told of yet
         self._block_tokens = block_tokens
@@ -78,7 +93,8 @@ class Run:
     @property
     def pending(self) -> int:
         """Tokens that can be computed now: those known, as far as frames reach."""
-        return min(len(self.tokens), self.memory_tokens) - self.computed
+        reach = min(len(self.tokens), self.memory_tokens)
+        return (reach if self.images is None else self.images.last_cut(reach)) - self.computed
 
     @property
     def memory_tokens(self) -> int:
@@ -135,7 +151,9 @@ class Run:
 
     def segment(self, count: int) -> Segment:
         """The next `count` tokens to compute."""
-        return Segment(self.memory, self.computed, self.computed + count)
+        stop = self.computed + count
+        images = None if self.images is None else self.images.of_pass(self.computed, stop)
+        return Segment(self.memory, self.computed, stop, images=images)
 
     @property
     def state(self) -> SequenceState | None:
@@ -155,13 +173,18 @@ def check_start(start: Start, block_tokens: int, limits: Limits) -> None:
     if not start.tokens or len(start.tokens) % 4:
         raise RequestError(f"{len(start.tokens)} bytes of tokens; send at least one token as 4-byte little-endian ids")
     tokens = np.frombuffer(start.tokens, dtype="<u4")
-    largest = int(tokens.max())
-    if largest >= limits.vocab_size:
-        raise RequestError(f"token id {largest} is outside the model's vocabulary of {limits.vocab_size}")
     if len(tokens) > limits.max_model_tokens:
         raise RequestError(f"{len(tokens)} tokens are over the model's {limits.max_model_tokens}; shorten the prompt")
     if not 0 <= start.generated < len(tokens):
         raise RequestError(f"generated={start.generated} of {len(tokens)} tokens; at least one must be the prompt's")
+    cached, prompt = start.cached_blocks * block_tokens, len(tokens) - start.generated
+    check_images(start.images, tokens.tolist(), prompt, cached, limits.images, limits.images_apart)
+    of_images = np.zeros(len(tokens), bool)
+    for image in start.images:
+        of_images[image.first : image.first + image.tokens] = True
+    largest = int(tokens[~of_images].max(initial=0))
+    if largest >= limits.vocab_size:
+        raise RequestError(f"token id {largest} is outside the model's vocabulary of {limits.vocab_size}")
     blocks = len(start.frames) // limits.block_frames if limits.block_frames else limits.max_model_tokens
     if len(start.frames) != blocks * limits.block_frames and limits.block_frames:
         raise RequestError(f"{len(start.frames)} frames; a block takes {limits.block_frames}: give whole blocks")

@@ -96,6 +96,10 @@ def _graphs(
         return None, "a draft proposes tokens; CUDA graphs need a model alone"
     if isinstance(kv, GroupedKv):
         return None, "the model has several groups of layers; CUDA graphs need one"
+    if model.images is not None and model.images.kind.cross:
+        return None, "layers of the model attend to images alone; CUDA graphs know none"
+    if model.images is not None and model.images.kind.grid_positions:
+        return None, "the model's positions have three dimensions; CUDA graphs need one"
     if not isinstance(kv, VirtualKv):
         return None, f'worker.kv is "{settings.kv}"; CUDA graphs need "virtual"'
     if not isinstance(model.attention, FlashAttention):

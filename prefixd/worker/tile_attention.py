@@ -8,8 +8,9 @@ computing it would have given. Two properties of matrix products on a CPU, both 
 - it does depend on the number of keys, even where the surplus is masked (the sum over keys is split differently).
 
 So queries are taken in tiles aligned to absolute positions, a tile reads the keys up to its own end, whether it is
-computed at once or a token at a time, and a small tile is filled up by repeating its last query. Where a layer has a
-window, what a tile reads begins at a multiple of the tile, too:
+computed at once or a token at a time, and a small tile is filled up by repeating its last query. Where the tokens of an
+image attend both ways, they have tiles of their own, which read up to the end of the tile that the image ends in. Where
+a layer has a window, what a tile reads begins at a multiple of the tile, too:
 
     tile 8, window 11, queries 29 and 30 of the tile [24, 32):
 
@@ -100,14 +101,23 @@ class TileAttention:
         for index, segment in enumerate(segments):
             start = segment.start
             span = first_key(start, window, tile)
+            images = iter([*segment.both_ways, (segment.stop, segment.stop)])
+            image = next(images)
             while start < segment.stop:
+                if start == image[1]:
+                    image = next(images)
                 end = (start // tile + 1) * tile
-                stop = min(end, segment.stop)
+                both_ways = image[0] <= start
+                stop = min(end, image[1] if both_ways else image[0])
                 repeats = max(0, -(-MIN_ROWS // group) - (stop - start))
                 positions = [*range(start, stop), *[stop - 1] * repeats]
                 first = first_key(start, window, tile)
+                if both_ways:
+                    end = _round_up(image[1], tile)
+                    mask = _both_ways(positions * group, range(first, end), image[1], window, self._dtype)
+                else:
+                    mask = masks.rows(positions * group, end - first)
                 keys = slice(first - span, end - span)
-                mask = masks.rows(positions * group, end - first)
                 tiles.append(_Tile(index, row, row + stop - start, repeats, keys, mask))
                 row += stop - start
                 start = stop
@@ -174,7 +184,7 @@ class TileStep:
                 part = torch.cat((part, part[:, -1:].expand(-1, tile.repeats, -1)), dim=1)
             keys, values = (states[:, tile.keys] for states in read[tile.segment])
             if plain:
-                result = _fused(part, keys, values, tile.mask, scaling)
+                result = fused_attention(part, keys, values, tile.mask, scaling)
             else:
                 result = _by_definition(part, keys, values, tile.mask, scaling, kind)
             result = result.reshape(heads, -1, value_dim)[:, : tile.last - tile.first]
@@ -217,7 +227,19 @@ class TileMasks:
         return torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(hidden, -math.inf)
 
 
-def _fused(
+def _both_ways(
+    positions: list[int], keys: range, image_end: int, window: int | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """[len(positions), keys]: a query sees all keys to its image's end, and those before it that its window reaches."""
+    key = torch.arange(keys.start, keys.stop)
+    hidden = (key >= image_end)[None]
+    if window is not None:
+        hidden = hidden | (key <= torch.tensor(positions)[:, None] - window)
+    mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -math.inf)
+    return mask.expand(len(positions), -1)
+
+
+def fused_attention(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scaling: float
 ) -> torch.Tensor:
     """Query heads of one KV head as further queries: [heads, n, dim] to [1, kv_heads, group * n, dim].
@@ -237,7 +259,9 @@ def _by_definition(
     scaling: float,
     kind: AttentionKind,
 ) -> torch.Tensor:
-    """As `_fused`, in float32, for what torch's function does not know: [heads, n, dim] to [kv_heads, group * n, dim].
+    """As `fused_attention`, in float32, for what torch's function does not know.
+
+    [heads, n, dim] to [kv_heads, group * n, dim].
 
     keys and values are in float32.
     """

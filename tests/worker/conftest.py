@@ -18,7 +18,7 @@ from prefixd.worker.kv_memory import KvMemory, KvSequence, Segment
 from prefixd.worker.make_kv import make_kv
 from prefixd.worker.model import CausalModel, load_model
 from prefixd.worker.model_spec import read_model_spec
-from prefixd.worker.protocol import Done, Sampling, Start, StateFrames, Step
+from prefixd.worker.protocol import Done, PromptImage, Sampling, Start, StateFrames, Step
 from prefixd.worker.settings import WorkerSettings
 from prefixd.worker.state_memory import PagedStates
 from prefixd.worker.virtual_kv import VirtualKv
@@ -150,6 +150,7 @@ class Rig:
         generated: int = 0,
         fork_of: int = -1,
         state: StateFrames | None = None,
+        images: Sequence[PromptImage] = (),
         **sampling: object,
     ) -> int:
         """Begin a request; with frames for all it may need if none are given."""
@@ -167,6 +168,7 @@ class Rig:
             sampling=choice,
             fork_of=fork_of,
             state=state,
+            images=list(images),
         )
         self.take(self.engine.start(message))
         return request

@@ -17,6 +17,8 @@ DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 ROPE_BY_LAYER = {"full_attention": DYNAMIC_ROPE, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
 MASK = "has an attention mask of its own (bidirectional, chunked or sparse attention)"
 
+IMAGES = "reads images (vision_config) as none of gemma3, llava_onevision, mllama, qwen2_5_vl does"
+
 
 def own_attention(name: str) -> str:
     return f"has attention of its own ({name} takes no attention function), as models with attention biases do"
@@ -45,10 +47,8 @@ def own_attention(name: str) -> str:
         ("NemotronConfig", {}, "does not pass arguments through to its attention"),
         # Not text models with a decoder alone.
         ("T5Config", {}, "is an encoder-decoder"),
-        ("MllamaConfig", None, "reads images (vision_config)"),
-        ("LlavaOnevisionConfig", None, "reads images (vision_config)"),
-        ("Qwen2_5_VLConfig", None, "reads images (vision_config)"),
-        ("Gemma3Config", None, "reads images (vision_config)"),
+        ("LlavaConfig", None, IMAGES),
+        ("PaliGemmaConfig", None, IMAGES),
         ("ViTConfig", {}, "has no causal language model in transformers"),
         # Rotary embeddings that depend on the length.
         ("LlamaConfig", {"rope_parameters": DYNAMIC_ROPE}, "has rotary embeddings of type 'dynamic'"),

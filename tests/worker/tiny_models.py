@@ -5,6 +5,7 @@ Weights are large enough for greedy tokens to vary; biases and norms are random 
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -243,3 +244,108 @@ def build_grouped(name: str) -> Any:
             if parameter.endswith("sinks"):
                 values.normal_(2.0, 1.0)
     return model.eval().requires_grad_(False)
+
+
+# Models that read images of about 28 to 56 pixels. An image's id is its placeholder.
+IMAGE_TOKEN = 90
+IMAGE_SIDE = 28
+_VISION: dict[str, Any] = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": IMAGE_SIDE,
+    "patch_size": 7,
+}
+_SIDES = {"height": IMAGE_SIDE, "width": IMAGE_SIDE}
+_PINPOINTS = [[28, 28], [28, 56], [56, 28]]
+_IMAGE_SIZES = {**_SIZES, "initializer_range": 0.2, "max_position_embeddings": 1024}
+
+# The configuration's class and arguments, and preprocessor_config.json.
+IMAGES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "llava_onevision": (
+        "LlavaOnevisionConfig",
+        {
+            "text_config": {"model_type": "qwen2", **_IMAGE_SIZES},
+            "vision_config": _VISION,
+            "image_token_index": IMAGE_TOKEN,
+            "video_token_index": IMAGE_TOKEN + 1,
+            "image_grid_pinpoints": _PINPOINTS,
+            "vision_feature_layer": -1,
+        },
+        {"image_processor_type": "LlavaOnevisionImageProcessor", "size": _SIDES, "image_grid_pinpoints": _PINPOINTS},
+    ),
+    "qwen2_5_vl": (
+        "Qwen2_5_VLConfig",
+        {
+            "text_config": {
+                "model_type": "qwen2_5_vl_text",
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+                **_IMAGE_SIZES,
+            },
+            "vision_config": {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
+            | {"patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 56}
+            | {"out_hidden_size": 64, "fullatt_block_indexes": [1]},
+            "image_token_id": IMAGE_TOKEN,
+            "video_token_id": IMAGE_TOKEN + 1,
+            "vision_start_token_id": IMAGE_TOKEN + 2,
+            "vision_end_token_id": IMAGE_TOKEN + 3,
+        },
+        {"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}
+        | {"min_pixels": 28 * 28, "max_pixels": 28 * 28 * 24},
+    ),
+    "gemma3": (
+        "Gemma3Config",
+        {
+            "text_config": {"model_type": "gemma3_text", "head_dim": 16, "query_pre_attn_scalar": 16}
+            | {"sliding_window": WINDOW, "layer_types": _ALTERNATING, **_IMAGE_SIZES},
+            "vision_config": _VISION | {"image_size": 40, "patch_size": 5},
+            "mm_tokens_per_image": 16,
+            "image_token_index": IMAGE_TOKEN,
+            "boi_token_index": IMAGE_TOKEN + 2,
+            "eoi_token_index": IMAGE_TOKEN + 3,
+        },
+        {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 40, "width": 40}},
+    ),
+    "mllama": (
+        "MllamaConfig",
+        {
+            "text_config": {"model_type": "mllama_text_model", "cross_attention_layers": [1, 3]}
+            | {
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+                **_IMAGE_SIZES,
+                "num_hidden_layers": 4,
+                "bos_token_id": 1,
+            },
+            "vision_config": {"model_type": "mllama_vision_model", "hidden_size": 32, "intermediate_size": 64}
+            | {"num_hidden_layers": 2, "num_global_layers": 1, "attention_heads": 2, "image_size": IMAGE_SIDE}
+            | {"patch_size": 14, "max_num_tiles": 2, "vision_output_dim": 64, "intermediate_layers_indices": [1]}
+            | {"supported_aspect_ratios": [[1, 1], [1, 2], [2, 1]]},
+            "image_token_index": VOCAB,  # its embeddings are more than its logits
+        },
+        {"image_processor_type": "MllamaImageProcessor", "size": _SIDES, "max_image_tiles": 2},
+    ),
+}
+
+
+def image_config(name: str) -> Any:
+    """The configuration of a model of IMAGES."""
+    config, kwargs, _ = IMAGES[name]
+    return getattr(transformers, config)(**kwargs)
+
+
+def save_image_model(directory: Path, name: str) -> Path:
+    """Write the model `name` of IMAGES, with random weights, and what its image processor needs."""
+    torch.manual_seed(3)
+    config = image_config(name)
+    model = transformers.AutoModelForImageTextToText.from_config(config)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if ("embed" in key and "patch" in key) or "vision" in key or "visual" in key or "projector" in key:
+                parameter.add_(torch.randn_like(parameter), alpha=0.2)  # images that differ must look different
+            if key.endswith("gate"):
+                parameter.fill_(0.5)  # closed, they hide the images
+    model.save_pretrained(directory)
+    (directory / "preprocessor_config.json").write_text(json.dumps(IMAGES[name][2]))
+    return directory

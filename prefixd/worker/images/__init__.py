@@ -1,0 +1,29 @@
+"""Images in prompts: which models read them, and their way from a file to rows of a pass.
+
+```
+Start.images --> PromptImages --hold--> FeatureStore --(not kept)--> ImageEncoder: processor, vision encoder
+                      |
+                      +--of_pass--> PassImages of a Segment: embeddings, positions, who attends both ways
+```
+"""
+
+from prefixd.worker.images.cross_images import CrossImages
+from prefixd.worker.images.encoder import ImageEncoder
+from prefixd.worker.images.feature_store import Features, FeatureStore
+from prefixd.worker.images.kinds import attention_names, image_kind, image_shape, read_processor, reads_images
+from prefixd.worker.images.prompt_images import PassImages, PromptImages, check_images
+
+__all__ = [
+    "CrossImages",
+    "FeatureStore",
+    "Features",
+    "ImageEncoder",
+    "PassImages",
+    "PromptImages",
+    "attention_names",
+    "check_images",
+    "image_kind",
+    "image_shape",
+    "read_processor",
+    "reads_images",
+]

@@ -1,0 +1,90 @@
+"""Which models that read images the worker runs, and what they have of their own.
+
+In most a vision encoder makes an embedding of each image, whose rows stand in the prompt where the placeholder stands,
+as if they were embeddings of tokens. So the KV of a prompt with images is that of its tokens. In Llama 3.2 Vision
+layers of their own attend to them (`cross_images`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoImageProcessor
+
+from prefixd.worker.errors import ModelError
+from prefixd.worker.protocol import ImageShape
+
+VISION_ATTENTION = "sdpa"
+
+
+@dataclass(frozen=True, slots=True)
+class ImageKind:
+    """What a family of models needs of an image.
+
+    inputs: what its `get_image_features` takes of the processor's output besides the pixels.
+    both_ways: see `ImageShape`.
+    cross: layers of their own attend to the images (`ImageShape`).
+    grid_positions: rotary positions have three dimensions, and the rows of an image lie on a grid in two of them.
+    """
+
+    inputs: tuple[str, ...] = ()
+    both_ways: bool = False
+    grid_positions: bool = False
+    cross: bool = False
+
+    @property
+    def apart(self) -> bool:
+        """Whether the model takes images that follow each other directly for one."""
+        return self.both_ways or self.grid_positions
+
+
+KINDS = {
+    "gemma3": ImageKind(both_ways=True),
+    "llava_onevision": ImageKind(inputs=("image_sizes",)),
+    "mllama": ImageKind(inputs=("aspect_ratio_ids", "aspect_ratio_mask"), cross=True),
+    "qwen2_5_vl": ImageKind(inputs=("image_grid_thw",), grid_positions=True),
+}
+"""By `model_type`."""
+
+
+def reads_images(config: Any) -> bool:
+    """Whether a configuration has a vision encoder."""
+    return hasattr(config, "vision_config")
+
+
+def image_kind(config: Any) -> ImageKind | None:
+    """What a model needs of images; None for a model of text alone, or one that the worker does not run."""
+    return KINDS.get(config.model_type) if reads_images(config) else None
+
+
+def image_shape(config: Any) -> ImageShape | None:
+    """What the daemon needs to know of it; None as `image_kind`."""
+    kind = image_kind(config)
+    if kind is None:
+        return None
+    placeholder = getattr(config, "image_token_id", None)
+    return ImageShape(
+        placeholder_id=int(config.image_token_index if placeholder is None else placeholder),
+        kind="cross" if kind.cross else "rows",
+        both_ways=kind.both_ways,
+    )
+
+
+def attention_names(config: Any, name: str) -> str | dict[str, str]:
+    """`name` as the attention of the layers that keep KV, for transformers; the vision encoder computes its own."""
+    if image_kind(config) is None:
+        return name
+    return {"": name, "text_config": name, "vision_config": VISION_ATTENTION}
+
+
+def read_processor(path: Path) -> Any:
+    """transformers' image processor of a model, the one that needs Pillow alone. Raises ModelError."""
+    try:
+        return AutoImageProcessor.from_pretrained(path, backend="pil", local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # a processor's own code runs there
+        raise ModelError(
+            f"model {str(path)!r} reads images, but its image processor cannot be made: "
+            f"{' '.join(str(error).split())[:300]}; give a directory with the model's preprocessor_config.json"
+        ) from error

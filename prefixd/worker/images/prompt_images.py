@@ -1,0 +1,201 @@
+"""The images of one request while the worker runs it: what each pass needs of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from prefixd.worker.errors import RequestError
+from prefixd.worker.images.cross_images import CrossImages
+from prefixd.worker.images.encoder import ImageEncoder
+from prefixd.worker.images.feature_store import Features
+from prefixd.worker.protocol import ImageShape, PromptImage
+
+
+@dataclass(frozen=True, slots=True)
+class PassImages:
+    """What a pass over tokens [start, stop) of a sequence needs of its images.
+
+    rows: (place in the pass, embeddings ``[n, hidden]``) of what stands there in place of tokens' embeddings.
+    positions: ``[3, stop - start]`` on the CPU; None where a token's position is its place.
+    both_ways: the tokens [first, stop) of the sequence that attend to each other in both directions, ascending; the
+        pass has all of them.
+    cross: what layers with cross-attention see; None in models without.
+    """
+
+    rows: Sequence[tuple[int, torch.Tensor]] = ()
+    positions: torch.Tensor | None = None
+    both_ways: Sequence[tuple[int, int]] = ()
+    cross: CrossImages | None = None
+
+
+class PromptImages:
+    """The images of a prompt, in its order.
+
+    An embedding is taken from the store, or made, when a pass first needs rows of it, and held until its last row is
+    computed: whatever the store gives up meanwhile, a request makes no embedding twice.
+
+    Args:
+        images: see `Start.images`; checked (`check_images`).
+        tokens: of the prompt, and what earlier runs generated.
+        encoder: makes the embeddings.
+
+    encoded: how many embeddings were made for this request.
+    Raises RequestError for a file that cannot be read, as far as positions depend on it; and what
+    `ImageEncoder.reserve_cross` raises. `close` it when the request ends.
+    """
+
+    def __init__(self, images: Sequence[PromptImage], tokens: int, encoder: ImageEncoder) -> None:
+        self.encoded = 0
+        self._images = images
+        self._encoder = encoder
+        self._held: dict[int, Features] = {}
+        self._cross: CrossImages | None = None
+        self._positions = encoder.positions(tokens, images)
+        self._reserved = encoder.reserve_cross(len(images)) if encoder.kind.cross else 0
+        self._both_ways = [_span(image) for image in images] if encoder.kind.both_ways else []
+
+    def hold(self, start: int, stop: int) -> None:
+        """Have the embeddings that a pass over tokens [start, stop) needs. Raises RequestError."""
+        if self._encoder.kind.cross:
+            self._hold_cross()
+            return
+        for index, image in enumerate(self._images):
+            if index not in self._held and image.first < stop and start < image.first + image.tokens:
+                features = self._features(image)
+                if len(features.rows) != image.tokens:
+                    raise RequestError(
+                        f"the image at token {image.first} ({len(image.data)} bytes) has an embedding of "
+                        f"{len(features.rows)} rows, but {image.tokens} placeholders; repeat the placeholder as the "
+                        "model's processor does"
+                    )
+                self._held[index] = features
+
+    def _hold_cross(self) -> None:
+        """All rows read all images, so their keys and values stay as long as the request runs."""
+        if self._cross is not None:
+            return
+        features = [self._features(image) for image in self._images]
+        self._cross = CrossImages(
+            self._encoder.cross_pairs(features),
+            [image.first for image in self._images],
+            self._encoder.cross_patches,
+            [each.visible for each in features],
+        )
+
+    def _features(self, image: PromptImage) -> Features:
+        features = self._encoder.store.get(image.digest)
+        if features is None:
+            features = self._encoder.encode(image)
+            self.encoded += 1
+            self._encoder.store.put(image.digest, features)
+        return features
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self._held.clear()
+        self._cross = None
+        self._encoder.release_cross(self._reserved)
+        self._reserved = 0
+
+    def of_pass(self, start: int, stop: int) -> PassImages:
+        """What a pass over tokens [start, stop) needs; after `hold`."""
+        rows = []
+        for index, features in self._held.items():
+            first, end = _span(self._images[index])
+            if first < stop and start < end:
+                rows.append((max(first, start) - start, features.rows[max(0, start - first) : stop - first]))
+        both_ways = [(first, end) for first, end in self._both_ways if first < stop and start < end]
+        return PassImages(rows, self._positions_of(start, stop), both_ways, self._cross)
+
+    def last_cut(self, stop: int) -> int:
+        """The last place up to `stop` where a pass may end: not inside an image whose tokens attend both ways."""
+        return next((first for first, end in self._both_ways if first < stop < end), stop)
+
+    def first_cut(self, start: int) -> int:
+        """The first place behind `start` where a pass that begins there may end."""
+        return next((end for first, end in self._both_ways if first == start), start + 1)
+
+    def common(self, other: PromptImages | None, tokens: int) -> int:
+        """Of the first `tokens` tokens, which are equal in both prompts, those whose images are equal, too.
+
+        The place is outside all images.
+        """
+        theirs = [] if other is None else other._identities()
+        if self._encoder.kind.cross and theirs != self._identities():
+            return 0  # every row reads every image
+        for identity in [*set(self._identities()) ^ set(theirs)]:
+            tokens = min(tokens, identity[0])
+        return next((first for first, end in map(_span, self._images) if first < tokens < end), tokens)
+
+    def _identities(self) -> list[tuple[int, int, bytes]]:
+        return [(image.first, image.tokens, image.digest) for image in self._images]
+
+    def pass_by(self, computed: int) -> None:
+        """So many tokens are computed: let go of the embeddings that no later pass needs."""
+        for index in [index for index in self._held if _span(self._images[index])[1] <= computed]:
+            del self._held[index]
+
+    def _positions_of(self, start: int, stop: int) -> torch.Tensor | None:
+        """Behind what was known at the start, positions go on from the largest one by one."""
+        known = self._positions
+        if known is None:
+            return None
+        length = known.shape[1]
+        further = torch.arange(max(start, length) - length, max(stop, length) - length) + int(known.max()) + 1
+        return torch.cat((known[:, start:stop], further.expand(3, -1)), dim=1)
+
+
+def check_images(
+    images: Sequence[PromptImage],
+    tokens: Sequence[int],
+    prompt: int,
+    cached: int,
+    shape: ImageShape | None,
+    apart: bool,
+) -> None:
+    """Refuse images that do not fit their prompt.
+
+    Args:
+        images: see `Start.images`.
+        tokens: ids, of which the first `prompt` are the prompt's.
+        prompt: how many.
+        cached: the first so many tokens hold KV already.
+        shape: None for a model of text alone.
+        apart: whether images must not follow each other directly (`ImageKind.apart`).
+
+    Raises RequestError.
+    """
+    if not images:
+        return
+    if shape is None:
+        raise RequestError(f"{len(images)} images; the model reads text alone: send none")
+    end = 0
+    for image in images:
+        first, stop = _span(image)
+        if image.tokens < 1 or first < end or stop > prompt:
+            raise RequestError(
+                f"an image at tokens [{first}, {stop}) of a prompt of {prompt}, behind another's end at {end}; "
+                "name the images in the prompt's order, without overlap"
+            )
+        if apart and end and first == end:
+            raise RequestError(
+                f"two images meet at token {first}, which this model takes for one; put its tokens for an image's "
+                "begin and end around each"
+            )
+        if shape.kind == "cross" and image.tokens != 1:
+            raise RequestError(f"an image of {image.tokens} tokens at {first}; this model has one placeholder an image")
+        if any(token != shape.placeholder_id for token in tokens[first:stop]):
+            raise RequestError(f"tokens [{first}, {stop}) are not all the image's placeholder {shape.placeholder_id}")
+        if first < cached < stop:
+            raise RequestError(
+                f"{cached} cached tokens end inside the image at tokens [{first}, {stop}); "
+                "resume before the image or behind it"
+            )
+        end = stop
+
+
+def _span(image: PromptImage) -> tuple[int, int]:
+    return image.first, image.first + image.tokens

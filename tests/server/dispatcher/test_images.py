@@ -107,17 +107,21 @@ async def test_the_content_of_an_image_decides_what_is_found(make_bench: MakeBen
     assert (bench.dispatcher.asked_images, bench.dispatcher.encoded_images) == (3, 2)
 
 
-async def test_what_stands_before_an_image_is_shared_and_the_output_is_found_again(make_bench: MakeBench) -> None:
+async def test_what_stands_before_an_image_is_shared(make_bench: MakeBench) -> None:
     bench = await make_bench(40)
     text = list(range(100, 108))
-    first = submit(bench, text, CAT, max_tokens=6)
-    await bench.running(first)
-    start = starts_of(bench, first)[0]
-    await bench.finish(first)
-    dog = await run(bench, text, DOG, [1])
-    assert cached(bench, dog) == 2
-    goes_on = await run(bench, text, CAT, answer(start, 6)[:5], [3, 4, 5])
-    assert cached(bench, goes_on) == 4, "the image began in an incomplete block, which the output has filled"
+    await run(bench, text, CAT, [1])
+    assert cached(bench, await run(bench, text, DOG, [1])) == 2
+
+
+async def test_output_fills_the_block_in_which_an_image_begins(make_bench: MakeBench) -> None:
+    bench = await make_bench(40)
+    text, image = list(range(100, 109)), ("cat", 2)  # a token and the image are in the last block
+    request = await run(bench, text, image, max_tokens=6)
+    output = answer(starts_of(bench, request)[0], 5)
+    goes_on = await run(bench, text, image, output, [3, 4, 5])
+    with_other = await run(bench, text, ("dog", 2), output, [3, 4, 5])
+    assert [cached(bench, request) for request in (goes_on, with_other)] == [4, 2]
 
 
 async def test_no_prefix_ends_inside_an_image(make_bench: MakeBench) -> None:

@@ -103,7 +103,10 @@ class ImageReader:
         loop = asyncio.get_running_loop()
         try:
             return await loop.run_in_executor(self.threads, check_image, data, number, self.processor, self.limits)
-        except RuntimeError as error:  # of the executor, which was shut down
+        except (RuntimeError, asyncio.CancelledError) as error:  # of the executor, which was shut down
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():  # no: of the caller
+                raise
             raise UnavailableError("the daemon is ending; send the request again when it is back") from error
 
     def _laid_out(self, tokens: npt.NDArray[np.uint32], places: list[int], checked: list[CheckedImage]) -> PromptLayout:

@@ -344,6 +344,14 @@ class WorkerSettings(_Section):
     of hundreds of tokens' KV and serves prefixes of one length. 0: none; nothing of such a model is found again."""
     state_every_tokens: Annotated[int, Field(ge=0, le=1 << 20)] = 0
     """Among these, one each so many tokens of a prompt, in whole blocks, the last ones first; 0: none."""
+    images_per_prompt: Count = 16
+    """For models that read images: images of one prompt. A call to Generate has at most 16 MiB with all of them."""
+    image_bytes: Bytes = 8 << 20
+    """Size of an image's file (PNG, JPEG, WebP)."""
+    image_pixels: Count = 16 << 20
+    """Width times height of an image; an image that is decoded takes 4 bytes for each."""
+    images_bytes: Bytes = 1 << 30
+    """Size of the image files of all requests that wait or run; one more is refused."""
     threads: Count = Field(default_factory=lambda: len(os.sched_getaffinity(0)))
     """CPU threads of the worker."""
     restart_limit: Annotated[int, Field(ge=0)] = 3

@@ -7,6 +7,7 @@ import re
 import sys
 from contextlib import aclosing
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -24,6 +25,7 @@ EXAMPLES = examples(
     'prefixd generate --token-ids "1,2,3,4" --json',
     'prefixd generate "The cat" --temperature 0.8 --top-k 40 --min-p 0.05 --n 4 --best-of 8',
     'prefixd generate "Once upon a time" --stop "." --stop "!" --logprobs 5 --json',
+    'prefixd generate "<image>What is this?" --image photo.jpg',
     'prefixd generate "Once upon a time" --beams 4 --n 2 --length-penalty 0.8',
 )
 
@@ -53,6 +55,14 @@ def generate_command(
     token_ids: Annotated[
         str | None,
         typer.Option("--token-ids", metavar="IDS", show_default=False, help="The prompt as ids: 1,2,3 or '1 2 3'."),
+    ] = None,
+    image: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            show_default=False,
+            help="An image (PNG, JPEG, WebP), for which the prompt has a placeholder; may be given several times.",
+        ),
     ] = None,
     max_tokens: Annotated[int, _number("Most tokens to generate", 1, _UINT32)] = 64,
     temperature: Annotated[float, _number("0: always the likeliest token", 0)] = 0.0,
@@ -94,6 +104,7 @@ def generate_command(
     Several sequences are printed one below the other, when all have ended.
     """
     prompt = _prompt(text, token_ids)
+    images = [_read_image(path) for path in image or ()]
     if beams is None and (length_penalty is not None or early_stopping):
         option = "--early-stopping" if length_penalty is None else "--length-penalty"
         raise WrongUsage(f"{option} is for a beam search; give --beams too, or leave it out")
@@ -109,6 +120,7 @@ def generate_command(
         async with connected(address) as client:
             events = client.generate(
                 prompt,
+                images=images,
                 max_tokens=max_tokens,
                 temperature=temperature,
                 top_k=top_k,
@@ -146,6 +158,13 @@ def _print_json_event(event: GenerateEvent) -> None:
         fields["hit_tokens"] = {tier.name.lower(): tokens for tier, tokens in event.hit_tokens.items()}
     name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", type(event).__name__).lower()
     plain.print_json_line({"event": name, **fields})
+
+
+def _read_image(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise WrongUsage(f"--image {path} cannot be read ({error.strerror}); give a file") from error
 
 
 def _prompt(text: str | None, token_ids: str | None) -> str | list[int]:

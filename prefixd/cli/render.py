@@ -127,6 +127,9 @@ def print_stats(stats: admin_pb2.StatsResponse) -> None:
             f"states: {states.kept_states:,} kept ({size(states.kept_bytes)}), {states.resumed_runs:,} runs resumed "
             f"from one, {states.resumed_tokens:,} tokens not computed for that"
         )
+    if stats.worker.HasField("images"):
+        images = worker.images
+        out.print(f"images: {images.asked_images:,} asked for, {images.encoded_images:,} embedded")
     if queue.preempted_requests:
         out.print(
             f"preempted: {queue.preempted_requests:,} requests, {queue.swapped_requests:,} swapped "

@@ -177,6 +177,7 @@ class AsyncClient:
         self,
         prompt: str | TokenIds,
         *,
+        images: Sequence[bytes] = (),
         max_tokens: int = 16,
         temperature: float = 0.0,
         top_k: int = 0,
@@ -211,8 +212,12 @@ class AsyncClient:
         the best as index 0. With `beam_search` the `n` best sequences that it finds come at its end, likewise; it takes
         nothing that draws or changes tokens.
 
-        Raises `UnsupportedError` when the daemon has no model, `ExhaustedError` when its queue is full or the prompt
-        never fits its GPU tier, `InvalidArgumentError` for a prompt or sampling that the model cannot take,
+        `images` are the files (PNG, JPEG, WebP) of a prompt that holds the model's placeholder once for each, as text
+        or as token id; 16 MiB with the prompt.
+
+        Raises `UnsupportedError` when the daemon has no model, or one of text alone and images for it, `ExhaustedError`
+        when its queue is full or the prompt never fits its GPU tier, `InvalidArgumentError` for a prompt, an image or
+        sampling that the model cannot take,
         `AlreadyExistsError` for a `request_id` that runs already, and `CallTimeout`.
         """
         sampling = Sampling(
@@ -233,6 +238,7 @@ class AsyncClient:
         request = generate_request(
             prompt,
             sampling,
+            images=images,
             n=n,
             best_of=best_of,
             beam_search=beam_search,

@@ -145,7 +145,8 @@ class Finished:
     token; `resumed` is how often the request was put back into the queue: after a preemption, after a worker's death,
     or because the worker had no memory for it while others ran. Of several sequences `reason` is CANCELLED if one was
     cancelled, else LENGTH if one came to its length, else STOP, and `output_tokens` counts all that were computed.
-    `cumulative_logprob` is that of a single sequence, as in `SequenceFinished`.
+    `cumulative_logprob` is that of a single sequence, as in `SequenceFinished`. `encoded_images` embeddings of its
+    images were computed; those of the others were known.
     """
 
     reason: FinishReason
@@ -156,6 +157,7 @@ class Finished:
     ttft_s: float
     resumed: int
     cumulative_logprob: float | None = None
+    encoded_images: int = 0
 
 
 GenerateEvent: TypeAlias = Accepted | Tokens | SequenceFinished | Finished
@@ -165,6 +167,7 @@ def generate_request(
     prompt: str | TokenIds,
     sampling: Sampling,
     *,
+    images: Sequence[bytes] = (),
     n: int = 1,
     best_of: int | None = None,
     beam_search: BeamSearch | None = None,
@@ -187,6 +190,7 @@ def generate_request(
         sampling=sampling.to_proto(),
         priority=priority,
         salt=salt,
+        images=images,
         n=n,
         best_of=best_of,
         beam_search=beam_search.to_proto() if beam_search is not None else None,
@@ -221,6 +225,7 @@ def event_from_proto(response: inference_pb2.GenerateResponse) -> GenerateEvent:
                 ttft_s=finished.ttft_s,
                 resumed=finished.resumed,
                 cumulative_logprob=_sum(finished),
+                encoded_images=finished.encoded_images,
             )
         case unknown:
             raise ServerError(f"the daemon sent an event this client does not know: {unknown}")

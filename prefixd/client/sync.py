@@ -246,6 +246,7 @@ class Client:
         self,
         prompt: str | TokenIds,
         *,
+        images: Sequence[bytes] = (),
         max_tokens: int = 16,
         temperature: float = 0.0,
         top_k: int = 0,
@@ -270,6 +271,7 @@ class Client:
         """See `AsyncClient.generate`."""
         events = self._client.generate(
             prompt,
+            images=images,
             max_tokens=max_tokens,
             temperature=temperature,
             top_k=top_k,

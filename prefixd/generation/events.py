@@ -61,6 +61,8 @@ class Finished:
     """How often a sequence was put back into the queue: preempted, or its worker died or had no memory for it."""
     cumulative_logprob: float | None = None
     """Of a single sequence, as in `SequenceFinished`."""
+    encoded_images: int = 0
+    """Embeddings of its images that were computed; those of the others were known."""
 
 
 GenerationEvent = Accepted | Tokens | SequenceFinished | Finished

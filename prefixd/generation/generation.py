@@ -25,6 +25,8 @@ from prefixd.generation.params import GenerateParams, check_sampling
 from prefixd.generation.sequence import SequenceOutput
 from prefixd.generation.stop_strings import StopStrings
 from prefixd.server.dispatcher import Dispatcher
+from prefixd.server.image_reader import ImageBytes
+from prefixd.server.prompt_images import PromptLayout
 from prefixd.server.request import Ended, FinishReason, NewTokens, Request
 from prefixd.server.served_model import ServedModel
 from prefixd.server.tokenization import TokenIds, TooManyTokensError, need_codec
@@ -44,6 +46,7 @@ class Generation:
         model: waits for the model and returns it; raises UnavailableError when the worker was given up.
         draining: set when the daemon takes no new work.
         clock: seconds.
+        most_image_bytes: of the image files of all requests.
     """
 
     def __init__(
@@ -53,12 +56,14 @@ class Generation:
         model: Callable[[], Awaitable[ServedModel]],
         draining: asyncio.Event,
         clock: Callable[[], float],
+        most_image_bytes: int = 1 << 30,
     ) -> None:
         self._cache = cache
         self._dispatcher = dispatcher
         self._model = model
         self._draining = draining
         self._clock = clock
+        self._images = ImageBytes(most_image_bytes)
         self._live: dict[str, list[Request]] = {}
         self._ids = itertools.count(1)
 
@@ -70,25 +75,36 @@ class Generation:
         When one sequence fails, the call fails, and the others are ended.
 
         Raises:
-            InvalidArgumentError: a parameter is out of its range, or the prompt is empty or longer than the model.
+            InvalidArgumentError: a parameter is out of its range, the prompt is empty or longer than the model, or an
+                image is too large, not whole or without a place in the prompt.
             AlreadyExistsError: a request with this id waits or runs.
             ExhaustedError: the queue has no room for all sequences, the prompt never fits the GPU tier, too many texts
-                wait to be tokenized, or the caller is too far behind with reading (`Inbox`).
+                wait to be tokenized, requests have too many bytes of images, or the caller is too far behind with
+                reading (`Inbox`).
             UnavailableError: the daemon drains, or the worker died and could not take the request up again.
-            UnsupportedError: a sidecar without a model, or text or stop strings for a model without a tokenizer.
+            UnsupportedError: a sidecar without a model, text or stop strings for a model without a tokenizer, or
+                images for a model of text alone.
         """
         dispatcher = self._need_dispatcher()
         self._take_work()
         model = await self._model()
         self._check_name(params.request_id)
         check_sampling(params, model)
+        async with self._images.held(params.images), aclosing(self._generate(dispatcher, params, model)) as events:
+            async for event in events:
+                yield event
+
+    async def _generate(
+        self, dispatcher: Dispatcher, params: GenerateParams, model: ServedModel
+    ) -> AsyncGenerator[GenerationEvent, None]:
         ids = await self._prompt(params.prompt, model)
-        self._take_work()  # loading the model and tokenizing the text may have taken a while
+        images = await model.read_images(ids, params.images)
+        self._take_work()  # loading the model, tokenizing the text and decoding images may have taken a while
         model = await self._model()
         self._check_name(params.request_id)
         values = 1 if params.logprobs is None else 2 + params.logprobs
         inbox = Inbox(values, lambda: _cancel(dispatcher, requests))
-        requests = self._requests(params, ids, model, inbox)
+        requests = self._requests(params, ids, images, model, inbox)
         stops = StopStrings(params.stop) if params.stop else None
         searched = params.beam_width is not None
         sequences = [
@@ -125,16 +141,19 @@ class Generation:
         _cancel(dispatcher, live or ())
         return live is not None
 
-    def _requests(self, params: GenerateParams, ids: TokenIds, model: ServedModel, inbox: Inbox) -> list[Request]:
+    def _requests(
+        self, params: GenerateParams, ids: TokenIds, images: PromptLayout | None, model: ServedModel, inbox: Inbox
+    ) -> list[Request]:
         """One for each sequence; they put their events into the inbox, with their numbers."""
+        prompt_tokens = len(ids) if images is None else images.tokens
         # Chosen here, so that a run that is taken up again samples the same tokens.
         seed = params.seed if params.seed is not None else secrets.randbits(63)
-        room = model.hello.max_model_tokens - len(ids)
+        room = model.hello.max_model_tokens - prompt_tokens
         samplings = [params.sampling(index, seed, room) for index in range(params.sequences)]
         block_tokens, frame_bytes = model.hello.block_tokens, model.hello.frame_bytes
-        longest = len(ids) + samplings[0].max_tokens
+        longest = prompt_tokens + samplings[0].max_tokens
         if searched := samplings[0].beams:
-            blocks = blocks_needed(len(ids), samplings[0].max_tokens, searched, block_tokens)
+            blocks = blocks_needed(prompt_tokens, samplings[0].max_tokens, searched, block_tokens)
             if (frames := blocks * model.kv.block_frames) > model.frames:
                 raise ExhaustedError(
                     f"a search with {searched} beams needs {frames * frame_bytes} bytes, but the GPU tier holds "
@@ -146,7 +165,7 @@ class Generation:
                 f"holds {model.frames * frame_bytes}; shorten the prompt, lower max_tokens or {_LARGER_TIER}"
             )
         namespace = self._cache.register(model.salted(params.salt))
-        arrival_s, tokens = self._clock(), ids.tobytes()
+        arrival_s, tokens = self._clock(), ids.tobytes() if images is None else images.identity
         requests: list[Request] = []
         for index, sampling in enumerate(samplings):
             number = next(self._ids)
@@ -158,10 +177,11 @@ class Generation:
                     namespace=namespace,
                     trie=self._cache.trie(namespace),
                     chain=self._cache.chain(namespace, tokens),
-                    prompt_tokens=len(ids),
+                    prompt_tokens=prompt_tokens,
                     sampling=sampling,
-                    queued=QueuedRequest(number, arrival_s, len(ids), priority=params.priority),
+                    queued=QueuedRequest(number, arrival_s, prompt_tokens, priority=params.priority),
                     kv=model.kv,
+                    images=None if images is None else images.of_request(),
                     events=inbox.sink(index),
                     fork_of=requests[0].id if requests else -1,
                 )
@@ -183,7 +203,8 @@ class Generation:
             )
         ids = np.frombuffer(prompt, "<u4").astype(np.uint32, copy=False)
         _check_length(len(ids), limit)
-        worst = int(ids.max())
+        images = model.hello.images  # whose placeholder may lie behind the vocabulary (Llama 3.2 Vision)
+        worst = int(ids.max() if images is None else ids.max(initial=0, where=ids != images.placeholder_id))
         if worst >= model.hello.vocab_size:
             raise InvalidArgumentError(
                 f"token id {worst} is outside the model's vocabulary of {model.hello.vocab_size}; "
@@ -225,6 +246,7 @@ class Generation:
             ttft_s=min(first_tokens, default=arrival_s) - arrival_s,
             resumed=sum(request.resumed for request in requests),
             cumulative_logprob=sequences[0].cumulative_logprob if len(sequences) == 1 else None,
+            encoded_images=sum(request.encoded_images for request in requests),
         )
 
     def _check_name(self, name: str) -> None:

@@ -30,6 +30,8 @@ class GenerateParams:
 
     prompt: str | bytes
     """Text, or token ids as little-endian uint32, 4 bytes each."""
+    images: Sequence[bytes] = ()
+    """The files of the prompt's images; the prompt holds a placeholder for each."""
     request_id: str = ""
     """The caller's name for the request; empty: one is chosen."""
     max_tokens: int = 0

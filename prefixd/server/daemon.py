@@ -244,6 +244,7 @@ class Daemon:
                     self.host.model if self.host else _no_model,
                     self.draining,
                     clock,
+                    self.settings.worker.images_bytes,
                 )
             ),
             doors.services,

@@ -87,6 +87,8 @@ class Dispatcher:
         self.waiting: dict[int, Request] = {}
         self.running: dict[int, Request] = {}
         self.finished = self.resumed = 0
+        self.asked_images = self.encoded_images = 0
+        """Images of prompts that were handed over, and of these the embeddings that the worker has computed."""
         self.kv = KvUsage()
         self.passes = self.proposed_tokens = self.accepted_tokens = 0
         """Forward passes of the model, tokens that its draft proposed, and those of them that the model chose, too."""
@@ -247,7 +249,7 @@ class Dispatcher:
             if request is None:
                 continue
             if update.tokens:
-                request.chain.append(np.array(update.tokens, "<u4").tobytes())
+                request.append(np.array(update.tokens, "<u4").tobytes())
                 if request.first_token_s is None:
                     request.first_token_s = self._clock()
                 if request.on_worker:
@@ -267,6 +269,8 @@ class Dispatcher:
         if request is None:
             return
         self._computing.pop(request.id, None)
+        request.encoded_images += done.encoded_images
+        self.encoded_images += done.encoded_images
         self.states.ended(request, done.tail_blocks)
         if request.state is RequestState.WITHDRAWN:
             request.let_go()
@@ -400,7 +404,7 @@ class Dispatcher:
         if request.kv.state_frames:
             return self._is_state_computed(request)
         for other in self._computing.values():
-            block = max(len(request.rows), len(other.rows))
+            block = request.next_uncut(max(len(request.rows), len(other.rows))) - 1
             if (
                 block < min(request.usable_blocks, other.run.computes)
                 and request.namespace is other.namespace
@@ -480,13 +484,14 @@ class Dispatcher:
         self._send(
             Start(
                 id=request.id,
-                tokens=request.chain.token_ids,
+                tokens=request.token_ids,
                 generated=request.generated,
                 cached_blocks=cached,
                 frames=list(run.frames),
                 sampling=request.sampling,
                 state=None if states is None else states.frames_for_worker(resume),
                 fork_of=request.fork_of if request.kv.plain and request.fork_of in self.running else -1,
+                images=[] if request.images is None else request.images.images,
             )
         )
         return True
@@ -515,6 +520,8 @@ class Dispatcher:
             surplus -= less
         request.hit_tokens = found
         self._cache.counters.asked_tokens += request.prompt_tokens
+        if request.images is not None:
+            self.asked_images += len(request.images.images)
         for tier, hits in enumerate(found):
             self._cache.counters.hit_tokens[tier] += hits
 

@@ -52,6 +52,7 @@ def _params(request: pb.GenerateRequest) -> GenerateParams:
     sampling, search = request.sampling, request.beam_search
     return GenerateParams(
         prompt=request.text if request.WhichOneof("prompt") == "text" else request.token_ids.ids,
+        images=request.images,
         request_id=request.request_id,
         max_tokens=sampling.max_tokens,
         temperature=sampling.temperature,
@@ -109,6 +110,7 @@ def _response(event: GenerationEvent) -> pb.GenerateResponse:
                     queue_s=event.queue_s,
                     ttft_s=event.ttft_s,
                     resumed=event.resumed,
+                    encoded_images=event.encoded_images,
                     cumulative_logprob=event.cumulative_logprob,
                 )
             )

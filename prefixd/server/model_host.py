@@ -13,9 +13,13 @@ from pathlib import Path
 from prefixd.cache import NamespaceSpec, TieredCache
 from prefixd.embedded_model import ensure_embedded_model
 from prefixd.errors import ConfigError, UnavailableError
+from prefixd.images.identity import LEAST_BLOCK_TOKENS
+from prefixd.images.image_files import ImageLimits
+from prefixd.images.token_counts import FixedCount, read_image_processor
 from prefixd.model_fingerprint import fingerprint, fingerprint_of_both
 from prefixd.server.dispatcher import Dispatcher
 from prefixd.server.gpu_tier_size import automatic_bytes, most_frames
+from prefixd.server.image_reader import ImageReader
 from prefixd.server.kv_needs import KvNeeds
 from prefixd.server.kv_shape import KvShape
 from prefixd.server.served_model import ServedModel
@@ -28,7 +32,7 @@ from prefixd.settings import Settings
 from prefixd.worker.protocol import MOST_BEAMS, Done, Hello
 from prefixd.worker.settings import WorkerSettings
 from prefixd_scheduler import CostModel, RequestQueue, create_policy
-from prefixd_swap import FramePool, SwapError, VirtualMemory, create_memory
+from prefixd_swap import FramePool, SwapError, VirtualMemory, create_memory, started_threads
 from prefixd_swap.tiers import CpuTier, GpuTier
 
 log = logging.getLogger(__name__)
@@ -55,8 +59,9 @@ class ModelHost:
         self.directory = self._find_model()
         try:
             self._text = TokenizerThreads()
+            self._images = started_threads(1, "prefixd-images")
         except SwapError as error:
-            raise ConfigError(f"prompts cannot be tokenized: {error}") from error
+            raise ConfigError(f"prompts cannot be tokenized, nor their images checked: {error}") from error
         worker = settings.worker
         self.worker = WorkerProcess(
             WorkerSettings(
@@ -113,6 +118,7 @@ class ModelHost:
     async def stop(self) -> None:
         """Ends the worker and gives the GPU tier's memory back."""
         self._text.close()
+        self._images.shutdown(wait=False, cancel_futures=True)
         self._stopping = True
         self.tier_resize.interrupt()
         await self.dispatcher.stop()
@@ -175,6 +181,7 @@ class ModelHost:
         hello = self._hello
         if hello is None:
             raise UnavailableError("the worker became ready without describing its model")
+        images = None if hello.images is None else await self._read_image_processor(hello)
         kv = self._shape(hello)
         namespace = NamespaceSpec(
             name=name,
@@ -183,7 +190,20 @@ class ModelHost:
             dtype=hello.dtype,
             layout=hello.layout,
         )
-        return ServedModel(hello, kv, namespace, codec, self._text, self._cache.tiers.frames.capacity)
+        return ServedModel(hello, kv, namespace, codec, self._text, self._cache.tiers.frames.capacity, images)
+
+    async def _read_image_processor(self, hello: Hello) -> ImageReader:
+        """What reads images for a model that takes them. Raises ConfigError."""
+        worker = self._settings.worker
+        processor = await self._text.load(read_image_processor, self.directory)
+        fixed = processor.counts.count if isinstance(processor.counts, FixedCount) else 0
+        if hello.images is not None and hello.images.both_ways and fixed > worker.max_step_tokens:
+            raise ConfigError(
+                f"worker.max_step_tokens = {worker.max_step_tokens} is below the {fixed} tokens of an image, which the "
+                f"model computes in one step; raise it to {fixed} or more"
+            )
+        limits = ImageLimits(worker.images_per_prompt, worker.image_bytes, worker.image_pixels)
+        return ImageReader(hello, processor, limits, worker.max_step_tokens, self._images)
 
     async def _on_hello(self, hello: Hello, threads: ThreadPoolExecutor) -> FramePool:
         """Makes the GPU tier for the first worker; its successors get the same one.
@@ -194,6 +214,11 @@ class ModelHost:
             if self._hello != hello:
                 raise ConfigError("the model changed while the daemon ran; restart the daemon")
             return self._cache.tiers.frames
+        if hello.images is not None and hello.block_tokens < LEAST_BLOCK_TOKENS:
+            raise ConfigError(
+                f"worker.block_tokens = {hello.block_tokens}: the model reads images, and blocks of fewer than "
+                f"{LEAST_BLOCK_TOKENS} tokens cannot tell them apart; raise it to {LEAST_BLOCK_TOKENS} or more"
+            )
         asked = self._settings.gpu.bytes
         try:
             loop = asyncio.get_running_loop()

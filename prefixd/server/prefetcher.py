@@ -193,6 +193,8 @@ class Prefetcher:
             asyncio.get_running_loop().call_later(_RETRY_S, self._look)
         else:
             request.footprint.shorten(there)
+            while (blocks := request.uncut(len(request.rows))) < len(request.rows):
+                request.footprint.shorten(blocks)
             request.cut = True
             request.staged()
             self._look()
@@ -205,7 +207,7 @@ class Prefetcher:
             nearer |= trie.there[rows, distance - 1]
             loaded = needed & ~nearer & trie.there[rows, distance]
             if loaded.any():
-                kept = trie.usable(rows, nearer)
+                kept = request.usable(rows, nearer)
                 tokens = (len(rows) - len(kept)) * trie.block_tokens
                 if not self._cost.load_pays(tokens, int(trie.group_bytes[loaded].sum()), distance):
                     return kept

@@ -48,6 +48,7 @@ from prefixd.cache.groups import GroupMask
 from prefixd.cache.index.trie import Rows
 from prefixd.server.footprint import Footprint
 from prefixd.server.kv_shape import ONE_FRAME, KvShape
+from prefixd.server.prompt_images import PromptImages
 from prefixd.server.run import Run
 from prefixd.worker.protocol import BeamResult, Sampling, TokenLogprobs, blocks_needed
 from prefixd_scheduler import QueuedRequest
@@ -135,10 +136,12 @@ class Request:
     """What the daemon knows of a request.
 
     Attributes:
-        chain: prompt and generated tokens, and the keys of their blocks.
+        chain: prompt and generated tokens, and the keys of their blocks. Other ids stand for images.
         prompt_tokens: how many of them are the prompt.
         queued: the request as the queue sees it.
         kv: how its blocks lie in frames.
+        images: those of its prompt, with the tokens as the model reads them; None for a prompt of text alone.
+        encoded_images: embeddings of images that the worker has computed for it.
         found: while it has no footprint, the cached blocks of its prompt as of the last look.
         generations: the rows' generations at that look.
         seen_epoch: the cache's epoch (`Mover.epoch`) at that look; -1 when a new look is due in any case.
@@ -160,6 +163,8 @@ class Request:
     sampling: Sampling
     queued: QueuedRequest
     kv: KvShape = ONE_FRAME
+    images: PromptImages | None = None
+    encoded_images: int = 0
     events: EventSink = field(default_factory=asyncio.Queue[Event])
     state: RequestState = RequestState.NEW
     found: Rows = field(default_factory=lambda: _NO_ROWS)
@@ -187,6 +192,34 @@ class Request:
         return self.chain.tokens - self.prompt_tokens
 
     @property
+    def token_ids(self) -> bytes:
+        """Prompt and generated tokens as the model reads them, little-endian uint32."""
+        return self.chain.token_ids if self.images is None else self.images.token_ids
+
+    def append(self, token_ids: bytes) -> None:
+        """Adds tokens that were generated."""
+        if self.images is None:
+            self.chain.append(token_ids)
+        else:
+            self.images.append(token_ids, self.chain)
+
+    def uncut(self, blocks: int) -> int:
+        """The largest number of blocks up to this one after which a prefix may end: none ends inside an image."""
+        return blocks if self.images is None else self.images.uncut(blocks)
+
+    def next_uncut(self, blocks: int) -> int:
+        """The smallest number of blocks above this one after which a prefix may end."""
+        return blocks + 1 if self.images is None else self.images.next_uncut(blocks)
+
+    def usable(self, path: Rows, available: GroupMask | None = None) -> Rows:
+        """The longest beginning of `path` that every KV group allows (`Trie.usable`), and that cuts no image."""
+        rows = self.trie.usable(path, available)
+        while (blocks := self.uncut(len(rows))) < len(rows):
+            path, available = path[:blocks], None if available is None else available[:blocks]
+            rows = self.trie.usable(path, available)
+        return rows
+
+    @property
     def prompt_ends(self) -> tuple[int, int]:
         """Blocks after which who asks the prompt again, or goes on from it, can resume."""
         block_tokens = self.trie.block_tokens
@@ -195,7 +228,7 @@ class Request:
     @property
     def usable_blocks(self) -> int:
         """Full blocks that may come from the cache: at least one token has to be computed, for its logits."""
-        return (self.chain.tokens - 1) // self.trie.block_tokens
+        return self.uncut((self.chain.tokens - 1) // self.trie.block_tokens)
 
     @property
     def blocks(self) -> int:

@@ -188,6 +188,7 @@ class Snapshot:
             error=self.worker.failure,
             kv=self.worker.settings.kv,
             states=self._states(),
+            images=self._images(),
             layout=self.worker.settings.layout,
             cuda_graphs=self.worker.ready.cuda_graphs,
             cuda_graphs_reason=self.worker.ready.cuda_graphs_reason,
@@ -216,6 +217,12 @@ class Snapshot:
             resumed_runs=counters.resumed,
             resumed_tokens=counters.resumed_tokens,
         )
+
+    def _images(self) -> pb.ImageStats | None:
+        hello = None if self.worker is None else self.worker.hello
+        if self.dispatcher is None or hello is None or hello.images is None:
+            return None
+        return pb.ImageStats(asked_images=self.dispatcher.asked_images, encoded_images=self.dispatcher.encoded_images)
 
     def _scheduler(self) -> pb.SchedulerStats:
         dispatcher = self.dispatcher
@@ -384,6 +391,13 @@ class MetricsCollector(Collector):
             }
             for field, text in states.items():
                 yield CounterMetricFamily(f"prefixd_state_{field}", text, value=getattr(stats.worker.states, field))
+        if stats.worker.HasField("images"):
+            images = {
+                "asked_images": "images of prompts that were handed over",
+                "encoded_images": "embeddings of images that were computed",
+            }
+            for field, text in images.items():
+                yield CounterMetricFamily(f"prefixd_{field}", text, value=getattr(stats.worker.images, field))
         if stats.worker.state != pb.WorkerStats.STATE_NONE:
             yield GaugeMetricFamily(
                 "prefixd_worker_up",

@@ -78,8 +78,9 @@ class PrefixTracker:
         if request.seen_epoch < 0 and not len(request.found):
             self._look_up(request)
         else:
-            request.found = request.found[: request.usable_blocks]
-            request.generations = request.generations[: request.usable_blocks]
+            known = request.uncut(min(len(request.found), request.usable_blocks))
+            request.found = request.found[:known]
+            request.generations = request.generations[:known]
             self._read(request)
 
     def remove(self, request: Request) -> None:
@@ -109,11 +110,11 @@ class PrefixTracker:
         trie = request.trie
         if trie.parent[row] != tail:
             return False
-        if not trie.has_rules:
+        if not trie.has_rules and request.images is None:
             return bool(trie.nearest[row] != NONE)
         # The next block may lack what a prefix that ends with it needs, a state perhaps, or have no bytes at all, and a
-        # later one have it.
-        return len(trie.match(request.namespace.root, request.chain, request.usable_blocks)) > len(request.rows)
+        # later one have it. Or it ends inside an image.
+        return len(_longest(request)) > len(request.rows)
 
     # -- all requests -------------------------------------------------------------------------------------------
 
@@ -225,7 +226,7 @@ class PrefixTracker:
     def _look_up(self, request: Request) -> None:
         """Finds the longest cached prefix."""
         trie = request.trie
-        request.found = trie.match(request.namespace.root, request.chain, request.usable_blocks).rows
+        request.found = _longest(request)
         request.generations = trie.generation[request.found]
         self._note(request, trie.distances(request.found))
 
@@ -261,3 +262,8 @@ class PrefixTracker:
             self._tail[slot:] = -1
         self._requests.append(None)
         return slot
+
+
+def _longest(request: Request) -> Rows:
+    """The longest cached prefix with which a request can go on."""
+    return request.usable(request.trie.nodes(request.namespace.root, request.chain, request.usable_blocks))

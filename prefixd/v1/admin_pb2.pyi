@@ -121,7 +121,7 @@ class NamespaceStats(_message.Message):
     def __init__(self, namespace_id: _Optional[bytes] = ..., namespace: _Optional[_Union[_cache_pb2.Namespace, _Mapping]] = ..., blocks: _Optional[int] = ...) -> None: ...
 
 class WorkerStats(_message.Message):
-    __slots__ = ("state", "pid", "restarts", "running_requests", "model", "device", "block_tokens", "block_tokens_asked", "block_tokens_reason", "shared_bytes", "mapped_blocks", "reused_blocks", "copied_blocks", "error", "kv", "layout", "cuda_graphs", "cuda_graphs_reason", "states", "passes", "draft")
+    __slots__ = ("state", "pid", "restarts", "running_requests", "model", "device", "block_tokens", "block_tokens_asked", "block_tokens_reason", "shared_bytes", "mapped_blocks", "reused_blocks", "copied_blocks", "error", "kv", "layout", "cuda_graphs", "cuda_graphs_reason", "states", "passes", "draft", "images")
     class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         STATE_UNSPECIFIED: _ClassVar[WorkerStats.State]
@@ -155,6 +155,7 @@ class WorkerStats(_message.Message):
     STATES_FIELD_NUMBER: _ClassVar[int]
     PASSES_FIELD_NUMBER: _ClassVar[int]
     DRAFT_FIELD_NUMBER: _ClassVar[int]
+    IMAGES_FIELD_NUMBER: _ClassVar[int]
     state: WorkerStats.State
     pid: int
     restarts: int
@@ -176,7 +177,8 @@ class WorkerStats(_message.Message):
     states: StateStats
     passes: int
     draft: DraftStats
-    def __init__(self, state: _Optional[_Union[WorkerStats.State, str]] = ..., pid: _Optional[int] = ..., restarts: _Optional[int] = ..., running_requests: _Optional[int] = ..., model: _Optional[str] = ..., device: _Optional[str] = ..., block_tokens: _Optional[int] = ..., block_tokens_asked: _Optional[int] = ..., block_tokens_reason: _Optional[str] = ..., shared_bytes: _Optional[int] = ..., mapped_blocks: _Optional[int] = ..., reused_blocks: _Optional[int] = ..., copied_blocks: _Optional[int] = ..., error: _Optional[str] = ..., kv: _Optional[str] = ..., layout: _Optional[str] = ..., cuda_graphs: bool = ..., cuda_graphs_reason: _Optional[str] = ..., states: _Optional[_Union[StateStats, _Mapping]] = ..., passes: _Optional[int] = ..., draft: _Optional[_Union[DraftStats, _Mapping]] = ...) -> None: ...
+    images: ImageStats
+    def __init__(self, state: _Optional[_Union[WorkerStats.State, str]] = ..., pid: _Optional[int] = ..., restarts: _Optional[int] = ..., running_requests: _Optional[int] = ..., model: _Optional[str] = ..., device: _Optional[str] = ..., block_tokens: _Optional[int] = ..., block_tokens_asked: _Optional[int] = ..., block_tokens_reason: _Optional[str] = ..., shared_bytes: _Optional[int] = ..., mapped_blocks: _Optional[int] = ..., reused_blocks: _Optional[int] = ..., copied_blocks: _Optional[int] = ..., error: _Optional[str] = ..., kv: _Optional[str] = ..., layout: _Optional[str] = ..., cuda_graphs: bool = ..., cuda_graphs_reason: _Optional[str] = ..., states: _Optional[_Union[StateStats, _Mapping]] = ..., passes: _Optional[int] = ..., draft: _Optional[_Union[DraftStats, _Mapping]] = ..., images: _Optional[_Union[ImageStats, _Mapping]] = ...) -> None: ...
 
 class DraftStats(_message.Message):
     __slots__ = ("model", "draft_tokens", "proposed_tokens", "accepted_tokens")
@@ -189,6 +191,14 @@ class DraftStats(_message.Message):
     proposed_tokens: int
     accepted_tokens: int
     def __init__(self, model: _Optional[str] = ..., draft_tokens: _Optional[int] = ..., proposed_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
+
+class ImageStats(_message.Message):
+    __slots__ = ("asked_images", "encoded_images")
+    ASKED_IMAGES_FIELD_NUMBER: _ClassVar[int]
+    ENCODED_IMAGES_FIELD_NUMBER: _ClassVar[int]
+    asked_images: int
+    encoded_images: int
+    def __init__(self, asked_images: _Optional[int] = ..., encoded_images: _Optional[int] = ...) -> None: ...
 
 class StateStats(_message.Message):
     __slots__ = ("kept_states", "kept_bytes", "resumed_runs", "resumed_tokens")

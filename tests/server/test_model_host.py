@@ -7,17 +7,21 @@ import logging
 import resource
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from prefixd.cache import TieredCache
-from prefixd.errors import UnavailableError
+from prefixd.errors import ConfigError, UnavailableError
+from prefixd.images.token_counts import FixedCount, ImageProcessor
 from prefixd.server import model_host
 from prefixd.server.gpu_tier_size import most_frames
 from prefixd.server.model_host import ModelHost
 from prefixd.settings import Settings
+from prefixd.worker.protocol import FullAttention, GroupShape, Hello, ImageShape
 from prefixd_swap import FramePool, SwapError, VirtualMemory
 from prefixd_swap.vmem import HostMemory
 
@@ -133,3 +137,37 @@ def test_addresses_for_all_that_the_device_has_unless_they_are_limited(monkeypat
         assert most_frames(memory, 4096, 1 << 50) == 1 << 50
         monkeypatch.setattr(resource, "getrlimit", lambda _: (1 << 40, resource.RLIM_INFINITY))
         assert most_frames(memory, 4096, 3) == 3
+
+
+async def test_blocks_that_cannot_tell_images_apart_are_refused(host: ModelHost) -> None:
+    hello = Hello(
+        groups=(GroupShape("attention", FullAttention(), 1, 1),),
+        frame_bytes=8192,
+        dtype="float32",
+        block_tokens=4,
+        layout="token",
+        chunk_bytes=8192,
+        vocab_size=100,
+        max_model_tokens=40,
+        eos_token_ids=(),
+        architecture="Gemma3",
+        parameters=1,
+        device="cpu",
+        images=ImageShape(90, "rows"),
+    )
+    with (
+        ThreadPoolExecutor(1) as threads,
+        pytest.raises(ConfigError, match=r"worker.block_tokens = 4: .* raise it to 8"),
+    ):
+        await host._on_hello(hello, threads)
+    await host.stop()
+
+
+async def test_a_step_that_cannot_hold_an_image_is_refused(host: ModelHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_host, "read_image_processor", lambda _: ImageProcessor(FixedCount(513), bytes(32)))
+    hello = SimpleNamespace(images=ImageShape(90, "rows", both_ways=True))
+    with pytest.raises(ConfigError, match=r"worker.max_step_tokens = 512 is below the 513 tokens of an image"):
+        await host._read_image_processor(hello)  # type: ignore[arg-type]
+    hello.images = ImageShape(90, "rows")
+    assert (await host._read_image_processor(hello)).processor.counts == FixedCount(513)  # type: ignore[arg-type]
+    await host.stop()

@@ -73,6 +73,15 @@ class BlockChain:
         self._capacity[self.tokens : tokens] = np.frombuffer(token_ids, "<u4")
         self.tokens = tokens
 
+    def rewrite(self, index: int, token_ids: bytes) -> None:
+        """Gives a full block that is not hashed yet other ids: what they are may depend on the block's last token."""
+        if not self.hashed <= index < len(self):
+            raise ValueError(f"block {index} of {len(self)}, of which {self.hashed} are hashed")
+        first = index * self.block_tokens
+        if not self._capacity.flags.writeable:
+            self._capacity = self._capacity.copy()
+        self._capacity[first : first + self.block_tokens] = np.frombuffer(token_ids, "<u4")
+
     def block(self, index: int) -> bytes:
         """Token ids of one full block, little-endian uint32."""
         return self._capacity[index * self.block_tokens : (index + 1) * self.block_tokens].tobytes()

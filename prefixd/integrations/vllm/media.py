@@ -14,12 +14,11 @@ of 4 tokens or more, two different ones are taken for equal with a probability o
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
 
-import numpy as np
+from prefixd.drawn_tokens import drawn_ids
 
 
 class MediaTokens(Sequence[int]):
@@ -64,9 +63,7 @@ class MediaTokens(Sequence[int]):
 
     def _ids(self, block: int) -> list[int]:
         tokens = self._tokens[block * self._block_tokens : (block + 1) * self._block_tokens]
-        digest = hashlib.shake_256(np.asarray(tokens, "<u4").tobytes())
-        digest.update(repr(self._media[block]).encode())
-        ids: list[int] = np.frombuffer(digest.digest(4 * self._block_tokens), "<u4").tolist()
+        ids: list[int] = drawn_ids(tokens, repr(self._media[block]).encode()).tolist()
         return ids
 
 

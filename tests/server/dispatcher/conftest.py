@@ -20,6 +20,7 @@ import xxhash
 from prefixd.cache import Namespace, NamespaceSpec, TieredCache, Tiers, check_integrity
 from prefixd.server.dispatcher import Dispatcher
 from prefixd.server.kv_shape import KvShape
+from prefixd.server.prompt_images import PromptLayout
 from prefixd.server.request import Ended, NewTokens, Request
 from prefixd.server.tier_resize import TierResize
 from prefixd.server.worker_process import WorkerProcess
@@ -55,6 +56,8 @@ from prefixd_swap import (
 
 BLOCK = 4
 GEOMETRY = KvGeometry(layers=1, kv_heads=1, head_dim=128, dtype="float32", block_tokens=BLOCK, layout="token")
+PLACEHOLDER = 7
+"""The token id that stands for an image."""
 STEP = 12
 """Most tokens of a request that the worker computes at a time, if the model has windows or states."""
 
@@ -114,6 +117,7 @@ class Bench:
     runs: dict[int, FakeRun] = field(default_factory=dict)
     dispatcher: Dispatcher = field(init=False)
     cost: CostModel = field(default_factory=CostModel)
+    embedded: set[bytes] = field(default_factory=set)
     _ids: Any = field(default_factory=lambda: itertools.count(1))
 
     def begin(self, policy: str = "fcfs", queue_limit: int = 100, ready: bool = True, **options: Any) -> None:
@@ -135,9 +139,10 @@ class Bench:
     def _take(self, message: ToWorker) -> None:
         self.sent.append(message)
         if isinstance(message, Start):
-            tokens = np.frombuffer(message.tokens, "<u4").tolist()
+            tokens = seen_tokens(message)
             computed = message.cached_blocks * BLOCK
             assert computed < len(tokens)
+            assert not any(image.first < computed < image.first + image.tokens for image in message.images)
             run = FakeRun(message, tokens, list(message.frames), computed, message.generated)
             self._check_read(run)  # never another prompt's bytes, whatever moved meanwhile
             if message.state is not None:
@@ -229,8 +234,17 @@ class Bench:
                 done.append(run.start.id)
         self.dispatcher.on_step(Step(updates, computed, 0.001))
         for number in done:
-            tail_blocks = self.runs.pop(number).tail_blocks
-            self.dispatcher.on_done(Done(number, "length", tail_blocks=tail_blocks))
+            run = self.runs.pop(number)
+            self.dispatcher.on_done(
+                Done(number, "length", tail_blocks=run.tail_blocks, encoded_images=self._embed(run.start))
+            )
+
+    def _embed(self, start: Start) -> int:
+        """How many images of a run were not known and not cached."""
+        computed = start.cached_blocks * BLOCK
+        new = {image.digest for image in start.images if image.first >= computed} - self.embedded
+        self.embedded |= new
+        return len(new)
 
     def answer_cancels(self) -> None:
         """The worker lets go of what it was told to cancel."""
@@ -246,10 +260,13 @@ class Bench:
 
     # -- callers -----------------------------------------------------------------------------------------------------
 
-    def request(self, tokens: Sequence[int], max_tokens: int = 2, priority: int = 0) -> Request:
-        """A request, not submitted."""
+    def request(
+        self, tokens: Sequence[int], max_tokens: int = 2, priority: int = 0, layout: PromptLayout | None = None
+    ) -> Request:
+        """A request, not submitted. `layout` has its images, and `tokens` their placeholders."""
         number = next(self._ids)
-        chain = self.cache.chain(self.namespace, np.asarray(tokens, "<u4").tobytes())
+        ids = np.asarray(tokens, "<u4").tobytes() if layout is None else layout.identity
+        chain = self.cache.chain(self.namespace, ids)
         return Request(
             id=number,
             name=f"r{number}",
@@ -260,6 +277,7 @@ class Bench:
             sampling=Sampling(max_tokens=max_tokens),
             queued=QueuedRequest(number, self.now, len(tokens), priority=priority),
             kv=self.kv,
+            images=None if layout is None else layout.of_request(),
         )
 
     def submit(self, tokens: Sequence[int], **options: Any) -> Request:
@@ -344,6 +362,17 @@ class Supervisor:
     def tier_resize(self) -> TierResize:
         """What resizes the bench's GPU tier."""
         return TierResize(self.bench.cache, cast(WorkerProcess, self), self.bench.dispatcher, lambda: self.bench.now)
+
+
+def seen_tokens(start: Start) -> list[int]:
+    """What the model sees: tokens, and of images their content where the placeholders are."""
+    tokens = np.frombuffer(start.tokens, "<u4").astype(np.int64)
+    for image in start.images:
+        assert (tokens[image.first : image.first + image.tokens] == PLACEHOLDER).all()
+        content = xxhash.xxh3_64_intdigest(image.digest) % 1_000_000
+        tokens[image.first : image.first + image.tokens] = 10_000_000 + content * 1_000 + np.arange(image.tokens)
+    seen: list[int] = (tokens % (1 << 32)).tolist()
+    return seen
 
 
 def contents(tokens: Sequence[int], part: int = 0) -> bytes:

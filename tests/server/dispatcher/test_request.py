@@ -114,7 +114,7 @@ def act(request: Request, transition: str, footprint: FakeFootprint) -> None:
 def test_the_table_has_every_state_and_every_transition() -> None:
     assert list(TABLE) == [state.name for state in RequestState]
     methods = {name for name, _ in inspect.getmembers(Request, inspect.isfunction) if not name.startswith("_")}
-    assert methods == set(TRANSITIONS)
+    assert methods - {"append", "uncut", "next_uncut", "usable"} == set(TRANSITIONS)  # these change no state
 
 
 @pytest.mark.parametrize("transition", TRANSITIONS)

@@ -1,0 +1,131 @@
+"""How many placeholder tokens an image becomes, from its size: the arithmetic of transformers' processors.
+
+Each image counts as if it were alone in its prompt, so that it is the same image in every prompt.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+
+from prefixd.errors import ConfigError, InvalidArgumentError
+
+_MOST_RATIO = 200
+
+
+class FixedCount(msgspec.Struct, frozen=True, tag="fixed"):
+    """Every image has as many tokens (Gemma 3), or one for all of it (Llama 3.2 Vision)."""
+
+    count: int
+
+    def tokens(self, height: int, width: int) -> int:
+        """Of an image of so many pixels."""
+        return self.count
+
+
+class GridCount(msgspec.Struct, frozen=True, tag="grid"):
+    """A token for each `side` x `side` pixels of the image, which is first made larger or smaller (Qwen2.5-VL).
+
+    least_pixels, most_pixels: what it then has.
+    """
+
+    side: int
+    least_pixels: int
+    most_pixels: int
+
+    def tokens(self, height: int, width: int) -> int:
+        """Of an image of so many pixels. Raises InvalidArgumentError for one that is far too long."""
+        if max(height, width) > _MOST_RATIO * min(height, width):
+            raise InvalidArgumentError(
+                f"an image has {width} x {height} pixels, and the model reads none whose sides differ by more than "
+                f"{_MOST_RATIO} times; cut it into pieces"
+            )
+        side = self.side
+        rows, columns = round(height / side), round(width / side)
+        pixels = rows * columns * side**2
+        if pixels > self.most_pixels:
+            shrink = math.sqrt(height * width / self.most_pixels)
+            rows, columns = (max(1, math.floor(length / shrink / side)) for length in (height, width))
+        elif pixels < self.least_pixels:
+            stretch = math.sqrt(self.least_pixels / (height * width))
+            rows, columns = (math.ceil(length * stretch / side) for length in (height, width))
+        return rows * columns
+
+
+class TileCount(msgspec.Struct, frozen=True, tag="tiles"):
+    """The whole image, and its tiles without what was padded (LLaVA-OneVision).
+
+    side: pixels of a tile's side. patches: tokens in a row of a tile. most_tiles: of more, the tokens are thinned out.
+    resolutions: (height, width) of what the image may be fitted into.
+    """
+
+    side: int
+    patches: int
+    most_tiles: int
+    resolutions: list[tuple[int, int]]
+
+    def tokens(self, height: int, width: int) -> int:
+        """Of an image of so many pixels."""
+        best_height, best_width = self._best_resolution(height, width)
+        rows, columns = self.patches * (best_height // self.side), self.patches * (best_width // self.side)
+        if width / height > columns / rows:
+            rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
+        else:
+            columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
+        thinned = math.sqrt(rows * columns / (self.most_tiles * self.patches**2))
+        if thinned > 1.1:
+            rows, columns = int(rows // thinned), int(columns // thinned)
+        return self.patches**2 + rows * (columns + 1)  # each row ends with a token of its own
+
+    def _best_resolution(self, height: int, width: int) -> tuple[int, int]:
+        """The one that keeps most of the image's pixels, and of these the one that wastes least."""
+        best: tuple[int, int, tuple[int, int]] | None = None
+        for most_height, most_width in self.resolutions:
+            scale = min(most_width / width, most_height / height)
+            kept = min(int(width * scale) * int(height * scale), width * height)
+            rank = (kept, kept - most_height * most_width)
+            if best is None or rank > best[:2]:
+                best = (*rank, (most_height, most_width))
+        if best is None:
+            raise ValueError("no resolutions")
+        return best[2]
+
+
+class ImageProcessor(msgspec.Struct, frozen=True):
+    """What the daemon knows of a model's image processor.
+
+    digest: names the processor and its settings: what it makes of a file depends on nothing else.
+    """
+
+    counts: FixedCount | GridCount | TileCount
+    digest: bytes
+
+
+def read_image_processor(model: Path) -> ImageProcessor:
+    """The image processor of a model directory, read by transformers in a process of its own; takes seconds.
+
+    Raises ConfigError: there is none, or of a family that is not known.
+    """
+    command = [sys.executable, "-m", "prefixd.images.load_processor", str(model)]
+    try:
+        loaded = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+    except OSError as error:
+        raise ConfigError(
+            f"the image processor in {str(model)!r} cannot be loaded: no process for it ({error.strerror}); "
+            "give the daemon more processes and descriptors, and restart it"
+        ) from error
+    if loaded.returncode:
+        why = f"transformers ended with status {loaded.returncode}, see the lines above"
+    elif "error" in (answer := json.loads(loaded.stdout)):
+        why = answer["error"][:300]
+    else:
+        return msgspec.convert(answer, ImageProcessor)
+    raise ConfigError(
+        f"the image processor in {str(model)!r} cannot be loaded: {why}; "
+        "save preprocessor_config.json there with save_pretrained"
+    )

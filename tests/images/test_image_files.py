@@ -1,0 +1,93 @@
+"""Files of images: bounded before they are decoded, whole, and known by their content."""
+
+import io
+import struct
+import zlib
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from prefixd.errors import InvalidArgumentError
+from prefixd.images.image_files import ImageLimits, check_image
+from prefixd.images.token_counts import FixedCount, ImageProcessor, TileCount
+
+LIMITS = ImageLimits(images=2, image_bytes=20_000, image_pixels=64 * 64)
+PROCESSOR = ImageProcessor(FixedCount(5), bytes(32))
+
+
+def encoded(width: int, height: int, kind: str = "PNG", **saving: object) -> bytes:
+    file = io.BytesIO()
+    noise = Image.effect_noise((width, height), 90).convert("RGB")
+    noise.save(file, kind, **saving)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP"])
+def test_whole_files_are_taken_and_half_ones_are_not(kind: str) -> None:
+    data = encoded(40, 24, kind)
+    checked = check_image(data, 0, PROCESSOR, LIMITS)
+    assert (checked.data, checked.tokens, len(checked.digest)) == (data, 5, 32)
+    with pytest.raises(InvalidArgumentError, match=r"images\[3\] \(\d+ bytes\) cannot be read.*send a whole file"):
+        check_image(data[: len(data) // 2], 3, PROCESSOR, LIMITS)
+
+
+@pytest.mark.parametrize("kind", ["GIF", "BMP", "TIFF"])
+def test_other_formats_are_refused(kind: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="cannot be read as PNG, JPEG or WebP"):
+        check_image(encoded(8, 8, kind), 0, PROCESSOR, LIMITS)
+
+
+def test_a_file_with_too_many_bytes_is_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"20001 bytes, and worker.image_bytes allows 20000; compress"):
+        check_image(bytes(20_001), 0, PROCESSOR, LIMITS)
+
+
+def test_a_small_file_of_a_large_image_is_refused_and_not_decoded() -> None:
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", 60_000, 1_000, 8, 2, 0, 0, 0)
+    bomb = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", b"no image data") + chunk(b"IEND", b"")
+    with pytest.raises(InvalidArgumentError, match=r"60000 x 1000 pixels, and worker.image_pixels allows 4096; make"):
+        check_image(bomb, 0, PROCESSOR, LIMITS)
+
+
+def test_an_image_that_moves_is_refused() -> None:
+    frames = [Image.new("RGB", (8, 8), color) for color in ("red", "green")]
+    file = io.BytesIO()
+    frames[0].save(file, "WEBP", save_all=True, append_images=frames[1:])
+    with pytest.raises(InvalidArgumentError, match="has 2 frames; send one image a file"):
+        check_image(file.getvalue(), 0, PROCESSOR, LIMITS)
+
+
+def test_an_image_that_lies_on_its_side_is_turned_before_it_is_counted() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    wide = TileCount(side=28, patches=4, most_tiles=9, resolutions=[(28, 84)])
+    assert wide.tokens(16, 40) != wide.tokens(40, 16)
+    processor = ImageProcessor(wide, bytes(32))
+    assert check_image(encoded(16, 40, "JPEG"), 0, processor, LIMITS).tokens == wide.tokens(40, 16)
+    assert check_image(encoded(16, 40, "JPEG", exif=exif), 0, processor, LIMITS).tokens == wide.tokens(16, 40)
+
+
+def test_a_file_has_another_digest_with_another_processor() -> None:
+    data = encoded(8, 8)
+    one = check_image(data, 0, PROCESSOR, LIMITS)
+    assert one == check_image(data, 7, PROCESSOR, LIMITS)
+    assert one.digest != check_image(data, 0, ImageProcessor(FixedCount(5), b"\1" * 32), LIMITS).digest
+    assert one.digest != check_image(encoded(8, 8), 0, PROCESSOR, LIMITS).digest, "other noise"
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.binary(max_size=400), st.sampled_from(["", "PNG", "JPEG", "WEBP"]), st.integers(0, 300))
+def test_any_bytes_are_taken_or_refused_in_one_line(junk: bytes, kind: str, place: int) -> None:
+    data = junk
+    if kind:
+        whole = encoded(12, 12, kind)
+        data = whole[: place % len(whole)] + junk + whole[place % len(whole) + len(junk) :]
+    try:
+        assert check_image(data, 0, PROCESSOR, LIMITS).tokens == 5
+    except InvalidArgumentError as error:
+        assert "\n" not in str(error) and "images[0]" in str(error)

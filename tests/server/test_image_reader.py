@@ -1,0 +1,121 @@
+"""Images and placeholders of a prompt: matched, bounded, and laid out."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from PIL import Image
+
+from prefixd.errors import ExhaustedError, InvalidArgumentError, UnavailableError
+from prefixd.images.image_files import ImageLimits
+from prefixd.images.token_counts import FixedCount, GridCount, ImageProcessor
+from prefixd.server.image_reader import ImageBytes, ImageReader
+from prefixd.worker.protocol import FullAttention, GroupShape, Hello, ImageShape
+
+PLACEHOLDER = 90
+HELLO = Hello(
+    groups=(GroupShape("attention", FullAttention(), 1, 1),),
+    frame_bytes=8192,
+    dtype="float32",
+    block_tokens=8,
+    layout="token",
+    chunk_bytes=8192,
+    vocab_size=100,
+    max_model_tokens=40,
+    eos_token_ids=(),
+    architecture="Gemma3",
+    parameters=1,
+    device="cpu",
+)
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as made:
+        yield made
+
+
+def reader(threads: ThreadPoolExecutor, counts: Any = None, step_tokens: int = 64, **shape: Any) -> ImageReader:
+    images = ImageShape(PLACEHOLDER, **{"kind": "rows", **shape})
+    hello = msgspec.structs.replace(HELLO, images=images)
+    processor = ImageProcessor(counts or FixedCount(5), bytes(32))
+    return ImageReader(hello, processor, ImageLimits(2, 1 << 16, 4096), step_tokens, threads)
+
+
+def picture(color: str = "red") -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (16, 16), color).save(file, "PNG")
+    return file.getvalue()
+
+
+def ids(*tokens: int) -> Any:
+    return np.array(tokens, np.uint32)
+
+
+async def test_each_placeholder_is_repeated_as_often_as_its_image_has_tokens(threads: ThreadPoolExecutor) -> None:
+    red, green = picture(), picture("green")
+    layout = await reader(threads).read(ids(1, PLACEHOLDER, 2, PLACEHOLDER), [red, green])
+    assert layout is not None
+    expected = [1, *[PLACEHOLDER] * 5, 2, *[PLACEHOLDER] * 5]
+    assert np.frombuffer(layout.token_ids, "<u4").tolist() == expected
+    assert [(image.first, image.tokens, image.data) for image in layout.images] == [(1, 5, red), (7, 5, green)]
+    assert layout.images[0].digest != layout.images[1].digest
+    assert not layout.cross
+    assert await reader(threads).read(ids(1, 2), []) is None
+
+
+async def test_what_does_not_fit_is_refused(threads: ThreadPoolExecutor) -> None:
+    many = [PLACEHOLDER] * 3
+    with pytest.raises(InvalidArgumentError, match=r"3 placeholders \(token id 90\).* 2 images; write one placeholder"):
+        await reader(threads).read(ids(*many), [picture()] * 2)
+    with pytest.raises(InvalidArgumentError, match=r"3 images, and worker.images_per_prompt allows 2; send fewer"):
+        await reader(threads).read(ids(*many), [picture()] * 3)
+    with pytest.raises(InvalidArgumentError, match=r"has 44 tokens with those of its 1 images.* takes 40.* at most 39"):
+        await reader(threads).read(ids(*[1] * 39, PLACEHOLDER), [picture()])
+    with pytest.raises(InvalidArgumentError, match=r"5 tokens.* worker.max_step_tokens is 4; raise that to 5"):
+        await reader(threads, step_tokens=4, both_ways=True).read(ids(PLACEHOLDER), [picture()])
+
+
+@pytest.mark.parametrize("both_ways", [False, True])
+async def test_images_that_meet_are_refused_where_the_model_takes_them_for_one(
+    threads: ThreadPoolExecutor, both_ways: bool
+) -> None:
+    counts = FixedCount(5) if both_ways else GridCount(8, 64, 1024)
+    with pytest.raises(InvalidArgumentError, match="images 0 and 1 follow each other directly"):
+        made = reader(threads, counts, both_ways=both_ways)
+        await made.read(ids(1, PLACEHOLDER, PLACEHOLDER), [picture()] * 2)
+    assert await reader(threads).read(ids(1, PLACEHOLDER, PLACEHOLDER), [picture()] * 2) is not None
+
+
+async def test_a_daemon_that_ends_says_so(threads: ThreadPoolExecutor) -> None:
+    busy = threading.Event()
+    threads.submit(busy.wait)
+    waiting = asyncio.create_task(reader(threads).read(ids(PLACEHOLDER), [picture()]))
+    await asyncio.sleep(0)
+    threads.shutdown(wait=False, cancel_futures=True)
+    busy.set()
+    with pytest.raises(UnavailableError, match="the daemon is ending"):
+        await waiting
+    with pytest.raises(UnavailableError, match="the daemon is ending"):
+        await reader(threads).read(ids(PLACEHOLDER), [picture()])
+
+
+async def test_the_files_of_all_requests_are_bounded() -> None:
+    held = ImageBytes(10)
+    async with held.held([b"123", b"4567"]):
+        with pytest.raises(
+            ExhaustedError, match=r"4 bytes of images, others have 7, and worker.images_bytes allows 10"
+        ):
+            async with held.held([b"1234"]):
+                pass
+        async with held.held([b"123"]):
+            assert held.nbytes == 10
+    assert held.nbytes == 0

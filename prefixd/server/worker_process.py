@@ -368,7 +368,7 @@ def describe_memory(pool: FramePool, export: Export) -> Memory:
     """The message that announces a pool's memory to a worker."""
     frames = pool.table.frames()
     chunks = pool.table.chunks(frames)
-    return Memory(export.meta, export.count, frames.tobytes(), chunks.tobytes(), pool.most)
+    return Memory(export.meta, export.count, frames.tobytes(), chunks.tobytes(), pool.most, pool.frame_bytes)
 
 
 async def _writer(end: socket.socket) -> asyncio.StreamWriter:

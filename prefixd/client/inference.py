@@ -171,6 +171,7 @@ def generate_request(
     request_id: str = "",
     priority: int = 0,
     salt: bytes = b"",
+    model: str = "",
 ) -> inference_pb2.GenerateRequest:
     """The message for a prompt given as text or as token ids.
 
@@ -187,6 +188,7 @@ def generate_request(
         sampling=sampling.to_proto(),
         priority=priority,
         salt=salt,
+        model=model,
         n=n,
         best_of=best_of,
         beam_search=beam_search.to_proto() if beam_search is not None else None,

@@ -60,7 +60,9 @@ class GpuMemory:
             self._missing.remove(model)
             self._make_if_known()
             if self._missing:
-                log.info("model %s waits for the frames that it shares with %s", model, ", ".join(sorted(self._missing)))
+                log.info(
+                    "model %s waits for the frames that it shares with %s", model, ", ".join(sorted(self._missing))
+                )
         return await asyncio.shield(made)
 
     def leave_out(self, model: str) -> None:

@@ -3,8 +3,8 @@
 vTensor (Algorithm 1, section 6): when a decoding request needs a chunk and there is none, the request of the lowest
 priority is preempted and released.
 
-**Who.** Running requests, of all models, have a rank: a lower priority number before a higher one, and of equals who was handed over
-earlier first. The last in rank gives way, be it the one that lacks the frame.
+**Who.** Running requests, of all models, have a rank: a lower priority number before a higher one, and of equals who
+was handed over earlier first. The last in rank gives way, be it the one that lacks the frame.
 
 **Where its KV goes.** Down the tiers ("swap"), or nowhere ("recompute"). Only blocks count that the request computed
 and nobody else holds; a prefix that it found, or shares with another, stays. A swap goes the way of every eviction

@@ -123,8 +123,8 @@ def frames_each(frame_bytes: int, common_bytes: int) -> int:
     """
     if common_bytes < 1 or frame_bytes % common_bytes:
         raise ProtocolError(
-            f"frames of {common_bytes} bytes do not fill one of {frame_bytes}: the daemon must take a size that divides "
-            "those of all its models"
+            f"frames of {common_bytes} bytes do not fill one of {frame_bytes}: the daemon must take a size that "
+            "divides those of all its models"
         )
     return frame_bytes // common_bytes
 

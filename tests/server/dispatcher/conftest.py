@@ -343,7 +343,8 @@ class Supervisor:
 
     def tier_resize(self) -> TierResize:
         """What resizes the bench's GPU tier."""
-        return TierResize(self.bench.cache, cast(WorkerProcess, self), self.bench.dispatcher, lambda: self.bench.now)
+        bench = self.bench
+        return TierResize(bench.cache, [cast(WorkerProcess, self)], [bench.dispatcher], lambda: bench.now)
 
 
 def contents(tokens: Sequence[int], part: int = 0) -> bytes:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from prefixd.v1 import admin_pb2
+from prefixd.v1 import admin_pb2, cache_pb2
 from prefixd.workloads.daemon_process import DaemonProcess
 from tests.worker.tiny_models import GROUP_SIZES, WINDOW, tiny_config
 
@@ -132,6 +132,14 @@ def test_memory_goes_to_the_model_that_is_busy(folder: Path, tmp_path: Path, rem
             remote.generate([5, 6], model="other")
         assert refused.value.code() is grpc.StatusCode.NOT_FOUND
         assert "this daemon has llama, gemma" in (refused.value.details() or "")
+
+        # Both workers let go of what a smaller tier has no more, and get what a larger one has.
+        for nbytes in (2 * 9 * 4 * FRAME, 3 * 9 * 4 * FRAME):
+            *_, last = remote.admin.ResizeTier(admin_pb2.ResizeTierRequest(tier=cache_pb2.TIER_GPU, nbytes=nbytes))
+            assert (last.done, last.unfinished, last.nbytes) == (True, "", nbytes)
+            ask(llama, 0)
+            ask(gemma, 0)
+            gpu_blocks()
 
         # One worker dies: the other goes on, and the one that died comes back.
         os.kill(stats.models[1].worker.pid, signal.SIGKILL)

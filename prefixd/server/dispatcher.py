@@ -122,6 +122,7 @@ class Dispatcher:
         self._computing: dict[int, Request] = {}  # running requests that still compute blocks of their prompts
         self._interrupted: dict[int, Request] = {}  # their worker died; they are about to be put back or ended
         self._lacking: tuple[int, float] | None = None  # a request that alone lacks frames, and since when
+        self._retry: asyncio.TimerHandle | None = None  # the next look of a model that waits in line
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -421,9 +422,14 @@ class Dispatcher:
         if lacks and self._taking:
             self._share.wait(self)
             await self._share.clear(self)
-            asyncio.get_running_loop().call_later(_RETRY_S, self._look)
+            if self._retry is None:
+                self._retry = asyncio.get_running_loop().call_later(_RETRY_S, self._look_again)
         elif not coming:
             self._share.leave(self)
+
+    def _look_again(self) -> None:
+        self._retry = None
+        self._look()
 
     @property
     def _places_taken(self) -> int:

@@ -67,6 +67,11 @@ def _numbers(value: object) -> object:
     return value.replace(",", " ").split() if isinstance(value, str) else value
 
 
+def _paths(value: object) -> object:
+    """A list of paths as it stands in a variable or behind --set: /models/a,/models/b."""
+    return [path.strip() for path in value.split(",") if path.strip()] if isinstance(value, str) else value
+
+
 def _absolute(value: Path) -> Path:
     return Path(os.path.abspath(value.expanduser()))
 
@@ -308,6 +313,10 @@ class WorkerSettings(_Section):
 
     model: AbsolutePath | None = None
     """Directory of a Hugging Face model."""
+    more_models: Annotated[tuple[AbsolutePath, ...], BeforeValidator(_paths)] = ()
+    """Directories of further models, each with a worker of its own; all settings of this section apply to each. They
+    share the GPU tier, frame by frame: whoever is busy has the memory. A request names a model by its directory's name;
+    without a name it goes to `model`."""
     embedded: bool = False
     """Run the small random model that comes with prefixd: for trying out and for tests."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -376,6 +385,17 @@ class WorkerSettings(_Section):
                     raise ValueError(
                         f'worker.draft_model = {self.draft_model} needs worker.{name} = "{needed}", not "{value}"'
                     )
+        if self.more_models and not self.enabled:
+            raise ValueError("worker.more_models needs worker.model too; name the first model there")
+        if self.more_models and self.draft_model is not None:
+            raise ValueError(
+                f"worker.draft_model = {self.draft_model} is for a single model; leave it or worker.more_models out"
+            )
+        for name, needed in (("kv", "virtual"), ("layout", "token")) if self.more_models else ():
+            if getattr(self, name) != needed:
+                raise ValueError(
+                    f"worker.{name} = {getattr(self, name)} is for a single model; with worker.more_models use {needed}"
+                )
         if self.max_step_tokens < self.block_tokens:
             raise ValueError(
                 f"worker.max_step_tokens = {self.max_step_tokens} is below worker.block_tokens = "

@@ -21,7 +21,7 @@ def doctor_command(address: Address = None, as_json: Json = False) -> None:
 
     Violations are defects of prefixd: please report them. Troubles (a full disk, a limit that is too low) come with
     their remedy, and do not change the exit status: it is 0 when everything adds up, and 1 when something does not, or
-    when the worker was given up, which ends only with a new start of the daemon.
+    when a worker was given up, which ends only with a new start of the daemon.
 
     The limits and the disk space are those of the machine that this command runs on.
     """
@@ -38,5 +38,5 @@ def doctor_command(address: Address = None, as_json: Json = False) -> None:
         plain.print_json(plain.to_plain(integrity) | {"environment": [asdict(check) for check in checks]})
     else:
         render.print_diagnosis(integrity, checks)
-    if integrity.violations or stats.worker.error:
+    if integrity.violations or any(model.worker.error for model in stats.models) or stats.worker.error:
         raise typer.Exit(EXIT_FAILED)

@@ -96,6 +96,10 @@ def generate_command(
     early_stopping: Annotated[
         bool, typer.Option("--early-stopping", help="End a search when as many sequences have ended as it has beams.")
     ] = False,
+    model: Annotated[
+        str,
+        typer.Option(metavar="NAME", show_default=False, help="Which of the daemon's models; by default its first."),
+    ] = "",
     address: Address = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object an event.")] = False,
 ) -> None:
@@ -134,6 +138,7 @@ def generate_command(
                 logprobs=logprobs,
                 n=n,
                 best_of=best_of,
+                model=model,
                 beam_search=None
                 if beams is None
                 else BeamSearch(

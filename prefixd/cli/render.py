@@ -80,6 +80,24 @@ def _setting_value(name: str, value: Any) -> Text:
     return Text(str(value))
 
 
+def _model_table(models: Iterable[admin_pb2.ModelStats]) -> Table:
+    """Each of several models; the lines above are the first one's."""
+    columns = ("model", "worker", "running", "waiting", "finished", "held in the gpu tier", "given up because")
+    made = table(*columns, fold=columns[-1:])
+    for model in models:
+        worker, queue = model.worker, model.scheduler
+        made.add_row(
+            Text(model.name),
+            admin_pb2.WorkerStats.State.Name(worker.state).removeprefix("STATE_").lower(),
+            f"{worker.running_requests:,}",
+            f"{queue.waiting_requests:,}",
+            f"{queue.finished_requests:,}",
+            size(model.held_bytes),
+            Text(worker.error),
+        )
+    return made
+
+
 def print_stats(stats: admin_pb2.StatsResponse) -> None:
     """The daemon at a glance: what runs, the tiers, the hit rate, who uses it."""
     out = console()
@@ -121,6 +139,8 @@ def print_stats(stats: admin_pb2.StatsResponse) -> None:
             f"{draft.accepted_tokens:,} accepted{share}; {worker.passes:,} passes of the model",
             markup=False,
         )
+    if len(stats.models) > 1:
+        out.print(_model_table(stats.models))
     if stats.worker.HasField("states"):
         states = worker.states
         out.print(

@@ -197,13 +197,15 @@ class AsyncClient:
         request_id: str = "",
         priority: int = 0,
         salt: bytes = b"",
+        model: str = "",
         timeout_s: float | None = None,
     ) -> AsyncGenerator[GenerateEvent, None]:
         """Generates on the daemon's worker: one `Accepted`, any number of `Tokens`, one `Finished`.
 
         `temperature` 0 is greedy; the k-th token depends on (seed, k) and the logits alone; a stop token ends the
         output: it is the last of the token ids and no part of the text; a stop string ends it too, and the text ends
-        before it. Lower `priority` goes first. The whole answer may take `timeout_s` seconds (None: any time). Closing
+        before it. Lower `priority` goes first. `model` names one of several models of the daemon
+        (empty: its first). The whole answer may take `timeout_s` seconds (None: any time). Closing
         the iterator cancels the request. For what the other parameters do see `prefixd.client.inference.Sampling` and
         `proto/prefixd/v1/inference.proto`.
 
@@ -217,8 +219,8 @@ class AsyncClient:
 
         Raises `UnsupportedError` when the daemon has no model, or one of text alone and images for it, `ExhaustedError`
         when its queue is full or the prompt never fits its GPU tier, `InvalidArgumentError` for a prompt, an image or
-        sampling that the model cannot take,
-        `AlreadyExistsError` for a `request_id` that runs already, and `CallTimeout`.
+        sampling that the model cannot take, `AlreadyExistsError` for a `request_id` that runs already, `NotFoundError`
+        for a `model` that there is not, and `CallTimeout`.
         """
         sampling = Sampling(
             max_tokens=max_tokens,
@@ -245,6 +247,7 @@ class AsyncClient:
             request_id=request_id,
             priority=priority,
             salt=salt,
+            model=model,
         )
         connection = self.connection
         async with aclosing(connection.stream(connection.inference.Generate, request, timeout_s)) as responses:

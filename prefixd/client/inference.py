@@ -174,6 +174,7 @@ def generate_request(
     request_id: str = "",
     priority: int = 0,
     salt: bytes = b"",
+    model: str = "",
 ) -> inference_pb2.GenerateRequest:
     """The message for a prompt given as text or as token ids.
 
@@ -191,6 +192,7 @@ def generate_request(
         priority=priority,
         salt=salt,
         images=images,
+        model=model,
         n=n,
         best_of=best_of,
         beam_search=beam_search.to_proto() if beam_search is not None else None,

@@ -266,6 +266,7 @@ class Client:
         request_id: str = "",
         priority: int = 0,
         salt: bytes = b"",
+        model: str = "",
         timeout_s: float | None = None,
     ) -> Iterator[GenerateEvent]:
         """See `AsyncClient.generate`."""
@@ -291,6 +292,7 @@ class Client:
             request_id=request_id,
             priority=priority,
             salt=salt,
+            model=model,
             timeout_s=timeout_s,
         )
         yield from self._each(events)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from prefixd.errors import (
     AlreadyExistsError,
     ExhaustedError,
     InvalidArgumentError,
+    NotFoundError,
     UnavailableError,
     UnsupportedError,
 )
@@ -37,13 +39,23 @@ LONGEST_REQUEST_ID = 256
 _LARGER_TIER = "make the tier larger (prefixd tier resize gpu, and gpu.bytes for the next start)"
 
 
+class Model(Protocol):
+    """A model with its queue and its worker."""
+
+    @property
+    def dispatcher(self) -> Dispatcher:
+        """Queue and worker."""
+
+    async def model(self) -> ServedModel:
+        """Waits for the model and returns it; raises UnavailableError when the worker was given up."""
+
+
 class Generation:
-    """Generation on the daemon's worker. Used from the event loop alone.
+    """Generation on the daemon's workers. Used from the event loop alone.
 
     Args:
         cache: the cache.
-        dispatcher: queue and worker; None in a sidecar.
-        model: waits for the model and returns it; raises UnavailableError when the worker was given up.
+        models: by name, the one of requests that name none first; none in a sidecar.
         draining: set when the daemon takes no new work.
         clock: seconds.
         most_image_bytes: of the image files of all requests.
@@ -52,19 +64,17 @@ class Generation:
     def __init__(
         self,
         cache: TieredCache,
-        dispatcher: Dispatcher | None,
-        model: Callable[[], Awaitable[ServedModel]],
+        models: Mapping[str, Model],
         draining: asyncio.Event,
         clock: Callable[[], float],
         most_image_bytes: int = 1 << 30,
     ) -> None:
         self._cache = cache
-        self._dispatcher = dispatcher
-        self._model = model
+        self._models = models
         self._draining = draining
         self._clock = clock
         self._images = ImageBytes(most_image_bytes)
-        self._live: dict[str, list[Request]] = {}
+        self._live: dict[str, tuple[Dispatcher, list[Request]]] = {}
         self._ids = itertools.count(1)
 
     async def run(self, params: GenerateParams) -> AsyncGenerator[GenerationEvent, None]:
@@ -77,6 +87,7 @@ class Generation:
         Raises:
             InvalidArgumentError: a parameter is out of its range, the prompt is empty or longer than the model, or an
                 image is too large, not whole or without a place in the prompt.
+            NotFoundError: there is no model of this name.
             AlreadyExistsError: a request with this id waits or runs.
             ExhaustedError: the queue has no room for all sequences, the prompt never fits the GPU tier, too many texts
                 wait to be tokenized, requests have too many bytes of images, or the caller is too far behind with
@@ -85,22 +96,23 @@ class Generation:
             UnsupportedError: a sidecar without a model, text or stop strings for a model without a tokenizer, or
                 images for a model of text alone.
         """
-        dispatcher = self._need_dispatcher()
+        chosen = self._choose(params.model)
         self._take_work()
-        model = await self._model()
+        model = await chosen.model()
         self._check_name(params.request_id)
         check_sampling(params, model)
-        async with self._images.held(params.images), aclosing(self._generate(dispatcher, params, model)) as events:
+        async with self._images.held(params.images), aclosing(self._generate(chosen, params, model)) as events:
             async for event in events:
                 yield event
 
     async def _generate(
-        self, dispatcher: Dispatcher, params: GenerateParams, model: ServedModel
+        self, chosen: Model, params: GenerateParams, model: ServedModel
     ) -> AsyncGenerator[GenerationEvent, None]:
+        dispatcher = chosen.dispatcher
         ids = await self._prompt(params.prompt, model)
         images = await model.read_images(ids, params.images)
         self._take_work()  # loading the model, tokenizing the text and decoding images may have taken a while
-        model = await self._model()
+        model = await chosen.model()
         self._check_name(params.request_id)
         values = 1 if params.logprobs is None else 2 + params.logprobs
         inbox = Inbox(values, lambda: _cancel(dispatcher, requests))
@@ -119,7 +131,7 @@ class Generation:
         ]
         name = requests[0].name
         _submit(dispatcher, requests)
-        self._live[name] = requests
+        self._live[name] = dispatcher, requests
         going = dict(enumerate(sequences))
         try:
             yield Accepted(name, requests[0].prompt_tokens)
@@ -134,11 +146,12 @@ class Generation:
 
     def cancel(self, request_id: str) -> bool:
         """Ends all sequences of a request; False when none of that id waits or runs. Raises as `run`."""
-        dispatcher = self._need_dispatcher()
+        self._choose()
         if not request_id:
             raise InvalidArgumentError("request_id is empty; send the id from the first message of Generate")
         live = self._live.get(request_id)
-        _cancel(dispatcher, live or ())
+        if live is not None:
+            _cancel(*live)
         return live is not None
 
     def _requests(
@@ -263,12 +276,16 @@ class Generation:
         if self._draining.is_set():
             raise UnavailableError("the daemon drains and takes no new requests; try again when it is back")
 
-    def _need_dispatcher(self) -> Dispatcher:
-        if self._dispatcher is None:
+    def _choose(self, name: str = "") -> Model:
+        if not self._models:
             raise UnsupportedError(
                 "this daemon is a sidecar without a model; start it with worker.model or worker.embedded"
             )
-        return self._dispatcher
+        if not name:
+            return next(iter(self._models.values()))
+        if name not in self._models:
+            raise NotFoundError(f"there is no model {name[:256]!r}; this daemon has {', '.join(self._models)}")
+        return self._models[name]
 
 
 def _submit(dispatcher: Dispatcher, requests: list[Request]) -> None:

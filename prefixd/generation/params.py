@@ -74,6 +74,8 @@ class GenerateParams:
     """Lower goes first."""
     salt: bytes = b""
     """Tenant salt: prompts of different salts never share a cached block."""
+    model: str = ""
+    """Name of the model; empty: the first."""
 
     @property
     def answers(self) -> int:

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
@@ -34,7 +33,7 @@ from prefixd.server.limits import LOCK, raise_descriptor_limit, watch_descriptor
 from prefixd.server.listeners import Listeners
 from prefixd.server.memory_listener import MemoryListener
 from prefixd.server.metrics_server import MetricsServer
-from prefixd.server.model_host import ModelHost
+from prefixd.server.models import Models
 from prefixd.server.processes import ProcessWatch
 from prefixd.server.snapshot import Snapshot
 from prefixd.settings import Settings
@@ -55,6 +54,8 @@ log = logging.getLogger(__name__)
 _EXPIRY_S = 0.25
 TIER_HEALTH = "prefixd.tier."
 """Before a tier's name (`prefixd.tier.disk`): the health service that says whether the tier is well."""
+MODEL_HEALTH = "prefixd.model."
+"""Before a model's name, where there are several: whether its worker serves, or will when it has started."""
 _SAME_SIGNAL_S = 1.0  # `timeout` and shells signal a process and its group: twice, but meant once
 _INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 _SERVICES = (
@@ -118,7 +119,7 @@ class Daemon:
         self._before_drain = (0, 0)  # blocks written to disk and requests finished when the first drain began
         self._signalled_s: float | None = None
         self._health = Health()
-        self.host: ModelHost | None = None
+        self.models: Models | None = None
 
     async def start(self, stack: AsyncExitStack) -> Endpoints:
         """Starts everything, innermost first."""
@@ -202,19 +203,18 @@ class Daemon:
             stack.callback(lock.cancel)
             self._watch(lock)
 
-        self.host = ModelHost(settings, device, cache, clock) if settings.worker.enabled else None
-        if self.host is not None:
-            for task in self.host.start():
+        self.models = models = Models(settings, device, cache, clock) if settings.worker.enabled else None
+        if models is not None:
+            for task in models.start():
                 self._watch(task)
-            stack.push_async_callback(self.host.stop)
+            stack.push_async_callback(models.stop)
 
         snapshot = Snapshot(
             cache,
             self.draining,
             clock,
             clock(),
-            self.host.dispatcher if self.host else None,
-            self.host.worker if self.host else None,
+            models.hosts if models is not None else {},
             events,
         )
         path = settings.server.socket
@@ -240,8 +240,7 @@ class Daemon:
             InferenceService(
                 Generation(
                     cache,
-                    self.host.dispatcher if self.host else None,
-                    self.host.model if self.host else _no_model,
+                    models.hosts if models is not None else {},
                     self.draining,
                     clock,
                     self.settings.worker.images_bytes,
@@ -250,9 +249,7 @@ class Daemon:
             doors.services,
         )
         admin_pb2_grpc.add_AdminServicer_to_server(
-            AdminService(
-                cache, snapshot, self._drain_on_request, self.host.tier_resize if self.host is not None else None
-            ),
+            AdminService(cache, snapshot, self._drain_on_request, models.tier_resize if models is not None else None),
             doors.services,
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, doors.services)
@@ -296,21 +293,20 @@ class Daemon:
         return await asyncio.shield(self._drained)
 
     async def _drain(self) -> tuple[int, int]:
-        dispatcher = None if self.host is None else self.host.dispatcher
+        models = self.models
         if not self.draining.is_set():
-            self._before_drain = (self.cache.write_back.written, 0 if dispatcher is None else dispatcher.finished)
+            self._before_drain = (self.cache.write_back.written, 0 if models is None else models.finished)
         self.draining.set()
         self._set_health()
         patience_s = 0.0 if self.failed else self.settings.server.drain_timeout_s
-        if dispatcher is not None:
+        if models is not None:
             try:
-                await asyncio.wait_for(dispatcher.idle(), patience_s)
+                await asyncio.wait_for(models.idle(), patience_s)
             except TimeoutError:
                 seconds = self.settings.server.drain_timeout_s
                 log.warning("requests still run after %g s; they are ended", seconds)
-                await dispatcher.end_all(
-                    UnavailableError(f"the daemon drained for {seconds:g} s and ended the request; send it again")
-                )
+                error = UnavailableError(f"the daemon drained for {seconds:g} s and ended the request; send it again")
+                await asyncio.gather(*(host.dispatcher.end_all(error) for host in models.hosts.values()))
         try:
             await asyncio.wait_for(self.cache.mover.idle(), patience_s)  # commits most of all
         except TimeoutError:
@@ -318,7 +314,7 @@ class Daemon:
         await self.cache.write_back.flush()
         before_written, before_finished = self._before_drain
         written = self.cache.write_back.written - before_written
-        finished = 0 if dispatcher is None else dispatcher.finished - before_finished
+        finished = 0 if models is None else models.finished - before_finished
         log.info("drained: %d requests finished, %d blocks written to disk", finished, written)
         return written, finished
 
@@ -364,9 +360,13 @@ class Daemon:
         sends requests elsewhere then must not take the cache away from its other clients.
         """
         draining = self.draining.is_set()
-        worker_failed = self.host is not None and bool(self.host.worker.failure)
+        models = self.models
         well = {service: not draining for service in ("", *_SERVICES)}
-        well[_INFERENCE] &= not worker_failed
+        well[_INFERENCE] &= models is None or models.serves
+        if models is not None and len(models.hosts) > 1:
+            well |= {
+                f"{MODEL_HEALTH}{name}": not (draining or host.worker.failure) for name, host in models.hosts.items()
+            }
         for tier in self.cache.tiers.existing:
             well[f"{TIER_HEALTH}{tier.name}"] = not self.cache.tiers.trouble(tier) and not draining
         for service, serves in well.items():
@@ -391,10 +391,6 @@ def resolve_device(settings: Settings) -> str:
     if not available:
         raise ConfigError(f"gpu.device = {wanted}, but torch sees no CUDA device here; use auto or cpu")
     return wanted if ":" in wanted else f"{wanted}:0"
-
-
-async def _no_model() -> Any:
-    raise AssertionError("a sidecar refuses before it asks for its model")
 
 
 def _lock_directory(directory: Path) -> Callable[[], None]:

@@ -33,6 +33,7 @@ from prefixd.server.prefetcher import Prefetcher
 from prefixd.server.request import Ended, Event, NewTokens, Request, RequestState
 from prefixd.server.run import Run, RunStates
 from prefixd.server.state_keeping import StateKeeping, StatePolicy
+from prefixd.server.tier_share import TierShare
 from prefixd.server.tracker import PrefixTracker
 from prefixd.worker.protocol import Cancel, Done, Extend, KvUsage, Start, Step, ToWorker
 from prefixd_scheduler import CostModel, RequestQueue
@@ -46,6 +47,7 @@ _ENDED_AT_ONCE = 256  # waiting requests, in one callback
 _INTERRUPTED_ROWS = 16_384  # of requests whose worker died, in one callback
 _REQUEST_ROWS = 64  # what looking at a request costs besides, in rows looked at
 _HAND_OVER = 4  # what handing a block over costs, in rows looked at
+_RETRY_S = 0.02
 _PATIENCE_S = 30.0
 """For a request that lacks frames while nobody else runs: what holds them may be short, such as a write to disk."""
 _QUEUED = (RequestState.WAITING, RequestState.STAGING, RequestState.READY)
@@ -66,6 +68,7 @@ class Dispatcher:
         preemption: where the KV of a preempted request goes; see `preemption.py`.
         caching: False neither finds nor keeps anything.
         states: which states are kept of a model that has any.
+        share: connects the dispatchers of several models, which take frames of one tier.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class Dispatcher:
         preemption: PreemptionMode = "auto",
         caching: bool = True,
         states: StatePolicy | None = None,
+        share: TierShare | None = None,
     ) -> None:
         self.queue = queue
         self.waiting: dict[int, Request] = {}
@@ -107,6 +111,8 @@ class Dispatcher:
         self._caching = caching
         self.states = StateKeeping(cache, states or StatePolicy())
         self._budget = FrameBudget()
+        self._share = share or TierShare()
+        self._share.join(self)
         self._pacer = Pacer(SLICE_ROWS)
         self._prefetcher = Prefetcher(
             cache,
@@ -118,11 +124,12 @@ class Dispatcher:
             self._look,
             recompute_if_slower=recompute_if_slower,
         )
-        self.preemption = Preemption(cache, self._budget, cost, clock, self._look, mode=preemption)
+        self.preemption = Preemption(cache, self._share, cost, clock, self._look, mode=preemption)
         cache.claims.append(self._claims)
         self._computing: dict[int, Request] = {}  # running requests that still compute blocks of their prompts
         self._interrupted: dict[int, Request] = {}  # their worker died; they are about to be put back or ended
         self._lacking: tuple[int, float] | None = None  # a request that alone lacks frames, and since when
+        self._retry: asyncio.TimerHandle | None = None  # the next look of a model that waits in line
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -184,6 +191,37 @@ class Dispatcher:
         begun = [*self.running.values(), *self._interrupted.values()]
         begun += [request for request in self.waiting.values() if request.handed_over_s is not None]
         return max((request.most_frames for request in begun), default=0)
+
+    # -- other models -------------------------------------------------------------------------------------------
+
+    @property
+    def taken_frames(self) -> int:
+        """See `Sharer`."""
+        return self._budget.taken
+
+    @property
+    def moving(self) -> bool:
+        """See `Sharer`."""
+        return self.preemption.moving
+
+    def take_back(self, request: Request) -> None:
+        """See `Sharer`."""
+        request.preempt()
+        log.info("request %s is preempted: the GPU tier has no frame left", request.name)
+        self._send(Cancel(request.id))
+
+    def run_ended(self) -> None:
+        """See `Sharer`."""
+        self.preemption.run_ended()
+        self._look()
+
+    async def unstage_all(self) -> None:
+        """See `Sharer`."""
+        await self._prefetcher.keep_only(())
+
+    def look(self) -> None:
+        """See `Sharer`."""
+        self._look()
 
     # -- callers' side ------------------------------------------------------------------------------------------
 
@@ -277,7 +315,7 @@ class Dispatcher:
         elif request.state is RequestState.PREEMPTING and done.reason == "cancelled":
             computed = self.preemption.let_go(request)
             self._put_back(request)
-            if self.running:  # else nobody waits for its frames any more
+            if self._share.running():  # else nobody waits for its frames any more
                 self.preemption.make_way(request, computed)
         elif done.reason == "no_memory" and request.state is not RequestState.CANCELLING and self.running:
             self._concurrency.shrink(len(self.running), done.detail)
@@ -286,9 +324,9 @@ class Dispatcher:
             event = _last_event(request, done)
             if done.beams and request.first_token_s is None:
                 request.first_token_s = self._clock()
-            self.preemption.run_ended()
             self.finished += isinstance(event, Ended)
             request.end(event)
+            self._share.run_ended()
         self._look()
 
     def on_death(self, why: str, gave_up: bool) -> None:
@@ -298,7 +336,8 @@ class Dispatcher:
         self._interrupted.update(self.running)
         self.running.clear()
         self._computing.clear()
-        self.preemption.run_ended()
+        self._share.leave(self)
+        self._share.run_ended()
         self._after_death(why, gave_up)
 
     def _after_death(self, why: str, gave_up: bool) -> None:
@@ -348,8 +387,8 @@ class Dispatcher:
         await self._prefetcher.keep_only(window)
         self._budget.begin_round()
         frames = self._cache.tiers.frames.lasting
-        left = frames - self._budget.taken
-        full = False
+        left = frames - self._share.taken_frames
+        full = lacks = coming = False
         for place, request in enumerate(window):
             if not self._taking:
                 break
@@ -361,12 +400,17 @@ class Dispatcher:
             if request.most_frames > frames:  # it fitted when it came, and the tier has shrunk since
                 self._withdraw(request, _never_fits(request, self._cache.tiers.frames))
                 continue
-            if self.preemption.waits(request, self.running.values()):
+            if self.preemption.waits(request, self._share.running()):
+                await self._prefetcher.unstage_ready(window[place:])
+                break
+            if not self._share.may_hand_over(self):
+                lacks = demanded
                 await self._prefetcher.unstage_ready(window[place:])
                 break
             left -= request.first_frames
             left -= self._budget.weigh(request.trie, request.rows, request.wanted)
             if left < 0:
+                lacks = demanded
                 await self._prefetcher.unstage_ready(window[place:])
                 break
             if request.state is RequestState.WAITING:
@@ -374,11 +418,31 @@ class Dispatcher:
             # Who is next waits for as many places as it takes: others, which take fewer, do not pass it for ever.
             full = full or not self._has_places(request)
             if request.state is RequestState.READY and not full and not await self._hand_over(request):
+                lacks = True
                 await self._prefetcher.unstage_all_but(request)
                 self._lacks_frames(request)
                 break
+            coming = coming or (demanded and request.state is RequestState.STAGING)
             handed_over = request.state is RequestState.RUNNING
             await self._pacer.worked(_REQUEST_ROWS + (_HAND_OVER * request.blocks if handed_over else request.blocks))
+        await self._keep_place(lacks, coming)
+
+    async def _keep_place(self, lacks: bool, coming: bool) -> None:
+        """Waits in the line of the models for frames that the next request `lacks`, or for its prefix, which is on its
+        way up (`coming`); else leaves the line."""
+        if not self._share.shared:
+            return
+        if lacks and self._taking:
+            self._share.wait(self)
+            await self._share.clear(self)
+            if self._retry is None:
+                self._retry = asyncio.get_running_loop().call_later(_RETRY_S, self._look_again)
+        elif not coming:
+            self._share.leave(self)
+
+    def _look_again(self) -> None:
+        self._retry = None
+        self._look()
 
     @property
     def _places_taken(self) -> int:
@@ -458,9 +522,11 @@ class Dispatcher:
             self._look()
             return True
         self._lacking = None
+        self._share.leave(self)
         self.queue.remove(request.id)
         del self.waiting[request.id]
         self.running[request.id] = request
+        request.turn = self._share.next_turn()
         computes = request.usable_blocks if self._caching else 0
         of_blocks = fresh[: first_frames - size]
         states = _share_out(fresh[first_frames - size :], size, keep)
@@ -575,6 +641,7 @@ class Dispatcher:
                     self._cache.tiers.compute.free(frames)
             elif frames is None:
                 await self._prefetcher.unstage_all_but(request)
+                await self._share.unstage_others(self)
                 self._preempt()
                 self._lacks_frames(request)
                 return False
@@ -589,16 +656,14 @@ class Dispatcher:
 
     def _preempt(self) -> None:
         """Frees frames by taking a request back from the worker, unless frames are about to be free."""
-        request = self.preemption.choose(self.running.values())
+        request = self.preemption.choose(self._share.running())
         if request is not None:
-            request.preempt()
-            log.info("request %s is preempted: the GPU tier has no frame left", request.name)
-            self._send(Cancel(request.id))
+            self._share.take_back(request)
 
     def _lacks_frames(self, request: Request) -> None:
         """Ends a request that has lacked frames for long though nobody else runs: none will become free for it."""
-        others = [other for other in self.running.values() if other is not request]
-        if others or self.preemption.moving or request.state not in (RequestState.READY, RequestState.STARVED):
+        others = [other for other in self._share.running() if other is not request]
+        if others or self._share.moving or request.state not in (RequestState.READY, RequestState.STARVED):
             self._lacking = None
         elif self._lacking is None or self._lacking[0] != request.id:
             self._lacking = request.id, self._clock()

@@ -74,6 +74,7 @@ def _params(request: pb.GenerateRequest) -> GenerateParams:
         early_stopping=search.early_stopping,
         priority=request.priority,
         salt=request.salt,
+        model=request.model,
     )
 
 

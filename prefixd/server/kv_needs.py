@@ -68,11 +68,13 @@ class KvNeeds:
             self._expired = self._memory.grown("expired", self._expired, 2 * trie.rows)
         self._expired[path] = expired_groups(self._layers, len(path), trie.branches(path, ends))
 
+    def counts(self, trie: Trie) -> bool:
+        """Whether blocks of the model are in this trie."""
+        return trie is self._trie
+
     def of_cached(self, trie: Trie, rows: slice) -> Unused:
-        """Of some cached blocks, whoever holds them."""
+        """Of some cached blocks, whoever holds them, in a trie that it `counts`."""
         unused = Unused()
-        if trie is not self._trie:
-            return unused
         first = 0
         for number, group in enumerate(self._kv.groups):
             mask = trie.part_mask[first]

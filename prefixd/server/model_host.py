@@ -1,4 +1,4 @@
-"""The model beside the cache: worker process, GPU tier and dispatcher."""
+"""One model beside the cache: its worker process, its dispatcher, its tokenizer and its namespace."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from prefixd.cache import NamespaceSpec, TieredCache
-from prefixd.embedded_model import ensure_embedded_model
 from prefixd.errors import ConfigError, UnavailableError
 from prefixd.images.identity import LEAST_BLOCK_TOKENS
 from prefixd.images.image_files import ImageLimits
 from prefixd.images.token_counts import FixedCount, read_image_processor
 from prefixd.model_fingerprint import fingerprint, fingerprint_of_both
 from prefixd.server.dispatcher import Dispatcher
-from prefixd.server.gpu_tier_size import automatic_bytes, most_frames
+from prefixd.server.gpu_memory import GpuMemory
 from prefixd.server.image_reader import ImageReader
 from prefixd.server.kv_needs import KvNeeds
 from prefixd.server.kv_shape import KvShape
 from prefixd.server.served_model import ServedModel
 from prefixd.server.state_keeping import EVERY_BLOCK, StatePolicy
-from prefixd.server.tier_resize import TierResize
+from prefixd.server.tier_share import TierShare
 from prefixd.server.tokenization import TextCodec
 from prefixd.server.tokenizer_threads import TokenizerThreads
 from prefixd.server.worker_process import WorkerProcess
@@ -32,31 +31,47 @@ from prefixd.settings import Settings
 from prefixd.worker.protocol import MOST_BEAMS, Done, Hello
 from prefixd.worker.settings import WorkerSettings
 from prefixd_scheduler import CostModel, RequestQueue, create_policy
-from prefixd_swap import FramePool, SwapError, VirtualMemory, create_memory, started_threads
-from prefixd_swap.tiers import CpuTier, GpuTier
+from prefixd_swap import FramePool, SwapError, started_threads
 
 log = logging.getLogger(__name__)
 
 
 class ModelHost:
-    """Runs a model directory's worker and owns its GPU tier.
+    """Runs a model directory's worker.
 
     Args:
+        name: by which requests choose the model.
+        directory: of the model.
         settings: the daemon's.
         device: "cpu" or "cuda:N".
-        cache: gets the GPU tier when the worker has said what a block looks like.
+        cache: has the GPU tier when all models' workers have said what a block looks like.
         clock: seconds.
+        gpu: makes that tier.
+        share: connects the dispatchers of all models.
+        part: what troubles call the worker.
     """
 
-    def __init__(self, settings: Settings, device: str, cache: TieredCache, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        name: str,
+        directory: Path,
+        settings: Settings,
+        device: str,
+        cache: TieredCache,
+        clock: Callable[[], float],
+        gpu: GpuMemory,
+        share: TierShare,
+        *,
+        part: str,
+    ) -> None:
+        self.name = name
+        self.directory = directory
         self._settings = settings
-        self._device = device
         self._cache = cache
-        self._memory: VirtualMemory | None = None
+        self._gpu = gpu
         self._hello: Hello | None = None
-        self._stopping = False
         self._model: asyncio.Task[ServedModel] | None = None
-        self.directory = self._find_model()
+        self.namespace_name = ""  # until the model is there
         try:
             self._text = TokenizerThreads()
             self._images = started_threads(1, "prefixd-images")
@@ -88,8 +103,9 @@ class ModelHost:
             on_ready=lambda: self.dispatcher.on_ready(),
             on_step=lambda step: self.dispatcher.on_step(step),
             on_done=self._on_done,
-            on_death=lambda why, gave_up: self.dispatcher.on_death(why, gave_up),
+            on_death=self._on_death,
             troubles=cache.tiers.troubles,
+            part=part,
         )
         self.dispatcher = Dispatcher(
             cache,
@@ -107,37 +123,24 @@ class ModelHost:
                 if worker.groups == "by_rule"
                 else EVERY_BLOCK
             ),
+            share=share,
         )
-        self.tier_resize = TierResize(cache, self.worker, self.dispatcher, clock)
 
     def start(self) -> list[asyncio.Task[None]]:
         """Starts the worker and the dispatcher; returns the tasks that run them."""
         self._model = asyncio.create_task(self._load(), name="model")
         return [self.worker.start(), self.dispatcher.start()]
 
-    async def stop(self) -> None:
-        """Ends the worker and gives the GPU tier's memory back."""
+    def stop_tokenizing(self) -> None:
+        """Texts are tokenized no more."""
         self._text.close()
         self._images.shutdown(wait=False, cancel_futures=True)
-        self._stopping = True
-        self.tier_resize.interrupt()
-        await self.dispatcher.stop()
-        if self._memory is not None:
-            self._memory.stop_creating()
-        await self.worker.stop()
-        await self.tier_resize.stop()
+
+    async def stop_loading(self) -> None:
+        """Ends whatever waits for the model; its worker has ended."""
         if self._model is not None:
             self._model.cancel()
             await asyncio.gather(self._model, return_exceptions=True)
-        self.dispatcher.abandon()
-        await self._cache.write_back.stop()
-        await self._cache.mover.quiesce()
-        if self._hello is not None:
-            pool = self._cache.tiers.frames
-            self._cache.tiers.end_compute()
-            pool.close()
-        if self._memory is not None:
-            self._memory.close()
 
     async def model(self) -> ServedModel:
         """Waits for the model, with the tier's present size. Raises UnavailableError when its worker was given up."""
@@ -150,16 +153,6 @@ class ModelHost:
         if self.worker.failure:
             raise UnavailableError(f"the worker was given up: {self.worker.failure}")
         return replace(model, frames=self._cache.tiers.frames.lasting)
-
-    def _find_model(self) -> Path:
-        settings = self._settings
-        if settings.worker.model is not None:
-            return settings.worker.model
-        home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        try:
-            return ensure_embedded_model(Path(home).expanduser() / "prefixd")
-        except OSError as error:
-            raise ConfigError(f"the embedded model cannot be written ({error}); set XDG_CACHE_HOME") from error
 
     async def _load(self) -> ServedModel:
         draft, data_dir = self._settings.worker.draft_model, self._settings.data_dir
@@ -178,18 +171,20 @@ class ModelHost:
             log.warning("prompts have to be token ids: %s", error)
         if not await self.worker.settled():
             raise UnavailableError(f"the worker was given up: {self.worker.failure}")
-        hello = self._hello
-        if hello is None:
+        if self._hello is None:
             raise UnavailableError("the worker became ready without describing its model")
+        hello = self._hello.in_frames(self._cache.tiers.frames.frame_bytes)
         images = None if hello.images is None else await self._read_image_processor(hello)
         kv = self._shape(hello)
         namespace = NamespaceSpec(
-            name=name,
+            # A cache on disk of the same model in other frames is another one.
+            name=name if hello == self._hello else f"{name}@{hello.frame_bytes}",
             block_tokens=hello.block_tokens,
             parts=kv.parts(hello.frame_bytes),
             dtype=hello.dtype,
             layout=hello.layout,
         )
+        self.namespace_name = namespace.name
         return ServedModel(hello, kv, namespace, codec, self._text, self._cache.tiers.frames.capacity, images)
 
     async def _read_image_processor(self, hello: Hello) -> ImageReader:
@@ -206,62 +201,32 @@ class ModelHost:
         return ImageReader(hello, processor, limits, worker.max_step_tokens, self._images)
 
     async def _on_hello(self, hello: Hello, threads: ThreadPoolExecutor) -> FramePool:
-        """Makes the GPU tier for the first worker; its successors get the same one.
-
-        In a thread: 51,200 chunks take up to ten seconds, and the daemon serves its clients meanwhile.
-        """
-        if self._hello is not None:
-            if self._hello != hello:
-                raise ConfigError("the model changed while the daemon ran; restart the daemon")
-            return self._cache.tiers.frames
+        """Waits for the GPU tier, which all workers of all models are given."""
+        if self._hello is not None and self._hello != hello:
+            raise ConfigError("the model changed while the daemon ran; restart the daemon")
         if hello.images is not None and hello.block_tokens < LEAST_BLOCK_TOKENS:
             raise ConfigError(
                 f"worker.block_tokens = {hello.block_tokens}: the model reads images, and blocks of fewer than "
                 f"{LEAST_BLOCK_TOKENS} tokens cannot tell them apart; raise it to {LEAST_BLOCK_TOKENS} or more"
             )
-        asked = self._settings.gpu.bytes
-        try:
-            loop = asyncio.get_running_loop()
-            self._memory = await loop.run_in_executor(threads, create_memory, self._device, hello.chunk_bytes)
-            if self._stopping:
-                self._memory.stop_creating()
-            if asked == "auto":
-                nbytes = await loop.run_in_executor(threads, self._automatic_bytes, self._memory, hello)
-            else:
-                nbytes = asked
-            frames = nbytes // hello.frame_bytes
-            least = self._shape(hello).least_frames
-            if frames < least:
-                self._memory.close()
-                self._memory = None
-                raise ConfigError(
-                    f"gpu.bytes = {asked}{f', {nbytes} bytes,' if asked == 'auto' else ''} holds {max(frames, 0)} "
-                    f"frames of {hello.frame_bytes} bytes; a request needs at least {least}: raise gpu.bytes to "
-                    f"{least * hello.frame_bytes} or lower worker.block_tokens"
-                )
-            most = most_frames(self._memory, hello.frame_bytes, frames)
-            pool = await loop.run_in_executor(threads, FramePool, self._memory, hello.frame_bytes, frames, most)
-        except SwapError as error:
-            if self._memory is not None:
-                self._memory.close()
-                self._memory = None
-            raise ConfigError(f"the GPU tier of {asked} bytes cannot be made: {error}") from error
-        self._cache.tiers.compute = GpuTier(pool)
-        self.dispatcher.least_frames = least
-        self.dispatcher.needs = KvNeeds(self._shape(hello), hello.frame_bytes)
-        self._hello = hello
-        if hello.block_tokens_reason:
-            log.warning("blocks are not of the size that worker.block_tokens asks for: %s", hello.block_tokens_reason)
+        pool = await self._gpu.frames_for(self.name, hello, threads)
+        if self._hello is None:
+            shape = self._shape(hello.in_frames(pool.frame_bytes))
+            self.dispatcher.least_frames = shape.least_frames
+            self.dispatcher.needs = KvNeeds(shape, pool.frame_bytes)
+            self._hello = hello
+            if why := hello.block_tokens_reason:
+                log.warning("blocks of %s are not of the size that worker.block_tokens asks for: %s", self.name, why)
         return pool
 
     def _shape(self, hello: Hello) -> KvShape:
         return KvShape.of(hello, self._settings.worker.max_step_tokens)
 
-    def _automatic_bytes(self, memory: VirtualMemory, hello: Hello) -> int:
-        shared = self._cache.tiers.shared
-        untouched = shared.arena.untouched_bytes() if isinstance(shared, CpuTier) and not memory.on_device else 0
-        return automatic_bytes(memory, hello, untouched)
-
     def _on_done(self, done: Done) -> None:
         self.worker.proven()
         self.dispatcher.on_done(done)
+
+    def _on_death(self, why: str, gave_up: bool) -> None:
+        if gave_up:
+            self._gpu.leave_out(self.name)
+        self.dispatcher.on_death(why, gave_up)

@@ -3,8 +3,8 @@
 vTensor (Algorithm 1, section 6): when a decoding request needs a chunk and there is none, the request of the lowest
 priority is preempted and released.
 
-**Who.** Running requests have a rank: a lower priority number before a higher one, and of equals who was handed over
-earlier first. The last in rank gives way, be it the one that lacks the frame.
+**Who.** Running requests, of all models, have a rank: a lower priority number before a higher one, and of equals who
+was handed over earlier first. The last in rank gives way, be it the one that lacks the frame.
 
 **Where its KV goes.** Down the tiers ("swap"), or nowhere ("recompute"). Only blocks count that the request computed
 and nobody else holds; a prefix that it found, or shares with another, stays. A swap goes the way of every eviction
@@ -36,9 +36,9 @@ import numpy.typing as npt
 from prefixd.cache import TieredCache, Trie
 from prefixd.cache.index.trie import NO_SLOT, Rows
 from prefixd.pacer import give_way
-from prefixd.server.frame_budget import FrameBudget
 from prefixd.server.load_meter import LoadMeter
 from prefixd.server.request import Request, RequestState
+from prefixd.server.tier_share import TierShare
 from prefixd_scheduler import CostModel, Distance
 from prefixd_swap import SwapError
 
@@ -82,7 +82,7 @@ class Preemption:
 
     Args:
         cache: where the blocks are.
-        budget: counts the frames that running requests have.
+        share: knows the running requests of all models, and the frames that they have.
         cost: says whether a swap pays, and learns what it costs.
         clock: seconds.
         look: called when frames may have become free.
@@ -92,7 +92,7 @@ class Preemption:
     def __init__(
         self,
         cache: TieredCache,
-        budget: FrameBudget,
+        share: TierShare,
         cost: CostModel,
         clock: Callable[[], float],
         look: Callable[[], None],
@@ -101,7 +101,7 @@ class Preemption:
     ) -> None:
         self.counters = PreemptionCounters()
         self._cache = cache
-        self._budget = budget
+        self._share = share
         self._cost = cost
         self._meter = LoadMeter(clock)
         self._look = look
@@ -128,7 +128,7 @@ class Preemption:
     def choose(self, running: Iterable[Request]) -> Request | None:
         """Who gives way now. None when frames are about to be free, or when that would help nobody."""
         ranked = self.in_rank(running)
-        if not ranked or self.moving or any(request.state in _LEAVING for request in ranked):
+        if not ranked or self._share.moving or any(request.state in _LEAVING for request in ranked):
             return None
         last = ranked[-1]
         # Alone it fits, unless it filled blocks that another had recorded: it then has them twice until it starts over.
@@ -234,7 +234,7 @@ class Preemption:
         if request.id not in self._parked or not running:
             return False
         growth = sum(max(0, other.most_frames - other.run.live_frames) for other in running)
-        return self._budget.taken + growth + request.most_frames > self._cache.tiers.frames.lasting
+        return self._share.taken_frames + growth + request.most_frames > self._cache.tiers.frames.lasting
 
     def resumed(self, request: Request, cached_blocks: int) -> None:
         """A request is handed over, with so many cached blocks."""

@@ -151,6 +151,7 @@ class Request:
         fork_of: a request with the same prompt, as far as is known: the worker copies what that one has computed of it
             behind the full blocks.
         others_blocks: so many blocks from the first on were cached when it ran first: others computed them.
+        turn: its number among all requests in the order in which they were handed over last; 0 before.
         lost_tokens: when it was preempted, so many tokens had been computed; 0 when it was not, or runs again.
     """
 
@@ -181,6 +182,7 @@ class Request:
     others_blocks: int | None = None
     fork_of: int = -1
     lost_tokens: int = 0
+    turn: int = 0
     _footprint: Footprint | None = None
     _run: Run | None = None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -19,12 +19,12 @@ from prefixd.pacer import SLICE_ROWS, give_way
 from prefixd.server.dispatcher import Dispatcher
 from prefixd.server.kv_events import KVEvents
 from prefixd.server.kv_needs import KvNeeds, Unused
+from prefixd.server.model_host import ModelHost
 from prefixd.server.rule_messages import rule_message
-from prefixd.server.worker_process import WorkerProcess, WorkerState
+from prefixd.server.worker_process import WorkerState
 from prefixd.v1 import admin_pb2 as pb
 from prefixd.v1 import cache_pb2
-from prefixd.worker.protocol import KvUsage
-from prefixd_swap.tiers import MemoryTier, Tier
+from prefixd_swap.tiers import GpuTier, MemoryTier, Tier
 
 _STATES = {
     WorkerState.STARTING: pb.WorkerStats.STATE_STARTING,
@@ -41,14 +41,13 @@ class Snapshot:
     draining: asyncio.Event
     clock: Callable[[], float]
     started_s: float
-    dispatcher: Dispatcher | None = None
-    worker: WorkerProcess | None = None
+    models: Mapping[str, ModelHost]
     events: KVEvents | None = None
 
     async def take(self) -> pb.StatsResponse:
         """The figures now. What is counted in the columns is up to some milliseconds old at a million blocks."""
         cache = self.cache
-        counts = await _Counts.of(cache, None if self.dispatcher is None else self.dispatcher.needs)
+        counts = await _Counts.of(cache, [host.dispatcher.needs for host in self.models.values()])
         now = self.clock()
         leases = cache.leases
         counters = cache.counters
@@ -79,8 +78,11 @@ class Snapshot:
                         parts=[_part(part) for part in namespace.spec.parts],
                     ),
                     blocks=blocks,
+                    gpu_blocks=gpu_blocks,
                 )
-                for namespace, blocks in zip(cache.namespaces, counts.by_namespace, strict=False)
+                for namespace, blocks, gpu_blocks in zip(
+                    cache.namespaces, counts.by_namespace, counts.on_gpu, strict=False
+                )
             ],
             leases=leases.count(Lease),
             reservations=leases.count(Reservation),
@@ -93,6 +95,7 @@ class Snapshot:
             write_back=self._write_back(),
             kv_events=self._kv_events(),
             troubles=self.troubles(),
+            models=[self._model(host) for host in self.models.values()],
         )
 
     def troubles(self) -> list[pb.Trouble]:
@@ -107,10 +110,10 @@ class Snapshot:
         tiers, level, used = self.cache.tiers, tier.level, tier.used_bytes
         in_flight = quarantined = 0
         unused = Unused()
-        if tier is tiers.compute and self.dispatcher is not None:
+        if tier is tiers.compute:
             unused.spare = counts.unused.spare
-            unused.unneeded = counts.unused.unneeded + self.dispatcher.needs.of_running(
-                self.dispatcher.running.values()
+            unused.unneeded = counts.unused.unneeded + sum(
+                host.dispatcher.needs.of_running(host.dispatcher.running.values()) for host in self.models.values()
             )
         if tier is tiers.shared:
             quarantined = self.cache.quarantine.nbytes
@@ -165,19 +168,35 @@ class Snapshot:
             subscriptions=max(counters.subscriptions, 0),
         )
 
+    def _model(self, host: ModelHost) -> pb.ModelStats:
+        compute = self.cache.tiers.compute
+        frame_bytes = compute.frame_bytes if isinstance(compute, GpuTier) else 0
+        return pb.ModelStats(
+            name=host.name,
+            namespace=host.namespace_name,
+            worker=self._worker_of(host),
+            scheduler=_scheduler_of(host.dispatcher),
+            held_bytes=host.dispatcher.taken_frames * frame_bytes,
+        )
+
     def _worker(self) -> pb.WorkerStats:
-        if self.worker is None:
+        if not self.models:
             return pb.WorkerStats(state=pb.WorkerStats.STATE_NONE)
-        hello = self.worker.hello
-        kv = self.dispatcher.kv if self.dispatcher is not None else KvUsage()
+        hosts = list(self.models.values())
+        stats = self._worker_of(hosts[0])
+        stats.running_requests = sum(len(host.dispatcher.running) for host in hosts)
+        return stats
+
+    def _worker_of(self, host: ModelHost) -> pb.WorkerStats:
+        worker, hello, kv = host.worker, host.worker.hello, host.dispatcher.kv
         frame_bytes = self.cache.tiers.frames.frame_bytes if kv.shared_blocks else 0
         return pb.WorkerStats(
-            state=_STATES[self.worker.state],
-            pid=self.worker.pid,
-            restarts=self.worker.restarts,
-            running_requests=len(self.dispatcher.running) if self.dispatcher is not None else 0,
-            model=self.worker.settings.model,
-            device=self.worker.settings.device,
+            state=_STATES[worker.state],
+            pid=worker.pid,
+            restarts=worker.restarts,
+            running_requests=len(host.dispatcher.running),
+            model=worker.settings.model,
+            device=worker.settings.device,
             block_tokens=hello.block_tokens if hello else 0,
             block_tokens_asked=hello.block_tokens_asked if hello else 0,
             block_tokens_reason=hello.block_tokens_reason if hello else "",
@@ -185,61 +204,75 @@ class Snapshot:
             mapped_blocks=kv.mapped_blocks,
             reused_blocks=kv.reused_blocks,
             copied_blocks=kv.copied_blocks,
-            error=self.worker.failure,
-            kv=self.worker.settings.kv,
-            states=self._states(),
-            images=self._images(),
-            layout=self.worker.settings.layout,
-            cuda_graphs=self.worker.ready.cuda_graphs,
-            cuda_graphs_reason=self.worker.ready.cuda_graphs_reason,
-            passes=self.dispatcher.passes if self.dispatcher is not None else 0,
-            draft=self._draft(),
+            error=worker.failure,
+            kv=worker.settings.kv,
+            states=_states_of(host),
+            images=_images_of(host),
+            layout=worker.settings.layout,
+            cuda_graphs=worker.ready.cuda_graphs,
+            cuda_graphs_reason=worker.ready.cuda_graphs_reason,
+            passes=host.dispatcher.passes,
+            draft=_draft_of(host),
         )
-
-    def _draft(self) -> pb.DraftStats | None:
-        if self.dispatcher is None or self.worker is None or not self.worker.settings.draft_model:
-            return None
-        return pb.DraftStats(
-            model=self.worker.settings.draft_model,
-            draft_tokens=self.worker.settings.draft_tokens,
-            proposed_tokens=self.dispatcher.proposed_tokens,
-            accepted_tokens=self.dispatcher.accepted_tokens,
-        )
-
-    def _states(self) -> pb.StateStats | None:
-        hello = None if self.worker is None else self.worker.hello
-        if self.dispatcher is None or hello is None or not hello.state_frames:
-            return None
-        counters = self.dispatcher.states.counters
-        return pb.StateStats(
-            kept_states=counters.kept,
-            kept_bytes=counters.kept_bytes,
-            resumed_runs=counters.resumed,
-            resumed_tokens=counters.resumed_tokens,
-        )
-
-    def _images(self) -> pb.ImageStats | None:
-        hello = None if self.worker is None else self.worker.hello
-        if self.dispatcher is None or hello is None or hello.images is None:
-            return None
-        return pb.ImageStats(asked_images=self.dispatcher.asked_images, encoded_images=self.dispatcher.encoded_images)
 
     def _scheduler(self) -> pb.SchedulerStats:
-        dispatcher = self.dispatcher
-        if dispatcher is None:
-            return pb.SchedulerStats()
-        preempted = dispatcher.preemption.counters
-        return pb.SchedulerStats(
-            policy=dispatcher.queue.policy.name,
-            waiting_requests=len(dispatcher.waiting),
-            finished_requests=dispatcher.finished,
-            preempted_requests=preempted.preempted,
-            resumed_requests=dispatcher.resumed,
-            swapped_requests=preempted.swapped,
-            recomputed_requests=preempted.recomputed,
-            swapped_blocks=preempted.swapped_blocks,
-            recomputed_tokens=preempted.recomputed_tokens,
-        )
+        total = pb.SchedulerStats()
+        for host in self.models.values():
+            one = _scheduler_of(host.dispatcher)
+            total.policy = one.policy
+            for name in _SUMMED:
+                setattr(total, name, getattr(total, name) + getattr(one, name))
+        return total
+
+
+_SUMMED = [field.name for field in pb.SchedulerStats.DESCRIPTOR.fields if field.name != "policy"]
+
+
+def _states_of(host: ModelHost) -> pb.StateStats | None:
+    hello = host.worker.hello
+    if hello is None or not hello.state_frames:
+        return None
+    counters = host.dispatcher.states.counters
+    return pb.StateStats(
+        kept_states=counters.kept,
+        kept_bytes=counters.kept_bytes,
+        resumed_runs=counters.resumed,
+        resumed_tokens=counters.resumed_tokens,
+    )
+
+
+def _images_of(host: ModelHost) -> pb.ImageStats | None:
+    hello, dispatcher = host.worker.hello, host.dispatcher
+    if hello is None or hello.images is None:
+        return None
+    return pb.ImageStats(asked_images=dispatcher.asked_images, encoded_images=dispatcher.encoded_images)
+
+
+def _draft_of(host: ModelHost) -> pb.DraftStats | None:
+    settings, dispatcher = host.worker.settings, host.dispatcher
+    if not settings.draft_model:
+        return None
+    return pb.DraftStats(
+        model=settings.draft_model,
+        draft_tokens=settings.draft_tokens,
+        proposed_tokens=dispatcher.proposed_tokens,
+        accepted_tokens=dispatcher.accepted_tokens,
+    )
+
+
+def _scheduler_of(dispatcher: Dispatcher) -> pb.SchedulerStats:
+    preempted = dispatcher.preemption.counters
+    return pb.SchedulerStats(
+        policy=dispatcher.queue.policy.name,
+        waiting_requests=len(dispatcher.waiting),
+        finished_requests=dispatcher.finished,
+        preempted_requests=preempted.preempted,
+        resumed_requests=dispatcher.resumed,
+        swapped_requests=preempted.swapped,
+        recomputed_requests=preempted.recomputed,
+        swapped_blocks=preempted.swapped_blocks,
+        recomputed_tokens=preempted.recomputed_tokens,
+    )
 
 
 @dataclass(slots=True)
@@ -253,12 +286,15 @@ class _Counts:
     by_namespace: list[int]
     unused: Unused
     """Of the GPU tier's cached blocks."""
+    on_gpu: list[int]
+    """Those in the GPU tier, by namespace."""
 
     @classmethod
-    async def of(cls, cache: TieredCache, needs: KvNeeds | None) -> Self:
+    async def of(cls, cache: TieredCache, needs: Sequence[KvNeeds]) -> Self:
         """Counts a slice of rows at a time, so that the event loop is not held."""
         blocks, held, unused = [0] * TIERS, [0] * TIERS, Unused()
         by_namespace = np.zeros(sum(1 for _ in cache.namespaces), np.int64)
+        on_gpu, compute = np.zeros_like(by_namespace), cache.tiers.compute.level
         for trie in list(cache.tries):
             for start in range(0, trie.rows, SLICE_ROWS):
                 if start:
@@ -268,14 +304,17 @@ class _Counts:
                     here = (trie.any_part[rows] & np.uint8(1 << tier)) != 0
                     blocks[tier] += int(np.count_nonzero(here))
                     held[tier] += int(np.count_nonzero(trie.held(rows, tier) & here))
-                if needs is not None:
-                    here_unused = needs.of_cached(trie, rows)
+                # Models of one shape share a trie, and need the same of its blocks.
+                if (counting := next((each for each in needs if each.counts(trie)), None)) is not None:
+                    here_unused = counting.of_cached(trie, rows)
                     unused.spare += here_unused.spare
                     unused.unneeded += here_unused.unneeded
                 namespaces = trie.namespace[rows]
-                counted = np.bincount(namespaces[namespaces != NOWHERE], minlength=len(by_namespace))
-                by_namespace += counted[: len(by_namespace)]  # one that was registered meanwhile is counted next time
-        return cls(blocks, held, by_namespace.tolist(), unused)
+                here = (trie.any_part[rows] & np.uint8(1 << compute)) != 0
+                for counts, counted in ((by_namespace, namespaces != NOWHERE), (on_gpu, here)):
+                    # One that was registered meanwhile is counted next time.
+                    counts += np.bincount(namespaces[counted], minlength=len(counts))[: len(counts)]
+        return cls(blocks, held, by_namespace.tolist(), unused, on_gpu.tolist())
 
 
 def _resident_bytes(trie: Trie, tier: MemoryTier) -> int:
@@ -413,6 +452,30 @@ class MetricsCollector(Collector):
             for field, text in drafted.items():
                 yield CounterMetricFamily(f"prefixd_draft_{field}", text, value=getattr(stats.worker.draft, field))
         yield CounterMetricFamily("prefixd_worker_restarts", "worker restarts", value=stats.worker.restarts)
+        if len(stats.models) > 1:
+            yield from _of_models(stats.models)
+
+
+def _of_models(models: Sequence[pb.ModelStats]) -> Iterator[Metric]:
+    """Of several models, each one's figures; the ones without a label are all models', or the first worker's."""
+    ready = pb.WorkerStats.STATE_READY
+    gauges: dict[str, tuple[str, Callable[[pb.ModelStats], float]]] = {
+        "worker_up": ("1 while a model's worker takes requests", lambda model: model.worker.state == ready),
+        "running_requests": ("requests running", lambda model: model.worker.running_requests),
+        "waiting_requests": ("queue length", lambda model: model.scheduler.waiting_requests),
+        "held_bytes": ("bytes of the GPU tier that a model's requests keep", lambda model: model.held_bytes),
+    }
+    counters: dict[str, tuple[str, Callable[[pb.ModelStats], float]]] = {
+        "finished_requests": ("requests that have ended", lambda model: model.scheduler.finished_requests),
+        "preempted_requests": ("times a request gave way", lambda model: model.scheduler.preempted_requests),
+        "worker_restarts": ("worker restarts", lambda model: model.worker.restarts),
+    }
+    for kind, families in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+        for name, (text, value) in families.items():
+            family = kind(f"prefixd_model_{name}", text, labels=["model"])
+            for model in models:
+                family.add_metric([model.name], value(model))
+            yield family
 
 
 def _part(part: PartSpec) -> cache_pb2.Part:

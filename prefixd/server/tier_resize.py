@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from prefixd.cache import TieredCache
@@ -88,17 +89,21 @@ class TierResize:
 
     Args:
         cache: whose compute tier.
-        worker: has the tier's memory attached.
-        dispatcher: gives the tier's frames to requests.
+        workers: of all models; they have the tier's memory attached.
+        dispatchers: of all models; they give the tier's frames to requests.
         clock: seconds.
     """
 
     def __init__(
-        self, cache: TieredCache, worker: WorkerProcess, dispatcher: Dispatcher, clock: Callable[[], float]
+        self,
+        cache: TieredCache,
+        workers: Sequence[WorkerProcess],
+        dispatchers: Sequence[Dispatcher],
+        clock: Callable[[], float],
     ) -> None:
         self._cache = cache
-        self._worker = worker
-        self._dispatcher = dispatcher
+        self._workers = tuple(workers)
+        self._dispatchers = tuple(dispatchers)
         self._clock = clock
         self._stopping = False
         self._begun = False
@@ -125,7 +130,7 @@ class TierResize:
         tier = self._tier()
         pool = tier.pool
         frame_bytes = pool.frame_bytes
-        frames, least = nbytes // frame_bytes, self._dispatcher.least_frames
+        frames, least = nbytes // frame_bytes, max(each.least_frames for each in self._dispatchers)
         if frames < least:
             raise InvalidArgumentError(
                 f"{nbytes} bytes hold {frames} frames of {frame_bytes} bytes; a request needs at least {least}: "
@@ -175,9 +180,9 @@ class TierResize:
             raise UnavailableError("the daemon is ending; resize the gpu tier when it is back")
         compute = self._cache.tiers.compute
         if not isinstance(compute, GpuTier):
-            if self._worker.failure:
+            if all(worker.failure for worker in self._workers):
                 raise PreconditionError(
-                    f"there is no gpu tier: the worker was given up: {self._worker.failure}; "
+                    f"there is no gpu tier: the worker was given up: {self._workers[0].failure}; "
                     "start the daemon again when that is mended"
                 )
             raise PreconditionError("the gpu tier is not there yet: the model is being loaded; try again soon")
@@ -189,14 +194,14 @@ class TierResize:
         log.info("resizing the gpu tier from %d to %d frames", before, job.frames)
         try:
             if self._withdrawn:
-                async with self._worker.changing_frames():
+                async with self._changing_frames():
                     await self._give_back(pool)
             await (self._grow(pool, job) if job.frames > before else self._shrink(tier, job))
         except (PrefixdError, SwapError) as error:
             job.unfinished = str(error)
         finally:
             pool.plan(None)
-            self._dispatcher.frames_changed()
+            self._frames_changed()
             self._begun = False
         if pool.capacity != job.frames and not job.unfinished:
             job.unfinished = "it was ended"
@@ -210,30 +215,31 @@ class TierResize:
 
     async def _grow(self, pool: FramePool, job: _Job) -> None:
         while pool.capacity < job.frames:
-            await self._worker.settled()
+            await self._settled()
             if not self._goes_on(job):
                 return
-            async with self._worker.changing_frames():
+            async with self._changing_frames():
                 count = min(job.frames - pool.capacity, _slice_frames(pool))
                 new = await in_thread(lambda count=count: pool.create(count))  # type: ignore[misc]
-                await self._worker.grow(pool, new)
+                for worker in self._workers:
+                    await worker.grow(pool, new)
                 pool.admit(new)
-            self._dispatcher.frames_changed()
+            self._frames_changed()
 
     async def _shrink(self, tier: GpuTier, job: _Job) -> None:
         pool = tier.pool
         while pool.capacity > job.frames:
-            await self._worker.settled()
+            await self._settled()
             if not self._goes_on(job):
                 return
-            keep = max(job.frames, self._dispatcher.begun_frames())
+            keep = max(job.frames, self._begun_frames())
             pool.plan(keep)
-            self._dispatcher.frames_changed()
+            self._frames_changed()
             frames = await self._take(tier, min(pool.capacity - keep, _slice_frames(pool)), job)
             if frames:
                 tier.withdraw(frames)
                 self._withdrawn += frames
-                async with self._worker.changing_frames():
+                async with self._changing_frames():
                     await self._give_back(pool)
                 job.deadline_s = self._clock() + job.wait_s
             elif self._clock() >= job.deadline_s:
@@ -275,15 +281,36 @@ class TierResize:
     async def _give_back(self, pool: FramePool) -> None:
         """Gives the memory of withdrawn frames back to the device."""
         frames = list(self._withdrawn)
-        await self._worker.shrink(frames)
+        for worker in self._workers:
+            await worker.shrink(frames)
         await in_thread(lambda: pool.destroy(frames))
         pool.forget(frames)
         self._withdrawn.clear()
 
+    async def _settled(self) -> None:
+        """Waits until each worker is ready, or given up."""
+        for worker in self._workers:
+            await worker.settled()
+
+    @asynccontextmanager
+    async def _changing_frames(self) -> AsyncGenerator[None]:
+        """Around a change of the tier's frames: no worker is handed the frames meanwhile."""
+        async with AsyncExitStack() as stack:
+            for worker in self._workers:
+                await stack.enter_async_context(worker.changing_frames())
+            yield
+
+    def _frames_changed(self) -> None:
+        for dispatcher in self._dispatchers:
+            dispatcher.frames_changed()
+
+    def _begun_frames(self) -> int:
+        return max(dispatcher.begun_frames() for dispatcher in self._dispatchers)
+
     def _what_holds(self) -> str:
         text = f"{name_holders(self._cache)}; resize again when they have ended, or cancel them"
-        if running := len(self._dispatcher.running):
-            needed = self._dispatcher.begun_frames()
+        if running := sum(len(each.running) for each in self._dispatchers):
+            needed = self._begun_frames()
             text = f"{running} requests run, of which the largest may come to need {needed} frames; {text}"
         return text
 

@@ -95,6 +95,7 @@ class WorkerProcess:
         on_step: results.
         on_done: a request ended and its frames are unmapped.
         on_death: the worker is gone (the reason in words), and whether it is given up.
+        part: what `troubles` call it.
         troubles: told while this machine has no process, memory or descriptor for a worker, and when it is given up.
     """
 
@@ -109,6 +110,7 @@ class WorkerProcess:
         on_done: Callable[[Done], None],
         on_death: Callable[[str, bool], None],
         troubles: Troubles,
+        part: str = PART,
     ) -> None:
         self.settings = settings
         self.hello: Hello | None = None  # what the present worker, or the last one, said of its model
@@ -125,6 +127,7 @@ class WorkerProcess:
         self._on_done = on_done
         self._on_death = on_death
         self._troubles = troubles
+        self._part = part
         self._writer: asyncio.StreamWriter | None = None
         self._task: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
@@ -231,14 +234,14 @@ class WorkerProcess:
 
     def _give_up(self, why: str) -> None:
         self.failure = why
-        self._troubles.end(PART)  # of want of means: this is another one
-        self._troubles.begin(PART, f"it was given up: {why}; start the daemon again when that is mended")
+        self._troubles.end(self._part)  # of want of means: this is another one
+        self._troubles.begin(self._part, f"it was given up: {why}; start the daemon again when that is mended")
         self._on_death(why, True)
         self._settled.set()
 
     async def _wait_for_means(self, error: _NotStartedError) -> None:
         """There is no worker for want of means, which may come back: it is never given up for that."""
-        self._troubles.begin(PART, str(error))
+        self._troubles.begin(self._part, str(error))
         with suppress(TimeoutError):
             await asyncio.wait_for(self._stopping.wait(), _SCARCE_PAUSE_S)
 
@@ -256,7 +259,7 @@ class WorkerProcess:
                 if error.errno not in _REMEDIES:
                     raise
                 raise _NotStartedError(f"it cannot be started ({error.strerror}); {_REMEDIES[error.errno]}") from error
-            self._troubles.end(PART)
+            self._troubles.end(self._part)
             self._threads, self._process = threads, process
             self.pid = process.pid
             decoder = from_worker()
@@ -368,7 +371,7 @@ def describe_memory(pool: FramePool, export: Export) -> Memory:
     """The message that announces a pool's memory to a worker."""
     frames = pool.table.frames()
     chunks = pool.table.chunks(frames)
-    return Memory(export.meta, export.count, frames.tobytes(), chunks.tobytes(), pool.most)
+    return Memory(export.meta, export.count, frames.tobytes(), chunks.tobytes(), pool.most, pool.frame_bytes)
 
 
 async def _writer(end: socket.socket) -> asyncio.StreamWriter:

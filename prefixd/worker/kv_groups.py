@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from prefixd.worker.errors import ModelError
 from prefixd.worker.probe import AttentionLayer
-from prefixd.worker.protocol import FullAttention, GroupShape, Need, RecurrentState, SlidingWindow
+from prefixd.worker.protocol import FullAttention, GroupShape, Need, RecurrentState, SlidingWindow, frames_each
 from prefixd.worker.recurrent import StateLayout
 from prefixd_swap.block_size import explain_block_tokens
 from prefixd_swap.geometry import KvGeometry, Layout
@@ -99,7 +99,7 @@ class KvGroups:
 
     @property
     def alone(self) -> bool:
-        """Whether all layers have full attention and one shape, as in most models: a block is a frame."""
+        """Whether all layers have full attention and one shape, as in most models."""
         first = self.attention[0].layers if self.attention else ()
         numbered = first == tuple(range(len(first)))  # else layers without KV lie between them
         return self.plain and len(self.attention) == 1 and numbered
@@ -137,6 +137,20 @@ class KvGroups:
     def block_frames(self) -> int:
         """Frames that a block takes in all groups but a state's."""
         return sum(group.frames for group in self.attention)
+
+    def in_frames(self, frame_bytes: int, chunk_bytes: int) -> KvGroups:
+        """The same groups in smaller frames, which the model shares with others, as `Hello.in_frames` has them.
+
+        chunk_bytes: of the memory that they share. Raises ProtocolError.
+        """
+        times = frames_each(self.frame_bytes, frame_bytes)
+        return replace(
+            self,
+            attention=tuple(replace(group, frames=times * group.frames) for group in self.attention),
+            state=None if self.state is None else replace(self.state, frames=times * self.state.frames),
+            frame_bytes=frame_bytes,
+            chunk_bytes=chunk_bytes,
+        )
 
     def explain_block_tokens(self, asked: int) -> str:
         """Why a block has another number of tokens than was asked for; empty if it has not."""

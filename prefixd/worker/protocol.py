@@ -148,6 +148,19 @@ class Need(msgspec.Struct, frozen=True):
     nbytes: int
 
 
+def frames_each(frame_bytes: int, common_bytes: int) -> int:
+    """How many frames of the common size one of a model's own takes (Jenga, section 6.1).
+
+    Raises ProtocolError unless a frame is so many whole ones.
+    """
+    if common_bytes < 1 or frame_bytes % common_bytes:
+        raise ProtocolError(
+            f"frames of {common_bytes} bytes do not fill one of {frame_bytes}: the daemon must take a size that "
+            "divides those of all its models"
+        )
+    return frame_bytes // common_bytes
+
+
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The model in numbers.
 
@@ -193,6 +206,12 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     def state_frames(self) -> int:
         """Frames that a state takes; 0 for a model without."""
         return sum(group.frames for group in self.groups if isinstance(group.rule, RecurrentState))
+
+    def in_frames(self, frame_bytes: int) -> Hello:
+        """The same model in smaller frames, which it shares with others. Raises ProtocolError."""
+        times = frames_each(self.frame_bytes, frame_bytes)
+        groups = tuple(msgspec.structs.replace(group, frames=times * group.frames) for group in self.groups)
+        return msgspec.structs.replace(self, groups=groups, frame_bytes=frame_bytes)
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -304,6 +323,7 @@ class Memory(msgspec.Struct, frozen=True, tag=True):
     frames: numbers of the frames that there are, little-endian int64.
     chunks: the chunks of each of them, one frame after the other, little-endian int64.
     most_frames: the numbers of all frames there will ever be are below this.
+    frame_bytes: of a frame: `Hello.frame_bytes`, or less where several models share the frames (`Hello.in_frames`).
     """
 
     meta: bytes
@@ -311,6 +331,7 @@ class Memory(msgspec.Struct, frozen=True, tag=True):
     frames: bytes
     chunks: bytes
     most_frames: int
+    frame_bytes: int
 
 
 class Grow(msgspec.Struct, frozen=True, tag=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -58,6 +59,7 @@ def serve(connection: Connection[ToWorker], settings: WorkerSettings, clock: Cal
     if not isinstance(message, Memory):
         raise ProtocolError(f"{type(message).__name__} before Memory: the daemon must send its memory first")
     with attach_memory(message.meta, recv_export(connection.socket, message.fds)) as memory:
+        spec = replace(spec, groups=spec.groups.in_frames(message.frame_bytes, memory.chunk_bytes))
         model = load_model(spec, paged=settings.kv == "paged")
         draft_model = None if spec.draft is None else load_model(spec.draft)
         frames = SharedFrames(memory, chunks_per_frame(spec.groups.frame_bytes, memory.chunk_bytes), message)

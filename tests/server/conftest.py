@@ -130,6 +130,7 @@ class Remote:
         *,
         request_id: str = "",
         salt: bytes = b"",
+        model: str = "",
         n: int = 0,
         best_of: int = 0,
         beam_search: inference_pb2.BeamSearch | None = None,
@@ -140,6 +141,7 @@ class Remote:
         request = inference_pb2.GenerateRequest(
             request_id=request_id,
             salt=salt,
+            model=model,
             n=n,
             best_of=best_of,
             beam_search=beam_search,

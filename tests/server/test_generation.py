@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from prefixd.errors import (
     AlreadyExistsError,
     ExhaustedError,
     InvalidArgumentError,
+    NotFoundError,
     PrefixdError,
     UnavailableError,
     UnsupportedError,
@@ -155,7 +157,8 @@ async def desk(cache: TieredCache, real_codec: TextCodec) -> AsyncIterator[Desk]
             raise failure[0]
         return served
 
-    yield Desk(Generation(cache, dispatcher, model, draining, lambda: 5.0), dispatcher, codec, draining, failure)  # type: ignore[arg-type]
+    models: Any = {"model": SimpleNamespace(dispatcher=dispatcher, model=model)}
+    yield Desk(Generation(cache, models, draining, lambda: 5.0), dispatcher, codec, draining, failure)
     threads.close()
 
 
@@ -396,13 +399,13 @@ async def test_half_a_character_at_the_end_is_shown_and_can_complete_a_stop_stri
 
 
 async def test_stop_strings_need_a_tokenizer(desk: Desk) -> None:
-    served = await desk.generation._model()
+    served = await desk.generation._choose().model()
     without = ServedModel(HELLO, served.kv, served.namespace, None, served.threads, frames=200)
 
     async def model() -> ServedModel:
         return without
 
-    desk.generation._model = model
+    desk.generation._choose().model = model
     await desk.refused(UnsupportedError, "no tokenizer", "stop_token_ids", prompt=ids(1), stop=["x"])
     assert shown(await desk.events(NewTokens([1]), Ended("stop"), prompt=ids(1))) == ([1], "")
 
@@ -598,13 +601,13 @@ async def test_a_queue_without_room_for_all_sequences_takes_none(desk: Desk) -> 
 
 
 async def test_a_prompt_that_never_fits_the_tier(desk: Desk, cache: TieredCache) -> None:
-    served = await desk.generation._model()
+    served = await desk.generation._choose().model()
     small = ServedModel(HELLO, served.kv, served.namespace, served.codec, served.threads, frames=2)
 
     async def model() -> ServedModel:
         return small
 
-    desk.generation._model = model
+    desk.generation._choose().model = model
     with pytest.raises(
         ExhaustedError, match=r"up to 35 tokens, need up to 24576 bytes, but the GPU tier holds 16384; .*gpu\.bytes"
     ):
@@ -613,10 +616,7 @@ async def test_a_prompt_that_never_fits_the_tier(desk: Desk, cache: TieredCache)
 
 
 async def test_a_sidecar_generates_nothing(cache: TieredCache) -> None:
-    async def model() -> ServedModel:
-        raise AssertionError("it refuses before it asks")
-
-    generation = Generation(cache, None, model, asyncio.Event(), time.monotonic)
+    generation = Generation(cache, {}, asyncio.Event(), time.monotonic)
     with pytest.raises(UnsupportedError, match="sidecar"):
         await anext(generation.run(GenerateParams(prompt="hello")))
     with pytest.raises(UnsupportedError, match="sidecar"):
@@ -631,3 +631,9 @@ def test_it_imports_no_protocol() -> None:
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
     assert not [name for name in names if name.startswith(("grpc", "google", "prefixd.v1"))]
+
+
+async def test_a_model_that_is_not_there_is_refused_by_name(desk: Desk) -> None:
+    with pytest.raises(NotFoundError, match="there is no model 'other'; this daemon has model"):
+        await anext(desk.generation.run(GenerateParams(prompt="hello", model="other")))
+    assert not desk.dispatcher.submitted

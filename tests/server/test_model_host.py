@@ -17,9 +17,9 @@ import pytest
 from prefixd.cache import TieredCache
 from prefixd.errors import ConfigError, UnavailableError
 from prefixd.images.token_counts import FixedCount, ImageProcessor
-from prefixd.server import model_host
+from prefixd.server import gpu_memory, model_host
 from prefixd.server.gpu_tier_size import most_frames
-from prefixd.server.model_host import ModelHost
+from prefixd.server.models import Models
 from prefixd.settings import Settings
 from prefixd.worker.protocol import FullAttention, GroupShape, Hello, ImageShape
 from prefixd_swap import FramePool, SwapError, VirtualMemory
@@ -29,7 +29,7 @@ WAIT_S = 60.0
 
 
 @pytest.fixture
-def host(cache: TieredCache, model_directory: Path, tmp_path: Path) -> ModelHost:
+def models(cache: TieredCache, model_directory: Path, tmp_path: Path) -> Models:
     settings = Settings.model_validate(
         {
             "data_dir": tmp_path,
@@ -37,7 +37,7 @@ def host(cache: TieredCache, model_directory: Path, tmp_path: Path) -> ModelHost
             "worker": {"model": model_directory, "threads": 1},
         }
     )
-    return ModelHost(settings, "cpu", cache, time.monotonic)
+    return Models(settings, "cpu", cache, time.monotonic)
 
 
 async def reached(event: threading.Event) -> None:
@@ -47,7 +47,7 @@ async def reached(event: threading.Event) -> None:
 
 
 async def test_the_loop_runs_while_the_tier_is_created(
-    host: ModelHost, cache: TieredCache, monkeypatch: pytest.MonkeyPatch
+    models: Models, cache: TieredCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Creating waits for the loop, and the worker, which waits for its memory, gets it."""
     begun, go_on = threading.Event(), threading.Event()
@@ -59,20 +59,20 @@ async def test_the_loop_runs_while_the_tier_is_created(
                 raise SwapError("the loop stood still")
             super().__init__(*arguments)
 
-    monkeypatch.setattr(model_host, "FramePool", Slow)
-    host.start()
+    monkeypatch.setattr(gpu_memory, "FramePool", Slow)
+    models.start()
     try:
         await reached(begun)
         assert not cache.tiers.compute.capacity_bytes
         go_on.set()
-        model = await asyncio.wait_for(host.model(), WAIT_S)
+        model = await asyncio.wait_for(models.first.model(), WAIT_S)
         assert model.frames == cache.tiers.frames.capacity == 128
     finally:
-        await host.stop()
+        await models.stop()
 
 
 async def test_a_stop_does_not_wait_for_the_rest_of_the_tier(
-    host: ModelHost, cache: TieredCache, monkeypatch: pytest.MonkeyPatch
+    models: Models, cache: TieredCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun = threading.Event()
     memories: list[VirtualMemory] = []
@@ -84,27 +84,27 @@ async def test_a_stop_does_not_wait_for_the_rest_of_the_tier(
                 memory.destroy(memory.create(1))
                 begun.set()
 
-    monkeypatch.setattr(model_host, "FramePool", Endless)
-    host.start()
+    monkeypatch.setattr(gpu_memory, "FramePool", Endless)
+    models.start()
     await reached(begun)
-    await asyncio.wait_for(host.stop(), WAIT_S)
+    await asyncio.wait_for(models.stop(), WAIT_S)
     assert memories[0]._closed and not cache.tiers.compute.capacity_bytes
 
 
 async def test_auto_takes_a_share_of_what_is_free_after_the_weights(
-    host: ModelHost, cache: TieredCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    models: Models, cache: TieredCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And counts with memory that the CPU tier was promised and has not touched."""
     caplog.set_level(logging.INFO)
-    automatic = host._settings.gpu.model_copy(update={"bytes": "auto"})
-    monkeypatch.setattr(host, "_settings", host._settings.model_copy(update={"gpu": automatic}))
+    automatic = models.gpu._settings.gpu.model_copy(update={"bytes": "auto"})
+    monkeypatch.setattr(models.gpu, "_settings", models.gpu._settings.model_copy(update={"gpu": automatic}))
     untouched = cache.tiers.arena.untouched_bytes()
     assert untouched == 1 << 20
     free = 64 << 20
     monkeypatch.setattr(HostMemory, "available_bytes", lambda _: free)
-    host.start()
+    models.start()
     try:
-        model = await asyncio.wait_for(host.model(), WAIT_S)
+        model = await asyncio.wait_for(models.first.model(), WAIT_S)
         hello = model.hello
         assert hello.weights_bytes >= hello.parameters * 4 and hello.working_bytes > 0
         left = free - untouched - hello.weights_bytes - hello.working_bytes
@@ -113,21 +113,21 @@ async def test_auto_takes_a_share_of_what_is_free_after_the_weights(
         for number in (free, untouched, hello.weights_bytes, hello.working_bytes):
             assert str(number) in line
         cache.tiers.frames.plan(7)
-        assert (await host.model()).frames == 7, "of the size that it has now, or will have"
+        assert (await models.first.model()).frames == 7, "of the size that it has now, or will have"
     finally:
-        await host.stop()
+        await models.stop()
 
 
-async def test_auto_on_a_device_without_room_for_the_model(host: ModelHost, monkeypatch: pytest.MonkeyPatch) -> None:
-    automatic = host._settings.gpu.model_copy(update={"bytes": "auto"})
-    monkeypatch.setattr(host, "_settings", host._settings.model_copy(update={"gpu": automatic}))
+async def test_auto_on_a_device_without_room_for_the_model(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    automatic = models.gpu._settings.gpu.model_copy(update={"bytes": "auto"})
+    monkeypatch.setattr(models.gpu, "_settings", models.gpu._settings.model_copy(update={"gpu": automatic}))
     monkeypatch.setattr(HostMemory, "available_bytes", lambda _: 1 << 20)
-    host.start()
+    models.start()
     try:
         with pytest.raises(UnavailableError, match=r"gpu.bytes = auto, -\d+ bytes, holds 0 frames of 8192 bytes"):
-            await asyncio.wait_for(host.model(), WAIT_S)
+            await asyncio.wait_for(models.first.model(), WAIT_S)
     finally:
-        await host.stop()
+        await models.stop()
 
 
 def test_addresses_for_all_that_the_device_has_unless_they_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +139,7 @@ def test_addresses_for_all_that_the_device_has_unless_they_are_limited(monkeypat
         assert most_frames(memory, 4096, 3) == 3
 
 
-async def test_blocks_that_cannot_tell_images_apart_are_refused(host: ModelHost) -> None:
+async def test_blocks_that_cannot_tell_images_apart_are_refused(models: Models) -> None:
     hello = Hello(
         groups=(GroupShape("attention", FullAttention(), 1, 1),),
         frame_bytes=8192,
@@ -159,15 +159,15 @@ async def test_blocks_that_cannot_tell_images_apart_are_refused(host: ModelHost)
         ThreadPoolExecutor(1) as threads,
         pytest.raises(ConfigError, match=r"worker.block_tokens = 4: .* raise it to 8"),
     ):
-        await host._on_hello(hello, threads)
-    await host.stop()
+        await models.first._on_hello(hello, threads)
+    await models.stop()
 
 
-async def test_a_step_that_cannot_hold_an_image_is_refused(host: ModelHost, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_step_that_cannot_hold_an_image_is_refused(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_host, "read_image_processor", lambda _: ImageProcessor(FixedCount(513), bytes(32)))
     hello = SimpleNamespace(images=ImageShape(90, "rows", both_ways=True))
     with pytest.raises(ConfigError, match=r"worker.max_step_tokens = 512 is below the 513 tokens of an image"):
-        await host._read_image_processor(hello)  # type: ignore[arg-type]
+        await models.first._read_image_processor(hello)  # type: ignore[arg-type]
     hello.images = ImageShape(90, "rows")
-    assert (await host._read_image_processor(hello)).processor.counts == FixedCount(513)  # type: ignore[arg-type]
-    await host.stop()
+    assert (await models.first._read_image_processor(hello)).processor.counts == FixedCount(513)  # type: ignore[arg-type]
+    await models.stop()

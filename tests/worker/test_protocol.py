@@ -36,7 +36,7 @@ from prefixd.worker.protocol import (
 from prefixd.worker.settings import WorkerSettings, decode_settings, encode_settings
 
 TO_WORKER = [
-    Memory(b"\x00meta", 3, bytes(8), bytes(16), 12),
+    Memory(b"\x00meta", 3, bytes(8), bytes(16), 12, 4096),
     Start(
         id=2**40,
         tokens=b"\x01\x00\x00\x00",
@@ -103,12 +103,12 @@ def test_connection_reads_no_further_than_its_message():
     with here, there:
         connection = Connection(here, to_worker())
         assert not connection.poll(0.0)
-        there.sendall(encode(Memory(b"m", 1, b"", b"", 1)))
+        there.sendall(encode(Memory(b"m", 1, b"", b"", 1, 4096)))
         read, write = os.pipe()
         socket.send_fds(there, [b"!"], [read])
         os.write(write, b"through")
         assert connection.poll(1.0)
-        assert connection.receive() == Memory(b"m", 1, b"", b"", 1)
+        assert connection.receive() == Memory(b"m", 1, b"", b"", 1, 4096)
         data, fds, _, _ = socket.recv_fds(connection.socket, 1, 4)
         assert (data, len(fds)) == (b"!", 1)
         assert os.read(fds[0], 7) == b"through"

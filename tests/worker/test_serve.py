@@ -67,7 +67,7 @@ def test_the_memory_is_taken_before_weights_are_loaded(llama_directory, monkeypa
         descriptors = (taken.append(index) or export.open(index) for index in range(export.count))
         monkeypatch.setattr(serve, "recv_export", lambda socket, count: descriptors)
         monkeypatch.setattr(serve, "load_model", load)
-        script = Script(Memory(export.meta, export.count, bytes(8), bytes(8), 1))
+        script = Script(Memory(export.meta, export.count, bytes(8), bytes(8), 1, 4096))
         with pytest.raises(ModelError, match="damaged"):
             serve.serve(script, WorkerSettings(model=str(llama_directory)), iter(range(9)).__next__)
     assert [type(message) for message in script.sent] == [Hello]

@@ -361,7 +361,8 @@ class Supervisor:
 
     def tier_resize(self) -> TierResize:
         """What resizes the bench's GPU tier."""
-        return TierResize(self.bench.cache, cast(WorkerProcess, self), self.bench.dispatcher, lambda: self.bench.now)
+        bench = self.bench
+        return TierResize(bench.cache, [cast(WorkerProcess, self)], [bench.dispatcher], lambda: bench.now)
 
 
 def seen_tokens(start: Start) -> list[int]:

@@ -1,0 +1,159 @@
+"""The GPU tier's memory, which all models of a daemon share: one size of frames, and any frame serves any model.
+
+Each model's worker says what a frame of its own would be. The frames that are made are the greatest common divisor of
+these, so that a block of each model is so many whole ones: Jenga's compatible page (section 6.1). Eviction in the one
+tier is what moves memory between the models: whoever is busy takes frames, and what nobody has used for longest goes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
+
+from prefixd.cache import TieredCache
+from prefixd.errors import ConfigError, UnavailableError
+from prefixd.server.gpu_tier_size import automatic_bytes, most_frames
+from prefixd.server.kv_shape import KvShape
+from prefixd.settings import Settings
+from prefixd.worker.protocol import Hello
+from prefixd_swap import FramePool, SwapError, VirtualMemory, create_memory
+from prefixd_swap.tiers import CpuTier, GpuTier
+
+log = logging.getLogger(__name__)
+
+
+class GpuMemory:
+    """Makes the GPU tier when every model's worker has said what it needs, and ends it.
+
+    Args:
+        settings: the daemon's.
+        device: "cpu" or "cuda:N".
+        cache: gets the tier.
+        models: the names of all models.
+    """
+
+    def __init__(self, settings: Settings, device: str, cache: TieredCache, models: Collection[str]) -> None:
+        self._settings = settings
+        self._device = device
+        self._cache = cache
+        self._missing = set(models)
+        self._hellos: dict[str, Hello] = {}
+        self._threads: dict[str, ThreadPoolExecutor] = {}  # of the workers that wait
+        self._memory: VirtualMemory | None = None
+        self._making: asyncio.Task[None] | None = None
+        self._made: asyncio.Future[FramePool] | None = None
+        self._stopping = False
+
+    async def frames_for(self, model: str, hello: Hello, threads: ThreadPoolExecutor) -> FramePool:
+        """Waits until all models are known, and for the tier; `threads` may be used to make it.
+
+        In a thread: 51,200 chunks take up to ten seconds, and the daemon serves its clients meanwhile.
+
+        Raises ConfigError when there is no such tier, UnavailableError when the daemon ends first.
+        """
+        made = self._awaited
+        if model in self._missing:
+            self._hellos[model], self._threads[model] = hello, threads
+            self._missing.remove(model)
+            self._make_if_known()
+            if self._missing:
+                log.info(
+                    "model %s waits for the frames that it shares with %s", model, ", ".join(sorted(self._missing))
+                )
+        return await asyncio.shield(made)
+
+    def leave_out(self, model: str) -> None:
+        """A model's worker was given up: the others wait for it no more."""
+        if model in self._missing:
+            self._missing.remove(model)
+            self._make_if_known()
+
+    def stop_making(self) -> None:
+        """The daemon ends: nothing is made any more, and nobody waits for it."""
+        self._stopping = True
+        if self._memory is not None:
+            self._memory.stop_creating()
+        if self._making is None and not self._awaited.done():
+            self._awaited.set_exception(UnavailableError("the daemon is ending"))
+            self._awaited.exception()  # there may be nobody to hear of it
+
+    async def close(self) -> None:
+        """Gives the memory back; the workers have ended, and nothing else uses the tier."""
+        if self._making is not None:
+            await asyncio.wait({self._making})
+        if isinstance(self._cache.tiers.compute, GpuTier):
+            pool = self._cache.tiers.frames
+            self._cache.tiers.end_compute()
+            pool.close()
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    @property
+    def _awaited(self) -> asyncio.Future[FramePool]:
+        if self._made is None:
+            self._made = asyncio.get_running_loop().create_future()
+        return self._made
+
+    def _make_if_known(self) -> None:
+        if not self._missing and self._hellos and self._making is None and not self._stopping:
+            self._making = asyncio.create_task(self._make(), name="gpu-memory")
+
+    async def _make(self) -> None:
+        made = self._awaited
+        try:
+            pool = await self._pool(next(iter(self._threads.values())))
+        except Exception as error:
+            if self._memory is not None:
+                self._memory.close()
+                self._memory = None
+            asked = self._settings.gpu.bytes
+            if isinstance(error, SwapError):
+                error = ConfigError(f"the GPU tier of {asked} bytes cannot be made: {error}")
+            made.set_exception(error)
+        else:
+            self._cache.tiers.compute = GpuTier(pool)
+            made.set_result(pool)
+        finally:
+            self._threads.clear()
+
+    async def _pool(self, threads: ThreadPoolExecutor) -> FramePool:
+        asked, hellos, loop = self._settings.gpu.bytes, list(self._hellos.values()), asyncio.get_running_loop()
+        frame_bytes = common_frame_bytes(hellos)
+        chunk_bytes = math.gcd(*(hello.chunk_bytes for hello in hellos))
+        memory = self._memory = await loop.run_in_executor(threads, create_memory, self._device, chunk_bytes)
+        if self._stopping:
+            memory.stop_creating()
+        nbytes = asked
+        if asked == "auto":
+            nbytes = await loop.run_in_executor(threads, self._automatic_bytes, memory, hellos)
+        assert isinstance(nbytes, int)
+        frames = nbytes // frame_bytes
+        shapes = [KvShape.of(hello.in_frames(frame_bytes), 0) for hello in hellos]
+        least = max(shape.least_frames for shape in shapes)
+        if frames < least:
+            raise ConfigError(
+                f"gpu.bytes = {asked}{f', {nbytes} bytes,' if asked == 'auto' else ''} holds {max(frames, 0)} "
+                f"frames of {frame_bytes} bytes; a request needs at least {least}: raise gpu.bytes to "
+                f"{least * frame_bytes} or lower worker.block_tokens"
+            )
+        if len(hellos) > 1:
+            takes = ", ".join(f"{shape.block_frames + shape.state_frames}" for shape in shapes)
+            log.info("%d models share frames of %d bytes; a block takes %s of them", len(hellos), frame_bytes, takes)
+        most = most_frames(memory, frame_bytes, frames)
+        return await loop.run_in_executor(threads, FramePool, memory, frame_bytes, frames, most)
+
+    def _automatic_bytes(self, memory: VirtualMemory, hellos: list[Hello]) -> int:
+        shared = self._cache.tiers.shared
+        untouched = shared.arena.untouched_bytes() if isinstance(shared, CpuTier) and not memory.on_device else 0
+        return automatic_bytes(memory, hellos, untouched)
+
+
+def common_frame_bytes(hellos: Collection[Hello]) -> int:
+    """The largest frame of which those of all models are made: a whole number of the largest chunks they share."""
+    return math.gcd(*(hello.frame_bytes for hello in hellos))

@@ -1,0 +1,203 @@
+"""What several models share below their dispatchers: the size of frames, the tier's making, the line for frames."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefixd.cache import TieredCache
+from prefixd.errors import ConfigError, UnavailableError
+from prefixd.server.gpu_memory import GpuMemory, common_frame_bytes
+from prefixd.server.models import Models
+from prefixd.server.tier_share import TierShare
+from prefixd.settings import Settings
+from prefixd.worker.errors import ProtocolError
+from prefixd.worker.protocol import FullAttention, GroupShape, Hello, RecurrentState, SlidingWindow
+
+WAIT_S = 30.0
+
+
+def hello(frame_bytes: int, *groups: GroupShape, chunk_bytes: int = 4096) -> Hello:
+    return Hello(
+        groups=groups or (GroupShape("attention", FullAttention(), 2, 1),),
+        frame_bytes=frame_bytes,
+        dtype="float32",
+        block_tokens=16,
+        layout="token",
+        chunk_bytes=chunk_bytes,
+        vocab_size=96,
+        max_model_tokens=256,
+        eos_token_ids=(2,),
+        architecture="Tiny",
+        parameters=1000,
+        device="cpu",
+    )
+
+
+HYBRID = hello(
+    8192, GroupShape("window-8", SlidingWindow(8), 2, 2), GroupShape("state", RecurrentState(), 1, 3), chunk_bytes=8192
+)
+
+
+def test_a_frame_is_the_largest_that_divides_those_of_all_models() -> None:
+    assert common_frame_bytes([hello(12288)]) == 12288
+    assert common_frame_bytes([hello(12288), HYBRID]) == 4096
+    assert common_frame_bytes([hello(46 << 20), hello(18 << 20)]) == 2 << 20, "2 MiB chunks stay whole"
+
+
+def test_a_model_in_smaller_frames_takes_more_of_them() -> None:
+    scaled = HYBRID.in_frames(4096)
+    assert [group.frames for group in scaled.groups] == [4, 6]
+    assert (scaled.frame_bytes, scaled.block_frames, scaled.state_frames) == (4096, 4, 6)
+    assert HYBRID.in_frames(8192) == HYBRID
+    with pytest.raises(ProtocolError, match="frames of 12288 bytes do not fill one of 8192"):
+        HYBRID.in_frames(12288)
+
+
+@pytest.fixture
+def threads() -> Any:
+    with ThreadPoolExecutor(1) as executor:
+        yield executor
+
+
+def gpu_memory(cache: TieredCache, tmp_path: Path, nbytes: int = 1 << 20) -> GpuMemory:
+    settings = Settings.model_validate(
+        {"data_dir": tmp_path, "gpu": {"bytes": nbytes, "device": "cpu"}, "worker": {"embedded": True}}
+    )
+    return GpuMemory(settings, "cpu", cache, ["a", "b"])
+
+
+@pytest.fixture
+async def gpu(cache: TieredCache, tmp_path: Path) -> AsyncIterator[GpuMemory]:
+    made = gpu_memory(cache, tmp_path)
+    yield made
+    made.stop_making()
+    await made.close()
+
+
+async def test_the_tier_is_made_when_all_models_are_known(
+    gpu: GpuMemory, cache: TieredCache, threads: ThreadPoolExecutor
+) -> None:
+    waiting = asyncio.create_task(gpu.frames_for("a", hello(12288), threads))
+    await asyncio.sleep(0.01)
+    assert not waiting.done() and not cache.tiers.compute.capacity_bytes
+    async with asyncio.timeout(WAIT_S):
+        pool = await gpu.frames_for("b", HYBRID, threads)
+        assert await waiting is pool is cache.tiers.frames
+    assert (pool.frame_bytes, pool.memory.chunk_bytes, pool.capacity) == (4096, 4096, 256)
+    assert await gpu.frames_for("a", hello(12288), threads) is pool, "a successor gets the same"
+    pool.check_integrity()
+
+
+async def test_a_model_that_is_given_up_is_not_waited_for(gpu: GpuMemory, threads: ThreadPoolExecutor) -> None:
+    waiting = asyncio.create_task(gpu.frames_for("a", hello(12288), threads))
+    await asyncio.sleep(0.01)
+    gpu.leave_out("b")
+    gpu.leave_out("b")
+    assert (await asyncio.wait_for(waiting, WAIT_S)).frame_bytes == 12288
+
+
+async def test_nobody_waits_when_the_daemon_ends(gpu: GpuMemory, threads: ThreadPoolExecutor) -> None:
+    waiting = asyncio.create_task(gpu.frames_for("a", hello(12288), threads))
+    await asyncio.sleep(0.01)
+    gpu.stop_making()
+    with pytest.raises(UnavailableError, match="ending"):
+        await asyncio.wait_for(waiting, WAIT_S)
+
+
+async def test_the_largest_models_smallest_request_has_to_fit(
+    cache: TieredCache, tmp_path: Path, threads: ThreadPoolExecutor
+) -> None:
+    gpu = gpu_memory(cache, tmp_path, 64 << 10)
+    gpu.leave_out("b")
+    with pytest.raises(ConfigError, match="holds 8 frames of 8192 bytes; a request needs at least 10"):
+        await asyncio.wait_for(gpu.frames_for("a", HYBRID, threads), WAIT_S)
+    await gpu.close()
+
+
+class Member:
+    """A dispatcher that notes what it is told."""
+
+    def __init__(self) -> None:
+        self.running: dict[int, Any] = {}
+        self.taken_frames = 3
+        self.moving = False
+        self.told: list[str] = []
+
+    def take_back(self, request: Any) -> None:
+        self.told.append(f"take back {request}")
+
+    def run_ended(self) -> None:
+        self.told.append("run ended")
+
+    async def unstage_all(self) -> None:
+        self.told.append("unstage")
+
+    def look(self) -> None:
+        self.told.append("look")
+
+
+async def test_models_that_lack_frames_take_turns() -> None:
+    share, a, b = TierShare(), Member(), Member()
+    share.join(a)
+    share.join(b)
+    assert share.shared and share.taken_frames == 6
+    assert share.may_hand_over(a) and share.may_hand_over(b)
+    share.wait(a)
+    share.wait(b)
+    share.wait(a)
+    assert share.may_hand_over(a) and not share.may_hand_over(b)
+    await share.clear(b)
+    assert a.told == [], "who is not first takes nothing from others"
+    await share.clear(a)
+    assert b.told == ["unstage"]
+    share.leave(a)
+    assert share.may_hand_over(b) and not share.may_hand_over(a) and b.told == ["unstage", "look"]
+    share.wait(a)
+    assert not share.may_hand_over(a), "a busy model goes behind the other"
+    share.leave(b)
+    assert share.may_hand_over(a)
+    share.leave(a)
+    assert share.may_hand_over(a) and share.may_hand_over(b)
+
+
+def models(tmp_path: Path, cache: TieredCache, first: Path, *more: Path) -> Models:
+    settings = Settings.model_validate(
+        {
+            "data_dir": tmp_path,
+            "gpu": {"device": "cpu"},
+            "worker": {"model": first, "more_models": ",".join(str(path) for path in more)},
+        }
+    )
+    return Models(settings, "cpu", cache, lambda: 0.0)
+
+
+def test_models_that_cannot_be_told_apart_are_refused(tmp_path: Path, cache: TieredCache) -> None:
+    one, two, twin = tmp_path / "one", tmp_path / "two", tmp_path / "deeper" / "one"
+    for path in (one, two, twin):
+        path.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(one)
+    with pytest.raises(ConfigError, match=r"worker.more_models = .*/missing is no directory"):
+        models(tmp_path, cache, one, tmp_path / "missing")
+    with pytest.raises(ConfigError, match=r"more_models = .*/link is the model .*/one once more"):
+        models(tmp_path, cache, one, two, tmp_path / "link")
+    with pytest.raises(ConfigError, match=r"deeper/one has the name of .*/one"):
+        models(tmp_path, cache, one, twin)
+
+
+@pytest.mark.parametrize(
+    ("worker", "why"),
+    [
+        ({"more_models": "/a"}, "worker.more_models needs worker.model too"),
+        ({"model": "/a", "more_models": "/b", "kv": "paged"}, "worker.kv = paged is for a single model"),
+        ({"model": "/a", "more_models": "/b", "layout": "layer"}, "worker.layout = layer is for a single model"),
+    ],
+)
+def test_settings_that_several_models_cannot_have(worker: dict[str, str], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        Settings.load(None, {"worker": worker}, {})

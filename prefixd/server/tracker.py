@@ -113,7 +113,7 @@ class PrefixTracker:
             return bool(trie.nearest[row] != NONE)
         # The next block may lack what a prefix that ends with it needs, a state perhaps, or have no bytes at all, and a
         # later one have it.
-        return len(trie.match(request.namespace.root, request.chain, request.usable_blocks)) > len(request.rows)
+        return len(trie.usable(request.path())) > len(request.rows)
 
     # -- all requests -------------------------------------------------------------------------------------------
 
@@ -190,8 +190,8 @@ class PrefixTracker:
             if request is not None and request.seen_epoch != self._cache.mover.epoch:
                 self._read(request)
                 budget -= len(request.found) + _LOOK_UP_ROWS
-                if request.trie.has_rules:  # all of the prompt may have been walked
-                    budget -= request.usable_blocks
+                if request.trie.has_rules:  # the whole path was looked at, in columns
+                    budget -= request.usable_blocks // 16
         for request_id in looked_at:
             del self._changed[request_id]
 
@@ -225,7 +225,7 @@ class PrefixTracker:
     def _look_up(self, request: Request) -> None:
         """Finds the longest cached prefix."""
         trie = request.trie
-        request.found = trie.match(request.namespace.root, request.chain, request.usable_blocks).rows
+        request.found = trie.usable(request.path())
         request.generations = trie.generation[request.found]
         self._note(request, trie.distances(request.found))
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 BLOCK = 16
 PROMPT = 7 * BLOCK + 5
 NEW = 24
-CROWDED = 64  # tokens each of those that run at once: more than fit when all have them
+CROWDED = 128  # tokens each of those that run at once: more than fit when all have them
 STATES_ONLY = ("mamba", "mamba2")
 # What a block and a state take: KV with windows, one state beside KV, states alone. PREFIXD_MODELS names others;
 # `dispatcher/test_models.py` runs all of them in one process.
@@ -85,7 +85,7 @@ def test_tokens_are_those_of_transformers_from_every_tier(
         "worker.threads": 1,
         "worker.max_step_tokens": 64,
         "gpu.device": "cpu",
-        "gpu.bytes": 2 * request_bytes(tmp_path / "model"),
+        "gpu.bytes": gpu_bytes(tmp_path / "model"),
         "cpu.bytes": "16MiB",
         "disk.bytes": "64MiB",
         "scheduler.recompute_if_slower": "false",
@@ -116,11 +116,12 @@ def test_tokens_are_those_of_transformers_from_every_tier(
     assert all(answer.hits == (0, 0, 7 * BLOCK) for answer in again), [answer.hits for answer in again]
 
 
-def request_bytes(model: Path) -> int:
-    """Bytes of the frames that one request has at most."""
+def gpu_bytes(model: Path) -> int:
+    """Room for the blocks of two requests, and for some states."""
     from prefixd.worker.model_spec import read_model_spec
     from prefixd.worker.settings import WorkerSettings
 
     spec = read_model_spec(WorkerSettings(model=str(model), block_tokens=BLOCK))
-    blocks = -(-(PROMPT + NEW) // BLOCK)
-    return (blocks * spec.block_frames + 4 * spec.state_frames) * spec.groups.frame_bytes
+    blocks = 2 * -(-(PROMPT + NEW) // BLOCK)
+    states = 5 if spec.block_frames else 8
+    return (blocks * spec.block_frames + states * spec.state_frames) * spec.groups.frame_bytes

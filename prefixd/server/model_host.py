@@ -169,7 +169,7 @@ class ModelHost:
             parts=kv.parts(hello.frame_bytes),
             dtype=hello.dtype,
             layout=hello.layout,
-        )
+        ).named_by_geometry  # what other settings have left on disk is another namespace's, and is evicted in its turn
         return ServedModel(hello, kv, namespace, codec, self._text, self._cache.tiers.frames.capacity)
 
     async def _on_hello(self, hello: Hello, threads: ThreadPoolExecutor) -> FramePool:

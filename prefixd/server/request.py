@@ -200,7 +200,7 @@ class Request:
         return (self.chain.tokens - 1) // self.trie.block_tokens
 
     def path(self) -> Rows:
-        """The rows of its usable blocks that are in the trie, from the first on, wherever their bytes are or are not."""
+        """The rows of its usable blocks that are in the trie, from the first on, wherever their bytes are."""
         if self.trie.has_rules:
             return self._path.look(self.trie, self.namespace.root, self.chain, self.usable_blocks)
         return self.trie.nodes(self.namespace.root, self.chain, self.usable_blocks)  # `found` is as long, or nearly

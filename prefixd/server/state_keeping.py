@@ -39,6 +39,7 @@ class StateCounters:
     kept_bytes: int = 0
     resumed: int = 0
     resumed_tokens: int = 0
+    without_room: int = 0
 
 
 class StateKeeping:

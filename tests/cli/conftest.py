@@ -76,7 +76,9 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
                 kv="virtual",
                 layout="token",
                 cuda_graphs_reason="the device is cpu; CUDA graphs need a GPU",
-                states=admin_pb2.StateStats(kept_states=7, kept_bytes=14 << 20, resumed_runs=3, resumed_tokens=4500),
+                states=admin_pb2.StateStats(
+                    kept_states=7, kept_bytes=14 << 20, resumed_runs=3, resumed_tokens=4500, runs_without_room=2
+                ),
             ),
             scheduler=admin_pb2.SchedulerStats(
                 policy="relaxed-fpf",

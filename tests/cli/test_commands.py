@@ -79,6 +79,7 @@ def test_stats(cli: Cli, daemon: Any) -> None:
         "worker's design: kv virtual, layout token, CUDA graphs not in use",
         "worker.cuda_graphs has no effect: the device is cpu; CUDA graphs need a GPU",
         "states: 7 kept (14.0 MiB), 3 runs resumed from one, 4,500 tokens not computed for that",
+        "2 runs kept none",
         "preempted: 3 requests, 2 swapped (40 blocks copied down), 1 to be computed again",
         "1,234 tokens computed again, 4 resumed",
         "12,345",

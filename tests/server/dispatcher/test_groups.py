@@ -168,6 +168,7 @@ async def test_without_room_for_more_states_it_runs_all_the_same(
     state = start_of(bench, request).state
     assert state is not None and not state.keep and not state.tail
     assert events(request) == (expected(LONG, 2), "length") and not states(bench).kept
+    assert states(bench).without_room == 1
 
 
 @pytest.mark.parametrize("mode", ["swap", "recompute"])

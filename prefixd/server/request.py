@@ -199,6 +199,7 @@ class Request:
         """Full blocks that may come from the cache: at least one token has to be computed, for its logits."""
         return (self.chain.tokens - 1) // self.trie.block_tokens
 
+    @property
     def path(self) -> Rows:
         """The rows of its usable blocks that are in the trie, from the first on, wherever their bytes are."""
         if self.trie.has_rules:

@@ -113,7 +113,7 @@ class PrefixTracker:
             return bool(trie.nearest[row] != NONE)
         # The next block may lack what a prefix that ends with it needs, a state perhaps, or have no bytes at all, and a
         # later one have it.
-        return len(trie.usable(request.path())) > len(request.rows)
+        return len(trie.usable(request.path)) > len(request.rows)
 
     # -- all requests -------------------------------------------------------------------------------------------
 
@@ -225,7 +225,7 @@ class PrefixTracker:
     def _look_up(self, request: Request) -> None:
         """Finds the longest cached prefix."""
         trie = request.trie
-        request.found = trie.usable(request.path())
+        request.found = trie.usable(request.path)
         request.generations = trie.generation[request.found]
         self._note(request, trie.distances(request.found))
 

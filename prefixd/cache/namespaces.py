@@ -46,6 +46,15 @@ class NamespaceSpec(msgspec.Struct, frozen=True):
         """What has to agree between everyone who uses the name."""
         return (self.block_tokens, self.parts, self.dtype, self.layout)
 
+    @property
+    def named_by_geometry(self) -> NamespaceSpec:
+        """The same under a name that ends in a digest of the geometry: whoever has another one gets another namespace.
+
+        Example: "5f1e...-a81c09e2d4b7f630".
+        """
+        digest = xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(self.geometry))
+        return msgspec.structs.replace(self, name=f"{self.name}-{digest}")
+
     def group_rules(self) -> list[GroupRule]:
         """The rule of each part, counted in blocks."""
         return [rule_of(part.rule, self.block_tokens) for part in self.parts]

@@ -145,7 +145,8 @@ def print_stats(stats: admin_pb2.StatsResponse) -> None:
         states = worker.states
         out.print(
             f"states: {states.kept_states:,} kept ({size(states.kept_bytes)}), {states.resumed_runs:,} runs resumed "
-            f"from one, {states.resumed_tokens:,} tokens not computed for that"
+            f"from one, {states.resumed_tokens:,} tokens not computed for that; {states.runs_without_room:,} runs "
+            "kept none for want of GPU memory"
         )
     if stats.worker.HasField("images"):
         images = worker.images

@@ -507,7 +507,7 @@ class Dispatcher:
         cached = len(request.rows)
         size, first_frames = request.kv.state_frames, request.first_frames
         keep = self.states.chosen(request) if size and self._caching else []
-        extra = size * (len(keep) + (self._caching and self.states.keeps_tails))
+        wanted = extra = size * (len(keep) + (self._caching and self.states.keeps_tails))
         fresh = None
         if extra and request.most_frames + extra <= self._cache.tiers.frames.lasting:
             fresh = await self._mover.take_frames(first_frames + extra)
@@ -542,6 +542,7 @@ class Dispatcher:
         self.preemption.resumed(request, cached)
         if states is not None:
             self.states.handed_over(request)
+            self.states.counters.without_room += wanted > states.extra_frames
         if cached < computes:
             self._computing[request.id] = request
         request.handed_over_s = request.handed_over_s or self._clock()

@@ -177,13 +177,12 @@ class ModelHost:
         images = None if hello.images is None else await self._read_image_processor(hello)
         kv = self._shape(hello)
         namespace = NamespaceSpec(
-            # A cache on disk of the same model in other frames is another one.
-            name=name if hello == self._hello else f"{name}@{hello.frame_bytes}",
+            name=name,
             block_tokens=hello.block_tokens,
             parts=kv.parts(hello.frame_bytes),
             dtype=hello.dtype,
             layout=hello.layout,
-        )
+        ).named_by_geometry  # what other settings have left on disk is another namespace's, and is evicted in its turn
         self.namespace_name = namespace.name
         return ServedModel(hello, kv, namespace, codec, self._text, self._cache.tiers.frames.capacity, images)
 

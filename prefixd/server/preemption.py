@@ -233,7 +233,7 @@ class Preemption:
         """Whether a request that is next may not run yet, because it was preempted."""
         if request.id not in self._parked or not running:
             return False
-        growth = sum(max(0, other.most_frames - other.run.live_frames) for other in running)
+        growth = sum(other.growth_frames for other in running)
         return self._share.taken_frames + growth + request.most_frames > self._cache.tiers.frames.lasting
 
     def resumed(self, request: Request, cached_blocks: int) -> None:

@@ -45,6 +45,7 @@ import numpy.typing as npt
 
 from prefixd.cache import BlockChain, Namespace, Trie
 from prefixd.cache.groups import GroupMask
+from prefixd.cache.index.known_path import KnownPath
 from prefixd.cache.index.trie import Rows
 from prefixd.server.footprint import Footprint
 from prefixd.server.kv_shape import ONE_FRAME, KvShape
@@ -183,6 +184,7 @@ class Request:
     fork_of: int = -1
     lost_tokens: int = 0
     turn: int = 0
+    _path: KnownPath = field(default_factory=KnownPath)
     _footprint: Footprint | None = None
     _run: Run | None = None
 
@@ -233,6 +235,13 @@ class Request:
         return self.uncut((self.chain.tokens - 1) // self.trie.block_tokens)
 
     @property
+    def path(self) -> Rows:
+        """The rows of its usable blocks that are in the trie, from the first on, wherever their bytes are."""
+        if self.trie.has_rules:
+            return self._path.look(self.trie, self.namespace.root, self.chain, self.usable_blocks)
+        return self.trie.nodes(self.namespace.root, self.chain, self.usable_blocks)  # `found` is as long, or nearly
+
+    @property
     def blocks(self) -> int:
         """Blocks for all that is known, and the first token that will be generated; for all of a beam search."""
         if self.sampling.beams:
@@ -269,6 +278,14 @@ class Request:
             return self.most_blocks * self.kv.block_frames
         states = None if self._run is None else self._run.states
         return self.kv.most_frames(self.most_blocks) + (0 if states is None else states.extra_frames)
+
+    @property
+    def growth_frames(self) -> int:
+        """The most frames that its run may still ask for. States have all of theirs from its start."""
+        if self.sampling.beams:
+            return 0
+        states = 2 * self.kv.state_frames
+        return max(0, self.kv.most_frames(self.most_blocks) - states - self.run.block_frames_taken)
 
     @property
     def wanted_blocks(self) -> int:

@@ -27,11 +27,6 @@ class RunStates:
     resuming: bool = True
 
     @property
-    def frames(self) -> int:
-        """How many there are in all."""
-        return len(self.own) + len(self.tail) + self.extra_frames
-
-    @property
     def extra_frames(self) -> int:
         """Frames without which the run could do, and which it has to its end or until a state is kept."""
         return sum(map(len, self.keep.values())) + len(self.tail)
@@ -74,9 +69,9 @@ class Run:
         return len(self.frames) // self.block_frames if self.block_frames else _ANY
 
     @property
-    def live_frames(self) -> int:
-        """Frames that the run uses now."""
-        return len(self.frames) - self._gone + (0 if self.states is None else self.states.frames)
+    def block_frames_taken(self) -> int:
+        """Frames that its blocks have now."""
+        return len(self.frames) - self._gone
 
     def homes(self, first: int, last: int) -> list[int]:
         """The homes of some blocks."""

@@ -238,6 +238,7 @@ def _states_of(host: ModelHost) -> pb.StateStats | None:
         kept_bytes=counters.kept_bytes,
         resumed_runs=counters.resumed,
         resumed_tokens=counters.resumed_tokens,
+        runs_without_room=counters.without_room,
     )
 
 
@@ -427,6 +428,7 @@ class MetricsCollector(Collector):
                 "kept_bytes": "bytes of these states",
                 "resumed_runs": "runs that began with a cached state",
                 "resumed_tokens": "tokens that these runs did not compute",
+                "runs_without_room": "runs of which no state is kept for want of GPU memory",
             }
             for field, text in states.items():
                 yield CounterMetricFamily(f"prefixd_state_{field}", text, value=getattr(stats.worker.states, field))

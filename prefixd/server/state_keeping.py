@@ -43,6 +43,7 @@ class StateCounters:
     kept_bytes: int = 0
     resumed: int = 0
     resumed_tokens: int = 0
+    without_room: int = 0
 
 
 class StateKeeping:
@@ -62,7 +63,7 @@ class StateKeeping:
         """The states of a prompt to keep, ascending: after so many blocks each. For a request that is handed over."""
         block_tokens, cached = request.trie.block_tokens, len(request.rows)
         last = (request.prompt_tokens - 1) // block_tokens
-        path = len(request.trie.nodes(request.namespace.root, request.chain, request.usable_blocks))
+        path = len(request.path)
         every = -(-self._policy.every_tokens // block_tokens)
         blocks = [last, path, *(range(last // every * every, cached, -every) if every else ())]
         wanted = dict.fromkeys(count for count in blocks if count > cached)

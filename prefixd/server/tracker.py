@@ -114,7 +114,7 @@ class PrefixTracker:
             return bool(trie.nearest[row] != NONE)
         # The next block may lack what a prefix that ends with it needs, a state perhaps, or have no bytes at all, and a
         # later one have it. Or it ends inside an image.
-        return len(_longest(request)) > len(request.rows)
+        return len(request.usable(request.path)) > len(request.rows)
 
     # -- all requests -------------------------------------------------------------------------------------------
 
@@ -191,8 +191,8 @@ class PrefixTracker:
             if request is not None and request.seen_epoch != self._cache.mover.epoch:
                 self._read(request)
                 budget -= len(request.found) + _LOOK_UP_ROWS
-                if request.trie.has_rules:  # all of the prompt may have been walked
-                    budget -= request.usable_blocks
+                if request.trie.has_rules:  # the whole path was looked at, in columns
+                    budget -= request.usable_blocks // 16
         for request_id in looked_at:
             del self._changed[request_id]
 
@@ -226,7 +226,7 @@ class PrefixTracker:
     def _look_up(self, request: Request) -> None:
         """Finds the longest cached prefix."""
         trie = request.trie
-        request.found = _longest(request)
+        request.found = request.usable(request.path)
         request.generations = trie.generation[request.found]
         self._note(request, trie.distances(request.found))
 
@@ -262,8 +262,3 @@ class PrefixTracker:
             self._tail[slot:] = -1
         self._requests.append(None)
         return slot
-
-
-def _longest(request: Request) -> Rows:
-    """The longest cached prefix with which a request can go on."""
-    return request.usable(request.trie.nodes(request.namespace.root, request.chain, request.usable_blocks))

@@ -203,16 +203,18 @@ class ImageStats(_message.Message):
     def __init__(self, asked_images: _Optional[int] = ..., encoded_images: _Optional[int] = ...) -> None: ...
 
 class StateStats(_message.Message):
-    __slots__ = ("kept_states", "kept_bytes", "resumed_runs", "resumed_tokens")
+    __slots__ = ("kept_states", "kept_bytes", "resumed_runs", "resumed_tokens", "runs_without_room")
     KEPT_STATES_FIELD_NUMBER: _ClassVar[int]
     KEPT_BYTES_FIELD_NUMBER: _ClassVar[int]
     RESUMED_RUNS_FIELD_NUMBER: _ClassVar[int]
     RESUMED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    RUNS_WITHOUT_ROOM_FIELD_NUMBER: _ClassVar[int]
     kept_states: int
     kept_bytes: int
     resumed_runs: int
     resumed_tokens: int
-    def __init__(self, kept_states: _Optional[int] = ..., kept_bytes: _Optional[int] = ..., resumed_runs: _Optional[int] = ..., resumed_tokens: _Optional[int] = ...) -> None: ...
+    runs_without_room: int
+    def __init__(self, kept_states: _Optional[int] = ..., kept_bytes: _Optional[int] = ..., resumed_runs: _Optional[int] = ..., resumed_tokens: _Optional[int] = ..., runs_without_room: _Optional[int] = ...) -> None: ...
 
 class SchedulerStats(_message.Message):
     __slots__ = ("policy", "waiting_requests", "finished_requests", "preempted_requests", "resumed_requests", "swapped_requests", "recomputed_requests", "swapped_blocks", "recomputed_tokens")

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 SPEC = NamespaceSpec("llama", 16, (PartSpec("kv", 0, 4096), PartSpec("kv", 1, 4096)), b"salt", "bfloat16", "token")
 
+GEOMETRY = ("block_tokens", "parts", "dtype", "layout")
+
 
 def changed(**fields: Any) -> NamespaceSpec:
     return msgspec.structs.replace(SPEC, **fields)
@@ -190,3 +192,18 @@ def test_images_do_not_share_a_namespace_with_text() -> None:
     parts = (PartSpec("kv", 0, 4096), PartSpec("vision", 0, 4096, VisionEmbeddingSpec()))
     with pytest.raises(InvalidArgumentError, match="part 'vision'/0 is a vision embedding and others are not"):
         changed(parts=parts).check()
+
+
+def test_a_name_with_its_geometry_is_another_one_for_each_geometry() -> None:
+    registry = NamespaceRegistry()
+    others = [
+        changed(block_tokens=32),
+        changed(layout="layer"),
+        changed(dtype="float32"),
+        changed(parts=(PartSpec("kv", 0, 4096),)),
+        changed(parts=(PartSpec("kv", 0, 4096, SlidingWindowSpec(32)), PartSpec("kv", 1, 4096))),
+    ]
+    for spec in (SPEC, *others):
+        assert registry.register(spec.named_by_geometry)[1], spec
+        assert not registry.register(changed(**{name: getattr(spec, name) for name in GEOMETRY}).named_by_geometry)[1]
+    assert changed(salt=b"another").named_by_geometry.name == SPEC.named_by_geometry.name

@@ -76,7 +76,9 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
                 kv="virtual",
                 layout="token",
                 cuda_graphs_reason="the device is cpu; CUDA graphs need a GPU",
-                states=admin_pb2.StateStats(kept_states=7, kept_bytes=14 << 20, resumed_runs=3, resumed_tokens=4500),
+                states=admin_pb2.StateStats(
+                    kept_states=7, kept_bytes=14 << 20, resumed_runs=3, resumed_tokens=4500, runs_without_room=2
+                ),
                 passes=1200,
                 draft=admin_pb2.DraftStats(model="small", draft_tokens=4, proposed_tokens=4000, accepted_tokens=3000),
             ),

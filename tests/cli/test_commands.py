@@ -80,6 +80,7 @@ def test_stats(cli: Cli, daemon: Any) -> None:
         "worker.cuda_graphs has no effect: the device is cpu; CUDA graphs need a GPU",
         "draft: small proposes 4 tokens at a time; 4,000 proposed, 3,000 accepted (75%); 1,200 passes of the model",
         "states: 7 kept (14.0 MiB), 3 runs resumed from one, 4,500 tokens not computed for that",
+        "2 runs kept none",
         "preempted: 3 requests, 2 swapped (40 blocks copied down), 1 to be computed again",
         "1,234 tokens computed again, 4 resumed",
         "12,345",

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import zmq
 
-from prefixd.cache import NamespaceSpec, PartSpec, TieredCache, Tiers, Trie
-from prefixd.cache.index.trie import DISK, TIERS
+from prefixd.cache import NamespaceSpec, PartSpec, RecurrentStateSpec, SlidingWindowSpec, TieredCache, Tiers, Trie
+from prefixd.cache.index.trie import CPU, DISK, TIERS
 from prefixd.server.kv_events import announcer
 from prefixd.server.kv_events.publisher import EventCounters, Publisher
 from prefixd.server.kv_events.wire import AllBlocksCleared, BlockRemoved, BlockStored, Event, KVEventBatch
@@ -24,6 +24,7 @@ from prefixd.settings import EventSettings
 from prefixd_swap import SlabStore, create_copy_engine, create_eviction_policy
 from tests.cache.index.entering import enter_chain
 
+STATE = RecurrentStateSpec()
 ON = EventSettings(endpoint="ipc:///nowhere")
 
 
@@ -139,6 +140,38 @@ async def test_what_was_told_is_what_is_so(cache: TieredCache, monkeypatch: pyte
         pass
     assert router.blocks == matchable(trie) and not any(medium == "STORAGE" for medium, _ in router.blocks)
     assert max(sum(len(e.block_hashes) for e in batch if isinstance(e, BlockRemoved)) for batch in router.batches) <= 4
+
+
+@pytest.mark.parametrize("lasting", [True, False])
+async def test_of_several_groups_those_count_that_every_prefix_needs(
+    cache: TieredCache, monkeypatch: pytest.MonkeyPatch, lasting: bool
+) -> None:
+    """Windows and states come and go, and the block stays announced; where there are no others, any of them counts."""
+    monkeypatch.setattr(announcer, "Publisher", Router)
+    parts = (PartSpec("full", 0, 8, None if lasting else SlidingWindowSpec(9)), PartSpec("state", 0, 8, STATE))
+    namespace = cache.register(NamespaceSpec("m", 2, parts))
+    trie = cache.trie(namespace)
+    events = announcer.KVEvents(cache, ON)
+    router: Any = events._publisher
+    cache.observe(events._note)
+    rows = enter_chain(trie, cache.chain(namespace, np.arange(8, dtype="<u4").tobytes()), namespace.root)
+
+    def told() -> list[bool]:
+        while events._turn():
+            pass
+        return [("CPU", hash_of(trie, row)) in router.blocks for row in rows.tolist()]
+
+    trie.put_copies(rows, CPU, np.array([[1, 2], [3, -1], [5, -1], [7, 8]]), 0.0)
+    assert told() == [True] * 4
+    trie.drop_copies(rows, CPU, trie.groups[1].mask)
+    assert told() == [True] * 4
+    trie.put_copies(rows[-1:], CPU, np.array([[-1, 9]]), 0.0)
+    assert told() == [True] * 4
+    trie.drop_copies(rows[2:], CPU, trie.groups[0].mask)
+    assert told() == [True, True, False, not lasting]
+    if lasting:  # else the last block's parent is nowhere, and a strict router refuses it
+        events.announce_all()
+        assert told() == [True, True, False, False]
 
 
 async def test_turns_are_bounded(cache: TieredCache, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,15 +114,15 @@ class BlockChain:
         self._hash(min(blocks, self.hashed + at_most))
         return self.hashed >= blocks
 
-    def walk_batches(self, find_all: Callable[[bytes], Rows], limit: int) -> Iterator[Rows]:
-        """The rows of the first blocks, at most `limit`, up to the first that has none, in batches.
+    def walk_batches(self, find_all: Callable[[bytes], Rows], limit: int, first: int = 0) -> Iterator[Rows]:
+        """The rows of the blocks from `first` to `limit`, up to the first that has none, in batches.
 
         `find_all` takes keys one behind the other and gives their rows, -1 for none (`KeyIndex.find_all`). It is asked
         for one key, then for ever more at a time, 2,048 at the most: many are found faster together, but what is
         hashed behind the first miss is for nothing. A batch takes about 1 ms; between two, a caller may do something
         else.
         """
-        start, batch = 0, 1
+        start, batch = first, 1
         while start < (end := min(limit, len(self))):
             stop = min(start + batch, end)
             rows = find_all(self._key_bytes(start, stop))

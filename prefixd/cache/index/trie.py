@@ -118,13 +118,18 @@ class Trie(TrieTable):
         """
         return Match(self.usable(self.nodes(root, chain, limit)))
 
-    def nodes(self, root: int, chain: BlockChain, limit: int | None = None) -> Rows:
-        """The rows of the first blocks of `chain`, at most `limit`, wherever their bytes are or are not."""
-        slices = list(self.walk(root, chain, limit))
-        return slices[0] if len(slices) == 1 else np.concatenate([np.empty(0, np.int64), *slices])
+    def nodes(self, root: int, chain: BlockChain, limit: int | None = None, known: Rows | None = None) -> Rows:
+        """The rows of the first blocks of `chain`, at most `limit`, wherever their bytes are or are not.
 
-    def walk(self, root: int, chain: BlockChain, limit: int | None = None) -> Iterator[Rows]:
-        """`nodes` in slices of 2,048 blocks or a little more; the last one has fewer, or none.
+        `known` are the rows of its first blocks, if any are known: the search goes on behind them.
+        """
+        begin = [np.empty(0, np.int64)] if known is None else [known]
+        slices = [*begin, *self.walk(root, chain, limit, known)]
+        full = [rows for rows in slices if len(rows)]
+        return full[0] if len(full) == 1 else np.concatenate(slices)
+
+    def walk(self, root: int, chain: BlockChain, limit: int | None = None, known: Rows | None = None) -> Iterator[Rows]:
+        """`nodes`, but those `known`, in slices of 2,048 blocks or a little more; the last one has fewer, or none.
 
         Keys lead to candidates; token ids and parents are then compared, so that a collision of keys can never hand
         out another prompt's KV.
@@ -132,9 +137,11 @@ class Trie(TrieTable):
         Blocks that were given out may go between two slices: compare the generations of their rows at the end.
         """
         before, start = root, 0
+        if known is not None and len(known):
+            before, start = int(known[-1]), len(known)
         batches: list[Rows] = []
         blocks = 0
-        for rows in chain.walk_batches(self._keys.find_all, len(chain) if limit is None else limit):
+        for rows in chain.walk_batches(self._keys.find_all, len(chain) if limit is None else limit, start):
             batches.append(rows)
             blocks += len(rows)
             if blocks >= HASHED_AT_ONCE:

@@ -258,9 +258,9 @@ class Transfers:
         await asyncio.to_thread(fence)
         spec = self._geometry.spec(job.prefix.name, job.prefix.salt)
         cache = await self._link.guard(partial(self._link.cache, spec))
-        tokens = np.frombuffer(job.prefix.tokens, "<u4")
         done = job.first_block
         end = job.first_block + job.blocks
+        tokens = np.frombuffer(job.prefix.tokens, "<u4")[: end * self._geometry.block_tokens]  # no slots for others
         block_bytes = sum(self._geometry.groups[group].part_bytes for group in job.groups)
         while done < end:
             reservation = await self._link.guard(

@@ -5,6 +5,8 @@ came and went in between costs nothing, what waits to be announced is bounded by
 lost in a queue. All removals go first, since a removed block may be back in another row; then what was stored, parents
 before children. A turn on the event loop does a bounded part of that.
 
+What an event says of a model with several KV groups: see `_tiers_of`.
+
 Whoever subscribes has missed what was said before: then everything is announced anew, after AllBlocksCleared.
 """
 
@@ -163,7 +165,7 @@ class KVEvents:
         for trie in self._cache.tries:
             announced = self._of(trie)
             announced.media[:] = 0
-            announced.to_store[: trie.rows] = (trie.complete[: trie.rows] & np.uint8(trie.offered)) != 0
+            announced.to_store[: trie.rows] = _tiers_of(trie, slice(0, trie.rows)) != 0
 
     def _begin(self, topic: bytes) -> None:
         """The first that is said on a topic."""
@@ -271,9 +273,20 @@ def _hashes(trie: Trie, rows: Rows) -> Hashes:
     return low
 
 
-def _tiers_of(trie: Trie, rows: Rows) -> Bits:
-    """The tiers, a bit each, from which each block can be had with all its parts; none where there is no block."""
-    tiers: Bits = trie.complete[rows] & np.uint8(trie.offered)
+def _tiers_of(trie: Trie, rows: Rows | slice) -> Bits:
+    """The tiers, a bit each, that have of each block what every prefix through it needs; none where there is no block.
+
+    That is all of it, but for KV groups of which a prefix needs its end only, windows and states: they come and go
+    while the block serves on. Of a model that has no other groups, a block is where any of it is; what it continues may
+    be nowhere then.
+    """
+    if not trie.has_rules:
+        complete: Bits = trie.complete[rows] & np.uint8(trie.offered)
+        return complete
+    lasting = np.uint8(trie.all_groups & ~trie.partial_groups)
+    there = trie.there[rows]
+    has = (there & lasting) == lasting if lasting else there != 0
+    tiers: Bits = np.packbits(has, axis=1, bitorder="little").ravel() & np.uint8(trie.offered)
     return tiers
 
 

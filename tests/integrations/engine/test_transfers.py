@@ -15,7 +15,9 @@ import numpy as np
 import pytest
 
 from prefixd.client import Client
+from prefixd.integrations.engine.jobs import SaveJob
 from prefixd.integrations.engine.pages import NO_BLOCK
+from prefixd.integrations.engine.transfers import computed_already
 from prefixd.workloads.daemon_process import DaemonProcess
 from prefixd_swap.copies import HostCopyEngine, Pair
 from tests.integrations.engine.conftest import (
@@ -115,6 +117,17 @@ def test_a_save_begins_where_the_cache_ends(rank: Rank) -> None:
 def test_a_save_whose_prefix_is_not_cached_is_dropped(rank: Rank) -> None:
     prefix = rank.prefix("gap", 64)
     assert rank.saved(prefix, range(1, 9), first=2) == {"dropped_blocks": 2}
+
+
+def test_tokens_behind_the_blocks_of_a_job_are_not_saved(rank: Rank) -> None:
+    """No bytes are known of them."""
+    fill(rank)
+    prefix = rank.prefix("longer than its blocks", 64)
+    rank.transfers.save([SaveJob(77, prefix, 0, 2, (0,), (tuple(range(1, 9)),))], computed_already)
+    assert rank.settle().saves == {77: 1}
+    assert rank.counted() == {"saved_blocks": 2}
+    rank.load("r", prefix, range(16, 32))
+    assert rank.settle().loads["r"][1].failed_blocks == 2
 
 
 def test_many_small_batches_make_the_same_copy(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,6 +169,7 @@ async def test_without_room_for_more_states_it_runs_all_the_same(
     state = start_of(bench, request).state
     assert state is not None and not state.keep and not state.tail
     assert events(request) == (expected(LONG, 2), "length") and not states(bench).kept
+    assert states(bench).without_room == 1
 
 
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
@@ -182,9 +183,14 @@ async def test_who_gave_way_resumes_from_his_tail(
         bench.step(young)
         await asyncio.sleep(0.001)
     await bench.finish(old, young)
-    assert young.resumed and bench.dispatcher.preemption.counters.preempted
+    counters = bench.dispatcher.preemption.counters
+    assert young.resumed and counters.preempted
     cached = [message.cached_blocks for message in bench.sent if isinstance(message, Start) and message.id == young.id]
-    assert cached[0] == 0 and (cached[-1] > 8 if mode == "swap" else cached[-1] <= 8)
+    assert cached[0] == 0
+    if mode == "swap":  # what is in no full block is computed again, and nothing else
+        assert cached[-1] and counters.recomputed_tokens < BLOCK * counters.preempted
+    else:
+        assert cached[-1] <= 8
     for request, prompt in ((old, LONG[:33]), (young, range(300, 333))):
         assert events(request) == (expected(prompt, 60), "length")
 
@@ -200,3 +206,43 @@ async def test_blocks_and_states_go_down_and_come_up_with_what_they_have(make_be
     trie = again.trie
     assert trie.there[again.found[-1], CPU] == trie.all_groups
     assert not (trie.there[again.found[5], CPU] & trie.part_mask[-1]), "most blocks have no state"
+
+
+@pytest.mark.parametrize("per_prompt", [0, 4])
+async def test_a_run_asks_for_blocks_alone_and_has_its_states_from_the_start(
+    make_bench: MakeBench, per_prompt: int
+) -> None:
+    bench = await states_bench(make_bench, states=StatePolicy(per_prompt=per_prompt))
+    request = bench.submit(range(9), max_tokens=8)
+    await bench.running(request)
+    assert request.run.blocks == 3 and request.most_blocks == 5
+    assert request.growth_frames == 2 * bench.kv.block_frames
+    await bench.finish(request)
+
+
+async def test_looks_for_a_state_that_is_not_kept_do_not_walk_the_whole_document(
+    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sixteen requests wait for one document whose KV is there, and whose state is not."""
+    bench = await states_bench(make_bench, states=StatePolicy(per_prompt=0), max_running=1)
+    await run(bench, LONG, max_tokens=1)
+    keys, asked = bench.cache.trie(bench.namespace)._keys, 0
+    find_all = keys.find_all
+
+    def counting(wanted: bytes) -> object:
+        nonlocal asked
+        asked += len(wanted) // 16
+        return find_all(wanted)
+
+    runs = bench.submit(range(500, 540), max_tokens=30)
+    await bench.running(runs)
+    waiting = [bench.submit([*LONG, number], max_tokens=1) for number in range(16)]
+    await bench.quiet()
+    monkeypatch.setattr(keys, "find_all", counting)
+    for _ in range(20):
+        bench.cache.mover.placement.epoch += 1
+        bench.step()
+        await bench.quiet()
+    assert all(request.id in bench.dispatcher.waiting and not len(request.rows) for request in waiting), asked
+    assert asked <= 16, "each of them walks once at most"
+    await bench.finish(runs, *waiting)

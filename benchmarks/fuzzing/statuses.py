@@ -33,7 +33,7 @@ _CAUSES = {
     "Prefetch": "any session",
     "Get": "any session room",
     "Put": "any session room state",
-    "Generate": "any room taken none",
+    "Generate": "any known room taken none",
     "Cancel": "any none",
     "Stats": "any",
     "ListPrefixes": "any known",

@@ -50,7 +50,7 @@ class MappedPages:
         self.shared = 0
         self.neighbours: Sequence[MappedPages] = (self,)
         self._table = table
-        self._on_cuda = memory.on_device
+        self._read_on_cuda = False
         self._range = memory.reserve(frames // page_frames * page_bytes)
         self._page_of: dict[int, int] = {}  # by frame
         self._unused: list[int] = []  # page numbers below `_next`
@@ -101,7 +101,9 @@ class MappedPages:
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int]) -> torch.Tensor:
         """A view of all pages."""
-        return self._range.tensor(tuple(shape), dtype, tuple(strides))
+        tensor = self._range.tensor(tuple(shape), dtype, tuple(strides))
+        self._read_on_cuda |= tensor.is_cuda
+        return tensor
 
     def end(self) -> None:
         """Give the addresses back."""
@@ -145,7 +147,7 @@ class MappedPages:
         return page
 
     def _unmap(self, pages: Collection[int]) -> None:
-        if pages and self._on_cuda:
+        if pages and self._read_on_cuda:
             torch.cuda.synchronize()  # what reads them for a sequence that was closed may still be queued
         for page in pages:
             self._range.unmap(page * self.page_bytes, self.page_bytes)

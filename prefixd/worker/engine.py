@@ -243,7 +243,8 @@ class Engine:
         for part in parts:
             computed += part.rows
             rows += range(computed - part.wanted, computed)
-        if graphs is not None and len(rows) == len(tokens) and graphs.fits(len(tokens)):
+        decodes = len(rows) == len(tokens) and not any(_embeds(part.member) for part in parts)
+        if graphs is not None and decodes and graphs.fits(len(tokens)):
             memories = [cast(VirtualTensor, part.member.memory) for part in parts]
             return graphs.run(tokens, [memory.row for memory in memories], [part.member.computed for part in parts])
         segments = [part.member.segment(part.rows) for part in parts]
@@ -432,6 +433,11 @@ def _failed(request: int, frames: list[int], error: SwapError) -> Done:
 def _unmappable(frames: list[int], error: SwapError) -> str:
     named = f"frames {frames[:_NAMED]}{'...' * (len(frames) > _NAMED)}" if frames else "its frames"
     return f"{named} cannot be mapped: {error}"
+
+
+def _embeds(member: Run | Beam) -> bool:
+    """Whether a pass has rows of an image for it, which are no tokens' embeddings."""
+    return member.images is not None and member.images.embeds
 
 
 def _whole_images(member: Run | Beam, count: int, *, first: bool) -> int:

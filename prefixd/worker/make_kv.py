@@ -55,8 +55,8 @@ def make_kv(
         return memories[0]
     states: StateMemory | None = None
     if (state := spec.groups.state) is not None:
-        size = spec.groups.frame_bytes
-        states = StateMemory(memory, table, state, size, requests=requests, background=background)
+        size, kept = spec.groups.frame_bytes, -(-spec.step_tokens // spec.block_tokens)
+        states = StateMemory(memory, table, state, size, requests=requests, kept=kept, background=background)
     managers = [memory.manager for memory in memories]
     if states is not None:
         managers.append(states.manager)

@@ -173,6 +173,7 @@ class StateMemory:
         group: the recurrent layers.
         frame_bytes: of a frame.
         requests: most sequences at a time.
+        kept: blocks that all prompts fill in a pass, at most: a state may be kept after each.
         background: a single thread that maps; None maps at once.
     """
 
@@ -184,6 +185,7 @@ class StateMemory:
         frame_bytes: int,
         *,
         requests: int,
+        kept: int,
         background: Executor | None = None,
     ) -> None:
         self._nbytes = group.layout.nbytes
@@ -193,7 +195,8 @@ class StateMemory:
             memory,
             table,
             KvGeometry(layers=1, kv_heads=1, head_dim=numbers // 2, dtype="float32", block_tokens=1),
-            requests=4 * requests,  # the state itself, its tail, and what a pass keeps or goes on from
+            # The state itself, its tail, what a pass goes on from, and what this one keeps and the last one kept.
+            requests=4 * requests + 2 * kept,
             max_tokens=1,
             background=background,
             frames_per_block=group.frames,

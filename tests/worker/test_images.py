@@ -281,6 +281,35 @@ def test_no_pass_ends_inside_an_image_that_attends_both_ways(vision, rig, monkey
     assert [rig.tokens[request] for request in requests] == [vision.greedy(prompt) for prompt in prompts]
 
 
+class ReplayedTokens:
+    """In place of graphs: which tokens would be computed by their ids alone."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def fits(self, sequences: int) -> bool:
+        return sequences > 0
+
+    def run(self, tokens: Sequence[int], rows: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
+        self.tokens += tokens
+        return torch.zeros(len(tokens), IMAGE_TOKEN).index_fill_(1, torch.tensor([7]), 1.0)
+
+
+@pytest.mark.parametrize("vision", ["llava_onevision"], indirect=True)
+def test_no_graph_computes_a_row_of_an_image(vision, rig, monkeypatch):
+    """A prompt ends with an image, of which the last pass has one row."""
+    rows = vision.rows(picture(40))
+    whole = vision.prompt(text(50, -rows % 32 + 32), picture(40))
+    prompt = Prompt(whole.tokens[:-1], whole.images)
+    assert len(prompt.tokens) % 32 == 1
+    graphs = ReplayedTokens()
+    monkeypatch.setattr(rig.engine, "_graphs", graphs)
+    tokens = rig.generate(prompt.tokens, images=prompt.images, max_tokens=3)
+    assert vision.token not in graphs.tokens
+    assert tokens[0] == vision.greedy(prompt, 1)[0]
+    assert graphs.tokens == tokens[:-1]
+
+
 @pytest.mark.parametrize("vision", ["llava_onevision", "mllama", "qwen2_5_vl"], indirect=True)
 def test_a_fork_copies_what_has_equal_images_and_no_more(vision, rig):
     same = vision.prompt(text(22, 20), picture(12), text(23, 20))

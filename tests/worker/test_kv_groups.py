@@ -257,6 +257,19 @@ def test_a_state_for_which_there_is_no_mapping_is_not_kept_and_the_request_goes_
     assert len(list(states.manager.live)) == live - 2, "all that was mapped is given back"
 
 
+@pytest.mark.parametrize("name", ["mamba2", "jamba"], indirect=True)
+def test_one_pass_keeps_a_state_after_each_of_its_blocks(name: str, model_of: Callable[[str], CausalModel]) -> None:
+    """However few requests may run."""
+    spec = model_of(name).spec
+    rig = Rig(model_of(name), 16 * spec.block_frames + 12 * spec.state_frames, PROMPT, requests=1)
+    blocks = tuple(range(1, PROMPT // BLOCK + 1))
+    request = Cached(rig, prompt_of(6), keep=blocks, max_tokens=1)
+    rig.run()
+    assert [kept for step in rig.steps for update in step.updates for kept in update.kept] == list(blocks)
+    assert rig.done[request.id].reason == "length"
+    rig.close()
+
+
 def test_beams_keep_their_prompt_and_let_it_go_at_their_end(name: str, rig: Rig) -> None:
     spec = rig.model.spec
     if spec.state_frames:

@@ -73,6 +73,11 @@ class PromptImages:
                     )
                 self._held[index] = features
 
+    @property
+    def embeds(self) -> bool:
+        """Whether the pass that was made ready last has rows of an image."""
+        return bool(self._held)
+
     def _hold_cross(self) -> None:
         """All rows read all images, so their keys and values stay as long as the request runs."""
         if self._cross is not None:

@@ -35,6 +35,8 @@ chats at their end, and no other tier:
     baseline   one page size and one rule for all layers (worker.groups = "one"): layers with windows keep all tokens;
                blocks are as long as the largest layer's state, and a state is kept after each
     virtual    of each layer what its rule needs, in chunks that serve any group (Jenga)
+    paged      the same through block tables (worker.kv = "paged"): the same frames, so waste and hits are those of
+               virtual by construction, and only its requests a second say something
 
 waste: bytes of the GPU tier that are allocated and not needed, of all allocated, summed over samples of the daemon's
 figures taken through the run. Allocated: what running requests and cached blocks have, but for cached bytes that only
@@ -57,9 +59,10 @@ MORE_HITS = ("window", "state")
 WAYS: dict[str, dict[str, Any]] = {
     BASELINE: {"worker.groups": "one"},
     "virtual": {},
+    "paged": {"worker.kv": "paged"},
 }
 """What each way sets."""
-COLORS = ("#bbbbbb", "#4477aa")
+COLORS = ("#bbbbbb", "#4477aa", "#ee6677")
 
 
 @dataclass(frozen=True, slots=True)

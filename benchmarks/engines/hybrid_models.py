@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ _SIZES: dict[str, Any] = {
     "eos_token_id": 511,
     "pad_token_id": 0,
 }
+IMAGE_TOKEN = 505
+"""Of the model with images; it and the next two are no text."""
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # Gemma 3: five of six layers see a window.
     "window": (
@@ -37,7 +40,38 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_hidden_layers": 8, "attn_layer_period": 8, "attn_layer_offset": 4, "num_key_value_heads": 1}
         | {"num_experts": 1, "mamba_d_state": 32, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_dt_rank": 8},
     ),
+    # Gemma 3 with images, of 16 rows each; its vision tower takes as long as some hundred tokens do.
+    "vision": (
+        "Gemma3Config",
+        {
+            "text_config": {
+                **_SIZES,
+                "model_type": "gemma3_text",
+                "num_hidden_layers": 6,
+                "hidden_size": 256,
+                "intermediate_size": 2048,
+                "head_dim": 32,
+                "query_pre_attn_scalar": 32,
+                "sliding_window": 128,
+                "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+            },
+            "vision_config": {
+                "model_type": "siglip_vision_model",
+                "hidden_size": 128,
+                "intermediate_size": 512,
+                "num_hidden_layers": 4,
+                "num_attention_heads": 4,
+                "image_size": 128,
+                "patch_size": 8,
+            },
+            "mm_tokens_per_image": 16,
+            "image_token_index": IMAGE_TOKEN,
+            "boi_token_index": IMAGE_TOKEN + 1,
+            "eoi_token_index": IMAGE_TOKEN + 2,
+        },
+    ),
 }
+_IMAGE_PROCESSOR = {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 128, "width": 128}}
 
 
 def save(name: str, directory: Path, seed: int = 0) -> Path:
@@ -47,6 +81,10 @@ def save(name: str, directory: Path, seed: int = 0) -> Path:
 
     torch.manual_seed(seed)
     config, kwargs = MODELS[name]
-    made = getattr(transformers, config)(**{**_SIZES, **kwargs})
-    transformers.AutoModelForCausalLM.from_config(made).save_pretrained(directory)
+    made = getattr(transformers, config)(**(kwargs if "vision_config" in kwargs else {**_SIZES, **kwargs}))
+    if "vision_config" in kwargs:
+        transformers.AutoModelForImageTextToText.from_config(made).save_pretrained(directory)
+        (directory / "preprocessor_config.json").write_text(json.dumps(_IMAGE_PROCESSOR))
+    else:
+        transformers.AutoModelForCausalLM.from_config(made).save_pretrained(directory)
     return directory

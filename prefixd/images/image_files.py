@@ -6,7 +6,7 @@ import hashlib
 import io
 from dataclasses import dataclass
 
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from prefixd.errors import InvalidArgumentError
 from prefixd.images.token_counts import ImageProcessor
@@ -70,6 +70,15 @@ def check_image(data: bytes, number: int, processor: ImageProcessor, limits: Ima
                 image.load()
                 if image.getexif().get(_ORIENTATION) in _ON_ITS_SIDE:
                     width, height = height, width
+    except UnidentifiedImageError as error:  # its text names an object in memory
+        raise InvalidArgumentError(
+            f"{name} ({len(data)} bytes) cannot be read as PNG, JPEG or WebP: it is none of them; send a whole file of "
+            "these formats"
+        ) from error
+    except Image.DecompressionBombError as error:
+        raise InvalidArgumentError(
+            f"{name} has too many pixels, and worker.image_pixels allows {limits.image_pixels}; make it smaller"
+        ) from error
     except Exception as error:  # each format's decoder fails in its own ways
         raise InvalidArgumentError(
             f"{name} ({len(data)} bytes) cannot be read as PNG, JPEG or WebP: "

@@ -54,6 +54,16 @@ def test_a_small_file_of_a_large_image_is_refused_and_not_decoded() -> None:
         check_image(bomb, 0, PROCESSOR, LIMITS)
 
 
+def test_a_refusal_names_the_setting_and_nothing_of_the_daemons_memory() -> None:
+    """The library has a bound of its own, and words of its own for a file that it does not know."""
+    file = io.BytesIO()
+    Image.new("1", (20_000, 10_000)).save(file, "PNG")
+    with pytest.raises(InvalidArgumentError, match=r"images\[2\] has too many pixels, .*worker.image_pixels allows"):
+        check_image(file.getvalue(), 2, PROCESSOR, ImageLimits(1, 1 << 20, 1 << 20))
+    with pytest.raises(InvalidArgumentError, match=r"images\[0\] \(0 bytes\).*it is none of them; send a whole file"):
+        check_image(b"", 0, PROCESSOR, LIMITS)
+
+
 def test_an_image_that_moves_is_refused() -> None:
     frames = [Image.new("RGB", (8, 8), color) for color in ("red", "green")]
     file = io.BytesIO()

@@ -63,9 +63,9 @@ $(VLLM_INSTALLED): pyproject.toml tests/vllm/requirements.txt
 	$(call pip,$(VLLM_VENV),--no-deps -e .)
 	@touch $@
 
-# One worker: an engine keeps a core busy, and its daemon and a second engine the other. An engine takes a while to start.
+# What takes time is starting engines, which keeps one core busy.
 test-vllm: $(VLLM_INSTALLED)
-	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest $(VLLM_TESTS)
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(VLLM_TESTS)
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

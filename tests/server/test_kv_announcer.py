@@ -6,6 +6,7 @@ import asyncio
 import random
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import zmq
 from prefixd.cache import NamespaceSpec, PartSpec, RecurrentStateSpec, SlidingWindowSpec, TieredCache, Tiers, Trie
 from prefixd.cache.index.trie import CPU, DISK, TIERS
 from prefixd.server.kv_events import announcer
+from prefixd.server.kv_events import publisher as publisher_module
 from prefixd.server.kv_events.publisher import EventCounters, Publisher
 from prefixd.server.kv_events.wire import AllBlocksCleared, BlockRemoved, BlockStored, Event, KVEventBatch
 from prefixd.settings import EventSettings
@@ -242,6 +244,26 @@ def folder() -> Iterator[Path]:
     name = tempfile.mkdtemp(prefix="prefixd-")
     yield Path(name)
     shutil.rmtree(name)
+
+
+async def test_a_context_that_does_not_end_is_left_to_itself(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher_module, "_END_S", 0.05)
+    publisher = Publisher(EventSettings(endpoint=f"ipc://{folder}/events"), lambda: None)
+    go_on, destroy = threading.Event(), publisher._context.destroy
+    monkeypatch.setattr(publisher._context, "destroy", lambda linger: (go_on.wait(60), destroy(linger)))
+    publisher.close()
+    assert "not closed after 0.05 s" in caplog.text
+    go_on.set()
+    await asyncio.to_thread(_ended, "kv-events-end")
+
+
+def _ended(name: str) -> None:
+    for thread in threading.enumerate():
+        if thread.name == name:
+            thread.join(60)
+            assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("bound", ["batches", "bytes"])

@@ -7,6 +7,7 @@ sees it by the sequence numbers, and can ask for them again (`Replay`). The othe
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ log = logging.getLogger(__name__)
 
 _DATA_PARALLEL_RANK = 0  # what an engine without data parallelism says
 _LINGER_MS = 200  # for what is still in the queues at the end
+_END_S = 2.0
 _LOG_EVERY_S = 60.0
 
 
@@ -95,11 +97,20 @@ class Publisher:
         self._take_subscriptions()
 
     def close(self) -> None:
-        """Closes the sockets; what is queued has a moment to go out."""
+        """Closes the sockets; what is queued has a moment to go out.
+
+        ZMQ's context has been seen to wait on beyond its sockets' linger; it is left to itself then.
+        """
         self._end()
         if self._replay is not None:
             self._replay.close()
-        self._context.destroy(linger=_LINGER_MS)
+        ending = threading.Thread(
+            target=self._context.destroy, kwargs={"linger": _LINGER_MS}, name="kv-events-end", daemon=True
+        )
+        ending.start()
+        ending.join(_END_S)
+        if ending.is_alive():
+            log.warning("the sockets of the KV events are not closed after %g s; what was not sent is lost", _END_S)
 
     def _take_subscriptions(self) -> None:
         while (message := receive(self._socket)) is not None:

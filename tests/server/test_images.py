@@ -17,11 +17,10 @@ from PIL import Image
 from prefixd.client import Client, InvalidArgumentError, UnsupportedError
 from prefixd.client.inference import Finished, Tokens
 from prefixd.workloads.daemon_process import DaemonProcess
+from tests.worker import test_images as worker_tests
 
 if TYPE_CHECKING:
     from tests.server.conftest import Remote
-
-worker_tests: Any = pytest.importorskip("tests.worker.test_images")
 
 BLOCK = 16
 NEW = 6

@@ -87,9 +87,8 @@ def expired_groups(groups: Sequence[KvGroup], blocks: int, branches: Int64s) -> 
     for group in groups:
         free = group.rule.expires(blocks)
         first, end = group.rule.needed_range(branches)
-        changes = np.zeros(
-            blocks + 1, np.int64
-        )  # at each block: needed ranges that begin there less those that have ended
+        # At each block: needed ranges that begin there, less those that have ended.
+        changes = np.zeros(blocks + 1, np.int64)
         np.add.at(changes, first, 1)
         np.add.at(changes, end, -1)
         free &= np.cumsum(changes[:blocks]) == 0

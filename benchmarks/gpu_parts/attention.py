@@ -22,6 +22,7 @@ from benchmarks.gpu_parts.part import Budget, Part, Unavailable
 from prefixd.worker.attention import AttentionBackend, StepAttention
 from prefixd.worker.flash_attention import FlashAttention, VarlenKernel, find_kernel
 from prefixd.worker.flex_attention import FlexAttention
+from prefixd.worker.frame_window import FrameWindow
 from prefixd.worker.kv_memory import KvMemory, Segment, StepKv
 from prefixd.worker.paged_kv import PagedKv, PagedStep
 from prefixd.worker.virtual_kv import VirtualKv
@@ -99,9 +100,8 @@ class _Bench:
         self._geometry = tensors.manager.geometry
         self._frames = tensors.frames
         self._virtual = VirtualKv(tensors.manager)
-        self._paged = PagedKv(
-            tensors.manager.memory, tensors.table, self._geometry, frames=len(tensors.frames), max_tokens=longest
-        )
+        window = FrameWindow(tensors.manager.memory, tensors.table, self._geometry.block_bytes, len(tensors.frames))
+        self._paged = PagedKv(window, self._geometry, max_tokens=longest)
         self._kernel = (
             find_kernel(heads.head_dim, torch.bfloat16, device.torch_device) if device.measures else varlen_reference
         )

@@ -16,6 +16,7 @@ import numpy as np
 from benchmarks.common.harness import BenchmarkError
 from prefixd.embedded_model import ensure_embedded_model
 from prefixd.worker.engine import Engine
+from prefixd.worker.frame_window import FrameWindow
 from prefixd.worker.kv_memory import KvMemory
 from prefixd.worker.model import CausalModel, load_model
 from prefixd.worker.model_spec import ModelSpec, read_model_spec
@@ -76,7 +77,8 @@ class Frames:
         spec = self.spec
         if design == PAGED:
             most, longest = self.pool.most, spec.sequence_capacity
-            return PagedKv(self.memory, self.pool.table, spec.geometry, frames=most, max_tokens=longest)
+            window = FrameWindow(self.memory, self.pool.table, self.pool.frame_bytes, most)
+            return PagedKv(window, spec.geometry, max_tokens=longest)
         manager = VirtualTensorManager(
             self.memory,
             self.pool.table,

@@ -11,6 +11,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import TypeVar
 
@@ -219,15 +220,31 @@ class Mover:
                 raise
         return np.concatenate(taken)
 
-    async def take_frames(self, count: int) -> list[int] | None:
-        """`count` frames of the compute tier in flight; all or none. Evicts nothing when not all can be had."""
-        compute, frame = self.tiers.compute, self.tiers.frames.frame_bytes
-        lacking, demotable = count - compute.room(frame), self.tiers.below(compute) is not None
-        if not await can_free(self.tries, compute.level, lacking, demotable=demotable):
+    async def take_frames(
+        self, count: int, widths: Sequence[int] = (1,), *, near: Sequence[int] = (), beside: int = 0
+    ) -> list[int] | None:
+        """Frames of the compute tier in flight, `count` times one or more for each of `widths`; all or none.
+
+        Args:
+            count: how often.
+            widths: of each slot so many frames side by side, as a block's parts take them (`KvShape.block_widths`).
+            near: slots [widths] of the same prefix, see `allocate`.
+            beside: so many frames are taken next. Nothing is evicted when not all, these included, can be had; where
+                parts of several sizes share large pages that is an estimate.
+
+        Returns:
+            Of each slot the first frame.
+        """
+        tier, frame = self.tiers.compute, self.tiers.frames.frame_bytes
+        sizes = [width * frame for width in widths]
+        lacking = (count * tier.footprint(sizes) + tier.used_bytes - tier.capacity_bytes) // frame + beside
+        may_sink = self.tiers.below(tier) is not None
+        weigh = partial(_frames_of_part, tier, frame)
+        if not await can_free(self.tries, tier.level, lacking, demotable=may_sink, weigh=weigh):
             return None
-        frames = await self.allocate(compute, (frame,), count)
-        if len(frames) < count:
-            compute.free(frames)
+        frames = await self.allocate(tier, sizes, count if sizes else 0, near=near)
+        if len(frames) < count and sizes:
+            tier.free(frames)
             return None
         taken: list[int] = frames.ravel().tolist()
         return taken
@@ -572,3 +589,7 @@ def _memory(tier: Tier) -> MemoryTier:
     if not isinstance(tier, MemoryTier):
         raise TypeError(f"the {tier.name} tier has no addresses")
     return tier
+
+
+def _frames_of_part(tier: MemoryTier, frame_bytes: int, nbytes: int) -> int:
+    return tier.footprint((nbytes,)) // frame_bytes

@@ -177,7 +177,12 @@ class Tiers:
     @property
     def frames(self) -> FramePool:
         """The compute tier's memory."""
-        return _known(self.compute, GpuTier).pool
+        return self.gpu.pool
+
+    @property
+    def gpu(self) -> GpuTier:
+        """The compute tier."""
+        return _known(self.compute, GpuTier)
 
     @property
     def store(self) -> SlabStore:

@@ -73,13 +73,17 @@ def _without_held(trie: Trie, rows: Rows, tier: int, groups: GroupMask) -> Group
     return groups
 
 
-async def can_free(tries: Sequence[Trie], tier: int, slots: int, *, demotable: bool) -> bool:
-    """Whether evictions, one after the other, can free so many slots in `tier`.
+async def can_free(
+    tries: Sequence[Trie], tier: int, slots: int, *, demotable: bool, weigh: Callable[[int], int] = lambda nbytes: 1
+) -> bool:
+    """Whether evictions, one after the other, can free so many slots in `tier`, where a part of so many bytes counts
+    as `weigh` says.
 
     A scan in slices, which ends where there are enough. Others use the tries between two slices, so it is an estimate.
     """
     bit, pacer = np.uint8(1 << tier), Pacer(SCANNED_AT_ONCE)
     for trie in list(tries):
+        weights = np.array([weigh(nbytes) for nbytes in trie.part_bytes], np.int64)
         for part in slices(trie.rows):
             if slots <= 0:
                 return True
@@ -87,10 +91,10 @@ async def can_free(tries: Sequence[Trie], tier: int, slots: int, *, demotable: b
             goes = ~trie.held(rows, tier)
             if not demotable:
                 goes &= (trie.any_part[rows] != bit) | ((trie.keep[rows] == 0) & ~trie.pinned[rows])
-            slots -= int(np.count_nonzero(trie.slots[rows[goes], tier] != NO_SLOT))
+            slots -= int(((trie.slots[rows[goes], tier] != NO_SLOT) @ weights).sum())
             if trie.has_rules:
                 groups = _unheld(trie, rows[~goes], tier)
-                slots -= int(np.count_nonzero((groups[:, None] & trie.part_mask) != 0))
+                slots -= int((((groups[:, None] & trie.part_mask) != 0) @ weights).sum())
             await pacer.worked(part.stop - part.start)
     return slots <= 0
 

@@ -167,7 +167,7 @@ class Generation:
         longest = prompt_tokens + samplings[0].max_tokens
         if searched := samplings[0].beams:
             blocks = blocks_needed(prompt_tokens, samplings[0].max_tokens, searched, block_tokens)
-            if (frames := blocks * model.kv.block_frames) > model.frames:
+            if (frames := model.kv.beam_frames(blocks)) > model.frames:
                 raise ExhaustedError(
                     f"a search with {searched} beams needs {frames * frame_bytes} bytes, but the GPU tier holds "
                     f"{model.frames * frame_bytes}; narrow the search, lower max_tokens or {_LARGER_TIER}"

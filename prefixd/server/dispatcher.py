@@ -11,8 +11,9 @@ however long the running ones are (`RequestQueue`, `PrefixTracker`, `FrameBudget
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import compress, islice
 
@@ -27,7 +28,7 @@ from prefixd.server.concurrency_limit import ConcurrencyLimit
 from prefixd.server.frame_budget import FrameBudget
 from prefixd.server.frame_holders import name_holders
 from prefixd.server.kv_needs import KvNeeds
-from prefixd.server.kv_shape import ONE_FRAME
+from prefixd.server.kv_shape import ONE_FRAME, KvShape
 from prefixd.server.preemption import Preemption, PreemptionMode
 from prefixd.server.prefetcher import Prefetcher
 from prefixd.server.request import Ended, Event, NewTokens, Request, RequestState
@@ -110,7 +111,7 @@ class Dispatcher:
         self._look_ahead = look_ahead
         self._caching = caching
         self.states = StateKeeping(cache, states or StatePolicy())
-        self._budget = FrameBudget()
+        self._budget = FrameBudget(self._frames_of_parts)
         self._share = share or TierShare()
         self._share.join(self)
         self._pacer = Pacer(SLICE_ROWS)
@@ -504,21 +505,20 @@ class Dispatcher:
             self._prefetcher.unstage(request)
             self._look()
             return True
-        cached = len(request.rows)
-        size, first_frames = request.kv.state_frames, request.first_frames
-        keep = self.states.chosen(request) if size and self._caching else []
-        wanted = extra = size * (len(keep) + (self._caching and self.states.keeps_tails))
+        cached, kv = len(request.rows), request.kv
+        keep = self.states.chosen(request) if kv.state_frames and self._caching else []
+        wanted = extra = len(keep) + self.states.keeps_tails if kv.state_frames and self._caching else 0
         fresh = None
-        if extra and request.most_frames + extra <= self._cache.tiers.frames.lasting:
-            fresh = await self._mover.take_frames(first_frames + extra)
+        if extra and request.most_frames + extra * kv.state_frames <= self._cache.tiers.frames.lasting:
+            fresh = await self._take_first(request, 1 + extra)
         if fresh is None:  # it runs all the same, and no state is kept of it
             keep, extra = [], 0
-            fresh = await self._mover.take_frames(first_frames)
+            fresh = await self._take_first(request, 1)
         if fresh is None:
             return False
         gone = request.state is not RequestState.READY or not self._taking  # cancelled, or the worker died, meanwhile
         if gone or request.most_frames > self._cache.tiers.frames.lasting:  # or the tier shrinks below what it may need
-            self._cache.tiers.compute.free(fresh)
+            self._cache.tiers.compute.free(itertools.chain(*fresh))
             self._look()
             return True
         self._lacking = None
@@ -528,21 +528,21 @@ class Dispatcher:
         self.running[request.id] = request
         request.turn = self._share.next_turn()
         computes = request.usable_blocks if self._caching else 0
-        of_blocks = fresh[: first_frames - size]
-        states = _share_out(fresh[first_frames - size :], size, keep)
+        of_blocks, of_states = fresh
+        states = _share_out(of_states, kv, keep)
         resume = self._resume_from(request)
         run = Run(
             [*self._homes_of_prefix(request), *of_blocks],
             computes,
             self._caching,
-            request.kv.block_frames,
+            kv.block_widths,
             states,
         )
-        self._prefetcher.hand_over(request, run, fresh)
+        self._prefetcher.hand_over(request, run, [*of_blocks, *of_states])
         self.preemption.resumed(request, cached)
         if states is not None:
             self.states.handed_over(request)
-            self.states.counters.without_room += wanted > states.extra_frames
+            self.states.counters.without_room += wanted > states.extra_states
         if cached < computes:
             self._computing[request.id] = request
         request.handed_over_s = request.handed_over_s or self._clock()
@@ -563,9 +563,26 @@ class Dispatcher:
         )
         return True
 
+    async def _take_first(self, request: Request, states: int) -> tuple[list[int], list[int]] | None:
+        """What a run begins with: the frames of its first blocks, those cached aside, and of so many states; None where
+        there are not enough."""
+        kv = request.kv
+        level, last = self._cache.tiers.compute.level, request.rows[-1:]
+        near = request.trie.slots[last, level, : len(kv.block_widths)].ravel().tolist()
+        of_blocks = await self._mover.take_frames(
+            request.first_blocks - len(request.rows), kv.block_widths, near=near, beside=states * kv.state_frames
+        )
+        if of_blocks is None or not kv.state_frames:
+            return None if of_blocks is None else (of_blocks, [])
+        of_states = await self._mover.take_frames(states, kv.state_widths)
+        if of_states is None:
+            self._cache.tiers.compute.free(of_blocks)
+            return None
+        return of_blocks, of_states
+
     def _homes_of_prefix(self, request: Request) -> list[int]:
         """Where what is held of its cached blocks lies; -1 for the rest, which may go while it runs."""
-        trie, parts = request.trie, request.kv.block_frames
+        trie, parts = request.trie, len(request.kv.block_widths)
         slots = trie.slots[request.rows, self._cache.tiers.compute.level, :parts]
         if request.wanted is not None:
             slots = np.where((request.wanted[:, None] & trie.part_mask[:parts]) != 0, slots, NO_SLOT)
@@ -574,9 +591,13 @@ class Dispatcher:
 
     def _resume_from(self, request: Request) -> list[int]:
         """Where the state after its cached blocks lies."""
-        slots = request.trie.slots[request.rows[-1:], self._cache.tiers.compute.level, request.kv.block_frames :]
+        slots = request.trie.slots[request.rows[-1:], self._cache.tiers.compute.level, len(request.kv.block_widths) :]
         frames: list[int] = slots.ravel().tolist()
         return frames
+
+    def _frames_of_parts(self, sizes: Sequence[int]) -> int:
+        tier = self._cache.tiers.gpu
+        return tier.footprint(sizes) // tier.frame_bytes
 
     def _count(self, request: Request) -> None:
         found = request.hit_tokens or [0] * len(self._cache.counters.hit_tokens)
@@ -601,7 +622,7 @@ class Dispatcher:
             parent = int(request.rows[-1]) if first else request.namespace.root
             homes, trie = run.homes(first, filled), request.trie
             rows, taken = self._cache.record(request.namespace, parent, request.chain, first, homes, filled - first)
-            wanted, groups = None, int(np.bitwise_or.reduce(trie.part_mask[: run.block_frames]))
+            wanted, groups = None, int(np.bitwise_or.reduce(trie.part_mask[: run.slots]))
             if trie.has_rules:
                 wanted = np.full(len(rows), groups, np.uint8)
             request.footprint.record(rows, compress(homes, taken.tolist()), wanted)
@@ -636,7 +657,8 @@ class Dispatcher:
             if not self._starves(request):
                 continue  # it ended while the others got theirs
             blocks = request.wanted_blocks - request.run.blocks
-            frames = await self._mover.take_frames(blocks * request.kv.block_frames)
+            near = request.run.frames[-request.run.slots :]
+            frames = await self._mover.take_frames(blocks, request.kv.block_widths, near=near)
             if not self._starves(request):
                 if frames:
                     self._cache.tiers.compute.free(frames)
@@ -709,14 +731,14 @@ def _never_fits(request: Request, pool: FramePool) -> ExhaustedError:
     )
 
 
-def _share_out(frames: list[int], size: int, keep: list[int]) -> RunStates | None:
-    """Gives a run's states, of `size` frames each, their frames: its own, those to be kept, and the tail's if any are
-    left."""
-    if not size:
+def _share_out(slots: list[int], kv: KvShape, keep: list[int]) -> RunStates | None:
+    """Gives a run's states their slots: its own, those to be kept, and the tail's if any are left."""
+    if not kv.state_frames:
         return None
-    states = [frames[start : start + size] for start in range(0, len(frames), size)]
+    size = len(kv.state_widths)
+    states = [slots[start : start + size] for start in range(0, len(slots), size)]
     own, kept, tail = states[0], states[1 : 1 + len(keep)], states[1 + len(keep) :]
-    return RunStates(own, dict(zip(keep, kept, strict=True)), tail[0] if tail else [])
+    return RunStates(own, dict(zip(keep, kept, strict=True)), tail[0] if tail else [], frames=kv.state_frames)
 
 
 def _last_event(request: Request, done: Done) -> Event:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from prefixd.cache import TieredCache, Trie
 from prefixd.cache.groups import GroupMask
@@ -21,6 +21,9 @@ class Footprint:
 
     Of the blocks that were found, the bytes are held that the rules of the KV groups need; while the request runs, it
     lets go of what its windows have passed.
+
+    A frame here is a slot of the tier, which with block tables is the first of several (`KvShape`); the budget counts
+    them all.
 
     The hold is taken here, when the request is staged, and ended by `end`, whatever happened in between. The frames
     count in the budget unless the request can be made to give them up (`yield_frames`).
@@ -68,21 +71,21 @@ class Footprint:
     def claim_frames(self, own: Iterable[int]) -> None:
         """The request keeps its frames from now on, and gets these, in flight, for itself."""
         self.own.update(own)
-        self._budget.add(self._trie, self.rows, self.wanted, len(self.own))
+        self._budget.add(self._trie, self.rows, self.wanted, self._frames(self.own))
         self._counted = True
 
     def extend(self, own: list[int]) -> None:
         """Adds frames in flight to those of a request that keeps its frames."""
         self.own.update(own)
-        self._budget.taken += len(own)
+        self._budget.taken += self._frames(own)
 
     def record(self, rows: Rows, given: Iterable[int], wanted: GroupMask | None = None) -> None:
         """Adds blocks that the worker has filled and the trie has now, with their `wanted` groups, and with them the
         `given` frames."""
-        before = len(self.own)
-        self.own.difference_update(given)
+        gone = self.own.intersection(given)
+        self.own -= gone
         self._hold.extend(rows, wanted)
-        self._budget.add(self._trie, rows, wanted, len(self.own) - before)
+        self._budget.add(self._trie, rows, wanted, -self._frames(gone))
 
     def let_go(self, blocks: slice, groups: int, frames: Sequence[int] = ()) -> None:
         """Lets go of what some KV groups, a mask, have of some blocks, and frees those of the `frames` that are its
@@ -96,13 +99,13 @@ class Footprint:
         """These of the own frames are the trie's now, and not held."""
         self.own.difference_update(frames)
         if self._counted:
-            self._budget.taken -= len(frames)
+            self._budget.taken -= self._frames(frames)
 
     def free(self, frames: Iterable[int]) -> None:
         """Frees some of the own frames."""
         gone = list(frames)
-        self._cache.tiers.compute.free(gone)
         self.give(gone)
+        self._cache.tiers.compute.free(gone)
 
     def shorten(self, blocks: int) -> None:
         """Holds the longest usable prefix of the first `blocks` blocks, of which the bytes needed are in the GPU tier.
@@ -119,6 +122,10 @@ class Footprint:
     def end(self) -> None:
         """Ends the hold and frees the own frames."""
         if self._counted:
-            self._budget.remove(self._trie, self.rows, self.wanted, len(self.own))
+            self._budget.remove(self._trie, self.rows, self.wanted, self._frames(self.own))
         self._cache.tiers.compute.free(self.own)
         self._hold.end()
+
+    def _frames(self, slots: Collection[int]) -> int:
+        """How many frames slots in flight have; none where there are no slots, and maybe no tier."""
+        return self._cache.tiers.gpu.frames_of(slots) if slots else 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 
 from prefixd.cache import Trie
@@ -17,14 +19,19 @@ class FrameBudget:
     and group. All requests of a worker have blocks of one geometry, hence of one trie. Blocks are given with the groups
     of each that count, [m]; None for all of them.
 
+    Args:
+        frames: how many frames parts of so many bytes take.
+
     Attributes:
         taken: frames of the blocks counted, each once, and of the requests' own frames.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, frames: Callable[[Sequence[int]], int] = len) -> None:
         self.taken = 0
         self._memory = ColumnMemory()  # a table of a million rows grows without copying
         self._holders: list[Rows] = []  # by group and row: how many counted requests hold its bytes of the block
+        self._frames = frames
+        self._widths: list[int] = []  # by group: the frames that it has of a block
         self._round = 1
         self._weighed_in: list[Rows] = []  # by group and row: the last round in which they were weighed
 
@@ -35,7 +42,7 @@ class FrameBudget:
         for group in trie.groups:
             chosen, holders = _of_group(rows, wanted, group.mask), self._holders[group.bit]
             holders[chosen] += 1
-            self.taken += int(np.count_nonzero(holders[chosen] == 1)) * len(group.parts)
+            self.taken += int(np.count_nonzero(holders[chosen] == 1)) * self._widths[group.bit]
 
     def remove(self, trie: Trie, rows: Rows, wanted: GroupMask | None = None, own: int = 0) -> None:
         """Ends what `add` began."""
@@ -43,7 +50,7 @@ class FrameBudget:
         for group in trie.groups:
             chosen, holders = _of_group(rows, wanted, group.mask), self._holders[group.bit]
             holders[chosen] -= 1
-            self.taken -= int(np.count_nonzero(holders[chosen] == 0)) * len(group.parts)
+            self.taken -= int(np.count_nonzero(holders[chosen] == 0)) * self._widths[group.bit]
 
     def begin_round(self) -> None:
         """From here on `weigh` has seen no block."""
@@ -57,13 +64,14 @@ class FrameBudget:
             chosen, weighed_in = _of_group(rows, wanted, group.mask), self._weighed_in[group.bit]
             more = (self._holders[group.bit][chosen] == 0) & (weighed_in[chosen] != self._round)
             weighed_in[chosen] = self._round
-            frames += int(np.count_nonzero(more)) * len(group.parts)
+            frames += int(np.count_nonzero(more)) * self._widths[group.bit]
         return frames
 
     def _fit(self, trie: Trie) -> None:
         if not self._holders:
             self._holders = [np.zeros(0, np.int64) for _ in trie.groups]
             self._weighed_in = [np.zeros(0, np.int64) for _ in trie.groups]
+            self._widths = [self._frames([trie.part_bytes[part] for part in group.parts]) for group in trie.groups]
         if trie.rows > len(self._holders[0]):
             for bit in range(len(trie.groups)):
                 for name, columns in (("holders", self._holders), ("weighed in", self._weighed_in)):

@@ -11,8 +11,9 @@ _NAMED = 3
 
 def name_holders(cache: TieredCache) -> str:
     """How many of the tier's frames are held, how many of those are pinned, and who holds most."""
-    pool, bit = cache.tiers.frames, np.uint8(1 << cache.tiers.compute.level)
-    text = f"{pool.used_count} of {pool.capacity} frames of the gpu tier are held"
+    pool, tier = cache.tiers.frames, cache.tiers.compute
+    bit = np.uint8(1 << tier.level)
+    text = f"{tier.used_bytes // pool.frame_bytes} of {pool.capacity} frames of the gpu tier are held"
     pinned = sum(
         int(np.count_nonzero(trie.pinned[: trie.rows] & ((trie.any_part[: trie.rows] & bit) != 0)))
         for trie in cache.tries

@@ -20,7 +20,7 @@ from prefixd.server.kv_shape import KvShape
 from prefixd.settings import Settings
 from prefixd.worker.protocol import Hello
 from prefixd_swap import FramePool, SwapError, VirtualMemory, create_memory
-from prefixd_swap.tiers import CpuTier, GpuTier
+from prefixd_swap.tiers import CpuTier, GpuTier, PagedGpuTier
 
 log = logging.getLogger(__name__)
 
@@ -117,10 +117,23 @@ class GpuMemory:
                 error = ConfigError(f"the GPU tier of {asked} bytes cannot be made: {error}")
             made.set_exception(error)
         else:
-            self._cache.tiers.compute = GpuTier(pool)
+            self._cache.tiers.compute = self._tier(pool)
             made.set_result(pool)
         finally:
             self._threads.clear()
+
+    def _tier(self, pool: FramePool) -> GpuTier:
+        """Any frame for any part, or pages where parts take several frames side by side."""
+        shapes = [KvShape.of(hello.in_frames(pool.frame_bytes), 0) for hello in self._hellos.values()]
+        widths = {width for shape in shapes for width in (*shape.block_widths, *shape.state_widths)}
+        if max(widths) == 1:
+            return GpuTier(pool)
+        tier = PagedGpuTier(pool, widths)
+        log.info(
+            "parts of %s frames share large pages of %d bytes",
+            *(", ".join(map(str, sorted(widths))), tier.large_page_bytes),
+        )
+        return tier
 
     async def _pool(self, threads: ThreadPoolExecutor) -> FramePool:
         asked, hellos, loop = self._settings.gpu.bytes, list(self._hellos.values()), asyncio.get_running_loop()

@@ -78,7 +78,7 @@ class KvNeeds:
         first = 0
         for number, group in enumerate(self._kv.groups):
             mask = trie.part_mask[first]
-            first += group.frames
+            first += len(self._kv.widths(group))
             bit = int(mask).bit_length() - 1
             there = (trie.there[rows, GPU] & mask) != 0
             expired = (trie.expired[rows] & mask) != 0
@@ -100,11 +100,11 @@ class KvNeeds:
         for request in requests:
             run, own = request.run, request.footprint.own
             known = -(-request.chain.tokens // kv.block_tokens)
-            ahead = len(own.intersection(run.homes(known, run.blocks))) if kv.block_frames else 0
-            unneeded += ahead * self._frame_bytes
+            ahead = run.homes(known, run.blocks) if run.slots else []
+            frames = sum(run.widths[at % run.slots] for at, home in enumerate(ahead) if home in own)
+            unneeded += frames * self._frame_bytes
             if run.states is not None:
-                states = (len(run.states.own) + run.states.extra_frames) // kv.state_frames
-                unneeded += states * self._padding(-1)
+                unneeded += (1 + run.states.extra_states) * self._padding(-1)
         return unneeded
 
     def _padding(self, group: int) -> int:

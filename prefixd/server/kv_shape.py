@@ -25,7 +25,13 @@ class KvShape:
     ```
     parts of a block    attention   window:0   window:1 | state:0   state:1
     frames              \\___________ block_frames ______/ \\_ state_frames _/
+
+    whole pages         attention        window         |      state
+    widths                  1              2                     2
     ```
+
+    A part is one slot of the GPU tier: a frame, wherever it is; or, with block tables, all frames of a group, side by
+    side, known by the first one.
 
     Attributes:
         groups: as `Hello.groups`.
@@ -33,6 +39,7 @@ class KvShape:
         window_margin: as `Hello.window_margin`.
         step_tokens: most tokens of a request that the worker computes at a time.
         needs: as `Hello.needs`.
+        whole_pages: as `Hello.whole_pages`.
     """
 
     groups: tuple[GroupShape, ...]
@@ -40,11 +47,12 @@ class KvShape:
     window_margin: int = 0
     step_tokens: int = 0
     needs: tuple[Need, ...] = ()
+    whole_pages: bool = False
 
     @classmethod
     def of(cls, hello: Hello, step_tokens: int) -> KvShape:
         """The shape of the model that a worker has described."""
-        return cls(hello.groups, hello.block_tokens, hello.window_margin, step_tokens, hello.needs)
+        return cls(hello.groups, hello.block_tokens, hello.window_margin, step_tokens, hello.needs, hello.whole_pages)
 
     @cached_property
     def token_groups(self) -> tuple[GroupShape, ...]:
@@ -61,6 +69,21 @@ class KvShape:
         """Frames of a state; 0 for a model without."""
         return sum(group.frames for group in self.groups) - self.block_frames
 
+    def widths(self, group: GroupShape) -> tuple[int, ...]:
+        """Of each slot that a group's bytes of a block, or a state, take, how many frames it has."""
+        return (group.frames,) if self.whole_pages else (1,) * group.frames
+
+    @cached_property
+    def block_widths(self) -> tuple[int, ...]:
+        """Of each slot of a block, how many frames it has."""
+        return tuple(width for group in self.token_groups for width in self.widths(group))
+
+    @cached_property
+    def state_widths(self) -> tuple[int, ...]:
+        """Of each slot of a state, how many frames it has."""
+        states = (group for group in self.groups if isinstance(group.rule, RecurrentState))
+        return tuple(width for group in states for width in self.widths(group))
+
     @cached_property
     def windowed(self) -> bool:
         """Whether blocks of some group are passed while a request runs."""
@@ -75,7 +98,14 @@ class KvShape:
     def least_frames(self) -> int:
         """Frames of the smallest request: a block for its prompt, one to go on, and a state of its own and one that it
         resumes from."""
-        return 2 * self.block_frames + 2 * self.state_frames
+        return 2 * self.block_frames + 2 * self.state_frames + self._rests
+
+    @cached_property
+    def _rests(self) -> int:
+        """Frames that a request may need beside its own because a large page has parts of one size at a time: for each
+        size, that of a page of which it has one part, and what the parts leave of a page."""
+        sizes = {*self.block_widths, *self.state_widths}
+        return 2 * len(sizes) * max(sizes) if len(sizes) > 1 else 0
 
     def ahead_blocks(self, computed_tokens: int) -> int:
         """So many blocks a run of a model with windows has at most, when so many tokens are computed.
@@ -86,7 +116,7 @@ class KvShape:
 
     def most_frames(self, blocks: int) -> int:
         """The most frames that a run of so many blocks has at a time."""
-        frames = 2 * self.state_frames
+        frames = 2 * self.state_frames + self._rests
         for group in self.token_groups:
             most = blocks
             if isinstance(group.rule, SlidingWindow):
@@ -94,6 +124,10 @@ class KvShape:
                 most = min(blocks, -(-window_tokens // self.block_tokens) + 3)
             frames += most * group.frames
         return frames
+
+    def beam_frames(self, blocks: int) -> int:
+        """Frames of a beam search of so many blocks, which it has from its start."""
+        return blocks * self.block_frames + self._rests
 
     def passed(self, computed_tokens: int) -> Iterator[tuple[int, int, int]]:
         """Of each group of tokens its first part, the part behind its last one, and how many blocks are passed.
@@ -107,8 +141,9 @@ class KvShape:
             blocks = min(
                 passed_blocks(other, computed_tokens, self.block_tokens, self.window_margin) for other in alike
             )
-            yield first, first + group.frames, blocks
-            first += group.frames
+            slots = len(self.widths(group))
+            yield first, first + slots, blocks
+            first += slots
 
     def _window_blocks(self, group: GroupShape) -> int:
         """Blocks of a group's window, as its rule in the trie counts them; 0 for full attention."""
@@ -117,7 +152,7 @@ class KvShape:
         return max(1, -(-(group.rule.tokens - 1) // self.block_tokens))
 
     def parts(self, frame_bytes: int) -> tuple[PartSpec, ...]:
-        """The parts of a block, a frame each.
+        """The parts of a block, a slot each.
 
         The name of the part of a model whose layers are all alike is part of the identity of caches on disk.
         """
@@ -125,10 +160,11 @@ class KvShape:
             return (PartSpec("attention", 0, frame_bytes),)
         return tuple(
             PartSpec(
-                group.name if group.frames == 1 else f"{group.name}.{piece}", 0, frame_bytes, self.rule(group.rule)
+                group.name if len(self.widths(group)) == 1 else f"{group.name}.{piece}",
+                *(0, width * frame_bytes, self.rule(group.rule)),
             )
             for group in self.groups
-            for piece in range(group.frames)
+            for piece, width in enumerate(self.widths(group))
         )
 
     def rule(

@@ -145,7 +145,7 @@ class Preemption:
         self.counters.preempted += 1
         request.lost_tokens = request.run.computed_tokens
         first, rows = request.others_blocks or 0, request.rows
-        homes, width = request.run.homes(first, len(rows)), request.run.block_frames
+        homes, width = request.run.homes(first, len(rows)), request.run.slots
         rows = rows[first:]
         frames = np.array(homes, np.int64).reshape(len(rows), width)
         # A block that another request recorded first is in that one's frame.

@@ -275,7 +275,7 @@ class Request:
     def most_frames(self) -> int:
         """The most frames that it may have at a time, and cannot do without."""
         if self.sampling.beams:
-            return self.most_blocks * self.kv.block_frames
+            return self.kv.beam_frames(self.most_blocks)
         states = None if self._run is None else self._run.states
         return self.kv.most_frames(self.most_blocks) + (0 if states is None else states.extra_frames)
 

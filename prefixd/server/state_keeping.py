@@ -93,7 +93,7 @@ class StateKeeping:
             return
         if states.resuming:  # it has copied the state by now
             states.resuming = False
-            group = int(request.trie.part_mask[request.kv.block_frames])
+            group = int(request.trie.part_mask[len(request.kv.block_widths)])
             request.footprint.let_go(slice(0, len(request.rows)), group)
         for blocks in kept:
             if (frames := states.keep.pop(blocks, None)) is not None:
@@ -113,6 +113,6 @@ class StateKeeping:
         if len(rows) >= blocks and self._cache.record_state(request.trie, rows[:blocks], frames, ends):
             request.footprint.give(frames)
             self.counters.kept += 1
-            self.counters.kept_bytes += len(frames) * self._cache.tiers.frames.frame_bytes
+            self.counters.kept_bytes += request.kv.state_frames * self._cache.tiers.frames.frame_bytes
         else:
             request.footprint.free(frames)

@@ -196,7 +196,7 @@ class TierResize:
             if self._withdrawn:
                 async with self._changing_frames():
                     await self._give_back(pool)
-            await (self._grow(pool, job) if job.frames > before else self._shrink(tier, job))
+            await (self._grow(tier, job) if job.frames > before else self._shrink(tier, job))
         except (PrefixdError, SwapError) as error:
             job.unfinished = str(error)
         finally:
@@ -213,7 +213,8 @@ class TierResize:
     def _goes_on(self, job: _Job) -> bool:
         return not (job.cancelled or self._stopping)
 
-    async def _grow(self, pool: FramePool, job: _Job) -> None:
+    async def _grow(self, tier: GpuTier, job: _Job) -> None:
+        pool = tier.pool
         while pool.capacity < job.frames:
             await self._settled()
             if not self._goes_on(job):
@@ -223,7 +224,7 @@ class TierResize:
                 new = await in_thread(lambda count=count: pool.create(count))  # type: ignore[misc]
                 for worker in self._workers:
                     await worker.grow(pool, new)
-                pool.admit(new)
+                tier.admit(new)
             self._frames_changed()
 
     async def _shrink(self, tier: GpuTier, job: _Job) -> None:

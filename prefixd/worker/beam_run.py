@@ -77,7 +77,7 @@ class BeamRun:
         self._block_tokens = block_tokens
         sampling = start.sampling
         used = -(-len(self.prompt.tokens) // block_tokens)
-        width = limits.block_frames
+        width = limits.block_slots
         homes = [tuple(start.frames[first : first + width]) for first in range(0, len(start.frames), width)]
         self._prompt_homes = homes[:used]
         self._spare = homes[used:]

@@ -96,7 +96,7 @@ class Engine:
         self._draft = draft
         self._kv = kv
         self._block_tokens = model.spec.block_tokens
-        self._block_frames = model.spec.block_frames
+        self._block_slots = model.spec.block_slots
         self._max_step_tokens = max_step_tokens
         self._clock = clock
         self._runs: dict[int, Run | BeamRun] = {}
@@ -123,7 +123,7 @@ class Engine:
         try:
             check_start(message, self._block_tokens, self._model.spec)
             blocks = -(-len(message.tokens) // 4 // self._block_tokens)
-            own = message.frames[: blocks * self._block_frames] if message.sampling.beams else message.frames
+            own = message.frames[: blocks * self._block_slots] if message.sampling.beams else message.frames
             images = self._images(message)
             memory = self._kv.open(own, message.state)
         except (RequestError, SwapError) as error:

@@ -96,7 +96,7 @@ class GroupedKv:
         """See `KvMemory.pass_by`."""
         for group, memory, part in zip(self._groups.attention, self._memories, _parts(sequence), strict=True):
             blocks = passed_blocks(group.shape, tokens, self._groups.block_tokens, self._margin)
-            memory.give_up(part, blocks * group.frames)
+            memory.give_up(part, blocks * self._groups.slots(group))
 
     def ready(self, sequence: KvSequence, tokens: int) -> bool:
         """See `KvMemory.ready`."""
@@ -175,13 +175,13 @@ class GroupedKv:
 
     def _split(self, frames: Sequence[int]) -> list[list[int]]:
         """What of each block's frames is each group's."""
-        width = self._groups.block_frames
+        width = self._groups.block_slots
         parts: list[list[int]] = []
         first = 0
         for group in self._groups.attention:
-            own = range(first, first + group.frames)
+            own = range(first, first + self._groups.slots(group))
             parts.append([frames[block + at] for block in range(0, len(frames), width) for at in own])
-            first += group.frames
+            first = own.stop
         return parts
 
 

@@ -88,6 +88,7 @@ class KvGroups:
     block_tokens: of all groups. frame_bytes: of all groups. chunk_bytes: of the memory below.
     of_draft: so many of the last groups in `attention` are those of a draft model beside it; its layers are numbered
         anew.
+    whole_pages: as `Hello.whole_pages`: a block's frames in a group, or a state's, lie side by side.
     """
 
     attention: tuple[AttentionGroup, ...]
@@ -96,6 +97,7 @@ class KvGroups:
     frame_bytes: int
     chunk_bytes: int
     of_draft: int = 0
+    whole_pages: bool = False
 
     @property
     def alone(self) -> bool:
@@ -137,6 +139,15 @@ class KvGroups:
     def block_frames(self) -> int:
         """Frames that a block takes in all groups but a state's."""
         return sum(group.frames for group in self.attention)
+
+    def slots(self, group: AttentionGroup | StateGroup) -> int:
+        """How many numbers name a block's frames in a group, or a state's: of whole pages the first frame does."""
+        return 1 if self.whole_pages else group.frames
+
+    @property
+    def block_slots(self) -> int:
+        """Numbers that name the frames of a block in all groups but a state's."""
+        return sum(self.slots(group) for group in self.attention)
 
     def in_frames(self, frame_bytes: int, chunk_bytes: int) -> KvGroups:
         """The same groups in smaller frames, which the model shares with others, as `Hello.in_frames` has them.
@@ -182,6 +193,7 @@ def plan_groups(
     on_cuda: bool,
     by_rule: bool = True,
     draft: Sequence[AttentionLayer] = (),
+    whole_pages: bool = False,
 ) -> KvGroups:
     """The groups of a model, and the least block of at least `block_tokens` tokens that fills whole chunks in each.
 
@@ -195,6 +207,7 @@ def plan_groups(
         layers share block numbers in groups of as many layers as have attention, as in vLLM, and a page each. Attention
         layers of several shapes are groups of their own all the same, and states are then as by rule, but for how many.
     draft: the attention layers of a draft model, which are further groups.
+    whole_pages: as `Hello.whole_pages`.
     Raises ModelError for a layout that several groups cannot share.
     """
     grouped: dict[_Alike, list[AttentionLayer]] = {}
@@ -237,7 +250,7 @@ def plan_groups(
         pages = -(-len(states.shapes) // asked[0].layers) if paged_states else -(-states.nbytes // frame_bytes)
         state = StateGroup(states, pages, every_block=not by_rule)
     of_draft = sum(alike.model != "" for alike in grouped)
-    return KvGroups(tuple(groups), state, tokens, frame_bytes, granule, of_draft)
+    return KvGroups(tuple(groups), state, tokens, frame_bytes, granule, of_draft, whole_pages)
 
 
 class _Alike(NamedTuple):

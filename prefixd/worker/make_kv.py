@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Executor
 
+from prefixd.worker.frame_window import FrameWindow
 from prefixd.worker.grouped_kv import GroupedKv
 from prefixd.worker.kv_memory import KvMemory
 from prefixd.worker.model_spec import WINDOW_MARGIN, ModelSpec
@@ -20,7 +21,6 @@ def make_kv(
     *,
     requests: int,
     frames: int,
-    paged: bool = False,
     background: Executor | None = None,
 ) -> KvMemory:
     """Memory for sequences of a model.
@@ -31,11 +31,10 @@ def make_kv(
         table: the frames' chunks.
         requests: most sequences at a time.
         frames: most frames that there will be.
-        paged: block tables.
         background: a single thread that maps; None maps at once.
     """
     longest = spec.sequence_capacity
-    if paged:
+    if spec.groups.whole_pages:
         return _block_tables(spec, memory, table, frames)
     memories = [
         VirtualKv(
@@ -73,23 +72,14 @@ def make_kv(
 
 def _block_tables(spec: ModelSpec, memory: VirtualMemory, table: FrameTable, frames: int) -> KvMemory:
     longest, groups = spec.sequence_capacity, spec.groups
-    memories = [
-        PagedKv(memory, table, group.geometry, frames=frames, max_tokens=longest, block_frames=group.frames)
-        for group in groups.attention
-    ]
+    window = FrameWindow(memory, table, groups.frame_bytes, frames)
+    memories = [PagedKv(window, group.geometry, max_tokens=longest) for group in groups.attention]
     if groups.alone:
         return memories[0]
-    all_pages = [of_group.pages for of_group in memories]
-    states: PagedStates | None = None
-    if groups.state is not None:
-        states = PagedStates(memory, table, groups.state, groups.frame_bytes, frames=frames)
-        all_pages.append(states.pages)
-    for pages in all_pages:
-        pages.neighbours = all_pages
     return GroupedKv(
         groups,
         memories,
-        states,
+        None if groups.state is None else PagedStates(window, groups.state),
         window_margin=WINDOW_MARGIN[spec.device.type],
         most_blocks=longest // spec.block_tokens,
     )

@@ -101,6 +101,16 @@ class ModelSpec:
         return 0 if self.groups.state is None else self.groups.state.frames
 
     @property
+    def block_slots(self) -> int:
+        """Numbers that name the frames of a block; see `KvGroups.slots`."""
+        return self.groups.block_slots
+
+    @property
+    def state_slots(self) -> int:
+        """Numbers that name the frames of a state; 0 for a model without."""
+        return 0 if self.groups.state is None else self.groups.slots(self.groups.state)
+
+    @property
     def geometry(self) -> KvGeometry:
         """The shape of the first group of attention layers, of most models the only one."""
         return self.groups.attention[0].geometry
@@ -111,6 +121,7 @@ class ModelSpec:
         return Hello(
             groups=self.groups.shapes,
             needs=self.groups.needs,
+            whole_pages=self.groups.whole_pages,
             frame_bytes=self.groups.frame_bytes,
             dtype=self.dtype,
             block_tokens=self.block_tokens,
@@ -242,6 +253,7 @@ def _plan(
         on_cuda=device.type == "cuda",
         by_rule=settings.groups == "by_rule",
         draft=draft,
+        whole_pages=settings.kv == "paged",
     )
 
 

@@ -1,8 +1,8 @@
 """KV in blocks anywhere in one pool, found through block tables: the design of PagedAttention, as a baseline.
 
-A sequence is a list of pages, of one frame each in a model with one group of layers (`MappedPages`). A kernel that
-knows block tables reads through them (`varlen_attn`, on a GPU); any other needs the blocks of a sequence copied
-together first, in every layer of every step, which is what `read` does.
+A sequence is a list of pages, each of one frame or of several side by side (`frame_window.Pages`). A kernel that knows
+block tables reads through them (`varlen_attn`, on a GPU); any other needs the blocks of a sequence copied together
+first, in every layer of every step, which is what `read` does.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from typing import cast
 import numpy as np
 import torch
 
+from prefixd.worker.frame_window import NO_PAGE, FrameWindow
 from prefixd.worker.kv_memory import KvSequence, Segment, Spans
-from prefixd.worker.mapped_pages import NO_PAGE, MappedPages
 from prefixd.worker.protocol import KvUsage, StateFrames
 from prefixd.worker.to_device import to_device
 from prefixd_swap.errors import MemoryMisuseError
 from prefixd_swap.geometry import KvGeometry
-from prefixd_swap.vmem import FrameTable, VirtualMemory
 
 
 class BlockTable:
-    """The pages of one sequence, block by block; -1 where it has none.
+    """The pages of one sequence, block by block; -1 where it has none."""
 
-    frames: those of the pages, one page after the other.
-    """
-
-    def __init__(self, pages: Sequence[int], frames: Sequence[int] = ()) -> None:
+    def __init__(self, pages: Sequence[int]) -> None:
         self.pages = list(pages)
-        self.frames = list(frames)
+
+    @property
+    def frames(self) -> list[int]:
+        """The first frame of each page."""
+        return self.pages
 
     @property
     def blocks(self) -> int:
@@ -41,34 +41,18 @@ class BlockTable:
 class PagedKv:
     """Sequences as block tables over one pool of frames.
 
-    A page is mapped when it is first used, and for good as long as its frames are the same.
-
     Args:
-        memory: the memory of all frames.
-        table: the frames' chunks.
-        geometry: the shape of the KV.
-        frames: most frames that there will be.
+        window: all frames; groups share it.
+        geometry: the shape of the KV; a block fills whole frames.
         max_tokens: the longest sequence.
-        block_frames: frames of a block.
     """
 
-    def __init__(
-        self,
-        memory: VirtualMemory,
-        table: FrameTable,
-        geometry: KvGeometry,
-        *,
-        frames: int,
-        max_tokens: int,
-        block_frames: int = 1,
-    ) -> None:
-        self.pages = MappedPages(
-            memory, table, page_frames=block_frames, page_bytes=geometry.block_bytes, frames=frames
-        )
+    def __init__(self, window: FrameWindow, geometry: KvGeometry, *, max_tokens: int) -> None:
+        self.pages = window.pages(geometry.block_bytes // window.frame_bytes)
         self._geometry = geometry
         self._max_blocks = -(-max_tokens // geometry.block_tokens)
         self._copied = 0
-        self.pool = self._view(frames // block_frames)
+        self.pool = self._view()
 
     def open(self, frames: Sequence[int], state: StateFrames | None = None) -> BlockTable:
         """See `KvMemory.open`."""
@@ -80,11 +64,12 @@ class PagedKv:
     def extend(self, sequence: KvSequence, frames: Sequence[int]) -> None:
         """See `KvMemory.extend`."""
         table = _table(sequence)
-        more = len(frames) // self.pages.page_frames
-        if table.blocks + more > self._max_blocks:
-            raise MemoryMisuseError(f"{more} more blocks do not fit: {table.blocks} of {self._max_blocks} are taken")
-        table.pages += self.pages.add(frames)
-        table.frames += frames
+        if table.blocks + len(frames) > self._max_blocks:
+            raise MemoryMisuseError(
+                f"{len(frames)} more blocks do not fit: {table.blocks} of {self._max_blocks} are taken"
+            )
+        self.pages.add(frames)
+        table.pages += frames
 
     def assign(self, sequence: KvSequence, frames: Sequence[int]) -> None:
         """See `KvMemory.assign`."""
@@ -107,12 +92,10 @@ class PagedKv:
         del sequence, tokens
 
     def give_up(self, sequence: KvSequence, frames: int) -> None:
-        """Give up the first `frames` frames of a sequence, of whole blocks; nothing reads or writes them any more."""
+        """Give up the first `frames` pages of a sequence; nothing reads or writes them any more."""
         table = _table(sequence)
-        blocks = frames // self.pages.page_frames
-        self.pages.remove(table.pages[:blocks])
-        table.pages[:blocks] = [NO_PAGE] * blocks
-        table.frames[:frames] = [-1] * frames
+        self.pages.remove(table.pages[:frames])
+        table.pages[:frames] = [NO_PAGE] * frames
 
     def ready(self, sequence: KvSequence, tokens: int) -> bool:
         """Always: nothing happens in the background."""
@@ -135,7 +118,7 @@ class PagedKv:
 
     def forget(self, frames: Sequence[int]) -> None:
         """See `KvMemory.forget`."""
-        self.pages.forget(frames)
+        self.pages.window.forget(frames)
 
     def step(self, segments: Sequence[Segment]) -> PagedStep:
         """See `KvMemory.step`."""
@@ -147,24 +130,26 @@ class PagedKv:
 
     def end(self) -> None:
         """Give the addresses back."""
-        self.pages.end()
+        self.pages.window.end()
 
     def _let_go(self, table: BlockTable) -> None:
         self.pages.remove(table.pages)
-        table.pages, table.frames = [], []
+        table.pages = []
 
-    def _view(self, pages: int) -> torch.Tensor:
-        """``[pages, block_tokens, layers, 2, kv_heads, head_dim]``, whatever the layout."""
+    def _view(self) -> torch.Tensor:
+        """``[pages, block_tokens, layers, 2, kv_heads, head_dim]``, whatever the layout; a page for every frame that
+        one may begin at."""
         shape = self._geometry
         heads = shape.kv_heads * shape.head_dim
         if shape.layout == "token":
             token, layer = shape.layers * 2 * heads, 2 * heads
         else:
             token, layer = 2 * heads, shape.block_tokens * 2 * heads
-        return self.pages.tensor(
-            (pages, shape.block_tokens, shape.layers, 2, shape.kv_heads, shape.head_dim),
+        window = self.pages.window
+        return window.tensor(
+            (self.pages.count, shape.block_tokens, shape.layers, 2, shape.kv_heads, shape.head_dim),
             getattr(torch, shape.dtype),
-            (shape.block_bytes // shape.element_bytes, token, layer, heads, shape.head_dim, 1),
+            (window.frame_bytes // shape.element_bytes, token, layer, heads, shape.head_dim, 1),
         )
 
 

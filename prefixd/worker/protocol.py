@@ -167,6 +167,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     groups: its layers, and behind them those of its draft, if it has one. Those with a state, if there are any, are one
         group, the last.
     needs: of these groups, for the daemon's account of memory. The rest of their frames is padding.
+    whole_pages: the frames of a block in one group, and of a state, must lie side by side, and the first names them: of
+        block tables. Else they lie anywhere, and each is named.
     frame_bytes: bytes of a frame: one size for all groups, so that any frame serves any of them.
 
     weights_bytes, working_bytes: what the weights will take on the device, and the rest but for the KV; estimates of
@@ -196,6 +198,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     window_margin: int = 0
     images: ImageShape | None = None
     needs: tuple[Need, ...] = ()
+    whole_pages: bool = False
 
     @property
     def block_frames(self) -> int:
@@ -381,7 +384,7 @@ class KeptState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StateFrames(msgspec.Struct, frozen=True, kw_only=True):
-    """The frames of a request whose model has a state, as many of each as the group's shape says.
+    """The frames of a request whose model has a state, of each as many as the group's shape says, named as in `Start`.
 
     own: what the state lies in while the request runs.
     resume: the state after `Start.cached_blocks`, which is copied and not changed; empty if no block is cached.
@@ -415,9 +418,10 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     tokens: little-endian uint32, the prompt and then the tokens that earlier runs generated.
     generated: how many of them were generated.
     cached_blocks: the first so many blocks hold KV already; at least one token must be left to compute.
-    frames: the homes of the blocks, `Hello.block_frames` for each, group after group. Those from `cached_blocks` on are
-        filled by this run alone. Before them -1 stands where the rule of a group needs nothing. Those of the blocks
-        behind the prompt's are for beams, in any order (`blocks_needed`).
+    frames: the homes of the blocks, group after group: of each group its frames; with `Hello.whole_pages` the first
+        of its frames, which lie side by side. Those from `cached_blocks` on are filled by this run alone. Before them
+        -1 stands where the rule of a group needs nothing. Those of the blocks behind the prompt's are for beams, in any
+        order (`blocks_needed`).
     fork_of: a request that may still run and has tokens in common with this one: what it has computed of them behind
         the cached blocks is copied, not computed again. -1: none.
     state: None for a model without.

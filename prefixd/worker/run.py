@@ -33,9 +33,9 @@ class Limits(Protocol):
     @property
     def eos_token_ids(self) -> tuple[int, ...]: ...
     @property
-    def block_frames(self) -> int: ...
+    def block_slots(self) -> int: ...
     @property
-    def state_frames(self) -> int: ...
+    def state_slots(self) -> int: ...
     @property
     def images(self) -> ImageShape | None: ...
     @property
@@ -185,9 +185,9 @@ def check_start(start: Start, block_tokens: int, limits: Limits) -> None:
     largest = int(tokens[~of_images].max(initial=0))
     if largest >= limits.vocab_size:
         raise RequestError(f"token id {largest} is outside the model's vocabulary of {limits.vocab_size}")
-    blocks = len(start.frames) // limits.block_frames if limits.block_frames else limits.max_model_tokens
-    if len(start.frames) != blocks * limits.block_frames and limits.block_frames:
-        raise RequestError(f"{len(start.frames)} frames; a block takes {limits.block_frames}: give whole blocks")
+    blocks = len(start.frames) // limits.block_slots if limits.block_slots else limits.max_model_tokens
+    if len(start.frames) != blocks * limits.block_slots and limits.block_slots:
+        raise RequestError(f"{len(start.frames)} frames; a block takes {limits.block_slots}: give whole blocks")
     if not 0 <= start.cached_blocks <= blocks:
         raise RequestError(f"cached_blocks={start.cached_blocks} with {len(start.frames)} frames")
     if start.cached_blocks * block_tokens >= len(tokens):
@@ -202,7 +202,7 @@ def check_start(start: Start, block_tokens: int, limits: Limits) -> None:
 
 
 def _check_state(start: Start, limits: Limits) -> None:
-    state, needed = start.state, limits.state_frames
+    state, needed = start.state, limits.state_slots
     if (state is not None) != bool(needed):
         raise RequestError(f"state frames {'missing' if needed else 'given'}; the model's state takes {needed} frames")
     if state is None:
@@ -249,9 +249,9 @@ def _check_beams(start: Start, tokens: int, block_tokens: int, limits: Limits) -
     if start.generated:
         raise RequestError(f"generated={start.generated}; a beam search starts from its prompt")
     needed = blocks_needed(tokens, sampling.max_tokens, sampling.beams, block_tokens)
-    if len(start.frames) < needed * limits.block_frames:
+    if len(start.frames) < needed * limits.block_slots:
         raise RequestError(
-            f"{len(start.frames)} frames for {sampling.beams} beams; {needed * limits.block_frames} are needed"
+            f"{len(start.frames)} frames for {sampling.beams} beams; {needed * limits.block_slots} are needed"
         )
     stops = len(set(sampling.stop_token_ids) | set(limits.eos_token_ids))
     if sampling.beams * (1 + stops) > limits.vocab_size:

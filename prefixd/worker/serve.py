@@ -70,7 +70,6 @@ def serve(connection: Connection[ToWorker], settings: WorkerSettings, clock: Cal
                 frames.table,
                 requests=settings.max_sequences,
                 frames=message.most_frames,
-                paged=settings.kv == "paged",
                 background=background,
             )
             graphs, why_not = _graphs(settings, spec, model, kv)

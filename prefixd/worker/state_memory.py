@@ -9,8 +9,8 @@ from typing import cast
 
 import torch
 
+from prefixd.worker.frame_window import FrameWindow
 from prefixd.worker.kv_groups import StateGroup
-from prefixd.worker.mapped_pages import MappedPages
 from prefixd.worker.protocol import StateFrames
 from prefixd.worker.virtual_kv import VirtualKv
 from prefixd_swap.errors import SwapError
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 _NUMBER_BYTES = 4  # of the float32 that a state's bytes are mapped as
 Buffer = VirtualTensor | int
-"""A state's memory: a virtual tensor, or a page's number."""
+"""A state's memory: a virtual tensor, or a page."""
 
 
 class SequenceState:
@@ -107,19 +107,22 @@ class KeptInPass:
 
 
 class PagedStates:
-    """The states of block tables: each lies in a page, mapped once. See `StateMemory`."""
+    """The states of block tables: each lies in a page. See `StateMemory`.
 
-    def __init__(
-        self, memory: VirtualMemory, table: FrameTable, group: StateGroup, frame_bytes: int, *, frames: int
-    ) -> None:
-        size = group.frames * frame_bytes
-        self.pages = MappedPages(memory, table, page_frames=group.frames, page_bytes=size, frames=frames)
+    window: all frames.
+    """
+
+    def __init__(self, window: FrameWindow, group: StateGroup) -> None:
+        self.pages = window.pages(group.frames)
         self._nbytes = group.layout.nbytes
-        self._pool = self.pages.tensor((frames // group.frames, size), torch.uint8, (size, 1))
+        size = group.frames * window.frame_bytes
+        self._pool = window.tensor((self.pages.count, size), torch.uint8, (window.frame_bytes, 1))
 
     def map(self, frames: Sequence[int]) -> int:
         """See `StateMemory.map`."""
-        return self.pages.add(frames)[0]
+        (page,) = frames
+        self.pages.add([page])
+        return page
 
     def mapped(self, frames: Sequence[int]) -> tuple[int, torch.Tensor]:
         """See `StateMemory.mapped`."""
@@ -157,11 +160,11 @@ class PagedStates:
 
     def forget(self, frames: Sequence[int]) -> None:
         """See `KvMemory.forget`."""
-        self.pages.forget(frames)
+        self.pages.window.forget(frames)
 
     def end(self) -> None:
         """Give the addresses back."""
-        self.pages.end()
+        self.pages.window.end()
 
 
 class StateMemory:

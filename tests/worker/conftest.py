@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +24,8 @@ from prefixd.worker.protocol import Done, PromptImage, Sampling, Start, StateFra
 from prefixd.worker.settings import WorkerSettings
 from prefixd.worker.state_memory import PagedStates
 from prefixd.worker.virtual_kv import VirtualKv
-from prefixd_swap.vmem import FrameId, FramePool, VirtualTensorManager, create_memory
+from prefixd_swap.tiers import GpuTier, PagedGpuTier
+from prefixd_swap.vmem import FramePool, VirtualTensorManager, create_memory
 
 VOCAB = 96
 EOS = 95
@@ -89,6 +92,13 @@ def managers_of(kv: KvMemory) -> list[VirtualTensorManager]:
     return []
 
 
+def with_kv(model: CausalModel, kv: str) -> CausalModel:
+    """The same model in virtual tensors or block tables."""
+    same = copy.copy(model)
+    same.spec = replace(model.spec, groups=replace(model.spec.groups, whole_pages=kv == "paged"))
+    return same
+
+
 class Rig:
     """The daemon's side of an engine, in one process."""
 
@@ -101,13 +111,13 @@ class Rig:
         kv: str = "virtual",
         requests: int = 80,
     ) -> None:
-        self.model = model
+        self.model = model = with_kv(model, kv)
         self.block_tokens = model.spec.block_tokens
-        self.block_frames = model.spec.block_frames
+        self.block_frames = model.spec.block_slots
         self.memory = create_memory(device, model.spec.groups.chunk_bytes)
         self.pool = FramePool(self.memory, model.spec.groups.frame_bytes, frames)
-        paged = kv == "paged"
-        self.kv = make_kv(model.spec, self.memory, self.pool.table, requests=requests, frames=frames, paged=paged)
+        self.tier = PagedGpuTier(self.pool) if model.spec.groups.whole_pages else GpuTier(self.pool)
+        self.kv = make_kv(model.spec, self.memory, self.pool.table, requests=requests, frames=frames)
         self.managers = managers_of(self.kv)
         self.manager = self.managers[0] if self.managers else None
         draft = None
@@ -122,12 +132,23 @@ class Rig:
         self._bare: list[KvSequence] = []
 
     def frames(self, count: int) -> list[int]:
-        taken = self.pool.allocate(count)
-        assert taken is not None
-        return [int(frame) for frame in taken]
+        """So many slots of blocks, one block's after the other's."""
+        groups = self.model.spec.groups
+        widths = [group.frames for group in groups.attention] if groups.whole_pages else [1]
+        return self._take(widths, count // len(widths)) if widths else []
+
+    def state_frames(self) -> list[int]:
+        """The slots of a state."""
+        spec = self.model.spec
+        return self._take([spec.state_frames // spec.state_slots] * spec.state_slots, 1) if spec.state_slots else []
+
+    def _take(self, widths: Sequence[int], count: int) -> list[int]:
+        slots = self.tier.allocate([width * self.pool.frame_bytes for width in widths], count)
+        assert len(slots) == count
+        return slots.ravel().tolist()
 
     def free(self, frames: Sequence[int]) -> None:
-        self.pool.free([FrameId(frame) for frame in frames])
+        self.tier.free(frames)
 
     def frames_of(self, sequence: KvSequence) -> list[int]:
         return list(sequence.frames)

@@ -12,6 +12,7 @@ import sys
 
 import torch
 
+from prefixd.worker.frame_window import FrameWindow
 from prefixd.worker.paged_kv import PagedKv
 from prefixd.worker.protocol import Connection, Done, Grow, Memory, Ready, Shrink, Start, to_worker
 from prefixd.worker.shared_frames import SharedFrames
@@ -31,7 +32,8 @@ def main() -> None:
         frames = SharedFrames(memory, geometry.chunks_per_block(memory.chunk_bytes), message)
         tokens = BLOCKS * geometry.block_tokens
         if sys.argv[2] == "paged":
-            kv = PagedKv(memory, frames.table, geometry, frames=message.most_frames, max_tokens=tokens)
+            window = FrameWindow(memory, frames.table, message.frame_bytes, message.most_frames)
+            kv = PagedKv(window, geometry, max_tokens=tokens)
         else:
             kv = VirtualKv(VirtualTensorManager(memory, frames.table, geometry, requests=3, max_tokens=tokens))
         connection.send(Ready())

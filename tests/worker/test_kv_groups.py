@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from prefixd.worker.errors import ModelError
+from prefixd.worker.frame_window import Pages
 from prefixd.worker.kv_groups import CUDA_CHUNK_BYTES, KvGroups, plan_groups
-from prefixd.worker.mapped_pages import MappedPages
 from prefixd.worker.model import CausalModel, load_model
 from prefixd.worker.model_spec import WINDOW_MARGIN, read_model_spec
 from prefixd.worker.paged_kv import PagedKv
@@ -79,11 +79,8 @@ def rig(name: str, kv: str, model_of: Callable[[str], CausalModel]) -> Iterator[
     model = model_of(name)
     spec = model.spec
     rig = Rig(model, frames=48 * spec.block_frames + 24 * spec.state_frames, max_step_tokens=40, kv=kv)
-    for first in rig.frames(rig.pool.free_count):  # what was never written must not be read
-        rig.pool._window.tensor((spec.groups.frame_bytes,), torch.uint8, offset=first * spec.groups.frame_bytes).fill_(
-            0xFF
-        )
-    rig.free(range(rig.pool.capacity))
+    for frame in range(rig.pool.capacity):  # what was never written must not be read
+        content(rig, frame).fill_(0xFF)
     yield rig
     rig.close()
 
@@ -98,13 +95,13 @@ class Cached:
     def __init__(self, rig: Rig, prompt: list[int], keep: tuple[int, ...] = (), **arguments: Any) -> None:
         spec = rig.model.spec
         self.rig, self.prompt = rig, prompt
-        self.frames = rig.frames(rig.blocks(len(prompt) + NEW) * spec.block_frames)
-        self.states = {blocks: rig.frames(spec.state_frames) for blocks in keep}
-        self.tail = rig.frames(spec.state_frames)
+        self.frames = rig.frames(rig.blocks(len(prompt) + NEW) * rig.block_frames)
+        self.states = {blocks: rig.state_frames() for blocks in keep}
+        self.tail = rig.state_frames()
         state = None
         if spec.state_frames:
             kept = [KeptState(blocks, frames) for blocks, frames in self.states.items()]
-            state = StateFrames(own=rig.frames(spec.state_frames), keep=kept, tail=self.tail)
+            state = StateFrames(own=rig.state_frames(), keep=kept, tail=self.tail)
         arguments = {"max_tokens": NEW, "logprobs": 1, **arguments}
         self.id = rig.start(prompt, frames=self.frames, state=state, **arguments)
 
@@ -118,24 +115,24 @@ class Cached:
 
     def prefix(self, blocks: int) -> list[int]:
         """The frames of the first blocks; -1 where the groups' rules need nothing."""
-        spec = self.rig.model.spec
+        groups = self.rig.model.spec.groups
         frames = []
         for block in range(blocks):
-            first = block * spec.block_frames
-            for group in spec.groups.attention:
-                passed = passed_blocks(group.shape, blocks * BLOCK, BLOCK, 0)
-                frames += [-1] * group.frames if block < passed else self.frames[first : first + group.frames]
-                first += group.frames
+            first = block * groups.block_slots
+            for group in groups.attention:
+                passed, slots = passed_blocks(group.shape, blocks * BLOCK, BLOCK, 0), groups.slots(group)
+                frames += [-1] * slots if block < passed else self.frames[first : first + slots]
+                first += slots
         return frames
 
     def resume(self, blocks: int, state: list[int] | None = None, prompt: list[int] | None = None) -> int:
         """A second request on the first blocks of this one."""
         rig, spec = self.rig, self.rig.model.spec
         prompt = prompt or self.prompt
-        fresh = rig.frames((rig.blocks(len(prompt) + NEW) - blocks) * spec.block_frames)
+        fresh = rig.frames((rig.blocks(len(prompt) + NEW) - blocks) * rig.block_frames)
         frames = None
         if spec.state_frames:
-            frames = StateFrames(own=rig.frames(spec.state_frames), resume=state or self.states[blocks])
+            frames = StateFrames(own=rig.state_frames(), resume=state or self.states[blocks])
         return rig.start(prompt, [*self.prefix(blocks), *fresh], blocks, state=frames, max_tokens=NEW, logprobs=1)
 
 
@@ -319,16 +316,18 @@ def test_block_tables_give_the_bits_of_virtual_tensors(
     exact = 0 if steady(name) else LOGPROBS
     assert first.logprobs == pytest.approx(expected[0].logprobs, rel=0, abs=exact)
     assert logprobs(rig, again) == pytest.approx(first.logprobs, rel=0, abs=exact)
-    rig.free(rig.pool.allocated().tolist())
-    taken = rig.frames(rig.pool.capacity)  # freed in another order, so that they make other pages
-    rig.free(taken[1:])
+    rig.free(rig.tier.allocated().tolist())
+    taken = [rig.frames(rig.block_frames) for _ in range(9)]  # so that what comes now lies elsewhere
+    for frames in taken[::2]:
+        rig.free(frames)
     other = Cached(rig, prompt_of(1))
     rig.run()
     assert other.tokens == expected[1].tokens
     assert other.logprobs == pytest.approx(expected[1].logprobs, rel=0, abs=exact)
-    rig.kv.forget(taken)
     for pages in pages_of(rig):
-        assert not pages.mapped and not pages.users and not pages.shared
+        assert not pages.users and not pages.shared
+    rig.kv.forget(range(rig.pool.capacity))
+    assert not pages_of(rig)[0].window._mapped.any()
     assert spec.groups.alone or len(pages_of(rig)) == len(spec.groups.shapes)
     virtual.close()
 
@@ -349,7 +348,7 @@ def test_beams_on_block_tables_find_what_they_find_on_virtual_tensors(
     virtual = Rig(model_of(name), frames=rig.pool.capacity, max_step_tokens=40)
     found = []
     for each in (rig, virtual):
-        frames = each.frames(blocks_needed(PROMPT, NEW, 2, BLOCK) * rig.model.spec.block_frames)
+        frames = each.frames(blocks_needed(PROMPT, NEW, 2, BLOCK) * each.block_frames)
         search = each.start(prompt_of(9), frames=frames, max_tokens=NEW, beams=2, beam_answers=1)
         each.run()
         found.append(each.done[search].beams[0].tokens)
@@ -373,7 +372,7 @@ def test_groups_are_named_and_share_frames(model_of: Callable[[str], CausalModel
     assert jamba.groups.frame_bytes * full.frames == jamba.geometry.block_bytes
 
 
-def pages_of(rig: Rig) -> list[MappedPages]:
+def pages_of(rig: Rig) -> list[Pages]:
     if isinstance(rig.kv, PagedKv):
         return [rig.kv.pages]
     states = [] if rig.kv._states is None else [rig.kv._states.pages]

@@ -1,8 +1,8 @@
 """Tiers as objects: memory with slots, and stores that are read and written.
 
-`base`, `memory` and `store` are the contract; `gpu`, `cpu` and `disk` wrap this machine's, `simulated` are tiers of any
-speed for tests and planning. `memory_copies` moves blocks between two memory tiers; `block_transfer` is a movement as
-its caller sees it.
+`base`, `memory` and `store` are the contract; `gpu` (or `paged_gpu`, for block tables), `cpu` and `disk` wrap this
+machine's, `simulated` are tiers of any speed for tests and planning. `memory_copies` moves blocks between two memory
+tiers; `block_transfer` is a movement as its caller sees it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from prefixd_swap.tiers.disk import DiskTier
 from prefixd_swap.tiers.gpu import GpuTier
 from prefixd_swap.tiers.memory import MemoryTier
 from prefixd_swap.tiers.memory_copies import MemoryCopies
+from prefixd_swap.tiers.paged_gpu import PagedGpuTier
 from prefixd_swap.tiers.store import Identity, Loads, Places, StoreTier, can_move
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "Loads",
     "MemoryCopies",
     "MemoryTier",
+    "PagedGpuTier",
     "Places",
     "StoreTier",
     "Tier",

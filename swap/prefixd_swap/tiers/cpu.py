@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-import numpy as np
-
 from prefixd_swap.arena import CpuArena
 from prefixd_swap.errors import MemoryMisuseError
+from prefixd_swap.page_blocks import allocate_blocks
 from prefixd_swap.page_eviction import ChooseVictims, choose_victims
 from prefixd_swap.slots import round_to_slot
 from prefixd_swap.tiers.base import NO_SLOT, Int64s
@@ -80,21 +79,8 @@ class CpuTier(MemoryTier):
                 f"a block of {sum(nbytes)} bytes in {len(nbytes)} parts never fits into the {self.name} tier of "
                 f"{self.capacity_bytes} bytes; make it larger"
             )
-        arena, hints = self.arena, [None] * len(nbytes) if near is None else [_hint(slot) for slot in near.tolist()]
-        count = min([count, *(arena.room(size) for size in set(nbytes))])
-        while count:  # what one size takes another may lack, so the smaller number is tried where a larger one fails
-            columns: list[Int64s] = []
-            for size, hint in zip(nbytes, hints, strict=True):
-                column = arena.allocate_many(size, count, hint)
-                if column is None:
-                    break
-                columns.append(column)
-            if len(columns) == len(nbytes):
-                return np.stack(columns, axis=1)
-            for column in columns:
-                arena.free_many(column)
-            count //= 2
-        return np.empty((0, len(nbytes)), np.int64)
+        hints = [None] * len(nbytes) if near is None else [_hint(slot) for slot in near.tolist()]
+        return allocate_blocks(self.arena, nbytes, count, hints)
 
     def _free(self, slots: Int64s) -> None:
         self.arena.free_many(slots)

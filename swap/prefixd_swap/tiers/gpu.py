@@ -6,14 +6,14 @@ chunks give without a size in common.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from prefixd_swap.errors import MemoryMisuseError
 from prefixd_swap.tiers.base import Int64s
 from prefixd_swap.tiers.memory import MemoryTier
-from prefixd_swap.vmem import FrameId, FramePool
+from prefixd_swap.vmem import FrameId, FramePool, NewFrames
 
 
 class GpuTier(MemoryTier):
@@ -54,6 +54,19 @@ class GpuTier(MemoryTier):
     def room(self, nbytes: int) -> int:
         """How many more frames can be allocated now, if a part of `nbytes` bytes fits into one."""
         return self.pool.free_count if nbytes <= self.frame_bytes else 0
+
+    @property
+    def stranded_bytes(self) -> int:
+        """Bytes that are free and that not every part can have: none, as any frame serves any part."""
+        return 0
+
+    def frames_of(self, slots: Iterable[int]) -> int:
+        """How many frames these slots, which are taken, have: one each."""
+        return sum(1 for _ in slots)
+
+    def admit(self, new: NewFrames) -> None:
+        """Have frames that the pool has created; see `FramePool.admit`."""
+        self.pool.admit(new)
 
     def withdraw(self, frames: Sequence[FrameId]) -> None:
         """Take frames in flight out of the tier for good; see `FramePool.withdraw`."""

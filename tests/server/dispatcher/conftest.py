@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -53,6 +53,7 @@ from prefixd_swap import (
     create_eviction_policy,
     create_memory,
 )
+from prefixd_swap.tiers import PagedGpuTier
 
 BLOCK = 4
 GEOMETRY = KvGeometry(layers=1, kv_heads=1, head_dim=128, dtype="float32", block_tokens=BLOCK, layout="token")
@@ -69,6 +70,7 @@ MODELS = {
     "windows": KvShape((_FULL, _WINDOW), BLOCK, window_margin=2, step_tokens=STEP),
     "windows alone": KvShape((_WINDOW,), BLOCK, step_tokens=STEP),
     "states": KvShape((_FULL, _WINDOW, _STATE), BLOCK, step_tokens=STEP),
+    "pages": KvShape((_FULL, _WINDOW, _STATE), BLOCK, step_tokens=STEP, whole_pages=True),
 }
 
 
@@ -150,20 +152,21 @@ class Bench:
             self.runs[message.id] = run
             self._check_owned()
         elif isinstance(message, Extend) and message.id in self.runs:
-            assert len(message.frames) % self.kv.block_frames == 0
+            assert len(message.frames) % len(self.kv.block_widths) == 0
             self.runs[message.id].frames += message.frames
             self._check_owned()
 
     def _homes(self, run: FakeRun, block: int) -> list[int]:
         """The frames of a block, -1 where the worker may not look any more."""
-        homes = run.frames[block * self.kv.block_frames : (block + 1) * self.kv.block_frames]
+        slots = len(self.kv.block_widths)
+        homes = run.frames[block * slots : (block + 1) * slots]
         for first, last, passed in self.kv.passed(run.computed):
             if block < passed:
                 homes[first:last] = [-1] * (last - first)
         return homes
 
     def _blocks(self, run: FakeRun) -> int:
-        return len(run.frames) // self.kv.block_frames
+        return len(run.frames) // len(self.kv.block_widths)
 
     def _check_read(self, run: FakeRun) -> None:
         """What the next token needs is there: the bytes of exactly these tokens."""
@@ -172,7 +175,7 @@ class Bench:
         for block in range(run.computed // BLOCK):
             for part, home in enumerate(self._homes(run, block)):
                 if block >= passed[part] and needed[block] & self.cache.trie(self.namespace).part_mask[part]:
-                    assert self._frame(home).tobytes() == contents(run.tokens[: (block + 1) * BLOCK], part)
+                    assert self._part(home, part).tobytes() == self._filling(run.tokens[: (block + 1) * BLOCK], part)
 
     def _check_owned(self) -> None:
         """No frame that a run fills, or keeps a state in, is another's."""
@@ -185,22 +188,31 @@ class Bench:
         assert len(set(held)) == len(held), "two requests fill one frame"
 
     def _resume(self, run: FakeRun) -> None:
-        state, size = run.start.state, self.kv.state_frames
+        state, size = run.start.state, len(self.kv.state_widths)
         assert state is not None and len(state.own) == size and len(state.resume) == (size if run.computed else 0)
-        for part, frame in enumerate(state.resume, self.kv.block_frames):
-            assert self._frame(frame).tobytes() == contents(run.tokens[: run.computed], part)
+        for part, frame in enumerate(state.resume, len(self.kv.block_widths)):
+            assert self._part(frame, part).tobytes() == self._filling(run.tokens[: run.computed], part)
         blocks = [kept.blocks for kept in state.keep]
         assert blocks == sorted(set(blocks)) and all(run.computed < BLOCK * n <= len(run.tokens) - 1 for n in blocks)
         run.keep = list(state.keep)
 
     def _keep(self, tokens: Sequence[int], frames: Sequence[int]) -> None:
         """Copies the state after these tokens."""
-        for part, frame in enumerate(frames, self.kv.block_frames):
-            self._frame(frame)[:] = np.frombuffer(contents(tokens, part), np.uint8)
+        for part, frame in enumerate(frames, len(self.kv.block_widths)):
+            self._part(frame, part)[:] = np.frombuffer(self._filling(tokens, part), np.uint8)
 
-    def _frame(self, frame: int) -> np.ndarray[Any, Any]:
-        span = self.cache.tiers.frames.span(FrameId(frame))
-        return span_bytes(span)
+    def _width(self, part: int) -> int:
+        return (*self.kv.block_widths, *self.kv.state_widths)[part]
+
+    def _filling(self, tokens: Sequence[int], part: int) -> bytes:
+        return contents(tokens, part) * self._width(part)
+
+    def _part(self, first: int, part: int) -> np.ndarray[Any, Any]:
+        """The bytes of a part, in its frames side by side."""
+        frames = range(first, first + self._width(part))
+        span = self.cache.tiers.frames.span(FrameId(frames[0]))
+        self.cache.tiers.frames.span(FrameId(frames[-1]))
+        return span_bytes(replace(span, nbytes=len(frames) * span.nbytes))
 
     def step(self, *requests: Request) -> None:
         """A forward pass over these requests (all that run): whole prompts, then a token each, as far as frames go."""
@@ -212,7 +224,8 @@ class Bench:
             self._check_read(run)
             for block in range(run.computed // BLOCK, reach // BLOCK):
                 for part, home in enumerate(self._homes(run, block)):
-                    self._frame(home)[:] = np.frombuffer(contents(run.tokens[: (block + 1) * BLOCK], part), np.uint8)
+                    filling = self._filling(run.tokens[: (block + 1) * BLOCK], part)
+                    self._part(home, part)[:] = np.frombuffer(filling, np.uint8)
             computed += reach - run.computed
             news, kept = [], []
             if run.start.state is not None:
@@ -320,8 +333,8 @@ class Bench:
             if not isinstance(reservation, int):
                 for index, offsets in enumerate(reservation.slots.tolist(), reservation.first_block):
                     for part, offset in enumerate(offsets):
-                        data = np.frombuffer(contents(list(tokens[: (index + 1) * BLOCK]), part), np.uint8)
-                        self.cache.tiers.arena.array(offset, GEOMETRY.block_bytes)[:] = data
+                        data = np.frombuffer(self._filling(list(tokens[: (index + 1) * BLOCK]), part), np.uint8)
+                        self.cache.tiers.arena.array(offset, len(data))[:] = data
                 await self.cache.commit(reservation, len(reservation.slots))
         finally:
             self.cache.leases.close(session)
@@ -436,8 +449,11 @@ async def open_bench(
     store = SlabStore.open(Path(folder.name) / "blocks", 8 << 20) if disk else None
     engine = Gate()
     bench: Bench
+    tiers = Tiers.local(arena, store, frame_pool)
+    if kv.whole_pages:
+        tiers.compute = PagedGpuTier(frame_pool, {*kv.block_widths, *kv.state_widths})
     cache = TieredCache(
-        Tiers.local(arena, store, frame_pool),
+        tiers,
         engine,
         create_eviction_policy("lru", 0),
         lambda: bench.now,

@@ -29,6 +29,7 @@ from prefixd_swap import (
     create_eviction_policy,
     create_memory,
 )
+from prefixd_swap.tiers import PagedGpuTier
 
 STEP_TOKENS = 64
 
@@ -159,13 +160,13 @@ class ModelBench:
 
     async def clear_gpu_tier(self) -> None:
         """Has every block leave the GPU tier for the CPU tier."""
-        frames = await self.take_frames(self.pool.capacity)
+        frames = await self.cache.mover.take_frames(self.pool.capacity)
         assert frames
         self.cache.tiers.compute.free(frames)
 
-    async def take_frames(self, count: int) -> list[int]:
-        """So many frames, evicting what may go; none if there are not so many."""
-        return await self.cache.mover.take_frames(count) or []
+    async def take_block(self) -> list[int]:
+        """The slots of a block, evicting what may go; none if there is no room."""
+        return await self.cache.mover.take_frames(1, self.kv.block_widths) or []
 
     def path(self, prompt: Sequence[int]) -> Rows:
         """The rows of a prompt's full blocks but those of its last token."""
@@ -183,7 +184,10 @@ async def open_model_bench(model: CausalModel, folder: Path, frames: int) -> Asy
     store = SlabStore.open(folder, 64 << 20)
     engine = create_copy_engine("cpu")
     policy = create_eviction_policy("lru", 0)
-    cache = TieredCache(Tiers.local(arena, store, pool), engine, policy, time.monotonic, write_back=False)
+    tiers = Tiers.local(arena, store, pool)
+    if model.spec.groups.whole_pages:
+        tiers.compute = PagedGpuTier(pool)
+    cache = TieredCache(tiers, engine, policy, time.monotonic, write_back=False)
     cache.restore()
     bench = ModelBench(model, cache, pool)
     work = asyncio.create_task(bench.work())

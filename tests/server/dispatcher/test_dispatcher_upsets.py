@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -244,9 +244,9 @@ async def test_blocks_that_go_while_another_is_handed_over_are_not_used(
     trie = bench.cache.trie(bench.namespace)
     take_frames = bench.cache.mover.take_frames
 
-    async def take_and_replace(count: int) -> list[int] | None:
+    async def take_and_replace(count: int, *args: Any, **kwargs: Any) -> list[int] | None:
         monkeypatch.undo()
-        frames = await take_frames(count)
+        frames = await take_frames(count, *args, **kwargs)
         rows = trie.match(bench.namespace.root, bench.request(WARM).chain).rows
         assert await bench.cache.mover.forget(trie, rows[::-1].tolist()) == 4  # as an operator's eviction does
         await bench.cached(range(900, 917))

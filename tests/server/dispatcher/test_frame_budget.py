@@ -48,7 +48,7 @@ def columns(rows: dict[int, int], groups: tuple[KvGroup, ...]) -> tuple[Any, Any
 @given(steps=STEPS)
 def test_counts_are_those_of_sets(groups: tuple[KvGroup, ...], steps: list[tuple[str, Any, Any]]) -> None:
     budget = FrameBudget()
-    trie = cast(Any, SimpleNamespace(rows=1, groups=groups))
+    trie = cast(Any, SimpleNamespace(rows=1, groups=groups, part_bytes=(1, 1, 1)))
     added: list[tuple[dict[int, int], int]] = []
     weighed: Parts = frozenset()
     for what, rows, own in steps:

@@ -139,12 +139,14 @@ def check(bench: Bench, requests: list[Request]) -> None:
                 parts.update((row, part) for part, group in enumerate(trie.part_mask.tolist()) if mask & group)
             own += request.footprint.own
     assert len(set(own)) == len(own)
-    assert dispatcher._budget.taken == len(parts) + len(own)
+    widths = (*bench.kv.block_widths, *bench.kv.state_widths)
+    frames = sum(widths[part] for _, part in parts) + bench.cache.tiers.gpu.frames_of(own)
+    assert dispatcher._budget.taken == frames
     dispatcher.queue.check_integrity(bench.now)
     check_integrity(bench.cache)
 
 
-@pytest.mark.parametrize("model", ["plain", "windows", "windows alone", "states"])
+@pytest.mark.parametrize("model", ["plain", "windows", "windows alone", "states", "pages"])
 @settings(max_examples=100)
 @given(
     happenings=HAPPENINGS,

@@ -28,6 +28,8 @@ PROMPT = BLOCKS * BLOCK + 5
 NEW = 24
 LONG = 48
 RUN = [name for name in (*WINDOWED, *LATENT, *RECURRENT) if name != "zamba2"]
+IN_PAGES = ("gemma3_text", "jamba", "falcon_h1", "qwen3_next")
+"""Those that are run with block tables, too: large pages whose small pages have one size, or several."""
 STATES_ONLY = ("mamba", "mamba2")
 
 
@@ -38,12 +40,14 @@ def prompt_of(seed: int) -> list[int]:
 class Subject:
     """A model in the worker's form, and what transformers' own generates greedily."""
 
-    def __init__(self, name: str, directory: Path) -> None:
+    def __init__(self, name: str, kv: str, directory: Path) -> None:
         self.name = name
         self._reference = build_grouped(name)
         self._reference.save_pretrained(directory)
         self._reference.generation_config.eos_token_id = None
-        self.model: CausalModel = load_model(read_model_spec(WorkerSettings(model=str(directory), block_tokens=BLOCK)))
+        self.model: CausalModel = load_model(
+            read_model_spec(WorkerSettings(model=str(directory), block_tokens=BLOCK, kv=kv))
+        )
         self._known: dict[int, list[int]] = {}
 
     def tokens(self, seed: int, count: int = NEW) -> list[int]:
@@ -62,13 +66,13 @@ class Subject:
 
 
 @pytest.fixture(scope="module")
-def subject_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Subject]:
-    return cache(lambda name: Subject(name, tmp_path_factory.mktemp(name)))
+def subject_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Subject]:
+    return cache(lambda name, kv: Subject(name, kv, tmp_path_factory.mktemp(name)))
 
 
-@pytest.fixture(params=RUN)
-def subject(request: pytest.FixtureRequest, subject_of: Callable[[str], Subject]) -> Subject:
-    return subject_of(str(request.param))
+@pytest.fixture(params=[*((name, "virtual") for name in RUN), *((name, "paged") for name in IN_PAGES)], ids="-".join)
+def subject(request: pytest.FixtureRequest, subject_of: Callable[[str, str], Subject]) -> Subject:
+    return subject_of(*request.param)
 
 
 async def test_a_hit_from_each_tier_and_after_a_restart_gives_transformers_tokens(
@@ -124,7 +128,7 @@ async def test_requests_that_are_preempted_and_resumed_give_transformers_tokens(
         bench.paused = True
         while not counters.preempted:  # before each pass others take what is free
             assert bench.dispatcher.running, "both have ended"
-            while more := await bench.take_frames(1):
+            while more := await bench.take_block():
                 taken += more
             bench.pass_once()
             await bench.cache.mover.quiesce()

@@ -1,0 +1,150 @@
+"""All frames of the daemon's memory side by side at one address, for memory that is found through tables."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from prefixd_swap.errors import MemoryMisuseError
+from prefixd_swap.vmem import FrameId, FrameTable, VirtualMemory
+
+NO_PAGE = -1
+"""In place of a page that a sequence does not need."""
+
+
+class FrameWindow:
+    """Maps every frame at its number: frame f lies at f * frame_bytes. A frame stays mapped until it is forgotten.
+
+    Args:
+        memory: the memory of all frames.
+        table: the frames' chunks.
+        frame_bytes: of a frame.
+        frames: most frames that there will be.
+    """
+
+    def __init__(self, memory: VirtualMemory, table: FrameTable, frame_bytes: int, frames: int) -> None:
+        self.frame_bytes = frame_bytes
+        self.frames = frames
+        self._table = table
+        self._range = memory.reserve(frames * frame_bytes)
+        self._mapped = np.zeros(frames, np.bool_)
+        self._read_on_cuda = False
+        self._ended = False
+        self._groups: list[Pages] = []
+        try:
+            self.map_all()
+        except BaseException:
+            self._range.discard()
+            raise
+
+    def has(self, first: int, count: int) -> bool:
+        """Whether frames [first, first + count) exist; those that are new are mapped.
+
+        Raises OutOfMemoryError when no mapping is left.
+        """
+        if first < 0 or first + count > self.frames:
+            return False
+        if not self._mapped[first : first + count].all():
+            self.map_all()
+        return bool(self._mapped[first : first + count].all())
+
+    def map_all(self) -> None:
+        """Map the frames that exist and are not mapped yet. Raises as `has`."""
+        frames = np.asarray(self._table.frames(), np.int64)
+        frames = frames[~self._mapped[frames]]
+        for run in np.split(frames, 1 + np.flatnonzero(np.diff(frames) != 1)):
+            if len(run):
+                chunks = self._table.chunks([FrameId(frame) for frame in run.tolist()]).reshape(-1)
+                self._range.map(int(run[0]) * self.frame_bytes, chunks)
+                self._mapped[run] = True
+
+    def pages(self, width: int) -> Pages:
+        """The small pages of a group, of `width` frames each."""
+        self._groups.append(Pages(self, width))
+        return self._groups[-1]
+
+    def forget(self, frames: Sequence[int]) -> None:
+        """Unmap frames; waits for what the device may still do with them.
+
+        Raises MemoryMisuseError, and unmaps none, if a sequence has one of them.
+        """
+        for pages in self._groups:
+            pages.check_unused(frames)
+        if frames and self._read_on_cuda:
+            torch.cuda.synchronize()  # what reads them for a sequence that was closed may still be queued
+        for frame in frames:
+            if self._mapped[frame]:
+                self._range.unmap(frame * self.frame_bytes, self.frame_bytes)
+                self._mapped[frame] = False
+
+    def tensor(self, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int]) -> torch.Tensor:
+        """A view of the whole window."""
+        tensor = self._range.tensor(tuple(shape), dtype, tuple(strides))
+        self._read_on_cuda |= tensor.is_cuda
+        return tensor
+
+    def end(self) -> None:
+        """Give the addresses back. Can be called twice: the groups share them."""
+        if not self._ended:
+            self._ended = True
+            self._range.discard()
+
+
+class Pages:
+    """The small pages of one group (Jenga, section 4.2): a block's keys and values, or a state, of `width` frames side
+    by side. A page is named by its first frame.
+
+    Args:
+        window: where the frames are.
+        width: frames of a page.
+
+    Attributes:
+        users: of every page, how many sequences have it.
+        shared: how often a page was had by one more sequence than one, and still is.
+    """
+
+    def __init__(self, window: FrameWindow, width: int) -> None:
+        self.window = window
+        self.width = width
+        self.users: Counter[int] = Counter()
+        self.shared = 0
+
+    @property
+    def count(self) -> int:
+        """How many places a page may begin at: views of pages overlap, so that none has to begin at a multiple."""
+        return self.window.frames - self.width + 1
+
+    def add(self, pages: Sequence[int]) -> None:
+        """One more sequence has these pages; NO_PAGE is none.
+
+        Raises OutOfMemoryError when no mapping is left, MemoryMisuseError for a frame that does not exist; the sequence
+        has none of them then.
+        """
+        for page in pages:
+            if page != NO_PAGE and not self.window.has(page, self.width):
+                raise MemoryMisuseError(f"a page of {self.width} frames from frame {page} on does not exist")
+        for page in pages:
+            if page != NO_PAGE:
+                self.shared += self.users[page] > 0
+                self.users[page] += 1
+
+    def remove(self, pages: Sequence[int]) -> None:
+        """A sequence has these pages no more; the next owner is ordered behind on the same stream."""
+        for page in pages:
+            if page != NO_PAGE:
+                self.users[page] -= 1
+                self.shared -= self.users[page] > 0
+                if not self.users[page]:
+                    del self.users[page]
+
+    def check_unused(self, frames: Sequence[int]) -> None:
+        """Raises MemoryMisuseError if a sequence has one of `frames`."""
+        leaving = set(frames)
+        for page in self.users:
+            if not leaving.isdisjoint(range(page, page + self.width)):
+                raise MemoryMisuseError(
+                    f"frames {page} to {page + self.width - 1} are to go, but a request has them; end it first"
+                )

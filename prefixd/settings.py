@@ -391,11 +391,8 @@ class WorkerSettings(_Section):
             raise ValueError(
                 f"worker.draft_model = {self.draft_model} is for a single model; leave it or worker.more_models out"
             )
-        for name, needed in (("kv", "virtual"), ("layout", "token")) if self.more_models else ():
-            if getattr(self, name) != needed:
-                raise ValueError(
-                    f"worker.{name} = {getattr(self, name)} is for a single model; with worker.more_models use {needed}"
-                )
+        if self.more_models and self.layout != "token":
+            raise ValueError(f"worker.layout = {self.layout} is for a single model; with worker.more_models use token")
         if self.max_step_tokens < self.block_tokens:
             raise ValueError(
                 f"worker.max_step_tokens = {self.max_step_tokens} is below worker.block_tokens = "

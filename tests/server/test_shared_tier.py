@@ -194,7 +194,6 @@ def test_models_that_cannot_be_told_apart_are_refused(tmp_path: Path, cache: Tie
     ("worker", "why"),
     [
         ({"more_models": "/a"}, "worker.more_models needs worker.model too"),
-        ({"model": "/a", "more_models": "/b", "kv": "paged"}, "worker.kv = paged is for a single model"),
         ({"model": "/a", "more_models": "/b", "layout": "layer"}, "worker.layout = layer is for a single model"),
     ],
 )

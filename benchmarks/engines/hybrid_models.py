@@ -1,4 +1,4 @@
-"""Small random models whose layers keep different things, in the proportions of large ones."""
+"""Small random models in the proportions of large ones, most of them with layers that keep different things."""
 
 from __future__ import annotations
 
@@ -40,6 +40,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_hidden_layers": 8, "attn_layer_period": 8, "attn_layer_offset": 4, "num_key_value_heads": 1}
         | {"num_experts": 1, "mamba_d_state": 32, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_dt_rank": 8},
     ),
+    # Llama: full attention alone. A block takes other bytes than those of the model with windows.
+    "full": ("LlamaConfig", {"num_hidden_layers": 5, "hidden_size": 256, "intermediate_size": 2048, "head_dim": 32}),
     # Gemma 3 with images, of 16 rows each; its vision tower takes as long as some hundred tokens do.
     "vision": (
         "Gemma3Config",
@@ -71,6 +73,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+_LATER_LAYERS = 0.1
+"""By this is multiplied what each layer behind the first one adds, in a model with a draft."""
 _IMAGE_PROCESSOR = {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 128, "width": 128}}
 
 
@@ -87,4 +91,30 @@ def save(name: str, directory: Path, seed: int = 0) -> Path:
         (directory / "preprocessor_config.json").write_text(json.dumps(_IMAGE_PROCESSOR))
     else:
         transformers.AutoModelForCausalLM.from_config(made).save_pretrained(directory)
+    return directory
+
+
+def save_with_draft(name: str, directory: Path, draft_directory: Path, seed: int = 0) -> Path:
+    """Writes a model of MODELS whose first layer alone often chooses the same tokens, and that layer as its draft.
+
+    The draft has the model's embeddings, first layer and head. With random weights alone, one layer would say little
+    about the choice of all, so the model's other layers are made to add little (_LATER_LAYERS). How many tokens are
+    accepted is therefore a property of these weights. Returns `directory`.
+    """
+    import torch
+    import transformers
+
+    torch.manual_seed(seed)
+    config, kwargs = MODELS[name]
+    made = getattr(transformers, config)(**{**_SIZES, **kwargs})
+    model = transformers.AutoModelForCausalLM.from_config(made)
+    with torch.no_grad():
+        for layer in model.model.layers[1:]:
+            layer.self_attn.o_proj.weight *= _LATER_LAYERS
+            layer.mlp.down_proj.weight *= _LATER_LAYERS
+    model.save_pretrained(directory)
+    made.num_hidden_layers = 1
+    draft = transformers.AutoModelForCausalLM.from_config(made)
+    draft.load_state_dict({key: weights for key, weights in model.state_dict().items() if key in draft.state_dict()})
+    draft.save_pretrained(draft_directory)
     return directory

@@ -6,7 +6,7 @@ from concurrent.futures import Executor
 
 from prefixd.worker.grouped_kv import GroupedKv
 from prefixd.worker.kv_memory import KvMemory
-from prefixd.worker.model_spec import WINDOW_MARGIN, ModelSpec
+from prefixd.worker.model_spec import ModelSpec
 from prefixd.worker.paged_kv import PagedKv
 from prefixd.worker.state_memory import PagedStates, StateMemory
 from prefixd.worker.virtual_kv import VirtualKv
@@ -66,7 +66,7 @@ def make_kv(
         spec.groups,
         memories,
         states,
-        window_margin=WINDOW_MARGIN[spec.device.type],
+        window_margin=spec.window_margin,
         most_blocks=longest // spec.block_tokens,
     )
 
@@ -90,6 +90,6 @@ def _block_tables(spec: ModelSpec, memory: VirtualMemory, table: FrameTable, fra
         groups,
         memories,
         states,
-        window_margin=WINDOW_MARGIN[spec.device.type],
+        window_margin=spec.window_margin,
         most_blocks=longest // spec.block_tokens,
     )

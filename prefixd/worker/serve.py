@@ -91,8 +91,8 @@ def serve(connection: Connection[ToWorker], settings: WorkerSettings, clock: Cal
 def _mapping_thread(model: CausalModel) -> AbstractContextManager[Executor | None]:
     """The thread that maps; None where a device computes nothing beside the mapping: on a CPU it is done at once.
 
-    There a request whose memory is still being mapped would miss a pass that it could share with others, which costs
-    more than the mapping.
+    There a request whose memory is still being mapped would miss a pass that it could share with others. The mapping
+    takes a fraction of a pass: 0.17 s for 8,192 tokens of an 8B in float32, whose weights take seconds to read.
     """
     return started_threads(1, "mapping") if model.asynchronous else nullcontext()
 

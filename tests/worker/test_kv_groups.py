@@ -13,7 +13,10 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.engines.varlen_reference import varlen_reference
 from prefixd.worker.errors import ModelError
+from prefixd.worker.flash_attention import FlashAttention
+from prefixd.worker.grouped_attention import GroupedAttention
 from prefixd.worker.kv_groups import CUDA_CHUNK_BYTES, READ_BLOCK, KvGroups, plan_groups
 from prefixd.worker.mapped_pages import MappedPages
 from prefixd.worker.model import CausalModel, load_model
@@ -345,6 +348,32 @@ def test_what_windows_have_passed_is_not_read_and_the_next_block_is(name: str, r
     before = changed_at - PROMPT + 1
     assert altered.logprobs[:before] == pytest.approx(plain.logprobs[:before], rel=0, abs=LOGPROBS)
     assert altered.logprobs[before] != pytest.approx(plain.logprobs[before], rel=0, abs=LOGPROBS)
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "ministral"], indirect=True)
+def test_what_windows_have_passed_is_not_read_by_the_way_of_a_gpu(
+    name: str, directory_of: Callable[[str], Path]
+) -> None:
+    """With a stand-in for the kernel, which reads from the block of keys on that a window begins in."""
+    spec = read_model_spec(WorkerSettings(model=str(directory_of(name)), block_tokens=READ_BLOCK))
+    model = load_model(spec)
+    rig = Rig(model, frames=4 * spec.block_frames)
+    expected = rig.generate(prompt_of(6), max_tokens=120)
+    model.attention = GroupedAttention(FlashAttention(varlen_reference))
+    rig.kv._margin = replace(spec, device=torch.device("cuda")).window_margin
+    frames = rig.frames(2 * spec.block_frames)
+    request = rig.start(prompt_of(6), frames, max_tokens=120)
+    spoilt_at = 0
+    while rig.engine.runnable:
+        rig.step()
+        if not spoilt_at and -1 in (frames_now := [part.frames for part in rig.engine._runs[request].memory.parts])[0]:
+            spoilt_at = sequence_tokens(rig, request)
+            kept = {frame for part in frames_now for frame in part}
+            for frame in set(frames) - kept:
+                content(rig, frame).fill_(0xFF)
+    assert spoilt_at == READ_BLOCK + WINDOW - 1
+    assert rig.tokens[request] == expected
+    rig.close()
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -7,7 +7,7 @@ from concurrent.futures import Executor
 from prefixd.worker.frame_window import FrameWindow
 from prefixd.worker.grouped_kv import GroupedKv
 from prefixd.worker.kv_memory import KvMemory
-from prefixd.worker.model_spec import WINDOW_MARGIN, ModelSpec
+from prefixd.worker.model_spec import ModelSpec
 from prefixd.worker.paged_kv import PagedKv
 from prefixd.worker.state_memory import PagedStates, StateMemory
 from prefixd.worker.virtual_kv import VirtualKv
@@ -65,7 +65,7 @@ def make_kv(
         spec.groups,
         memories,
         states,
-        window_margin=WINDOW_MARGIN[spec.device.type],
+        window_margin=spec.window_margin,
         most_blocks=longest // spec.block_tokens,
     )
 
@@ -80,6 +80,6 @@ def _block_tables(spec: ModelSpec, memory: VirtualMemory, table: FrameTable, fra
         groups,
         memories,
         None if groups.state is None else PagedStates(window, groups.state),
-        window_margin=WINDOW_MARGIN[spec.device.type],
+        window_margin=spec.window_margin,
         most_blocks=longest // spec.block_tokens,
     )

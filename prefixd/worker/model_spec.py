@@ -27,15 +27,14 @@ from prefixd.worker.images.kinds import KINDS
 from prefixd.worker.kv_groups import KvGroups, plan_groups
 from prefixd.worker.memory_estimate import weights_bytes, working_bytes
 from prefixd.worker.probe import PROBE_NAME, AttentionLayer, probe, register_probe
-from prefixd.worker.protocol import Hello, ImageShape
+from prefixd.worker.protocol import Hello, ImageShape, SlidingWindow
 from prefixd.worker.recurrent import StateLayout, state_shapes
 from prefixd.worker.settings import WorkerSettings
+from prefixd.worker.tile_attention import tile_tokens
 from prefixd_swap.geometry import ELEMENT_BYTES, KvGeometry, Layout
 
 _NO_LIMIT = 1 << 16
 """Tokens of a request where the model names no limit, as those without attention do not."""
-WINDOW_MARGIN = {"cpu": 32, "cuda": 128}
-"""Tokens before a window that attention may read: it reads whole tiles, and a draft is a token behind."""
 _DTYPES = ("float32", "bfloat16", "float16")
 # Their rotary frequencies depend on how long the whole sequence is, so KV of a prefix is not a function
 # of the prefix.
@@ -111,6 +110,26 @@ class ModelSpec:
         return 0 if self.groups.state is None else self.groups.slots(self.groups.state)
 
     @property
+    def window_margin(self) -> int:
+        """See `Hello.window_margin`.
+
+        A window's first block is read as a whole, so only what attention reads before that block counts. On a GPU
+        that is nothing: blocks are whole blocks of keys as kernels read them (`READ_BLOCK`). On a CPU a window is
+        rounded up to whole tiles (`first_key`), of which blocks are multiples:
+
+        ```
+        tiles and blocks of 8, a window of 11 tokens, the next query is token 29
+
+        0        8          16   19    24     29
+        | gone   | read, hidden  | seen       |        16 - 10 = 6, and (29 - 10 - 6) // 8 = 1 block is gone
+        ```
+        """
+        windows = [group.rule.tokens for group in self.groups.attention if isinstance(group.rule, SlidingWindow)]
+        tile = tile_tokens(self.block_tokens) if self.device.type == "cpu" else 1
+        draft_behind = 0 if self.draft is None else 1
+        return max((-(window - 1) % tile for window in windows), default=0) + draft_behind
+
+    @property
     def geometry(self) -> KvGeometry:
         """The shape of the first group of attention layers, of most models the only one."""
         return self.groups.attention[0].geometry
@@ -137,7 +156,7 @@ class ModelSpec:
             working_bytes=working,
             block_tokens_asked=self.block_tokens_asked,
             block_tokens_reason=self.groups.explain_block_tokens(self.block_tokens_asked),
-            window_margin=WINDOW_MARGIN[self.device.type],
+            window_margin=self.window_margin,
             images=self.images,
         )
 

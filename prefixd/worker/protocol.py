@@ -175,7 +175,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         `memory_estimate`.
     block_tokens: what the worker uses: at least `block_tokens_asked`, which its settings asked for.
     block_tokens_reason: why it is not what was asked for, one line; empty if it is.
-    window_margin: before the window of the next token, the worker's attention may read so many tokens more.
+    window_margin: blocks that end so many tokens before the window of the next token, or earlier, are not read.
     images: None for a model of text alone.
     """
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,14 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.engines.varlen_reference import varlen_reference
 from prefixd.worker.errors import ModelError
+from prefixd.worker.flash_attention import FlashAttention
 from prefixd.worker.frame_window import Pages
-from prefixd.worker.kv_groups import CUDA_CHUNK_BYTES, KvGroups, plan_groups
+from prefixd.worker.grouped_attention import GroupedAttention
+from prefixd.worker.kv_groups import CUDA_CHUNK_BYTES, READ_BLOCK, KvGroups, plan_groups
 from prefixd.worker.model import CausalModel, load_model
-from prefixd.worker.model_spec import WINDOW_MARGIN, read_model_spec
+from prefixd.worker.model_spec import read_model_spec
 from prefixd.worker.paged_kv import PagedKv
 from prefixd.worker.probe import AttentionLayer
 from prefixd.worker.protocol import (
@@ -30,10 +35,11 @@ from prefixd.worker.protocol import (
 )
 from prefixd.worker.recurrent import StateLayout, StateShape
 from prefixd.worker.settings import WorkerSettings
+from prefixd.worker.tile_attention import first_key, tile_tokens
 from prefixd_swap.errors import OutOfMemoryError
 from prefixd_swap.vmem import FrameId
 from tests.worker.conftest import Rig
-from tests.worker.tiny_models import LATENT, RECURRENT, WINDOWED, build_grouped
+from tests.worker.tiny_models import LATENT, RECURRENT, WINDOW, WINDOWED, build_grouped
 
 BLOCK = 16
 PROMPT = 7 * BLOCK + 5
@@ -292,11 +298,110 @@ def test_windows_give_up_what_they_leave_behind(name: str, rig: Rig) -> None:
         rig.step()
     sequence = rig.engine._runs[request.id].memory
     for number, group in windows:
-        passed = passed_blocks(group.shape, sequence_tokens(rig, request.id), BLOCK, WINDOW_MARGIN["cpu"])
+        passed = passed_blocks(group.shape, sequence_tokens(rig, request.id), BLOCK, spec.window_margin)
         frames = sequence.parts[number].frames
         assert passed > 0 and frames[: passed * group.frames] == (-1,) * passed * group.frames
         assert -1 not in frames[passed * group.frames :]
     rig.run()
+
+
+def test_what_windows_have_passed_is_not_read_and_the_next_block_is(name: str, rig: Rig) -> None:
+    """As soon as the daemon was told of tokens, it may give frames of passed blocks to others."""
+    spec = rig.model.spec
+
+    def passed(computed: int) -> list[tuple[int, range]]:
+        """Of each group with a window the blocks that it has passed, and which of a block's frames are its own."""
+        ends = itertools.accumulate(group.frames for group in spec.groups.attention)
+        return [
+            (passed_blocks(group.shape, computed, BLOCK, spec.window_margin), range(end - group.frames, end))
+            for group, end in zip(spec.groups.attention, ends, strict=True)
+            if isinstance(group.rule, SlidingWindow)
+        ]
+
+    if not passed(0):
+        pytest.skip("a model without windows")
+    plain, spoilt = Cached(rig, prompt_of(6)), Cached(rig, prompt_of(6))
+    altered = Cached(rig, prompt_of(6))
+    gone: set[int] = set()
+    changed_at = 0
+    while rig.engine.runnable:
+        rig.step()
+        if spoilt.id in rig.done:
+            continue
+        for blocks, homes in passed(sequence_tokens(rig, spoilt.id)):
+            gone |= {spoilt.frames[block * spec.block_frames + home] for block in range(blocks) for home in homes}
+        for frame in gone:
+            content(rig, frame).fill_(0xFF)
+        computed = sequence_tokens(rig, altered.id)
+        seen = (computed - (WINDOW - 1)) // BLOCK  # the block of the first token that the next query sees
+        if not changed_at and computed > PROMPT and all(blocks == seen for blocks, _ in passed(computed)):
+            for home in itertools.chain.from_iterable(homes for _, homes in passed(computed)):
+                numbers = content(rig, altered.frames[seen * spec.block_frames + home]).view(torch.float32)
+                numbers += 0.5
+            changed_at = computed
+    assert len(gone) >= (PROMPT + NEW - 1 - (WINDOW - 1)) // BLOCK - 1
+    assert spoilt.tokens == plain.tokens
+    assert spoilt.logprobs == pytest.approx(plain.logprobs, rel=0, abs=0 if steady(name) else LOGPROBS)
+    before = changed_at - PROMPT + 1
+    assert altered.logprobs[:before] == pytest.approx(plain.logprobs[:before], rel=0, abs=LOGPROBS)
+    assert altered.logprobs[before] != pytest.approx(plain.logprobs[before], rel=0, abs=LOGPROBS)
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "ministral"], indirect=True)
+def test_what_windows_have_passed_is_not_read_by_the_way_of_a_gpu(
+    name: str, directory_of: Callable[[str], Path]
+) -> None:
+    """With a stand-in for the kernel, which reads from the block of keys on that a window begins in."""
+    spec = read_model_spec(WorkerSettings(model=str(directory_of(name)), block_tokens=READ_BLOCK))
+    model = load_model(spec)
+    rig = Rig(model, frames=4 * spec.block_frames)
+    expected = rig.generate(prompt_of(6), max_tokens=120)
+    rig.model.attention = GroupedAttention(FlashAttention(varlen_reference))
+    rig.kv._margin = replace(spec, device=torch.device("cuda")).window_margin
+    frames = rig.frames(2 * spec.block_frames)
+    request = rig.start(prompt_of(6), frames, max_tokens=120)
+    spoilt_at = 0
+    while rig.engine.runnable:
+        rig.step()
+        if not spoilt_at and -1 in (frames_now := [part.frames for part in rig.engine._runs[request].memory.parts])[0]:
+            spoilt_at = sequence_tokens(rig, request)
+            kept = {frame for part in frames_now for frame in part}
+            for frame in set(frames) - kept:
+                content(rig, frame).fill_(0xFF)
+    assert spoilt_at == READ_BLOCK + WINDOW - 1
+    assert rig.tokens[request] == expected
+    rig.close()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("with_draft", [False, True], ids=["alone", "with a draft"])
+def test_blocks_are_passed_as_soon_as_attention_reads_nothing_of_them(
+    device: str, with_draft: bool, model_of: Callable[[str], CausalModel]
+) -> None:
+    """On a GPU by what is known of its kernels: they read keys in blocks that begin at multiples of `READ_BLOCK`."""
+    spec = model_of("gemma2").spec
+    for window, asked in itertools.product((1, 2, 15, 16, 17, 21, 128, 129, 200), (8, 16, 32)):
+        layers = [AttentionLayer(0, 8, 8, 128), AttentionLayer(1, 8, 8, 128, window)]
+        groups = plan_groups(
+            layers,
+            None,
+            dtype="bfloat16",
+            block_tokens=asked,
+            layout="token",
+            max_tokens=4096,
+            chunk_bytes=None,
+            on_cuda=device == "cuda",
+        )
+        each = replace(spec, groups=groups, device=torch.device(device), draft=spec if with_draft else None)
+        block = groups.block_tokens
+        for computed in range(1, 700):
+            position = computed - 1 if with_draft else computed
+            if device == "cpu":
+                read = first_key(position, window, tile_tokens(block))
+            else:
+                read = max(0, position - (window - 1)) // READ_BLOCK * READ_BLOCK
+            shape = groups.attention[1].shape
+            assert passed_blocks(shape, computed, block, each.window_margin) == read // block, (window, block, computed)
 
 
 @pytest.mark.parametrize("kv", ["paged"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -9,12 +11,14 @@ import numpy as np
 import pytest
 import torch
 
+from prefixd.server.worker_process import describe_memory
 from prefixd.worker import serve
 from prefixd.worker.errors import ModelError
+from prefixd.worker.model_spec import read_model_spec
 from prefixd.worker.protocol import Done, Extend, Hello, Memory, Sampling, Shutdown, Start, Step
 from prefixd.worker.settings import WorkerSettings
 from prefixd.worker.shared_frames import SharedFrames
-from prefixd_swap.vmem import create_memory
+from prefixd_swap.vmem import FramePool, create_memory, linux
 
 
 class Script:
@@ -36,6 +40,18 @@ class Script:
 
     def send(self, message: object) -> None:
         self.sent.append(message)
+
+
+class Eager(Script):
+    """Hands out messages as soon as it is asked; None says that there is none just now."""
+
+    def poll(self, timeout_s: float | None) -> bool:
+        super().poll(timeout_s)
+        if self.messages[0] is None:
+            self.messages.pop(0)
+            return False
+        # At the end, Shutdown: not before there is nothing to compute.
+        return len(self.messages) > 1 or timeout_s is None
 
 
 def test_a_request_without_frames_lets_the_worker_sleep(rig, prompt):
@@ -71,6 +87,36 @@ def test_the_memory_is_taken_before_weights_are_loaded(llama_directory, monkeypa
         with pytest.raises(ModelError, match="damaged"):
             serve.serve(script, WorkerSettings(model=str(llama_directory)), iter(range(9)).__next__)
     assert [type(message) for message in script.sent] == [Hello]
+
+
+def test_on_a_cpu_a_request_joins_the_next_pass(llama_directory, prompt, monkeypatch):
+    """Its memory is mapped when it comes, by the thread that computes: so it misses no pass while others run."""
+    mapped_by = []
+
+    def map_file(*arguments):
+        mapped_by.append(threading.current_thread())
+        return map_now(*arguments)
+
+    def start(request, tokens, frames):
+        encoded, sampling = np.array(tokens, "<u4").tobytes(), Sampling(max_tokens=3, ignore_eos=True)
+        return Start(id=request, tokens=encoded, generated=0, cached_blocks=0, frames=frames, sampling=sampling)
+
+    settings = WorkerSettings(model=str(llama_directory))
+    hello = read_model_spec(settings).hello()
+    with create_memory("cpu", hello.chunk_bytes) as memory:
+        pool = FramePool(memory, hello.frame_bytes, 16)
+        export = memory.export()
+        descriptors = (export.open(index) for index in range(export.count))
+        monkeypatch.setattr(serve, "recv_export", lambda socket, count: descriptors)
+        map_now = linux.map_file
+        monkeypatch.setattr(linux, "map_file", map_file)
+        first, second = pool.allocate(4), pool.allocate(4)
+        script = Eager(describe_memory(pool, export), start(1, prompt, first), None, start(2, prompt[:20], second))
+        serve.serve(script, settings, itertools.count().__next__)
+        pool.close()
+    steps = [message for message in script.sent if isinstance(message, Step)]
+    assert [step.computed_tokens for step in steps] == [len(prompt), 1 + 20, 2, 1]
+    assert mapped_by and set(mapped_by) == {threading.main_thread()}
 
 
 @pytest.mark.parametrize(

@@ -126,11 +126,11 @@ async def test_requests_that_are_preempted_and_resumed_give_transformers_tokens(
         while not all(request.generated for request in requests):
             await asyncio.sleep(0)
         bench.paused = True
-        while not counters.preempted:  # before each pass others take what is free
+        while not counters.preempted:  # others take what is free, and what the windows of each pass let go of
             assert bench.dispatcher.running, "both have ended"
+            bench.pass_once()
             while more := await bench.take_block():
                 taken += more
-            bench.pass_once()
             await bench.cache.mover.quiesce()
             for _ in range(5):
                 await asyncio.sleep(0)

@@ -26,6 +26,7 @@ from prefixd.pacer import SLICE_ROWS, Pacer, give_way
 from prefixd.server.concurrency_limit import ConcurrencyLimit
 from prefixd.server.frame_budget import FrameBudget
 from prefixd.server.frame_holders import name_holders
+from prefixd.server.image_kv import NO_ROWS
 from prefixd.server.kv_needs import KvNeeds
 from prefixd.server.kv_shape import ONE_FRAME
 from prefixd.server.preemption import Preemption, PreemptionMode
@@ -110,7 +111,7 @@ class Dispatcher:
         self._look_ahead = look_ahead
         self._caching = caching
         self.states = StateKeeping(cache, states or StatePolicy())
-        self._budget = FrameBudget()
+        self._budget, self._image_budget = FrameBudget(), FrameBudget()
         self._share = share or TierShare()
         self._share.join(self)
         self._pacer = Pacer(SLICE_ROWS)
@@ -122,6 +123,8 @@ class Dispatcher:
             clock,
             self._pacer,
             self._look,
+            image_budget=self._image_budget,
+            caching=caching,
             recompute_if_slower=recompute_if_slower,
         )
         self.preemption = Preemption(cache, self._share, cost, clock, self._look, mode=preemption)
@@ -197,7 +200,7 @@ class Dispatcher:
     @property
     def taken_frames(self) -> int:
         """See `Sharer`."""
-        return self._budget.taken
+        return self._budget.taken + self._image_budget.taken
 
     @property
     def moving(self) -> bool:
@@ -296,6 +299,8 @@ class Dispatcher:
             # The last token that was sampled is in no memory yet.
             request.run.computed_tokens = request.chain.tokens - 1 if update.tokens else filled_tokens
             self._record(request, update.filled_blocks)
+            if request.image_holds is not None:
+                request.footprint.give(request.image_holds.filled())
             self.states.stepped(request, update.kept)
             self._let_go_of_passed(request)
             self._want_frame(request)
@@ -386,6 +391,7 @@ class Dispatcher:
         window = [self.waiting[q.id] for q in self.queue.window(places + self._look_ahead, self._clock())]
         await self._prefetcher.keep_only(window)
         self._budget.begin_round()
+        self._image_budget.begin_round()
         frames = self._cache.tiers.frames.lasting
         left = frames - self._share.taken_frames
         full = lacks = coming = False
@@ -408,7 +414,7 @@ class Dispatcher:
                 await self._prefetcher.unstage_ready(window[place:])
                 break
             left -= request.first_frames
-            left -= self._budget.weigh(request.trie, request.rows, request.wanted)
+            left -= self._budget.weigh(request.trie, request.rows, request.wanted) + self._weigh_images(request)
             if left < 0:
                 lacks = demanded
                 await self._prefetcher.unstage_ready(window[place:])
@@ -505,7 +511,11 @@ class Dispatcher:
             self._look()
             return True
         cached = len(request.rows)
-        size, first_frames = request.kv.state_frames, request.first_frames
+        size, of_images = (
+            request.kv.state_frames,
+            0 if request.image_holds is None else request.image_holds.missing_frames,
+        )
+        first_frames = of_images + request.first_frames
         keep = self.states.chosen(request) if size and self._caching else []
         wanted = extra = size * (len(keep) + (self._caching and self.states.keeps_tails))
         fresh = None
@@ -528,7 +538,7 @@ class Dispatcher:
         self.running[request.id] = request
         request.turn = self._share.next_turn()
         computes = request.usable_blocks if self._caching else 0
-        of_blocks = fresh[: first_frames - size]
+        of_blocks = fresh[of_images : first_frames - size]
         states = _share_out(fresh[first_frames - size :], size, keep)
         resume = self._resume_from(request)
         run = Run(
@@ -539,6 +549,7 @@ class Dispatcher:
             states,
         )
         self._prefetcher.hand_over(request, run, fresh)
+        images = request.image_holds
         self.preemption.resumed(request, cached)
         if states is not None:
             self.states.handed_over(request)
@@ -559,9 +570,21 @@ class Dispatcher:
                 state=None if states is None else states.frames_for_worker(resume),
                 fork_of=request.fork_of if request.kv.plain and request.fork_of in self.running else -1,
                 images=[] if request.images is None else request.images.images,
+                image_frames=[] if images is None else images.claim_frames(fresh[:of_images]),
             )
         )
         return True
+
+    def _weigh_images(self, request: Request) -> int:
+        """How many more frames a queued request takes for its images, besides those taken or weighed in this round."""
+        kv, holds = request.image_kv, request.image_holds
+        if kv is None:
+            return 0
+        if holds is not None:
+            return holds.missing_frames + self._image_budget.weigh(kv.trie, holds.held)
+        found = [kv.find(digest) if self._caching else NO_ROWS for digest in kv.chains]
+        missing = sum(kv.size for rows in found if not len(rows))
+        return missing + self._image_budget.weigh(kv.trie, np.concatenate(found))
 
     def _homes_of_prefix(self, request: Request) -> list[int]:
         """Where what is held of its cached blocks lies; -1 for the rest, which may go while it runs."""

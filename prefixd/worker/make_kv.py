@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Executor
 
+from prefixd.worker.cross_kv import CrossMemory
 from prefixd.worker.grouped_kv import GroupedKv
 from prefixd.worker.kv_memory import KvMemory
 from prefixd.worker.model_spec import WINDOW_MARGIN, ModelSpec
@@ -57,7 +58,22 @@ def make_kv(
     if (state := spec.groups.state) is not None:
         size, kept = spec.groups.frame_bytes, -(-spec.step_tokens // spec.block_tokens)
         states = StateMemory(memory, table, state, size, requests=requests, kept=kept, background=background)
+    cross: VirtualKv | None = None
+    if (images := spec.groups.cross) is not None:
+        cross = VirtualKv(
+            VirtualTensorManager(
+                memory,
+                table,
+                images.geometry,
+                requests=requests,
+                max_tokens=spec.image_capacity * images.geometry.block_tokens,
+                background=background,
+                frames_per_block=images.frames,
+            )
+        )
     managers = [memory.manager for memory in memories]
+    if cross is not None:
+        managers.append(cross.manager)
     if states is not None:
         managers.append(states.manager)
     for manager in managers:
@@ -66,6 +82,7 @@ def make_kv(
         spec.groups,
         memories,
         states,
+        None if cross is None or images is None else CrossMemory(images, cross),
         window_margin=WINDOW_MARGIN[spec.device.type],
         most_blocks=longest // spec.block_tokens,
     )
@@ -84,12 +101,19 @@ def _block_tables(spec: ModelSpec, memory: VirtualMemory, table: FrameTable, fra
     if groups.state is not None:
         states = PagedStates(memory, table, groups.state, groups.frame_bytes, frames=frames)
         all_pages.append(states.pages)
+    cross: CrossMemory | None = None
+    if (images := groups.cross) is not None:
+        most = spec.image_capacity * images.geometry.block_tokens
+        tables = PagedKv(memory, table, images.geometry, frames=frames, max_tokens=most, block_frames=images.frames)
+        all_pages.append(tables.pages)
+        cross = CrossMemory(images, tables)
     for pages in all_pages:
         pages.neighbours = all_pages
     return GroupedKv(
         groups,
         memories,
         states,
+        cross,
         window_margin=WINDOW_MARGIN[spec.device.type],
         most_blocks=longest // spec.block_tokens,
     )

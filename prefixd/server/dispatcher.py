@@ -465,7 +465,7 @@ class Dispatcher:
         """
         if request.state is not RequestState.WAITING:
             return True
-        if self._is_computed(request):
+        if self._is_computed(request) or self._is_embedded(request):
             return False
         return not (self._tracker.verify(request) and self._is_computed(request))
 
@@ -484,6 +484,18 @@ class Dispatcher:
                 request.fork_of = other.id
                 return True
         return False
+
+    def _is_embedded(self, request: Request) -> bool:
+        """Whether a running request is about to fill frames with an image of this one's, in its first pass."""
+        kv = request.image_kv
+        if kv is None or not self._caching:
+            return False
+        holds = [other.image_holds for other in self.running.values()]
+        return any(
+            other.kv.namespace is kv.namespace and not kv.chains.keys().isdisjoint(other.filling)
+            for other in holds
+            if other is not None
+        )
 
     def _is_state_computed(self, request: Request) -> bool:
         """As `_is_computed`: whether a running request will keep a state from which this one can resume.
@@ -511,10 +523,8 @@ class Dispatcher:
             self._look()
             return True
         cached = len(request.rows)
-        size, of_images = (
-            request.kv.state_frames,
-            0 if request.image_holds is None else request.image_holds.missing_frames,
-        )
+        images = request.image_holds
+        size, of_images = request.kv.state_frames, 0 if images is None else images.missing_frames
         first_frames = of_images + request.first_frames
         keep = self.states.chosen(request) if size and self._caching else []
         wanted = extra = size * (len(keep) + (self._caching and self.states.keeps_tails))
@@ -549,7 +559,6 @@ class Dispatcher:
             states,
         )
         self._prefetcher.hand_over(request, run, fresh)
-        images = request.image_holds
         self.preemption.resumed(request, cached)
         if states is not None:
             self.states.handed_over(request)

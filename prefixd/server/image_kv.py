@@ -13,7 +13,7 @@ A prefix of the prompt is usable whether its images are there or not: the worker
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
 
@@ -123,6 +123,17 @@ class ImageHolds:
     def held(self) -> Rows:
         """The blocks of the images that it holds."""
         return np.concatenate([NO_ROWS, *(hold.rows for hold in self._held.values())])
+
+    @property
+    def filling(self) -> Collection[bytes]:
+        """The images that its run is about to fill."""
+        return self._own.keys()
+
+    @property
+    def grew(self) -> bool:
+        """Whether an image that it does not hold is there by now."""
+        missing = self.kv.chains.keys() - self._held.keys()
+        return self.caching and any(len(self.kv.find(digest)) for digest in missing)
 
     @property
     def complete(self) -> bool:

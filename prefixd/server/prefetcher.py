@@ -146,8 +146,9 @@ class Prefetcher:
         del self._staged[request.id]
 
     def grew(self, request: Request) -> bool:
-        """Whether somebody computed more of the prefix since it was staged."""
-        return not request.cut and self._tracker.has_grown(request)
+        """Whether somebody computed more of the prefix, or an image of the prompt, since it was staged."""
+        images = request.image_holds
+        return not request.cut and (self._tracker.has_grown(request) or (images is not None and images.grew))
 
     # -- many ---------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The keys and values of images in the tiers: Llama 3.2 Vision on a real engine, against transformers' own `generate`."""
+"""Keys and values of images in the tiers: Llama 3.2 Vision on a real engine, against transformers' own `generate`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -17,7 +18,8 @@ from prefixd.cache import check_integrity
 from prefixd.cache.index.trie import CPU, DISK, GPU
 from prefixd.images.identity import LEAST_BLOCK_TOKENS
 from prefixd.pacer import Pacer
-from prefixd.server.image_kv import ImageKv, image_namespace
+from prefixd.server.frame_budget import FrameBudget
+from prefixd.server.image_kv import ImageHolds, ImageKv, image_namespace
 from prefixd.server.prefixes import Prefix, describe
 from prefixd.server.prompt_images import PromptLayout
 from prefixd.server.request import Request
@@ -193,17 +195,91 @@ async def test_requests_with_one_image_at_a_time_when_frames_are_few(
         assert bench.dispatcher.taken_frames == 0
 
 
-async def test_two_requests_that_embed_one_image_at_the_same_time(
+async def test_an_image_that_another_request_is_about_to_fill_is_waited_for(
     vision: Any, encoded: list[bytes], bench_of: Any
 ) -> None:
-    prompts = [vision.prompt(text(50 + n, 10), picture(20), text(60, 5), picture(20)) for n in range(2)]
+    prompts = [vision.prompt(text(50 + n, 10), picture(20), text(60, 5), picture(20)) for n in range(3)]
     async with bench_of() as bench:
         requests = [submit(bench, prompt) for prompt in prompts]
         for request, prompt in zip(requests, prompts, strict=True):
             assert await bench.tokens_of(request) == vision.greedy(prompt, NEW)
+        assert len(encoded) == 1
         await bench.dispatcher.idle()
-        kv = requests[0].image_kv
-        assert kv is not None
-        assert len(encoded) == 2, "they did not run side by side"
-        assert int(np.count_nonzero(kv.trie.any_part[: kv.trie.rows])) == kv.size
         assert bench.dispatcher.taken_frames == 0
+
+
+async def test_an_image_that_two_requests_have_filled_is_there_once(vision: Any, bench_of: Any) -> None:
+    """Neither was there when the other was staged."""
+    prompt = vision.prompt(text(70, 10), picture(21))
+    async with bench_of() as bench:
+        request = await ask(bench, vision, prompt)
+        kv = request.image_kv
+        assert kv is not None
+        (digest,) = kv.chains
+        bench.cache.mover.placement.drop(kv.trie, kv.find(digest)[::-1], bench.cache.tiers.compute, expendable=True)
+        assert not len(kv.find(digest))
+        budget = FrameBudget()
+        first, second = (ImageHolds(bench.cache, budget, f"request {n}", kv, True) for n in range(2))
+        given = []
+        for holds in (first, second):
+            assert (holds.missing_frames, len(holds.held)) == (kv.size, 0)
+            holds.yield_frames()
+            frames = await bench.take_frames(kv.size)
+            assert [(each.frames, each.filled) for each in holds.claim_frames(frames)] == [(frames, False)]
+            assert list(holds.filling) == [digest]
+            given.append((frames, holds))
+        assert [holds.filled() for _, holds in given] == [given[0][0], []]
+        assert [len(holds.held) for holds in (first, second)] == [kv.size, 0]
+        assert (second.grew, list(second.filling), budget.taken) == (True, [], kv.size)
+        for holds in (first, second):
+            holds.end()
+        bench.cache.tiers.compute.free(given[1][0])
+        assert budget.taken == 0
+        check_integrity(bench.cache)
+
+
+async def test_without_a_cache_every_request_fills_frames_of_its_own(
+    vision: Any, encoded: list[bytes], bench_of: Any
+) -> None:
+    prompt = vision.prompt(text(71, 10), picture(22), text(72, 9))
+    async with bench_of() as bench:
+        bench.dispatcher._caching = bench.dispatcher._prefetcher._caching = False
+        bench.dispatcher._tracker._caching = False
+        for _ in range(2):
+            request = await ask(bench, vision, prompt)
+        assert len(encoded) == 2
+        assert request.image_kv is not None
+        assert not request.image_kv.trie.any_part.any()
+
+
+async def test_tenants_do_not_share_images(vision: Any, bench_of: Any) -> None:
+    images = vision.prompt(picture(23)).images
+    async with bench_of() as bench:
+        spec = bench.namespace.spec
+        salted = image_namespace(msgspec.structs.replace(spec, salt=b"tenant"), 2, spec.parts[0].nbytes)
+        assert salted.name == image_namespace(spec, 2, spec.parts[0].nbytes).name
+        one, two = (
+            ImageKv.of(bench.cache, each, images) for each in (salted, msgspec.structs.replace(salted, salt=b""))
+        )
+        (digest,) = one.chains
+        assert one.namespace is not two.namespace
+        assert one.chains[digest].key(0) != two.chains[digest].key(0)
+
+
+async def test_a_damaged_image_on_disk_is_embedded_again(vision: Any, encoded: list[bytes], bench_of: Any) -> None:
+    prompt = vision.prompt(text(73, 20), picture(24), text(74, 30))
+    async with bench_of() as bench:
+        kv = (await ask(bench, vision, prompt)).image_kv
+        assert kv is not None
+        await bench.clear_gpu_tier()
+        await bench.cache.write_back.flush()
+    async with bench_of() as bench:
+        again = submit(bench, prompt)
+        kv = again.image_kv
+        assert kv is not None
+        (digest,) = kv.chains
+        rows = kv.find(digest)
+        kv.trie.set_checksums(rows[:1], np.zeros((1, 1), np.uint64))
+        assert await bench.tokens_of(again) == vision.greedy(prompt, NEW)
+        assert sum(hits(again)) > 0, "its text was there"
+        assert len(encoded) == 2

@@ -92,8 +92,9 @@ class Dispatcher:
         self.waiting: dict[int, Request] = {}
         self.running: dict[int, Request] = {}
         self.finished = self.resumed = 0
-        self.asked_images = self.encoded_images = 0
-        """Images of prompts that were handed over, and of these the embeddings that the worker has computed."""
+        self.asked_images = self.encoded_images = self.found_images = 0
+        """Images of prompts that were handed over, of these the embeddings that the worker has computed, and images whose
+        keys and values for cross-attention a run has found in a tier."""
         self.kv = KvUsage()
         self.passes = self.proposed_tokens = self.accepted_tokens = 0
         """Forward passes of the model, tokens that its draft proposed, and those of them that the model chose, too."""
@@ -524,6 +525,7 @@ class Dispatcher:
             return True
         cached = len(request.rows)
         images = request.image_holds
+        found_images = 0 if images is None else images.found
         size, of_images = request.kv.state_frames, 0 if images is None else images.missing_frames
         first_frames = of_images + request.first_frames
         keep = self.states.chosen(request) if size and self._caching else []
@@ -559,6 +561,7 @@ class Dispatcher:
             states,
         )
         self._prefetcher.hand_over(request, run, fresh)
+        self.found_images += found_images
         self.preemption.resumed(request, cached)
         if states is not None:
             self.states.handed_over(request)

@@ -141,6 +141,11 @@ class ImageHolds:
         return not self.kv.trie.lacking(self.held, self.cache.tiers.compute.level).any()
 
     @property
+    def found(self) -> int:
+        """How many images of the prompt it holds, each as often as it stands there."""
+        return sum(digest in self._held for digest in self.kv.digests)
+
+    @property
     def missing_frames(self) -> int:
         """Frames of the images that it does not hold."""
         return (len(self.kv.chains) - len(self._held)) * self.kv.size

@@ -25,12 +25,14 @@ from prefixd.worker.flex_attention import FlexAttention
 from prefixd.worker.grouped_attention import GroupedAttention
 from prefixd.worker.grouped_kv import GroupedStep, places
 from prefixd.worker.images import Features, FeatureStore, PromptImages, check_images, read_processor
+from prefixd.worker.kv_groups import AttentionGroup, KvGroups, with_images
 from prefixd.worker.kv_memory import KvSequence, Segment
 from prefixd.worker.model import CausalModel, _PlainMemory, load_model
 from prefixd.worker.model_spec import read_model_spec
-from prefixd.worker.protocol import ImageFrames, ImageShape, PromptImage
+from prefixd.worker.protocol import FullAttention, ImageFrames, ImageGroup, ImageShape, PromptImage
 from prefixd.worker.settings import WorkerSettings
 from prefixd.worker.virtual_kv import VirtualStep
+from prefixd_swap.geometry import KvGeometry
 from tests.worker.conftest import Rig
 from tests.worker.tiny_models import IMAGE_TOKEN, IMAGES, save_image_model
 
@@ -175,7 +177,25 @@ def opened(rig: Rig, prompt: Prompt, frames: Sequence[int] = ()) -> tuple[KvSequ
 
 def test_what_the_daemon_is_told(vision):
     expected = ImageShape(vision.token, "cross" if vision.cross else "rows", both_ways=vision.name == "gemma3")
-    assert vision.model.spec.hello().images == expected
+    hello = vision.model.spec.hello()
+    assert hello.images == expected
+    groups = vision.model.spec.groups
+    assert hello.image_group == (ImageGroup(2, groups.cross.frames) if vision.cross else None)
+    if vision.cross:
+        half = groups.frame_bytes // 2
+        assert hello.in_frames(half).image_group.frames == groups.in_frames(half, half).cross.frames
+        assert groups.in_frames(half, half).cross.frames == 2 * groups.cross.frames
+
+
+def test_frames_of_an_image_of_llama_3_2_11b():
+    text_of_11b = KvGeometry(32, 8, 128, "bfloat16", 16)
+    group = AttentionGroup("full", FullAttention(), tuple(range(32)), text_of_11b, 1, (None,) * 32)
+    plain = KvGroups((group,), None, 16, text_of_11b.block_bytes, 2 << 20)
+    groups = with_images(plain, range(3, 40, 5), KvGeometry(8, 8, 128, "bfloat16", 4 * 1601))
+    assert plain.alone and not groups.alone
+    assert (groups.frame_bytes, groups.cross.frames) == (2 << 20, 101)
+    assert (groups.cross.patches, groups.cross.geometry.block_tokens) == (6404, 6464)
+    assert groups.cross.geometry.block_bytes == 101 * groups.frame_bytes
 
 
 def test_logits_are_those_of_transformers_and_depend_on_the_image(vision, rig):

@@ -110,6 +110,7 @@ async def test_an_image_is_in_the_tiers_once_for_all_prompts(vision: Any, encode
         assert len(encoded) == 2
         request = await ask(bench, vision, other)
         assert hits(request) == [0, 0, 0], "its text is another one"
+        assert bench.dispatcher.found_images == 3
         assert hits(await ask(bench, vision, prompt))[GPU] > 0
         assert len(encoded) == 2
         kv = request.image_kv

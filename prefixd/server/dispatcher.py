@@ -93,8 +93,8 @@ class Dispatcher:
         self.running: dict[int, Request] = {}
         self.finished = self.resumed = 0
         self.asked_images = self.encoded_images = self.found_images = 0
-        """Images of prompts that were handed over, of these the embeddings that the worker has computed, and images whose
-        keys and values for cross-attention a run has found in a tier."""
+        """Images of prompts that were handed over, of these the embeddings that the worker has computed, and those whose
+        keys and values a run has found in a tier."""
         self.kv = KvUsage()
         self.passes = self.proposed_tokens = self.accepted_tokens = 0
         """Forward passes of the model, tokens that its draft proposed, and those of them that the model chose, too."""
@@ -596,7 +596,7 @@ class Dispatcher:
             return holds.missing_frames + self._image_budget.weigh(kv.trie, holds.held)
         found = [kv.find(digest) if self._caching else NO_ROWS for digest in kv.chains]
         missing = sum(kv.size for rows in found if not len(rows))
-        return missing + self._image_budget.weigh(kv.trie, np.concatenate(found))
+        return missing + self._image_budget.weigh(kv.trie, np.concatenate([NO_ROWS, *found]))
 
     def _homes_of_prefix(self, request: Request) -> list[int]:
         """Where what is held of its cached blocks lies; -1 for the rest, which may go while it runs."""

@@ -93,8 +93,8 @@ class Dispatcher:
         self.running: dict[int, Request] = {}
         self.finished = self.resumed = 0
         self.asked_images = self.encoded_images = self.found_images = 0
-        """Images of prompts that were handed over, of these the embeddings that the worker has computed, and those whose
-        keys and values a run has found in a tier."""
+        """Images of prompts that were handed over, embeddings that the worker has computed of them, and images whose
+        keys and values for cross-attention were found in a tier."""
         self.kv = KvUsage()
         self.passes = self.proposed_tokens = self.accepted_tokens = 0
         """Forward passes of the model, tokens that its draft proposed, and those of them that the model chose, too."""

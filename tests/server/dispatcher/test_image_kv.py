@@ -22,7 +22,7 @@ from prefixd.server.frame_budget import FrameBudget
 from prefixd.server.image_kv import ImageHolds, ImageKv, image_namespace
 from prefixd.server.prefixes import Prefix, describe
 from prefixd.server.prompt_images import PromptLayout
-from prefixd.server.request import Request
+from prefixd.server.request import Ended, Request
 from prefixd.worker.protocol import Sampling
 from prefixd_scheduler import QueuedRequest
 from tests.worker import test_images as worker_tests
@@ -67,7 +67,7 @@ def bench_of(vision: Any, tmp_path: Path) -> Callable[..., AbstractAsyncContextM
     return opened
 
 
-def submit(bench: ModelBench, prompt: Any, max_tokens: int = NEW) -> Request:
+def submit(bench: ModelBench, prompt: Any, max_tokens: int = NEW, **sampling: Any) -> Request:
     spec, number = bench.namespace.spec, next(_numbers)
     layout = PromptLayout(np.asarray(prompt.tokens, "<u4").tobytes(), prompt.images, BLOCK, cross=True)
     images = image_namespace(spec, bench.model.spec.image_frames, spec.parts[0].nbytes)
@@ -78,7 +78,7 @@ def submit(bench: ModelBench, prompt: Any, max_tokens: int = NEW) -> Request:
         trie=bench.trie,
         chain=bench.cache.chain(bench.namespace, layout.identity),
         prompt_tokens=len(prompt.tokens),
-        sampling=Sampling(max_tokens=max_tokens, ignore_eos=True),
+        sampling=Sampling(max_tokens=max_tokens, ignore_eos=True, **sampling),
         queued=QueuedRequest(number, time.monotonic(), len(prompt.tokens)),
         kv=bench.kv,
         images=layout.of_request(),
@@ -251,6 +251,19 @@ async def test_without_a_cache_every_request_fills_frames_of_its_own(
         assert len(encoded) == 2
         assert request.image_kv is not None
         assert not request.image_kv.trie.any_part.any()
+
+
+async def test_beams_find_their_images_in_a_tier(vision: Any, encoded: list[bytes], bench_of: Any) -> None:
+    prompt = vision.prompt(text(75, 13), picture(25), text(76, 6))
+    async with bench_of() as bench:
+        await ask(bench, vision, prompt)
+        await bench.clear_gpu_tier()
+        request = submit(bench, prompt, beams=3, early_stopping=True)
+        async with asyncio.timeout(60):
+            ended = await request.events.get()  # type: ignore[attr-defined]
+        assert isinstance(ended, Ended)
+        assert ended.beams[0].tokens == vision.greedy(prompt, NEW, num_beams=3, early_stopping=True)
+        assert len(encoded) == 1
 
 
 async def test_tenants_do_not_share_images(vision: Any, bench_of: Any) -> None:

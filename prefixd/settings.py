@@ -334,7 +334,7 @@ class WorkerSettings(_Section):
     all tokens, blocks are as long as the largest state, and a state is kept after each of them."""
     feature_bytes: Bytes = 256 << 20
     """For models that read images: size of the embeddings of images seen before that the worker keeps on its device.
-    Llama 3.2 Vision takes as much again for what the images of running requests become: 200 MiB an image of its 11B."""
+    What the layers with cross-attention of Llama 3.2 Vision keep of an image is in the tiers: 202 MiB of its 11B."""
     draft_model: AbsolutePath | None = None
     """Directory of a small Hugging Face model with the same tokens that proposes output, which the model checks several
     tokens at a time: the same answers in fewer passes of the model (speculative decoding). It runs on the same device,

@@ -150,7 +150,8 @@ def print_stats(stats: admin_pb2.StatsResponse) -> None:
         )
     if stats.worker.HasField("images"):
         images = worker.images
-        out.print(f"images: {images.asked_images:,} asked for, {images.encoded_images:,} embedded")
+        found = f", {images.found_images:,} found in a tier" if images.found_images else ""
+        out.print(f"images: {images.asked_images:,} asked for, {images.encoded_images:,} embedded{found}")
     if queue.preempted_requests:
         out.print(
             f"preempted: {queue.preempted_requests:,} requests, {queue.swapped_requests:,} swapped "

@@ -165,19 +165,25 @@ class Generation:
         samplings = [params.sampling(index, seed, room) for index in range(params.sequences)]
         block_tokens, frame_bytes = model.hello.block_tokens, model.hello.frame_bytes
         longest = prompt_tokens + samplings[0].max_tokens
+        of_images = 0
+        if images is not None:
+            of_images = model.image_frames * len({image.digest for image in images.images})
+        with_images = f", {of_images * frame_bytes} of them for its images" if of_images else ""
         if searched := samplings[0].beams:
             blocks = blocks_needed(prompt_tokens, samplings[0].max_tokens, searched, block_tokens)
-            if (frames := model.kv.beam_frames(blocks)) > model.frames:
+            if (frames := model.kv.beam_frames(blocks) + of_images) > model.frames:
                 raise ExhaustedError(
-                    f"a search with {searched} beams needs {frames * frame_bytes} bytes, but the GPU tier holds "
-                    f"{model.frames * frame_bytes}; narrow the search, lower max_tokens or {_LARGER_TIER}"
+                    f"a search with {searched} beams needs {frames * frame_bytes} bytes{with_images}, but the GPU tier "
+                    f"holds {model.frames * frame_bytes}; narrow the search, lower max_tokens or {_LARGER_TIER}"
                 )
-        elif (frames := model.kv.most_frames(-(-longest // block_tokens))) > model.frames:
+        elif (frames := model.kv.most_frames(-(-longest // block_tokens)) + of_images) > model.frames:
             raise ExhaustedError(
-                f"prompt and output, up to {longest} tokens, need up to {frames * frame_bytes} bytes, but the GPU tier "
-                f"holds {model.frames * frame_bytes}; shorten the prompt, lower max_tokens or {_LARGER_TIER}"
+                f"prompt and output, up to {longest} tokens, need up to {frames * frame_bytes} bytes{with_images}, but "
+                f"the GPU tier holds {model.frames * frame_bytes}; shorten the prompt, "
+                f"{'send fewer images, ' if of_images else ''}lower max_tokens or {_LARGER_TIER}"
             )
         namespace = self._cache.register(model.salted(params.salt))
+        image_kv = model.image_kv(self._cache, images, params.salt)
         arrival_s, tokens = self._clock(), ids.tobytes() if images is None else images.identity
         requests: list[Request] = []
         for index, sampling in enumerate(samplings):
@@ -195,6 +201,7 @@ class Generation:
                     queued=QueuedRequest(number, arrival_s, prompt_tokens, priority=params.priority),
                     kv=model.kv,
                     images=None if images is None else images.of_request(),
+                    image_kv=image_kv,
                     events=inbox.sink(index),
                     fork_of=requests[0].id if requests else -1,
                 )

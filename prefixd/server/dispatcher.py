@@ -27,6 +27,7 @@ from prefixd.pacer import SLICE_ROWS, Pacer, give_way
 from prefixd.server.concurrency_limit import ConcurrencyLimit
 from prefixd.server.frame_budget import FrameBudget
 from prefixd.server.frame_holders import name_holders
+from prefixd.server.image_kv import NO_ROWS
 from prefixd.server.kv_needs import KvNeeds
 from prefixd.server.kv_shape import ONE_FRAME, KvShape
 from prefixd.server.preemption import Preemption, PreemptionMode
@@ -92,8 +93,9 @@ class Dispatcher:
         self.waiting: dict[int, Request] = {}
         self.running: dict[int, Request] = {}
         self.finished = self.resumed = 0
-        self.asked_images = self.encoded_images = 0
-        """Images of prompts that were handed over, and of these the embeddings that the worker has computed."""
+        self.asked_images = self.encoded_images = self.found_images = 0
+        """Images of prompts that were handed over, embeddings that the worker has computed of them, and images whose
+        keys and values for cross-attention were found in a tier."""
         self.kv = KvUsage()
         self.passes = self.proposed_tokens = self.accepted_tokens = 0
         """Forward passes of the model, tokens that its draft proposed, and those of them that the model chose, too."""
@@ -111,7 +113,7 @@ class Dispatcher:
         self._look_ahead = look_ahead
         self._caching = caching
         self.states = StateKeeping(cache, states or StatePolicy())
-        self._budget = FrameBudget(self._frames_of_parts)
+        self._budget, self._image_budget = FrameBudget(self._frames_of_parts), FrameBudget(self._frames_of_parts)
         self._share = share or TierShare()
         self._share.join(self)
         self._pacer = Pacer(SLICE_ROWS)
@@ -123,6 +125,8 @@ class Dispatcher:
             clock,
             self._pacer,
             self._look,
+            image_budget=self._image_budget,
+            caching=caching,
             recompute_if_slower=recompute_if_slower,
         )
         self.preemption = Preemption(cache, self._share, cost, clock, self._look, mode=preemption)
@@ -198,7 +202,7 @@ class Dispatcher:
     @property
     def taken_frames(self) -> int:
         """See `Sharer`."""
-        return self._budget.taken
+        return self._budget.taken + self._image_budget.taken
 
     @property
     def moving(self) -> bool:
@@ -297,6 +301,8 @@ class Dispatcher:
             # The last token that was sampled is in no memory yet.
             request.run.computed_tokens = request.chain.tokens - 1 if update.tokens else filled_tokens
             self._record(request, update.filled_blocks)
+            if request.image_holds is not None:
+                request.footprint.give(request.image_holds.filled())
             self.states.stepped(request, update.kept)
             self._let_go_of_passed(request)
             self._want_frame(request)
@@ -387,6 +393,7 @@ class Dispatcher:
         window = [self.waiting[q.id] for q in self.queue.window(places + self._look_ahead, self._clock())]
         await self._prefetcher.keep_only(window)
         self._budget.begin_round()
+        self._image_budget.begin_round()
         frames = self._cache.tiers.frames.lasting
         left = frames - self._share.taken_frames
         full = lacks = coming = False
@@ -409,7 +416,7 @@ class Dispatcher:
                 await self._prefetcher.unstage_ready(window[place:])
                 break
             left -= request.first_frames
-            left -= self._budget.weigh(request.trie, request.rows, request.wanted)
+            left -= self._budget.weigh(request.trie, request.rows, request.wanted) + self._weigh_images(request)
             if left < 0:
                 lacks = demanded
                 await self._prefetcher.unstage_ready(window[place:])
@@ -460,7 +467,7 @@ class Dispatcher:
         """
         if request.state is not RequestState.WAITING:
             return True
-        if self._is_computed(request):
+        if self._is_computed(request) or self._is_embedded(request):
             return False
         return not (self._tracker.verify(request) and self._is_computed(request))
 
@@ -479,6 +486,18 @@ class Dispatcher:
                 request.fork_of = other.id
                 return True
         return False
+
+    def _is_embedded(self, request: Request) -> bool:
+        """Whether a running request is about to fill frames with an image of this one's, in its first pass."""
+        kv = request.image_kv
+        if kv is None or not self._caching:
+            return False
+        holds = [other.image_holds for other in self.running.values()]
+        return any(
+            other.kv.namespace is kv.namespace and not kv.chains.keys().isdisjoint(other.filling)
+            for other in holds
+            if other is not None
+        )
 
     def _is_state_computed(self, request: Request) -> bool:
         """As `_is_computed`: whether a running request will keep a state from which this one can resume.
@@ -505,7 +524,8 @@ class Dispatcher:
             self._prefetcher.unstage(request)
             self._look()
             return True
-        cached, kv = len(request.rows), request.kv
+        cached, kv, images = len(request.rows), request.kv, request.image_holds
+        found_images = 0 if images is None else images.found
         keep = self.states.chosen(request) if kv.state_frames and self._caching else []
         wanted = extra = len(keep) + self.states.keeps_tails if kv.state_frames and self._caching else 0
         fresh = None
@@ -528,7 +548,7 @@ class Dispatcher:
         self.running[request.id] = request
         request.turn = self._share.next_turn()
         computes = request.usable_blocks if self._caching else 0
-        of_blocks, of_states = fresh
+        of_images, of_blocks, of_states = fresh
         states = _share_out(of_states, kv, keep)
         resume = self._resume_from(request)
         run = Run(
@@ -538,7 +558,8 @@ class Dispatcher:
             kv.block_widths,
             states,
         )
-        self._prefetcher.hand_over(request, run, [*of_blocks, *of_states])
+        self._prefetcher.hand_over(request, run, [*of_images, *of_blocks, *of_states])
+        self.found_images += found_images
         self.preemption.resumed(request, cached)
         if states is not None:
             self.states.handed_over(request)
@@ -559,26 +580,44 @@ class Dispatcher:
                 state=None if states is None else states.frames_for_worker(resume),
                 fork_of=request.fork_of if request.kv.plain and request.fork_of in self.running else -1,
                 images=[] if request.images is None else request.images.images,
+                image_frames=[] if images is None else images.claim_frames(of_images),
             )
         )
         return True
 
-    async def _take_first(self, request: Request, states: int) -> tuple[list[int], list[int]] | None:
-        """What a run begins with: the frames of its first blocks, those cached aside, and of so many states; None where
-        there are not enough."""
-        kv = request.kv
+    async def _take_first(self, request: Request, states: int) -> tuple[list[int], list[int], list[int]] | None:
+        """What a run begins with: the frames of the images that the worker computes, of its first blocks, those cached
+        aside, and of so many states; None where there are not enough."""
+        kv, images = request.kv, request.image_holds
         level, last = self._cache.tiers.compute.level, request.rows[-1:]
         near = request.trie.slots[last, level, : len(kv.block_widths)].ravel().tolist()
-        of_blocks = await self._mover.take_frames(
-            request.first_blocks - len(request.rows), kv.block_widths, near=near, beside=states * kv.state_frames
-        )
-        if of_blocks is None or not kv.state_frames:
-            return None if of_blocks is None else (of_blocks, [])
-        of_states = await self._mover.take_frames(states, kv.state_widths)
-        if of_states is None:
-            self._cache.tiers.compute.free(of_blocks)
-            return None
-        return of_blocks, of_states
+        wants = [
+            (0, ()) if images is None else (images.missing_blocks, (images.kv.width,)),
+            (request.first_blocks - len(request.rows), kv.block_widths),
+            (states, kv.state_widths),
+        ]
+        beside = [count * sum(widths) for count, widths in wants]
+        taken: list[list[int]] = []
+        for number, (count, widths) in enumerate(wants):
+            hint = near if number == 1 else ()
+            frames = await self._mover.take_frames(count, widths, near=hint, beside=sum(beside[number + 1 :]))
+            if frames is None:
+                self._cache.tiers.compute.free(itertools.chain(*taken))
+                return None
+            taken.append(frames)
+        of_images, of_blocks, of_states = taken
+        return of_images, of_blocks, of_states
+
+    def _weigh_images(self, request: Request) -> int:
+        """How many more frames a queued request takes for its images, besides those taken or weighed in this round."""
+        kv, holds = request.image_kv, request.image_holds
+        if kv is None:
+            return 0
+        if holds is not None:
+            return holds.missing_blocks * kv.width + self._image_budget.weigh(kv.trie, holds.held)
+        found = [kv.find(digest) if self._caching else NO_ROWS for digest in kv.chains]
+        missing = sum(kv.size for rows in found if not len(rows))
+        return missing + self._image_budget.weigh(kv.trie, np.concatenate([NO_ROWS, *found]))
 
     def _homes_of_prefix(self, request: Request) -> list[int]:
         """Where what is held of its cached blocks lies; -1 for the rest, which may go while it runs."""

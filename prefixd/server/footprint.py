@@ -8,6 +8,7 @@ from prefixd.cache import TieredCache, Trie
 from prefixd.cache.groups import GroupMask
 from prefixd.cache.index.trie import Rows
 from prefixd.server.frame_budget import FrameBudget
+from prefixd.server.image_kv import ImageHolds
 
 
 class Footprint:
@@ -34,9 +35,19 @@ class Footprint:
         owner: whose footprint it is, for people.
         trie: of the blocks.
         rows: blocks from the prompt's first on; what they need is in the GPU tier or will be brought there.
+        images: what it has of its images, if they are not in the prompt's blocks.
     """
 
-    def __init__(self, cache: TieredCache, budget: FrameBudget, owner: str, trie: Trie, rows: Rows) -> None:
+    def __init__(
+        self,
+        cache: TieredCache,
+        budget: FrameBudget,
+        owner: str,
+        trie: Trie,
+        rows: Rows,
+        images: ImageHolds | None = None,
+    ) -> None:
+        self.images = images
         self._cache = cache
         self._budget = budget
         self._owner = owner
@@ -67,6 +78,8 @@ class Footprint:
         """The request can give its frames up from now on."""
         self._budget.remove(self._trie, self.rows, self.wanted)
         self._counted = False
+        if self.images is not None:
+            self.images.yield_frames()
 
     def claim_frames(self, own: Iterable[int]) -> None:
         """The request keeps its frames from now on, and gets these, in flight, for itself."""
@@ -125,6 +138,8 @@ class Footprint:
             self._budget.remove(self._trie, self.rows, self.wanted, self._frames(self.own))
         self._cache.tiers.compute.free(self.own)
         self._hold.end()
+        if self.images is not None:
+            self.images.end()
 
     def _frames(self, slots: Collection[int]) -> int:
         """How many frames slots in flight have; none where there are no slots, and maybe no tier."""

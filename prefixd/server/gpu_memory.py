@@ -125,7 +125,7 @@ class GpuMemory:
     def _tier(self, pool: FramePool) -> GpuTier:
         """Any frame for any part, or pages where parts take several frames side by side."""
         shapes = [KvShape.of(hello.in_frames(pool.frame_bytes), 0) for hello in self._hellos.values()]
-        widths = {width for shape in shapes for width in (*shape.block_widths, *shape.state_widths)}
+        widths = {width for shape in shapes for width in shape.all_widths}
         if max(widths) == 1:
             return GpuTier(pool)
         tier = PagedGpuTier(pool, widths)

@@ -40,6 +40,7 @@ class KvShape:
         step_tokens: most tokens of a request that the worker computes at a time.
         needs: as `Hello.needs`.
         whole_pages: as `Hello.whole_pages`.
+        image_frames: of an image that is in no block of a prompt; see `Hello.image_group`.
     """
 
     groups: tuple[GroupShape, ...]
@@ -48,11 +49,14 @@ class KvShape:
     step_tokens: int = 0
     needs: tuple[Need, ...] = ()
     whole_pages: bool = False
+    image_frames: int = 0
 
     @classmethod
     def of(cls, hello: Hello, step_tokens: int) -> KvShape:
         """The shape of the model that a worker has described."""
-        return cls(hello.groups, hello.block_tokens, hello.window_margin, step_tokens, hello.needs, hello.whole_pages)
+        image_frames = 0 if hello.image_group is None else hello.image_group.frames
+        margin, pages = hello.window_margin, hello.whole_pages
+        return cls(hello.groups, hello.block_tokens, margin, step_tokens, hello.needs, pages, image_frames)
 
     @cached_property
     def token_groups(self) -> tuple[GroupShape, ...]:
@@ -85,6 +89,16 @@ class KvShape:
         return tuple(width for group in states for width in self.widths(group))
 
     @cached_property
+    def image_widths(self) -> tuple[int, ...]:
+        """Of each slot of an image that is in no block of a prompt, how many frames it has."""
+        return (self.image_frames,) if self.whole_pages and self.image_frames else (1,) * self.image_frames
+
+    @property
+    def all_widths(self) -> set[int]:
+        """How many frames a slot may have."""
+        return {*self.block_widths, *self.state_widths, *self.image_widths}
+
+    @cached_property
     def windowed(self) -> bool:
         """Whether blocks of some group are passed while a request runs."""
         return any(isinstance(group.rule, SlidingWindow) for group in self.groups)
@@ -104,7 +118,7 @@ class KvShape:
     def _rests(self) -> int:
         """Frames that a request may need beside its own because a large page has parts of one size at a time: for each
         size, that of a page of which it has one part, and what the parts leave of a page."""
-        sizes = {*self.block_widths, *self.state_widths}
+        sizes = self.all_widths
         return 2 * len(sizes) * max(sizes) if len(sizes) > 1 else 0
 
     def ahead_blocks(self, computed_tokens: int) -> int:

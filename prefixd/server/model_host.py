@@ -18,6 +18,7 @@ from prefixd.images.token_counts import FixedCount, read_image_processor
 from prefixd.model_fingerprint import fingerprint, fingerprint_of_both
 from prefixd.server.dispatcher import Dispatcher
 from prefixd.server.gpu_memory import GpuMemory
+from prefixd.server.image_kv import image_namespace
 from prefixd.server.image_reader import ImageReader
 from prefixd.server.kv_needs import KvNeeds
 from prefixd.server.kv_shape import KvShape
@@ -93,6 +94,7 @@ class ModelHost:
                 kv=worker.kv,
                 groups=worker.groups,
                 feature_bytes=worker.feature_bytes,
+                images_per_prompt=worker.images_per_prompt,
                 draft_model="" if worker.draft_model is None else os.fspath(worker.draft_model),
                 draft_tokens=worker.draft_tokens,
                 cuda_graphs=worker.cuda_graphs,
@@ -176,15 +178,24 @@ class ModelHost:
         hello = self._hello.in_frames(self._cache.tiers.frames.frame_bytes)
         images = None if hello.images is None else await self._read_image_processor(hello)
         kv = self._shape(hello)
-        namespace = NamespaceSpec(
+        plain = NamespaceSpec(
             name=name,
             block_tokens=hello.block_tokens,
             parts=kv.parts(hello.frame_bytes),
             dtype=hello.dtype,
             layout=hello.layout,
-        ).named_by_geometry  # what other settings have left on disk is another namespace's, and is evicted in its turn
+        )
+        of_images = None
+        if hello.image_group is not None:
+            of_images = image_namespace(
+                plain, hello.image_group.frames, hello.frame_bytes, whole_pages=hello.whole_pages
+            )
+        namespace = (
+            plain.named_by_geometry
+        )  # what other settings have left on disk is another namespace's, and is evicted in its turn
         self.namespace_name = namespace.name
-        return ServedModel(hello, kv, namespace, codec, self._text, self._cache.tiers.frames.capacity, images)
+        frames = self._cache.tiers.frames.capacity
+        return ServedModel(hello, kv, namespace, codec, self._text, frames, images, of_images)
 
     async def _read_image_processor(self, hello: Hello) -> ImageReader:
         """What reads images for a model that takes them. Raises ConfigError."""

@@ -18,6 +18,7 @@ from prefixd.cache.index.trie import Rows
 from prefixd.pacer import Pacer
 from prefixd.server.footprint import Footprint
 from prefixd.server.frame_budget import FrameBudget
+from prefixd.server.image_kv import ImageHolds
 from prefixd.server.load_meter import LoadMeter
 from prefixd.server.request import Event, Request, RequestState
 from prefixd.server.run import Run
@@ -43,6 +44,8 @@ class Prefetcher:
         clock: seconds.
         pacer: the dispatcher's.
         look: called when a request may have become ready.
+        image_budget: as `budget`, of images that are in no block of a prompt.
+        caching: False finds no images.
         recompute_if_slower: compute a cached prefix again where loading it would take longer.
     """
 
@@ -56,6 +59,8 @@ class Prefetcher:
         pacer: Pacer,
         look: Callable[[], None],
         *,
+        image_budget: FrameBudget,
+        caching: bool,
         recompute_if_slower: bool,
     ) -> None:
         self._cache = cache
@@ -66,6 +71,8 @@ class Prefetcher:
         self._meter = LoadMeter(clock)
         self._pacer = pacer
         self._look = look
+        self._image_budget = image_budget
+        self._caching = caching
         self._recompute_if_slower = recompute_if_slower
         self._staged: dict[int, Request] = {}  # those that are STAGING, READY, or WITHDRAWN while a copy is under way
         self._copies: dict[int, asyncio.Task[None]] = {}
@@ -94,14 +101,20 @@ class Prefetcher:
                 np.bincount(_hit_tiers(trie, rows, tiers), minlength=NONE)[:NONE] * trie.block_tokens
             ).tolist()
         self._tracker.remove(request)
-        request.stage(Footprint(self._cache, self._budget, f"request {request.name}", trie, rows))
+        owner, images = f"request {request.name}", None
+        if request.image_kv is not None:
+            images = ImageHolds(self._cache, self._image_budget, owner, request.image_kv, self._caching)
+        request.stage(Footprint(self._cache, self._budget, owner, trie, rows, images))
         self._staged[request.id] = request
         self._mover.placement.touch(trie, rows)
         missing = trie.lacking(rows, self._cache.tiers.compute.level, request.wanted)
-        if missing.any():
+        distances, nbytes = [*tiers.tolist()], int(trie.group_bytes[missing].sum())
+        if images is not None:
+            distances += images.touch()
+            nbytes += images.missing_bytes
+        if nbytes:
             urgency = Urgency.DEMAND if demanded else Urgency.PREFETCH
-            nbytes = int(trie.group_bytes[missing].sum())
-            copy = self._bring(request, Distance(int(tiers.max())), nbytes, urgency)
+            copy = self._bring(request, Distance(max(distances)), nbytes, urgency)
             self._copies[request.id] = asyncio.create_task(copy)
         else:
             request.staged()
@@ -109,6 +122,8 @@ class Prefetcher:
     def hurry(self, request: Request) -> None:
         """A request whose prefix is on its way could run now."""
         self._mover.hurry(request.trie, request.rows, self._cache.tiers.compute)
+        if (images := request.image_holds) is not None:
+            self._mover.hurry(images.kv.trie, images.held, self._cache.tiers.compute)
 
     def unstage(self, request: Request) -> None:
         """Ends the hold of a request that waits on; its blocks stay where they are."""
@@ -131,8 +146,9 @@ class Prefetcher:
         del self._staged[request.id]
 
     def grew(self, request: Request) -> bool:
-        """Whether somebody computed more of the prefix since it was staged."""
-        return not request.cut and self._tracker.has_grown(request)
+        """Whether somebody computed more of the prefix, or an image of the prompt, since it was staged."""
+        images = request.image_holds
+        return not request.cut and (self._tracker.has_grown(request) or (images is not None and images.grew))
 
     # -- many ---------------------------------------------------------------------------------------------------
 
@@ -160,6 +176,8 @@ class Prefetcher:
         mark = self._meter.begin()
         try:
             compute = self._cache.tiers.compute
+            if (images := request.image_holds) is not None:
+                await self._mover.bring(images.kv.trie, images.held, compute, urgency=urgency)
             there = await self._mover.bring(request.trie, request.rows, compute, request.wanted, urgency=urgency)
         except SwapError as error:
             log.error("the prefix of request %s could not be brought up: %s", request.name, error)
@@ -176,7 +194,7 @@ class Prefetcher:
             del self._staged[request.id]
             request.let_go()
             self._look()
-        elif there == len(request.rows):
+        elif there == len(request.rows) and (request.image_holds is None or request.image_holds.complete):
             request.staged()
             self._look()
         else:
@@ -195,6 +213,8 @@ class Prefetcher:
             request.footprint.shorten(there)
             while (blocks := request.uncut(len(request.rows))) < len(request.rows):
                 request.footprint.shorten(blocks)
+            if request.image_holds is not None:
+                request.image_holds.let_go_of_missing()
             request.cut = True
             request.staged()
             self._look()

@@ -48,6 +48,7 @@ from prefixd.cache.groups import GroupMask
 from prefixd.cache.index.known_path import KnownPath
 from prefixd.cache.index.trie import Rows
 from prefixd.server.footprint import Footprint
+from prefixd.server.image_kv import ImageHolds, ImageKv
 from prefixd.server.kv_shape import ONE_FRAME, KvShape
 from prefixd.server.prompt_images import PromptImages
 from prefixd.server.run import Run
@@ -142,6 +143,7 @@ class Request:
         queued: the request as the queue sees it.
         kv: how its blocks lie in frames.
         images: those of its prompt, with the tokens as the model reads them; None for a prompt of text alone.
+        image_kv: its images as the cache knows them, if layers of the model attend to images and to nothing else.
         encoded_images: embeddings of images that the worker has computed for it.
         found: while it has no footprint, the cached blocks of its prompt as of the last look.
         generations: the rows' generations at that look.
@@ -166,6 +168,7 @@ class Request:
     queued: QueuedRequest
     kv: KvShape = ONE_FRAME
     images: PromptImages | None = None
+    image_kv: ImageKv | None = None
     encoded_images: int = 0
     events: EventSink = field(default_factory=asyncio.Queue[Event])
     state: RequestState = RequestState.NEW
@@ -268,16 +271,18 @@ class Request:
 
     @property
     def first_frames(self) -> int:
-        """Frames, besides those of its cached blocks, without which a run cannot start."""
+        """Frames, besides those of its cached blocks and of its images, without which a run cannot start."""
         return (self.first_blocks - len(self.rows)) * self.kv.block_frames + self.kv.state_frames
 
     @property
     def most_frames(self) -> int:
         """The most frames that it may have at a time, and cannot do without."""
+        of_images = 0 if self.image_kv is None else self.image_kv.frames
         if self.sampling.beams:
-            return self.kv.beam_frames(self.most_blocks)
+            return self.kv.beam_frames(self.most_blocks) + of_images
         states = None if self._run is None else self._run.states
-        return self.kv.most_frames(self.most_blocks) + (0 if states is None else states.extra_frames)
+        extra = 0 if states is None else states.extra_frames
+        return self.kv.most_frames(self.most_blocks) + extra + of_images
 
     @property
     def growth_frames(self) -> int:
@@ -323,6 +328,11 @@ class Request:
     def on_worker(self) -> bool:
         """Whether the worker has it and its caller still listens."""
         return self.state in _ON_WORKER
+
+    @property
+    def image_holds(self) -> ImageHolds | None:
+        """What it has of the GPU tier for its images; None while it has no footprint, and without `image_kv`."""
+        return None if self._footprint is None else self._footprint.images
 
     @property
     def footprint(self) -> Footprint:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from prefixd.cache import NamespaceSpec
+from prefixd.cache import NamespaceSpec, TieredCache
 from prefixd.errors import UnsupportedError
+from prefixd.server.image_kv import ImageKv
 from prefixd.server.image_reader import ImageReader
 from prefixd.server.kv_shape import KvShape
 from prefixd.server.prompt_images import PromptLayout
@@ -35,6 +36,8 @@ class ServedModel:
     """Frames of the GPU tier."""
     images: ImageReader | None = None
     """Reads the images of prompts; None for a model of text alone."""
+    image_namespace: NamespaceSpec | None = None
+    """Of images, without a salt, if layers of the model attend to images and to nothing else."""
 
     async def read_images(self, tokens: TokenIds, images: Sequence[bytes]) -> PromptLayout | None:
         """See `ImageReader.read`. Raises UnsupportedError, too: images for a model of text alone."""
@@ -43,6 +46,17 @@ class ServedModel:
         if images:
             raise UnsupportedError(f"the request has {len(images)} images, and the model reads text alone; send none")
         return None
+
+    @property
+    def image_frames(self) -> int:
+        """Frames of the GPU tier that an image takes besides the prompt's blocks."""
+        return 0 if self.hello.image_group is None else self.hello.image_group.frames
+
+    def image_kv(self, cache: TieredCache, images: PromptLayout | None, salt: bytes) -> ImageKv | None:
+        """The images of a tenant's prompt as the cache knows them. Raises ExhaustedError: too many namespaces."""
+        if images is None or self.image_namespace is None:
+            return None
+        return ImageKv.of(cache, replace(self.image_namespace, salt=salt), images.images)
 
     def salted(self, salt: bytes) -> NamespaceSpec:
         """The model's namespace for a tenant."""

@@ -246,7 +246,11 @@ def _images_of(host: ModelHost) -> pb.ImageStats | None:
     hello, dispatcher = host.worker.hello, host.dispatcher
     if hello is None or hello.images is None:
         return None
-    return pb.ImageStats(asked_images=dispatcher.asked_images, encoded_images=dispatcher.encoded_images)
+    return pb.ImageStats(
+        asked_images=dispatcher.asked_images,
+        encoded_images=dispatcher.encoded_images,
+        found_images=dispatcher.found_images,
+    )
 
 
 def _draft_of(host: ModelHost) -> pb.DraftStats | None:
@@ -436,6 +440,7 @@ class MetricsCollector(Collector):
             images = {
                 "asked_images": "images of prompts that were handed over",
                 "encoded_images": "embeddings of images that were computed",
+                "found_images": "images whose keys and values for cross-attention were in a tier",
             }
             for field, text in images.items():
                 yield CounterMetricFamily(f"prefixd_{field}", text, value=getattr(stats.worker.images, field))

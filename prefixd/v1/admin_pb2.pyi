@@ -195,12 +195,14 @@ class DraftStats(_message.Message):
     def __init__(self, model: _Optional[str] = ..., draft_tokens: _Optional[int] = ..., proposed_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
 
 class ImageStats(_message.Message):
-    __slots__ = ("asked_images", "encoded_images")
+    __slots__ = ("asked_images", "encoded_images", "found_images")
     ASKED_IMAGES_FIELD_NUMBER: _ClassVar[int]
     ENCODED_IMAGES_FIELD_NUMBER: _ClassVar[int]
+    FOUND_IMAGES_FIELD_NUMBER: _ClassVar[int]
     asked_images: int
     encoded_images: int
-    def __init__(self, asked_images: _Optional[int] = ..., encoded_images: _Optional[int] = ...) -> None: ...
+    found_images: int
+    def __init__(self, asked_images: _Optional[int] = ..., encoded_images: _Optional[int] = ..., found_images: _Optional[int] = ...) -> None: ...
 
 class StateStats(_message.Message):
     __slots__ = ("kept_states", "kept_bytes", "resumed_runs", "resumed_tokens", "runs_without_room")

@@ -25,7 +25,7 @@ class CrossStep:
 
     def __init__(self, parts: Sequence[tuple[Segment, CrossImages | None]], rows: int) -> None:
         self._tiles: list[tuple[slice, CrossImages, torch.Tensor]] = []
-        self._layers = {layer for _, images in parts if images is not None for layer in images.pairs}
+        self._layers = {layer for _, images in parts if images is not None for layer in images.memory.layers}
         self.mask = torch.zeros((1, rows, 1, 1))
         row = 0
         for segment, images in parts:
@@ -49,8 +49,11 @@ class CrossStep:
         """[1, heads, rows, head_dim] to [1, rows, heads, head_dim]; zeros in rows without images."""
         heads = query.shape[1]
         output = query.new_zeros((1, query.shape[2], heads, query.shape[3]))
+        read: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by what a sequence sees, which has several tiles
         for rows, images, mask in self._tiles:
-            keys, values = images.pairs[layer]
+            if id(images) not in read:
+                read[id(images)] = images.memory.read(layer)
+            keys, values = read[id(images)]
             part = query[0, :, rows]
             count = part.shape[1]
             repeats = max(0, MIN_ROWS - count)

@@ -12,9 +12,11 @@ import msgspec
 import torch
 
 from prefixd.worker.beam_run import Beam, BeamRun
+from prefixd.worker.cross_kv import CrossKv
 from prefixd.worker.decode_graphs import DecodeGraphs
 from prefixd.worker.draft import Draft, Fed
 from prefixd.worker.errors import RequestError
+from prefixd.worker.grouped_kv import GroupedKv
 from prefixd.worker.images import PromptImages
 from prefixd.worker.kv_memory import KvMemory
 from prefixd.worker.model import CausalModel
@@ -100,6 +102,7 @@ class Engine:
         self._max_step_tokens = max_step_tokens
         self._clock = clock
         self._runs: dict[int, Run | BeamRun] = {}
+        self._cross: dict[int, CrossKv] = {}  # of runs whose model has layers that attend to images
         self._closed: list[Done] = []  # requests that nothing on the device uses any more
         self._computing = False
         self._later: list[Done] = []  # for requests to be ended after the pass that is being computed
@@ -119,16 +122,17 @@ class Engine:
         """Take a request. One that cannot run answers with Done at once."""
         if message.id in self._runs:
             return [Done(message.id, "error", f"request {message.id} is already running; use another id")]
-        images: PromptImages | None = None
+        cross: CrossKv | None = None
         try:
             check_start(message, self._block_tokens, self._model.spec)
             blocks = -(-len(message.tokens) // 4 // self._block_tokens)
             own = message.frames[: blocks * self._block_slots] if message.sampling.beams else message.frames
             images = self._images(message)
+            cross = self._open_images(message)
             memory = self._kv.open(own, message.state)
         except (RequestError, SwapError) as error:
-            if images is not None:
-                images.close()
+            if cross is not None:
+                self._close_images(cross, lambda: None)
             if isinstance(error, RequestError):
                 return [Done(message.id, "error", str(error))]
             return [_failed(message.id, message.frames, error)]
@@ -138,6 +142,8 @@ class Engine:
         else:
             run = Run(message, memory, self._block_tokens, self._model.spec, images)
         self._runs[run.id] = run
+        if cross is not None and images is not None:
+            images.memory = self._cross[run.id] = cross
         try:
             self._fork(run, self._runs.get(message.fork_of))
         except SwapError as error:
@@ -260,6 +266,16 @@ class Engine:
             return None
         return PromptImages(message.images, len(message.tokens) // 4, encoder)
 
+    def _open_images(self, message: Start) -> CrossKv | None:
+        """The memory of a request's images; None without layers that attend to them. Raises as `KvMemory.open`."""
+        if not message.image_frames or not isinstance(self._kv, GroupedKv) or self._kv.cross is None:
+            return None
+        return self._kv.cross.open(message.image_frames)
+
+    def _close_images(self, cross: CrossKv, on_closed: Callable[[], None]) -> None:
+        assert isinstance(self._kv, GroupedKv) and self._kv.cross is not None, "it has opened it"
+        self._kv.cross.close(cross, on_closed)
+
     def _fork(self, run: Run | BeamRun, parent: Run | BeamRun | None) -> None:
         """Copy what `parent` has computed of the tokens that both have in common, behind the cached blocks."""
         if parent is None or not self._model.spec.groups.plain:
@@ -355,6 +371,8 @@ class Engine:
                     member.images.hold(member.computed, member.computed + count)
             except RequestError as error:
                 self._finish(run, Done(run.id, "error", str(error)))
+            except SwapError as error:
+                self._finish(run, _failed(run.id, [], error))
             else:
                 usable.append((run, member, count, ahead))
         return usable
@@ -410,9 +428,9 @@ class Engine:
             done = msgspec.structs.replace(done, tail_blocks=run.state.tail_blocks)
         images = run.images if isinstance(run, Run) else run.prompt.images
         if images is not None:
-            images.close()
             done = msgspec.structs.replace(done, encoded_images=images.encoded)
-        open_memories = len(run.memories)
+        cross = self._cross.pop(run.id, None)
+        open_memories = len(run.memories) + (cross is not None)
 
         def closed() -> None:
             nonlocal open_memories
@@ -422,6 +440,8 @@ class Engine:
 
         for memory in run.memories:
             self._kv.close(memory, closed)
+        if cross is not None:
+            self._close_images(cross, closed)
 
 
 def _failed(request: int, frames: list[int], error: SwapError) -> Done:

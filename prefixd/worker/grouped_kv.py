@@ -8,6 +8,7 @@ from typing import cast
 
 import torch
 
+from prefixd.worker.cross_kv import CrossMemory
 from prefixd.worker.kv_groups import AttentionGroup, KvGroups
 from prefixd.worker.kv_memory import KvSequence, Segment, Spans, StepKv
 from prefixd.worker.paged_kv import PagedKv
@@ -44,6 +45,7 @@ class GroupedKv:
         groups: the model's.
         memories: of each group of attention layers.
         states: of the recurrent layers, if the model has any.
+        cross: of the layers that attend to images, if it has any.
         window_margin: see `Hello.window_margin`.
         most_blocks: of the longest sequence.
     """
@@ -53,10 +55,12 @@ class GroupedKv:
         groups: KvGroups,
         memories: Sequence[VirtualKv] | Sequence[PagedKv],
         states: States | None,
+        cross: CrossMemory | None = None,
         *,
         window_margin: int,
         most_blocks: int,
     ) -> None:
+        self.cross = cross
         self._groups = groups
         self._memories: tuple[VirtualKv | PagedKv, ...] = tuple(memories)
         self._states = states
@@ -131,6 +135,7 @@ class GroupedKv:
     def poll(self, wait: bool = False) -> int:
         """See `KvMemory.poll`."""
         left = 0 if self._states is None else self._states.poll(wait)
+        left += 0 if self.cross is None else self.cross.memory.poll(wait)
         return left + sum(memory.poll(wait) for memory in self._memories)
 
     def forget(self, frames: Sequence[int]) -> None:
@@ -139,6 +144,8 @@ class GroupedKv:
             memory.forget(frames)
         if self._states is not None:
             self._states.forget(frames)
+        if self.cross is not None:
+            self.cross.memory.forget(frames)
 
     def step(self, segments: Sequence[Segment]) -> StepKv:
         """See `KvMemory.step`: the groups of the model itself."""
@@ -150,7 +157,8 @@ class GroupedKv:
 
     def usage(self) -> KvUsage:
         """See `KvMemory.usage`, of all groups together."""
-        each = [memory.usage() for memory in self._memories]
+        memories = self._memories if self.cross is None else (*self._memories, self.cross.memory)
+        each = [memory.usage() for memory in memories]
         return KvUsage(
             sum(usage.shared_blocks for usage in each),
             sum(usage.mapped_blocks for usage in each),
@@ -164,6 +172,8 @@ class GroupedKv:
             memory.end()
         if self._states is not None:
             self._states.end()
+        if self.cross is not None:
+            self.cross.memory.end()
 
     def _step(self, segments: Sequence[Segment], groups: KvGroups, first: int) -> StepKv:
         """A pass of the model that has these groups, of which the first is the memory's group `first`."""

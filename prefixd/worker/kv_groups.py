@@ -20,7 +20,15 @@ from typing import NamedTuple
 
 from prefixd.worker.errors import ModelError
 from prefixd.worker.probe import AttentionLayer
-from prefixd.worker.protocol import FullAttention, GroupShape, Need, RecurrentState, SlidingWindow, frames_each
+from prefixd.worker.protocol import (
+    FullAttention,
+    GroupShape,
+    ImageGroup,
+    Need,
+    RecurrentState,
+    SlidingWindow,
+    frames_each,
+)
 from prefixd.worker.recurrent import StateLayout
 from prefixd_swap.block_size import explain_block_tokens
 from prefixd_swap.geometry import KvGeometry, Layout
@@ -81,6 +89,26 @@ class StateGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class CrossGroup:
+    """All layers of a model that attend to images and to nothing else. An image is a block of `frames` frames.
+
+    layers: their numbers in the model, ascending; the place of a layer in it is its place in the geometry.
+    geometry: of the block of an image: its tokens are the image's patches, and padding to the end of the last frame.
+    patches: of an image, whatever its size: those of as many tiles as the largest has.
+    """
+
+    layers: tuple[int, ...]
+    geometry: KvGeometry
+    patches: int
+    frames: int
+
+    @property
+    def shape(self) -> ImageGroup:
+        """As the daemon is told."""
+        return ImageGroup(len(self.layers), self.frames)
+
+
+@dataclass(frozen=True, slots=True)
 class KvGroups:
     """What a model keeps of prompts, and in which units.
 
@@ -89,6 +117,7 @@ class KvGroups:
     of_draft: so many of the last groups in `attention` are those of a draft model beside it; its layers are numbered
         anew.
     whole_pages: as `Hello.whole_pages`: a block's frames in a group, or a state's, lie side by side.
+    cross: the layers that attend to images, if there are any: their blocks are images, not tokens.
     """
 
     attention: tuple[AttentionGroup, ...]
@@ -98,13 +127,14 @@ class KvGroups:
     chunk_bytes: int
     of_draft: int = 0
     whole_pages: bool = False
+    cross: CrossGroup | None = None
 
     @property
     def alone(self) -> bool:
         """Whether all layers have full attention and one shape, as in most models."""
         first = self.attention[0].layers if self.attention else ()
         numbered = first == tuple(range(len(first)))  # else layers without KV lie between them
-        return self.plain and len(self.attention) == 1 and numbered
+        return self.plain and len(self.attention) == 1 and numbered and self.cross is None
 
     @property
     def plain(self) -> bool:
@@ -140,8 +170,9 @@ class KvGroups:
         """Frames that a block takes in all groups but a state's."""
         return sum(group.frames for group in self.attention)
 
-    def slots(self, group: AttentionGroup | StateGroup) -> int:
-        """How many numbers name a block's frames in a group, or a state's: of whole pages the first frame does."""
+    def slots(self, group: AttentionGroup | StateGroup | CrossGroup) -> int:
+        """How many numbers name a block's frames in a group, a state's or an image's: of whole pages the first frame
+        does."""
         return 1 if self.whole_pages else group.frames
 
     @property
@@ -159,6 +190,7 @@ class KvGroups:
             self,
             attention=tuple(replace(group, frames=times * group.frames) for group in self.attention),
             state=None if self.state is None else replace(self.state, frames=times * self.state.frames),
+            cross=None if self.cross is None else replace(self.cross, frames=times * self.cross.frames),
             frame_bytes=frame_bytes,
             chunk_bytes=chunk_bytes,
         )
@@ -251,6 +283,20 @@ def plan_groups(
         state = StateGroup(states, pages, every_block=not by_rule)
     of_draft = sum(alike.model != "" for alike in grouped)
     return KvGroups(tuple(groups), state, tokens, frame_bytes, granule, of_draft, whole_pages)
+
+
+def with_images(groups: KvGroups, layers: Sequence[int], image: KvGeometry) -> KvGroups:
+    """The groups of a model that has layers with cross-attention besides.
+
+    layers: their numbers in the model, ascending.
+    image: what they keep of an image, whose patches are its tokens.
+
+    Example, Llama 3.2 11B in bfloat16: 6,404 patches of 32 KiB in 101 frames of 2 MiB, with 60 patches of padding.
+    """
+    step = math.lcm(image.token_bytes, groups.frame_bytes) // image.token_bytes
+    padded = replace(image, block_tokens=-(-image.block_tokens // step) * step)
+    frames = padded.block_bytes // groups.frame_bytes
+    return replace(groups, cross=CrossGroup(tuple(layers), padded, image.block_tokens, frames))
 
 
 class _Alike(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Executor
 
+from prefixd.worker.cross_kv import CrossMemory
 from prefixd.worker.frame_window import FrameWindow
 from prefixd.worker.grouped_kv import GroupedKv
 from prefixd.worker.kv_memory import KvMemory
@@ -56,7 +57,22 @@ def make_kv(
     if (state := spec.groups.state) is not None:
         size, kept = spec.groups.frame_bytes, -(-spec.step_tokens // spec.block_tokens)
         states = StateMemory(memory, table, state, size, requests=requests, kept=kept, background=background)
+    cross: VirtualKv | None = None
+    if (images := spec.groups.cross) is not None:
+        cross = VirtualKv(
+            VirtualTensorManager(
+                memory,
+                table,
+                images.geometry,
+                requests=requests,
+                max_tokens=spec.image_capacity * images.geometry.block_tokens,
+                background=background,
+                frames_per_block=images.frames,
+            )
+        )
     managers = [memory.manager for memory in memories]
+    if cross is not None:
+        managers.append(cross.manager)
     if states is not None:
         managers.append(states.manager)
     for manager in managers:
@@ -65,6 +81,7 @@ def make_kv(
         spec.groups,
         memories,
         states,
+        None if cross is None or images is None else CrossMemory(images, cross),
         window_margin=spec.window_margin,
         most_blocks=longest // spec.block_tokens,
     )
@@ -76,10 +93,15 @@ def _block_tables(spec: ModelSpec, memory: VirtualMemory, table: FrameTable, fra
     memories = [PagedKv(window, group.geometry, max_tokens=longest) for group in groups.attention]
     if groups.alone:
         return memories[0]
+    cross: CrossMemory | None = None
+    if (images := groups.cross) is not None:
+        most = spec.image_capacity * images.geometry.block_tokens
+        cross = CrossMemory(images, PagedKv(window, images.geometry, max_tokens=most))
     return GroupedKv(
         groups,
         memories,
         None if groups.state is None else PagedStates(window, groups.state),
+        cross,
         window_margin=spec.window_margin,
         most_blocks=longest // spec.block_tokens,
     )

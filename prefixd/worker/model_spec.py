@@ -22,9 +22,9 @@ from transformers import (
 
 from prefixd.worker.draft_spec import check_draft
 from prefixd.worker.errors import ModelError
-from prefixd.worker.images import attention_names, image_kind, image_shape, read_processor, reads_images
+from prefixd.worker.images import attention_names, cross_geometry, image_kind, image_shape, read_processor, reads_images
 from prefixd.worker.images.kinds import KINDS
-from prefixd.worker.kv_groups import KvGroups, plan_groups
+from prefixd.worker.kv_groups import KvGroups, plan_groups, with_images
 from prefixd.worker.memory_estimate import weights_bytes, working_bytes
 from prefixd.worker.probe import PROBE_NAME, AttentionLayer, probe, register_probe
 from prefixd.worker.protocol import Hello, ImageShape, SlidingWindow
@@ -49,7 +49,7 @@ class ModelSpec:
     block_tokens_asked: what the settings asked for; `groups` has what is used.
     step_tokens, sequences: most tokens and sequences of one step, by the settings.
     images: how it takes images; None for a model of text alone.
-    feature_bytes: most bytes of embeddings that are kept, by the settings.
+    feature_bytes: most bytes of embeddings that are kept, images_per_prompt: most images of a prompt, by the settings.
     draft: the model that proposes tokens, if there is one; its `groups` are its own. draft_tokens: how many in a round.
     """
 
@@ -70,6 +70,7 @@ class ModelSpec:
     sequences: int
     images: ImageShape | None = None
     feature_bytes: int = 0
+    images_per_prompt: int = 0
     draft: ModelSpec | None = None
     draft_tokens: int = 0
 
@@ -130,6 +131,21 @@ class ModelSpec:
         return max((-(window - 1) % tile for window in windows), default=0) + draft_behind
 
     @property
+    def image_capacity(self) -> int:
+        """Most images of a prompt."""
+        return min(self.images_per_prompt, self.max_model_tokens)
+
+    @property
+    def image_frames(self) -> int:
+        """Frames that an image takes; 0 for a model without layers that attend to images alone."""
+        return 0 if self.groups.cross is None else self.groups.cross.frames
+
+    @property
+    def image_slots(self) -> int:
+        """Numbers that name the frames of an image; 0 as `image_frames`."""
+        return 0 if self.groups.cross is None else self.groups.slots(self.groups.cross)
+
+    @property
     def geometry(self) -> KvGeometry:
         """The shape of the first group of attention layers, of most models the only one."""
         return self.groups.attention[0].geometry
@@ -158,6 +174,7 @@ class ModelSpec:
             block_tokens_reason=self.groups.explain_block_tokens(self.block_tokens_asked),
             window_margin=self.window_margin,
             images=self.images,
+            image_group=None if self.groups.cross is None else self.groups.cross.shape,
         )
 
     def _device_bytes(self) -> tuple[int, int]:
@@ -175,7 +192,9 @@ class ModelSpec:
             on_cuda=self.device.type == "cuda",
         )
         if self.images is not None:
-            working += self.feature_bytes * (1 + (self.images.kind == "cross"))
+            working += self.feature_bytes
+        if self.groups.cross is not None:  # of an image, until it is copied into frames
+            working += self.groups.cross.geometry.block_bytes
         if self.draft is None:
             return weights, working
         of_draft = self.draft._device_bytes()
@@ -229,6 +248,8 @@ def _read_spec(settings: WorkerSettings, device: torch.device, path: Path, confi
     attention, states, architecture, parameters = _probe(path, config, max_model_tokens, dtype)
     try:
         groups = _plan(settings, device, dtype, max_model_tokens, attention, states)
+        if images is not None and images.kind == "cross":
+            groups = with_images(groups, text.cross_attention_layers, cross_geometry(config, dtype))
     except ModelError as error:
         raise _refusal(path, config, str(error)) from error
     return ModelSpec(
@@ -249,6 +270,7 @@ def _read_spec(settings: WorkerSettings, device: torch.device, path: Path, confi
         sequences=settings.max_sequences,
         images=images,
         feature_bytes=settings.feature_bytes,
+        images_per_prompt=settings.images_per_prompt,
     )
 
 

@@ -121,6 +121,16 @@ class GroupShape(msgspec.Struct, frozen=True):
     frames: int
 
 
+class ImageGroup(msgspec.Struct, frozen=True):
+    """The layers that attend to a prompt's images and to nothing else: every token needs all that they keep of these.
+
+    layers: how many. frames: how many frames an image takes.
+    """
+
+    layers: int
+    frames: int
+
+
 class ImageShape(msgspec.Struct, frozen=True):
     """How a model takes images.
 
@@ -177,6 +187,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     block_tokens_reason: why it is not what was asked for, one line; empty if it is.
     window_margin: blocks that end so many tokens before the window of the next token, or earlier, are not read.
     images: None for a model of text alone.
+    image_group: None without such layers. What they keep of an image depends on the image alone, so it is in no block
+        of a prompt.
     """
 
     groups: tuple[GroupShape, ...]
@@ -197,6 +209,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     block_tokens_reason: str = ""
     window_margin: int = 0
     images: ImageShape | None = None
+    image_group: ImageGroup | None = None
     needs: tuple[Need, ...] = ()
     whole_pages: bool = False
 
@@ -214,7 +227,10 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         """The same model in smaller frames, which it shares with others. Raises ProtocolError."""
         times = frames_each(self.frame_bytes, frame_bytes)
         groups = tuple(msgspec.structs.replace(group, frames=times * group.frames) for group in self.groups)
-        return msgspec.structs.replace(self, groups=groups, frame_bytes=frame_bytes)
+        of_images = self.image_group
+        if of_images is not None:
+            of_images = msgspec.structs.replace(of_images, frames=times * of_images.frames)
+        return msgspec.structs.replace(self, groups=groups, image_group=of_images, frame_bytes=frame_bytes)
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -248,6 +264,8 @@ class Update(msgspec.Struct, frozen=True):
         included.
     logprobs: of each of the tokens, if the request asks for them.
     kept: so many blocks lie before each state of `Start.keep` that was kept in this step.
+
+    The frames of `Start.image_frames` hold the images' keys and values from a request's first update on.
     """
 
     id: int
@@ -412,6 +430,17 @@ class PromptImage(msgspec.Struct, frozen=True, array_like=True):
     data: bytes
 
 
+class ImageFrames(msgspec.Struct, frozen=True, array_like=True):
+    """Where the keys and values of an image lie, for layers with cross-attention.
+
+    frames: as many as `Hello.image_group` says, named as in `Start`.
+    filled: they are there; else the worker fills them. Images of one digest have the same frames.
+    """
+
+    frames: list[int]
+    filled: bool
+
+
 class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Run a request.
 
@@ -425,7 +454,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     fork_of: a request that may still run and has tokens in common with this one: what it has computed of them behind
         the cached blocks is copied, not computed again. -1: none.
     state: None for a model without.
-    images: those of the prompt, in its order.
+    images: those of the prompt, in its order. image_frames: of each of them, if the model has an `image_group`.
     """
 
     id: int
@@ -437,6 +466,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     fork_of: int = -1
     state: StateFrames | None = None
     images: list[PromptImage] = []
+    image_frames: list[ImageFrames] = []
 
 
 def blocks_needed(prompt_tokens: int, most_tokens: int, beams: int, block_tokens: int) -> int:

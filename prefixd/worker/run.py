@@ -37,6 +37,8 @@ class Limits(Protocol):
     @property
     def state_slots(self) -> int: ...
     @property
+    def image_slots(self) -> int: ...
+    @property
     def images(self) -> ImageShape | None: ...
     @property
     def images_apart(self) -> bool: ...
@@ -196,6 +198,7 @@ def check_start(start: Start, block_tokens: int, limits: Limits) -> None:
             "leave at least one token to compute"
         )
     _check_state(start, limits)
+    _check_image_frames(start, limits.image_slots)
     _check_sampling(start.sampling)
     if start.sampling.beams:
         _check_beams(start, len(tokens), block_tokens, limits)
@@ -218,6 +221,14 @@ def _check_state(start: Start, limits: Limits) -> None:
     blocks = [start.cached_blocks, *(kept.blocks for kept in state.keep)]
     if any(before >= after for before, after in pairwise(blocks)):
         raise RequestError(f"states to keep after blocks {blocks[1:]}; name them ascending, behind the cached ones")
+
+
+def _check_image_frames(start: Start, needed: int) -> None:
+    given, images = start.image_frames, len(start.images) if needed else 0
+    if len(given) != images:
+        raise RequestError(f"frames for the keys and values of {len(given)} images; {images} are needed")
+    if wrong := [len(image.frames) for image in given if len(image.frames) != needed]:
+        raise RequestError(f"{wrong[0]} frames for the keys and values of an image; it takes {needed}")
 
 
 def _check_sampling(sampling: Sampling) -> None:

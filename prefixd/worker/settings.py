@@ -32,8 +32,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     draft_model: directory of a small model that proposes tokens, which the model checks; empty: none.
     draft_tokens: how many it proposes at a time.
     threads: of torch on a CPU; 0 takes torch's default.
-    feature_bytes: most bytes of images' embeddings that are kept on the device, of a model that reads images; as many
-        again for what its layers with cross-attention make of them, if it has some.
+    feature_bytes: most bytes of images' embeddings that are kept on the device, of a model that reads images.
+    images_per_prompt: most images of a prompt.
     """
 
     model: str
@@ -52,6 +52,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     draft_tokens: Positive = 4
     threads: NotNegative = 0
     feature_bytes: NotNegative = 256 << 20
+    images_per_prompt: Positive = 16
 
 
 def encode_settings(settings: WorkerSettings) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from tokenizers import pre_tokenizers
@@ -42,13 +43,24 @@ from prefixd.generation import (
     sequence_seed,
 )
 from prefixd.generation.params import MOST_STOP_TOKENS
+from prefixd.server.image_kv import image_namespace
 from prefixd.server.kv_shape import KvShape
+from prefixd.server.prompt_images import PromptLayout
 from prefixd.server.request import Ended, NewTokens, Request
 from prefixd.server.served_model import ServedModel
 from prefixd.server.text_stream import TextStream
 from prefixd.server.tokenization import TextCodec, TokenIds
 from prefixd.server.tokenizer_threads import TokenizerThreads
-from prefixd.worker.protocol import BeamResult, FullAttention, GroupShape, Hello, TokenLogprobs
+from prefixd.worker.protocol import (
+    BeamResult,
+    FullAttention,
+    GroupShape,
+    Hello,
+    ImageGroup,
+    ImageShape,
+    PromptImage,
+    TokenLogprobs,
+)
 from prefixd_scheduler import QueueFullError
 
 CONTEXT = 2048
@@ -637,3 +649,46 @@ async def test_a_model_that_is_not_there_is_refused_by_name(desk: Desk) -> None:
     with pytest.raises(NotFoundError, match="there is no model 'other'; this daemon has model"):
         await anext(desk.generation.run(GenerateParams(prompt="hello", model="other")))
     assert not desk.dispatcher.submitted
+
+
+async def test_the_frames_of_images_count_in_what_a_request_needs(cache: TieredCache) -> None:
+    """60 frames an image, for layers with cross-attention, of 200 in the tier."""
+    hello = msgspec.structs.replace(HELLO, images=ImageShape(7, "cross"), image_group=ImageGroup(2, 60))
+    space, dispatcher = NamespaceSpec("model", 16, (PartSpec("attention", 0, 8192),)), FakeDispatcher()
+    tokens = ids(*[7] * 5, *range(10, 21))
+
+    class Reader:
+        async def read(self, prompt: TokenIds, images: list[bytes]) -> PromptLayout:
+            found = [PromptImage(place, 1, data * 32, data) for place, data in enumerate(images)]
+            return PromptLayout(tokens, found, 16, cross=True)
+
+    served = ServedModel(
+        hello,
+        KvShape.of(hello, 64),
+        space,
+        None,
+        None,  # type: ignore[arg-type]
+        frames=200,
+        images=Reader(),  # type: ignore[arg-type]
+        image_namespace=image_namespace(space, 60, 8192),
+    )
+
+    async def model() -> ServedModel:
+        return served
+
+    models: Any = {"model": SimpleNamespace(dispatcher=dispatcher, model=model)}
+    generation = Generation(cache, models, asyncio.Event(), lambda: 5.0)
+
+    async def ask(*images: bytes, **params: int) -> None:
+        async with aclosing(generation.run(GenerateParams(prompt=tokens, images=list(images), **params))) as events:  # type: ignore[arg-type]
+            await anext(events)
+
+    await ask(b"a", b"b", b"b", b"c", b"a", max_tokens=16)
+    assert dispatcher.submitted[0].most_frames == 3 * 60 + 2, "an image that stands there twice takes its frames once"
+    needed = (4 * 60 + 2) * 8192
+    with pytest.raises(
+        ExhaustedError, match=f"{needed} bytes, {240 * 8192} of them for its images, .*send fewer images"
+    ):
+        await ask(b"a", b"b", b"c", b"d", b"d", max_tokens=16)
+    with pytest.raises(ExhaustedError, match=f"2 beams needs .* bytes, {240 * 8192} of them for its images"):
+        await ask(b"a", b"b", b"c", b"d", b"d", max_tokens=16, beam_width=2)

@@ -20,7 +20,7 @@ from prefixd.worker.kv_memory import KvMemory, KvSequence, Segment
 from prefixd.worker.make_kv import make_kv
 from prefixd.worker.model import CausalModel, load_model
 from prefixd.worker.model_spec import read_model_spec
-from prefixd.worker.protocol import Done, PromptImage, Sampling, Start, StateFrames, Step
+from prefixd.worker.protocol import Done, ImageFrames, PromptImage, Sampling, Start, StateFrames, Step
 from prefixd.worker.settings import WorkerSettings
 from prefixd.worker.state_memory import PagedStates
 from prefixd.worker.virtual_kv import VirtualKv
@@ -88,7 +88,8 @@ def managers_of(kv: KvMemory) -> list[VirtualTensorManager]:
         if isinstance(kv._states, PagedStates):
             return []
         states = [] if kv._states is None else [kv._states.manager]
-        return [*(memory.manager for memory in kv._memories), *states]
+        cross = [] if kv.cross is None else [kv.cross.memory.manager]
+        return [*(memory.manager for memory in kv._memories), *states, *cross]
     return []
 
 
@@ -160,6 +161,15 @@ class Rig:
         count = geometry.block_bytes // geometry.element_bytes
         return self.pool._window.tensor((count,), getattr(torch, geometry.dtype), offset=start)
 
+    def image_frames(self, images: Sequence[PromptImage]) -> list[ImageFrames]:
+        """Frames for the keys and values of images that are in none yet; none in most models."""
+        spec = self.model.spec
+        if not spec.image_slots:
+            return []
+        widths = [spec.image_frames // spec.image_slots] * spec.image_slots
+        frames = {image.digest: self._take(widths, 1) for image in images}
+        return [ImageFrames(frames[image.digest], False) for image in images]
+
     def blocks(self, tokens: int) -> int:
         return -(-tokens // self.block_tokens)
 
@@ -172,9 +182,12 @@ class Rig:
         fork_of: int = -1,
         state: StateFrames | None = None,
         images: Sequence[PromptImage] = (),
+        image_frames: Sequence[ImageFrames] | None = None,
         **sampling: object,
     ) -> int:
         """Begin a request; with frames for all it may need if none are given."""
+        if image_frames is None:
+            image_frames = self.image_frames(images)
         request = next(self._ids)
         choice = Sampling(**{"max_tokens": 8, "ignore_eos": True, **sampling})
         if frames is None:
@@ -190,6 +203,7 @@ class Rig:
             fork_of=fork_of,
             state=state,
             images=list(images),
+            image_frames=list(image_frames),
         )
         self.take(self.engine.start(message))
         return request
@@ -277,9 +291,15 @@ def make_rig(llama_directory: Path) -> Iterator[Callable[..., Rig]]:
     """Rigs on a given model, or on the small one with other settings."""
     rigs: list[Rig] = []
 
-    def make(model: CausalModel | None = None, max_step_tokens: int = 64, frames: int = 160, **settings: object) -> Rig:
+    def make(
+        model: CausalModel | None = None,
+        max_step_tokens: int = 64,
+        frames: int = 160,
+        kv: str = "virtual",
+        **settings: object,
+    ) -> Rig:
         chosen = model or load_model(read_model_spec(WorkerSettings(model=str(llama_directory), **settings)))
-        rigs.append(Rig(chosen, frames, max_step_tokens))
+        rigs.append(Rig(chosen, frames, max_step_tokens, kv=kv))
         return rigs[-1]
 
     yield make

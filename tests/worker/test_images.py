@@ -25,12 +25,14 @@ from prefixd.worker.flex_attention import FlexAttention
 from prefixd.worker.grouped_attention import GroupedAttention
 from prefixd.worker.grouped_kv import GroupedStep, places
 from prefixd.worker.images import Features, FeatureStore, PromptImages, check_images, read_processor
+from prefixd.worker.kv_groups import AttentionGroup, KvGroups, with_images
 from prefixd.worker.kv_memory import KvSequence, Segment
 from prefixd.worker.model import CausalModel, _PlainMemory, load_model
 from prefixd.worker.model_spec import read_model_spec
-from prefixd.worker.protocol import ImageShape, PromptImage
+from prefixd.worker.protocol import FullAttention, ImageFrames, ImageGroup, ImageShape, PromptImage
 from prefixd.worker.settings import WorkerSettings
 from prefixd.worker.virtual_kv import VirtualStep
+from prefixd_swap.geometry import KvGeometry
 from tests.worker.conftest import Rig
 from tests.worker.tiny_models import IMAGE_TOKEN, IMAGES, save_image_model
 
@@ -61,10 +63,10 @@ class Prompt:
 class Vision:
     """A model of IMAGES, as the worker loads it and as transformers does."""
 
-    def __init__(self, name: str, directory: Path) -> None:
+    def __init__(self, name: str, directory: Path, **settings: object) -> None:
         self.name = name
         self.directory = save_image_model(directory, name)
-        self.model = self.load()
+        self.model = self.load(**settings)
         self.reference = AutoModelForImageTextToText.from_pretrained(directory, attn_implementation="eager").eval()
         self.processor = read_processor(directory)
         self.cross = name == "mllama"
@@ -127,16 +129,23 @@ class Vision:
             )
         return made[0, len(prompt.tokens) :].tolist()
 
-    def forget(self) -> None:
+    def forget(self, most_bytes: int = 1 << 20) -> None:
         """Empty the store of embeddings."""
-        self.model.images.store = FeatureStore(1 << 20)
+        self.model.images.store = FeatureStore(most_bytes)
 
 
 def our_logits(
-    rig: Rig, sequence: KvSequence, prompt: Prompt, cuts: Sequence[int] = (), start: int = 0
+    rig: Rig,
+    sequence: KvSequence,
+    prompt: Prompt,
+    cuts: Sequence[int] = (),
+    start: int = 0,
+    image_frames: Sequence[ImageFrames] | None = None,
 ) -> torch.Tensor:
     """Logits of the tokens from `start` on, in passes that end at `cuts` and at the end."""
     images = PromptImages(prompt.images, len(prompt.tokens), rig.model.images)
+    if given := rig.image_frames(prompt.images) if image_frames is None else image_frames:
+        images.memory = rig.kv.cross.open(given)
     rows = []
     for stop in [*cuts, len(prompt.tokens)]:
         images.hold(start, stop)
@@ -144,6 +153,8 @@ def our_logits(
         rows.append(rig.forward(prompt.tokens[start:stop], [segment], range(stop - start)).clone())
         images.pass_by(stop)
         start = stop
+    if images.memory is not None:
+        rig.kv.cross.close(images.memory, lambda: None)
     return torch.cat(rows)
 
 
@@ -166,7 +177,25 @@ def opened(rig: Rig, prompt: Prompt, frames: Sequence[int] = ()) -> tuple[KvSequ
 
 def test_what_the_daemon_is_told(vision):
     expected = ImageShape(vision.token, "cross" if vision.cross else "rows", both_ways=vision.name == "gemma3")
-    assert vision.model.spec.hello().images == expected
+    hello = vision.model.spec.hello()
+    assert hello.images == expected
+    groups = vision.model.spec.groups
+    assert hello.image_group == (ImageGroup(2, groups.cross.frames) if vision.cross else None)
+    if vision.cross:
+        half = groups.frame_bytes // 2
+        assert hello.in_frames(half).image_group.frames == groups.in_frames(half, half).cross.frames
+        assert groups.in_frames(half, half).cross.frames == 2 * groups.cross.frames
+
+
+def test_frames_of_an_image_of_llama_3_2_11b():
+    text_of_11b = KvGeometry(32, 8, 128, "bfloat16", 16)
+    group = AttentionGroup("full", FullAttention(), tuple(range(32)), text_of_11b, 1, (None,) * 32)
+    plain = KvGroups((group,), None, 16, text_of_11b.block_bytes, 2 << 20)
+    groups = with_images(plain, range(3, 40, 5), KvGeometry(8, 8, 128, "bfloat16", 4 * 1601))
+    assert plain.alone and not groups.alone
+    assert (groups.frame_bytes, groups.cross.frames) == (2 << 20, 101)
+    assert (groups.cross.patches, groups.cross.geometry.block_tokens) == (6404, 6464)
+    assert groups.cross.geometry.block_bytes == 101 * groups.frame_bytes
 
 
 def test_logits_are_those_of_transformers_and_depend_on_the_image(vision, rig):
@@ -241,7 +270,7 @@ def test_an_image_behind_which_a_prompt_resumes_is_not_embedded(vision, rig):
     assert expected == vision.greedy(prompt)
     vision.forget()
     behind = rig.blocks(prompt.images[0].first + prompt.images[0].tokens)
-    for cached, made in ((behind, int(vision.cross)), (0, int(not vision.cross))):  # what attends to it needs it
+    for cached, made in ((behind, int(vision.cross)), (0, int(not vision.cross))):  # its frames are not given
         kept = frames[: cached * rig.block_frames]
         more = rig.frames(len(frames) - len(kept))
         request = rig.start(prompt.tokens, images=prompt.images, frames=[*kept, *more], cached_blocks=cached)
@@ -329,22 +358,106 @@ def test_a_fork_copies_what_has_equal_images_and_no_more(vision, rig):
     assert rig.tokens[parent] == rig.tokens[children[0]] != rig.tokens[children[1]]
 
 
+@pytest.fixture(params=["virtual", "paged"])
+def cross_rig(request: pytest.FixtureRequest, vision: Vision, make_rig) -> Rig:
+    """An image in two frames of a block of 8 tokens."""
+    vision.forget()
+    rig = make_rig(vision.load(block_tokens=8), max_step_tokens=32, frames=320, kv=request.param)
+    cross = rig.model.spec.groups.cross
+    assert (cross.frames, cross.patches, cross.geometry.block_tokens) == (2, 10, 16)
+    return rig
+
+
 @pytest.mark.parametrize("vision", ["mllama"], indirect=True)
-def test_memory_for_cross_attention_is_bounded(vision, make_rig):
-    """A layer's keys and values of an image: 2 x 2 heads x 10 patches x 16 numbers of 4 bytes, in two layers."""
-    one = 2 * 2 * 2 * 10 * 16 * 4
-    model = vision.load(feature_bytes=2 * one)
-    assert model.images.cross_bytes == one
-    rig = make_rig(model, frames=320)
-    single, double = vision.prompt(text(36, 9), picture(23)), vision.prompt(picture(24), text(37, 9), picture(25))
-    three = vision.prompt(picture(24), text(37, 9), picture(25), picture(26))
-    requests = [rig.start(prompt.tokens, images=prompt.images) for prompt in (single, double, three)]
-    assert [rig.done[request].reason for request in requests[1:]] == ["no_memory", "error"]
-    assert rig.done[requests[2]].detail.startswith(f"3 images take {3 * one} bytes of keys and values, more than")
+def test_keys_and_values_in_frames_spare_the_encoder_and_the_projections(vision, cross_rig, monkeypatch):
+    """They serve another prompt, too: they depend on the image alone."""
+    rig, first, second = cross_rig, picture(23), picture(24, 30, 56)
+    prompt = vision.prompt(text(36, 9), first, text(37, 20), second, text(38, 7))
+    frames = rig.image_frames(prompt.images)
+    assert rig.generate(prompt.tokens, images=prompt.images, image_frames=frames) == vision.greedy(prompt)
+    rig.model.images.store = FeatureStore(0)
+    for name in ("encode", "cross_pairs"):
+        monkeypatch.setattr(rig.model.images, name, None)
+    filled = [ImageFrames(each.frames, True) for each in frames]
+    other = vision.prompt(text(40, 13), second, text(41, 5), first, text(42, 11), first)
+    request = rig.start(other.tokens, images=other.images, image_frames=[filled[1], filled[0], filled[0]])
     rig.run()
-    assert model.images.cross_in_use == 0
-    assert rig.generate(double.tokens, images=double.images) == vision.greedy(double)
-    assert rig.tokens[requests[0]] == vision.greedy(single)
+    assert rig.tokens[request] == vision.greedy(other)
+    assert rig.done[request].encoded_images == 0
+
+
+@pytest.mark.parametrize("vision", ["mllama"], indirect=True)
+def test_bytes_of_other_images_and_behind_the_patches_change_nothing(vision, cross_rig):
+    rig, prompt = cross_rig, vision.prompt(text(43, 9), picture(29, 28, 28), text(44, 20))
+    frames = rig.image_frames(prompt.images)
+    whole = our_logits(rig, opened(rig, prompt)[0], prompt, image_frames=frames)
+    filled = [ImageFrames(frames[0].frames, True)]
+    other = rig.image_frames(prompt.images)[0].frames
+    first = frames[0].frames[0]
+    second = first + 1 if rig.model.spec.groups.whole_pages else frames[0].frames[1]
+    group = rig.model.spec.groups.cross
+    patch_numbers = group.geometry.token_bytes // 4
+    behind = group.patches * patch_numbers - frame_numbers(rig)  # in the second frame
+    one_tile = group.patches // 2 * patch_numbers
+    begin = prompt.images[0].first
+    for frame, numbers, changes in (
+        (other[0], slice(None), None),
+        (second, slice(behind, None), None),
+        (first, slice(one_tile, None), 0),  # the padding of a small image: rows before all images read it
+        (first, slice(0, one_tile), begin),
+    ):
+        window = rig_frame(rig, frame)
+        kept = window.clone()
+        window[numbers] = 3.0
+        spoilt = our_logits(rig, opened(rig, prompt)[0], prompt, image_frames=filled)
+        window.copy_(kept)
+        assert torch.equal(spoilt, whole) == (changes is None)
+        if changes is not None:
+            assert not torch.equal(spoilt[changes], whole[changes])
+    assert torch.equal(our_logits(rig, opened(rig, prompt)[0], prompt, image_frames=filled), whole)
+
+
+def frame_numbers(rig: Rig) -> int:
+    """Numbers of a frame, of 4 bytes."""
+    return rig.model.spec.groups.frame_bytes // 4
+
+
+def rig_frame(rig: Rig, frame: int) -> torch.Tensor:
+    return rig.pool._window.tensor((frame_numbers(rig),), torch.float32, offset=4 * frame * frame_numbers(rig))
+
+
+@pytest.mark.parametrize("vision", ["mllama"], indirect=True)
+def test_frames_of_images_that_hold_nan_are_filled_whole(vision, cross_rig):
+    rig, prompt = cross_rig, vision.prompt(text(45, 9), picture(30), text(46, 5))
+    frames = rig.image_frames(prompt.images)
+    for frame in frames[0].frames:
+        rig_frame(rig, frame).fill_(torch.nan)
+    ours = our_logits(rig, opened(rig, prompt)[0], prompt, image_frames=frames)
+    torch.testing.assert_close(ours, vision.logits(prompt), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("vision", ["mllama"], indirect=True)
+def test_frames_of_images_that_do_not_fit(vision, rig):
+    prompt = vision.prompt(text(47, 9), picture(30), text(48, 5))
+    frames = rig.image_frames(prompt.images)
+    for given, message in (
+        ([], "frames for the keys and values of 0 images; 1 are needed"),
+        ([*frames, *frames], "frames for the keys and values of 2 images; 1 are needed"),
+        (
+            [ImageFrames(rig.frames(3), False)],
+            f"3 frames for the keys and values of an image; it takes {len(frames[0].frames)}",
+        ),
+    ):
+        request = rig.start(prompt.tokens, images=prompt.images, image_frames=given)
+        assert rig.done[request].detail == message
+
+
+@pytest.mark.parametrize("vision", ["mllama"], indirect=True)
+@pytest.mark.parametrize(("width", "height"), [(20, 20), (28, 28), (112, 80), (30, 56), (200, 20), (5, 300)])
+def test_the_size_of_an_image_tells_its_patches(vision, width, height):
+    image = vision.prompt(picture(31, width, height)).images[0]
+    tiles = int(vision.inputs([image.data])["aspect_ratio_mask"].sum())
+    assert vision.model.images.visible(image) == 5 * tiles
 
 
 @pytest.mark.parametrize("vision", ["mllama"], indirect=True)
@@ -504,13 +617,13 @@ def test_images_for_a_model_of_text(prompt, make_rig):
 
 def test_the_store_keeps_what_was_used_last():
     store = FeatureStore(3 * 64)
-    made = {bytes([number]): Features(torch.full((2, 8), float(number)), 2) for number in range(4)}  # 64 bytes each
+    made = {bytes([number]): Features(torch.full((2, 8), float(number))) for number in range(4)}  # 64 bytes each
     for digest in list(made)[:3]:
         store.put(digest, made[digest])
     assert store.get(b"\0") is made[b"\0"]
     store.put(b"\3", made[b"\3"])
     assert store.get(b"\1") is None, "the one that was not used for the longest time has gone"
     assert (store.nbytes, len(store), store.hits, store.misses) == (192, 3, 1, 1)
-    store.put(b"\4", Features(torch.zeros(7, 7), 7))
+    store.put(b"\4", Features(torch.zeros(7, 7)))
     assert store.get(b"\4") is None, "it is larger than the store"
     assert store.nbytes == 192

@@ -7,14 +7,23 @@ Start.images --> PromptImages --hold--> FeatureStore --(not kept)--> ImageEncode
 ```
 """
 
-from prefixd.worker.images.cross_images import CrossImages
+from prefixd.worker.images.cross_images import CrossImages, CrossMemory, CrossPairs
 from prefixd.worker.images.encoder import ImageEncoder
 from prefixd.worker.images.feature_store import Features, FeatureStore
-from prefixd.worker.images.kinds import attention_names, image_kind, image_shape, read_processor, reads_images
+from prefixd.worker.images.kinds import (
+    attention_names,
+    cross_geometry,
+    image_kind,
+    image_shape,
+    read_processor,
+    reads_images,
+)
 from prefixd.worker.images.prompt_images import PassImages, PromptImages, check_images
 
 __all__ = [
     "CrossImages",
+    "CrossMemory",
+    "CrossPairs",
     "FeatureStore",
     "Features",
     "ImageEncoder",
@@ -22,6 +31,7 @@ __all__ = [
     "PromptImages",
     "attention_names",
     "check_images",
+    "cross_geometry",
     "image_kind",
     "image_shape",
     "read_processor",

@@ -10,22 +10,61 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+
+CrossPairs = Mapping[int, tuple[torch.Tensor, torch.Tensor]]
+"""Of each layer, by its number, keys and values of an image's patches, both ``[kv_heads, patches, head_dim]``."""
+
+
+class CrossMemory(Protocol):
+    """Where keys and values of a request's images lie (`cross_kv.CrossKv`)."""
+
+    @property
+    def filled(self) -> Sequence[bool]:
+        """Of each image, whether they are there."""
+        ...
+
+    @property
+    def layers(self) -> Sequence[int]:
+        """The numbers of the layers that attend to images."""
+        ...
+
+    @property
+    def patches(self) -> int:
+        """Of an image, padding included."""
+        ...
+
+    @property
+    def stride(self) -> int:
+        """Keys from one image's first to the next one's, at least `patches`."""
+        ...
+
+    def fill(self, image: int, pairs: CrossPairs) -> None:
+        """Write what an image has in each layer."""
+        ...
+
+    def read(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of all images in a layer, both ``[kv_heads, images * stride, head_dim]``."""
+        ...
+
+    def wait(self) -> None:
+        """Wait until all of it can be read."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class CrossImages:
     """What the rows of one sequence see.
 
-    pairs: of each layer, by its number, keys and values of all images' patches, both ``[kv_heads, patches, head_dim]``.
+    memory: keys and values of all its images.
     firsts: each image's token, ascending.
-    patches: of an image, padding included. visible: how many of them are not padding, of each image.
+    visible: how many of the patches are not padding, of each image.
     """
 
-    pairs: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
+    memory: CrossMemory
     firsts: Sequence[int]
-    patches: int
     visible: Sequence[int]
 
     def sees_image(self, position: int) -> bool:
@@ -33,16 +72,17 @@ class CrossImages:
         return position >= self.firsts[0]
 
     def mask(self, positions: Sequence[int]) -> torch.Tensor:
-        """``[len(positions), patches of all images]``, 0 or -inf."""
-        seen = torch.zeros((len(positions), len(self.firsts) * self.patches), dtype=torch.bool)
+        """``[len(positions), keys of all images]``, 0 or -inf."""
+        stride, patches = self.memory.stride, self.memory.patches
+        seen = torch.zeros((len(positions), len(self.firsts), stride), dtype=torch.bool)
         for row, position in enumerate(positions):
             if not self.sees_image(position):
-                seen[row] = True
+                seen[row, :, :patches] = True
                 continue
             last = max(index for index, first in enumerate(self.firsts) if first <= position)
             for index in range(self._first_beside(last), last + 1):
-                start = index * self.patches
-                seen[row, start : start + self.visible[index]] = True
+                seen[row, index, : self.visible[index]] = True
+        seen = seen.flatten(1)
         return torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf)
 
     def _first_beside(self, index: int) -> int:

@@ -10,10 +10,10 @@ import torch
 from PIL import Image, ImageOps
 
 from prefixd.worker.errors import RequestError
+from prefixd.worker.images.cross_images import CrossPairs
 from prefixd.worker.images.feature_store import Features, FeatureStore
 from prefixd.worker.images.kinds import ImageKind
 from prefixd.worker.protocol import PromptImage
-from prefixd_swap.errors import OutOfMemoryError
 
 _ORIENTATION = 0x0112  # in Exif: 5 to 8 lay the image on its side
 _ON_ITS_SIDE = (5, 6, 7, 8)
@@ -27,17 +27,10 @@ class ImageEncoder:
         processor: transformers' image processor of it.
         kind: what the model's family needs.
         store: the embeddings that are kept.
-        most_cross_bytes: of keys and values for cross-attention, over all requests that run.
-
-    cross_in_use: bytes of them that requests have reserved.
     """
 
-    def __init__(
-        self, model: Any, processor: Any, kind: ImageKind, store: FeatureStore, most_cross_bytes: int = 0
-    ) -> None:
+    def __init__(self, model: Any, processor: Any, kind: ImageKind, store: FeatureStore) -> None:
         self.store = store
-        self.cross_in_use = 0
-        self._most_cross_bytes = most_cross_bytes
         self.kind = kind
         self._model = model
         self._processor = processor
@@ -62,11 +55,9 @@ class ImageEncoder:
         pixels = inputs["pixel_values"].to(self._device, self._dtype)
         if self.kind.cross:
             made = self._model.model.vision_model(pixel_values=pixels, **arguments).last_hidden_state
-            patches = self._model.model.multi_modal_projector(made).flatten(0, 3)
-            return Features(patches, int(inputs["aspect_ratio_mask"].sum()) * made.shape[3])
+            return Features(self._model.model.multi_modal_projector(made).flatten(0, 3))
         made = self._model.get_image_features(pixel_values=pixels, **arguments).pooler_output
-        features = torch.cat([*made]).to(self._dtype)  # a tensor or a tuple with an entry an image
-        return Features(features, len(features))
+        return Features(torch.cat([*made]).to(self._dtype))  # a tensor or a tuple with an entry an image
 
     @torch.inference_mode()
     def positions(self, tokens: int, images: Sequence[PromptImage]) -> torch.Tensor | None:
@@ -92,52 +83,33 @@ class ImageEncoder:
         positions: torch.Tensor = made[:, 0]
         return positions
 
-    @property
-    def cross_patches(self) -> int:
-        """Rows of every image's embedding, of a model with cross-attention."""
-        model = self._model.model
-        return int(model.max_num_tiles * model.vision_model.num_patches)
-
-    @property
-    def cross_bytes(self) -> int:
-        """Bytes that the keys and values of an image take in all layers that attend to it."""
-        layers = self._cross_layers()
-        widths = [layer.num_key_value_heads * layer.head_dim for layer in layers.values()]
-        return int(2 * sum(widths) * self.cross_patches * self._dtype.itemsize)
-
     @torch.inference_mode()
-    def cross_pairs(self, features: Sequence[Features]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values of these images, see `CrossImages.pairs`."""
-        rows = torch.cat([each.rows for each in features])
+    def cross_pairs(self, features: Features) -> CrossPairs:
+        """Keys and values of an image in the layers that attend to it."""
+        rows = features.rows
         pairs = {}
         for number, layer in self._cross_layers().items():
             shape = (len(rows), layer.num_key_value_heads, layer.head_dim)
             keys = layer.k_norm(layer.k_proj(rows).view(shape).transpose(0, 1))
-            pairs[number] = keys.contiguous(), layer.v_proj(rows).view(shape).transpose(0, 1).contiguous()
+            pairs[number] = keys, layer.v_proj(rows).view(shape).transpose(0, 1)
         return pairs
 
-    def reserve_cross(self, images: int) -> int:
-        """Reserve keys and values of so many images, until `release_cross`; returns the bytes.
+    @torch.inference_mode()
+    def visible(self, image: PromptImage) -> int:
+        """How many rows of an image's embedding are not padding, of a model with cross-attention; from its file's head.
 
-        Raises RequestError if they never fit, OutOfMemoryError if they do not beside those of other requests.
+        Raises RequestError for a file that cannot be read.
         """
-        needed = images * self.cross_bytes
-        if needed > self._most_cross_bytes:
-            raise RequestError(
-                f"{images} images take {needed} bytes of keys and values, more than worker.feature_bytes = "
-                f"{self._most_cross_bytes}; send fewer images, or raise it"
-            )
-        if self.cross_in_use + needed > self._most_cross_bytes:
-            raise OutOfMemoryError(
-                f"{needed} bytes for the keys and values of {images} images: other requests have {self.cross_in_use} "
-                f"of {self._most_cross_bytes}"
-            )
-        self.cross_in_use += needed
-        return needed
+        from transformers.models.mllama.image_processing_pil_mllama import get_optimal_tiled_canvas
 
-    def release_cross(self, nbytes: int) -> None:
-        """Give back what `reserve_cross` has returned."""
-        self.cross_in_use -= nbytes
+        width, height = _size(image)
+        side = int(self._processor.size["height"])
+        try:
+            canvas = get_optimal_tiled_canvas(height, width, self._processor.max_image_tiles, side)
+        except (ValueError, ZeroDivisionError) as error:
+            raise RequestError(f"{_name(image)} cannot be prepared for the model: {_one_line(error)}") from error
+        tiles = int(canvas[0]) // side * (int(canvas[1]) // side)
+        return tiles * int(self._model.model.vision_model.num_patches)
 
     def _cross_layers(self) -> dict[int, Any]:
         model = self._model.model.language_model

@@ -12,11 +12,10 @@ import torch
 class Features:
     """An image's embedding.
 
-    rows: ``[rows, hidden]``. visible: how many of them, from the first, are not padding.
+    rows: ``[rows, hidden]``.
     """
 
     rows: torch.Tensor
-    visible: int
 
 
 class FeatureStore:

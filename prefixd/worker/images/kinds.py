@@ -15,6 +15,7 @@ from transformers import AutoImageProcessor
 
 from prefixd.worker.errors import ModelError
 from prefixd.worker.protocol import ImageShape
+from prefixd_swap.geometry import KvGeometry
 
 VISION_ATTENTION = "sdpa"
 
@@ -70,6 +71,18 @@ def image_shape(config: Any) -> ImageShape | None:
         kind="cross" if kind.cross else "rows",
         both_ways=kind.both_ways,
     )
+
+
+def cross_geometry(config: Any, dtype: str) -> KvGeometry:
+    """What the layers with cross-attention of a model keep of an image, whose patches are its tokens.
+
+    As many patches as in the largest image: the vision encoder pads the tiles, and rows before all images read the
+    padding, too.
+    """
+    text, vision = config.get_text_config(decoder=True), config.vision_config
+    patches = vision.max_num_tiles * ((vision.image_size // vision.patch_size) ** 2 + 1)
+    head_dim = text.hidden_size // text.num_attention_heads
+    return KvGeometry(len(text.cross_attention_layers), text.num_key_value_heads, head_dim, dtype, patches)
 
 
 def attention_names(config: Any, name: str) -> str | dict[str, str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from prefixd.worker.errors import RequestError
-from prefixd.worker.images.cross_images import CrossImages
+from prefixd.worker.images.cross_images import CrossImages, CrossMemory
 from prefixd.worker.images.encoder import ImageEncoder
 from prefixd.worker.images.feature_store import Features
 from prefixd.worker.protocol import ImageShape, PromptImage
@@ -43,24 +43,29 @@ class PromptImages:
         encoder: makes the embeddings.
 
     encoded: how many embeddings were made for this request.
-    Raises RequestError for a file that cannot be read, as far as positions depend on it; and what
-    `ImageEncoder.reserve_cross` raises. `close` it when the request ends.
+    memory: of a model with cross-attention, where the images' keys and values lie; to be set before the first `hold`.
+    Raises RequestError for a file that cannot be read, as far as positions or masks depend on it.
     """
 
     def __init__(self, images: Sequence[PromptImage], tokens: int, encoder: ImageEncoder) -> None:
         self.encoded = 0
+        self.memory: CrossMemory | None = None
         self._images = images
         self._encoder = encoder
         self._held: dict[int, Features] = {}
         self._cross: CrossImages | None = None
         self._positions = encoder.positions(tokens, images)
-        self._reserved = encoder.reserve_cross(len(images)) if encoder.kind.cross else 0
+        self._visible = [encoder.visible(image) for image in images] if encoder.kind.cross else []
         self._both_ways = [_span(image) for image in images] if encoder.kind.both_ways else []
 
     def hold(self, start: int, stop: int) -> None:
-        """Have the embeddings that a pass over tokens [start, stop) needs. Raises RequestError."""
-        if self._encoder.kind.cross:
-            self._hold_cross()
+        """Have the embeddings that a pass over tokens [start, stop) needs. Raises RequestError.
+
+        With cross-attention: the keys and values of all images, which all rows read. Those that are in no frame yet are
+        made, once for the request.
+        """
+        if self.memory is not None:
+            self._hold_cross(self.memory)
             return
         for index, image in enumerate(self._images):
             if index not in self._held and image.first < stop and start < image.first + image.tokens:
@@ -78,17 +83,16 @@ class PromptImages:
         """Whether the pass that was made ready last has rows of an image."""
         return bool(self._held)
 
-    def _hold_cross(self) -> None:
-        """All rows read all images, so their keys and values stay as long as the request runs."""
+    def _hold_cross(self, memory: CrossMemory) -> None:
         if self._cross is not None:
             return
-        features = [self._features(image) for image in self._images]
-        self._cross = CrossImages(
-            self._encoder.cross_pairs(features),
-            [image.first for image in self._images],
-            self._encoder.cross_patches,
-            [each.visible for each in features],
-        )
+        made: set[bytes] = set()  # an image that stands in the prompt several times has the same frames each time
+        for index, image in enumerate(self._images):
+            if not memory.filled[index] and image.digest not in made:
+                memory.fill(index, self._encoder.cross_pairs(self._features(image)))
+                made.add(image.digest)
+        memory.wait()
+        self._cross = CrossImages(memory, [image.first for image in self._images], self._visible)
 
     def _features(self, image: PromptImage) -> Features:
         features = self._encoder.store.get(image.digest)
@@ -97,13 +101,6 @@ class PromptImages:
             self.encoded += 1
             self._encoder.store.put(image.digest, features)
         return features
-
-    def close(self) -> None:
-        """Let go of everything."""
-        self._held.clear()
-        self._cross = None
-        self._encoder.release_cross(self._reserved)
-        self._reserved = 0
 
     def of_pass(self, start: int, stop: int) -> PassImages:
         """What a pass over tokens [start, stop) needs; after `hold`."""

@@ -36,8 +36,8 @@ chats at their end, and no other tier. (two: 1.5 times --share of what the chats
                both run at the same time
     virtual    of each layer what its rule needs, in chunks that serve any group (Jenga) and, in one daemon
                (worker.more_models), any model
-    paged      the same through block tables (worker.kv = "paged"): the same frames, so hits are those of virtual by
-               construction, and waste but for when samples fall; its requests a second are what it is measured for
+    paged      the same through block tables (worker.kv = "paged"): large pages cut into pages of one size (Jenga's
+               compatible pages)
     halves     of two models: virtual, but a daemon and half of the memory each. What virtual finds more is due to the
                memory that the models share, and not to their rules
 
@@ -46,6 +46,7 @@ figures taken through the run. Allocated: what running requests and cached block
 shorter prefixes need and nobody holds (spare_bytes): these go before anything else, and are there while memory is free.
 Not needed: what no layer needs by its own rule (unneeded_bytes): what lies behind a window, states but the last of a
 prompt and those at ends and branches, padding, blocks beyond the last known token. A block filled in part is needed.
+With block tables what is free in a large page in use counts as allocated and not needed (stranded_bytes).
 At most 0.05 for virtual (Jenga, figure 16).
 
 hit_ratio: prompt tokens found, against the baseline's, at least 1.5 with window and state (figure 17), 1 with the

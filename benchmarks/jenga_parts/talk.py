@@ -33,6 +33,7 @@ class Memory:
     used: int = 0
     spare: int = 0
     unneeded: int = 0
+    stranded: int = 0
 
     def add(self, daemons: Iterable[admin_pb2.StatsResponse]) -> None:
         """One sample: the figures of all daemons."""
@@ -43,11 +44,12 @@ class Memory:
             self.used += tier.used_bytes
             self.spare += tier.spare_bytes
             self.unneeded += tier.unneeded_bytes
+            self.stranded += tier.stranded_bytes
 
     @property
     def waste(self) -> float:
         """Bytes allocated and not needed, of all allocated."""
-        return self.unneeded / max(1, self.used - self.spare)
+        return (self.unneeded + self.stranded) / max(1, self.used - self.spare + self.stranded)
 
 
 @dataclass(frozen=True, slots=True)

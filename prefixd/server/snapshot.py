@@ -135,6 +135,7 @@ class Snapshot:
             quarantined_bytes=quarantined,
             spare_bytes=unused.spare,
             unneeded_bytes=unused.unneeded,
+            stranded_bytes=tier.stranded_bytes if isinstance(tier, GpuTier) else 0,
         )
 
     def _scrub(self) -> pb.ScrubStats:
@@ -353,6 +354,7 @@ class MetricsCollector(Collector):
             "quarantined_bytes": ("bytes that a silent client may still write into", False),
             "spare_bytes": ("cached bytes of the GPU tier that only shorter prefixes need, held by nobody", False),
             "unneeded_bytes": ("bytes of the GPU tier, spare ones apart, that no layer of the model needs", False),
+            "stranded_bytes": ("free bytes of the GPU tier that only pages of one size can have", False),
             "hit_tokens": ("prompt tokens found in a tier", True),
             "evicted_blocks": ("copies dropped from a tier", True),
             "demoted_blocks": ("blocks written a tier down to make room", True),

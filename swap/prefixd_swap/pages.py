@@ -18,8 +18,7 @@ sizes that fit may use:
 `allocate` takes, in this order (Jenga, section 5.4, has its steps 3 and 4 the other way round):
 
 1. a free slot in the page of `near`, a slot of the same prefix, so that a prefix lies together and leaves together;
-2. an empty page, while the free slots inside pages are less than a share of the capacity in all (all of it in Jenga,
-   1/128 by default, so that pages are emptier only where there is plenty);
+2. an empty page, while the free slots inside pages are less than 1/128 of the capacity in all;
 3. any free slot of the size;
 4. an empty page.
 
@@ -57,16 +56,9 @@ class PageAllocator:
     Offsets are addresses in the ranges.
     """
 
-    def __init__(self, capacity_bytes: int, *, spread_bytes: int | None = None) -> None:
-        """Without a range yet.
-
-        Args:
-            capacity_bytes: what the ranges may have together; the page size depends on it.
-            spread_bytes: while fewer bytes are free inside pages, a new prefix gets an empty page; 1/128 of the
-                capacity, where absent.
-        """
+    def __init__(self, capacity_bytes: int) -> None:
+        """Without a range yet. The page size depends on `capacity_bytes`, what the ranges may have together."""
         self.capacity_bytes = capacity_bytes
-        self._spread_bytes = capacity_bytes // _SPREAD_SHARE if spread_bytes is None else spread_bytes
         self.used_bytes = 0
         """Bytes of all slots that are taken."""
         self._sizes: set[int] = set()  # that the page size was chosen for
@@ -364,7 +356,7 @@ class PageAllocator:
             page, one = self._table.find(near), self._table.one
             if page is not None and one.slot[page] == slot and one.used[page] < one.count[page] and one.open[page]:
                 return page
-        if self._lists.free_bytes >= self._spread_bytes and slot in self._lists.partial:
+        if self._lists.free_bytes >= self.capacity_bytes // _SPREAD_SHARE and slot in self._lists.partial:
             return self._lists.partial[slot][0]
         return None
 

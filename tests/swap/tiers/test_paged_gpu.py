@@ -59,16 +59,21 @@ def test_a_part_is_its_frames_side_by_side_and_none_is_given_twice(pool: FramePo
     assert tier.used_bytes == tier.stranded_bytes == 0 and tier.room(48 * FRAME) == 1
 
 
-def test_pages_of_a_request_lie_together_so_that_its_end_frees_whole_large_pages(pool: FramePool) -> None:
-    tier = PagedGpuTier(pool, [1, 8])
-    requests: list[list[int]] = [[], []]
-    for _ in range(8):
-        for own in requests:  # in turns, as running requests get their blocks
-            near = np.array(own[-1:] or [NO_SLOT])
-            own += tier.allocate(sizes(1), 1, near).ravel().tolist()
-    before = tier.room(8 * FRAME)
-    tier.free(requests[0])
-    assert tier.room(8 * FRAME) > before, "the other request's pages lie in none of its large pages"
+def test_pages_of_a_request_lie_together_so_that_its_end_frees_whole_large_pages() -> None:
+    with create_memory("cpu", FRAME) as memory:
+        pool = FramePool(memory, FRAME, 4096)
+        tier = PagedGpuTier(pool, [1])
+        page = tier.large_page_bytes // FRAME
+        requests: list[list[int]] = [[], []]
+        for _ in range(page):
+            for own in requests:  # in turns, as running requests get their blocks
+                near = np.array(own[-1:] or [NO_SLOT])
+                own += tier.allocate(sizes(1), 1, near).ravel().tolist()
+        pages = [{slot // page for slot in own} for own in requests]
+        assert page > 1 and [len(own) for own in pages] == [1, 1] and pages[0] != pages[1]
+        tier.free(requests[0])
+        assert not tier.stranded_bytes
+        pool.close()
 
 
 def test_what_is_free_inside_large_pages_is_counted(pool: FramePool) -> None:

@@ -11,8 +11,8 @@ pages, each cut into small pages of one size until it is empty again.
 `pages.PageAllocator` is both levels, over frames instead of bytes: it chooses the size of the large pages and takes a
 small page in Jenga's steps (section 5.4; its module says which two are in another order). *Request-aware* it is by
 `near`: a request's pages lie in large pages of its own, so that they leave together and give whole large pages back, as
-long as little is free inside large pages. Jenga goes on so while there are empty ones: in `benchmarks.jenga`'s state model
-that wasted 12.8% instead of 2.5%, and found 2.36 instead of 2.64 times the baseline's hits.
+long as little is free inside large pages. Jenga goes on so while there are empty ones: with the state model of
+`benchmarks.jenga` that wasted 12.8% instead of 2.5%, and found 2.36 instead of 2.64 times the baseline's hits.
 
 What virtual tensors do not have: a free small page serves its own size alone, and a part may find no large page though
 frames enough are free (`stranded_bytes`).

@@ -34,10 +34,15 @@ picture, text = worker_tests.picture, worker_tests.text
 _numbers = itertools.count(1000)
 
 
+BOTH = pytest.mark.parametrize("vision", ["virtual", "paged"], indirect=True)
+
+
 @pytest.fixture(scope="module")
-def vision(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """An image takes two frames, as a block of text takes one."""
-    return worker_tests.Vision("mllama", tmp_path_factory.mktemp("mllama"), block_tokens=BLOCK)
+def vision(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """An image takes two frames, as a block of text takes one; with block tables they lie side by side."""
+    return worker_tests.Vision(
+        "mllama", tmp_path_factory.mktemp("mllama"), block_tokens=BLOCK, kv=getattr(request, "param", "virtual")
+    )
 
 
 @pytest.fixture
@@ -70,7 +75,12 @@ def bench_of(vision: Any, tmp_path: Path) -> Callable[..., AbstractAsyncContextM
 def submit(bench: ModelBench, prompt: Any, max_tokens: int = NEW, **sampling: Any) -> Request:
     spec, number = bench.namespace.spec, next(_numbers)
     layout = PromptLayout(np.asarray(prompt.tokens, "<u4").tobytes(), prompt.images, BLOCK, cross=True)
-    images = image_namespace(spec, bench.model.spec.image_frames, bench.pool.frame_bytes)
+    images = image_namespace(
+        spec,
+        bench.model.spec.image_frames,
+        bench.pool.frame_bytes,
+        whole_pages=bench.kv.whole_pages,
+    )
     request = Request(
         id=number,
         name=f"r{number}",
@@ -124,6 +134,7 @@ async def test_an_image_is_in_the_tiers_once_for_all_prompts(vision: Any, encode
             assert (info.blocks, group.blocks, info.gpu_blocks) == (2, 2, 2)
 
 
+@BOTH
 async def test_images_come_up_from_each_tier_and_after_a_restart(
     vision: Any, encoded: list[bytes], bench_of: Any
 ) -> None:
@@ -156,6 +167,7 @@ async def test_what_is_evicted_of_an_image_is_computed_again_and_its_text_is_not
         assert len(kv.find(digest)) == kv.size
 
 
+@BOTH
 async def test_bytes_of_an_image_that_are_altered_change_the_answer(
     vision: Any, encoded: list[bytes], bench_of: Any
 ) -> None:
@@ -253,6 +265,7 @@ async def test_without_a_cache_every_request_fills_frames_of_its_own(
         assert not request.image_kv.trie.any_part.any()
 
 
+@BOTH
 async def test_beams_find_their_images_in_a_tier(vision: Any, encoded: list[bytes], bench_of: Any) -> None:
     prompt = vision.prompt(text(75, 13), picture(25), text(76, 6))
     async with bench_of() as bench:

@@ -228,9 +228,9 @@ class Request:
 
     @property
     def prompt_ends(self) -> tuple[int, int]:
-        """Blocks after which who asks the prompt again, or goes on from it, can resume."""
+        """Blocks after which who asks the prompt again, or goes on from it, can resume: not inside an image."""
         block_tokens = self.trie.block_tokens
-        return (self.prompt_tokens - 1) // block_tokens, self.prompt_tokens // block_tokens
+        return self.uncut((self.prompt_tokens - 1) // block_tokens), self.uncut(self.prompt_tokens // block_tokens)
 
     @property
     def usable_blocks(self) -> int:

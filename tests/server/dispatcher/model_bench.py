@@ -8,18 +8,21 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from prefixd.cache import NamespaceSpec, TieredCache, Tiers, Trie, check_integrity
 from prefixd.cache.index.trie import Rows
 from prefixd.server.dispatcher import Dispatcher
+from prefixd.server.image_kv import ImageKv, image_namespace
 from prefixd.server.kv_shape import KvShape
+from prefixd.server.prompt_images import PromptLayout
 from prefixd.server.request import Ended, NewTokens, Request
 from prefixd.worker.engine import Engine
 from prefixd.worker.make_kv import make_kv
 from prefixd.worker.model import CausalModel
-from prefixd.worker.protocol import Cancel, Done, Extend, Sampling, Start, Step, ToWorker
+from prefixd.worker.protocol import Cancel, Done, Extend, PromptImage, Sampling, Start, Step, ToWorker
 from prefixd_scheduler import CostModel, QueuedRequest, RequestQueue, create_policy
 from prefixd_swap import (
     CpuArena,
@@ -122,19 +125,30 @@ class ModelBench:
         self._start_worker()
         self.dispatcher.on_ready()
 
-    def submit(self, prompt: Sequence[int], max_tokens: int) -> Request:
+    def submit(
+        self, prompt: Sequence[int], max_tokens: int, images: Sequence[PromptImage] = (), **sampling: Any
+    ) -> Request:
         """Queues a greedy request."""
-        number = next(self._ids)
+        number, ids = next(self._ids), np.asarray(prompt, "<u4").tobytes()
+        layout = image_kv = None
+        if images:
+            cross, spec = self.model.spec.image_frames, self.namespace.spec
+            layout = PromptLayout(ids, list(images), self.trie.block_tokens, cross=cross > 0)
+            if cross:
+                of_images = image_namespace(spec, cross, self.pool.frame_bytes, whole_pages=self.kv.whole_pages)
+                image_kv = ImageKv.of(self.cache, of_images, images)
         request = Request(
             id=number,
             name=f"r{number}",
             namespace=self.namespace,
             trie=self.trie,
-            chain=self.cache.chain(self.namespace, np.asarray(prompt, "<u4").tobytes()),
+            chain=self.cache.chain(self.namespace, ids if layout is None else layout.identity),
             prompt_tokens=len(prompt),
-            sampling=Sampling(max_tokens=max_tokens, ignore_eos=True),
+            sampling=Sampling(max_tokens=max_tokens, ignore_eos=True, **sampling),
             queued=QueuedRequest(number, time.monotonic(), len(prompt)),
             kv=self.kv,
+            images=None if layout is None else layout.of_request(),
+            image_kv=image_kv,
         )
         self.dispatcher.submit(request)
         return request
@@ -151,9 +165,11 @@ class ModelBench:
                     assert isinstance(event, Ended) and event.reason == "length", event
                     return tokens
 
-    async def generate(self, prompt: Sequence[int], max_tokens: int) -> tuple[list[int], tuple[int, ...]]:
+    async def generate(
+        self, prompt: Sequence[int], max_tokens: int, images: Sequence[PromptImage] = ()
+    ) -> tuple[list[int], tuple[int, ...]]:
         """One request alone: its tokens, and the prompt's tokens that were found in each tier."""
-        request = self.submit(prompt, max_tokens)
+        request = self.submit(prompt, max_tokens, images)
         tokens = await self.tokens_of(request)
         await self.cache.mover.quiesce()
         return tokens, tuple(request.hit_tokens or ())

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -21,17 +19,13 @@ from prefixd.pacer import Pacer
 from prefixd.server.frame_budget import FrameBudget
 from prefixd.server.image_kv import ImageHolds, ImageKv, image_namespace
 from prefixd.server.prefixes import Prefix, describe
-from prefixd.server.prompt_images import PromptLayout
 from prefixd.server.request import Ended, Request
-from prefixd.worker.protocol import Sampling
-from prefixd_scheduler import QueuedRequest
 from tests.worker import test_images as worker_tests
 
 from .model_bench import ModelBench, open_model_bench
 
 BLOCK, NEW = LEAST_BLOCK_TOKENS, 6
 picture, text = worker_tests.picture, worker_tests.text
-_numbers = itertools.count(1000)
 
 
 BOTH = pytest.mark.parametrize("vision", ["virtual", "paged"], indirect=True)
@@ -73,29 +67,7 @@ def bench_of(vision: Any, tmp_path: Path) -> Callable[..., AbstractAsyncContextM
 
 
 def submit(bench: ModelBench, prompt: Any, max_tokens: int = NEW, **sampling: Any) -> Request:
-    spec, number = bench.namespace.spec, next(_numbers)
-    layout = PromptLayout(np.asarray(prompt.tokens, "<u4").tobytes(), prompt.images, BLOCK, cross=True)
-    images = image_namespace(
-        spec,
-        bench.model.spec.image_frames,
-        bench.pool.frame_bytes,
-        whole_pages=bench.kv.whole_pages,
-    )
-    request = Request(
-        id=number,
-        name=f"r{number}",
-        namespace=bench.namespace,
-        trie=bench.trie,
-        chain=bench.cache.chain(bench.namespace, layout.identity),
-        prompt_tokens=len(prompt.tokens),
-        sampling=Sampling(max_tokens=max_tokens, ignore_eos=True, **sampling),
-        queued=QueuedRequest(number, time.monotonic(), len(prompt.tokens)),
-        kv=bench.kv,
-        images=layout.of_request(),
-        image_kv=ImageKv.of(bench.cache, images, prompt.images),
-    )
-    bench.dispatcher.submit(request)
-    return request
+    return bench.submit(prompt.tokens, max_tokens, prompt.images, **sampling)
 
 
 async def ask(bench: ModelBench, vision: Any, prompt: Any) -> Request:

@@ -71,11 +71,11 @@ class ImageKv:
     chains: dict[bytes, BlockChain]
 
     @classmethod
-    def of(cls, cache: TieredCache, spec: NamespaceSpec, images: Sequence[PromptImage]) -> ImageKv:
+    def of(cls, cache: TieredCache, spec: NamespaceSpec, images: Sequence[PromptImage], frame_bytes: int) -> ImageKv:
         """Of a prompt's images; registers the namespace. Raises ExhaustedError as `TieredCache.register`."""
         namespace = cache.register(spec)
         blocks, digests = blocks_of(spec), [image.digest for image in images]
-        width = spec.parts[0].nbytes // cache.tiers.frames.frame_bytes
+        width = spec.parts[0].nbytes // frame_bytes
         ids = np.arange(blocks * LEAST_BLOCK_TOKENS)
         chains = {digest: cache.chain(namespace, drawn_ids(ids, digest).tobytes()) for digest in dict.fromkeys(digests)}
         return cls(namespace, cache.trie(namespace), blocks, width, digests, chains)

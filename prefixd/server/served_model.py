@@ -56,7 +56,7 @@ class ServedModel:
         """The images of a tenant's prompt as the cache knows them. Raises ExhaustedError: too many namespaces."""
         if images is None or self.image_namespace is None:
             return None
-        return ImageKv.of(cache, replace(self.image_namespace, salt=salt), images.images)
+        return ImageKv.of(cache, replace(self.image_namespace, salt=salt), images.images, self.hello.frame_bytes)
 
     def salted(self, salt: bytes) -> NamespaceSpec:
         """The model's namespace for a tenant."""

@@ -18,6 +18,7 @@ from benchmarks.gpu_parts.attention import GatheredStep
 from prefixd.worker.attention import AttentionKind
 from prefixd.worker.flash_attention import READ_BLOCK, FlashAttention, VarlenKernel, find_kernel
 from prefixd.worker.flex_attention import FlexAttention
+from prefixd.worker.frame_window import FrameWindow
 from prefixd.worker.kv_memory import KvMemory, Segment
 from prefixd.worker.paged_kv import PagedKv
 from prefixd.worker.virtual_kv import VirtualKv
@@ -58,9 +59,8 @@ class Rig:
         table.add([FrameId(frame) for frame in range(FRAMES)], self.memory.create(FRAMES * table.frame_chunks))
         self.manager = VirtualTensorManager(self.memory, table, self.geometry, requests=5, max_tokens=3 * self.block)
         self.virtual = VirtualKv(self.manager)
-        self.paged = PagedKv(self.memory, table, self.geometry, frames=FRAMES, max_tokens=3 * self.block)
-        for first in range(0, FRAMES, 3):
-            self.paged.close(self.paged.open(range(first, first + 3)), lambda: None)
+        window = FrameWindow(self.memory, table, self.geometry.block_bytes, FRAMES)
+        self.paged = PagedKv(window, self.geometry, max_tokens=3 * self.block)
         self.paged.pool.fill_(float("nan"))
 
     def close(self) -> None:

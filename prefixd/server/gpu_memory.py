@@ -211,8 +211,8 @@ class GpuMemory:
             raise _TooSmallError(
                 model,
                 f"gpu.bytes = {asked}{f', {nbytes} bytes,' if asked == 'auto' else ''} holds {max(frames, 0)} "
-                f"frames of {frame_bytes} bytes; a request of {model} needs at least {least}, {least * frame_bytes} "
-                f"bytes: raise gpu.bytes to {least * frame_bytes} or lower worker.block_tokens",
+                f"frames of {frame_bytes} bytes, and a request of {model} needs at least {least}, "
+                f"{least * frame_bytes} bytes; raise gpu.bytes to {least * frame_bytes} or lower worker.block_tokens",
             )
         if len(models) > 1:
             takes = ", ".join(f"{shape.block_frames + shape.state_frames}" for shape in shapes.values())

@@ -276,6 +276,8 @@ class WorkerProcess:
                 pass
             finally:
                 self._let_go()
+                with suppress(OSError):
+                    ours.shutdown(socket.SHUT_RDWR)  # a worker that is refused learns of it at once
                 try:
                     await asyncio.wait_for(process.wait(), _STOP_S)
                 except TimeoutError:

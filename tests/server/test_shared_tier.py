@@ -160,7 +160,9 @@ async def test_a_worker_that_dies_while_the_tier_is_made_takes_it_from_nobody(
 async def test_the_smallest_request_has_to_fit(cache: TieredCache, tmp_path: Path) -> None:
     gpu = gpu_memory(cache, tmp_path, 64 << 10)
     gpu.leave_out("b")
-    why = r"holds 8 frames of 8192 bytes; a request of a needs at least 10, 81920 bytes: raise gpu.bytes to 81920 or"
+    why = (
+        r"holds 8 frames of 8192 bytes, and a request of a needs at least 10, 81920 bytes; raise gpu.bytes to 81920 or"
+    )
     with pytest.raises(ConfigError, match=why):
         await asyncio.wait_for(gpu.frames_for("a", HYBRID), WAIT_S)
     await gpu.close()
@@ -173,7 +175,9 @@ async def test_only_the_model_that_does_not_fit_is_refused(cache: TieredCache, t
         pool = await gpu.frames_for("b", hello(12288))
         assert (pool.frame_bytes, pool.capacity) == (12288, 5), "frames of its own"
         for _ in range(2):
-            with pytest.raises(ConfigError, match=r"gpu.bytes = 65536 holds 16 frames of 4096 bytes; a request of a "):
+            with pytest.raises(
+                ConfigError, match=r"gpu.bytes = 65536 holds 16 frames of 4096 bytes, and a request of a "
+            ):
                 await refused
             refused = asyncio.create_task(gpu.frames_for("a", HYBRID))  # a successor is refused too
         with pytest.raises(ConfigError):
@@ -187,7 +191,7 @@ async def test_each_model_that_does_not_fit_hears_of_its_own_need(cache: TieredC
         asyncio.gather(gpu.frames_for("a", HYBRID), gpu.frames_for("b", hello(12288)), return_exceptions=True),
         WAIT_S,
     )
-    assert [str(answer).partition(" a request of ")[2].partition(":")[0] for answer in answers] == [
+    assert [str(answer).partition(" a request of ")[2].partition(";")[0] for answer in answers] == [
         "a needs at least 20, 81920 bytes",
         "b needs at least 2, 24576 bytes",
     ]

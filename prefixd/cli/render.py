@@ -81,21 +81,88 @@ def _setting_value(name: str, value: Any) -> Text:
 
 
 def _model_table(models: Iterable[admin_pb2.ModelStats]) -> Table:
-    """Each of several models; the lines above are the first one's."""
-    columns = ("model", "worker", "running", "waiting", "finished", "held in the gpu tier", "given up because")
+    """Each of several models."""
+    columns = (
+        "model",
+        "worker",
+        "running",
+        "waiting",
+        "finished",
+        "restarts",
+        "held in the gpu tier",
+        "given up because",
+    )
     made = table(*columns, fold=columns[-1:])
     for model in models:
         worker, queue = model.worker, model.scheduler
         made.add_row(
             Text(model.name),
-            admin_pb2.WorkerStats.State.Name(worker.state).removeprefix("STATE_").lower(),
+            _state(worker),
             f"{worker.running_requests:,}",
             f"{queue.waiting_requests:,}",
             f"{queue.finished_requests:,}",
+            f"{worker.restarts:,}",
             size(model.held_bytes),
             Text(worker.error),
         )
     return made
+
+
+def _state(worker: admin_pb2.WorkerStats) -> str:
+    return admin_pb2.WorkerStats.State.Name(worker.state).removeprefix("STATE_").lower()
+
+
+def _print_models(out: Console, models: Sequence[admin_pb2.ModelStats], queue: admin_pb2.SchedulerStats) -> None:
+    """Several models: all together, then each."""
+    ready = sum(model.worker.state == admin_pb2.WorkerStats.STATE_READY for model in models)
+    running = sum(model.worker.running_requests for model in models)
+    out.print(
+        f"workers: {ready} of {len(models)} ready, {running} running, {queue.waiting_requests} waiting "
+        f"({queue.policy}), {queue.finished_requests} finished",
+        markup=False,
+    )
+    out.print(_model_table(models))
+    for model in models:
+        _print_worker(out, model.worker, f"{model.name}: ")
+
+
+def _print_worker(out: Console, worker: admin_pb2.WorkerStats, who: str = "") -> None:
+    """A worker's design, and what it did since its start; each line begins with `who`."""
+
+    def line(text: str, style: str = "") -> None:
+        out.print(Text(f"{who}{text}", style=style))
+
+    if worker.kv:
+        graphs = f"CUDA graphs {'in use' if worker.cuda_graphs else 'not in use'}"
+        line(f"worker's design: kv {worker.kv}, layout {worker.layout}, {graphs}")
+    if worker.cuda_graphs_reason:
+        line(f"worker.cuda_graphs has no effect: {worker.cuda_graphs_reason}", "yellow")
+    if worker.mapped_blocks or worker.reused_blocks:
+        line(
+            f"worker's memory: {size(worker.shared_bytes)} saved now by sharing; "
+            f"{worker.mapped_blocks:,} blocks mapped, {worker.reused_blocks:,} found mapped, "
+            f"{worker.copied_blocks:,} copied"
+        )
+    if worker.block_tokens_reason:
+        line(f"block size: {worker.block_tokens_reason}", "yellow")
+    if worker.HasField("draft"):
+        draft = worker.draft
+        share = f" ({draft.accepted_tokens / draft.proposed_tokens:.0%})" if draft.proposed_tokens else ""
+        line(
+            f"draft: {draft.model} proposes {draft.draft_tokens} tokens at a time; {draft.proposed_tokens:,} proposed, "
+            f"{draft.accepted_tokens:,} accepted{share}; {worker.passes:,} passes of the model"
+        )
+    if worker.HasField("states"):
+        states = worker.states
+        line(
+            f"states: {states.kept_states:,} kept ({size(states.kept_bytes)}), {states.resumed_runs:,} runs resumed "
+            f"from one, {states.resumed_tokens:,} tokens not computed for that; {states.runs_without_room:,} runs "
+            "kept none for want of GPU memory"
+        )
+    if worker.HasField("images"):
+        images = worker.images
+        found = f", {images.found_images:,} found in a tier" if images.found_images else ""
+        line(f"images: {images.asked_images:,} asked for, {images.encoded_images:,} embedded{found}")
 
 
 def print_stats(stats: admin_pb2.StatsResponse) -> None:
@@ -104,12 +171,13 @@ def print_stats(stats: admin_pb2.StatsResponse) -> None:
     state = "[yellow]draining[/]" if stats.draining else "[green]up[/]"
     out.print(f"prefixd {stats.version}: {state} for {duration(stats.uptime_s)}")
     worker, queue = stats.worker, stats.scheduler
-    state_name = admin_pb2.WorkerStats.State.Name(worker.state).removeprefix("STATE_").lower()
     if worker.state in (admin_pb2.WorkerStats.STATE_UNSPECIFIED, admin_pb2.WorkerStats.STATE_NONE):
         out.print("worker: none (cache only)")
+    elif len(stats.models) > 1:
+        _print_models(out, stats.models, queue)
     else:
         out.print(
-            f"worker: {state_name}, {worker.model} on {worker.device}, {worker.running_requests} running, "
+            f"worker: {_state(worker)}, {worker.model} on {worker.device}, {worker.running_requests} running, "
             f"{queue.waiting_requests} waiting ({queue.policy}), {queue.finished_requests} finished"
             + (f", {worker.restarts} restarts" if worker.restarts else "")
             + (f", blocks of {worker.block_tokens:,} tokens" if worker.block_tokens else ""),
@@ -117,41 +185,7 @@ def print_stats(stats: admin_pb2.StatsResponse) -> None:
         )
         if worker.error:
             out.print(Text(f"worker was given up: {worker.error}", style="red"))
-        if worker.kv:
-            graphs = f"CUDA graphs {'in use' if worker.cuda_graphs else 'not in use'}"
-            out.print(f"worker's design: kv {worker.kv}, layout {worker.layout}, {graphs}", markup=False)
-        if worker.cuda_graphs_reason:
-            out.print(Text(f"worker.cuda_graphs has no effect: {worker.cuda_graphs_reason}", style="yellow"))
-        if worker.mapped_blocks or worker.reused_blocks:
-            out.print(
-                f"worker's memory: {size(worker.shared_bytes)} saved now by sharing; "
-                f"{worker.mapped_blocks:,} blocks mapped, {worker.reused_blocks:,} found mapped, "
-                f"{worker.copied_blocks:,} copied",
-                markup=False,
-            )
-        if worker.block_tokens_reason:
-            out.print(Text(f"block size: {worker.block_tokens_reason}", style="yellow"))
-    if stats.worker.HasField("draft"):
-        draft = stats.worker.draft
-        share = f" ({draft.accepted_tokens / draft.proposed_tokens:.0%})" if draft.proposed_tokens else ""
-        out.print(
-            f"draft: {draft.model} proposes {draft.draft_tokens} tokens at a time; {draft.proposed_tokens:,} proposed, "
-            f"{draft.accepted_tokens:,} accepted{share}; {worker.passes:,} passes of the model",
-            markup=False,
-        )
-    if len(stats.models) > 1:
-        out.print(_model_table(stats.models))
-    if stats.worker.HasField("states"):
-        states = worker.states
-        out.print(
-            f"states: {states.kept_states:,} kept ({size(states.kept_bytes)}), {states.resumed_runs:,} runs resumed "
-            f"from one, {states.resumed_tokens:,} tokens not computed for that; {states.runs_without_room:,} runs "
-            "kept none for want of GPU memory"
-        )
-    if stats.worker.HasField("images"):
-        images = worker.images
-        found = f", {images.found_images:,} found in a tier" if images.found_images else ""
-        out.print(f"images: {images.asked_images:,} asked for, {images.encoded_images:,} embedded{found}")
+        _print_worker(out, worker)
     if queue.preempted_requests:
         out.print(
             f"preempted: {queue.preempted_requests:,} requests, {queue.swapped_requests:,} swapped "
@@ -162,7 +196,7 @@ def print_stats(stats: admin_pb2.StatsResponse) -> None:
     out.print(f"prompt tokens: {stats.asked_tokens:,} asked for, {stats.hit_tokens:,} found in the cache{rate}")
     out.print(_tier_table(stats.tiers))
     if stats.namespaces:
-        out.print(_namespace_table(stats.namespaces))
+        out.print(_namespace_table(stats.namespaces, stats.models))
     if stats.sessions:
         out.print(_session_table(stats.sessions))
     for reason, blocks in sorted(stats.lost_blocks.items()):
@@ -212,11 +246,14 @@ def _tier_table(tiers: Iterable[admin_pb2.TierStats]) -> Table:
     return made
 
 
-def _namespace_table(namespaces: Iterable[admin_pb2.NamespaceStats]) -> Table:
+def _namespace_table(namespaces: Iterable[admin_pb2.NamespaceStats], models: Sequence[admin_pb2.ModelStats]) -> Table:
+    """Of several models each namespace says whose it is."""
     made = table("namespace", "id", "block tokens", "blocks", right=("block tokens", "blocks"), fold=("namespace",))
     for entry in namespaces:
+        name = entry.namespace.name
+        whose = [model.name for model in models if len(models) > 1 and model.namespace == name]
         made.add_row(
-            Text(entry.namespace.name),
+            Text(f"{name} ({', '.join(whose)})" if whose else name),
             entry.namespace_id.hex(),
             str(entry.namespace.block_tokens),
             f"{entry.blocks:,}",

@@ -3,6 +3,14 @@
 Each model's worker says what a frame of its own would be. The frames that are made are the greatest common divisor of
 these, so that a block of each model is so many whole ones: Jenga's compatible page (section 6.1). Eviction in the one
 tier is what moves memory between the models: whoever is busy takes frames, and what nobody has used for longest goes.
+
+```
+Hello of a    Hello of b                          Hello of a's next worker
+     |             |                                        |
+     +-- waits ----+--> made, or a model refused            +--> the same tier
+     |
+     +-- its worker dies: the Hello is withdrawn, and its next worker's is waited for, or nobody's when it is given up
+```
 """
 
 from __future__ import annotations
@@ -10,8 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Collection
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Mapping
 
 from prefixd.cache import TieredCache
 from prefixd.errors import ConfigError, UnavailableError
@@ -19,10 +26,18 @@ from prefixd.server.gpu_tier_size import automatic_bytes, most_frames
 from prefixd.server.kv_shape import KvShape
 from prefixd.settings import Settings
 from prefixd.worker.protocol import Hello
-from prefixd_swap import FramePool, SwapError, VirtualMemory, create_memory
+from prefixd_swap import FramePool, SwapError, VirtualMemory, create_memory, started_threads
 from prefixd_swap.tiers import CpuTier, GpuTier, PagedGpuTier
 
 log = logging.getLogger(__name__)
+
+
+class _TooSmallError(Exception):
+    """The tier would not hold the smallest request of a model."""
+
+    def __init__(self, model: str, why: str) -> None:
+        super().__init__(why)
+        self.model = model
 
 
 class GpuMemory:
@@ -33,6 +48,8 @@ class GpuMemory:
         device: "cpu" or "cuda:N".
         cache: gets the tier.
         models: the names of all models.
+
+    Raises ConfigError when there is no thread to make the tier in.
     """
 
     def __init__(self, settings: Settings, device: str, cache: TieredCache, models: Collection[str]) -> None:
@@ -41,29 +58,45 @@ class GpuMemory:
         self._cache = cache
         self._missing = set(models)
         self._hellos: dict[str, Hello] = {}
-        self._threads: dict[str, ThreadPoolExecutor] = {}  # of the workers that wait
+        self._refused: dict[str, ConfigError] = {}  # their smallest request does not fit the tier
+        try:
+            self._threads = started_threads(1, "prefixd-gpu-memory")  # no worker's: it would end with the worker
+        except SwapError as error:
+            raise ConfigError(f"the GPU tier cannot be made: {error}") from error
         self._memory: VirtualMemory | None = None
         self._making: asyncio.Task[None] | None = None
         self._made: asyncio.Future[FramePool] | None = None
         self._stopping = False
 
-    async def frames_for(self, model: str, hello: Hello, threads: ThreadPoolExecutor) -> FramePool:
-        """Waits until all models are known, and for the tier; `threads` may be used to make it.
+    async def frames_for(self, model: str, hello: Hello) -> FramePool:
+        """Waits until all models are known, and for the tier. Cancelled when the model's worker ends first.
 
         In a thread: 51,200 chunks take up to ten seconds, and the daemon serves its clients meanwhile.
 
-        Raises ConfigError when there is no such tier, UnavailableError when the daemon ends first.
+        Raises ConfigError when there is no such tier, when it is too small for this model, and when a worker says
+        something else than the one before it; UnavailableError when the daemon ends first.
         """
         made = self._awaited
         if model in self._missing:
-            self._hellos[model], self._threads[model] = hello, threads
+            self._hellos[model] = hello
             self._missing.remove(model)
             self._make_if_known()
             if self._missing:
                 log.info(
                     "model %s waits for the frames that it shares with %s", model, ", ".join(sorted(self._missing))
                 )
-        return await asyncio.shield(made)
+        elif self._hellos.get(model, hello) != hello:
+            raise ConfigError("the model changed while the daemon ran; restart the daemon")
+        try:
+            await asyncio.wait({made})
+        except asyncio.CancelledError:
+            if self._making is None:
+                del self._hellos[model]
+                self._missing.add(model)
+            raise
+        if model in self._refused:
+            raise self._refused[model]
+        return made.result()
 
     def leave_out(self, model: str) -> None:
         """A model's worker was given up: the others wait for it no more."""
@@ -91,6 +124,7 @@ class GpuMemory:
         if self._memory is not None:
             self._memory.close()
             self._memory = None
+        self._threads.shutdown()
 
     # -- inside -------------------------------------------------------------------------------------------------
 
@@ -107,20 +141,22 @@ class GpuMemory:
     async def _make(self) -> None:
         made = self._awaited
         try:
-            pool = await self._pool(next(iter(self._threads.values())))
+            pool = await self._pool()
         except Exception as error:
-            if self._memory is not None:
-                self._memory.close()
-                self._memory = None
+            self._forget_memory()
             asked = self._settings.gpu.bytes
             if isinstance(error, SwapError):
                 error = ConfigError(f"the GPU tier of {asked} bytes cannot be made: {error}")
             made.set_exception(error)
+            made.exception()  # each model that was refused hears of its own
         else:
             self._cache.tiers.compute = self._tier(pool)
             made.set_result(pool)
-        finally:
-            self._threads.clear()
+
+    def _forget_memory(self) -> None:
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
 
     def _tier(self, pool: FramePool) -> GpuTier:
         """Any frame for any part, or pages where parts take several frames side by side."""
@@ -135,33 +171,56 @@ class GpuMemory:
         )
         return tier
 
-    async def _pool(self, threads: ThreadPoolExecutor) -> FramePool:
-        asked, hellos, loop = self._settings.gpu.bytes, list(self._hellos.values()), asyncio.get_running_loop()
+    async def _pool(self) -> FramePool:
+        """The frames of all models whose smallest request fits; the others are refused."""
+        while True:
+            try:
+                return await self._pool_of(self._hellos)
+            except _TooSmallError as error:
+                self._refused[error.model] = ConfigError(str(error))
+                del self._hellos[error.model]
+                if not self._hellos:
+                    raise self._refused[error.model] from None
+                log.warning("model %s is left out of the GPU tier: %s", error.model, error)
+                self._forget_memory()
+
+    async def _pool_of(self, models: Mapping[str, Hello]) -> FramePool:
+        """Raises _TooSmallError for the model that asks most of those that do not fit."""
+        asked, hellos, loop = self._settings.gpu.bytes, models.values(), asyncio.get_running_loop()
         frame_bytes = common_frame_bytes(hellos)
         chunk_bytes = math.gcd(*(hello.chunk_bytes for hello in hellos))
-        memory = self._memory = await loop.run_in_executor(threads, create_memory, self._device, chunk_bytes)
+        memory = self._memory = await loop.run_in_executor(self._threads, create_memory, self._device, chunk_bytes)
         if self._stopping:
             memory.stop_creating()
         nbytes = asked
         if asked == "auto":
-            nbytes = await loop.run_in_executor(threads, self._automatic_bytes, memory, hellos)
+            nbytes = await loop.run_in_executor(self._threads, self._automatic_bytes, memory, hellos)
         assert isinstance(nbytes, int)
         frames = nbytes // frame_bytes
-        shapes = [KvShape.of(hello.in_frames(frame_bytes), 0) for hello in hellos]
-        least = max(shape.least_frames for shape in shapes)
-        if frames < least:
-            raise ConfigError(
-                f"gpu.bytes = {asked}{f', {nbytes} bytes,' if asked == 'auto' else ''} holds {max(frames, 0)} "
-                f"frames of {frame_bytes} bytes; a request needs at least {least}: raise gpu.bytes to "
-                f"{least * frame_bytes} or lower worker.block_tokens"
+        shapes = {model: KvShape.of(hello.in_frames(frame_bytes), 0) for model, hello in models.items()}
+        too_large = [model for model, shape in shapes.items() if shape.least_frames > frames]
+        if too_large:
+            # Without it there is more for the rest: of what is free on the device its weights take a part too.
+            model = max(
+                too_large,
+                key=lambda each: (
+                    shapes[each].least_frames * frame_bytes + models[each].weights_bytes + models[each].working_bytes
+                ),
             )
-        if len(hellos) > 1:
-            takes = ", ".join(f"{shape.block_frames + shape.state_frames}" for shape in shapes)
-            log.info("%d models share frames of %d bytes; a block takes %s of them", len(hellos), frame_bytes, takes)
+            least = shapes[model].least_frames
+            raise _TooSmallError(
+                model,
+                f"gpu.bytes = {asked}{f', {nbytes} bytes,' if asked == 'auto' else ''} holds {max(frames, 0)} "
+                f"frames of {frame_bytes} bytes, and a request of {model} needs at least {least}, "
+                f"{least * frame_bytes} bytes; raise gpu.bytes to {least * frame_bytes} or lower worker.block_tokens",
+            )
+        if len(models) > 1:
+            takes = ", ".join(f"{shape.block_frames + shape.state_frames}" for shape in shapes.values())
+            log.info("%d models share frames of %d bytes; a block takes %s of them", len(models), frame_bytes, takes)
         most = most_frames(memory, frame_bytes, frames)
-        return await loop.run_in_executor(threads, FramePool, memory, frame_bytes, frames, most)
+        return await loop.run_in_executor(self._threads, FramePool, memory, frame_bytes, frames, most)
 
-    def _automatic_bytes(self, memory: VirtualMemory, hellos: list[Hello]) -> int:
+    def _automatic_bytes(self, memory: VirtualMemory, hellos: Collection[Hello]) -> int:
         shared = self._cache.tiers.shared
         untouched = shared.arena.untouched_bytes() if isinstance(shared, CpuTier) and not memory.on_device else 0
         return automatic_bytes(memory, hellos, untouched)

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -210,16 +209,14 @@ class ModelHost:
         limits = ImageLimits(worker.images_per_prompt, worker.image_bytes, worker.image_pixels)
         return ImageReader(hello, processor, limits, worker.max_step_tokens, self._images)
 
-    async def _on_hello(self, hello: Hello, threads: ThreadPoolExecutor) -> FramePool:
+    async def _on_hello(self, hello: Hello) -> FramePool:
         """Waits for the GPU tier, which all workers of all models are given."""
-        if self._hello is not None and self._hello != hello:
-            raise ConfigError("the model changed while the daemon ran; restart the daemon")
         if hello.images is not None and hello.block_tokens < LEAST_BLOCK_TOKENS:
             raise ConfigError(
                 f"worker.block_tokens = {hello.block_tokens}: the model reads images, and blocks of fewer than "
                 f"{LEAST_BLOCK_TOKENS} tokens cannot tell them apart; raise it to {LEAST_BLOCK_TOKENS} or more"
             )
-        pool = await self._gpu.frames_for(self.name, hello, threads)
+        pool = await self._gpu.frames_for(self.name, hello)
         if self._hello is None:
             shape = self._shape(hello.in_frames(pool.frame_bytes))
             self.dispatcher.least_frames = shape.least_frames

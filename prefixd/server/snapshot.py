@@ -428,45 +428,60 @@ class MetricsCollector(Collector):
         }
         for field, text in preemption.items():
             yield CounterMetricFamily(f"prefixd_{field}", text, value=getattr(stats.scheduler, field))
-        if stats.worker.HasField("states"):
-            states = {
-                "kept_states": "states of recurrent layers that were kept",
-                "kept_bytes": "bytes of these states",
-                "resumed_runs": "runs that began with a cached state",
-                "resumed_tokens": "tokens that these runs did not compute",
-                "runs_without_room": "runs of which no state is kept for want of GPU memory",
-            }
-            for field, text in states.items():
-                yield CounterMetricFamily(f"prefixd_state_{field}", text, value=getattr(stats.worker.states, field))
-        if stats.worker.HasField("images"):
-            images = {
-                "asked_images": "images of prompts that were handed over",
-                "encoded_images": "embeddings of images that were computed",
-                "found_images": "images whose keys and values for cross-attention were in a tier",
-            }
-            for field, text in images.items():
-                yield CounterMetricFamily(f"prefixd_{field}", text, value=getattr(stats.worker.images, field))
-        if stats.worker.state != pb.WorkerStats.STATE_NONE:
+        workers = [model.worker for model in stats.models]
+        for part, (prefix, fields) in _OF_A_PART.items():
+            if having := [getattr(worker, part) for worker in workers if worker.HasField(part)]:
+                for field, text in fields.items():
+                    yield CounterMetricFamily(prefix + field, text, value=sum(getattr(each, field) for each in having))
+        if workers:
             yield GaugeMetricFamily(
                 "prefixd_worker_up",
-                "1 while the worker takes requests; 0 while it starts, and after it was given up",
-                value=stats.worker.state == pb.WorkerStats.STATE_READY,
+                "1 while the worker takes requests, of several models every worker; 0 while one starts, and after one "
+                "was given up",
+                value=all(worker.state == pb.WorkerStats.STATE_READY for worker in workers),
             )
-            yield CounterMetricFamily("prefixd_worker_passes", "forward passes of the model", value=stats.worker.passes)
-        if stats.worker.HasField("draft"):
-            drafted = {
-                "proposed_tokens": "tokens that the draft model proposed",
-                "accepted_tokens": "those of them that the model chose, too",
-            }
-            for field, text in drafted.items():
-                yield CounterMetricFamily(f"prefixd_draft_{field}", text, value=getattr(stats.worker.draft, field))
-        yield CounterMetricFamily("prefixd_worker_restarts", "worker restarts", value=stats.worker.restarts)
+            yield CounterMetricFamily(
+                "prefixd_worker_passes", "forward passes of the models", value=sum(worker.passes for worker in workers)
+            )
+        yield CounterMetricFamily(
+            "prefixd_worker_restarts", "worker restarts", value=sum(worker.restarts for worker in workers)
+        )
         if len(stats.models) > 1:
             yield from _of_models(stats.models)
 
 
+_OF_A_PART = {
+    "states": (
+        "prefixd_state_",
+        {
+            "kept_states": "states of recurrent layers that were kept",
+            "kept_bytes": "bytes of these states",
+            "resumed_runs": "runs that began with a cached state",
+            "resumed_tokens": "tokens that these runs did not compute",
+            "runs_without_room": "runs of which no state is kept for want of GPU memory",
+        },
+    ),
+    "images": (
+        "prefixd_",
+        {
+            "asked_images": "images of prompts that were handed over",
+            "encoded_images": "embeddings of images that were computed",
+            "found_images": "images whose keys and values for cross-attention were in a tier",
+        },
+    ),
+    "draft": (
+        "prefixd_draft_",
+        {
+            "proposed_tokens": "tokens that the draft model proposed",
+            "accepted_tokens": "those of them that the model chose, too",
+        },
+    ),
+}
+"""Counters of what only some workers have: of a field of `WorkerStats`, the metrics' prefix and their texts."""
+
+
 def _of_models(models: Sequence[pb.ModelStats]) -> Iterator[Metric]:
-    """Of several models, each one's figures; the ones without a label are all models', or the first worker's."""
+    """Of several models, each one's figures; the ones without a label are all models'."""
     ready = pb.WorkerStats.STATE_READY
     gauges: dict[str, tuple[str, Callable[[pb.ModelStats], float]]] = {
         "worker_up": ("1 while a model's worker takes requests", lambda model: model.worker.state == ready),
@@ -478,6 +493,7 @@ def _of_models(models: Sequence[pb.ModelStats]) -> Iterator[Metric]:
         "finished_requests": ("requests that have ended", lambda model: model.scheduler.finished_requests),
         "preempted_requests": ("times a request gave way", lambda model: model.scheduler.preempted_requests),
         "worker_restarts": ("worker restarts", lambda model: model.worker.restarts),
+        "worker_passes": ("forward passes", lambda model: model.worker.passes),
     }
     for kind, families in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
         for name, (text, value) in families.items():
@@ -485,6 +501,13 @@ def _of_models(models: Sequence[pb.ModelStats]) -> Iterator[Metric]:
             for model in models:
                 family.add_metric([model.name], value(model))
             yield family
+    for part, (prefix, fields) in _OF_A_PART.items():
+        having = [model for model in models if model.worker.HasField(part)]
+        for field, text in fields.items() if having else ():
+            each = CounterMetricFamily(prefix.replace("_", "_model_", 1) + field, text, labels=["model"])
+            for model in having:
+                each.add_metric([model.name], getattr(getattr(model.worker, part), field))
+            yield each
 
 
 def _part(part: PartSpec) -> cache_pb2.Part:

@@ -9,9 +9,10 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, suppress
+from typing import Any
 
 import numpy as np
 
@@ -89,8 +90,8 @@ class WorkerProcess:
     Args:
         settings: the worker's.
         restart_limit: how many deaths in a row, without a request finished between them, are forgiven.
-        on_hello: called with the model's numbers, each time a worker says them, and with a thread that creates the
-            GPU tier if need be; returns its frames.
+        on_hello: called with the model's numbers, each time a worker says them; returns the GPU tier's frames. It is
+            cancelled when the worker ends first.
         on_ready: the worker takes requests.
         on_step: results.
         on_done: a request ended and its frames are unmapped.
@@ -104,7 +105,7 @@ class WorkerProcess:
         settings: WorkerSettings,
         restart_limit: int,
         *,
-        on_hello: Callable[[Hello, ThreadPoolExecutor], Awaitable[FramePool]],
+        on_hello: Callable[[Hello], Coroutine[Any, Any, FramePool]],
         on_ready: Callable[[], None],
         on_step: Callable[[Step], None],
         on_done: Callable[[Done], None],
@@ -132,6 +133,9 @@ class WorkerProcess:
         self._task: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
         self._was_ready = False  # a worker that fails before it was ever ready would fail again
+        self._described = False  # whether the present worker has said Hello
+        self._failed = False  # whether it has said Failed
+        self._killed = False  # whether the last worker was killed once it had described its model, without a complaint
         self._last_words = ""
         self._settled = asyncio.Event()  # while a worker is ready, or there will be none any more
         self._frames = asyncio.Lock()  # held while frames are handed over, come or go
@@ -216,18 +220,18 @@ class WorkerProcess:
             except (PrefixdError, SwapError) as error:
                 why = str(error)
             except Exception as error:
-                log.error("the worker could not be run", exc_info=error)
+                log.error("the %s could not be run", self._part, exc_info=error)
                 why = f"{type(error).__name__}: {error}"
             if self._stopping.is_set():
                 break
             self._deaths += 1
-            gave_up = self._deaths > self._restart_limit or not self._was_ready
+            gave_up = self._deaths > self._restart_limit or not (self._was_ready or self._killed)
             self.state = WorkerState.FAILED if gave_up else WorkerState.STARTING
             self._settled.clear()
             if gave_up:
                 self._give_up(why)
                 return
-            log.error("the worker died (%s); starting another", why)
+            log.error("the %s died (%s); starting another", self._part, why)
             self._on_death(why, False)
             self.restarts += 1
             await asyncio.sleep(_RESTART_PAUSE_S)
@@ -248,6 +252,7 @@ class WorkerProcess:
     async def _live(self) -> str:
         """One worker's life; returns how it ended."""
         self._last_words = ""
+        self._described = self._failed = self._killed = False
         loop = asyncio.get_running_loop()
         with ExitStack() as stack:
             try:
@@ -266,11 +271,13 @@ class WorkerProcess:
             try:
                 while data := await loop.sock_recv(ours, _READ_BYTES):
                     for message in decoder.feed(data):
-                        await self._take(message, ours, threads)
+                        await self._take(message, ours)
             except ConnectionResetError:
                 pass
             finally:
                 self._let_go()
+                with suppress(OSError):
+                    ours.shutdown(socket.SHUT_RDWR)  # a worker that is refused learns of it at once
                 try:
                     await asyncio.wait_for(process.wait(), _STOP_S)
                 except TimeoutError:
@@ -281,6 +288,7 @@ class WorkerProcess:
                 if self._shrunk is not None and not self._shrunk.done():
                     self._shrunk.set_result(None)  # with the process everything that it mapped is gone
         code = process.returncode
+        self._killed = code is not None and code < 0 and self._described and not self._failed
         return self._last_words or (f"signal {-code}" if code is not None and code < 0 else f"exit status {code}")
 
     async def _spawn(self, stack: ExitStack) -> tuple[socket.socket, asyncio.subprocess.Process]:
@@ -316,7 +324,7 @@ class WorkerProcess:
             self._writer.close()
             self._writer = None
 
-    async def _take(self, message: FromWorker, ours: socket.socket, threads: ThreadPoolExecutor) -> None:
+    async def _take(self, message: FromWorker, ours: socket.socket) -> None:
         if isinstance(message, Step):
             self._on_step(message)
         elif isinstance(message, Done):
@@ -326,9 +334,11 @@ class WorkerProcess:
                 self._shrunk.set_result(None)
         elif isinstance(message, Hello):
             self.hello = message
-            pool = await self._on_hello(message, threads)
-            async with self._frames:
-                await self._hand_over(pool, ours)
+            self._described = True
+            pool = await self._while_it_lives(self._on_hello(message))
+            if pool is not None:
+                async with self._frames:
+                    await self._hand_over(pool, ours)
         elif isinstance(message, Ready):
             self.ready = message
             if message.cuda_graphs_reason and not self._was_ready:
@@ -339,6 +349,20 @@ class WorkerProcess:
             self._on_ready()
         elif isinstance(message, Failed):
             self._last_words = message.detail
+            self._failed = True
+
+    async def _while_it_lives(self, asking: Coroutine[Any, Any, FramePool]) -> FramePool | None:
+        """Waits for the frames; None when the worker ends first. Its socket is not read meanwhile."""
+        assert self._process is not None
+        ended = asyncio.create_task(self._process.wait())
+        asked = asyncio.create_task(asking)
+        try:
+            await asyncio.wait({ended, asked}, return_when=asyncio.FIRST_COMPLETED)
+            return asked.result() if asked.done() else None
+        finally:
+            for task in (ended, asked):
+                task.cancel()
+            await asyncio.wait({ended, asked})
 
     async def _hand_over(self, frames: FramePool, ours: socket.socket) -> None:
         """Gives the worker the GPU tier. One that ended meanwhile has said why, which is still to be read."""

@@ -7,7 +7,6 @@ import logging
 import resource
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -155,11 +154,8 @@ async def test_blocks_that_cannot_tell_images_apart_are_refused(models: Models) 
         device="cpu",
         images=ImageShape(90, "rows"),
     )
-    with (
-        ThreadPoolExecutor(1) as threads,
-        pytest.raises(ConfigError, match=r"worker.block_tokens = 4: .* raise it to 8"),
-    ):
-        await models.first._on_hello(hello, threads)
+    with pytest.raises(ConfigError, match=r"worker.block_tokens = 4: .* raise it to 8"):
+        await models.first._on_hello(hello)
     await models.stop()
 
 

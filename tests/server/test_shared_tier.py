@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,14 @@ import pytest
 
 from prefixd.cache import TieredCache
 from prefixd.errors import ConfigError, UnavailableError
+from prefixd.server import gpu_memory as gpu_memory_module
 from prefixd.server.gpu_memory import GpuMemory, common_frame_bytes
 from prefixd.server.models import Models
 from prefixd.server.tier_share import TierShare
 from prefixd.settings import Settings
 from prefixd.worker.errors import ProtocolError
 from prefixd.worker.protocol import FullAttention, GroupShape, Hello, RecurrentState, SlidingWindow
+from prefixd_swap import FramePool, VirtualMemory, create_memory
 
 WAIT_S = 30.0
 
@@ -59,12 +61,6 @@ def test_a_model_in_smaller_frames_takes_more_of_them() -> None:
         HYBRID.in_frames(12288)
 
 
-@pytest.fixture
-def threads() -> Any:
-    with ThreadPoolExecutor(1) as executor:
-        yield executor
-
-
 def gpu_memory(cache: TieredCache, tmp_path: Path, nbytes: int = 1 << 20) -> GpuMemory:
     settings = Settings.model_validate(
         {"data_dir": tmp_path, "gpu": {"bytes": nbytes, "device": "cpu"}, "worker": {"embedded": True}}
@@ -80,43 +76,126 @@ async def gpu(cache: TieredCache, tmp_path: Path) -> AsyncIterator[GpuMemory]:
     await made.close()
 
 
-async def test_the_tier_is_made_when_all_models_are_known(
-    gpu: GpuMemory, cache: TieredCache, threads: ThreadPoolExecutor
-) -> None:
-    waiting = asyncio.create_task(gpu.frames_for("a", hello(12288), threads))
+async def test_the_tier_is_made_when_all_models_are_known(gpu: GpuMemory, cache: TieredCache) -> None:
+    waiting = asyncio.create_task(gpu.frames_for("a", hello(12288)))
     await asyncio.sleep(0.01)
     assert not waiting.done() and not cache.tiers.compute.capacity_bytes
     async with asyncio.timeout(WAIT_S):
-        pool = await gpu.frames_for("b", HYBRID, threads)
+        pool = await gpu.frames_for("b", HYBRID)
         assert await waiting is pool is cache.tiers.frames
     assert (pool.frame_bytes, pool.memory.chunk_bytes, pool.capacity) == (4096, 4096, 256)
-    assert await gpu.frames_for("a", hello(12288), threads) is pool, "a successor gets the same"
+    assert await gpu.frames_for("a", hello(12288)) is pool, "a successor gets the same"
     pool.check_integrity()
 
 
-async def test_a_model_that_is_given_up_is_not_waited_for(gpu: GpuMemory, threads: ThreadPoolExecutor) -> None:
-    waiting = asyncio.create_task(gpu.frames_for("a", hello(12288), threads))
+async def test_a_model_that_is_given_up_is_not_waited_for(gpu: GpuMemory) -> None:
+    waiting = asyncio.create_task(gpu.frames_for("a", hello(12288)))
     await asyncio.sleep(0.01)
     gpu.leave_out("b")
     gpu.leave_out("b")
     assert (await asyncio.wait_for(waiting, WAIT_S)).frame_bytes == 12288
 
 
-async def test_nobody_waits_when_the_daemon_ends(gpu: GpuMemory, threads: ThreadPoolExecutor) -> None:
-    waiting = asyncio.create_task(gpu.frames_for("a", hello(12288), threads))
+async def test_nobody_waits_when_the_daemon_ends(gpu: GpuMemory) -> None:
+    waiting = asyncio.create_task(gpu.frames_for("a", hello(12288)))
     await asyncio.sleep(0.01)
     gpu.stop_making()
     with pytest.raises(UnavailableError, match="ending"):
         await asyncio.wait_for(waiting, WAIT_S)
 
 
-async def test_the_largest_models_smallest_request_has_to_fit(
-    cache: TieredCache, tmp_path: Path, threads: ThreadPoolExecutor
+async def ended(waiting: asyncio.Task[FramePool]) -> None:
+    """What the supervisor of a worker that dies does."""
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+
+
+async def test_the_successor_of_a_worker_that_died_waiting_is_waited_for(gpu: GpuMemory) -> None:
+    first = asyncio.create_task(gpu.frames_for("a", hello(12288)))
+    await asyncio.sleep(0.01)
+    await ended(first)
+    other = asyncio.create_task(gpu.frames_for("b", HYBRID))
+    await asyncio.sleep(0.01)
+    assert not other.done(), "nobody speaks for a"
+    async with asyncio.timeout(WAIT_S):
+        pool = await gpu.frames_for("a", hello(20480))
+        assert await other is pool and pool.frame_bytes == 4096
+    with pytest.raises(ConfigError, match="the model changed while the daemon ran; restart the daemon"):
+        await gpu.frames_for("a", hello(12288))
+
+
+async def test_a_model_that_died_waiting_and_is_given_up_has_no_say_in_the_tier(gpu: GpuMemory) -> None:
+    first = asyncio.create_task(gpu.frames_for("a", hello(12288)))
+    await asyncio.sleep(0.01)
+    await ended(first)
+    gpu.leave_out("a")
+    pool = await asyncio.wait_for(gpu.frames_for("b", HYBRID), WAIT_S)
+    assert pool.frame_bytes == HYBRID.frame_bytes, "not the 4096 that it would share with a"
+
+
+async def test_a_worker_that_dies_while_the_tier_is_made_takes_it_from_nobody(
+    gpu: GpuMemory, cache: TieredCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def create(*arguments: Any) -> VirtualMemory:
+        begun.set()
+        assert go_on.wait(WAIT_S)
+        return create_memory(*arguments)
+
+    monkeypatch.setattr(gpu_memory_module, "create_memory", create)
+    first = asyncio.create_task(gpu.frames_for("a", hello(12288)))
+    other = asyncio.create_task(gpu.frames_for("b", HYBRID))
+    async with asyncio.timeout(WAIT_S):
+        while not begun.is_set():
+            await asyncio.sleep(0.001)
+        await ended(first)
+        go_on.set()
+        pool = await other
+        assert await gpu.frames_for("a", hello(12288)) is pool, "its successor"
+    pool.check_integrity()
+
+
+async def test_the_smallest_request_has_to_fit(cache: TieredCache, tmp_path: Path) -> None:
     gpu = gpu_memory(cache, tmp_path, 64 << 10)
     gpu.leave_out("b")
-    with pytest.raises(ConfigError, match="holds 8 frames of 8192 bytes; a request needs at least 10"):
-        await asyncio.wait_for(gpu.frames_for("a", HYBRID, threads), WAIT_S)
+    why = (
+        r"holds 8 frames of 8192 bytes, and a request of a needs at least 10, 81920 bytes; raise gpu.bytes to 81920 or"
+    )
+    with pytest.raises(ConfigError, match=why):
+        await asyncio.wait_for(gpu.frames_for("a", HYBRID), WAIT_S)
+    await gpu.close()
+
+
+async def test_only_the_model_that_does_not_fit_is_refused(cache: TieredCache, tmp_path: Path) -> None:
+    gpu = gpu_memory(cache, tmp_path, 64 << 10)
+    refused = asyncio.create_task(gpu.frames_for("a", HYBRID))
+    async with asyncio.timeout(WAIT_S):
+        pool = await gpu.frames_for("b", hello(12288))
+        assert (pool.frame_bytes, pool.capacity) == (12288, 5), "frames of its own"
+        for _ in range(2):
+            with pytest.raises(
+                ConfigError, match=r"gpu.bytes = 65536 holds 16 frames of 4096 bytes, and a request of a "
+            ):
+                await refused
+            refused = asyncio.create_task(gpu.frames_for("a", HYBRID))  # a successor is refused too
+        with pytest.raises(ConfigError):
+            await refused
+    await gpu.close()
+
+
+async def test_each_model_that_does_not_fit_hears_of_its_own_need(cache: TieredCache, tmp_path: Path) -> None:
+    gpu = gpu_memory(cache, tmp_path, 16 << 10)
+    answers = await asyncio.wait_for(
+        asyncio.gather(gpu.frames_for("a", HYBRID), gpu.frames_for("b", hello(12288)), return_exceptions=True),
+        WAIT_S,
+    )
+    assert [str(answer).partition(" a request of ")[2].partition(";")[0] for answer in answers] == [
+        "a needs at least 20, 81920 bytes",
+        "b needs at least 2, 24576 bytes",
+    ]
+    assert not cache.tiers.compute.capacity_bytes
     await gpu.close()
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ import grpc
 import numpy as np
 import pytest
 import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from transformers import AutoModelForCausalLM
 
 from prefixd.v1 import admin_pb2, cache_pb2
@@ -37,7 +39,7 @@ GEMMA = tiny_config(
     sliding_window=WINDOW,
     layer_types=["sliding_attention", "full_attention"],
 )
-READY = admin_pb2.WorkerStats.STATE_READY
+READY, FAILED = admin_pb2.WorkerStats.STATE_READY, admin_pb2.WorkerStats.STATE_FAILED
 
 
 class Reference:
@@ -64,6 +66,21 @@ def prompt_of(seed: int) -> list[int]:
     return np.random.default_rng(seed).integers(3, 90, PROMPT).tolist()
 
 
+def settings_of(first: Reference, second: Reference, gpu_bytes: int) -> dict[str, str | int]:
+    return {
+        "worker.model": str(first.directory),
+        "worker.more_models": str(second.directory),
+        "worker.block_tokens": BLOCK,
+        "worker.threads": 1,
+        "worker.max_step_tokens": 64,
+        "gpu.device": "cpu",
+        "gpu.bytes": gpu_bytes,
+        "cpu.bytes": "16MiB",
+        "disk.bytes": "64MiB",
+        "scheduler.recompute_if_slower": "false",
+    }
+
+
 @pytest.fixture
 def folder() -> Iterator[Path]:
     """Short enough for a socket's path."""
@@ -74,18 +91,9 @@ def folder() -> Iterator[Path]:
 
 def test_memory_goes_to_the_model_that_is_busy(folder: Path, tmp_path: Path, remote_type: type[Remote]) -> None:
     llama, gemma = Reference(LLAMA, tmp_path / "llama"), Reference(GEMMA, tmp_path / "gemma")
-    settings: dict[str, str | int] = {
-        "worker.model": str(llama.directory),
-        "worker.more_models": str(gemma.directory),
-        "worker.block_tokens": BLOCK,
-        "worker.threads": 1,
-        "worker.max_step_tokens": 64,
-        "gpu.device": "cpu",
-        "gpu.bytes": 3 * 9 * 4 * FRAME,  # three requests of gemma's, four of llama's
-        "cpu.bytes": "16MiB",
-        "disk.bytes": "64MiB",
-        "scheduler.recompute_if_slower": "false",
-    }
+    settings = settings_of(llama, gemma, 3 * 9 * 4 * FRAME)  # three requests of gemma's, four of llama's
+    from tests.server.conftest import collect
+
     with DaemonProcess(settings, directory=folder) as daemon, remote_type(daemon) as remote:
         asked: list[tuple[Reference, int, Answer]] = []
 
@@ -117,8 +125,6 @@ def test_memory_goes_to_the_model_that_is_busy(folder: Path, tmp_path: Path, rem
             for seed in range(12, 16)
             for model in (llama, gemma)
         ]
-        from tests.server.conftest import collect
-
         asked.extend((model, seed, collect(stream)) for model, seed, stream in streams)
         gpu_blocks()
 
@@ -141,13 +147,61 @@ def test_memory_goes_to_the_model_that_is_busy(folder: Path, tmp_path: Path, rem
             ask(gemma, 0)
             gpu_blocks()
 
-        # One worker dies: the other goes on, and the one that died comes back.
+        # One worker is killed while both have more to do than fits: the other goes on, and its own requests run again.
+        streams = [
+            (model, seed, remote.begin(prompt_of(seed), model=model.name, **options))
+            for seed in range(16, 19)
+            for model in (gemma, llama)
+        ]
+        first = streams[0][2]
+        accepted, tokens = next(first), next(first)
         os.kill(stats.models[1].worker.pid, signal.SIGKILL)
-        ask(llama, 16)
-        remote.until(lambda stats: stats.models[1].worker.state == READY and stats.models[1].worker.restarts == 1)
-        ask(gemma, 16)
+        answers = [
+            (model, seed, collect(itertools.chain((accepted, tokens), stream) if stream is first else stream))
+            for model, seed, stream in streams
+        ]
+        asked.extend(answers)
+        assert answers[0][2].finished.resumed >= 1
+        remote.until(lambda stats: stats.models[1].worker.state == READY)
         gpu_blocks()
-        assert not remote.stats().models[0].worker.restarts
+        stats = remote.stats()
+        assert [(model.worker.restarts, model.held_bytes) for model in stats.models] == [(0, 0), (1, 0)]
+        unnamed = remote.generate(prompt_of(19), **options)
+        asked.append((llama, 19, unnamed))
         assert daemon.stop() == 0
     for model, seed, answer in asked:
         assert answer.tokens == model.tokens(seed), (model.name, seed, answer.hits)
+
+
+def test_the_model_that_does_not_fit_is_refused_and_the_other_served(
+    folder: Path, tmp_path: Path, remote_type: type[Remote], refused: Callable[..., Any]
+) -> None:
+    """Requests that name no model go to the first, which is the one that does not fit."""
+    gemma, llama = Reference(GEMMA, tmp_path / "gemma"), Reference(LLAMA, tmp_path / "llama")
+    settings = settings_of(gemma, llama, 7 * FRAME)  # gemma's smallest request takes 8, llama's 6
+    with DaemonProcess(settings, directory=folder) as daemon, remote_type(daemon) as remote:
+        answer = remote.generate(prompt_of(1)[:BLOCK], model="llama", max_tokens=4, ignore_eos=True, temperature=0.0)
+        assert len(answer.tokens) == 4
+        why = "gpu.bytes = 28672 holds 7 frames of 4096 bytes, and a request of gemma needs at least 8, 32768 bytes"
+        for name in ("", "gemma"):
+            with refused("UNAVAILABLE", "the worker was given up", why, "raise gpu.bytes to 32768"):
+                remote.generate(prompt_of(1), model=name)
+        stats = remote.settled()
+        assert [(model.name, model.worker.state) for model in stats.models] == [("gemma", FAILED), ("llama", READY)]
+        (trouble,) = remote.admin.CheckIntegrity(admin_pb2.CheckIntegrityRequest()).troubles
+        assert trouble.part == "worker of gemma" and why in trouble.what
+        health = health_pb2_grpc.HealthStub(remote.channel)
+        serving = {
+            service: health.Check(health_pb2.HealthCheckRequest(service=service)).status
+            == health_pb2.HealthCheckResponse.SERVING
+            for service in ("", "prefixd.v1.Inference", "prefixd.model.gemma", "prefixd.model.llama")
+        }
+        assert serving == {
+            "": True,
+            "prefixd.v1.Inference": True,
+            "prefixd.model.gemma": False,
+            "prefixd.model.llama": True,
+        }
+        with refused("NOT_FOUND", "prefixd.model.gemma, prefixd.model.llama"):
+            health.Check(health_pb2.HealthCheckRequest(service="prefixd.model.other"))
+        assert daemon.stop() == 0

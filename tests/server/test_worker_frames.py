@@ -115,7 +115,7 @@ async def test_shrinking_waits_for_the_answer(supervised: tuple[WorkerProcess, C
         assert message == Shrink(np.array([3], np.int64).tobytes())
         await asyncio.sleep(0.01)
         assert not shrinking.done()
-        await worker._take(Shrunk(message.frames), cast(Any, None), cast(Any, None))
+        await worker._take(Shrunk(message.frames), cast(Any, None))
         await shrinking
 
 

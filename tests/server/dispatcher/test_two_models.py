@@ -51,6 +51,38 @@ async def finish(pair: Pair) -> None:
         await asyncio.sleep(0.001)
 
 
+async def test_a_prompt_of_one_is_unknown_to_the_other(pair: Pair) -> None:
+    a, b = pair
+    for bench, found in ((a, 0), (b, 0), (a, 2 * BLOCK), (b, 2 * BLOCK)):
+        request = bench.submit(prompt(1, 3))
+        await bench.running(request)
+        await finish(pair)
+        assert request.hit_tokens == [found, 0, 0]
+
+
+async def test_two_names_of_the_same_weights_share_what_they_compute(make_bench: Make) -> None:
+    """Of a copy of a model the namespace is the same: each dispatcher reads the other's blocks and holds its own."""
+    share = TierShare()
+    first = await make_bench(12, share=share)
+    copy = Bench(first.cache, first.engine, first.namespace, first.kv)
+    copy._ids = itertools.count(1000)
+    copy.begin(share=share)
+    try:
+        one, two = first.submit(prompt(1, 3), max_tokens=2 * BLOCK), copy.submit(prompt(1, 3), max_tokens=2 * BLOCK)
+        await first.running(one)
+        await copy.running(two)
+        await finish((first, copy))
+        again = copy.submit(prompt(1, 3))
+        await copy.running(again)
+        await finish((first, copy))
+        assert again.hit_tokens == [2 * BLOCK, 0, 0]
+        assert [bench.dispatcher.finished for bench in (first, copy)] == [1, 2]
+    finally:
+        await copy.dispatcher.stop()
+        copy.dispatcher.abandon()
+        copy.dispatcher.queue.check_integrity()
+
+
 async def test_requests_that_each_have_a_part_of_the_tier_end(pair: Pair) -> None:
     """Both fit when they begin, and come to need twelve frames between them and more: one gives way."""
     a, b = pair

@@ -1,0 +1,132 @@
+"""A worker that ends while it waits for its memory: another model's worker has not said yet what it needs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from prefixd.cache import Troubles
+from prefixd.server import worker_process
+from prefixd.server.worker_process import WorkerProcess, WorkerState
+from prefixd.worker.protocol import Failed, FullAttention, GroupShape, Hello, encode
+from prefixd.worker.settings import WorkerSettings
+from prefixd_swap import FramePool
+
+WAIT_S = 60.0
+HELLO = Hello(
+    groups=(GroupShape("attention", FullAttention(), 1, 1),),
+    frame_bytes=4096,
+    dtype="float32",
+    block_tokens=16,
+    layout="token",
+    chunk_bytes=4096,
+    vocab_size=96,
+    max_model_tokens=256,
+    eos_token_ids=(2,),
+    architecture="Tiny",
+    parameters=1000,
+    device="cpu",
+)
+SAYS_AND_WAITS = """
+import os, sys
+os.write(int(sys.argv[1]), bytes.fromhex(sys.argv[2]))
+os.read(int(sys.argv[1]), 1)
+"""
+SAYS_MORE_AND_ENDS = """
+import os, sys
+os.write(int(sys.argv[1]), bytes.fromhex(sys.argv[2]) + bytes.fromhex(sys.argv[3]))
+os._exit(1)
+"""
+
+
+class Supervised:
+    """A supervisor whose workers run `program`, and are never given memory."""
+
+    def __init__(self, restart_limit: int) -> None:
+        self.program = SAYS_AND_WAITS
+        self.deaths: list[tuple[str, bool]] = []
+        self.asking = 0  # workers that wait
+        self.worker = WorkerProcess(
+            WorkerSettings(model="/nowhere"),
+            restart_limit,
+            on_hello=self._on_hello,
+            on_ready=lambda: pytest.fail("it was given nothing"),
+            on_step=lambda _: None,
+            on_done=lambda _: None,
+            on_death=lambda why, gave_up: self.deaths.append((why, gave_up)),
+            troubles=Troubles(time.monotonic),
+            part="worker of gemma",
+        )
+
+    async def _on_hello(self, hello: Hello) -> FramePool:
+        assert hello == HELLO
+        self.asking += 1
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            self.asking -= 1
+        raise AssertionError
+
+    async def waits(self) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not self.asking:
+                await asyncio.sleep(0.001)
+
+    async def died(self, times: int) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while len(self.deaths) < times:
+                await asyncio.sleep(0.001)
+        assert not self.asking, "the one that is gone waits no more"
+
+
+@pytest.fixture
+async def supervised(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Supervised]:
+    started = asyncio.create_subprocess_exec
+    made = Supervised(restart_limit=1)
+
+    async def start(*arguments: Any, pass_fds: list[int], **_: Any) -> asyncio.subprocess.Process:
+        said = [encode(message).hex() for message in (HELLO, Failed("it has no weights"))]
+        program = [sys.executable, "-S", "-c", made.program, str(pass_fds[0]), *said]
+        return await started(*program, pass_fds=pass_fds, stdin=asyncio.subprocess.DEVNULL)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+    monkeypatch.setattr(worker_process, "_RESTART_PAUSE_S", 0.0)
+    made.worker.start()
+    yield made
+    await asyncio.wait_for(made.worker.stop(), WAIT_S)
+    assert not made.worker.pid
+
+
+async def test_it_is_missed_at_once_and_started_again(supervised: Supervised, caplog: pytest.LogCaptureFixture) -> None:
+    await supervised.waits()
+    os.kill(supervised.worker.pid, signal.SIGKILL)
+    await supervised.died(1)
+    assert supervised.deaths == [("signal 9", False)] and supervised.worker.state is WorkerState.STARTING
+    assert "the worker of gemma died (signal 9); starting another" in caplog.text
+    await supervised.waits()
+    assert supervised.worker.restarts == 1
+    os.kill(supervised.worker.pid, signal.SIGKILL)
+    await supervised.died(2)
+    assert supervised.deaths[1] == ("signal 9", True), "more often than the limit"
+    assert not await asyncio.wait_for(supervised.worker.settled(), WAIT_S)
+
+
+async def test_one_that_says_why_it_ends_would_end_again(supervised: Supervised) -> None:
+    await supervised.waits()
+    supervised.program = SAYS_MORE_AND_ENDS
+    os.kill(supervised.worker.pid, signal.SIGKILL)
+    await supervised.died(2)
+    assert supervised.deaths[1] == ("it has no weights", True) and supervised.worker.restarts == 1
+
+
+async def test_one_that_waits_ends_with_the_daemon(supervised: Supervised) -> None:
+    await supervised.waits()
+    await asyncio.wait_for(supervised.worker.stop(), WAIT_S)
+    assert not supervised.asking and not supervised.deaths

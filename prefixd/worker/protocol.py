@@ -500,10 +500,12 @@ T = TypeVar("T")
 _encoder = msgspec.msgpack.Encoder()
 
 
-def encode(message: FromWorker | ToWorker) -> bytes:
-    """A message with its length in front."""
-    body = _encoder.encode(message)
-    return _LENGTH.pack(len(body)) + body
+def encode(message: FromWorker | ToWorker) -> bytearray:
+    """A message with its length in front; images in it are copied once."""
+    framed = bytearray()
+    _encoder.encode_into(message, framed, _LENGTH.size)
+    _LENGTH.pack_into(framed, 0, len(framed) - _LENGTH.size)
+    return framed
 
 
 def from_worker() -> Decoder[FromWorker]:

@@ -373,6 +373,9 @@ class Engine:
                 self._finish(run, Done(run.id, "error", str(error)))
             except SwapError as error:
                 self._finish(run, _failed(run.id, [], error))
+            except torch.OutOfMemoryError as error:
+                why = str(error).partition("\n")[0]
+                self._finish(run, Done(run.id, "no_memory", f"an image could not be embedded: {why}"))
             else:
                 usable.append((run, member, count, ahead))
         return usable

@@ -627,3 +627,21 @@ def test_the_store_keeps_what_was_used_last():
     store.put(b"\4", Features(torch.zeros(7, 7)))
     assert store.get(b"\4") is None, "it is larger than the store"
     assert store.nbytes == 192
+
+
+@pytest.mark.parametrize("vision", ["llava_onevision"], indirect=True)
+def test_an_image_that_the_device_has_no_memory_for_ends_its_request_alone(vision, make_rig, monkeypatch):
+    rig, prompt = make_rig(vision.model), vision.prompt(text(61, 5), picture(31))
+    vision.forget()
+
+    def full(image: PromptImage) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB.\nMore lines of help.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(vision.model.images, "encode", full)
+        request, other = rig.start(prompt.tokens, images=prompt.images), rig.start(text(62, 9))
+        rig.run()
+    assert rig.done[request].reason == "no_memory"
+    assert rig.done[request].detail == ("an image could not be embedded: CUDA out of memory. Tried to allocate 20 MiB.")
+    assert rig.done[other].reason == "length"
+    assert rig.generate(prompt.tokens, images=prompt.images) == vision.greedy(prompt)

@@ -208,11 +208,15 @@ class GpuMemory:
                 ),
             )
             least = shapes[model].least_frames
+            need, automatic = least * frame_bytes, asked == "auto"
+            remedy = f"raise gpu.bytes to {need}"
+            if automatic:
+                remedy = f"free memory on {memory.device}, where its weights take {models[model].weights_bytes} bytes,"
             raise _TooSmallError(
                 model,
-                f"gpu.bytes = {asked}{f', {nbytes} bytes,' if asked == 'auto' else ''} holds {max(frames, 0)} "
-                f"frames of {frame_bytes} bytes, and a request of {model} needs at least {least}, "
-                f"{least * frame_bytes} bytes; raise gpu.bytes to {least * frame_bytes} or lower worker.block_tokens",
+                f"gpu.bytes = {asked}{f', {nbytes} bytes,' if automatic else ''} holds {max(frames, 0)} frames of "
+                f"{frame_bytes} bytes, and a request of {model} needs at least {least}, {need} bytes; {remedy} or "
+                "lower worker.block_tokens",
             )
         if len(models) > 1:
             takes = ", ".join(f"{shape.block_frames + shape.state_frames}" for shape in shapes.values())

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from prefixd.cache import TieredCache
@@ -20,6 +21,7 @@ from prefixd.settings import Settings
 from prefixd.worker.errors import ProtocolError
 from prefixd.worker.protocol import FullAttention, GroupShape, Hello, RecurrentState, SlidingWindow
 from prefixd_swap import FramePool, VirtualMemory, create_memory
+from prefixd_swap.vmem import HostMemory
 
 WAIT_S = 30.0
 
@@ -61,7 +63,7 @@ def test_a_model_in_smaller_frames_takes_more_of_them() -> None:
         HYBRID.in_frames(12288)
 
 
-def gpu_memory(cache: TieredCache, tmp_path: Path, nbytes: int = 1 << 20) -> GpuMemory:
+def gpu_memory(cache: TieredCache, tmp_path: Path, nbytes: int | str = 1 << 20) -> GpuMemory:
     settings = Settings.model_validate(
         {"data_dir": tmp_path, "gpu": {"bytes": nbytes, "device": "cpu"}, "worker": {"embedded": True}}
     )
@@ -182,6 +184,25 @@ async def test_only_the_model_that_does_not_fit_is_refused(cache: TieredCache, t
             refused = asyncio.create_task(gpu.frames_for("a", HYBRID))  # a successor is refused too
         with pytest.raises(ConfigError):
             await refused
+    await gpu.close()
+
+
+async def test_a_model_whose_weights_leave_no_memory_leaves_it_to_the_other(
+    cache: TieredCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HostMemory, "available_bytes", lambda _: 8 << 20)
+    gpu = gpu_memory(cache, tmp_path, "auto")
+    large = msgspec.structs.replace(hello(12288), weights_bytes=1 << 30)
+    refused = asyncio.create_task(gpu.frames_for("a", large))
+    async with asyncio.timeout(WAIT_S):
+        pool = await gpu.frames_for("b", HYBRID)
+        why = (
+            r"gpu.bytes = auto, -\d+ bytes, holds 0 frames .* a request of a .*; free memory on cpu, where its weights "
+        )
+        with pytest.raises(ConfigError, match=why + "take 1073741824 bytes, or lower worker.block_tokens"):
+            await refused
+    left = (8 << 20) - cache.tiers.arena.untouched_bytes()
+    assert pool.capacity == int(0.9 * left) // HYBRID.frame_bytes, "with nothing set aside for a's weights"
     await gpu.close()
 
 

@@ -7,14 +7,18 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from prefixd.cache import Troubles
+from prefixd.cache import TieredCache, Troubles
 from prefixd.server import worker_process
+from prefixd.server.models import Models
 from prefixd.server.worker_process import WorkerProcess, WorkerState
+from prefixd.settings import Settings
 from prefixd.worker.protocol import Failed, FullAttention, GroupShape, Hello, encode
 from prefixd.worker.settings import WorkerSettings
 from prefixd_swap import FramePool
@@ -86,18 +90,23 @@ class Supervised:
         assert not self.asking, "the one that is gone waits no more"
 
 
-@pytest.fixture
-async def supervised(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Supervised]:
+def start_instead(monkeypatch: pytest.MonkeyPatch, program: Callable[[], str]) -> None:
+    """Has all workers run `program()`."""
     started = asyncio.create_subprocess_exec
-    made = Supervised(restart_limit=1)
 
     async def start(*arguments: Any, pass_fds: list[int], **_: Any) -> asyncio.subprocess.Process:
         said = [encode(message).hex() for message in (HELLO, Failed("it has no weights"))]
-        program = [sys.executable, "-S", "-c", made.program, str(pass_fds[0]), *said]
-        return await started(*program, pass_fds=pass_fds, stdin=asyncio.subprocess.DEVNULL)
+        command = [sys.executable, "-S", "-c", program(), str(pass_fds[0]), *said]
+        return await started(*command, pass_fds=pass_fds, stdin=asyncio.subprocess.DEVNULL)
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
     monkeypatch.setattr(worker_process, "_RESTART_PAUSE_S", 0.0)
+
+
+@pytest.fixture
+async def supervised(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Supervised]:
+    made = Supervised(restart_limit=1)
+    start_instead(monkeypatch, lambda: made.program)
     made.worker.start()
     yield made
     await asyncio.wait_for(made.worker.stop(), WAIT_S)
@@ -130,3 +139,30 @@ async def test_one_that_waits_ends_with_the_daemon(supervised: Supervised) -> No
     await supervised.waits()
     await asyncio.wait_for(supervised.worker.stop(), WAIT_S)
     assert not supervised.asking and not supervised.deaths
+
+
+async def test_the_other_model_gets_the_tier_when_one_dies_waiting_more_often_than_it_may(
+    cache: TieredCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start_instead(monkeypatch, lambda: SAYS_AND_WAITS)
+    for name in ("llama", "gemma"):
+        (tmp_path / name).mkdir()
+    worker = {"model": tmp_path / "llama", "more_models": str(tmp_path / "gemma"), "restart_limit": 1}
+    settings = Settings.model_validate(
+        {"data_dir": tmp_path, "gpu": {"bytes": 1 << 20, "device": "cpu"}, "worker": worker}
+    )
+    models = Models(settings, "cpu", cache, time.monotonic)
+    llama, gemma = models.hosts.values()
+    llama.worker.start()
+    async with asyncio.timeout(WAIT_S):
+        for _ in range(2):
+            while "llama" not in models.gpu._hellos:
+                await asyncio.sleep(0.001)
+            os.kill(llama.worker.pid, signal.SIGKILL)
+            while "llama" in models.gpu._hellos:
+                await asyncio.sleep(0.001)
+        assert not await llama.worker.settled() and llama.worker.failure == "signal 9"
+        pool = await gemma._on_hello(msgspec.structs.replace(HELLO, frame_bytes=12288))
+        assert pool.frame_bytes == 12288, "no part of llama's 4096"
+        assert "worker of llama" in cache.tiers.troubles
+        await models.stop()

@@ -598,13 +598,19 @@ class Dispatcher:
         ]
         beside = [count * sum(widths) for count, widths in wants]
         taken: list[list[int]] = []
-        for number, (count, widths) in enumerate(wants):
-            hint = near if number == 1 else ()
-            frames = await self._mover.take_frames(count, widths, near=hint, beside=sum(beside[number + 1 :]))
-            if frames is None:
-                self._cache.tiers.compute.free(itertools.chain(*taken))
-                return None
-            taken.append(frames)
+        with self._mover.working():  # these frames are in nobody's book until this returns
+            try:
+                for number, (count, widths) in enumerate(wants):
+                    hint = near if number == 1 else ()
+                    frames = await self._mover.take_frames(count, widths, near=hint, beside=sum(beside[number + 1 :]))
+                    if frames is None:
+                        break
+                    taken.append(frames)
+            finally:
+                if len(taken) < len(wants):
+                    self._cache.tiers.compute.free(itertools.chain(*taken))
+        if len(taken) < len(wants):
+            return None
         of_images, of_blocks, of_states = taken
         return of_images, of_blocks, of_states
 

@@ -93,4 +93,8 @@ def check_image(data: bytes, number: int, processor: ImageProcessor, limits: Ima
         raise InvalidArgumentError(f"{name} has {frames} frames; send one image a file")
     digest = hashlib.sha256(processor.digest)
     digest.update(data)
-    return CheckedImage(data, digest.digest(), processor.counts.tokens(height, width))
+    try:
+        tokens = processor.counts.tokens(height, width)
+    except InvalidArgumentError as error:
+        raise InvalidArgumentError(f"{name} cannot be used: {error}") from error
+    return CheckedImage(data, digest.digest(), tokens)

@@ -42,7 +42,7 @@ class GridCount(msgspec.Struct, frozen=True, tag="grid"):
         """Of an image of so many pixels. Raises InvalidArgumentError for one that is far too long."""
         if max(height, width) > _MOST_RATIO * min(height, width):
             raise InvalidArgumentError(
-                f"an image has {width} x {height} pixels, and the model reads none whose sides differ by more than "
+                f"it has {width} x {height} pixels, and the model reads none whose sides differ by more than "
                 f"{_MOST_RATIO} times; cut it into pieces"
             )
         side = self.side

@@ -11,7 +11,7 @@ from PIL import Image
 
 from prefixd.errors import InvalidArgumentError
 from prefixd.images.image_files import ImageLimits, check_image
-from prefixd.images.token_counts import FixedCount, ImageProcessor, TileCount
+from prefixd.images.token_counts import FixedCount, GridCount, ImageProcessor, TileCount
 
 LIMITS = ImageLimits(images=2, image_bytes=20_000, image_pixels=64 * 64)
 PROCESSOR = ImageProcessor(FixedCount(5), bytes(32))
@@ -70,6 +70,12 @@ def test_an_image_that_moves_is_refused() -> None:
     frames[0].save(file, "WEBP", save_all=True, append_images=frames[1:])
     with pytest.raises(InvalidArgumentError, match="has 2 frames; send one image a file"):
         check_image(file.getvalue(), 0, PROCESSOR, LIMITS)
+
+
+def test_an_image_that_the_model_cannot_take_is_named() -> None:
+    processor = ImageProcessor(GridCount(side=28, least_pixels=28 * 28, most_pixels=28 * 28 * 24), bytes(32))
+    with pytest.raises(InvalidArgumentError, match=r"images\[1\] cannot be used: it has 1024 x 4 pixels"):
+        check_image(encoded(1024, 4), 1, processor, LIMITS)
 
 
 def test_an_image_that_lies_on_its_side_is_turned_before_it_is_counted() -> None:

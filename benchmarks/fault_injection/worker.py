@@ -26,7 +26,7 @@ from prefixd.workloads.tethered import main
 main()
 """
 _PROMPT_TOKENS = 150
-_NEW_TOKENS = 32  # so that four requests overlap on a busy machine, too
+_NEW_TOKENS = 20  # so that four requests overlap on a busy machine, too
 _NOTICED_S = 60.0
 _BACK_S = 60.0
 

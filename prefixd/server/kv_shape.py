@@ -116,8 +116,10 @@ class KvShape:
 
     @cached_property
     def _rests(self) -> int:
-        """Frames that a request may need beside its own because a large page has parts of one size at a time: for each
-        size, that of a page of which it has one part, and what the parts leave of a page."""
+        """Frames that a request is given room for beside its own because a large page has parts of one size at a time:
+        for each size two parts of the largest. An estimate, not a bound: where large pages are much larger, or no
+        multiple of a size, a request alone may lack a page all the same, and ends as one that gets no frame.
+        """
         sizes = self.all_widths
         return 2 * len(sizes) * max(sizes) if len(sizes) > 1 else 0
 

@@ -43,7 +43,7 @@ def demo_command(
     from prefixd.workloads.text_analysis import TextAnalysis, TierSizes
 
     if json_file is not None:
-        _check_writable(json_file)
+        check_writable(json_file)
     workload = TextAnalysis(prefixes=prefixes, requests=requests, prefix_tokens=prefix_tokens, seed=seed)
     tiers = TierSizes(gpu_prefixes=max(2, prefixes // 8), cpu_prefixes=max(2, prefixes // 4), disk_prefixes=prefixes)
     with ended_by_sigterm():
@@ -131,7 +131,7 @@ def _write(path: Path, figures: Sequence[Figures]) -> None:
     path.write_text(json.dumps(answers, indent=2) + "\n", encoding="utf-8")
 
 
-def _check_writable(path: Path) -> None:
+def check_writable(path: Path) -> None:
     """Raises CommandFailed now rather than after the minutes that the run takes."""
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise CommandFailed(f"cannot write to {path}; choose another file in a directory that exists")

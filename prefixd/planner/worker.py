@@ -3,9 +3,9 @@
 `_plan` has the rules of `prefixd.worker.engine.Engine._plan`: who decodes goes first, a token each; then prompts as
 they came, with what is left of `max_step_tokens`.
 
-Passes in which everybody decodes are alike until a run ends, fills a block or comes to the end of its frames. They are
-told as one `Step` of several passes, since each message takes longer to handle than to wait for; a message from the
-daemon ends such a stretch with the pass that runs.
+Passes are alike until a run ends, fills a block with its output, comes to the end of its frames or to its first token.
+They are told as one `Step` of several passes, since a message takes longer to handle than to wait for; a message from
+the daemon ends such a stretch with the pass that runs.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from dataclasses import dataclass
 from prefixd.planner.hardware import ComputeCosts
 from prefixd.server.kv_shape import KvShape
 from prefixd.worker.protocol import Cancel, Done, Extend, Start, Step, ToWorker, Update
+
+_MOST_PASSES = 1 << 16
+_MOST_PROMPT_PASSES = 8  # so that blocks of a long prompt are entered not much later than they are filled
 
 Outputs = Callable[[int, int, int], list[int]]
 """`(request, first, count)`: the tokens that a request generates, from its `first` one on."""
@@ -139,8 +142,8 @@ class SimulatedWorker:
                 await self._told.wait()
                 continue
             passes = self._alike(plan)
-            ahead = 0.5 * (passes - 1)  # the mean of a stretch, in which every pass attends to a token more
-            pass_s = self._costs.pass_s([(count, run.computed + int(ahead)) for run, count in plan])
+            # The mean of a stretch, in which every pass attends to what the one before has computed, too.
+            pass_s = self._costs.pass_s([(count, run.computed + count * (passes - 1) // 2) for run, count in plan])
             began_s = self._clock()
             if passes == 1:
                 await asyncio.sleep(pass_s)
@@ -167,10 +170,16 @@ class SimulatedWorker:
 
     def _alike(self, plan: list[tuple[_Run, int]]) -> int:
         """How many passes from here on are like the first one."""
-        if not all(run.decoding for run, _ in plan):
-            return 1
         size = self._block_tokens
-        return max(1, min(min(run.left, run.reach - run.computed, size - run.computed % size) for run, _ in plan))
+        passes = _MOST_PROMPT_PASSES if any(not run.decoding for run, _ in plan) else _MOST_PASSES
+        for run, count in plan:
+            if not run.decoding:
+                passes = min(passes, run.pending // count)
+            elif run.generated == run.start.generated:
+                return 1  # a first token is told at once, also of a prompt of which all but one token was cached
+            else:
+                passes = min(passes, run.left, run.reach - run.computed, size - run.computed % size)
+        return max(1, passes)
 
     def _finish(self, plan: list[tuple[_Run, int]], passes: int, elapsed_s: float) -> None:
         updates: list[Update] = []

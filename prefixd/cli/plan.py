@@ -77,9 +77,7 @@ def plan_command(
     limit: Annotated[
         int | None, typer.Option(min=1, show_default=False, help="Only the first so many requests.")
     ] = None,
-    sweep: Annotated[
-        bool, typer.Option("--sweep", help="Many machines: how much memory and disk is enough?")
-    ] = False,
+    sweep: Annotated[bool, typer.Option("--sweep", help="Many machines: how much memory and disk is enough?")] = False,
     jobs: Annotated[
         int | None, typer.Option(min=1, show_default=False, help="Processes; by default as many as there are cores.")
     ] = None,
@@ -125,24 +123,18 @@ def plan_command(
         **({} if look_ahead is None else {"scheduler.look_ahead": look_ahead}),
         **parse_assignments(assignments),
     }
-    lists = [
+    varied = _varied(
         _sizes("--cpu", cpu, sweep=sweep),
         _sizes("--disk", disk, sweep=sweep),
         _names("--policy", policy, sweep=sweep),
         _names("--eviction", eviction, sweep=sweep),
+    )
+    if twice := sorted(base.keys() & varied[0].keys()):
+        raise ConfigError(f"{twice[0]} is given by its flag and by --set; keep one")
+    plans = [
+        TracePlan(Plan(chosen, _settings(config, base | one), costs, ways, request_s), trace, limit, speed)
+        for one in varied
     ]
-    plans = []
-    for cpu_bytes, disk_bytes, order, victims in product(*lists):
-        varied = {
-            "cpu.bytes": cpu_bytes,
-            "disk.bytes": disk_bytes,
-            **({} if order is None else {"scheduler.policy": order}),
-            **({} if victims is None else {"cache.eviction": victims}),
-        }
-        if twice := sorted(base.keys() & varied.keys()):
-            raise ConfigError(f"{twice[0]} is given by its flag and by --set; keep one")
-        plan = Plan(chosen, _settings(config, base | varied), costs, ways, request_s)
-        plans.append(TracePlan(plan, trace, limit, speed))
     workload = of_trace(trace.name, found, speed=speed)
     settings = plans[0].plan.settings
     assumptions = [
@@ -150,8 +142,8 @@ def plan_command(
         *costs.assumptions(),
         *([] if measured is None else _of_calibration(measured)),
         *workload.assumptions,
-        f"{settings.worker.max_running} requests run at once, passes of {settings.worker.max_step_tokens} tokens, blocks "
-        f"of {settings.worker.block_tokens} tokens, {settings.scheduler.look_ahead} requests looked ahead",
+        f"{settings.worker.max_running} requests run at once, passes of {settings.worker.max_step_tokens} tokens, "
+        f"blocks of {settings.worker.block_tokens} tokens, {settings.scheduler.look_ahead} requests looked ahead",
     ]
     began_s = time.perf_counter()
     points = _run(plans, len(found), jobs or len(os.sched_getaffinity(0)))
@@ -177,6 +169,21 @@ def _run(plans: Sequence[TracePlan], requests: int, jobs: int) -> list[Point]:
             return [(plans[0], plans[0].run(progress.advance))]
         progress.begin(f"{len(plans)} machines in virtual time", len(plans))
         return sweep(plans, min(jobs, len(plans)), progress.advance)
+
+
+def _varied(
+    cpus: Sequence[int], disks: Sequence[int], policies: Sequence[str | None], evictions: Sequence[str | None]
+) -> list[dict[str, Any]]:
+    """The settings of every machine, by dotted name."""
+    varied = []
+    for cpu, disk, policy, eviction in product(cpus, disks, policies, evictions):
+        one: dict[str, Any] = {"cpu.bytes": cpu, "disk.bytes": disk}
+        if policy is not None:
+            one["scheduler.policy"] = policy
+        if eviction is not None:
+            one["cache.eviction"] = eviction
+        varied.append(one)
+    return varied
 
 
 def _settings(config: Path | None, overrides: dict[str, Any]) -> Any:
@@ -211,22 +218,21 @@ def _of_model(model: PlannedModel, lengths: Sequence[int]) -> list[str]:
     if not longer:
         return []
     return [
-        f"{longer:,} of {len(lengths):,} requests are longer than the {model.context_tokens:,} tokens that {model.name} "
-        "was made for; they are planned all the same"
+        f"{longer:,} of {len(lengths):,} requests are longer than the {model.context_tokens:,} tokens that "
+        f"{model.name} was made for; they are planned all the same"
     ]
 
 
 def _of_calibration(measured: Calibration) -> list[str]:
     return [
         f"measured on {measured.machine}: copies {measured.copy_bytes_per_s / 1e9:.3g} GB/s, disk "
-        f"{measured.disk_read_bytes_per_s / 1e6:,.0f} MB/s read, {measured.disk_write_bytes_per_s / 1e6:,.0f} MB/s written"
+        f"{measured.disk_read_bytes_per_s / 1e6:,.0f} MB/s read, "
+        f"{measured.disk_write_bytes_per_s / 1e6:,.0f} MB/s written"
         + (", passes by the published figures above" if measured.costs is None else "")
     ]
 
 
-def _print(
-    points: Sequence[Point], assumptions: Sequence[str], *, sweep: bool, took_s: float, requests: int
-) -> None:
+def _print(points: Sequence[Point], assumptions: Sequence[str], *, sweep: bool, took_s: float, requests: int) -> None:
     from prefixd.cli import render
     from prefixd.planner.sweep import ENOUGH, MEMORY_PRICE, enough
 
@@ -266,7 +272,7 @@ def _print(
         out.print(
             f"[bold]Enough: {render.size(plan.cpu_bytes)} of CPU memory and {render.size(plan.disk_bytes)} of disk[/], "
             f"with {plan.plan.settings.scheduler.policy} and {plan.plan.settings.cache.eviction}: the cheapest that "
-            f"finds {ENOUGH:.0%} of what the best finds, where a byte of memory costs as much as {MEMORY_PRICE} of disk."
+            f"finds {ENOUGH:.0%} of what the best finds; a byte of memory counts as {MEMORY_PRICE} of disk."
         )
     out.print(f"{requests * len(points):,} requests planned in {render.duration(took_s)}.")
 

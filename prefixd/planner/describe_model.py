@@ -20,7 +20,7 @@ from prefixd_swap.geometry import ELEMENT_BYTES
 
 def main(directory: str) -> str:
     """The model's fields. Raises WorkerError."""
-    spec = read_model_spec(WorkerSettings(directory))
+    spec = read_model_spec(WorkerSettings(model=directory))
     if spec.groups.state is not None:
         raise WorkerError("it has recurrent layers, of which a plan has no cost model; plan with a model of attention")
     if not spec.attention:
@@ -28,9 +28,7 @@ def main(directory: str) -> str:
     groups = Counter((layer.kv_heads, layer.head_dim, layer.window) for layer in spec.attention)
     fields = {
         "name": Path(directory).name,
-        "groups": [
-            asdict(LayerGroup(layers, heads, size, window)) for (heads, size, window), layers in groups.items()
-        ],
+        "groups": [asdict(LayerGroup(layers, heads, size, window)) for (heads, size, window), layers in groups.items()],
         "parameters": spec.parameters,
         "active_parameters": spec.parameters,
         "query_heads": max(layer.query_heads for layer in spec.attention),

@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -158,24 +158,32 @@ def read_figures(path: Path, kind: type[Any]) -> dict[str, Any]:
     if missing := sorted(set(needed) - content.keys()):
         raise ConfigError(f"{path}: {missing[0]} is missing; give a number")
     for name, value in content.items():
-        text = known[name].type == "str"
-        if text != isinstance(value, str) or not (text or _is_positive(value)):
-            raise ConfigError(f"{path}: {name} = {value!r}; give {'a text' if text else 'a number above 0'}")
+        text = str(known[name].type).startswith("str")
+        if text != isinstance(value, str) or not (text or _is_figure(value, zero=_is_time(name))):
+            wanted = "a text" if text else f"a number{' of at least' if _is_time(name) else ' above'} 0"
+            raise ConfigError(f"{path}: {name} = {value!r}; give {wanted}")
     return content
 
 
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+def _is_time(name: str) -> bool:
+    return name.endswith("_s") and not name.endswith("_per_s")
+
+
+def _is_figure(value: object, *, zero: bool) -> bool:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return 0 < value < float("inf") or (zero and value == 0)
 
 
 class ComputeCosts(Protocol):
     """What a pass of the model takes."""
 
-    def pass_s(self, parts: Sequence[tuple[int, int]], /) -> float:
+    def pass_s(self, parts: Sequence[tuple[int, int]], begun: int = 0, /) -> float:
         """Seconds of one pass.
 
         Args:
             parts: of each request in it how many tokens are computed, and how many are before them.
+            begun: how many of these requests are in a pass for the first time.
         """
 
     def assumptions(self) -> list[str]:
@@ -202,8 +210,9 @@ class PeakCosts:
         self._weight_bytes = model.weight_bytes
         self._hardware, self._model = hardware, model
 
-    def pass_s(self, parts: Sequence[tuple[int, int]]) -> float:
-        """See `ComputeCosts`."""
+    def pass_s(self, parts: Sequence[tuple[int, int]], begun: int = 0, /) -> float:
+        """See `ComputeCosts`; beginning a request is part of what a pass takes besides."""
+        del begun
         flops, moved = self._token_flops * sum(count for count, _ in parts), self._weight_bytes
         for window, token_flops, token_bytes in self._attention:
             for count, before in parts:
@@ -245,6 +254,7 @@ class Calibration:
         token_s: what each token of a prompt takes besides.
         decoded_s: what each token that a request decodes takes besides.
         attended_s: what a token takes for each token before it.
+        begun_s: what a request takes from the worker once, besides: its message, its memory.
         request_s: what a request takes outside the worker: its way through the daemon, and back.
     """
 
@@ -259,6 +269,7 @@ class Calibration:
     token_s: float | None = None
     decoded_s: float | None = None
     attended_s: float | None = None
+    begun_s: float | None = None
     request_s: float = 0.0
 
     @property
@@ -273,21 +284,13 @@ class Calibration:
     @property
     def costs(self) -> MeasuredCosts | None:
         """What passes take, if that was measured."""
-        figures = (self.pass_s, self.token_s, self.decoded_s, self.attended_s)
+        figures = (self.pass_s, self.token_s, self.decoded_s, self.attended_s, self.begun_s)
         known = [figure for figure in figures if figure is not None]
         return MeasuredCosts(*known, where=f"{self.model} on {self.machine}") if len(known) == len(figures) else None
 
     def to_json(self) -> str:
         """As `read_calibration` takes it."""
         return json.dumps({name: value for name, value in asdict(self).items() if value is not None}, indent=2) + "\n"
-
-    def scaled(self, factor: float) -> Calibration:
-        """The same machine whose passes take `factor` times as long."""
-        costs = {name: value * factor for name in _COSTS if (value := getattr(self, name)) is not None}
-        return replace(self, **costs)
-
-
-_COSTS = ("pass_s", "token_s", "decoded_s", "attended_s")
 
 
 def read_calibration(path: Path) -> Calibration:
@@ -300,16 +303,19 @@ def read_calibration(path: Path) -> Calibration:
 class MeasuredCosts:
     """Linear in what was measured. Arguments as in `Calibration`."""
 
-    def __init__(self, pass_s: float, token_s: float, decoded_s: float, attended_s: float, *, where: str) -> None:
+    def __init__(
+        self, pass_s: float, token_s: float, decoded_s: float, attended_s: float, begun_s: float, *, where: str
+    ) -> None:
         self._pass_s = pass_s
         self._token_s = token_s
         self._decoded_s = decoded_s
         self._attended_s = attended_s
+        self._begun_s = begun_s
         self._where = where
 
-    def pass_s(self, parts: Sequence[tuple[int, int]]) -> float:
+    def pass_s(self, parts: Sequence[tuple[int, int]], begun: int = 0, /) -> float:
         """See `ComputeCosts`."""
-        total = self._pass_s
+        total = self._pass_s + begun * self._begun_s
         for count, before in parts:
             total += count * (self._token_s if count > 1 else self._decoded_s)
             total += self._attended_s * count * (before + 0.5 * count)
@@ -320,5 +326,5 @@ class MeasuredCosts:
         return [
             f"measured, {self._where}: {1e3 * self._pass_s:.3g} ms a pass, {1e6 * self._token_s:.3g} us a token of a "
             f"prompt, {1e6 * self._decoded_s:.3g} us a token decoded, {1e9 * self._attended_s:.3g} ns for each token "
-            "attended to"
+            f"attended to, {1e3 * self._begun_s:.3g} ms to begin a request"
         ]

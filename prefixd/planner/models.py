@@ -154,6 +154,9 @@ MODELS = {
             131072,
             _HUB.format("google/gemma-3-27b-pt"),
         ),
+        PlannedModel(
+            "embedded", (LayerGroup(8, 4, 64),), 2.37e7, 2.37e7, 8, 8192, "prefixd.embedded_model", element_bytes=4
+        ),
     )
 }
 

@@ -38,6 +38,7 @@ class _Run:
     generated: int
     kept: int = 0  # of `start.state.keep`, how many
     cancelled: bool = False
+    begun: bool = False  # it was in a pass
 
     @property
     def pending(self) -> int:
@@ -143,7 +144,9 @@ class SimulatedWorker:
                 continue
             passes = self._alike(plan)
             # The mean of a stretch, in which every pass attends to what the one before has computed, too.
-            pass_s = self._costs.pass_s([(count, run.computed + count * (passes - 1) // 2) for run, count in plan])
+            parts = [(count, run.computed + count * (passes - 1) // 2) for run, count in plan]
+            begun = sum(not run.begun for run, _ in plan)
+            pass_s = self._costs.pass_s(parts, begun)
             began_s = self._clock()
             if passes == 1:
                 await asyncio.sleep(pass_s)
@@ -173,6 +176,8 @@ class SimulatedWorker:
         size = self._block_tokens
         passes = _MOST_PROMPT_PASSES if any(not run.decoding for run, _ in plan) else _MOST_PASSES
         for run, count in plan:
+            if not run.begun:
+                return 1
             if not run.decoding:
                 passes = min(passes, run.pending // count)
             elif run.generated == run.start.generated:
@@ -188,6 +193,7 @@ class SimulatedWorker:
         for run, count in plan:
             count *= passes
             computed += count
+            run.begun = True
             run.computed += count
             news: list[int] = []
             if run.computed >= run.known:
@@ -222,5 +228,3 @@ class SimulatedWorker:
         if run.start.state is not None and run.start.state.tail:
             tail = run.computed // self._block_tokens
         self._on_done(Done(run.start.id, "cancelled" if reason == "cancelled" else "length", tail_blocks=tail))
-
-

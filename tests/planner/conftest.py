@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,8 @@ FULL = LayerGroup(layers=1, kv_heads=1, head_dim=256)
 class OneSecond:
     """Every pass takes a second."""
 
-    def pass_s(self, parts: Sequence[tuple[int, int]]) -> float:
+    def pass_s(self, parts: Sequence[tuple[int, int]], begun: int = 0, /) -> float:
+        assert 0 <= begun <= len(parts)
         assert parts and all(count > 0 and before >= 0 for count, before in parts)
         return 1.0
 
@@ -34,9 +36,7 @@ class OneSecond:
 def make_plan() -> Callable[..., Plan]:
     """`make_plan(gpu=, cpu=, disk=, groups=, **settings)`: sizes in blocks of one full group."""
 
-    def make(
-        gpu: int, cpu: int = 0, disk: int = 0, groups: tuple[LayerGroup, ...] = (FULL,), **settings: Any
-    ) -> Plan:
+    def make(gpu: int, cpu: int = 0, disk: int = 0, groups: tuple[LayerGroup, ...] = (FULL,), **settings: Any) -> Plan:
         model = PlannedModel("tiny", groups, 1e6, 1e6, 1, 1024, "a test")
         given = {name.replace("__", "."): value for name, value in settings.items()}
         values = {
@@ -66,7 +66,7 @@ def one_by_one() -> Callable[..., Workload]:
 
     def make(letters: str, blocks: int = 2, output_tokens: int = 1) -> Workload:
         requests = [
-            PlannedRequest(0.0, lambda letter=letter: prompt(letter, blocks), blocks * BLOCK + 1, output_tokens)
+            PlannedRequest(0.0, partial(prompt, letter, blocks), blocks * BLOCK + 1, output_tokens)
             for letter in letters
         ]
         return Workload("letters", requests, outstanding=1)

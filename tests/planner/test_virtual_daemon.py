@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -90,7 +91,7 @@ def test_windows_are_the_models(make_plan: MakePlan, one_by_one: Letters) -> Non
 def test_the_same_plan_gives_the_same_figures(make_plan: MakePlan) -> None:
     chance = np.random.default_rng(1)
     prompts = [np.repeat(chance.integers(0, 3, 6), 4).astype(np.uint32) for _ in range(60)]
-    requests = [PlannedRequest(0.7 * n, lambda p=p: p, 24, 3 + n % 5) for n, p in enumerate(prompts)]
+    requests = [PlannedRequest(0.7 * n, partial(np.copy, p), 24, 3 + n % 5) for n, p in enumerate(prompts)]
     plan = make_plan(gpu=40, cpu=40, disk=100, worker__max_running=4, scheduler__look_ahead=4)
     first, second = (simulate(plan, [Workload("chance", requests)]) for _ in range(2))
     assert first == second and first[0].hit_rate > 0

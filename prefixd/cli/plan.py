@@ -17,6 +17,7 @@ from prefixd.cli.failures import WrongUsage, examples
 from prefixd.errors import ConfigError
 
 if TYPE_CHECKING:
+    from prefixd.planner.curve import Curve
     from prefixd.planner.hardware import Calibration
     from prefixd.planner.models import PlannedModel
     from prefixd.planner.sweep import Point, TracePlan
@@ -78,6 +79,9 @@ def plan_command(
         int | None, typer.Option(min=1, show_default=False, help="Only the first so many requests.")
     ] = None,
     sweep: Annotated[bool, typer.Option("--sweep", help="Many machines: how much memory and disk is enough?")] = False,
+    curve: Annotated[
+        bool, typer.Option(help="The miss-ratio curve too: one tier of any size under every policy, and the optimum.")
+    ] = True,
     jobs: Annotated[
         int | None, typer.Option(min=1, show_default=False, help="Processes; by default as many as there are cores.")
     ] = None,
@@ -146,29 +150,54 @@ def plan_command(
         f"blocks of {settings.worker.block_tokens} tokens, {settings.scheduler.look_ahead} requests looked ahead",
     ]
     began_s = time.perf_counter()
-    points = _run(plans, len(found), jobs or len(os.sched_getaffinity(0)))
+    points, drawn = _run(plans, len(found), jobs or len(os.sched_getaffinity(0)), curve=curve)
     took_s = time.perf_counter() - began_s
     _print(points, assumptions, sweep=sweep, took_s=took_s, requests=len(found))
+    if drawn is not None:
+        _print_curve(drawn, chosen.token_bytes)
     if json_file is not None:
-        json_file.write_text(json.dumps(_plain(points, assumptions, model, trace, took_s), indent=2) + "\n")
+        plain = _plain(points, assumptions, model, trace, took_s) | {"curve": drawn and drawn.to_plain()}
+        json_file.write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
     if plot_file is not None:
         from prefixd.planner.plots import draw_plan
 
-        draw_plan(points, plot_file)
+        draw_plan(points, drawn, chosen.token_bytes, plot_file)
 
 
-def _run(plans: Sequence[TracePlan], requests: int, jobs: int) -> list[Point]:
+def _run(plans: Sequence[TracePlan], requests: int, jobs: int, *, curve: bool) -> tuple[list[Point], Curve | None]:
+    """Every plan, and the curve meanwhile, in processes of their own; a single plan in this one."""
+    from concurrent.futures import ThreadPoolExecutor
+
     from rich.console import Console
 
     from prefixd.cli.progress import RichProgress
-    from prefixd.planner.sweep import sweep
+    from prefixd.planner.sweep import curve_of, sweep
 
-    with RichProgress(Console(stderr=True)) as progress:
+    trace, limit = plans[0].trace, plans[0].limit
+    policies = _policies()
+    with RichProgress(Console(stderr=True)) as progress, ThreadPoolExecutor(1) as beside:
+        drawn = None
         if len(plans) == 1:
             progress.begin(f"{requests:,} requests in virtual time", requests)
-            return [(plans[0], plans[0].run(progress.advance))]
+            if curve:  # this process computes the plan
+                drawn = beside.submit(curve_of, trace, limit, (), policies, max(1, jobs - 1))
+            points = [(plans[0], plans[0].run(progress.advance))]
+            return points, None if drawn is None else drawn.result()
         progress.begin(f"{len(plans)} machines in virtual time", len(plans))
-        return sweep(plans, min(jobs, len(plans)), progress.advance)
+        points = sweep(plans, min(jobs, len(plans)), progress.advance)
+        if not curve:
+            return points, None
+        progress.begin("miss-ratio curve", 0)
+        return points, curve_of(trace, limit, (), policies, jobs)
+
+
+def _policies() -> list[str]:
+    """The names of all eviction policies."""
+    from typing import get_args
+
+    from prefixd.settings import CacheSettings
+
+    return list(get_args(CacheSettings.model_fields["eviction"].annotation))
 
 
 def _varied(
@@ -275,6 +304,20 @@ def _print(points: Sequence[Point], assumptions: Sequence[str], *, sweep: bool, 
             f"finds {ENOUGH:.0%} of what the best finds; a byte of memory counts as {MEMORY_PRICE} of disk."
         )
     out.print(f"{requests * len(points):,} requests planned in {render.duration(took_s)}.")
+
+
+def _print_curve(curve: Curve, token_bytes: int) -> None:
+    from prefixd.cli import render
+    from prefixd.planner.curve import OPTIMUM
+
+    names = [name for name in curve.hit_rates if name != OPTIMUM] + [OPTIMUM]
+    made = render.table("one tier of", "blocks", *names, right=("one tier of", "blocks", *names))
+    for at, size in enumerate(curve.capacities):
+        rates = (f"{curve.hit_rates[name][at]:.1%}" for name in names)
+        made.add_row(render.size(size * curve.block_tokens * token_bytes), f"{size:,}", *rates)
+    out = render.console()
+    out.print(f"\nBlocks found by one tier alone, by its size; without limits {curve.most:.1%}:")
+    out.print(made)
 
 
 _FULL = 0.98

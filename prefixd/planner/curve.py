@@ -12,6 +12,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,7 @@ class References:
     def paths(self) -> list[Nodes]:
         """The blocks of each request, from the first on; views."""
         bounds = self.starts.tolist()
-        return [self.nodes[start:stop] for start, stop in zip(bounds, bounds[1:], strict=False)]
+        return [self.nodes[start:stop] for start, stop in pairwise(bounds)]
 
 
 def references(found: Sequence[TraceRequest]) -> References:
@@ -86,14 +87,14 @@ def lru_hits(trace: References, progress: Progress = lambda: None) -> npt.NDArra
     last = np.full(trace.blocks, -1, np.int64)
     distances = np.zeros(trace.blocks + 2, np.int64)
     bounds = trace.starts.tolist()
-    for start, stop in zip(bounds, bounds[1:], strict=False):
+    for start, stop in pairwise(bounds):
         path = nodes[start:stop]
         before = last[path]
         known = int(np.count_nonzero(before >= 0))  # always the first ones
         # Slots of one use lie side by side, in falling order along the prompt: a run is counted once.
         slot = before[:known]
         edges = [0, *(np.flatnonzero(np.diff(slot) != -1) + 1).tolist(), known] if known else []
-        for first, end in zip(edges, edges[1:], strict=False):
+        for first, end in pairwise(edges):
             newest = int(slot[first])
             chunk = newest // _CHUNK
             later = int(counts[chunk + 1 :].sum()) + int(np.count_nonzero(used[newest + 1 : (chunk + 1) * _CHUNK]))
@@ -117,7 +118,7 @@ def optimal_hits(trace: References, capacity: int, progress: Progress = lambda: 
     heap: list[tuple[int, int]] = []  # (-next use, -block): a child has a higher number than its parent
     hits = held = 0
     bounds = trace.starts.tolist()
-    for start, stop in zip(bounds, bounds[1:], strict=False):
+    for start, stop in pairwise(bounds):
         path = trace.nodes[start:stop]
         there = resident[path]
         hits += int(there.sum())

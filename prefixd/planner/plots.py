@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from prefixd.errors import ConfigError
+from prefixd.planner.curve import OPTIMUM, Curve
 from prefixd.planner.sweep import GIB, Point, enough
 
 
-def draw_plan(points: Sequence[Point], file: Path) -> None:
-    """Hits and waiting over the disk's size, a line for each size of memory and each policy.
+def draw_plan(points: Sequence[Point], curve: Curve | None, token_bytes: int, file: Path) -> None:
+    """Hits and waiting over the disk's size, a line for each size of memory and each policy; and the curve.
 
     Raises:
         ConfigError: matplotlib is not installed, or cannot write such a file.
@@ -19,8 +20,8 @@ def draw_plan(points: Sequence[Point], file: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError("matplotlib is not installed, so there is no plot: pip install matplotlib") from error
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    hits, waits = figure.subplots(1, 2)
+    figure = Figure(figsize=(10 if curve is None else 15, 4), layout="constrained")
+    hits, waits, *others = figure.subplots(1, 2 if curve is None else 3)
     lines: dict[str, list[Point]] = {}
     for plan, figures in points:
         settings = plan.plan.settings
@@ -38,6 +39,15 @@ def draw_plan(points: Sequence[Point], file: Path) -> None:
     hits.set(xlabel="disk tier, GiB", ylabel="prompt tokens found, %", ylim=(0, None))
     waits.set(xlabel="disk tier, GiB", ylabel="time to first token, p50, s", ylim=(0, None))
     hits.legend(title="CPU tier, policy, eviction", fontsize="small")
+    if curve is not None:
+        (axes,) = others
+        sizes = [size * curve.block_tokens * token_bytes / GIB for size in curve.capacities]
+        for policy, rates in curve.hit_rates.items():
+            style = "--" if policy == OPTIMUM else "-"
+            axes.plot(sizes, [100 * (1 - rate) for rate in rates], style, marker=".", label=policy)
+        axes.axhline(100 * (1 - curve.most), color="grey", linestyle=":", label="without limits")
+        axes.set(xlabel="one tier of so many GiB", ylabel="blocks not found, %", xscale="log", ylim=(0, 100))
+        axes.legend(fontsize="small")
     try:
         figure.savefig(file, dpi=150)
     except ValueError as error:

@@ -10,9 +10,11 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from prefixd.planner.curve import Curve, CurvePart, References, capacities, parts, put_together, references
 from prefixd.planner.figures import PlanFigures
 from prefixd.planner.virtual_daemon import Plan, Progress, simulate
 from prefixd.planner.workload import achievable_rate, of_trace, trace_requests
+from prefixd.workloads.mooncake import HASH_TOKENS
 
 GIB = 1 << 30
 MEMORY_PRICE = 30
@@ -93,6 +95,30 @@ def sweep(plans: Sequence[TracePlan], jobs: int, progress: Callable[[], None]) -
             done.result()
             progress()
         return [(plan, future.result()) for plan, future in zip(plans, running, strict=True)]
+
+
+def curve_of(trace: Path, limit: int | None, sizes: Sequence[int], policies: Sequence[str], jobs: int) -> Curve:
+    """The miss-ratio curve of a trace at `sizes` blocks, or at some from small to large, computed by processes.
+
+    Raises ConfigError.
+    """
+    known = references(trace_requests(trace, limit))
+    chosen = sorted(set(sizes)) or capacities(known.blocks)
+    work = parts(policies, chosen)
+    with processes(jobs) as pool:
+        running = [pool.submit(_curve_part, part, trace, limit) for part in work]
+        results = [(part, future.result()) for part, future in zip(work, running, strict=True)]
+    return put_together(known, chosen, HASH_TOKENS, results)
+
+
+_known: tuple[Path, int | None, References] | None = None  # a process of a pool reads the trace once
+
+
+def _curve_part(part: CurvePart, trace: Path, limit: int | None) -> list[int]:
+    global _known
+    if _known is None or _known[:2] != (trace, limit):
+        _known = trace, limit, references(trace_requests(trace, limit))
+    return part.run(_known[2])
 
 
 def enough(points: Sequence[Point]) -> Point:

@@ -31,6 +31,7 @@ from prefixd_swap.tiers.unbacked import UnbackedCopyEngine, UnbackedMemory, Unba
 from prefixd_swap.transfers import DeviceLimits, Transfers
 
 Progress = Callable[[], None]
+_BLOCKS_A_WRITE = 8
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,8 @@ class VirtualDaemon:
                 write_link=self._write_link,
                 limits=DeviceLimits(in_flight=threads + threads // 2, reserved=threads // 2),
             )
+            # Blocks of a plan may be larger than a piece of the daemon: most of the time went into a write for each.
+            durable.least_piece_bytes = _BLOCKS_A_WRITE * self._kv.block_frames * frame_bytes
         tiers = Tiers(transfers, compute=GpuTier(self._pool), shared=shared, durable=durable, troubles=Troubles(clock))
         self._engine = UnbackedCopyEngine(self._link(plan.ways.to_gpu), self._link(plan.ways.from_gpu))
         self.cache: TieredCache = make_cache(settings, tiers, self._engine, clock)

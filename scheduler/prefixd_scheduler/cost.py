@@ -19,9 +19,9 @@ class CostModel:
     - A load or store: a latency, and a part for each byte, of what waits before it on the same path, too.
 
     Each is learned as `Seconds` says. What was never observed is None: a cache is there to be loaded from, so a tier is
-    passed over only after its loads were observed to be slower than computing. A tier that is passed over is not observed
-    any more, and one slow minute would shut it out for ever. Therefore every `probe_every`-th time `probes` asks for a
-    load all the same.
+    passed over only after its loads were observed to be slower than computing. A tier that is passed over is not
+    observed any more, and one slow minute would shut it out for ever. Therefore every `probe_every`-th time `probes`
+    asks for a load all the same.
 
     Args:
         probe_every: of so many unfavourable answers for one tier in a row, one is favourable; at least 2.

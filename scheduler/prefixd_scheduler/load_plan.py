@@ -77,8 +77,7 @@ def plan_load(
 
     Within a stretch the time is a concave function of how much is loaded from the front (each further token saves more
     than the one before it), so only whole stretches need to be looked at; a meeting point is found by bisection, as
-    computing takes longer and loading less the further it is behind. Time O(s log n) for s stretches and n blocks, twice
-    if both at once is possible behind several fronts.
+    computing takes longer and loading less the further it is behind. Time O(s log n) for s stretches and n blocks.
 
     Args:
         cost: what was learned.

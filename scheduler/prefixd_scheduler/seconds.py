@@ -13,8 +13,8 @@ Features = tuple[float, ...]
 _KEPT = 5
 """Observations of a class, of which the median counts: two stalls in a row change nothing."""
 _LATELY = 5
-"""The last observations of all classes. When their median is off by more than `_STEADY`, the machine has become faster or
-slower as a whole: all estimates follow before every class has been seen again."""
+"""The last observations of all classes. When their median is off by more than `_STEADY`, the machine has become faster
+or slower as a whole: all estimates follow before every class has been seen again."""
 _STEADY = 1.25
 _HALF_AGE = 64
 """A class that was not seen for so many observations counts half."""

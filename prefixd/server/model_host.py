@@ -116,7 +116,7 @@ class ModelHost:
             clock,
             max_running=worker.max_running,
             look_ahead=settings.scheduler.look_ahead,
-            recompute_if_slower=settings.scheduler.recompute_if_slower,
+            load=settings.scheduler.load,
             preemption=settings.scheduler.preemption,
             caching=settings.cache.enabled,
             states=(

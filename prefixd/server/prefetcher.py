@@ -18,11 +18,11 @@ from prefixd.pacer import Pacer
 from prefixd.server.footprint import Footprint
 from prefixd.server.frame_budget import FrameBudget
 from prefixd.server.image_kv import ImageHolds
-from prefixd.server.loading import Loader
+from prefixd.server.loading import Loader, LoadMode
 from prefixd.server.request import Event, Request, RequestState
 from prefixd.server.run import Run
 from prefixd.server.tracker import PrefixTracker
-from prefixd_scheduler import CostModel, Distance
+from prefixd_scheduler import CostModel
 from prefixd_swap.transfers import Urgency
 
 _RETRY_S = 0.02
@@ -41,7 +41,7 @@ class Prefetcher:
         look: called when a request may have become ready.
         image_budget: as `budget`, of images that are in no block of a prompt.
         caching: False finds no images.
-        recompute_if_slower: compute a cached prefix again where loading it would take longer.
+        load: what is loaded of a cached prefix.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Prefetcher:
         *,
         image_budget: FrameBudget,
         caching: bool,
-        recompute_if_slower: bool,
+        load: LoadMode,
     ) -> None:
         self._cache = cache
         self._mover = cache.mover
@@ -66,13 +66,12 @@ class Prefetcher:
         self._look = look
         self._image_budget = image_budget
         self._caching = caching
-        self._recompute_if_slower = recompute_if_slower
         self._staged: dict[int, Request] = {}  # those that are STAGING, READY, or WITHDRAWN while a copy is under way
-        self._loader = Loader(cache, self._staged, cost, clock, look, self.unstage)
+        self.loader = Loader(cache, self._staged, budget, cost, clock, look, self.unstage, load)
 
     async def stop(self) -> None:
         """Waits for the copies under way."""
-        await self._loader.stop()
+        await self.loader.stop()
 
     # -- one request --------------------------------------------------------------------------------------------
 
@@ -83,11 +82,7 @@ class Prefetcher:
 
         `found` has to be exact (`PrefixTracker.verify`): what is held must be this request's blocks.
         """
-        trie, rows = request.trie, request.found
-        request.cut = False
-        if self._recompute_if_slower:
-            rows = self._loader.worth_loading(request)
-            request.cut = len(rows) < len(request.found)
+        trie, rows = request.trie, self.loader.choose(request, demanded=demanded)
         tiers = trie.distances(rows)
         if request.hit_tokens is None or not request.resumed:
             request.hit_tokens = (
@@ -101,19 +96,19 @@ class Prefetcher:
         self._staged[request.id] = request
         self._mover.placement.touch(trie, rows)
         missing = trie.lacking(rows, self._cache.tiers.compute.level, request.wanted)
-        distances, nbytes = [*tiers.tolist()], int(trie.group_bytes[missing].sum())
+        nbytes = int(trie.group_bytes[missing].sum())
         if images is not None:
-            distances += images.touch()
+            images.touch()
             nbytes += images.missing_bytes
         if nbytes:
             urgency = Urgency.DEMAND if demanded else Urgency.PREFETCH
-            self._loader.start(request, Distance(max(distances)), nbytes, urgency)
+            self.loader.start(request, urgency)
         else:
             request.staged()
 
     def hurry(self, request: Request) -> None:
         """A request whose prefix is on its way could run now."""
-        self._mover.hurry(request.trie, request.rows, self._cache.tiers.compute)
+        self.loader.hurry(request)
         if (images := request.image_holds) is not None:
             self._mover.hurry(images.kv.trie, images.held, self._cache.tiers.compute)
 

@@ -7,7 +7,6 @@ the next requests are on their way early enough.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -19,18 +18,14 @@ from prefixd.pacer import Pacer
 from prefixd.server.footprint import Footprint
 from prefixd.server.frame_budget import FrameBudget
 from prefixd.server.image_kv import ImageHolds
-from prefixd.server.load_meter import LoadMeter
+from prefixd.server.loading import Loader, LoadMode
 from prefixd.server.request import Event, Request, RequestState
 from prefixd.server.run import Run
 from prefixd.server.tracker import PrefixTracker
-from prefixd_scheduler import CostModel, Distance
-from prefixd_swap import SwapError
+from prefixd_scheduler import CostModel
 from prefixd_swap.transfers import Urgency
 
-log = logging.getLogger(__name__)
-
 _RETRY_S = 0.02
-_SETBACKS = 8
 
 
 class Prefetcher:
@@ -46,7 +41,7 @@ class Prefetcher:
         look: called when a request may have become ready.
         image_budget: as `budget`, of images that are in no block of a prompt.
         caching: False finds no images.
-        recompute_if_slower: compute a cached prefix again where loading it would take longer.
+        load: what is loaded of a cached prefix.
     """
 
     def __init__(
@@ -61,25 +56,22 @@ class Prefetcher:
         *,
         image_budget: FrameBudget,
         caching: bool,
-        recompute_if_slower: bool,
+        load: LoadMode,
     ) -> None:
         self._cache = cache
         self._mover = cache.mover
         self._tracker = tracker
         self._budget = budget
-        self._cost = cost
-        self._meter = LoadMeter(clock)
         self._pacer = pacer
         self._look = look
         self._image_budget = image_budget
         self._caching = caching
-        self._recompute_if_slower = recompute_if_slower
         self._staged: dict[int, Request] = {}  # those that are STAGING, READY, or WITHDRAWN while a copy is under way
-        self._copies: dict[int, asyncio.Task[None]] = {}
+        self.loader = Loader(cache, self._staged, budget, cost, clock, look, self.unstage, load)
 
     async def stop(self) -> None:
         """Waits for the copies under way."""
-        await asyncio.gather(*self._copies.values(), return_exceptions=True)
+        await self.loader.stop()
 
     # -- one request --------------------------------------------------------------------------------------------
 
@@ -90,11 +82,7 @@ class Prefetcher:
 
         `found` has to be exact (`PrefixTracker.verify`): what is held must be this request's blocks.
         """
-        trie, rows = request.trie, request.found
-        request.cut = False
-        if self._recompute_if_slower:
-            rows = self._worth_loading(request)
-            request.cut = len(rows) < len(request.found)
+        trie, rows = request.trie, self.loader.choose(request, demanded=demanded)
         tiers = trie.distances(rows)
         if request.hit_tokens is None or not request.resumed:
             request.hit_tokens = (
@@ -108,20 +96,19 @@ class Prefetcher:
         self._staged[request.id] = request
         self._mover.placement.touch(trie, rows)
         missing = trie.lacking(rows, self._cache.tiers.compute.level, request.wanted)
-        distances, nbytes = [*tiers.tolist()], int(trie.group_bytes[missing].sum())
+        nbytes = int(trie.group_bytes[missing].sum())
         if images is not None:
-            distances += images.touch()
+            images.touch()
             nbytes += images.missing_bytes
         if nbytes:
             urgency = Urgency.DEMAND if demanded else Urgency.PREFETCH
-            copy = self._bring(request, Distance(max(distances)), nbytes, urgency)
-            self._copies[request.id] = asyncio.create_task(copy)
+            self.loader.start(request, urgency)
         else:
             request.staged()
 
     def hurry(self, request: Request) -> None:
         """A request whose prefix is on its way could run now."""
-        self._mover.hurry(request.trie, request.rows, self._cache.tiers.compute)
+        self.loader.hurry(request)
         if (images := request.image_holds) is not None:
             self._mover.hurry(images.kv.trie, images.held, self._cache.tiers.compute)
 
@@ -168,70 +155,6 @@ class Prefetcher:
             if request.state is RequestState.READY:
                 self.unstage(request)
                 await self._pacer.worked(len(request.found))
-
-    # -- copies -------------------------------------------------------------------------------------------------
-
-    async def _bring(self, request: Request, distance: Distance, nbytes: int, urgency: Urgency) -> None:
-        there = 0
-        mark = self._meter.begin()
-        try:
-            compute = self._cache.tiers.compute
-            if (images := request.image_holds) is not None:
-                await self._mover.bring(images.kv.trie, images.held, compute, urgency=urgency)
-            there = await self._mover.bring(request.trie, request.rows, compute, request.wanted, urgency=urgency)
-        except SwapError as error:
-            log.error("the prefix of request %s could not be brought up: %s", request.name, error)
-        finally:
-            elapsed_s = self._meter.end(mark)
-            if there == len(request.rows):
-                self._cost.observe_load(distance, nbytes, elapsed_s)
-            self._arrived(request, there)
-
-    def _arrived(self, request: Request, there: int) -> None:
-        """A copy has ended, and so many blocks of the prefix are in the GPU tier."""
-        del self._copies[request.id]
-        if request.state is RequestState.WITHDRAWN:
-            del self._staged[request.id]
-            request.let_go()
-            self._look()
-        elif there == len(request.rows) and (request.image_holds is None or request.image_holds.complete):
-            request.staged()
-            self._look()
-        else:
-            self._set_back(request, there)
-
-    def _set_back(self, request: Request, there: int) -> None:
-        """A prefix came up in part: a block was damaged, or frames were short for the moment.
-
-        It is looked up and staged again. When that does not help either, what is missing is computed.
-        """
-        request.setbacks += 1
-        if request.setbacks < _SETBACKS:
-            self.unstage(request)
-            asyncio.get_running_loop().call_later(_RETRY_S, self._look)
-        else:
-            request.footprint.shorten(there)
-            while (blocks := request.uncut(len(request.rows))) < len(request.rows):
-                request.footprint.shorten(blocks)
-            if request.image_holds is not None:
-                request.image_holds.let_go_of_missing()
-            request.cut = True
-            request.staged()
-            self._look()
-
-    def _worth_loading(self, request: Request) -> Rows:
-        """The prefix up to the first tier that is slower to load from than to compute."""
-        trie, rows = request.trie, request.found
-        needed, nearer = trie.needed(len(rows)), np.zeros(len(rows), np.uint8)
-        for distance in (Distance.CPU, Distance.DISK):
-            nearer |= trie.there[rows, distance - 1]
-            loaded = needed & ~nearer & trie.there[rows, distance]
-            if loaded.any():
-                kept = request.usable(rows, nearer)
-                tokens = (len(rows) - len(kept)) * trie.block_tokens
-                if not self._cost.load_pays(tokens, int(trie.group_bytes[loaded].sum()), distance):
-                    return kept
-        return rows
 
 
 def _hit_tiers(trie: Trie, rows: Rows, tiers: npt.NDArray[np.int8]) -> npt.NDArray[np.int8]:

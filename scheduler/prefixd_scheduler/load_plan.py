@@ -72,6 +72,7 @@ def plan_load(
     both_at_once: bool,
     queued_bytes: Mapping[Distance, int] | None = None,
     usable: Callable[[int], int] | None = None,
+    to_carry_out: bool = True,
 ) -> LoadPlan:
     """The fastest way to the first token of a prompt, part of which is cached.
 
@@ -88,8 +89,11 @@ def plan_load(
         queued_bytes: what waits or moves already on the way from each tier.
         usable: (tokens of the prefix) -> how many of them a request can begin behind, where not every length is
             possible (windows, states). Then nothing is done at once.
+        to_carry_out: now and then a tier that is too slow is loaded from all the same (`CostModel.probes`). False: the
+            plan only answers how long it would take.
     """
-    return _Planner(cost, stretches, prompt_tokens, block_tokens, queued_bytes or {}, usable).plan(both_at_once)
+    plan = _Planner(cost, stretches, prompt_tokens, block_tokens, queued_bytes or {}, usable)
+    return plan.plan(both_at_once, probing=to_carry_out)
 
 
 class _Planner:
@@ -116,7 +120,7 @@ class _Planner:
             ready += stretch.tokens
         self._ready = ready if usable is None else usable(ready)
 
-    def plan(self, both_at_once: bool) -> LoadPlan:
+    def plan(self, both_at_once: bool, *, probing: bool) -> LoadPlan:
         ready, cached = self._ready, self._cached
         load_s, compute_s = self._front_s(cached), self._front_s(ready)
         if load_s is None or compute_s is None:
@@ -127,7 +131,7 @@ class _Planner:
             for front, meet, seconds in self._meetings():
                 if seconds < min(_WORTH * best_s, plan.first_token_s or best_s):
                     plan = LoadPlan(ready, front - ready, meet - front, cached - meet, seconds, load_s, compute_s)
-        return self._probed(plan)
+        return self._probed(plan) if probing else plan
 
     def _probed(self, plan: LoadPlan) -> LoadPlan:
         """The plan, or one that loads a little of what is passed over, so that a tier can turn out fast again."""

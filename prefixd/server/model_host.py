@@ -115,7 +115,7 @@ class ModelHost:
             self.worker.send,
             clock,
             max_running=worker.max_running,
-            look_ahead=settings.scheduler.look_ahead,
+            look_ahead=None if settings.scheduler.look_ahead == "auto" else settings.scheduler.look_ahead,
             recompute_if_slower=settings.scheduler.recompute_if_slower,
             preemption=settings.scheduler.preemption,
             caching=settings.cache.enabled,

@@ -288,7 +288,7 @@ class Dispatcher:
         self.accepted_tokens += step.accepted_tokens
         searched = sum(request.places for request in self.running.values() if request.sampling.beams)
         asked = step.computed_tokens - step.proposed_tokens
-        if asked > 2 * (len(step.updates) + searched):  # mostly prefill: what a cached prefix saves
+        if asked > 2 * step.passes * (len(step.updates) + searched):  # mostly prefill: what a cached prefix saves
             self._cost.observe_compute(step.computed_tokens, step.elapsed_s)
         for update in step.updates:
             request = self.running.get(update.id)

@@ -28,9 +28,7 @@ def main(directory: str) -> str:
     groups = Counter((layer.kv_heads, layer.head_dim, layer.window) for layer in spec.attention)
     fields = {
         "name": Path(directory).name,
-        "groups": [
-            asdict(LayerGroup(layers, heads, size, window)) for (heads, size, window), layers in groups.items()
-        ],
+        "groups": [asdict(LayerGroup(layers, heads, size, window)) for (heads, size, window), layers in groups.items()],
         "parameters": spec.parameters,
         "active_parameters": spec.parameters,
         "query_heads": max(layer.query_heads for layer in spec.attention),

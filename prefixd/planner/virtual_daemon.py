@@ -124,9 +124,7 @@ class VirtualDaemon:
                 write_link=self._write_link,
                 limits=DeviceLimits(in_flight=threads + threads // 2, reserved=threads // 2),
             )
-        tiers = Tiers(
-            transfers, compute=GpuTier(self._pool), shared=shared, durable=durable, troubles=Troubles(clock)
-        )
+        tiers = Tiers(transfers, compute=GpuTier(self._pool), shared=shared, durable=durable, troubles=Troubles(clock))
         self._engine = UnbackedCopyEngine(self._link(plan.ways.to_gpu), self._link(plan.ways.from_gpu))
         self.cache: TieredCache = make_cache(settings, tiers, self._engine, clock)
         self.worker = SimulatedWorker(
@@ -357,5 +355,3 @@ class _Client:
             self._loop.call_later(self._workload.requests[follower].arrival_s, self._send, follower)
         if self._places is not None:
             self._send_next()
-
-

@@ -213,5 +213,3 @@ class SimulatedWorker:
         if run.start.state is not None and run.start.state.tail:
             tail = run.computed // self._block_tokens
         self._on_done(Done(run.start.id, "cancelled" if reason == "cancelled" else "length", tail_blocks=tail))
-
-

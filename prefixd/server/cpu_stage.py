@@ -59,14 +59,23 @@ class CpuStage:
         cost: knows how long a load takes.
         meter: measures loads that share the machine.
         sharers: how many dispatchers share the tier.
+        look: called when a copy has ended: another may begin.
     """
 
-    def __init__(self, cache: TieredCache, cost: CostModel, meter: LoadMeter, sharers: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        cache: TieredCache,
+        cost: CostModel,
+        meter: LoadMeter,
+        sharers: Callable[[], int],
+        look: Callable[[], None],
+    ) -> None:
         self._cache = cache
         self._mover = cache.mover
         self._cost = cost
         self._meter = meter
         self._sharers = sharers
+        self._look = look
         self._budget = FrameBudget(cache.tiers.shared.footprint)
         self._near: dict[int, _Near] = {}
         self._copies: set[asyncio.Task[None]] = set()
@@ -81,19 +90,25 @@ class CpuStage:
         """Bytes of the CPU tier that are held, or on their way, for waiting requests."""
         return self._budget.taken
 
+    @property
+    def reading(self) -> set[int]:
+        """Ids of the requests for which the disk is being read."""
+        return {number for number, near in self._near.items() if near.copy is not None and not near.copy.done()}
+
     def begin_round(self) -> None:
         """A new look at the window begins: `add` says who is in it, in the order of their turns."""
         self._round += 1
         self._ahead_bytes = 0
         self._budget.begin_round()
 
-    def add(self, request: Request, *, due_s: float, time_s: float) -> bool:
+    def add(self, request: Request, *, due_s: float, time_s: float, may_read: bool) -> bool:
         """A request beyond the GPU tier's room, of which `found` is exact; False when the CPU tier has no room for it.
 
         Args:
             request: waits without a footprint.
             due_s: when its turn comes, on the clock of the transfers.
             time_s: how long before that the GPU tier has room for it.
+            may_read: whether the disk is free for it.
         """
         tiers, trie = self._cache.tiers, request.trie
         if tiers.durable is None or not tiers.durable.gives or not tiers.exists(tiers.shared):
@@ -110,10 +125,10 @@ class CpuStage:
         nbytes = int(trie.group_bytes[lacking].sum())
         if nbytes:
             self._ahead_bytes += nbytes
-            if near.copy is None and not self._is_in_time(time_s):
+            if may_read and near.copy is None and not self._is_in_time(time_s):
                 near.copy = asyncio.create_task(self._bring(near, nbytes, due_s))
                 self._copies.add(near.copy)
-                near.copy.add_done_callback(self._copies.discard)
+                near.copy.add_done_callback(self._ended)
         return True
 
     def end_round(self) -> None:
@@ -161,6 +176,10 @@ class CpuStage:
         near = _Near(request, rows, groups, hold, self._round)
         self._near[request.id] = near
         return near
+
+    def _ended(self, copy: asyncio.Task[None]) -> None:
+        self._copies.discard(copy)
+        self._look()
 
     async def _bring(self, near: _Near, nbytes: int, due_s: float) -> None:
         trie, shared = near.request.trie, self._cache.tiers.shared

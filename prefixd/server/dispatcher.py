@@ -427,7 +427,7 @@ class Dispatcher:
                 lacks, beyond = demanded, place
                 await self._prefetcher.unstage_ready(window[place:])
                 break
-            if request.state is RequestState.WAITING:
+            if request.state is RequestState.WAITING and (demanded or self._prefetcher.may_bring_ahead(request)):
                 self._prefetcher.stage(request, demanded=demanded, due_s=self._prefetcher.due_s(place + 1 - places))
             # Who is next waits for as many places as it takes: others, which take fewer, do not pass it for ever.
             full = full or not self._has_places(request)

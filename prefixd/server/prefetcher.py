@@ -35,6 +35,9 @@ from prefixd_swap.transfers import Urgency
 log = logging.getLogger(__name__)
 
 _RETRY_S = 0.02
+_READS = 4
+"""Prefixes that are read from disk at once, the last of them ahead of its turn. One alone leaves the disk idle at its
+end; more would only wait, while requests that share a prefix, or need it sooner, may still come."""
 _SETBACKS = 8
 
 
@@ -80,7 +83,7 @@ class Prefetcher:
         self._clock = clock
         self._meter = LoadMeter(clock)
         self._look_ahead = look_ahead
-        self._cpu_stage = CpuStage(cache, cost, self._meter, sharers)
+        self._cpu_stage = CpuStage(cache, cost, self._meter, sharers, look)
         self._pacer = pacer
         self._look = look
         self._image_budget = image_budget
@@ -88,6 +91,7 @@ class Prefetcher:
         self._recompute_if_slower = recompute_if_slower
         self._staged: dict[int, Request] = {}  # those that are STAGING, READY, or WITHDRAWN while a copy is under way
         self._copies: dict[int, asyncio.Task[None]] = {}
+        self._reading: set[int] = set()  # requests whose copies began with bytes on disk, some of them ended
 
     async def stop(self) -> None:
         """Waits for the copies under way."""
@@ -130,10 +134,19 @@ class Prefetcher:
             urgency = Urgency.DEMAND if demanded else Urgency.PREFETCH
             distance = Distance(max(distances))
             self._look_ahead.loads(distance, nbytes)
+            if distance is Distance.DISK:
+                self._reading.add(request.id)
             copy = self._bring(request, distance, nbytes, urgency)
             self._copies[request.id] = asyncio.create_task(copy)
         else:
             request.staged()
+
+    def may_bring_ahead(self, request: Request) -> bool:
+        """Whether the copies of a request that waits may begin ahead of its turn: not where the disk is busy anyway."""
+        if request.queued.distance is not Distance.DISK:
+            return True
+        self._reading &= self._copies.keys()
+        return len(self._reading | self._cpu_stage.reading) < _READS
 
     def hurry(self, request: Request) -> None:
         """A request whose prefix is on its way could run now."""
@@ -185,7 +198,8 @@ class Prefetcher:
         Its turn comes after `places` others, and the GPU tier has room for it `room` of them before.
         """
         time_s = self._look_ahead.until_turn_s(room)
-        return self._cpu_stage.add(request, due_s=self.due_s(places), time_s=time_s)
+        may_read = self.may_bring_ahead(request)
+        return self._cpu_stage.add(request, due_s=self.due_s(places), time_s=time_s, may_read=may_read)
 
     def end_near(self) -> None:
         """Lets go of requests that are not in the window any more."""

@@ -16,6 +16,7 @@ from prefixd_scheduler.errors import (
     UnknownPolicyError,
     UnknownRequestError,
 )
+from prefixd_scheduler.load_plan import LoadPlan, Stretch, plan_load
 from prefixd_scheduler.policies import (
     POLICIES,
     FastestPrefixFirst,
@@ -36,14 +37,17 @@ __all__ = [
     "Fcfs",
     "IntegrityError",
     "InvalidValueError",
+    "LoadPlan",
     "Policy",
     "QueueFullError",
     "QueuedRequest",
     "RelaxedFastestPrefixFirst",
     "RequestQueue",
     "SchedulerError",
+    "Stretch",
     "UnknownPolicyError",
     "UnknownRequestError",
     "create_policy",
     "farthest",
+    "plan_load",
 ]

@@ -45,8 +45,8 @@ class LookAhead:
         now_s = self._clock()
         if self._last_s is not None:
             gap_s = now_s - self._last_s
-            known = self._interval_s is not None
-            self._interval_s = gap_s if not known else self._interval_s + _SMOOTHING * (gap_s - self._interval_s)
+            mean_s = gap_s if self._interval_s is None else self._interval_s
+            self._interval_s = mean_s + _SMOOTHING * (gap_s - mean_s)
         self._last_s = now_s if others_wait else None
 
     def loads(self, distance: Distance, nbytes: int) -> None:

@@ -10,7 +10,6 @@ the next requests are on their way early enough.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -24,21 +23,18 @@ from prefixd.server.footprint import Footprint
 from prefixd.server.frame_budget import FrameBudget
 from prefixd.server.image_kv import ImageHolds
 from prefixd.server.load_meter import LoadMeter
+from prefixd.server.loading import Loader
 from prefixd.server.look_ahead import LookAhead
 from prefixd.server.request import Event, Request, RequestState
 from prefixd.server.run import Run
 from prefixd.server.tracker import PrefixTracker
 from prefixd_scheduler import CostModel, Distance
-from prefixd_swap import SwapError
 from prefixd_swap.transfers import Urgency
-
-log = logging.getLogger(__name__)
 
 _RETRY_S = 0.02
 _READS = 4
-"""Prefixes that are read from disk at once, the last of them ahead of its turn. One alone leaves the disk idle at its
-end; more would only wait, while requests that share a prefix, or need it sooner, may still come."""
-_SETBACKS = 8
+"""Prefixes that are read from disk at once, the last of them ahead of its turn. Fewer leave the disk idle where each
+waits for its latency; more would only wait, while requests that share a prefix, or need it sooner, may still come."""
 
 
 class Prefetcher:
@@ -79,28 +75,26 @@ class Prefetcher:
         self._mover = cache.mover
         self._tracker = tracker
         self._budget = budget
-        self._cost = cost
         self._clock = clock
-        self._meter = LoadMeter(clock)
         self._look_ahead = look_ahead
-        self._cpu_stage = CpuStage(cache, cost, self._meter, sharers, look)
         self._pacer = pacer
         self._look = look
         self._image_budget = image_budget
         self._caching = caching
         self._recompute_if_slower = recompute_if_slower
         self._staged: dict[int, Request] = {}  # those that are STAGING, READY, or WITHDRAWN while a copy is under way
-        self._copies: dict[int, asyncio.Task[None]] = {}
-        self._reading: set[int] = set()  # requests whose copies began with bytes on disk, some of them ended
+        self._reading: set[int] = set()  # requests whose loads began with bytes on disk, some of them ended
+        self._loader = Loader(cache, self._staged, cost, clock, look, self.unstage)
+        self._cpu_stage = CpuStage(cache, cost, LoadMeter(clock), sharers, look)
 
     async def stop(self) -> None:
         """Waits for the copies under way."""
         await self._cpu_stage.stop()
-        await asyncio.gather(*self._copies.values(), return_exceptions=True)
+        await self._loader.stop()
 
     # -- one request --------------------------------------------------------------------------------------------
 
-    def stage(self, request: Request, *, demanded: bool, due_s: float = 0.0) -> None:
+    def stage(self, request: Request, *, demanded: bool, due_s: float | None = None) -> None:
         """Holds the prefix that was found in the GPU tier, and starts bringing up what is missing there.
 
         `demanded`: it could run as soon as its prefix is up; else that is a prefetch, `due_s` when its turn comes.
@@ -110,7 +104,7 @@ class Prefetcher:
         trie, rows = request.trie, request.found
         request.cut = False
         if self._recompute_if_slower:
-            rows = self._worth_loading(request)
+            rows = self._loader.worth_loading(request)
             request.cut = len(rows) < len(request.found)
         tiers = trie.distances(rows)
         if request.hit_tokens is None or not request.resumed:
@@ -136,8 +130,7 @@ class Prefetcher:
             self._look_ahead.loads(distance, nbytes)
             if distance is Distance.DISK:
                 self._reading.add(request.id)
-            copy = self._bring(request, distance, nbytes, urgency)
-            self._copies[request.id] = asyncio.create_task(copy)
+            self._loader.start(request, distance, nbytes, urgency, due_s)
         else:
             request.staged()
 
@@ -145,7 +138,9 @@ class Prefetcher:
         """Whether the copies of a request that waits may begin ahead of its turn: not where the disk is busy anyway."""
         if request.queued.distance is not Distance.DISK:
             return True
-        self._reading &= self._copies.keys()
+        under_way = (RequestState.STAGING, RequestState.WITHDRAWN)
+        staged = ((number, self._staged.get(number)) for number in self._reading)
+        self._reading = {number for number, request in staged if request is not None and request.state in under_way}
         return len(self._reading | self._cpu_stage.reading) < _READS
 
     def hurry(self, request: Request) -> None:
@@ -220,70 +215,6 @@ class Prefetcher:
             if request.state is RequestState.READY:
                 self.unstage(request)
                 await self._pacer.worked(len(request.found))
-
-    # -- copies -------------------------------------------------------------------------------------------------
-
-    async def _bring(self, request: Request, distance: Distance, nbytes: int, urgency: Urgency) -> None:
-        there = 0
-        mark = self._meter.begin()
-        try:
-            compute = self._cache.tiers.compute
-            if (images := request.image_holds) is not None:
-                await self._mover.bring(images.kv.trie, images.held, compute, urgency=urgency)
-            there = await self._mover.bring(request.trie, request.rows, compute, request.wanted, urgency=urgency)
-        except SwapError as error:
-            log.error("the prefix of request %s could not be brought up: %s", request.name, error)
-        finally:
-            elapsed_s = self._meter.end(mark)
-            if there == len(request.rows):
-                self._cost.observe_load(distance, nbytes, elapsed_s)
-            self._arrived(request, there)
-
-    def _arrived(self, request: Request, there: int) -> None:
-        """A copy has ended, and so many blocks of the prefix are in the GPU tier."""
-        del self._copies[request.id]
-        if request.state is RequestState.WITHDRAWN:
-            del self._staged[request.id]
-            request.let_go()
-            self._look()
-        elif there == len(request.rows) and (request.image_holds is None or request.image_holds.complete):
-            request.staged()
-            self._look()
-        else:
-            self._set_back(request, there)
-
-    def _set_back(self, request: Request, there: int) -> None:
-        """A prefix came up in part: a block was damaged, or frames were short for the moment.
-
-        It is looked up and staged again. When that does not help either, what is missing is computed.
-        """
-        request.setbacks += 1
-        if request.setbacks < _SETBACKS:
-            self.unstage(request)
-            asyncio.get_running_loop().call_later(_RETRY_S, self._look)
-        else:
-            request.footprint.shorten(there)
-            while (blocks := request.uncut(len(request.rows))) < len(request.rows):
-                request.footprint.shorten(blocks)
-            if request.image_holds is not None:
-                request.image_holds.let_go_of_missing()
-            request.cut = True
-            request.staged()
-            self._look()
-
-    def _worth_loading(self, request: Request) -> Rows:
-        """The prefix up to the first tier that is slower to load from than to compute."""
-        trie, rows = request.trie, request.found
-        needed, nearer = trie.needed(len(rows)), np.zeros(len(rows), np.uint8)
-        for distance in (Distance.CPU, Distance.DISK):
-            nearer |= trie.there[rows, distance - 1]
-            loaded = needed & ~nearer & trie.there[rows, distance]
-            if loaded.any():
-                kept = request.usable(rows, nearer)
-                tokens = (len(rows) - len(kept)) * trie.block_tokens
-                if not self._cost.load_pays(tokens, int(trie.group_bytes[loaded].sum()), distance):
-                    return kept
-        return rows
 
 
 def _hit_tiers(trie: Trie, rows: Rows, tiers: npt.NDArray[np.int8]) -> npt.NDArray[np.int8]:

@@ -15,7 +15,7 @@ from prefixd.worker.errors import RequestError
 from prefixd.worker.grouped_kv import GroupedSequence
 from prefixd.worker.images import PromptImages, check_images
 from prefixd.worker.kv_memory import KvSequence, Segment
-from prefixd.worker.protocol import MOST_LOGPROBS, ImageShape, Sampling, Start, blocks_needed
+from prefixd.worker.protocol import MOST_LOGPROBS, Arrived, ImageShape, Sampling, Start, blocks_needed
 from prefixd.worker.sampling import Choice
 from prefixd.worker.state_memory import SequenceState
 from prefixd.worker.token_counts import TokenCounts
@@ -76,6 +76,7 @@ class Run:
         self.memory = memory
         self.images = images
         self.reported_blocks = start.cached_blocks
+        self._arrived: tuple[int, int] | None = None  # the first and the end of tokens that need not be computed
         self.kept: list[int] = []  # after how many blocks states were kept that nobody was told of yet
         self._block_tokens = block_tokens
         self._max_tokens = limits.max_model_tokens
@@ -95,7 +96,7 @@ class Run:
     @property
     def pending(self) -> int:
         """Tokens that can be computed now: those known, as far as frames reach."""
-        reach = min(len(self.tokens), self.memory_tokens)
+        reach = min(len(self.tokens), self.memory_tokens if self._arrived is None else self._arrived[0])
         return (reach if self.images is None else self.images.last_cut(reach)) - self.computed
 
     @property
@@ -157,6 +158,22 @@ class Run:
         images = None if self.images is None else self.images.of_pass(self.computed, stop)
         return Segment(self.memory, self.computed, stop, images=images)
 
+    def arrive(self, first: int, end: int) -> None:
+        """The KV of tokens [first, end), behind those computed so far or now, is in memory: they are passed over."""
+        self._arrived = first, end
+        self.advance(0)
+
+    def advance(self, count: int) -> None:
+        """So many more tokens are computed; what has arrived behind them is not."""
+        self.computed += count
+        if self._arrived is not None and self.computed >= self._arrived[0]:
+            self.computed, self._arrived = self._arrived[1], None
+
+    @property
+    def arriving(self) -> bool:
+        """Whether tokens have arrived that it has not passed over yet."""
+        return self._arrived is not None
+
     @property
     def state(self) -> SequenceState | None:
         """The state of its recurrent layers; None for a model without."""
@@ -202,6 +219,21 @@ def check_start(start: Start, block_tokens: int, limits: Limits) -> None:
     _check_sampling(start.sampling)
     if start.sampling.beams:
         _check_beams(start, len(tokens), block_tokens, limits)
+
+
+def check_arrived(message: Arrived, run: Run, block_tokens: int, limits: Limits) -> int:
+    """Refuse blocks that a run cannot go on behind; returns how many came. Raises RequestError."""
+    blocks = len(message.frames) // limits.block_slots if limits.block_slots else 0
+    if not blocks or len(message.frames) != blocks * limits.block_slots:
+        raise RequestError(
+            f"{len(message.frames)} frames arrived; a block takes {limits.block_slots}: give whole blocks"
+        )
+    if message.first != run.memory.blocks or run.arriving:
+        raise RequestError(f"blocks arrived behind block {message.first}; {run.memory.blocks} have frames")
+    end = (message.first + blocks) * block_tokens
+    if end >= len(run.tokens):
+        raise RequestError(f"{end} tokens of {len(run.tokens)} arrived; leave at least one to compute")
+    return blocks
 
 
 def _check_state(start: Start, limits: Limits) -> None:

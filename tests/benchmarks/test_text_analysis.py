@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,7 +75,7 @@ def figures(name: str, requests_per_s: float, digest: str = "same") -> Figures:
     )
 
 
-def measured(rates: dict[str, tuple[float, ...]]) -> list[Measured]:
+def measured(rates: Mapping[str, tuple[float, ...]]) -> list[Measured]:
     """What the suite `goals` would have measured, by configuration: of each repeat the requests a second."""
     cells = [cell for group in groups("goals", (512, 2048), 50_000_000) for cell in group]
     return [Measured("goals", cell, tuple(figures(cell.name, rate) for rate in rates[cell.name])) for cell in cells]

@@ -312,8 +312,11 @@ class SchedulerSettings(_Section):
     loaded, by what both took lately; 0: none, and a number to measure against."""
     queue_limit: Count = 4096
     """Requests that may wait; one more is refused."""
-    recompute_if_slower: bool = True
-    """Compute a cached prefix again where loading it would take longer."""
+    load: Literal["auto", "always", "never"] = "auto"
+    """What happens to a cached prefix that is not in GPU memory. auto: whatever brings the first token sooner, by what
+    loading and computing have taken so far: it is loaded, computed again, or its back is loaded while its front is
+    computed; a load that falls behind is given up. always: it is loaded, however long that takes. never: it is computed
+    again. The last two are for measuring."""
     preemption: Literal["auto", "swap", "recompute"] = "auto"
     """Where the KV goes of a request that has to give its GPU memory to others while it runs: down the tiers, to be
     loaded again (swap), or nowhere, to be computed again (recompute). auto: whichever takes less time, for each

@@ -30,15 +30,17 @@ from prefixd.server.frame_holders import name_holders
 from prefixd.server.image_kv import NO_ROWS
 from prefixd.server.kv_needs import KvNeeds
 from prefixd.server.kv_shape import ONE_FRAME, KvShape
+from prefixd.server.loading import LoadMode
 from prefixd.server.look_ahead import LookAhead
 from prefixd.server.preemption import Preemption, PreemptionMode
 from prefixd.server.prefetcher import Prefetcher
 from prefixd.server.request import Ended, Event, NewTokens, Request, RequestState
 from prefixd.server.run import Run, RunStates
 from prefixd.server.state_keeping import StateKeeping, StatePolicy
+from prefixd.server.tail_load import TailLoad
 from prefixd.server.tier_share import TierShare
 from prefixd.server.tracker import PrefixTracker
-from prefixd.worker.protocol import Cancel, Done, Extend, KvUsage, Start, Step, ToWorker
+from prefixd.worker.protocol import Arrived, Cancel, Done, Extend, KvUsage, Start, Step, ToWorker
 from prefixd_scheduler import CostModel, RequestQueue
 from prefixd_swap import FramePool
 
@@ -67,7 +69,7 @@ class Dispatcher:
         clock: seconds.
         max_running: requests computed at once.
         look_ahead: requests ahead of their turn whose prefixes are brought up; None for as many as loads take time.
-        recompute_if_slower: compute a cached prefix again where loading it would take longer.
+        load: what is loaded of a cached prefix: see `settings.SchedulerSettings.load`.
         preemption: where the KV of a preempted request goes; see `preemption.py`.
         caching: False neither finds nor keeps anything.
         states: which states are kept of a model that has any.
@@ -84,7 +86,7 @@ class Dispatcher:
         *,
         max_running: int,
         look_ahead: int | None,
-        recompute_if_slower: bool = True,
+        load: LoadMode = "auto",
         preemption: PreemptionMode = "auto",
         caching: bool = True,
         states: StatePolicy | None = None,
@@ -130,11 +132,12 @@ class Dispatcher:
             sharers=lambda: self._share.members,
             image_budget=self._image_budget,
             caching=caching,
-            recompute_if_slower=recompute_if_slower,
+            load=load,
         )
         self.preemption = Preemption(cache, self._share, cost, clock, self._look, mode=preemption)
         cache.claims.append(self._claims)
         self._computing: dict[int, Request] = {}  # running requests that still compute blocks of their prompts
+        self._loading: dict[int, Request] = {}  # running requests beside which a part of their prefixes is loaded
         self._interrupted: dict[int, Request] = {}  # their worker died; they are about to be put back or ended
         self._lacking: tuple[int, float] | None = None  # a request that alone lacks frames, and since when
         self._retry: asyncio.TimerHandle | None = None  # the next look of a model that waits in line
@@ -289,7 +292,7 @@ class Dispatcher:
         searched = sum(request.places for request in self.running.values() if request.sampling.beams)
         asked = step.computed_tokens - step.proposed_tokens
         if asked > 2 * step.passes * (len(step.updates) + searched):  # mostly prefill: what a cached prefix saves
-            self._cost.observe_compute(step.computed_tokens, step.elapsed_s)
+            self._cost.observe_compute(step.computed_tokens, step.elapsed_s, step.context_tokens)
         for update in step.updates:
             request = self.running.get(update.id)
             if request is None:
@@ -381,6 +384,7 @@ class Dispatcher:
         while not self._stopping:
             await self._wake.wait()
             self._wake.clear()
+            self._advance_loads()
             if self._taking and await self._extend_starved():
                 await self._dispatch()
             await asyncio.sleep(0)  # others run even if every dispatch asks for the next one
@@ -577,6 +581,7 @@ class Dispatcher:
             kv.block_widths,
             states,
         )
+        beside = request.beside
         self._prefetcher.hand_over(request, run, [*of_images, *of_blocks, *of_states])
         self.look_ahead.handed_over(bool(self.waiting))
         self.found_images += found_images
@@ -603,6 +608,10 @@ class Dispatcher:
                 image_frames=[] if images is None else images.claim_frames(of_images),
             )
         )
+        if beside is not None:
+            self._prefetcher.loader.load_beside(request, beside)
+            self._loading[request.id] = request
+            self._look()
         return True
 
     async def _take_first(self, request: Request, states: int) -> tuple[list[int], list[int], list[int]] | None:
@@ -680,7 +689,42 @@ class Dispatcher:
 
     # -- while a request runs -----------------------------------------------------------------------------------
 
+    def _advance_loads(self) -> None:
+        """Loads on beside the requests that compute, and tells the worker of what has come when both meet."""
+        for request in list(self._loading.values()):
+            tail = request.tail
+            if tail is None or tail.joined:
+                del self._loading[request.id]
+            elif request.state in (RequestState.RUNNING, RequestState.STARVED):
+                if tail.advance(request.run.blocks, request.filled_blocks):
+                    self._join(request, tail)
+                self._want_frame(request)
+
+    def _join(self, request: Request, tail: TailLoad) -> None:
+        rows = tail.arrived
+        if not len(rows):
+            request.footprint.end_tail()
+            return
+        tail.joined = True
+        frames = request.trie.slots[rows, self._cache.tiers.compute.level, : request.run.slots].ravel().tolist()
+        self._send(Arrived(request.id, request.run.blocks, frames))
+        request.run.frames += frames
+        hits = np.bincount(tail.plan.tiers[-len(rows) :], minlength=len(self._cache.counters.hit_tokens))
+        for tier, blocks in enumerate(hits.tolist()):
+            tokens = blocks * request.trie.block_tokens
+            self._cache.counters.hit_tokens[tier] += tokens
+            if request.hit_tokens is not None:
+                request.hit_tokens[tier] += tokens
+
     def _record(self, request: Request, filled: int) -> None:
+        """Enters the blocks that were filled into the trie, and holds those that were passed over."""
+        tail = request.tail
+        if tail is not None and tail.joined and filled >= tail.limit + len(tail.arrived):
+            self._record_computed(request, tail.limit)
+            request.footprint.end_tail()
+        self._record_computed(request, filled)
+
+    def _record_computed(self, request: Request, filled: int) -> None:
         """Enters the blocks that were filled into the trie; they stay after the request ends."""
         run, first = request.run, len(request.rows)
         if run.recording and first < filled:

@@ -23,7 +23,7 @@ from prefixd.server.footprint import Footprint
 from prefixd.server.frame_budget import FrameBudget
 from prefixd.server.image_kv import ImageHolds
 from prefixd.server.load_meter import LoadMeter
-from prefixd.server.loading import Loader
+from prefixd.server.loading import Loader, LoadMode
 from prefixd.server.look_ahead import LookAhead
 from prefixd.server.request import Event, Request, RequestState
 from prefixd.server.run import Run
@@ -52,7 +52,7 @@ class Prefetcher:
         sharers: how many dispatchers share the tiers.
         image_budget: as `budget`, of images that are in no block of a prompt.
         caching: False finds no images.
-        recompute_if_slower: compute a cached prefix again where loading it would take longer.
+        load: what is loaded of a cached prefix.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Prefetcher:
         sharers: Callable[[], int],
         image_budget: FrameBudget,
         caching: bool,
-        recompute_if_slower: bool,
+        load: LoadMode,
     ) -> None:
         self._cache = cache
         self._mover = cache.mover
@@ -81,16 +81,15 @@ class Prefetcher:
         self._look = look
         self._image_budget = image_budget
         self._caching = caching
-        self._recompute_if_slower = recompute_if_slower
         self._staged: dict[int, Request] = {}  # those that are STAGING, READY, or WITHDRAWN while a copy is under way
         self._reading: set[int] = set()  # requests whose loads began with bytes on disk, some of them ended
-        self._loader = Loader(cache, self._staged, cost, clock, look, self.unstage)
+        self.loader = Loader(cache, self._staged, budget, cost, clock, look, self.unstage, load)
         self._cpu_stage = CpuStage(cache, cost, LoadMeter(clock), sharers, look)
 
     async def stop(self) -> None:
         """Waits for the copies under way."""
         await self._cpu_stage.stop()
-        await self._loader.stop()
+        await self.loader.stop()
 
     # -- one request --------------------------------------------------------------------------------------------
 
@@ -101,11 +100,7 @@ class Prefetcher:
 
         `found` has to be exact (`PrefixTracker.verify`): what is held must be this request's blocks.
         """
-        trie, rows = request.trie, request.found
-        request.cut = False
-        if self._recompute_if_slower:
-            rows = self._loader.worth_loading(request)
-            request.cut = len(rows) < len(request.found)
+        trie, rows = request.trie, self.loader.choose(request, demanded=demanded)
         tiers = trie.distances(rows)
         if request.hit_tokens is None or not request.resumed:
             request.hit_tokens = (
@@ -130,7 +125,7 @@ class Prefetcher:
             self._look_ahead.loads(distance, nbytes)
             if distance is Distance.DISK:
                 self._reading.add(request.id)
-            self._loader.start(request, distance, nbytes, urgency, due_s)
+            self.loader.start(request, urgency, due_s)
         else:
             request.staged()
 
@@ -145,7 +140,7 @@ class Prefetcher:
 
     def hurry(self, request: Request) -> None:
         """A request whose prefix is on its way could run now."""
-        self._mover.hurry(request.trie, request.rows, self._cache.tiers.compute)
+        self.loader.hurry(request)
         if (images := request.image_holds) is not None:
             self._mover.hurry(images.kv.trie, images.held, self._cache.tiers.compute)
 

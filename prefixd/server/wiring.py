@@ -50,7 +50,7 @@ def make_dispatcher(
         clock,
         max_running=worker.max_running,
         look_ahead=None if scheduler.look_ahead == "auto" else scheduler.look_ahead,
-        recompute_if_slower=scheduler.recompute_if_slower,
+        load=scheduler.load,
         preemption=scheduler.preemption,
         caching=settings.cache.enabled,
         states=(

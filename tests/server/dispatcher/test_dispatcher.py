@@ -207,7 +207,7 @@ async def test_frames_of_a_shared_prefix_are_counted_once(make_bench: MakeBench)
 async def test_a_prefix_that_is_slower_to_load_is_computed(
     make_bench: MakeBench, events: Events, expected: Expected, recompute: bool, tier: int
 ) -> None:
-    bench = await make_bench(16, disk=True, recompute_if_slower=recompute)
+    bench = await make_bench(16, disk=True, load="auto" if recompute else "always")
     await bench.cached(WARM)
     if tier == DISK:
         trie = bench.cache.trie(bench.namespace)

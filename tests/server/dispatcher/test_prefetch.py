@@ -219,14 +219,14 @@ def test_a_prefix_on_its_way_to_the_cpu_is_not_read_again_for_the_gpu() -> None:
 @pytest.mark.parametrize("bytes_per_s", [5e7, 2e8, 1e9])
 def test_looking_ahead_is_never_slower_than_not(policy: str, bytes_per_s: float) -> None:
     """The text analysis workload, from a disk that is the bottleneck to one that is none."""
-    workload = TextAnalysis(prefixes=32, requests=96, prefix_tokens=512, outstanding=32)
-    sizes = TierSizes(gpu_prefixes=4, cpu_prefixes=8, disk_prefixes=32)
+    workload = TextAnalysis(prefixes=24, requests=64, prefix_tokens=512, outstanding=24)
+    sizes = TierSizes(gpu_prefixes=3, cpu_prefixes=6, disk_prefixes=24)
     ways = Ways(Way(5e9, 5e-5), Way(5e9, 5e-5), Way(bytes_per_s, 1e-4), Way(bytes_per_s, 1e-4))
     model = PlannedModel("embedded", (LayerGroup(8, 8, 64),), 1e8, 1e8, 8, 8192, "a test")
     rates = []
     for look_ahead in (0, "auto"):
         serving = Serving(name=policy, policy=policy, look_ahead=look_ahead)
-        overrides = {"worker.embedded": True, **serving.overrides(workload, sizes)}
+        overrides = {"worker.embedded": True, "scheduler.load": "always", **serving.overrides(workload, sizes)}
         settings = Settings.load(Path(os.devnull), overrides, {})
         plan = Plan(model, settings, MeasuredCosts(2e-3, 3.5e-4, 1.5e-3, 1e-7, where="a test"), ways, 0.001)
         rates.append(simulate(plan, of_text_analysis(workload))[-1].requests_per_s)

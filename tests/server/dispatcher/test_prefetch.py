@@ -216,7 +216,7 @@ def test_a_prefix_on_its_way_to_the_cpu_is_not_read_again_for_the_gpu() -> None:
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "fpf"])
-@pytest.mark.parametrize("bytes_per_s", [5e7, 2e8, 1e9])
+@pytest.mark.parametrize("bytes_per_s", [5e7, 1e9])
 def test_looking_ahead_is_never_slower_than_not(policy: str, bytes_per_s: float) -> None:
     """The text analysis workload, from a disk that is the bottleneck to one that is none."""
     workload = TextAnalysis(prefixes=24, requests=64, prefix_tokens=512, outstanding=24)

@@ -89,8 +89,19 @@ def _size_or_auto(value: object) -> int | str:
     return value if value == "auto" else parse_size(value)
 
 
+def _count_or_auto(value: object) -> int | str:
+    if value == "auto":
+        return "auto"
+    if isinstance(value, str) and value.isdecimal():
+        value = int(value)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError("give a whole number from 0 on, or auto")
+    return value
+
+
 Bytes = Annotated[int, BeforeValidator(parse_size)]
 BytesOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_size_or_auto)]
+CountOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)]
 AbsolutePath = Annotated[Path, AfterValidator(_absolute)]
 SocketPath = Annotated[Path, AfterValidator(_socket)]
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -303,8 +314,9 @@ class SchedulerSettings(_Section):
     starvation_bound_s: Seconds | None = None
     """For the policies that may starve: who has waited so long goes before all who have not. With n others waiting, and
     one handed over every s seconds, nobody then waits longer than this and n times s."""
-    look_ahead: Annotated[int, Field(ge=0)] = 16
-    """Requests ahead of their turn whose prefixes are brought up."""
+    look_ahead: CountOrAuto = "auto"
+    """Requests ahead of their turn whose prefixes are brought up. auto: as many as are handed over while a prefix is
+    loaded, by what both took lately; 0: none, and a number to measure against."""
     queue_limit: Count = 4096
     """Requests that may wait; one more is refused."""
     load: Literal["auto", "always", "never"] = "auto"

@@ -159,24 +159,25 @@ class Loader:
 
     # -- before the request runs ------------------------------------------------------------------------------------
 
-    def start(self, request: Request, urgency: Urgency) -> None:
-        """Starts bringing up what a request that is STAGING lacks."""
-        self._copies[request.id] = asyncio.create_task(self._bring(request, urgency))
+    def start(self, request: Request, urgency: Urgency, due_s: float | None = None) -> None:
+        """Starts bringing up what a request that is STAGING lacks; `due_s` when its turn comes."""
+        self._copies[request.id] = asyncio.create_task(self._bring(request, urgency, due_s))
 
     def hurry(self, request: Request) -> None:
         """A request whose prefix is on its way could run now."""
         if (load := self._loads.get(request.id)) is not None:
             load.hurry()
 
-    async def _bring(self, request: Request, urgency: Urgency) -> None:
+    async def _bring(self, request: Request, urgency: Urgency, due_s: float | None) -> None:
         changed = asyncio.Event()
         load = self._load(request, urgency, changed.set)
+        load.due_s = due_s
         self._loads[request.id] = load
         there, given_up = 0, False
         try:
             compute = self._cache.tiers.compute
             if (images := request.image_holds) is not None:
-                await self._mover.bring(images.kv.trie, images.held, compute, urgency=urgency)
+                await self._mover.bring(images.kv.trie, images.held, compute, urgency=urgency, due_s=due_s)
             rows, wanted = request.rows, request.wanted
             step = piece_blocks(request.trie, len(rows))
             for start in range(0, len(rows), step):

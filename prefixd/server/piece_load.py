@@ -55,6 +55,7 @@ class PieceLoad:
     Attributes:
         arrived: so many of the pieces, from the first on, are in the GPU tier.
         failed: a piece came in part: a block was damaged, or room was short.
+        due_s: when the blocks are wanted, on the clock of the transfers; None: as soon as their turn comes.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class PieceLoad:
     ) -> None:
         self.arrived = 0
         self.failed = False
+        self.due_s: float | None = None
         self._cache = cache
         self._cost = cost
         self._meter = meter
@@ -150,7 +152,9 @@ class PieceLoad:
     async def _bring(self, rows: Rows, wanted: GroupMask | None) -> bool:
         mover, compute = self._cache.mover, self._cache.tiers.compute
         try:
-            return await mover.bring(self._trie, rows, compute, wanted, urgency=self._urgency) == len(rows)
+            urgency, due_s = self._urgency, self.due_s
+            there = await mover.bring(self._trie, rows, compute, wanted, urgency=urgency, due_s=due_s)
+            return there == len(rows)
         except SwapError as error:
             log.error("blocks for %s could not be brought up: %s", self._name, error)
             return False

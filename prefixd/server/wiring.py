@@ -49,7 +49,7 @@ def make_dispatcher(
         send,
         clock,
         max_running=worker.max_running,
-        look_ahead=scheduler.look_ahead,
+        look_ahead=None if scheduler.look_ahead == "auto" else scheduler.look_ahead,
         load=scheduler.load,
         preemption=scheduler.preemption,
         caching=settings.cache.enabled,

@@ -1,0 +1,147 @@
+"""Programs repaired by a breadth-first search with a language server, over the network API: without a cache, with each
+policy of the queue, and with fewer tiers."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Sequence
+
+from benchmarks.common import harness
+from benchmarks.serving import figures as serving
+from benchmarks.serving.figures import Figures
+from benchmarks.serving.progress import progress_on_stderr
+from benchmarks.serving.ways import Room, Way, add_options, chosen_ways
+from benchmarks.tree_parts.grow import Checker, Grown, Plan, grow
+from benchmarks.tree_parts.language_server import LanguageServer, pylsp
+from benchmarks.tree_parts.programs import PROGRAMS
+from benchmarks.tree_parts.search import INSTRUCTIONS
+from prefixd.workloads.daemon_process import DaemonProcess
+
+DESCRIPTION = """\
+LSPDojo's tree search ("Long-Term Memory", section VI) with a real language server (python-lsp-server with pyflakes):
+
+    pip install 'prefixd[bench]'
+    python -m benchmarks.tree_search --json tree_search.json --plot tree_search.svg
+
+Small programs are to be written. A node of the search is a program as far as it is right; its --candidates completions
+are given as forced tokens, right or with planned mistakes (undefined names, attributes that a module does not have,
+broken syntax), so that no trained model is needed. The language server checks each: a program without an error is
+repaired; else it is cut off at the first error, the wrong line and the error become a remark, and the search goes on
+from there, --width nodes of each program a level. All requests of a level are sent at once, to the small model that
+comes with prefixd, in a daemon of its own for each way of serving.
+
+hit_rate is the share of prompt tokens from the cache; possible_tokens are those that a cache without a limit would
+have had. output_digest covers what the model says: the tokens that it found likeliest. Exit status 2 unless with all
+tiers hit_rate is at least --least-hit-rate with every policy, every search ends with its program, and all answers are
+equal."""
+
+
+async def measure(ways: Sequence[Way], plan: Plan, room: Room) -> tuple[list[Figures], list[Grown], int]:
+    """One daemon after the other, and how many texts were checked. Raises DaemonFailed, ClientError,
+    LanguageServerError."""
+    measured, searched = list[Figures](), list[Grown]()
+    async with LanguageServer(pylsp()) as server:
+        checker = Checker(server)
+        for way in ways:
+            with progress_on_stderr() as progress:
+                progress.begin(f"{way.name}: starting a daemon", 0)
+                waiting = len(plan.programs) * plan.width * plan.candidates
+                with DaemonProcess(room.settings(way, waiting)) as daemon:
+                    grown = await grow(daemon.address, plan, checker, progress, way.name)
+            measured.append(serving.summarise(way, grown.asked, grown.elapsed_s))
+            searched.append(grown)
+    return measured, searched, len(checker)
+
+
+def shortcomings(
+    ways: Sequence[Way], measured: Sequence[Figures], searched: Sequence[Grown], plan: Plan, least_rate: float
+) -> list[str]:
+    """What is not as it should be, in a few words each."""
+    wrong = [] if serving.same_answers(measured) else ["the answers differ: see output_digest"]
+    for way, run, grown in zip(ways, measured, searched, strict=True):
+        lost = sorted({program.name for program in plan.programs}.difference(grown.repaired))
+        if lost:
+            wrong.append(f"{run.name}: not repaired: {', '.join(lost)}")
+        if way.complete and run.hit_rate < least_rate:
+            wrong.append(f"{run.name}: hit_rate is {run.hit_rate:.3f}, below {least_rate:g}")
+    return wrong
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = harness.parser("tree_search", DESCRIPTION)
+    numbers = [
+        ("--programs", len(PROGRAMS), "programs to be written, the first of those that there are"),
+        ("--width", 2, "nodes of a program that are completed a level"),
+        ("--candidates", 3, "completions of a node"),
+        ("--attempts", 2, "completions that may get the same line wrong, one after the other"),
+        ("--sites", 3, "faulty lines of a program"),
+        ("--running", 8, "requests computed at once"),
+    ]
+    for flag, default, text in numbers:
+        parser.add_argument(flag, type=harness.positive, default=default, metavar="N", help=f"{text} ({default})")
+    parser.add_argument("--seed", type=int, default=0, help="of the faulty lines and their mistakes (0)")
+    shares = [
+        ("--gpu-share", 0.0, 1e3, "of everything cached that fits into the GPU tier beside what runs"),
+        ("--cpu-share", 0.3, 1e3, "of everything cached that fits into the CPU tier; the disk holds all"),
+        ("--least-hit-rate", 0.8, 1.0, "of all prompt tokens, with all tiers; less is a failure"),
+    ]
+    for name, value, most, text in shares:
+        parser.add_argument(
+            name, type=harness.number(0.0, most), default=value, metavar="X", help=f"{text} ({value:g})"
+        )
+    add_options(parser)
+    options = parser.parse_args(arguments)
+    if options.programs > len(PROGRAMS):
+        parser.error(f"argument --programs: there are {len(PROGRAMS)}, not {options.programs}")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command. Raises BenchmarkError when something is not as it should be, after the result is written."""
+    options = _options(arguments)
+    programs = PROGRAMS[: options.programs]
+    plan = Plan(
+        programs=programs,
+        width=options.width,
+        candidates=options.candidates,
+        attempts=options.attempts,
+        sites=options.sites,
+        seed=options.seed,
+    )
+    # A remark takes less than three lines' room.
+    longest = len(INSTRUCTIONS) + max(
+        len(program.task) + len(program.source) + 240 * options.sites * options.attempts for program in programs
+    )
+    requests = len(programs) * options.width * options.candidates * (options.sites + 1)
+    room = Room(
+        longest=longest,
+        usual=longest,
+        all_tokens=len(INSTRUCTIONS) + requests * (longest - len(INSTRUCTIONS)) // 2,
+        running=options.running,
+        gpu_share=options.gpu_share,
+        cpu_share=options.cpu_share,
+    )
+    ways = chosen_ways(options)
+    measured, searched, checked = asyncio.run(measure(ways, plan, room))
+    wrong = shortcomings(ways, measured, searched, plan, options.least_hit_rate)
+    no_parameters = ("json", "plot", "policies", "tiers")
+    result = {
+        **{name: value for name, value in vars(options).items() if name not in no_parameters},
+        "repaired": min(len(grown.repaired) for grown in searched),
+        "depth": searched[0].depth,
+        "candidates": dict(searched[0].candidates),
+        "checked_texts": checked,
+        "same_answers": serving.same_answers(measured),
+        "shortcomings": wrong,
+        "ways": [run.to_plain() for run in measured],
+    }
+    harness.finish("tree_search", result, options.json)
+    serving.print_table("tree search", measured)
+    harness.plot(options.plot, lambda axes: serving.draw(axes, measured), columns=3)
+    if wrong:
+        raise harness.BenchmarkError("; ".join(wrong))
+
+
+if __name__ == "__main__":
+    harness.run(main)

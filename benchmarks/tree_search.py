@@ -71,7 +71,7 @@ def shortcomings(
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = harness.parser("tree_search", DESCRIPTION)
     numbers = [
-        ("--programs", len(PROGRAMS), "programs to be written, the first of those that there are"),
+        ("--programs", 4, f"programs to be written, of the {len(PROGRAMS)} that there are"),
         ("--width", 2, "nodes of a program that are completed a level"),
         ("--candidates", 3, "completions of a node"),
         ("--attempts", 2, "completions that may get the same line wrong, one after the other"),

@@ -70,6 +70,23 @@ def load(path, defaults):
 """,
     ),
     Program(
+        "retry",
+        "a call that is repeated after an error with growing pauses, up to a number of attempts",
+        """\
+import time
+
+
+def retry(call, attempts, pause):
+    for attempt in range(attempts):
+        try:
+            return call()
+        except OSError as error:
+            last = error
+            time.sleep(pause * 2**attempt)
+    raise RuntimeError(f"{attempts} attempts failed") from last
+""",
+    ),
+    Program(
         "schedule",
         "the order in which tasks can be done when each waits for others, or an error that names a cycle",
         """\
@@ -114,23 +131,6 @@ class Median:
             oldest = self.order.popleft()
             del self.ranked[bisect.bisect_left(self.ranked, oldest)]
         return self.ranked[len(self.ranked) // 2]
-""",
-    ),
-    Program(
-        "retry",
-        "a call that is repeated after an error with growing pauses, up to a number of attempts",
-        """\
-import time
-
-
-def retry(call, attempts, pause):
-    for attempt in range(attempts):
-        try:
-            return call()
-        except OSError as error:
-            last = error
-            time.sleep(pause * 2**attempt)
-    raise RuntimeError(f"{attempts} attempts failed") from last
 """,
     ),
 )

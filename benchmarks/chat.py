@@ -14,10 +14,9 @@ from benchmarks.chat_parts.talk import talk
 from benchmarks.chat_parts.traced import read_conversations
 from benchmarks.common import harness
 from benchmarks.serving import figures as serving
+from benchmarks.serving.daemon import daemon_of
 from benchmarks.serving.figures import Figures
-from benchmarks.serving.progress import progress_on_stderr
 from benchmarks.serving.ways import Room, Way, add_options, chosen_ways
-from prefixd.workloads.daemon_process import DaemonProcess
 
 DESCRIPTION = """\
 The chat benchmark of "Long-Term Memory" (section VII.B), with conversations that grow turn by turn:
@@ -40,14 +39,11 @@ _SCALES = {"generator": 1 / 8, "sharegpt": 1 / 16, "trace": 1 / 32}
 
 
 def measure(ways: Sequence[Way], conversations: Sequence[Conversation], room: Room, users: int) -> list[Figures]:
-    """One daemon after the other. Raises DaemonFailed, ClientError."""
-    waiting = len(conversations)
+    """One daemon after the other. Raises DaemonFailed."""
     measured = []
     for way in ways:
-        with progress_on_stderr() as progress:
-            progress.begin(f"{way.name}: starting a daemon", 0)
-            with DaemonProcess(room.settings(way, waiting)) as daemon:
-                asked, elapsed_s = asyncio.run(talk(daemon.address, conversations, users, progress, way.name))
+        with daemon_of(way, room, len(conversations)) as (address, progress):
+            asked, elapsed_s = asyncio.run(talk(address, conversations, users, progress, way.name))
         measured.append(serving.summarise(way, asked, elapsed_s))
     return measured
 
@@ -156,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "scale": scale,
         "conversations": len(conversations),
         "left_out": left_out,
-        "turns": sum(len(each.turns) for each in conversations) / len(conversations),
+        "mean_turns": sum(len(each.turns) for each in conversations) / len(conversations),
         "think_s": sum(turn.think_s for each in conversations for turn in each.turns),
         "same_answers": serving.same_answers(measured),
         "shortcomings": wrong,

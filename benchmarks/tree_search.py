@@ -6,17 +6,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 from benchmarks.common import harness
 from benchmarks.serving import figures as serving
+from benchmarks.serving.daemon import daemon_of
 from benchmarks.serving.figures import Figures
-from benchmarks.serving.progress import progress_on_stderr
 from benchmarks.serving.ways import Room, Way, add_options, chosen_ways
 from benchmarks.tree_parts.grow import Checker, Grown, Plan, grow
 from benchmarks.tree_parts.language_server import LanguageServer, pylsp
 from benchmarks.tree_parts.programs import PROGRAMS
 from benchmarks.tree_parts.search import INSTRUCTIONS
-from prefixd.workloads.daemon_process import DaemonProcess
 
 DESCRIPTION = """\
 LSPDojo's tree search ("Long-Term Memory", section VI) with a real language server (python-lsp-server with pyflakes):
@@ -38,19 +38,27 @@ equal."""
 
 
 async def measure(ways: Sequence[Way], plan: Plan, room: Room) -> tuple[list[Figures], list[Grown], int]:
-    """One daemon after the other, and how many texts were checked. Raises DaemonFailed, ClientError,
-    LanguageServerError."""
+    """One daemon after the other, and how many texts were checked.
+
+    room: an estimate, for the first way; the tiers of the others are shares of what that turned out to need.
+    Raises DaemonFailed, LanguageServerError.
+    """
     measured, searched = list[Figures](), list[Grown]()
+    waiting = len(plan.programs) * plan.width * plan.candidates
     async with LanguageServer(pylsp()) as server:
         checker = Checker(server)
         for way in ways:
-            with progress_on_stderr() as progress:
-                progress.begin(f"{way.name}: starting a daemon", 0)
-                waiting = len(plan.programs) * plan.width * plan.candidates
-                with DaemonProcess(room.settings(way, waiting)) as daemon:
-                    grown = await grow(daemon.address, plan, checker, progress, way.name)
+            with daemon_of(way, room, waiting) as (address, progress):
+                grown = await grow(address, plan, checker, progress, way.name)
             measured.append(serving.summarise(way, grown.asked, grown.elapsed_s))
             searched.append(grown)
+            lengths = [each.prompt_tokens + len(each.output) for each in grown.asked]
+            room = replace(
+                room,
+                longest=max(lengths),
+                usual=sum(lengths) // len(lengths),
+                all_tokens=grown.distinct_tokens,
+            )
     return measured, searched, len(checker)
 
 
@@ -75,8 +83,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         ("--width", 2, "nodes of a program that are completed a level"),
         ("--candidates", 3, "completions of a node"),
         ("--attempts", 2, "completions that may get the same line wrong, one after the other"),
-        ("--sites", 3, "faulty lines of a program"),
-        ("--running", 8, "requests computed at once"),
+        ("--sites", 4, "faulty lines of a program"),
+        ("--running", 4, "requests computed at once"),
     ]
     for flag, default, text in numbers:
         parser.add_argument(flag, type=harness.positive, default=default, metavar="N", help=f"{text} ({default})")
@@ -109,15 +117,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sites=options.sites,
         seed=options.seed,
     )
-    # A remark takes less than three lines' room.
+    # A remark takes less room than this.
     longest = len(INSTRUCTIONS) + max(
         len(program.task) + len(program.source) + 240 * options.sites * options.attempts for program in programs
     )
-    requests = len(programs) * options.width * options.candidates * (options.sites + 1)
     room = Room(
         longest=longest,
         usual=longest,
-        all_tokens=len(INSTRUCTIONS) + requests * (longest - len(INSTRUCTIONS)) // 2,
+        all_tokens=longest,
         running=options.running,
         gpu_share=options.gpu_share,
         cpu_share=options.cpu_share,
@@ -130,8 +137,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         **{name: value for name, value in vars(options).items() if name not in no_parameters},
         "repaired": min(len(grown.repaired) for grown in searched),
         "depth": searched[0].depth,
-        "candidates": dict(searched[0].candidates),
+        "became": dict(searched[0].became),
         "checked_texts": checked,
+        "distinct_tokens": searched[0].distinct_tokens,
         "same_answers": serving.same_answers(measured),
         "shortcomings": wrong,
         "ways": [run.to_plain() for run in measured],

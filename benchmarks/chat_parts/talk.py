@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from benchmarks.chat_parts.conversations import Conversation
-from benchmarks.serving.asking import Asked, ask
+from benchmarks.serving.asking import Asked, ask, together
 from benchmarks.serving.seen_blocks import SeenBlocks
 from prefixd.client import AsyncClient
 from prefixd.workloads.runner import Progress
@@ -34,12 +34,7 @@ async def talk(
                 await _converse(client, conversations[number], seen, results[number], progress)
 
         began = time.monotonic()
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(users):
-                    group.create_task(user(order))
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from errors  # the first failure ended the others
+        await together([user(order) for _ in range(users)])
         elapsed_s = time.monotonic() - began
     return [asked for result in results for asked in result], elapsed_s
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from prefixd.client import AsyncClient, Finished, ServerError, Tier, Tokens
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,3 +79,13 @@ async def ask(
                 possible_tokens=possible_tokens,
             )
     raise ServerError("the daemon ended a request without its last event; see its log")
+
+
+async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Does everything at once, and returns what each gave. The first failure ends the others, and is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(each) for each in work]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from errors
+    return [task.result() for task in tasks]

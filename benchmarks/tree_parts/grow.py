@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
-from benchmarks.serving.asking import Asked, ask
+from benchmarks.serving.asking import Asked, ask, together
 from benchmarks.serving.seen_blocks import SeenBlocks
 from benchmarks.tree_parts.language_server import Diagnostic, LanguageServer
 from benchmarks.tree_parts.planned import PlannedModel, same_program
@@ -45,7 +44,7 @@ class Checker:
     async def check(self, texts: Sequence[str]) -> list[list[Diagnostic]]:
         """The errors of each text. Raises LanguageServerError."""
         new = [text for text in dict.fromkeys(texts) if text not in self._known]
-        self._known.update(zip(new, await asyncio.gather(*map(self._server.check, new)), strict=True))
+        self._known.update(zip(new, await together([self._server.check(text) for text in new]), strict=True))
         return [self._known[text] for text in texts]
 
 
@@ -54,15 +53,16 @@ class Grown:
     """What the searches came to.
 
     asked: all requests, in their order. elapsed_s: seconds in which requests were under way. repaired: names of the
-    programs that the searches ended with. depth: levels. candidates: of all programs, by what became of them, see
-    `Counts`.
+    programs that the searches ended with. depth: levels. became: how many candidates of all programs became what, see
+    `Counts`. distinct_tokens: of all prompts and completions, what several begin with counted once.
     """
 
     asked: list[Asked] = field(default_factory=list)
     elapsed_s: float = 0.0
     repaired: list[str] = field(default_factory=list)
     depth: int = 0
-    candidates: Counter[str] = field(default_factory=Counter)
+    became: Counter[str] = field(default_factory=Counter)
+    distinct_tokens: int = 0
 
 
 async def grow(address: str, plan: Plan, checker: Checker, progress: Progress, name: str) -> Grown:
@@ -82,21 +82,19 @@ async def grow(address: str, plan: Plan, checker: Checker, progress: Progress, n
             ]
             progress.begin(f"{name}: level {grown.depth}", len(wanted))
             began = time.monotonic()
-            async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(_complete(client, seen, search.prompt(node), text, progress))
-                    for search, node, text in wanted
-                ]
-            grown.asked += [task.result() for task in tasks]
+            grown.asked += await together(
+                [_complete(client, seen, search.prompt(node), text, progress) for search, node, text in wanted]
+            )
             grown.elapsed_s += time.monotonic() - began
             found = await checker.check([node.kept + text for _, node, text in wanted])
             for (search, node, text), errors in zip(wanted, found, strict=True):
                 search.judge(node, text, errors)
+    grown.distinct_tokens = len(seen) * BLOCK_TOKENS
     for search in searches:
         if search.repaired is not None and same_program(search.repaired, search.program):
             grown.repaired.append(search.program.name)
-        for became, number in asdict(search.counts).items():
-            grown.candidates[became] += number
+        for fate, number in asdict(search.counts).items():
+            grown.became[fate] += number
     return grown
 
 

@@ -178,9 +178,9 @@ def test_hits_repairs_and_answers_from_end_to_end(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     told = json.loads(file.read_text())
     plain, cached = told["ways"]
-    assert told["same_answers"] and told["repaired"] == 1 and told["candidates"]["retried"] > 0
+    assert told["same_answers"] and told["repaired"] == 1 and told["became"]["retried"] > 0
     assert plain["hit_rate"] == 0 and cached["hit_rate"] >= 0.8 and cached["hit_share"] > 0.9
-    assert plain["requests"] == cached["requests"] == sum(told["candidates"].values())
+    assert plain["requests"] == cached["requests"] == sum(told["became"].values())
     assert picture.read_text().startswith("<?xml")
 
 

@@ -118,6 +118,7 @@ def draw(axes: Sequence[Any], figures: Sequence[Figures]) -> None:
     if cached:
         possible = max(run.possible_tokens for run in cached)
         hits.axvline(possible, color="black", linestyle="--", linewidth=1, label="possible")
+        hits.set_xlim(0, max(1, possible) * 1.1)
     hits.set_xlabel("hit tokens")
     hits.legend(fontsize="small")
     for index, each in enumerate(axes):

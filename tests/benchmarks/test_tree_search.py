@@ -155,19 +155,11 @@ def test_a_candidate_is_expanded_retried_cut_or_right_by_its_first_error() -> No
 
 def test_hits_repairs_and_answers_from_end_to_end(tmp_path: Path) -> None:
     file, picture = tmp_path / "result.json", tmp_path / "result.svg"
+    sizes = ["--programs=1", "--sites=1", "--candidates=2", "--least-hit-rate=0.5"]
     done = subprocess.run(
         [
             *(sys.executable, "-m", "benchmarks.tree_search", f"--json={file}", f"--plot={picture}"),
-            *(
-                "--programs=1",
-                "--sites=2",
-                "--width=1",
-                "--candidates=2",
-                "--policies",
-                "fpf",
-                "--tiers",
-                "gpu+cpu+disk",
-            ),
+            *(*sizes, "--policies", "fpf", "--tiers", "gpu+cpu+disk"),
         ],
         cwd=ROOT,
         env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE"},
@@ -179,7 +171,7 @@ def test_hits_repairs_and_answers_from_end_to_end(tmp_path: Path) -> None:
     told = json.loads(file.read_text())
     plain, cached = told["ways"]
     assert told["same_answers"] and told["repaired"] == 1 and told["became"]["retried"] > 0
-    assert plain["hit_rate"] == 0 and cached["hit_rate"] >= 0.8 and cached["hit_share"] > 0.9
+    assert plain["hit_rate"] == 0 and cached["hit_rate"] >= 0.5 and cached["hit_share"] > 0.9
     assert plain["requests"] == cached["requests"] == sum(told["became"].values())
     assert picture.read_text().startswith("<?xml")
 

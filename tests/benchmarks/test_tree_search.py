@@ -156,12 +156,12 @@ def test_a_candidate_is_expanded_retried_cut_or_right_by_its_first_error() -> No
 def test_hits_repairs_and_answers_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tree_search, "PROGRAMS", (PROGRAM,))
     file, picture = tmp_path / "result.json", tmp_path / "result.svg"
-    sizes = ["--programs=1", "--sites=2", "--candidates=2"]
+    sizes = ["--programs=1", "--sites=1", "--candidates=2", "--least-hit-rate=0.5"]
     tree_search.main([f"--json={file}", f"--plot={picture}", *sizes, "--policies", "fpf", "--tiers", "gpu+cpu+disk"])
     told = json.loads(file.read_text())
     plain, cached = told["ways"]
     assert told["same_answers"] and told["repaired"] == 1 and told["became"]["retried"] > 0
-    assert plain["hit_rate"] == 0 and cached["hit_rate"] >= 0.8 and cached["hit_share"] > 0.9
+    assert plain["hit_rate"] == 0 and cached["hit_rate"] >= 0.5 and cached["hit_share"] > 0.9
     assert plain["requests"] == cached["requests"] == sum(told["became"].values())
     assert picture.read_text().startswith("<?xml")
 

@@ -178,7 +178,7 @@ class AsyncClient:
         prompt: str | TokenIds,
         *,
         images: Sequence[bytes] = (),
-        max_tokens: int = 16,
+        max_tokens: int | None = None,
         temperature: float = 0.0,
         top_k: int = 0,
         top_p: float = 1.0,
@@ -191,6 +191,7 @@ class AsyncClient:
         stop: str | Sequence[str] = (),
         ignore_eos: bool = False,
         logprobs: int | None = None,
+        forced_tokens: TokenIds | None = None,
         n: int = 1,
         best_of: int | None = None,
         beam_search: BeamSearch | None = None,
@@ -216,6 +217,10 @@ class AsyncClient:
         the best as index 0. With `beam_search` the `n` best sequences that it finds come at its end, likewise; it takes
         nothing that draws or changes tokens.
 
+        The output has at most `max_tokens` (None: 16). With `forced_tokens` it is exactly these, for scoring and
+        replay: keys, values and logprobs are computed as if the model had chosen them. They take no stop strings,
+        no second sequence and no beam search.
+
         `images` are the files (PNG, JPEG, WebP) of a prompt that holds the model's placeholder once for each, as text
         or as token id; 16 MiB with the prompt.
 
@@ -238,6 +243,7 @@ class AsyncClient:
             stop=stop,
             ignore_eos=ignore_eos,
             logprobs=logprobs,
+            forced_tokens=forced_tokens,
         )
         request = generate_request(
             prompt,

@@ -163,6 +163,11 @@ class Generation:
         # Chosen here, so that a run that is taken up again samples the same tokens.
         seed = params.seed if params.seed is not None else secrets.randbits(63)
         room = model.hello.max_model_tokens - prompt_tokens
+        if params.forced_tokens is not None and len(params.forced_tokens) > 4 * room:
+            raise InvalidArgumentError(
+                f"the prompt has {prompt_tokens} tokens and forced_tokens {len(params.forced_tokens) // 4}, but the "
+                f"model takes {model.hello.max_model_tokens} together; shorten one of them"
+            )
         samplings = [params.sampling(index, seed, room) for index in range(params.sequences)]
         block_tokens, frame_bytes = model.hello.block_tokens, model.hello.frame_bytes
         longest = prompt_tokens + samplings[0].max_tokens

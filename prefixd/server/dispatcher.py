@@ -133,6 +133,7 @@ class Dispatcher:
             image_budget=self._image_budget,
             caching=caching,
             load=load,
+            backlog_s=self._backlog_s,
         )
         self.preemption = Preemption(cache, self._share, cost, clock, self._look, mode=preemption)
         cache.claims.append(self._claims)
@@ -147,6 +148,11 @@ class Dispatcher:
         self._ready = False
         self._stopping = False
         self._task: asyncio.Task[None] | None = None
+
+    def _backlog_s(self) -> float:
+        """Estimated seconds that the worker computes what is left of the prompts that it has."""
+        left = (request.prompt_tokens - request.run.computed_tokens for request in self._computing.values())
+        return self._cost.compute_s(sum(tokens for tokens in left if tokens > 0)) or 0.0
 
     def _ready_s(self, request: Request) -> float:
         return self._prefetcher.loader.ready_s(request)
@@ -435,7 +441,7 @@ class Dispatcher:
                 await self._prefetcher.unstage_ready(window[place:])
                 break
             if request.state is RequestState.WAITING and (demanded or self._prefetcher.may_bring_ahead(request)):
-                self._prefetcher.stage(request, demanded=demanded, due_s=self._prefetcher.due_s(place + 1 - places))
+                self._prefetcher.stage(request, demanded=demanded, places=place + 1 - places)
             # Who is next waits for as many places as it takes: others, which take fewer, do not pass it for ever.
             full = full or not self._has_places(request)
             if request.state is RequestState.READY and not full and not await self._hand_over(request):

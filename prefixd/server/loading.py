@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Literal
+from weakref import WeakSet
 
 import numpy as np
 
@@ -51,6 +52,7 @@ class Loader:
         look: called when a request may have become ready.
         unstage: ends the hold of a request that waits on.
         mode: load whatever is faster, everything, or nothing.
+        backlog_s: how long the worker computes what was handed over before.
 
     Attributes:
         beside: requests of which a part was loaded while they computed another.
@@ -67,6 +69,7 @@ class Loader:
         look: Callable[[], None],
         unstage: Callable[[Request], None],
         mode: LoadMode,
+        backlog_s: Callable[[], float],
     ) -> None:
         self.beside = self.abandoned = 0
         self._cache = cache
@@ -79,6 +82,8 @@ class Loader:
         self._look = look
         self._unstage = unstage
         self._mode = mode
+        self._backlog_s = backlog_s
+        self._under_way: WeakSet[PieceLoad] = WeakSet()
         self._copies: dict[int, asyncio.Task[None]] = {}
         self._loads: dict[int, PieceLoad] = {}
 
@@ -88,10 +93,13 @@ class Loader:
 
     # -- what to do -----------------------------------------------------------------------------------------------
 
-    def choose(self, request: Request, *, demanded: bool) -> Rows:
+    def choose(self, request: Request, *, demanded: bool, turn_s: float) -> Rows:
         """The part of what was `found` that a request loads before it runs; sets `cut` and `beside` accordingly.
 
-        `demanded`: it could run at once. Else the load takes time from nobody.
+        Args:
+            request: waits.
+            demanded: it could run at once.
+            turn_s: in so many seconds its turn comes.
         """
         rows = request.found
         request.beside = None
@@ -100,22 +108,22 @@ class Loader:
         elif self._mode == "never":
             chosen = request.usable(rows, request.trie.there[rows, self._cache.tiers.compute.level])
         elif request.trie.has_rules or request.image_kv is not None:
-            chosen = self._worth_loading(request)
+            chosen = self._worth_loading(request, turn_s + self._backlog_s())
         else:
-            chosen = self._planned(request, demanded)
+            chosen = self._planned(request, demanded, turn_s)
         request.cut = len(chosen) < len(rows)
         return chosen
 
     def ready_s(self, request: Request) -> float:
         """Estimated seconds of loading and computing until a waiting request's first token; infinite while unknown."""
-        plan = self._plan(request, at_once=False, to_carry_out=False)
+        plan = self._plan(request, at_once=False, wait_s=0.0, to_carry_out=False)
         return math.inf if plan.first_token_s is None else plan.first_token_s
 
-    def _planned(self, request: Request, demanded: bool) -> Rows:
+    def _planned(self, request: Request, demanded: bool, turn_s: float) -> Rows:
         """As `plan_load` says, which knows no windows and states."""
         rows, block_tokens = request.found, request.trie.block_tokens
         at_once = demanded and len(request.kv.groups) == 1 and not request.sampling.beams and request.images is None
-        plan = self._plan(request, at_once=at_once, to_carry_out=True)
+        plan = self._plan(request, at_once=at_once, wait_s=turn_s + self._backlog_s(), to_carry_out=True)
         blocks = request.uncut((plan.ready_tokens + plan.front_tokens) // block_tokens)
         if plan.computed_tokens and plan.loaded_tokens:
             behind = rows[blocks : plan.used_tokens // block_tokens]
@@ -123,13 +131,15 @@ class Loader:
             request.beside = TailPlan(behind, request.trie.nearest[behind], share)
         return rows[:blocks]
 
-    def _plan(self, request: Request, *, at_once: bool, to_carry_out: bool) -> LoadPlan:
+    def _plan(self, request: Request, *, at_once: bool, wait_s: float, to_carry_out: bool) -> LoadPlan:
         return plan_load(
             self._cost,
             [*self._stretches(request)],
             request.chain.tokens,
             request.trie.block_tokens,
             both_at_once=at_once,
+            queued_bytes=dict.fromkeys((Distance.CPU, Distance.DISK), self._queued_bytes() if to_carry_out else 0),
+            wait_s=wait_s,
             to_carry_out=to_carry_out,
         )
 
@@ -143,8 +153,8 @@ class Loader:
             nbytes = int(trie.group_bytes[lacking[here]].sum())
             yield Stretch(Distance(distance), int(here.sum()) * trie.block_tokens, nbytes)
 
-    def _worth_loading(self, request: Request) -> Rows:
-        """The prefix up to the first tier that is slower to load from than to compute."""
+    def _worth_loading(self, request: Request, wait_s: float) -> Rows:
+        """The prefix up to the first tier that is slower to load from than to compute, which begins in `wait_s`."""
         trie, rows = request.trie, request.found
         needed, nearer = trie.needed(len(rows)), np.zeros(len(rows), np.uint8)
         for distance in (Distance.CPU, Distance.DISK):
@@ -152,8 +162,11 @@ class Loader:
             loaded = needed & ~nearer & trie.there[rows, distance]
             if loaded.any():
                 kept = request.usable(rows, nearer)
-                tokens = (len(rows) - len(kept)) * trie.block_tokens
-                if not self._cost.load_pays(tokens, int(trie.group_bytes[loaded].sum()), distance):
+                nbytes, tokens = int(trie.group_bytes[loaded].sum()), (len(rows) - len(kept)) * trie.block_tokens
+                load_s = self._cost.load_s(nbytes, distance, self._queued_bytes())
+                compute_s = self._cost.compute_s(tokens, len(kept) * trie.block_tokens)
+                slower = load_s is not None and compute_s is not None and load_s > wait_s + compute_s
+                if slower and not self._cost.probes(distance):
                     return kept
         return rows
 
@@ -179,7 +192,7 @@ class Loader:
             if (images := request.image_holds) is not None:
                 await self._mover.bring(images.kv.trie, images.held, compute, urgency=urgency, due_s=due_s)
             rows, wanted = request.rows, request.wanted
-            step = piece_blocks(request.trie, len(rows))
+            step = piece_blocks(self._load_s(request), len(rows))
             for start in range(0, len(rows), step):
                 part = slice(start, start + step)
                 if request.trie.lacking(rows[part], compute.level, None if wanted is None else wanted[part]).any():
@@ -201,14 +214,29 @@ class Loader:
 
     def _load(self, request: Request, urgency: Urgency, changed: Callable[[], None]) -> PieceLoad:
         name = f"request {request.name}"
-        return PieceLoad(self._cache, self._cost, self._meter, self._clock, name, request.trie, urgency, changed)
+        args = (self._cache, self._cost, self._meter, self._clock, name, request.trie, urgency, changed)
+        load = PieceLoad(*args, self._queued_bytes)
+        self._under_way.add(load)
+        return load
+
+    def _load_s(self, request: Request) -> float | None:
+        """What loading takes of what a request lacks."""
+        trie, rows = request.trie, request.rows
+        lacking = trie.lacking(rows, self._cache.tiers.compute.level, request.wanted)
+        far = int(trie.distances(rows[lacking != 0]).max(initial=0))
+        return self._cost.load_s(int(trie.group_bytes[lacking].sum()), Distance(far))
 
     def _compute_s(self, request: Request) -> float | None:
         """What computing takes of what a request lacks, from its first missing block on."""
         trie, rows = request.trie, request.rows
         lacking = trie.lacking(rows, self._cache.tiers.compute.level, request.wanted) != 0
         there = int(lacking.argmax()) if lacking.any() else len(rows)
-        return self._cost.compute_s((len(rows) - there) * trie.block_tokens, there * trie.block_tokens)
+        compute_s = self._cost.compute_s((len(rows) - there) * trie.block_tokens, there * trie.block_tokens)
+        return None if compute_s is None else compute_s + self._backlog_s()
+
+    def _queued_bytes(self) -> int:
+        """Bytes that all loads have on their way; they share what they come by."""
+        return sum(load.moving_bytes for load in self._under_way)
 
     def _arrived(self, request: Request, there: int, given_up: bool) -> None:
         """A copy has ended, and so many blocks of the prefix are in the GPU tier."""

@@ -53,6 +53,7 @@ class Prefetcher:
         image_budget: as `budget`, of images that are in no block of a prompt.
         caching: False finds no images.
         load: what is loaded of a cached prefix.
+        backlog_s: how long the worker computes what was handed over before.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Prefetcher:
         image_budget: FrameBudget,
         caching: bool,
         load: LoadMode,
+        backlog_s: Callable[[], float],
     ) -> None:
         self._cache = cache
         self._mover = cache.mover
@@ -83,7 +85,7 @@ class Prefetcher:
         self._caching = caching
         self._staged: dict[int, Request] = {}  # those that are STAGING, READY, or WITHDRAWN while a copy is under way
         self._reading: set[int] = set()  # requests whose loads began with bytes on disk, some of them ended
-        self.loader = Loader(cache, self._staged, budget, cost, clock, look, self.unstage, load)
+        self.loader = Loader(cache, self._staged, budget, cost, clock, look, self.unstage, load, backlog_s)
         self._cpu_stage = CpuStage(cache, cost, LoadMeter(clock), sharers, look)
 
     async def stop(self) -> None:
@@ -93,14 +95,16 @@ class Prefetcher:
 
     # -- one request --------------------------------------------------------------------------------------------
 
-    def stage(self, request: Request, *, demanded: bool, due_s: float | None = None) -> None:
+    def stage(self, request: Request, *, demanded: bool, places: int = 0) -> None:
         """Holds the prefix that was found in the GPU tier, and starts bringing up what is missing there.
 
-        `demanded`: it could run as soon as its prefix is up; else that is a prefetch, `due_s` when its turn comes.
+        `demanded`: it could run as soon as its prefix is up; else that is a prefetch, and its turn comes when `places`
+        more requests have been handed over.
 
         `found` has to be exact (`PrefixTracker.verify`): what is held must be this request's blocks.
         """
-        trie, rows = request.trie, self.loader.choose(request, demanded=demanded)
+        turn_s = self._look_ahead.until_turn_s(places)
+        trie, rows = request.trie, self.loader.choose(request, demanded=demanded, turn_s=turn_s)
         tiers = trie.distances(rows)
         if request.hit_tokens is None or not request.resumed:
             request.hit_tokens = (
@@ -125,7 +129,7 @@ class Prefetcher:
             self._look_ahead.loads(distance, nbytes)
             if distance is Distance.DISK:
                 self._reading.add(request.id)
-            self.loader.start(request, urgency, due_s)
+            self.loader.start(request, urgency, None if demanded else self._clock() + turn_s)
         else:
             request.staged()
 

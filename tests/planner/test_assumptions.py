@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -94,9 +95,7 @@ def test_a_calibration_is_read_as_it_was_written(tmp_path: Path) -> None:
     file = tmp_path / "machine.json"
     file.write_text(MEASURED.to_json())
     assert read_calibration(file) == MEASURED and MEASURED.costs is None
-    whole = Calibration(
-        **{**vars_of(MEASURED), "pass_s": 1.0, "token_s": 1.0, "decoded_s": 1.0, "attended_s": 0.0, "begun_s": 0.0}
-    )
+    whole = replace(MEASURED, pass_s=1.0, token_s=1.0, decoded_s=1.0, attended_s=0.0, begun_s=0.0)
     file.write_text(whole.to_json())
     assert read_calibration(file) == whole and whole.costs is not None
 

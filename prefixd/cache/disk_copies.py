@@ -311,7 +311,7 @@ class DiskCopies:
             target.addresses(taken),
             tuple(trie.part_bytes[part] for part in chosen),
         )
-        read = store.submit_read(loads, movement.urgency)
+        read = store.submit_read(loads, movement.urgency, deadline_s=movement.due_s)
         errors = await movement.run(read)
         return self._judge(trie, rows, errors)
 

@@ -278,11 +278,13 @@ class Mover:
         wanted: GroupMask | None = None,
         *,
         urgency: Urgency = Urgency.DEMAND,
+        due_s: float | None = None,
     ) -> int:
         """Brings `rows` (held in `tier` by the caller) into `tier`; returns how many, from the first, are there.
 
         Movements that are under way already are joined, and made as urgent, not repeated (the paper's lock on a prefix,
-        V.D). What nobody waits for any more, because its callers were cancelled, is dropped.
+        V.D). So are movements to the shared tier, from which the rest of the way is short: nothing is read from disk
+        twice. What nobody waits for any more, because its callers were cancelled, is dropped.
 
         Args:
             trie: the blocks' trie.
@@ -290,10 +292,12 @@ class Mover:
             tier: where to.
             wanted: [m] KV groups of each that have to be there; all by default.
             urgency: how urgent it is for this caller.
+            due_s: when he wants it, on the clock of the transfers: of equally urgent movements the first one due goes
+                first.
         """
         if wanted is None:
             wanted = np.full(len(rows), trie.all_groups, np.uint8)
-        while await self._bring_once(trie, rows, tier, wanted, urgency):
+        while await self._bring_once(trie, rows, tier, wanted, urgency, due_s):
             pass  # what others bring may be other KV groups of the same block
         there = trie.lacking(rows, tier.level, wanted) == 0
         return len(rows) if there.all() else int(there.argmin())
@@ -301,10 +305,17 @@ class Mover:
     def hurry(self, trie: Trie, rows: Rows, tier: MemoryTier) -> None:
         """Somebody waits for `rows` by now: their movements to `tier` that are under way become DEMAND."""
         for row in rows.tolist():
-            if (movement := self._moving.get((trie.ordinal, row, tier.level))) is not None:
+            if (movement := self._coming(trie, row, tier)) is not None:
                 movement.raise_to(Urgency.DEMAND)
 
-    async def _bring_once(self, trie: Trie, rows: Rows, tier: MemoryTier, wanted: GroupMask, urgency: Urgency) -> bool:
+    def _coming(self, trie: Trie, row: int, tier: MemoryTier) -> Movement | None:
+        """What moves a row to `tier`, or to the shared tier on its way there."""
+        movement = self._moving.get((trie.ordinal, row, tier.level))
+        return movement or self._moving.get((trie.ordinal, row, self.tiers.shared.level))
+
+    async def _bring_once(
+        self, trie: Trie, rows: Rows, tier: MemoryTier, wanted: GroupMask, urgency: Urgency, due_s: float | None
+    ) -> bool:
         """Moves what is lacking and nobody moves, some at a time, and waits for it and for what others move.
 
         Returns whether others moved some of it.
@@ -323,15 +334,15 @@ class Mover:
                 fresh: list[int] = []
                 todo = np.flatnonzero(lacking)
                 for at, row in zip(todo.tolist(), rows[here][todo].tolist(), strict=True):
-                    movement = self._moving.get((trie.ordinal, row, tier.level))
+                    movement = self._coming(trie, row, tier)
                     if movement is None:
                         fresh.append(at)
                     elif movement not in others:
                         others.add(movement)
-                        movement.join(urgency)
+                        movement.join(urgency, due_s)
                         joined.callback(movement.leave)
                 if fresh:
-                    own.append(self._start(trie, rows[here][fresh], tier, lacking[fresh], urgency))
+                    own.append(self._start(trie, rows[here][fresh], tier, lacking[fresh], urgency, due_s))
                     joined.callback(own[-1].leave)
                 else:
                     await give_way()
@@ -341,10 +352,12 @@ class Mover:
                 await movement.wait()
         return bool(others)
 
-    def _start(self, trie: Trie, rows: Rows, tier: MemoryTier, wanted: GroupMask, urgency: Urgency) -> Movement:
+    def _start(
+        self, trie: Trie, rows: Rows, tier: MemoryTier, wanted: GroupMask, urgency: Urgency, due_s: float | None
+    ) -> Movement:
         """Starts a movement that one caller has joined."""
-        movement = Movement(urgency)
-        movement.join(urgency)
+        movement = Movement(urgency, due_s)
+        movement.join(urgency, due_s)
         for row in rows.tolist():
             self._moving[trie.ordinal, row, tier.level] = movement
         movement.task = self.spawn(self._fetch(trie, rows, tier, wanted, movement))
@@ -464,7 +477,7 @@ class Mover:
         Raises:
             SwapError: a copy failed.
         """
-        copies = self._copies.submit(source, old, target, taken, sizes, movement.urgency)
+        copies = self._copies.submit(source, old, target, taken, sizes, movement.urgency, deadline_s=movement.due_s)
         results = await movement.run(copies)
         failed = [result for result in results if result is not None and not isinstance(result, TransferDroppedError)]
         if failed:

@@ -67,12 +67,12 @@ def _demo(workload: TextAnalysis, tiers: TierSizes) -> list[Figures]:
 
 def _run_all(workload: TextAnalysis, tiers: TierSizes, directory: Path, progress: Progress) -> list[Figures]:
     from prefixd.workloads.runner import daemon_for, measure, run_config
-    from prefixd.workloads.text_analysis import CONFIGS
+    from prefixd.workloads.text_analysis import CONFIGS, serving_of
 
     *others, last = CONFIGS
     figures = [run_config(config, workload, tiers, directory / config, progress=progress) for config in others]
     progress.begin(f"{last}: starting a daemon", 0)
-    with daemon_for(last, workload, tiers, directory / last) as daemon:
+    with daemon_for(serving_of(last), workload, tiers, directory / last) as daemon:
         figures.append(measure(last, daemon, workload, progress=progress))
         progress.begin(f"{last}: restarting the daemon", 0)
         daemon.restart()

@@ -98,7 +98,7 @@ def serve_command(
     ] = None,
     look_ahead: Annotated[
         str | None,
-        _option("--look-ahead", QUEUE, "Requests ahead of their turn whose prefixes are brought up.", "COUNT"),
+        _option("--look-ahead", QUEUE, "Requests ahead of their turn whose prefixes are brought up, or auto.", "COUNT"),
     ] = None,
     assignments: Assignments = None,
     log_level: Annotated[

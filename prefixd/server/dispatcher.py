@@ -30,14 +30,17 @@ from prefixd.server.frame_holders import name_holders
 from prefixd.server.image_kv import NO_ROWS
 from prefixd.server.kv_needs import KvNeeds
 from prefixd.server.kv_shape import ONE_FRAME, KvShape
+from prefixd.server.loading import LoadMode
+from prefixd.server.look_ahead import LookAhead
 from prefixd.server.preemption import Preemption, PreemptionMode
 from prefixd.server.prefetcher import Prefetcher
 from prefixd.server.request import Ended, Event, NewTokens, Request, RequestState
 from prefixd.server.run import Run, RunStates
 from prefixd.server.state_keeping import StateKeeping, StatePolicy
+from prefixd.server.tail_load import TailLoad
 from prefixd.server.tier_share import TierShare
 from prefixd.server.tracker import PrefixTracker
-from prefixd.worker.protocol import Cancel, Done, Extend, KvUsage, Start, Step, ToWorker
+from prefixd.worker.protocol import Arrived, Cancel, Done, Extend, KvUsage, Start, Step, ToWorker
 from prefixd_scheduler import CostModel, RequestQueue
 from prefixd_swap import FramePool
 
@@ -65,8 +68,8 @@ class Dispatcher:
         send: gives a message to the worker.
         clock: seconds.
         max_running: requests computed at once.
-        look_ahead: requests ahead of their turn whose prefixes are brought up.
-        recompute_if_slower: compute a cached prefix again where loading it would take longer.
+        look_ahead: requests ahead of their turn whose prefixes are brought up; None for as many as loads take time.
+        load: what is loaded of a cached prefix: see `settings.SchedulerSettings.load`.
         preemption: where the KV of a preempted request goes; see `preemption.py`.
         caching: False neither finds nor keeps anything.
         states: which states are kept of a model that has any.
@@ -82,8 +85,8 @@ class Dispatcher:
         clock: Callable[[], float],
         *,
         max_running: int,
-        look_ahead: int,
-        recompute_if_slower: bool = True,
+        look_ahead: int | None,
+        load: LoadMode = "auto",
         preemption: PreemptionMode = "auto",
         caching: bool = True,
         states: StatePolicy | None = None,
@@ -105,12 +108,12 @@ class Dispatcher:
         """What is needed of the GPU tier; set with it."""
         self._cache = cache
         self._mover = cache.mover
-        self._tracker = PrefixTracker(cache, queue, caching=caching)
+        self._tracker = PrefixTracker(cache, queue, caching=caching, ready_s=self._ready_s)
         self._cost = cost
         self._send = send
         self._clock = clock
         self._concurrency = ConcurrencyLimit(max_running, cache.tiers.troubles, self._look)
-        self._look_ahead = look_ahead
+        self.look_ahead = LookAhead(cost, clock, look_ahead)
         self._caching = caching
         self.states = StateKeeping(cache, states or StatePolicy())
         self._budget, self._image_budget = FrameBudget(self._frames_of_parts), FrameBudget(self._frames_of_parts)
@@ -125,13 +128,16 @@ class Dispatcher:
             clock,
             self._pacer,
             self._look,
+            look_ahead=self.look_ahead,
+            sharers=lambda: self._share.members,
             image_budget=self._image_budget,
             caching=caching,
-            recompute_if_slower=recompute_if_slower,
+            load=load,
         )
         self.preemption = Preemption(cache, self._share, cost, clock, self._look, mode=preemption)
         cache.claims.append(self._claims)
         self._computing: dict[int, Request] = {}  # running requests that still compute blocks of their prompts
+        self._loading: dict[int, Request] = {}  # running requests beside which a part of their prefixes is loaded
         self._interrupted: dict[int, Request] = {}  # their worker died; they are about to be put back or ended
         self._lacking: tuple[int, float] | None = None  # a request that alone lacks frames, and since when
         self._retry: asyncio.TimerHandle | None = None  # the next look of a model that waits in line
@@ -141,6 +147,9 @@ class Dispatcher:
         self._ready = False
         self._stopping = False
         self._task: asyncio.Task[None] | None = None
+
+    def _ready_s(self, request: Request) -> float:
+        return self._prefetcher.loader.ready_s(request)
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -286,7 +295,7 @@ class Dispatcher:
         searched = sum(request.places for request in self.running.values() if request.sampling.beams)
         asked = step.computed_tokens - step.proposed_tokens
         if asked > 2 * step.passes * (len(step.updates) + searched):  # mostly prefill: what a cached prefix saves
-            self._cost.observe_compute(step.computed_tokens, step.elapsed_s)
+            self._cost.observe_compute(step.computed_tokens, step.elapsed_s, step.context_tokens)
         for update in step.updates:
             request = self.running.get(update.id)
             if request is None:
@@ -378,6 +387,7 @@ class Dispatcher:
         while not self._stopping:
             await self._wake.wait()
             self._wake.clear()
+            self._advance_loads()
             if self._taking and await self._extend_starved():
                 await self._dispatch()
             await asyncio.sleep(0)  # others run even if every dispatch asks for the next one
@@ -390,7 +400,9 @@ class Dispatcher:
     async def _dispatch(self) -> None:
         self._tracker.refresh()
         places = max(0, self._concurrency.limit - self._places_taken)
-        window = [self.waiting[q.id] for q in self.queue.window(places + self._look_ahead, self._clock())]
+        ahead = self.look_ahead.requests(self._concurrency.limit)
+        window = [self.waiting[q.id] for q in self.queue.window(places + ahead, self._clock())]
+        beyond = len(window)  # from this place on the GPU tier has no room
         await self._prefetcher.keep_only(window)
         self._budget.begin_round()
         self._image_budget.begin_round()
@@ -409,24 +421,25 @@ class Dispatcher:
                 self._withdraw(request, _never_fits(request, self._cache.tiers.frames))
                 continue
             if self.preemption.waits(request, self._share.running()):
+                beyond = place
                 await self._prefetcher.unstage_ready(window[place:])
                 break
             if not self._share.may_hand_over(self):
-                lacks = demanded
+                lacks, beyond = demanded, place
                 await self._prefetcher.unstage_ready(window[place:])
                 break
             left -= request.first_frames
             left -= self._budget.weigh(request.trie, request.rows, request.wanted) + self._weigh_images(request)
             if left < 0:
-                lacks = demanded
+                lacks, beyond = demanded, place
                 await self._prefetcher.unstage_ready(window[place:])
                 break
-            if request.state is RequestState.WAITING:
-                self._prefetcher.stage(request, demanded=demanded)
+            if request.state is RequestState.WAITING and (demanded or self._prefetcher.may_bring_ahead(request)):
+                self._prefetcher.stage(request, demanded=demanded, due_s=self._prefetcher.due_s(place + 1 - places))
             # Who is next waits for as many places as it takes: others, which take fewer, do not pass it for ever.
             full = full or not self._has_places(request)
             if request.state is RequestState.READY and not full and not await self._hand_over(request):
-                lacks = True
+                lacks, beyond = True, place + 1
                 await self._prefetcher.unstage_all_but(request)
                 self._lacks_frames(request)
                 break
@@ -434,6 +447,19 @@ class Dispatcher:
             handed_over = request.state is RequestState.RUNNING
             await self._pacer.worked(_REQUEST_ROWS + (_HAND_OVER * request.blocks if handed_over else request.blocks))
         await self._keep_place(lacks, coming)
+        await self._bring_near(window if ahead else [], beyond, places)
+
+    async def _bring_near(self, window: list[Request], beyond: int, places: int) -> None:
+        """The prefetcher's second stage, of the window from the place `beyond` on."""
+        self._prefetcher.begin_near()
+        for place, request in enumerate(window[beyond:], beyond):
+            if not self._taking:
+                break
+            if request.state is RequestState.WAITING and self._is_current(request):
+                if not self._prefetcher.bring_near(request, place + 1 - places, beyond - places):
+                    break
+                await self._pacer.worked(_REQUEST_ROWS + request.blocks)
+        self._prefetcher.end_near()
 
     async def _keep_place(self, lacks: bool, coming: bool) -> None:
         """Waits in the line of the models for frames that the next request `lacks`, or for its prefix, which is on its
@@ -558,7 +584,9 @@ class Dispatcher:
             kv.block_widths,
             states,
         )
+        beside = request.beside
         self._prefetcher.hand_over(request, run, [*of_images, *of_blocks, *of_states])
+        self.look_ahead.handed_over(bool(self.waiting))
         self.found_images += found_images
         self.preemption.resumed(request, cached)
         if states is not None:
@@ -583,6 +611,10 @@ class Dispatcher:
                 image_frames=[] if images is None else images.claim_frames(of_images),
             )
         )
+        if beside is not None:
+            self._prefetcher.loader.load_beside(request, beside)
+            self._loading[request.id] = request
+            self._look()
         return True
 
     async def _take_first(self, request: Request, states: int) -> tuple[list[int], list[int], list[int]] | None:
@@ -660,7 +692,42 @@ class Dispatcher:
 
     # -- while a request runs -----------------------------------------------------------------------------------
 
+    def _advance_loads(self) -> None:
+        """Loads on beside the requests that compute, and tells the worker of what has come when both meet."""
+        for request in list(self._loading.values()):
+            tail = request.tail
+            if tail is None or tail.joined:
+                del self._loading[request.id]
+            elif request.state in (RequestState.RUNNING, RequestState.STARVED):
+                if tail.advance(request.run.blocks, request.filled_blocks):
+                    self._join(request, tail)
+                self._want_frame(request)
+
+    def _join(self, request: Request, tail: TailLoad) -> None:
+        rows = tail.arrived
+        if not len(rows):
+            request.footprint.end_tail()
+            return
+        tail.joined = True
+        frames = request.trie.slots[rows, self._cache.tiers.compute.level, : request.run.slots].ravel().tolist()
+        self._send(Arrived(request.id, request.run.blocks, frames))
+        request.run.frames += frames
+        hits = np.bincount(tail.plan.tiers[-len(rows) :], minlength=len(self._cache.counters.hit_tokens))
+        for tier, blocks in enumerate(hits.tolist()):
+            tokens = blocks * request.trie.block_tokens
+            self._cache.counters.hit_tokens[tier] += tokens
+            if request.hit_tokens is not None:
+                request.hit_tokens[tier] += tokens
+
     def _record(self, request: Request, filled: int) -> None:
+        """Enters the blocks that were filled into the trie, and holds those that were passed over."""
+        tail = request.tail
+        if tail is not None and tail.joined and filled >= tail.limit + len(tail.arrived):
+            self._record_computed(request, tail.limit)
+            request.footprint.end_tail()
+        self._record_computed(request, filled)
+
+    def _record_computed(self, request: Request, filled: int) -> None:
         """Enters the blocks that were filled into the trie; they stay after the request ends."""
         run, first = request.run, len(request.rows)
         if run.recording and first < filled:

@@ -9,6 +9,7 @@ from prefixd.cache.groups import GroupMask
 from prefixd.cache.index.trie import Rows
 from prefixd.server.frame_budget import FrameBudget
 from prefixd.server.image_kv import ImageHolds
+from prefixd.server.tail_load import TailLoad
 
 
 class Footprint:
@@ -22,6 +23,8 @@ class Footprint:
 
     Of the blocks that were found, the bytes are held that the rules of the KV groups need; while the request runs, it
     lets go of what its windows have passed.
+
+    While it runs, `tail` may bring further blocks of its prefix to the tier, from the back on, and holds them.
 
     A frame here is a slot of the tier, which with block tables is the first of several (`KvShape`); the budget counts
     them all.
@@ -48,6 +51,7 @@ class Footprint:
         images: ImageHolds | None = None,
     ) -> None:
         self.images = images
+        self.tail: TailLoad | None = None
         self._cache = cache
         self._budget = budget
         self._owner = owner
@@ -100,6 +104,15 @@ class Footprint:
         self._hold.extend(rows, wanted)
         self._budget.add(self._trie, rows, wanted, -self._frames(gone))
 
+    def end_tail(self) -> None:
+        """Nothing is loaded any more beside the run. What the run has passed over, it holds from now on."""
+        if self.tail is not None:
+            passed = self.tail.arrived
+            if self.tail.joined and len(self.rows) == self.tail.limit:
+                self.record(passed, ())
+            self.tail.end()
+            self.tail = None
+
     def let_go(self, blocks: slice, groups: int, frames: Sequence[int] = ()) -> None:
         """Lets go of what some KV groups, a mask, have of some blocks, and frees those of the `frames` that are its
         own."""
@@ -138,6 +151,8 @@ class Footprint:
             self._budget.remove(self._trie, self.rows, self.wanted, self._frames(self.own))
         self._cache.tiers.compute.free(self.own)
         self._hold.end()
+        if self.tail is not None:
+            self.tail.end()
         if self.images is not None:
             self.images.end()
 

@@ -27,6 +27,11 @@ class LoadMeter:
         self._active += 1
         return self._share_s
 
+    def so_far(self, mark: float) -> float:
+        """The seconds that a load under way has been charged."""
+        self._advance()
+        return self._share_s - mark
+
     def end(self, mark: float) -> float:
         """A load ended; returns the seconds it is charged."""
         self._advance()

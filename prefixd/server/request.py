@@ -52,6 +52,7 @@ from prefixd.server.image_kv import ImageHolds, ImageKv
 from prefixd.server.kv_shape import ONE_FRAME, KvShape
 from prefixd.server.prompt_images import PromptImages
 from prefixd.server.run import Run
+from prefixd.server.tail_load import TailLoad, TailPlan
 from prefixd.worker.protocol import BeamResult, Sampling, TokenLogprobs, blocks_needed
 from prefixd_scheduler import QueuedRequest
 
@@ -149,6 +150,7 @@ class Request:
         generations: the rows' generations at that look.
         seen_epoch: the cache's epoch (`Mover.epoch`) at that look; -1 when a new look is due in any case.
         cut: `rows` is shorter than what is cached, on purpose or because the rest could not be brought up.
+        beside: what is to be loaded behind `rows` while it runs, if anything.
         outcome: while CANCELLING, the last event.
         hit_tokens: prompt tokens found, by tier, when the request was looked up for its turn.
         fork_of: a request with the same prompt, as far as is known: the worker copies what that one has computed of it
@@ -176,6 +178,7 @@ class Request:
     generations: npt.NDArray[np.int32] = field(default_factory=lambda: _NO_GENERATIONS)
     seen_epoch: int = -1
     cut: bool = False
+    beside: TailPlan | None = None
     outcome: Event = field(default_factory=lambda: Ended("cancelled"))
     hit_tokens: list[int] | None = None
     handed_over_s: float | None = None
@@ -265,6 +268,8 @@ class Request:
 
         Where windows pass blocks, a long prompt gets its blocks in portions, so that it never has all of them at once.
         """
+        if self.beside is not None:
+            return len(self.rows) + self.beside.first_blocks(self.trie.block_tokens)
         if not self.kv.windowed or self.sampling.beams:
             return self.blocks
         return min(self.blocks, self.kv.ahead_blocks(len(self.rows) * self.trie.block_tokens))
@@ -295,12 +300,24 @@ class Request:
     @property
     def wanted_blocks(self) -> int:
         """While it runs, how many blocks it should have: a block ahead of need."""
+        if self.tail is not None and not self.tail.joined:
+            return self.tail.reach(self.run.blocks, self.filled_blocks)
         block_tokens = self.trie.block_tokens
         left = max(0, self.sampling.max_tokens - self.generated)
         blocks = -(-(self.chain.tokens + min(left, block_tokens)) // block_tokens)
         if self.kv.windowed:
             return min(blocks, self.kv.ahead_blocks(self.run.computed_tokens))
         return blocks
+
+    @property
+    def filled_blocks(self) -> int:
+        """While it runs, its full blocks of which the worker has told that they are in memory."""
+        return max(len(self.rows), self.run.computed_tokens // self.trie.block_tokens)
+
+    @property
+    def tail(self) -> TailLoad | None:
+        """What is loaded beside its run, behind what it computes."""
+        return None if self._footprint is None else self._footprint.tail
 
     @property
     def places(self) -> int:
@@ -430,6 +447,7 @@ class Request:
         if self._footprint is None:
             return
         footprint, self._footprint, self._run = self._footprint, None, None
+        self.beside = None
         self.found = footprint.rows
         self.generations = self.trie.generation[self.found]
         self.seen_epoch = -1

@@ -44,13 +44,13 @@ def make_dispatcher(
     scheduler, worker = settings.scheduler, settings.worker
     return Dispatcher(
         cache,
-        RequestQueue(create_policy(scheduler.policy), scheduler.queue_limit),
+        RequestQueue(create_policy(scheduler.policy, scheduler.starvation_bound_s), scheduler.queue_limit),
         CostModel(),
         send,
         clock,
         max_running=worker.max_running,
-        look_ahead=scheduler.look_ahead,
-        recompute_if_slower=scheduler.recompute_if_slower,
+        look_ahead=None if scheduler.look_ahead == "auto" else scheduler.look_ahead,
+        load=scheduler.load,
         preemption=scheduler.preemption,
         caching=settings.cache.enabled,
         states=(

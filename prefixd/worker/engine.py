@@ -20,8 +20,8 @@ from prefixd.worker.grouped_kv import GroupedKv
 from prefixd.worker.images import PromptImages
 from prefixd.worker.kv_memory import KvMemory
 from prefixd.worker.model import CausalModel
-from prefixd.worker.protocol import Cancel, Done, Extend, Start, Step, Update
-from prefixd.worker.run import Run, check_start
+from prefixd.worker.protocol import Arrived, Cancel, Done, Extend, Start, Step, Update
+from prefixd.worker.run import Run, check_arrived, check_start
 from prefixd.worker.sampling import Choice, Chosen, choose_tokens
 from prefixd.worker.state_memory import KeptInPass
 from prefixd_swap.errors import OutOfMemoryError, SwapError
@@ -65,13 +65,14 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """A forward pass that has been handed to the device."""
+    """A forward pass that has been handed to the device. context: of all its tokens, how many come before them."""
 
     updates: list[Update]
     tokens: int
     started_s: float
     proposed: int
     accepted: int
+    context: int
 
 
 class Engine:
@@ -163,6 +164,22 @@ class Engine:
                 self._end(run, _failed(run.id, message.frames, error))
         return self.poll()
 
+    def arrived(self, message: Arrived) -> list[Step | Done]:
+        """Have a request pass over tokens whose KV has come."""
+        run = self._runs.get(message.id)
+        if isinstance(run, Run):
+            try:
+                blocks = check_arrived(message, run, self._block_tokens, self._model.spec)
+                self._kv.extend(run.memory, message.frames)
+            except RequestError as error:
+                self._end(run, Done(run.id, "error", str(error)))
+            except SwapError as error:
+                self._end(run, _failed(run.id, message.frames, error))
+            else:
+                first = message.first * self._block_tokens
+                run.arrive(first, first + blocks * self._block_tokens)
+        return self.poll()
+
     def cancel(self, message: Cancel) -> list[Step | Done]:
         """End a request; one that is being computed ends after the pass."""
         run = self._runs.get(message.id)
@@ -173,8 +190,8 @@ class Engine:
     def step(self, meanwhile: Callable[[], None] | None = None) -> list[Step | Done]:
         """One forward pass over what can run now; nothing if nothing can.
 
-        `meanwhile` is called while the device computes; it may call `start`, `extend` and `cancel`, so that the memory
-        of the next pass is mapped beside this one.
+        `meanwhile` is called while the device computes; it may call `start`, `extend`, `arrived` and `cancel`, so that
+        the memory of the next pass is mapped beside this one.
         """
         started = self._clock()
         parts = self._plan()
@@ -184,6 +201,7 @@ class Engine:
             parts = _with_proposals(parts, self._draft)
         tokens = [token for part in parts for token in part.tokens]
         followed = [part for part in parts if part.followed]
+        context = sum(part.rows * part.member.computed for part in parts)
         self._computing = True
         logits = self._forward(parts, tokens)
         if meanwhile is not None:
@@ -196,7 +214,7 @@ class Engine:
                 chosen = [choice.token for choice in news.get(part.run.id, ())]
                 accepted += sum(map(operator.eq, part.proposed, chosen))
                 further = max(0, len(chosen) - 1)  # of the tokens proposed, those that are now known and computed
-                part.member.computed += part.count + further
+                part.member.advance(part.count + further)
                 part.member.draft_behind = int(0 < further == len(part.proposed))
                 if part.member.images is not None:
                     part.member.images.pass_by(part.member.computed)
@@ -210,7 +228,7 @@ class Engine:
         broken = {message.id for message in done if message.reason == "error"}
         updates = _updates({part.run.id: part.run for part in parts if part.run.id not in broken}, news)
         proposed = sum(len(part.proposed) for part in parts)
-        self._unreported.append(_Pass(updates, len(tokens), started, proposed, accepted))
+        self._unreported.append(_Pass(updates, len(tokens), started, proposed, accepted, context))
         # A sampled token has waited for all that came before it. A pass without one is reported with the next that has.
         messages: list[Step | Done] = []
         if followed or not self._model.asynchronous:
@@ -416,7 +434,8 @@ class Engine:
         updates = [update for each in passes for update in each.updates]
         tokens, elapsed_s = sum(each.tokens for each in passes), self._clock() - passes[0].started_s
         proposed, accepted = sum(each.proposed for each in passes), sum(each.accepted for each in passes)
-        return [Step(updates, tokens, elapsed_s, self._kv.usage(), len(passes), proposed, accepted)]
+        context = sum(each.context for each in passes) // max(tokens, 1)
+        return [Step(updates, tokens, elapsed_s, self._kv.usage(), len(passes), proposed, accepted, context)]
 
     def _end(self, run: Run | BeamRun, done: Done) -> None:
         if self._computing:

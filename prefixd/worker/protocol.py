@@ -5,7 +5,7 @@ The way of a conversation (``>`` from the worker, ``<`` from the daemon)::
     > Hello     what the model needs; from its configuration alone, so the daemon can size its memory early
     < Memory    followed on the same socket by the GPU tier's descriptors (`prefixd_swap.vmem.send_export`)
     > Ready     memory attached, weights loaded
-    < Start, Extend, Cancel   at any time from here on
+    < Start, Extend, Arrived, Cancel   at any time from here on
     < Grow      more frames; followed on the same socket by their descriptors, and before any message that names them
     < Shrink    frames that no request has are about to be no more
     > Shrunk    this process has let go of them
@@ -63,6 +63,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     beam_answers: how many of the best sequences to report.
     length_penalty: a sequence's score is its sum of logprobs divided by its length to this power.
     early_stopping: end the search when as many sequences have ended as there are beams.
+    forced: the output's ids as little-endian uint32, 4 bytes each, `max_tokens` of them: the k-th token is the k-th of
+        these whatever the logits are. Empty: tokens are chosen.
     """
 
     max_tokens: int
@@ -81,6 +83,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     beam_answers: int = 1
     length_penalty: float = 1.0
     early_stopping: bool = False
+    forced: bytes = b""
 
     @property
     def penalised(self) -> bool:
@@ -293,6 +296,7 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     """One forward pass: its results are in memory, not merely queued on a stream.
 
     computed_tokens: tokens whose KV was computed, over all requests; elapsed_s: wall time of the pass.
+    context_tokens: how many tokens of its request came before one of these, on average.
     passes: forward passes of the model, more than one where those without a sampled token were not waited for.
     proposed_tokens: of the computed ones, those that a draft proposed; accepted_tokens: those of them that the model
         chose, too.
@@ -305,6 +309,7 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     passes: int = 1
     proposed_tokens: int = 0
     accepted_tokens: int = 0
+    context_tokens: int = 0
 
 
 class BeamResult(msgspec.Struct, frozen=True):
@@ -483,6 +488,27 @@ class Extend(msgspec.Struct, frozen=True, tag=True):
     frames: list[int]
 
 
+class Arrived(msgspec.Struct, frozen=True, tag=True):
+    """Cached blocks have come behind those that a request computes. Ignored if the request has ended.
+
+    The request computes the tokens of the `first` blocks that it has frames for, and then goes on behind the blocks
+    that came. For models with one group of full attention; at least one token must be left to compute.
+
+    ```
+    block      0  1  |  2  3  4  |  5  6  7  |  8
+               cached   computed    arrived     computed next
+    frames     Start    Extend      Arrived     Extend
+    ```
+
+    first: so many blocks have frames already.
+    frames: the homes of the blocks that came, named as in `Start`.
+    """
+
+    id: int
+    first: int
+    frames: list[int]
+
+
 class Cancel(msgspec.Struct, frozen=True, tag=True):
     """End a request; it answers with Done. Ignored if the request has ended."""
 
@@ -494,7 +520,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 
 
 FromWorker = Hello | Ready | Step | Done | Shrunk | Failed
-ToWorker = Memory | Grow | Shrink | Start | Extend | Cancel | Shutdown
+ToWorker = Memory | Grow | Shrink | Start | Extend | Arrived | Cancel | Shutdown
 
 T = TypeVar("T")
 _encoder = msgspec.msgpack.Encoder()

@@ -15,7 +15,7 @@ from prefixd.worker.errors import RequestError
 from prefixd.worker.grouped_kv import GroupedSequence
 from prefixd.worker.images import PromptImages, check_images
 from prefixd.worker.kv_memory import KvSequence, Segment
-from prefixd.worker.protocol import MOST_LOGPROBS, ImageShape, Sampling, Start, blocks_needed
+from prefixd.worker.protocol import MOST_LOGPROBS, Arrived, ImageShape, Sampling, Start, blocks_needed
 from prefixd.worker.sampling import Choice
 from prefixd.worker.state_memory import SequenceState
 from prefixd.worker.token_counts import TokenCounts
@@ -67,6 +67,7 @@ class Run:
         self._guessing = msgspec.structs.replace(start.sampling, logprobs=None)
         self.tokens: list[int] = np.frombuffer(start.tokens, dtype="<u4").tolist()
         self.generated = start.generated
+        self._forced: list[int] = np.frombuffer(start.sampling.forced, dtype="<u4").tolist()
         self._counts: TokenCounts | None = None
         if start.sampling.penalised:
             known = [token for token in self.tokens if token < limits.vocab_size]  # some placeholders are not
@@ -76,6 +77,7 @@ class Run:
         self.memory = memory
         self.images = images
         self.reported_blocks = start.cached_blocks
+        self._arrived: tuple[int, int] | None = None  # the first and the end of tokens that need not be computed
         self.kept: list[int] = []  # after how many blocks states were kept that nobody was told of yet
         self._block_tokens = block_tokens
         self._max_tokens = limits.max_model_tokens
@@ -95,7 +97,7 @@ class Run:
     @property
     def pending(self) -> int:
         """Tokens that can be computed now: those known, as far as frames reach."""
-        reach = min(len(self.tokens), self.memory_tokens)
+        reach = min(len(self.tokens), self.memory_tokens if self._arrived is None else self._arrived[0])
         return (reach if self.images is None else self.images.last_cut(reach)) - self.computed
 
     @property
@@ -145,17 +147,35 @@ class Run:
     def choice(self, assumed: Sequence[int] = ()) -> Choice:
         """How the next token is chosen, or the one behind `assumed` tokens that may come."""
         counts = self._counts.after(assumed) if self._counts is not None and assumed else self._counts
-        return Choice(self.sampling, self.generated + len(assumed), counts)
+        k = self.generated + len(assumed)
+        return Choice(self.sampling, k, counts, self._forced[k] if k < len(self._forced) else None)
 
     def guess(self, assumed: Sequence[int]) -> Choice:
-        """As `choice`, for the draft, which tells no logprobs."""
-        return self.choice(assumed)._replace(sampling=self._guessing)
+        """As `choice`, for the draft, which tells no logprobs and does not know the forced tokens: what it proposes is
+        accepted as often as if the model had chosen them."""
+        return self.choice(assumed)._replace(sampling=self._guessing, forced=None)
 
     def segment(self, count: int) -> Segment:
         """The next `count` tokens to compute."""
         stop = self.computed + count
         images = None if self.images is None else self.images.of_pass(self.computed, stop)
         return Segment(self.memory, self.computed, stop, images=images)
+
+    def arrive(self, first: int, end: int) -> None:
+        """The KV of tokens [first, end), behind those computed so far or now, is in memory: they are passed over."""
+        self._arrived = first, end
+        self.advance(0)
+
+    def advance(self, count: int) -> None:
+        """So many more tokens are computed; what has arrived behind them is not."""
+        self.computed += count
+        if self._arrived is not None and self.computed >= self._arrived[0]:
+            self.computed, self._arrived = self._arrived[1], None
+
+    @property
+    def arriving(self) -> bool:
+        """Whether tokens have arrived that it has not passed over yet."""
+        return self._arrived is not None
 
     @property
     def state(self) -> SequenceState | None:
@@ -200,8 +220,25 @@ def check_start(start: Start, block_tokens: int, limits: Limits) -> None:
     _check_state(start, limits)
     _check_image_frames(start, limits.image_slots)
     _check_sampling(start.sampling)
+    if start.sampling.forced:
+        _check_forced(start, limits)
     if start.sampling.beams:
         _check_beams(start, len(tokens), block_tokens, limits)
+
+
+def check_arrived(message: Arrived, run: Run, block_tokens: int, limits: Limits) -> int:
+    """Refuse blocks that a run cannot go on behind; returns how many came. Raises RequestError."""
+    blocks = len(message.frames) // limits.block_slots if limits.block_slots else 0
+    if not blocks or len(message.frames) != blocks * limits.block_slots:
+        raise RequestError(
+            f"{len(message.frames)} frames arrived; a block takes {limits.block_slots}: give whole blocks"
+        )
+    if message.first != run.memory.blocks or run.arriving:
+        raise RequestError(f"blocks arrived behind block {message.first}; {run.memory.blocks} have frames")
+    end = (message.first + blocks) * block_tokens
+    if end >= len(run.tokens):
+        raise RequestError(f"{end} tokens of {len(run.tokens)} arrived; leave at least one to compute")
+    return blocks
 
 
 def _check_state(start: Start, limits: Limits) -> None:
@@ -249,6 +286,21 @@ def _check_sampling(sampling: Sampling) -> None:
             raise RequestError(f"{name}={getattr(sampling, name)}; use 0 for none or a finite number")
     if sampling.logprobs is not None and not 0 <= sampling.logprobs <= MOST_LOGPROBS:
         raise RequestError(f"logprobs={sampling.logprobs}; use a number from 0 to {MOST_LOGPROBS}")
+
+
+def _check_forced(start: Start, limits: Limits) -> None:
+    sampling = start.sampling
+    if sampling.beams:
+        raise RequestError(f"forced tokens with {sampling.beams} beams; a search chooses its tokens itself")
+    if len(sampling.forced) != 4 * sampling.max_tokens:
+        raise RequestError(
+            f"{len(sampling.forced)} bytes of forced tokens; max_tokens={sampling.max_tokens} take 4 each"
+        )
+    forced = np.frombuffer(sampling.forced, dtype="<u4")
+    if (largest := int(forced.max())) >= limits.vocab_size:
+        raise RequestError(f"forced token {largest} is outside the model's vocabulary of {limits.vocab_size}")
+    if sampling.forced[: 4 * start.generated] != start.tokens[len(start.tokens) - 4 * start.generated :]:
+        raise RequestError(f"the {start.generated} generated tokens are not the first of those forced; send these")
 
 
 def _check_beams(start: Start, tokens: int, block_tokens: int, limits: Limits) -> None:

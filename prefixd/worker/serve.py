@@ -20,6 +20,7 @@ from prefixd.worker.make_kv import make_kv
 from prefixd.worker.model import CausalModel, choose_attention, load_model
 from prefixd.worker.model_spec import ModelSpec, read_model_spec
 from prefixd.worker.protocol import (
+    Arrived,
     Cancel,
     Connection,
     Done,
@@ -158,9 +159,11 @@ def _run(connection: Connection[ToWorker], engine: Engine, frames: SharedFrames,
             connection.send(answer)
 
 
-def _take(engine: Engine, message: Start | Extend | Cancel) -> list[Step | Done]:
+def _take(engine: Engine, message: Start | Extend | Arrived | Cancel) -> list[Step | Done]:
     if isinstance(message, Start):
         return engine.start(message)
     if isinstance(message, Extend):
         return engine.extend(message)
+    if isinstance(message, Arrived):
+        return engine.arrived(message)
     return engine.cancel(message)

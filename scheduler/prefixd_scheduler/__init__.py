@@ -16,12 +16,16 @@ from prefixd_scheduler.errors import (
     UnknownPolicyError,
     UnknownRequestError,
 )
+from prefixd_scheduler.load_plan import LoadPlan, Stretch, plan_load
 from prefixd_scheduler.policies import (
     POLICIES,
+    EarliestDeadlineFirst,
     FastestPrefixFirst,
     Fcfs,
+    LongestPrefixMatch,
     Policy,
     RelaxedFastestPrefixFirst,
+    ShortestTimeToReady,
     create_policy,
 )
 from prefixd_scheduler.queue import RequestQueue
@@ -32,18 +36,24 @@ __all__ = [
     "CostModel",
     "Distance",
     "DuplicateRequestError",
+    "EarliestDeadlineFirst",
     "FastestPrefixFirst",
     "Fcfs",
     "IntegrityError",
     "InvalidValueError",
+    "LoadPlan",
+    "LongestPrefixMatch",
     "Policy",
     "QueueFullError",
     "QueuedRequest",
     "RelaxedFastestPrefixFirst",
     "RequestQueue",
     "SchedulerError",
+    "ShortestTimeToReady",
+    "Stretch",
     "UnknownPolicyError",
     "UnknownRequestError",
     "create_policy",
     "farthest",
+    "plan_load",
 ]

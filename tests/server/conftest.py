@@ -318,7 +318,7 @@ def with_model(model_directory: Path) -> dict[str, str | int]:
         "cpu.bytes": "16MiB",
         "disk.bytes": "64MiB",
         # This model computes faster than a disk reads.
-        "scheduler.recompute_if_slower": "false",
+        "scheduler.load": "always",
     }
 
 

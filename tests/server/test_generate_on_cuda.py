@@ -87,7 +87,7 @@ def remote(launch: Callable[..., Remote], wide_model: Path) -> Iterator[Remote]:
         "gpu.bytes": "40MiB",  # 20 blocks
         "cpu.bytes": "128MiB",
         "disk.bytes": "256MiB",
-        "scheduler.recompute_if_slower": "false",
+        "scheduler.load": "always",
     }
     program: dict[str, Any] = {"program": ("-c", _STAND_IN_DAEMON)} if STAND_IN else {}
     started = launch(settings, start_timeout_s=300.0, **program)

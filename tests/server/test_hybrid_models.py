@@ -85,7 +85,7 @@ def test_block_tables_give_the_same_tokens(name: str, folder: Path, tmp_path: Pa
         "gpu.device": "cpu",
         "gpu.bytes": gpu_bytes(tmp_path / "model", more_states=5),
         "cpu.bytes": "16MiB",
-        "scheduler.recompute_if_slower": "false",
+        "scheduler.load": "always",
     }
     with DaemonProcess(settings, directory=folder) as daemon, remote_type(daemon) as remote:
         cold = [ask(remote, seed) for seed in range(4)]
@@ -114,7 +114,7 @@ def test_tokens_are_those_of_transformers_from_every_tier(
         "gpu.bytes": gpu_bytes(tmp_path / "model"),
         "cpu.bytes": "16MiB",
         "disk.bytes": "64MiB",
-        "scheduler.recompute_if_slower": "false",
+        "scheduler.load": "always",
     }
     with DaemonProcess(settings, directory=folder) as daemon, remote_type(daemon) as remote:
         cold = [ask(remote, seed) for seed in range(6)]

@@ -77,7 +77,7 @@ def settings_of(first: Reference, second: Reference, gpu_bytes: int) -> dict[str
         "gpu.bytes": gpu_bytes,
         "cpu.bytes": "16MiB",
         "disk.bytes": "64MiB",
-        "scheduler.recompute_if_slower": "false",
+        "scheduler.load": "always",
     }
 
 

@@ -73,7 +73,7 @@ class SchedulerHalf:
         self._clock = clock
         self.link = Link(options.address, "vllm scheduler", options.timeout_s, log)
         self.link.wait_first()
-        self._cost = CostModel(smoothing=0.1)
+        self._cost = CostModel()
         for distance, bytes_per_s in _ASSUMED_BYTES_PER_S.items():
             self._cost.observe_load(distance, _ASSUMED_OVER_BYTES, _ASSUMED_OVER_BYTES / bytes_per_s)
         self.lookups = Lookups(

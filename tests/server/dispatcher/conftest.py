@@ -25,6 +25,7 @@ from prefixd.server.request import Ended, NewTokens, Request
 from prefixd.server.tier_resize import TierResize
 from prefixd.server.worker_process import WorkerProcess
 from prefixd.worker.protocol import (
+    Arrived,
     Cancel,
     Done,
     Extend,
@@ -82,11 +83,16 @@ class Gate(CopyEngine):
         self.open = asyncio.Event()
         self.open.set()
         self.waiting = 0
+        self.pass_on = 0
+        """So many copies go on though it is shut."""
 
     async def copy(self, pairs: Sequence[tuple[Span, Span]]) -> None:
-        self.waiting += 1
-        await self.open.wait()
-        self.waiting -= 1
+        if not self.open.is_set() and self.pass_on:
+            self.pass_on -= 1
+        else:
+            self.waiting += 1
+            await self.open.wait()
+            self.waiting -= 1
         await self._engine.copy(pairs)
 
     def close(self) -> None:
@@ -104,6 +110,13 @@ class FakeRun:
     generated: int
     keep: list[KeptState] = field(default_factory=list)
     tail_blocks: int = 0
+    arrived: range = range(0)
+
+    def compute(self, reach: int) -> None:
+        """It has computed so many tokens, and passes over the blocks that arrived behind them."""
+        self.computed = reach
+        if self.arrived and reach >= self.arrived.start * BLOCK:
+            self.computed = self.arrived.stop * BLOCK
 
 
 @dataclass
@@ -120,6 +133,8 @@ class Bench:
     dispatcher: Dispatcher = field(init=False)
     cost: CostModel = field(default_factory=CostModel)
     embedded: set[bytes] = field(default_factory=set)
+    token_s: float = 0.0
+    """What the worker says that computing a token took."""
     _ids: Any = field(default_factory=lambda: itertools.count(1))
 
     def begin(self, policy: str = "fcfs", queue_limit: int = 100, ready: bool = True, **options: Any) -> None:
@@ -155,6 +170,17 @@ class Bench:
             assert len(message.frames) % len(self.kv.block_widths) == 0
             self.runs[message.id].frames += message.frames
             self._check_owned()
+        elif isinstance(message, Arrived) and message.id in self.runs:
+            run = self.runs[message.id]
+            assert message.frames and message.first == self._blocks(run) and not run.arrived
+            run.frames += message.frames
+            run.arrived = range(message.first, self._blocks(run))
+            assert run.arrived.stop * BLOCK < len(run.tokens)
+            for block in run.arrived:
+                assert self._part(self._homes(run, block)[0], 0).tobytes() == self._filling(
+                    run.tokens[: (block + 1) * BLOCK], 0
+                )
+            run.compute(run.computed)
 
     def _homes(self, run: FakeRun, block: int) -> list[int]:
         """The frames of a block, -1 where the worker may not look any more."""
@@ -181,7 +207,7 @@ class Bench:
         """No frame that a run fills, or keeps a state in, is another's."""
         held = []
         for run in self.runs.values():
-            for block in range(run.start.cached_blocks, self._blocks(run)):
+            for block in set(range(run.start.cached_blocks, self._blocks(run))) - set(run.arrived):
                 held += [home for home in self._homes(run, block) if home >= 0]
             if (state := run.start.state) is not None:
                 held += [*state.own, *state.tail, *(frame for kept in run.keep for frame in kept.frames)]
@@ -219,6 +245,8 @@ class Bench:
         updates, done, computed = [], [], 0
         for run in [self.runs[r.id] for r in requests] or list(self.runs.values()):
             reach = min(len(run.tokens), self._blocks(run) * BLOCK)
+            if run.arrived and run.computed < run.arrived.start * BLOCK:
+                reach = min(reach, run.arrived.start * BLOCK)
             if self.kv.step_tokens:
                 reach = min(reach, run.computed + self.kv.step_tokens)
             self._check_read(run)
@@ -240,12 +268,12 @@ class Bench:
                 news = [next_token(run.tokens)]
                 run.generated += 1
             if run.computed != reach:
-                updates.append(Update(run.start.id, news, reach // BLOCK, kept=kept))
-            run.computed = reach
+                run.compute(reach)
+                updates.append(Update(run.start.id, news, run.computed // BLOCK, kept=kept))
             run.tokens += news
             if run.generated >= run.start.sampling.max_tokens:
                 done.append(run.start.id)
-        self.dispatcher.on_step(Step(updates, computed, 0.001))
+        self.dispatcher.on_step(Step(updates, computed, max(0.001, computed * self.token_s)))
         for number in done:
             run = self.runs.pop(number)
             self.dispatcher.on_done(
@@ -310,6 +338,11 @@ class Bench:
             await self.cache.mover.quiesce()
             for _ in range(20):
                 await asyncio.sleep(0)
+
+    async def quiet_but_for_copies(self) -> None:
+        """As `quiet`, while the engine is shut."""
+        for _ in range(40):
+            await asyncio.sleep(0)
 
     async def running(self, request: Request) -> FakeRun:
         await self.until(lambda: request.id in self.runs)

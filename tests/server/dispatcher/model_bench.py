@@ -60,7 +60,7 @@ class ModelBench:
             time.monotonic,
             max_running=8,
             look_ahead=8,
-            recompute_if_slower=False,
+            load="always",
             preemption="swap",
         )
         self.paused = False

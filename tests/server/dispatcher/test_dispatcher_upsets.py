@@ -364,7 +364,7 @@ async def test_an_error_of_the_worker_is_the_callers(make_bench: MakeBench, even
 
 
 async def test_a_damaged_block_is_computed_again(make_bench: MakeBench, events: Events, expected: Expected) -> None:
-    bench = await make_bench(5, cpu_slots=2, disk=True, recompute_if_slower=False)
+    bench = await make_bench(5, cpu_slots=2, disk=True, load="always")
     first = bench.submit(WARM)
     await bench.finish(first)
     await bench.cache.write_back.flush()

@@ -176,7 +176,7 @@ async def test_without_room_for_more_states_it_runs_all_the_same(
 async def test_who_gave_way_resumes_from_his_tail(
     make_bench: MakeBench, events: Events, expected: Expected, mode: str
 ) -> None:
-    bench = await make_bench(62, cpu_slots=300, model="states", preemption=mode, recompute_if_slower=False)
+    bench = await make_bench(62, cpu_slots=300, model="states", preemption=mode, load="always")
     old, young = bench.submit(LONG[:33], max_tokens=60), bench.submit(range(300, 333), max_tokens=60)
     await bench.running(young)
     while len(bench.runs[young.id].tokens) < 33 + 20:

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from prefixd.cache import check_integrity
 from prefixd.errors import ExhaustedError, PreconditionError
-from prefixd.server import tier_resize
+from prefixd.server import piece_load, tail_load, tier_resize
 from prefixd.server.request import Request, RequestState
 from prefixd.worker.protocol import Done
+from prefixd_scheduler import Distance
 
-from .conftest import MODELS, Bench, Supervisor
+from .conftest import BLOCK, MODELS, Bench, Supervisor
 
 if TYPE_CHECKING:
     Events = Callable[[Request], tuple[list[int], object]]
@@ -42,6 +43,7 @@ HAPPENINGS = st.lists(
         st.tuples(st.just("ready"), st.none(), st.none()),
         st.tuples(st.just("forget"), st.integers(0, 5), st.none()),
         st.tuples(st.just("cache"), st.integers(0, 5), st.none()),
+        st.tuples(st.just("pace"), st.integers(0, 3), st.none()),
         st.tuples(st.just("resize"), st.integers(2, 24), st.booleans()),
     ),
     max_size=60,
@@ -53,6 +55,9 @@ def small_slices() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tier_resize, "_SLICE_FRAMES", 4)
         patch.setattr(tier_resize, "_RETRY_S", 0.0)
+        patch.setattr(piece_load, "_LEAST_BYTES", 1)
+        patch.setattr(piece_load.PieceLoad, "_observe", lambda *_: None)  # "pace" says what a load takes
+        patch.setattr(tail_load, "_LEAST_TOKENS", 1)
         yield
 
 
@@ -117,6 +122,12 @@ async def happen(bench: Bench, operator: Operator, requests: list[Request], what
         trie = bench.cache.trie(bench.namespace)
         rows = trie.match(bench.namespace.root, bench.request(prompt(first)).chain).rows
         await bench.cache.mover.forget(trie, rows[::-1].tolist())
+    elif what == "pace":  # loading a block takes as long as computing so many tokens
+        nbytes = sum(bench.cache.trie(bench.namespace).part_bytes)
+        bench.token_s = 0.1
+        for blocks in (1, 8):
+            bench.cost.observe_compute(BLOCK * blocks, bench.token_s * BLOCK * blocks)
+            bench.cost.observe_load(Distance.CPU, nbytes * blocks, 0.2 * first * blocks)
     elif what == "resize":
         operator.resize(max(bench.dispatcher.least_frames, first * bench.kv.block_frames), second)
     elif what == "cache" and bench.engine.open.is_set():
@@ -138,6 +149,8 @@ def check(bench: Bench, requests: list[Request]) -> None:
             for row, mask in zip(request.rows.tolist(), wanted, strict=True):
                 parts.update((row, part) for part, group in enumerate(trie.part_mask.tolist()) if mask & group)
             own += request.footprint.own
+            if request.tail is not None:
+                parts.update((row, 0) for row in request.tail.held.tolist())
     assert len(set(own)) == len(own)
     widths = (*bench.kv.block_widths, *bench.kv.state_widths)
     frames = sum(widths[part] for _, part in parts) + bench.cache.tiers.gpu.frames_of(own)
@@ -154,6 +167,7 @@ def check(bench: Bench, requests: list[Request]) -> None:
     cpu_slots=st.integers(1, 24),
     policy=st.sampled_from(["fcfs", "fpf", "relaxed-fpf"]),
     mode=st.sampled_from(["auto", "swap", "recompute"]),
+    paced=st.booleans(),
 )
 def test_nothing_is_lost_whatever_happens(
     bench_of: Callable[..., Any],
@@ -165,6 +179,7 @@ def test_nothing_is_lost_whatever_happens(
     cpu_slots: int,
     policy: str,
     mode: str,
+    paced: bool,
 ) -> None:
     async def scenario() -> None:
         options = {"policy": policy, "preemption": mode, "max_running": 3, "look_ahead": 2}
@@ -172,7 +187,16 @@ def test_nothing_is_lost_whatever_happens(
         async with bench_of(parts * frames, parts * cpu_slots, model=model, **options) as bench:
             requests: list[Request] = []
             operator = Operator(bench)
-            for what, first, second in happenings:
+            before: list[tuple[str, Any, Any]] = []
+            if paced:  # both at once
+                before = [
+                    ("cache", 0, None),
+                    ("pace", 2, None),
+                    ("gate", False, None),
+                    ("arrive", 0, 5),
+                    ("turns", 9, None),
+                ]
+            for what, first, second in [*before, *happenings]:
                 bench.now += 0.5
                 await happen(bench, operator, requests, what, first, second)
                 check(bench, requests)
@@ -180,6 +204,7 @@ def test_nothing_is_lost_whatever_happens(
             bench.dispatcher.on_ready()
             await bench.finish(*requests)
             await asyncio.wait_for(operator.ended(), 60)
+            await bench.quiet()  # a copy for a request that was withdrawn may have moved on
             check(bench, requests)
             assert bench.dispatcher._budget.taken == 0
             for request in requests:

@@ -1,0 +1,267 @@
+"""What becomes of a staged request's cached prefix: loaded, computed again, or both at once.
+
+The decision is `plan_load`'s, by what loading and computing have taken (paper `prefix_cache_long_term_memory`, X). What
+is loaded before the request runs, from the front of the prefix on, is loaded here; what is loaded from its back while
+the request runs, in `tail_load`.
+
+A load moves in pieces. One that falls so far behind that computing what is left is faster is given up for what has not
+arrived; the beginning that has arrived is used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Literal
+
+import numpy as np
+
+from prefixd.cache import TieredCache
+from prefixd.cache.index.trie import Rows
+from prefixd.server.frame_budget import FrameBudget
+from prefixd.server.load_meter import LoadMeter
+from prefixd.server.piece_load import PieceLoad, piece_blocks
+from prefixd.server.request import Request, RequestState
+from prefixd.server.tail_load import TailLoad, TailPlan
+from prefixd_scheduler import CostModel, Distance, LoadPlan, Stretch, plan_load
+from prefixd_swap import SwapError
+from prefixd_swap.transfers import Urgency
+
+log = logging.getLogger(__name__)
+
+LoadMode = Literal["auto", "always", "never"]
+
+_RETRY_S = 0.02
+_SETBACKS = 8
+_LEAST_WAIT_S = 0.002
+
+
+class Loader:
+    """Decides what is loaded of the requests that are staged, and carries it out.
+
+    Args:
+        cache: the cache.
+        staged: the requests that are staged, by id; one that was withdrawn is taken out when its load ends.
+        budget: counts the frames of what is loaded beside computing.
+        cost: learns what loading costs, and says whether it pays.
+        clock: seconds.
+        look: called when a request may have become ready.
+        unstage: ends the hold of a request that waits on.
+        mode: load whatever is faster, everything, or nothing.
+
+    Attributes:
+        beside: requests of which a part was loaded while they computed another.
+        abandoned: loads that were given up because they had fallen behind.
+    """
+
+    def __init__(
+        self,
+        cache: TieredCache,
+        staged: dict[int, Request],
+        budget: FrameBudget,
+        cost: CostModel,
+        clock: Callable[[], float],
+        look: Callable[[], None],
+        unstage: Callable[[Request], None],
+        mode: LoadMode,
+    ) -> None:
+        self.beside = self.abandoned = 0
+        self._cache = cache
+        self._mover = cache.mover
+        self._staged = staged
+        self._budget = budget
+        self._cost = cost
+        self._clock = clock
+        self._meter = LoadMeter(clock)
+        self._look = look
+        self._unstage = unstage
+        self._mode = mode
+        self._copies: dict[int, asyncio.Task[None]] = {}
+        self._loads: dict[int, PieceLoad] = {}
+
+    async def stop(self) -> None:
+        """Waits for the copies under way."""
+        await asyncio.gather(*self._copies.values(), return_exceptions=True)
+
+    # -- what to do -----------------------------------------------------------------------------------------------
+
+    def choose(self, request: Request, *, demanded: bool) -> Rows:
+        """The part of what was `found` that a request loads before it runs; sets `cut` and `beside` accordingly.
+
+        `demanded`: it could run at once. Else the load takes time from nobody.
+        """
+        rows = request.found
+        request.beside = None
+        if self._mode == "always":
+            chosen = rows
+        elif self._mode == "never":
+            chosen = request.usable(rows, request.trie.there[rows, self._cache.tiers.compute.level])
+        elif request.trie.has_rules or request.image_kv is not None:
+            chosen = self._worth_loading(request)
+        else:
+            chosen = self._planned(request, demanded)
+        request.cut = len(chosen) < len(rows)
+        return chosen
+
+    def ready_s(self, request: Request) -> float:
+        """Estimated seconds of loading and computing until a waiting request's first token; infinite while unknown."""
+        plan = self._plan(request, at_once=False, to_carry_out=False)
+        return math.inf if plan.first_token_s is None else plan.first_token_s
+
+    def _planned(self, request: Request, demanded: bool) -> Rows:
+        """As `plan_load` says, which knows no windows and states."""
+        rows, block_tokens = request.found, request.trie.block_tokens
+        at_once = demanded and len(request.kv.groups) == 1 and not request.sampling.beams and request.images is None
+        plan = self._plan(request, at_once=at_once, to_carry_out=True)
+        blocks = request.uncut((plan.ready_tokens + plan.front_tokens) // block_tokens)
+        if plan.computed_tokens and plan.loaded_tokens:
+            behind = rows[blocks : plan.used_tokens // block_tokens]
+            share = plan.computed_tokens / (plan.computed_tokens + plan.loaded_tokens)
+            request.beside = TailPlan(behind, request.trie.nearest[behind], share)
+        return rows[:blocks]
+
+    def _plan(self, request: Request, *, at_once: bool, to_carry_out: bool) -> LoadPlan:
+        return plan_load(
+            self._cost,
+            [*self._stretches(request)],
+            request.chain.tokens,
+            request.trie.block_tokens,
+            both_at_once=at_once,
+            to_carry_out=to_carry_out,
+        )
+
+    def _stretches(self, request: Request) -> Iterator[Stretch]:
+        """What was found, each stretch farther away than the one before; what is nearer amid it counts no bytes."""
+        trie, rows = request.trie, request.found
+        distances = np.maximum.accumulate(trie.nearest[rows])
+        lacking = trie.lacking(rows, self._cache.tiers.compute.level)
+        for distance in np.unique(distances).tolist():
+            here = distances == distance
+            nbytes = int(trie.group_bytes[lacking[here]].sum())
+            yield Stretch(Distance(distance), int(here.sum()) * trie.block_tokens, nbytes)
+
+    def _worth_loading(self, request: Request) -> Rows:
+        """The prefix up to the first tier that is slower to load from than to compute."""
+        trie, rows = request.trie, request.found
+        needed, nearer = trie.needed(len(rows)), np.zeros(len(rows), np.uint8)
+        for distance in (Distance.CPU, Distance.DISK):
+            nearer |= trie.there[rows, distance - 1]
+            loaded = needed & ~nearer & trie.there[rows, distance]
+            if loaded.any():
+                kept = request.usable(rows, nearer)
+                tokens = (len(rows) - len(kept)) * trie.block_tokens
+                if not self._cost.load_pays(tokens, int(trie.group_bytes[loaded].sum()), distance):
+                    return kept
+        return rows
+
+    # -- before the request runs ------------------------------------------------------------------------------------
+
+    def start(self, request: Request, urgency: Urgency, due_s: float | None = None) -> None:
+        """Starts bringing up what a request that is STAGING lacks; `due_s` when its turn comes."""
+        self._copies[request.id] = asyncio.create_task(self._bring(request, urgency, due_s))
+
+    def hurry(self, request: Request) -> None:
+        """A request whose prefix is on its way could run now."""
+        if (load := self._loads.get(request.id)) is not None:
+            load.hurry()
+
+    async def _bring(self, request: Request, urgency: Urgency, due_s: float | None) -> None:
+        changed = asyncio.Event()
+        load = self._load(request, urgency, changed.set)
+        load.due_s = due_s
+        self._loads[request.id] = load
+        there, given_up = 0, False
+        try:
+            compute = self._cache.tiers.compute
+            if (images := request.image_holds) is not None:
+                await self._mover.bring(images.kv.trie, images.held, compute, urgency=urgency, due_s=due_s)
+            rows, wanted = request.rows, request.wanted
+            step = piece_blocks(request.trie, len(rows))
+            for start in range(0, len(rows), step):
+                part = slice(start, start + step)
+                if request.trie.lacking(rows[part], compute.level, None if wanted is None else wanted[part]).any():
+                    load.begin(rows[part], None if wanted is None else wanted[part])
+            while load.under_way and not given_up:
+                left_s = None if self._mode == "always" else load.behind_in_s(self._compute_s(request))
+                given_up = request.state is RequestState.WITHDRAWN or (left_s is not None and left_s <= 0)
+                if not given_up:
+                    changed.clear()
+                    await _wait(changed, left_s)
+            lacking = request.trie.lacking(rows, compute.level, wanted) != 0
+            there = int(lacking.argmax()) if lacking.any() else len(rows)
+        except SwapError as error:
+            log.error("the prefix of request %s could not be brought up: %s", request.name, error)
+        finally:
+            load.drop()
+            del self._loads[request.id]
+            self._arrived(request, there, given_up)
+
+    def _load(self, request: Request, urgency: Urgency, changed: Callable[[], None]) -> PieceLoad:
+        name = f"request {request.name}"
+        return PieceLoad(self._cache, self._cost, self._meter, self._clock, name, request.trie, urgency, changed)
+
+    def _compute_s(self, request: Request) -> float | None:
+        """What computing takes of what a request lacks, from its first missing block on."""
+        trie, rows = request.trie, request.rows
+        lacking = trie.lacking(rows, self._cache.tiers.compute.level, request.wanted) != 0
+        there = int(lacking.argmax()) if lacking.any() else len(rows)
+        return self._cost.compute_s((len(rows) - there) * trie.block_tokens, there * trie.block_tokens)
+
+    def _arrived(self, request: Request, there: int, given_up: bool) -> None:
+        """A copy has ended, and so many blocks of the prefix are in the GPU tier."""
+        del self._copies[request.id]
+        if request.state is RequestState.WITHDRAWN:
+            del self._staged[request.id]
+            request.let_go()
+            self._look()
+        elif there == len(request.rows) and (request.image_holds is None or request.image_holds.complete):
+            request.staged()
+            self._look()
+        elif given_up:
+            self.abandoned += 1
+            log.info("the load for request %s fell behind: %d blocks are used", request.name, there)
+            self._cut(request, there)
+        else:
+            self._set_back(request, there)
+
+    def _set_back(self, request: Request, there: int) -> None:
+        """A prefix came up in part: a block was damaged, or frames were short for the moment.
+
+        It is looked up and staged again. When that does not help either, what is missing is computed.
+        """
+        request.setbacks += 1
+        if request.setbacks < _SETBACKS:
+            self._unstage(request)
+            asyncio.get_running_loop().call_later(_RETRY_S, self._look)
+        else:
+            self._cut(request, there)
+
+    def _cut(self, request: Request, there: int) -> None:
+        """The request makes do with the first `there` blocks and computes the rest."""
+        request.footprint.shorten(there)
+        while (blocks := request.uncut(len(request.rows))) < len(request.rows):
+            request.footprint.shorten(blocks)
+        if request.image_holds is not None:
+            request.image_holds.let_go_of_missing()
+        request.cut, request.beside = True, None
+        request.staged()
+        self._look()
+
+    # -- while it runs ----------------------------------------------------------------------------------------------
+
+    def load_beside(self, request: Request, plan: TailPlan) -> None:
+        """A request was handed over that computes the front of its prefix: starts loading the back."""
+        first = len(request.rows)
+        load = self._load(request, Urgency.DEMAND, self._look)
+        name = f"request {request.name}"
+        args = (self._cache, self._budget, self._cost, name, request.trie, plan, first, load, self._look)
+        request.footprint.tail = TailLoad(*args)
+        self.beside += 1
+
+
+async def _wait(changed: asyncio.Event, timeout_s: float | None) -> None:
+    with suppress(TimeoutError):
+        await asyncio.wait_for(changed.wait(), None if timeout_s is None else max(timeout_s, _LEAST_WAIT_S))

@@ -1,0 +1,193 @@
+"""Blocks on their way to the GPU tier, in pieces, so that a load can be seen to fall behind."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from prefixd.cache import TieredCache, Trie
+from prefixd.cache.groups import GroupMask
+from prefixd.cache.index.trie import Rows
+from prefixd.server.load_meter import LoadMeter
+from prefixd_scheduler import CostModel, Distance
+from prefixd_swap import SwapError
+from prefixd_swap.transfers import Urgency
+
+log = logging.getLogger(__name__)
+
+_PIECES = 16
+_LEAST_BYTES = 256 << 10
+_RECENT = 4  # pieces: so many move at once
+_PATIENCE = 0.1
+_LEAST_PATIENCE_S = 0.01
+"""A load may be late by so much of what computing the rest takes, and by so many seconds in any case."""
+
+
+@dataclass(slots=True, eq=False)
+class _Piece:
+    rows: Rows
+    distance: Distance
+    nbytes: int
+    began_s: float
+    task: asyncio.Task[bool]
+    arrived_s: float | None = None
+
+
+class PieceLoad:
+    """A load of blocks that their owner holds in the GPU tier.
+
+    Pieces move side by side, in the order in which they are begun; one has arrived when all before it have.
+
+    Args:
+        cache: where the blocks are.
+        cost: learns what loading costs, and says when a piece is due.
+        meter: shares time among the loads of all requests.
+        clock: seconds.
+        name: whose load it is, for people.
+        trie: the blocks' trie.
+        urgency: how urgent the load is.
+        changed: called when a piece has ended.
+
+    Attributes:
+        arrived: so many of the pieces, from the first on, are in the GPU tier.
+        failed: a piece came in part: a block was damaged, or room was short.
+        due_s: when the blocks are wanted, on the clock of the transfers; None: as soon as their turn comes.
+    """
+
+    def __init__(
+        self,
+        cache: TieredCache,
+        cost: CostModel,
+        meter: LoadMeter,
+        clock: Callable[[], float],
+        name: str,
+        trie: Trie,
+        urgency: Urgency,
+        changed: Callable[[], None],
+    ) -> None:
+        self.arrived = 0
+        self.failed = False
+        self.due_s: float | None = None
+        self._cache = cache
+        self._cost = cost
+        self._meter = meter
+        self._clock = clock
+        self._name = name
+        self._trie = trie
+        self._urgency = urgency
+        self._changed = changed
+        self._pieces: list[_Piece] = []
+        self._mark: float | None = None  # of the meter, while something moves
+        self._moved_bytes = 0  # since that mark
+        self._since_s = clock()  # what is late is so from here on
+
+    @property
+    def under_way(self) -> bool:
+        """Whether pieces have been begun that have not arrived."""
+        return self.arrived < len(self._pieces) and not self.failed
+
+    @property
+    def moving_bytes(self) -> int:
+        """Bytes of the pieces that have not arrived."""
+        return sum(piece.nbytes for piece in self._pieces[self.arrived :])
+
+    def begin(self, rows: Rows, wanted: GroupMask | None = None) -> None:
+        """Begins one more piece; `wanted`, [m], are the KV groups of each block that have to come, all by default."""
+        trie, compute = self._trie, self._cache.tiers.compute
+        lacking = trie.lacking(rows, compute.level, wanted)
+        distance = Distance(int(trie.nearest[rows[lacking != 0]].max(initial=0)))
+        if self._mark is None:
+            self._mark, self._moved_bytes = self._meter.begin(), 0
+        task = asyncio.create_task(self._bring(rows, wanted))
+        piece = _Piece(rows, distance, int(trie.group_bytes[lacking].sum()), self._clock(), task)
+        self._pieces.append(piece)
+        task.add_done_callback(self._ended)
+
+    def arrived_rows(self) -> Rows:
+        """The blocks of the pieces that have arrived, in the order in which they were begun."""
+        return np.concatenate([np.empty(0, np.int64), *(piece.rows for piece in self._pieces[: self.arrived])])
+
+    def hurry(self) -> None:
+        """Somebody waits for it by now."""
+        if self._urgency is not Urgency.DEMAND:
+            self._urgency, self._since_s = Urgency.DEMAND, self._clock()
+            for piece in self._pieces[self.arrived :]:
+                self._cache.mover.hurry(self._trie, piece.rows, self._cache.tiers.compute)
+
+    def behind_in_s(self, compute_s: float | None) -> float | None:
+        """Seconds until the load is to be given up: 0 or less if it is now; None while nothing moves or is known, or
+        nobody waits.
+
+        compute_s: what computing takes of all that has not arrived.
+        """
+        if not self.under_way or compute_s is None or self._urgency is not Urgency.DEMAND:
+            return None
+        piece, before = self._pieces[self.arrived], self._pieces[: self.arrived]
+        expected_s = self._cost.load_s(piece.nbytes, piece.distance)
+        if expected_s is None:
+            return None
+        patience_s = max(_LEAST_PATIENCE_S, _PATIENCE * compute_s)
+        if len(before) > _RECENT:  # at the pace of the last pieces, will the rest take longer than computing it?
+            first, last = before[-_RECENT - 1].arrived_s or 0.0, before[-1].arrived_s or 0.0
+            nbytes = sum(each.nbytes for each in before[-_RECENT:])
+            if nbytes and (last - first) / nbytes * self.moving_bytes > compute_s + patience_s:
+                return 0.0
+        since_s = max(self._since_s, piece.began_s, (before[-1].arrived_s or 0.0) if before else 0.0)
+        return since_s + expected_s + patience_s - self._clock()
+
+    def drop(self) -> None:
+        """Gives up what has not arrived. Its frames are free again when what reads into them has ended."""
+        left = self._pieces[self.arrived :]
+        if left and not self.failed:
+            self._observe(left[0].distance, self._moved_bytes + left[0].nbytes)  # it would have taken longer yet
+        self.failed = self.failed or bool(left)
+        for piece in left:
+            piece.task.cancel()
+        self._end_mark()
+
+    async def _bring(self, rows: Rows, wanted: GroupMask | None) -> bool:
+        mover, compute = self._cache.mover, self._cache.tiers.compute
+        try:
+            urgency, due_s = self._urgency, self.due_s
+            there = await mover.bring(self._trie, rows, compute, wanted, urgency=urgency, due_s=due_s)
+            return there == len(rows)
+        except SwapError as error:
+            log.error("blocks for %s could not be brought up: %s", self._name, error)
+            return False
+
+    def _ended(self, task: asyncio.Task[bool]) -> None:
+        if task.cancelled():
+            return
+        if task.exception() is not None:
+            log.error("blocks for %s could not be brought up", self._name, exc_info=task.exception())
+        while self.under_way and (next_ := self._pieces[self.arrived]).task.done():
+            if next_.task.cancelled() or next_.task.exception() is not None or not next_.task.result():
+                self.failed = True
+                break
+            next_.arrived_s = self._clock()
+            self.arrived += 1
+            self._moved_bytes += next_.nbytes
+            if self.arrived == 1 or not self.under_way:  # a short load and a long one tell latency and rate apart
+                self._observe(next_.distance, self._moved_bytes)
+        if not self.under_way:
+            self._end_mark()
+        self._changed()
+
+    def _observe(self, distance: Distance, nbytes: int) -> None:
+        if self._mark is not None and nbytes and distance in (Distance.CPU, Distance.DISK):
+            self._cost.observe_load(distance, nbytes, self._meter.so_far(self._mark))
+
+    def _end_mark(self) -> None:
+        if self._mark is not None:
+            self._meter.end(self._mark)
+            self._mark = None
+
+
+def piece_blocks(trie: Trie, blocks: int) -> int:
+    """How many blocks a piece has of a load of `blocks`."""
+    block_bytes = int(np.max(trie.group_bytes))
+    return max(1, -(-blocks // _PIECES), min(blocks, _LEAST_BYTES // max(block_bytes, 1)))

@@ -1,0 +1,124 @@
+"""What something takes, learned from what it took: a sum of features, each times a coefficient of at least 0."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
+
+Features = tuple[float, ...]
+
+_KEPT = 5
+"""Observations of a class, of which the median counts: two stalls in a row change nothing."""
+_LATELY = 5
+"""The last observations of all classes. When their median is off by more than `_STEADY`, the machine has become faster
+or slower as a whole: all estimates follow before every class has been seen again."""
+_STEADY = 1.25
+_HALF_AGE = 64
+"""A class that was not seen for so many observations counts half."""
+_WORTH = 4e-4
+"""A coefficient is believed in when it makes the mean square of the relative error smaller by so much: 2% squared."""
+
+
+@dataclass(slots=True)
+class _Class:
+    """Observations of about the same size."""
+
+    seen: deque[tuple[Features, float]] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    last: int = 0
+
+
+class Seconds:
+    """Learns `seconds = c0 * f0 + c1 * f1 + ...` online.
+
+    Observations are put into classes by the powers of two of their features. Of each class the last few count, by the
+    one in their middle, so a stall does no harm and what was seen of small ones stays known while only large ones are
+    seen. The coefficients make the squares of the relative errors of all classes least, so a class counts by being
+    there and not by its seconds.
+
+    Args:
+        features: how many; the first is the main one, of which the seconds are a multiple while nothing else is known.
+    """
+
+    def __init__(self, features: int) -> None:
+        self._features = features
+        self._classes: dict[tuple[int, ...], _Class] = {}
+        self._lately: deque[tuple[Features, float]] = deque(maxlen=_LATELY)
+        self._count = 0
+        self._known: tuple[Features, float] | None = None  # coefficients, level
+
+    def observe(self, features: Features, elapsed_s: float) -> None:
+        """Something with these features took so long. What took no time says nothing about how it grows: it counts as
+        a nanosecond."""
+        self._count += 1
+        elapsed_s = max(elapsed_s, 1e-9)
+        known = self._classes.setdefault(tuple(math.frexp(value)[1] for value in features), _Class())
+        known.seen.append((features, elapsed_s))
+        known.last = self._count
+        self._lately.append((features, elapsed_s))
+        self._known = None
+
+    def estimate_s(self, features: Features) -> float | None:
+        """Seconds for something with these features; None before the first observation."""
+        if not self._count:
+            return None
+        if self._known is None:
+            coefficients = self._fit()
+            ratios = [seconds / _dot(coefficients, seen) for seen, seconds in self._lately]
+            level = median(ratios)
+            self._known = coefficients, level if not 1 / _STEADY < level < _STEADY else 1.0
+        coefficients, level = self._known
+        return level * _dot(coefficients, features)
+
+    def _fit(self) -> Features:
+        """The coefficients. Of each choice of features the least squares; the best choice without a negative one."""
+        rows: list[tuple[list[float], float]] = []  # features over seconds, weight
+        for known in self._classes.values():
+            at = sorted(known.seen, key=lambda seen: seen[1] / seen[0][0])[(len(known.seen) - 1) // 2]
+            age = self._count - known.last
+            rows.append(([value / at[1] for value in at[0]], 0.5 ** (age / _HALF_AGE)))
+        total = sum(weight for _, weight in rows)
+        moments = [
+            [sum(weight * row[i] * row[j] for row, weight in rows) / total for j in range(self._features)]
+            for i in range(self._features)
+        ]
+        sums = [sum(weight * row[i] for row, weight in rows) / total for i in range(self._features)]
+        best: tuple[float, Features] | None = None
+        for count in range(1, self._features + 1):
+            for chosen in itertools.combinations(range(self._features), count):
+                solution = _solve([[moments[i][j] for j in chosen] for i in chosen], [sums[i] for i in chosen])
+                if solution is None or min(solution) < 0:
+                    continue
+                error = 1 - sum(value * sums[i] for value, i in zip(solution, chosen, strict=True))
+                # Of one class alone any feature explains all: then it is the main one.
+                cost = max(error, 0.0) + _WORTH * count + (0.0 if 0 in chosen else _WORTH / 2)
+                if best is None or cost < best[0]:
+                    spread = dict(zip(chosen, solution, strict=True))
+                    best = cost, tuple(spread.get(i, 0.0) for i in range(self._features))
+        assert best is not None  # the main feature is above 0 in every observation
+        return best[1]
+
+
+def _dot(coefficients: Features, features: Features) -> float:
+    return sum(map(float.__mul__, coefficients, map(float, features)))
+
+
+def _solve(matrix: list[list[float]], right: list[float]) -> list[float] | None:
+    """The solution of a symmetric system; None where its rows say the same."""
+    size = len(right)
+    scale = [math.sqrt(matrix[i][i]) for i in range(size)]
+    if min(scale) <= 0:
+        return None
+    rows = [[matrix[i][j] / scale[i] / scale[j] for j in range(size)] + [right[i] / scale[i]] for i in range(size)]
+    for column in range(size):
+        pivot = max(range(column, size), key=lambda i: abs(rows[i][column]))
+        if abs(rows[pivot][column]) < 1e-9:
+            return None
+        rows[column], rows[pivot] = rows[pivot], rows[column]
+        for other in range(size):
+            if other != column:
+                factor = rows[other][column] / rows[column][column]
+                rows[other] = [value - factor * by for value, by in zip(rows[other], rows[column], strict=True)]
+    return [rows[i][size] / rows[i][i] / scale[i] for i in range(size)]

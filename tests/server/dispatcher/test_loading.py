@@ -1,0 +1,173 @@
+"""A cached prefix is loaded, computed again, or both at once; a load that falls behind is given up."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from prefixd.server import piece_load, tail_load
+from prefixd.server.request import RequestState
+from prefixd.worker.protocol import Arrived, Cancel, Extend, Start
+from prefixd_scheduler import Distance
+
+from .conftest import BLOCK, GEOMETRY, Bench
+
+MakeBench = Callable[..., Awaitable[Bench]]
+Expected = Callable[[Sequence[int], int], list[int]]
+BLOCKS = 16
+PROMPT = [*range(100, 100 + BLOCKS * BLOCK), 7]
+
+
+@pytest.fixture(autouse=True)
+def small_pieces() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(piece_load, "_LEAST_BYTES", GEOMETRY.block_bytes)
+        patch.setattr(tail_load, "_LEAST_TOKENS", BLOCK)
+        yield
+
+
+def pace(bench: Bench, *, block_s: float, token_s: float = 1.0, latency_s: float = 0.0) -> None:
+    """What loading a block, and computing a token, has taken so far."""
+    for blocks in (1, 4, 16):
+        for distance in (Distance.CPU, Distance.DISK):
+            bench.cost.observe_load(distance, blocks * GEOMETRY.block_bytes, latency_s + blocks * block_s)
+        bench.cost.observe_compute(blocks * BLOCK, blocks * BLOCK * token_s)
+
+
+async def begun(bench: Bench, frames: int = 0) -> Any:
+    """The prompt's request, running, with nothing arrived yet."""
+    await bench.cached(PROMPT)
+    pace(bench, block_s=float(BLOCK))
+    bench.engine.open.clear()
+    request = bench.submit(PROMPT, max_tokens=3)
+    await bench.running(request)
+    await bench.until(lambda: bench.engine.waiting)
+    return request
+
+
+async def test_the_front_is_computed_while_the_back_is_loaded(
+    make_bench: MakeBench, expected: Expected, events: Any
+) -> None:
+    bench = await make_bench(24)
+    request = await begun(bench)
+    start = next(message for message in bench.sent if isinstance(message, Start))
+    assert (start.cached_blocks, len(start.frames)) == (0, 2)
+    bench.step()
+    await bench.until(lambda: any(isinstance(message, Extend) for message in bench.sent))
+    bench.engine.open.set()
+    await bench.quiet()
+    await bench.finish(request)
+    arrived = next(message for message in bench.sent if isinstance(message, Arrived))
+    assert 2 < arrived.first < BLOCKS
+    assert arrived.first + len(arrived.frames) == BLOCKS
+    assert events(request) == (expected(PROMPT, 3), "length")
+    assert request.hit_tokens == [0, len(arrived.frames) * BLOCK, 0]
+    assert bench.cache.counters.hit_tokens == request.hit_tokens
+    assert bench.dispatcher._prefetcher.loader.beside == 1
+
+
+@pytest.mark.parametrize("steps", range(0, 12, 3))
+async def test_what_moves_when_the_request_ends_is_let_go(make_bench: MakeBench, steps: int) -> None:
+    bench = await make_bench(24)
+    request = await begun(bench)
+    for _ in range(steps):
+        bench.step()
+        await bench.until(lambda: request.state is RequestState.RUNNING)
+    bench.dispatcher.cancel(request)
+    bench.answer_cancels()
+    assert request.state is RequestState.ENDED
+    bench.engine.open.set()
+    await bench.quiet()
+    assert bench.dispatcher._budget.taken == 0
+
+
+async def test_the_worker_dies_in_the_middle(make_bench: MakeBench, expected: Expected, events: Any) -> None:
+    bench = await make_bench(24)
+    request = await begun(bench)
+    bench.step()
+    bench.die()
+    bench.engine.open.set()
+    bench.dispatcher.on_ready()
+    await bench.finish(request)
+    assert events(request) == (expected(PROMPT, 3), "length")
+
+
+async def test_frames_are_short(make_bench: MakeBench, expected: Expected, events: Any) -> None:
+    """Two requests of which one alone fits: they load beside computing, and one gives way."""
+    bench = await make_bench(BLOCKS + 4)
+    request = await begun(bench)
+    other = bench.submit([*range(500, 500 + 3 * BLOCK), 8], max_tokens=3)
+    await bench.quiet_but_for_copies()
+    bench.step()
+    bench.engine.open.set()
+    await bench.finish(request, other)
+    assert events(request) == (expected(PROMPT, 3), "length")
+    assert events(other)[1] == "length"
+    assert not any(isinstance(message, Cancel) and message.id == request.id for message in bench.sent)
+
+
+async def test_a_load_that_hangs_is_given_up_and_its_back_computed(
+    make_bench: MakeBench, expected: Expected, events: Any
+) -> None:
+    """The run computes up to what moves, waits as long as the load may be late, and computes the rest."""
+    bench = await make_bench(2 * BLOCKS + 4)
+    request = await begun(bench)
+    tail = request.tail
+    for _ in range(BLOCKS):
+        if request.run.computed_tokens >= tail.limit * BLOCK:
+            break
+        bench.step()
+        await bench.quiet_but_for_copies()
+    assert 0 < tail.limit < BLOCKS
+    bench.now += 1000.0
+    bench.dispatcher.look()
+    await bench.finish(request)
+    assert events(request) == (expected(PROMPT, 3), "length")
+    assert not any(isinstance(message, Arrived) for message in bench.sent)
+    bench.engine.open.set()
+    await bench.quiet()
+
+
+@pytest.mark.parametrize("pieces", range(0, 16, 5))
+async def test_a_load_from_the_front_is_given_up_and_what_came_is_used(
+    make_bench: MakeBench, expected: Expected, events: Any, pieces: int
+) -> None:
+    bench = await make_bench(2 * BLOCKS + 4)
+    await bench.cached(PROMPT)
+    pace(bench, block_s=0.1)
+    bench.engine.pass_on = pieces
+    bench.engine.open.clear()
+    request = bench.submit(PROMPT, max_tokens=3)
+    await bench.until(lambda: bench.engine.waiting)
+    assert request.state is RequestState.STAGING
+    bench.now += 1000.0
+    run = await bench.running(request)
+    assert run.start.cached_blocks <= pieces
+    assert bench.dispatcher._prefetcher.loader.abandoned == 1
+    await bench.finish(request)
+    assert events(request) == (expected(PROMPT, 3), "length")
+    bench.engine.open.set()
+    await bench.quiet()
+
+
+async def test_a_damaged_block_in_the_middle_ends_the_load_before_it(make_bench: MakeBench) -> None:
+    bench = await make_bench(24)
+    request = await begun(bench)
+    tail = request.tail
+    tail._load.failed = True  # as when a piece came in part
+    bench.dispatcher.look()
+    await bench.until(lambda: request.tail is None or tail.limit == tail.end_block)
+    bench.engine.open.set()
+    await bench.finish(request)
+    assert request.state is RequestState.ENDED
+
+
+@pytest.mark.parametrize(("mode", "cached"), [("always", BLOCKS), ("never", 0)])
+async def test_the_setting_decides(make_bench: MakeBench, mode: str, cached: int) -> None:
+    bench = await make_bench(24, load=mode)
+    await bench.cached(PROMPT)
+    pace(bench, block_s=float(BLOCK))
+    run = await bench.running(bench.submit(PROMPT))
+    assert run.start.cached_blocks == cached

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
+import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -55,7 +57,7 @@ def predicted(config: str, workload: TextAnalysis, tiers: TierSizes, machine: Ca
     costs = machine.costs
     assert isinstance(costs, MeasuredCosts), "passes were measured"
     plan = Plan(
-        MODELS["embedded"], Settings.load(Path("/dev/null"), overrides, {}), costs, machine.ways, machine.request_s
+        MODELS["embedded"], Settings.load(Path(os.devnull), overrides, {}), costs, machine.ways, machine.request_s
     )
     warm_up, requests = of_text_analysis(workload)
     return simulate(plan, [requests] if config == "no-cache" else [warm_up, requests])[-1]
@@ -139,8 +141,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def vars_of(machine: Calibration) -> dict[str, Any]:
     """The calibration as JSON types, without the machine's name."""
-    import json
-
     plain: dict[str, Any] = json.loads(replace(machine, machine="this machine").to_json())
     return plain
 

@@ -143,7 +143,7 @@ async def _disk(directory: Path, io_threads: int) -> tuple[float, float, float]:
                 np.array([[place.slot] for place in places], np.int64),
                 np.array([[place.checksum] for place in places], np.uint64),
                 np.array([[data.ctypes.data + at * _BLOCK_BYTES] for at in range(_BLOCKS)], np.int64),
-                [_BLOCK_BYTES],
+                (_BLOCK_BYTES,),
             )
             read_s = min([await _timed_read(tier, loads) for _ in range(_TIMES)])
             one_s = min([await _timed_read(tier, loads[at : at + 1]) for at in range(4 * _TIMES)])

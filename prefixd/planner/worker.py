@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from prefixd.planner.hardware import ComputeCosts
 from prefixd.server.kv_shape import KvShape
-from prefixd.worker.protocol import Cancel, Done, Extend, Start, Step, ToWorker, Update
+from prefixd.worker.protocol import Arrived, Cancel, Done, Extend, Start, Step, ToWorker, Update
 
 _MOST_PASSES = 1 << 16
 _MOST_PROMPT_PASSES = 8  # so that blocks of a long prompt are entered not much later than they are filled
@@ -39,14 +39,21 @@ class _Run:
     kept: int = 0  # of `start.state.keep`, how many
     cancelled: bool = False
     begun: bool = False  # it was in a pass
+    arrived: tuple[int, int] | None = None  # the first and the end of tokens that need not be computed
 
     @property
     def pending(self) -> int:
-        return min(self.known, self.reach) - self.computed
+        return min(self.known, self.reach if self.arrived is None else self.arrived[0]) - self.computed
 
     @property
     def decoding(self) -> bool:
         return self.known - self.computed == 1
+
+    def advance(self, count: int) -> None:
+        """So many more tokens are computed; what has arrived behind them is passed over."""
+        self.computed += count
+        if self.arrived is not None and self.computed >= self.arrived[0]:
+            self.computed, self.arrived = self.arrived[1], None
 
     @property
     def left(self) -> int:
@@ -126,6 +133,12 @@ class SimulatedWorker:
         elif isinstance(message, Extend):
             if (run := self._runs.get(message.id)) is not None:
                 run.reach += self._tokens_in(message.frames)
+        elif isinstance(message, Arrived):
+            if (run := self._runs.get(message.id)) is not None:
+                first = message.first * self._block_tokens
+                run.arrived = first, first + self._tokens_in(message.frames)
+                run.reach = run.arrived[1]
+                run.advance(0)
         elif isinstance(message, Cancel) and (run := self._runs.get(message.id)) is not None:
             run.cancelled = True
         self._told.set()
@@ -189,12 +202,13 @@ class SimulatedWorker:
     def _finish(self, plan: list[tuple[_Run, int]], passes: int, elapsed_s: float) -> None:
         updates: list[Update] = []
         ended: list[_Run] = []
-        computed = 0
+        computed = context = 0
         for run, count in plan:
             count *= passes
             computed += count
+            context += count * run.computed
             run.begun = True
-            run.computed += count
+            run.advance(count)
             news: list[int] = []
             if run.computed >= run.known:
                 fresh = run.computed - run.known + 1
@@ -210,7 +224,7 @@ class SimulatedWorker:
         self.counters.busy_s += elapsed_s
         self.counters.passes += passes
         self.counters.computed_tokens += computed
-        self._on_step(Step(updates, computed, elapsed_s, passes=passes))
+        self._on_step(Step(updates, computed, elapsed_s, passes=passes, context_tokens=context // max(1, computed)))
         for run in ended:
             self._end(run, "length")
 

@@ -79,9 +79,9 @@ def _is_count(value: object) -> bool:
 
 def tokens_of(hash_ids: Sequence[int]) -> npt.NDArray[np.uint32]:
     """Token ids that blocks with equal ids share, and others have none of; 512 for each id."""
-    firsts = np.array(hash_ids, np.uint32) * np.uint32(HASH_TOKENS)
-    tokens: npt.NDArray[np.uint32] = (firsts[:, None] + np.arange(HASH_TOKENS, dtype=np.uint32)).ravel()
-    return tokens
+    firsts = np.asarray(hash_ids, np.uint32)[:, None] * np.uint32(HASH_TOKENS)
+    tokens: npt.NDArray[np.uint32] = np.add(firsts, np.arange(HASH_TOKENS, dtype=np.uint32), dtype=np.uint32)
+    return tokens.reshape(-1)
 
 
 class PrefixCount:

@@ -41,6 +41,8 @@ class Policy(ABC):
 
     name: ClassVar[str]
     may_starve: ClassVar[bool] = True
+    needs_estimate: ClassVar[bool] = False
+    """Whether it ranks by `QueuedRequest.ready_s`."""
 
     def __init__(self, starvation_bound_s: float | None = None) -> None:
         if starvation_bound_s is not None:
@@ -176,6 +178,7 @@ class ShortestTimeToReady(Policy):
     """
 
     name = "shortest-ready"
+    needs_estimate = True
 
     def key(self, request: QueuedRequest) -> Key:
         return (request.ready_s,)

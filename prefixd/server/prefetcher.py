@@ -129,7 +129,7 @@ class Prefetcher:
             self._look_ahead.loads(distance, nbytes)
             if distance is Distance.DISK:
                 self._reading.add(request.id)
-            self.loader.start(request, urgency, None if demanded else self._clock() + turn_s)
+            self.loader.start(request, urgency, self._clock() + turn_s)
         else:
             request.staged()
 

@@ -68,7 +68,7 @@ async def opened(
         {},
     )
     copies, files = Way(1e9, 0.0), Way(bytes_per_s, 0.0)
-    costs = MeasuredCosts(1.0, 0.01, 0.0, 0.0, where="a test")
+    costs = MeasuredCosts(1.0, 0.01, 0.0, 0.0, 0.0, where="a test")
     async with open_daemon(Plan(MODEL, settings, costs, Ways(copies, copies, files, files))) as daemon:
         yield daemon
 
@@ -228,7 +228,7 @@ def test_looking_ahead_is_never_slower_than_not(policy: str, bytes_per_s: float)
         serving = Serving(name=policy, policy=policy, look_ahead=look_ahead)
         overrides = {"worker.embedded": True, "scheduler.load": "always", **serving.overrides(workload, sizes)}
         settings = Settings.load(Path(os.devnull), overrides, {})
-        plan = Plan(model, settings, MeasuredCosts(2e-3, 3.5e-4, 1.5e-3, 1e-7, where="a test"), ways, 0.001)
+        plan = Plan(model, settings, MeasuredCosts(2e-3, 3.5e-4, 1.5e-3, 1e-7, 0.0, where="a test"), ways, 0.001)
         rates.append(simulate(plan, of_text_analysis(workload))[-1].requests_per_s)
     without, with_it = rates
     assert with_it >= 0.99 * without, "of the order in which prefixes are read a hundredth is chance"

@@ -260,8 +260,13 @@ class CacheSettings(_Section):
 
     enabled: bool = True
     """Whether anything is cached at all; false to measure against."""
-    eviction: Literal["lru", "fifo", "random"] = "lru"
-    """Which block goes first when a tier is full."""
+    eviction: Literal["lru", "fifo", "random", "lfu", "s3-fifo", "weighing"] = "lru"
+    """Which block goes first when a tier is full. "lru": the one not asked for the longest; right where what was used
+    last is used next, and easy to foresee. "weighing": the one that saves the fewest seconds for the bytes that it
+    holds; it learns when blocks are asked for again, and finds more wherever prompts by far outnumber what fits, as in
+    chat with think times. "lfu": the least frequently used, with ageing; for few prefixes, such as system prompts, that
+    stay the same. "s3-fifo": the oldest that was not asked for again; for many prompts that come once. "fifo" and
+    "random": to measure against."""
     seed: int = 0
     """Seed of random eviction."""
     write_back: bool = True

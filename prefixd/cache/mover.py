@@ -30,7 +30,7 @@ from prefixd.cache.room import Room
 from prefixd.cache.tiers import Slots, Tiers
 from prefixd.cache.victims import can_free
 from prefixd.pacer import give_way
-from prefixd_swap import CopyEngine, EvictionPolicy, TransferDroppedError
+from prefixd_swap import CopyEngine, EvictionPolicy, TransferDroppedError, UseHistory
 from prefixd_swap.tiers import MemoryCopies, MemoryTier, StoreTier, Tier, can_move
 from prefixd_swap.transfers import PIECE_BYTES, Urgency, piece_items
 
@@ -57,6 +57,7 @@ class Mover:
         engine: copies between memory spans.
         policy: who goes first.
         clock: seconds; passed in so that tests own the time.
+        uses: how often blocks were asked for; told of all that happens to them.
     """
 
     def __init__(
@@ -67,12 +68,13 @@ class Mover:
         engine: CopyEngine,
         policy: EvictionPolicy,
         clock: Callable[[], float],
+        uses: UseHistory,
     ) -> None:
         self.tiers = tiers
         self.tries = tries
         self.policy = policy
         self._copies = MemoryCopies(engine, tiers.transfers)
-        self._placement = Placement(tiers, clock)
+        self._placement = Placement(tiers, clock, uses)
         self._checksums = Checksums(self._placement)
         self.disk = DiskCopies(self._placement, tries, namespaces, self._checksums, self._make_room_on_disk)
         self._room = Room(self._placement, tries, policy, self.disk, self._copy_down)

@@ -18,15 +18,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from prefixd.planner.replay import replay
 from prefixd.workloads.mooncake import TraceRequest
 from prefixd_swap import EvictionPolicy, create_eviction_policy
-from prefixd_swap.eviction import choose_victims
 
 Nodes = npt.NDArray[np.int32]
 Progress = Callable[[], None]
 OPTIMUM = "optimum"
 _CHUNK = 4096  # slots counted together
-_LEAST_SHARE = 200  # of its capacity a cache makes room for at once
 
 
 @dataclass(frozen=True)
@@ -37,11 +36,13 @@ class References:
         nodes: the blocks of all requests, one request behind the other.
         starts: [requests + 1] where each request's begin, and the end.
         parent: [blocks] of each different block the one before it, -1 for a first one. Parents come before children.
+        at_s: [requests] when each comes.
     """
 
     nodes: Nodes
     starts: npt.NDArray[np.int64]
     parent: Nodes
+    at_s: npt.NDArray[np.float64]
 
     @property
     def blocks(self) -> int:
@@ -71,7 +72,8 @@ def references(found: Sequence[TraceRequest]) -> References:
             node = at
             nodes.append(at)
         starts.append(len(nodes))
-    return References(np.array(nodes, np.int32), np.array(starts, np.int64), np.array(parent, np.int32))
+    at_s = np.array([request.timestamp_ms / 1e3 for request in found])
+    return References(np.array(nodes, np.int32), np.array(starts, np.int64), np.array(parent, np.int32), at_s)
 
 
 def lru_hits(trace: References, progress: Progress = lambda: None) -> npt.NDArray[np.int64]:
@@ -150,56 +152,8 @@ def _following(trace: References) -> npt.NDArray[np.int64]:
 
 
 def policy_hits(trace: References, policy: EvictionPolicy, capacity: int, progress: Progress = lambda: None) -> int:
-    """How many blocks a cache of `capacity` blocks finds under a policy.
-
-    Room is made for a two-hundredth of the capacity at once, at least for what is needed.
-    """
-    blocks = trace.blocks
-    last_used, entered = np.zeros(blocks), np.zeros(blocks)
-    resident, children = np.zeros(blocks, np.bool_), np.zeros(blocks, np.int32)
-    parents = trace.parent
-    hits = held = 0
-    for now, path in enumerate(trace.paths(), 1):
-        there = resident[path]
-        hits += int(there.sum())
-        new = path[~there]
-        last_used[path] = now
-        entered[new] = now
-        resident[new] = True
-        held += len(new)
-        above = parents[new]
-        np.add.at(children, above[above >= 0], 1)
-        if held > capacity:
-            held -= _evict(
-                policy, max(held - capacity, capacity // _LEAST_SHARE), last_used, entered, resident, children, parents
-            )
-        progress()
-    return hits
-
-
-def _evict(
-    policy: EvictionPolicy,
-    want: int,
-    last_used: npt.NDArray[np.float64],
-    entered: npt.NDArray[np.float64],
-    resident: npt.NDArray[np.bool_],
-    children: npt.NDArray[np.int32],
-    parents: Nodes,
-) -> int:
-    leaves = np.flatnonzero(resident & (children == 0))
-
-    def reveal(block: int) -> tuple[int, float] | None:
-        above = int(parents[block])
-        if above < 0:
-            return None
-        children[above] -= 1
-        if children[above]:
-            return None
-        return above, float(policy.scores(last_used[above : above + 1], entered[above : above + 1])[0])
-
-    victims = choose_victims(want, leaves, policy.scores(last_used[leaves], entered[leaves]), reveal)
-    resident[victims] = False
-    return len(victims)
+    """How many blocks a cache of `capacity` blocks finds under a policy that has seen nothing yet."""
+    return replay(trace.paths(), trace.at_s.tolist(), trace.blocks, capacity, policy, progress)
 
 
 @dataclass(frozen=True)

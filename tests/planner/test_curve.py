@@ -23,13 +23,16 @@ from prefixd.planner.curve import (
 )
 from prefixd.workloads.mooncake import TraceRequest
 from prefixd_swap import create_eviction_policy
+from prefixd_swap.eviction import POLICY_NAMES
 
 Paths = list[list[int]]
 TRACES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), min_size=1, max_size=12)
 
 
 def trace_of(paths: Paths) -> References:
-    return references([TraceRequest(0, 512 * len(path), 1, tuple(path)) for path in paths])
+    return references(
+        [TraceRequest(1000 * number, 512 * len(path), 1, tuple(path)) for number, path in enumerate(paths)]
+    )
 
 
 def plain_lru(paths: Paths, capacity: int) -> int:
@@ -77,7 +80,7 @@ def test_no_choice_finds_more_than_the_optimum(paths: Paths, capacity: int) -> N
     assert optimal_hits(trace_of(paths), capacity) == best(paths, capacity)
 
 
-@given(TRACES, st.integers(1, 12), st.sampled_from(["lru", "fifo", "random"]))
+@given(TRACES, st.integers(1, 12), st.sampled_from(POLICY_NAMES))
 def test_policies_find_at_most_the_optimum_and_all_with_room_for_all(paths: Paths, capacity: int, name: str) -> None:
     trace = trace_of(paths)
     hits = policy_hits(trace, create_eviction_policy(name, 1), capacity)

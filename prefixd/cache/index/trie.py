@@ -401,7 +401,7 @@ class Trie(TrieTable):
         place = self.slots[rows, tier]
         place = np.where(slots != NO_SLOT, slots, place)
         self.slots[rows, tier] = place
-        new = rows[(self.any_part[rows] & np.uint8(1 << tier)) == 0]
+        new: Rows = rows[(self.any_part[rows] & np.uint8(1 << tier)) == 0]
         if len(new):
             self.any_part[new] |= np.uint8(1 << tier)
             self.entered[new, tier] = now_s

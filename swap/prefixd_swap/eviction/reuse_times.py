@@ -82,7 +82,8 @@ class ReuseTimes:
 
 def _bins(idle_s: Scores) -> Scores:
     places = np.log2(np.maximum(idle_s, 0.0) + 1.0) * _STEPS_PER_OCTAVE
-    return np.minimum(places, _BINS - 2.0)
+    bins: Scores = np.minimum(places, _BINS - 2.0)
+    return bins
 
 
 def _best_rates(uses: Scores, seconds: Scores) -> Scores:

@@ -36,10 +36,43 @@ def section(result: Result) -> Section:
         f"{points[0]['requests']:,} requests in virtual time on {len(points)} machines; planned in "
         f"{duration(content['planning_s'])}.",
         result,
-        pictures=[_picture(points, enough, achievable)],
+        pictures=[_picture(points, enough, achievable), *([_curve(content["curve"])] if content["curve"] else [])],
         tables=[_table(points, enough), Table(("Assumed",), [(line,) for line in content["assumptions"]])],
-        cards=[card],
+        cards=[card, *([_eviction_card(content["curve"])] if content["curve"] else [])],
     )
+
+
+def _eviction_card(curve: Mapping[str, Any]) -> Card:
+    """The policy that is best where it matters most: of the widest gap between any policy and LRU."""
+    rates: Mapping[str, Sequence[float]] = curve["hit_rates"]
+    policies = [name for name in rates if name not in ("optimum", "random")]
+    total = {name: sum(rates[name]) for name in policies}
+    best = max(policies, key=lambda name: total[name])
+    gains = [ours - lru for ours, lru in zip(rates[best], rates["lru"], strict=True)]
+    at = max(range(len(gains)), key=lambda place: gains[place])
+    return Card(
+        "What goes first when memory is full?",
+        best,
+        f"at {curve['capacity_blocks'][at]:,} blocks it finds {rates[best][at]:.1%}, LRU {rates["lru"][at]:.1%} and "
+        f"the best there could be {rates['optimum'][at]:.1%}",
+        "plan",
+    )
+
+
+def _curve(curve: Mapping[str, Any]) -> Picture:
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        for number, (name, rates) in enumerate(curve["hit_rates"].items()):
+            style = {"color": "black", "linestyle": "--"} if name == "optimum" else {"color": _COLORS[number]}
+            axes.plot(curve["capacity_blocks"], [100 * rate for rate in rates], marker=".", label=name, **style)
+        axes.axhline(100 * curve["without_limits"], color="#999999", linestyle=":", label="without limits")
+        axes.set_xscale("log")
+        axes.set_xlabel(f"size of one tier, blocks of {curve['block_tokens']} tokens")
+        axes.set_title("blocks found, %, by what goes first")
+        axes.set_ylim(0, None)
+        axes.legend(frameon=False, fontsize="small", ncols=2)
+
+    return Picture("Blocks that one tier finds, by its size, under each eviction policy", draw, width_in=8, height_in=4)
 
 
 def _picture(points: Sequence[Point], enough: Point, achievable: float | None) -> Picture:

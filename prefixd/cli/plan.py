@@ -327,6 +327,7 @@ def _plain(points: Sequence[Point], assumptions: Sequence[str], model: str, trac
     from prefixd.planner.sweep import enough
 
     return {
+        "benchmark": "plan",
         "model": model,
         "trace": trace.name,
         "assumptions": list(assumptions),

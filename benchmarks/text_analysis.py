@@ -1,37 +1,47 @@
-"""Requests a second when many share a few prefixes: without a cache, and with three tiers and each policy."""
+"""Requests a second, and latency, when many share a few prefixes: without a cache, and with tiers, policies and
+eviction ablated."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from benchmarks.common import harness
+from benchmarks.text_analysis_parts.goals import Goal, goals
+from benchmarks.text_analysis_parts.measuring import Measured, measure_group
+from benchmarks.text_analysis_parts.plots import draw, panels
+from benchmarks.text_analysis_parts.suites import SUITES, groups
 from prefixd.cli.progress import RichProgress
-from prefixd.workloads.figures import Figures
-from prefixd.workloads.runner import Progress, Silence, run_config
-from prefixd.workloads.text_analysis import CONFIGS, TextAnalysis, TierSizes
+from prefixd.workloads.runner import Progress, Silence
+from prefixd.workloads.text_analysis import TextAnalysis, TierSizes
 
 DESCRIPTION = """\
-The throughput benchmark of "Long-Term Memory" (sections VII.A and VII.C) on this machine:
+The text analysis benchmark of "Long-Term Memory" (sections VII.A and VII.C) on this machine:
 
     python -m benchmarks.text_analysis --prefixes 128 --gpu-prefixes 8 --cpu-prefixes 32 \\
         --disk-prefixes 128 --requests 512 --json results.json
 
 There are more prefixes than fit into the GPU and CPU tiers. Each request is a randomly chosen prefix and a
-random body. Requests are streamed into the queue, --outstanding at a time, and the daemon orders them. The same
-requests go to a daemon without a cache, then to one with each policy of the queue, each with the small model that
-comes with prefixd, in a process of its own and with an empty data directory. With a cache, each prefix is first
-asked for once: requests_per_s is what follows, with full tiers; cold_requests_per_s counts these first requests and
-their time too, and can be at most (n + k) / n times that without a cache. miss_rate is the share of the prefixes'
-tokens that had to be computed after the warm-up. output_digest covers every output token: it must be the same in all of
-them."""
+random body. Requests are streamed into the queue, --outstanding at a time, and the daemon orders them; in the suite
+`latency` each is sent when the one before it was answered. Each configuration has a daemon of its own with the small
+model that comes with prefixd. With a cache, each prefix is first asked for once: requests_per_s is what follows, with
+full tiers. The daemons of a suite run side by side and are asked in turn, --repeats times; figures are those of the
+repeat in the middle.
+
+    goals     without a cache; FCFS without prefetch; FPF with it; FPF with a GPU tier for everything; FPF with a slow
+              disk. For every length of --prefix-tokens. The ratios have bounds: a miss ends the run with status 2.
+    policies  each policy of the queue, and no cache
+    tiers     gpu, gpu+cpu, gpu+cpu+disk; with prefetch and without; FPF and FCFS
+    eviction  what goes first
+    latency   first tokens by tiers, one request after the other
+
+miss_rate is the share of the prefixes' tokens that had to be computed after the warm-up. Output tokens have to be the
+same in all configurations. Where a request takes long, fewer are sent."""
 
 GPU_HELP = (
     "prefixes that fit into the GPU tier; it gets more room for the requests that run at once (--running): "
@@ -39,22 +49,16 @@ GPU_HELP = (
 )
 
 
-def measure(configs: Sequence[str], workload: TextAnalysis, tiers: TierSizes) -> list[Figures]:
-    """One daemon after the other; a line for each on stdout. Raises DaemonFailed."""
-    figures: list[Figures] = []
-    for config in configs:
-        # A short path: a unix socket's name has at most 107 bytes.
-        with tempfile.TemporaryDirectory(prefix="prefixd-") as directory, _progress() as progress:
-            run = run_config(config, workload, tiers, Path(directory), warm_up=config != "no-cache", progress=progress)
-        figures.append(run)
-        hits = run.hit_tokens
-        print(
-            f"{run.name:12} {run.requests_per_s:7.2f} requests/s, from cold {run.cold_requests_per_s:.2f}   "
-            f"first token p50 {run.ttft_s.p50:.2f} s, p95 {run.ttft_s.p95:.2f} s   "
-            f"hit tokens gpu {hits.gpu}, cpu {hits.cpu}, disk {hits.disk}   miss rate {run.miss_rate:.1%}",
-            flush=True,
-        )
-    return figures
+def measure(
+    suites: Sequence[str], lengths: Sequence[int], workload: TextAnalysis, sizes: TierSizes, slow_disk: int
+) -> list[Measured]:
+    """All suites. Raises DaemonFailed."""
+    measured: list[Measured] = []
+    with _progress() as progress:
+        for suite in suites:
+            for cells in groups(suite, lengths, slow_disk):
+                measured += measure_group(suite, cells, workload, sizes, progress)
+    return measured
 
 
 @contextmanager
@@ -67,12 +71,55 @@ def _progress() -> Iterator[Progress]:
         yield progress
 
 
-def draw(axes: Any, figures: Sequence[Figures]) -> None:
-    """Requests a second, one bar a configuration, with the share of prefix tokens that were computed."""
-    bars = axes.bar([run.name for run in figures], [run.requests_per_s for run in figures], color="#4477aa")
-    axes.bar_label(bars, [f"{run.miss_rate:.0%} computed" for run in figures])
-    axes.set_ylabel("requests / s")
-    axes.set_title("Text analysis")
+def same_answers(measured: Sequence[Measured]) -> bool:
+    """Whether runs of the same requests gave the same output; of fewer requests, their first ones."""
+    digests: dict[tuple[int, int], set[str]] = {}
+    heads: dict[tuple[int, int], set[str]] = {}
+    for run in measured:
+        for repeat, figures in enumerate(run.repeats):
+            heads.setdefault((run.cell.prefix_tokens, repeat), set()).add(figures.first_outputs_digest)
+            digests.setdefault((run.cell.prefix_tokens * (1 << 32) + figures.requests, repeat), set()).add(
+                figures.output_digest
+            )
+    return all(len(found) == 1 for found in (*digests.values(), *heads.values()))
+
+
+def table(measured: Sequence[Measured]) -> Table:
+    """A line a run."""
+    made = Table("suite", "prefix", "configuration", title="text analysis")
+    for column in ("requests/s", "from cold", "first token p50", "p95", "computed", "gpu", "cpu", "disk"):
+        made.add_column(column, justify="right")
+    for run in measured:
+        figures, hits = run.figures, run.figures.hit_tokens
+        made.add_row(
+            run.suite,
+            str(run.cell.prefix_tokens),
+            run.cell.name,
+            f"{figures.requests_per_s:.2f}",
+            f"{figures.cold_requests_per_s:.2f}",
+            f"{figures.ttft_s.p50:.3f} s",
+            f"{figures.ttft_s.p95:.3f} s",
+            f"{figures.miss_rate:.1%}",
+            *(f"{tokens:,}" for tokens in (hits.gpu, hits.cpu, hits.disk)),
+        )
+    return made
+
+
+def goal_table(found: Sequence[Goal]) -> Table:
+    """A line a ratio."""
+    made = Table("prefix", "ratio of requests/s", title="goals")
+    for column in ("measured", "at least", ""):
+        made.add_column(column, justify="right")
+    for goal in found:
+        bound = "" if goal.at_least is None else f"{goal.at_least:g}"
+        made.add_row(
+            str(goal.prefix_tokens),
+            goal.name,
+            f"{goal.value:.2f}",
+            bound,
+            "" if not bound else "met" if goal.met else "MISSED",
+        )
+    return made
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -82,47 +129,80 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         ("--gpu-prefixes", 8, GPU_HELP),
         ("--cpu-prefixes", 32, "prefixes that fit into the CPU tier"),
         ("--disk-prefixes", 128, "prefixes that fit into the disk tier"),
-        ("--requests", 512, "requests, each with a randomly chosen prefix"),
-        ("--prefix-tokens", 512, "length of a prefix"),
+        ("--requests", 512, "requests, each with a randomly chosen prefix, of the shortest prefixes"),
         ("--body-tokens", 32, "length of a body"),
         ("--output-tokens", 2, "tokens generated for a request"),
         ("--running", 8, "requests computed at once"),
         ("--outstanding", 64, "requests sent before the first of them is answered"),
+        ("--repeats", 3, "how often the requests are sent to each daemon"),
     ]
     for flag, default, text in numbers:
         parser.add_argument(flag, type=harness.positive, default=default, metavar="N", help=f"{text} ({default})")
+    parser.add_argument(
+        "--prefix-tokens",
+        type=harness.positive,
+        nargs="+",
+        default=[512, 2048],
+        metavar="N",
+        help="lengths of prefixes, the first one for all suites (512 2048)",
+    )
+    parser.add_argument("--slow-disk", type=harness.size, default=50_000_000, help="its bytes a second (50000000)")
     parser.add_argument("--seed", type=int, default=0, help="of prefixes, bodies and choices (0)")
-    parser.add_argument("--configs", nargs="+", choices=CONFIGS, default=list(CONFIGS), help="which to run (all)")
+    parser.add_argument(
+        "--suites", nargs="+", choices=SUITES, default=["goals", "policies"], help="which to run (goals policies)"
+    )
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command. Raises BenchmarkError when the outputs differ, after the result is written."""
+    """The command. Raises BenchmarkError when outputs differ or a goal is missed, after the result is written."""
     options = _options(arguments)
+    lengths = sorted(set(options.prefix_tokens))
     workload = TextAnalysis(
         prefixes=options.prefixes,
         requests=options.requests,
-        prefix_tokens=options.prefix_tokens,
+        prefix_tokens=lengths[0],
         body_tokens=options.body_tokens,
         output_tokens=options.output_tokens,
         outstanding=options.outstanding,
+        repeats=options.repeats,
         seed=options.seed,
     )
-    tiers = TierSizes(
+    sizes = TierSizes(
         gpu_prefixes=options.gpu_prefixes,
         cpu_prefixes=options.cpu_prefixes,
         disk_prefixes=options.disk_prefixes,
         running=options.running,
     )
-    figures = measure(options.configs, workload, tiers)
-    same = len({run.output_digest for run in figures}) == 1
-    no_parameters = ("json", "plot", "configs")
+    measured = measure(options.suites, lengths, workload, sizes, options.slow_disk)
+    same, reached = same_answers(measured), goals(measured)
+    no_parameters = ("json", "plot", "prefix_tokens")
     parameters = {name: value for name, value in vars(options).items() if name not in no_parameters}
-    result = {**parameters, "same_answers": same, "configs": [run.to_plain() for run in figures]}
-    harness.finish("text_analysis", result, options.json)
-    harness.plot(options.plot, lambda axes: draw(axes, figures))
+    compared = [run for run in measured if run.suite == "policies"] or measured
+    result = {
+        **parameters,
+        "prefix_tokens": lengths[0],
+        "prefix_lengths": lengths,
+        "same_answers": same,
+        "goals_met": all(goal.met for goal in reached),
+        "ratios": {f"{goal.name}, {goal.prefix_tokens} tokens": goal.value for goal in reached},
+        "goals": [goal.to_plain() for goal in reached],
+        "configs": [run.to_plain() for run in compared],
+        "runs": [run.to_plain() for run in measured],
+    }
+    out = Console(width=None if sys.stdout.isatty() else 140)
+    out.print(table(measured))
+    if reached:
+        out.print(goal_table(reached))
+    if options.json is not None:
+        harness.write("text_analysis", result, options.json)
+    columns = len(panels(measured))
+    harness.plot(options.plot, lambda axes: draw([axes] if columns == 1 else axes, measured), columns)
     if not same:
         raise harness.BenchmarkError("the outputs of the configurations differ: see output_digest")
+    if missed := [goal for goal in reached if not goal.met]:
+        told = "; ".join(f"{g.name} at {g.prefix_tokens} tokens {g.value:.2f}, not {g.at_least:g}" for g in missed)
+        raise harness.BenchmarkError(f"goals missed: {told}")
 
 
 if __name__ == "__main__":

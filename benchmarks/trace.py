@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.common import harness
-from benchmarks.load.mooncake import HASH_TOKENS, PrefixCount, TraceRequest, read_trace
 from prefixd.client import (
     AsyncCache,
     AsyncClient,
@@ -24,6 +23,7 @@ from prefixd.client import (
     PartSpec,
     Tier,
 )
+from prefixd.workloads.mooncake import HASH_TOKENS, PrefixCount, TraceRequest, read_trace, tokens_of
 
 DESCRIPTION = """\
 Replays a trace in Mooncake's format (a JSON object a line: timestamp, input_length, output_length,
@@ -109,13 +109,6 @@ class Replay:
             key = hashlib.blake2b(key + hash_id.to_bytes(8, "little"), digest_size=16).digest()
             seeds[index] = int.from_bytes(key[:8], "little")
         return self._pattern + seeds[:, None]
-
-
-def tokens_of(ids: Sequence[int]) -> npt.NDArray[np.uint32]:
-    """512 token ids for each hash id: equal for equal ids, different for different ones."""
-    starts = np.asarray(ids, np.uint32)[:, None] * np.uint32(HASH_TOKENS)
-    tokens: npt.NDArray[np.uint32] = np.add(starts, np.arange(HASH_TOKENS, dtype=np.uint32), dtype=np.uint32)
-    return tokens.reshape(-1)
 
 
 async def replay(address: str, requests: Sequence[TraceRequest], bytes_per_token: int, salt: bytes) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from pydantic import model_validator as check_together
 from prefixd.errors import ConfigError
 from prefixd.settings_sources import gather_layers
 from prefixd.sizes import parse_size
+from prefixd_scheduler import POLICIES
 
 # The socket that hands over the CPU tier's memory lies beside the daemon's, under its name and this.
 MEMORY_SOCKET_SUFFIX = "-memory"
@@ -88,8 +89,19 @@ def _size_or_auto(value: object) -> int | str:
     return value if value == "auto" else parse_size(value)
 
 
+def _count_or_auto(value: object) -> int | str:
+    if value == "auto":
+        return "auto"
+    if isinstance(value, str) and value.isdecimal():
+        value = int(value)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError("give a whole number from 0 on, or auto")
+    return value
+
+
 Bytes = Annotated[int, BeforeValidator(parse_size)]
 BytesOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_size_or_auto)]
+CountOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_count_or_auto)]
 AbsolutePath = Annotated[Path, AfterValidator(_absolute)]
 SocketPath = Annotated[Path, AfterValidator(_socket)]
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -248,8 +260,13 @@ class CacheSettings(_Section):
 
     enabled: bool = True
     """Whether anything is cached at all; false to measure against."""
-    eviction: Literal["lru", "fifo", "random"] = "lru"
-    """Which block goes first when a tier is full."""
+    eviction: Literal["lru", "fifo", "random", "lfu", "s3-fifo", "weighing"] = "lru"
+    """Which block goes first when a tier is full. "lru": the one not asked for the longest; right where what was used
+    last is used next, and easy to foresee. "weighing": the one that saves the fewest seconds for the bytes that it
+    holds; it learns when blocks are asked for again, and finds more wherever prompts by far outnumber what fits, as in
+    chat with think times. "lfu": the least frequently used, with ageing; for few prefixes, such as system prompts, that
+    stay the same. "s3-fifo": the oldest that was not asked for again; for many prompts that come once. "fifo" and
+    "random": to measure against."""
     seed: int = 0
     """Seed of random eviction."""
     write_back: bool = True
@@ -294,10 +311,17 @@ class EventSettings(_Section):
 class SchedulerSettings(_Section):
     """The order of the queue."""
 
-    policy: Literal["fcfs", "fpf", "relaxed-fpf"] = "relaxed-fpf"
-    """First come first served, fastest prefix first (may starve), or the fair mixture of both."""
-    look_ahead: Annotated[int, Field(ge=0)] = 16
-    """Requests ahead of their turn whose prefixes are brought up."""
+    policy: Literal["fcfs", "fpf", "relaxed-fpf", "lpm", "shortest-ready", "deadline"] = "relaxed-fpf"
+    """Which request runs next, of those with the lowest priority number: the one that came first (fcfs), whose prefix
+    is nearest (fpf), a fair mixture of both (relaxed-fpf), with most cached tokens (lpm), with the least left to load
+    and compute (shortest-ready), or whose first token is due first (deadline). All but fcfs and relaxed-fpf may
+    starve."""
+    starvation_bound_s: Seconds | None = None
+    """For the policies that may starve: who has waited so long goes before all who have not. With n others waiting, and
+    one handed over every s seconds, nobody then waits longer than this and n times s."""
+    look_ahead: CountOrAuto = "auto"
+    """Requests ahead of their turn whose prefixes are brought up. auto: as many as are handed over while a prefix is
+    loaded, by what both took lately; 0: none, and a number to measure against."""
     queue_limit: Count = 4096
     """Requests that may wait; one more is refused."""
     load: Literal["auto", "always", "never"] = "auto"
@@ -309,6 +333,15 @@ class SchedulerSettings(_Section):
     """Where the KV goes of a request that has to give its GPU memory to others while it runs: down the tiers, to be
     loaded again (swap), or nowhere, to be computed again (recompute). auto: whichever takes less time, for each
     request. Without a tier below the GPU tier, and with cache.enabled = false, it is always computed again."""
+
+    @check_together(mode="after")
+    def _bound_for_who_starves(self) -> Self:
+        if self.starvation_bound_s is not None and not POLICIES[self.policy].may_starve:
+            raise ValueError(
+                f"scheduler.starvation_bound_s = {self.starvation_bound_s:g}, but scheduler.policy = {self.policy} "
+                "starves nobody; leave the bound out"
+            )
+        return self
 
 
 class WorkerSettings(_Section):

@@ -76,6 +76,21 @@ def positive(text: str) -> int:
     return value
 
 
+def number(least: float, most: float) -> Callable[[str], float]:
+    """An argparse type: a number from `least` to `most`."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{text!r} is no number") from error
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not from {least:g} to {most:g}")
+        return value
+
+    return parse
+
+
 def free_port() -> int:
     """A TCP port of 127.0.0.1 that nobody used a moment ago."""
     with socket.socket() as probe:

@@ -30,7 +30,8 @@ from prefixd.cache.tiers import Tiers
 from prefixd.cache.write_back import WriteBack
 from prefixd.errors import ExhaustedError, InvalidArgumentError, NotFoundError, UnsupportedError
 from prefixd.pacer import give_way
-from prefixd_swap import CopyEngine, EvictionPolicy
+from prefixd_swap import CopyEngine, EvictionPolicy, UseHistory
+from prefixd_swap.eviction.use_history import REMEMBERED
 
 Claim = tuple[Trie, Rows, list[int]]
 _ENDED_AT_ONCE = 1 << 16  # held blocks whose hold ends in one turn, about a millisecond,
@@ -107,7 +108,10 @@ class TieredCache:
         self.counters = CacheCounters()
         self.claims: list[Callable[[], Iterator[Claim]]] = []
         """Who else has a part of the GPU tier, for `check_integrity`: rows held without a `Hold`, frames in flight."""
-        self.mover = Mover(tiers, self.tries, self.namespaces, engine, policy, clock)
+        self.policy = policy
+        policy.last_tier = max(tier.level for tier in tiers.existing)
+        uses = UseHistory(policy, REMEMBERED if policy.remembers else 0)
+        self.mover = Mover(tiers, self.tries, self.namespaces, engine, policy, clock, uses)
         if write_queue_bytes is None and tiers.exists(tiers.shared):
             write_queue_bytes = tiers.shared.capacity_bytes // 2
         if prefetch_bytes is None:

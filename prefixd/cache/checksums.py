@@ -49,9 +49,9 @@ class Checksums:
     def begin(self, trie: Trie, rows: Rows) -> None:
         """Starts hashing the parts of `rows` in the CPU tier that have no checksum; the rows are held meanwhile.
 
-        Without a disk tier nobody asks for checksums, and nothing is done.
+        Without a disk tier nobody asks for checksums, and without bytes there is nothing to hash: nothing is done.
         """
-        if self._tiers.durable is None:
+        if self._tiers.durable is None or not self._tiers.shared.backed:
             return
         shared = self._tiers.shared
         for start in range(0, len(rows), _BLOCKS):

@@ -125,6 +125,7 @@ class DiskCopies:
         self, trie: Trie, rows: Rows, source: MemoryTier, movement: Movement, ahead: bool, piece_bytes: int
     ) -> int:
         rows = rows[np.argsort(trie.depth[rows], kind="stable")]
+        piece_bytes = max(piece_bytes, self._store.least_piece_bytes)
         written, step = 0, write_batch(trie, piece_bytes)
         for start in range(0, len(rows), step):
             async with self._lock.hold(movement):
@@ -310,7 +311,7 @@ class DiskCopies:
             target.addresses(taken),
             tuple(trie.part_bytes[part] for part in chosen),
         )
-        read = store.submit_read(loads, movement.urgency)
+        read = store.submit_read(loads, movement.urgency, deadline_s=movement.due_s)
         errors = await movement.run(read)
         return self._judge(trie, rows, errors)
 

@@ -19,12 +19,14 @@ class Movement:
     """What is moved for one reason.
 
     Attributes:
+        due_s: when the first who waits wants it, on the clock of the transfers; None: as soon as its turn comes.
         dropped: nobody wants it any more; what has not been started is left out.
         task: runs it, where others may join.
     """
 
-    def __init__(self, urgency: Urgency) -> None:
+    def __init__(self, urgency: Urgency, due_s: float | None = None) -> None:
         self._urgency = urgency
+        self.due_s = due_s
         self._lent: list[Urgency] = []
         self.dropped = False
         self.task: asyncio.Task[bool] | None = None
@@ -65,9 +67,14 @@ class Movement:
         for transfer in self._transfers:
             transfer.raise_to(self.urgency)
 
-    def join(self, urgency: Urgency) -> None:
-        """Somebody wants it, so urgently; `leave` is his last word."""
+    def join(self, urgency: Urgency, due_s: float | None = None) -> None:
+        """Somebody wants it, so urgently and at `due_s`; `leave` is his last word.
+
+        The time counts for transfers that begin later.
+        """
         self._wanted_by += 1
+        if due_s is not None:
+            self.due_s = due_s if self.due_s is None else min(self.due_s, due_s)
         self.raise_to(urgency)
 
     def leave(self) -> None:

@@ -30,7 +30,7 @@ from prefixd.cache.room import Room
 from prefixd.cache.tiers import Slots, Tiers
 from prefixd.cache.victims import can_free
 from prefixd.pacer import give_way
-from prefixd_swap import CopyEngine, EvictionPolicy, TransferDroppedError
+from prefixd_swap import CopyEngine, EvictionPolicy, TransferDroppedError, UseHistory
 from prefixd_swap.tiers import MemoryCopies, MemoryTier, StoreTier, Tier, can_move
 from prefixd_swap.transfers import PIECE_BYTES, Urgency, piece_items
 
@@ -57,6 +57,7 @@ class Mover:
         engine: copies between memory spans.
         policy: who goes first.
         clock: seconds; passed in so that tests own the time.
+        uses: how often blocks were asked for; told of all that happens to them.
     """
 
     def __init__(
@@ -67,12 +68,13 @@ class Mover:
         engine: CopyEngine,
         policy: EvictionPolicy,
         clock: Callable[[], float],
+        uses: UseHistory,
     ) -> None:
         self.tiers = tiers
         self.tries = tries
         self.policy = policy
         self._copies = MemoryCopies(engine, tiers.transfers)
-        self._placement = Placement(tiers, clock)
+        self._placement = Placement(tiers, clock, uses)
         self._checksums = Checksums(self._placement)
         self.disk = DiskCopies(self._placement, tries, namespaces, self._checksums, self._make_room_on_disk)
         self._room = Room(self._placement, tries, policy, self.disk, self._copy_down)
@@ -278,11 +280,13 @@ class Mover:
         wanted: GroupMask | None = None,
         *,
         urgency: Urgency = Urgency.DEMAND,
+        due_s: float | None = None,
     ) -> int:
         """Brings `rows` (held in `tier` by the caller) into `tier`; returns how many, from the first, are there.
 
         Movements that are under way already are joined, and made as urgent, not repeated (the paper's lock on a prefix,
-        V.D). What nobody waits for any more, because its callers were cancelled, is dropped.
+        V.D). So are movements to the shared tier, from which the rest of the way is short: nothing is read from disk
+        twice. What nobody waits for any more, because its callers were cancelled, is dropped.
 
         Args:
             trie: the blocks' trie.
@@ -290,10 +294,12 @@ class Mover:
             tier: where to.
             wanted: [m] KV groups of each that have to be there; all by default.
             urgency: how urgent it is for this caller.
+            due_s: when he wants it, on the clock of the transfers: of equally urgent movements the first one due goes
+                first.
         """
         if wanted is None:
             wanted = np.full(len(rows), trie.all_groups, np.uint8)
-        while await self._bring_once(trie, rows, tier, wanted, urgency):
+        while await self._bring_once(trie, rows, tier, wanted, urgency, due_s):
             pass  # what others bring may be other KV groups of the same block
         there = trie.lacking(rows, tier.level, wanted) == 0
         return len(rows) if there.all() else int(there.argmin())
@@ -301,10 +307,17 @@ class Mover:
     def hurry(self, trie: Trie, rows: Rows, tier: MemoryTier) -> None:
         """Somebody waits for `rows` by now: their movements to `tier` that are under way become DEMAND."""
         for row in rows.tolist():
-            if (movement := self._moving.get((trie.ordinal, row, tier.level))) is not None:
+            if (movement := self._coming(trie, row, tier)) is not None:
                 movement.raise_to(Urgency.DEMAND)
 
-    async def _bring_once(self, trie: Trie, rows: Rows, tier: MemoryTier, wanted: GroupMask, urgency: Urgency) -> bool:
+    def _coming(self, trie: Trie, row: int, tier: MemoryTier) -> Movement | None:
+        """What moves a row to `tier`, or to the shared tier on its way there."""
+        movement = self._moving.get((trie.ordinal, row, tier.level))
+        return movement or self._moving.get((trie.ordinal, row, self.tiers.shared.level))
+
+    async def _bring_once(
+        self, trie: Trie, rows: Rows, tier: MemoryTier, wanted: GroupMask, urgency: Urgency, due_s: float | None
+    ) -> bool:
         """Moves what is lacking and nobody moves, some at a time, and waits for it and for what others move.
 
         Returns whether others moved some of it.
@@ -323,15 +336,15 @@ class Mover:
                 fresh: list[int] = []
                 todo = np.flatnonzero(lacking)
                 for at, row in zip(todo.tolist(), rows[here][todo].tolist(), strict=True):
-                    movement = self._moving.get((trie.ordinal, row, tier.level))
+                    movement = self._coming(trie, row, tier)
                     if movement is None:
                         fresh.append(at)
                     elif movement not in others:
                         others.add(movement)
-                        movement.join(urgency)
+                        movement.join(urgency, due_s)
                         joined.callback(movement.leave)
                 if fresh:
-                    own.append(self._start(trie, rows[here][fresh], tier, lacking[fresh], urgency))
+                    own.append(self._start(trie, rows[here][fresh], tier, lacking[fresh], urgency, due_s))
                     joined.callback(own[-1].leave)
                 else:
                     await give_way()
@@ -341,10 +354,12 @@ class Mover:
                 await movement.wait()
         return bool(others)
 
-    def _start(self, trie: Trie, rows: Rows, tier: MemoryTier, wanted: GroupMask, urgency: Urgency) -> Movement:
+    def _start(
+        self, trie: Trie, rows: Rows, tier: MemoryTier, wanted: GroupMask, urgency: Urgency, due_s: float | None
+    ) -> Movement:
         """Starts a movement that one caller has joined."""
-        movement = Movement(urgency)
-        movement.join(urgency)
+        movement = Movement(urgency, due_s)
+        movement.join(urgency, due_s)
         for row in rows.tolist():
             self._moving[trie.ordinal, row, tier.level] = movement
         movement.task = self.spawn(self._fetch(trie, rows, tier, wanted, movement))
@@ -464,7 +479,7 @@ class Mover:
         Raises:
             SwapError: a copy failed.
         """
-        copies = self._copies.submit(source, old, target, taken, sizes, movement.urgency)
+        copies = self._copies.submit(source, old, target, taken, sizes, movement.urgency, deadline_s=movement.due_s)
         results = await movement.run(copies)
         failed = [result for result in results if result is not None and not isinstance(result, TransferDroppedError)]
         if failed:

@@ -185,7 +185,7 @@ async def _read_slots(
             rows = scan.start + np.flatnonzero(trie.any_part[scan] & bit)
             goes, depths = may_go(trie, rows), trie.depth[rows]
             bare.append((trie, rows[_is_bare(trie, rows, tier)][:_BARE_AT_ONCE]))
-            scores = policy.scores(trie.last_used[rows], trie.entered[rows, tier])
+            scores = policy.scores(trie, rows, tier)
             for part in range(len(trie.part_bytes)):
                 slots = trie.slots[rows, tier, part]
                 at = np.flatnonzero(slots != NO_SLOT)

@@ -13,6 +13,7 @@ from prefixd.cache.groups import GroupMask
 from prefixd.cache.holds import Holds
 from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
 from prefixd.cache.tiers import Slots, Tiers
+from prefixd_swap import UseHistory
 from prefixd_swap.tiers import MemoryTier, Tier
 
 
@@ -22,10 +23,12 @@ class Placement:
     Args:
         tiers: the memory.
         clock: seconds; passed in so that tests own the time.
+        uses: is told of what comes, goes and is asked for.
     """
 
-    def __init__(self, tiers: Tiers, clock: Callable[[], float]) -> None:
+    def __init__(self, tiers: Tiers, clock: Callable[[], float], uses: UseHistory) -> None:
         self.tiers = tiers
+        self.uses = uses
         self.clock = clock
         self.holds = Holds(self.sweep)
         self.lost: Counter[str] = Counter()  # blocks that could have been kept, by reason
@@ -38,8 +41,10 @@ class Placement:
 
     def put(self, trie: Trie, rows: Rows, tier: Tier, slots: Slots) -> None:
         """Enters parts of m blocks into the trie; their slots, [m, parts], belong to the trie from here on."""
-        before = self.to_write(trie, rows)
-        trie.put_copies(rows, tier.level, slots, self.clock())
+        before, now_s = self.to_write(trie, rows), self.clock()
+        new = trie.put_copies(rows, tier.level, slots, now_s)
+        if len(new):
+            self.uses.admitted(trie, new, tier.level, now_s)
         self._count_queue(trie, rows, before)
         if isinstance(tier, MemoryTier):
             tier.entered(slots)
@@ -141,7 +146,11 @@ class Placement:
 
     def _discard(self, trie: Trie, rows: Rows, tier: Tier, groups: GroupMask | None = None) -> None:
         before = self.to_write(trie, rows)
+        here = rows[trie.any_part[rows] & np.uint8(1 << tier.level) != 0]
         slots = trie.drop_copies(rows, tier.level, groups)
+        left = here[trie.any_part[here] & np.uint8(1 << tier.level) == 0]
+        if len(left):
+            self.uses.removed(trie, left, tier.level)
         self._count_queue(trie, rows, before)
         if isinstance(tier, MemoryTier):
             tier.free(slots)
@@ -161,7 +170,9 @@ class Placement:
 
     def touch(self, trie: Trie, path: Rows) -> None:
         """A prompt was found to continue after `path`: it counts as used, and what it needs is wanted."""
-        trie.touch(path, self.clock())
+        now_s = self.clock()
+        self.uses.accessed(trie, path, now_s)
+        trie.touch(path, now_s)
         if trie.has_rules:
             before = self.to_write(trie, path)
             trie.revive(path)

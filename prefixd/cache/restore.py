@@ -16,7 +16,7 @@ from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
 from prefixd.cache.namespaces import Namespace, NamespaceRegistry, NamespaceSpec
 from prefixd.cache.placement import Placement
 from prefixd.errors import PrefixdError
-from prefixd_swap import RecordGroup, Records, StorageError
+from prefixd_swap import RecordGroup, Records, StorageError, UseHistory
 from prefixd_swap.tiers import StoreTier
 
 log = logging.getLogger(__name__)
@@ -74,12 +74,12 @@ def restore(
         records: what is on disk, `StoreTier.load`.
         known: the namespaces by their id on disk; a record of another one is refused.
         trie_of: the trie of a namespace, made when there is none.
-        placement: counts what was refused.
+        placement: counts what was refused, and tells the eviction policy of the others.
         level: the durable tier's.
     """
     homes = [known.get(identity) for identity in records.namespaces]
     tries = [None if home is None else trie_of(home) for home in homes]
-    entry = _Entry(records, homes, tries, level)
+    entry = _Entry(records, homes, tries, level, placement.uses)
     entry.take_in(placement.clock())
     for reason, blocks in entry.refused.items():
         placement.lost[f"on disk, but {reason}"] += blocks
@@ -108,12 +108,19 @@ class _Entry:
         homes: their namespaces, None for unknown ones.
         tries: the tries of those.
         level: the durable tier's.
+        uses: is told of them.
     """
 
     def __init__(
-        self, records: Records, homes: Sequence[Namespace | None], tries: Sequence[Trie | None], level: int
+        self,
+        records: Records,
+        homes: Sequence[Namespace | None],
+        tries: Sequence[Trie | None],
+        level: int,
+        uses: UseHistory,
     ) -> None:
         self._level = level
+        self._uses = uses
         self.sound = np.ones(len(records), np.bool_)
         self.refused: Counter[str] = Counter()
         self._records = records
@@ -256,6 +263,7 @@ class _Entry:
             for group, mine, at in pieces:
                 on_disk = np.array(group.part_bytes, np.int64) > 0
                 trie.put_copies(rows[mine], self._level, np.where(on_disk, group.slots[at], NO_SLOT), now_s)
+                self._uses.restored(trie, rows[mine], self._level, now_s)
                 trie.checksums[rows[mine]] = group.checksums[at]
 
 

@@ -126,7 +126,7 @@ async def find_victims(
     def may_go(trie: Trie, among: Rows | slice) -> tuple[Rows, Scores]:
         rows = trie.evictable(tier, demotable=demotable, among=among)
         rows = rows[(trie.any_part[rows] & np.uint8(above)) == 0]
-        return rows, policy.scores(trie.last_used[rows], trie.entered[rows, tier])
+        return rows, policy.scores(trie, rows, tier)
 
     pacer = Pacer(SCANNED_AT_ONCE)
     while True:
@@ -195,8 +195,7 @@ def _choose(
         may_stay = not columns.is_last(parent) or (demotable and columns.wanted(parent))
         if protected if not may_stay else not leaves:  # what may stay was revealed by the last that left the tier
             return None
-        here = slice(parent, parent + 1)
-        return up, float(policy.scores(trie.last_used[here], trie.entered[here, tier])[0])
+        return up, policy.score(trie, parent, tier)
 
     return np.array(choose_victims(want, np.concatenate(ids), np.concatenate(scores), reveal), np.int64)
 

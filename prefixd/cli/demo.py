@@ -43,7 +43,7 @@ def demo_command(
     from prefixd.workloads.text_analysis import TextAnalysis, TierSizes
 
     if json_file is not None:
-        _check_writable(json_file)
+        check_writable(json_file)
     workload = TextAnalysis(prefixes=prefixes, requests=requests, prefix_tokens=prefix_tokens, seed=seed)
     tiers = TierSizes(gpu_prefixes=max(2, prefixes // 8), cpu_prefixes=max(2, prefixes // 4), disk_prefixes=prefixes)
     with ended_by_sigterm():
@@ -67,12 +67,12 @@ def _demo(workload: TextAnalysis, tiers: TierSizes) -> list[Figures]:
 
 def _run_all(workload: TextAnalysis, tiers: TierSizes, directory: Path, progress: Progress) -> list[Figures]:
     from prefixd.workloads.runner import daemon_for, measure, run_config
-    from prefixd.workloads.text_analysis import CONFIGS
+    from prefixd.workloads.text_analysis import CONFIGS, serving_of
 
     *others, last = CONFIGS
     figures = [run_config(config, workload, tiers, directory / config, progress=progress) for config in others]
     progress.begin(f"{last}: starting a daemon", 0)
-    with daemon_for(last, workload, tiers, directory / last) as daemon:
+    with daemon_for(serving_of(last), workload, tiers, directory / last) as daemon:
         figures.append(measure(last, daemon, workload, progress=progress))
         progress.begin(f"{last}: restarting the daemon", 0)
         daemon.restart()
@@ -131,7 +131,7 @@ def _write(path: Path, figures: Sequence[Figures]) -> None:
     path.write_text(json.dumps(answers, indent=2) + "\n", encoding="utf-8")
 
 
-def _check_writable(path: Path) -> None:
+def check_writable(path: Path) -> None:
     """Raises CommandFailed now rather than after the minutes that the run takes."""
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise CommandFailed(f"cannot write to {path}; choose another file in a directory that exists")

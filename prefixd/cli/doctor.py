@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,10 +14,24 @@ from prefixd.cli.failures import EXIT_FAILED, examples
 if TYPE_CHECKING:
     from prefixd.v1 import admin_pb2
 
-EXAMPLES = examples("prefixd doctor", "prefixd doctor --json | jq '.violations'")
+EXAMPLES = examples(
+    "prefixd doctor", "prefixd doctor --json | jq '.violations'", "prefixd doctor --calibrate machine.json"
+)
 
 
-def doctor_command(address: Address = None, as_json: Json = False) -> None:
+def doctor_command(
+    address: Address = None,
+    as_json: Json = False,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            show_default=False,
+            help="Measure this machine's disk and copies, and the passes of the model where a daemon serves one, for "
+            "`prefixd plan --calibration`.",
+        ),
+    ] = None,
+) -> None:
     """Account for every block, slot and lease of the running daemon; say what is in trouble and what to do about it.
 
     Violations are defects of prefixd: please report them. Troubles (a full disk, a limit that is too low) come with
@@ -24,7 +39,12 @@ def doctor_command(address: Address = None, as_json: Json = False) -> None:
     when a worker was given up, which ends only with a new start of the daemon.
 
     The limits and the disk space are those of the machine that this command runs on.
+
+    With --calibrate nothing is checked: what this machine takes is measured, in about a minute.
     """
+    if calibrate is not None:
+        _calibrate(calibrate, address)
+        return
     from prefixd.cli import plain, render
     from prefixd.cli.environment import check_environment
 
@@ -40,3 +60,35 @@ def doctor_command(address: Address = None, as_json: Json = False) -> None:
         render.print_diagnosis(integrity, checks)
     if integrity.violations or any(model.worker.error for model in stats.models) or stats.worker.error:
         raise typer.Exit(EXIT_FAILED)
+
+
+def _calibrate(file: Path, address: str | None) -> None:
+    """Writes what `prefixd.planner.calibrate` measures; passes of a model only where a daemon is named or runs here."""
+    from prefixd.cli.demo import check_writable
+    from prefixd.planner.calibrate import measure_machine, measure_passes
+    from prefixd.planner.hardware import Calibration
+    from prefixd.server.daemon import resolve_device
+    from prefixd.settings import Settings
+
+    check_writable(file)
+    settings = Settings.load()
+    served = address is not None or settings.server.socket.exists()
+
+    async def measure() -> Calibration:
+        measured = await measure_machine(
+            settings.disk.path or settings.data_dir,
+            resolve_device(settings),
+            lambda what: typer.echo(f"measuring {what} ...", err=True),
+            io_threads=settings.disk.io_threads,
+        )
+        if not served:
+            return measured
+        typer.echo("measuring passes of the daemon's model ...", err=True)
+        async with connected(address) as client:
+            return await measure_passes(measured, client)
+
+    measured = run(measure())
+    file.write_text(measured.to_json(), encoding="utf-8")
+    typer.echo(measured.to_json(), nl=False)
+    if not served:
+        typer.echo("No daemon runs here: with one that serves a model, its passes are measured too.", err=True)

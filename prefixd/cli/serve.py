@@ -94,11 +94,11 @@ def serve_command(
         str | None, _option("--policy", QUEUE, "Order of the queue: fcfs, fpf or relaxed-fpf.", "POLICY")
     ] = None,
     eviction: Annotated[
-        str | None, _option("--eviction", QUEUE, "What goes first: lru, fifo or random.", "POLICY")
+        str | None, _option("--eviction", QUEUE, "lru, fifo, random, lfu, s3-fifo or weighing.", "POLICY")
     ] = None,
     look_ahead: Annotated[
         str | None,
-        _option("--look-ahead", QUEUE, "Requests ahead of their turn whose prefixes are brought up.", "COUNT"),
+        _option("--look-ahead", QUEUE, "Requests ahead of their turn whose prefixes are brought up, or auto.", "COUNT"),
     ] = None,
     assignments: Assignments = None,
     log_level: Annotated[

@@ -178,7 +178,7 @@ class AsyncClient:
         prompt: str | TokenIds,
         *,
         images: Sequence[bytes] = (),
-        max_tokens: int = 16,
+        max_tokens: int | None = None,
         temperature: float = 0.0,
         top_k: int = 0,
         top_p: float = 1.0,
@@ -191,11 +191,13 @@ class AsyncClient:
         stop: str | Sequence[str] = (),
         ignore_eos: bool = False,
         logprobs: int | None = None,
+        forced_tokens: TokenIds | None = None,
         n: int = 1,
         best_of: int | None = None,
         beam_search: BeamSearch | None = None,
         request_id: str = "",
         priority: int = 0,
+        deadline_s: float | None = None,
         salt: bytes = b"",
         model: str = "",
         timeout_s: float | None = None,
@@ -204,7 +206,8 @@ class AsyncClient:
 
         `temperature` 0 is greedy; the k-th token depends on (seed, k) and the logits alone; a stop token ends the
         output: it is the last of the token ids and no part of the text; a stop string ends it too, and the text ends
-        before it. Lower `priority` goes first. `model` names one of several models of the daemon
+        before it. Lower `priority` goes first, and under the policy "deadline" whose first token is due
+        first, `deadline_s` after it has arrived (None: never). `model` names one of several models of the daemon
         (empty: its first). The whole answer may take `timeout_s` seconds (None: any time). Closing
         the iterator cancels the request. For what the other parameters do see `prefixd.client.inference.Sampling` and
         `proto/prefixd/v1/inference.proto`.
@@ -213,6 +216,10 @@ class AsyncClient:
         `SequenceFinished`. Of `best_of` sequences the `n` with the highest sum of logprobs come when all have ended,
         the best as index 0. With `beam_search` the `n` best sequences that it finds come at its end, likewise; it takes
         nothing that draws or changes tokens.
+
+        The output has at most `max_tokens` (None: 16). With `forced_tokens` it is exactly these, for scoring and
+        replay: keys, values and logprobs are computed as if the model had chosen them. They take no stop strings,
+        no second sequence and no beam search.
 
         `images` are the files (PNG, JPEG, WebP) of a prompt that holds the model's placeholder once for each, as text
         or as token id; 16 MiB with the prompt.
@@ -236,6 +243,7 @@ class AsyncClient:
             stop=stop,
             ignore_eos=ignore_eos,
             logprobs=logprobs,
+            forced_tokens=forced_tokens,
         )
         request = generate_request(
             prompt,
@@ -246,6 +254,7 @@ class AsyncClient:
             beam_search=beam_search,
             request_id=request_id,
             priority=priority,
+            deadline_s=deadline_s,
             salt=salt,
             model=model,
         )

@@ -18,8 +18,8 @@ from prefixd.v1 import inference_pb2
 class Sampling:
     """How tokens are chosen. The k-th depends on (seed, k) and the logits alone."""
 
-    max_tokens: int = 16
-    """Of each sequence."""
+    max_tokens: int | None = None
+    """Of each sequence; None: 16, or all of `forced_tokens`."""
     temperature: float = 0.0
     """0: greedy."""
     top_k: int = 0
@@ -43,6 +43,8 @@ class Sampling:
     ignore_eos: bool = False
     logprobs: int | None = None
     """Tell each token's logprob, and those of so many most likely ones, in the model's own distribution."""
+    forced_tokens: TokenIds | None = None
+    """The output, for scoring and replay: keys, values and logprobs are computed as if the model had chosen it."""
 
     def to_proto(self) -> inference_pb2.SamplingParams:
         """The message that Generate takes. Raises `InvalidArgumentError` for a value that does not fit into it."""
@@ -61,6 +63,9 @@ class Sampling:
             stop=[self.stop] if isinstance(self.stop, str) else self.stop,
             ignore_eos=self.ignore_eos,
             logprobs=self.logprobs,
+            forced_tokens=None
+            if self.forced_tokens is None
+            else inference_pb2.TokenIds(ids=token_bytes(self.forced_tokens)),
         )
 
 
@@ -173,6 +178,7 @@ def generate_request(
     beam_search: BeamSearch | None = None,
     request_id: str = "",
     priority: int = 0,
+    deadline_s: float | None = None,
     salt: bytes = b"",
     model: str = "",
 ) -> inference_pb2.GenerateRequest:
@@ -190,6 +196,7 @@ def generate_request(
         token_ids=None if ids is None else inference_pb2.TokenIds(ids=ids),
         sampling=sampling.to_proto(),
         priority=priority,
+        deadline_s=deadline_s,
         salt=salt,
         images=images,
         model=model,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import secrets
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
@@ -162,6 +163,11 @@ class Generation:
         # Chosen here, so that a run that is taken up again samples the same tokens.
         seed = params.seed if params.seed is not None else secrets.randbits(63)
         room = model.hello.max_model_tokens - prompt_tokens
+        if params.forced_tokens is not None and len(params.forced_tokens) > 4 * room:
+            raise InvalidArgumentError(
+                f"the prompt has {prompt_tokens} tokens and forced_tokens {len(params.forced_tokens) // 4}, but the "
+                f"model takes {model.hello.max_model_tokens} together; shorten one of them"
+            )
         samplings = [params.sampling(index, seed, room) for index in range(params.sequences)]
         block_tokens, frame_bytes = model.hello.block_tokens, model.hello.frame_bytes
         longest = prompt_tokens + samplings[0].max_tokens
@@ -184,6 +190,7 @@ class Generation:
             )
         namespace = self._cache.register(model.salted(params.salt))
         image_kv = model.image_kv(self._cache, images, params.salt)
+        deadline_s = math.inf if params.deadline_s is None else params.deadline_s
         arrival_s, tokens = self._clock(), ids.tobytes() if images is None else images.identity
         requests: list[Request] = []
         for index, sampling in enumerate(samplings):
@@ -198,7 +205,9 @@ class Generation:
                     chain=self._cache.chain(namespace, tokens),
                     prompt_tokens=prompt_tokens,
                     sampling=sampling,
-                    queued=QueuedRequest(number, arrival_s, prompt_tokens, priority=params.priority),
+                    queued=QueuedRequest(
+                        number, arrival_s, prompt_tokens, priority=params.priority, deadline_s=arrival_s + deadline_s
+                    ),
                     kv=model.kv,
                     images=None if images is None else images.of_request(),
                     image_kv=image_kv,

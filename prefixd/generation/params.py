@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from prefixd.errors import InvalidArgumentError, UnsupportedError
 from prefixd.server.served_model import ServedModel
 from prefixd.worker.protocol import MOST_BEAMS, MOST_LOGPROBS, Sampling
@@ -68,10 +70,14 @@ class GenerateParams:
     """Search with so many beams instead of sampling; None: sample."""
     length_penalty: float = 1.0
     """Of a beam search: above 0 favours long sequences."""
+    forced_tokens: bytes | None = None
+    """The output, as little-endian uint32, 4 bytes each; None: tokens are chosen."""
     early_stopping: bool = False
     """End a beam search as soon as as many sequences have ended as there are beams."""
     priority: int = 0
     """Lower goes first."""
+    deadline_s: float | None = None
+    """Seconds from the arrival until the first token is due; None: never."""
     salt: bytes = b""
     """Tenant salt: prompts of different salts never share a cached block."""
     model: str = ""
@@ -94,6 +100,14 @@ class GenerateParams:
 
         seed: the request's.  room: tokens that the model's context leaves for the output.
         """
+        if self.forced_tokens is not None:
+            return Sampling(
+                max_tokens=len(self.forced_tokens) // 4,
+                stop_token_ids=tuple(self.stop_token_ids),
+                ignore_eos=self.ignore_eos,
+                logprobs=self.logprobs,
+                forced=self.forced_tokens,
+            )
         logprobs = self.logprobs
         if logprobs is None and self.sequences > self.answers:
             logprobs = 0  # their sum decides
@@ -132,6 +146,10 @@ def check_sampling(params: GenerateParams, model: ServedModel) -> None:
     """
     if params.temperature < 0 or not math.isfinite(params.temperature):
         raise InvalidArgumentError(f"temperature is {params.temperature}; it must be 0 (greedy) or positive")
+    if params.deadline_s is not None and not 0 < params.deadline_s < math.inf:
+        raise InvalidArgumentError(
+            f"deadline_s is {params.deadline_s}; send seconds above 0, or leave it out for no deadline"
+        )
     if params.top_k < 0:
         raise InvalidArgumentError(f"top_k is {params.top_k}; it must be 0 (off) or positive")
     for name in ("top_p", "min_p"):
@@ -155,6 +173,8 @@ def check_sampling(params: GenerateParams, model: ServedModel) -> None:
         )
     _check_stops(params, model)
     _check_sequences(params, model)
+    if params.forced_tokens is not None:
+        _check_forced(params, params.forced_tokens, model)
 
 
 def _check_stops(params: GenerateParams, model: ServedModel) -> None:
@@ -203,6 +223,46 @@ def _check_sequences(params: GenerateParams, model: ServedModel) -> None:
         raise InvalidArgumentError(
             f"{name} is {params.sequences} with temperature 0, which gives the same tokens each time; set a "
             f"temperature above 0, or {name} to 1"
+        )
+
+
+def _check_forced(params: GenerateParams, forced: bytes, model: ServedModel) -> None:
+    for name, value in (("n", params.answers), ("best_of", params.best_of)):
+        if value > 1:
+            raise InvalidArgumentError(f"{name} is {value} with forced_tokens, which are one output; leave {name} out")
+    if params.beam_width is not None:
+        raise InvalidArgumentError("forced_tokens leave a beam search nothing to find; leave one of them out")
+    if params.stop:
+        raise InvalidArgumentError(
+            f"stop has {len(params.stop)} strings with forced_tokens, which are told to their end; leave stop out"
+        )
+    if not forced or len(forced) % 4:
+        raise InvalidArgumentError(
+            f"forced_tokens has {len(forced)} bytes; send little-endian uint32, 4 bytes each, at least one"
+        )
+    ids = np.frombuffer(forced, "<u4")
+    if len(ids) >= model.hello.max_model_tokens:
+        raise InvalidArgumentError(
+            f"forced_tokens has {len(ids)} ids, but the model takes {model.hello.max_model_tokens} with the prompt; "
+            "send fewer"
+        )
+    if 0 < params.max_tokens < len(ids):
+        raise InvalidArgumentError(
+            f"max_tokens is {params.max_tokens}, but forced_tokens has {len(ids)} ids; leave max_tokens out or send "
+            "fewer ids"
+        )
+    if (worst := int(ids.max())) >= model.hello.vocab_size:
+        raise InvalidArgumentError(
+            f"forced token id {worst} is outside the model's vocabulary of {model.hello.vocab_size}; "
+            "take ids from the model's own tokenizer"
+        )
+    stops = {*params.stop_token_ids, *(() if params.ignore_eos else model.hello.eos_token_ids)}
+    ends = np.flatnonzero(np.isin(ids[:-1], list(stops)))
+    if len(ends):
+        place = int(ends[0])
+        raise InvalidArgumentError(
+            f"forced_tokens[{place}] is {ids[place]}, at which the output would end, but {len(ids) - place - 1} more "
+            "follow; set ignore_eos, leave it out of stop_token_ids, or send no more after it"
         )
 
 

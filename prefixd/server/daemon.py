@@ -19,7 +19,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from prefixd import heap
-from prefixd.cache import TieredCache, Tiers, Troubles
+from prefixd.cache import Tiers, Troubles
 from prefixd.errors import ConfigError, UnavailableError
 from prefixd.generation import Generation
 from prefixd.server import rpc
@@ -36,6 +36,7 @@ from prefixd.server.metrics_server import MetricsServer
 from prefixd.server.models import Models
 from prefixd.server.processes import ProcessWatch
 from prefixd.server.snapshot import Snapshot
+from prefixd.server.wiring import make_cache
 from prefixd.settings import Settings
 from prefixd.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, inference_pb2, inference_pb2_grpc
 from prefixd_swap import (
@@ -46,7 +47,6 @@ from prefixd_swap import (
     SlabStore,
     SwapError,
     create_copy_engine,
-    create_eviction_policy,
 )
 
 log = logging.getLogger(__name__)
@@ -157,21 +157,7 @@ class Daemon:
             raise ConfigError(f"gpu.device = {settings.gpu.device}: {error}") from error
         stack.callback(engine.close)
         try:
-            self.cache = cache = TieredCache(
-                tiers,
-                engine,
-                create_eviction_policy(settings.cache.eviction, settings.cache.seed),
-                clock,
-                default_ttl_s=settings.server.lease_ttl_s,
-                max_ttl_s=settings.server.max_lease_ttl_s,
-                max_sessions=settings.server.max_sessions,
-                max_namespaces=settings.server.max_namespaces,
-                write_back=settings.cache.write_back,
-                scrub_bytes_per_s=settings.disk.scrub_bytes_per_s,
-                scrub_every_s=settings.disk.scrub_every_s,
-                write_queue_bytes=settings.disk.write_queue_bytes,
-                prefetch_bytes=settings.transfers.prefetch_bytes,
-            )
+            self.cache = cache = make_cache(settings, tiers, engine, clock)
             restored = cache.restore()
         except SwapError as error:
             raise ConfigError(f"the cache cannot be opened: {error}") from error

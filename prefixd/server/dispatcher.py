@@ -31,6 +31,7 @@ from prefixd.server.image_kv import NO_ROWS
 from prefixd.server.kv_needs import KvNeeds
 from prefixd.server.kv_shape import ONE_FRAME, KvShape
 from prefixd.server.loading import LoadMode
+from prefixd.server.look_ahead import LookAhead
 from prefixd.server.preemption import Preemption, PreemptionMode
 from prefixd.server.prefetcher import Prefetcher
 from prefixd.server.request import Ended, Event, NewTokens, Request, RequestState
@@ -67,7 +68,7 @@ class Dispatcher:
         send: gives a message to the worker.
         clock: seconds.
         max_running: requests computed at once.
-        look_ahead: requests ahead of their turn whose prefixes are brought up.
+        look_ahead: requests ahead of their turn whose prefixes are brought up; None for as many as loads take time.
         load: what is loaded of a cached prefix: see `settings.SchedulerSettings.load`.
         preemption: where the KV of a preempted request goes; see `preemption.py`.
         caching: False neither finds nor keeps anything.
@@ -84,7 +85,7 @@ class Dispatcher:
         clock: Callable[[], float],
         *,
         max_running: int,
-        look_ahead: int,
+        look_ahead: int | None,
         load: LoadMode = "auto",
         preemption: PreemptionMode = "auto",
         caching: bool = True,
@@ -107,12 +108,12 @@ class Dispatcher:
         """What is needed of the GPU tier; set with it."""
         self._cache = cache
         self._mover = cache.mover
-        self._tracker = PrefixTracker(cache, queue, caching=caching)
+        self._tracker = PrefixTracker(cache, queue, caching=caching, ready_s=self._ready_s)
         self._cost = cost
         self._send = send
         self._clock = clock
         self._concurrency = ConcurrencyLimit(max_running, cache.tiers.troubles, self._look)
-        self._look_ahead = look_ahead
+        self.look_ahead = LookAhead(cost, clock, look_ahead)
         self._caching = caching
         self.states = StateKeeping(cache, states or StatePolicy())
         self._budget, self._image_budget = FrameBudget(self._frames_of_parts), FrameBudget(self._frames_of_parts)
@@ -127,9 +128,12 @@ class Dispatcher:
             clock,
             self._pacer,
             self._look,
+            look_ahead=self.look_ahead,
+            sharers=lambda: self._share.members,
             image_budget=self._image_budget,
             caching=caching,
             load=load,
+            backlog_s=self._backlog_s,
         )
         self.preemption = Preemption(cache, self._share, cost, clock, self._look, mode=preemption)
         cache.claims.append(self._claims)
@@ -144,6 +148,14 @@ class Dispatcher:
         self._ready = False
         self._stopping = False
         self._task: asyncio.Task[None] | None = None
+
+    def _backlog_s(self) -> float:
+        """Estimated seconds that the worker computes what is left of the prompts that it has."""
+        left = (request.prompt_tokens - request.run.computed_tokens for request in self._computing.values())
+        return self._cost.compute_s(sum(tokens for tokens in left if tokens > 0)) or 0.0
+
+    def _ready_s(self, request: Request) -> float:
+        return self._prefetcher.loader.ready_s(request)
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -288,7 +300,7 @@ class Dispatcher:
         self.accepted_tokens += step.accepted_tokens
         searched = sum(request.places for request in self.running.values() if request.sampling.beams)
         asked = step.computed_tokens - step.proposed_tokens
-        if asked > 2 * (len(step.updates) + searched):  # mostly prefill: what a cached prefix saves
+        if asked > 2 * step.passes * (len(step.updates) + searched):  # mostly prefill: what a cached prefix saves
             self._cost.observe_compute(step.computed_tokens, step.elapsed_s, step.context_tokens)
         for update in step.updates:
             request = self.running.get(update.id)
@@ -394,7 +406,9 @@ class Dispatcher:
     async def _dispatch(self) -> None:
         self._tracker.refresh()
         places = max(0, self._concurrency.limit - self._places_taken)
-        window = [self.waiting[q.id] for q in self.queue.window(places + self._look_ahead, self._clock())]
+        ahead = self.look_ahead.requests(self._concurrency.limit)
+        window = [self.waiting[q.id] for q in self.queue.window(places + ahead, self._clock())]
+        beyond = len(window)  # from this place on the GPU tier has no room
         await self._prefetcher.keep_only(window)
         self._budget.begin_round()
         self._image_budget.begin_round()
@@ -413,24 +427,25 @@ class Dispatcher:
                 self._withdraw(request, _never_fits(request, self._cache.tiers.frames))
                 continue
             if self.preemption.waits(request, self._share.running()):
+                beyond = place
                 await self._prefetcher.unstage_ready(window[place:])
                 break
             if not self._share.may_hand_over(self):
-                lacks = demanded
+                lacks, beyond = demanded, place
                 await self._prefetcher.unstage_ready(window[place:])
                 break
             left -= request.first_frames
             left -= self._budget.weigh(request.trie, request.rows, request.wanted) + self._weigh_images(request)
             if left < 0:
-                lacks = demanded
+                lacks, beyond = demanded, place
                 await self._prefetcher.unstage_ready(window[place:])
                 break
-            if request.state is RequestState.WAITING:
-                self._prefetcher.stage(request, demanded=demanded)
+            if request.state is RequestState.WAITING and (demanded or self._prefetcher.may_bring_ahead(request)):
+                self._prefetcher.stage(request, demanded=demanded, places=place + 1 - places)
             # Who is next waits for as many places as it takes: others, which take fewer, do not pass it for ever.
             full = full or not self._has_places(request)
             if request.state is RequestState.READY and not full and not await self._hand_over(request):
-                lacks = True
+                lacks, beyond = True, place + 1
                 await self._prefetcher.unstage_all_but(request)
                 self._lacks_frames(request)
                 break
@@ -438,6 +453,19 @@ class Dispatcher:
             handed_over = request.state is RequestState.RUNNING
             await self._pacer.worked(_REQUEST_ROWS + (_HAND_OVER * request.blocks if handed_over else request.blocks))
         await self._keep_place(lacks, coming)
+        await self._bring_near(window if ahead else [], beyond, places)
+
+    async def _bring_near(self, window: list[Request], beyond: int, places: int) -> None:
+        """The prefetcher's second stage, of the window from the place `beyond` on."""
+        self._prefetcher.begin_near()
+        for place, request in enumerate(window[beyond:], beyond):
+            if not self._taking:
+                break
+            if request.state is RequestState.WAITING and self._is_current(request):
+                if not self._prefetcher.bring_near(request, place + 1 - places, beyond - places):
+                    break
+                await self._pacer.worked(_REQUEST_ROWS + request.blocks)
+        self._prefetcher.end_near()
 
     async def _keep_place(self, lacks: bool, coming: bool) -> None:
         """Waits in the line of the models for frames that the next request `lacks`, or for its prefix, which is on its
@@ -564,6 +592,7 @@ class Dispatcher:
         )
         beside = request.beside
         self._prefetcher.hand_over(request, run, [*of_images, *of_blocks, *of_states])
+        self.look_ahead.handed_over(bool(self.waiting))
         self.found_images += found_images
         self.preemption.resumed(request, cached)
         if states is not None:

@@ -72,7 +72,9 @@ def _params(request: pb.GenerateRequest) -> GenerateParams:
         beam_width=search.width if request.HasField("beam_search") else None,
         length_penalty=search.length_penalty if search.HasField("length_penalty") else 1.0,
         early_stopping=search.early_stopping,
+        forced_tokens=sampling.forced_tokens.ids if sampling.HasField("forced_tokens") else None,
         priority=request.priority,
+        deadline_s=request.deadline_s if request.HasField("deadline_s") else None,
         salt=request.salt,
         model=request.model,
     )

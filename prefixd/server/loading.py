@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Literal
+from weakref import WeakSet
 
 import numpy as np
 
@@ -25,7 +27,7 @@ from prefixd.server.load_meter import LoadMeter
 from prefixd.server.piece_load import PieceLoad, piece_blocks
 from prefixd.server.request import Request, RequestState
 from prefixd.server.tail_load import TailLoad, TailPlan
-from prefixd_scheduler import CostModel, Distance, Stretch, plan_load
+from prefixd_scheduler import CostModel, Distance, LoadPlan, Stretch, plan_load
 from prefixd_swap import SwapError
 from prefixd_swap.transfers import Urgency
 
@@ -50,6 +52,7 @@ class Loader:
         look: called when a request may have become ready.
         unstage: ends the hold of a request that waits on.
         mode: load whatever is faster, everything, or nothing.
+        backlog_s: how long the worker computes what was handed over before.
 
     Attributes:
         beside: requests of which a part was loaded while they computed another.
@@ -66,6 +69,7 @@ class Loader:
         look: Callable[[], None],
         unstage: Callable[[Request], None],
         mode: LoadMode,
+        backlog_s: Callable[[], float],
     ) -> None:
         self.beside = self.abandoned = 0
         self._cache = cache
@@ -78,6 +82,8 @@ class Loader:
         self._look = look
         self._unstage = unstage
         self._mode = mode
+        self._backlog_s = backlog_s
+        self._under_way: WeakSet[PieceLoad] = WeakSet()
         self._copies: dict[int, asyncio.Task[None]] = {}
         self._loads: dict[int, PieceLoad] = {}
 
@@ -87,10 +93,13 @@ class Loader:
 
     # -- what to do -----------------------------------------------------------------------------------------------
 
-    def choose(self, request: Request, *, demanded: bool) -> Rows:
+    def choose(self, request: Request, *, demanded: bool, turn_s: float) -> Rows:
         """The part of what was `found` that a request loads before it runs; sets `cut` and `beside` accordingly.
 
-        `demanded`: it could run at once. Else the load takes time from nobody.
+        Args:
+            request: waits.
+            demanded: it could run at once.
+            turn_s: in so many seconds its turn comes.
         """
         rows = request.found
         request.beside = None
@@ -99,24 +108,40 @@ class Loader:
         elif self._mode == "never":
             chosen = request.usable(rows, request.trie.there[rows, self._cache.tiers.compute.level])
         elif request.trie.has_rules or request.image_kv is not None:
-            chosen = self._worth_loading(request)
+            chosen = self._worth_loading(request, turn_s + self._backlog_s())
         else:
-            chosen = self._planned(request, demanded)
+            chosen = self._planned(request, demanded, turn_s)
         request.cut = len(chosen) < len(rows)
         return chosen
 
-    def _planned(self, request: Request, demanded: bool) -> Rows:
+    def ready_s(self, request: Request) -> float:
+        """Estimated seconds of loading and computing until a waiting request's first token; infinite while unknown."""
+        plan = self._plan(request, at_once=False, wait_s=0.0, to_carry_out=False)
+        return math.inf if plan.first_token_s is None else plan.first_token_s
+
+    def _planned(self, request: Request, demanded: bool, turn_s: float) -> Rows:
         """As `plan_load` says, which knows no windows and states."""
         rows, block_tokens = request.found, request.trie.block_tokens
         at_once = demanded and len(request.kv.groups) == 1 and not request.sampling.beams and request.images is None
-        tokens = request.chain.tokens
-        plan = plan_load(self._cost, [*self._stretches(request)], tokens, block_tokens, both_at_once=at_once)
+        plan = self._plan(request, at_once=at_once, wait_s=turn_s + self._backlog_s(), to_carry_out=True)
         blocks = request.uncut((plan.ready_tokens + plan.front_tokens) // block_tokens)
         if plan.computed_tokens and plan.loaded_tokens:
             behind = rows[blocks : plan.used_tokens // block_tokens]
             share = plan.computed_tokens / (plan.computed_tokens + plan.loaded_tokens)
             request.beside = TailPlan(behind, request.trie.nearest[behind], share)
         return rows[:blocks]
+
+    def _plan(self, request: Request, *, at_once: bool, wait_s: float, to_carry_out: bool) -> LoadPlan:
+        return plan_load(
+            self._cost,
+            [*self._stretches(request)],
+            request.chain.tokens,
+            request.trie.block_tokens,
+            both_at_once=at_once,
+            queued_bytes=dict.fromkeys((Distance.CPU, Distance.DISK), self._queued_bytes() if to_carry_out else 0),
+            wait_s=wait_s,
+            to_carry_out=to_carry_out,
+        )
 
     def _stretches(self, request: Request) -> Iterator[Stretch]:
         """What was found, each stretch farther away than the one before; what is nearer amid it counts no bytes."""
@@ -128,8 +153,8 @@ class Loader:
             nbytes = int(trie.group_bytes[lacking[here]].sum())
             yield Stretch(Distance(distance), int(here.sum()) * trie.block_tokens, nbytes)
 
-    def _worth_loading(self, request: Request) -> Rows:
-        """The prefix up to the first tier that is slower to load from than to compute."""
+    def _worth_loading(self, request: Request, wait_s: float) -> Rows:
+        """The prefix up to the first tier that is slower to load from than to compute, which begins in `wait_s`."""
         trie, rows = request.trie, request.found
         needed, nearer = trie.needed(len(rows)), np.zeros(len(rows), np.uint8)
         for distance in (Distance.CPU, Distance.DISK):
@@ -137,33 +162,37 @@ class Loader:
             loaded = needed & ~nearer & trie.there[rows, distance]
             if loaded.any():
                 kept = request.usable(rows, nearer)
-                tokens = (len(rows) - len(kept)) * trie.block_tokens
-                if not self._cost.load_pays(tokens, int(trie.group_bytes[loaded].sum()), distance):
+                nbytes, tokens = int(trie.group_bytes[loaded].sum()), (len(rows) - len(kept)) * trie.block_tokens
+                load_s = self._cost.load_s(nbytes, distance, self._queued_bytes())
+                compute_s = self._cost.compute_s(tokens, len(kept) * trie.block_tokens)
+                slower = load_s is not None and compute_s is not None and load_s > wait_s + compute_s
+                if slower and not self._cost.probes(distance):
                     return kept
         return rows
 
     # -- before the request runs ------------------------------------------------------------------------------------
 
-    def start(self, request: Request, urgency: Urgency) -> None:
-        """Starts bringing up what a request that is STAGING lacks."""
-        self._copies[request.id] = asyncio.create_task(self._bring(request, urgency))
+    def start(self, request: Request, urgency: Urgency, due_s: float | None = None) -> None:
+        """Starts bringing up what a request that is STAGING lacks; `due_s` when its turn comes."""
+        self._copies[request.id] = asyncio.create_task(self._bring(request, urgency, due_s))
 
     def hurry(self, request: Request) -> None:
         """A request whose prefix is on its way could run now."""
         if (load := self._loads.get(request.id)) is not None:
             load.hurry()
 
-    async def _bring(self, request: Request, urgency: Urgency) -> None:
+    async def _bring(self, request: Request, urgency: Urgency, due_s: float | None) -> None:
         changed = asyncio.Event()
         load = self._load(request, urgency, changed.set)
+        load.due_s = due_s
         self._loads[request.id] = load
         there, given_up = 0, False
         try:
             compute = self._cache.tiers.compute
             if (images := request.image_holds) is not None:
-                await self._mover.bring(images.kv.trie, images.held, compute, urgency=urgency)
+                await self._mover.bring(images.kv.trie, images.held, compute, urgency=urgency, due_s=due_s)
             rows, wanted = request.rows, request.wanted
-            step = piece_blocks(request.trie, len(rows))
+            step = piece_blocks(self._load_s(request), len(rows))
             for start in range(0, len(rows), step):
                 part = slice(start, start + step)
                 if request.trie.lacking(rows[part], compute.level, None if wanted is None else wanted[part]).any():
@@ -185,14 +214,29 @@ class Loader:
 
     def _load(self, request: Request, urgency: Urgency, changed: Callable[[], None]) -> PieceLoad:
         name = f"request {request.name}"
-        return PieceLoad(self._cache, self._cost, self._meter, self._clock, name, request.trie, urgency, changed)
+        args = (self._cache, self._cost, self._meter, self._clock, name, request.trie, urgency, changed)
+        load = PieceLoad(*args, self._queued_bytes)
+        self._under_way.add(load)
+        return load
+
+    def _load_s(self, request: Request) -> float | None:
+        """What loading takes of what a request lacks."""
+        trie, rows = request.trie, request.rows
+        lacking = trie.lacking(rows, self._cache.tiers.compute.level, request.wanted)
+        far = int(trie.distances(rows[lacking != 0]).max(initial=0))
+        return self._cost.load_s(int(trie.group_bytes[lacking].sum()), Distance(far))
 
     def _compute_s(self, request: Request) -> float | None:
         """What computing takes of what a request lacks, from its first missing block on."""
         trie, rows = request.trie, request.rows
         lacking = trie.lacking(rows, self._cache.tiers.compute.level, request.wanted) != 0
         there = int(lacking.argmax()) if lacking.any() else len(rows)
-        return self._cost.compute_s((len(rows) - there) * trie.block_tokens, there * trie.block_tokens)
+        compute_s = self._cost.compute_s((len(rows) - there) * trie.block_tokens, there * trie.block_tokens)
+        return None if compute_s is None else compute_s + self._backlog_s()
+
+    def _queued_bytes(self) -> int:
+        """Bytes that all loads have on their way; they share what they come by."""
+        return sum(load.moving_bytes for load in self._under_way)
 
     def _arrived(self, request: Request, there: int, given_up: bool) -> None:
         """A copy has ended, and so many blocks of the prefix are in the GPU tier."""

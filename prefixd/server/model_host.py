@@ -15,22 +15,20 @@ from prefixd.images.identity import LEAST_BLOCK_TOKENS
 from prefixd.images.image_files import ImageLimits
 from prefixd.images.token_counts import FixedCount, read_image_processor
 from prefixd.model_fingerprint import fingerprint, fingerprint_of_both
-from prefixd.server.dispatcher import Dispatcher
 from prefixd.server.gpu_memory import GpuMemory
 from prefixd.server.image_kv import image_namespace
 from prefixd.server.image_reader import ImageReader
 from prefixd.server.kv_needs import KvNeeds
 from prefixd.server.kv_shape import KvShape
 from prefixd.server.served_model import ServedModel
-from prefixd.server.state_keeping import EVERY_BLOCK, StatePolicy
 from prefixd.server.tier_share import TierShare
 from prefixd.server.tokenization import TextCodec
 from prefixd.server.tokenizer_threads import TokenizerThreads
+from prefixd.server.wiring import make_dispatcher
 from prefixd.server.worker_process import WorkerProcess
 from prefixd.settings import Settings
 from prefixd.worker.protocol import MOST_BEAMS, Done, Hello
 from prefixd.worker.settings import WorkerSettings
-from prefixd_scheduler import CostModel, RequestQueue, create_policy
 from prefixd_swap import FramePool, SwapError, started_threads
 
 log = logging.getLogger(__name__)
@@ -108,24 +106,7 @@ class ModelHost:
             troubles=cache.tiers.troubles,
             part=part,
         )
-        self.dispatcher = Dispatcher(
-            cache,
-            RequestQueue(create_policy(settings.scheduler.policy), settings.scheduler.queue_limit),
-            CostModel(),
-            self.worker.send,
-            clock,
-            max_running=worker.max_running,
-            look_ahead=settings.scheduler.look_ahead,
-            load=settings.scheduler.load,
-            preemption=settings.scheduler.preemption,
-            caching=settings.cache.enabled,
-            states=(
-                StatePolicy(worker.states_per_prompt, worker.state_every_tokens)
-                if worker.groups == "by_rule"
-                else EVERY_BLOCK
-            ),
-            share=share,
-        )
+        self.dispatcher = make_dispatcher(settings, cache, self.worker.send, clock, share)
 
     def start(self) -> list[asyncio.Task[None]]:
         """Starts the worker and the dispatcher; returns the tasks that run them."""

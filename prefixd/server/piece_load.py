@@ -20,7 +20,8 @@ from prefixd_swap.transfers import Urgency
 log = logging.getLogger(__name__)
 
 _PIECES = 16
-_LEAST_BYTES = 256 << 10
+_PIECE_S = 0.01
+"""A piece costs the event loop a millisecond or so, whatever its size: it takes at least so long to load."""
 _RECENT = 4  # pieces: so many move at once
 _PATIENCE = 0.1
 _LEAST_PATIENCE_S = 0.01
@@ -51,10 +52,12 @@ class PieceLoad:
         trie: the blocks' trie.
         urgency: how urgent the load is.
         changed: called when a piece has ended.
+        queued_bytes: bytes that all loads have on their way.
 
     Attributes:
         arrived: so many of the pieces, from the first on, are in the GPU tier.
         failed: a piece came in part: a block was damaged, or room was short.
+        due_s: when the blocks are wanted, on the clock of the transfers; None: as soon as their turn comes.
     """
 
     def __init__(
@@ -67,9 +70,11 @@ class PieceLoad:
         trie: Trie,
         urgency: Urgency,
         changed: Callable[[], None],
+        queued_bytes: Callable[[], int],
     ) -> None:
         self.arrived = 0
         self.failed = False
+        self.due_s: float | None = None
         self._cache = cache
         self._cost = cost
         self._meter = meter
@@ -78,6 +83,7 @@ class PieceLoad:
         self._trie = trie
         self._urgency = urgency
         self._changed = changed
+        self._queued_bytes = queued_bytes
         self._pieces: list[_Piece] = []
         self._mark: float | None = None  # of the meter, while something moves
         self._moved_bytes = 0  # since that mark
@@ -90,8 +96,13 @@ class PieceLoad:
 
     @property
     def moving_bytes(self) -> int:
-        """Bytes of the pieces that have not arrived."""
-        return sum(piece.nbytes for piece in self._pieces[self.arrived :])
+        """Bytes of the pieces that are on their way."""
+        return 0 if self.failed else sum(piece.nbytes for piece in self._pieces[self.arrived :])
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes that all loads have on their way."""
+        return self._queued_bytes()
 
     def begin(self, rows: Rows, wanted: GroupMask | None = None) -> None:
         """Begins one more piece; `wanted`, [m], are the KV groups of each block that have to come, all by default."""
@@ -120,12 +131,12 @@ class PieceLoad:
         """Seconds until the load is to be given up: 0 or less if it is now; None while nothing moves or is known, or
         nobody waits.
 
-        compute_s: what computing takes of all that has not arrived.
+        compute_s: until all that has not arrived would be computed.
         """
         if not self.under_way or compute_s is None or self._urgency is not Urgency.DEMAND:
             return None
         piece, before = self._pieces[self.arrived], self._pieces[: self.arrived]
-        expected_s = self._cost.load_s(piece.nbytes, piece.distance)
+        expected_s = self._cost.load_s(piece.nbytes, piece.distance, self.queued_bytes - self.moving_bytes)
         if expected_s is None:
             return None
         patience_s = max(_LEAST_PATIENCE_S, _PATIENCE * compute_s)
@@ -150,7 +161,9 @@ class PieceLoad:
     async def _bring(self, rows: Rows, wanted: GroupMask | None) -> bool:
         mover, compute = self._cache.mover, self._cache.tiers.compute
         try:
-            return await mover.bring(self._trie, rows, compute, wanted, urgency=self._urgency) == len(rows)
+            urgency, due_s = self._urgency, self.due_s
+            there = await mover.bring(self._trie, rows, compute, wanted, urgency=urgency, due_s=due_s)
+            return there == len(rows)
         except SwapError as error:
             log.error("blocks for %s could not be brought up: %s", self._name, error)
             return False
@@ -183,7 +196,7 @@ class PieceLoad:
             self._mark = None
 
 
-def piece_blocks(trie: Trie, blocks: int) -> int:
-    """How many blocks a piece has of a load of `blocks`."""
-    block_bytes = int(np.max(trie.group_bytes))
-    return max(1, -(-blocks // _PIECES), min(blocks, _LEAST_BYTES // max(block_bytes, 1)))
+def piece_blocks(load_s: float | None, blocks: int) -> int:
+    """How many blocks a piece has of a load of `blocks` that is expected to take so long (None: unknown)."""
+    pieces = _PIECES if load_s is None else max(1, min(_PIECES, int(load_s / _PIECE_S)))
+    return max(1, -(-blocks // pieces))

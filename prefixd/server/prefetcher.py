@@ -1,4 +1,7 @@
-"""Brings the prefixes of the requests that are next to the GPU tier, before their turn comes.
+"""Brings the prefixes of the requests that are next up the tiers, before their turn comes.
+
+In two stages, over the policy's order: for as many requests as the GPU tier has room for, to the GPU tier; for those
+behind them, from disk to the CPU tier (`cpu_stage`).
 
 Paper `prefix_cache_long_term_memory`, V.G: what matters for throughput is less who is evicted than that the prefixes of
 the next requests are on their way early enough.
@@ -15,17 +18,23 @@ import numpy.typing as npt
 from prefixd.cache import NONE, TieredCache, Trie
 from prefixd.cache.index.trie import Rows
 from prefixd.pacer import Pacer
+from prefixd.server.cpu_stage import CpuStage
 from prefixd.server.footprint import Footprint
 from prefixd.server.frame_budget import FrameBudget
 from prefixd.server.image_kv import ImageHolds
+from prefixd.server.load_meter import LoadMeter
 from prefixd.server.loading import Loader, LoadMode
+from prefixd.server.look_ahead import LookAhead
 from prefixd.server.request import Event, Request, RequestState
 from prefixd.server.run import Run
 from prefixd.server.tracker import PrefixTracker
-from prefixd_scheduler import CostModel
+from prefixd_scheduler import CostModel, Distance
 from prefixd_swap.transfers import Urgency
 
 _RETRY_S = 0.02
+_READS = 4
+"""Prefixes that are read from disk at once, the last of them ahead of its turn. Fewer leave the disk idle where each
+waits for its latency; more would only wait, while requests that share a prefix, or need it sooner, may still come."""
 
 
 class Prefetcher:
@@ -39,9 +48,12 @@ class Prefetcher:
         clock: seconds.
         pacer: the dispatcher's.
         look: called when a request may have become ready.
+        look_ahead: says when a request's turn comes.
+        sharers: how many dispatchers share the tiers.
         image_budget: as `budget`, of images that are in no block of a prompt.
         caching: False finds no images.
         load: what is loaded of a cached prefix.
+        backlog_s: how long the worker computes what was handed over before.
     """
 
     def __init__(
@@ -54,35 +66,45 @@ class Prefetcher:
         pacer: Pacer,
         look: Callable[[], None],
         *,
+        look_ahead: LookAhead,
+        sharers: Callable[[], int],
         image_budget: FrameBudget,
         caching: bool,
         load: LoadMode,
+        backlog_s: Callable[[], float],
     ) -> None:
         self._cache = cache
         self._mover = cache.mover
         self._tracker = tracker
         self._budget = budget
+        self._clock = clock
+        self._look_ahead = look_ahead
         self._pacer = pacer
         self._look = look
         self._image_budget = image_budget
         self._caching = caching
         self._staged: dict[int, Request] = {}  # those that are STAGING, READY, or WITHDRAWN while a copy is under way
-        self.loader = Loader(cache, self._staged, budget, cost, clock, look, self.unstage, load)
+        self._reading: set[int] = set()  # requests whose loads began with bytes on disk, some of them ended
+        self.loader = Loader(cache, self._staged, budget, cost, clock, look, self.unstage, load, backlog_s)
+        self._cpu_stage = CpuStage(cache, cost, LoadMeter(clock), sharers, look)
 
     async def stop(self) -> None:
         """Waits for the copies under way."""
+        await self._cpu_stage.stop()
         await self.loader.stop()
 
     # -- one request --------------------------------------------------------------------------------------------
 
-    def stage(self, request: Request, *, demanded: bool) -> None:
+    def stage(self, request: Request, *, demanded: bool, places: int = 0) -> None:
         """Holds the prefix that was found in the GPU tier, and starts bringing up what is missing there.
 
-        `demanded`: it could run as soon as its prefix is up; else that is a prefetch.
+        `demanded`: it could run as soon as its prefix is up; else that is a prefetch, and its turn comes when `places`
+        more requests have been handed over.
 
         `found` has to be exact (`PrefixTracker.verify`): what is held must be this request's blocks.
         """
-        trie, rows = request.trie, self.loader.choose(request, demanded=demanded)
+        turn_s = self._look_ahead.until_turn_s(places)
+        trie, rows = request.trie, self.loader.choose(request, demanded=demanded, turn_s=turn_s)
         tiers = trie.distances(rows)
         if request.hit_tokens is None or not request.resumed:
             request.hit_tokens = (
@@ -94,17 +116,31 @@ class Prefetcher:
             images = ImageHolds(self._cache, self._image_budget, owner, request.image_kv, self._caching)
         request.stage(Footprint(self._cache, self._budget, owner, trie, rows, images))
         self._staged[request.id] = request
-        self._mover.placement.touch(trie, rows)
+        if request not in self._cpu_stage:  # else it was touched when it came near
+            self._mover.placement.touch(trie, rows)
         missing = trie.lacking(rows, self._cache.tiers.compute.level, request.wanted)
-        nbytes = int(trie.group_bytes[missing].sum())
+        distances, nbytes = [*tiers.tolist()], int(trie.group_bytes[missing].sum())
         if images is not None:
-            images.touch()
+            distances += images.touch()
             nbytes += images.missing_bytes
         if nbytes:
             urgency = Urgency.DEMAND if demanded else Urgency.PREFETCH
-            self.loader.start(request, urgency)
+            distance = Distance(max(distances))
+            self._look_ahead.loads(distance, nbytes)
+            if distance is Distance.DISK:
+                self._reading.add(request.id)
+            self.loader.start(request, urgency, self._clock() + turn_s)
         else:
             request.staged()
+
+    def may_bring_ahead(self, request: Request) -> bool:
+        """Whether the copies of a request that waits may begin ahead of its turn: not where the disk is busy anyway."""
+        if request.queued.distance is not Distance.DISK:
+            return True
+        under_way = (RequestState.STAGING, RequestState.WITHDRAWN)
+        staged = ((number, self._staged.get(number)) for number in self._reading)
+        self._reading = {number for number, request in staged if request is not None and request.state in under_way}
+        return len(self._reading | self._cpu_stage.reading) < _READS
 
     def hurry(self, request: Request) -> None:
         """A request whose prefix is on its way could run now."""
@@ -120,6 +156,7 @@ class Prefetcher:
 
     def withdraw(self, request: Request, event: Event) -> None:
         """Ends a request that waits. A copy under way keeps its footprint until it has ended."""
+        self._cpu_stage.end(request)
         if request.state is RequestState.STAGING:
             request.withdraw(event)
             return
@@ -130,6 +167,7 @@ class Prefetcher:
     def hand_over(self, request: Request, run: Run, own: list[int]) -> None:
         """The worker gets a request that is READY."""
         request.hand_over(run, own)
+        self._cpu_stage.end(request)
         del self._staged[request.id]
 
     def grew(self, request: Request) -> bool:
@@ -143,6 +181,27 @@ class Prefetcher:
         """Unstages what is READY and not in the window."""
         inside = {request.id for request in window}
         await self.unstage_ready(request for request in self._staged.values() if request.id not in inside)
+
+    def begin_near(self) -> None:
+        """A look at the requests beyond the GPU tier's room begins, in the order of their turns."""
+        self._cpu_stage.begin_round()
+
+    def bring_near(self, request: Request, places: int, room: int) -> bool:
+        """The second stage of a request that waits, `found` being exact; False when the CPU tier has no room for it.
+
+        Its turn comes after `places` others, and the GPU tier has room for it `room` of them before.
+        """
+        time_s = self._look_ahead.until_turn_s(room)
+        may_read = self.may_bring_ahead(request)
+        return self._cpu_stage.add(request, due_s=self.due_s(places), time_s=time_s, may_read=may_read)
+
+    def end_near(self) -> None:
+        """Lets go of requests that are not in the window any more."""
+        self._cpu_stage.end_round()
+
+    def due_s(self, places: int) -> float:
+        """When the turn of a request comes, before which so many others are handed over."""
+        return self._clock() + self._look_ahead.until_turn_s(places)
 
     async def unstage_all_but(self, head: Request) -> None:
         """`head` lacks frames: READY requests that wait behind it may not keep theirs. Looks again soon."""

@@ -97,8 +97,9 @@ class TailLoad:
         self._load = load
         self._look = look
         self._closed = False  # nothing more is begun
-        self._piece = piece_blocks(trie, len(plan.rows))
         self._block_bytes = int(np.max(trie.group_bytes))
+        nbytes, distance = len(plan.rows) * self._block_bytes, Distance(int(plan.tiers.max(initial=0)))
+        self._piece = piece_blocks(cost.load_s(nbytes, distance), len(plan.rows))
         self._nodes = holds.hold(owner, trie, plan.rows)
         self._hold = holds.hold(owner, trie, plan.rows[:0], cache.tiers.compute)
         self._timer: asyncio.TimerHandle | None = None
@@ -156,7 +157,7 @@ class TailLoad:
             self._closed = True
             return False
         nbytes = len(rows) * self._block_bytes
-        load_s = self._cost.load_s(nbytes, distance, self._load.moving_bytes)
+        load_s = self._cost.load_s(nbytes, distance, self._load.queued_bytes)
         compute_s = self._cost.compute_s((self.limit - filled) * block_tokens, filled * block_tokens)
         return load_s is None or compute_s is None or load_s <= compute_s
 

@@ -56,6 +56,11 @@ class TierShare:
         self._members.append(member)
 
     @property
+    def members(self) -> int:
+        """How many dispatchers there are."""
+        return len(self._members)
+
+    @property
     def shared(self) -> bool:
         """Whether there are several models."""
         return len(self._members) > 1

@@ -63,6 +63,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     beam_answers: how many of the best sequences to report.
     length_penalty: a sequence's score is its sum of logprobs divided by its length to this power.
     early_stopping: end the search when as many sequences have ended as there are beams.
+    forced: the output's ids as little-endian uint32, 4 bytes each, `max_tokens` of them: the k-th token is the k-th of
+        these whatever the logits are. Empty: tokens are chosen.
     """
 
     max_tokens: int
@@ -81,6 +83,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     beam_answers: int = 1
     length_penalty: float = 1.0
     early_stopping: bool = False
+    forced: bytes = b""
 
     @property
     def penalised(self) -> bool:

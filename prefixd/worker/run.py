@@ -67,6 +67,7 @@ class Run:
         self._guessing = msgspec.structs.replace(start.sampling, logprobs=None)
         self.tokens: list[int] = np.frombuffer(start.tokens, dtype="<u4").tolist()
         self.generated = start.generated
+        self._forced: list[int] = np.frombuffer(start.sampling.forced, dtype="<u4").tolist()
         self._counts: TokenCounts | None = None
         if start.sampling.penalised:
             known = [token for token in self.tokens if token < limits.vocab_size]  # some placeholders are not
@@ -146,11 +147,13 @@ class Run:
     def choice(self, assumed: Sequence[int] = ()) -> Choice:
         """How the next token is chosen, or the one behind `assumed` tokens that may come."""
         counts = self._counts.after(assumed) if self._counts is not None and assumed else self._counts
-        return Choice(self.sampling, self.generated + len(assumed), counts)
+        k = self.generated + len(assumed)
+        return Choice(self.sampling, k, counts, self._forced[k] if k < len(self._forced) else None)
 
     def guess(self, assumed: Sequence[int]) -> Choice:
-        """As `choice`, for the draft, which tells no logprobs."""
-        return self.choice(assumed)._replace(sampling=self._guessing)
+        """As `choice`, for the draft, which tells no logprobs and does not know the forced tokens: what it proposes is
+        accepted as often as if the model had chosen them."""
+        return self.choice(assumed)._replace(sampling=self._guessing, forced=None)
 
     def segment(self, count: int) -> Segment:
         """The next `count` tokens to compute."""
@@ -217,6 +220,8 @@ def check_start(start: Start, block_tokens: int, limits: Limits) -> None:
     _check_state(start, limits)
     _check_image_frames(start, limits.image_slots)
     _check_sampling(start.sampling)
+    if start.sampling.forced:
+        _check_forced(start, limits)
     if start.sampling.beams:
         _check_beams(start, len(tokens), block_tokens, limits)
 
@@ -281,6 +286,21 @@ def _check_sampling(sampling: Sampling) -> None:
             raise RequestError(f"{name}={getattr(sampling, name)}; use 0 for none or a finite number")
     if sampling.logprobs is not None and not 0 <= sampling.logprobs <= MOST_LOGPROBS:
         raise RequestError(f"logprobs={sampling.logprobs}; use a number from 0 to {MOST_LOGPROBS}")
+
+
+def _check_forced(start: Start, limits: Limits) -> None:
+    sampling = start.sampling
+    if sampling.beams:
+        raise RequestError(f"forced tokens with {sampling.beams} beams; a search chooses its tokens itself")
+    if len(sampling.forced) != 4 * sampling.max_tokens:
+        raise RequestError(
+            f"{len(sampling.forced)} bytes of forced tokens; max_tokens={sampling.max_tokens} take 4 each"
+        )
+    forced = np.frombuffer(sampling.forced, dtype="<u4")
+    if (largest := int(forced.max())) >= limits.vocab_size:
+        raise RequestError(f"forced token {largest} is outside the model's vocabulary of {limits.vocab_size}")
+    if sampling.forced[: 4 * start.generated] != start.tokens[len(start.tokens) - 4 * start.generated :]:
+        raise RequestError(f"the {start.generated} generated tokens are not the first of those forced; send these")
 
 
 def _check_beams(start: Start, tokens: int, block_tokens: int, limits: Limits) -> None:

@@ -27,11 +27,13 @@ class Choice(NamedTuple):
     """What one row's token depends on, besides its logits.
 
     k: tokens generated before this one.  counts: needed if the sampling has a penalty.
+    forced: the token, whatever the logits are; None: one is chosen.
     """
 
     sampling: Sampling
     k: int
     counts: TokenCounts | None = None
+    forced: int | None = None
 
 
 class Chosen(NamedTuple):
@@ -56,6 +58,10 @@ def choose_tokens(logits: torch.Tensor, choices: Sequence[Choice]) -> list[Chose
         at = [uniform(choices[row].sampling.seed, choices[row].k) for row in drawn]
         kept = weights(scores[rows].float(), [choices[row].sampling for row in drawn])
         tokens = tokens.index_copy(0, rows, _invert(kept, to_device(at, torch.float64, logits.device)))
+    forced = [(row, choice.forced) for row, choice in enumerate(choices) if choice.forced is not None]
+    if forced:
+        rows, ids = to_device(list(zip(*forced, strict=True)), torch.int64, logits.device)
+        tokens = tokens.index_copy(0, rows, ids)
     tokens = torch.where(torch.isfinite(best), tokens, _NO_TOKEN)
     told = [row for row, choice in enumerate(choices) if choice.sampling.logprobs is not None]
     if not told:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+_FIRST = 32
+
 
 @dataclass(frozen=True, slots=True)
 class RequestResult:
@@ -48,7 +50,8 @@ class Figures:
 
     requests_per_s counts the measured requests; cold_requests_per_s the warm-up before them too, and its seconds.
     miss_rate is the share of the prefixes' tokens that had to be computed.
-    output_digest covers the output tokens of all requests in the order of the requests.
+    output_digest covers the output tokens of all requests in the order of the requests, first_outputs_digest those of
+    the first 32: equal to that of a run with fewer of the same requests.
     """
 
     name: str
@@ -60,6 +63,7 @@ class Figures:
     hit_tokens: HitTokens
     miss_rate: float
     output_digest: str
+    first_outputs_digest: str = ""
 
     def to_plain(self) -> dict[str, Any]:
         """As JSON types."""
@@ -93,6 +97,7 @@ def summarise(
         hit_tokens=hits,
         miss_rate=1 - prefix_hits / (len(results) * prefix_tokens),
         output_digest=digest([result.output for result in results]),
+        first_outputs_digest=digest([result.output for result in results[:_FIRST]]),
     )
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from prefixd.workloads.daemon_process import DaemonFailed, DaemonProcess
 from prefixd.workloads.figures import Figures, RequestResult, summarise
-from prefixd.workloads.text_analysis import FIRST_TOKEN, TextAnalysis, TierSizes, config_overrides
+from prefixd.workloads.text_analysis import FIRST_TOKEN, Serving, TextAnalysis, TierSizes, serving_of
 
 if TYPE_CHECKING:
     from prefixd.client import AsyncClient
@@ -36,77 +36,128 @@ class Silence:
         """Says nothing."""
 
 
-def daemon_for(config: str, workload: TextAnalysis, tiers: TierSizes, directory: Path) -> DaemonProcess:
-    """A daemon (not started) with the embedded model, set up for `config`, one of CONFIGS."""
-    settings: dict[str, Any] = {
+def settings_for(serving: Serving, workload: TextAnalysis, tiers: TierSizes) -> dict[str, Any]:
+    """The settings, by dotted name, of a daemon with the embedded model that serves `workload` so."""
+    return {
         "worker.embedded": True,
         "scheduler.queue_limit": max(4096, workload.requests),
-        **tiers.overrides(workload),
-        **config_overrides(config),
+        **serving.overrides(workload, tiers),
     }
-    return DaemonProcess(settings, directory=directory)
+
+
+def daemon_for(serving: Serving, workload: TextAnalysis, tiers: TierSizes, directory: Path) -> DaemonProcess:
+    """A daemon (not started) with the embedded model, set up for `serving`."""
+    return DaemonProcess(settings_for(serving, workload, tiers), directory=directory)
 
 
 def run_config(
     config: str, workload: TextAnalysis, tiers: TierSizes, directory: Path, *, warm_up: bool = False, progress: Progress
 ) -> Figures:
-    """One of CONFIGS on a fresh daemon in the empty `directory`. Raises DaemonFailed."""
+    """One of CONFIGS on a fresh daemon in the empty `directory`; with `warm_up` after each prefix was asked for once.
+
+    Raises:
+        DaemonFailed: it did not start, or a request failed.
+    """
     progress.begin(f"{config}: starting a daemon", 0)
-    with daemon_for(config, workload, tiers, directory) as daemon:
-        return measure(config, daemon, workload, warm_up=warm_up, progress=progress)
+    with daemon_for(serving_of(config), workload, tiers, directory) as daemon:
+        warm_up_s = ask_each_once(config, daemon, workload, progress=progress) if warm_up else None
+        return measure(config, daemon, workload, warm_up_s=warm_up_s, progress=progress)
+
+
+def ask_each_once(name: str, daemon: DaemonProcess, workload: TextAnalysis, *, progress: Progress) -> float:
+    """Asks for each prefix once, so that what follows finds full tiers; how many seconds that took.
+
+    Raises:
+        DaemonFailed: a request failed.
+    """
+    progress.begin(f"{name}: each prefix once", workload.prefixes)
+    _, elapsed_s = _run(daemon, workload, workload.warm_up_prompts(), workload.outstanding, progress)
+    return elapsed_s
 
 
 def measure(
-    name: str, daemon: DaemonProcess, workload: TextAnalysis, *, warm_up: bool = False, progress: Progress
+    name: str,
+    daemon: DaemonProcess,
+    workload: TextAnalysis,
+    *,
+    repeat: int = 0,
+    one_by_one: bool = False,
+    warm_up_s: float | None = None,
+    progress: Progress,
 ) -> Figures:
-    """Streams the requests to a started daemon, `workload.outstanding` at a time; its queue orders them.
+    """Sends the requests to a started daemon.
 
-    With `warm_up` each prefix is asked for once before, so that the run finds full tiers. Raises DaemonFailed.
+    Args:
+        name: of the figures.
+        daemon: has started.
+        workload: which requests.
+        repeat: which of the workload's repeats.
+        one_by_one: each when the one before it has been answered, which measures latency; else `outstanding` at a time,
+            and the daemon's queue orders them.
+        warm_up_s: what `ask_each_once` took of this daemon; None without one.
+        progress: who is told.
+
+    Raises:
+        DaemonFailed: a request failed.
     """
-    from prefixd.client import ClientError
-
-    try:
-        results, elapsed_s, warm_up_s = asyncio.run(_requests(name, daemon.address, workload, warm_up, progress))
-    except ClientError as error:
-        raise DaemonFailed(f"the daemon failed: {error}{daemon.last_words()}") from error
+    prompts = workload.prompts(repeat)
+    progress.begin(f"{name}: {len(prompts)} requests{' one by one' if one_by_one else ''}", len(prompts))
+    results, elapsed_s = _run(daemon, workload, prompts, 1 if one_by_one else workload.outstanding, progress)
     return summarise(
         name,
         results,
         elapsed_s=elapsed_s,
-        warm_up_requests=workload.prefixes if warm_up else 0,
-        warm_up_s=warm_up_s,
+        warm_up_requests=0 if warm_up_s is None else workload.prefixes,
+        warm_up_s=warm_up_s or 0.0,
         prefix_tokens=workload.prefix_tokens,
     )
 
 
+def _run(
+    daemon: DaemonProcess,
+    workload: TextAnalysis,
+    prompts: Sequence[Sequence[int]],
+    outstanding: int,
+    progress: Progress,
+) -> tuple[list[RequestResult], float]:
+    from prefixd.client import ClientError
+
+    try:
+        return asyncio.run(_requests(daemon.address, workload, prompts, outstanding, progress.advance))
+    except ClientError as error:
+        raise DaemonFailed(f"the daemon failed: {error}{daemon.last_words()}") from error
+
+
 async def _requests(
-    name: str, address: str, workload: TextAnalysis, warm_up: bool, progress: Progress
-) -> tuple[list[RequestResult], float, float]:
-    """The results of all requests in their order, the seconds that they took together, and those of the warm-up."""
+    address: str,
+    workload: TextAnalysis,
+    prompts: Sequence[Sequence[int]],
+    outstanding: int,
+    finished: Callable[[], None],
+) -> tuple[list[RequestResult], float]:
+    """The results of all requests in their order, and the seconds that they took together."""
     from prefixd.client import AsyncClient
 
     async with AsyncClient(address, name="text analysis", memory="streamed") as client:
-        progress.begin(f"{name}: loading the model", 0)
-        # Less than a block: nothing of it is cached.
+        # Waits until the model is loaded. Less than a block: nothing of it is cached.
         await _send(client, [FIRST_TOKEN], 1)
         began = time.monotonic()
-        if warm_up:
-            progress.begin(f"{name}: each prefix once", workload.prefixes)
-            await _send_all(client, workload, workload.warm_up_prompts(), progress.advance)
-        warm = time.monotonic()
-        progress.begin(f"{name}: {workload.requests} requests", workload.requests)
-        results = await _send_all(client, workload, workload.prompts(), progress.advance)
-        return results, time.monotonic() - warm, warm - began
+        results = await _send_all(client, workload.output_tokens, prompts, outstanding, finished)
+        return results, time.monotonic() - began
 
 
 async def _send_all(
-    client: AsyncClient, workload: TextAnalysis, prompts: Sequence[Sequence[int]], finished: Callable[[], None]
+    client: AsyncClient,
+    output_tokens: int,
+    prompts: Sequence[Sequence[int]],
+    outstanding: int,
+    finished: Callable[[], None],
 ) -> list[RequestResult]:
-    places = asyncio.Semaphore(workload.outstanding)
+    places = asyncio.Semaphore(outstanding)
 
     async def send(prompt: Sequence[int]) -> RequestResult:
         async with places:
-            result = await _send(client, prompt, workload.output_tokens)
+            result = await _send(client, prompt, output_tokens)
         finished()
         return result
 

@@ -8,7 +8,7 @@ and a random body. The upper tiers have room for fewer prefixes than there are (
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 # The model that comes with prefixd: 16 KiB of KV a token, 16 tokens a block.
@@ -18,9 +18,6 @@ BLOCK_BYTES = 16 * 16 << 10
 # Ids that any byte-level vocabulary has and that are no special token.
 FIRST_TOKEN, LAST_TOKEN = 32, 126
 
-# The ways of serving that are compared: the cache off, then each policy of the queue.
-CONFIGS = ("no-cache", "fcfs", "fpf", "relaxed-fpf")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextAnalysis:
@@ -28,6 +25,7 @@ class TextAnalysis:
 
     Lengths are in tokens. `prefix_tokens` should be whole blocks: only those can be found again. `outstanding` is how
     many requests are sent before the first of them has been answered: what the daemon's queue can choose from.
+    `repeats` is how often the requests are sent to one daemon, each time with other choices and bodies.
     """
 
     prefixes: int
@@ -36,17 +34,19 @@ class TextAnalysis:
     body_tokens: int = 32
     output_tokens: int = 2
     outstanding: int = 64
+    repeats: int = 1
     seed: int = 0
 
     def __post_init__(self) -> None:
         """Raises ValueError for sizes below 1."""
-        for name in ("prefixes", "requests", "prefix_tokens", "body_tokens", "output_tokens", "outstanding"):
+        sizes = ("prefixes", "requests", "prefix_tokens", "body_tokens", "output_tokens", "outstanding", "repeats")
+        for name in sizes:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be at least 1")
 
-    def prompts(self) -> list[list[int]]:
+    def prompts(self, repeat: int = 0) -> list[list[int]]:
         """`requests` prompts as token ids, each a randomly chosen prefix and a body of its own."""
-        source = random.Random(f"requests {self.seed}")
+        source = random.Random(f"requests {self.seed}" + (f" {repeat}" if repeat else ""))
         prefixes = self._prefixes()
         return [source.choice(prefixes) + _tokens(source, self.body_tokens) for _ in range(self.requests)]
 
@@ -80,7 +80,7 @@ class TierSizes:
         longest = workload.prefix_tokens + workload.body_tokens + workload.output_tokens
         beside = (_blocks(longest) - prefix_blocks + 1) * BLOCK_BYTES
         # The share of a prefix in the requests, and its own in the warm-up.
-        requests = -(-workload.requests // workload.prefixes) + 1
+        requests = -(-workload.requests * workload.repeats // workload.prefixes) + 1
         kept = (longest // BLOCK_TOKENS - prefix_blocks) * requests * BLOCK_BYTES
         return {
             "gpu.bytes": self.gpu_prefixes * prefix + self.running * beside,
@@ -91,11 +91,63 @@ class TierSizes:
         }
 
 
-def config_overrides(config: str) -> dict[str, Any]:
-    """The settings, by dotted name, of one of CONFIGS."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """One way of serving the requests.
+
+    Attributes:
+        name: of the configuration.
+        caching: False computes every prompt.
+        policy: of the queue.
+        look_ahead: `scheduler.look_ahead`; 0: nothing is prefetched.
+        eviction: `cache.eviction`.
+        tiers: those that there are, from the GPU tier on.
+        everything: the GPU tier has room for all prefixes.
+    """
+
+    name: str
+    caching: bool = True
+    policy: str = "fpf"
+    look_ahead: int | str = "auto"
+    eviction: str = "lru"
+    tiers: tuple[str, ...] = ("gpu", "cpu", "disk")
+    everything: bool = False
+
+    def overrides(self, workload: TextAnalysis, sizes: TierSizes) -> dict[str, Any]:
+        """The settings, by dotted name, that make a daemon serve `workload` so."""
+        if self.everything:
+            sizes = replace(sizes, gpu_prefixes=workload.prefixes + sizes.gpu_prefixes)
+        return {
+            **sizes.overrides(workload),
+            **{f"{tier}.bytes": 0 for tier in ("cpu", "disk") if tier not in self.tiers},
+            **self.settings,
+        }
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings, by dotted name, but for the sizes of the tiers."""
+        return {
+            "cache.enabled": self.caching,
+            "cache.eviction": self.eviction,
+            "scheduler.policy": self.policy,
+            "scheduler.look_ahead": self.look_ahead,
+        }
+
+
+CONFIGS = ("no-cache", "fcfs", "fpf", "relaxed-fpf")
+"""Names of the ways of serving that everybody compares: the cache off, then each policy of the queue."""
+
+
+def serving_of(config: str) -> Serving:
+    """One of CONFIGS."""
     if config == "no-cache":
-        return {"cache.enabled": False, "scheduler.policy": "fcfs"}
-    return {"cache.enabled": True, "scheduler.policy": config}
+        return Serving(name=config, caching=False, policy="fcfs")
+    return Serving(name=config, policy=config)
+
+
+def config_overrides(config: str) -> dict[str, Any]:
+    """The settings, by dotted name, of one of CONFIGS, but for the sizes of its tiers."""
+    return serving_of(config).settings
 
 
 def _tokens(source: random.Random, count: int) -> list[int]:

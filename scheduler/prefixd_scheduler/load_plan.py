@@ -72,6 +72,8 @@ def plan_load(
     both_at_once: bool,
     queued_bytes: Mapping[Distance, int] | None = None,
     usable: Callable[[int], int] | None = None,
+    wait_s: float = 0.0,
+    to_carry_out: bool = True,
 ) -> LoadPlan:
     """The fastest way to the first token of a prompt, part of which is cached.
 
@@ -88,8 +90,13 @@ def plan_load(
         queued_bytes: what waits or moves already on the way from each tier.
         usable: (tokens of the prefix) -> how many of them a request can begin behind, where not every length is
             possible (windows, states). Then nothing is done at once.
+        wait_s: nothing is computed of this prompt before so many seconds have passed, because others are: so long, a
+            load costs nothing.
+        to_carry_out: now and then a tier that is too slow is loaded from all the same (`CostModel.probes`). False: the
+            plan only answers how long it would take.
     """
-    return _Planner(cost, stretches, prompt_tokens, block_tokens, queued_bytes or {}, usable).plan(both_at_once)
+    plan = _Planner(cost, stretches, prompt_tokens, block_tokens, queued_bytes or {}, usable, wait_s)
+    return plan.plan(both_at_once, probing=to_carry_out)
 
 
 class _Planner:
@@ -101,6 +108,7 @@ class _Planner:
         block_tokens: int,
         queued_bytes: Mapping[Distance, int],
         usable: Callable[[int], int] | None,
+        wait_s: float,
     ) -> None:
         self._cost = cost
         self._stretches = stretches
@@ -108,6 +116,7 @@ class _Planner:
         self._block_tokens = block_tokens
         self._queued_bytes = queued_bytes
         self._usable = usable
+        self._wait_s = wait_s
         self._cached = sum(stretch.tokens for stretch in stretches)
         ready = 0
         for stretch in stretches:
@@ -116,7 +125,7 @@ class _Planner:
             ready += stretch.tokens
         self._ready = ready if usable is None else usable(ready)
 
-    def plan(self, both_at_once: bool) -> LoadPlan:
+    def plan(self, both_at_once: bool, *, probing: bool) -> LoadPlan:
         ready, cached = self._ready, self._cached
         load_s, compute_s = self._front_s(cached), self._front_s(ready)
         if load_s is None or compute_s is None:
@@ -127,7 +136,7 @@ class _Planner:
             for front, meet, seconds in self._meetings():
                 if seconds < min(_WORTH * best_s, plan.first_token_s or best_s):
                     plan = LoadPlan(ready, front - ready, meet - front, cached - meet, seconds, load_s, compute_s)
-        return self._probed(plan)
+        return self._probed(plan) if probing else plan
 
     def _probed(self, plan: LoadPlan) -> LoadPlan:
         """The plan, or one that loads a little of what is passed over, so that a tier can turn out fast again."""
@@ -167,7 +176,7 @@ class _Planner:
         for front in (self._ready, *self._ends()):
             if front >= self._cached:
                 return
-            before_s = self._load_s(self._ready, front)
+            before_s = max(self._wait_s, self._load_s(self._ready, front))
             low, high = 0, (self._cached - front) // self._block_tokens  # blocks to compute
             while low < high:
                 middle = (low + high) // 2
@@ -188,7 +197,7 @@ class _Planner:
         loads = [self._cost.load_s(*load) for load in self._loads(self._ready, end)]
         if compute_s is None or any(load is None for load in loads):
             return None
-        return compute_s + sum(load for load in loads if load is not None)
+        return compute_s + max(self._wait_s, sum(load for load in loads if load is not None))
 
     def _load_s(self, begin: int, end: int) -> float:
         return sum(self._cost.load_s(*load) or 0.0 for load in self._loads(begin, end))

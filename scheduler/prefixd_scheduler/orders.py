@@ -1,15 +1,17 @@
-"""The orders of the policies, kept up to date while requests come, move and go.
+"""Waiting requests in the order of a policy, kept up to date while they come, move and go.
 
 A request's *standing* is what its place depends on besides the time. The order is changed only when a standing changes,
 and the first requests of 10,000 are found without looking at the others.
+
+Orders contain each other: `ByPriority` has an order for each class, `OverdueFirst` puts some before those of another.
 """
 
 from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterator
-from itertools import chain
+from collections.abc import Callable, Hashable, Iterator
+from itertools import chain, takewhile
 from typing import Generic, TypeAlias, TypeVar
 
 from prefixd_scheduler.distance import Distance
@@ -19,17 +21,39 @@ from prefixd_scheduler.sorted_keys import SortedKeys
 Arrival: TypeAlias = tuple[float, int]
 """When a request arrived, and its id: `(12.5, 7)`."""
 
+Key: TypeAlias = tuple[float, ...]
+"""What a policy ranks by, the lowest first; of one policy all have one length."""
+
 S = TypeVar("S")
 
 
-class Order(ABC, Generic[S]):
-    """Waiting requests in the order of one policy. `S` is the type of a standing."""
+class Order(ABC):
+    """Waiting requests in the order of one policy."""
+
+    @abstractmethod
+    def put(self, request: QueuedRequest) -> None:
+        """Adds a request, or moves one that is there to where it belongs now."""
+
+    @abstractmethod
+    def remove(self, request_id: int) -> None:
+        """Takes out a request that is there."""
+
+    @abstractmethod
+    def ids(self, now_s: float) -> Iterator[int]:
+        """The ids of the requests, the first to run first. Do not put or remove meanwhile."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """How many requests are there."""
+
+
+class _ByStanding(Order, Generic[S]):
+    """Moves a request only when its standing changes. `S` is the type of a standing."""
 
     def __init__(self) -> None:
         self._standings: dict[int, S] = {}
 
     def put(self, request: QueuedRequest) -> None:
-        """Adds a request, or moves one that is there to where it belongs now."""
         standing = self._standing(request)
         before = self._standings.get(request.id)
         if before == standing:
@@ -40,12 +64,10 @@ class Order(ABC, Generic[S]):
         self._enter(standing)
 
     def remove(self, request_id: int) -> None:
-        """Takes out a request that is there."""
         self._leave(self._standings.pop(request_id))
 
-    @abstractmethod
-    def ids(self, now_s: float) -> Iterator[int]:
-        """The ids of the requests, the first to run first. Do not put or remove meanwhile."""
+    def __len__(self) -> int:
+        return len(self._standings)
 
     @abstractmethod
     def _standing(self, request: QueuedRequest) -> S:
@@ -58,50 +80,36 @@ class Order(ABC, Generic[S]):
     def _leave(self, standing: S) -> None: ...
 
 
-class ArrivalOrder(Order[tuple[int, float, int]]):
-    """(priority, arrival, id). A change costs O(log n), the first w requests O(w)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._keys: SortedKeys[tuple[int, float, int]] = SortedKeys()
-
-    def ids(self, now_s: float) -> Iterator[int]:
-        return (request_id for _, _, request_id in self._keys)
-
-    def _standing(self, request: QueuedRequest) -> tuple[int, float, int]:
-        return request.priority, request.arrival_s, request.id
-
-    def _enter(self, standing: tuple[int, float, int]) -> None:
-        self._keys.add(standing)
-
-    def _leave(self, standing: tuple[int, float, int]) -> None:
-        self._keys.remove(standing)
+Group: TypeAlias = tuple[Key, bool, Hashable]
+"""(key, whether it has several members, what they have in common or the id of its only member)."""
 
 
-Group: TypeAlias = tuple[int, Distance, bool, Hashable]
-"""(priority, distance, whether it has a prefix, its prefix or the id of its only member)."""
-
-
-class NearestOrder(Order[tuple[Group, Arrival]]):
-    """Groups by (priority, distance, arrival of the oldest member); members by arrival.
+class KeyedOrder(_ByStanding[tuple[Group, Arrival]]):
+    """By (key, arrival of the oldest member of the group); members of a group by arrival, one after the other.
 
     A change costs O(log n), the first w requests O(w).
+
+    Args:
+        key: what is ranked by.
+        group: what requests of one key have in common that are to run one after the other; None for nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, key: Callable[[QueuedRequest], Key], group: Callable[[QueuedRequest], Hashable | None]) -> None:
         super().__init__()
-        self._members: dict[Group, SortedKeys[Arrival]] = {}
-        self._heads: SortedKeys[tuple[int, int, float, int]] = SortedKeys()  # a group each, by its oldest member
+        self._key = key
+        self._group = group
+        self._members: dict[Group, SortedKeys[Key]] = {}
+        self._heads: SortedKeys[Key] = SortedKeys()  # a group each, by its oldest member
         self._group_of_head: dict[int, Group] = {}
 
     def ids(self, now_s: float) -> Iterator[int]:
         for *_, oldest in self._heads:
-            for _, request_id in self._members[self._group_of_head[oldest]]:
-                yield request_id
+            for _, request_id in self._members[self._group_of_head[int(oldest)]]:
+                yield int(request_id)
 
     def _standing(self, request: QueuedRequest) -> tuple[Group, Arrival]:
-        shared = request.prefix is not None
-        group = (request.priority, request.distance, shared, request.prefix if shared else request.id)
+        common = self._group(request)
+        group = (self._key(request), common is not None, request.id if common is None else common)
         return group, (request.arrival_s, request.id)
 
     def _enter(self, standing: tuple[Group, Arrival]) -> None:
@@ -126,61 +134,115 @@ class NearestOrder(Order[tuple[Group, Arrival]]):
             else:
                 del self._members[group]
 
-    def _add_head(self, group: Group, arrival: Arrival) -> None:
-        self._heads.add((group[0], group[1], *arrival))
-        self._group_of_head[arrival[1]] = group
+    def _add_head(self, group: Group, arrival: Key) -> None:
+        self._heads.add((*group[0], *arrival))
+        self._group_of_head[int(arrival[1])] = group
 
-    def _remove_head(self, group: Group, arrival: Arrival) -> None:
-        self._heads.remove((group[0], group[1], *arrival))
-        del self._group_of_head[arrival[1]]
+    def _remove_head(self, group: Group, arrival: Key) -> None:
+        self._heads.remove((*group[0], *arrival))
+        del self._group_of_head[int(arrival[1])]
 
 
-class WeightedAgeOrder(Order[tuple[int, Distance, Arrival]]):
-    """By (priority, -age * (4 - distance), arrival, id), where only the age depends on the time.
+class WeightedAgeOrder(_ByStanding[tuple[Distance, Arrival]]):
+    """By (-age * (4 - distance), arrival, id), where only the age depends on the time.
 
-    Among requests of one priority and distance the time changes nothing: the older has the higher product, and equal
-    products (also by rounding, which is monotone) go by arrival. So each such class is kept by arrival, and the classes
-    are merged at the time that is asked for. A change costs O(log n), the first w requests O(w).
+    Among requests of one distance the time changes nothing: the older has the higher product, and equal products (also
+    by rounding, which is monotone) go by arrival. So each distance is kept by arrival, and the four are merged at the
+    time that is asked for. A change costs O(log n), the first w requests O(w).
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._classes: dict[int, dict[Distance, SortedKeys[Arrival]]] = {}
-        self._priorities: SortedKeys[int] = SortedKeys()
+        self._classes: dict[Distance, SortedKeys[Key]] = {distance: SortedKeys() for distance in Distance}
 
     def ids(self, now_s: float) -> Iterator[int]:
-        return chain.from_iterable(self._merged(self._classes[priority], now_s) for priority in self._priorities)
-
-    def _merged(self, classes: dict[Distance, SortedKeys[Arrival]], now_s: float) -> Iterator[int]:
-        ranked = (_weighted(members, 4 - distance, now_s) for distance, members in classes.items())
+        ranked = (_weighted(members, 4 - distance, now_s) for distance, members in self._classes.items())
         return (request_id for _, _, request_id in heapq.merge(*ranked))
 
-    def _standing(self, request: QueuedRequest) -> tuple[int, Distance, Arrival]:
-        return request.priority, request.distance, (request.arrival_s, request.id)
+    def _standing(self, request: QueuedRequest) -> tuple[Distance, Arrival]:
+        return request.distance, (request.arrival_s, request.id)
 
-    def _enter(self, standing: tuple[int, Distance, Arrival]) -> None:
-        priority, distance, arrival = standing
-        classes = self._classes.get(priority)
-        if classes is None:
-            classes = self._classes[priority] = {}
-            self._priorities.add(priority)
-        classes.setdefault(distance, SortedKeys()).add(arrival)
+    def _enter(self, standing: tuple[Distance, Arrival]) -> None:
+        self._classes[standing[0]].add(standing[1])
 
-    def _leave(self, standing: tuple[int, Distance, Arrival]) -> None:
-        priority, distance, arrival = standing
-        classes = self._classes[priority]
-        classes[distance].remove(arrival)
-        if not classes[distance]:
-            del classes[distance]
-        if not classes:
+    def _leave(self, standing: tuple[Distance, Arrival]) -> None:
+        self._classes[standing[0]].remove(standing[1])
+
+
+class OverdueFirst(Order):
+    """Those that have waited for `bound_s` seconds by arrival, then the others as another order has them.
+
+    A change costs O(log n) besides the other order's, the first w requests O(w) besides.
+    """
+
+    def __init__(self, order: Order, bound_s: float) -> None:
+        self._order = order
+        self._bound_s = bound_s
+        self._arrivals: SortedKeys[Key] = SortedKeys()
+        self._arrival_of: dict[int, Arrival] = {}
+
+    def put(self, request: QueuedRequest) -> None:
+        if request.id not in self._arrival_of:
+            arrival = self._arrival_of[request.id] = (request.arrival_s, request.id)
+            self._arrivals.add(arrival)
+        self._order.put(request)
+
+    def remove(self, request_id: int) -> None:
+        self._arrivals.remove(self._arrival_of.pop(request_id))
+        self._order.remove(request_id)
+
+    def ids(self, now_s: float) -> Iterator[int]:
+        overdue: set[int] = set()
+        for _, number in takewhile(lambda arrival: now_s - arrival[0] >= self._bound_s, self._arrivals):
+            request_id = int(number)
+            overdue.add(request_id)
+            yield request_id
+        for request_id in self._order.ids(now_s):
+            if request_id not in overdue:
+                yield request_id
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+
+class ByPriority(Order):
+    """An order for each priority, the lowest number first."""
+
+    def __init__(self, order: Callable[[], Order]) -> None:
+        self._new = order
+        self._classes: dict[int, Order] = {}
+        self._priorities: SortedKeys[int] = SortedKeys()
+        self._priority_of: dict[int, int] = {}
+
+    def put(self, request: QueuedRequest) -> None:
+        if (before := self._priority_of.get(request.id, request.priority)) != request.priority:
+            self._leave(request.id, before)
+        if request.priority not in self._classes:
+            self._classes[request.priority] = self._new()
+            self._priorities.add(request.priority)
+        self._priority_of[request.id] = request.priority
+        self._classes[request.priority].put(request)
+
+    def remove(self, request_id: int) -> None:
+        self._leave(request_id, self._priority_of.pop(request_id))
+
+    def ids(self, now_s: float) -> Iterator[int]:
+        return chain.from_iterable(self._classes[priority].ids(now_s) for priority in self._priorities)
+
+    def __len__(self) -> int:
+        return len(self._priority_of)
+
+    def _leave(self, request_id: int, priority: int) -> None:
+        self._classes[priority].remove(request_id)
+        if not len(self._classes[priority]):
             del self._classes[priority]
             self._priorities.remove(priority)
 
 
-def _weighted(members: SortedKeys[Arrival], weight: int, now_s: float) -> Iterator[tuple[float, float, int]]:
+def _weighted(members: SortedKeys[Key], weight: int, now_s: float) -> Iterator[tuple[float, float, int]]:
     """The ranks of requests of one distance, ascending."""
     for arrival_s, request_id in members:
-        yield weighted_age(arrival_s, weight, now_s), arrival_s, request_id
+        yield weighted_age(arrival_s, weight, now_s), arrival_s, int(request_id)
 
 
 def weighted_age(arrival_s: float, weight: int, now_s: float) -> float:

@@ -6,45 +6,99 @@ higher one, so every promise below is a promise among requests of one class.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
-from typing import Any, ClassVar, TypeAlias
+from typing import ClassVar, TypeAlias
 
-from prefixd_scheduler.errors import UnknownPolicyError
-from prefixd_scheduler.orders import ArrivalOrder, NearestOrder, Order, WeightedAgeOrder, weighted_age
+from prefixd_scheduler.errors import InvalidValueError, UnknownPolicyError
+from prefixd_scheduler.orders import ByPriority, Key, KeyedOrder, Order, OverdueFirst, WeightedAgeOrder, weighted_age
 from prefixd_scheduler.request import QueuedRequest
 
 Rank: TypeAlias = tuple[float, ...]
 
 
 class Policy(ABC):
-    """Ranks requests. A policy keeps no state: the order follows from the requests and the time."""
+    """Ranks requests by a key, the lowest first, and requests of one key by arrival.
+
+    A policy keeps no state: the order follows from the requests and the time. Most are a `key` and perhaps a `group`.
+
+    **Starvation.** A policy that `may_starve` passes a request over for as long as better ones keep coming. With a
+    `starvation_bound_s` of B, whoever has waited for B seconds goes before all who have not, by arrival. Therefore, if
+    at most L requests wait at a time and the first in order is handed over at least every s seconds,
+
+        a request waits at most B + L * s.
+
+    Proof: at the age of B only those that came before it can go before it, at most L - 1 of them, and nobody who comes
+    later passes it any more. One more is put back in front of it for each older request that is interrupted.
+
+    Args:
+        starvation_bound_s: B; None: no bound.
+
+    Raises:
+        InvalidValueError: the bound is not above 0, or the policy does not starve anybody.
+    """
 
     name: ClassVar[str]
+    may_starve: ClassVar[bool] = True
+    needs_estimate: ClassVar[bool] = False
+    """Whether it ranks by `QueuedRequest.ready_s`."""
+
+    def __init__(self, starvation_bound_s: float | None = None) -> None:
+        if starvation_bound_s is not None:
+            if not (math.isfinite(starvation_bound_s) and starvation_bound_s > 0):
+                raise InvalidValueError(f"the starvation bound is {starvation_bound_s}; give seconds above 0")
+            if not self.may_starve:
+                raise InvalidValueError(f"{self.name} starves nobody; leave the starvation bound out")
+        self.starvation_bound_s = starvation_bound_s
 
     @abstractmethod
+    def key(self, request: QueuedRequest) -> Key:
+        """What a request is ranked by; the lowest runs first."""
+
+    def group(self, request: QueuedRequest) -> Hashable | None:
+        """What requests of one key have in common that run one after the other; None for nothing."""
+        return None
+
     def ranks(self, requests: Sequence[QueuedRequest], now_s: float) -> list[Rank]:
         """The rank of each request, in the order given; the lowest runs first.
 
         Every rank ends with the request's id, so no two are equal and the order is total. This looks at every request.
         A queue, of which few requests change between two looks, uses `order`.
         """
+        oldest: dict[Hashable, tuple[float, int]] = {}
+        groups: list[Hashable] = []
+        for r in requests:
+            common = self.group(r)
+            group = (r.priority, self.key(r), common is not None, r.id if common is None else common)
+            groups.append(group)
+            oldest[group] = min(oldest.get(group, (math.inf, 0)), (r.arrival_s, r.id))
+        ranks: list[Rank] = []
+        for r, known in zip(requests, groups, strict=True):
+            if self.starvation_bound_s is not None and now_s - r.arrival_s >= self.starvation_bound_s:
+                ranks.append((r.priority, 0, r.arrival_s, r.id))
+            else:
+                ranks.append((r.priority, 1, *self.key(r), *oldest[known], r.arrival_s, r.id))
+        return ranks
 
-    @abstractmethod
-    def order(self) -> Order[Any]:
+    def order(self) -> Order:
         """An empty structure that keeps requests in the order of their ranks while they come, move and go."""
+        return ByPriority(self._order)
+
+    def _order(self) -> Order:
+        """The order of one priority."""
+        order = KeyedOrder(self.key, self.group)
+        return order if self.starvation_bound_s is None else OverdueFirst(order, self.starvation_bound_s)
 
 
 class Fcfs(Policy):
     """First come, first served, wherever the prefix is."""
 
     name = "fcfs"
+    may_starve = False
 
-    def ranks(self, requests: Sequence[QueuedRequest], now_s: float) -> list[Rank]:
-        return [(r.priority, r.arrival_s, r.id) for r in requests]
-
-    def order(self) -> Order[Any]:
-        return ArrivalOrder()
+    def key(self, request: QueuedRequest) -> Key:
+        return ()
 
 
 class FastestPrefixFirst(Policy):
@@ -52,7 +106,7 @@ class FastestPrefixFirst(Policy):
 
     **It may starve**: while requests with nearer prefixes keep arriving as fast as they are served, one whose
     prefix is farther, or not cached, waits forever. Its gain is throughput, the more of it the longer the
-    queue. Where waiting time matters, use Relaxed-FPF.
+    queue. Where waiting time matters, use Relaxed-FPF, or a bound.
 
     Among requests at one distance, those that share a `prefix` run one after the other, so that promoting it
     is paid once and it is not evicted between them. Such groups are ordered by their oldest request, their
@@ -61,23 +115,11 @@ class FastestPrefixFirst(Policy):
 
     name = "fpf"
 
-    def ranks(self, requests: Sequence[QueuedRequest], now_s: float) -> list[Rank]:
-        oldest: dict[tuple[int, int, Hashable], tuple[float, int]] = {}
-        for r in requests:
-            if r.prefix is not None:
-                group = (r.priority, r.distance, r.prefix)
-                arrival = (r.arrival_s, r.id)
-                if arrival < oldest.get(group, (float("inf"), 0)):
-                    oldest[group] = arrival
-        ranks: list[Rank] = []
-        for r in requests:
-            arrival = (r.arrival_s, r.id)
-            leader = arrival if r.prefix is None else oldest[r.priority, r.distance, r.prefix]
-            ranks.append((r.priority, r.distance, *leader, *arrival))
-        return ranks
+    def key(self, request: QueuedRequest) -> Key:
+        return (request.distance,)
 
-    def order(self) -> Order[Any]:
-        return NearestOrder()
+    def group(self, request: QueuedRequest) -> Hashable | None:
+        return request.prefix
 
 
 class RelaxedFastestPrefixFirst(Policy):
@@ -103,26 +145,81 @@ class RelaxedFastestPrefixFirst(Policy):
     """
 
     name = "relaxed-fpf"
+    may_starve = False
+
+    def key(self, request: QueuedRequest) -> Key:
+        """Its weight; the age, by which it is multiplied, changes with the time."""
+        return (4 - request.distance,)
 
     def ranks(self, requests: Sequence[QueuedRequest], now_s: float) -> list[Rank]:
         return [(r.priority, weighted_age(r.arrival_s, 4 - r.distance, now_s), r.arrival_s, r.id) for r in requests]
 
-    def order(self) -> Order[Any]:
+    def _order(self) -> Order:
         return WeightedAgeOrder()
 
 
+class LongestPrefixMatch(Policy):
+    """Most cached tokens first, wherever they are, those that share them one after the other (SGLang's default)."""
+
+    name = "lpm"
+
+    def key(self, request: QueuedRequest) -> Key:
+        return (-request.cached_tokens,)
+
+    def group(self, request: QueuedRequest) -> Hashable | None:
+        return request.prefix
+
+
+class ShortestTimeToReady(Policy):
+    """The one that can have its first token soonest, loading and computing taken together.
+
+    Where the others see one block on the GPU, or many tokens in some tier, this sees how long the rest takes: a partial
+    prefix counts as what it is. As shortest job first, it makes the mean wait least and may starve.
+    """
+
+    name = "shortest-ready"
+    needs_estimate = True
+
+    def key(self, request: QueuedRequest) -> Key:
+        return (request.ready_s,)
+
+    def group(self, request: QueuedRequest) -> Hashable | None:
+        return request.prefix
+
+
+class EarliestDeadlineFirst(Policy):
+    """The earliest deadline first; those without one after all that have one.
+
+    Where every deadline can be met in some order, it is met in this one, for requests that are not interrupted and take
+    as long each. Those without a deadline may starve.
+    """
+
+    name = "deadline"
+
+    def key(self, request: QueuedRequest) -> Key:
+        return (request.deadline_s,)
+
+
 POLICIES: dict[str, type[Policy]] = {
-    policy.name: policy for policy in (Fcfs, FastestPrefixFirst, RelaxedFastestPrefixFirst)
+    policy.name: policy
+    for policy in (
+        Fcfs,
+        FastestPrefixFirst,
+        RelaxedFastestPrefixFirst,
+        LongestPrefixMatch,
+        ShortestTimeToReady,
+        EarliestDeadlineFirst,
+    )
 }
 
 
-def create_policy(name: str) -> Policy:
-    """The policy called `name`: "fcfs", "fpf" or "relaxed-fpf".
+def create_policy(name: str, starvation_bound_s: float | None = None) -> Policy:
+    """The policy of that name, one of POLICIES; see `Policy` for the bound.
 
     Raises:
         UnknownPolicyError: there is none of that name.
+        InvalidValueError: the bound is not above 0, or the policy starves nobody.
     """
-    try:
-        return POLICIES[name]()
-    except KeyError:
-        raise UnknownPolicyError(f"no policy is called {name!r}; choose one of {', '.join(POLICIES)}") from None
+    if name not in POLICIES:
+        raise UnknownPolicyError(f"no policy is called {name!r}; choose one of {', '.join(POLICIES)}")
+    return POLICIES[name](starvation_bound_s)

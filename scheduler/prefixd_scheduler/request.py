@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 
@@ -11,8 +12,8 @@ from prefixd_scheduler.errors import InvalidValueError
 
 @dataclass(slots=True, eq=False)
 class QueuedRequest:
-    """One waiting request. `distance`, `cached_tokens` and `prefix` change as blocks move; while the request is in a
-    `RequestQueue`, change them only with `RequestQueue.update`, which moves the request in the order.
+    """One waiting request. What is cached of its prompt changes as blocks move; while the request is in a
+    `RequestQueue`, change that only with `RequestQueue.update`, which moves the request in the order.
 
     Attributes:
         id: unique among all requests of a queue; of two that arrive at the same instant the lower runs first.
@@ -24,9 +25,13 @@ class QueuedRequest:
         priority: classes of urgency; a lower class runs before every higher one.
         prefix: equal for requests that need the same cached prefix, such as the key of its last block; None
             when the request shares nothing.
+        lacks: equal for requests that lack the same block next, behind what is cached, such as that block's key; None
+            when nobody else can lack it.
+        ready_s: estimated seconds of loading and computing until its first token; infinite while unknown.
+        deadline_s: when its first token is due, on the clock of `arrival_s`; infinite for never.
 
     Raises:
-        InvalidValueError: a count is negative or more is cached than the prompt has.
+        InvalidValueError: a count is negative, more is cached than the prompt has, or a time is not a number.
     """
 
     id: int
@@ -36,15 +41,22 @@ class QueuedRequest:
     distance: Distance = Distance.NONE
     priority: int = 0
     prefix: Hashable | None = None
+    lacks: Hashable | None = None
+    ready_s: float = math.inf
+    deadline_s: float = math.inf
 
     def __post_init__(self) -> None:
-        check_counts(self.id, self.cached_tokens, self.prompt_tokens)
+        check_state(self.id, self.cached_tokens, self.prompt_tokens, self.ready_s)
+        if math.isnan(self.deadline_s):
+            raise InvalidValueError(f"request {self.id} has the deadline {self.deadline_s}; pass seconds")
 
 
-def check_counts(request_id: int, cached_tokens: int, prompt_tokens: int) -> None:
-    """Raises InvalidValueError unless 0 <= cached_tokens <= prompt_tokens."""
+def check_state(request_id: int, cached_tokens: int, prompt_tokens: int, ready_s: float) -> None:
+    """Raises InvalidValueError unless 0 <= cached_tokens <= prompt_tokens and 0 <= ready_s."""
     if not 0 <= cached_tokens <= prompt_tokens:
         raise InvalidValueError(
             f"request {request_id} has {cached_tokens} cached of {prompt_tokens} prompt tokens; "
             "pass 0 <= cached_tokens <= prompt_tokens"
         )
+    if not ready_s >= 0:
+        raise InvalidValueError(f"request {request_id} is ready in {ready_s} s; pass seconds of 0 or more")

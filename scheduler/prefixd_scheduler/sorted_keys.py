@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 from prefixd_scheduler.errors import IntegrityError
 
 # A key is what `bisect` can compare: here always a number or a tuple of numbers.
-K = TypeVar("K", int, tuple[float, int], tuple[int, float, int], tuple[int, int, float, int])
+K = TypeVar("K", int, tuple[float, ...])
 
 _CHUNK = 512
 

@@ -25,7 +25,7 @@ from prefixd_swap.errors import (
     TransferDroppedError,
     UnknownPolicyError,
 )
-from prefixd_swap.eviction import EvictionPolicy, choose_victims, create_eviction_policy
+from prefixd_swap.eviction import EvictionPolicy, UseHistory, Weighing, choose_victims, create_eviction_policy
 from prefixd_swap.geometry import KvGeometry
 from prefixd_swap.page_copies import NO_BLOCK, PackedPages, PageCopies, PageRun
 from prefixd_swap.page_eviction import Victims
@@ -85,9 +85,11 @@ __all__ = [
     "SwapError",
     "TransferDroppedError",
     "UnknownPolicyError",
+    "UseHistory",
     "VAttention",
     "Victims",
     "VirtualMemory",
+    "Weighing",
     "choose_page_victims",
     "choose_victims",
     "create_copy_engine",

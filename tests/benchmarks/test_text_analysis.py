@@ -6,7 +6,17 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+
+import pytest
+
+from benchmarks.text_analysis import same_answers
+from benchmarks.text_analysis_parts.goals import goals
+from benchmarks.text_analysis_parts.measuring import Measured
+from benchmarks.text_analysis_parts.suites import groups
+from prefixd.workloads.figures import Figures, HitTokens, Quantiles
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARK = [sys.executable, "-m", "benchmarks.text_analysis"]
@@ -20,6 +30,7 @@ SIZES = {
     "prefix-tokens": 64,
     "running": 1,
     "outstanding": 1,
+    "repeats": 1,
 }
 
 
@@ -27,7 +38,7 @@ def test_a_cache_gives_the_same_answers_from_all_tiers(tmp_path: Path) -> None:
     file, picture = tmp_path / "result.json", tmp_path / "result.svg"
     sizes = [word for name, value in SIZES.items() for word in (f"--{name}", str(value))]
     done = subprocess.run(
-        [*BENCHMARK, *sizes, "--configs", "no-cache", "fcfs", f"--json={file}", f"--plot={picture}"],
+        [*BENCHMARK, *sizes, "--suites", "latency", f"--json={file}", f"--plot={picture}"],
         cwd=ROOT,
         env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE"},
         capture_output=True,
@@ -36,15 +47,77 @@ def test_a_cache_gives_the_same_answers_from_all_tiers(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     result = json.loads(file.read_text())
-    no_cache, fcfs = result["configs"]
-    assert (no_cache["name"], fcfs["name"]) == ("no-cache", "fcfs")
-    assert no_cache["output_digest"] == fcfs["output_digest"] and result["same_answers"]
+    no_cache, gpu, _, three = result["configs"]
+    names = [run["name"] for run in result["configs"]]
+    assert names == ["no-cache", "gpu", "gpu+cpu", "gpu+cpu+disk"]
+    assert three["output_digest"] == gpu["output_digest"] and result["same_answers"]
+    assert no_cache["first_outputs_digest"] == three["first_outputs_digest"]
     assert (no_cache["hit_tokens"], no_cache["miss_rate"]) == ({"gpu": 0, "cpu": 0, "disk": 0}, 1.0)
-    assert all(tokens > 0 for tokens in fcfs["hit_tokens"].values()), fcfs["hit_tokens"]
-    assert fcfs["miss_rate"] < 0.5
-    assert 0 < fcfs["ttft_s"]["p50"] <= fcfs["ttft_s"]["p95"]
+    assert all(tokens > 0 for tokens in three["hit_tokens"].values()), three["hit_tokens"]
+    assert three["miss_rate"] < 0.5 < gpu["miss_rate"]
+    assert 0 < three["ttft_s"]["p50"] <= three["ttft_s"]["p95"]
     assert (result["requests"], result["gpu_prefixes"]) == (40, 2)
     assert picture.read_text().startswith("<?xml")
+
+
+def figures(name: str, requests_per_s: float, digest: str = "same") -> Figures:
+    return Figures(
+        name=name,
+        requests=8,
+        elapsed_s=8 / requests_per_s,
+        requests_per_s=requests_per_s,
+        cold_requests_per_s=requests_per_s,
+        ttft_s=Quantiles(0.1, 0.2),
+        hit_tokens=HitTokens(1, 2, 3),
+        miss_rate=0.0,
+        output_digest=digest,
+        first_outputs_digest=digest,
+    )
+
+
+def measured(rates: Mapping[str, tuple[float, ...]]) -> list[Measured]:
+    """What the suite `goals` would have measured, by configuration: of each repeat the requests a second."""
+    cells = [cell for group in groups("goals", (512, 2048), 50_000_000) for cell in group]
+    return [Measured("goals", cell, tuple(figures(cell.name, rate) for rate in rates[cell.name])) for cell in cells]
+
+
+RATES = {
+    "no-cache": (5.0, 1.0, 5.0),  # something else ran in the second repeat
+    "fcfs, no prefetch": (30.0, 6.0, 30.0),
+    "fpf": (40.0, 8.0, 40.0),
+    "everything on gpu": (44.0, 8.8, 44.0),
+    "fpf, disk 50 MB/s": (10.0, 2.0, 10.0),
+}
+
+
+def test_ratios_are_of_repeats_that_ran_one_after_the_other() -> None:
+    found = goals(measured(RATES))
+    assert all(goal.met for goal in found) and len(found) == 10
+    values = {goal.name: goal.value for goal in found if goal.prefix_tokens == 2048}
+    assert values["fpf over no cache"] == pytest.approx(8)
+    assert values["fpf over fcfs without prefetch"] == pytest.approx(4 / 3)
+    assert values["fpf with a slow disk over no cache"] == pytest.approx(2)
+
+
+@pytest.mark.parametrize(
+    ("name", "rate", "missed"),
+    [
+        ("no-cache", 10.1, {"fpf over no cache", "fpf with a slow disk over no cache"}),
+        ("fcfs, no prefetch", 31.0, {"fpf over fcfs without prefetch"}),
+        ("everything on gpu", 44.6, {"fpf over everything on gpu"}),
+        ("fpf, disk 50 MB/s", 4.9, {"fpf with a slow disk over no cache"}),
+    ],
+)
+def test_each_goal_can_be_missed(name: str, rate: float, missed: set[str]) -> None:
+    found = goals(measured({**RATES, name: (rate, rate, rate)}))
+    assert {goal.name for goal in found if not goal.met} >= missed
+
+
+def test_different_answers_are_seen_in_any_repeat() -> None:
+    runs = measured(RATES)
+    assert same_answers(runs)
+    first, wrong = runs[0].repeats[:2], figures("no-cache", 5.0, "other")
+    assert not same_answers([replace(runs[0], repeats=(*first, wrong)), *runs[1:]])
 
 
 def test_sizes_below_one_are_refused() -> None:

@@ -16,6 +16,7 @@ from prefixd.cache import Reservation
 from prefixd.cache.index.trie import CPU, DISK, GPU
 from prefixd.cache.movement import Movement
 from prefixd.errors import ExhaustedError, NotFoundError
+from prefixd_swap.eviction import POLICY_NAMES
 from prefixd_swap.transfers import Urgency
 
 if TYPE_CHECKING:
@@ -187,7 +188,7 @@ async def test_two_who_fill_the_same_blocks_both_succeed(make_rig: MakeRig) -> N
     assert rig.cache.tiers.arena.slots_used == 3
 
 
-@pytest.mark.parametrize("policy", ["lru", "fifo", "random"])
+@pytest.mark.parametrize("policy", POLICY_NAMES)
 @pytest.mark.parametrize("seed", range(3))
 async def test_engines_workers_and_operators_at_once(make_rig: MakeRig, policy: str, seed: int) -> None:
     rig = make_rig(gpu=6, cpu=8, disk=12, policy=policy, write_back=True)

@@ -12,7 +12,8 @@ import pytest
 
 from prefixd.cache import restore
 from prefixd.cache.index.trie import CPU, DISK
-from prefixd_swap import NewBlock, Records, SlabStore, Span, StorageError
+from prefixd_swap import NewBlock, Records, SlabStore, Span, StorageError, UseHistory
+from prefixd_swap.eviction import Lru
 from prefixd_swap.slab.block_record import index_key
 from tests.cache.conftest import BLOCK_TOKENS, PART_BYTES
 
@@ -115,7 +116,7 @@ def test_the_order_of_a_prompt_of_any_length_is_found_in_a_moment() -> None:
     depths = np.arange(blocks)
     records = Records((), np.zeros(blocks, np.int32), keys, depths - 1, depths, ())
     begin = time.thread_time()
-    places = restore._Entry(records, [], [], DISK)._prompt_order()
+    places = restore._Entry(records, [], [], DISK, UseHistory(Lru(), 0))._prompt_order()
     assert time.thread_time() - begin < 2.0  # one pass over all records a block takes a minute
     assert (places == np.arange(blocks)).all()
 

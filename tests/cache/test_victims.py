@@ -15,13 +15,14 @@ from prefixd.cache import Trie
 from prefixd.cache.index.trie import CPU, DISK, GPU, Rows
 from prefixd.cache.victims import can_free, find_victims
 from prefixd_swap import create_eviction_policy
+from prefixd_swap.eviction import POLICY_NAMES
 from tests.cache.index.entering import enter_block
 
 pytestmark = pytest.mark.usefixtures("turns_by_hand")
 
 T = TypeVar("T")
 
-POLICIES = ["lru", "fifo", "random"]
+POLICIES = POLICY_NAMES
 
 
 def in_turns(search: Coroutine[Any, Any, T], between: Callable[[int], None] = lambda turn: None) -> T:

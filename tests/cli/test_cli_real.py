@@ -200,7 +200,7 @@ def test_a_demo_that_is_ended_takes_its_daemon_with_it(environment: dict[str, st
     ) as process:
         try:
             assert process.stderr is not None
-            while "loading the model" not in (line := process.stderr.readline()):
+            while "no-cache: 2 requests" not in (line := process.stderr.readline()):
                 assert line, "the demo ended by itself"
             (lock,) = temporary.glob("*/no-cache/data/daemon.lock")
             daemon = int(lock.read_text())

@@ -12,6 +12,7 @@ from prefixd.workloads.figures import RequestResult, digest, quantile, summarise
 from prefixd.workloads.text_analysis import (
     BLOCK_BYTES,
     CONFIGS,
+    Serving,
     TextAnalysis,
     TierSizes,
     config_overrides,
@@ -68,12 +69,38 @@ def test_every_configuration_is_one_the_daemon_accepts(config: str) -> None:
     assert settings.scheduler.policy == ("fcfs" if config == "no-cache" else config)
 
 
+def test_a_serving_says_which_tiers_there_are_and_whether_anything_is_prefetched() -> None:
+    workload, tiers = (
+        TextAnalysis(prefixes=16, requests=16),
+        TierSizes(gpu_prefixes=2, cpu_prefixes=4, disk_prefixes=16),
+    )
+    alone = Serving(name="gpu", tiers=("gpu",), look_ahead=0, eviction="fifo", everything=True)
+    overrides = {"worker.embedded": True, **alone.overrides(workload, tiers)}
+    settings = Settings.load(Path(os.devnull), overrides, {})
+    assert (settings.cpu.bytes, settings.disk.bytes, settings.scheduler.look_ahead) == (0, 0, 0)
+    assert settings.cache.eviction == "fifo"
+    small = Serving(name="three").overrides(workload, tiers)
+    prefix = 32 * BLOCK_BYTES
+    assert settings.gpu.bytes == small["gpu.bytes"] + 16 * prefix, "room for all prefixes besides"
+    assert small["cpu.bytes"] > 0 and small["scheduler.look_ahead"] == "auto"
+
+
+def test_repeats_choose_other_prefixes_and_bodies_and_find_room_in_the_tiers() -> None:
+    once, thrice = (TextAnalysis(prefixes=4, requests=16, repeats=repeats) for repeats in (1, 3))
+    assert once.prompts() == thrice.prompts() != thrice.prompts(1)
+    prefixes = {tuple(prompt[:512]) for prompt in thrice.prompts(2)}
+    assert prefixes <= {tuple(prompt[:512]) for prompt in once.warm_up_prompts()}
+    sizes = [TierSizes(gpu_prefixes=1, cpu_prefixes=1, disk_prefixes=1).overrides(each) for each in (once, thrice)]
+    assert sizes[1]["disk.bytes"] - sizes[0]["disk.bytes"] == 8 * 2 * BLOCK_BYTES
+
+
 def test_figures_add_up() -> None:
     results = [RequestResult((1, 2), ttft_s=0.1 * n, gpu_tokens=64, cpu_tokens=32, disk_tokens=0) for n in range(1, 21)]
     figures = summarise("fpf", results, elapsed_s=4.0, prefix_tokens=128)
     assert figures.requests_per_s == 5.0
     assert figures.miss_rate == pytest.approx(0.25)
     assert (figures.ttft_s.p50, figures.ttft_s.p95) == (pytest.approx(1.0), pytest.approx(1.9))
+    assert figures.first_outputs_digest == figures.output_digest == digest([(1, 2)] * 20)
     assert figures.to_plain()["hit_tokens"] == {"gpu": 1280, "cpu": 640, "disk": 0}
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from prefixd_scheduler import (
     POLICIES,
     Distance,
+    InvalidValueError,
     QueuedRequest,
     RequestQueue,
     UnknownPolicyError,
@@ -139,6 +140,45 @@ def test_the_order_does_not_depend_on_how_requests_were_queued(
 
 
 def test_policies_are_created_by_name() -> None:
-    assert [create_policy(name).name for name in ("fcfs", "fpf", "relaxed-fpf")] == list(POLICIES)
+    assert [create_policy(name).name for name in POLICIES] == list(POLICIES)
     with pytest.raises(UnknownPolicyError, match="'lifo'; choose one of fcfs, fpf, relaxed-fpf"):
         create_policy("lifo")
+
+
+def test_the_longest_match_the_soonest_ready_and_the_earliest_deadline_go_first() -> None:
+    long = QueuedRequest(1, NOW_S - 1, 100, 90, Distance.DISK, ready_s=5.0)
+    near = QueuedRequest(2, NOW_S - 2, 100, 10, Distance.GPU, ready_s=9.0, deadline_s=NOW_S + 1)
+    none = QueuedRequest(3, NOW_S - 3, 5, ready_s=0.5, deadline_s=NOW_S + 2)
+    assert order("fpf", long, near, none) == [2, 1, 3]
+    assert order("lpm", long, near, none) == [1, 2, 3]
+    assert order("shortest-ready", long, near, none) == [3, 1, 2]
+    assert order("deadline", long, near, none) == [2, 3, 1]
+
+
+def test_who_has_waited_for_the_bound_goes_first_in_order_of_arrival() -> None:
+    queue = RequestQueue(create_policy("fpf", 10.0), limit=8)
+    for waiting in (request(1, 11, Distance.NONE), request(2, 12, Distance.DISK), request(3, 9, Distance.GPU)):
+        queue.push(waiting)
+    assert [r.id for r in queue.window(8, NOW_S)] == [2, 1, 3]
+    queue.push(request(4, 1, Distance.NONE, priority=-1))
+    assert [r.id for r in queue.window(8, NOW_S + 2)] == [4, 2, 1, 3]
+
+
+@pytest.mark.parametrize("bound_s", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_bound_has_to_be_a_time(bound_s: float) -> None:
+    with pytest.raises(InvalidValueError, match="give seconds above 0"):
+        create_policy("fpf", bound_s)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "relaxed-fpf"])
+def test_who_starves_nobody_takes_no_bound(policy: str) -> None:
+    with pytest.raises(InvalidValueError, match="starves nobody"):
+        create_policy(policy, 1.0)
+
+
+@pytest.mark.parametrize(("cached", "ready_s"), [(0, -1.0), (0, float("nan")), (101, 1.0)])
+def test_impossible_states_are_refused(cached: int, ready_s: float) -> None:
+    with pytest.raises(InvalidValueError, match="pass"):
+        QueuedRequest(1, 0.0, 100, cached, ready_s=ready_s)
+    with pytest.raises(InvalidValueError, match="deadline"):
+        QueuedRequest(1, 0.0, 100, deadline_s=float("nan"))

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -141,8 +143,31 @@ def test_integrity_notices_a_request_that_the_order_has_lost() -> None:
     queue = fcfs(2)
     queue.push(request(1))
     queue._order.remove(1)
-    with pytest.raises(IntegrityError, match="the order has 0 requests, but 1 others wait"):
+    with pytest.raises(IntegrityError, match="the order has 0 requests, but 1 others belong"):
         queue.check_integrity()
+
+
+def test_of_those_that_lack_the_same_block_one_stands_in_the_order() -> None:
+    queue = fcfs(2000)
+    for number in range(1000):
+        queue.push(QueuedRequest(number, float(number), 100, lacks="a"))
+    queue.push(QueuedRequest(1000, 1000.0, 100))
+    assert [r.id for r in queue.window(10, 2000.0)] == [0, 1000]
+    queue.remove(0)  # it runs, and computes what they lack
+    assert [r.id for r in queue.window(10, 2000.0)] == [1, 1000]
+    queue.update(500, Distance.GPU, 16, "a")  # it was found that this is there by now
+    assert [r.id for r in queue.window(10, 2000.0)] == [1, 500, 1000]
+    queue.check_integrity(2000.0)
+
+
+def test_the_most_urgent_of_those_that_lack_the_same_computes_it() -> None:
+    queue = RequestQueue(create_policy("deadline"), 10)
+    queue.push(QueuedRequest(1, 1.0, 100, lacks="a"))
+    queue.push(QueuedRequest(2, 2.0, 100, lacks="a", deadline_s=9.0))
+    queue.push(QueuedRequest(3, 3.0, 100, deadline_s=5.0))
+    assert [r.id for r in queue.window(10, 4.0)] == [3, 2]
+    queue.push(QueuedRequest(4, 4.0, 100, lacks="a", priority=-1))
+    assert [r.id for r in queue.window(10, 4.0)] == [4, 3]
 
 
 class QueueMachine(RuleBasedStateMachine):
@@ -157,9 +182,10 @@ class QueueMachine(RuleBasedStateMachine):
         self.running: dict[int, QueuedRequest] = {}
         self.next_id = 0
 
-    @initialize(policy=st.sampled_from(sorted(POLICIES)))
-    def begin(self, policy: str) -> None:
-        self.queue = RequestQueue(create_policy(policy), self.LIMIT)
+    @initialize(policy=st.sampled_from(sorted(POLICIES)), bound_s=st.sampled_from([None, 0.75]))
+    def begin(self, policy: str, bound_s: float | None) -> None:
+        bound_s = bound_s if POLICIES[policy].may_starve else None
+        self.queue = RequestQueue(create_policy(policy, bound_s), self.LIMIT)
 
     @rule(seconds=st.sampled_from([0.0, 0.5, 1.0, 1e-9, 1e9]))
     def wait(self, seconds: float) -> None:
@@ -170,9 +196,14 @@ class QueueMachine(RuleBasedStateMachine):
         priority=st.integers(-1, 1),
         prefix=st.sampled_from([None, "a", "b"]),
         early_s=st.sampled_from([-1.0, 0.0, 0.5, 2.0]),
+        lacks=st.sampled_from([None, None, "c", "d"]),
+        due_s=st.sampled_from([math.inf, 1.0, 2.0]),
     )
-    def push(self, distance: Distance, priority: int, prefix: str | None, early_s: float) -> None:
-        new = QueuedRequest(self.next_id, self.now_s - early_s, 10, 0, distance, priority, prefix)
+    def push(
+        self, distance: Distance, priority: int, prefix: str | None, early_s: float, lacks: str | None, due_s: float
+    ) -> None:
+        new = QueuedRequest(self.next_id, self.now_s - early_s, 10, 0, distance, priority, prefix, lacks)
+        new.deadline_s = due_s
         self.next_id += 1
         if len(self.waiting) >= self.LIMIT:
             with pytest.raises(QueueFullError):
@@ -196,9 +227,25 @@ class QueueMachine(RuleBasedStateMachine):
         self.waiting[id] = interrupted
 
     @precondition(lambda self: self.waiting)
-    @rule(data=st.data(), distance=st.sampled_from(Distance), prefix=st.sampled_from([None, "a", "b"]))
-    def move(self, data: st.DataObject, distance: Distance, prefix: str | None) -> None:
-        self.queue.update(data.draw(st.sampled_from(sorted(self.waiting))), distance, 5, prefix)
+    @rule(
+        data=st.data(),
+        distance=st.sampled_from(Distance),
+        prefix=st.sampled_from([None, "a", "b"]),
+        lacks=st.sampled_from([None, "c", "d"]),
+        cached=st.sampled_from([0, 5]),
+        ready_s=st.sampled_from([0.0, 1.0, math.inf]),
+    )
+    def move(
+        self,
+        data: st.DataObject,
+        distance: Distance,
+        prefix: str | None,
+        lacks: str | None,
+        cached: int,
+        ready_s: float,
+    ) -> None:
+        moved = data.draw(st.sampled_from(sorted(self.waiting)))
+        self.queue.update(moved, distance, cached, prefix, lacks=lacks, ready_s=ready_s)
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
@@ -210,8 +257,12 @@ class QueueMachine(RuleBasedStateMachine):
     def same_as_the_model(self) -> None:
         if not hasattr(self, "queue"):
             return
-        ranks = self.queue.policy.ranks(list(self.waiting.values()), self.now_s)
-        ranked = [r for _, r in sorted(zip(ranks, self.waiting.values(), strict=True), key=lambda pair: pair[0])]
+        standing = [r for r in self.waiting.values() if r.lacks is None]
+        for lacks in ("c", "d"):
+            together = [r for r in self.waiting.values() if r.lacks == lacks]
+            standing += sorted(together, key=lambda r: (r.priority, r.deadline_s, r.arrival_s, r.id))[:1]
+        ranks = self.queue.policy.ranks(standing, self.now_s)
+        ranked = [r for _, r in sorted(zip(ranks, standing, strict=True), key=lambda pair: pair[0])]
         assert self.queue.window(100, self.now_s) == ranked
         assert self.queue.window(3, self.now_s) == ranked[:3]
         self.queue.check_integrity(self.now_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from prefixd.v1 import admin_pb2, inference_pb2
@@ -164,6 +165,19 @@ def test_stop_tokens_and_end_of_sequence(remote: Remote, prompt: Callable[..., l
     assert stopped.tokens == free.tokens[:cut]
     assert free.text.startswith(stopped.text)
     assert remote.generate(tokens, max_tokens=1).finished.reason == REASON.FINISH_REASON_LENGTH
+
+
+def test_forced_tokens_are_the_answer_and_are_cached_for_the_next_turn(
+    remote: Remote, prompt: Callable[..., list[int]]
+) -> None:
+    first, answer = prompt(30, 7), prompt(40, 8)
+    ids = inference_pb2.TokenIds(ids=np.asarray(answer, "<u4").tobytes())
+    forced = remote.generate(first, forced_tokens=ids, max_tokens=40)
+    assert forced.tokens == answer and forced.finished.reason == REASON.FINISH_REASON_LENGTH
+    turn = [*first, *answer, *prompt(10, 9)]
+    again = remote.generate(turn)
+    assert again.hits == (64, 0, 0)
+    assert again.tokens == remote.generate(turn, salt=b"nothing cached").tokens
 
 
 def test_the_models_longest_context_ends_a_request(remote: Remote, prompt: Callable[..., list[int]]) -> None:

@@ -215,6 +215,9 @@ async def test_token_ids_are_taken_as_they_are(desk: Desk) -> None:
         ),
         ({"prompt": "x" * (15 << 20)}, ["15728640 characters"]),
         ({"temperature": -1.0}, ["temperature is -1.0"]),
+        ({"deadline_s": 0.0}, ["deadline_s is 0.0", "leave it out"]),
+        ({"deadline_s": float("nan")}, ["deadline_s is nan"]),
+        ({"deadline_s": float("inf")}, ["deadline_s is inf"]),
         ({"temperature": float("inf")}, ["temperature is inf"]),
         ({"top_p": 1.5}, ["top_p is 1.5"]),
         ({"top_k": -1}, ["top_k is -1"]),
@@ -251,6 +254,16 @@ async def test_token_ids_are_taken_as_they_are(desk: Desk) -> None:
         ({"beam_width": 2, "logprobs": 0}, ["logprobs is 0 in a beam search"]),
         ({"beam_width": 2, "best_of": 2}, ["best_of is 2 in a beam search"]),
         ({"beam_width": 16, "stop_token_ids": range(16)}, ["16 beams with 17 tokens that end", "more than 272"]),
+        ({"forced_tokens": ids(1), "n": 2, "temperature": 1.0}, ["n is 2 with forced_tokens", "leave n out"]),
+        ({"forced_tokens": ids(1), "best_of": 2, "temperature": 1.0}, ["best_of is 2 with forced_tokens"]),
+        ({"forced_tokens": ids(1), "beam_width": 2}, ["beam search", "leave one of them out"]),
+        ({"forced_tokens": ids(1), "stop": ["x"]}, ["stop has 1 strings with forced_tokens"]),
+        ({"forced_tokens": b""}, ["forced_tokens has 0 bytes", "at least one"]),
+        ({"forced_tokens": b"12345"}, ["forced_tokens has 5 bytes"]),
+        ({"forced_tokens": ids(1, 2), "max_tokens": 1}, ["max_tokens is 1, but forced_tokens has 2"]),
+        ({"forced_tokens": ids(1, 272)}, ["forced token id 272", "vocabulary of 272"]),
+        ({"forced_tokens": ids(*[1] * CONTEXT)}, ["2048 ids", "send fewer"]),
+        ({"forced_tokens": ids(1, 2, 3), "stop_token_ids": [2]}, ["forced_tokens[1] is 2", "1 more follow"]),
         ({"stop_token_ids": range(MOST_STOP_TOKENS + 1)}, ["1025 ids", "at most 1024"]),
         ({"request_id": "x" * 257}, ["257 characters", "at most 256"]),
         ({"request_id": "a\n2026 ERROR"}, [r"request_id 'a\n2026 ERROR'", "cannot be printed"]),
@@ -261,6 +274,15 @@ async def test_wrong_parameters_are_refused_before_any_work(
     desk: Desk, params: dict[str, Any], words: list[str]
 ) -> None:
     await desk.refused(InvalidArgumentError, *words, **params)
+
+
+async def test_forced_tokens_must_fit_behind_the_prompt_and_decide_the_length(desk: Desk) -> None:
+    params = {"prompt": ids(*[1] * (CONTEXT - 3)), "temperature": 0.7, "logprobs": 1, "stop_token_ids": [6]}
+    await desk.refused(InvalidArgumentError, "2045 tokens and forced_tokens 4", **params, forced_tokens=ids(1, 2, 3, 4))
+    await desk.events(Ended("stop"), **params, max_tokens=99, forced_tokens=ids(4, 5, 6))
+    sampling = desk.dispatcher.submitted[-1].sampling
+    assert (sampling.forced, sampling.max_tokens, sampling.logprobs) == (ids(4, 5, 6), 3, 1)
+    assert (sampling.temperature, sampling.stop_token_ids) == (0.0, (6,))
 
 
 async def test_a_text_of_too_many_tokens_is_refused(desk: Desk) -> None:

@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, Slid
 from vllm.v1.request import Request, RequestStatus
 
 from prefixd.errors import ConfigError
-from prefixd.integrations.engine.seen import SeenPrefix
+from prefixd.integrations.engine.seen import NOTHING_SEEN, SeenPrefix
 from prefixd.integrations.vllm import FastestPrefixFirstScheduler
 from prefixd_scheduler import Distance
 from tests.vllm.schedulers import BLOCK, SHAPE, computed, make_config, make_scheduler
@@ -74,9 +74,12 @@ class Drive:
         self._pending: list[Any] = []
         self._clock = 0.0
 
-    def add(self, name: str, prompt: list[int], max_tokens: int = 1, priority: int = 0) -> Request:
+    def add(
+        self, name: str, prompt: list[int], max_tokens: int = 1, priority: int = 0, deadline_s: object = None
+    ) -> Request:
         self._clock += 1e-3
-        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        extra = None if deadline_s is None else {"deadline_s": deadline_s}
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, detokenize=False, extra_args=extra)
         request = Request(
             name, prompt, sampling, None, arrival_time=self._clock, priority=priority, block_hasher=self.hasher
         )
@@ -167,7 +170,17 @@ def test_nearest_first_with_what_the_connector_says(drive: MakeDrive) -> None:
     assert engine.run() == "cebad"
 
 
-@pytest.mark.parametrize(("policy", "order"), [("fcfs", "abcd"), ("fpf", "dabc"), ("relaxed-fpf", "dabc")])
+@pytest.mark.parametrize(
+    ("policy", "order"),
+    [
+        ("fcfs", "abcd"),
+        ("fpf", "dabc"),
+        ("relaxed-fpf", "dabc"),
+        ("lpm", "dabc"),
+        ("shortest-ready", "dabc"),
+        ("deadline", "abcd"),
+    ],
+)
 def test_the_policy_is_an_option(drive: MakeDrive, policy: str, order: str) -> None:
     engine = drive(seen={"d": cpu(4)}, options={"policy": policy})
     for name in "abcd":
@@ -175,12 +188,20 @@ def test_the_policy_is_an_option(drive: MakeDrive, policy: str, order: str) -> N
     assert engine.run() == order
 
 
-def test_only_the_oldest_look_ahead_are_put_in_order(drive: MakeDrive) -> None:
-    seen = {name: cpu(4) for name in "defgh"}
-    engine = drive(seen=seen, options={"look_ahead": 3, "policy": "fpf"})
+def test_what_is_cached_is_looked_at_again_in_turn(drive: MakeDrive) -> None:
+    seen: dict[str, SeenPrefix] = dict.fromkeys("abcdefgh", NOTHING_SEEN)
+    engine = drive(seen=seen, options={"look_ahead": 2, "policy": "fpf"})
     for name in "abcdefgh":
         engine.add(name, make_prompt(ord(name), 100))
-    assert engine.run() == "adefghbc", "each that is begun lets the oldest outside into the window"
+    seen["h"] = cpu(4)
+    assert engine.run() == "abchdefg", "a step looks at the next one, and at two others in turn"
+
+
+def test_a_deadline_comes_with_the_request(drive: MakeDrive) -> None:
+    engine = drive(options={"policy": "deadline"})
+    for name, due in zip("abcd", (None, 9, "2.5", "soon"), strict=True):
+        engine.add(name, make_prompt(ord(name), 100), deadline_s=due)
+    assert engine.run() == "cbad"
 
 
 def test_leases_are_got_ahead_of_the_turn(drive: MakeDrive) -> None:
@@ -315,9 +336,10 @@ def test_asking_leaves_no_trace(drive: MakeDrive) -> None:
     engine.add("a", hot)
     engine.add("b", make_prompt(2, 640))
     order = engine.scheduler._order
-    assert [r.request_id for r in order.arrange(engine.scheduler.waiting, 1.0)] == ["a", "b"]
-    assert order._known["a"].local_tokens == 624, "the last token of a prompt is always computed"
-    assert order._known["b"].local_tokens == 0
+    order.refresh(1.0, 1)
+    assert [r.request_id for r in engine.scheduler.waiting] == ["a", "b"]
+    held = {known.request.request_id: known.local_tokens for known in order._known.values()}
+    assert held == {"a": 624, "b": 0}, "the last token of a prompt is always computed"
     assert [block.block_id for block in manager.block_pool.free_block_queue.get_all_free_blocks()] == free
     assert manager.make_prefix_cache_stats().requests == 0
 
@@ -367,6 +389,10 @@ def test_a_request_that_may_not_read_caches_has_no_prefix(drive: MakeDrive) -> N
 def test_a_wrong_option_is_one_line(drive: MakeDrive) -> None:
     with pytest.raises(ConfigError, match=r"look_ahead = 0"):
         drive(options={"look_ahead": 0})
+    with pytest.raises(ConfigError, match=r"fcfs starves nobody; leave starvation_bound_s out"):
+        drive(options={"policy": "fcfs", "starvation_bound_s": 3})
+    with pytest.raises(ConfigError, match=r"policy = 'sjf'"):
+        drive(options={"policy": "sjf"})
 
 
 def test_waits_are_measured(drive: MakeDrive) -> None:

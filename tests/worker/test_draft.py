@@ -172,6 +172,19 @@ def test_passes_with_the_model_itself_as_its_draft(rig_of: Callable[..., Rig], m
     assert passes(rig) == 1 + -(-42 // (most + 1))
 
 
+def test_forced_tokens_are_the_output_and_the_draft_does_not_know_them(rig_of: Callable[..., Rig]) -> None:
+    """What the draft proposes tells how often it would be right on a given answer."""
+    alone, both = rig_of("llama"), rig_of("llama", "itself", 4)
+    chosen = alone.generate(prompt_of(3), max_tokens=NEW)
+    for answer in (chosen, [*chosen[:9], (chosen[9] + 1) % EOS, *chosen[10:]], [5] * NEW):
+        both.steps.clear()
+        forced = np.asarray(answer, "<u4").tobytes()
+        assert both.generate(prompt_of(3), max_tokens=NEW, forced=forced) == answer
+        proposed = sum(step.proposed_tokens for step in both.steps)
+        accepted = sum(step.accepted_tokens for step in both.steps)
+        assert proposed > 0 and (accepted == proposed) == (answer == chosen)
+
+
 def test_a_stop_token_in_the_middle_of_a_round_ends_the_request_there(rig_of: Callable[..., Rig]) -> None:
     alone, both = rig_of("llama"), rig_of("llama", "itself")
     prompt = prompt_of(2)

@@ -198,6 +198,41 @@ def test_done_comes_when_nothing_uses_the_frames(rig, prompt):
     assert rig.engine.extend(Extend(request, frames)) == []
 
 
+def forced(tokens: list[int]) -> bytes:
+    return np.asarray(tokens, "<u4").tobytes()
+
+
+def test_forced_tokens_are_the_output_and_have_the_logprobs_and_the_kv_of_chosen_ones(rig, prompt, llama_directory):
+    answer = [7, 7, 3, 91, 0, 94, 12, 50, 1, 1, 2, 60, 33, 8, 19, 4, 77, 21]
+    frames = rig.frames(5)
+    chosen = rig.start(prompt, max_tokens=6)  # beside it, one that chooses
+    request = rig.start(prompt, max_tokens=18, frames=frames, forced=forced(answer), temperature=1.0, logprobs=2)
+    rig.run()
+    assert rig.tokens[request] == answer and rig.done[request].reason == "length"
+    told = [logprobs for step in rig.steps for update in step.updates for logprobs in update.logprobs]
+    assert rig.tokens[chosen] == rig.generate(prompt, max_tokens=6)
+    model = AutoModelForCausalLM.from_pretrained(llama_directory)
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([[*prompt, *answer]]), use_cache=False).logits[0]
+    expected = torch.log_softmax(logits[len(prompt) - 1 : -1], -1)
+    assert [each.chosen for each in told] == pytest.approx(
+        [expected[row, token].item() for row, token in enumerate(answer)], abs=1e-3
+    )
+    assert [each.token_ids for each in told] == expected.topk(2).indices.tolist()
+    fresh = rig.tensor(rig.frames(5))
+    rig.forward([*prompt, *answer], [Segment(fresh, 0, 68)], [])
+    assert torch.equal(rig.tensor(frames).kv[:64], fresh.kv[:64])
+
+
+def test_an_interrupted_run_continues_at_its_forced_token(rig, prompt):
+    answer = [9, 8, 7, 6, 5, EOS]
+    for kept in (1, 5):
+        tokens = [*prompt, *answer[:kept]]
+        request = rig.start(tokens, generated=kept, max_tokens=6, forced=forced(answer), ignore_eos=False)
+        rig.run()
+        assert rig.tokens[request] == answer[kept:] and rig.done[request].reason == "stop"
+
+
 def start_message(**changes: object) -> Start:
     fields: dict[str, object] = {
         "id": 0,
@@ -231,6 +266,13 @@ def start_message(**changes: object) -> Start:
         ({"sampling": Sampling(max_tokens=1, presence_penalty=float("nan"))}, "presence_penalty=nan"),
         ({"sampling": Sampling(max_tokens=1, frequency_penalty=float("inf"))}, "frequency_penalty=inf"),
         ({"sampling": Sampling(max_tokens=1, logprobs=21)}, "logprobs=21"),
+        ({"sampling": Sampling(max_tokens=2, forced=forced([1]))}, "4 bytes of forced tokens; max_tokens=2"),
+        ({"sampling": Sampling(max_tokens=1, forced=forced([96]))}, "forced token 96 is outside"),
+        ({"sampling": Sampling(max_tokens=1, forced=forced([1]), beams=2)}, "forced tokens with 2 beams"),
+        (
+            {"sampling": Sampling(max_tokens=3, forced=forced([18, 20, 1])), "generated": 2},
+            "the 2 generated tokens are not the first",
+        ),
     ],
 )
 def test_a_request_that_cannot_run_says_why_and_leaves_nothing_behind(rig, changes, message):

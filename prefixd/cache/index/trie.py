@@ -100,6 +100,7 @@ class Trie(TrieTable):
         """The groups of which a prefix does not need the bytes of all its blocks."""
         self.has_rules = any(not isinstance(group.rule, FullAttention) for group in self.groups)
         """Whether a prefix may be usable though bytes of its blocks are missing."""
+        self.block_bytes = sum(part_bytes)
         self.offered = 0b111  # tiers whose copies count as there
         self.observer: Observer | None = None
 
@@ -279,7 +280,7 @@ class Trie(TrieTable):
         """Makes 0 what `insert_all` expects to be, in rows that were used before: they are as they were left."""
         columns: tuple[npt.NDArray[Any], ...] = (
             *(self.children, self.keep, self.pinned, self.any_part, self.complete, self.available, self.expired),
-            *(self.there, self.checksummed, self.holds, self.tier_children, self.entered),
+            *(self.there, self.checksummed, self.holds, self.tier_children, self.entered, self.uses, self.rank),
         )
         for column in columns:
             column[rows] = 0
@@ -392,17 +393,21 @@ class Trie(TrieTable):
 
     # -- copies -------------------------------------------------------------------------------------------------
 
-    def put_copies(self, rows: Rows, tier: int, slots: npt.NDArray[np.int64], now_s: float) -> None:
-        """Records where parts of m different blocks are in `tier`: [m, parts] slots, NO_SLOT leaves a part as it is."""
+    def put_copies(self, rows: Rows, tier: int, slots: npt.NDArray[np.int64], now_s: float) -> Rows:
+        """Records where parts of m different blocks are in `tier`: [m, parts] slots, NO_SLOT leaves a part as it is.
+
+        Returns the blocks that had nothing there before.
+        """
         place = self.slots[rows, tier]
         place = np.where(slots != NO_SLOT, slots, place)
         self.slots[rows, tier] = place
-        new = rows[(self.any_part[rows] & np.uint8(1 << tier)) == 0]
+        new: Rows = rows[(self.any_part[rows] & np.uint8(1 << tier)) == 0]
         if len(new):
             self.any_part[new] |= np.uint8(1 << tier)
             self.entered[new, tier] = now_s
             self._count_children(new, tier, 1)
         self._note(rows, tier, place)
+        return new
 
     def drop_copies(self, rows: Rows, tier: int, groups: int | GroupMask | None = None) -> npt.NDArray[np.int64]:
         """Forgets the bytes of `groups` of m different blocks in `tier`.

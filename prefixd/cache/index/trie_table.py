@@ -43,6 +43,7 @@ class TrieTable:
         self.keep = np.empty(0, np.int32)
         self.pinned = np.empty(0, np.bool_)
         self.last_used = np.empty(0, np.float64)
+        self.uses = np.empty(0, np.uint8)  # how often it was asked for again; 255 stands for more
         self.any_part = np.empty(0, np.uint8)  # tiers that have any part, a bit each
         self.complete = np.empty(0, np.uint8)  # tiers that have every part
         self.available = np.empty(0, np.uint8)  # KV groups that some tier offers, a bit each
@@ -55,6 +56,7 @@ class TrieTable:
         self.holds = _by_tier(0, (groups,), np.int32)
         self.tier_children = _by_tier(0, (), np.int32)
         self.entered = _by_tier(0, (), np.float64)
+        self.rank = _by_tier(0, (), np.float64)  # the eviction policy's own number
 
     def used_rows(self) -> Rows:
         """All rows that hold a block."""
@@ -103,6 +105,7 @@ _COLUMNS = (
     "keep",
     "pinned",
     "last_used",
+    "uses",
     "any_part",
     "complete",
     "available",
@@ -111,4 +114,4 @@ _COLUMNS = (
     "checksums",
     "checksummed",
 )
-_TIER_COLUMNS = ("slots", "there", "holds", "tier_children", "entered")
+_TIER_COLUMNS = ("slots", "there", "holds", "tier_children", "entered", "rank")

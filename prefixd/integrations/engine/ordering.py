@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
-from collections.abc import Callable, Hashable, Iterable
+import math
+import sys
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Generic, Protocol, TypeVar
 
 from prefixd.integrations.engine.seen import NOTHING_SEEN, SeenPrefix
-from prefixd_scheduler import Policy, QueuedRequest
+from prefixd_scheduler import Policy, QueuedRequest, RequestQueue
 
 
 class WaitingRequest(Protocol):
@@ -50,30 +56,44 @@ def held_blocks(holds: Callable[[int], bool], count: int, guess: int = 0) -> int
     return low
 
 
-@dataclass(slots=True)
-class _Known:
-    """What was last known of a request in the window."""
+@dataclass(slots=True, eq=False)
+class _Known(Generic[R]):
+    """What was last known of a request that may move."""
 
+    request: R
     queued: QueuedRequest
     local_tokens: int = 0
-    seen: SeenPrefix = NOTHING_SEEN
+    seen: SeenPrefix | None = None
 
 
 class PrefixOrder(Generic[R]):
-    """Puts the oldest waiting requests in the order of a policy; the others stay as they are behind them.
+    """An engine's waiting requests, in the order of a policy.
 
-    Requests that may not move keep their places exactly. The others in the window are ranked and take the places that
-    are left, in order. Nothing is lost or doubled: the result is a permutation of the queue.
+    ```
+    taken from here  ->  | preempted, latest first | others that may not move | those that may, in the policy's order |
+    ```
+
+    Requests that may not move, because the engine has begun them, stay in front, in the engine's own order; with
+    priorities each class has a front of its own. The others are kept in a `prefixd_scheduler.RequestQueue`: a change
+    costs O(log n) and the first is found without looking at the others.
+
+    What is cached of a prompt is looked at when its request comes, and again by `refresh`, for a bounded number of
+    requests: so with n waiting, a change that no request near its turn sees is seen within n / `look_ahead` refreshes.
+
+    Requests that share a prefix which nobody has computed need no grouping here: an engine that enters a block into its
+    cache as it schedules it finds it for the next request of the same step.
 
     Args:
         policy: decides the order.
-        look_ahead: how many requests that may move are put in order, from the front of the queue on. As the engine
-            appends what arrives and takes from the front, the front of the queue is its oldest part, in any order.
+        look_ahead: how many requests a refresh looks at: of those next in order, of those that prefixd has not answered
+            for, and of the others in turn, so many each.
         may_move: whether the engine has not begun the request.
         local_tokens: (request, last answer) -> tokens of its prompt that the engine's own cache holds.
         seen: request -> what prefixd holds of its prompt; None while it has not answered.
         prefix_key: (request, cached tokens > 0) -> something equal for requests with the same cached prefix.
-        by_priority: whether the requests' priorities count: classes then come in order, also beyond the window.
+        ready_s: (request, tokens that the engine holds, what prefixd holds) -> estimated seconds to its first token.
+        deadline_s: request -> when its first token is due, on the clock of `arrival_time`.
+        by_priority: whether the requests' priorities count: classes then come in order.
     """
 
     def __init__(
@@ -85,6 +105,8 @@ class PrefixOrder(Generic[R]):
         local_tokens: Callable[[R, int], int],
         seen: Callable[[R], SeenPrefix | None],
         prefix_key: Callable[[R, int], Hashable],
+        ready_s: Callable[[R, int, SeenPrefix], float] = lambda request, local_tokens, seen: math.inf,
+        deadline_s: Callable[[R], float] = lambda request: math.inf,
         by_priority: bool = False,
     ) -> None:
         self.policy = policy
@@ -93,50 +115,174 @@ class PrefixOrder(Generic[R]):
         self._local_tokens = local_tokens
         self._seen = seen
         self._prefix_key = prefix_key
+        self._ready_s = ready_s
+        self._deadline_s = deadline_s
         self._by_priority = by_priority
-        self._known: dict[str, _Known] = {}
-        self._window: list[R] = []
-        self._ids = itertools.count()
+        self._now_s = 0.0
+        self._queue = RequestQueue(policy, sys.maxsize)
+        self._known: dict[int, _Known[R]] = {}  # by the id in the queue
+        self._ids: dict[str, int] = {}  # in the queue
+        self._unanswered: OrderedDict[int, None] = OrderedDict()  # who was looked at longest ago is first
+        self._answered: OrderedDict[int, None] = OrderedDict()
+        self._taken: dict[str, _Known[R]] = {}  # since the last refresh; the engine may put them back
+        self._begun_now: dict[str, R] = {}
+        self._front: list[tuple[int, int]] = []  # (priority, place), ascending: as many as the engine runs at most
+        self._begun: dict[tuple[int, int], R] = {}
+        self._places: dict[str, tuple[int, int]] = {}
+        self._ids_given = itertools.count()
+        self._first_place = self._last_place = 0
 
-    def arrange(self, queue: Iterable[R], now_s: float) -> list[R]:
-        """The queue in its new order; `now_s` on the clock of `arrival_time`."""
-        before = list(queue)
-        if self._by_priority:
-            before.sort(key=lambda request: request.priority)
-        window = itertools.islice((i for i, request in enumerate(before) if self._may_move(request)), self.look_ahead)
-        places = list(window)
-        # Only the window is remembered: whoever leaves the queue, for whatever reason, is forgotten here.
-        self._known = {before[place].request_id: self._look(before[place]) for place in places}
-        ranks = self.policy.ranks([known.queued for known in self._known.values()], now_s)
-        after = before.copy()
-        for place, (_, came_from) in zip(places, sorted(zip(ranks, places, strict=True)), strict=True):
-            after[place] = before[came_from]
-        self._window = [after[place] for place in places]
-        return after
+    # -- what comes and goes ------------------------------------------------------------------------------------
+
+    def add(self, request: R) -> None:
+        """A request has come. One that may not move goes to the end of the front."""
+        if self._may_move(request):
+            self._enter(request)
+        else:
+            self._last_place += 1
+            self._put_in_front(request, self._last_place)
+
+    def put_back(self, request: R) -> None:
+        """A request that was taken comes back: before all others if the engine has begun it, else where it was."""
+        self._begun_now.pop(request.request_id, None)
+        if self._may_move(request):
+            self._enter(request)
+        else:
+            self._taken.pop(request.request_id, None)
+            self._first_place -= 1
+            self._put_in_front(request, self._first_place)
+
+    def first(self) -> R:
+        """The next request. Raises IndexError when none waits."""
+        known = self._first_known()
+        if self._front and (known is None or self._front[0][0] <= known.queued.priority):
+            return self._begun[self._front[0]]
+        if known is None:
+            raise IndexError("no request waits")
+        return known.request
+
+    def take(self) -> R:
+        """Takes out the next request. Raises IndexError when none waits."""
+        request = self.first()
+        known = self._leave(request)
+        if known is not None:
+            self._taken[request.request_id] = known
+        self._begun_now[request.request_id] = request
+        return request
+
+    def remove(self, request: R) -> bool:
+        """Takes out a request that ended; whether it waited."""
+        if request.request_id not in self:
+            return False
+        self._leave(request)
+        return True
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._ids or request_id in self._places
+
+    def __len__(self) -> int:
+        return len(self._queue) + len(self._begun)
+
+    def __iter__(self) -> Iterator[R]:
+        """All of them, in order. Do not change anything meanwhile."""
+        begun = ((place[0], self._begun[place]) for place in self._front)
+        moving = ((known.queued.priority, known.request) for known in self._in_order(len(self._queue)))
+        return (request for _, request in heapq.merge(begun, moving, key=itemgetter(0)))  # equal: the front first
+
+    @property
+    def begun(self) -> list[R]:
+        """Those that were taken since the last refresh and did not come back, in the order in which they were taken."""
+        return list(self._begun_now.values())
+
+    # -- a step of the engine -----------------------------------------------------------------------------------
+
+    def refresh(self, now_s: float, places: int) -> None:
+        """Looks again at what is cached of some requests, at the beginning of a step that can take `places` of them.
+
+        Args:
+            now_s: the present time on the clock of `arrival_time`; the order is that of this moment until the next.
+            places: how many may be taken.
+        """
+        self._now_s = now_s
+        self._taken.clear()
+        self._begun_now.clear()
+        for known in self._in_order(min(places, self.look_ahead)):
+            self._look(known)
+        for line in (self._unanswered, self._answered):
+            for number in list(itertools.islice(line, self.look_ahead)):
+                self._look(self._known[number])
 
     def to_load(self, limit: int) -> list[tuple[R, int]]:
-        """Of the window, in its last order, the first `limit` of which prefixd holds more than the engine does, each
+        """Of the next `look_ahead` in order, the first `limit` of which prefixd holds more than the engine does, each
         with the tokens that the engine has."""
-        known = ((request, self._known[request.request_id]) for request in self._window)
-        near = ((request, k.local_tokens) for request, k in known if k.seen.tokens > k.local_tokens)
+        near = (
+            (known.request, known.local_tokens)
+            for known in self._in_order(self.look_ahead)
+            if (known.seen or NOTHING_SEEN).tokens > known.local_tokens
+        )
         return list(itertools.islice(near, limit))
 
-    def _look(self, request: R) -> _Known:
-        known = self._known.get(request.request_id)
+    # -- inside -------------------------------------------------------------------------------------------------
+
+    def _first_known(self) -> _Known[R] | None:
+        window = self._queue.window(1, self._now_s)
+        return self._known[window[0].id] if window else None
+
+    def _in_order(self, count: int) -> list[_Known[R]]:
+        return [self._known[queued.id] for queued in self._queue.window(count, self._now_s)]
+
+    def _put_in_front(self, request: R, place: int) -> None:
+        key = (request.priority if self._by_priority else 0, place)
+        insort(self._front, key)
+        self._begun[key] = request
+        self._places[request.request_id] = key
+
+    def _enter(self, request: R) -> None:
+        known = self._taken.pop(request.request_id, None)
         if known is None:
             priority = request.priority if self._by_priority else 0
-            known = _Known(
-                QueuedRequest(next(self._ids), request.arrival_time, request.num_prompt_tokens, priority=priority)
-            )
-        local_tokens = self._local_tokens(request, known.local_tokens)
-        seen = self._seen(request) or NOTHING_SEEN
-        if local_tokens != known.local_tokens or seen is not known.seen:
-            known.local_tokens, known.seen = local_tokens, seen
-            queued = known.queued
-            queued.cached_tokens = min(max(local_tokens, seen.tokens), request.num_prompt_tokens)
-            queued.distance = seen.distance(local_tokens)
-            queued.prefix = self._prefix_key(request, queued.cached_tokens) if queued.cached_tokens else None
-        return known
+            number = next(self._ids_given)
+            queued = QueuedRequest(number, request.arrival_time, request.num_prompt_tokens, priority=priority)
+            queued.deadline_s = self._deadline_s(request)
+            known = _Known(request, queued)
+        number = known.queued.id
+        self._ids[request.request_id] = number
+        self._known[number] = known
+        self._queue.push(known.queued)
+        self._look(known)
+
+    def _leave(self, request: R) -> _Known[R] | None:
+        """Takes out a request that is there; what is known of one that may move."""
+        key = self._places.pop(request.request_id, None)
+        if key is not None:
+            del self._front[bisect_left(self._front, key)]
+            del self._begun[key]
+            return None
+        number = self._ids.pop(request.request_id)
+        self._queue.remove(number)
+        self._unanswered.pop(number, None)
+        self._answered.pop(number, None)
+        return self._known.pop(number)
+
+    def _look(self, known: _Known[R]) -> None:
+        request, queued = known.request, known.queued
+        known.local_tokens = self._local_tokens(request, known.local_tokens)
+        known.seen = self._seen(request)
+        line, other = self._answered, self._unanswered
+        if known.seen is None:
+            line, other = other, line
+        other.pop(queued.id, None)
+        line[queued.id] = None
+        line.move_to_end(queued.id)
+        seen = known.seen or NOTHING_SEEN
+        cached = min(max(known.local_tokens, seen.tokens), request.num_prompt_tokens)
+        self._queue.update(
+            queued.id,
+            seen.distance(known.local_tokens),
+            cached,
+            self._prefix_key(request, cached) if cached else None,
+            ready_s=self._ready_s(request, known.local_tokens, seen) if self.policy.needs_estimate else math.inf,
+        )
 
 
 class Waits:

@@ -6,6 +6,7 @@ copy (`WorkerHalf`); what passes between them is `Orders` with every step, and `
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -133,6 +134,11 @@ class PrefixdConnector(KVConnectorBase_V1, SupportsHMA):
         """
         if self._scheduler is not None:
             self._scheduler.prepare(request, local_tokens)
+
+    def ready_s(self, request: Any, local_tokens: int, seen: SeenPrefix) -> float:
+        """Estimated seconds of loading and computing until a waiting request has its first token, when vLLM's own cache
+        holds `local_tokens` of its prompt and prefixd what was `seen`."""
+        return math.inf if self._scheduler is None else self._scheduler.ready_s(request, local_tokens, seen)
 
     # -- in a worker's process ------------------------------------------------------------------------------------
 

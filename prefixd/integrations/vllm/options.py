@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 
 from prefixd.errors import ConfigError
 from prefixd.integrations.engine.options import EngineOptions
+from prefixd_scheduler import POLICIES
 
 
 class ConnectorOptions(EngineOptions):
@@ -20,10 +21,19 @@ class ConnectorOptions(EngineOptions):
     load: Literal["async", "layerwise"] = "async"
     """async: a request waits outside the batch until its prefix is there. layerwise: it joins the batch at once, and
     each layer waits for its own part of the prefix (models with one KV cache group)."""
-    policy: Literal["fcfs", "fpf", "relaxed-fpf"] = "relaxed-fpf"
-    """Order of the waiting queue under FastestPrefixFirstScheduler."""
-    look_ahead: Annotated[int, Field(ge=1, le=65536)] = 256
-    """Waiting requests, from the oldest on, that FastestPrefixFirstScheduler puts in order."""
+    policy: Literal["fcfs", "fpf", "relaxed-fpf", "lpm", "shortest-ready", "deadline"] = "relaxed-fpf"
+    """Order of the waiting queue under FastestPrefixFirstScheduler; see `prefixd_scheduler`."""
+    starvation_bound_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """For the policies that may starve: who has waited so long goes before all who have not."""
+    look_ahead: Annotated[int, Field(ge=1, le=65536)] = 64
+    """Waiting requests whose cached prefixes FastestPrefixFirstScheduler looks at again in a step: those next in order,
+    those that prefixd has not answered for, and the others in turn, so many of each."""
+
+    @model_validator(mode="after")
+    def _bound_for_who_starves(self) -> Self:
+        if self.starvation_bound_s is not None and not POLICIES[self.policy].may_starve:
+            raise ValueError(f"the policy {self.policy} starves nobody; leave starvation_bound_s out")
+        return self
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any] | None) -> ConnectorOptions:

@@ -1,52 +1,55 @@
-"""vLLM's scheduler with its waiting queue in the order of the nearest prefix: for `--scheduler-cls`."""
+"""vLLM's scheduler with its waiting queue in the order of a policy: for `--scheduler-cls`."""
 
 from __future__ import annotations
 
-import itertools
+import math
 import time
 from collections.abc import Callable, Hashable
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from prefixd.errors import ConfigError
 from prefixd.integrations.engine.ordering import PrefixOrder, Waits
-from prefixd.integrations.engine.seen import SeenPrefix
+from prefixd.integrations.engine.ready import time_to_ready
+from prefixd.integrations.engine.seen import NOTHING_SEEN, SeenPrefix
 from prefixd.integrations.vllm.local import LocalPrefixes
 from prefixd.integrations.vllm.log import log
 from prefixd.integrations.vllm.options import ConnectorOptions
-from prefixd_scheduler import create_policy
+from prefixd.integrations.vllm.waiting_queue import PolicyRequestQueue
+from prefixd_scheduler import CostModel, create_policy
 
 
 class FastestPrefixFirstScheduler(Scheduler):
-    """vLLM's scheduler; at the beginning of a step that can take requests, the waiting queue is put in order.
+    """vLLM's scheduler with a waiting queue in the order of one of `prefixd_scheduler`'s policies.
 
-    The order is that of `prefixd_scheduler`'s policies by distance: 0 for a prefix in vLLM's own cache, 1 and 2 for
-    one that PrefixdConnector would load from the CPU or disk tier, 3 for none. Without the connector only vLLM's own
-    cache counts. All else is vLLM's: what is begun, what it may use, what is preempted.
+    A request's distance is 0 for a prefix in vLLM's own cache, 1 and 2 for one that PrefixdConnector would load from
+    the CPU or disk tier, and 3 for none. Without the connector only vLLM's own cache counts. All else is vLLM's: what
+    is begun, what it may use, what is preempted.
 
-    **Never moved**: a request that vLLM has begun (preempted, loading, holding KV blocks) keeps its place, and whoever
-    holds KV blocks goes first as always.
+    **Never moved**: a request that vLLM has begun (preempted, holding KV blocks) stays in front of those that it has
+    not, and whoever is loading its prefix goes first as always.
 
-    **Look-ahead**: the first `look_ahead` (W) requests of the queue, its oldest, are put in order; the others keep
-    vLLM's order behind them, and the oldest of them enters the window when one leaves it.
+    **Kept, not made**: the order of any number of waiting requests is kept as they come and go (see `PrefixOrder`). At
+    the beginning of a step that can take requests, what is cached is looked at again for the next `look_ahead` of them,
+    for as many that prefixd has not answered for, and for as many of the others in turn.
 
-    **Waiting time** under Relaxed-FPF: if at most L requests wait at a time and one is begun at least every s
-    seconds, a request waits at most 4 * L * s, whatever W is: it is in the window after L - W others have been begun,
-    long before the age of 3 * L * s from which on nobody who comes later passes it (see
-    `prefixd_scheduler.RelaxedFastestPrefixFirst`). A preemption puts one more request before it. What vLLM has to
-    pass over for a reason of its own (no place for a LoRA adapter, a grammar or a look-up that is not ready) waits
-    for that besides. The figures are in `waits` and in the log at shutdown. FPF promises nothing.
+    **Waiting time** under Relaxed-FPF: if at most L requests wait at a time and one is begun at least every s seconds,
+    a request waits at most 4 * L * s (see `prefixd_scheduler.RelaxedFastestPrefixFirst`). A preemption puts one more
+    request before it. What vLLM has to pass over for a reason of its own (no place for a LoRA adapter, a grammar or a
+    look-up that is not ready) waits for that besides. The figures are in `waits` and in the log at shutdown. The
+    policies that may starve promise `starvation_bound_s` and L * s where that option is set, else nothing.
+
+    **Deadlines**: seconds from its arrival in a request's `SamplingParams.extra_args["deadline_s"]` (over HTTP:
+    `"vllm_xargs": {"deadline_s": 2.5}`), for the policy "deadline".
 
     **Priorities**: with `--scheduling-policy priority` the classes come first, as in vLLM, and the order is one among
-    requests of a class. vLLM's heap, which has one order only, gives way to a plain queue, sorted by class in each
-    step. With "fcfs" vLLM ignores priorities, and so does this.
+    requests of a class. With "fcfs" vLLM ignores priorities, and so does this.
 
-    Settings: `policy` and `look_ahead` in `kv_connector_extra_config` (see ConnectorOptions); Relaxed-FPF and 256
-    without the connector.
+    Settings: `policy`, `starvation_bound_s` and `look_ahead` in `kv_connector_extra_config` (see ConnectorOptions).
 
     Raises:
         ConfigError: an option is wrong, or the model needs a scheduler of its own.
@@ -65,9 +68,6 @@ class FastestPrefixFirstScheduler(Scheduler):
         if self.vllm_config.model_config.is_diffusion:
             raise ConfigError("vLLM schedules diffusion models with a class of its own; start without --scheduler-cls")
         options = _options(self.vllm_config.kv_transfer_config)
-        by_priority = self.policy is SchedulingPolicy.PRIORITY
-        if by_priority:
-            self.waiting = create_request_queue(SchedulingPolicy.FCFS)
         ask: Callable[[str], SeenPrefix | None] = getattr(self.connector, "seen_prefix", _nothing_seen)
         self._prepare: Callable[[Any, int], None] = getattr(
             self.connector, "prepare", lambda request, local_tokens: None
@@ -75,8 +75,15 @@ class FastestPrefixFirstScheduler(Scheduler):
         self._prepared = options.prefetch
         self._local = LocalPrefixes(self.kv_cache_manager)
 
+        unobserved = CostModel()
+        ready_s: Callable[[Any, int, SeenPrefix], float] = getattr(
+            self.connector,
+            "ready_s",
+            lambda request, local, seen: time_to_ready(unobserved, request.num_tokens, local, seen, lambda tokens: 0),
+        )
+
         def seen(request: Any) -> SeenPrefix | None:
-            return None if request.skip_reading_prefix_cache else ask(request.request_id)
+            return NOTHING_SEEN if request.skip_reading_prefix_cache else ask(request.request_id)
 
         def prefix_key(request: Any, cached_tokens: int) -> Hashable:
             end = min(cached_tokens // self.hash_block_size, len(request.block_hashes))
@@ -85,31 +92,33 @@ class FastestPrefixFirstScheduler(Scheduler):
 
         self.waits = Waits()
         self._order: PrefixOrder[Any] = PrefixOrder(
-            create_policy(options.policy),
+            create_policy(options.policy, options.starvation_bound_s),
             options.look_ahead,
             may_move=_may_move,
             local_tokens=self._local.tokens,
             seen=seen,
             prefix_key=prefix_key,
-            by_priority=by_priority,
+            ready_s=ready_s,
+            deadline_s=_deadline_s,
+            by_priority=self.policy is SchedulingPolicy.PRIORITY,
         )
-        log.info("waiting requests are put in order by %s, %d at a time", options.policy, options.look_ahead)
+        self.waiting = PolicyRequestQueue(self._order)
+        log.info("waiting requests are kept in the order of %s", options.policy)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """A step: the waiting queue is put in order, then vLLM schedules."""
+        """A step: what is cached is looked at again for some of the waiting requests, then vLLM schedules."""
         now_s = time.time()
         self.waits.waiting(len(self.waiting), now_s)
-        if not self.waiting or len(self.running) >= self.max_num_running_reqs:
+        places = self.max_num_running_reqs - len(self.running)
+        if not self.waiting or places <= 0:
             return super().schedule(*args, **kwargs)  # vLLM would not look at the queue
-        queue = self._order.arrange(self.waiting, now_s)
+        self._order.refresh(now_s, places)
         for request, local_tokens in self._order.to_load(self._prepared):
             self._prepare(request, local_tokens)
-        self.waiting.clear()
-        self.waiting.extend(queue)
         output = super().schedule(*args, **kwargs)
-        if (taken := len(queue) - len(self.waiting)) > 0:
-            begun = itertools.islice((request for request in queue if request.status in _BEGUN), taken)
-            self.waits.begun([r.arrival_time for r in begun if not r.num_preemptions], now_s, bool(self.waiting))
+        if begun := self._order.begun:
+            new = [request.arrival_time for request in begun if not request.num_preemptions]
+            self.waits.begun(new, now_s, bool(self.waiting))
         return output
 
     def shutdown(self) -> None:
@@ -128,7 +137,6 @@ class AsyncFastestPrefixFirstScheduler(FastestPrefixFirstScheduler, AsyncSchedul
 
 
 _NOT_BEGUN = frozenset((RequestStatus.WAITING, RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR))
-_BEGUN = frozenset((RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KVS))
 
 
 def _may_move(request: Any) -> bool:
@@ -136,7 +144,24 @@ def _may_move(request: Any) -> bool:
 
 
 def _nothing_seen(request_id: str) -> SeenPrefix | None:
-    return None
+    return NOTHING_SEEN
+
+
+def _deadline_s(request: Any) -> float:
+    """When its first token is due, on the clock of its arrival; infinite where that was not said."""
+    extra = getattr(request.sampling_params, "extra_args", None) or {}
+    if (given := extra.get("deadline_s")) is None:
+        return math.inf
+    try:
+        seconds = float(given)
+    except (TypeError, ValueError):
+        seconds = math.nan
+    if not seconds >= 0:
+        log.warning(
+            "request %s: deadline_s = %r is no number of seconds; it has no deadline", request.request_id, given
+        )
+        return math.inf
+    return float(request.arrival_time) + seconds
 
 
 def _options(kv_transfer_config: Any) -> ConnectorOptions:

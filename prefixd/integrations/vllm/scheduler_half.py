@@ -21,7 +21,9 @@ from prefixd.integrations.engine.jobs import LoadJob, Namespaced, Outcomes
 from prefixd.integrations.engine.link import Link
 from prefixd.integrations.engine.lookups import Lookups
 from prefixd.integrations.engine.pages import NO_BLOCK
+from prefixd.integrations.engine.ready import time_to_ready
 from prefixd.integrations.engine.saving import EngineRequest, SaveQueue
+from prefixd.integrations.engine.seen import SeenPrefix
 from prefixd.integrations.engine.steps import StepTimes
 from prefixd.integrations.vllm.log import log
 from prefixd.integrations.vllm.media import MediaRequest, MediaTokens
@@ -137,6 +139,12 @@ class SchedulerHalf:
     def prepare(self, request: Any, local_tokens: int) -> None:
         most = self._geometry.most_loadable(request.num_tokens)
         self.lookups.prepare(request.request_id, local_tokens, most)
+
+    def ready_s(self, request: Any, local_tokens: int, seen: SeenPrefix) -> float:
+        each = self._geometry.block_tokens
+        return time_to_ready(
+            self._cost, request.num_tokens, local_tokens, seen, lambda tokens: self._geometry.nbytes(-(-tokens // each))
+        )
 
     def allocated(self, request: Any, tables: tuple[list[int], ...], external_tokens: int) -> None:
         request_id = request.request_id

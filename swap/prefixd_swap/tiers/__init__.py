@@ -1,8 +1,8 @@
 """Tiers as objects: memory with slots, and stores that are read and written.
 
 `base`, `memory` and `store` are the contract; `gpu` (or `paged_gpu`, for block tables), `cpu` and `disk` wrap this
-machine's, `simulated` are tiers of any speed for tests and planning. `memory_copies` moves blocks between two memory
-tiers; `block_transfer` is a movement as its caller sees it.
+machine's, `simulated` are tiers of any speed for tests, and `unbacked` those of any size for plans. `memory_copies`
+moves blocks between two memory tiers; `block_transfer` is a movement as its caller sees it.
 """
 
 from __future__ import annotations

@@ -39,6 +39,8 @@ class Tier(ABC):
     """Whether its blocks survive the end of the process."""
     shared: bool
     """Whether clients map its memory."""
+    backed = True
+    """Whether there are bytes behind its slots; a plan's tiers are only accounted for."""
 
     def __init__(self, name: str, level: int) -> None:
         self.name = name

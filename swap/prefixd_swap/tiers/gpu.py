@@ -25,6 +25,7 @@ class GpuTier(MemoryTier):
         super().__init__(name, level)
         self.pool = pool
         self.on_device = pool.memory.on_device
+        self.backed = pool.memory.backed
         self.addressable = not pool.memory.on_device
         self._base = pool.first_address
 

@@ -163,6 +163,7 @@ class SimulatedStoreTier(StoreTier):
         level: see `Tier`.
         capacity_bytes: the most that slots take together; any part fits into free bytes.
         link: how fast it is, reads and writes together.
+        write_link: how fast writes and removals are, where these do not share the way of reads.
         faults: what fails.
         limits: see `StoreTier`.
         durable: see `Tier`.
@@ -176,6 +177,7 @@ class SimulatedStoreTier(StoreTier):
         level: int,
         capacity_bytes: int,
         link: SimulatedLink,
+        write_link: SimulatedLink | None = None,
         faults: SimulatedFaults | None = None,
         limits: DeviceLimits = LIMITS,
         durable: bool = True,
@@ -183,6 +185,7 @@ class SimulatedStoreTier(StoreTier):
         super().__init__(name, level, transfers, limits, writes=1, threads=False)
         self.durable = durable
         self.link = link
+        self.write_link = link if write_link is None else write_link
         self.faults = SimulatedFaults() if faults is None else faults
         self._capacity_bytes = capacity_bytes
         self._used_bytes = 0
@@ -316,7 +319,7 @@ class SimulatedStoreTier(StoreTier):
     async def _write(self, blocks: Sequence[NewBlock]) -> list[Places | None]:
         for block in blocks:
             block.check()
-        await self.link.move(sum(part.nbytes for block in blocks for part in block.parts if part is not None))
+        await self.write_link.move(sum(part.nbytes for block in blocks for part in block.parts if part is not None))
         for _ in blocks:
             self.faults.check("write", self.name)
         return [self._store(block) for block in blocks]
@@ -345,13 +348,13 @@ class SimulatedStoreTier(StoreTier):
         return results
 
     async def _remove(self, names: Sequence[bytes]) -> None:
-        await self.link.move(0)
+        await self.write_link.move(0)
         self.faults.check("remove", self.name)
         for name in names:
             self._forget(name)
 
     async def _drop_parts(self, items: Sequence[tuple[bytes, bytes, Collection[int]]]) -> None:
-        await self.link.move(0)
+        await self.write_link.move(0)
         self.faults.check("remove", self.name)
         for namespace, key, parts in items:
             name = index_key(namespace, key)
@@ -378,17 +381,21 @@ class SimulatedStoreTier(StoreTier):
             if span is None or isinstance(span, DiskPart):
                 places.append(span)
                 continue
-            data = bytearray(host_bytes(span, span.nbytes))
-            taken = xxhash.xxh3_64_intdigest(data) if checksum is None else checksum
-            if self.faults.happens("wrong bytes"):
-                data[0] ^= 1
-            self._bytes[self._next_slot] = bytes(data)
+            self._bytes[self._next_slot], taken = self._contents(span, checksum)
             places.append(DiskPart(self._next_slot, span.nbytes, taken))
             self._next_slot += 1
         self._bytes.update(kept)
         self._used_bytes += needed
         self._records[name] = encode_record(block, places)
         return tuple(places)
+
+    def _contents(self, span: Span, checksum: int | None) -> tuple[bytes, int]:
+        """What is kept of a part, and its checksum."""
+        data = bytearray(host_bytes(span, span.nbytes))
+        taken = xxhash.xxh3_64_intdigest(data) if checksum is None else checksum
+        if self.faults.happens("wrong bytes"):
+            data[0] ^= 1
+        return bytes(data), taken
 
     def _forget(self, name: bytes) -> None:
         value = self._records.pop(name, None)

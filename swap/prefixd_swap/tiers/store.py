@@ -77,6 +77,8 @@ class StoreTier(Tier):
         """Whether it is written to; False from a failure until it is known to work again."""
         self.gives = True
         """Likewise, whether it is read."""
+        self.least_piece_bytes = 0
+        """Fewer bytes are not worth a write of their own, where there are more to write."""
         self.transfers = transfers
         self._parallel = limits.in_flight
         transfers.add_device(name, limits, threads=threads)

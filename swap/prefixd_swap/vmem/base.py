@@ -51,6 +51,9 @@ class VirtualMemory(ABC):
     Every misuse raises MemoryMisuseError, the same on every implementation, and leaves the memory as it was.
     """
 
+    backed = True
+    """Whether there are bytes; see `Tier.backed`."""
+
     def __init__(self, chunk_bytes: int, device: str, on_device: bool, owner: bool) -> None:
         self.chunk_bytes = chunk_bytes
         self.device = device

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections import Counter
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from prefixd.integrations.engine.ordering import PrefixOrder, Waits, held_blocks
+from prefixd.integrations.engine.ready import time_to_ready
 from prefixd.integrations.engine.seen import NOTHING_SEEN, SeenPrefix
-from prefixd_scheduler import Distance, create_policy
+from prefixd_scheduler import POLICIES, CostModel, Distance, QueuedRequest, create_policy
 
 BLOCK = 16
 NOW = 1000.0
@@ -27,6 +28,7 @@ class Request:
     seen: SeenPrefix | None = None
     begun: bool = False
     key: str = ""
+    due: float = math.inf
     asked: list[int] = field(default_factory=list)
 
 
@@ -42,15 +44,24 @@ def order_of(policy: str, look_ahead: int, by_priority: bool = False) -> PrefixO
         local_tokens=local_tokens,
         seen=lambda request: request.seen,
         prefix_key=lambda request, tokens: (request.key, tokens),
+        ready_s=lambda request, local, seen: float(request.num_prompt_tokens - max(local, seen.tokens)),
+        deadline_s=lambda request: request.due,
         by_priority=by_priority,
     )
+
+
+def names(order: PrefixOrder[Request]) -> str:
+    return "".join(request.request_id for request in order)
 
 
 def arranged(
     requests: list[Request], policy: str = "fpf", look_ahead: int = 256, by_priority: bool = False, now_s: float = NOW
 ) -> str:
     order = order_of(policy, look_ahead, by_priority)
-    return "".join(request.request_id for request in order.arrange(requests, now_s))
+    for request in requests:
+        order.add(request)
+    order.refresh(now_s, 1)
+    return names(order)
 
 
 def on(tier: Distance, blocks: int = 4) -> SeenPrefix:
@@ -96,15 +107,18 @@ def test_who_shares_a_prefix_runs_one_after_the_other() -> None:
     assert arranged(requests) == "acbd"
 
 
-def test_only_the_oldest_are_put_in_order() -> None:
-    assert arranged(queue(a=None, b=4, c=None, d=4, e=4), look_ahead=3) == "bacde"
+def test_partial_prefixes_and_deadlines_count_where_the_policy_asks_for_them() -> None:
+    requests = queue(a=1, b=on(Distance.DISK, 7), c=None, d=3)
+    requests[2].due = NOW
+    assert arranged(requests) == "adbc", "one block on the GPU is near"
+    assert arranged(requests, "shortest-ready") == arranged(requests, "lpm") == "bdac"
+    assert arranged(requests, "deadline") == "cabd"
 
 
-def test_begun_requests_keep_their_places() -> None:
+def test_begun_requests_stay_in_front() -> None:
     requests = queue(a=None, b=None, c=4, d=None, e=4)
     requests[0].begun = requests[3].begun = True
-    assert arranged(requests) == "acedb"
-    assert arranged(requests, look_ahead=2) == "acbde", "they take no place in the window"
+    assert arranged(requests) == "adceb"
 
 
 def test_priority_classes_come_first_only_where_they_count() -> None:
@@ -113,28 +127,55 @@ def test_priority_classes_come_first_only_where_they_count() -> None:
     assert arranged(requests) == "acbd"
     assert arranged(requests, by_priority=True) == "cdab"
     requests[1].begun = True
-    assert arranged([requests[1], requests[0], *requests[2:]], by_priority=True) == "cdba"
-
-
-def test_a_request_is_asked_with_its_last_answer_and_forgotten_when_it_leaves() -> None:
-    requests = queue(a=3, b=None)
-    order = order_of("fpf", 8)
-    order.arrange(requests, NOW)
-    order.arrange(requests, NOW)
-    assert requests[0].asked == [0, 3 * BLOCK]
-    order.arrange(requests[1:], NOW)
-    order.arrange(requests, NOW)
-    assert requests[0].asked == [0, 3 * BLOCK, 0]
+    assert arranged(requests, by_priority=True) == "cdba", "a class above passes even those that were begun"
 
 
 def test_an_answer_that_comes_late_counts_from_then_on() -> None:
     requests = queue(a=None, b=None)
     order = order_of("fpf", 8)
-    assert order.arrange(requests, NOW) == requests
+    for request in requests:
+        order.add(request)
+    assert names(order) == "ab"
     requests[1].seen = on(Distance.CPU)
-    assert order.arrange(requests, NOW) == requests[::-1]
+    order.refresh(NOW, 1)
+    assert names(order) == "ba"
     requests[1].seen = NOTHING_SEEN
-    assert order.arrange(requests, NOW) == requests
+    order.refresh(NOW, 1)
+    assert names(order) == "ab"
+
+
+def test_a_request_is_asked_with_its_last_answer_and_forgotten_when_it_leaves() -> None:
+    request = Request("a", 900.0, local=3 * BLOCK)
+    order = order_of("fpf", 8)
+    order.add(request)
+    assert order.take() is request
+    order.put_back(request)
+    assert order.remove(request) and not order.remove(request)
+    order.add(request)
+    order.take()
+    order.refresh(NOW, 1)
+    order.put_back(request)
+    assert request.asked == [0, 3 * BLOCK, 0, 0]
+
+
+def test_a_refresh_looks_at_so_many_and_in_turn_at_all() -> None:
+    requests = [Request(f"r{i}", float(i), seen=on(Distance.DISK) if i % 2 else None) for i in range(100)]
+    order = order_of("fpf", 3)
+    for request in requests:
+        order.add(request)
+        request.asked.clear()
+    for refresh in range(1, 18):
+        order.refresh(NOW, 2)
+        assert sum(len(request.asked) for request in requests) == refresh * (2 + 3 + 3)
+    assert all(request.asked for request in requests)
+
+
+def test_taking_from_an_empty_queue() -> None:
+    order = order_of("relaxed-fpf", 4)
+    order.refresh(NOW, 1)
+    assert len(order) == 0 and names(order) == "" and order.to_load(3) == []
+    with pytest.raises(IndexError, match="no request waits"):
+        order.first()
 
 
 REQUESTS = st.lists(
@@ -150,75 +191,107 @@ REQUESTS = st.lists(
         ),
         begun=st.booleans(),
         key=st.sampled_from("xyz"),
+        due=st.just(math.inf) | st.floats(0, 2 * NOW),
     ),
     max_size=30,
+    unique_by=lambda request: request.request_id,
 )
 
 
-@given(REQUESTS, st.sampled_from(["fcfs", "fpf", "relaxed-fpf"]), st.integers(1, 32), st.booleans())
-def test_an_order_is_a_permutation(requests: list[Request], policy: str, look_ahead: int, by_priority: bool) -> None:
-    before = sorted(requests, key=lambda r: r.priority) if by_priority else list(requests)
-    after = order_of(policy, look_ahead, by_priority).arrange(requests, NOW)
-    assert Counter(map(id, after)) == Counter(map(id, requests))
-    assert [r if r.begun else None for r in after] == [r if r.begun else None for r in before], "begun ones stay"
-    movable = [r for r in before if not r.begun]
-    assert [r for r in after if not r.begun][look_ahead:] == movable[look_ahead:], "beyond the window nothing moves"
+@given(REQUESTS, st.sampled_from(sorted(POLICIES)), st.booleans())
+def test_the_order_is_the_policys_behind_those_that_were_begun(
+    requests: list[Request], policy: str, by_priority: bool
+) -> None:
+    order = order_of(policy, 4, by_priority)
+    for request in requests:
+        order.add(request)
+    order.refresh(NOW, 3)
+    queued = []
+    for number, r in enumerate(requests):
+        if not r.begun:
+            seen = r.seen or NOTHING_SEEN
+            cached = max(r.local, seen.tokens)
+            q = QueuedRequest(number, r.arrival_time, r.num_prompt_tokens, cached, seen.distance(r.local))
+            q.priority = r.priority if by_priority else 0
+            q.prefix = (r.key, cached) if cached else None
+            q.ready_s, q.deadline_s = float(r.num_prompt_tokens - cached), r.due
+            queued.append(q)
+    ranks = create_policy(policy).ranks(queued, NOW)
+    moving = [requests[q.id] for _, q in sorted(zip(ranks, queued, strict=True), key=lambda pair: pair[0])]
+    wanted = [r for r in requests if r.begun] + moving
     if by_priority:
-        assert [r.priority for r in after] == [r.priority for r in before]
+        wanted.sort(key=lambda r: r.priority)
+    assert list(order) == wanted
+    taken = []
+    while len(order):
+        first = next(iter(order))  # where one leaves, the group that it led may stand elsewhere
+        assert order.first() is first is order.take()
+        taken.append(first)
+    assert order.begun == taken and len(taken) == len(requests)
 
 
 class EngineMachine(RuleBasedStateMachine):
     """vLLM's ways with its queue: it appends what arrives, takes from the front, puts back what it had to skip in the
     same order, and what it preempts at the front."""
 
-    LOOK_AHEAD = 4
-
     def __init__(self) -> None:
         super().__init__()
         self.now_s = 0.0
-        self.waiting: list[Request] = []
+        self.waiting: dict[str, Request] = {}
         self.running: list[Request] = []
         self.arrived = 0
-        self.order = order_of("relaxed-fpf", self.LOOK_AHEAD)
+        self.order = order_of("relaxed-fpf", 4)
         self.waits = Waits()
 
     @rule(tier=st.sampled_from(Distance))
     def arrive(self, tier: Distance) -> None:
         request = Request(f"r{self.arrived}", self.now_s, seen=None if tier is Distance.NONE else on(tier))
         self.arrived += 1
-        self.waiting.append(request)
+        self.order.add(request)
+        self.waiting[request.request_id] = request
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data(), tier=st.sampled_from(Distance))
+    def move(self, data: st.DataObject, tier: Distance) -> None:
+        request = self.waiting[data.draw(st.sampled_from(sorted(self.waiting)))]
+        request.seen = None if tier is Distance.NONE else on(tier)
 
     @rule(skip=st.integers(0, 2), take=st.integers(1, 3))
     def step(self, skip: int, take: int) -> None:
         self.now_s += 1
-        self.waits.waiting(len(self.waiting), self.now_s)
-        before = list(self.waiting)
-        self.waiting = self.order.arrange(self.waiting, self.now_s)
-        assert {id(r) for r in before} == {id(r) for r in self.waiting}
-        skipped, rest = self.waiting[:skip], self.waiting[skip:]
-        taken, self.waiting = rest[:take], skipped + rest[take:]
-        oldest = [r for r in before if not r.begun][: self.LOOK_AHEAD]
-        assert all(r.begun or r in oldest for r in (skipped + taken)[: self.LOOK_AHEAD])
-        if taken:
-            arrivals = [r.arrival_time for r in taken if not r.begun]
-            self.waits.begun(arrivals, self.now_s, bool(self.waiting))
+        self.waits.waiting(len(self.order), self.now_s)
+        self.order.refresh(self.now_s, take)
+        skipped = [self.order.take() for _ in range(min(skip, len(self.order)))]
+        taken = [self.order.take() for _ in range(min(take, len(self.order)))]
         for request in taken:
             request.begun = True
+            del self.waiting[request.request_id]
+        for request in reversed(skipped):
+            self.order.put_back(request)
+        assert self.order.begun == taken
+        if taken:
+            self.waits.begun([r.arrival_time for r in taken], self.now_s, bool(self.waiting))
         self.running += taken
 
     @precondition(lambda self: self.running)
     @rule()
     def preempt(self) -> None:
-        self.waiting.insert(0, self.running.pop())
+        request = self.running.pop()
+        self.order.put_back(request)
+        self.waiting[request.request_id] = request
+        assert self.order.first() is request
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        self.waiting.remove(data.draw(st.sampled_from(self.waiting)))
+        assert self.order.remove(self.waiting.pop(data.draw(st.sampled_from(sorted(self.waiting)))))
 
     @invariant()
-    def the_preempted_are_in_front(self) -> None:
-        begun = [r.begun for r in self.waiting]
+    def all_are_there_and_the_preempted_in_front(self) -> None:
+        waiting = list(self.order)
+        assert {r.request_id: r for r in waiting} == self.waiting
+        assert len(waiting) == len(self.order) == len(self.waiting)
+        begun = [r.begun for r in waiting]
         assert begun == sorted(begun, reverse=True)
 
 
@@ -231,24 +304,20 @@ TestEngine = EngineMachine.TestCase
     look_ahead=st.integers(1, 12),
     limit=st.integers(1, 20),
 )
-def test_relaxed_fpf_keeps_its_promise_behind_a_look_ahead(
-    arrivals: list[tuple[int, Distance]], look_ahead: int, limit: int
-) -> None:
-    """One request is begun in each second, and no more than `limit` wait at a time; whatever the window is, none waits
-    longer than 4 * L * s."""
+def test_relaxed_fpf_keeps_its_promise(arrivals: list[tuple[int, Distance]], look_ahead: int, limit: int) -> None:
+    """One is begun in each second, and no more than `limit` wait at a time: none waits longer than 4 * L * s."""
     coming = sorted(arrivals, key=lambda arrival: arrival[0])
     order, waits = order_of("relaxed-fpf", look_ahead), Waits()
-    waiting: list[Request] = []
     now = 0
-    while coming or waiting:
-        while coming and coming[0][0] <= now and len(waiting) < limit:
+    while coming or len(order):
+        while coming and coming[0][0] <= now and len(order) < limit:
             _, tier = coming.pop(0)
             seen = None if tier is Distance.NONE else on(tier)
-            waiting.append(Request(f"r{len(coming)}", float(now), seen=seen))
-        waits.waiting(len(waiting), float(now))
-        if waiting:
-            first, *waiting = order.arrange(waiting, float(now))
-            waits.begun([first.arrival_time], float(now), bool(waiting))
+            order.add(Request(f"r{len(coming)}", float(now), seen=seen))
+        waits.waiting(len(order), float(now))
+        if len(order):
+            order.refresh(float(now), 1)
+            waits.begun([order.take().arrival_time], float(now), len(order) > 0)
         now += 1
     assert waits.most <= limit and waits.slowest_s <= 1
     assert waits.longest_s <= waits.bound_s
@@ -298,17 +367,34 @@ def test_with_holes_it_is_still_an_end(held: list[bool], data: st.DataObject) ->
 
 
 def test_what_is_to_be_loaded_soon() -> None:
-    """Of the window, in the new order, those of which more can be loaded than the engine has itself."""
+    """Of those next in order, those of which more can be loaded than the engine has itself."""
     requests = queue(a=None, **dict.fromkeys("bcdef", on(Distance.CPU)))
     requests[2].local = 4 * BLOCK
     requests[3].local = 2 * BLOCK
-    order = order_of("fpf", look_ahead=5)
-    order.arrange(requests, NOW)
+    order = order_of("fcfs", look_ahead=5)
+    for request in requests:
+        order.add(request)
     wanted = [("b", 0), ("d", 2 * BLOCK), ("e", 0)]
     assert [(r.request_id, tokens) for r, tokens in order.to_load(9)] == wanted
     assert [r.request_id for r, _ in order.to_load(2)] == ["b", "d"]
 
 
-@pytest.mark.parametrize("look_ahead", [1, 256])
-def test_an_empty_queue(look_ahead: int) -> None:
-    assert arranged([], look_ahead=look_ahead) == ""
+def test_ready_is_the_best_of_loading_and_computing() -> None:
+    cost = CostModel()
+    seen = SeenPrefix(80, ((Distance.CPU, 40), (Distance.DISK, 40)))
+
+    def ready_s(local_tokens: int, seen: SeenPrefix = seen) -> float:
+        return time_to_ready(cost, 100, local_tokens, seen, lambda tokens: 1000 * tokens)
+
+    assert ready_s(0, NOTHING_SEEN) == pytest.approx(100 / 10_000), "nothing was observed"
+    assert ready_s(0) == pytest.approx(20 / 10_000)
+    assert ready_s(100, NOTHING_SEEN) == pytest.approx(1 / 10_000), "the last token is always computed"
+    for tokens in (10, 100, 50):
+        cost.observe_compute(tokens, tokens * 0.01)
+    for nbytes in (1000, 100_000, 50_000):
+        cost.observe_load(Distance.CPU, nbytes, nbytes * 1e-6)
+        cost.observe_load(Distance.DISK, nbytes, nbytes * 1e-4)
+    assert ready_s(0, NOTHING_SEEN) == pytest.approx(1.0, rel=0.01)
+    assert ready_s(0) == pytest.approx(40 * 0.001 + 60 * 0.01, rel=0.01), "the disk is slower than computing"
+    assert ready_s(30) == pytest.approx(10 * 0.001 + 60 * 0.01, rel=0.01)
+    assert ready_s(90) == pytest.approx(10 * 0.01, rel=0.01)

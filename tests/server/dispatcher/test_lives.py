@@ -55,7 +55,7 @@ def small_slices() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tier_resize, "_SLICE_FRAMES", 4)
         patch.setattr(tier_resize, "_RETRY_S", 0.0)
-        patch.setattr(piece_load, "_LEAST_BYTES", 1)
+        patch.setattr(piece_load, "_PIECE_S", 1e-9)
         patch.setattr(piece_load.PieceLoad, "_observe", lambda *_: None)  # "pace" says what a load takes
         patch.setattr(tail_load, "_LEAST_TOKENS", 1)
         yield

@@ -23,7 +23,7 @@ PROMPT = [*range(100, 100 + BLOCKS * BLOCK), 7]
 @pytest.fixture(autouse=True)
 def small_pieces() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(piece_load, "_LEAST_BYTES", GEOMETRY.block_bytes)
+        patch.setattr(piece_load, "_PIECE_S", 1e-9)
         patch.setattr(tail_load, "_LEAST_TOKENS", BLOCK)
         yield
 

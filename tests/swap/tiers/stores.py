@@ -13,6 +13,7 @@ import xxhash
 from prefixd_swap import BlockRecord, FileOps, NewBlock, SlabStore, Span, SwapError
 from prefixd_swap.tiers import NO_SLOT, DiskTier, Loads, Places
 from prefixd_swap.tiers.simulated import SimulatedFaults, SimulatedLink, SimulatedStoreTier
+from prefixd_swap.tiers.unbacked import UnbackedStoreTier
 from prefixd_swap.transfers import Transfers
 
 PART_BYTES = (5000, 4096)
@@ -91,7 +92,15 @@ def disk(folder: Path, transfers: Transfers, capacity_bytes: int, ops: FileOps |
 
 
 def simulated(
-    transfers: Transfers, capacity_bytes: int, faults: SimulatedFaults | None = None, name: str = "far"
+    transfers: Transfers,
+    capacity_bytes: int,
+    faults: SimulatedFaults | None = None,
+    name: str = "far",
+    kind: type[SimulatedStoreTier] = SimulatedStoreTier,
 ) -> SimulatedStoreTier:
     link = SimulatedLink(1e9, 1e-3, lambda: 0.0, at_once)
-    return SimulatedStoreTier(transfers, name=name, level=3, capacity_bytes=capacity_bytes, link=link, faults=faults)
+    return kind(transfers, name=name, level=3, capacity_bytes=capacity_bytes, link=link, faults=faults)
+
+
+def unbacked(transfers: Transfers, capacity_bytes: int, faults: SimulatedFaults) -> SimulatedStoreTier:
+    return simulated(transfers, capacity_bytes, faults, kind=UnbackedStoreTier)

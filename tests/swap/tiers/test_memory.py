@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from prefixd_swap import CpuArena, FramePool, KvGeometry, MemoryMisuseError, create_memory
 from prefixd_swap.tiers import NO_SLOT, CpuTier, GpuTier, MemoryTier, can_move
 from prefixd_swap.tiers.simulated import SimulatedMemoryTier
+from prefixd_swap.tiers.unbacked import UnbackedMemory, UnbackedMemoryTier
 from prefixd_swap.transfers import Transfers
 from tests.swap.tiers.stores import simulated
 
@@ -41,7 +42,18 @@ def pretended(stack: ExitStack) -> SimulatedMemoryTier:
     return tier
 
 
-MAKERS: list[Callable[[ExitStack], MemoryTier]] = [frames, arena, pretended]
+def accounted(stack: ExitStack) -> UnbackedMemoryTier:
+    del stack
+    return UnbackedMemoryTier(BLOCKS * BLOCK_BYTES, name="cpu", level=1, shared=True)
+
+
+def accounted_frames(stack: ExitStack) -> GpuTier:
+    pool = FramePool(stack.enter_context(UnbackedMemory(BLOCK_BYTES)), BLOCK_BYTES, BLOCKS)
+    stack.callback(pool.close)
+    return GpuTier(pool)
+
+
+MAKERS: list[Callable[[ExitStack], MemoryTier]] = [frames, arena, pretended, accounted, accounted_frames]
 
 
 @pytest.fixture(params=MAKERS)
@@ -98,7 +110,7 @@ def test_misuse_is_refused(tier: MemoryTier) -> None:
 
 def test_a_tier_says_what_it_is() -> None:
     with ExitStack() as stack:
-        gpu, cpu, near = (make(stack) for make in MAKERS)
+        gpu, cpu, near = (make(stack) for make in MAKERS[:3])
         far = simulated(Transfers(), 1 << 20)
         assert [(tier.name, tier.level) for tier in (gpu, cpu, near, far)] == [
             ("gpu", 0),
@@ -111,6 +123,17 @@ def test_a_tier_says_what_it_is() -> None:
         assert [tier.durable for tier in (gpu, cpu, near, far)] == [False, False, False, True]
         assert can_move(gpu, far) and can_move(far, cpu) and can_move(near, cpu)
         assert not can_move(near, far) and not can_move(far, near) and not can_move(far, far)
+
+
+def test_tiers_of_a_plan_are_larger_than_any_memory_and_say_that_they_have_no_bytes() -> None:
+    tier = UnbackedMemoryTier(1 << 50, name="cpu", level=1, shared=True)
+    assert tier.allocate((64 << 20,), 1000).shape == (1000, 1) and not tier.backed
+    with ExitStack() as stack:
+        gpu = accounted_frames(stack)
+        assert not gpu.backed and gpu.on_device and not can_move(gpu, simulated(Transfers(), 1 << 20))
+        assert [make(stack).backed for make in (frames, arena, pretended)] == [True] * 3
+    with pytest.raises(MemoryMisuseError, match="holds nothing"):
+        UnbackedMemoryTier(100, name="cpu", level=1)
 
 
 def test_each_part_takes_a_frame_and_any_frame_serves_any_part() -> None:

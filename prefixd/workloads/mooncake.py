@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.harness import BenchmarkError
+import numpy as np
+import numpy.typing as npt
+
+from prefixd.errors import ConfigError
 
 HASH_TOKENS = 512
 """Tokens that one hash id of the trace stands for."""
@@ -28,13 +31,13 @@ class TraceRequest:
 def read_trace(file: Path, limit: int | None = None) -> Iterator[TraceRequest]:
     """The first `limit` requests. Ids of partly filled blocks are left out.
 
-    Raises `BenchmarkError` naming the file, the line and what is wrong with it; for a missing file, where to
+    Raises ConfigError naming the file, the line and what is wrong with it; for a missing file, where to
     get one.
     """
     try:
         lines = file.open("rb")
     except FileNotFoundError as error:
-        raise BenchmarkError(
+        raise ConfigError(
             f"there is no trace at {file}: get one from https://github.com/kvcache-ai/Mooncake "
             "(FAST25-release/traces) and name it with --trace"
         ) from error
@@ -46,7 +49,7 @@ def read_trace(file: Path, limit: int | None = None) -> Iterator[TraceRequest]:
                     return
                 yield _parse(line)
         except (ValueError, TypeError) as error:
-            raise BenchmarkError(f"{file}, line {max(number, 1)}: {error}") from error
+            raise ConfigError(f"{file}, line {max(number, 1)}: {error}") from error
 
 
 def _parse(line: bytes) -> TraceRequest:
@@ -72,6 +75,13 @@ def _parse(line: bytes) -> TraceRequest:
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def tokens_of(hash_ids: Sequence[int]) -> npt.NDArray[np.uint32]:
+    """Token ids that blocks with equal ids share, and others have none of; 512 for each id."""
+    firsts = np.asarray(hash_ids, np.uint32)[:, None] * np.uint32(HASH_TOKENS)
+    tokens: npt.NDArray[np.uint32] = np.add(firsts, np.arange(HASH_TOKENS, dtype=np.uint32), dtype=np.uint32)
+    return tokens.reshape(-1)
 
 
 class PrefixCount:

@@ -1,77 +1,13 @@
-"""Which blocks go first when a tier is full: a score for each, and leaves before their parents."""
+"""The victims among scored blocks: the lowest scores first, leaves before their parents."""
 
 from __future__ import annotations
 
 import heapq
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
 
-from prefixd_swap.errors import UnknownPolicyError
-
-Scores = NDArray[np.float64]
-Rows = NDArray[np.int64]
-
-
-class EvictionPolicy(ABC):
-    """Gives every block a score; the lowest goes first."""
-
-    name: str
-
-    @abstractmethod
-    def scores(self, last_used: Scores, entered: Scores) -> Scores:
-        """Scores [n] of n blocks, from the times of last use and of entry (seconds, one clock)."""
-
-
-class Lru(EvictionPolicy):
-    """Least recently used first."""
-
-    name = "lru"
-
-    def scores(self, last_used: Scores, entered: Scores) -> Scores:
-        """The time of last use."""
-        return last_used
-
-
-class Fifo(EvictionPolicy):
-    """First in, first out, whatever was used since."""
-
-    name = "fifo"
-
-    def scores(self, last_used: Scores, entered: Scores) -> Scores:
-        """The time of entry."""
-        return entered
-
-
-class Random(EvictionPolicy):
-    """Any block, each as likely; the yardstick for the others. The seed makes a run repeatable."""
-
-    name = "random"
-
-    def __init__(self, seed: int) -> None:
-        self._generator = np.random.default_rng(seed)
-
-    def scores(self, last_used: Scores, entered: Scores) -> Scores:
-        """Uniform in [0, 1), drawn anew at every call."""
-        return self._generator.random(len(last_used))
-
-
-def create_eviction_policy(name: str, seed: int) -> EvictionPolicy:
-    """The policy of that name; `seed` is for the policies that draw.
-
-    Raises:
-        UnknownPolicyError: there is none; the message names those there are.
-    """
-    makers: dict[str, Callable[[], EvictionPolicy]] = {
-        Lru.name: Lru,
-        Fifo.name: Fifo,
-        Random.name: lambda: Random(seed),
-    }
-    if name not in makers:
-        raise UnknownPolicyError(f"no eviction policy is called {name!r}; choose one of {', '.join(makers)}")
-    return makers[name]()
+from prefixd_swap.eviction.policy import Rows, Scores
 
 
 def choose_victims(

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.common.harness import BenchmarkError
-from benchmarks.load.mooncake import PrefixCount, read_trace
-from benchmarks.trace import tokens_of
+from prefixd.errors import ConfigError
+from prefixd.workloads.mooncake import PrefixCount, read_trace, tokens_of
 
 GOOD = {"timestamp": 7, "input_length": 1030, "output_length": 2, "hash_ids": [4, 5, 6]}
 
@@ -49,7 +48,7 @@ def test_the_limit_is_in_requests_and_later_lines_are_not_read(tmp_path: Path) -
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: object, what: str) -> None:
     file = write(tmp_path, GOOD, line, GOOD)
-    with pytest.raises(BenchmarkError) as caught:
+    with pytest.raises(ConfigError) as caught:
         list(read_trace(file))
     assert str(file) in str(caught.value) and "line 2" in str(caught.value) and what in str(caught.value)
 
@@ -57,12 +56,12 @@ def test_a_bad_line_is_named(tmp_path: Path, line: object, what: str) -> None:
 def test_bytes_that_are_no_text_are_a_bad_line(tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
     file.write_bytes(json.dumps(GOOD).encode() + b"\n\xff\xfe\n")
-    with pytest.raises(BenchmarkError, match="line 2: not JSON"):
+    with pytest.raises(ConfigError, match="line 2: not JSON"):
         list(read_trace(file))
 
 
 def test_a_missing_trace_says_where_to_get_one(tmp_path: Path) -> None:
-    with pytest.raises(BenchmarkError, match=r"github\.com/kvcache-ai/Mooncake"):
+    with pytest.raises(ConfigError, match=r"github\.com/kvcache-ai/Mooncake"):
         list(read_trace(tmp_path / "none.jsonl"))
 
 

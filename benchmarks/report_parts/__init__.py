@@ -1,0 +1,1 @@
+"""The page that `benchmarks.report` makes of results."""

@@ -1,0 +1,100 @@
+"""The section of `prefixd plan`: what machines of several sizes would do with a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.report_parts.page import Card, Picture, Section, Table
+from benchmarks.report_parts.results import Result
+from benchmarks.report_parts.runs import duration
+
+Point = Mapping[str, Any]
+
+_GIB = 1 << 30
+_COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777")
+_MARKS = "osD^vP*X"
+
+
+def section(result: Result) -> Section:
+    """Hits and waiting over the size of the tiers, and what is enough."""
+    content = result.content
+    points: Sequence[Point] = content["points"]
+    enough = next(point for point in points if all(point[name] == value for name, value in content["enough"].items()))
+    achievable = points[0]["achievable_hit_rate"]
+    most = f"; a cache without limits would find {achievable:.1%}" if achievable is not None else ""
+    card = Card(
+        f"How much memory for {content['model']}?",
+        f"{size(enough['cpu_bytes'])} CPU, {size(enough['disk_bytes'])} disk",
+        f"{enough['hit_rate']:.1%} of the prompt tokens are found{most}; first token after "
+        f"{duration(enough['ttft_s']['p50'])} (median), with {enough['policy']} and {enough['eviction']}",
+        "plan",
+    )
+    return Section(
+        "plan",
+        f"Plan: {content['trace']} on {content['model']}",
+        f"{points[0]['requests']:,} requests in virtual time on {len(points)} machines; planned in "
+        f"{duration(content['planning_s'])}.",
+        result,
+        pictures=[_picture(points, enough, achievable)],
+        tables=[_table(points, enough), Table(("Assumed",), [(line,) for line in content["assumptions"]])],
+        cards=[card],
+    )
+
+
+def _picture(points: Sequence[Point], enough: Point, achievable: float | None) -> Picture:
+    lines: dict[str, list[Point]] = {}
+    for point in points:
+        name = f"{size(point['cpu_bytes'])} CPU, {point['policy']}, {point['eviction']}"
+        lines.setdefault(name, []).append(point)
+
+    def draw(figure: Any) -> None:
+        hits, waits = figure.subplots(1, 2)
+        for number, (name, line) in enumerate(lines.items()):
+            ordered = sorted(line, key=lambda point: int(point["disk_bytes"]))
+            disks = [point["disk_bytes"] / _GIB for point in ordered]
+            style = {"color": _COLORS[number % len(_COLORS)], "marker": _MARKS[number % len(_MARKS)], "label": name}
+            hits.plot(disks, [100 * point["hit_rate"] for point in ordered], **style)
+            waits.plot(disks, [point["ttft_s"]["p50"] for point in ordered], **style)
+        hits.plot([enough["disk_bytes"] / _GIB], [100 * enough["hit_rate"]], "k*", markersize=15, label="enough")
+        if achievable is not None:
+            hits.axhline(100 * achievable, color="#999999", linestyle="--", label="without limits")
+        hits.set_title("prompt tokens found, %")
+        waits.set_title("time to the first token, median, s")
+        for axes in (hits, waits):
+            axes.set_xlabel("disk tier, GiB")
+            axes.set_ylim(0, None)
+        hits.legend(frameon=False, fontsize="small")
+
+    says = f"{size(enough['cpu_bytes'])} of CPU memory and {size(enough['disk_bytes'])} of disk are enough"
+    return Picture(says, draw, width_in=11, height_in=4)
+
+
+def _table(points: Sequence[Point], enough: Point) -> Table:
+    tiers = list(dict.fromkeys(tier for point in points for tier in point["hits"]))
+    rows = [
+        (
+            f"{size(point['cpu_bytes'])} + {size(point['disk_bytes'])}",
+            point["policy"],
+            point["eviction"],
+            f"{point['hit_rate']:.1%}",
+            *(f"{point['hits'].get(tier, 0):.1%}" for tier in tiers),
+            duration(point["ttft_s"]["p50"]),
+            duration(point["ttft_s"]["p95"]),
+            f"{point['requests_per_s']:.2f}",
+            size(point["disk_written_bytes"]),
+        )
+        for point in points
+    ]
+    columns = ("CPU + disk", "policy", "eviction", "found", *tiers, "first token p50", "p95", "requests/s", "to disk")
+    return Table(columns, rows, best=list(points).index(enough))
+
+
+def size(nbytes: int) -> str:
+    """In the unit that reads well; "no" for nothing."""
+    value, unit = float(nbytes), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:.3g} {unit}" if nbytes else "no"

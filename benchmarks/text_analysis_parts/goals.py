@@ -1,0 +1,56 @@
+"""What the cache has to bring, as ratios of runs that took turns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from benchmarks.text_analysis_parts.measuring import Measured, ratio
+from benchmarks.text_analysis_parts.suites import EVERYTHING, FCFS_ALONE, FPF, NO_CACHE
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """One ratio of requests a second, and the least that it has to be; None where it is only told."""
+
+    name: str
+    prefix_tokens: int
+    value: float
+    at_least: float | None
+
+    @property
+    def met(self) -> bool:
+        """Whether it is reached."""
+        return self.at_least is None or self.value >= self.at_least
+
+    def to_plain(self) -> dict[str, Any]:
+        """As JSON types."""
+        return {**asdict(self), "met": self.met}
+
+
+def goals(measured: Sequence[Measured]) -> list[Goal]:
+    """The goals of the suite `goals`, for each prefix length.
+
+    How far FPF is ahead of FCFS without prefetching has a bound for the longest prefixes only, where copying weighs:
+    with short ones a run that copies nothing may not be so far ahead itself.
+    """
+    mine = [run for run in measured if run.suite == "goals"]
+    lengths = sorted({run.cell.prefix_tokens for run in mine})
+    found: list[Goal] = []
+    for length in lengths:
+        runs = {
+            (run.cell.serving, run.cell.disk_bytes_per_s is not None): run
+            for run in mine
+            if run.cell.prefix_tokens == length
+        }
+        fpf, no_cache, everything = runs[FPF, False], runs[NO_CACHE, False], runs[EVERYTHING, False]
+        alone = runs[FCFS_ALONE, False]
+        found += [
+            Goal("fpf over no cache", length, ratio(fpf, no_cache), 4.0),
+            Goal("fpf over fcfs without prefetch", length, ratio(fpf, alone), 1.3 if length == lengths[-1] else None),
+            Goal("everything on gpu over fcfs without prefetch", length, ratio(everything, alone), None),
+            Goal("fpf over everything on gpu", length, ratio(fpf, everything), 0.9),
+            Goal("fpf with a slow disk over no cache", length, ratio(runs[FPF, True], no_cache), 1.0),
+        ]
+    return found

@@ -1,0 +1,106 @@
+"""Runs the cells of a group: their daemons side by side, each warm, then their repeats in turn."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.text_analysis_parts.suites import Cell
+from prefixd.workloads.daemon_process import DaemonProcess
+from prefixd.workloads.figures import Figures
+from prefixd.workloads.runner import Progress, ask_each_once, measure, settings_for
+from prefixd.workloads.text_analysis import TextAnalysis, TierSizes
+from prefixd.workloads.throttled import DiskRate, ThrottledDaemon
+
+_FEWER = 4  # so many times fewer requests where each takes long
+_LEAST = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A cell's figures: of each repeat, and the one in the middle by requests a second."""
+
+    suite: str
+    cell: Cell
+    repeats: tuple[Figures, ...]
+
+    @property
+    def figures(self) -> Figures:
+        """Of the repeat in the middle; the lower one of an even number."""
+        ordered = sorted(self.repeats, key=lambda figures: figures.requests_per_s)
+        return ordered[(len(ordered) - 1) // 2]
+
+    def to_plain(self) -> dict[str, Any]:
+        """As JSON types."""
+        return {
+            "suite": self.suite,
+            "prefix_tokens": self.cell.prefix_tokens,
+            "one_by_one": self.cell.one_by_one,
+            "disk_bytes_per_s": self.cell.disk_bytes_per_s,
+            "serving": asdict(self.cell.serving),
+            **self.figures.to_plain(),
+            "name": self.cell.name,
+            "requests_per_s_of_repeats": [figures.requests_per_s for figures in self.repeats],
+        }
+
+
+def ratio(one: Measured, other: Measured) -> float:
+    """How many times as many requests a second: the median over repeats that ran one after the other."""
+    return statistics.median(
+        mine.requests_per_s / its.requests_per_s for mine, its in zip(one.repeats, other.repeats, strict=True)
+    )
+
+
+def measure_group(
+    suite: str, cells: Sequence[Cell], workload: TextAnalysis, sizes: TierSizes, progress: Progress
+) -> list[Measured]:
+    """The figures of each cell. Raises DaemonFailed."""
+    with ExitStack() as stack:
+        started: list[tuple[Cell, TextAnalysis, DaemonProcess, float | None]] = []
+        for cell in cells:
+            of_cell = _workload(cell, workload)
+            progress.begin(f"{cell.name}: starting a daemon", 0)
+            # A short path: a unix socket's name has at most 107 bytes.
+            directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="prefixd-")))
+            daemon = stack.enter_context(_daemon(cell, of_cell, sizes, directory))
+            warm_up_s = ask_each_once(cell.name, daemon, of_cell, progress=progress) if cell.serving.caching else None
+            started.append((cell, of_cell, daemon, warm_up_s))
+        repeats: list[list[Figures]] = [[] for _ in started]
+        for repeat in range(workload.repeats):
+            for found, (cell, of_cell, daemon, warm_up_s) in zip(repeats, started, strict=True):
+                found.append(
+                    measure(
+                        cell.name,
+                        daemon,
+                        of_cell,
+                        repeat=repeat,
+                        one_by_one=cell.one_by_one,
+                        warm_up_s=warm_up_s,
+                        progress=progress,
+                    )
+                )
+        return [Measured(suite, cell, tuple(found)) for cell, found in zip(cells, repeats, strict=True)]
+
+
+def _workload(cell: Cell, workload: TextAnalysis) -> TextAnalysis:
+    """The cell's requests: of longer prefixes fewer, and fewer where each takes long. All begin alike."""
+    requests = workload.requests * workload.prefix_tokens // max(workload.prefix_tokens, cell.prefix_tokens)
+    if not cell.serving.caching or cell.one_by_one or cell.disk_bytes_per_s is not None:
+        requests = min(requests, max(_LEAST, requests // _FEWER))
+    return replace(workload, prefix_tokens=cell.prefix_tokens, requests=max(1, requests))
+
+
+def _daemon(cell: Cell, workload: TextAnalysis, sizes: TierSizes, directory: Path) -> DaemonProcess:
+    if not cell.serving.caching:
+        sizes = replace(sizes, cpu_prefixes=1, disk_prefixes=1)  # nothing is in them
+    settings = settings_for(cell.serving, workload, sizes)
+    if cell.disk_bytes_per_s is None:
+        return DaemonProcess(settings, directory=directory)
+    daemon = ThrottledDaemon(settings, directory=directory)
+    daemon.throttle(DiskRate(cell.disk_bytes_per_s))
+    return daemon

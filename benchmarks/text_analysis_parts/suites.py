@@ -1,0 +1,78 @@
+"""Which ways of serving are compared with each other. Daemons of one group run side by side, repeats in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+from prefixd.settings import CacheSettings, SchedulerSettings
+from prefixd.workloads.text_analysis import Serving, serving_of
+
+SUITES = ("goals", "policies", "tiers", "eviction", "latency")
+TIER_SETS = (("gpu",), ("gpu", "cpu"), ("gpu", "cpu", "disk"))
+POLICIES: tuple[str, ...] = get_args(SchedulerSettings.model_fields["policy"].annotation)
+EVICTIONS: tuple[str, ...] = get_args(CacheSettings.model_fields["eviction"].annotation)
+
+NO_CACHE, FPF = serving_of("no-cache"), serving_of("fpf")
+FCFS_ALONE = Serving(name="fcfs, no prefetch", policy="fcfs", look_ahead=0)
+EVERYTHING = Serving(name="everything on gpu", everything=True)
+_SIDE_BY_SIDE = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One thing to measure: a way of serving, a prefix length, a disk.
+
+    Attributes:
+        serving: how.
+        prefix_tokens: length of a prefix.
+        one_by_one: each request when the one before it was answered.
+        disk_bytes_per_s: of all reads and writes of the disk together; None: what the device has.
+    """
+
+    serving: Serving
+    prefix_tokens: int
+    one_by_one: bool = False
+    disk_bytes_per_s: int | None = None
+
+    @property
+    def name(self) -> str:
+        """In tables and plots."""
+        slow = "" if self.disk_bytes_per_s is None else f", disk {self.disk_bytes_per_s / 1e6:g} MB/s"
+        return self.serving.name + slow
+
+
+def groups(suite: str, prefix_tokens: Sequence[int], slow_disk: int) -> list[list[Cell]]:
+    """The cells of a suite, by group; `goals` for every prefix length, the others for the first."""
+    first = prefix_tokens[0]
+    if suite == "goals":
+        return [
+            [
+                *(Cell(serving, length) for serving in (NO_CACHE, FCFS_ALONE, FPF, EVERYTHING)),
+                Cell(FPF, length, disk_bytes_per_s=slow_disk),
+            ]
+            for length in prefix_tokens
+        ]
+    if suite == "policies":
+        return _in_groups([Cell(serving, first) for serving in (NO_CACHE, *map(serving_of, POLICIES))])
+    if suite == "eviction":
+        return _in_groups([Cell(Serving(name=each, eviction=each), first) for each in EVICTIONS])
+    if suite == "latency":
+        servings = (NO_CACHE, *(Serving(name="+".join(tiers), tiers=tiers) for tiers in TIER_SETS))
+        return _in_groups([Cell(serving, first, one_by_one=True) for serving in servings])
+    return [[Cell(serving, first) for serving in _of_tiers(tiers)] for tiers in TIER_SETS]
+
+
+def _of_tiers(tiers: tuple[str, ...]) -> list[Serving]:
+    """The paper's ways: FPF with its prefetcher, and FCFS and FPF before it had one (V.G)."""
+    name = "+".join(tiers)
+    return [
+        Serving(name=name, tiers=tiers),
+        Serving(name=f"{name}, no prefetch", tiers=tiers, look_ahead=0),
+        Serving(name=f"{name}, fcfs, no prefetch", tiers=tiers, look_ahead=0, policy="fcfs"),
+    ]
+
+
+def _in_groups(cells: list[Cell]) -> list[list[Cell]]:
+    return [cells[start : start + _SIDE_BY_SIDE] for start in range(0, len(cells), _SIDE_BY_SIDE)]

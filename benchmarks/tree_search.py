@@ -1,0 +1,155 @@
+"""Programs repaired by a breadth-first search with a language server, over the network API: without a cache, with each
+policy of the queue, and with fewer tiers."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+
+from benchmarks.common import harness
+from benchmarks.serving import figures as serving
+from benchmarks.serving.daemon import daemon_of
+from benchmarks.serving.figures import Figures
+from benchmarks.serving.ways import Room, Way, add_options, chosen_ways
+from benchmarks.tree_parts.grow import Checker, Grown, Plan, grow
+from benchmarks.tree_parts.language_server import LanguageServer, pylsp
+from benchmarks.tree_parts.programs import PROGRAMS
+from benchmarks.tree_parts.search import INSTRUCTIONS
+
+DESCRIPTION = """\
+LSPDojo's tree search ("Long-Term Memory", section VI) with a real language server (python-lsp-server with pyflakes):
+
+    pip install 'prefixd[bench]'
+    python -m benchmarks.tree_search --json tree_search.json --plot tree_search.svg
+
+Small programs are to be written. A node of the search is a program as far as it is right; its --candidates completions
+are given as forced tokens, right or with planned mistakes (undefined names, attributes that a module does not have,
+broken syntax), so that no trained model is needed. The language server checks each: a program without an error is
+repaired; else it is cut off at the first error, the wrong line and the error become a remark, and the search goes on
+from there, --width nodes of each program a level. All requests of a level are sent at once, to the small model that
+comes with prefixd, in a daemon of its own for each way of serving.
+
+hit_rate is the share of prompt tokens from the cache; possible_tokens are those that a cache without a limit would
+have had. output_digest covers what the model says: the tokens that it found likeliest. Exit status 2 unless with all
+tiers hit_rate is at least --least-hit-rate with every policy, every search ends with its program, and all answers are
+equal."""
+
+
+async def measure(ways: Sequence[Way], plan: Plan, room: Room) -> tuple[list[Figures], list[Grown], int]:
+    """One daemon after the other, and how many texts were checked.
+
+    room: an estimate, for the first way; the tiers of the others are shares of what that turned out to need.
+    Raises DaemonFailed, LanguageServerError.
+    """
+    measured, searched = list[Figures](), list[Grown]()
+    waiting = len(plan.programs) * plan.width * plan.candidates
+    async with LanguageServer(pylsp()) as server:
+        checker = Checker(server)
+        for way in ways:
+            with daemon_of(way, room, waiting) as (address, progress):
+                grown = await grow(address, plan, checker, progress, way.name)
+            measured.append(serving.summarise(way, grown.asked, grown.elapsed_s))
+            searched.append(grown)
+            lengths = [each.prompt_tokens + len(each.output) for each in grown.asked]
+            room = replace(
+                room,
+                longest=max(lengths),
+                usual=sum(lengths) // len(lengths),
+                all_tokens=grown.distinct_tokens,
+            )
+    return measured, searched, len(checker)
+
+
+def shortcomings(
+    ways: Sequence[Way], measured: Sequence[Figures], searched: Sequence[Grown], plan: Plan, least_rate: float
+) -> list[str]:
+    """What is not as it should be, in a few words each."""
+    wrong = [] if serving.same_answers(measured) else ["the answers differ: see output_digest"]
+    for way, run, grown in zip(ways, measured, searched, strict=True):
+        lost = sorted({program.name for program in plan.programs}.difference(grown.repaired))
+        if lost:
+            wrong.append(f"{run.name}: not repaired: {', '.join(lost)}")
+        if way.complete and run.hit_rate < least_rate:
+            wrong.append(f"{run.name}: hit_rate is {run.hit_rate:.3f}, below {least_rate:g}")
+    return wrong
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = harness.parser("tree_search", DESCRIPTION)
+    numbers = [
+        ("--programs", 4, f"programs to be written, of the {len(PROGRAMS)} that there are"),
+        ("--width", 2, "nodes of a program that are completed a level"),
+        ("--candidates", 3, "completions of a node"),
+        ("--attempts", 2, "completions that may get the same line wrong, one after the other"),
+        ("--sites", 4, "faulty lines of a program"),
+        ("--running", 4, "requests computed at once"),
+    ]
+    for flag, default, text in numbers:
+        parser.add_argument(flag, type=harness.positive, default=default, metavar="N", help=f"{text} ({default})")
+    parser.add_argument("--seed", type=int, default=0, help="of the faulty lines and their mistakes (0)")
+    shares = [
+        ("--gpu-share", 0.0, 1e3, "of everything cached that fits into the GPU tier beside what runs"),
+        ("--cpu-share", 0.3, 1e3, "of everything cached that fits into the CPU tier; the disk holds all"),
+        ("--least-hit-rate", 0.8, 1.0, "of all prompt tokens, with all tiers; less is a failure"),
+    ]
+    for name, value, most, text in shares:
+        parser.add_argument(
+            name, type=harness.number(0.0, most), default=value, metavar="X", help=f"{text} ({value:g})"
+        )
+    add_options(parser)
+    options = parser.parse_args(arguments)
+    if options.programs > len(PROGRAMS):
+        parser.error(f"argument --programs: there are {len(PROGRAMS)}, not {options.programs}")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command. Raises BenchmarkError when something is not as it should be, after the result is written."""
+    options = _options(arguments)
+    programs = PROGRAMS[: options.programs]
+    plan = Plan(
+        programs=programs,
+        width=options.width,
+        candidates=options.candidates,
+        attempts=options.attempts,
+        sites=options.sites,
+        seed=options.seed,
+    )
+    # A remark takes less room than this.
+    longest = len(INSTRUCTIONS) + max(
+        len(program.task) + len(program.source) + 240 * options.sites * options.attempts for program in programs
+    )
+    room = Room(
+        longest=longest,
+        usual=longest,
+        all_tokens=longest,
+        running=options.running,
+        gpu_share=options.gpu_share,
+        cpu_share=options.cpu_share,
+    )
+    ways = chosen_ways(options)
+    measured, searched, checked = asyncio.run(measure(ways, plan, room))
+    wrong = shortcomings(ways, measured, searched, plan, options.least_hit_rate)
+    no_parameters = ("json", "plot", "policies", "tiers")
+    result = {
+        **{name: value for name, value in vars(options).items() if name not in no_parameters},
+        "repaired": min(len(grown.repaired) for grown in searched),
+        "depth": searched[0].depth,
+        "became": dict(searched[0].became),
+        "checked_texts": checked,
+        "distinct_tokens": searched[0].distinct_tokens,
+        "same_answers": serving.same_answers(measured),
+        "shortcomings": wrong,
+        "ways": [run.to_plain() for run in measured],
+    }
+    harness.finish("tree_search", result, options.json)
+    serving.print_table("tree search", measured)
+    harness.plot(options.plot, lambda axes: serving.draw(axes, measured), columns=3)
+    if wrong:
+        raise harness.BenchmarkError("; ".join(wrong))
+
+
+if __name__ == "__main__":
+    harness.run(main)

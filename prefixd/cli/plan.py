@@ -1,0 +1,336 @@
+"""`prefixd plan`: what a machine would do with a trace, before it is bought."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from prefixd.cli.config import Assignments, ConfigFile, parse_assignments
+from prefixd.cli.failures import WrongUsage, examples
+from prefixd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from prefixd.planner.curve import Curve
+    from prefixd.planner.hardware import Calibration
+    from prefixd.planner.models import PlannedModel
+    from prefixd.planner.sweep import Point, TracePlan
+
+EXAMPLES = examples(
+    "prefixd plan --trace conversation.jsonl --model llama-3-8b --gpu 40GiB --cpu 256GiB --disk 4TiB",
+    "prefixd plan --trace conversation.jsonl --model llama-3-8b --gpu 40GiB --cpu 64GiB,256GiB --disk 0,1TiB,4TiB "
+    "--sweep --json plan.json --plot plan.png",
+)
+
+MACHINE = "Machine"
+DAEMON = "Daemon"
+_FACTORS = (0.25, 0.5, 1.0, 2.0)
+
+
+def _option(name: str, panel: str | None, metavar: str, help: str) -> Any:
+    return typer.Option(name, metavar=metavar, rich_help_panel=panel, show_default=False, help=help)
+
+
+def plan_command(
+    trace: Annotated[
+        Path, _option("--trace", None, "FILE", "Requests: a JSON object a line, in the format of Mooncake's traces.")
+    ],
+    model: Annotated[
+        str, _option("--model", MACHINE, "NAME", "Such as llama-3-8b, or a directory with a Hugging Face config.json.")
+    ],
+    gpu: Annotated[str, _option("--gpu", MACHINE, "SIZE", "GPU tier: what the GPU has left for keys and values.")],
+    cpu: Annotated[str, _option("--cpu", MACHINE, "SIZES", "CPU tier; with --sweep sizes joined by commas.")],
+    disk: Annotated[str, _option("--disk", MACHINE, "SIZES", "Disk tier, 0: none; as --cpu.")] = "0",
+    hardware: Annotated[
+        str, typer.Option(metavar="NAME", rich_help_panel=MACHINE, help="a100, h100, h200, or a JSON file.")
+    ] = "h100",
+    calibration: Annotated[
+        Path | None,
+        _option("--calibration", MACHINE, "FILE", "What `prefixd doctor --calibrate` measured, instead of --hardware."),
+    ] = None,
+    policy: Annotated[
+        str | None, _option("--policy", DAEMON, "POLICIES", "Order of the queue; with --sweep joined by commas.")
+    ] = None,
+    eviction: Annotated[
+        str | None, _option("--eviction", DAEMON, "POLICIES", "What goes first; with --sweep joined by commas.")
+    ] = None,
+    look_ahead: Annotated[
+        str | None, _option("--look-ahead", DAEMON, "COUNT", "Requests whose prefixes are brought up ahead.")
+    ] = None,
+    max_running: Annotated[
+        int, typer.Option(min=1, rich_help_panel=DAEMON, help="Requests that the GPU computes at once.")
+    ] = 64,
+    max_step_tokens: Annotated[
+        int, typer.Option(min=1, rich_help_panel=DAEMON, help="Most tokens of prompts in a pass.")
+    ] = 2048,
+    block_tokens: Annotated[
+        int, typer.Option(min=1, rich_help_panel=DAEMON, help="Tokens of a block; the trace tells no less than 512.")
+    ] = 512,
+    config: ConfigFile = None,
+    assignments: Assignments = None,
+    speed: Annotated[float, typer.Option(min=1e-6, help="So many times as fast as the trace was recorded.")] = 1.0,
+    limit: Annotated[
+        int | None, typer.Option(min=1, show_default=False, help="Only the first so many requests.")
+    ] = None,
+    sweep: Annotated[bool, typer.Option("--sweep", help="Many machines: how much memory and disk is enough?")] = False,
+    curve: Annotated[
+        bool, typer.Option(help="The miss-ratio curve too: one tier of any size under every policy, and the optimum.")
+    ] = True,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, show_default=False, help="Processes; by default as many as there are cores.")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", show_default=False, help="Write the figures to this file.")
+    ] = None,
+    plot_file: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", show_default=False, help="Draw them to this file.")
+    ] = None,
+) -> None:
+    """Say what a daemon on a machine would do with the requests of a trace: hits, waiting, throughput, wear.
+
+    The daemon's own index, policies, prefetcher, dispatcher and cost model run in virtual time, over tiers without
+    bytes and a GPU that computes nothing. What is assumed of the machine is printed; measure one with
+    `prefixd doctor --calibrate`.
+
+    With --sweep the sizes of --cpu and --disk, and the names of --policy and --eviction, may be lists; a single size is
+    tried at a quarter, half, once and twice.
+    """
+    from prefixd.cli.demo import check_writable
+    from prefixd.planner.hardware import PeakCosts, find_hardware, read_calibration
+    from prefixd.planner.models import find_model
+    from prefixd.planner.sweep import TracePlan
+    from prefixd.planner.virtual_daemon import Plan
+    from prefixd.planner.workload import of_trace, trace_requests
+
+    for file in (json_file, plot_file):
+        if file is not None:
+            check_writable(file)
+    chosen = find_model(model)
+    machine = find_hardware(hardware)
+    measured = None if calibration is None else read_calibration(calibration)
+    found = trace_requests(trace, limit)
+    costs = PeakCosts(machine, chosen) if measured is None or measured.costs is None else measured.costs
+    ways, request_s = (machine.ways, 0.0) if measured is None else (measured.ways, measured.request_s)
+    base = {
+        "worker.embedded": True,  # in place of the planned model
+        "worker.max_running": max_running,
+        "worker.max_step_tokens": max_step_tokens,
+        "worker.block_tokens": block_tokens,
+        "scheduler.queue_limit": len(found),  # nobody is turned away
+        "gpu.bytes": _sizes("--gpu", gpu)[0],
+        **({} if look_ahead is None else {"scheduler.look_ahead": look_ahead}),
+        **parse_assignments(assignments),
+    }
+    varied = _varied(
+        _sizes("--cpu", cpu, sweep=sweep),
+        _sizes("--disk", disk, sweep=sweep),
+        _names("--policy", policy, sweep=sweep),
+        _names("--eviction", eviction, sweep=sweep),
+    )
+    if twice := sorted(base.keys() & varied[0].keys()):
+        raise ConfigError(f"{twice[0]} is given by its flag and by --set; keep one")
+    plans = [
+        TracePlan(Plan(chosen, _settings(config, base | one), costs, ways, request_s), trace, limit, speed)
+        for one in varied
+    ]
+    workload = of_trace(trace.name, found, speed=speed)
+    settings = plans[0].plan.settings
+    assumptions = [
+        *_of_model(chosen, [request.input_length + request.output_length for request in found]),
+        *costs.assumptions(),
+        *([] if measured is None else _of_calibration(measured)),
+        *workload.assumptions,
+        f"{settings.worker.max_running} requests run at once, passes of {settings.worker.max_step_tokens} tokens, "
+        f"blocks of {settings.worker.block_tokens} tokens, {settings.scheduler.look_ahead} requests looked ahead",
+    ]
+    began_s = time.perf_counter()
+    points, drawn = _run(plans, len(found), jobs or len(os.sched_getaffinity(0)), curve=curve)
+    took_s = time.perf_counter() - began_s
+    _print(points, assumptions, sweep=sweep, took_s=took_s, requests=len(found))
+    if drawn is not None:
+        _print_curve(drawn, chosen.token_bytes)
+    if json_file is not None:
+        plain = _plain(points, assumptions, model, trace, took_s) | {"curve": drawn and drawn.to_plain()}
+        json_file.write_text(json.dumps(plain, indent=2) + "\n", encoding="utf-8")
+    if plot_file is not None:
+        from prefixd.planner.plots import draw_plan
+
+        draw_plan(points, drawn, chosen.token_bytes, plot_file)
+
+
+def _run(plans: Sequence[TracePlan], requests: int, jobs: int, *, curve: bool) -> tuple[list[Point], Curve | None]:
+    """Every plan, and the curve meanwhile, in processes of their own; a single plan in this one."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from rich.console import Console
+
+    from prefixd.cli.progress import RichProgress
+    from prefixd.planner.sweep import curve_of, sweep
+
+    trace, limit = plans[0].trace, plans[0].limit
+    policies = _policies()
+    with RichProgress(Console(stderr=True)) as progress, ThreadPoolExecutor(1) as beside:
+        drawn = None
+        if len(plans) == 1:
+            progress.begin(f"{requests:,} requests in virtual time", requests)
+            if curve:  # this process computes the plan
+                drawn = beside.submit(curve_of, trace, limit, (), policies, max(1, jobs - 1))
+            points = [(plans[0], plans[0].run(progress.advance))]
+            return points, None if drawn is None else drawn.result()
+        progress.begin(f"{len(plans)} machines in virtual time", len(plans))
+        points = sweep(plans, min(jobs, len(plans)), progress.advance)
+        if not curve:
+            return points, None
+        progress.begin("miss-ratio curve", 0)
+        return points, curve_of(trace, limit, (), policies, jobs)
+
+
+def _policies() -> list[str]:
+    """The names of all eviction policies."""
+    from typing import get_args
+
+    from prefixd.settings import CacheSettings
+
+    return list(get_args(CacheSettings.model_fields["eviction"].annotation))
+
+
+def _varied(
+    cpus: Sequence[int], disks: Sequence[int], policies: Sequence[str | None], evictions: Sequence[str | None]
+) -> list[dict[str, Any]]:
+    """The settings of every machine, by dotted name."""
+    varied = []
+    for cpu, disk, policy, eviction in product(cpus, disks, policies, evictions):
+        one: dict[str, Any] = {"cpu.bytes": cpu, "disk.bytes": disk}
+        if policy is not None:
+            one["scheduler.policy"] = policy
+        if eviction is not None:
+            one["cache.eviction"] = eviction
+        varied.append(one)
+    return varied
+
+
+def _settings(config: Path | None, overrides: dict[str, Any]) -> Any:
+    from prefixd.settings import Settings
+
+    return Settings.load(config, overrides)
+
+
+def _sizes(option: str, text: str, *, sweep: bool = False) -> list[int]:
+    from prefixd.sizes import parse_size
+
+    try:
+        sizes = [parse_size(part) for part in text.split(",")]
+    except ValueError as error:
+        raise WrongUsage(f"{option} {text}: {error}") from error
+    if len(sizes) > 1 and not sweep:
+        raise WrongUsage(f"{option} {text}: several sizes need --sweep")
+    if len(sizes) == 1 and sweep and sizes[0]:
+        return [int(sizes[0] * factor) for factor in _FACTORS]
+    return sizes
+
+
+def _names(option: str, text: str | None, *, sweep: bool) -> list[str | None]:
+    names: list[str | None] = [None] if text is None else list(text.split(","))
+    if len(names) > 1 and not sweep:
+        raise WrongUsage(f"{option} {text}: several policies need --sweep")
+    return names
+
+
+def _of_model(model: PlannedModel, lengths: Sequence[int]) -> list[str]:
+    longer = sum(length > model.context_tokens for length in lengths)
+    if not longer:
+        return []
+    return [
+        f"{longer:,} of {len(lengths):,} requests are longer than the {model.context_tokens:,} tokens that "
+        f"{model.name} was made for; they are planned all the same"
+    ]
+
+
+def _of_calibration(measured: Calibration) -> list[str]:
+    return [
+        f"measured on {measured.machine}: copies {measured.copy_bytes_per_s / 1e9:.3g} GB/s, disk "
+        f"{measured.disk_read_bytes_per_s / 1e6:,.0f} MB/s read, "
+        f"{measured.disk_write_bytes_per_s / 1e6:,.0f} MB/s written"
+        + (", passes by the published figures above" if measured.costs is None else "")
+    ]
+
+
+def _print(points: Sequence[Point], assumptions: Sequence[str], *, sweep: bool, took_s: float, requests: int) -> None:
+    from prefixd.cli import render
+    from prefixd.planner.sweep import ENOUGH, MEMORY_PRICE, enough
+
+    out = render.console()
+    out.print("Assumed:")
+    for line in assumptions:
+        out.print(f"  {line}", markup=False)
+    numbers = ("hits", "gpu", "cpu", "disk", "first\np50", "token\np95", "requests\nper s", "to disk", "evicted")
+    made = render.table("cpu tier", "disk tier", "policy", "eviction", *numbers, right=numbers)
+    best = enough(points)
+    for plan, figures in points:
+        settings = plan.plan.settings
+        made.add_row(
+            render.size(plan.cpu_bytes),
+            render.size(plan.disk_bytes),
+            settings.scheduler.policy,
+            settings.cache.eviction,
+            f"{figures.hit_rate:.1%}",
+            *(f"{share:.1%}" if share else "-" for share in figures.hits.values()),
+            render.duration(figures.ttft_s.p50),
+            render.duration(figures.ttft_s.p95),
+            f"{figures.requests_per_s:.2f}",
+            render.size(figures.disk_written_bytes),
+            f"{sum(figures.evicted_blocks.values()):,}",
+            style="bold green" if sweep and plan is best[0] else None,
+        )
+    out.print(made)
+    first = points[0][1]
+    if first.achievable_hit_rate is not None:
+        out.print(f"A cache without limits would find {first.achievable_hit_rate:.1%} of the prompt tokens.")
+    if first.refused:
+        out.print(f"{first.refused:,} requests never fit the GPU tier and were refused.")
+    if first.gpu_busy > _FULL:
+        out.print("The GPU computes all the time: requests arrive faster than it answers, and the queue grows.")
+    if sweep:
+        plan, figures = best
+        out.print(
+            f"[bold]Enough: {render.size(plan.cpu_bytes)} of CPU memory and {render.size(plan.disk_bytes)} of disk[/], "
+            f"with {plan.plan.settings.scheduler.policy} and {plan.plan.settings.cache.eviction}: the cheapest that "
+            f"finds {ENOUGH:.0%} of what the best finds; a byte of memory counts as {MEMORY_PRICE} of disk."
+        )
+    out.print(f"{requests * len(points):,} requests planned in {render.duration(took_s)}.")
+
+
+def _print_curve(curve: Curve, token_bytes: int) -> None:
+    from prefixd.cli import render
+    from prefixd.planner.curve import OPTIMUM
+
+    names = [name for name in curve.hit_rates if name != OPTIMUM] + [OPTIMUM]
+    made = render.table("one tier of", "blocks", *names, right=("one tier of", "blocks", *names))
+    for at, size in enumerate(curve.capacities):
+        rates = (f"{curve.hit_rates[name][at]:.1%}" for name in names)
+        made.add_row(render.size(size * curve.block_tokens * token_bytes), f"{size:,}", *rates)
+    out = render.console()
+    out.print(f"\nBlocks found by one tier alone, by its size; without limits {curve.most:.1%}:")
+    out.print(made)
+
+
+_FULL = 0.98
+
+
+def _plain(points: Sequence[Point], assumptions: Sequence[str], model: str, trace: Path, took_s: float) -> Any:
+    from prefixd.planner.sweep import enough
+
+    return {
+        "model": model,
+        "trace": trace.name,
+        "assumptions": list(assumptions),
+        "points": [plan.to_plain() | figures.to_plain() for plan, figures in points],
+        "enough": enough(points)[0].to_plain(),
+        "planning_s": took_s,
+    }

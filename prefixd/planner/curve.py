@@ -1,0 +1,226 @@
+"""The miss-ratio curve: what a cache of one tier finds of a trace, by its capacity and policy, beside the optimum.
+
+No time passes here: requests come one after the other, and a block hits when all blocks before it in its prompt do.
+A policy sees what it sees in the daemon, blocks with their times of use, and leaves go before their parents.
+
+The optimum is Belady's: what is used again latest, or never, goes first. A block is used whenever one behind it is, so
+its next use is never later: the blocks that stay are always whole prefixes.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixd.planner.replay import replay
+from prefixd.workloads.mooncake import TraceRequest
+from prefixd_swap import EvictionPolicy, create_eviction_policy
+
+Nodes = npt.NDArray[np.int32]
+Progress = Callable[[], None]
+OPTIMUM = "optimum"
+_CHUNK = 4096  # slots counted together
+
+
+@dataclass(frozen=True)
+class References:
+    """A trace as the prefix trie sees it.
+
+    Attributes:
+        nodes: the blocks of all requests, one request behind the other.
+        starts: [requests + 1] where each request's begin, and the end.
+        parent: [blocks] of each different block the one before it, -1 for a first one. Parents come before children.
+        at_s: [requests] when each comes.
+    """
+
+    nodes: Nodes
+    starts: npt.NDArray[np.int64]
+    parent: Nodes
+    at_s: npt.NDArray[np.float64]
+
+    @property
+    def blocks(self) -> int:
+        """Different blocks."""
+        return len(self.parent)
+
+    def paths(self) -> list[Nodes]:
+        """The blocks of each request, from the first on; views."""
+        bounds = self.starts.tolist()
+        return [self.nodes[start:stop] for start, stop in pairwise(bounds)]
+
+
+def references(found: Sequence[TraceRequest]) -> References:
+    """The blocks of a trace's requests, each known by its whole prefix."""
+    known: dict[tuple[int, int], int] = {}
+    parent: list[int] = []
+    nodes: list[int] = []
+    starts = [0]
+    for request in found:
+        node = -1
+        for hash_id in request.hash_ids:
+            key = (node, hash_id)
+            at = known.get(key)
+            if at is None:
+                at = known[key] = len(parent)
+                parent.append(node)
+            node = at
+            nodes.append(at)
+        starts.append(len(nodes))
+    at_s = np.array([request.timestamp_ms / 1e3 for request in found])
+    return References(np.array(nodes, np.int32), np.array(starts, np.int64), np.array(parent, np.int32), at_s)
+
+
+def lru_hits(trace: References, progress: Progress = lambda: None) -> npt.NDArray[np.int64]:
+    """The hits of LRU at every capacity: `[c]` is how many blocks a cache of `c` blocks finds, c from 0 to `blocks`.
+
+    By Mattson's stack distances: a block hits in every cache that is larger than the number of blocks used since. A
+    request uses its blocks together, the first one last, so that of one prompt the last block is the least recent.
+    """
+    nodes = trace.nodes
+    slots = len(nodes)
+    used = np.zeros(slots + 1, np.bool_)  # by time slot: a block was used last then
+    counts = np.zeros(slots // _CHUNK + 1, np.int64)
+    last = np.full(trace.blocks, -1, np.int64)
+    distances = np.zeros(trace.blocks + 2, np.int64)
+    bounds = trace.starts.tolist()
+    for start, stop in pairwise(bounds):
+        path = nodes[start:stop]
+        before = last[path]
+        known = int(np.count_nonzero(before >= 0))  # always the first ones
+        # Slots of one use lie side by side, in falling order along the prompt: a run is counted once.
+        slot = before[:known]
+        edges = [0, *(np.flatnonzero(np.diff(slot) != -1) + 1).tolist(), known] if known else []
+        for first, end in pairwise(edges):
+            newest = int(slot[first])
+            chunk = newest // _CHUNK
+            later = int(counts[chunk + 1 :].sum()) + int(np.count_nonzero(used[newest + 1 : (chunk + 1) * _CHUNK]))
+            distances[later + 1 : later + 1 + end - first] += 1
+        if known:
+            used[slot] = False
+            np.subtract.at(counts, slot // _CHUNK, 1)
+        new = np.arange(stop - 1, start - 1, -1)
+        last[path] = new
+        used[start:stop] = True
+        np.add.at(counts, new // _CHUNK, 1)
+        progress()
+    return np.cumsum(distances)[: trace.blocks + 1]
+
+
+def optimal_hits(trace: References, capacity: int, progress: Progress = lambda: None) -> int:
+    """How many blocks the best cache of `capacity` blocks finds, which knows what is asked for next."""
+    following = _following(trace)
+    resident = np.zeros(trace.blocks, np.bool_)
+    next_use = np.zeros(trace.blocks, np.int64)
+    heap: list[tuple[int, int]] = []  # (-next use, -block): a child has a higher number than its parent
+    hits = held = 0
+    bounds = trace.starts.tolist()
+    for start, stop in pairwise(bounds):
+        path = trace.nodes[start:stop]
+        there = resident[path]
+        hits += int(there.sum())
+        uses = following[start:stop]
+        again = uses < len(bounds)
+        held += int(np.count_nonzero(again)) - int(np.count_nonzero(there))
+        resident[path] = again
+        next_use[path] = uses
+        for block, use in zip(path[again].tolist(), uses[again].tolist(), strict=True):
+            heapq.heappush(heap, (-use, -block))
+        while held > capacity:
+            use, block = heapq.heappop(heap)
+            if resident[-block] and next_use[-block] == -use:
+                resident[-block] = False
+                held -= 1
+        progress()
+    return hits
+
+
+def _following(trace: References) -> npt.NDArray[np.int64]:
+    """For every reference the number of the next request that has the block; requests + 1 for none."""
+    requests = len(trace.starts) - 1
+    which = np.repeat(np.arange(requests), np.diff(trace.starts))
+    order = np.argsort(trace.nodes, kind="stable")
+    following = np.full(len(order), requests + 1, np.int64)
+    same = trace.nodes[order[1:]] == trace.nodes[order[:-1]]
+    following[order[:-1][same]] = which[order[1:][same]]
+    return following
+
+
+def policy_hits(trace: References, policy: EvictionPolicy, capacity: int, progress: Progress = lambda: None) -> int:
+    """How many blocks a cache of `capacity` blocks finds under a policy that has seen nothing yet."""
+    return replay(trace.paths(), trace.at_s.tolist(), trace.blocks, capacity, policy, progress)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Hit rates in blocks, by capacity.
+
+    Attributes:
+        capacities: blocks.
+        block_tokens: tokens of a block.
+        hit_rates: of each policy at each capacity; `OPTIMUM` is one of them.
+        most: what a cache without limits finds.
+    """
+
+    capacities: list[int]
+    block_tokens: int
+    hit_rates: dict[str, list[float]]
+    most: float
+
+    def to_plain(self) -> dict[str, Any]:
+        """As JSON types."""
+        return {
+            "capacity_blocks": self.capacities,
+            "block_tokens": self.block_tokens,
+            "hit_rates": self.hit_rates,
+            "without_limits": self.most,
+        }
+
+
+@dataclass(frozen=True)
+class CurvePart:
+    """One policy of a curve at one capacity, or LRU at all of them: what a process computes."""
+
+    policy: str
+    capacities: tuple[int, ...]
+    seed: int = 0
+
+    def run(self, trace: References) -> list[int]:
+        """Hits at each capacity."""
+        if self.policy == "lru":
+            hits = lru_hits(trace)
+            return [int(hits[min(capacity, trace.blocks)]) for capacity in self.capacities]
+        if self.policy == OPTIMUM:
+            return [optimal_hits(trace, capacity) for capacity in self.capacities]
+        return [
+            policy_hits(trace, create_eviction_policy(self.policy, self.seed), capacity) for capacity in self.capacities
+        ]
+
+
+def capacities(blocks: int, count: int = 8) -> list[int]:
+    """Capacities from a hundredth of a trace's different blocks to all of them, in equal ratios."""
+    return sorted({max(1, round(blocks * 0.01 ** (1 - at / (count - 1)))) for at in range(count)})
+
+
+def parts(policies: Sequence[str], sizes: Sequence[int]) -> list[CurvePart]:
+    """What a curve is made of, the longest computations first."""
+    some = [CurvePart(name, (size,)) for name in (OPTIMUM, *policies) if name != "lru" for size in sorted(sizes)]
+    return [*some, CurvePart("lru", tuple(sizes))]
+
+
+def put_together(
+    trace: References, sizes: Sequence[int], block_tokens: int, results: Sequence[tuple[CurvePart, Sequence[int]]]
+) -> Curve:
+    """The curve of what `CurvePart.run` gave."""
+    asked = max(1, len(trace.nodes))
+    rates: dict[str, dict[int, float]] = {}
+    for part, hits in results:
+        for size, count in zip(part.capacities, hits, strict=True):
+            rates.setdefault(part.policy, {})[size] = count / asked
+    known = {name: [of_size[size] for size in sizes] for name, of_size in rates.items()}
+    return Curve(list(sizes), block_tokens, known, 1 - trace.blocks / asked)

@@ -1,0 +1,46 @@
+"""Reads a model directory as the worker does, for `models.find_model`: `python -m prefixd.planner.describe_model DIR`.
+
+A process of its own, since it imports torch. It prints the fields of a `PlannedModel` as JSON, or one line to stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+
+from prefixd.planner.models import LayerGroup
+from prefixd.worker.errors import WorkerError
+from prefixd.worker.model_spec import read_model_spec
+from prefixd.worker.settings import WorkerSettings
+from prefixd_swap.geometry import ELEMENT_BYTES
+
+
+def main(directory: str) -> str:
+    """The model's fields. Raises WorkerError."""
+    spec = read_model_spec(WorkerSettings(model=directory))
+    if spec.groups.state is not None:
+        raise WorkerError("it has recurrent layers, of which a plan has no cost model; plan with a model of attention")
+    if not spec.attention:
+        raise WorkerError("it has no layers with attention")
+    groups = Counter((layer.kv_heads, layer.head_dim, layer.window) for layer in spec.attention)
+    fields = {
+        "name": Path(directory).name,
+        "groups": [asdict(LayerGroup(layers, heads, size, window)) for (heads, size, window), layers in groups.items()],
+        "parameters": spec.parameters,
+        "active_parameters": spec.parameters,
+        "query_heads": max(layer.query_heads for layer in spec.attention),
+        "context_tokens": spec.max_model_tokens,
+        "source": f"{directory}/config.json",
+        "element_bytes": ELEMENT_BYTES[spec.dtype],
+    }
+    return json.dumps(fields)
+
+
+if __name__ == "__main__":
+    try:
+        print(main(sys.argv[1]))
+    except WorkerError as error:
+        sys.exit(str(error))

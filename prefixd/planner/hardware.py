@@ -1,0 +1,330 @@
+"""What a machine takes for a pass of a model, and for bytes on its ways: published peaks times what is reached of them,
+or what `prefixd doctor --calibrate` has measured."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Protocol
+
+from prefixd.errors import ConfigError
+from prefixd.planner.models import PlannedModel
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way for bytes between two tiers."""
+
+    bytes_per_s: float
+    latency_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """The ways between the tiers of a machine: copies to and from the GPU, reads and writes of the disk."""
+
+    to_gpu: Way
+    from_gpu: Way
+    disk_read: Way
+    disk_write: Way
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """A machine by its published figures.
+
+    Attributes:
+        name: as it is chosen.
+        flops_per_s: dense matrix products in 16 bits, peak.
+        memory_bytes_per_s: of the GPU's memory, peak.
+        memory_bytes: of the GPU.
+        link_bytes_per_s: between GPU and CPU memory, one direction, peak.
+        disk_read_bytes_per_s, disk_write_bytes_per_s, disk_latency_s: of the disk.
+        flops_reached, memory_reached, link_reached: the share of the peaks that passes and copies reach.
+        pass_s: what each pass takes besides: launching kernels, sampling, the scheduler.
+        source: where the figures are published.
+    """
+
+    name: str
+    flops_per_s: float
+    memory_bytes_per_s: float
+    memory_bytes: float
+    link_bytes_per_s: float
+    disk_read_bytes_per_s: float = 6.5e9
+    disk_write_bytes_per_s: float = 3.5e9
+    disk_latency_s: float = 100e-6
+    flops_reached: float = 0.5
+    memory_reached: float = 0.7
+    link_reached: float = 0.8
+    link_latency_s: float = 20e-6
+    pass_s: float = 2e-3
+    source: str = "given"
+
+    @property
+    def ways(self) -> Ways:
+        """The ways between its tiers."""
+        link = Way(self.link_bytes_per_s * self.link_reached, self.link_latency_s)
+        read, write = (
+            Way(rate, self.disk_latency_s) for rate in (self.disk_read_bytes_per_s, self.disk_write_bytes_per_s)
+        )
+        return Ways(link, link, read, write)
+
+    def assumptions(self) -> list[str]:
+        """What a plan on this machine takes for granted, a line each."""
+        return [
+            f"{self.name}: {self.flops_per_s / 1e12:,.0f} TFLOP/s of which {self.flops_reached:.0%} are reached, "
+            f"{self.memory_bytes_per_s / 1e9:,.0f} GB/s of which {self.memory_reached:.0%} are reached, "
+            f"{1e3 * self.pass_s:g} ms a pass besides ({self.source})",
+            f"GPU to CPU memory: {self.link_bytes_per_s / 1e9:,.0f} GB/s each way of which {self.link_reached:.0%} are "
+            "reached",
+            f"disk: {self.disk_read_bytes_per_s / 1e9:g} GB/s read, {self.disk_write_bytes_per_s / 1e9:g} GB/s "
+            f"written, {1e6 * self.disk_latency_s:g} us latency",
+        ]
+
+
+_NVIDIA = "NVIDIA's data sheet; the disk: Samsung PM9A3 3.84 TB's data sheet"
+HARDWARE = {
+    machine.name: machine
+    for machine in (
+        Hardware(
+            name="a100",
+            flops_per_s=312e12,
+            memory_bytes_per_s=2.039e12,
+            memory_bytes=80e9,
+            link_bytes_per_s=32e9,
+            source=_NVIDIA,
+        ),
+        Hardware(
+            name="h100",
+            flops_per_s=989e12,
+            memory_bytes_per_s=3.35e12,
+            memory_bytes=80e9,
+            link_bytes_per_s=64e9,
+            source=_NVIDIA,
+        ),
+        Hardware(
+            name="h200",
+            flops_per_s=989e12,
+            memory_bytes_per_s=4.8e12,
+            memory_bytes=141e9,
+            link_bytes_per_s=64e9,
+            source=_NVIDIA,
+        ),
+    )
+}
+
+
+def find_hardware(name: str) -> Hardware:
+    """A machine by its name here, or by a JSON file with the fields of `Hardware`.
+
+    Raises:
+        ConfigError: there is no such machine, or the file does not describe one.
+    """
+    if name.lower() in HARDWARE:
+        return HARDWARE[name.lower()]
+    path = Path(name).expanduser()
+    if path.is_file():
+        return Hardware(**read_figures(path, Hardware))
+    near = difflib.get_close_matches(name.lower(), HARDWARE, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}? " if near else ""
+    names = ", ".join(field.name for field in fields(Hardware))
+    raise ConfigError(
+        f"there is no hardware {name!r}; {hint}known are {', '.join(HARDWARE)}, or name a JSON file with {names}"
+    )
+
+
+def read_figures(path: Path, kind: type[Any]) -> dict[str, Any]:
+    """The fields of a dataclass of numbers and texts from a JSON file.
+
+    Raises:
+        ConfigError: it is no JSON object, or a field is unknown, missing or no positive number.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} is not a JSON object with the figures of a machine")
+    known = {field.name: field for field in fields(kind)}
+    if unknown := sorted(content.keys() - known.keys()):
+        near = difflib.get_close_matches(unknown[0], known, n=1)
+        raise ConfigError(
+            f"{path}: there is no figure {unknown[0]!r}; " + (f"did you mean {near[0]}?" if near else "remove it")
+        )
+    needed = [name for name, field in known.items() if field.default is field.default_factory]
+    if missing := sorted(set(needed) - content.keys()):
+        raise ConfigError(f"{path}: {missing[0]} is missing; give a number")
+    for name, value in content.items():
+        text = str(known[name].type).startswith("str")
+        if text != isinstance(value, str) or not (text or _is_figure(value, zero=_is_time(name))):
+            wanted = "a text" if text else f"a number{' of at least' if _is_time(name) else ' above'} 0"
+            raise ConfigError(f"{path}: {name} = {value!r}; give {wanted}")
+    return content
+
+
+def _is_time(name: str) -> bool:
+    return name.endswith("_s") and not name.endswith("_per_s")
+
+
+def _is_figure(value: object, *, zero: bool) -> bool:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return 0 < value < float("inf") or (zero and value == 0)
+
+
+class ComputeCosts(Protocol):
+    """What a pass of the model takes."""
+
+    def pass_s(self, parts: Sequence[tuple[int, int]], begun: int = 0, /) -> float:
+        """Seconds of one pass.
+
+        Args:
+            parts: of each request in it how many tokens are computed, and how many are before them.
+            begun: how many of these requests are in a pass for the first time.
+        """
+
+    def assumptions(self) -> list[str]:
+        """What is taken for granted, a line each."""
+
+
+class PeakCosts:
+    """By the roofline: a pass takes as long as its operations or its bytes do, whichever is longer.
+
+    Operations: 2 for each weight and token, and those of attention. Bytes: all weights once, and the keys and values of
+    each request once.
+
+    Args:
+        hardware: the machine.
+        model: the model.
+    """
+
+    def __init__(self, hardware: Hardware, model: PlannedModel) -> None:
+        self._pass_s = hardware.pass_s
+        self._flops_per_s = hardware.flops_per_s * hardware.flops_reached
+        self._bytes_per_s = hardware.memory_bytes_per_s * hardware.memory_reached
+        self._token_flops = 2.0 * model.active_parameters
+        self._attention = model.attention
+        self._weight_bytes = model.weight_bytes
+        self._hardware, self._model = hardware, model
+
+    def pass_s(self, parts: Sequence[tuple[int, int]], begun: int = 0, /) -> float:
+        """See `ComputeCosts`; beginning a request is part of what a pass takes besides."""
+        del begun
+        flops, moved = self._token_flops * sum(count for count, _ in parts), self._weight_bytes
+        for window, token_flops, token_bytes in self._attention:
+            for count, before in parts:
+                seen = before + 0.5 * count
+                reach = float(before + count)
+                if window is not None:
+                    seen, reach = min(seen, window), min(reach, float(window + count))
+                flops += token_flops * count * seen
+                moved += token_bytes * reach
+        return self._pass_s + max(flops / self._flops_per_s, moved / self._bytes_per_s)
+
+    def assumptions(self) -> list[str]:
+        """See `ComputeCosts`."""
+        model, lines = self._model, self._hardware.assumptions()
+        lines.insert(
+            0,
+            f"{model.name}: {model.parameters / 1e9:g} billion parameters, {model.token_bytes / 1024:g} KiB of keys "
+            f"and values a token ({model.source})",
+        )
+        if model.weight_bytes > self._hardware.memory_bytes:
+            lines.append(
+                f"the weights, {model.weight_bytes / 1e9:.0f} GB, are more than the {self._hardware.name}'s "
+                f"{self._hardware.memory_bytes / 1e9:.0f} GB: the plan is of a machine that does not exist"
+            )
+        return lines
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """What `prefixd doctor --calibrate` has measured on a machine. None: not measured.
+
+    Attributes:
+        machine: in words.
+        disk_read_bytes_per_s, disk_write_bytes_per_s, disk_latency_s: of the data directory.
+        copy_bytes_per_s: of copies between the CPU tier and where the worker computes.
+        copy_latency_s: of such a copy.
+        model: whose passes these are.
+        pass_s: what each pass takes, whatever is computed.
+        token_s: what each token of a prompt takes besides.
+        decoded_s: what each token that a request decodes takes besides.
+        attended_s: what a token takes for each token before it.
+        begun_s: what a request takes from the worker once, besides: its message, its memory.
+        request_s: what a request takes outside the worker: its way through the daemon, and back.
+    """
+
+    machine: str
+    disk_read_bytes_per_s: float
+    disk_write_bytes_per_s: float
+    disk_latency_s: float
+    copy_bytes_per_s: float
+    copy_latency_s: float
+    model: str | None = None
+    pass_s: float | None = None
+    token_s: float | None = None
+    decoded_s: float | None = None
+    attended_s: float | None = None
+    begun_s: float | None = None
+    request_s: float = 0.0
+
+    @property
+    def ways(self) -> Ways:
+        """The ways between the machine's tiers."""
+        copies = Way(self.copy_bytes_per_s, self.copy_latency_s)
+        read, write = (
+            Way(rate, self.disk_latency_s) for rate in (self.disk_read_bytes_per_s, self.disk_write_bytes_per_s)
+        )
+        return Ways(copies, copies, read, write)
+
+    @property
+    def costs(self) -> MeasuredCosts | None:
+        """What passes take, if that was measured."""
+        figures = (self.pass_s, self.token_s, self.decoded_s, self.attended_s, self.begun_s)
+        known = [figure for figure in figures if figure is not None]
+        return MeasuredCosts(*known, where=f"{self.model} on {self.machine}") if len(known) == len(figures) else None
+
+    def to_json(self) -> str:
+        """As `read_calibration` takes it."""
+        return json.dumps({name: value for name, value in asdict(self).items() if value is not None}, indent=2) + "\n"
+
+
+def read_calibration(path: Path) -> Calibration:
+    """What `prefixd doctor --calibrate` wrote. Raises ConfigError."""
+    if not path.is_file():
+        raise ConfigError(f"there is no calibration at {path}; make one with `prefixd doctor --calibrate {path}`")
+    return Calibration(**read_figures(path, Calibration))
+
+
+class MeasuredCosts:
+    """Linear in what was measured. Arguments as in `Calibration`."""
+
+    def __init__(
+        self, pass_s: float, token_s: float, decoded_s: float, attended_s: float, begun_s: float, *, where: str
+    ) -> None:
+        self._pass_s = pass_s
+        self._token_s = token_s
+        self._decoded_s = decoded_s
+        self._attended_s = attended_s
+        self._begun_s = begun_s
+        self._where = where
+
+    def pass_s(self, parts: Sequence[tuple[int, int]], begun: int = 0, /) -> float:
+        """See `ComputeCosts`."""
+        total = self._pass_s + begun * self._begun_s
+        for count, before in parts:
+            total += count * (self._token_s if count > 1 else self._decoded_s)
+            total += self._attended_s * count * (before + 0.5 * count)
+        return total
+
+    def assumptions(self) -> list[str]:
+        """See `ComputeCosts`."""
+        return [
+            f"measured, {self._where}: {1e3 * self._pass_s:.3g} ms a pass, {1e6 * self._token_s:.3g} us a token of a "
+            f"prompt, {1e6 * self._decoded_s:.3g} us a token decoded, {1e9 * self._attended_s:.3g} ns for each token "
+            f"attended to, {1e3 * self._begun_s:.3g} ms to begin a request"
+        ]

@@ -1,0 +1,194 @@
+"""Models by name: what their keys and values take, and what computing a token takes."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from prefixd.errors import ConfigError
+from prefixd.server.kv_shape import KvShape
+from prefixd.worker.protocol import FullAttention, GroupShape, SlidingWindow
+
+_DESCRIBE_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers with attention of one shape.
+
+    Attributes:
+        layers: how many.
+        kv_heads: heads of keys, and of values.
+        head_dim: numbers of a head.
+        window: tokens that a layer sees; None for all.
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """What a plan needs to know of a model.
+
+    Attributes:
+        name: as it is chosen.
+        groups: its layers with attention.
+        parameters: of all weights.
+        active_parameters: of those that one token goes through: fewer in a mixture of experts.
+        query_heads: of each layer, with `head_dim` numbers each as the keys have.
+        context_tokens: the longest sequence that it was made for.
+        source: where these figures are published.
+        element_bytes: of a weight, and of a number of a key.
+    """
+
+    name: str
+    groups: tuple[LayerGroup, ...]
+    parameters: float
+    active_parameters: float
+    query_heads: int
+    context_tokens: int
+    source: str
+    element_bytes: int = 2
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's keys and values in all layers."""
+        return sum(self._group_bytes(group) for group in self.groups)
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of all weights."""
+        return self.parameters * self.element_bytes
+
+    @cached_property
+    def attention(self) -> tuple[tuple[int | None, float, float], ...]:
+        """Of each group its window, and for each token that a token attends to: operations, and bytes read."""
+        return tuple(
+            (
+                group.window,
+                4.0 * group.layers * self.query_heads * group.head_dim,
+                float(self._group_bytes(group)),
+            )
+            for group in self.groups
+        )
+
+    def kv(self, block_tokens: int, step_tokens: int) -> tuple[KvShape, int]:
+        """How its blocks lie in frames, and the bytes of a frame: the largest that all groups' blocks are made of."""
+        frame_bytes = math.gcd(*(block_tokens * self._group_bytes(group) for group in self.groups))
+        shapes = tuple(
+            GroupShape(
+                "full" if group.window is None else f"window-{group.window}",
+                FullAttention() if group.window is None else SlidingWindow(group.window),
+                group.layers,
+                block_tokens * self._group_bytes(group) // frame_bytes,
+            )
+            for group in self.groups
+        )
+        return KvShape(shapes, block_tokens, step_tokens=step_tokens), frame_bytes
+
+    def _group_bytes(self, group: LayerGroup) -> int:
+        return group.layers * 2 * group.kv_heads * group.head_dim * self.element_bytes
+
+
+def _alike(
+    name: str, layers: int, kv_heads: int, head_dim: int, parameters: float, query_heads: int, context: int, source: str
+) -> PlannedModel:
+    group = LayerGroup(layers, kv_heads, head_dim)
+    return PlannedModel(name, (group,), parameters, parameters, query_heads, context, source)
+
+
+_HUB = "huggingface.co/{}/blob/main/config.json"
+MODELS = {
+    model.name: model
+    for model in (
+        _alike("llama-3-8b", 32, 8, 128, 8.03e9, 32, 8192, _HUB.format("meta-llama/Meta-Llama-3-8B")),
+        _alike("llama-3.1-8b", 32, 8, 128, 8.03e9, 32, 131072, _HUB.format("meta-llama/Llama-3.1-8B")),
+        _alike("llama-3-70b", 80, 8, 128, 70.6e9, 64, 8192, _HUB.format("meta-llama/Meta-Llama-3-70B")),
+        _alike("llama-3.1-70b", 80, 8, 128, 70.6e9, 64, 131072, _HUB.format("meta-llama/Llama-3.1-70B")),
+        _alike("llama-3.2-1b", 16, 8, 64, 1.24e9, 32, 131072, _HUB.format("meta-llama/Llama-3.2-1B")),
+        _alike("qwen2.5-7b", 28, 4, 128, 7.62e9, 28, 131072, _HUB.format("Qwen/Qwen2.5-7B")),
+        _alike("qwen2.5-32b", 64, 8, 128, 32.5e9, 40, 131072, _HUB.format("Qwen/Qwen2.5-32B")),
+        _alike("qwen3-8b", 36, 8, 128, 8.19e9, 32, 40960, _HUB.format("Qwen/Qwen3-8B")),
+        PlannedModel(
+            "mistral-7b",
+            (LayerGroup(32, 8, 128, 4096),),
+            7.24e9,
+            7.24e9,
+            32,
+            32768,
+            _HUB.format("mistralai/Mistral-7B-v0.1"),
+        ),
+        PlannedModel(
+            "mixtral-8x7b",
+            (LayerGroup(32, 8, 128),),
+            46.7e9,
+            12.9e9,
+            32,
+            32768,
+            _HUB.format("mistralai/Mixtral-8x7B-v0.1"),
+        ),
+        PlannedModel(
+            "gemma-2-9b",
+            (LayerGroup(21, 8, 256), LayerGroup(21, 8, 256, 4096)),
+            9.24e9,
+            9.24e9,
+            16,
+            8192,
+            _HUB.format("google/gemma-2-9b"),
+        ),
+        PlannedModel(
+            "gemma-3-27b",
+            (LayerGroup(10, 16, 128), LayerGroup(52, 16, 128, 1024)),
+            27.4e9,
+            27.4e9,
+            32,
+            131072,
+            _HUB.format("google/gemma-3-27b-pt"),
+        ),
+        PlannedModel(
+            "embedded", (LayerGroup(8, 4, 64),), 2.37e7, 2.37e7, 8, 8192, "prefixd.embedded_model", element_bytes=4
+        ),
+    )
+}
+
+
+def find_model(name: str) -> PlannedModel:
+    """A model by its name here, or by a directory with a Hugging Face config.json.
+
+    Raises:
+        ConfigError: there is no such model, or its configuration cannot be planned with.
+    """
+    if name.lower() in MODELS:
+        return MODELS[name.lower()]
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _described(path)
+    near = difflib.get_close_matches(name.lower(), MODELS, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise ConfigError(
+        f"there is no model {name!r}; {hint}known are {', '.join(MODELS)}, or name a directory with a Hugging Face "
+        "config.json"
+    )
+
+
+def _described(path: Path) -> PlannedModel:
+    """As the worker reads the directory: in a process of its own, which imports torch."""
+    command = [sys.executable, "-m", "prefixd.planner.describe_model", str(path.resolve())]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=_DESCRIBE_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"reading the model {str(path)!r} took over {_DESCRIBE_S:g} s; is its disk well?") from error
+    if told.returncode:
+        lines = told.stderr.strip().splitlines() or ["no reason given"]
+        raise ConfigError(f"the model {str(path)!r} cannot be planned with: {lines[-1]}")
+    fields = json.loads(told.stdout)
+    return PlannedModel(**{**fields, "groups": tuple(LayerGroup(**group) for group in fields["groups"])})

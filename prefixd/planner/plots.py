@@ -1,0 +1,54 @@
+"""A plan as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from prefixd.errors import ConfigError
+from prefixd.planner.curve import OPTIMUM, Curve
+from prefixd.planner.sweep import GIB, Point, enough
+
+
+def draw_plan(points: Sequence[Point], curve: Curve | None, token_bytes: int, file: Path) -> None:
+    """Hits and waiting over the disk's size, a line for each size of memory and each policy; and the curve.
+
+    Raises:
+        ConfigError: matplotlib is not installed, or cannot write such a file.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("matplotlib is not installed, so there is no plot: pip install matplotlib") from error
+    figure = Figure(figsize=(10 if curve is None else 15, 4), layout="constrained")
+    hits, waits, *others = figure.subplots(1, 2 if curve is None else 3)
+    lines: dict[str, list[Point]] = {}
+    for plan, figures in points:
+        settings = plan.plan.settings
+        label = f"{plan.cpu_bytes / GIB:g} GiB, {settings.scheduler.policy}, {settings.cache.eviction}"
+        lines.setdefault(label, []).append((plan, figures))
+    for label, line in lines.items():
+        ordered = sorted(line, key=lambda point: point[0].disk_bytes)
+        sizes = [plan.disk_bytes / GIB for plan, _ in ordered]
+        hits.plot(sizes, [100 * found.hit_rate for _, found in ordered], marker="o", label=label)
+        waits.plot(sizes, [found.ttft_s.p50 for _, found in ordered], marker="o", label=label)
+    best, found = enough(points)
+    hits.plot([best.disk_bytes / GIB], [100 * found.hit_rate], "k*", markersize=14, label="enough")
+    if (most := points[0][1].achievable_hit_rate) is not None:
+        hits.axhline(100 * most, color="grey", linestyle="--", label="without limits")
+    hits.set(xlabel="disk tier, GiB", ylabel="prompt tokens found, %", ylim=(0, None))
+    waits.set(xlabel="disk tier, GiB", ylabel="time to first token, p50, s", ylim=(0, None))
+    hits.legend(title="CPU tier, policy, eviction", fontsize="small")
+    if curve is not None:
+        (axes,) = others
+        sizes = [size * curve.block_tokens * token_bytes / GIB for size in curve.capacities]
+        for policy, rates in curve.hit_rates.items():
+            style = "--" if policy == OPTIMUM else "-"
+            axes.plot(sizes, [100 * (1 - rate) for rate in rates], style, marker=".", label=policy)
+        axes.axhline(100 * (1 - curve.most), color="grey", linestyle=":", label="without limits")
+        axes.set(xlabel="one tier of so many GiB", ylabel="blocks not found, %", xscale="log", ylim=(0, 100))
+        axes.legend(fontsize="small")
+    try:
+        figure.savefig(file, dpi=150)
+    except ValueError as error:
+        raise ConfigError(f"{file} cannot be drawn ({error}); end its name in .png, .svg or .pdf") from error

@@ -1,0 +1,195 @@
+"""The prefetcher's second stage: prefixes that are on disk alone come to the CPU tier while the GPU tier has no room.
+
+```
+window   r1  r2  r3 | r4  r5  r6  r7 | r8 ...
+         GPU's room | CPU's room     | waits
+         to the GPU | disk to CPU    |
+```
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from prefixd.cache import TieredCache
+from prefixd.cache.groups import GroupMask
+from prefixd.cache.holds import Hold
+from prefixd.cache.index.trie import Rows
+from prefixd.server.frame_budget import FrameBudget
+from prefixd.server.load_meter import LoadMeter
+from prefixd.server.request import Request, RequestState
+from prefixd_scheduler import CostModel, Distance
+from prefixd_swap import SwapError
+from prefixd_swap.transfers import Urgency
+
+log = logging.getLogger(__name__)
+
+_ROOM_SHARE = 2
+"""Half of the CPU tier at most is held for the window: what leaves the GPU tier needs room there, too."""
+_SPARE = 1.5
+"""So much longer than estimated a load may take and still be over in time."""
+
+
+@dataclass(slots=True, eq=False)
+class _Near:
+    """A request of which the CPU tier holds, or gets, what the GPU tier lacks."""
+
+    request: Request
+    rows: Rows
+    groups: GroupMask
+    hold: Hold
+    round: int
+    copy: asyncio.Task[None] | None = None
+
+
+class CpuStage:
+    """Holds in the CPU tier what requests beyond the GPU tier's room will need, and brings up what is on disk alone.
+
+    What is held is not evicted, so room is made from what the window does not need (paper, V.G). Nothing is begun that
+    would not help: a load that is over in time anyway when it begins with the GPU tier's room. A request that leaves
+    the window loses its hold, and what was not yet moved for it alone is left where it is.
+
+    Images of a request are left to its turn.
+
+    Args:
+        cache: the cache.
+        cost: knows how long a load takes.
+        meter: measures loads that share the machine.
+        sharers: how many dispatchers share the tier.
+        look: called when a copy has ended: another may begin.
+    """
+
+    def __init__(
+        self,
+        cache: TieredCache,
+        cost: CostModel,
+        meter: LoadMeter,
+        sharers: Callable[[], int],
+        look: Callable[[], None],
+    ) -> None:
+        self._cache = cache
+        self._mover = cache.mover
+        self._cost = cost
+        self._meter = meter
+        self._sharers = sharers
+        self._look = look
+        self._budget = FrameBudget(cache.tiers.shared.footprint)
+        self._near: dict[int, _Near] = {}
+        self._copies: set[asyncio.Task[None]] = set()
+        self._round = 0
+        self._ahead_bytes = 0  # on disk, of the requests before this one in the window
+
+    def __contains__(self, request: Request) -> bool:
+        return request.id in self._near
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the CPU tier that are held, or on their way, for waiting requests."""
+        return self._budget.taken
+
+    @property
+    def reading(self) -> set[int]:
+        """Ids of the requests for which the disk is being read."""
+        return {number for number, near in self._near.items() if near.copy is not None and not near.copy.done()}
+
+    def begin_round(self) -> None:
+        """A new look at the window begins: `add` says who is in it, in the order of their turns."""
+        self._round += 1
+        self._ahead_bytes = 0
+        self._budget.begin_round()
+
+    def add(self, request: Request, *, due_s: float, time_s: float, may_read: bool) -> bool:
+        """A request beyond the GPU tier's room, of which `found` is exact; False when the CPU tier has no room for it.
+
+        Args:
+            request: waits without a footprint.
+            due_s: when its turn comes, on the clock of the transfers.
+            time_s: how long before that the GPU tier has room for it.
+            may_read: whether the disk is free for it.
+        """
+        tiers, trie = self._cache.tiers, request.trie
+        if tiers.durable is None or not tiers.durable.gives or not tiers.exists(tiers.shared):
+            return False
+        near = self._near.get(request.id)
+        if near is None:
+            needed = trie.lacking(request.found, tiers.compute.level, request.wanted)
+            rows, groups = request.found[needed != 0], needed[needed != 0]
+            if self._budget.taken + self._budget.weigh(trie, rows, groups) > self._room_bytes:
+                return False
+            near = self._hold(request, rows, groups)
+        near.round = self._round
+        lacking = trie.lacking(near.rows, tiers.shared.level, near.groups)
+        nbytes = int(trie.group_bytes[lacking].sum())
+        if nbytes:
+            self._ahead_bytes += nbytes
+            if may_read and near.copy is None and not self._is_in_time(time_s):
+                near.copy = asyncio.create_task(self._bring(near, nbytes, due_s))
+                self._copies.add(near.copy)
+                near.copy.add_done_callback(self._ended)
+        return True
+
+    def end_round(self) -> None:
+        """Lets go of requests that were not added in this round.
+
+        While a prefix is on its way to the GPU tier, what of it comes by way of the CPU tier goes on.
+        """
+        for near in list(self._near.values()):
+            if near.round != self._round and near.request.state is not RequestState.STAGING:
+                self.end(near.request)
+
+    def end(self, request: Request) -> None:
+        """Lets go of a request; one that it does not have is left alone."""
+        near = self._near.pop(request.id, None)
+        if near is None:
+            return
+        if near.copy is not None:
+            near.copy.cancel()
+        near.hold.end()
+        self._budget.remove(request.trie, near.rows, near.groups)
+
+    async def stop(self) -> None:
+        """Lets go of everything and waits for the copies under way."""
+        for near in list(self._near.values()):
+            self.end(near.request)
+        await asyncio.gather(*self._copies, return_exceptions=True)
+
+    @property
+    def _room_bytes(self) -> int:
+        """What may be held: not what waits to be written, which could only make room by being written at once."""
+        capacity_bytes = self._cache.tiers.shared.capacity_bytes
+        return min(capacity_bytes // _ROOM_SHARE, capacity_bytes - self._mover.queued[1]) // max(1, self._sharers())
+
+    def _is_in_time(self, time_s: float) -> bool:
+        """Whether this load and those before it in the window are over in time if they begin with the GPU's room."""
+        load_s = self._cost.load_s(self._ahead_bytes, Distance.DISK)
+        return load_s is not None and _SPARE * load_s <= time_s
+
+    def _hold(self, request: Request, rows: Rows, groups: GroupMask) -> _Near:
+        trie, placement = request.trie, self._mover.placement
+        placement.touch(trie, request.found)  # what is in the GPU tier, too, goes after what nobody waits for
+        owner = f"request {request.name}, ahead"
+        hold = placement.holds.hold(owner, trie, rows, self._cache.tiers.shared, groups)
+        self._budget.add(trie, rows, groups)
+        near = _Near(request, rows, groups, hold, self._round)
+        self._near[request.id] = near
+        return near
+
+    def _ended(self, copy: asyncio.Task[None]) -> None:
+        self._copies.discard(copy)
+        self._look()
+
+    async def _bring(self, near: _Near, nbytes: int, due_s: float) -> None:
+        trie, shared = near.request.trie, self._cache.tiers.shared
+        mark, complete = self._meter.begin(), False
+        try:
+            there = await self._mover.bring(trie, near.rows, shared, near.groups, urgency=Urgency.PREFETCH, due_s=due_s)
+            complete = there == len(near.rows)
+        except SwapError as error:
+            log.error("the prefix of request %s could not be brought to the CPU tier: %s", near.request.name, error)
+        finally:
+            elapsed_s = self._meter.end(mark)
+            if complete:
+                self._cost.observe_load(Distance.DISK, nbytes, elapsed_s)

@@ -1,0 +1,76 @@
+"""How many requests ahead of their turn prefixes are brought up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from prefixd_scheduler import CostModel, Distance
+
+MOST = 64
+"""A dispatch looks at every request of its window: some 40 us for each."""
+_UNKNOWN = 16  # until a load and a few hand-overs were seen
+_SPARE = 2.0  # loads are as long as estimated, or twice as long
+_SMOOTHING = 1 / 32
+
+
+class LookAhead:
+    """Measures how fast requests are handed over, and says how far ahead of that the loads have to begin.
+
+    The paper's N (`prefix_cache_long_term_memory`, V.G) "is based on system capacity". Here: a load of l seconds is
+    over in time if it begins l seconds before its request's turn. Where a request is handed over every h seconds, that
+    is l / h requests ahead. As many more as run at once are looked at besides, because they may all end at once.
+
+    Args:
+        cost: knows how long a load takes.
+        clock: seconds.
+        fixed: so many requests instead; 0 brings nothing up ahead of its turn.
+    """
+
+    def __init__(self, cost: CostModel, clock: Callable[[], float], fixed: int | None = None) -> None:
+        self._cost = cost
+        self._clock = clock
+        self._fixed = fixed
+        self._mean_bytes: dict[Distance, float] = {}
+        self._interval_s: float | None = None
+        self._last_s: float | None = None  # the last hand-over, if others waited then
+
+    @property
+    def interval_s(self) -> float | None:
+        """Seconds between two hand-overs while requests wait; None where that was never seen."""
+        return self._interval_s
+
+    def handed_over(self, others_wait: bool) -> None:
+        """A request was handed over; `others_wait`: the time until the next hand-over says how fast that goes."""
+        now_s = self._clock()
+        if self._last_s is not None:
+            gap_s = now_s - self._last_s
+            mean_s = gap_s if self._interval_s is None else self._interval_s
+            self._interval_s = mean_s + _SMOOTHING * (gap_s - mean_s)
+        self._last_s = now_s if others_wait else None
+
+    def loads(self, distance: Distance, nbytes: int) -> None:
+        """A load of so many bytes from `distance` begins."""
+        mean = self._mean_bytes.get(distance, float(nbytes))
+        self._mean_bytes[distance] = mean + _SMOOTHING * (nbytes - mean)
+
+    @property
+    def load_s(self) -> float | None:
+        """Estimated seconds of a usual load, from the tier from which that takes longest; None if never observed."""
+        seconds = (self._cost.load_s(int(nbytes), distance) for distance, nbytes in self._mean_bytes.items())
+        return max((each for each in seconds if each is not None), default=None)
+
+    def requests(self, running: int) -> int:
+        """How many requests to look at beyond those that could run now; `running` is how many run at once."""
+        if self._fixed is not None:
+            return self._fixed
+        load_s = self.load_s
+        if load_s is None or self._interval_s is None:
+            return min(MOST, max(_UNKNOWN, running))
+        if load_s >= MOST * self._interval_s:  # also where the clock stands still
+            return MOST
+        return min(MOST, running + math.ceil(_SPARE * load_s / self._interval_s))
+
+    def until_turn_s(self, places: int) -> float:
+        """Estimated seconds until so many requests have been handed over; 0 where nothing is known."""
+        return max(0, places) * (self._interval_s or 0.0)

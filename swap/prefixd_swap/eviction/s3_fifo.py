@@ -1,0 +1,84 @@
+"""S3-FIFO: three queues, first in first out (Yang et al., "FIFO queues are all you need for cache eviction", SOSP '23).
+
+```
+new ──> small queue, a tenth ──────────────> out, and remembered (ghost queue: `UseHistory`)
+             │ asked for again                      │ comes back
+             v                                      v
+        main queue ──> out;  each time that a block was asked for, at most 3, takes it round once more
+```
+
+Blocks go out leaves first, so a queue is not popped but scored: a block's rank is its place in its queue.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from prefixd_swap.eviction.policy import BlockTable, EvictionPolicy, Rows, Scores
+
+_MAIN = float(1 << 46)  # ranks in the main queue lie above it, those in the small one below
+_SMALL_SHARE = 0.1
+_MOST_ROUNDS = 3
+
+
+class S3Fifo(EvictionPolicy):
+    """What came first and was not asked for again goes first.
+
+    As the paper's, but for three things. A block moves to the main queue when it is asked for again, not when it
+    reaches the end of the small one. A further round moves its place by as many places as the queue has blocks, when
+    the round is earned, so that nothing has to be moved when room is made. And what comes back goes to the main queue
+    for as long as `UseHistory` remembers it.
+    """
+
+    name = "s3-fifo"
+    remembers = True
+
+    def __init__(self) -> None:
+        self._places: Counter[int] = Counter()  # given out, by tier; both queues count together
+        self._small: Counter[int] = Counter()  # blocks in the small queue, by tier
+        self._main: Counter[int] = Counter()
+
+    def admitted(self, table: BlockTable, rows: Rows, tier: int, now_s: float) -> None:
+        """New blocks join the small queue, those that were asked for before the main one."""
+        again = table.uses[rows] > 0
+        self._join(table, rows[~again], tier, self._small, 0.0)
+        self._join(table, rows[again], tier, self._main, _MAIN)
+
+    def accessed(self, table: BlockTable, rows: Rows, now_s: float) -> None:
+        """Those in the small queue move to the main one, those there go round once more."""
+        for tier in list(self._places):
+            here = rows[(table.any_part[rows] & np.uint8(1 << tier)) != 0]
+            rank = table.rank[here, tier]
+            moving, old = here[rank < _MAIN], here[rank >= _MAIN]
+            self._small[tier] -= len(moving)
+            self._join(table, moving, tier, self._main, _MAIN)
+            round_trip = float(self._main[tier])
+            most = _MAIN + self._places[tier] + _MOST_ROUNDS * round_trip
+            table.rank[old, tier] = np.minimum(table.rank[old, tier] + round_trip, most)
+
+    def removed(self, table: BlockTable, rows: Rows, tier: int) -> None:
+        """The queues have lost them."""
+        small = int(np.count_nonzero(table.rank[rows, tier] < _MAIN))
+        self._small[tier] -= small
+        self._main[tier] -= len(rows) - small
+
+    def scores(self, table: BlockTable, rows: Rows, tier: int) -> Scores:
+        """Their places, those of the queue that is too long before all others."""
+        rank: Scores = table.rank[rows, tier]
+        return rank if self._small_is_long(tier) else np.where(rank >= _MAIN, rank - 2 * _MAIN, rank)
+
+    def score(self, table: BlockTable, row: int, tier: int) -> float:
+        """Its place."""
+        rank = float(table.rank[row, tier])
+        return rank if rank < _MAIN or self._small_is_long(tier) else rank - 2 * _MAIN
+
+    def _small_is_long(self, tier: int) -> bool:
+        small, main = self._small[tier], self._main[tier]
+        return small > _SMALL_SHARE * (small + main)
+
+    def _join(self, table: BlockTable, rows: Rows, tier: int, queue: Counter[int], above: float) -> None:
+        table.rank[rows, tier] = above + self._places[tier] + np.arange(len(rows))
+        self._places[tier] += len(rows)
+        queue[tier] += len(rows)

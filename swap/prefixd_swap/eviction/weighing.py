@@ -1,0 +1,89 @@
+"""What a block saves against what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixd_swap.eviction.policy import BlockTable, EvictionPolicy, Rows, Scores
+from prefixd_swap.eviction.reuse_times import ReuseTimes
+
+ComputeTime = Callable[[int], float | None]
+"""Seconds to compute so many tokens of a prompt from its first on; None where that is not known."""
+
+_CLASSES = 6  # by uses; what was used more often is alike
+_FAR = 256  # blocks; computing takes longer with depth, and as far as this in proportion
+_TOKEN_S = 1e-4  # where no computation was observed; only where models meet does it matter
+
+
+class Weighing(EvictionPolicy):
+    """What saves the fewest seconds for the bytes that it holds goes first:
+
+        score = uses a second that are to be expected * seconds that each saves / bytes
+
+    What is to be expected is learned, by how often a block was asked for and how long ago that was (`ReuseTimes`). In
+    the last tier a use saves computing the block; deeper blocks attend to more tokens and take longer. In the other
+    tiers it saves a load from the next one, which takes time in proportion to the bytes.
+    """
+
+    name = "weighing"
+    remembers = True
+
+    def __init__(self) -> None:
+        self._reuse = ReuseTimes(_CLASSES)
+        self._now_s = 0.0
+        self._compute: dict[int, ComputeTime] = {}  # by the table's ordinal
+
+    def observe_compute_time(self, table: BlockTable, compute_s: ComputeTime) -> None:
+        """What computing takes for the blocks of a table; asked whenever blocks are weighed."""
+        self._compute[table.ordinal] = compute_s
+
+    def admitted(self, table: BlockTable, rows: Rows, tier: int, now_s: float) -> None:
+        """Blocks that were in no tier begin to wait for their next use."""
+        self._now_s = now_s
+        fresh = rows[(table.any_part[rows] == np.uint8(1 << tier)) & (table.uses[rows] == 0)]
+        self._reuse.began(np.zeros(len(fresh), np.int64))
+
+    def restored(self, table: BlockTable, rows: Rows, tier: int, now_s: float) -> None:
+        """Nothing to learn: when they were used last is not known."""
+        self._now_s = now_s
+
+    def accessed(self, table: BlockTable, rows: Rows, now_s: float) -> None:
+        """Their next use came, and they wait for another one."""
+        self._now_s = now_s
+        uses = table.uses[rows].astype(np.int64)
+        self._reuse.ended(_class(uses), now_s - table.last_used[rows])
+        self._reuse.began(_class(uses + 1))
+
+    def scores(self, table: BlockTable, rows: Rows, tier: int) -> Scores:
+        """Seconds that each saves, a second and GiB."""
+        values = self._reuse.values(_class(table.uses[rows].astype(np.int64)), self._now_s - table.last_used[rows])
+        first, more = self._saved(table, tier)
+        return values * (first + more * table.depth[rows])
+
+    def score(self, table: BlockTable, row: int, tier: int) -> float:
+        """Seconds that it saves, a second and GiB."""
+        uses, idle_s = min(int(table.uses[row]), _CLASSES - 1), self._now_s - float(table.last_used[row])
+        first, more = self._saved(table, tier)
+        return self._reuse.value(uses, idle_s) * (first + more * float(table.depth[row]))
+
+    def _saved(self, table: BlockTable, tier: int) -> tuple[float, float]:
+        """Seconds a GiB that a use of a prompt's first block saves, and how much more with each block before it."""
+        if self.last_tier is not None and tier != self.last_tier:
+            return 1.0, 0.0
+        tokens, gib = table.block_tokens, table.block_bytes / (1 << 30)
+        compute_s = self._compute.get(table.ordinal)
+        if compute_s is not None:
+            # A pass has a part that does not depend on its tokens: differences of passes do without it.
+            times = [compute_s(tokens * blocks) for blocks in (1, 2, _FAR, _FAR + 1)]
+            if None not in times:
+                near_1, near_2, far_1, far_2 = (float(time) for time in times if time is not None)
+                first, last = max(near_2 - near_1, 1e-9), max(far_2 - far_1, 1e-9)
+                return first / gib, max(last - first, 0.0) / (_FAR - 1) / gib
+        return _TOKEN_S * tokens / gib, 0.0
+
+
+def _class(uses: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    return np.minimum(uses, _CLASSES - 1)

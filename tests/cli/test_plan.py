@@ -1,0 +1,91 @@
+"""`prefixd plan`: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Cli = Callable[..., Any]
+MACHINE = ("--model", "llama-3.1-8b", "--gpu", "2GiB")
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """Twelve requests, of which each second one begins as the one before does."""
+    file = tmp_path / "trace.jsonl"
+    lines = []
+    for at in range(12):
+        ids = [at // 2, 50 + at // 2, 90 + at, 200]
+        lines.append({"timestamp": 1000 * at, "input_length": 1600, "output_length": 3, "hash_ids": ids})
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return file
+
+
+def test_a_plan_says_what_is_found_and_what_it_assumes(cli: Cli, trace: Path, tmp_path: Path) -> None:
+    done = cli("plan", "--trace", str(trace), *MACHINE, "--cpu", "4GiB", "--disk", "8GiB", "--json", "plan.json")
+    assert done.exit_code == 0, done.stderr
+    for words in (
+        "Assumed:",
+        "h100: 989 TFLOP/s of which 50% are reached",
+        "12 requests of trace.jsonl, arriving in 11 s",
+        "nobody asks for generated tokens again",
+        "32.0%",  # six requests find two of their blocks: 6 * 1024 of 12 * 1600
+        "A cache without limits would find 32.0% of the prompt tokens.",
+        "optimum",
+    ):
+        assert words in done.stdout
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    (point,) = plan["points"]
+    assert point["hit_rate"] == 0.32 and point["requests"] == 12 and point["cpu_bytes"] == 4 << 30
+    assert plan["curve"]["hit_rates"]["lru"][-1] == plan["curve"]["hit_rates"]["optimum"][-1] == 12 / 36
+    assert plan["assumptions"]
+
+
+def test_a_sweep_says_how_much_is_enough(cli: Cli, trace: Path, tmp_path: Path) -> None:
+    done = cli(
+        *("plan", "--trace", str(trace), *MACHINE, "--sweep", "--cpu", "1GiB,4GiB", "--disk", "0"),
+        *("--policy", "fcfs", "--no-curve", "--jobs", "2", "--json", "plan.json", "--plot", "plan.png"),
+    )
+    assert done.exit_code == 0, done.stderr
+    assert "Enough: 1.0 GiB of CPU memory" in done.stdout
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert [point["cpu_bytes"] >> 30 for point in plan["points"]] == [1, 4]
+    assert plan["enough"]["cpu_bytes"] == 1 << 30 and plan["curve"] is None
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (("--cpu", "lots"), "--cpu lots: write a size"),
+        (("--cpu", "1GiB,2GiB"), "several sizes need --sweep"),
+        (("--cpu", "1GiB", "--policy", "fcfs,fpf"), "several policies need --sweep"),
+        (("--cpu", "1GiB", "--policy", "best"), "scheduler.policy"),
+        (("--cpu", "1GiB", "--set", "cpu.bytes=3"), "cpu.bytes is given by its flag and by --set"),
+        (("--cpu", "1GiB", "--hardware", "h10"), "did you mean h100?"),
+        (("--cpu", "1GiB", "--calibration", "none.json"), "make one with `prefixd doctor --calibrate"),
+        (("--cpu", "1GiB", "--json", "no/dir/plan.json"), "cannot write to"),
+        (("--cpu", "1GiB", "--gpu", "64MiB"), "the smallest request needs 2"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line(cli: Cli, trace: Path, arguments: tuple[str, ...], line: str) -> None:
+    done = cli("plan", "--trace", str(trace), *MACHINE, "--no-curve", *arguments)
+    assert done.exit_code in (1, 2) and line in done.stderr and "Traceback" not in done.stderr
+    assert done.stderr.strip().splitlines()[-1].startswith("prefixd: ")
+
+
+def test_a_trace_that_cannot_be_read_is_named(cli: Cli, trace: Path, tmp_path: Path) -> None:
+    def said(file: Path, *more: str) -> str:
+        done = cli("plan", "--trace", str(file), "--model", "llama-3-8b", "--gpu", "2GiB", "--cpu", "1GiB", *more)
+        assert done.exit_code == 2
+        return str(done.stderr)
+
+    assert "get one from https://github.com/kvcache-ai/Mooncake" in said(tmp_path / "none.jsonl")
+    trace.write_text('{"timestamp": 0}\n')
+    assert "line 1: hash_ids is not a list" in said(trace)
+    trace.write_text("")
+    assert "has no request" in said(trace)

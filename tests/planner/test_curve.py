@@ -1,0 +1,117 @@
+"""The curve's caches against plain ones, a block at a time."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prefixd.planner.curve import (
+    OPTIMUM,
+    CurvePart,
+    References,
+    capacities,
+    lru_hits,
+    optimal_hits,
+    parts,
+    policy_hits,
+    put_together,
+    references,
+)
+from prefixd.workloads.mooncake import TraceRequest
+from prefixd_swap import create_eviction_policy
+from prefixd_swap.eviction import POLICY_NAMES
+
+Paths = list[list[int]]
+TRACES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), min_size=1, max_size=12)
+
+
+def trace_of(paths: Paths) -> References:
+    return references(
+        [TraceRequest(1000 * number, 512 * len(path), 1, tuple(path)) for number, path in enumerate(paths)]
+    )
+
+
+def plain_lru(paths: Paths, capacity: int) -> int:
+    """Prefixes in the order of their last use; of one request the longest is the least recent."""
+    order: list[tuple[int, ...]] = []
+    hits = 0
+    for path in paths:
+        prefixes = [tuple(path[: length + 1]) for length in range(len(path))]
+        hits += sum(prefix in order for prefix in prefixes)
+        order = [prefix for prefix in order if prefix not in prefixes] + prefixes[::-1]
+        order = order[max(0, len(order) - capacity) :]
+    return hits
+
+
+def best(paths: Paths, capacity: int) -> int:
+    """The most hits of any choice of what stays after each request, whole prefixes."""
+    states: dict[frozenset[tuple[int, ...]], int] = {frozenset(): 0}
+    for path in paths:
+        prefixes = {tuple(path[: length + 1]) for length in range(len(path))}
+        following: dict[frozenset[tuple[int, ...]], int] = {}
+        for state, hits in states.items():
+            hits += len(prefixes & state)
+            there = state | prefixes
+            for count in range(min(capacity, len(there)) + 1):
+                for kept in itertools.combinations(sorted(there), count):
+                    chosen = frozenset(kept)
+                    if all(len(prefix) == 1 or prefix[:-1] in chosen for prefix in chosen):
+                        following[chosen] = max(following.get(chosen, 0), hits)
+        states = following
+    return max(states.values())
+
+
+@given(TRACES)
+def test_lru_finds_what_a_list_in_the_order_of_use_finds(paths: Paths) -> None:
+    trace = trace_of(paths)
+    hits = lru_hits(trace)
+    assert len(hits) == trace.blocks + 1 and hits[0] == 0
+    for capacity in range(1, trace.blocks + 1):
+        assert hits[capacity] == plain_lru(paths, capacity)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=3), min_size=1, max_size=5), st.integers(1, 3))
+def test_no_choice_finds_more_than_the_optimum(paths: Paths, capacity: int) -> None:
+    assert optimal_hits(trace_of(paths), capacity) == best(paths, capacity)
+
+
+@given(TRACES, st.integers(1, 12), st.sampled_from(POLICY_NAMES))
+def test_policies_find_at_most_the_optimum_and_all_with_room_for_all(paths: Paths, capacity: int, name: str) -> None:
+    trace = trace_of(paths)
+    hits = policy_hits(trace, create_eviction_policy(name, 1), capacity)
+    assert hits <= optimal_hits(trace, capacity)
+    if capacity >= trace.blocks:
+        assert hits == len(trace.nodes) - trace.blocks
+
+
+def test_the_score_of_lru_is_its_stack() -> None:
+    chance = np.random.default_rng(2)
+    paths = [[int(chance.zipf(1.5)) % 30, *chance.integers(0, 3, 5).tolist()] for _ in range(400)]
+    trace = trace_of(paths)
+    exact = lru_hits(trace)
+    for capacity in (50, 100):
+        assert policy_hits(trace, create_eviction_policy("lru", 0), capacity) == pytest.approx(
+            exact[capacity], rel=0.05
+        )
+
+
+def test_a_curve_is_put_together_of_its_parts() -> None:
+    trace = trace_of([[1, 2], [1, 3], [1, 2]])
+    sizes = capacities(trace.blocks, 3)
+    assert sizes == [1, 3] and capacities(10_000, 3) == [100, 1000, 10_000]
+    made = parts(["lru", "fifo"], sizes)
+    assert {part.policy for part in made} == {"lru", "fifo", OPTIMUM}
+    curve = put_together(trace, sizes, 512, [(part, part.run(trace)) for part in made])
+    assert curve.hit_rates["lru"] == [2 / 6, 3 / 6] and curve.hit_rates[OPTIMUM] == [2 / 6, 3 / 6]
+    assert curve.most == 0.5 and curve.to_plain()["capacity_blocks"] == [1, 3]
+
+
+def test_random_is_repeatable() -> None:
+    trace = trace_of([[at % 7, at % 3] for at in range(50)])
+    part = CurvePart("random", (5,), seed=3)
+    assert part.run(trace) == part.run(trace)

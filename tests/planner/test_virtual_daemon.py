@@ -1,0 +1,119 @@
+"""The daemon in virtual time finds exactly what can be found, and takes exactly as long as its costs say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import pytest
+
+from prefixd.errors import ConfigError
+from prefixd.planner.figures import PlanFigures
+from prefixd.planner.models import LayerGroup
+from prefixd.planner.virtual_daemon import Plan, simulate
+from prefixd.planner.workload import PlannedRequest, Workload
+
+MakePlan = Callable[..., Plan]
+Letters = Callable[..., Workload]
+
+
+def found(figures: PlanFigures, blocks: int = 2) -> dict[str, float]:
+    """Hits by tier in whole prompts of `blocks` blocks and a token."""
+    tokens = figures.requests * (4 * blocks + 1)
+    return {tier: round(share * tokens / (4 * blocks), 6) for tier, share in figures.hits.items() if share}
+
+
+def test_what_fits_is_found_and_the_rest_is_not(make_plan: MakePlan, one_by_one: Letters) -> None:
+    # A request takes a frame for each block of its prefix, and one for the token behind them. LRU, leaves first:
+    #   A miss   B miss   A 2   B 2   C miss, drops A's second block
+    #   A 1, drops B's second   B 1, drops C's second   C 1, drops A's second
+    (figures,) = simulate(make_plan(gpu=6), [one_by_one("ABABCABC")])
+    assert found(figures) == {"gpu": 7 / 2}
+    assert figures.requests == 8 and figures.evicted_blocks["gpu"] == 4
+
+
+def test_what_falls_out_of_the_gpu_is_found_below(make_plan: MakePlan, one_by_one: Letters) -> None:
+    (figures,) = simulate(make_plan(gpu=5, cpu=16), [one_by_one("ABCABC")])
+    assert sum(found(figures).values()) == 3 and found(figures)["cpu"] >= 2
+    (figures,) = simulate(make_plan(gpu=5, cpu=3, disk=64), [one_by_one("ABCDABCD")])
+    assert sum(found(figures).values()) == 4 and found(figures)["disk"] >= 2
+    assert figures.disk_written_bytes >= 8 * 4096 and figures.disk_read_bytes >= 4 * 4096
+
+
+def test_no_cache_finds_nothing(make_plan: MakePlan, one_by_one: Letters) -> None:
+    (figures,) = simulate(make_plan(gpu=32, cpu=32, cache__enabled=False), [one_by_one("AAAA")])
+    assert figures.hit_rate == 0 and figures.disk_written_bytes == 0
+
+
+def test_time_is_what_the_passes_take(make_plan: MakePlan, one_by_one: Letters) -> None:
+    (figures,) = simulate(make_plan(gpu=32), [one_by_one("ABA", output_tokens=10)])
+    assert figures.ttft_s.p95 == pytest.approx(1.0, abs=1e-2)
+    assert figures.elapsed_s == pytest.approx(30.0, abs=1e-2) and figures.gpu_busy == pytest.approx(1.0, abs=1e-2)
+    assert figures.output_tokens_per_s == pytest.approx(1.0, abs=1e-2)
+
+
+def test_a_prompt_longer_than_a_pass_takes_several(make_plan: MakePlan, one_by_one: Letters) -> None:
+    (figures,) = simulate(make_plan(gpu=32, worker__max_step_tokens=8), [one_by_one("A", blocks=4)])
+    assert figures.ttft_s.p50 == pytest.approx(3.0, abs=1e-2), "17 tokens, 8 at a time"
+
+
+def test_a_request_that_comes_while_others_decode_joins_them(make_plan: MakePlan) -> None:
+    def request(arrival_s: float, output_tokens: int, first: int) -> PlannedRequest:
+        return PlannedRequest(arrival_s, lambda: np.arange(first, first + 5, dtype=np.uint32), 5, output_tokens)
+
+    workload = Workload("two", [request(0.0, 20, 0), request(4.5, 2, 100)])
+    (figures,) = simulate(make_plan(gpu=32, worker__max_running=2), [workload])
+    assert figures.elapsed_s == pytest.approx(20.0, abs=1e-2), "a stretch of alike passes ends where the other begins"
+    assert figures.ttft_s.p95 == pytest.approx(1.5, abs=1e-2), "the pass that runs, and its own"
+
+
+def test_followers_come_after_the_answer_and_find_it(make_plan: MakePlan) -> None:
+    answer = tuple(range(900, 908))
+    first = np.arange(9, dtype=np.uint32)
+    second = np.concatenate([first, np.array(answer, np.uint32), np.arange(500, 504, dtype=np.uint32)])
+    turns = [
+        PlannedRequest(0.0, lambda: first, 9, 8, answer),
+        PlannedRequest(5.0, lambda: second, 21, 1, after=0),
+    ]
+    (figures,) = simulate(make_plan(gpu=32), [Workload("chat", turns)])
+    # The last token that was sampled is in no memory: 16 of 17 tokens are full blocks.
+    assert figures.hit_rate == 16 / 30 and figures.elapsed_s == pytest.approx(8 + 5 + 1, abs=1e-2)
+
+
+def test_windows_are_the_models(make_plan: MakePlan, one_by_one: Letters) -> None:
+    groups = (LayerGroup(1, 1, 256), LayerGroup(3, 1, 256, 4))
+    plan = make_plan(gpu=64, groups=groups, worker__max_running=2)
+    (figures,) = simulate(plan, [one_by_one("ABAB", blocks=6)])
+    assert found(figures, 6) == {"gpu": 2}
+
+
+def test_the_same_plan_gives_the_same_figures(make_plan: MakePlan) -> None:
+    chance = np.random.default_rng(1)
+    prompts = [np.repeat(chance.integers(0, 3, 6), 4).astype(np.uint32) for _ in range(60)]
+    requests = [PlannedRequest(0.7 * n, partial(np.copy, p), 24, 3 + n % 5) for n, p in enumerate(prompts)]
+    plan = make_plan(gpu=40, cpu=40, disk=100, worker__max_running=4, scheduler__look_ahead=4)
+    first, second = (simulate(plan, [Workload("chance", requests)]) for _ in range(2))
+    assert first == second and first[0].hit_rate > 0
+    assert first[0].requests == 60
+
+
+def test_two_workloads_share_one_cache(make_plan: MakePlan, one_by_one: Letters) -> None:
+    warm, run = simulate(make_plan(gpu=32), [one_by_one("AB"), one_by_one("AB")])
+    assert warm.hit_rate == 0 and found(run) == {"gpu": 2}
+    assert run.elapsed_s == pytest.approx(2.0, abs=1e-2), "each from its own beginning"
+
+
+def test_requests_that_never_fit_are_refused_and_counted(make_plan: MakePlan, one_by_one: Letters) -> None:
+    long, short = one_by_one("A", blocks=50).requests, one_by_one("B").requests
+    (figures,) = simulate(make_plan(gpu=8), [Workload("mixed", [*long, *short], outstanding=1)])
+    assert (figures.requests, figures.refused) == (1, 1)
+    with pytest.raises(ConfigError, match="none of the 1 requests fits the GPU tier"):
+        simulate(make_plan(gpu=8), [one_by_one("A", blocks=50)])
+
+
+def test_a_gpu_tier_for_no_request_is_refused(make_plan: MakePlan, one_by_one: Letters) -> None:
+    with pytest.raises(ConfigError, match="smallest request needs 2"):
+        simulate(make_plan(gpu=1), [one_by_one("A")])
+    with pytest.raises(ConfigError, match="auto"):
+        simulate(make_plan(gpu=1, gpu__bytes="auto"), [one_by_one("A")])

@@ -1,0 +1,234 @@
+"""The prefetcher's two stages, in virtual time: the daemon's own parts over tiers of a known speed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from prefixd.planner.hardware import MeasuredCosts, Way, Ways
+from prefixd.planner.models import LayerGroup, PlannedModel
+from prefixd.planner.virtual_daemon import Plan, VirtualDaemon, open_daemon, simulate
+from prefixd.planner.workload import PlannedRequest, Workload, of_text_analysis
+from prefixd.server.request import Event, Request, RequestState
+from prefixd.settings import Settings
+from prefixd.workloads.text_analysis import Serving, TextAnalysis, TierSizes
+from prefixd_swap.simulated_time import SimulatedTimeLoop
+
+BLOCK = 16
+MODEL = PlannedModel("small", (LayerGroup(1, 8, 64),), 1e6, 1e6, 8, 1 << 20, "a test")
+BLOCK_BYTES = BLOCK * MODEL.token_bytes  # 32 KiB
+GPU, CPU, DISK = range(3)
+STAGING, READY, WAITING = RequestState.STAGING, RequestState.READY, RequestState.WAITING
+Body = Callable[[VirtualDaemon], Awaitable[None]]
+
+
+class Events:
+    """Nobody listens."""
+
+    def put_nowait(self, event: Event, /) -> None:
+        """Forgets it."""
+
+
+def run(body: Body, **options: Any) -> None:
+    """Runs `body` with a daemon in virtual time, at the end of which everything has to add up."""
+
+    async def with_daemon() -> None:
+        async with opened(**options) as daemon:
+            await body(daemon)
+
+    with asyncio.Runner(loop_factory=SimulatedTimeLoop) as runner:
+        runner.run(with_daemon())
+
+
+@asynccontextmanager
+async def opened(
+    *, gpu: int, cpu: int, disk: int = 4000, bytes_per_s: float = 1e6, look_ahead: int | str = 16
+) -> AsyncIterator[VirtualDaemon]:
+    """A daemon with tiers of so many blocks, of which one request runs at a time, at a second for each pass."""
+    settings = Settings.load(
+        Path(os.devnull),
+        {
+            "worker.embedded": True,
+            "worker.block_tokens": BLOCK,
+            "worker.max_running": 1,
+            "gpu.bytes": gpu * BLOCK_BYTES,
+            "cpu.bytes": cpu * BLOCK_BYTES,
+            "disk.bytes": disk * BLOCK_BYTES,
+            "scheduler.policy": "fcfs",
+            "scheduler.look_ahead": look_ahead,
+        },
+        {},
+    )
+    copies, files = Way(1e9, 0.0), Way(bytes_per_s, 0.0)
+    costs = MeasuredCosts(1.0, 0.01, 0.0, 0.0, 0.0, where="a test")
+    async with open_daemon(Plan(MODEL, settings, costs, Ways(copies, copies, files, files))) as daemon:
+        yield daemon
+
+
+def prompt(number: int, blocks: int) -> PlannedRequest:
+    """So many full blocks, and a token that has to be computed; answered with one token."""
+    tokens = np.arange(blocks * BLOCK + 1, dtype=np.uint32) + number * 100_000
+    return PlannedRequest(0.0, partial(np.copy, tokens), len(tokens), 1)
+
+
+async def on_disk_alone(daemon: VirtualDaemon, prompts: Sequence[PlannedRequest], others: int) -> None:
+    """Has the prompts computed and written, and then so many blocks of others, which take their place in memory."""
+    fill = [prompt(900 + number, 8) for number in range(others // 8)]
+    await daemon.run(Workload("fill", [*prompts, *fill], outstanding=1), lambda: None)
+    await asyncio.sleep(600)
+    for each in prompts:
+        request = submit(daemon, each, 0.0)
+        assert set(where(request)) == {DISK}
+        daemon.dispatcher.cancel(request)
+
+
+async def busy(daemon: VirtualDaemon) -> Request:
+    """A request that runs for a long time."""
+    tokens = np.arange(BLOCK, dtype=np.uint32) + 5_000_000
+    request = submit(daemon, PlannedRequest(0.0, partial(np.copy, tokens), BLOCK, 600), 0.0)
+    await until(lambda: request.state is RequestState.RUNNING)
+    return request
+
+
+async def until(condition: Callable[[], object]) -> None:
+    for _ in range(100_000):
+        if condition():
+            return
+        await asyncio.sleep(0.001)
+    pytest.fail("not within 100 s of virtual time")
+
+
+def submit(daemon: VirtualDaemon, planned: PlannedRequest, arrival_s: float) -> Request:
+    """Queues a request in the place of one that came then."""
+    return daemon.submit(planned, arrival_s, cast(Any, Events()))
+
+
+def where(request: Request) -> list[int]:
+    """The nearest tier of each cached block."""
+    tiers: list[int] = request.trie.distances(request.rows).tolist()
+    return tiers
+
+
+def in_cpu(request: Request) -> int:
+    """How many of its blocks the CPU tier has."""
+    return int((request.trie.lacking(request.rows, CPU) == 0).sum())
+
+
+def read_bytes(daemon: VirtualDaemon) -> int:
+    """What was read from disk since the start."""
+    stats = next(stats for stats in daemon.cache.tiers.transfers.stats() if stats.path == "disk read")
+    return sum(each.moved_bytes for each in stats.by_urgency.values())
+
+
+def test_what_the_gpu_has_no_room_for_comes_to_the_cpu_as_far_as_that_has_room() -> None:
+    """8 blocks each. 24 of the GPU's 64 blocks are for the one that runs, and half of the CPU's 64 for the window."""
+
+    async def body(daemon: VirtualDaemon) -> None:
+        prompts = [prompt(number, 8) for number in range(1, 9)]
+        await on_disk_alone(daemon, prompts, others=256)
+        read = read_bytes(daemon)
+        await busy(daemon)
+        waiting = [submit(daemon, each, float(number)) for number, each in enumerate(prompts)]
+        await asyncio.sleep(30)
+        staged = [request for request in waiting if request.state is READY]
+        assert 2 <= len(staged) <= 6 and staged == waiting[: len(staged)]
+        near = waiting[len(staged) : len(staged) + 4]
+        assert all(in_cpu(request) == 8 and request.state is WAITING for request in near)
+        holds = near[0].trie.holds
+        assert all(holds[request.rows, CPU].all() for request in near), "no room is made at their expense"
+        assert read_bytes(daemon) - read == (len(staged) + len(near)) * 8 * BLOCK_BYTES
+        for request in waiting:
+            daemon.dispatcher.cancel(request)
+
+    run(body, gpu=64, cpu=64)
+
+
+def test_the_first_whose_turn_comes_is_read_first_whoever_came_first() -> None:
+    async def body(daemon: VirtualDaemon) -> None:
+        prompts = [prompt(number, 8) for number in range(1, 7)]
+        await on_disk_alone(daemon, prompts, others=400)
+        await busy(daemon)
+        arrivals = [float(len(prompts) - number) for number in range(len(prompts))]
+        waiting = [submit(daemon, each, at) for each, at in zip(prompts, arrivals, strict=True)]
+        came: list[Request] = []
+        for _ in range(10_000):
+            await asyncio.sleep(0.01)
+            came += [request for request in waiting if DISK not in where(request) and request not in came]
+        assert came == waiting[::-1]
+        for request in waiting:
+            daemon.dispatcher.cancel(request)
+
+    run(body, gpu=44, cpu=256)
+
+
+@pytest.mark.parametrize("how", ["cancelled", "out of the window"])
+def test_what_nobody_needs_any_more_stops_and_keeps_no_room(how: str) -> None:
+    """512 blocks at 1 MB/s take 17 s."""
+
+    async def body(daemon: VirtualDaemon) -> None:
+        long, other = prompt(1, 512), prompt(2, 8)
+        await on_disk_alone(daemon, [long, other], others=2400)
+        await busy(daemon)
+        before = [submit(daemon, prompt(800, 560), 1.0)]
+        request = submit(daemon, long, 10.0)
+        read = read_bytes(daemon)
+        await until(lambda: read_bytes(daemon) > read)
+        assert request.state is WAITING
+        if how == "cancelled":
+            daemon.dispatcher.cancel(request)
+        else:
+            before.append(submit(daemon, prompt(777, 4), 2.0))
+        await asyncio.sleep(60)
+        assert read_bytes(daemon) - read < 512 * BLOCK_BYTES // 2
+        assert not request.trie.holds[request.found, CPU].any()
+        for each in (*before, request):
+            daemon.dispatcher.cancel(each)
+
+    run(body, gpu=600, cpu=1200, look_ahead=16 if how == "cancelled" else 2)
+
+
+def test_a_prefix_on_its_way_to_the_cpu_is_not_read_again_for_the_gpu() -> None:
+    async def body(daemon: VirtualDaemon) -> None:
+        long = prompt(1, 512)
+        await on_disk_alone(daemon, [long], others=2400)
+        await busy(daemon)
+        before = submit(daemon, prompt(800, 560), 1.0)
+        request = submit(daemon, long, 10.0)
+        read = read_bytes(daemon)
+        await until(lambda: read_bytes(daemon) > read)
+        assert request.state is WAITING
+        daemon.dispatcher.cancel(before)  # now the GPU tier has room
+        await until(lambda: request.state is STAGING)
+        await until(lambda: request.state is READY)
+        assert set(where(request)) == {GPU}
+        assert read_bytes(daemon) - read == 512 * BLOCK_BYTES
+        daemon.dispatcher.cancel(request)
+
+    run(body, gpu=600, cpu=1200)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "fpf"])
+@pytest.mark.parametrize("bytes_per_s", [5e7, 1e9])
+def test_looking_ahead_is_never_slower_than_not(policy: str, bytes_per_s: float) -> None:
+    """The text analysis workload, from a disk that is the bottleneck to one that is none."""
+    workload = TextAnalysis(prefixes=24, requests=64, prefix_tokens=512, outstanding=24)
+    sizes = TierSizes(gpu_prefixes=3, cpu_prefixes=6, disk_prefixes=24)
+    ways = Ways(Way(5e9, 5e-5), Way(5e9, 5e-5), Way(bytes_per_s, 1e-4), Way(bytes_per_s, 1e-4))
+    model = PlannedModel("embedded", (LayerGroup(8, 8, 64),), 1e8, 1e8, 8, 8192, "a test")
+    rates = []
+    for look_ahead in (0, "auto"):
+        serving = Serving(name=policy, policy=policy, look_ahead=look_ahead)
+        overrides = {"worker.embedded": True, "scheduler.load": "always", **serving.overrides(workload, sizes)}
+        settings = Settings.load(Path(os.devnull), overrides, {})
+        plan = Plan(model, settings, MeasuredCosts(2e-3, 3.5e-4, 1.5e-3, 1e-7, 0.0, where="a test"), ways, 0.001)
+        rates.append(simulate(plan, of_text_analysis(workload))[-1].requests_per_s)
+    without, with_it = rates
+    assert with_it >= 0.99 * without, "of the order in which prefixes are read a hundredth is chance"

@@ -1,0 +1,327 @@
+"""Time to first token of a cached prompt: load the prefix, compute it again, or whatever the daemon chooses."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from benchmarks.common import harness
+from prefixd.client import AsyncClient, Tier, Tokens
+from prefixd.workloads.throttled import DiskRate, ThrottledDaemon
+
+DESCRIPTION = """\
+Three daemons with the embedded model, each with a worker of its own, differ in scheduler.load alone: auto, always,
+never. Their disks are throttled alike. A prompt's prefix is on disk only; the prompt is sent to each of them in turn,
+again and again, and the medians of its times to first token are compared. Before that, each has computed and loaded
+prefixes of all lengths a few times, so that auto knows what that takes.
+
+worst_regret is how much longer auto takes than the better of the other two, at the worst point; at most 0.1.
+both_at_once_wins counts the points at which auto takes less than both, its upper quartile below their lower ones; at
+least 1. abandoned_ratio: a disk drops to 1 MB/s in the middle of a load; the time from then to the first token over
+the time of computing the prompt; at most 1.2.
+
+Example: python -m benchmarks.load_or_recompute --json benchmarks/results/load_or_recompute.json"""
+
+T = TypeVar("T")
+
+MODES = ("auto", "always", "never")
+WORST_REGRET = 0.10
+LEAST_WINS = 1
+WORST_ABANDONED = 1.2
+BLOCK_TOKENS = 16
+BLOCK_BYTES = 256 << 10  # of the embedded model
+_BODY_TOKENS = 8  # less than a block: what a request computes besides never grows the prefix
+_SLOW = DiskRate(bytes_per_s=1e6)
+_FAST_TO_SLOW = "2000:0,2000:50,500:5,200:0,100:0,50:10,20:0,20:50"
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Medians and quartiles, in ms, at one disk and one length."""
+
+    mb_per_s: float
+    latency_ms: float
+    tokens: int
+    ttft_ms: dict[str, float]
+    lower_ms: dict[str, float]
+    upper_ms: dict[str, float]
+
+    @property
+    def regret(self) -> float:
+        """How much longer auto takes than the better of the others, as a share."""
+        return max(0.0, self.ttft_ms["auto"] / min(self.ttft_ms["always"], self.ttft_ms["never"]) - 1)
+
+    @property
+    def wins(self) -> bool:
+        """Whether auto takes less than both by more than the noise."""
+        return self.upper_ms["auto"] < min(self.lower_ms["always"], self.lower_ms["never"])
+
+
+class Subject:
+    """A daemon and its prompts."""
+
+    def __init__(self, mode: str, client: AsyncClient, daemon: ThrottledDaemon, gpu_bytes: int) -> None:
+        self.mode = mode
+        self.daemon = daemon
+        self._client = client
+        self._gpu_bytes = gpu_bytes
+
+    async def first_token_s(self, prompt: Sequence[int]) -> float:
+        """Seconds from sending the prompt to its first token."""
+        began_s = time.monotonic()
+        first_s = 0.0
+        async for event in self._client.generate(prompt, max_tokens=1, ignore_eos=True):
+            if isinstance(event, Tokens) and not first_s:
+                first_s = time.monotonic() - began_s
+        return first_s
+
+    async def leave_on_disk(self) -> None:
+        """Has all that is cached be on disk only."""
+        await self._client.flush()
+        await self._client.resize_tier(Tier.GPU, 4 * BLOCK_BYTES)
+        await self._client.resize_tier(Tier.GPU, self._gpu_bytes)
+
+
+def prompt_of(tokens: int, seed: int) -> list[int]:
+    """A prefix of so many tokens, and a body."""
+    made: list[int] = np.random.default_rng([tokens, seed]).integers(0, 256, tokens + _BODY_TOKENS).tolist()
+    return made
+
+
+async def _interleaved(subjects: Sequence[Subject], prompt: Sequence[int], repeats: int) -> dict[str, list[float]]:
+    times: dict[str, list[float]] = {subject.mode: [] for subject in subjects}
+    for repeat in range(repeats):
+        for turn in range(len(subjects)):
+            subject = subjects[(repeat + turn) % len(subjects)]
+            await subject.leave_on_disk()
+            times[subject.mode].append(1000 * await subject.first_token_s(prompt))
+    return times
+
+
+async def _measure_disk(
+    subjects: Sequence[Subject],
+    rate: DiskRate,
+    lengths: Sequence[int],
+    repeats: int,
+    warm_up: int,
+    step: Callable[[], None],
+) -> list[Point]:
+    for subject in subjects:
+        subject.daemon.throttle(DiskRate())
+        for tokens in lengths:
+            await subject.first_token_s(prompt_of(tokens, 0))  # computed the first time, and cached
+            await subject.first_token_s(prompt_of(tokens, 1))
+        await subject.leave_on_disk()
+        subject.daemon.throttle(rate)
+    for _ in range(warm_up):
+        for tokens in lengths:
+            await _interleaved(subjects, prompt_of(tokens, 0), 1)
+    points = []
+    for tokens in lengths:
+        times = await _interleaved(subjects, prompt_of(tokens, 0), repeats)
+        quartiles = {mode: np.percentile(each, (25, 50, 75)).tolist() for mode, each in times.items()}
+        lower, median, upper = ({mode: round(q[n], 2) for mode, q in quartiles.items()} for n in range(3))
+        mb_per_s = (rate.bytes_per_s or 0.0) / 1e6
+        points.append(Point(mb_per_s, 1000 * rate.latency_s, tokens, median, lower, upper))
+        step()
+    return points
+
+
+async def _measure_abandoned(subject: Subject, rate: DiskRate, tokens: int, computed_ms: float, repeats: int) -> float:
+    """The median of the time from the moment in which the disk turns slow, over that of computing the prompt."""
+    loop, prompt, ratios = asyncio.get_running_loop(), prompt_of(tokens, 0), []
+    load_s = tokens // BLOCK_TOKENS * BLOCK_BYTES / (rate.bytes_per_s or 1e9)
+    for _ in range(repeats):
+        subject.daemon.throttle(rate)
+        for _ in range(2):
+            await subject.leave_on_disk()
+            await subject.first_token_s(prompt)
+        await subject.leave_on_disk()
+        slow_s: list[float] = []
+
+        def turn_slow(slow_s: list[float] = slow_s) -> None:
+            subject.daemon.throttle(_SLOW)
+            slow_s.append(time.monotonic())
+
+        began_s = time.monotonic()
+        timer = loop.call_later(load_s / 3, turn_slow)
+        first_s = await subject.first_token_s(prompt)
+        timer.cancel()
+        if slow_s and began_s + first_s > slow_s[0]:
+            ratios.append(1000 * (began_s + first_s - slow_s[0]) / computed_ms)
+        subject.daemon.throttle(DiskRate())
+    if not ratios:
+        raise harness.BenchmarkError("every load had ended before its disk turned slow; take a slower --abandoned-disk")
+    return statistics.median(ratios)
+
+
+def _settings(mode: str, gpu_bytes: int, disk_bytes: int) -> Mapping[str, object]:
+    return {
+        "worker.embedded": True,
+        "worker.threads": 1,
+        "worker.block_tokens": BLOCK_TOKENS,
+        "gpu.device": "cpu",
+        "gpu.bytes": gpu_bytes,
+        "cpu.bytes": 0,
+        "disk.bytes": disk_bytes,
+        "disk.scrub_bytes_per_s": 0,
+        "scheduler.load": mode,
+    }
+
+
+async def _with_daemons(folder: Path, lengths: Sequence[int], work: Callable[[Sequence[Subject]], Awaitable[T]]) -> T:
+    """`work` with a fresh daemon for each mode; what they have on disk stays for the next ones."""
+    blocks = max(lengths) // BLOCK_TOKENS
+    gpu_bytes = 2 * (blocks + 4) * BLOCK_BYTES
+    disk_bytes = max(1 << 30, 4 * len(lengths) * blocks * BLOCK_BYTES)
+    with ExitStack() as daemons:
+        running = []
+        for mode in MODES:
+            daemon = ThrottledDaemon(_settings(mode, gpu_bytes, disk_bytes), directory=folder / mode)
+            daemon.throttle(DiskRate())
+            running.append((mode, daemons.enter_context(daemon)))
+        async with AsyncExitStack() as clients:
+            subjects = []
+            for mode, daemon in running:
+                client = await clients.enter_async_context(AsyncClient(daemon.address, name=mode, memory="streamed"))
+                subjects.append(Subject(mode, client, daemon, gpu_bytes))
+            return await work(subjects)
+
+
+def measure(options: argparse.Namespace, folder: Path, step: Callable[[], None]) -> dict[str, Any]:
+    """All disks and lengths, and the load that is abandoned."""
+    points: list[Point] = []
+    for rate in options.disks:
+
+        async def disk(subjects: Sequence[Subject], rate: DiskRate = rate) -> list[Point]:
+            return await _measure_disk(subjects, rate, options.tokens, options.repeats, options.warm_up, step)
+
+        points += asyncio.run(_with_daemons(folder, options.tokens, disk))
+        for point in points[-len(options.tokens) :]:
+            print(_line(point), flush=True)
+
+    async def abandoned(subjects: Sequence[Subject]) -> float:
+        auto, never = subjects[0], subjects[2]
+        tokens = max(options.tokens)
+        computed = [await never.first_token_s(prompt_of(tokens, 1000 + n)) for n in range(3)]
+        await auto.first_token_s(prompt_of(tokens, 1000))
+        computed_ms = 1000 * statistics.median(computed)
+        return await _measure_abandoned(auto, options.abandoned_disk, tokens, computed_ms, options.repeats)
+
+    ratio = asyncio.run(_with_daemons(folder, options.tokens, abandoned))
+    step()
+    return summary(points, ratio)
+
+
+def summary(points: Sequence[Point], abandoned_ratio: float) -> dict[str, Any]:
+    """The result."""
+    worst = max(points, key=lambda point: point.regret)
+    return {
+        "worst_regret": round(worst.regret, 3),
+        "worst_point": f"{worst.mb_per_s:g} MB/s, {worst.latency_ms:g} ms, {worst.tokens} tokens",
+        "both_at_once_wins": sum(point.wins for point in points),
+        "abandoned_ratio": round(abandoned_ratio, 3),
+        "points": [{**asdict(point), "regret": round(point.regret, 3), "wins": point.wins} for point in points],
+    }
+
+
+def violations(result: Mapping[str, Any]) -> list[str]:
+    """What is not as it has to be."""
+    found = []
+    if result["worst_regret"] > WORST_REGRET:
+        found.append(
+            f"auto takes {result['worst_regret']:.1%} longer than the better of always and never "
+            f"({result['worst_point']}); at most {WORST_REGRET:.0%} is allowed"
+        )
+    if result["both_at_once_wins"] < LEAST_WINS:
+        found.append(f"auto is faster than both at no point; at least {LEAST_WINS} is wanted")
+    if result["abandoned_ratio"] > WORST_ABANDONED:
+        found.append(
+            f"a load that turned slow ends {result['abandoned_ratio']:g} times as late as computing from then; at most "
+            f"{WORST_ABANDONED:g} times is allowed"
+        )
+    return found
+
+
+def draw(axes: Any, result: Mapping[str, Any]) -> None:
+    """Of each disk, auto's time over the better of the others, by length."""
+    disks = sorted({(point["mb_per_s"], point["latency_ms"]) for point in result["points"]})
+    for number, disk in enumerate(disks):
+        points = [point for point in result["points"] if (point["mb_per_s"], point["latency_ms"]) == disk]
+        best = [min(point["ttft_ms"]["always"], point["ttft_ms"]["never"]) for point in points]
+        ratios = [point["ttft_ms"]["auto"] / each for point, each in zip(points, best, strict=True)]
+        label = f"{disk[0]:g} MB/s, {disk[1]:g} ms"
+        axes.plot([point["tokens"] for point in points], ratios, marker="o", color=f"C{number}", label=label)
+    axes.axhline(1 + WORST_REGRET, color="#bbbbbb", linestyle=":")
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("tokens of the prefix")
+    axes.set_ylabel("time to first token of auto,\nover the better of always and never")
+    axes.legend(fontsize="small")
+
+
+def _line(point: Point) -> str:
+    times = "  ".join(f"{mode} {point.ttft_ms[mode]:8.1f}" for mode in MODES)
+    return (
+        f"{point.mb_per_s:6g} MB/s {point.latency_ms:4g} ms {point.tokens:5} tokens   {times} ms   "
+        f"regret {point.regret:6.1%}{'   both at once' if point.wins else ''}"
+    )
+
+
+def _disk(text: str) -> DiskRate:
+    try:
+        rate, latency = (float(part) for part in text.split(":"))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no MB/s:ms, such as 200:5") from error
+    if rate <= 0 or latency < 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: MB/s have to be positive, ms 0 or more")
+    return DiskRate(rate * 1e6, latency / 1000)
+
+
+def _disks(text: str) -> list[DiskRate]:
+    return [_disk(each) for each in text.split(",")]
+
+
+def _lengths(text: str) -> list[int]:
+    lengths = [harness.positive(each) for each in text.split(",")]
+    if wrong := [each for each in lengths if each % BLOCK_TOKENS]:
+        raise argparse.ArgumentTypeError(f"{wrong[0]} tokens are not whole blocks of {BLOCK_TOKENS}")
+    return lengths
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command's options."""
+    parser = harness.parser("load_or_recompute", DESCRIPTION)
+    parser.add_argument("--disks", type=_disks, default=_disks(_FAST_TO_SLOW), help=f"MB/s:ms,... ({_FAST_TO_SLOW})")
+    parser.add_argument("--tokens", type=_lengths, default=[64, 256, 1024, 4096], help="(64,256,1024,4096)")
+    parser.add_argument("--abandoned-disk", type=_disk, default=_disk("200:0"), help="before it turns slow (200:0)")
+    parser.add_argument("--repeats", type=harness.positive, default=5, help="of each measurement (5)")
+    parser.add_argument("--warm-up", type=harness.positive, default=3, help="rounds that are not measured (3)")
+    return parser
+
+
+def main() -> None:
+    """The command. Raises BenchmarkError when something is missed, after the result is written."""
+    options = make_parser().parse_args()
+    with (
+        tempfile.TemporaryDirectory(prefix="prefixd-") as folder,
+        harness.progress("points", len(options.disks) * len(options.tokens) + 1) as step,
+    ):
+        result = measure(options, Path(folder), step)
+    harness.finish("load_or_recompute", {"repeats": options.repeats, **result}, options.json)
+    harness.plot(options.plot, lambda axes: draw(axes, result))
+    if found := violations(result):
+        raise harness.BenchmarkError("; ".join(found))
+
+
+if __name__ == "__main__":
+    harness.run(main)

@@ -53,7 +53,7 @@ def _eviction_card(curve: Mapping[str, Any]) -> Card:
     return Card(
         "What goes first when memory is full?",
         best,
-        f"at {curve['capacity_blocks'][at]:,} blocks it finds {rates[best][at]:.1%}, LRU {rates["lru"][at]:.1%} and "
+        f"at {curve['capacity_blocks'][at]:,} blocks it finds {rates[best][at]:.1%}, LRU {rates['lru'][at]:.1%} and "
         f"the best there could be {rates['optimum'][at]:.1%}",
         "plan",
     )

@@ -142,10 +142,12 @@ async def test_a_load_from_the_front_is_given_up_and_what_came_is_used(
     request = bench.submit(PROMPT, max_tokens=3)
     await bench.until(lambda: bench.engine.waiting)
     assert request.state is RequestState.STAGING
+    loader = bench.dispatcher._prefetcher.loader
+    await bench.until(lambda: loader._loads[request.id].arrived == pieces)
     bench.now += 1000.0
     run = await bench.running(request)
-    assert run.start.cached_blocks <= pieces
-    assert bench.dispatcher._prefetcher.loader.abandoned == 1
+    assert run.start.cached_blocks == pieces
+    assert loader.abandoned == 1
     await bench.finish(request)
     assert events(request) == (expected(PROMPT, 3), "length")
     bench.engine.open.set()

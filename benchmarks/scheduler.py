@@ -18,8 +18,8 @@ from prefixd_scheduler import POLICIES, Distance, QueuedRequest, RequestQueue, c
 DESCRIPTION = """\
 With --waiting requests in the queue, times one decision after the other: taking out the next request, putting in a new
 one, and moving one of which more or less is cached by now. decision_us are quantiles over all three, of the daemon's
-queue and of the one that the scheduler for vLLM keeps (PrefixOrder, to which its RequestQueue hands everything; it needs
-no vLLM). p99 has to be at most 50 us under every policy.
+queue and of the one that the scheduler for vLLM keeps (PrefixOrder, to which its RequestQueue hands everything; vLLM is
+not needed). p99 has to be at most 50 us under every policy.
 
 Then, in simulated time, requests whose prefix is on the GPU keep coming as fast as they are served: longest_wait_s of
 one whose prefix is nowhere, under each policy with a limited queue. Relaxed-FPF has to stay within its bound, FPF may

@@ -18,6 +18,7 @@ from pydantic import model_validator as check_together
 from prefixd.errors import ConfigError
 from prefixd.settings_sources import gather_layers
 from prefixd.sizes import parse_size
+from prefixd_scheduler import POLICIES
 
 # The socket that hands over the CPU tier's memory lies beside the daemon's, under its name and this.
 MEMORY_SOCKET_SUFFIX = "-memory"
@@ -294,8 +295,14 @@ class EventSettings(_Section):
 class SchedulerSettings(_Section):
     """The order of the queue."""
 
-    policy: Literal["fcfs", "fpf", "relaxed-fpf"] = "relaxed-fpf"
-    """First come first served, fastest prefix first (may starve), or the fair mixture of both."""
+    policy: Literal["fcfs", "fpf", "relaxed-fpf", "lpm", "shortest-ready", "deadline"] = "relaxed-fpf"
+    """Which request runs next, of those with the lowest priority number: the one that came first (fcfs), whose prefix
+    is nearest (fpf), a fair mixture of both (relaxed-fpf), with most cached tokens (lpm), with the least left to load
+    and compute (shortest-ready), or whose first token is due first (deadline). All but fcfs and relaxed-fpf may
+    starve."""
+    starvation_bound_s: Seconds | None = None
+    """For the policies that may starve: who has waited so long goes before all who have not. With n others waiting, and
+    one handed over every s seconds, nobody then waits longer than this and n times s."""
     look_ahead: Annotated[int, Field(ge=0)] = 16
     """Requests ahead of their turn whose prefixes are brought up."""
     queue_limit: Count = 4096
@@ -306,6 +313,15 @@ class SchedulerSettings(_Section):
     """Where the KV goes of a request that has to give its GPU memory to others while it runs: down the tiers, to be
     loaded again (swap), or nowhere, to be computed again (recompute). auto: whichever takes less time, for each
     request. Without a tier below the GPU tier, and with cache.enabled = false, it is always computed again."""
+
+    @check_together(mode="after")
+    def _bound_for_who_starves(self) -> Self:
+        if self.starvation_bound_s is not None and not POLICIES[self.policy].may_starve:
+            raise ValueError(
+                f"scheduler.starvation_bound_s = {self.starvation_bound_s:g}, but scheduler.policy = {self.policy} "
+                "starves nobody; leave the bound out"
+            )
+        return self
 
 
 class WorkerSettings(_Section):

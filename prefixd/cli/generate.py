@@ -96,6 +96,13 @@ def generate_command(
     early_stopping: Annotated[
         bool, typer.Option("--early-stopping", help="End a search when as many sequences have ended as it has beams.")
     ] = False,
+    priority: Annotated[
+        int, typer.Option(min=-(1 << 31), max=(1 << 31) - 1, help="Lower goes before all that are higher.")
+    ] = 0,
+    deadline: Annotated[
+        float | None,
+        _number("Seconds until the first token is due, for a daemon with the policy deadline", 1e-3),
+    ] = None,
     model: Annotated[
         str,
         typer.Option(metavar="NAME", show_default=False, help="Which of the daemon's models; by default its first."),
@@ -138,6 +145,8 @@ def generate_command(
                 logprobs=logprobs,
                 n=n,
                 best_of=best_of,
+                priority=priority,
+                deadline_s=deadline,
                 model=model,
                 beam_search=None
                 if beams is None

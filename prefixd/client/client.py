@@ -196,6 +196,7 @@ class AsyncClient:
         beam_search: BeamSearch | None = None,
         request_id: str = "",
         priority: int = 0,
+        deadline_s: float | None = None,
         salt: bytes = b"",
         model: str = "",
         timeout_s: float | None = None,
@@ -204,7 +205,8 @@ class AsyncClient:
 
         `temperature` 0 is greedy; the k-th token depends on (seed, k) and the logits alone; a stop token ends the
         output: it is the last of the token ids and no part of the text; a stop string ends it too, and the text ends
-        before it. Lower `priority` goes first. `model` names one of several models of the daemon
+        before it. Lower `priority` goes first, and under the policy "deadline" whose first token is due
+        first, `deadline_s` after it has arrived (None: never). `model` names one of several models of the daemon
         (empty: its first). The whole answer may take `timeout_s` seconds (None: any time). Closing
         the iterator cancels the request. For what the other parameters do see `prefixd.client.inference.Sampling` and
         `proto/prefixd/v1/inference.proto`.
@@ -246,6 +248,7 @@ class AsyncClient:
             beam_search=beam_search,
             request_id=request_id,
             priority=priority,
+            deadline_s=deadline_s,
             salt=salt,
             model=model,
         )

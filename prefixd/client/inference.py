@@ -173,6 +173,7 @@ def generate_request(
     beam_search: BeamSearch | None = None,
     request_id: str = "",
     priority: int = 0,
+    deadline_s: float | None = None,
     salt: bytes = b"",
     model: str = "",
 ) -> inference_pb2.GenerateRequest:
@@ -190,6 +191,7 @@ def generate_request(
         token_ids=None if ids is None else inference_pb2.TokenIds(ids=ids),
         sampling=sampling.to_proto(),
         priority=priority,
+        deadline_s=deadline_s,
         salt=salt,
         images=images,
         model=model,

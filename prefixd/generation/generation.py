@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import secrets
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
@@ -184,6 +185,7 @@ class Generation:
             )
         namespace = self._cache.register(model.salted(params.salt))
         image_kv = model.image_kv(self._cache, images, params.salt)
+        deadline_s = math.inf if params.deadline_s is None else params.deadline_s
         arrival_s, tokens = self._clock(), ids.tobytes() if images is None else images.identity
         requests: list[Request] = []
         for index, sampling in enumerate(samplings):
@@ -198,7 +200,9 @@ class Generation:
                     chain=self._cache.chain(namespace, tokens),
                     prompt_tokens=prompt_tokens,
                     sampling=sampling,
-                    queued=QueuedRequest(number, arrival_s, prompt_tokens, priority=params.priority),
+                    queued=QueuedRequest(
+                        number, arrival_s, prompt_tokens, priority=params.priority, deadline_s=arrival_s + deadline_s
+                    ),
                     kv=model.kv,
                     images=None if images is None else images.of_request(),
                     image_kv=image_kv,

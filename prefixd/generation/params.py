@@ -72,6 +72,8 @@ class GenerateParams:
     """End a beam search as soon as as many sequences have ended as there are beams."""
     priority: int = 0
     """Lower goes first."""
+    deadline_s: float | None = None
+    """Seconds from the arrival until the first token is due; None: never."""
     salt: bytes = b""
     """Tenant salt: prompts of different salts never share a cached block."""
     model: str = ""
@@ -132,6 +134,10 @@ def check_sampling(params: GenerateParams, model: ServedModel) -> None:
     """
     if params.temperature < 0 or not math.isfinite(params.temperature):
         raise InvalidArgumentError(f"temperature is {params.temperature}; it must be 0 (greedy) or positive")
+    if params.deadline_s is not None and not 0 < params.deadline_s < math.inf:
+        raise InvalidArgumentError(
+            f"deadline_s is {params.deadline_s}; send seconds above 0, or leave it out for no deadline"
+        )
     if params.top_k < 0:
         raise InvalidArgumentError(f"top_k is {params.top_k}; it must be 0 (off) or positive")
     for name in ("top_p", "min_p"):

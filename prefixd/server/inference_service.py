@@ -73,6 +73,7 @@ def _params(request: pb.GenerateRequest) -> GenerateParams:
         length_penalty=search.length_penalty if search.HasField("length_penalty") else 1.0,
         early_stopping=search.early_stopping,
         priority=request.priority,
+        deadline_s=request.deadline_s if request.HasField("deadline_s") else None,
         salt=request.salt,
         model=request.model,
     )

@@ -110,7 +110,10 @@ class ModelHost:
         )
         self.dispatcher = Dispatcher(
             cache,
-            RequestQueue(create_policy(settings.scheduler.policy), settings.scheduler.queue_limit),
+            RequestQueue(
+                create_policy(settings.scheduler.policy, settings.scheduler.starvation_bound_s),
+                settings.scheduler.queue_limit,
+            ),
             CostModel(),
             self.worker.send,
             clock,

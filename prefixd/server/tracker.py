@@ -14,11 +14,16 @@ refresh
 **How stale a distance can be.** With n waiting requests that have w rows in all, a change is seen at the next refresh
 if the tail shows it, within n / 2048 refreshes if a prefix grew, and within w / 16384 + n / 512 refreshes in any case.
 When more requests change at once than one refresh looks up, the next refreshes look them up, first come, first served.
+Where the policy asks how long a request takes until it is ready, 16 requests in turn are estimated anew besides: what
+loading and computing take is learned as it goes.
+
 Distances only decide the order. A request is staged with exact rows: `verify` reads all of them at that moment.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -33,6 +38,7 @@ _KEYS = 2048
 _REQUESTS = 512
 _ROWS = 16_384
 _LOOK_UP_ROWS = 256  # what a look-up costs besides its rows, in rows
+_ESTIMATES = 16
 
 
 class PrefixTracker:
@@ -43,15 +49,24 @@ class PrefixTracker:
         queue: has the requests that are watched.
         caching: False finds nothing and watches nothing.
         rows_a_refresh: rows that a refresh reads in turn, and rows that it looks up.
+        ready_s: how long a request needs, as far as is known, to load and compute its prompt; asked only where the
+            policy ranks by it.
     """
 
     def __init__(
-        self, cache: TieredCache, queue: RequestQueue, *, caching: bool = True, rows_a_refresh: int = _ROWS
+        self,
+        cache: TieredCache,
+        queue: RequestQueue,
+        *,
+        caching: bool = True,
+        rows_a_refresh: int = _ROWS,
+        ready_s: Callable[[Request], float] | None = None,
     ) -> None:
         self._cache = cache
         self._queue = queue
         self._caching = caching
         self._rows_a_refresh = rows_a_refresh
+        self._ready_s = ready_s if queue.policy.needs_estimate else None
         self._slots: dict[int, int] = {}  # by request id, its place in the columns
         self._free: list[int] = []
         self._requests: list[Request | None] = []
@@ -65,6 +80,7 @@ class PrefixTracker:
         self._left = 0  # slots that have not been read since something changed
         self._next_key = 0
         self._next_slot = 0
+        self._next_estimate = 0
 
     # -- one request --------------------------------------------------------------------------------------------
 
@@ -131,6 +147,15 @@ class PrefixTracker:
             self._look_behind_tails(trie)
             self._read_in_turn(trie)
         self._look_up_changed()
+        self._estimate_in_turn()
+
+    def _estimate_in_turn(self) -> None:
+        if self._ready_s is None:
+            return
+        begin, self._next_estimate = self._turn(self._next_estimate, _ESTIMATES)
+        for request in self._requests[begin : self._next_estimate]:
+            if request is not None:
+                self._tell_queue(request)
 
     def _look_at_tails(self, trie: Trie) -> None:
         slots = np.flatnonzero(self._tail >= 0)
@@ -232,14 +257,11 @@ class PrefixTracker:
 
     def _note(self, request: Request, nearest: npt.NDArray[Any]) -> None:
         """Tells the queue, and remembers what was seen: from which tier each found block has to be brought."""
-        found, trie, queued = request.found, request.trie, request.queued
+        found, trie = request.found, request.trie
         request.seen_epoch = self._cache.mover.epoch
         blocks = len(found)
         distance = Distance(int(nearest.max()) if blocks else NONE)
-        prefix = request.chain.key(blocks - 1) if blocks else None
-        cached_tokens = min(blocks * trie.block_tokens, queued.prompt_tokens)
-        if (distance, cached_tokens, prefix) != (queued.distance, queued.cached_tokens, queued.prefix):
-            self._queue.update(request.id, distance, cached_tokens, prefix)
+        self._tell_queue(request, distance)
         slot = self._slots[request.id]
         self._tail[slot] = found[-1] if blocks else request.namespace.root
         if blocks:
@@ -249,6 +271,20 @@ class PrefixTracker:
         self._waits[slot] = key is not None
         if key is not None:
             self._key[slot] = np.frombuffer(key, np.uint8)
+
+    def _tell_queue(self, request: Request, distance: Distance | None = None) -> None:
+        """`distance`: of the found blocks; by default as it was."""
+        queued, trie, blocks = request.queued, request.trie, len(request.found)
+        distance = queued.distance if distance is None else distance
+        prefix = request.chain.key(blocks - 1) if blocks else None
+        cached_tokens = min(blocks * trie.block_tokens, queued.prompt_tokens)
+        # A request whose model has windows or states, or which has images, may go on where another cannot.
+        key = None if trie.has_rules or request.images is not None else request.next_key
+        lacks = None if key is None else (request.namespace.root, key)
+        ready_s = math.inf if self._ready_s is None else self._ready_s(request)
+        now = (distance, cached_tokens, prefix, lacks, ready_s)
+        if now != (queued.distance, queued.cached_tokens, queued.prefix, queued.lacks, queued.ready_s):
+            self._queue.update(request.id, distance, cached_tokens, prefix, lacks=lacks, ready_s=ready_s)
 
     def _new_slot(self) -> int:
         slot = len(self._requests)

@@ -12,6 +12,7 @@ from prefixd.errors import ConfigError
 from prefixd.settings import Settings, dotted_names, dotted_values
 from prefixd.settings_checks import check_start
 from prefixd.sizes import parse_size
+from prefixd_scheduler import POLICIES
 
 
 @pytest.fixture(autouse=True)
@@ -74,6 +75,10 @@ def test_overrides_may_be_nested_and_environment_values_are_parsed() -> None:
     assert (settings.server.metrics_port, settings.cache.enabled, settings.server.tcp) == (9090, False, None)
 
 
+def test_every_policy_can_be_chosen() -> None:
+    assert [Settings.load(None, {"scheduler.policy": name}, {}).scheduler.policy for name in POLICIES] == [*POLICIES]
+
+
 @pytest.mark.parametrize(
     ("text", "nbytes"),
     [("4096", 4096), ("8GiB", 8 << 30), ("1.5 mib", 3 << 19), ("500MB", 500_000_000), ("0", 0), (12, 12)],
@@ -109,7 +114,7 @@ def test_the_gpu_tier_exists_only_with_a_model() -> None:
     [
         ({"cpu.bytes": "12QiB"}, ["cpu.bytes = '12QiB'", "8GiB", "the command line"]),
         ({"disk.bytes": "-1"}, ["disk.bytes = '-1'", "not below 0"]),
-        ({"scheduler.policy": "lru"}, ["scheduler.policy = 'lru'", "'fcfs', 'fpf' or 'relaxed-fpf'"]),
+        ({"scheduler.policy": "lru"}, ["scheduler.policy = 'lru'", "'shortest-ready' or 'deadline'"]),
         ({"disk.io": "io_uring"}, ["disk.io = 'io_uring'", "use 'mmap', 'direct' or 'buffered'", "the command line"]),
         ({"cache.eviction": "lfu"}, ["cache.eviction = 'lfu'", "'lru', 'fifo' or 'random'"]),
         ({"scheduler.look_ahead": "-1"}, ["scheduler.look_ahead = '-1'", "0"]),
@@ -145,6 +150,7 @@ def test_the_gpu_tier_exists_only_with_a_model() -> None:
         ({"server.lease_ttl_s": 7200}, ["server.lease_ttl_s = 7200", "server.max_lease_ttl_s = 3600"]),
         ({"gpu.device": "tpu"}, ["gpu.device = 'tpu'", "cuda:N"]),
         ({"worker.model": "/models/x", "worker.embedded": True}, ["/models/x", "keep one"]),
+        ({"scheduler.policy": "fcfs", "scheduler.starvation_bound_s": 5}, ["starvation_bound_s = 5", "starves nobody"]),
         ({"worker.max_step_tokens": 8}, ["worker.max_step_tokens = 8", "worker.block_tokens = 16"]),
         ({"worker.draft_model": "/models/x"}, ["worker.draft_model = /models/x", "set worker.model too"]),
         (

@@ -64,6 +64,22 @@ async def test_a_step_brings_several_tokens_of_a_request_where_a_draft_proposed_
     assert bench.cost.compute_s(100) == pytest.approx(10.0)
 
 
+async def test_a_crowd_that_lacks_one_prefix_has_it_computed_once_and_hides_nobody(make_bench: MakeBench) -> None:
+    bench = await make_bench(64, max_running=2, look_ahead=2)
+    crowd = [bench.submit([*COLD[:16], 300 + number], max_tokens=1) for number in range(40)]
+    other = bench.submit(WARM, max_tokens=1)
+    await bench.running(crowd[0])
+    await bench.running(other)  # though forty came before it
+    assert started(bench) == [crowd[0].id, other.id]
+    bench.step(crowd[0])
+    await bench.running(crowd[1])
+    assert bench.runs[crowd[1].id].start.cached_blocks == 4
+    for request in [*crowd, other]:
+        await bench.finish(request)
+    computed = [message.cached_blocks for message in bench.sent if isinstance(message, Start)]
+    assert sorted(computed) == [0, 0] + [4] * 39
+
+
 @pytest.mark.parametrize(
     ("policy", "cold_s", "warm_s", "now_s", "warm_first"),
     [

@@ -108,7 +108,7 @@ async def _interleaved(subjects: Sequence[Subject], prompt: Sequence[int], repea
     return times
 
 
-async def _measure_disk(
+async def measure_disk(
     subjects: Sequence[Subject],
     rate: DiskRate,
     lengths: Sequence[int],
@@ -116,6 +116,7 @@ async def _measure_disk(
     warm_up: int,
     step: Callable[[], None],
 ) -> list[Point]:
+    """A point for each length, on daemons that have learned what this disk takes."""
     for subject in subjects:
         subject.daemon.throttle(DiskRate())
         for tokens in lengths:
@@ -137,7 +138,7 @@ async def _measure_disk(
     return points
 
 
-async def _measure_abandoned(subject: Subject, rate: DiskRate, tokens: int, computed_ms: float, repeats: int) -> float:
+async def measure_abandoned(subject: Subject, rate: DiskRate, tokens: int, computed_ms: float, repeats: int) -> float:
     """The median of the time from the moment in which the disk turns slow, over that of computing the prompt."""
     loop, prompt, ratios = asyncio.get_running_loop(), prompt_of(tokens, 0), []
     load_s = tokens // BLOCK_TOKENS * BLOCK_BYTES / (rate.bytes_per_s or 1e9)
@@ -179,7 +180,7 @@ def _settings(mode: str, gpu_bytes: int, disk_bytes: int) -> Mapping[str, object
     }
 
 
-async def _with_daemons(folder: Path, lengths: Sequence[int], work: Callable[[Sequence[Subject]], Awaitable[T]]) -> T:
+async def with_daemons(folder: Path, lengths: Sequence[int], work: Callable[[Sequence[Subject]], Awaitable[T]]) -> T:
     """`work` with a fresh daemon for each mode; what they have on disk stays for the next ones."""
     blocks = max(lengths) // BLOCK_TOKENS
     gpu_bytes = 2 * (blocks + 4) * BLOCK_BYTES
@@ -189,7 +190,11 @@ async def _with_daemons(folder: Path, lengths: Sequence[int], work: Callable[[Se
         for mode in MODES:
             daemon = ThrottledDaemon(_settings(mode, gpu_bytes, disk_bytes), directory=folder / mode)
             daemon.throttle(DiskRate())
-            running.append((mode, daemons.enter_context(daemon)))
+            daemon.launch()
+            daemons.callback(daemon.stop)
+            running.append((mode, daemon))
+        for _, daemon in running:
+            daemon.wait_until_ready()
         async with AsyncExitStack() as clients:
             subjects = []
             for mode, daemon in running:
@@ -204,9 +209,9 @@ def measure(options: argparse.Namespace, folder: Path, step: Callable[[], None])
     for rate in options.disks:
 
         async def disk(subjects: Sequence[Subject], rate: DiskRate = rate) -> list[Point]:
-            return await _measure_disk(subjects, rate, options.tokens, options.repeats, options.warm_up, step)
+            return await measure_disk(subjects, rate, options.tokens, options.repeats, options.warm_up, step)
 
-        points += asyncio.run(_with_daemons(folder, options.tokens, disk))
+        points += asyncio.run(with_daemons(folder, options.tokens, disk))
         for point in points[-len(options.tokens) :]:
             print(_line(point), flush=True)
 
@@ -216,9 +221,9 @@ def measure(options: argparse.Namespace, folder: Path, step: Callable[[], None])
         computed = [await never.first_token_s(prompt_of(tokens, 1000 + n)) for n in range(3)]
         await auto.first_token_s(prompt_of(tokens, 1000))
         computed_ms = 1000 * statistics.median(computed)
-        return await _measure_abandoned(auto, options.abandoned_disk, tokens, computed_ms, options.repeats)
+        return await measure_abandoned(auto, options.abandoned_disk, tokens, computed_ms, options.repeats)
 
-    ratio = asyncio.run(_with_daemons(folder, options.tokens, abandoned))
+    ratio = asyncio.run(with_daemons(folder, options.tokens, abandoned))
     step()
     return summary(points, ratio)
 

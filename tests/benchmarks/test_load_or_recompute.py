@@ -1,0 +1,67 @@
+"""The benchmark of loading against computing in short; how long anything takes is not for a test to judge."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import load_or_recompute
+from benchmarks.load_or_recompute import Point, Subject
+from prefixd.workloads.throttled import DiskRate
+
+
+def point(auto: float, always: float, never: float) -> Point:
+    median = {"auto": auto, "always": always, "never": never}
+    lower, upper = ({mode: factor * ms for mode, ms in median.items()} for factor in (0.9, 1.1))
+    return Point(100.0, 5.0, 256, median, lower, upper)
+
+
+def test_a_disk_is_measured_and_a_load_abandoned(tmp_path: Path) -> None:
+    rate, lengths = DiskRate(50e6, 0.001), (64, 1024)
+
+    async def work(subjects: Sequence[Subject]) -> tuple[list[Point], float]:
+        points = await load_or_recompute.measure_disk(subjects, rate, lengths, 1, 1, lambda: None)
+        return points, await load_or_recompute.measure_abandoned(subjects[0], rate, 1024, 1.0, 1)
+
+    points, ratio = asyncio.run(load_or_recompute.with_daemons(tmp_path, lengths, work))
+    assert [(each.mb_per_s, each.latency_ms, each.tokens) for each in points] == [(50.0, 1.0, 64), (50.0, 1.0, 1024)]
+    for each in points:
+        assert min(each.ttft_ms.values()) > 0
+    assert points[1].ttft_ms["always"] >= 1024 / 16 * 256 / 1024 / 50 * 1000, "so long do 64 blocks take at 50 MB/s"
+    assert ratio > 0
+    result = load_or_recompute.summary(points, ratio)
+    assert [each["tokens"] for each in result["points"]] == [64, 1024]
+
+
+def test_the_summary_has_the_worst_point_and_counts_wins() -> None:
+    points = [point(100, 90, 200), point(50, 80, 200), point(95, 100, 100)]
+    result = load_or_recompute.summary(points, 1.1)
+    assert result["worst_regret"] == pytest.approx(0.111)
+    assert result["both_at_once_wins"] == 1
+
+
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        ({"worst_regret": 0.11}, "auto takes 11.0% longer"),
+        ({"both_at_once_wins": 0}, "faster than both at no point"),
+        ({"abandoned_ratio": 1.21}, "1.21 times as late"),
+        ({}, ""),
+    ],
+)
+def test_what_is_missed_is_told(broken: dict[str, Any], words: str) -> None:
+    fine = {"worst_regret": 0.1, "worst_point": "here", "both_at_once_wins": 1, "abandoned_ratio": 1.2}
+    found = load_or_recompute.violations({**fine, **broken})
+    assert len(found) == bool(broken)
+    assert words in "".join(found)
+
+
+@pytest.mark.parametrize("wrong", ["200", "0:1", "10:-1", "a:b"])
+def test_a_disk_that_is_none_is_refused(wrong: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="MB/s"):
+        load_or_recompute._disks(wrong)

@@ -109,7 +109,8 @@ class TieredCache:
         self.claims: list[Callable[[], Iterator[Claim]]] = []
         """Who else has a part of the GPU tier, for `check_integrity`: rows held without a `Hold`, frames in flight."""
         self.policy = policy
-        policy.last_tier = max(tier.level for tier in tiers.existing)
+        # Where there is no other tier, the GPU tier comes with the worker.
+        policy.last_tier = max((tier.level for tier in tiers.existing), default=tiers.compute.level)
         uses = UseHistory(policy, REMEMBERED if policy.remembers else 0)
         self.mover = Mover(tiers, self.tries, self.namespaces, engine, policy, clock, uses)
         if write_queue_bytes is None and tiers.exists(tiers.shared):

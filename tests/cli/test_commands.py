@@ -424,8 +424,8 @@ def test_config_show_names_sources(cli: Cli, monkeypatch: pytest.MonkeyPatch) ->
     ("arguments", "words"),
     [
         (["--cpu-bytes", "12QiB"], "cpu.bytes = '12QiB'"),
-        (["--policy", "sjf"], "'fcfs', 'fpf' or 'relaxed-fpf'"),
-        (["--eviction", "lfu"], "'lru', 'fifo' or 'random'"),
+        (["--policy", "sjf"], "'shortest-ready' or 'deadline'"),
+        (["--eviction", "mru"], "'s3-fifo' or 'weighing'"),
         (["--gpu-bytes", "1GiB"], "without a model there is no GPU tier"),
         (["--embedded", "--model", "/nowhere"], "keep one"),
         (["--model", "/nowhere"], "/nowhere is not a directory"),

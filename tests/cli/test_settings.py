@@ -116,7 +116,7 @@ def test_the_gpu_tier_exists_only_with_a_model() -> None:
         ({"disk.bytes": "-1"}, ["disk.bytes = '-1'", "not below 0"]),
         ({"scheduler.policy": "lru"}, ["scheduler.policy = 'lru'", "'shortest-ready' or 'deadline'"]),
         ({"disk.io": "io_uring"}, ["disk.io = 'io_uring'", "use 'mmap', 'direct' or 'buffered'", "the command line"]),
-        ({"cache.eviction": "lfu"}, ["cache.eviction = 'lfu'", "'lru', 'fifo' or 'random'"]),
+        ({"cache.eviction": "mru"}, ["cache.eviction = 'mru'", "'s3-fifo' or 'weighing'"]),
         ({"scheduler.look_ahead": "-1"}, ["scheduler.look_ahead = '-1'", "0"]),
         ({"server.tcp": "localhost"}, ["server.tcp = 'localhost'", "host:port"]),
         ({"server.tcp": "localhost:99999"}, ["server.tcp = 'localhost:99999'", "host:port"]),

@@ -192,6 +192,12 @@ def print_stats(stats: admin_pb2.StatsResponse) -> None:
             f"({queue.swapped_blocks:,} blocks copied down), {queue.recomputed_requests:,} to be computed again; "
             f"{queue.recomputed_tokens:,} tokens computed again, {queue.resumed_requests:,} resumed"
         )
+    if queue.load_decisions:
+        out.print(
+            f"loads: {queue.load_decisions:,} requests with cached tokens outside of GPU memory, {queue.cut_loads:,} "
+            f"computed some again, {queue.split_loads:,} loaded and computed at once, {queue.abandoned_loads:,} loads given "
+            f"up; {duration(queue.load_regret_s)} of {duration(queue.load_spent_s)} lost against the better choice"
+        )
     rate = f" ({stats.hit_tokens / stats.asked_tokens:.0%})" if stats.asked_tokens else ""
     out.print(f"prompt tokens: {stats.asked_tokens:,} asked for, {stats.hit_tokens:,} found in the cache{rate}")
     out.print(_tier_table(stats.tiers))

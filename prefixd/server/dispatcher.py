@@ -30,7 +30,7 @@ from prefixd.server.frame_holders import name_holders
 from prefixd.server.image_kv import NO_ROWS
 from prefixd.server.kv_needs import KvNeeds
 from prefixd.server.kv_shape import ONE_FRAME, KvShape
-from prefixd.server.loading import LoadMode
+from prefixd.server.loading import Loader, LoadMode
 from prefixd.server.look_ahead import LookAhead
 from prefixd.server.preemption import Preemption, PreemptionMode
 from prefixd.server.prefetcher import Prefetcher
@@ -155,7 +155,12 @@ class Dispatcher:
         return self._cost.compute_s(sum(tokens for tokens in left if tokens > 0)) or 0.0
 
     def _ready_s(self, request: Request) -> float:
-        return self._prefetcher.loader.ready_s(request)
+        return self.loader.ready_s(request)
+
+    @property
+    def loader(self) -> Loader:
+        """Decides what is loaded."""
+        return self._prefetcher.loader
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -310,6 +315,7 @@ class Dispatcher:
                 request.append(np.array(update.tokens, "<u4").tobytes())
                 if request.first_token_s is None:
                     request.first_token_s = self._clock()
+                    self.loader.judge(request)
                 if request.on_worker:
                     request.events.put_nowait(NewTokens(update.tokens, update.logprobs))
             filled_tokens = update.filled_blocks * request.trie.block_tokens
@@ -591,6 +597,7 @@ class Dispatcher:
             states,
         )
         beside = request.beside
+        self.loader.want(request)
         self._prefetcher.hand_over(request, run, [*of_images, *of_blocks, *of_states])
         self.look_ahead.handed_over(bool(self.waiting))
         self.found_images += found_images
@@ -618,7 +625,7 @@ class Dispatcher:
             )
         )
         if beside is not None:
-            self._prefetcher.loader.load_beside(request, beside)
+            self.loader.load_beside(request, beside)
             self._loading[request.id] = request
             self._look()
         return True
@@ -711,6 +718,7 @@ class Dispatcher:
 
     def _join(self, request: Request, tail: TailLoad) -> None:
         rows = tail.arrived
+        self.loader.counters.abandoned += tail.abandoned
         if not len(rows):
             request.footprint.end_tail()
             return

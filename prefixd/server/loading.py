@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Literal
 from weakref import WeakSet
@@ -23,6 +23,7 @@ import numpy as np
 from prefixd.cache import TieredCache
 from prefixd.cache.index.trie import Rows
 from prefixd.server.frame_budget import FrameBudget
+from prefixd.server.load_choice import LoadChoice, LoadCounters
 from prefixd.server.load_meter import LoadMeter
 from prefixd.server.piece_load import PieceLoad, piece_blocks
 from prefixd.server.request import Request, RequestState
@@ -55,8 +56,7 @@ class Loader:
         backlog_s: how long the worker computes what was handed over before.
 
     Attributes:
-        beside: requests of which a part was loaded while they computed another.
-        abandoned: loads that were given up because they had fallen behind.
+        counters: what was decided, and how well.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Loader:
         mode: LoadMode,
         backlog_s: Callable[[], float],
     ) -> None:
-        self.beside = self.abandoned = 0
+        self.counters = LoadCounters()
         self._cache = cache
         self._mover = cache.mover
         self._staged = staged
@@ -103,6 +103,9 @@ class Loader:
         """
         rows = request.found
         request.beside = None
+        request.choice = LoadChoice(tuple(self._stretches(request)), self._clock())
+        if demanded:
+            self.want(request)
         if self._mode == "always":
             chosen = rows
         elif self._mode == "never":
@@ -110,20 +113,21 @@ class Loader:
         elif request.trie.has_rules or request.image_kv is not None:
             chosen = self._worth_loading(request, turn_s + self._backlog_s())
         else:
-            chosen = self._planned(request, demanded, turn_s)
+            chosen = self._planned(request, request.choice.stretches, demanded, turn_s)
         request.cut = len(chosen) < len(rows)
         return chosen
 
     def ready_s(self, request: Request) -> float:
         """Estimated seconds of loading and computing until a waiting request's first token; infinite while unknown."""
-        plan = self._plan(request, at_once=False, wait_s=0.0, to_carry_out=False)
+        plan = self._plan(request, tuple(self._stretches(request)), at_once=False, wait_s=0.0, to_carry_out=False)
         return math.inf if plan.first_token_s is None else plan.first_token_s
 
-    def _planned(self, request: Request, demanded: bool, turn_s: float) -> Rows:
+    def _planned(self, request: Request, stretches: Sequence[Stretch], demanded: bool, turn_s: float) -> Rows:
         """As `plan_load` says, which knows no windows and states."""
         rows, block_tokens = request.found, request.trie.block_tokens
         at_once = demanded and len(request.kv.groups) == 1 and not request.sampling.beams and request.images is None
-        plan = self._plan(request, at_once=at_once, wait_s=turn_s + self._backlog_s(), to_carry_out=True)
+        wait_s = turn_s + self._backlog_s()
+        plan = self._plan(request, stretches, at_once=at_once, wait_s=wait_s, to_carry_out=True)
         blocks = request.uncut((plan.ready_tokens + plan.front_tokens) // block_tokens)
         if plan.computed_tokens and plan.loaded_tokens:
             behind = rows[blocks : plan.used_tokens // block_tokens]
@@ -131,10 +135,26 @@ class Loader:
             request.beside = TailPlan(behind, request.trie.nearest[behind], share)
         return rows[:blocks]
 
-    def _plan(self, request: Request, *, at_once: bool, wait_s: float, to_carry_out: bool) -> LoadPlan:
+    def want(self, request: Request) -> None:
+        """A request could run now, or runs."""
+        if request.choice is not None:
+            request.choice.want(self._clock(), self._backlog_s())
+
+    def judge(self, request: Request) -> None:
+        """A request has its first token: what was decided for it can be judged."""
+        choice, request.choice = request.choice, None
+        if choice is not None and choice.is_one:
+            tokens, block_tokens, beside = request.prompt_tokens, request.trie.block_tokens, request.beside is not None
+            self.counters.judge(
+                choice, self._cost, self._clock(), tokens, block_tokens, cut=request.cut and not beside, beside=beside
+            )
+
+    def _plan(
+        self, request: Request, stretches: Sequence[Stretch], *, at_once: bool, wait_s: float, to_carry_out: bool
+    ) -> LoadPlan:
         return plan_load(
             self._cost,
-            [*self._stretches(request)],
+            stretches,
             request.chain.tokens,
             request.trie.block_tokens,
             both_at_once=at_once,
@@ -147,7 +167,8 @@ class Loader:
         """What was found, each stretch farther away than the one before; what is nearer amid it counts no bytes."""
         trie, rows = request.trie, request.found
         distances = np.maximum.accumulate(trie.nearest[rows])
-        lacking = trie.lacking(rows, self._cache.tiers.compute.level)
+        needed = trie.needed(len(rows)) if trie.has_rules else None
+        lacking = trie.lacking(rows, self._cache.tiers.compute.level, needed)
         for distance in np.unique(distances).tolist():
             here = distances == distance
             nbytes = int(trie.group_bytes[lacking[here]].sum())
@@ -178,6 +199,7 @@ class Loader:
 
     def hurry(self, request: Request) -> None:
         """A request whose prefix is on its way could run now."""
+        self.want(request)
         if (load := self._loads.get(request.id)) is not None:
             load.hurry()
 
@@ -249,7 +271,7 @@ class Loader:
             request.staged()
             self._look()
         elif given_up:
-            self.abandoned += 1
+            self.counters.abandoned += 1
             log.info("the load for request %s fell behind: %d blocks are used", request.name, there)
             self._cut(request, there)
         else:
@@ -287,7 +309,6 @@ class Loader:
         name = f"request {request.name}"
         args = (self._cache, self._budget, self._cost, name, request.trie, plan, first, load, self._look)
         request.footprint.tail = TailLoad(*args)
-        self.beside += 1
 
 
 async def _wait(changed: asyncio.Event, timeout_s: float | None) -> None:

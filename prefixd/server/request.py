@@ -50,6 +50,7 @@ from prefixd.cache.index.trie import Rows
 from prefixd.server.footprint import Footprint
 from prefixd.server.image_kv import ImageHolds, ImageKv
 from prefixd.server.kv_shape import ONE_FRAME, KvShape
+from prefixd.server.load_choice import LoadChoice
 from prefixd.server.prompt_images import PromptImages
 from prefixd.server.run import Run
 from prefixd.server.tail_load import TailLoad, TailPlan
@@ -151,6 +152,7 @@ class Request:
         seen_epoch: the cache's epoch (`Mover.epoch`) at that look; -1 when a new look is due in any case.
         cut: `rows` is shorter than what is cached, on purpose or because the rest could not be brought up.
         beside: what is to be loaded behind `rows` while it runs, if anything.
+        choice: what was decided about loading its prefix, until it can be judged.
         outcome: while CANCELLING, the last event.
         hit_tokens: prompt tokens found, by tier, when the request was looked up for its turn.
         fork_of: a request with the same prompt, as far as is known: the worker copies what that one has computed of it
@@ -179,6 +181,7 @@ class Request:
     seen_epoch: int = -1
     cut: bool = False
     beside: TailPlan | None = None
+    choice: LoadChoice | None = None
     outcome: Event = field(default_factory=lambda: Ended("cancelled"))
     hit_tokens: list[int] | None = None
     handed_over_s: float | None = None

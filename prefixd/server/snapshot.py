@@ -267,7 +267,7 @@ def _draft_of(host: ModelHost) -> pb.DraftStats | None:
 
 
 def _scheduler_of(dispatcher: Dispatcher) -> pb.SchedulerStats:
-    preempted = dispatcher.preemption.counters
+    preempted, loads = dispatcher.preemption.counters, dispatcher.loader.counters
     return pb.SchedulerStats(
         policy=dispatcher.queue.policy.name,
         waiting_requests=len(dispatcher.waiting),
@@ -278,6 +278,12 @@ def _scheduler_of(dispatcher: Dispatcher) -> pb.SchedulerStats:
         recomputed_requests=preempted.recomputed,
         swapped_blocks=preempted.swapped_blocks,
         recomputed_tokens=preempted.recomputed_tokens,
+        load_decisions=loads.decided,
+        cut_loads=loads.cut,
+        split_loads=loads.beside,
+        abandoned_loads=loads.abandoned,
+        load_spent_s=loads.regret.spent_s,
+        load_regret_s=loads.regret.lost_s,
     )
 
 
@@ -418,16 +424,30 @@ class MetricsCollector(Collector):
         yield GaugeMetricFamily("prefixd_reservations", "reservations", value=stats.reservations)
         yield GaugeMetricFamily("prefixd_waiting_requests", "queue length", value=stats.scheduler.waiting_requests)
         yield GaugeMetricFamily("prefixd_running_requests", "requests running", value=stats.worker.running_requests)
-        preemption = {
+        counted = {
             "preempted_requests": "times a running request gave its GPU memory to others",
             "swapped_requests": "of these, those whose KV went down the tiers",
             "recomputed_requests": "of these, those whose KV was dropped",
             "swapped_blocks": "blocks copied down for swapped requests",
             "recomputed_tokens": "tokens that preempted requests had computed and compute again",
             "resumed_requests": "times a request was put back: preempted, its worker died or had no memory for it",
+            "load_decisions": "requests with a first token of whose cached prefix a part was not in GPU memory",
+            "cut_loads": "of these, those that computed a part of it again",
+            "split_loads": "of these, those that loaded a part while they computed another",
+            "abandoned_loads": "loads that were given up because they had fallen behind",
         }
-        for field, text in preemption.items():
+        for field, text in counted.items():
             yield CounterMetricFamily(f"prefixd_{field}", text, value=getattr(stats.scheduler, field))
+        yield CounterMetricFamily(
+            "prefixd_load_spent_seconds",
+            "from the turn of requests with such a prefix to their first token",
+            value=stats.scheduler.load_spent_s,
+        )
+        yield CounterMetricFamily(
+            "prefixd_load_regret_seconds",
+            "of these, what loading everything or computing everything would have saved, by estimates made afterwards",
+            value=stats.scheduler.load_regret_s,
+        )
         workers = [model.worker for model in stats.models]
         for part, (prefix, fields) in _OF_A_PART.items():
             if having := [getattr(worker, part) for worker in workers if worker.HasField(part)]:

@@ -72,6 +72,7 @@ class TailLoad:
     Attributes:
         limit: blocks from this one on have been begun; the run gets no frames for them.
         joined: the run was told of what has arrived; it passes over it when it gets there.
+        abandoned: it fell behind and was given up; what had arrived is used.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class TailLoad:
         self.plan = plan
         self.first = first
         self.limit = self.end_block = first + len(plan.rows)
-        self.joined = False
+        self.joined = self.abandoned = False
         self._budget = budget
         self._cost = cost
         self._trie = trie
@@ -132,7 +133,10 @@ class TailLoad:
         while self._pays(given, filled):
             self._begin(max(given, self.limit - self._piece))
         waits = filled == given == self.limit and self._load.under_way
-        if self._load.failed or (waits and self._is_late()):
+        if self._load.failed:
+            self._give_up()
+        elif waits and self._is_late():
+            self.abandoned = True
             self._give_up()
         return given == self.limit and not self._load.under_way
 

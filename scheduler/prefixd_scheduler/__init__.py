@@ -29,6 +29,7 @@ from prefixd_scheduler.policies import (
     create_policy,
 )
 from prefixd_scheduler.queue import RequestQueue
+from prefixd_scheduler.regret import Regret
 from prefixd_scheduler.request import QueuedRequest
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "Policy",
     "QueueFullError",
     "QueuedRequest",
+    "Regret",
     "RelaxedFastestPrefixFirst",
     "RequestQueue",
     "SchedulerError",

@@ -18,7 +18,6 @@ RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
 
 def test_the_committed_results_are_a_page_that_a_browser_shows_without_a_network(tmp_path: Path) -> None:
-    pytest.importorskip("PySide6.QtWebEngineCore", reason="needs the browser of PySide6-Addons", exc_type=ImportError)
     page, picture = tmp_path / "report.html", tmp_path / "report.png"
     main([str(RESULTS), "--output", str(page)])
     done = subprocess.run(
@@ -28,6 +27,8 @@ def test_the_committed_results_are_a_page_that_a_browser_shows_without_a_network
         text=True,
         timeout=120,
     )
+    if "there is no browser" in done.stderr:  # asked in a process of its own: Qt changes how the importing one imports
+        pytest.skip(done.stderr)
     assert done.returncode == 0, done.stderr
     seen: dict[str, Any] = json.loads(done.stdout)
     assert seen["title"] == "prefixd: results"

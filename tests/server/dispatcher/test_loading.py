@@ -65,7 +65,8 @@ async def test_the_front_is_computed_while_the_back_is_loaded(
     assert events(request) == (expected(PROMPT, 3), "length")
     assert request.hit_tokens == [0, len(arrived.frames) * BLOCK, 0]
     assert bench.cache.counters.hit_tokens == request.hit_tokens
-    assert bench.dispatcher._prefetcher.loader.beside == 1
+    counters = bench.dispatcher.loader.counters
+    assert (counters.decided, counters.beside, counters.abandoned, counters.regret.judged) == (1, 1, 0, 1)
 
 
 @pytest.mark.parametrize("steps", range(0, 12, 3))
@@ -126,6 +127,7 @@ async def test_a_load_that_hangs_is_given_up_and_its_back_computed(
     await bench.finish(request)
     assert events(request) == (expected(PROMPT, 3), "length")
     assert not any(isinstance(message, Arrived) for message in bench.sent)
+    assert bench.dispatcher.loader.counters.abandoned == 1
     bench.engine.open.set()
     await bench.quiet()
 
@@ -142,12 +144,12 @@ async def test_a_load_from_the_front_is_given_up_and_what_came_is_used(
     request = bench.submit(PROMPT, max_tokens=3)
     await bench.until(lambda: bench.engine.waiting)
     assert request.state is RequestState.STAGING
-    loader = bench.dispatcher._prefetcher.loader
+    loader = bench.dispatcher.loader
     await bench.until(lambda: loader._loads[request.id].arrived == pieces)
     bench.now += 1000.0
     run = await bench.running(request)
     assert run.start.cached_blocks == pieces
-    assert loader.abandoned == 1
+    assert loader.counters.abandoned == 1
     await bench.finish(request)
     assert events(request) == (expected(PROMPT, 3), "length")
     bench.engine.open.set()

@@ -244,11 +244,13 @@ class TieredCache:
         max_blocks: int = 0,
         ttl_s: float = 0.0,
         counted: bool = True,
+        matched: Callable[[Rows], None] | None = None,
     ) -> Lease | None:
         """Leases the cached prefix from `first_block` on in the CPU tier; None when nothing is cached there.
 
         The lease is shorter than the match when the CPU tier cannot take it all or a block turns out to be damaged.
-        `counted`: this is the lookup by which the prompt enters the hit rates.
+        `counted`: this is the lookup by which the prompt enters the hit rates. `matched` is called with the usable
+        prefix before anything of it is brought up.
         """
         self._need_cpu()
         ttl = self.leases.ttl(ttl_s)
@@ -257,6 +259,8 @@ class TieredCache:
         path = (await self.match(namespace, chain, limit)).rows
         if counted:
             self.count_lookup(trie, max(min(limit, len(chain)) - first_block, 0), path[first_block:])
+        if matched is not None:
+            matched(path)
         identity = self.leases.next_id()
         hold = self._hold_for_reading(f"lease {identity}", trie, path, first_block)
         try:

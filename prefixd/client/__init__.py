@@ -30,6 +30,7 @@ from prefixd.client.errors import (
     ServerUnavailable,
     UnsupportedError,
 )
+from prefixd.client.estimates import LoadEstimate, Prefill
 from prefixd.client.inference import (
     Accepted,
     BeamSearch,
@@ -69,6 +70,7 @@ __all__ = [
     "InvalidArgumentError",
     "Lease",
     "LeaseLost",
+    "LoadEstimate",
     "MatchResult",
     "MemoryUnavailable",
     "NamespaceSpec",
@@ -76,6 +78,7 @@ __all__ = [
     "PartSpec",
     "PermissionDeniedError",
     "PreconditionError",
+    "Prefill",
     "RecurrentState",
     "Reservation",
     "Rule",

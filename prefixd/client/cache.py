@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from prefixd.client import streaming
 from prefixd.client.buffers import BlockBuffers, Buffer
 from prefixd.client.errors import ExhaustedError, InvalidArgumentError, ServerError
+from prefixd.client.estimates import LoadEstimate, Prefill
 from prefixd.client.holds import Granted
 from prefixd.client.leases import AsyncLease, AsyncReservation
 from prefixd.client.namespace import Answer, RegisteredNamespace
@@ -37,18 +38,22 @@ class AsyncCache:
         """8 bytes, the same for the same (name, salt) in every daemon."""
         return self._namespace.namespace_id
 
-    async def match(self, tokens: TokenIds, *, counted: bool = False) -> MatchResult:
+    async def match(self, tokens: TokenIds, *, counted: bool = False, prefill: Prefill | None = None) -> MatchResult:
         """The longest cached prefix. It takes nothing and promises nothing: all may be evicted a moment
         later.
 
         `counted`: this is the first lookup of the prompt, and enters the daemon's hit rates; pass `counted=False` to
-        `acquire` then.
+        `acquire` then. `prefill`: what computing takes, for the estimate in the answer.
         """
         prompt = token_bytes(tokens)
         answer = await self._namespace.ask(
             self._namespace.client.connection.cache.Match,
             lambda session: cache_pb2.MatchRequest(
-                session_id=session.session_id, namespace_id=self.namespace_id, token_ids=prompt, counted=counted
+                session_id=session.session_id,
+                namespace_id=self.namespace_id,
+                token_ids=prompt,
+                counted=counted,
+                prefill=None if prefill is None else prefill.to_proto(),
             ),
         )
         return MatchResult.from_proto(answer.response)
@@ -80,15 +85,16 @@ class AsyncCache:
         ttl_s: float | None = None,
         parts: Sequence[int] | None = None,
         counted: bool = True,
+        prefill: Prefill | None = None,
     ) -> AsyncLease:
         """Leases the longest cached prefix from `first_block` on, at most `max_blocks` blocks (0: all of it).
 
         Blocks on disk are read first. A prefix that is not cached gives a lease of 0 blocks. The lease lives for
         `ttl_s` seconds (None: the daemon's default). `parts` are indexes into the namespace's parts (None: all).
         `counted`: it enters the daemon's hit rates, which count each prompt once. Raises `MemoryUnavailable` for a
-        client that streams: use `load`.
+        client that streams: use `load`. `prefill`: what computing takes, for `AsyncLease.estimate`.
         """
-        return await self._acquire(token_bytes(tokens), first_block, max_blocks, ttl_s, parts, counted)
+        return await self._acquire(token_bytes(tokens), first_block, max_blocks, ttl_s, parts, counted, prefill)
 
     async def reserve(
         self,
@@ -218,6 +224,7 @@ class AsyncCache:
         ttl_s: float | None,
         parts: Sequence[int] | None,
         counted: bool = True,
+        prefill: Prefill | None = None,
     ) -> AsyncLease:
         _check_range(first_block, max_blocks)
         part_bytes = self._namespace.part_bytes(parts)
@@ -232,10 +239,12 @@ class AsyncCache:
                 ttl_s=ttl_s or 0.0,
                 parts=parts or (),
                 uncounted=not counted,
+                prefill=None if prefill is None else prefill.to_proto(),
             ),
             grant_id=lambda response: str(response.lease_id),
         )
-        return AsyncLease(self._granted(answer, prompt, answer.response.lease_id, part_bytes))
+        granted = self._granted(answer, prompt, answer.response.lease_id, part_bytes)
+        return AsyncLease(granted, LoadEstimate.from_proto(answer.response.estimate))
 
     async def _reserve(
         self, prompt: bytes, first_block: int, ttl_s: float | None, parts: Sequence[int] | None

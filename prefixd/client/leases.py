@@ -14,6 +14,7 @@ from prefixd.client.errors import (
     ServerUnavailable,
     SessionUnknown,
 )
+from prefixd.client.estimates import LoadEstimate
 from prefixd.client.holds import Granted, Hold
 from prefixd.client.session import Session
 from prefixd.client.spec import StoreResult
@@ -26,10 +27,15 @@ _TELL_ATTEMPTS = 3
 class AsyncLease(Hold):
     """Blocks that neither move nor go while it lasts. `async with` it, or call `release`.
 
-    `blocks` is 0 when nothing was cached; there is then nothing to release.
+    `blocks` is 0 when nothing was cached; there is then nothing to release. `estimate` is what the daemon expected of
+    loading them, before it did.
     """
 
     _word = "lease"
+
+    def __init__(self, granted: Granted, estimate: LoadEstimate) -> None:
+        super().__init__(granted)
+        self.estimate = estimate
 
     def view(self, block: int, part: int = 0) -> memoryview:
         """The bytes of a part, read-only, in the arena itself; gone with the lease.

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from prefixd.client.errors import InvalidArgumentError, ServerError
+from prefixd.client.estimates import LoadEstimate
 from prefixd.client.rules import Rule
 from prefixd.v1 import cache_pb2
 
@@ -87,10 +88,12 @@ class TierRun:
 
 @dataclass(frozen=True, slots=True)
 class MatchResult:
-    """The longest cached prefix: its length in blocks, and where it is, from the start of the prompt."""
+    """The longest cached prefix: its length in blocks, where it is, from the start of the prompt, and what loading
+    takes."""
 
     blocks: int
     runs: tuple[TierRun, ...]
+    estimate: LoadEstimate = field(default_factory=LoadEstimate)
 
     def blocks_in(self, tier: Tier) -> int:
         """Blocks of the prefix whose nearest copy is in `tier`."""
@@ -101,7 +104,8 @@ class MatchResult:
         """The result in the client's words. Raises `ServerError` for a tier that this version does not know."""
         try:
             # The contract's tiers count from 1.
-            return cls(response.blocks, tuple(TierRun(Tier(run.tier - 1), run.blocks) for run in response.runs))
+            runs = tuple(TierRun(Tier(run.tier - 1), run.blocks) for run in response.runs)
+            return cls(response.blocks, runs, LoadEstimate.from_proto(response.estimate))
         except ValueError as error:
             raise ServerError(f"the daemon has blocks in a tier that this client does not know: {error}") from error
 

@@ -17,6 +17,7 @@ from prefixd.client.buffers import Buffer
 from prefixd.client.cache import AsyncCache
 from prefixd.client.client import AsyncClient
 from prefixd.client.errors import ClientClosed, ClientError
+from prefixd.client.estimates import LoadEstimate, Prefill
 from prefixd.client.inference import BeamSearch, GenerateEvent
 from prefixd.client.leases import AsyncLease, AsyncReservation
 from prefixd.client.portal import Portal
@@ -78,6 +79,11 @@ class _Hold(Generic[HoldT]):
 class Lease(_Hold[AsyncLease]):
     """See `AsyncLease`."""
 
+    @property
+    def estimate(self) -> LoadEstimate:
+        """What the daemon expected of loading the blocks."""
+        return self._hold.estimate
+
     def copy_into(self, into: Buffer) -> int:
         """See `AsyncLease.copy_into`."""
         return self._portal.run(self._hold.copy_into(into))
@@ -107,9 +113,9 @@ class Cache:
         """See `AsyncCache.namespace_id`."""
         return self._cache.namespace_id
 
-    def match(self, tokens: TokenIds, *, counted: bool = False) -> MatchResult:
+    def match(self, tokens: TokenIds, *, counted: bool = False, prefill: Prefill | None = None) -> MatchResult:
         """See `AsyncCache.match`."""
-        return self._portal.run(self._cache.match(tokens, counted=counted))
+        return self._portal.run(self._cache.match(tokens, counted=counted, prefill=prefill))
 
     def prefetch(self, tokens: TokenIds) -> int:
         """See `AsyncCache.prefetch`."""
@@ -128,10 +134,17 @@ class Cache:
         ttl_s: float | None = None,
         parts: Sequence[int] | None = None,
         counted: bool = True,
+        prefill: Prefill | None = None,
     ) -> Lease:
         """See `AsyncCache.acquire`."""
         lease = self._cache.acquire(
-            tokens, first_block=first_block, max_blocks=max_blocks, ttl_s=ttl_s, parts=parts, counted=counted
+            tokens,
+            first_block=first_block,
+            max_blocks=max_blocks,
+            ttl_s=ttl_s,
+            parts=parts,
+            counted=counted,
+            prefill=prefill,
         )
         return Lease(self._portal, self._portal.run(lease))
 

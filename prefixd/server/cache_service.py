@@ -19,6 +19,7 @@ from prefixd.cache.cache import NO_OFFSET
 from prefixd.cache.index.trie import Rows
 from prefixd.errors import InvalidArgumentError, PreconditionError, UnavailableError
 from prefixd.pacer import Pacer, give_way
+from prefixd.server.load_estimates import LoadEstimates
 from prefixd.server.rpc import Context, abort, deliver, granting, outlive, streaming, unary
 from prefixd.server.rule_messages import rule_spec
 from prefixd.v1 import cache_pb2 as pb
@@ -42,6 +43,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         self._cache = cache
         self._memory_socket = memory_socket
         self._draining = draining
+        self._estimates = LoadEstimates(cache)
         self.closing = asyncio.Event()
 
     def close(self) -> None:
@@ -108,7 +110,9 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         match = await cache.match(namespace, chain)
         if request.counted:
             cache.count_lookup(cache.trie(namespace), len(chain), match.rows)
-        return pb.MatchResponse(blocks=len(match), runs=await tier_runs(cache.trie(namespace), match.rows))
+        trie, prefill = cache.trie(namespace), request.prefill if request.HasField("prefill") else None
+        estimate = self._estimates.estimate(trie, match.rows, 0, chain.tokens, prefill)
+        return pb.MatchResponse(blocks=len(match), runs=await tier_runs(trie, match.rows), estimate=estimate)
 
     @granting(lambda self, request, response: self._take_back(request.session_id, response.lease_id))
     async def Acquire(self, request: pb.AcquireRequest) -> pb.AcquireResponse:
@@ -117,19 +121,29 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         session = cache.leases.session(request.session_id)
         namespace = session.namespace(request.namespace_id)
         parts = cache.check_parts(namespace, request.parts)
-        lease = await cache.acquire(
-            session,
-            namespace,
+        chain, prefill = (
             cache.chain(namespace, request.token_ids),
-            first_block=request.first_block,
-            max_blocks=request.max_blocks,
-            ttl_s=request.ttl_s,
-            counted=not request.uncounted,
+            request.prefill if request.HasField("prefill") else None,
         )
+        watch = self._estimates.watch(cache.trie(namespace), request.first_block, chain.tokens, prefill)
+        with watch:
+            lease = await cache.acquire(
+                session,
+                namespace,
+                chain,
+                first_block=request.first_block,
+                max_blocks=request.max_blocks,
+                ttl_s=request.ttl_s,
+                counted=not request.uncounted,
+                matched=watch.begin,
+            )
+            watch.complete = lease is not None and len(lease.rows) == watch.blocks
         if lease is None:
-            return pb.AcquireResponse(first_block=request.first_block)
+            return pb.AcquireResponse(first_block=request.first_block, estimate=watch.estimate)
         blocks = len(lease.rows)
-        response = pb.AcquireResponse(lease_id=lease.id, first_block=request.first_block, blocks=blocks)
+        response = pb.AcquireResponse(
+            lease_id=lease.id, first_block=request.first_block, blocks=blocks, estimate=watch.estimate
+        )
         await _add_offsets(response, blocks, len(parts), partial(cache.offsets, lease, parts))
         response.ttl_s = lease.expires_s - cache.clock()
         return response

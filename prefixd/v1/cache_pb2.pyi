@@ -144,17 +144,41 @@ class RegisterNamespaceResponse(_message.Message):
     namespace_id: bytes
     def __init__(self, namespace_id: _Optional[bytes] = ...) -> None: ...
 
+class Prefill(_message.Message):
+    __slots__ = ("pass_s", "token_s", "pair_s")
+    PASS_S_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    PAIR_S_FIELD_NUMBER: _ClassVar[int]
+    pass_s: float
+    token_s: float
+    pair_s: float
+    def __init__(self, pass_s: _Optional[float] = ..., token_s: _Optional[float] = ..., pair_s: _Optional[float] = ...) -> None: ...
+
+class LoadEstimate(_message.Message):
+    __slots__ = ("load_s", "compute_s", "best_blocks", "best_s")
+    LOAD_S_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
+    BEST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BEST_S_FIELD_NUMBER: _ClassVar[int]
+    load_s: float
+    compute_s: float
+    best_blocks: int
+    best_s: float
+    def __init__(self, load_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., best_blocks: _Optional[int] = ..., best_s: _Optional[float] = ...) -> None: ...
+
 class MatchRequest(_message.Message):
-    __slots__ = ("namespace_id", "token_ids", "session_id", "counted")
+    __slots__ = ("namespace_id", "token_ids", "session_id", "counted", "prefill")
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     COUNTED_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
     namespace_id: bytes
     token_ids: bytes
     session_id: str
     counted: bool
-    def __init__(self, namespace_id: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., session_id: _Optional[str] = ..., counted: bool = ...) -> None: ...
+    prefill: Prefill
+    def __init__(self, namespace_id: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., session_id: _Optional[str] = ..., counted: bool = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ...) -> None: ...
 
 class TierRun(_message.Message):
     __slots__ = ("tier", "blocks")
@@ -165,15 +189,17 @@ class TierRun(_message.Message):
     def __init__(self, tier: _Optional[_Union[Tier, str]] = ..., blocks: _Optional[int] = ...) -> None: ...
 
 class MatchResponse(_message.Message):
-    __slots__ = ("blocks", "runs")
+    __slots__ = ("blocks", "runs", "estimate")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     RUNS_FIELD_NUMBER: _ClassVar[int]
+    ESTIMATE_FIELD_NUMBER: _ClassVar[int]
     blocks: int
     runs: _containers.RepeatedCompositeFieldContainer[TierRun]
-    def __init__(self, blocks: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[TierRun, _Mapping]]] = ...) -> None: ...
+    estimate: LoadEstimate
+    def __init__(self, blocks: _Optional[int] = ..., runs: _Optional[_Iterable[_Union[TierRun, _Mapping]]] = ..., estimate: _Optional[_Union[LoadEstimate, _Mapping]] = ...) -> None: ...
 
 class AcquireRequest(_message.Message):
-    __slots__ = ("session_id", "namespace_id", "token_ids", "first_block", "max_blocks", "ttl_s", "parts", "uncounted")
+    __slots__ = ("session_id", "namespace_id", "token_ids", "first_block", "max_blocks", "ttl_s", "parts", "uncounted", "prefill")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -182,6 +208,7 @@ class AcquireRequest(_message.Message):
     TTL_S_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
     UNCOUNTED_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     namespace_id: bytes
     token_ids: bytes
@@ -190,21 +217,24 @@ class AcquireRequest(_message.Message):
     ttl_s: float
     parts: _containers.RepeatedScalarFieldContainer[int]
     uncounted: bool
-    def __init__(self, session_id: _Optional[str] = ..., namespace_id: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., first_block: _Optional[int] = ..., max_blocks: _Optional[int] = ..., ttl_s: _Optional[float] = ..., parts: _Optional[_Iterable[int]] = ..., uncounted: bool = ...) -> None: ...
+    prefill: Prefill
+    def __init__(self, session_id: _Optional[str] = ..., namespace_id: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., first_block: _Optional[int] = ..., max_blocks: _Optional[int] = ..., ttl_s: _Optional[float] = ..., parts: _Optional[_Iterable[int]] = ..., uncounted: bool = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ...) -> None: ...
 
 class AcquireResponse(_message.Message):
-    __slots__ = ("lease_id", "first_block", "blocks", "offsets", "ttl_s")
+    __slots__ = ("lease_id", "first_block", "blocks", "offsets", "ttl_s", "estimate")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     OFFSETS_FIELD_NUMBER: _ClassVar[int]
     TTL_S_FIELD_NUMBER: _ClassVar[int]
+    ESTIMATE_FIELD_NUMBER: _ClassVar[int]
     lease_id: str
     first_block: int
     blocks: int
     offsets: _containers.RepeatedScalarFieldContainer[int]
     ttl_s: float
-    def __init__(self, lease_id: _Optional[str] = ..., first_block: _Optional[int] = ..., blocks: _Optional[int] = ..., offsets: _Optional[_Iterable[int]] = ..., ttl_s: _Optional[float] = ...) -> None: ...
+    estimate: LoadEstimate
+    def __init__(self, lease_id: _Optional[str] = ..., first_block: _Optional[int] = ..., blocks: _Optional[int] = ..., offsets: _Optional[_Iterable[int]] = ..., ttl_s: _Optional[float] = ..., estimate: _Optional[_Union[LoadEstimate, _Mapping]] = ...) -> None: ...
 
 class ReserveRequest(_message.Message):
     __slots__ = ("session_id", "namespace_id", "token_ids", "ttl_s", "parts", "first_block")

@@ -5,7 +5,7 @@ Standard library only and no clock of its own: time is passed in, so that a simu
 
 from __future__ import annotations
 
-from prefixd_scheduler.cost import CostModel
+from prefixd_scheduler.cost import CostModel, PrefillCost
 from prefixd_scheduler.distance import Distance, farthest
 from prefixd_scheduler.errors import (
     DuplicateRequestError,
@@ -45,6 +45,7 @@ __all__ = [
     "LoadPlan",
     "LongestPrefixMatch",
     "Policy",
+    "PrefillCost",
     "QueueFullError",
     "QueuedRequest",
     "Regret",

@@ -2,13 +2,43 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from dataclasses import dataclass
 
 from prefixd_scheduler.distance import Distance
 from prefixd_scheduler.errors import InvalidValueError
 from prefixd_scheduler.seconds import Seconds
 
 _LOADED_FROM = (Distance.CPU, Distance.DISK)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillCost:
+    """What computing prompt tokens takes, where somebody says so.
+
+    Attributes:
+        pass_s: seconds for each pass of the model.
+        token_s: for each token.
+        pair_s: for each pair of a token and one that it attends to.
+
+    Raises:
+        InvalidValueError: one is negative or not finite.
+    """
+
+    pass_s: float
+    token_s: float
+    pair_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in (("pass_s", self.pass_s), ("token_s", self.token_s), ("pair_s", self.pair_s)):
+            if not (math.isfinite(value) and value >= 0):
+                raise InvalidValueError(f"{name} = {value}; the seconds of a prefill have to be finite and 0 or more")
+
+    def estimate_s(self, features: tuple[float, ...]) -> float:
+        """As `Seconds.estimate_s`."""
+        tokens, passes, pairs = features
+        return self.token_s * tokens + self.pass_s * passes + self.pair_s * pairs
 
 
 class CostModel:
@@ -30,12 +60,18 @@ class CostModel:
     def __init__(self, probe_every: int = 32) -> None:
         if probe_every < 2:
             raise InvalidValueError(f"probe_every is {probe_every}; pass 2 or more, or every load would be made")
-        self._compute = Seconds(3)
+        self._compute: Seconds | PrefillCost = Seconds(3)
         self._loads = {distance: Seconds(2) for distance in _LOADED_FROM}
         self._stores = {distance: Seconds(2) for distance in _LOADED_FROM}
         self._refusals = dict.fromkeys(_LOADED_FROM, 0)
         self._refused_swaps = dict.fromkeys(_LOADED_FROM, 0)
         self._probe_every = probe_every
+
+    def computing_as(self, prefill: PrefillCost) -> CostModel:
+        """This model, which learns on of loads and stores, for somebody whose computing takes as he says."""
+        other = copy.copy(self)
+        other._compute = prefill
+        return other
 
     def observe_compute(self, tokens: int, elapsed_s: float, context_tokens: float = 0) -> None:
         """A pass computed `tokens` prompt tokens behind `context_tokens` others (their mean where a pass computed
@@ -45,7 +81,7 @@ class CostModel:
             InvalidValueError: a number is negative or not finite.
         """
         _check("computation", elapsed_s, tokens, context_tokens)
-        if tokens:
+        if tokens and isinstance(self._compute, Seconds):
             self._compute.observe(_prefill(tokens, context_tokens), elapsed_s)
 
     def observe_load(self, distance: Distance, nbytes: int, elapsed_s: float) -> None:

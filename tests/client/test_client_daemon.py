@@ -21,10 +21,12 @@ from prefixd.client import (
     Client,
     InvalidArgumentError,
     LeaseLost,
+    LoadEstimate,
     NamespaceSpec,
     NotFoundError,
     PartSpec,
     PreconditionError,
+    Prefill,
     ServerUnavailable,
     StoreResult,
     Tier,
@@ -56,6 +58,27 @@ async def test_what_was_stored_is_found_and_loaded(client: AsyncClient, spec: Na
     assert await cache.load(TOKENS, target) == BLOCKS
     assert np.array_equal(target, KV)
     assert await cache.store(TOKENS, KV) == StoreResult(0, BLOCKS)
+
+
+async def test_every_answer_says_what_loading_takes(client: AsyncClient, spec: NamespaceSpec) -> None:
+    cache = await client.register(spec)
+    await cache.store(TOKENS, KV)
+    prefill = Prefill(token_s=0.5, pass_s=1.0)
+    assert (await cache.match(TOKENS)).estimate == LoadEstimate(load_s=0.0)
+    estimate = (await cache.match(TOKENS, prefill=prefill)).estimate
+    assert estimate == LoadEstimate(0.0, compute_s=1.0 + 0.5 * len(TOKENS), best_blocks=BLOCKS, best_s=1.5)
+    with pytest.raises(InvalidArgumentError, match="token_s = -1"):
+        await cache.match(TOKENS, prefill=Prefill(-1.0))
+
+
+async def test_a_lease_says_what_was_expected_of_loading_it(daemon: DaemonProcess, spec: NamespaceSpec) -> None:
+    async with AsyncClient(daemon.address, name="test", memory="shared") as client:
+        cache = await client.register(spec)
+        await cache.store(TOKENS, KV)
+        async with await cache.acquire(TOKENS, first_block=1, prefill=Prefill(0.5)) as lease:
+            assert lease.blocks == BLOCKS - 1
+            assert lease.estimate == LoadEstimate(0.0, compute_s=0.5 * 9, best_blocks=BLOCKS, best_s=0.5)
+        assert (await cache.acquire(np.full(9, 77, np.uint32))).estimate == LoadEstimate(load_s=0.0)
 
 
 async def test_a_longer_prompt_stores_only_what_it_adds(client: AsyncClient, spec: NamespaceSpec) -> None:

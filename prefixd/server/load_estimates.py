@@ -1,0 +1,152 @@
+"""What loading a prefix for an engine takes, learned from what engines have loaded: `LoadEstimate` in `cache.proto`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from prefixd.cache import TieredCache, Trie
+from prefixd.cache.index.trie import Rows
+from prefixd.errors import InvalidArgumentError
+from prefixd.server.load_meter import LoadMeter
+from prefixd.v1 import cache_pb2 as pb
+from prefixd_scheduler import CostModel, Distance, InvalidValueError, PrefillCost, Stretch, plan_load
+
+
+class LoadEstimates:
+    """Estimates loads to the CPU tier, where engines read, and learns from them.
+
+    Args:
+        cache: where the blocks are.
+    """
+
+    def __init__(self, cache: TieredCache) -> None:
+        self.cache = cache
+        self.cost = CostModel()
+        self.meter = LoadMeter(cache.clock)
+        self.queued_bytes = dict.fromkeys((Distance.CPU, Distance.DISK), 0)
+
+    def estimate(
+        self, trie: Trie, path: Rows, first_block: int, tokens: int, prefill: pb.Prefill | None
+    ) -> pb.LoadEstimate:
+        """Of a usable prefix of a prompt of so many tokens, of which the engine has what is before `first_block`.
+
+        Raises:
+            InvalidArgumentError: `prefill` has a negative number.
+        """
+        return self._estimate(self.stretches(trie, path, first_block), trie.block_tokens, first_block, tokens, prefill)
+
+    def watch(self, trie: Trie, first_block: int, tokens: int, prefill: pb.Prefill | None) -> LoadWatch:
+        """Estimates a load and learns from it; `LoadWatch` is a context manager around it."""
+        return LoadWatch(
+            self,
+            trie,
+            first_block,
+            lambda stretches: self._estimate(stretches, trie.block_tokens, first_block, tokens, prefill),
+        )
+
+    def stretches(self, trie: Trie, path: Rows, first_block: int) -> list[Stretch]:
+        """The prefix by where it has to be brought from; what the engine has, and what is in the CPU tier, is at hand.
+
+        Each stretch is farther away than the one before; what is nearer amid it counts no bytes.
+        """
+        first = min(first_block, len(path))
+        rows, block_tokens = path[first:], trie.block_tokens
+        wanted = trie.needed(len(path), first) if trie.has_rules else None
+        lacking = trie.lacking(rows, self.cache.tiers.shared.level, wanted)
+        far = np.where(trie.nearest[rows] == Distance.DISK, Distance.DISK, Distance.CPU)
+        distances = np.maximum.accumulate(np.where(lacking != 0, far, Distance.GPU))
+        found = [Stretch(Distance.GPU, first * block_tokens, 0)] if first else []
+        for distance in np.unique(distances).tolist():
+            here = distances == distance
+            nbytes = int(trie.group_bytes[lacking[here]].sum())
+            found.append(Stretch(Distance(distance), int(here.sum()) * block_tokens, nbytes))
+        return found
+
+    def _estimate(
+        self, stretches: list[Stretch], block_tokens: int, first_block: int, tokens: int, prefill: pb.Prefill | None
+    ) -> pb.LoadEstimate:
+        loads = [
+            self.cost.load_s(stretch.nbytes, stretch.distance, self.queued_bytes.get(stretch.distance, 0))
+            for stretch in stretches
+        ]
+        load_s = None if None in loads else sum(load for load in loads if load is not None)
+        if prefill is None:
+            return pb.LoadEstimate(load_s=load_s)
+        try:
+            cost = self.cost.computing_as(PrefillCost(prefill.pass_s, prefill.token_s, prefill.pair_s))
+        except InvalidValueError as error:
+            raise InvalidArgumentError(f"prefill: {error}") from None
+        plan = plan_load(
+            cost,
+            stretches,
+            tokens,
+            block_tokens,
+            both_at_once=False,
+            queued_bytes=self.queued_bytes,
+            to_carry_out=False,
+        )
+        known = min(first_block * block_tokens, tokens)
+        return pb.LoadEstimate(
+            load_s=load_s,
+            compute_s=cost.compute_s(tokens - known, known),
+            best_blocks=(plan.ready_tokens + plan.front_tokens) // block_tokens,
+            best_s=plan.first_token_s,
+        )
+
+
+class LoadWatch:
+    """One load, from when its blocks are known until it has ended.
+
+    Attributes:
+        estimate: as of the beginning.
+        blocks: to be leased.
+        complete: everything has come, set by who watches; only then something is learned.
+    """
+
+    def __init__(
+        self,
+        estimates: LoadEstimates,
+        trie: Trie,
+        first_block: int,
+        estimate: Callable[[list[Stretch]], pb.LoadEstimate],
+    ) -> None:
+        self.estimate = estimate([])
+        self.blocks = 0
+        self.complete = False
+        self._estimates = estimates
+        self._trie = trie
+        self._first_block = first_block
+        self._of = estimate
+        self._mark: float | None = None
+        self._nbytes: dict[Distance, int] = {}
+
+    def begin(self, path: Rows) -> None:
+        """The prefix was matched, and nothing was brought up yet."""
+        stretches = self._estimates.stretches(self._trie, path, self._first_block)
+        self.blocks = max(0, len(path) - self._first_block)
+        self.estimate = self._of(stretches)
+        self._nbytes = {stretch.distance: stretch.nbytes for stretch in stretches if stretch.nbytes}
+        if self._nbytes:
+            self._mark = self._estimates.meter.begin()
+            self._queue(1)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._mark is None:
+            return
+        elapsed_s = self._estimates.meter.end(self._mark)
+        self._queue(-1)
+        if self.complete:
+            self._estimates.cost.observe_load(max(self._nbytes), sum(self._nbytes.values()), elapsed_s)
+
+    def _queue(self, sign: int) -> None:
+        for distance, nbytes in self._nbytes.items():
+            self._estimates.queued_bytes[distance] += sign * nbytes

@@ -24,7 +24,8 @@ class Footprint:
     Of the blocks that were found, the bytes are held that the rules of the KV groups need; while the request runs, it
     lets go of what its windows have passed.
 
-    While it runs, `tail` may bring further blocks of its prefix to the tier, from the back on, and holds them.
+    While it runs, `tail` may bring further blocks of its prefix to the tier, from the back on, and holds them. Until
+    then these blocks stay in the trie, wherever their bytes are, or are not any more.
 
     A frame here is a slot of the tier, which with block tables is the first of several (`KvShape`); the budget counts
     them all.
@@ -39,6 +40,7 @@ class Footprint:
         trie: of the blocks.
         rows: blocks from the prompt's first on; what they need is in the GPU tier or will be brought there.
         images: what it has of its images, if they are not in the prompt's blocks.
+        behind: the blocks that `tail` will be about.
     """
 
     def __init__(
@@ -49,9 +51,11 @@ class Footprint:
         trie: Trie,
         rows: Rows,
         images: ImageHolds | None = None,
+        behind: Rows | None = None,
     ) -> None:
         self.images = images
         self.tail: TailLoad | None = None
+        self._behind = None if behind is None else cache.mover.placement.holds.hold(owner, trie, behind)
         self._cache = cache
         self._budget = budget
         self._owner = owner
@@ -104,6 +108,11 @@ class Footprint:
         self._hold.extend(rows, wanted)
         self._budget.add(self._trie, rows, wanted, -self._frames(gone))
 
+    def begin_tail(self, tail: TailLoad) -> None:
+        """The request runs, and from now on `tail` has the blocks behind it."""
+        self.tail = tail
+        self._end_behind()
+
     def end_tail(self) -> None:
         """Nothing is loaded any more beside the run. What the run has passed over, it holds from now on."""
         if self.tail is not None:
@@ -151,10 +160,15 @@ class Footprint:
             self._budget.remove(self._trie, self.rows, self.wanted, self._frames(self.own))
         self._cache.tiers.compute.free(self.own)
         self._hold.end()
+        self._end_behind()
         if self.tail is not None:
             self.tail.end()
         if self.images is not None:
             self.images.end()
+
+    def _end_behind(self) -> None:
+        if self._behind is not None:
+            self._behind.end()
 
     def _frames(self, slots: Collection[int]) -> int:
         """How many frames slots in flight have; none where there are no slots, and maybe no tier."""

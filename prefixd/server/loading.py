@@ -308,7 +308,7 @@ class Loader:
         load = self._load(request, Urgency.DEMAND, self._look)
         name = f"request {request.name}"
         args = (self._cache, self._budget, self._cost, name, request.trie, plan, first, load, self._look)
-        request.footprint.tail = TailLoad(*args)
+        request.footprint.begin_tail(TailLoad(*args))
 
 
 async def _wait(changed: asyncio.Event, timeout_s: float | None) -> None:

@@ -114,7 +114,8 @@ class Prefetcher:
         owner, images = f"request {request.name}", None
         if request.image_kv is not None:
             images = ImageHolds(self._cache, self._image_budget, owner, request.image_kv, self._caching)
-        request.stage(Footprint(self._cache, self._budget, owner, trie, rows, images))
+        behind = None if request.beside is None else request.beside.rows
+        request.stage(Footprint(self._cache, self._budget, owner, trie, rows, images, behind))
         self._staged[request.id] = request
         if request not in self._cpu_stage:  # else it was touched when it came near
             self._mover.placement.touch(trie, rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
@@ -175,3 +176,20 @@ async def test_the_setting_decides(make_bench: MakeBench, mode: str, cached: int
     pace(bench, block_s=float(BLOCK))
     run = await bench.running(bench.submit(PROMPT))
     assert run.start.cached_blocks == cached
+
+
+async def test_what_is_to_be_loaded_stays_in_the_trie_until_the_request_runs(
+    make_bench: MakeBench, expected: Expected, events: Any
+) -> None:
+    """Somebody drops the blocks while it waits for a place."""
+    bench = await make_bench(24)
+    await bench.cached(PROMPT)
+    pace(bench, block_s=float(BLOCK))
+    request = bench.submit(PROMPT, max_tokens=3)
+    while request.state is not RequestState.READY:
+        await asyncio.sleep(0)
+    assert request.beside is not None
+    trie = bench.cache.trie(bench.namespace)
+    await bench.cache.mover.forget(trie, trie.match(bench.namespace.root, request.chain).rows[::-1].tolist())
+    await bench.finish(request)
+    assert events(request) == (expected(PROMPT, 3), "length")

@@ -240,6 +240,10 @@ class DiskSettings(_Section):
     kernel cannot do is replaced by buffered, with a line of log."""
     io_threads: Annotated[Count, Field(le=256)] = 4
     """Reads or writes of the tier at a time, 256 at most."""
+    admit_uses: Annotated[int, Field(ge=0, le=255)] = 0
+    """A block is written to disk when it was asked for again so often, so that what is asked for once wears no disk; it
+    is found again while it is in memory, and not after a restart. 0: every block. What was stored `durable`, or is
+    asked to be made so (Persist), is written at once."""
     write_queue_bytes: Bytes | None = None
     """Blocks that may wait in memory to be written to disk; above it, Reserve waits for the disk. By default half of
     cpu.bytes."""

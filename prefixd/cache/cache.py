@@ -80,6 +80,7 @@ class TieredCache:
         write_queue_bytes: blocks that may wait in memory to be written to disk before `reserve` waits; half of the CPU
             tier by default.
         prefetch_bytes: the most that one session may have on its way ahead of need; half of the shared tier by default.
+        admit_uses: see `Placement`.
         digest: block key function; replaced in tests.
     """
 
@@ -99,6 +100,7 @@ class TieredCache:
         scrub_every_s: float = 3600.0,
         write_queue_bytes: int | None = None,
         prefetch_bytes: int | None = None,
+        admit_uses: int = 0,
         digest: Digest = xxh3_digest,
     ) -> None:
         self.tiers = tiers
@@ -111,8 +113,8 @@ class TieredCache:
         self.policy = policy
         # Where there is no other tier, the GPU tier comes with the worker.
         policy.last_tier = max((tier.level for tier in tiers.existing), default=tiers.compute.level)
-        uses = UseHistory(policy, REMEMBERED if policy.remembers else 0)
-        self.mover = Mover(tiers, self.tries, self.namespaces, engine, policy, clock, uses)
+        uses = UseHistory(policy, REMEMBERED if policy.remembers or admit_uses else 0)
+        self.mover = Mover(tiers, self.tries, self.namespaces, engine, policy, clock, uses, admit_uses)
         if write_queue_bytes is None and tiers.exists(tiers.shared):
             write_queue_bytes = tiers.shared.capacity_bytes // 2
         if prefetch_bytes is None:

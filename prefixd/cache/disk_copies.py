@@ -30,6 +30,7 @@ from prefixd.cache.paths import find_ancestry
 from prefixd.cache.placement import Placement
 from prefixd.cache.tiers import Slots
 from prefixd.cache.uninterrupted import to_the_end
+from prefixd.cache.unwritten import unwritten
 from prefixd.cache.urgent_lock import UrgentLock
 from prefixd_swap import (
     ChecksumError,
@@ -72,6 +73,8 @@ class DiskCopies:
         self.records = DiskRecords(self._tiers, namespaces)
         self._checksums = checksums
         self._make_room = make_room
+        self.written_bytes = 0
+        """Bytes of blocks that were written since the start."""
         self._lock = UrgentLock(urgency_enabled=self._tiers.transfers.urgency_enabled)
         self._saved: set[bytes] = set()  # namespaces that the index knows
         self.removals = DiskRemovals(
@@ -168,8 +171,7 @@ class DiskCopies:
         return lacking
 
     def _to_write(self, trie: Trie, rows: Rows, source: MemoryTier) -> GroupMask:
-        groups: GroupMask = trie.there[rows, source.level] & ~trie.there[rows, self._store.level] & ~trie.expired[rows]
-        return groups
+        return unwritten(trie, source.level, self._store.level, rows)
 
     async def _fit_batch(
         self,
@@ -224,6 +226,7 @@ class DiskCopies:
         if source is self._tiers.shared:
             trie.checksummed[written] |= (trie.part_mask & groups[stored][:, None]) != 0
         self._placement.put(trie, written, self._store, slots[stored])
+        self.written_bytes += int(trie.group_bytes[groups[stored]].sum())
         _raise_first(results)
         return batch[~stored]
 

@@ -58,6 +58,7 @@ class Mover:
         policy: who goes first.
         clock: seconds; passed in so that tests own the time.
         uses: how often blocks were asked for; told of all that happens to them.
+        admit_uses: see `Placement`.
     """
 
     def __init__(
@@ -69,12 +70,13 @@ class Mover:
         policy: EvictionPolicy,
         clock: Callable[[], float],
         uses: UseHistory,
+        admit_uses: int = 0,
     ) -> None:
         self.tiers = tiers
         self.tries = tries
         self.policy = policy
         self._copies = MemoryCopies(engine, tiers.transfers)
-        self._placement = Placement(tiers, clock, uses)
+        self._placement = Placement(tiers, clock, uses, admit_uses)
         self._checksums = Checksums(self._placement)
         self.disk = DiskCopies(self._placement, tries, namespaces, self._checksums, self._make_room_on_disk)
         self._room = Room(self._placement, tries, policy, self.disk, self._copy_down)

@@ -13,6 +13,7 @@ from prefixd.cache.groups import GroupMask
 from prefixd.cache.holds import Holds
 from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
 from prefixd.cache.tiers import Slots, Tiers
+from prefixd.cache.unwritten import unwritten
 from prefixd_swap import UseHistory
 from prefixd_swap.tiers import MemoryTier, Tier
 
@@ -24,11 +25,13 @@ class Placement:
         tiers: the memory.
         clock: seconds; passed in so that tests own the time.
         uses: is told of what comes, goes and is asked for.
+        admit_uses: a block is written to disk when it was asked for again so often, or somebody wants it durable.
     """
 
-    def __init__(self, tiers: Tiers, clock: Callable[[], float], uses: UseHistory) -> None:
+    def __init__(self, tiers: Tiers, clock: Callable[[], float], uses: UseHistory, admit_uses: int = 0) -> None:
         self.tiers = tiers
         self.uses = uses
+        self.admit_uses = admit_uses
         self.clock = clock
         self.holds = Holds(self.sweep)
         self.lost: Counter[str] = Counter()  # blocks that could have been kept, by reason
@@ -111,9 +114,10 @@ class Placement:
         dropped = len(others)
         # Of these another tier has something, as a record on disk, but not what is wanted: they stay in the trie.
         stays = last & (trie.any_part[rows] != bit)
-        left, vanished = rows[last & ~stays], 0
+        left, vanished, wanted = rows[last & ~stays], 0, 0
         # Again, because ancestors without copies may have gone with them, and then others are leaves.
         while len(going := trie.all_removable(left.tolist())):
+            wanted += int(np.count_nonzero(self.admits(trie, going)))
             self._discard(trie, going, tier)
             trie.remove_all(going)
             vanished += len(going)
@@ -122,11 +126,12 @@ class Placement:
         left = np.concatenate([left, some]) if with_page else some[trie.children[some] == 0]
         left = left[(trie.keep[left] == 0) & ~trie.pinned[left]]
         if len(left):
+            wanted += int(np.count_nonzero(self.admits(trie, left)))
             self._discard(trie, left, tier)
             vanished += len(left)
         dropped += vanished
-        if vanished and not expendable and tier is not self.tiers.durable and self.tiers.durable is not None:
-            self.lost[f"evicted before it was written: {self.why_unwritten()}"] += vanished
+        if wanted and not expendable and tier is not self.tiers.durable and self.tiers.durable is not None:
+            self.lost[f"evicted before it was written: {self.why_unwritten()}"] += wanted
         self.tiers.counters(tier).evicted += dropped
         self.epoch += 1
         return dropped
@@ -170,13 +175,16 @@ class Placement:
 
     def touch(self, trie: Trie, path: Rows) -> None:
         """A prompt was found to continue after `path`: it counts as used, and what it needs is wanted."""
-        now_s = self.clock()
+        now_s, queued = self.clock(), self.queued_blocks
+        before = self.to_write(trie, path) if trie.has_rules or self.admit_uses else None
         self.uses.accessed(trie, path, now_s)
         trie.touch(path, now_s)
         if trie.has_rules:
-            before = self.to_write(trie, path)
             trie.revive(path)
+        if before is not None:
             self._count_queue(trie, path, before)
+            if self.queued_blocks > queued:
+                self.changed.set()
 
     def extend(self, trie: Trie, path: Rows, groups: int | None = None, ends: Sequence[int] = ()) -> None:
         """Some groups of a prompt (a mask; all by default) have been stored up to the end of `path`: what only shorter
@@ -192,9 +200,12 @@ class Placement:
         """[len(rows)]: the groups of each block that are in the shared tier, not in the durable one, and wanted."""
         if self.tiers.durable is None:
             return np.zeros(len(rows), np.uint8)
-        up, down = self.tiers.shared.level, self.tiers.durable.level
-        waiting: GroupMask = trie.there[rows, up] & ~trie.there[rows, down] & ~trie.expired[rows]
-        return waiting
+        return unwritten(trie, self.tiers.shared.level, self.tiers.durable.level, rows, self.admit_uses)
+
+    def admits(self, trie: Trie, rows: Rows) -> npt.NDArray[np.bool_]:
+        """[len(rows)]: which blocks were asked for often enough to be written to disk unasked."""
+        admitted: npt.NDArray[np.bool_] = trie.uses[rows] >= self.admit_uses
+        return admitted
 
     def _count_queue(self, trie: Trie, rows: Rows, before: GroupMask) -> None:
         after = self.to_write(trie, rows)

@@ -174,7 +174,8 @@ class Room:
         copied = 0
         with self.under_way(tier, movement) as work:
             if (below := self._tiers.below(tier)) is not None:
-                copied = await self._copy_down(owner, tier, below, [(trie, rows)], movement, ahead=False)
+                chosen = [(trie, rows)]
+                copied = await self._copy_down(owner, tier, below, chosen, movement, ahead=False, all_admitted=True)
             dropped = await self._drop(tier, [(trie, rows)], False, movement)
             work.in_vain = not dropped
         if dropped:
@@ -190,8 +191,11 @@ class Room:
         victims: Sequence[tuple[Trie, Rows]],
         movement: Movement,
         ahead: bool,
+        *,
+        all_admitted: bool = False,
     ) -> int:
-        """Copies what has no copy in the next tier down to it; how many blocks. They are held meanwhile."""
+        """Copies what has no copy in the next tier down to it; how many blocks. They are held meanwhile. To disk goes
+        what was asked for often enough, or with `all_admitted` everything."""
         copied = 0
         with ExitStack() as held:
             for trie, rows in victims:  # all of them before the first copy: rows may be recycled meanwhile
@@ -199,6 +203,8 @@ class Room:
             for trie, rows in victims:
                 # A tier at a time, though there may be a copy further down: what was up here is wanted near.
                 sinks = (trie.wanted(rows, tier.level) & ~trie.there[rows, below.level]) != 0
+                if below is self._tiers.durable and not all_admitted:
+                    sinks &= self._placement.admits(trie, rows)
                 if sinks.any():
                     copied += await self._copy(trie, rows[sinks], tier, below, movement, ahead)
         self._tiers.counters(tier).demoted += copied

@@ -28,13 +28,15 @@ class UnwrittenBlocks:
         source: the level of the tier.
         target: the level of the disk tier.
         clock: seconds, by which blocks enter tiers.
+        admit_uses: blocks that were asked for again less often do not wait to be written.
     """
 
-    def __init__(self, trie: Trie, source: int, target: int, clock: Callable[[], float]) -> None:
+    def __init__(self, trie: Trie, source: int, target: int, clock: Callable[[], float], admit_uses: int = 0) -> None:
         self._trie = trie
         self._source = source
         self._target = target
         self._clock = clock
+        self._admit_uses = admit_uses
         self._found: Rows = np.empty(0, np.int64)
 
     async def next(self, count: int) -> Rows:
@@ -52,7 +54,7 @@ class UnwrittenBlocks:
     def _take(self, count: int) -> Rows:
         while len(self._found):
             rows, self._found = self._found[:count], self._found[count:]
-            waiting: Rows = rows[unwritten(self._trie, self._source, self._target, rows) != 0]
+            waiting: Rows = rows[unwritten(self._trie, self._source, self._target, rows, self._admit_uses) != 0]
             if len(waiting):
                 return waiting
         return self._found
@@ -61,7 +63,8 @@ class UnwrittenBlocks:
         trie, begun_s, pacer = self._trie, self._clock(), Pacer(SCANNED_AT_ONCE)
         lowest = LowestRows(_FOUND_AT_ONCE)
         for part in slices(trie.rows):
-            rows = part.start + np.flatnonzero(unwritten(trie, self._source, self._target, part))
+            waiting = unwritten(trie, self._source, self._target, part, self._admit_uses)
+            rows = part.start + np.flatnonzero(waiting)
             entered = trie.entered[rows, self._source]
             if part.start:
                 rows, entered = rows[entered < begun_s], entered[entered < begun_s]
@@ -70,7 +73,10 @@ class UnwrittenBlocks:
         self._found = lowest.ascending()
 
 
-def unwritten(trie: Trie, source: int, target: int, rows: Rows | slice) -> GroupMask:
-    """[len(rows)]: the KV groups of each block that the level `source` has, `target` lacks, and a prefix needs."""
+def unwritten(trie: Trie, source: int, target: int, rows: Rows | slice, admit_uses: int = 0) -> GroupMask:
+    """[len(rows)]: the KV groups of each block that the level `source` has, `target` lacks, and a prefix needs; none of
+    blocks that were asked for again less often than `admit_uses`."""
     groups: GroupMask = trie.there[rows, source] & ~trie.there[rows, target] & ~trie.expired[rows]
+    if admit_uses:
+        groups[trie.uses[rows] < admit_uses] = 0
     return groups

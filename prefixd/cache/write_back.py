@@ -126,7 +126,9 @@ class WriteBack:
             pacer = Pacer(SCANNED_AT_ONCE)
             for part in slices(trie.rows):
                 rows = part.start + np.flatnonzero(
-                    unwritten(trie, source.level, self._tiers.require_durable().level, part)
+                    unwritten(
+                        trie, source.level, self._tiers.require_durable().level, part, self._mover.placement.admit_uses
+                    )
                 )
                 held.enter_context(self._holds.hold("flush", trie, rows, source))
                 found.append(rows)
@@ -210,10 +212,11 @@ class WriteBack:
 
     def _queue(self, trie: Trie) -> UnwrittenBlocks:
         """The trie's blocks in the shared tier that wait to be written to disk."""
-        source, clock = self._tiers.shared.level, self._mover.placement.clock
+        source, placement = self._tiers.shared.level, self._mover.placement
         while len(self._queues) <= trie.ordinal:
             later = self._mover.tries[len(self._queues)]
-            self._queues.append(UnwrittenBlocks(later, source, self._tiers.require_durable().level, clock))
+            target = self._tiers.require_durable().level
+            self._queues.append(UnwrittenBlocks(later, source, target, placement.clock, placement.admit_uses))
         return self._queues[trie.ordinal]
 
     async def _next_victims(self, tier: MemoryTier, below: Tier) -> list[tuple[Trie, Rows]]:
@@ -224,7 +227,10 @@ class WriteBack:
             return []
         want = min(lacking_bytes // min(tier.footprint(trie.part_bytes) for trie in mover.tries), _LOOKED_AT)
         victims = await find_victims(mover.tries, tier.level, want, mover.policy, demotable=True)
-        return [
+        lacking = [
             (trie, rows[(trie.wanted(rows, tier.level) & ~trie.there[rows, below.level]) != 0])
             for trie, rows in victims
         ]
+        if below is not self._tiers.durable:
+            return lacking
+        return [(trie, rows[mover.placement.admits(trie, rows)]) for trie, rows in lacking]

@@ -217,7 +217,8 @@ def print_stats(stats: admin_pb2.StatsResponse) -> None:
     if write_back.limit_bytes:
         out.print(
             f"to be written to disk: {write_back.queued_blocks:,} blocks ({size(write_back.queued_bytes)} of "
-            f"{size(write_back.limit_bytes)}), {write_back.written_blocks:,} written, "
+            f"{size(write_back.limit_bytes)}), {write_back.written_blocks:,} written "
+            f"({size(write_back.written_bytes)} of disk writes in all), "
             f"{write_back.pushed_back_calls:,} calls had to wait"
         )
     if stats.HasField("kv_events"):

@@ -31,7 +31,6 @@ from prefixd.server.image_kv import NO_ROWS
 from prefixd.server.kv_needs import KvNeeds
 from prefixd.server.kv_shape import ONE_FRAME, KvShape
 from prefixd.server.loading import Loader, LoadMode
-from prefixd.server.look_ahead import LookAhead
 from prefixd.server.preemption import Preemption, PreemptionMode
 from prefixd.server.prefetcher import Prefetcher
 from prefixd.server.request import Ended, Event, NewTokens, Request, RequestState
@@ -41,7 +40,7 @@ from prefixd.server.tail_load import TailLoad
 from prefixd.server.tier_share import TierShare
 from prefixd.server.tracker import PrefixTracker
 from prefixd.worker.protocol import Arrived, Cancel, Done, Extend, KvUsage, Start, Step, ToWorker
-from prefixd_scheduler import CostModel, RequestQueue
+from prefixd_scheduler import CostModel, LookAhead, RequestQueue
 from prefixd_swap import FramePool
 
 log = logging.getLogger(__name__)

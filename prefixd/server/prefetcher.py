@@ -24,11 +24,10 @@ from prefixd.server.frame_budget import FrameBudget
 from prefixd.server.image_kv import ImageHolds
 from prefixd.server.load_meter import LoadMeter
 from prefixd.server.loading import Loader, LoadMode
-from prefixd.server.look_ahead import LookAhead
 from prefixd.server.request import Event, Request, RequestState
 from prefixd.server.run import Run
 from prefixd.server.tracker import PrefixTracker
-from prefixd_scheduler import CostModel, Distance
+from prefixd_scheduler import CostModel, Distance, LookAhead
 from prefixd_swap.transfers import Urgency
 
 _RETRY_S = 0.02

@@ -155,6 +155,7 @@ class Snapshot:
             queued_bytes=nbytes,
             limit_bytes=write_back.limit_bytes or 0,
             written_blocks=write_back.written,
+            written_bytes=self.cache.mover.disk.written_bytes,
             pushed_back_calls=write_back.pushed_back,
         )
 
@@ -400,6 +401,7 @@ class MetricsCollector(Collector):
             "prefixd_write_queue_limit_bytes", "the most before it pushes back", value=queue.limit_bytes
         )
         yield CounterMetricFamily("prefixd_written_blocks", "blocks written to disk", value=queue.written_blocks)
+        yield CounterMetricFamily("prefixd_written_bytes", "bytes of blocks written to disk", value=queue.written_bytes)
         yield CounterMetricFamily(
             "prefixd_pushed_back_calls", "calls that waited for the disk", value=queue.pushed_back_calls
         )

@@ -30,6 +30,7 @@ def make_cache(settings: Settings, tiers: Tiers, engine: CopyEngine, clock: Call
         scrub_every_s=settings.disk.scrub_every_s,
         write_queue_bytes=settings.disk.write_queue_bytes,
         prefetch_bytes=settings.transfers.prefetch_bytes,
+        admit_uses=settings.disk.admit_uses,
     )
 
 

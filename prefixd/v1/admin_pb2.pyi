@@ -71,18 +71,20 @@ class ScrubStats(_message.Message):
     def __init__(self, checked_blocks: _Optional[int] = ..., checked_bytes: _Optional[int] = ..., damaged_blocks: _Optional[int] = ..., passes: _Optional[int] = ...) -> None: ...
 
 class WriteBackStats(_message.Message):
-    __slots__ = ("queued_blocks", "queued_bytes", "limit_bytes", "written_blocks", "pushed_back_calls")
+    __slots__ = ("queued_blocks", "queued_bytes", "limit_bytes", "written_blocks", "written_bytes", "pushed_back_calls")
     QUEUED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_BYTES_FIELD_NUMBER: _ClassVar[int]
     LIMIT_BYTES_FIELD_NUMBER: _ClassVar[int]
     WRITTEN_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_BYTES_FIELD_NUMBER: _ClassVar[int]
     PUSHED_BACK_CALLS_FIELD_NUMBER: _ClassVar[int]
     queued_blocks: int
     queued_bytes: int
     limit_bytes: int
     written_blocks: int
+    written_bytes: int
     pushed_back_calls: int
-    def __init__(self, queued_blocks: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., limit_bytes: _Optional[int] = ..., written_blocks: _Optional[int] = ..., pushed_back_calls: _Optional[int] = ...) -> None: ...
+    def __init__(self, queued_blocks: _Optional[int] = ..., queued_bytes: _Optional[int] = ..., limit_bytes: _Optional[int] = ..., written_blocks: _Optional[int] = ..., written_bytes: _Optional[int] = ..., pushed_back_calls: _Optional[int] = ...) -> None: ...
 
 class KvEventStats(_message.Message):
     __slots__ = ("events", "batches", "overruns", "subscriptions")

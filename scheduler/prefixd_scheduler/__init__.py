@@ -17,6 +17,7 @@ from prefixd_scheduler.errors import (
     UnknownRequestError,
 )
 from prefixd_scheduler.load_plan import LoadPlan, Stretch, plan_load
+from prefixd_scheduler.look_ahead import LookAhead
 from prefixd_scheduler.policies import (
     POLICIES,
     EarliestDeadlineFirst,
@@ -44,6 +45,7 @@ __all__ = [
     "InvalidValueError",
     "LoadPlan",
     "LongestPrefixMatch",
+    "LookAhead",
     "Policy",
     "PrefillCost",
     "QueueFullError",

@@ -130,16 +130,6 @@ class CostModel:
         """Counts one more answer against loading from `distance`; whether it is to be loaded from all the same."""
         return self._probes(self._refusals, distance)
 
-    def load_pays(self, tokens: int, nbytes: int, distance: Distance) -> bool:
-        """Whether loading `nbytes` from `distance` is faster than computing `tokens`, apart from probes; True while
-        either is unknown, False for `NONE`."""
-        if distance is Distance.NONE:
-            return False
-        load_s, compute_s = self.load_s(nbytes, distance), self.compute_s(tokens)
-        if load_s is None or compute_s is None or load_s <= compute_s:
-            return True
-        return self.probes(distance)
-
     def swap_pays(self, tokens: int, nbytes: int, distance: Distance) -> bool:
         """Whether to swap the KV of a preempted request out and in again rather than compute it again.
 

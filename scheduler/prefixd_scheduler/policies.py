@@ -43,6 +43,8 @@ class Policy(ABC):
     may_starve: ClassVar[bool] = True
     needs_estimate: ClassVar[bool] = False
     """Whether it ranks by `QueuedRequest.ready_s`."""
+    by_deadline: ClassVar[bool] = False
+    """Whether it ranks by `QueuedRequest.deadline_s`."""
 
     def __init__(self, starvation_bound_s: float | None = None) -> None:
         if starvation_bound_s is not None:
@@ -51,6 +53,13 @@ class Policy(ABC):
             if not self.may_starve:
                 raise InvalidValueError(f"{self.name} starves nobody; leave the starvation bound out")
         self.starvation_bound_s = starvation_bound_s
+
+    def first_of(self, request: QueuedRequest) -> Rank:
+        """Of requests that lack the same block, the lowest stands for all (`RequestQueue`): the first one by priority,
+        deadline where that ranks, and arrival. With a bound the deadline does not count here: somebody who has waited
+        long may not stand behind a later one."""
+        due_s = request.deadline_s if self.by_deadline and self.starvation_bound_s is None else 0.0
+        return request.priority, due_s, request.arrival_s, request.id
 
     @abstractmethod
     def key(self, request: QueuedRequest) -> Key:
@@ -195,6 +204,7 @@ class EarliestDeadlineFirst(Policy):
     """
 
     name = "deadline"
+    by_deadline = True
 
     def key(self, request: QueuedRequest) -> Key:
         return (request.deadline_s,)

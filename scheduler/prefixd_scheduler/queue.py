@@ -26,7 +26,7 @@ class RequestQueue:
     change costs O(log n), and the first requests are found without looking at the others.
 
     **Computed once.** Of those that lack the same block next (`QueuedRequest.lacks`) only one stands in the order, the
-    earliest by priority, deadline and arrival: it computes what the others then find. They stand behind it, so that a
+    first one by `Policy.first_of`: it computes what the others then find. They stand behind it, so that a
     thousand of them do not hide the next request, and whoever is earliest takes its place when it leaves.
 
     Args:
@@ -150,7 +150,9 @@ class RequestQueue:
         standing: dict[Hashable, QueuedRequest] = {}
         for request in self._requests.values():
             common = ("alone", request.id) if request.lacks is None else ("lacks", request.lacks)
-            if (other := standing.setdefault(common, request)) is not request and _earlier(request) < _earlier(other):
+            if (other := standing.setdefault(common, request)) is not request and (
+                self.policy.first_of(request) < self.policy.first_of(other)
+            ):
                 standing[common] = request
         first = list(standing.values())
         if sorted(kept) != sorted(request.id for request in first):
@@ -184,7 +186,7 @@ class RequestQueue:
             return
         others = self._lacking.setdefault(request.lacks, SortedKeys())
         first = int(others.first[-1]) if others else None
-        key = _earlier(request)
+        key = self.policy.first_of(request)
         others.add(key)
         self._place[request.id] = request.lacks, key
         if others.first == key:
@@ -210,8 +212,3 @@ class RequestQueue:
     def _is_first(self, request: QueuedRequest) -> bool:
         """Whether it stands in the order, rather than behind another that lacks the same."""
         return request.lacks is None or self._lacking[request.lacks].first[-1] == request.id
-
-
-def _earlier(request: QueuedRequest) -> tuple[float, ...]:
-    """Of requests that lack the same, the lowest stands in the order."""
-    return request.priority, request.deadline_s, request.arrival_s, request.id

@@ -115,6 +115,7 @@ class Rig:
         ops: FileOps | None = None,
         write_queue: int | None = None,
         io: DiskIo = "direct",
+        admit_uses: int = 0,
     ) -> None:
         self.path = path
         self.device = device
@@ -128,6 +129,7 @@ class Rig:
         self._max_sessions = max_sessions
         self._write_queue = write_queue
         self._io = io
+        self._admit_uses = admit_uses
         self._open()
 
     def _open(self) -> None:
@@ -154,6 +156,7 @@ class Rig:
             digest=self._digest,
             max_sessions=self._max_sessions,
             prefetch_bytes=1 << 30,
+            admit_uses=self._admit_uses,
             write_queue_bytes=None if self._write_queue is None else self._write_queue * self.part_bytes,
         )
         self.computed: Counter[int] = Counter()

@@ -67,7 +67,7 @@ class CacheMachine(RigMachine):
         super().__init__()
 
     async def make(self, path: Path) -> Rig:
-        rig = self.rig_type(path, gpu=4, cpu=6, disk=8, policy=self.policy, digest=weak_digest)
+        rig = self.rig_type(path, gpu=4, cpu=6, disk=8, policy=self.policy, digest=weak_digest, admit_uses=int(self.policy == "lfu"))
         self.adopt(rig)
         return rig
 

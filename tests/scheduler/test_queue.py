@@ -170,6 +170,15 @@ def test_the_most_urgent_of_those_that_lack_the_same_computes_it() -> None:
     assert [r.id for r in queue.window(10, 4.0)] == [4, 3]
 
 
+@pytest.mark.parametrize("policy", ["fpf", "deadline"])
+def test_with_a_bound_or_without_deadlines_the_oldest_of_those_that_lack_the_same_computes_it(policy: str) -> None:
+    """Else one that has waited beyond the bound could stand behind a later one that never comes up."""
+    queue = RequestQueue(create_policy(policy, 5.0), 10)
+    queue.push(QueuedRequest(1, 1.0, 100, lacks="a"))
+    queue.push(QueuedRequest(2, 2.0, 100, lacks="a", deadline_s=9.0))
+    assert [r.id for r in queue.window(10, 4.0)] == [1]
+
+
 class QueueMachine(RuleBasedStateMachine):
     """Any sequence of calls leaves the queue with exactly the requests that a plain dict says it has."""
 
@@ -257,10 +266,13 @@ class QueueMachine(RuleBasedStateMachine):
     def same_as_the_model(self) -> None:
         if not hasattr(self, "queue"):
             return
+        policy = self.queue.policy
+        by_due = policy.name == "deadline" and policy.starvation_bound_s is None
         standing = [r for r in self.waiting.values() if r.lacks is None]
         for lacks in ("c", "d"):
             together = [r for r in self.waiting.values() if r.lacks == lacks]
-            standing += sorted(together, key=lambda r: (r.priority, r.deadline_s, r.arrival_s, r.id))[:1]
+            due = {r.id: r.deadline_s if by_due else 0.0 for r in together}
+            standing += sorted(together, key=lambda r: (r.priority, due[r.id], r.arrival_s, r.id))[:1]
         ranks = self.queue.policy.ranks(standing, self.now_s)
         ranked = [r for _, r in sorted(zip(ranks, standing, strict=True), key=lambda pair: pair[0])]
         assert self.queue.window(100, self.now_s) == ranked

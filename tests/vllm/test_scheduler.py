@@ -36,10 +36,14 @@ class Stub(KVConnectorBase_V1):
     def __init__(self, seen: dict[str, SeenPrefix]) -> None:
         self.seen = seen
         self.late: set[str] = set()
+        self.most_prepared = 0
         self.prepared: list[tuple[str, int]] = []
 
     def seen_prefix(self, request_id: str) -> SeenPrefix | None:
         return self.seen.get(request_id)
+
+    def prepared_requests(self) -> int:
+        return self.most_prepared
 
     def prepare(self, request: Request, local_tokens: int) -> None:
         self.prepared.append((request.request_id, local_tokens))
@@ -207,7 +211,8 @@ def test_a_deadline_comes_with_the_request(drive: MakeDrive) -> None:
 def test_leases_are_got_ahead_of_the_turn(drive: MakeDrive) -> None:
     """A long prompt in chunks leaves vLLM no tokens in a step: it does not ask about others until that is done."""
     seen = {name: cpu(4) for name in "cdef"}
-    engine = drive(seen=seen, options={"prefetch": 3}, max_num_seqs=2, max_num_batched_tokens=64)
+    engine = drive(seen=seen, max_num_seqs=2, max_num_batched_tokens=64)
+    engine.scheduler.connector.most_prepared = 3
     engine.add("a", make_prompt(1, 200))
     engine.step()
     for name in "bcdef":

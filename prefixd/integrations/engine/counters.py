@@ -10,6 +10,9 @@ COUNTERS = {
     "load_failed_blocks": "Blocks that did not come.",
     "load_bytes": "Bytes brought in.",
     "load_seconds": "Seconds that loads took, from asking for the lease to giving it back.",
+    "load_wait_seconds": "Seconds from when the engine first asked for what there is to load until it was there.",
+    "load_regret_seconds": "Of these, what computing would have saved, by an estimate made afterwards.",
+    "abandoned_leases": "Leases that were given up because they took too long; what was in memory by then was loaded.",
     "saved_blocks": "Blocks given to prefixd.",
     "saved_bytes": "Bytes given to prefixd that it did not have.",
     "duplicate_blocks": "Blocks that prefixd had already when they were offered.",
@@ -33,6 +36,14 @@ class ConnectorCounters:
             load_bytes=nbytes,
             load_seconds=elapsed_s,
         )
+
+    def judged(self, waited_s: float, lost_s: float) -> None:
+        """A request got what was loaded for it, after so long, so much of it lost against computing."""
+        self._add(load_wait_seconds=waited_s, load_regret_seconds=lost_s)
+
+    def abandoned(self, leases: int) -> None:
+        """So many more leases were given up."""
+        self._add(abandoned_leases=leases)
 
     def saved(self, nbytes: int) -> None:
         """So many bytes of a save are in the cache now, and were not before."""

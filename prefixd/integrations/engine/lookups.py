@@ -20,14 +20,18 @@ import numpy.typing as npt
 from prefixd.client import AsyncLease, ClientError, NamespaceSpec, Tier
 from prefixd.integrations.engine.geometry import Geometry
 from prefixd.integrations.engine.link import Link, LinkDown
+from prefixd.integrations.engine.ready import plan_prefix
 from prefixd.integrations.engine.seen import NOTHING_SEEN, SeenPrefix
-from prefixd_scheduler import CostModel, Distance
+from prefixd_scheduler import CostModel, Distance, LookAhead
 
 _FRESH_S = 1.0  # for so long an answer stands
 _RENEWALS = 4  # old answers that are asked for again at a time, however many wait: a step must not pay for hundreds
 _LEASE_S = 30.0
 _LEASES = 32
 _BYTES_PER_S = 100e6
+_PATIENCE = 0.1
+_LEAST_PATIENCE_S = 0.02
+"""A lease may be late by so much of what computing its tokens takes, and by so many seconds in any case."""
 _COMPLAINT_S = 60.0  # a daemon that refuses is quoted no more often
 
 _DISTANCES = {Tier.GPU: Distance.CPU, Tier.CPU: Distance.CPU, Tier.DISK: Distance.DISK}
@@ -52,6 +56,14 @@ class Lookup:
     """Its first question was asked, which is the one that the daemon's hit rates count."""
     lease_s: float = 0.0
     """How long the answer to the wish for a lease took, reading from disk included."""
+    turn_s: float | None = None
+    """When the engine first asked for what there is to load."""
+    leasing_s: float = 0.0
+    """When the lease that is under way was asked for."""
+    late_s: float | None = None
+    """So long its answer may take before what is on disk is computed instead; None: for ever."""
+    slow_disk: bool = False
+    """A lease was given up that took too long: only what is in memory is loaded."""
     refused: bool = False
     """Nothing is to be loaded for this request, unless it is preempted."""
     failed: bool = False
@@ -64,26 +76,31 @@ class Lookups:
     Args:
         link: the line to the daemon.
         geometry: how prefixd blocks are made of the engine's.
-        prefetch: prompts that are brought up from disk ahead of their turn, at a time.
-        cost: judges whether loading pays; None: it always does.
+        look_ahead: says how many prompts are brought up from disk ahead of their turn, at a time.
+        cost: judges how much is to be loaded; None: everything, however long that takes.
         clock: seconds, monotonic.
+
+    Attributes:
+        abandoned: leases that were given up because they took too long.
     """
 
     def __init__(
         self,
         link: Link,
         geometry: Geometry,
-        prefetch: int,
+        look_ahead: LookAhead,
         cost: CostModel | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._link = link
         self._geometry = geometry
         self._block_tokens = geometry.block_tokens
-        self._prefetch = prefetch
+        self._look_ahead = look_ahead
         self._cost = cost
         self._clock = clock
+        self.abandoned = 0
         self._lookups: dict[str, Lookup] = {}
+        self._waiting: set[str] = set()  # for their turn
         self._ahead: set[str] = set()  # prompts that are brought up ahead of their turn
         self._line: dict[str, None] = {}  # those that came when there were enough of them, in order
         self._complained_s = -float("inf")
@@ -98,11 +115,23 @@ class Lookups:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._lookups
 
+    @property
+    def prefetched(self) -> int:
+        """How many prompts are brought up ahead of their turn at a time."""
+        return self._look_ahead.requests(0)
+
+    def began(self, request_id: str) -> None:
+        """The request's turn has come."""
+        if request_id in self._waiting:
+            self._waiting.discard(request_id)
+            self._look_ahead.handed_over(bool(self._waiting))
+
     def add(self, request_id: str, spec: NamespaceSpec, tokens: Sequence[int]) -> None:
         """A request has come: asks what there is of its prompt, and has it brought up."""
         self.forget(request_id)
         lookup = Lookup(spec, self._usable(tokens))
         self._lookups[request_id] = lookup
+        self._waiting.add(request_id)
         self._ask(request_id, lookup)
 
     def seen(self, request_id: str) -> SeenPrefix | None:
@@ -121,7 +150,9 @@ class Lookups:
     def hit(self, request_id: str, local_tokens: int, most_tokens: int) -> int | None:
         """How many tokens beyond `local_tokens` can be loaded; None: ask again, the answer is under way.
 
-        The tokens counted are leased when this returns more than 0.
+        The tokens counted are leased when this returns more than 0. They are as many as are loaded faster than
+        computed, by what both have taken. A lease that takes so long that computing is faster is given up, and what
+        came to memory meanwhile is used.
 
         Args:
             local_tokens: what the engine has itself.
@@ -130,6 +161,11 @@ class Lookups:
         lookup = self._lookups.get(request_id)
         if lookup is None or not self._link.up:
             return 0
+        if lookup.turn_s is None:
+            lookup.turn_s = self._clock()
+        return self._hit(request_id, lookup, local_tokens, most_tokens)
+
+    def _hit(self, request_id: str, lookup: Lookup, local_tokens: int, most_tokens: int) -> int | None:
         self._settle(lookup)
         if lookup.refused:
             return 0
@@ -144,13 +180,17 @@ class Lookups:
                 return 0
             if min(lookup.seen.tokens, most_tokens) <= local_tokens:
                 return 0
-            if not self._pays(lookup.seen, local_tokens):
-                lookup.refused = True
-                return 0
             if self._leases >= _LEASES:
                 return None
-            self._acquire(lookup, local_tokens // self._block_tokens)
+            end = self._worth_loading(lookup, lookup.seen, local_tokens)
+            if end <= local_tokens:
+                lookup.refused = True
+                return 0
+            first_block = local_tokens // self._block_tokens
+            self._look_ahead.loads(lookup.seen.distance(local_tokens), self._nbytes(end - local_tokens))
+            self._acquire(lookup, first_block, -(-end // self._block_tokens) - first_block)
         if lookup.leasing is not None and not self._wait(lookup):
+            self._look_whether_late(lookup)
             return None
         if lookup.lease is None:
             return 0
@@ -165,10 +205,11 @@ class Lookups:
 
         Half of the leases are left for requests whose turn it is.
         """
-        if self._leases >= _LEASES // 2:
+        lookup = self._lookups.get(request_id)
+        if lookup is None or not self._link.up or self._leases >= _LEASES // 2:
             return
         patience_s, self.patience_s = self.patience_s, 0.0
-        self.hit(request_id, local_tokens, most_tokens)
+        self._hit(request_id, lookup, local_tokens, most_tokens)
         self.patience_s = patience_s
 
     def sources(self, request_id: str, local_tokens: int, tokens: int) -> dict[Distance, int]:
@@ -191,6 +232,11 @@ class Lookups:
         """How long it took to get the request's lease, reading from disk included."""
         return self._lookups[request_id].lease_s
 
+    def waited_s(self, request_id: str) -> float | None:
+        """How long ago the engine first asked for what there is to load for the request; None for one that is gone."""
+        lookup = self._lookups.get(request_id)
+        return None if lookup is None or lookup.turn_s is None else self._clock() - lookup.turn_s
+
     def refuse(self, request_id: str) -> None:
         """Nothing more is loaded for this request: what was to be had it has, or it failed."""
         lookup = self._lookups.get(request_id)
@@ -204,7 +250,8 @@ class Lookups:
         lookup = self._lookups.get(request_id)
         if lookup is not None and not lookup.failed:
             lookup.tokens = self._usable(tokens)
-            lookup.refused = False
+            lookup.refused = lookup.slow_disk = False
+            lookup.turn_s = None
             lookup.seen_s = -float("inf")
 
     def failed(self, request_id: str) -> None:
@@ -217,6 +264,7 @@ class Lookups:
     def forget(self, request_id: str) -> None:
         """The request has ended."""
         lookup = self._lookups.pop(request_id, None)
+        self._waiting.discard(request_id)
         self._line.pop(request_id, None)
         self._next_ahead(request_id)
         if lookup is not None:
@@ -246,11 +294,12 @@ class Lookups:
             if len(lookup.tokens) < self._block_tokens:
                 lookup.seen, lookup.seen_s = NOTHING_SEEN, float("inf")
             return lookup.asking
-        ahead = request_id not in self._ahead and len(self._ahead) < self._prefetch
+        most = self.prefetched
+        ahead = request_id not in self._ahead and len(self._ahead) < most
         if ahead:
             self._ahead.add(request_id)
             self._line.pop(request_id, None)
-        elif lookup.seen is None and self._prefetch and request_id not in self._ahead:
+        elif lookup.seen is None and most and request_id not in self._ahead:
             self._line.setdefault(request_id)
 
         first, lookup.counted = not lookup.counted, True
@@ -269,18 +318,17 @@ class Lookups:
         return lookup.asking
 
     def _next_ahead(self, gone: str) -> None:
-        """One prompt less is brought up ahead of its turn; the next that waits in line is."""
+        """One prompt less is brought up ahead of its turn; those that waited in line are, as many as may be."""
         if gone not in self._ahead:
             return
         self._ahead.discard(gone)
-        while self._line:
+        while self._line and len(self._ahead) < self.prefetched:
             request_id = next(iter(self._line))
             del self._line[request_id]
             lookup = self._lookups[request_id]
             if not lookup.refused:
                 self._ahead.add(request_id)
                 self._bring_up(lookup)
-                return
 
     def _bring_up(self, lookup: Lookup) -> None:
         async def bring_up() -> int:
@@ -290,13 +338,15 @@ class Lookups:
         # Whether it came, the next answer shows.
         self._link.start(bring_up).add_done_callback(self._result)
 
-    def _acquire(self, lookup: Lookup, first_block: int) -> None:
+    def _acquire(self, lookup: Lookup, first_block: int, max_blocks: int) -> None:
         self._leases += 1
-        began_s = self._clock()
+        lookup.leasing_s = began_s = self._clock()
 
         async def acquire() -> AsyncLease:
             cache = await self._link.cache(lookup.spec)
-            lease = await cache.acquire(lookup.tokens, first_block=first_block, ttl_s=_LEASE_S, counted=False)
+            lease = await cache.acquire(
+                lookup.tokens, first_block=first_block, max_blocks=max_blocks, ttl_s=_LEASE_S, counted=False
+            )
             lookup.lease_s = self._clock() - began_s
             return lease
 
@@ -335,12 +385,59 @@ class Lookups:
                 lookup.lease = None
                 lookup.seen, lookup.seen_s = NOTHING_SEEN, self._clock()
 
-    def _pays(self, seen: SeenPrefix, local_tokens: int) -> bool:
+    def _worth_loading(self, lookup: Lookup, seen: SeenPrefix, local_tokens: int) -> int:
+        """Up to which token of the prefix to load; what is behind is computed. Says when that lease is late."""
+        lookup.late_s = None
         if self._cost is None:
-            return True
-        tokens = seen.tokens - local_tokens
-        nbytes = self._geometry.nbytes(-(-tokens // self._block_tokens))
-        return self._cost.load_pays(tokens, nbytes, seen.distance(local_tokens))
+            return seen.tokens
+        whole = self._geometry.needs_end
+        if lookup.slow_disk:
+            seen = seen.before(Distance.DISK, local_tokens)
+            if whole and seen.tokens < (lookup.seen or seen).tokens:
+                return local_tokens
+        plan = plan_prefix(
+            self._cost,
+            len(lookup.tokens),
+            local_tokens,
+            seen,
+            self._nbytes,
+            self._block_tokens,
+            whole=whole,
+            to_carry_out=True,
+        )
+        end = plan.ready_tokens + plan.front_tokens
+        compute_s = self._cost.compute_s(end - local_tokens, local_tokens)
+        nbytes = self._on_disk_bytes(seen, local_tokens, end)
+        load_s = self._cost.load_s(nbytes, Distance.DISK)
+        if nbytes and compute_s is not None and load_s is not None:
+            lookup.late_s = load_s + max(_LEAST_PATIENCE_S, _PATIENCE * compute_s)
+        return end
+
+    def _on_disk_bytes(self, seen: SeenPrefix, begin: int, end: int) -> int:
+        """Bytes of the prefix that lie on disk alone, between two lengths."""
+        at = nbytes = 0
+        for distance, tokens in seen.runs:
+            at += tokens
+            here = min(tokens, at - begin, end - (at - tokens))
+            if distance is Distance.DISK and here > 0:
+                nbytes += self._nbytes(here)
+        return nbytes
+
+    def _nbytes(self, tokens: int) -> int:
+        return self._geometry.nbytes(-(-tokens // self._block_tokens))
+
+    def _look_whether_late(self, lookup: Lookup) -> None:
+        """Gives a lease up that takes longer than expected, by some of what computing takes. It is given back when it
+        comes; what is in memory by now is asked for anew."""
+        if lookup.late_s is None or self._clock() - lookup.leasing_s <= lookup.late_s:
+            return
+        self.abandoned += 1
+        if self._cost is not None and lookup.seen is not None:
+            nbytes = self._on_disk_bytes(lookup.seen, 0, lookup.seen.tokens)
+            self._cost.observe_load(Distance.DISK, nbytes, self._clock() - lookup.leasing_s)  # it takes longer yet
+        self._let_go(lookup)
+        lookup.slow_disk = True
+        lookup.seen_s = -float("inf")
 
     def _let_go(self, lookup: Lookup) -> None:
         if lookup.leasing is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -31,5 +31,6 @@ class EngineOptions(BaseModel):
     """Whether a prefix is computed although it is cached, when loading has turned out to be slower."""
     timeout_s: Seconds = 1.0
     """The longest that a call to the daemon may take; above it the daemon counts as away."""
-    prefetch: Annotated[int, Field(ge=0, le=65536)] = 16
-    """Waiting requests whose prefixes are brought up from disk ahead of their turn."""
+    prefetch: Annotated[int, Field(ge=0, le=65536)] | Literal["auto"] = "auto"
+    """Waiting requests whose prefixes are brought up from disk ahead of their turn. auto: as many as begin while a
+    prefix is loaded, by what both took lately, 64 at most; 0: none."""

@@ -1,14 +1,61 @@
-"""How soon a waiting request of an engine could have its first token."""
+"""How much of a waiting request's cached prefix an engine loads, and how soon its first token can be there."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from prefixd.integrations.engine.seen import SeenPrefix
-from prefixd_scheduler import CostModel, Distance
+from prefixd_scheduler import CostModel, Distance, LoadPlan, PrefillCost, Stretch, plan_load
 
-_ASSUMED_TOKENS_PER_S = 10_000
-"""Computed by an engine whose steps were not observed yet: the order hardly depends on it."""
+_ASSUMED = PrefillCost(pass_s=0.0, token_s=1e-4)
+"""Computing on an engine whose steps were not observed yet: the order hardly depends on it."""
+
+
+def plan_prefix(
+    cost: CostModel,
+    prompt_tokens: int,
+    local_tokens: int,
+    seen: SeenPrefix,
+    nbytes: Callable[[int], int],
+    block_tokens: int,
+    *,
+    whole: bool = False,
+    to_carry_out: bool = False,
+) -> LoadPlan:
+    """What `prefixd_scheduler.plan_load` says for an engine, which does not load and compute at once.
+
+    Args:
+        cost: what was learned.
+        prompt_tokens: of the whole prompt.
+        local_tokens: those from the first on that the engine's own cache holds.
+        seen: what prefixd holds of the prompt.
+        nbytes: (tokens) -> bytes of so many tokens of a prefix.
+        block_tokens: length of a block.
+        whole: no beginning of the cached prefix can be used, only all of it (windows, states).
+        to_carry_out: see `plan_load`.
+    """
+    usable = None
+    if whole:
+
+        def usable(tokens: int) -> int:
+            return tokens if tokens >= seen.tokens else local_tokens
+
+    parts = stretches(seen, local_tokens, nbytes)
+    return plan_load(
+        cost, parts, prompt_tokens, block_tokens, both_at_once=False, usable=usable, to_carry_out=to_carry_out
+    )
+
+
+def stretches(seen: SeenPrefix, local_tokens: int, nbytes: Callable[[int], int]) -> Sequence[Stretch]:
+    """The cached prefix by tier, the engine's own part at hand."""
+    found = [Stretch(Distance.GPU, local_tokens, 0)] if local_tokens else []
+    end = 0
+    for distance, count in seen.runs:
+        end += count
+        if end > local_tokens:
+            tokens = min(count, end - local_tokens)
+            found.append(Stretch(distance, tokens, nbytes(tokens)))
+    return found
 
 
 def time_to_ready(
@@ -16,31 +63,14 @@ def time_to_ready(
 ) -> float:
     """Estimated seconds of loading and computing until the first token, for putting requests in order.
 
-    It is the best of: compute all that the engine lacks; or load as far as one of the tiers of the cached prefix goes,
-    and compute the rest. That is what `prefixd_scheduler.plan_load` chooses from for an engine, which does not do both
-    at once; but asking for a place in the order is no decision to load, so it counts for no probe.
-
-    Args:
-        cost: what was learned. Computing that was not observed is assumed at 10,000 tokens a second, a load that was
-            not observed takes no time: a cache is there to be loaded from.
-        prompt_tokens: of the whole prompt, of which at least one is computed.
-        local_tokens: those from the first on that the engine's own cache holds.
-        seen: what prefixd holds of the prompt.
-        nbytes: (tokens) -> bytes of so many tokens of a prefix.
+    Computing that was not observed is assumed at 10,000 tokens a second, and what is loaded from a tier that was not
+    observed counts as at hand: a cache is there to be loaded from. Of the prompt at least one token is computed.
     """
-
-    def computed_s(begin: int) -> float:
-        begin = min(begin, prompt_tokens - 1)
-        known = cost.compute_s(prompt_tokens - begin, begin)
-        return (prompt_tokens - begin) / _ASSUMED_TOKENS_PER_S if known is None else known
-
-    best_s = computed_s(local_tokens)
-    tokens: dict[Distance, int] = {}
-    end = 0
-    for distance, count in seen.runs:
-        end += count
-        if end > local_tokens:
-            tokens[distance] = tokens.get(distance, 0) + min(count, end - local_tokens)
-            loaded_s = sum(cost.load_s(nbytes(some), tier) or 0.0 for tier, some in tokens.items())
-            best_s = min(best_s, loaded_s + computed_s(end))
-    return best_s
+    if cost.compute_s(1) is None:
+        cost = cost.computing_as(_ASSUMED)
+    prompt_tokens = max(prompt_tokens, local_tokens + 1, seen.tokens + 1)
+    plan = plan_prefix(cost, prompt_tokens, local_tokens, seen, nbytes, 1)
+    if plan.first_token_s is not None:
+        return plan.first_token_s
+    known = max(local_tokens, seen.tokens)
+    return cost.compute_s(prompt_tokens - known, known) or 0.0

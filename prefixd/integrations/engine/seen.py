@@ -52,5 +52,16 @@ class SeenPrefix:
                 farthest = max(farthest, tier)
         return farthest
 
+    def before(self, distance: Distance, local_tokens: int) -> SeenPrefix:
+        """The part that ends where the first block comes that is so far away, of those beyond `local_tokens`."""
+        kept: list[tuple[Distance, int]] = []
+        end = 0
+        for tier, tokens in self.runs:
+            if tier is distance and end + tokens > local_tokens:
+                break
+            kept.append((tier, tokens))
+            end += tokens
+        return SeenPrefix(end, tuple(kept))
+
 
 NOTHING_SEEN = SeenPrefix(0)

@@ -135,6 +135,10 @@ class PrefixdConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._scheduler.prepare(request, local_tokens)
 
+    def prepared_requests(self) -> int:
+        """For how many waiting requests `prepare` is to be called."""
+        return 0 if self._scheduler is None else self._scheduler.lookups.prefetched
+
     def ready_s(self, request: Any, local_tokens: int, seen: SeenPrefix) -> float:
         """Estimated seconds of loading and computing until a waiting request has its first token, when vLLM's own cache
         holds `local_tokens` of its prompt and prefixd what was `seen`."""
@@ -193,7 +197,8 @@ class PrefixdConnector(KVConnectorBase_V1, SupportsHMA):
     # -- metrics --------------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> PrefixdStats | None:
-        counts = self._worker.counters.take() if self._worker is not None else None
+        half = self._worker or self._scheduler
+        counts = None if half is None else half.counters.take()
         return PrefixdStats(data=counts) if counts else None
 
     @classmethod

@@ -72,7 +72,7 @@ class FastestPrefixFirstScheduler(Scheduler):
         self._prepare: Callable[[Any, int], None] = getattr(
             self.connector, "prepare", lambda request, local_tokens: None
         )
-        self._prepared = options.prefetch
+        self._prepared: Callable[[], int] = getattr(self.connector, "prepared_requests", lambda: 0)
         self._local = LocalPrefixes(self.kv_cache_manager)
 
         unobserved = CostModel()
@@ -113,7 +113,7 @@ class FastestPrefixFirstScheduler(Scheduler):
         if not self.waiting or places <= 0:
             return super().schedule(*args, **kwargs)  # vLLM would not look at the queue
         self._order.refresh(now_s, places)
-        for request, local_tokens in self._order.to_load(self._prepared):
+        for request, local_tokens in self._order.to_load(self._prepared()):
             self._prepare(request, local_tokens)
         output = super().schedule(*args, **kwargs)
         if begun := self._order.begun:

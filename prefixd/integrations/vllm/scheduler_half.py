@@ -16,6 +16,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from prefixd.client import NamespaceSpec
 from prefixd.integrations.engine.branches import Branches
+from prefixd.integrations.engine.counters import ConnectorCounters
 from prefixd.integrations.engine.geometry import Geometry
 from prefixd.integrations.engine.jobs import LoadJob, Namespaced, Outcomes
 from prefixd.integrations.engine.link import Link
@@ -30,7 +31,7 @@ from prefixd.integrations.vllm.media import MediaRequest, MediaTokens
 from prefixd.integrations.vllm.messages import Orders, Report
 from prefixd.integrations.vllm.model_name import adapter_name, model_name
 from prefixd.integrations.vllm.options import ConnectorOptions
-from prefixd_scheduler import CostModel, Distance
+from prefixd_scheduler import CostModel, Distance, LookAhead, Regret
 
 _NULL_BLOCK = 0  # vLLM's id for "no block here": outside the group's window, or freed
 _PINNED_SHARE = 0.5  # of vLLM's blocks, at the most, may wait to be saved
@@ -81,7 +82,7 @@ class SchedulerHalf:
         self.lookups = Lookups(
             self.link,
             geometry,
-            options.prefetch,
+            LookAhead(self._cost, clock, None if options.prefetch == "auto" else options.prefetch),
             self._cost if options.recompute_if_slower else None,
             clock,
         )
@@ -106,6 +107,8 @@ class SchedulerHalf:
         self._new_loads: list[LoadJob] = []
         self._loading: dict[str, _Loading] = {}
         self._loaded = Outcomes()  # by some of the ranks
+        self._regret = Regret()
+        self.counters = ConnectorCounters()
         self._steps = StepTimes()
         self._last_save_s = 0.0
 
@@ -149,6 +152,7 @@ class SchedulerHalf:
     def allocated(self, request: Any, tables: tuple[list[int], ...], external_tokens: int) -> None:
         request_id = request.request_id
         start = self._hits.pop(request_id, None)
+        self.lookups.began(request_id)
         if request_id not in self.lookups or request_id in self._loading:
             return
         if external_tokens and start is not None:
@@ -179,6 +183,9 @@ class SchedulerHalf:
             for request_id, tokens in step.num_scheduled_tokens.items():
                 states = has.boundary_state_offloads.get(request_id, ())
                 self._advance(request_id, tokens, has.resolve_block_ids, states)
+        if self.lookups.abandoned:
+            self.counters.abandoned(self.lookups.abandoned)
+            self.lookups.abandoned = 0
         self.lookups.idle = idle = step.total_num_scheduled_tokens == 0
         self.lookups.patience_s = _IDLE_PATIENCE_S if idle else _BUSY_PATIENCE_S
         loads, self._new_loads = self._new_loads, []
@@ -206,6 +213,9 @@ class SchedulerHalf:
             else:
                 nbytes = self._geometry.nbytes(loading.blocks)
                 self._cost.observe_load(loading.distance, nbytes, loading.lease_s + outcome.elapsed_s)
+                if (waited_s := self.lookups.waited_s(request_id)) is not None:
+                    compute_s = self._cost.compute_s(loading.blocks * self._geometry.block_tokens, loading.start)
+                    self.counters.judged(waited_s, self._regret.judge(waited_s, compute_s))
                 self.lookups.refuse(request_id)
 
     @property

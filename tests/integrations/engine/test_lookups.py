@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
@@ -19,7 +20,7 @@ from prefixd.integrations.engine.link import Link, LinkDown
 from prefixd.integrations.engine.lookups import _LEASES, Lookups
 from prefixd.integrations.engine.seen import SeenPrefix
 from prefixd.workloads.daemon_process import DaemonProcess
-from prefixd_scheduler import CostModel, Distance
+from prefixd_scheduler import CostModel, Distance, LookAhead
 from tests.integrations.engine.conftest import DEADLINE_S, LOG, PATIENT_S, wait_until
 
 BLOCK = 16
@@ -52,6 +53,7 @@ class Call:
     kind: str
     answer: Future[Any]
     first_block: int = 0
+    max_blocks: int = 0
     work: Any = None
 
 
@@ -74,9 +76,9 @@ class ScriptedLink:
         if not self.up:
             call.answer.set_exception(LinkDown("away"))
             return call.answer
-        for cell in work.__closure__ or ():
-            if type(cell.cell_contents) is int:
-                call.first_block = cell.cell_contents
+        names = zip(work.__code__.co_freevars, work.__closure__ or (), strict=False)
+        asked = {name: cell.cell_contents for name, cell in names if name in ("first_block", "max_blocks")}
+        call.first_block, call.max_blocks = asked.get("first_block", 0), asked.get("max_blocks", 0)
         self.calls.append(call)
         if self.answers_at_once is not None:
             self.answer(self.answers_at_once(call))
@@ -100,7 +102,8 @@ class ScriptedLink:
             self.granted.append(Lease(self, call.first_block, value))
             call.answer.set_result(self.granted[-1])
         elif call.kind == "ask":
-            call.answer.set_result(SeenPrefix.of([Distance.CPU] * value, BLOCK))
+            tiers = [Distance.CPU] * value if isinstance(value, int) else value
+            call.answer.set_result(SeenPrefix.of(tiers, BLOCK))
         else:
             call.answer.set_result(value)
 
@@ -116,7 +119,8 @@ def link() -> ScriptedLink:
 def lookups_over(
     link: ScriptedLink, prefetch: int = 4, cost: CostModel | None = None, geometry: Geometry = GEOMETRY
 ) -> Lookups:
-    return Lookups(cast(Link, link), geometry, prefetch, cost, link.clock)
+    look_ahead = LookAhead(cost or CostModel(), link.clock, prefetch)
+    return Lookups(cast(Link, link), geometry, look_ahead, cost, link.clock)
 
 
 @pytest.fixture
@@ -423,6 +427,72 @@ def test_what_is_slower_to_load_than_to_compute_is_not_loaded(link: ScriptedLink
     assert quick.hit("r", 0, 96) is None and link.pending("acquire") == 1
 
 
+C, D = Distance.CPU, Distance.DISK
+
+
+def learned(block_s: float, *, cpu_s: float = 0.01, disk_s: float) -> CostModel:
+    """What computing a block takes, and loading one from CPU memory and from disk."""
+    cost, nbytes = CostModel(), GEOMETRY.nbytes(1)
+    for blocks in (1, 8):
+        cost.observe_compute(BLOCK * blocks, block_s * blocks)
+        cost.observe_load(C, nbytes * blocks, cpu_s * blocks)
+        cost.observe_load(D, nbytes * blocks, disk_s * blocks)
+    return cost
+
+
+def test_the_near_part_is_loaded_and_the_part_on_a_slow_disk_computed(link: ScriptedLink) -> None:
+    lookups = lookups_over(link, cost=learned(1.0, disk_s=3.0))
+    lookups.add("r", SPEC, list(range(6 * BLOCK + 1)))
+    link.answer([C, C, D, D, D, D])
+    assert lookups.hit("r", 0, 6 * BLOCK) is None
+    assert (link.calls[0].kind, link.calls[0].first_block, link.calls[0].max_blocks) == ("acquire", 0, 2)
+    link.answer(2)
+    assert lookups.hit("r", 0, 6 * BLOCK) == 2 * BLOCK
+
+
+def test_what_the_engine_has_is_not_loaded_and_counts_no_bytes(link: ScriptedLink) -> None:
+    lookups = lookups_over(link, cost=learned(1.0, disk_s=0.9))
+    lookups.add("r", SPEC, list(range(6 * BLOCK + 1)))
+    link.answer([C, C, D, D, D, D])
+    assert lookups.hit("r", 3 * BLOCK, 6 * BLOCK) is None
+    assert (link.calls[0].first_block, link.calls[0].max_blocks) == (3, 3)
+
+
+def test_a_lease_that_takes_longer_than_computing_is_given_up_and_what_came_is_loaded(link: ScriptedLink) -> None:
+    lookups = lookups_over(link, cost=learned(1.0, disk_s=0.5))
+    lookups.add("r", SPEC, list(range(6 * BLOCK + 1)))
+    link.answer([C, C, D, D, D, D])
+    assert lookups.hit("r", 0, 6 * BLOCK) is None and link.pending("acquire") == 1
+    link.now_s += 4 * 0.5 + 0.1 * 6 - 0.1  # the load was to take so long, and may take a tenth of computing all longer
+    assert lookups.hit("r", 0, 6 * BLOCK) is None and lookups.abandoned == 0
+    link.now_s += 0.2
+    assert lookups.hit("r", 0, 6 * BLOCK) is None and lookups.abandoned == 1
+    assert lookups.hit("r", 0, 6 * BLOCK) is None and link.pending("ask") == 1
+    link.answer([C, C, C, D, D, D], index=1)  # one has come since
+    assert lookups.hit("r", 0, 6 * BLOCK) is None
+    assert link.calls[1].max_blocks == 3
+    link.answer(6, index=0)
+    assert link.given_back == link.granted, "the lease that was given up"
+    link.answer(3)
+    assert lookups.hit("r", 0, 6 * BLOCK) == 3 * BLOCK
+    assert lookups.waited_s("r") == pytest.approx(2.7)
+    lookups.forget("r")
+    assert lookups.waited_s("r") is None and lookups._leases == 0
+
+
+def test_with_windows_a_lease_that_is_given_up_leaves_nothing_to_load(link: ScriptedLink) -> None:
+    """A shorter prefix would need other bytes."""
+    lookups = lookups_over(link, cost=learned(1.0, disk_s=0.5), geometry=WINDOWED)
+    lookups.add("r", SPEC, list(range(6 * BLOCK + 1)))
+    link.answer([C, D, D, D])
+    assert lookups.hit("r", 0, 6 * BLOCK) is None and link.calls[0].max_blocks == 4
+    link.now_s += 100.0
+    assert lookups.hit("r", 0, 6 * BLOCK) is None and lookups.abandoned == 1
+    assert lookups.hit("r", 0, 6 * BLOCK) is None
+    link.answer([C, C, D, D], index=1)
+    assert lookups.hit("r", 0, 6 * BLOCK) == 0
+
+
 Step = tuple[str, int, int]
 OFTEN = ["hit", "answer"] * 3
 WHAT = ["add", *OFTEN, "error", "refuse", "failed", "forget", "again", "seen", "later", "lose", "away", "back", "clear"]
@@ -433,7 +503,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(WHAT), st.integers(0, 3), st.integers
 def test_every_lease_that_was_granted_is_given_back(steps: list[Step]) -> None:
     """After any sequence of calls and answers, once every request has ended."""
     link = ScriptedLink()
-    lookups = lookups_over(link, prefetch=2)
+    lookups = lookups_over(link, prefetch=2, cost=learned(1.0, disk_s=0.5))
     for what, which, number in steps:
         name = f"r{which}"
         if what == "add":
@@ -442,7 +512,9 @@ def test_every_lease_that_was_granted_is_given_back(steps: list[Step]) -> None:
             found = lookups.hit(name, 8 * number, 16 * which + 64)
             assert found is None or 0 <= found <= 16 * which + 64
         elif what in ("answer", "error") and link.calls:
-            link.answer(LinkDown("?") if what == "error" else number, which % len(link.calls))
+            index = which % len(link.calls)
+            value: Any = [C, D] * number if number % 2 and link.calls[index].kind == "ask" else number
+            link.answer(LinkDown("?") if what == "error" else value, index)
         elif what in ("refuse", "failed", "forget"):
             getattr(lookups, what)(name)
         elif what == "again":
@@ -546,7 +618,7 @@ async def test_a_prompt_is_counted_once_however_often_it_is_asked_about(link: Sc
     async def registered(spec: NamespaceSpec) -> Any:
         return cache
 
-    async def acquire(tokens: Any, *, first_block: int, ttl_s: float, counted: bool) -> None:
+    async def acquire(tokens: Any, *, first_block: int, max_blocks: int, ttl_s: float, counted: bool) -> None:
         acquired.append(counted)
 
     cache.acquire = acquire  # type: ignore[attr-defined]
@@ -610,7 +682,7 @@ def test_with_a_real_daemon(daemon: DaemonProcess) -> None:
         return sum(session.leases for session in (await link._client.stats()).sessions)
 
     link.start(store).result(DEADLINE_S)
-    lookups = Lookups(link, GEOMETRY, 4, CostModel())
+    lookups = Lookups(link, GEOMETRY, LookAhead(CostModel(), time.monotonic, 4), CostModel())
     lookups.patience_s = DEADLINE_S
     lookups.add("r", spec, list(range(100)))
     assert lookups.hit("r", 24, 96) == 56

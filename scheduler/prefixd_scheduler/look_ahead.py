@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from prefixd_scheduler import CostModel, Distance
+from prefixd_scheduler.cost import CostModel
+from prefixd_scheduler.distance import Distance
 
 MOST = 64
 """A dispatch looks at every request of its window: some 40 us for each."""

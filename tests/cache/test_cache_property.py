@@ -67,7 +67,8 @@ class CacheMachine(RigMachine):
         super().__init__()
 
     async def make(self, path: Path) -> Rig:
-        rig = self.rig_type(path, gpu=4, cpu=6, disk=8, policy=self.policy, digest=weak_digest, admit_uses=int(self.policy == "lfu"))
+        admit_uses = int(self.policy == "lfu")  # with one of the policies, what is asked for once stays off the disk
+        rig = self.rig_type(path, gpu=4, cpu=6, disk=8, policy=self.policy, digest=weak_digest, admit_uses=admit_uses)
         self.adopt(rig)
         return rig
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.common import harness
-from benchmarks.report_parts import other, plan, served, text_analysis
+from benchmarks.report_parts import decisions, other, plan, served, text_analysis
 from benchmarks.report_parts.page import Section, render
 from benchmarks.report_parts.results import Result, read_results
 
@@ -24,6 +24,8 @@ SECTIONS: Mapping[str, Callable[[Result], Section]] = {
     "text_analysis": text_analysis.section,
     "chat": served.chat,
     "tree_search": served.tree_search,
+    "load_or_recompute": decisions.load_or_recompute,
+    "scheduler": decisions.scheduler,
 }
 """By benchmark, in the order of the page. Other results are tables, folded away at its end."""
 

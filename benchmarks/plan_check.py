@@ -4,33 +4,46 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from benchmarks.chat_parts.conversations import Conversation, Statistics, distinct_tokens, fitting, generate
+from benchmarks.chat_parts.talk import talk
 from benchmarks.common import harness
+from benchmarks.serving import figures as serving
+from benchmarks.serving.daemon import daemon_of
+from benchmarks.serving.ways import NO_CACHE, TIERS, Room, Way
 from prefixd.client import AsyncClient
 from prefixd.planner.calibrate import measure_machine, measure_passes
 from prefixd.planner.figures import PlanFigures
 from prefixd.planner.hardware import Calibration, MeasuredCosts
 from prefixd.planner.models import MODELS
 from prefixd.planner.virtual_daemon import Plan, simulate
-from prefixd.planner.workload import of_text_analysis
+from prefixd.planner.workload import PlannedRequest, Workload, of_text_analysis, own_tokens
 from prefixd.settings import Settings
 from prefixd.workloads.daemon_process import DaemonProcess
 from prefixd.workloads.figures import Figures
-from prefixd.workloads.runner import Silence, run_config
-from prefixd.workloads.text_analysis import CONFIGS, TextAnalysis, TierSizes, config_overrides
+from prefixd.workloads.runner import Silence, run_config, settings_for
+from prefixd.workloads.text_analysis import CONFIGS, TextAnalysis, TierSizes, serving_of
 
 DESCRIPTION = """\
 Measures this machine as `prefixd doctor --calibrate` does: its disk, its copies, and the passes of the model that comes
 with prefixd on a daemon without a cache. From that the planner predicts the text analysis workload, with each policy
-of the queue; then the same requests go to a real daemon. The benchmark fails when the prediction of the share of
-prompt tokens that are found, or of the requests a second, is off by more than --tolerance of what was measured."""
+of the queue, and conversations that grow turn by turn, without a cache and with all tiers; then the same requests go to
+a real daemon. The benchmark fails when the prediction of the share of prompt tokens that are found, or of the requests
+a second, is off by more than --tolerance of what was measured."""
+
+_CHAT_SCALE = 1 / 8
+_THINK_SCALE = 0.02
 
 
 def calibrated(directory: Path) -> Calibration:
@@ -46,37 +59,77 @@ def calibrated(directory: Path) -> Calibration:
         return asyncio.run(measure(daemon.address))
 
 
-def predicted(config: str, workload: TextAnalysis, tiers: TierSizes, machine: Calibration) -> PlanFigures:
-    """What the planner says of one of CONFIGS, after the warm-up. Raises ConfigError."""
-    overrides = {
-        "worker.embedded": True,
-        "scheduler.queue_limit": max(4096, workload.requests),
-        **tiers.overrides(workload),
-        **config_overrides(config),
-    }
+def plan_of(overrides: Mapping[str, Any], machine: Calibration) -> Plan:
+    """The machine with a daemon of these settings. Raises ConfigError."""
     costs = machine.costs
     assert isinstance(costs, MeasuredCosts), "passes were measured"
-    plan = Plan(
-        MODELS["embedded"], Settings.load(Path(os.devnull), overrides, {}), costs, machine.ways, machine.request_s
-    )
+    settings = Settings.load(Path(os.devnull), overrides, {})
+    return Plan(MODELS["embedded"], settings, costs, machine.ways, machine.request_s)
+
+
+def predicted(config: str, workload: TextAnalysis, tiers: TierSizes, machine: Calibration) -> PlanFigures:
+    """What the planner says of one of CONFIGS, after the warm-up. Raises ConfigError."""
+    plan = plan_of(settings_for(serving_of(config), workload, tiers), machine)
     warm_up, requests = of_text_analysis(workload)
     return simulate(plan, [requests] if config == "no-cache" else [warm_up, requests])[-1]
 
 
-def compare(config: str, plan: PlanFigures, real: Figures, workload: TextAnalysis) -> dict[str, Any]:
-    """The two figures of both, and by how much the plan is off."""
+def of_conversations(conversations: Sequence[Conversation]) -> Workload:
+    """Conversations that all begin at once; each turn comes as long after the answer before as the user thinks."""
+    requests: list[PlannedRequest] = []
+    for conversation in conversations:
+        said, after = list(conversation.system), None
+        for turn in conversation.turns:
+            said += turn.user
+            answer = own_tokens(len(requests), 0, turn.answer_tokens)
+            prompt = partial(np.array, tuple(said), np.uint32)
+            requests.append(PlannedRequest(turn.think_s, prompt, len(said), turn.answer_tokens, tuple(answer), after))
+            after = len(requests) - 1
+            said += answer
+    return Workload("chat", requests)
+
+
+def chats(count: int, machine: Calibration, seed: int) -> Iterator[dict[str, Any]]:
+    """Conversations as `benchmarks.chat` holds them, without a cache and with all tiers: plan and daemon. Raises
+    ConfigError, DaemonFailed."""
+    conversations = fitting(generate(count, Statistics(), scale=_CHAT_SCALE, time_scale=_THINK_SCALE, seed=seed), 8191)
+    lengths = [each.tokens for each in conversations]
+    room = Room(
+        longest=max(lengths),
+        usual=sum(lengths) // len(lengths),
+        all_tokens=distinct_tokens(conversations),
+        running=4,
+        gpu_share=0.0,
+        cpu_share=0.3,
+    )
+    policy = Settings().scheduler.policy
+    for way in (Way(NO_CACHE, "fcfs", ""), Way(f"{policy} {TIERS[-1]}", policy, TIERS[-1])):
+        plan = simulate(plan_of(room.settings(way, len(conversations)), machine), [of_conversations(conversations)])[0]
+        with daemon_of(way, room, len(conversations)) as (address, progress):
+            asked, elapsed_s = asyncio.run(talk(address, conversations, len(conversations), progress, way.name))
+        real = serving.summarise(way, asked, elapsed_s)
+        hits = {tier: getattr(real.hit_tokens, tier) / real.prompt_tokens for tier in plan.hits}
+        yield compare(f"chat, {way.name}", plan, hits, real.requests_per_s)
+
+
+def text_analysis_hits(real: Figures, workload: TextAnalysis) -> dict[str, float]:
+    """By tier, the share of the prompt tokens that were found there."""
     tokens = workload.requests * (workload.prefix_tokens + workload.body_tokens)
-    hits = real.hit_tokens
-    measured = (hits.gpu + hits.cpu + hits.disk) / tokens
+    return {tier: getattr(real.hit_tokens, tier) / tokens for tier in ("gpu", "cpu", "disk")}
+
+
+def compare(name: str, plan: PlanFigures, hits: Mapping[str, float], requests_per_s: float) -> dict[str, Any]:
+    """The two figures of both, and by how much the plan is off."""
+    measured = sum(hits.values())
     return {
-        "workload": f"text analysis, {config}",
+        "workload": name,
         "hit_rate": measured,
         "predicted_hit_rate": plan.hit_rate,
         "hit_rate_off": _off(plan.hit_rate, measured),
-        "requests_per_s": real.requests_per_s,
+        "requests_per_s": requests_per_s,
         "predicted_requests_per_s": plan.requests_per_s,
-        "requests_per_s_off": _off(plan.requests_per_s, real.requests_per_s),
-        "hits": {tier: getattr(hits, tier) / tokens for tier in plan.hits},
+        "requests_per_s_off": _off(plan.requests_per_s, requests_per_s),
+        "hits": dict(hits),
         "predicted_hits": plan.hits,
     }
 
@@ -95,6 +148,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         ("--requests", 192, "requests, each with a randomly chosen prefix"),
         ("--prefix-tokens", 512, "length of a prefix"),
         ("--body-tokens", 32, "length of a body"),
+        ("--conversations", 12, "conversations held at once"),
     ]
     for flag, default, text in numbers:
         parser.add_argument(flag, type=harness.positive, default=default, metavar="N", help=f"{text} ({default})")
@@ -119,15 +173,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     with tempfile.TemporaryDirectory(prefix="prefixd-") as directory:
         machine = calibrated(Path(directory))
+
+        def rows_of_text_analysis() -> Iterator[dict[str, Any]]:
+            for config in options.configs:
+                plan, folder = predicted(config, workload, tiers, machine), Path(directory) / config
+                warm_up = config != "no-cache"
+                real = run_config(config, workload, tiers, folder, warm_up=warm_up, progress=Silence())
+                hits = text_analysis_hits(real, workload)
+                yield compare(f"text analysis, {config}", plan, hits, real.requests_per_s)
+
         rows = []
-        for config in options.configs:
-            plan = predicted(config, workload, tiers, machine)
-            warm_up = config != "no-cache"
-            real = run_config(config, workload, tiers, Path(directory) / config, warm_up=warm_up, progress=Silence())
-            row = compare(config, plan, real, workload)
+        for row in itertools.chain(rows_of_text_analysis(), chats(options.conversations, machine, options.seed)):
             rows.append(row)
             print(
-                f"{config:12} hit rate {row['hit_rate']:6.1%}, predicted {row['predicted_hit_rate']:6.1%} "
+                f"{row['workload']:32} hit rate {row['hit_rate']:6.1%}, predicted {row['predicted_hit_rate']:6.1%} "
                 f"({row['hit_rate_off']:+.1%})   requests/s {row['requests_per_s']:7.2f}, predicted "
                 f"{row['predicted_requests_per_s']:7.2f} ({row['requests_per_s_off']:+.1%})",
                 flush=True,

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from benchmarks.common import harness
 from benchmarks.text_analysis_parts.goals import Goal, goals
-from benchmarks.text_analysis_parts.measuring import Measured, measure_group
+from benchmarks.text_analysis_parts.measuring import Measured, measure_group, worker_threads
 from benchmarks.text_analysis_parts.plots import draw, panels
 from benchmarks.text_analysis_parts.suites import SUITES, groups
 from prefixd.cli.progress import RichProgress
@@ -40,7 +40,8 @@ repeat in the middle.
     eviction  what goes first
     latency   first tokens by tiers, one request after the other
 
-miss_rate is the share of the prefixes' tokens that had to be computed after the warm-up. Output tokens have to be the
+The worker stands for a GPU: one core of the machine is left to the daemon, as no GPU spends time on the daemon's copies
+(--threads). miss_rate is the share of the prefixes' tokens that had to be computed after the warm-up. Output tokens have to be the
 same in all configurations. Where a request takes long, fewer are sent."""
 
 GPU_HELP = (
@@ -50,14 +51,19 @@ GPU_HELP = (
 
 
 def measure(
-    suites: Sequence[str], lengths: Sequence[int], workload: TextAnalysis, sizes: TierSizes, slow_disk: int
+    suites: Sequence[str],
+    lengths: Sequence[int],
+    workload: TextAnalysis,
+    sizes: TierSizes,
+    slow_disk: int,
+    threads: int,
 ) -> list[Measured]:
     """All suites. Raises DaemonFailed."""
     measured: list[Measured] = []
     with _progress() as progress:
         for suite in suites:
             for cells in groups(suite, lengths, slow_disk):
-                measured += measure_group(suite, cells, workload, sizes, progress)
+                measured += measure_group(suite, cells, workload, sizes, threads, progress)
     return measured
 
 
@@ -135,6 +141,11 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         ("--running", 8, "requests computed at once"),
         ("--outstanding", 64, "requests sent before the first of them is answered"),
         ("--repeats", 3, "how often the requests are sent to each daemon"),
+        (
+            "--threads",
+            worker_threads(),
+            "of each worker; by default one core is left to the daemon: no GPU copies with it",
+        ),
     ]
     for flag, default, text in numbers:
         parser.add_argument(flag, type=harness.positive, default=default, metavar="N", help=f"{text} ({default})")
@@ -174,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         disk_prefixes=options.disk_prefixes,
         running=options.running,
     )
-    measured = measure(options.suites, lengths, workload, sizes, options.slow_disk)
+    measured = measure(options.suites, lengths, workload, sizes, options.slow_disk, options.threads)
     same, reached = same_answers(measured), goals(measured)
     no_parameters = ("json", "plot", "prefix_tokens")
     parameters = {name: value for name, value in vars(options).items() if name not in no_parameters}

@@ -30,11 +30,7 @@ class Goal:
 
 
 def goals(measured: Sequence[Measured]) -> list[Goal]:
-    """The goals of the suite `goals`, for each prefix length.
-
-    How far FPF is ahead of FCFS without prefetching has a bound for the longest prefixes only, where copying weighs:
-    with short ones a run that copies nothing may not be so far ahead itself.
-    """
+    """The goals of the suite `goals`, for each prefix length."""
     mine = [run for run in measured if run.suite == "goals"]
     lengths = sorted({run.cell.prefix_tokens for run in mine})
     found: list[Goal] = []
@@ -48,7 +44,7 @@ def goals(measured: Sequence[Measured]) -> list[Goal]:
         alone = runs[FCFS_ALONE, False]
         found += [
             Goal("fpf over no cache", length, ratio(fpf, no_cache), 4.0),
-            Goal("fpf over fcfs without prefetch", length, ratio(fpf, alone), 1.3 if length == lengths[-1] else None),
+            Goal("fpf over fcfs without prefetch", length, ratio(fpf, alone), 1.3),
             Goal("everything on gpu over fcfs without prefetch", length, ratio(everything, alone), None),
             Goal("fpf over everything on gpu", length, ratio(fpf, everything), 0.9),
             Goal("fpf with a slow disk over no cache", length, ratio(runs[FPF, True], no_cache), 1.0),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -56,20 +58,26 @@ def ratio(one: Measured, other: Measured) -> float:
     )
 
 
+def worker_threads() -> int:
+    """Of this machine's cores: the worker stands for a GPU, of whose time the daemon and its copies take none."""
+    return max(1, len(os.sched_getaffinity(0)) - 1)
+
+
 def measure_group(
-    suite: str, cells: Sequence[Cell], workload: TextAnalysis, sizes: TierSizes, progress: Progress
+    suite: str, cells: Sequence[Cell], workload: TextAnalysis, sizes: TierSizes, threads: int, progress: Progress
 ) -> list[Measured]:
-    """The figures of each cell. Raises DaemonFailed."""
+    """The figures of each cell, with so many threads for each worker. Raises DaemonFailed."""
     with ExitStack() as stack:
-        started: list[tuple[Cell, TextAnalysis, DaemonProcess, float | None]] = []
+        daemons: list[tuple[Cell, TextAnalysis, DaemonProcess]] = []
         for cell in cells:
             of_cell = _workload(cell, workload)
             progress.begin(f"{cell.name}: starting a daemon", 0)
             # A short path: a unix socket's name has at most 107 bytes.
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="prefixd-")))
-            daemon = stack.enter_context(_daemon(cell, of_cell, sizes, directory))
-            warm_up_s = ask_each_once(cell.name, daemon, of_cell, progress=progress) if cell.serving.caching else None
-            started.append((cell, of_cell, daemon, warm_up_s))
+            daemon = stack.enter_context(_daemon(cell, of_cell, sizes, threads, directory))
+            daemons.append((cell, of_cell, daemon))
+        warm_ups = _warm_up(daemons, threads, progress)
+        started = [(*each, warm_up_s) for each, warm_up_s in zip(daemons, warm_ups, strict=True)]
         repeats: list[list[Figures]] = [[] for _ in started]
         for repeat in range(workload.repeats):
             for found, (cell, of_cell, daemon, warm_up_s) in zip(repeats, started, strict=True):
@@ -87,6 +95,40 @@ def measure_group(
         return [Measured(suite, cell, tuple(found)) for cell, found in zip(cells, repeats, strict=True)]
 
 
+def _warm_up(
+    daemons: Sequence[tuple[Cell, TextAnalysis, DaemonProcess]], threads: int, progress: Progress
+) -> list[float | None]:
+    """Asks each daemon that caches for each prefix once, as many daemons at a time as there are cores for; seconds."""
+    caching = sum(cell.serving.caching for cell, *_ in daemons)
+    if not caching:
+        return [None] * len(daemons)
+    progress.begin(
+        f"{caching} daemons, each prefix once", sum(w.prefixes for cell, w, _ in daemons if cell.serving.caching)
+    )
+
+    def warm_up(cell: Cell, workload: TextAnalysis, daemon: DaemonProcess) -> float | None:
+        if not cell.serving.caching:
+            return None
+        return ask_each_once(cell.name, daemon, workload, progress=_Part(progress))
+
+    with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // threads)) as pool:
+        return [future.result() for future in [pool.submit(warm_up, *each) for each in daemons]]
+
+
+class _Part:
+    """The progress of one of several that are under way at once."""
+
+    def __init__(self, whole: Progress) -> None:
+        self._whole = whole
+
+    def begin(self, text: str, total: int) -> None:
+        """It belongs to what has begun."""
+
+    def advance(self) -> None:
+        """One more request of all is done."""
+        self._whole.advance()
+
+
 def _workload(cell: Cell, workload: TextAnalysis) -> TextAnalysis:
     """The cell's requests: of longer prefixes fewer, and fewer where each takes long. All begin alike."""
     requests = workload.requests * workload.prefix_tokens // max(workload.prefix_tokens, cell.prefix_tokens)
@@ -95,10 +137,10 @@ def _workload(cell: Cell, workload: TextAnalysis) -> TextAnalysis:
     return replace(workload, prefix_tokens=cell.prefix_tokens, requests=max(1, requests))
 
 
-def _daemon(cell: Cell, workload: TextAnalysis, sizes: TierSizes, directory: Path) -> DaemonProcess:
+def _daemon(cell: Cell, workload: TextAnalysis, sizes: TierSizes, threads: int, directory: Path) -> DaemonProcess:
     if not cell.serving.caching:
         sizes = replace(sizes, cpu_prefixes=1, disk_prefixes=1)  # nothing is in them
-    settings = settings_for(cell.serving, workload, sizes)
+    settings = settings_for(cell.serving, workload, sizes) | {"worker.threads": threads}
     if cell.disk_bytes_per_s is None:
         return DaemonProcess(settings, directory=directory)
     daemon = ThrottledDaemon(settings, directory=directory)

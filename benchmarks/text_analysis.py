@@ -40,9 +40,9 @@ repeat in the middle.
     eviction  what goes first
     latency   first tokens by tiers, one request after the other
 
-The worker stands for a GPU: one core of the machine is left to the daemon, as no GPU spends time on the daemon's copies
-(--threads). miss_rate is the share of the prefixes' tokens that had to be computed after the warm-up. Output tokens have to be the
-same in all configurations. Where a request takes long, fewer are sent."""
+The worker stands for a GPU: one core of the machine is left to the daemon, as no GPU spends time on the daemon's
+copies (--threads). miss_rate is the share of the prefixes' tokens that had to be computed after the warm-up. Output
+tokens have to be the same in all configurations. Where a request takes long, fewer are sent."""
 
 GPU_HELP = (
     "prefixes that fit into the GPU tier; it gets more room for the requests that run at once (--running): "

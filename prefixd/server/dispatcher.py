@@ -50,6 +50,7 @@ _END_S = 5.0
 _ENDED_AT_ONCE = 256  # waiting requests, in one callback
 _INTERRUPTED_ROWS = 16_384  # of requests whose worker died, in one callback
 _REQUEST_ROWS = 64  # what looking at a request costs besides, in rows looked at
+_NEAR_ROWS = 16  # and what looking costs at one whose prefix the CPU tier holds already
 _HAND_OVER = 4  # what handing a block over costs, in rows looked at
 _RETRY_S = 0.02
 _PATIENCE_S = 30.0
@@ -466,10 +467,13 @@ class Dispatcher:
         for place, request in enumerate(window[beyond:], beyond):
             if not self._taking:
                 break
-            if request.state is RequestState.WAITING and self._is_current(request):
+            if request.state is not RequestState.WAITING:
+                continue
+            near = self._prefetcher.is_near(request)  # then it is held, and looked at anew when its turn is near
+            if near or self._is_current(request):
                 if not self._prefetcher.bring_near(request, place + 1 - places, beyond - places):
                     break
-                await self._pacer.worked(_REQUEST_ROWS + request.blocks)
+                await self._pacer.worked(_NEAR_ROWS if near else _REQUEST_ROWS + request.blocks)
         self._prefetcher.end_near()
 
     async def _keep_place(self, lacks: bool, coming: bool) -> None:

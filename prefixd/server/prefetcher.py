@@ -182,6 +182,10 @@ class Prefetcher:
         inside = {request.id for request in window}
         await self.unstage_ready(request for request in self._staged.values() if request.id not in inside)
 
+    def is_near(self, request: Request) -> bool:
+        """Whether the second stage has the request."""
+        return request in self._cpu_stage
+
     def begin_near(self) -> None:
         """A look at the requests beyond the GPU tier's room begins, in the order of their turns."""
         self._cpu_stage.begin_round()

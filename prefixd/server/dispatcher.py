@@ -21,7 +21,7 @@ import numpy as np
 
 from prefixd.cache import TieredCache
 from prefixd.cache.cache import Claim
-from prefixd.cache.index.trie import NO_SLOT
+from prefixd.cache.index.trie import NO_SLOT, Trie
 from prefixd.errors import ExhaustedError, PrefixdError, UnavailableError
 from prefixd.pacer import SLICE_ROWS, Pacer, give_way
 from prefixd.server.concurrency_limit import ConcurrencyLimit
@@ -145,6 +145,7 @@ class Dispatcher:
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
+        self._weighed: Trie | None = None  # the eviction policy knows what computing takes of its blocks
         self._ready = False
         self._stopping = False
         self._task: asyncio.Task[None] | None = None
@@ -253,6 +254,9 @@ class Dispatcher:
     def submit(self, request: Request) -> None:
         """Queues a request. Raises QueueFullError."""
         self.queue.push(request.queued)
+        if request.trie is not self._weighed:
+            self._weighed = request.trie
+            self._cache.policy.observe_compute_time(request.trie, self._cost.compute_s)
         request.enqueue()
         self._enter(request)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -10,6 +11,9 @@ import numpy.typing as npt
 
 Scores = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.int64]
+
+ComputeTime = Callable[[int], float | None]
+"""Seconds to compute so many tokens of a prompt from its first on; None where that is not known."""
 
 
 class BlockTable(Protocol):
@@ -54,6 +58,10 @@ class EvictionPolicy(ABC):
     """Whether it needs what `UseHistory` remembers of blocks that have left."""
     last_tier: int | None = None
     """The level of the tier below which there is none; None: each is the last one."""
+
+    def observe_compute_time(self, table: BlockTable, compute_s: ComputeTime) -> None:
+        """What computing takes for the blocks of a table; asked whenever blocks are scored."""
+        return
 
     def admitted(self, table: BlockTable, rows: Rows, tier: int, now_s: float) -> None:
         """Blocks came to `tier`, from outside or from another tier. Their `uses` count what is remembered of them."""

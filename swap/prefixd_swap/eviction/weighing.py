@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import numpy.typing as npt
 
-from prefixd_swap.eviction.policy import BlockTable, EvictionPolicy, Rows, Scores
+from prefixd_swap.eviction.policy import BlockTable, ComputeTime, EvictionPolicy, Rows, Scores
 from prefixd_swap.eviction.reuse_times import ReuseTimes
-
-ComputeTime = Callable[[int], float | None]
-"""Seconds to compute so many tokens of a prompt from its first on; None where that is not known."""
 
 _CLASSES = 6  # by uses; what was used more often is alike
 _FAR = 256  # blocks; computing takes longer with depth, and as far as this in proportion

@@ -6,7 +6,6 @@ import os
 import statistics
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 from benchmarks.text_analysis_parts.suites import Cell
 from prefixd.workloads.daemon_process import DaemonProcess
 from prefixd.workloads.figures import Figures
-from prefixd.workloads.runner import Progress, ask_each_once, measure, settings_for
+from prefixd.workloads.runner import Progress, measure, settings_for, warm_up_all
 from prefixd.workloads.text_analysis import TextAnalysis, TierSizes
 from prefixd.workloads.throttled import DiskRate, ThrottledDaemon
 
@@ -99,34 +98,10 @@ def _warm_up(
     daemons: Sequence[tuple[Cell, TextAnalysis, DaemonProcess]], threads: int, progress: Progress
 ) -> list[float | None]:
     """Asks each daemon that caches for each prefix once, as many daemons at a time as there are cores for; seconds."""
-    caching = sum(cell.serving.caching for cell, *_ in daemons)
-    if not caching:
-        return [None] * len(daemons)
-    progress.begin(
-        f"{caching} daemons, each prefix once", sum(w.prefixes for cell, w, _ in daemons if cell.serving.caching)
-    )
-
-    def warm_up(cell: Cell, workload: TextAnalysis, daemon: DaemonProcess) -> float | None:
-        if not cell.serving.caching:
-            return None
-        return ask_each_once(cell.name, daemon, workload, progress=_Part(progress))
-
-    with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // threads)) as pool:
-        return [future.result() for future in [pool.submit(warm_up, *each) for each in daemons]]
-
-
-class _Part:
-    """The progress of one of several that are under way at once."""
-
-    def __init__(self, whole: Progress) -> None:
-        self._whole = whole
-
-    def begin(self, text: str, total: int) -> None:
-        """It belongs to what has begun."""
-
-    def advance(self) -> None:
-        """One more request of all is done."""
-        self._whole.advance()
+    caching = [(daemon, workload) for cell, workload, daemon in daemons if cell.serving.caching]
+    at_once = max(1, len(os.sched_getaffinity(0)) // threads)
+    took_s = iter(warm_up_all(caching, at_once, progress=progress) if caching else ())
+    return [next(took_s) if cell.serving.caching else None for cell, *_ in daemons]
 
 
 def _workload(cell: Cell, workload: TextAnalysis) -> TextAnalysis:

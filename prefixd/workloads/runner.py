@@ -75,6 +75,33 @@ def ask_each_once(name: str, daemon: DaemonProcess, workload: TextAnalysis, *, p
     return elapsed_s
 
 
+def warm_up_all(
+    daemons: Sequence[tuple[DaemonProcess, TextAnalysis]], at_once: int, *, progress: Progress
+) -> list[float]:
+    """As `ask_each_once` of several daemons, so many `at_once`; the seconds of each.
+
+    Raises:
+        DaemonFailed: a request failed.
+    """
+    from prefixd.client import ClientError
+
+    places = asyncio.Semaphore(at_once)
+
+    async def warm_up(daemon: DaemonProcess, workload: TextAnalysis) -> float:
+        async with places:
+            prompts, outstanding = workload.warm_up_prompts(), workload.outstanding
+            try:
+                return (await _requests(daemon.address, workload, prompts, outstanding, progress.advance))[1]
+            except ClientError as error:
+                raise DaemonFailed(f"the daemon failed: {error}{daemon.last_words()}") from error
+
+    async def all_of_them() -> list[float]:
+        return await asyncio.gather(*(warm_up(*each) for each in daemons))
+
+    progress.begin(f"{len(daemons)} daemons, each prefix once", sum(workload.prefixes for _, workload in daemons))
+    return asyncio.run(all_of_them())
+
+
 def measure(
     name: str,
     daemon: DaemonProcess,

@@ -16,11 +16,11 @@ score; `choose_victims` takes the lowest first, leaves before their parents.
 from prefixd_swap.eviction.choice import choose_victims
 from prefixd_swap.eviction.lfu import Lfu
 from prefixd_swap.eviction.policies import POLICY_NAMES, create_eviction_policy
-from prefixd_swap.eviction.policy import BlockTable, EvictionPolicy, Rows, Scores
+from prefixd_swap.eviction.policy import BlockTable, ComputeTime, EvictionPolicy, Rows, Scores
 from prefixd_swap.eviction.s3_fifo import S3Fifo
 from prefixd_swap.eviction.simple import Fifo, Lru, Random
 from prefixd_swap.eviction.use_history import UseHistory
-from prefixd_swap.eviction.weighing import ComputeTime, Weighing
+from prefixd_swap.eviction.weighing import Weighing
 
 __all__ = [
     "POLICY_NAMES",

@@ -31,7 +31,7 @@ from prefixd_swap.tiers.unbacked import UnbackedCopyEngine, UnbackedMemory, Unba
 from prefixd_swap.transfers import DeviceLimits, Transfers
 
 Progress = Callable[[], None]
-_BLOCKS_A_WRITE = 8
+_BLOCKS_A_WRITE = 32
 
 
 @dataclass(frozen=True)

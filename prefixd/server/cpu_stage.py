@@ -13,6 +13,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from prefixd.cache import TieredCache
 from prefixd.cache.groups import GroupMask
@@ -35,13 +36,23 @@ _SPARE = 1.5
 
 @dataclass(slots=True, eq=False)
 class _Near:
-    """A request of which the CPU tier holds, or gets, what the GPU tier lacks."""
+    """A request of which the CPU tier holds, or gets, what the GPU tier lacks.
+
+    Attributes:
+        request: waits for its turn.
+        rows, groups: what the GPU tier lacks.
+        hold: of these in the CPU tier.
+        round: the last look at the window in which it was there.
+        complete: all of it has been in the CPU tier, which holds it since.
+        copy: brings what is lacking.
+    """
 
     request: Request
     rows: Rows
     groups: GroupMask
     hold: Hold
     round: int
+    complete: bool = False
     copy: asyncio.Task[None] | None = None
 
 
@@ -79,7 +90,9 @@ class CpuStage:
         self._budget = FrameBudget(cache.tiers.shared.footprint)
         self._near: dict[int, _Near] = {}
         self._copies: set[asyncio.Task[None]] = set()
+        self._reading: set[int] = set()
         self._round = 0
+        self._time_s = 0.0  # until the GPU tier has room for the requests of this round
         self._ahead_bytes = 0  # on disk, of the requests before this one in the window
 
     def __contains__(self, request: Request) -> bool:
@@ -93,21 +106,30 @@ class CpuStage:
     @property
     def reading(self) -> set[int]:
         """Ids of the requests for which the disk is being read."""
-        return {number for number, near in self._near.items() if near.copy is not None and not near.copy.done()}
+        return self._reading
 
-    def begin_round(self) -> None:
-        """A new look at the window begins: `add` says who is in it, in the order of their turns."""
+    def begin_round(self, time_s: float) -> None:
+        """A new look at the window begins: `keep` or `add` say who is in it, in the order of their turns; `time_s`:
+        how long it takes until the GPU tier has room for the first of them."""
         self._round += 1
+        self._time_s = time_s
         self._ahead_bytes = 0
         self._budget.begin_round()
 
-    def add(self, request: Request, *, due_s: float, time_s: float, may_read: bool) -> bool:
+    def keep(self, request: Request) -> bool:
+        """A request beyond the GPU tier's room of which everything is held here; False where it has to be added."""
+        near = self._near.get(request.id)
+        if near is None or not near.complete:
+            return False
+        near.round = self._round
+        return True
+
+    def add(self, request: Request, *, due_s: float, may_read: bool) -> bool:
         """A request beyond the GPU tier's room, of which `found` is exact; False when the CPU tier has no room for it.
 
         Args:
             request: waits without a footprint.
             due_s: when its turn comes, on the clock of the transfers.
-            time_s: how long before that the GPU tier has room for it.
             may_read: whether the disk is free for it.
         """
         tiers, trie = self._cache.tiers, request.trie
@@ -123,12 +145,14 @@ class CpuStage:
         near.round = self._round
         lacking = trie.lacking(near.rows, tiers.shared.level, near.groups)
         nbytes = int(trie.group_bytes[lacking].sum())
+        near.complete = not nbytes
         if nbytes:
             self._ahead_bytes += nbytes
-            if may_read and near.copy is None and not self._is_in_time(time_s):
+            if may_read and near.copy is None and not self._is_in_time():
                 near.copy = asyncio.create_task(self._bring(near, nbytes, due_s))
                 self._copies.add(near.copy)
-                near.copy.add_done_callback(self._ended)
+                self._reading.add(request.id)
+                near.copy.add_done_callback(partial(self._ended, near))
         return True
 
     def end_round(self) -> None:
@@ -147,6 +171,7 @@ class CpuStage:
             return
         if near.copy is not None:
             near.copy.cancel()
+            self._reading.discard(request.id)
         near.hold.end()
         self._budget.remove(request.trie, near.rows, near.groups)
 
@@ -162,10 +187,10 @@ class CpuStage:
         capacity_bytes = self._cache.tiers.shared.capacity_bytes
         return min(capacity_bytes // _ROOM_SHARE, capacity_bytes - self._mover.queued[1]) // max(1, self._sharers())
 
-    def _is_in_time(self, time_s: float) -> bool:
+    def _is_in_time(self) -> bool:
         """Whether this load and those before it in the window are over in time if they begin with the GPU's room."""
         load_s = self._cost.load_s(self._ahead_bytes, Distance.DISK)
-        return load_s is not None and _SPARE * load_s <= time_s
+        return load_s is not None and _SPARE * load_s <= self._time_s
 
     def _hold(self, request: Request, rows: Rows, groups: GroupMask) -> _Near:
         trie, placement = request.trie, self._mover.placement
@@ -177,8 +202,10 @@ class CpuStage:
         self._near[request.id] = near
         return near
 
-    def _ended(self, copy: asyncio.Task[None]) -> None:
+    def _ended(self, near: _Near, copy: asyncio.Task[None]) -> None:
         self._copies.discard(copy)
+        if self._near.get(near.request.id) is near:
+            self._reading.discard(near.request.id)
         self._look()
 
     async def _bring(self, near: _Near, nbytes: int, due_s: float) -> None:

@@ -467,15 +467,15 @@ class Dispatcher:
 
     async def _bring_near(self, window: list[Request], beyond: int, places: int) -> None:
         """The prefetcher's second stage, of the window from the place `beyond` on."""
-        self._prefetcher.begin_near()
+        self._prefetcher.begin_near(beyond - places)
         for place, request in enumerate(window[beyond:], beyond):
             if not self._taking:
                 break
-            if request.state is not RequestState.WAITING:
+            if request.state is not RequestState.WAITING or self._prefetcher.keep_near(request):
                 continue
             near = self._prefetcher.is_near(request)  # then it is held, and looked at anew when its turn is near
             if near or self._is_current(request):
-                if not self._prefetcher.bring_near(request, place + 1 - places, beyond - places):
+                if not self._prefetcher.bring_near(request, place + 1 - places):
                     break
                 await self._pacer.worked(_NEAR_ROWS if near else _REQUEST_ROWS + request.blocks)
         self._prefetcher.end_near()

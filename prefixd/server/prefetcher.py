@@ -186,18 +186,21 @@ class Prefetcher:
         """Whether the second stage has the request."""
         return request in self._cpu_stage
 
-    def begin_near(self) -> None:
-        """A look at the requests beyond the GPU tier's room begins, in the order of their turns."""
-        self._cpu_stage.begin_round()
+    def begin_near(self, places: int) -> None:
+        """A look at the requests beyond the GPU tier's room begins, in the order of their turns. The tier has room for
+        the first of them when so many others have had their turns."""
+        self._cpu_stage.begin_round(self._look_ahead.until_turn_s(places))
 
-    def bring_near(self, request: Request, places: int, room: int) -> bool:
+    def keep_near(self, request: Request) -> bool:
+        """A request that waits, of which the second stage has all; False where it has to be brought near."""
+        return self._cpu_stage.keep(request)
+
+    def bring_near(self, request: Request, places: int) -> bool:
         """The second stage of a request that waits, `found` being exact; False when the CPU tier has no room for it.
 
-        Its turn comes after `places` others, and the GPU tier has room for it `room` of them before.
+        Its turn comes after `places` others.
         """
-        time_s = self._look_ahead.until_turn_s(room)
-        may_read = self.may_bring_ahead(request)
-        return self._cpu_stage.add(request, due_s=self.due_s(places), time_s=time_s, may_read=may_read)
+        return self._cpu_stage.add(request, due_s=self.due_s(places), may_read=self.may_bring_ahead(request))
 
     def end_near(self) -> None:
         """Lets go of requests that are not in the window any more."""

@@ -6,13 +6,13 @@ that continue it there, it leaves the trie after them, and a prefix that is brou
 refresh
 
 - reads all tails, in one numpy call,
-- looks for the block behind the tail, which appears when somebody computes it, of the next 2,048 requests in turn,
+- looks for the block behind the tail, which appears when somebody computes it, of the next 512 requests in turn,
 - reads all blocks of the next requests in turn, about 16,384 rows, for changes that tails do not show (a damaged block
   in the middle of a prefix),
 - looks up again those requests in which one of these found a change, about 16,384 rows of them.
 
 **How stale a distance can be.** With n waiting requests that have w rows in all, a change is seen at the next refresh
-if the tail shows it, within n / 2048 refreshes if a prefix grew, and within w / 16384 + n / 512 refreshes in any case.
+if the tail shows it, within n / 512 refreshes if a prefix grew, and within w / 16384 + n / 64 refreshes in any case.
 When more requests change at once than one refresh looks up, the next refreshes look them up, first come, first served.
 Where the policy asks how long a request takes until it is ready, 16 requests in turn are estimated anew besides: what
 loading and computing take is learned as it goes.
@@ -34,8 +34,8 @@ from prefixd.cache.index.trie import Rows
 from prefixd.server.request import Request
 from prefixd_scheduler import Distance, RequestQueue
 
-_KEYS = 2048
-_REQUESTS = 512
+_KEYS = 512
+_REQUESTS = 64
 _ROWS = 16_384
 _LOOK_UP_ROWS = 256  # what a look-up costs besides its rows, in rows
 _ESTIMATES = 16

@@ -21,6 +21,8 @@ class _TimeSelector(selectors.BaseSelector):
         self._real = selectors.DefaultSelector()
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is not None and timeout <= 0:
+            return []  # there is work to do at once; asking the system takes longer than much of it
         ready = self._real.select(0)
         if ready:
             return ready

@@ -600,18 +600,15 @@ class Trie(TrieTable):
             among: different rows, or some from one row on; all by default.
         """
         rows = slice(0, self.rows) if among is None else among
-        bit = np.uint8(1 << tier)
-        any_part = self.any_part[rows]
-        can = (any_part & bit) != 0
-        can &= self.tier_children[rows, tier] == 0
-        can &= ~self.held(rows, tier)
-        may_leave = ~self.last_copies(rows, tier)  # the block has another copy,
-        may_leave |= (self.children[rows] == 0) & (self.keep[rows] == 0) & ~self.pinned[rows]  # or may vanish,
+        leaves = (self.any_part[rows] & np.uint8(1 << tier)) != 0
+        leaves &= self.tier_children[rows, tier] == 0
+        chosen: Rows = rows.start + np.flatnonzero(leaves) if isinstance(rows, slice) else rows[leaves]
+        chosen = chosen[~self.held(chosen, tier)]  # few are left of a large table
+        may_leave = ~self.last_copies(chosen, tier)  # the block has another copy,
+        may_leave |= (self.children[chosen] == 0) & (self.keep[chosen] == 0) & ~self.pinned[chosen]  # or may vanish,
         if demotable:
-            may_leave |= self.wanted(rows, tier) != 0  # or may go down
-        can &= may_leave
-        chosen: Rows = rows.start + np.flatnonzero(can) if isinstance(rows, slice) else rows[can]
-        return chosen
+            may_leave |= self.wanted(chosen, tier) != 0  # or may go down
+        return chosen[may_leave]
 
     def wanted(self, rows: Rows | slice, tier: int) -> GroupMask:
         """[len(rows)]: the groups of each block that `tier` has and that not only shorter prefixes need."""

@@ -9,10 +9,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from prefixd.errors import ConfigError
 from prefixd.planner.hardware import Calibration
@@ -27,10 +29,14 @@ _BLOCK_BYTES = 1 << 20
 _BLOCKS = 128
 _TIMES = 5
 _FIRST_TOKEN, _LAST_TOKEN = 32, 126  # ids that any byte-level vocabulary has and that are no special token
-_PROMPTS = (1, 64, 128, 256, 384, 512)
 _TOGETHER = 8
 _DECODED = 32
-_LOADS = ((48, 48), (24, 496))  # requests at once, and the tokens of each
+_LOADS = ((48, 48), (24, 496), (12, 1008))
+"""Requests at once, and the tokens of each.
+
+What attention costs shows in the longest, which a model of 1,024 tokens takes still: from prompts of up to 512 tokens
+it came out ten times too high.
+"""
 
 Progress = Callable[[str], None]
 
@@ -93,15 +99,11 @@ async def measure_passes(measured: Calibration, client: AsyncClient) -> Calibrat
     together = min([await _decoding_s(client, [prompt(16) for _ in range(_TOGETHER)]) for _ in range(3)])
     decoded_s = max(1e-9, (together - alone) / (_TOGETHER - 1))
     pass_s = max(1e-9, alone - decoded_s)
-    waits = [min([(await _asked(client, prompt(tokens), 1))[0] for _ in range(3)]) for tokens in _PROMPTS]
-    request_s = max(0.0, waits[0] - pass_s - decoded_s)
-    attended_s = _attended_s(_PROMPTS[1:], waits[1:])
+    wait_s = min([(await _asked(client, prompt(1), 1))[0] for _ in range(3)])
+    request_s = max(0.0, wait_s - pass_s - decoded_s)
     # How fast prompts are computed is measured under load: the daemon and its clients take time from the worker then.
     times = [float(np.median([await many(count, tokens) for _ in range(3)])) for count, tokens in _LOADS]
-    (_, short), (_, long) = _LOADS
-    short_s, long_s = (spent - attended_s * n * n / 2 for spent, n in zip(times, (short, long), strict=True))
-    token_s = max(1e-9, (long_s - short_s) / (long - short))
-    begun_s = max(0.0, short_s - short * token_s)
+    begun_s, token_s, attended_s = fitted_prefill([tokens for _, tokens in _LOADS], times)
     stats = await client.stats()
     return replace(
         measured,
@@ -218,8 +220,22 @@ async def _decoding_s(client: AsyncClient, prompts: Sequence[Sequence[int]]) -> 
     return min(seconds for _, seconds in times) / (_DECODED - 1)
 
 
-def _attended_s(tokens: Sequence[int], seconds: Sequence[float]) -> float:
-    """Seconds of a token for each token before it: least squares, not below 0."""
+def fitted_prefill(tokens: Sequence[int], seconds: Sequence[float]) -> tuple[float, float, float]:
+    """Seconds to begin a request, of each token of its prompt, and of each token for each one before it.
+
+    What `seconds` of prompts of so many `tokens` say: a polynomial through them, none of whose terms is negative.
+    """
     counts = np.array(tokens, float)
-    columns = np.stack([np.ones(len(counts)), counts, counts**2 / 2], axis=1)
-    return max(0.0, float(np.linalg.lstsq(columns, np.array(seconds), rcond=None)[0][2]))
+    columns = np.stack([np.ones(len(counts)), counts, counts**2 / 2], axis=1) / np.array(seconds)[:, None]
+    best = np.zeros(columns.shape[1])
+    for used in product((False, True), repeat=len(best)):  # least squares without negative terms, in relative errors
+        terms = np.zeros_like(best)
+        terms[list(used)] = np.linalg.lstsq(columns[:, used], np.ones(len(counts)), rcond=None)[0]
+        if (terms >= 0).all() and _off(columns, terms) < _off(columns, best):
+            best = terms
+    begun_s, token_s, attended_s = best.tolist()
+    return begun_s, max(1e-9, token_s), attended_s
+
+
+def _off(columns: npt.NDArray[np.float64], terms: npt.NDArray[np.float64]) -> float:
+    return float(np.linalg.norm(columns @ terms - 1.0))

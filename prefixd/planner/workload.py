@@ -92,16 +92,19 @@ def of_trace(name: str, found: Sequence[TraceRequest], *, speed: float = 1.0) ->
     return Workload(name, requests, block_tokens=HASH_TOKENS, assumptions=tuple(assumptions))
 
 
-def of_text_analysis(workload: TextAnalysis) -> tuple[Workload, Workload]:
-    """The text analysis workload as `prefixd.workloads.runner` sends it: each prefix once, and then the requests."""
-    both = []
-    for name, prompts in (("warm-up", workload.warm_up_prompts()), ("requests", workload.prompts())):
+def of_text_analysis(workload: TextAnalysis) -> list[Workload]:
+    """The text analysis workload as `prefixd.workloads.runner` sends it: each prefix once, and then the requests of
+    each repeat."""
+    rounds = [workload.warm_up_prompts(), *(workload.prompts(repeat) for repeat in range(workload.repeats))]
+    planned = []
+    for number, prompts in enumerate(rounds):
         requests = [
             PlannedRequest(0.0, partial(np.array, prompt, np.uint32), len(prompt), workload.output_tokens)
             for prompt in prompts
         ]
-        both.append(Workload(f"text analysis, {name}", requests, outstanding=workload.outstanding))
-    return both[0], both[1]
+        name = f"text analysis, {f'round {number}' if number else 'warm-up'}"
+        planned.append(Workload(name, requests, outstanding=workload.outstanding))
+    return planned
 
 
 def achievable_rate(found: Sequence[TraceRequest]) -> float:

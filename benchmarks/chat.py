@@ -24,14 +24,14 @@ The chat benchmark of "Long-Term Memory" (section VII.B), with conversations tha
     python -m benchmarks.chat --json chat.json --plot chat.svg
 
 --users users at a time hold --conversations conversations with the small model that comes with prefixd, in a daemon of
-its own for each way of serving: without a cache, with the daemon's default policy and fewer tiers, and with every
-policy and all tiers. The conversations are generated with the statistics of ShareGPT and of Mooncake's conversation
+its own for each way of serving: without a cache, with the daemon's default policy and fewer tiers, and with each of
+--policies and all tiers. The conversations are generated with the statistics of ShareGPT and of Mooncake's conversation
 trace (see benchmarks/chat_parts/conversations.py), read from ShareGPT's JSON (--sharegpt FILE), or from a trace in
 Mooncake's format (--trace FILE). Texts that are read are replayed: the model is made to give the answers in them.
 
 possible_tokens are the prompt tokens that a cache without a limit would have had: a plain set of all block prefixes.
 hit_share is the share of them that were hits. output_digest covers what the model says: the tokens that it found
-likeliest. Exit status 2 unless all answers are equal and, with all tiers and every policy, hit_share is at least
+likeliest. Exit status 2 unless all answers are equal and, with all tiers and each policy, hit_share is at least
 --least-hit-share and the median time to the first token at least --least-speedup times better than without a cache."""
 
 _CONTEXT = 8192  # of the model that comes with prefixd
@@ -95,7 +95,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     source.add_argument("--trace", type=Path, metavar="FILE", help="a trace in Mooncake's format (JSON lines)")
     defaults = Statistics()
     numbers = [
-        ("--conversations", 24, "conversations held"),
+        ("--conversations", 12, "conversations held"),
         ("--users", 16, "conversations held at once"),
         ("--running", 4, "requests computed at once"),
         ("--system-tokens", defaults.system_tokens, "length of a system prompt, before --scale; not with --trace"),

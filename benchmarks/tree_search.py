@@ -33,7 +33,7 @@ comes with prefixd, in a daemon of its own for each way of serving.
 
 hit_rate is the share of prompt tokens from the cache; possible_tokens are those that a cache without a limit would
 have had. output_digest covers what the model says: the tokens that it found likeliest. Exit status 2 unless with all
-tiers hit_rate is at least --least-hit-rate with every policy, every search ends with its program, and all answers are
+tiers hit_rate is at least --least-hit-rate with each policy, every search ends with its program, and all answers are
 equal."""
 
 
@@ -79,7 +79,7 @@ def shortcomings(
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = harness.parser("tree_search", DESCRIPTION)
     numbers = [
-        ("--programs", 4, f"programs to be written, of the {len(PROGRAMS)} that there are"),
+        ("--programs", 3, f"programs to be written, of the {len(PROGRAMS)} that there are"),
         ("--width", 2, "nodes of a program that are completed a level"),
         ("--candidates", 3, "completions of a node"),
         ("--attempts", 2, "completions that may get the same line wrong, one after the other"),

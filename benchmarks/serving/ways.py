@@ -13,6 +13,8 @@ from prefixd_scheduler import POLICIES
 
 TIERS = ("gpu", "gpu+cpu", "gpu+cpu+disk")
 NO_CACHE = "no-cache"
+COMPARED = ("fcfs", "relaxed-fpf", "shortest-ready")
+"""Policies that are compared where none are named: the simplest, the default, the one that prices loads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +69,12 @@ class Room:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options that choose what is compared; `chosen_ways` reads them."""
-    policies = list(POLICIES)
     parser.add_argument(
         "--policies",
         nargs="+",
-        choices=policies,
-        default=policies,
-        help="policies of the queue, each with the last of --tiers (all)",
+        choices=list(POLICIES),
+        default=list(COMPARED),
+        help=f"policies of the queue, each with the last of --tiers ({', '.join(COMPARED)})",
     )
     parser.add_argument(
         "--tiers",

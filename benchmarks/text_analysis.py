@@ -139,7 +139,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         ("--body-tokens", 32, "length of a body"),
         ("--output-tokens", 2, "tokens generated for a request"),
         ("--running", 8, "requests computed at once"),
-        ("--outstanding", 64, "requests sent before the first of them is answered"),
+        ("--outstanding", 128, "requests sent before the first of them is answered"),
         ("--repeats", 3, "how often the requests are sent to each daemon"),
         (
             "--threads",

@@ -26,6 +26,7 @@ EXAMPLES = examples(
     "prefixd plan --trace conversation.jsonl --model llama-3-8b --gpu 40GiB --cpu 256GiB --disk 4TiB",
     "prefixd plan --trace conversation.jsonl --model llama-3-8b --gpu 40GiB --cpu 64GiB,256GiB --disk 0,1TiB,4TiB "
     "--sweep --json plan.json --plot plan.png",
+    "prefixd plan --trace million.jsonl --model llama-3-8b --gpu 40GiB --cpu 256GiB --timed 20000",
 )
 
 MACHINE = "Machine"
@@ -78,6 +79,12 @@ def plan_command(
     limit: Annotated[
         int | None, typer.Option(min=1, show_default=False, help="Only the first so many requests.")
     ] = None,
+    timed: Annotated[
+        int | None,
+        typer.Option(
+            min=1, show_default=False, help="In virtual time only the first so many; the miss-ratio curve is of all."
+        ),
+    ] = None,
     sweep: Annotated[bool, typer.Option("--sweep", help="Many machines: how much memory and disk is enough?")] = False,
     curve: Annotated[
         bool, typer.Option(help="The miss-ratio curve too: one tier of any size under every policy, and the optimum.")
@@ -98,6 +105,9 @@ def plan_command(
     bytes and a GPU that computes nothing. What is assumed of the machine is printed; measure one with
     `prefixd doctor --calibrate`.
 
+    The miss-ratio curve of a long trace is computed from a sample of its blocks, a million requests in minutes. Virtual
+    time takes some milliseconds a request: --timed bounds it.
+
     With --sweep the sizes of --cpu and --disk, and the names of --policy and --eviction, may be lists; a single size is
     tried at a quarter, half, once and twice.
     """
@@ -114,7 +124,8 @@ def plan_command(
     chosen = find_model(model)
     machine = find_hardware(hardware)
     measured = None if calibration is None else read_calibration(calibration)
-    found = trace_requests(trace, limit)
+    planned = limit if timed is None else timed if limit is None else min(timed, limit)
+    found = trace_requests(trace, planned)
     costs = PeakCosts(machine, chosen) if measured is None or measured.costs is None else measured.costs
     ways, request_s = (machine.ways, 0.0) if measured is None else (measured.ways, measured.request_s)
     base = {
@@ -136,7 +147,7 @@ def plan_command(
     if twice := sorted(base.keys() & varied[0].keys()):
         raise ConfigError(f"{twice[0]} is given by its flag and by --set; keep one")
     plans = [
-        TracePlan(Plan(chosen, _settings(config, base | one), costs, ways, request_s), trace, limit, speed)
+        TracePlan(Plan(chosen, _settings(config, base | one), costs, ways, request_s), trace, planned, speed)
         for one in varied
     ]
     workload = of_trace(trace.name, found, speed=speed)
@@ -150,7 +161,7 @@ def plan_command(
         f"blocks of {settings.worker.block_tokens} tokens, {settings.scheduler.look_ahead} requests looked ahead",
     ]
     began_s = time.perf_counter()
-    points, drawn = _run(plans, len(found), jobs or len(os.sched_getaffinity(0)), curve=curve)
+    points, drawn = _run(plans, len(found), jobs or len(os.sched_getaffinity(0)), limit, curve=curve)
     took_s = time.perf_counter() - began_s
     _print(points, assumptions, sweep=sweep, took_s=took_s, requests=len(found))
     if drawn is not None:
@@ -164,8 +175,11 @@ def plan_command(
         draw_plan(points, drawn, chosen.token_bytes, plot_file)
 
 
-def _run(plans: Sequence[TracePlan], requests: int, jobs: int, *, curve: bool) -> tuple[list[Point], Curve | None]:
-    """Every plan, and the curve meanwhile, in processes of their own; a single plan in this one."""
+def _run(
+    plans: Sequence[TracePlan], requests: int, jobs: int, limit: int | None, *, curve: bool
+) -> tuple[list[Point], Curve | None]:
+    """Every plan of so many requests, and the curve of all that `limit` leaves meanwhile, in processes of their own; a
+    single plan in this one."""
     from concurrent.futures import ThreadPoolExecutor
 
     from rich.console import Console
@@ -173,22 +187,22 @@ def _run(plans: Sequence[TracePlan], requests: int, jobs: int, *, curve: bool) -
     from prefixd.cli.progress import RichProgress
     from prefixd.planner.sweep import curve_of, sweep
 
-    trace, limit = plans[0].trace, plans[0].limit
+    trace = plans[0].trace
     policies = _policies()
     with RichProgress(Console(stderr=True)) as progress, ThreadPoolExecutor(1) as beside:
         drawn = None
         if len(plans) == 1:
             progress.begin(f"{requests:,} requests in virtual time", requests)
             if curve:  # this process computes the plan
-                drawn = beside.submit(curve_of, trace, limit, (), policies, max(1, jobs - 1))
+                shown = progress.beside("miss-ratio curve")
+                drawn = beside.submit(curve_of, trace, limit, policies, max(1, jobs - 1), shown)
             points = [(plans[0], plans[0].run(progress.advance))]
             return points, None if drawn is None else drawn.result()
         progress.begin(f"{len(plans)} machines in virtual time", len(plans))
         points = sweep(plans, min(jobs, len(plans)), progress.advance)
         if not curve:
             return points, None
-        progress.begin("miss-ratio curve", 0)
-        return points, curve_of(trace, limit, (), policies, jobs)
+        return points, curve_of(trace, limit, policies, jobs, progress.beside("miss-ratio curve"))
 
 
 def _policies() -> list[str]:
@@ -316,7 +330,8 @@ def _print_curve(curve: Curve, token_bytes: int) -> None:
         rates = (f"{curve.hit_rates[name][at]:.1%}" for name in names)
         made.add_row(render.size(size * curve.block_tokens * token_bytes), f"{size:,}", *rates)
     out = render.console()
-    out.print(f"\nBlocks found by one tier alone, by its size; without limits {curve.most:.1%}:")
+    sampled = "" if curve.share == 1 else f", estimated from {curve.share:.2%} of them"
+    out.print(f"\nBlocks found by one tier alone{sampled}, by its size; without limits {curve.most:.1%}:")
     out.print(made)
 
 

@@ -58,6 +58,11 @@ class RichProgress:
             self._console.print(text, markup=False, highlight=False)
         self._bar.reset(self._task, description=text, total=total or None)
 
+    def beside(self, text: str) -> Callable[[int, int], None]:
+        """A second bar: a function to call with what is done and what there is in all, from any thread."""
+        task = self._bar.add_task(text, total=None)
+        return lambda done, total: self._bar.update(task, completed=done, total=total)
+
     def advance(self) -> None:
         """One more of the stretch's requests."""
         self._bar.advance(self._task)

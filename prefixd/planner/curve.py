@@ -5,12 +5,16 @@ A policy sees what it sees in the daemon, blocks with their times of use, and le
 
 The optimum is Belady's: what is used again latest, or never, goes first. A block is used whenever one behind it is, so
 its next use is never later: the blocks that stay are always whole prefixes.
+
+Of a long trace a random share of its blocks stands for all, in a cache of the same share of the capacity: SHARDS, with
+the correction for blocks that are asked for more often than others (Waldspurger et al., "Efficient MRC Construction
+with SHARDS", FAST'15, sections 3.1 and 3.4). A block continues the nearest one before it that is in the sample.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -25,7 +29,10 @@ from prefixd_swap import EvictionPolicy, create_eviction_policy
 Nodes = npt.NDArray[np.int32]
 Progress = Callable[[], None]
 OPTIMUM = "optimum"
+SAMPLED_REFERENCES = 1_000_000
+"""A trace that asks for more blocks is sampled down to about so many."""
 _CHUNK = 4096  # slots counted together
+_HASHES = 1 << 32
 
 
 @dataclass(frozen=True)
@@ -33,21 +40,40 @@ class References:
     """A trace as the prefix trie sees it.
 
     Attributes:
-        nodes: the blocks of all requests, one request behind the other.
-        starts: [requests + 1] where each request's begin, and the end.
+        nodes: the sampled blocks of all requests, one request behind the other.
+        starts: [requests + 1] where each request's begin, and the end; requests without any are left out.
         parent: [blocks] of each different block the one before it, -1 for a first one. Parents come before children.
         at_s: [requests] when each comes.
+        asked: blocks that all requests ask for, in the sample or not.
+        share: of all blocks, how many are in the sample.
     """
 
     nodes: Nodes
     starts: npt.NDArray[np.int64]
     parent: Nodes
     at_s: npt.NDArray[np.float64]
+    asked: int
+    share: float = 1.0
 
     @property
     def blocks(self) -> int:
-        """Different blocks."""
+        """Different blocks in the sample."""
         return len(self.parent)
+
+    @property
+    def all_blocks(self) -> int:
+        """Different blocks of the trace; from a sample an estimate."""
+        return round(self.blocks / self.share)
+
+    def sampled(self, capacity: int) -> int:
+        """What stands for a capacity of so many blocks."""
+        return max(1, round(capacity * self.share))
+
+    def hit_rate(self, hits: int) -> float:
+        """Of `hits` in the sample. What the sample was asked too little or too often counts as found everywhere: it is
+        the blocks that everybody asks for, of which a sample has one more or one less."""
+        expected = max(1.0, self.asked * self.share)
+        return min(1.0, max(0.0, (hits + expected - len(self.nodes)) / expected))
 
     def paths(self) -> list[Nodes]:
         """The blocks of each request, from the first on; views."""
@@ -55,25 +81,37 @@ class References:
         return [self.nodes[start:stop] for start, stop in pairwise(bounds)]
 
 
-def references(found: Sequence[TraceRequest]) -> References:
-    """The blocks of a trace's requests, each known by its whole prefix."""
-    known: dict[tuple[int, int], int] = {}
+def references(found: Iterable[TraceRequest], share: float = 1.0) -> References:
+    """The blocks of a trace's requests, or a share of them, each known by a hash of its whole prefix."""
+    known: dict[int, int] = {}
     parent: list[int] = []
     nodes: list[int] = []
-    starts = [0]
+    starts, at_s, asked = [0], list[float](), 0
+    below = round(share * _HASHES)
     for request in found:
-        node = -1
+        node, key = -1, 0
+        asked += len(request.hash_ids)
         for hash_id in request.hash_ids:
-            key = (node, hash_id)
+            key = hash((key, hash_id))  # 64 bits, of integers the same in every process
+            if (key >> 32) % _HASHES >= below:
+                continue
             at = known.get(key)
             if at is None:
                 at = known[key] = len(parent)
                 parent.append(node)
             node = at
             nodes.append(at)
-        starts.append(len(nodes))
-    at_s = np.array([request.timestamp_ms / 1e3 for request in found])
-    return References(np.array(nodes, np.int32), np.array(starts, np.int64), np.array(parent, np.int32), at_s)
+        if len(nodes) > starts[-1]:
+            starts.append(len(nodes))
+            at_s.append(request.timestamp_ms / 1e3)
+    return References(
+        nodes=np.array(nodes, np.int32),
+        starts=np.array(starts, np.int64),
+        parent=np.array(parent, np.int32),
+        at_s=np.array(at_s),
+        asked=asked,
+        share=share,
+    )
 
 
 def lru_hits(trace: References, progress: Progress = lambda: None) -> npt.NDArray[np.int64]:
@@ -165,12 +203,14 @@ class Curve:
         block_tokens: tokens of a block.
         hit_rates: of each policy at each capacity; `OPTIMUM` is one of them.
         most: what a cache without limits finds.
+        share: of the blocks that are looked at, of which these figures are an estimate; 1: all.
     """
 
     capacities: list[int]
     block_tokens: int
     hit_rates: dict[str, list[float]]
     most: float
+    share: float = 1.0
 
     def to_plain(self) -> dict[str, Any]:
         """As JSON types."""
@@ -179,6 +219,7 @@ class Curve:
             "block_tokens": self.block_tokens,
             "hit_rates": self.hit_rates,
             "without_limits": self.most,
+            "sampled_share": self.share,
         }
 
 
@@ -191,15 +232,14 @@ class CurvePart:
     seed: int = 0
 
     def run(self, trace: References) -> list[int]:
-        """Hits at each capacity."""
+        """Hits in the sample at each capacity."""
+        sizes = [trace.sampled(capacity) for capacity in self.capacities]
         if self.policy == "lru":
             hits = lru_hits(trace)
-            return [int(hits[min(capacity, trace.blocks)]) for capacity in self.capacities]
+            return [int(hits[min(size, trace.blocks)]) for size in sizes]
         if self.policy == OPTIMUM:
-            return [optimal_hits(trace, capacity) for capacity in self.capacities]
-        return [
-            policy_hits(trace, create_eviction_policy(self.policy, self.seed), capacity) for capacity in self.capacities
-        ]
+            return [optimal_hits(trace, size) for size in sizes]
+        return [policy_hits(trace, create_eviction_policy(self.policy, self.seed), size) for size in sizes]
 
 
 def capacities(blocks: int, count: int = 8) -> list[int]:
@@ -217,10 +257,9 @@ def put_together(
     trace: References, sizes: Sequence[int], block_tokens: int, results: Sequence[tuple[CurvePart, Sequence[int]]]
 ) -> Curve:
     """The curve of what `CurvePart.run` gave."""
-    asked = max(1, len(trace.nodes))
     rates: dict[str, dict[int, float]] = {}
     for part, hits in results:
         for size, count in zip(part.capacities, hits, strict=True):
-            rates.setdefault(part.policy, {})[size] = count / asked
+            rates.setdefault(part.policy, {})[size] = trace.hit_rate(count)
     known = {name: [of_size[size] for size in sizes] for name, of_size in rates.items()}
-    return Curve(list(sizes), block_tokens, known, 1 - trace.blocks / asked)
+    return Curve(list(sizes), block_tokens, known, trace.hit_rate(len(trace.nodes) - trace.blocks), trace.share)

@@ -8,13 +8,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from prefixd.planner.curve import Curve, CurvePart, References, capacities, parts, put_together, references
+from prefixd.planner.curve import (
+    SAMPLED_REFERENCES,
+    Curve,
+    CurvePart,
+    References,
+    capacities,
+    parts,
+    put_together,
+    references,
+)
 from prefixd.planner.figures import PlanFigures
 from prefixd.planner.virtual_daemon import Plan, Progress, simulate
 from prefixd.planner.workload import achievable_rate, of_trace, trace_requests
-from prefixd.workloads.mooncake import HASH_TOKENS
+from prefixd.workloads.mooncake import HASH_TOKENS, read_trace
 
 GIB = 1 << 30
 MEMORY_PRICE = 30
@@ -97,28 +106,61 @@ def sweep(plans: Sequence[TracePlan], jobs: int, progress: Callable[[], None]) -
         return [(plan, future.result()) for plan, future in zip(plans, running, strict=True)]
 
 
-def curve_of(trace: Path, limit: int | None, sizes: Sequence[int], policies: Sequence[str], jobs: int) -> Curve:
-    """The miss-ratio curve of a trace at `sizes` blocks, or at some from small to large, computed by processes.
+def curve_of(
+    trace: Path,
+    limit: int | None,
+    policies: Sequence[str],
+    jobs: int,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    *,
+    references_at_most: int = SAMPLED_REFERENCES,
+) -> Curve:
+    """The miss-ratio curve of a trace, or of its first `limit` requests, at capacities from small to large.
 
-    Raises ConfigError.
+    Args:
+        trace: in Mooncake's format.
+        limit: its first so many requests; None: all.
+        policies: beside the optimum.
+        jobs: processes that compute it.
+        progress: called with the computations done and in all.
+        references_at_most: a trace that asks for more blocks is sampled.
+
+    Raises:
+        ConfigError: the trace cannot be read.
     """
-    known = references(trace_requests(trace, limit))
-    chosen = sorted(set(sizes)) or capacities(known.blocks)
-    work = parts(policies, chosen)
+    asked = sum(len(request.hash_ids) for request in read_trace(trace, limit))
+    source = _Source(trace, limit, min(1.0, references_at_most / max(1, asked)))
+    known = source.references()
+    sizes = capacities(known.all_blocks)
+    work = parts(policies, sizes)
     with processes(jobs) as pool:
-        running = [pool.submit(_curve_part, part, trace, limit) for part in work]
+        running = [pool.submit(_curve_part, part, source) for part in work]
+        for done, future in enumerate(as_completed(running), 1):
+            future.result()
+            progress(done, len(work))
         results = [(part, future.result()) for part, future in zip(work, running, strict=True)]
-    return put_together(known, chosen, HASH_TOKENS, results)
+    return put_together(known, sizes, HASH_TOKENS, results)
 
 
-_known: tuple[Path, int | None, References] | None = None  # a process of a pool reads the trace once
+class _Source(NamedTuple):
+    """What a process of the pool reads, once."""
+
+    trace: Path
+    limit: int | None
+    share: float
+
+    def references(self) -> References:
+        return references(read_trace(self.trace, self.limit), self.share)
 
 
-def _curve_part(part: CurvePart, trace: Path, limit: int | None) -> list[int]:
+_known: tuple[_Source, References] | None = None
+
+
+def _curve_part(part: CurvePart, source: _Source) -> list[int]:
     global _known
-    if _known is None or _known[:2] != (trace, limit):
-        _known = trace, limit, references(trace_requests(trace, limit))
-    return part.run(_known[2])
+    if _known is None or _known[0] != source:
+        _known = source, source.references()
+    return part.run(_known[1])
 
 
 def enough(points: Sequence[Point]) -> Point:

@@ -15,7 +15,8 @@ from prefixd.errors import ConfigError
 
 HASH_TOKENS = 512
 """Tokens that one hash id of the trace stands for."""
-_ID_LIMIT = (1 << 32) // HASH_TOKENS  # token ids made from them must stay below 2**32
+_ID_LIMIT = 1 << 32
+_OWN_IDS = (1 << 32) // HASH_TOKENS  # so many ids have 512 tokens each to themselves, below 2**32
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +79,14 @@ def _is_count(value: object) -> bool:
 
 
 def tokens_of(hash_ids: Sequence[int]) -> npt.NDArray[np.uint32]:
-    """Token ids that blocks with equal ids share, and others have none of; 512 for each id."""
-    firsts = np.asarray(hash_ids, np.uint32)[:, None] * np.uint32(HASH_TOKENS)
+    """Token ids, 512 for each id, that are alike for equal ids only.
+
+    Blocks of ids below 8,388,608 have no token in common; beyond, they differ from another one in the first token.
+    """
+    over, ids = np.divmod(np.asarray(hash_ids, np.uint32), np.uint32(_OWN_IDS))
+    firsts = ids[:, None] * np.uint32(HASH_TOKENS)
     tokens: npt.NDArray[np.uint32] = np.add(firsts, np.arange(HASH_TOKENS, dtype=np.uint32), dtype=np.uint32)
+    tokens[over > 0, 0] = over[over > 0]
     return tokens.reshape(-1)
 
 

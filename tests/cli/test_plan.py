@@ -58,6 +58,17 @@ def test_a_sweep_says_how_much_is_enough(cli: Cli, trace: Path, tmp_path: Path) 
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_curve_is_of_all_requests_where_only_some_are_timed(cli: Cli, trace: Path, tmp_path: Path) -> None:
+    words = ("plan", "--trace", str(trace), *MACHINE, "--cpu", "1GiB", "--json", "plan.json", "--jobs", "1")
+    done = cli(*words, "--timed", "4")
+    assert done.exit_code == 0, done.stderr
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert plan["points"][0]["requests"] == 4 and any(line.startswith("4 requests of") for line in plan["assumptions"])
+    assert plan["curve"]["hit_rates"]["optimum"][-1] == 12 / 36, "as of the whole trace"
+    done = cli(*words, "--timed", "4", "--limit", "3")
+    assert json.loads((tmp_path / "plan.json").read_text())["points"][0]["requests"] == 3
+
+
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [

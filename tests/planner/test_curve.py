@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ from prefixd.planner.curve import (
     put_together,
     references,
 )
+from prefixd.planner.sweep import curve_of
 from prefixd.workloads.mooncake import TraceRequest
 from prefixd_swap import create_eviction_policy
 from prefixd_swap.eviction import POLICY_NAMES
@@ -115,3 +118,45 @@ def test_random_is_repeatable() -> None:
     trace = trace_of([[at % 7, at % 3] for at in range(50)])
     part = CurvePart("random", (5,), seed=3)
     assert part.run(trace) == part.run(trace)
+
+
+def chats(count: int, seed: int) -> list[TraceRequest]:
+    """Conversations that grow, some of them much longer asked for than others, all behind one of two system prompts."""
+    chance = np.random.default_rng(seed)
+    said = [[1_000_000 + int(chance.integers(0, 2)), number] for number in range(count // 8)]
+    found = []
+    for number in range(count):
+        conversation = said[min(int(chance.zipf(1.2)), len(said)) - 1]
+        conversation += chance.integers(0, 1 << 20, 3).tolist()
+        del conversation[40:]
+        found.append(TraceRequest(100 * number, 512 * len(conversation), 1, tuple(conversation)))
+    return found
+
+
+def test_a_sample_stands_for_the_whole_trace() -> None:
+    found = chats(4000, seed=5)
+    whole, sample = references(found), references(found, 0.3)
+    assert sample.asked == whole.asked == len(whole.nodes)
+    assert sample.all_blocks == pytest.approx(whole.blocks, rel=0.05) and len(sample.nodes) < whole.asked / 2
+    assert (sample.parent < np.arange(sample.blocks)).all()
+    sizes = capacities(whole.blocks, 4)
+    for name in ("lru", "fifo", "weighing", OPTIMUM):
+        part = CurvePart(name, tuple(sizes))
+        for exact, estimate in zip(part.run(whole), part.run(sample), strict=True):
+            assert sample.hit_rate(estimate) == pytest.approx(whole.hit_rate(exact), abs=0.05), name
+
+
+def test_a_curve_of_a_sample_says_so(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    lines = (
+        {"timestamp": each.timestamp_ms, "input_length": each.input_length, "output_length": 1, "hash_ids": ids}
+        for each in chats(400, seed=1)
+        if (ids := list(each.hash_ids))
+    )
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    told: list[tuple[int, int]] = []
+    made = curve_of(file, 300, ["lru"], 1, lambda done, total: told.append((done, total)), references_at_most=1000)
+    assert 0 < made.share < 1 and made.to_plain()["sampled_share"] == made.share
+    assert told[-1] == (len(told), len(told)), "every computation is told"
+    whole = curve_of(file, 300, ["lru"], 1)
+    assert whole.share == 1.0 and whole.most == pytest.approx(made.most, abs=0.1)

@@ -80,3 +80,9 @@ def test_equal_ids_have_equal_tokens_and_others_have_none_in_common() -> None:
     assert tokens.dtype == np.uint32
     assert np.array_equal(tokens[0], tokens[2])
     assert not set(tokens[0]) & set(tokens[1])
+
+
+def test_ids_of_a_long_trace_have_tokens_of_their_own() -> None:
+    ids = [0, 1, 8_388_607, 8_388_608, 8_388_609, 2 * 8_388_608, (1 << 32) - 1]
+    blocks = {tokens_of([number]).tobytes() for number in ids}
+    assert len(blocks) == len(ids)

@@ -11,35 +11,33 @@ however long the running ones are (`RequestQueue`, `PrefixTracker`, `FrameBudget
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from itertools import compress, islice
+from itertools import islice
 
 import numpy as np
 
 from prefixd.cache import TieredCache
 from prefixd.cache.cache import Claim
-from prefixd.cache.index.trie import NO_SLOT, Trie
+from prefixd.cache.index.trie import Trie
 from prefixd.errors import ExhaustedError, PrefixdError, UnavailableError
 from prefixd.pacer import SLICE_ROWS, Pacer, give_way
 from prefixd.server.concurrency_limit import ConcurrencyLimit
+from prefixd.server.first_frames import first_run, state_to_resume, take_first, weigh_images
 from prefixd.server.frame_budget import FrameBudget
 from prefixd.server.frame_holders import name_holders
-from prefixd.server.image_kv import NO_ROWS
-from prefixd.server.kv_needs import KvNeeds
-from prefixd.server.kv_shape import ONE_FRAME, KvShape
+from prefixd.server.kv_shape import ONE_FRAME
 from prefixd.server.loading import Loader, LoadMode
 from prefixd.server.preemption import Preemption, PreemptionMode
 from prefixd.server.prefetcher import Prefetcher
+from prefixd.server.recorder import Recorder
 from prefixd.server.request import Ended, Event, NewTokens, Request, RequestState
-from prefixd.server.run import Run, RunStates
+from prefixd.server.shared_prefix import computing_next_block, embeds_image, keeps_state
 from prefixd.server.state_keeping import StateKeeping, StatePolicy
-from prefixd.server.tail_load import TailLoad
 from prefixd.server.tier_share import TierShare
 from prefixd.server.tracker import PrefixTracker
-from prefixd.worker.protocol import Arrived, Cancel, Done, Extend, KvUsage, Start, Step, ToWorker
+from prefixd.worker.protocol import Cancel, Done, Extend, KvUsage, Start, Step, ToWorker
 from prefixd_scheduler import CostModel, LookAhead, RequestQueue
 from prefixd_swap import FramePool
 
@@ -104,8 +102,6 @@ class Dispatcher:
         """Forward passes of the model, tokens that its draft proposed, and those of them that the model chose, too."""
         self.least_frames = ONE_FRAME.least_frames
         """Frames that the smallest request of the worker's model needs; set with the GPU tier."""
-        self.needs = KvNeeds(ONE_FRAME, 0)
-        """What is needed of the GPU tier; set with it."""
         self._cache = cache
         self._mover = cache.mover
         self._tracker = PrefixTracker(cache, queue, caching=caching, ready_s=self._ready_s)
@@ -116,6 +112,7 @@ class Dispatcher:
         self.look_ahead = LookAhead(cost, clock, look_ahead)
         self._caching = caching
         self.states = StateKeeping(cache, states or StatePolicy())
+        self.recorder = Recorder(cache, self.states)
         self._budget, self._image_budget = FrameBudget(self._frames_of_parts), FrameBudget(self._frames_of_parts)
         self._share = share or TierShare()
         self._share.join(self)
@@ -137,8 +134,6 @@ class Dispatcher:
         )
         self.preemption = Preemption(cache, self._share, cost, clock, self._look, mode=preemption)
         cache.claims.append(self._claims)
-        self._computing: dict[int, Request] = {}  # running requests that still compute blocks of their prompts
-        self._loading: dict[int, Request] = {}  # running requests beside which a part of their prefixes is loaded
         self._interrupted: dict[int, Request] = {}  # their worker died; they are about to be put back or ended
         self._lacking: tuple[int, float] | None = None  # a request that alone lacks frames, and since when
         self._retry: asyncio.TimerHandle | None = None  # the next look of a model that waits in line
@@ -152,7 +147,7 @@ class Dispatcher:
 
     def _backlog_s(self) -> float:
         """Estimated seconds that the worker computes what is left of the prompts that it has."""
-        left = (request.prompt_tokens - request.run.computed_tokens for request in self._computing.values())
+        left = (request.prompt_tokens - request.run.computed_tokens for request in self.recorder.computing.values())
         return self._cost.compute_s(sum(tokens for tokens in left if tokens > 0)) or 0.0
 
     def _ready_s(self, request: Request) -> float:
@@ -325,11 +320,11 @@ class Dispatcher:
             filled_tokens = update.filled_blocks * request.trie.block_tokens
             # The last token that was sampled is in no memory yet.
             request.run.computed_tokens = request.chain.tokens - 1 if update.tokens else filled_tokens
-            self._record(request, update.filled_blocks)
+            self.recorder.record(request, update.filled_blocks)
             if request.image_holds is not None:
                 request.footprint.give(request.image_holds.filled())
             self.states.stepped(request, update.kept)
-            self._let_go_of_passed(request)
+            self.recorder.let_go_of_passed(request)
             self._want_frame(request)
         self._look()
 
@@ -338,7 +333,7 @@ class Dispatcher:
         request = self.running.pop(done.id, None)
         if request is None:
             return
-        self._computing.pop(request.id, None)
+        self.recorder.computing.pop(request.id, None)
         request.encoded_images += done.encoded_images
         self.encoded_images += done.encoded_images
         self.states.ended(request, done.tail_blocks)
@@ -367,7 +362,7 @@ class Dispatcher:
         self.kv = KvUsage()
         self._interrupted.update(self.running)
         self.running.clear()
-        self._computing.clear()
+        self.recorder.computing.clear()
         self._share.leave(self)
         self._share.run_ended()
         self._after_death(why, gave_up)
@@ -445,7 +440,8 @@ class Dispatcher:
                 await self._prefetcher.unstage_ready(window[place:])
                 break
             left -= request.first_frames
-            left -= self._budget.weigh(request.trie, request.rows, request.wanted) + self._weigh_images(request)
+            left -= self._budget.weigh(request.trie, request.rows, request.wanted)
+            left -= weigh_images(request, self._image_budget, caching=self._caching)
             if left < 0:
                 lacks, beyond = demanded, place
                 await self._prefetcher.unstage_ready(window[place:])
@@ -512,56 +508,17 @@ class Dispatcher:
         """
         if request.state is not RequestState.WAITING:
             return True
-        if self._is_computed(request) or self._is_embedded(request):
+        if self._is_computed(request) or (self._caching and embeds_image(request, self.running.values())):
             return False
         return not (self._tracker.verify(request) and self._is_computed(request))
 
     def _is_computed(self, request: Request) -> bool:
-        """Whether a running request computes the next block of this one's prefix, or one after that."""
         if request.kv.state_frames:
-            return self._is_state_computed(request)
-        for other in self._computing.values():
-            block = request.next_uncut(max(len(request.rows), len(other.rows))) - 1
-            if (
-                block < min(request.usable_blocks, other.run.computes)
-                and request.namespace is other.namespace
-                and request.chain.block(block) == other.chain.block(block)  # hashes only what may be equal
-                and request.chain.key(block) == other.chain.key(block)
-            ):
-                request.fork_of = other.id
-                return True
-        return False
-
-    def _is_embedded(self, request: Request) -> bool:
-        """Whether a running request is about to fill frames with an image of this one's, in its first pass."""
-        kv = request.image_kv
-        if kv is None or not self._caching:
-            return False
-        holds = [other.image_holds for other in self.running.values()]
-        return any(
-            other.kv.namespace is kv.namespace and not kv.chains.keys().isdisjoint(other.filling)
-            for other in holds
-            if other is not None
-        )
-
-    def _is_state_computed(self, request: Request) -> bool:
-        """As `_is_computed`: whether a running request will keep a state from which this one can resume.
-
-        Without a state it has to compute those tokens itself, whoever computes them as well.
-        """
-        for other in self.running.values():
-            states = other.run.states
-            if states is None or request.namespace is not other.namespace:
-                continue
-            for blocks in states.keep:
-                last = blocks - 1
-                if (
-                    len(request.rows) < blocks <= request.usable_blocks
-                    and request.chain.block(last) == other.chain.block(last)  # hashes only what may be equal
-                    and request.chain.key(last) == other.chain.key(last)
-                ):
-                    return True
-        return False
+            return keeps_state(request, self.running.values())
+        other = computing_next_block(request, self.recorder.computing.values())
+        if other is not None:
+            request.fork_of = other.id
+        return other is not None
 
     async def _hand_over(self, request: Request) -> bool:
         """Gives the request to the worker; False when there are no frames for it."""
@@ -575,15 +532,15 @@ class Dispatcher:
         wanted = extra = len(keep) + self.states.keeps_tails if kv.state_frames and self._caching else 0
         fresh = None
         if extra and request.most_frames + extra * kv.state_frames <= self._cache.tiers.frames.lasting:
-            fresh = await self._take_first(request, 1 + extra)
+            fresh = await take_first(self._cache, request, 1 + extra)
         if fresh is None:  # it runs all the same, and no state is kept of it
             keep, extra = [], 0
-            fresh = await self._take_first(request, 1)
+            fresh = await take_first(self._cache, request, 1)
         if fresh is None:
             return False
         gone = request.state is not RequestState.READY or not self._taking  # cancelled, or the worker died, meanwhile
         if gone or request.most_frames > self._cache.tiers.frames.lasting:  # or the tier shrinks below what it may need
-            self._cache.tiers.compute.free(itertools.chain(*fresh))
+            self._cache.tiers.compute.free(fresh.all)
             self._look()
             return True
         self._lacking = None
@@ -592,28 +549,19 @@ class Dispatcher:
         del self.waiting[request.id]
         self.running[request.id] = request
         request.turn = self._share.next_turn()
-        computes = request.usable_blocks if self._caching else 0
-        of_images, of_blocks, of_states = fresh
-        states = _share_out(of_states, kv, keep)
-        resume = self._resume_from(request)
-        run = Run(
-            [*self._homes_of_prefix(request), *of_blocks],
-            computes,
-            self._caching,
-            kv.block_widths,
-            states,
-        )
+        run = first_run(self._cache, request, fresh, keep, caching=self._caching)
+        states, resume = run.states, state_to_resume(self._cache, request)
         beside = request.beside
         self.loader.want(request)
-        self._prefetcher.hand_over(request, run, [*of_images, *of_blocks, *of_states])
+        self._prefetcher.hand_over(request, run, fresh.all)
         self.look_ahead.handed_over(bool(self.waiting))
         self.found_images += found_images
         self.preemption.resumed(request, cached)
         if states is not None:
             self.states.handed_over(request)
             self.states.counters.without_room += wanted > states.extra_states
-        if cached < computes:
-            self._computing[request.id] = request
+        if cached < run.computes:
+            self.recorder.computing[request.id] = request
         request.handed_over_s = request.handed_over_s or self._clock()
         if not request.resumed:
             self._count(request)
@@ -628,69 +576,13 @@ class Dispatcher:
                 state=None if states is None else states.frames_for_worker(resume),
                 fork_of=request.fork_of if request.kv.plain and request.fork_of in self.running else -1,
                 images=[] if request.images is None else request.images.images,
-                image_frames=[] if images is None else images.claim_frames(of_images),
+                image_frames=[] if images is None else images.claim_frames(fresh.of_images),
             )
         )
         if beside is not None:
             self.loader.load_beside(request, beside)
-            self._loading[request.id] = request
             self._look()
         return True
-
-    async def _take_first(self, request: Request, states: int) -> tuple[list[int], list[int], list[int]] | None:
-        """What a run begins with: the frames of the images that the worker computes, of its first blocks, those cached
-        aside, and of so many states; None where there are not enough."""
-        kv, images = request.kv, request.image_holds
-        level, last = self._cache.tiers.compute.level, request.rows[-1:]
-        near = request.trie.slots[last, level, : len(kv.block_widths)].ravel().tolist()
-        wants = [
-            (0, ()) if images is None else (images.missing_blocks, (images.kv.width,)),
-            (request.first_blocks - len(request.rows), kv.block_widths),
-            (states, kv.state_widths),
-        ]
-        beside = [count * sum(widths) for count, widths in wants]
-        taken: list[list[int]] = []
-        with self._mover.working():  # these frames are in nobody's book until this returns
-            try:
-                for number, (count, widths) in enumerate(wants):
-                    hint = near if number == 1 else ()
-                    frames = await self._mover.take_frames(count, widths, near=hint, beside=sum(beside[number + 1 :]))
-                    if frames is None:
-                        break
-                    taken.append(frames)
-            finally:
-                if len(taken) < len(wants):
-                    self._cache.tiers.compute.free(itertools.chain(*taken))
-        if len(taken) < len(wants):
-            return None
-        of_images, of_blocks, of_states = taken
-        return of_images, of_blocks, of_states
-
-    def _weigh_images(self, request: Request) -> int:
-        """How many more frames a queued request takes for its images, besides those taken or weighed in this round."""
-        kv, holds = request.image_kv, request.image_holds
-        if kv is None:
-            return 0
-        if holds is not None:
-            return holds.missing_blocks * kv.width + self._image_budget.weigh(kv.trie, holds.held)
-        found = [kv.find(digest) if self._caching else NO_ROWS for digest in kv.chains]
-        missing = sum(kv.size for rows in found if not len(rows))
-        return missing + self._image_budget.weigh(kv.trie, np.concatenate([NO_ROWS, *found]))
-
-    def _homes_of_prefix(self, request: Request) -> list[int]:
-        """Where what is held of its cached blocks lies; -1 for the rest, which may go while it runs."""
-        trie, parts = request.trie, len(request.kv.block_widths)
-        slots = trie.slots[request.rows, self._cache.tiers.compute.level, :parts]
-        if request.wanted is not None:
-            slots = np.where((request.wanted[:, None] & trie.part_mask[:parts]) != 0, slots, NO_SLOT)
-        homes: list[int] = slots.ravel().tolist()
-        return homes
-
-    def _resume_from(self, request: Request) -> list[int]:
-        """Where the state after its cached blocks lies."""
-        slots = request.trie.slots[request.rows[-1:], self._cache.tiers.compute.level, len(request.kv.block_widths) :]
-        frames: list[int] = slots.ravel().tolist()
-        return frames
 
     def _frames_of_parts(self, sizes: Sequence[int]) -> int:
         tier = self._cache.tiers.gpu
@@ -714,66 +606,10 @@ class Dispatcher:
 
     def _advance_loads(self) -> None:
         """Loads on beside the requests that compute, and tells the worker of what has come when both meet."""
-        for request in list(self._loading.values()):
-            tail = request.tail
-            if tail is None or tail.joined:
-                del self._loading[request.id]
-            elif request.state in (RequestState.RUNNING, RequestState.STARVED):
-                if tail.advance(request.run.blocks, request.filled_blocks):
-                    self._join(request, tail)
-                self._want_frame(request)
-
-    def _join(self, request: Request, tail: TailLoad) -> None:
-        rows = tail.arrived
-        self.loader.counters.abandoned += tail.abandoned
-        if not len(rows):
-            request.footprint.end_tail()
-            return
-        tail.joined = True
-        frames = request.trie.slots[rows, self._cache.tiers.compute.level, : request.run.slots].ravel().tolist()
-        self._send(Arrived(request.id, request.run.blocks, frames))
-        request.run.frames += frames
-        hits = np.bincount(tail.plan.tiers[-len(rows) :], minlength=len(self._cache.counters.hit_tokens))
-        for tier, blocks in enumerate(hits.tolist()):
-            tokens = blocks * request.trie.block_tokens
-            self._cache.counters.hit_tokens[tier] += tokens
-            if request.hit_tokens is not None:
-                request.hit_tokens[tier] += tokens
-
-    def _record(self, request: Request, filled: int) -> None:
-        """Enters the blocks that were filled into the trie, and holds those that were passed over."""
-        tail = request.tail
-        if tail is not None and tail.joined and filled >= tail.limit + len(tail.arrived):
-            self._record_computed(request, tail.limit)
-            request.footprint.end_tail()
-        self._record_computed(request, filled)
-
-    def _record_computed(self, request: Request, filled: int) -> None:
-        """Enters the blocks that were filled into the trie; they stay after the request ends."""
-        run, first = request.run, len(request.rows)
-        if run.recording and first < filled:
-            parent = int(request.rows[-1]) if first else request.namespace.root
-            homes, trie = run.homes(first, filled), request.trie
-            rows, taken = self._cache.record(request.namespace, parent, request.chain, first, homes, filled - first)
-            wanted, groups = None, int(np.bitwise_or.reduce(trie.part_mask[: run.slots]))
-            if trie.has_rules:
-                wanted = np.full(len(rows), groups, np.uint8)
-            request.footprint.record(rows, compress(homes, taken.tolist()), wanted)
-            ends = self.states.ends(request)
-            self._mover.placement.extend(trie, request.rows, groups, ends)
-            self.needs.recorded(trie, request.rows, request.prompt_ends)
-            run.recording = len(rows) == filled - first
-        if not run.recording or len(request.rows) >= run.computes:
-            self._computing.pop(request.id, None)
-
-    def _let_go_of_passed(self, request: Request) -> None:
-        """Lets go of what the windows of a run have passed: its blocks' bytes stay as cache while there is room."""
-        run, part_mask = request.run, request.trie.part_mask
-        if request.kv.windowed and not request.sampling.beams:  # beams begin with all of their prompt
-            for first, last, passed in request.kv.passed(run.computed_tokens):
-                blocks, homes = run.pass_blocks(first, last, passed)
-                if homes:
-                    request.footprint.let_go(blocks, int(part_mask[first]), homes)
+        for request, arrived in self.loader.advance():
+            if arrived is not None:
+                self._send(arrived)
+            self._want_frame(request)
 
     def _want_frame(self, request: Request) -> None:
         """Asks for the next frames a block ahead of need."""
@@ -862,16 +698,6 @@ def _never_fits(request: Request, pool: FramePool) -> ExhaustedError:
         f"tier, which was resized to {pool.lasting * frame_bytes}; shorten the prompt, lower max_tokens or resize the "
         "tier"
     )
-
-
-def _share_out(slots: list[int], kv: KvShape, keep: list[int]) -> RunStates | None:
-    """Gives a run's states their slots: its own, those to be kept, and the tail's if any are left."""
-    if not kv.state_frames:
-        return None
-    size = len(kv.state_widths)
-    states = [slots[start : start + size] for start in range(0, len(slots), size)]
-    own, kept, tail = states[0], states[1 : 1 + len(keep)], states[1 + len(keep) :]
-    return RunStates(own, dict(zip(keep, kept, strict=True)), tail[0] if tail else [], frames=kv.state_frames)
 
 
 def _last_event(request: Request, done: Done) -> Event:

@@ -28,6 +28,7 @@ from prefixd.server.load_meter import LoadMeter
 from prefixd.server.piece_load import PieceLoad, piece_blocks
 from prefixd.server.request import Request, RequestState
 from prefixd.server.tail_load import TailLoad, TailPlan
+from prefixd.worker.protocol import Arrived
 from prefixd_scheduler import CostModel, Distance, LoadPlan, Stretch, plan_load
 from prefixd_swap import SwapError
 from prefixd_swap.transfers import Urgency
@@ -86,6 +87,7 @@ class Loader:
         self._under_way: WeakSet[PieceLoad] = WeakSet()
         self._copies: dict[int, asyncio.Task[None]] = {}
         self._loads: dict[int, PieceLoad] = {}
+        self._beside: dict[int, Request] = {}  # running requests beside which a part of their prefixes is loaded
 
     async def stop(self) -> None:
         """Waits for the copies under way."""
@@ -309,6 +311,38 @@ class Loader:
         name = f"request {request.name}"
         args = (self._cache, self._budget, self._cost, name, request.trie, plan, first, load, self._look)
         request.footprint.begin_tail(TailLoad(*args))
+        self._beside[request.id] = request
+
+    def advance(self) -> list[tuple[Request, Arrived | None]]:
+        """Loads on beside the requests that compute. Returns these, each with what its worker is to be told when what
+        it computes and what was loaded meet."""
+        advanced: list[tuple[Request, Arrived | None]] = []
+        for request in list(self._beside.values()):
+            tail = request.tail
+            if tail is None or tail.joined:
+                del self._beside[request.id]
+            elif request.state in (RequestState.RUNNING, RequestState.STARVED):
+                meet = tail.advance(request.run.blocks, request.filled_blocks)
+                advanced.append((request, self._join(request, tail) if meet else None))
+        return advanced
+
+    def _join(self, request: Request, tail: TailLoad) -> Arrived | None:
+        rows = tail.arrived
+        self.counters.abandoned += tail.abandoned
+        if not len(rows):
+            request.footprint.end_tail()
+            return None
+        tail.joined = True
+        frames = request.trie.slots[rows, self._cache.tiers.compute.level, : request.run.slots].ravel().tolist()
+        arrived = Arrived(request.id, request.run.blocks, frames)
+        request.run.frames += frames
+        hits = np.bincount(tail.plan.tiers[-len(rows) :], minlength=len(self._cache.counters.hit_tokens))
+        for tier, blocks in enumerate(hits.tolist()):
+            tokens = blocks * request.trie.block_tokens
+            self._cache.counters.hit_tokens[tier] += tokens
+            if request.hit_tokens is not None:
+                request.hit_tokens[tier] += tokens
+        return arrived
 
 
 async def _wait(changed: asyncio.Event, timeout_s: float | None) -> None:

@@ -201,7 +201,7 @@ class ModelHost:
         if self._hello is None:
             shape = self._shape(hello.in_frames(pool.frame_bytes))
             self.dispatcher.least_frames = shape.least_frames
-            self.dispatcher.needs = KvNeeds(shape, pool.frame_bytes)
+            self.dispatcher.recorder.needs = KvNeeds(shape, pool.frame_bytes)
             self._hello = hello
             if why := hello.block_tokens_reason:
                 log.warning("blocks of %s are not of the size that worker.block_tokens asks for: %s", self.name, why)

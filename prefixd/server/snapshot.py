@@ -47,7 +47,7 @@ class Snapshot:
     async def take(self) -> pb.StatsResponse:
         """The figures now. What is counted in the columns is up to some milliseconds old at a million blocks."""
         cache = self.cache
-        counts = await _Counts.of(cache, [host.dispatcher.needs for host in self.models.values()])
+        counts = await _Counts.of(cache, [host.dispatcher.recorder.needs for host in self.models.values()])
         now = self.clock()
         leases = cache.leases
         counters = cache.counters
@@ -113,7 +113,8 @@ class Snapshot:
         if tier is tiers.compute:
             unused.spare = counts.unused.spare
             unused.unneeded = counts.unused.unneeded + sum(
-                host.dispatcher.needs.of_running(host.dispatcher.running.values()) for host in self.models.values()
+                host.dispatcher.recorder.needs.of_running(host.dispatcher.running.values())
+                for host in self.models.values()
             )
         if tier is tiers.shared:
             quarantined = self.cache.quarantine.nbytes

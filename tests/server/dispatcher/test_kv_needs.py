@@ -38,17 +38,17 @@ ONE = (Need(0, FullAttention(), FRAME // 4), Need(0, WINDOW, 3 * FRAME // 4))
 async def bench_with(make_bench: MakeBench, model: str, needs: tuple[Need, ...]) -> Bench:
     bench = await make_bench(400, model=model)
     bench.kv = replace(MODELS[model], needs=needs)
-    bench.dispatcher.needs = KvNeeds(bench.kv, FRAME)
+    bench.dispatcher.recorder.needs = KvNeeds(bench.kv, FRAME)
     return bench
 
 
 def cached(bench: Bench) -> Unused:
     trie = bench.cache.trie(bench.namespace)
-    return bench.dispatcher.needs.of_cached(trie, slice(0, trie.rows))
+    return bench.dispatcher.recorder.needs.of_cached(trie, slice(0, trie.rows))
 
 
 def running(bench: Bench) -> int:
-    return bench.dispatcher.needs.of_running(bench.dispatcher.running.values())
+    return bench.dispatcher.recorder.needs.of_running(bench.dispatcher.running.values())
 
 
 async def test_what_a_window_has_left_is_spare_when_nobody_holds_it(make_bench: MakeBench) -> None:

@@ -1,0 +1,66 @@
+"""Enters what running requests compute into the cache, block by block, and lets go of what they have passed."""
+
+from __future__ import annotations
+
+from itertools import compress
+
+import numpy as np
+
+from prefixd.cache import TieredCache
+from prefixd.server.kv_needs import KvNeeds
+from prefixd.server.kv_shape import ONE_FRAME
+from prefixd.server.request import Request
+from prefixd.server.state_keeping import StateKeeping
+
+
+class Recorder:
+    """Keeps the cache and the footprints of running requests in step with what the worker has filled.
+
+    Args:
+        cache: the cache.
+        states: knows which states are kept.
+
+    Attributes:
+        computing: running requests that still compute blocks of their prompts, by id.
+        needs: what is needed of the GPU tier; set with it.
+    """
+
+    def __init__(self, cache: TieredCache, states: StateKeeping) -> None:
+        self.computing: dict[int, Request] = {}
+        self.needs = KvNeeds(ONE_FRAME, 0)
+        self._cache = cache
+        self._states = states
+
+    def record(self, request: Request, filled: int) -> None:
+        """The worker has filled the first so many blocks: they go into the trie, and those passed over are held."""
+        tail = request.tail
+        if tail is not None and tail.joined and filled >= tail.limit + len(tail.arrived):
+            self._record_computed(request, tail.limit)
+            request.footprint.end_tail()
+        self._record_computed(request, filled)
+
+    def _record_computed(self, request: Request, filled: int) -> None:
+        run, first = request.run, len(request.rows)
+        if run.recording and first < filled:
+            parent = int(request.rows[-1]) if first else request.namespace.root
+            homes, trie = run.homes(first, filled), request.trie
+            rows, taken = self._cache.record(request.namespace, parent, request.chain, first, homes, filled - first)
+            wanted, groups = None, int(np.bitwise_or.reduce(trie.part_mask[: run.slots]))
+            if trie.has_rules:
+                wanted = np.full(len(rows), groups, np.uint8)
+            request.footprint.record(rows, compress(homes, taken.tolist()), wanted)
+            ends = self._states.ends(request)
+            self._cache.mover.placement.extend(trie, request.rows, groups, ends)
+            self.needs.recorded(trie, request.rows, request.prompt_ends)
+            run.recording = len(rows) == filled - first
+        if not run.recording or len(request.rows) >= run.computes:
+            self.computing.pop(request.id, None)
+
+    def let_go_of_passed(self, request: Request) -> None:
+        """Lets go of what the windows of a run have passed: its blocks' bytes stay as cache while there is room."""
+        run, part_mask = request.run, request.trie.part_mask
+        if request.kv.windowed and not request.sampling.beams:  # beams begin with all of their prompt
+            for first, last, passed in request.kv.passed(run.computed_tokens):
+                blocks, homes = run.pass_blocks(first, last, passed)
+                if homes:
+                    request.footprint.let_go(blocks, int(part_mask[first]), homes)

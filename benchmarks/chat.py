@@ -97,7 +97,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     numbers = [
         ("--conversations", 12, "conversations held"),
         ("--users", 16, "conversations held at once"),
-        ("--running", 4, "requests computed at once"),
+        ("--running", 2, "requests computed at once; the GPU tier has room for so many, and for --gpu-share"),
         ("--system-tokens", defaults.system_tokens, "length of a system prompt, before --scale; not with --trace"),
         ("--users-per-system", defaults.users_per_system, "conversations that share a system prompt; not with --trace"),
         ("--least-turns", 1, "leave shorter conversations of --trace out"),

@@ -20,6 +20,7 @@ from benchmarks.gpu_parts import attach, attention, decode, first_token, memory_
 from benchmarks.gpu_parts.device import Device
 from benchmarks.gpu_parts.model import random_model
 from benchmarks.gpu_parts.part import Budget, Part, Unavailable, one_line
+from prefixd.workloads.circumstances import circumstances
 
 DESCRIPTION = """\
 Measures on one GPU what decides how prefixd keeps KV there:
@@ -96,7 +97,7 @@ def run(device: Device, parts: Sequence[Part], file: Path, plot_dir: Path | None
         "device": device.name,
         "figures": figures,
         "parts": results,
-        "circumstances": harness.circumstances(),
+        "circumstances": circumstances(),
     }
     for part in parts:
         print(f"{part.name:>16}  ...", file=sys.stderr, flush=True)

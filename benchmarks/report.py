@@ -41,7 +41,7 @@ def page(results: Sequence[Result]) -> str:
 def _section(result: Result) -> Section:
     try:
         return SECTIONS[result.benchmark](result)
-    except (KeyError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, StopIteration, TypeError, ValueError) as error:
         raise harness.BenchmarkError(
             f"{result.file} is no result of this version's benchmarks.{result.benchmark} ({type(error).__name__}: "
             f"{error}); run it again, or take the file out of the folder"
@@ -56,11 +56,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("folder", type=Path, metavar="DIR", help="folder with results (*.json)")
-    parser.add_argument("--output", type=harness.writable, metavar="FILE", help="the page (DIR/report.html)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="the page (DIR/report.html)")
     options = parser.parse_args(arguments)
     results = read_results(options.folder)
-    output = options.output or harness.writable(str(options.folder / "report.html"))
-    output.write_text(page(results), encoding="utf-8")
+    content = page(results)
+    try:
+        output = harness.writable(str(options.output or options.folder / "report.html"))
+    except argparse.ArgumentTypeError as error:
+        raise harness.BenchmarkError(str(error)) from error
+    output.write_text(content, encoding="utf-8")
     print(f"{len(results)} results: {output.absolute().as_uri()}")
 
 

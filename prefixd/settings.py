@@ -89,13 +89,16 @@ def _size_or_auto(value: object) -> int | str:
     return value if value == "auto" else parse_size(value)
 
 
+_MOST_REQUESTS = 1_000_000
+
+
 def _count_or_auto(value: object) -> int | str:
     if value == "auto":
         return "auto"
     if isinstance(value, str) and value.isdecimal():
         value = int(value)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError("give a whole number from 0 on, or auto")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MOST_REQUESTS:
+        raise ValueError(f"give a whole number from 0 to {_MOST_REQUESTS:,}, or auto")
     return value
 
 

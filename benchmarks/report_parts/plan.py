@@ -12,6 +12,7 @@ from benchmarks.report_parts.runs import duration
 Point = Mapping[str, Any]
 
 _GIB = 1 << 30
+_FULL = 0.98
 _COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777")
 _MARKS = "osD^vP*X"
 
@@ -23,11 +24,14 @@ def section(result: Result) -> Section:
     enough = next(point for point in points if all(point[name] == value for name, value in content["enough"].items()))
     achievable = points[0]["achievable_hit_rate"]
     most = f"; a cache without limits would find {achievable:.1%}" if achievable is not None else ""
+    tried = "the only machine tried" if len(points) == 1 else f"the cheapest of {len(points)} that finds nearly as much"
+    full = "; the GPU computes all the time, so requests queue" if enough["gpu_busy"] > _FULL else ""
     card = Card(
         f"How much memory for {content['model']}?",
         f"{size(enough['cpu_bytes'])} CPU, {size(enough['disk_bytes'])} disk",
         f"{enough['hit_rate']:.1%} of the prompt tokens are found{most}; first token after "
-        f"{duration(enough['ttft_s']['p50'])} (median), with {enough['policy']} and {enough['eviction']}",
+        f"{duration(enough['ttft_s']['p50'])} (median), with {enough['policy']} and {enough['eviction']}; {tried}"
+        f"{full}",
         "plan",
     )
     return Section(

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
@@ -56,10 +56,22 @@ def plan_command(
         _option("--calibration", MACHINE, "FILE", "What `prefixd doctor --calibrate` measured, instead of --hardware."),
     ] = None,
     policy: Annotated[
-        str | None, _option("--policy", DAEMON, "POLICIES", "Order of the queue; with --sweep joined by commas.")
+        str | None,
+        _option(
+            "--policy",
+            DAEMON,
+            "POLICIES",
+            "Order of the queue: fcfs, fpf, relaxed-fpf, lpm, shortest-ready, deadline; with --sweep joined by commas.",
+        ),
     ] = None,
     eviction: Annotated[
-        str | None, _option("--eviction", DAEMON, "POLICIES", "What goes first; with --sweep joined by commas.")
+        str | None,
+        _option(
+            "--eviction",
+            DAEMON,
+            "POLICIES",
+            "What goes first: lru, fifo, random, lfu, s3-fifo, weighing; with --sweep joined by commas.",
+        ),
     ] = None,
     look_ahead: Annotated[
         str | None, _option("--look-ahead", DAEMON, "COUNT", "Requests whose prefixes are brought up ahead.")
@@ -114,13 +126,17 @@ def plan_command(
     from prefixd.cli.demo import check_writable
     from prefixd.planner.hardware import PeakCosts, find_hardware, read_calibration
     from prefixd.planner.models import find_model
+    from prefixd.planner.plots import check_drawable
     from prefixd.planner.sweep import TracePlan
     from prefixd.planner.virtual_daemon import Plan
     from prefixd.planner.workload import of_trace, trace_requests
+    from prefixd.workloads.daemon_process import ended_by_sigterm
 
     for file in (json_file, plot_file):
         if file is not None:
             check_writable(file)
+    if plot_file is not None:
+        check_drawable(plot_file)
     chosen = find_model(model)
     machine = find_hardware(hardware)
     measured = None if calibration is None else read_calibration(calibration)
@@ -155,15 +171,18 @@ def plan_command(
     assumptions = [
         *_of_model(chosen, [request.input_length + request.output_length for request in found]),
         *costs.assumptions(),
-        *([] if measured is None else _of_calibration(measured)),
+        *(machine.way_assumptions() if measured is None else _of_calibration(measured, chosen)),
+        *_of_disks(plans),
         *workload.assumptions,
         f"{settings.worker.max_running} requests run at once, passes of {settings.worker.max_step_tokens} tokens, "
         f"blocks of {settings.worker.block_tokens} tokens, {settings.scheduler.look_ahead} requests looked ahead",
     ]
     began_s = time.perf_counter()
-    points, drawn = _run(plans, len(found), jobs or len(os.sched_getaffinity(0)), limit, curve=curve)
+    with ended_by_sigterm():
+        points, drawn = _run(plans, len(found), jobs or len(os.sched_getaffinity(0)), limit, curve=curve)
     took_s = time.perf_counter() - began_s
-    _print(points, assumptions, sweep=sweep, took_s=took_s, requests=len(found))
+    arrival_s = workload.requests[-1].arrival_s
+    _print(points, assumptions, sweep=sweep, took_s=took_s, requests=len(found), arrival_s=arrival_s)
     if drawn is not None:
         _print_curve(drawn, chosen.token_bytes)
     if json_file is not None:
@@ -185,33 +204,25 @@ def _run(
     from rich.console import Console
 
     from prefixd.cli.progress import RichProgress
-    from prefixd.planner.sweep import curve_of, sweep
+    from prefixd.planner.sweep import curve_of, processes, sweep
+    from prefixd.settings import CacheSettings
 
     trace = plans[0].trace
-    policies = _policies()
-    with RichProgress(Console(stderr=True)) as progress, ThreadPoolExecutor(1) as beside:
+    policies = get_args(CacheSettings.model_fields["eviction"].annotation)
+    with RichProgress(Console(stderr=True)) as progress, ThreadPoolExecutor(1) as beside, processes(jobs) as pool:
         drawn = None
         if len(plans) == 1:
             progress.begin(f"{requests:,} requests in virtual time", requests)
-            if curve:  # this process computes the plan
+            if curve:
                 shown = progress.beside("miss-ratio curve")
-                drawn = beside.submit(curve_of, trace, limit, policies, max(1, jobs - 1), shown)
+                drawn = beside.submit(curve_of, trace, limit, policies, pool, shown)
             points = [(plans[0], plans[0].run(progress.advance))]
             return points, None if drawn is None else drawn.result()
         progress.begin(f"{len(plans)} machines in virtual time", len(plans))
-        points = sweep(plans, min(jobs, len(plans)), progress.advance)
+        points = sweep(plans, pool, progress.advance)
         if not curve:
             return points, None
-        return points, curve_of(trace, limit, policies, jobs, progress.beside("miss-ratio curve"))
-
-
-def _policies() -> list[str]:
-    """The names of all eviction policies."""
-    from typing import get_args
-
-    from prefixd.settings import CacheSettings
-
-    return list(get_args(CacheSettings.model_fields["eviction"].annotation))
+        return points, curve_of(trace, limit, policies, pool, progress.beside("miss-ratio curve"))
 
 
 def _varied(
@@ -266,16 +277,32 @@ def _of_model(model: PlannedModel, lengths: Sequence[int]) -> list[str]:
     ]
 
 
-def _of_calibration(measured: Calibration) -> list[str]:
+def _of_disks(plans: Sequence[TracePlan]) -> list[str]:
+    if all(plan.cpu_bytes or not plan.disk_bytes for plan in plans):
+        return []
+    return ["blocks reach the disk through the CPU tier: without one, the disk stays empty"]
+
+
+def _of_calibration(measured: Calibration, model: PlannedModel) -> list[str]:
+    other = measured.costs is not None and measured.model != model.name
     return [
+        *([f"the passes are those of {measured.model}, NOT of {model.name}: hits hold, times do not"] if other else []),
         f"measured on {measured.machine}: copies {measured.copy_bytes_per_s / 1e9:.3g} GB/s, disk "
         f"{measured.disk_read_bytes_per_s / 1e6:,.0f} MB/s read, "
         f"{measured.disk_write_bytes_per_s / 1e6:,.0f} MB/s written"
-        + (", passes by the published figures above" if measured.costs is None else "")
+        + (", passes by the published figures above" if measured.costs is None else ""),
     ]
 
 
-def _print(points: Sequence[Point], assumptions: Sequence[str], *, sweep: bool, took_s: float, requests: int) -> None:
+def _print(
+    points: Sequence[Point],
+    assumptions: Sequence[str],
+    *,
+    sweep: bool,
+    took_s: float,
+    requests: int,
+    arrival_s: float,
+) -> None:
     from prefixd.cli import render
     from prefixd.planner.sweep import ENOUGH, MEMORY_PRICE, enough
 
@@ -294,7 +321,7 @@ def _print(points: Sequence[Point], assumptions: Sequence[str], *, sweep: bool, 
             settings.scheduler.policy,
             settings.cache.eviction,
             f"{figures.hit_rate:.1%}",
-            *(f"{share:.1%}" if share else "-" for share in figures.hits.values()),
+            *(f"{share:.1%}" if (share := figures.hits.get(tier)) else "-" for tier in ("gpu", "cpu", "disk")),
             render.duration(figures.ttft_s.p50),
             render.duration(figures.ttft_s.p95),
             f"{figures.requests_per_s:.2f}",
@@ -305,10 +332,11 @@ def _print(points: Sequence[Point], assumptions: Sequence[str], *, sweep: bool, 
     out.print(made)
     first = points[0][1]
     if first.achievable_hit_rate is not None:
-        out.print(f"A cache without limits would find {first.achievable_hit_rate:.1%} of the prompt tokens.")
+        of_all = " of all requests, the refused ones too" if first.refused else ""
+        out.print(f"A cache without limits would find {first.achievable_hit_rate:.1%} of the prompt tokens{of_all}.")
     if first.refused:
-        out.print(f"{first.refused:,} requests never fit the GPU tier and were refused.")
-    if first.gpu_busy > _FULL:
+        out.print(f"{first.refused:,} requests never fit the GPU tier and were refused; they count in no figure above.")
+    if first.gpu_busy > _FULL and first.elapsed_s > _LATE * arrival_s > 0:
         out.print("The GPU computes all the time: requests arrive faster than it answers, and the queue grows.")
     if sweep:
         plan, figures = best
@@ -336,10 +364,13 @@ def _print_curve(curve: Curve, token_bytes: int) -> None:
 
 
 _FULL = 0.98
+_LATE = 1.1
+"""When the last answer comes so many times as late as the last request, the queue has grown."""
 
 
 def _plain(points: Sequence[Point], assumptions: Sequence[str], model: str, trace: Path, took_s: float) -> Any:
     from prefixd.planner.sweep import enough
+    from prefixd.workloads.circumstances import circumstances
 
     return {
         "benchmark": "plan",
@@ -349,4 +380,5 @@ def _plain(points: Sequence[Point], assumptions: Sequence[str], model: str, trac
         "points": [plan.to_plain() | figures.to_plain() for plan, figures in points],
         "enough": enough(points)[0].to_plain(),
         "planning_s": took_s,
+        "circumstances": circumstances(),
     }

@@ -91,7 +91,10 @@ def serve_command(
     cpu_bytes: Annotated[str | None, _option("--cpu-bytes", TIERS, "CPU tier.", "SIZE")] = None,
     disk_bytes: Annotated[str | None, _option("--disk-bytes", TIERS, "Disk tier; 0: none.", "SIZE")] = None,
     policy: Annotated[
-        str | None, _option("--policy", QUEUE, "Order of the queue: fcfs, fpf or relaxed-fpf.", "POLICY")
+        str | None,
+        _option(
+            "--policy", QUEUE, "Order of the queue: fcfs, fpf, relaxed-fpf, lpm, shortest-ready or deadline.", "POLICY"
+        ),
     ] = None,
     eviction: Annotated[
         str | None, _option("--eviction", QUEUE, "lru, fifo, random, lfu, s3-fifo or weighing.", "POLICY")

@@ -29,7 +29,7 @@ from prefixd_swap import EvictionPolicy, create_eviction_policy
 Nodes = npt.NDArray[np.int32]
 Progress = Callable[[], None]
 OPTIMUM = "optimum"
-SAMPLED_REFERENCES = 400_000
+SAMPLED_REFERENCES = 300_000
 """A trace that asks for more blocks is sampled down to about so many."""
 _CHUNK = 4096  # slots counted together
 _HASHES = 1 << 32

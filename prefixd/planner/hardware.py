@@ -73,11 +73,16 @@ class Hardware:
         return Ways(link, link, read, write)
 
     def assumptions(self) -> list[str]:
-        """What a plan on this machine takes for granted, a line each."""
+        """What a plan on this machine takes for granted of passes, a line each."""
         return [
             f"{self.name}: {self.flops_per_s / 1e12:,.0f} TFLOP/s of which {self.flops_reached:.0%} are reached, "
             f"{self.memory_bytes_per_s / 1e9:,.0f} GB/s of which {self.memory_reached:.0%} are reached, "
-            f"{1e3 * self.pass_s:g} ms a pass besides ({self.source})",
+            f"{1e3 * self.pass_s:g} ms a pass besides ({self.source})"
+        ]
+
+    def way_assumptions(self) -> list[str]:
+        """What it takes for granted of the ways between the tiers, a line each."""
+        return [
             f"GPU to CPU memory: {self.link_bytes_per_s / 1e9:,.0f} GB/s each way of which {self.link_reached:.0%} are "
             "reached",
             f"disk: {self.disk_read_bytes_per_s / 1e9:g} GB/s read, {self.disk_write_bytes_per_s / 1e9:g} GB/s "

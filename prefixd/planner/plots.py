@@ -10,16 +10,24 @@ from prefixd.planner.curve import OPTIMUM, Curve
 from prefixd.planner.sweep import GIB, Point, enough
 
 
+def check_drawable(file: Path) -> None:
+    """Raises ConfigError now rather than after the minutes that a plan takes."""
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError as error:
+        raise ConfigError("matplotlib is not installed, so there is no plot: pip install matplotlib") from error
+    kinds = sorted(FigureCanvasBase.get_supported_filetypes())
+    if file.suffix.removeprefix(".").lower() not in kinds:
+        raise ConfigError(f"--plot {file} names no kind of picture; end it with one of .{', .'.join(kinds)}")
+
+
 def draw_plan(points: Sequence[Point], curve: Curve | None, token_bytes: int, file: Path) -> None:
     """Hits and waiting over the disk's size, a line for each size of memory and each policy; and the curve.
 
-    Raises:
-        ConfigError: matplotlib is not installed, or cannot write such a file.
+    matplotlib is there, and can write such a file (`check_drawable`).
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("matplotlib is not installed, so there is no plot: pip install matplotlib") from error
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(10 if curve is None else 15, 4), layout="constrained")
     hits, waits, *others = figure.subplots(1, 2 if curve is None else 3)
     lines: dict[str, list[Point]] = {}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +33,7 @@ MEMORY_PRICE = 30
 """What a byte of CPU memory costs, in bytes of disk: of two machines that find as much, the cheaper one is enough."""
 ENOUGH = 0.95
 """Of the best hit rate of a sweep: what is enough."""
+_NICE = 10
 
 
 @dataclass(frozen=True)
@@ -86,31 +90,46 @@ Point = tuple[TracePlan, PlanFigures]
 
 @contextmanager
 def processes(jobs: int) -> Iterator[ProcessPoolExecutor]:
-    """So many processes; what has not begun when this is left by an error never does."""
-    pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"))
+    """So many processes, which let this one go first. Left by an error or by Ctrl-C, it ends them at once."""
+    pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_begin)
     try:
         yield pool
     except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
+        for process in active_children():
+            process.terminate()
         raise
     pool.shutdown()
 
 
-def sweep(plans: Sequence[TracePlan], jobs: int, progress: Callable[[], None]) -> list[Point]:
-    """The figures of each plan, in the order of `plans`, computed by so many processes. Raises ConfigError."""
-    with processes(jobs) as pool:
-        running = [pool.submit(TracePlan.run, plan) for plan in plans]
-        for done in as_completed(running):
-            done.result()
-            progress()
-        return [(plan, future.result()) for plan, future in zip(plans, running, strict=True)]
+def _begin() -> None:
+    """What each process does first. It ends with the process that asks it, however that ends."""
+    os.nice(_NICE)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def sweep(plans: Sequence[TracePlan], pool: ProcessPoolExecutor, progress: Callable[[], None]) -> list[Point]:
+    """The figures of each plan, in the order of `plans`, computed by `processes`. Raises ConfigError."""
+    running = [pool.submit(TracePlan.run, plan) for plan in plans]
+    for done in as_completed(running):
+        done.result()
+        progress()
+    return [(plan, future.result()) for plan, future in zip(plans, running, strict=True)]
 
 
 def curve_of(
     trace: Path,
     limit: int | None,
     policies: Sequence[str],
-    jobs: int,
+    pool: ProcessPoolExecutor,
     progress: Callable[[int, int], None] = lambda done, total: None,
     *,
     references_at_most: int = SAMPLED_REFERENCES,
@@ -121,25 +140,29 @@ def curve_of(
         trace: in Mooncake's format.
         limit: its first so many requests; None: all.
         policies: beside the optimum.
-        jobs: processes that compute it.
+        pool: `processes` that compute it.
         progress: called with the computations done and in all.
         references_at_most: a trace that asks for more blocks is sampled.
 
     Raises:
         ConfigError: the trace cannot be read.
     """
-    asked = sum(len(request.hash_ids) for request in read_trace(trace, limit))
+    asked = pool.submit(_asked, trace, limit).result()
     source = _Source(trace, limit, min(1.0, references_at_most / max(1, asked)))
-    known = source.references()
+    known = pool.submit(_references, source).result()
     sizes = capacities(known.all_blocks)
     work = parts(policies, sizes)
-    with processes(jobs) as pool:
-        running = [pool.submit(_curve_part, part, source) for part in work]
-        for done, future in enumerate(as_completed(running), 1):
-            future.result()
-            progress(done, len(work))
-        results = [(part, future.result()) for part, future in zip(work, running, strict=True)]
+    running = [pool.submit(_curve_part, part, source) for part in work]
+    for done, future in enumerate(as_completed(running), 1):
+        future.result()
+        progress(done, len(work))
+    results = [(part, future.result()) for part, future in zip(work, running, strict=True)]
     return put_together(known, sizes, HASH_TOKENS, results)
+
+
+def _asked(trace: Path, limit: int | None) -> int:
+    """Blocks that the requests of a trace ask for."""
+    return sum(len(request.hash_ids) for request in read_trace(trace, limit))
 
 
 class _Source(NamedTuple):
@@ -149,18 +172,19 @@ class _Source(NamedTuple):
     limit: int | None
     share: float
 
-    def references(self) -> References:
-        return references(read_trace(self.trace, self.limit), self.share)
-
 
 _known: tuple[_Source, References] | None = None
 
 
-def _curve_part(part: CurvePart, source: _Source) -> list[int]:
+def _references(source: _Source) -> References:
     global _known
     if _known is None or _known[0] != source:
-        _known = source, source.references()
-    return part.run(_known[1])
+        _known = source, references(read_trace(source.trace, source.limit), source.share)
+    return _known[1]
+
+
+def _curve_part(part: CurvePart, source: _Source) -> list[int]:
+    return part.run(_references(source))
 
 
 def enough(points: Sequence[Point]) -> Point:

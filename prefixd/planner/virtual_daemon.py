@@ -107,6 +107,7 @@ class VirtualDaemon:
         self._kv, frame_bytes = plan.model.kv(settings.worker.block_tokens, settings.worker.max_step_tokens)
         frames = self._frames(frame_bytes)
         transfers = Transfers(urgency_enabled=settings.transfers.urgency, clock=clock)
+        _check_sizes(settings, self._kv.block_frames * frame_bytes)
         self._memory = UnbackedMemory(frame_bytes)
         self._pool = FramePool(self._memory, frame_bytes, frames)
         shared = None
@@ -141,7 +142,7 @@ class VirtualDaemon:
         )
         self.dispatcher = make_dispatcher(settings, self.cache, self.worker.send, clock)
         self.dispatcher.least_frames = self._kv.least_frames
-        self.dispatcher.needs = KvNeeds(self._kv, frame_bytes)
+        self.dispatcher.recorder.needs = KvNeeds(self._kv, frame_bytes)
         spec = NamespaceSpec(plan.model.name, self._kv.block_tokens, self._kv.parts(frame_bytes))
         self._namespace = self.cache.register(spec)
         self._outputs: dict[int, tuple[int, ...]] = {}
@@ -358,3 +359,12 @@ class _Client:
             self._loop.call_later(self._workload.requests[follower].arrival_s, self._send, follower)
         if self._places is not None:
             self._send_next()
+
+
+def _check_sizes(settings: Settings, block_bytes: int) -> None:
+    for name, nbytes in (("cpu.bytes", settings.cpu.bytes), ("disk.bytes", settings.disk.bytes)):
+        if 0 < nbytes < block_bytes:
+            raise ConfigError(
+                f"{name} = {nbytes} holds no block: one of {settings.worker.block_tokens} tokens has {block_bytes} "
+                "bytes; make the tier larger, or 0 for none"
+            )

@@ -63,8 +63,10 @@ def trace_requests(file: Path, limit: int | None = None) -> list[TraceRequest]:
     """The first `limit` requests of a trace in Mooncake's format.
 
     Raises:
-        ConfigError: there is no such file, a line is malformed, or no request is in it.
+        ConfigError: there is no such file, it can be read only once, a line is malformed, or no request is in it.
     """
+    if file.exists() and not file.is_file():
+        raise ConfigError(f"{file} is no regular file, and a plan reads its trace more than once; save it to a file")
     found = list(read_trace(file, limit))
     if not found:
         raise ConfigError(f"{file} has no request; give a trace with a JSON object a line")

@@ -30,7 +30,7 @@ class TraceRequest:
 
 
 def read_trace(file: Path, limit: int | None = None) -> Iterator[TraceRequest]:
-    """The first `limit` requests. Ids of partly filled blocks are left out.
+    """The first `limit` requests. Ids of partly filled blocks are left out; empty lines are none.
 
     Raises ConfigError naming the file, the line and what is wrong with it; for a missing file, where to
     get one.
@@ -43,20 +43,24 @@ def read_trace(file: Path, limit: int | None = None) -> Iterator[TraceRequest]:
             "(FAST25-release/traces) and name it with --trace"
         ) from error
     with lines:
-        number = 0
-        try:
-            for number, line in enumerate(lines, 1):
-                if limit is not None and number > limit:
-                    return
-                yield _parse(line)
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"{file}, line {max(number, 1)}: {error}") from error
+        found = 0
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            if found == limit:
+                return
+            try:
+                request = _parse(line)
+            except (ValueError, TypeError) as error:
+                raise ConfigError(f"{file}, line {number}: {error}") from error
+            found += 1
+            yield request
 
 
 def _parse(line: bytes) -> TraceRequest:
     try:
         content: Any = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError("not a JSON object")
@@ -67,9 +71,10 @@ def _parse(line: bytes) -> TraceRequest:
         if not _is_count(content.get(name)):
             raise ValueError(f"{name} is {content.get(name)!r}, not a non-negative integer")
     full = content["input_length"] // HASH_TOKENS
-    if len(ids) < full:
+    if not full <= len(ids) <= full + 1:
         raise ValueError(
-            f"{len(ids)} hash_ids for input_length {content['input_length']}, which has {full} full blocks"
+            f"{len(ids)} hash_ids for input_length {content['input_length']}, which has {full} full blocks of "
+            f"{HASH_TOKENS} tokens"
         )
     return TraceRequest(content["timestamp"], content["input_length"], content["output_length"], tuple(ids[:full]))
 

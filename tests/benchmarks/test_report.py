@@ -53,6 +53,9 @@ def test_what_is_no_result_is_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(BenchmarkError, match=rf"a\.json.*{why}"):
             main([str(tmp_path)])
     assert not (tmp_path / "report.html").exists()
+    with pytest.raises(BenchmarkError):
+        main([str(tmp_path), "--output", str(tmp_path / "new" / "report.html")])
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_result_without_a_section_is_a_table_and_nothing_in_it_is_markup(tmp_path: Path) -> None:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from prefixd.planner.hardware import Calibration
 
 Cli = Callable[..., Any]
 MACHINE = ("--model", "llama-3.1-8b", "--gpu", "2GiB")
@@ -81,6 +87,11 @@ def test_the_curve_is_of_all_requests_where_only_some_are_timed(cli: Cli, trace:
         (("--cpu", "1GiB", "--calibration", "none.json"), "make one with `prefixd doctor --calibrate"),
         (("--cpu", "1GiB", "--json", "no/dir/plan.json"), "cannot write to"),
         (("--cpu", "1GiB", "--gpu", "64MiB"), "the smallest request needs 2"),
+        (("--cpu", "1KiB"), "cpu.bytes = 1024 holds no block"),
+        (("--cpu", "1GiB", "--disk", "1MiB"), "disk.bytes = 1048576 holds no block"),
+        (("--cpu", "9000000TiB"), "more than 1 EiB"),
+        (("--cpu", "1GiB", "--look-ahead", "9" * 30), "from 0 to 1,000,000"),
+        (("--cpu", "1GiB", "--plot", "plan.foo"), "names no kind of picture"),
     ],
 )
 def test_what_cannot_be_planned_is_one_line(cli: Cli, trace: Path, arguments: tuple[str, ...], line: str) -> None:
@@ -100,3 +111,73 @@ def test_a_trace_that_cannot_be_read_is_named(cli: Cli, trace: Path, tmp_path: P
     assert "line 1: hash_ids is not a list" in said(trace)
     trace.write_text("")
     assert "has no request" in said(trace)
+    trace.write_text("[" * 100_000)
+    assert "line 1: not JSON" in said(trace)
+    assert "reads its trace more than once" in said(Path("/dev/null"))
+
+
+def test_figures_stand_below_their_headings_without_a_disk(cli: Cli, trace: Path) -> None:
+    done = cli("plan", "--trace", str(trace), *MACHINE, "--sweep", "--cpu", "4GiB", "--disk", "0,8GiB", "--no-curve")
+    assert done.exit_code == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith(" 4.0 GiB")]
+    assert [row[-1] for row in rows] == ["0", "0"] and len({len(row) for row in rows}) == 1, rows
+
+
+def test_what_is_assumed_names_what_does_not_fit_together(cli: Cli, trace: Path, tmp_path: Path) -> None:
+    measured = Calibration(
+        machine="here",
+        disk_read_bytes_per_s=1e9,
+        disk_write_bytes_per_s=1e9,
+        disk_latency_s=1e-4,
+        copy_bytes_per_s=1e10,
+        copy_latency_s=1e-5,
+        model="another",
+        pass_s=1e-3,
+        token_s=1e-5,
+        decoded_s=1e-4,
+        attended_s=1e-9,
+        begun_s=1e-3,
+    )
+    (tmp_path / "here.json").write_text(measured.to_json())
+    words = ("--cpu", "0", "--disk", "8GiB", "--no-curve", "--calibration", str(tmp_path / "here.json"))
+    done = cli("plan", "--trace", str(trace), *MACHINE, *words)
+    assert done.exit_code == 0, done.stderr
+    assert "those of another, NOT of llama-3.1-8b" in done.stdout and "the disk stays empty" in done.stdout
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_plan_that_is_ended_takes_its_processes_along(tmp_path: Path, number: signal.Signals) -> None:
+    file = tmp_path / "trace.jsonl"
+    lines = ({"timestamp": at, "input_length": 2048, "output_length": 9, "hash_ids": [at] * 4} for at in range(20_000))
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = ["plan", "--trace", str(file), *MACHINE, "--cpu", "1GiB,2GiB", "--sweep", "--jobs", "2", "--no-curve"]
+    plan = subprocess.Popen([sys.executable, "-m", "prefixd", *words], stderr=subprocess.PIPE, text=True)
+    try:
+        workers: list[int] = []
+        deadline = time.monotonic() + 60
+        while len(workers) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+            workers = _spawned_by(plan.pid)
+        assert len(workers) == 2, "both work"
+        time.sleep(1)  # past their start
+        plan.send_signal(number)
+        _, said = plan.communicate(timeout=30)
+    finally:
+        plan.kill()
+    assert "Traceback" not in said
+    while (left := [pid for pid in workers if _runs(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left
+
+
+def _spawned_by(parent: int) -> list[int]:
+    children = Path(f"/proc/{parent}/task/{parent}/children")
+    pids = [int(pid) for pid in children.read_text().split()] if children.exists() else []
+    return [pid for pid in pids if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -23,7 +23,7 @@ from prefixd.planner.curve import (
     put_together,
     references,
 )
-from prefixd.planner.sweep import curve_of
+from prefixd.planner.sweep import curve_of, processes
 from prefixd.workloads.mooncake import TraceRequest
 from prefixd_swap import create_eviction_policy
 from prefixd_swap.eviction import POLICY_NAMES
@@ -155,8 +155,11 @@ def test_a_curve_of_a_sample_says_so(tmp_path: Path) -> None:
     )
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     told: list[tuple[int, int]] = []
-    made = curve_of(file, 300, ["lru"], 1, lambda done, total: told.append((done, total)), references_at_most=1000)
+    with processes(1) as pool:
+        made = curve_of(
+            file, 300, ["lru"], pool, lambda done, total: told.append((done, total)), references_at_most=1000
+        )
+        whole = curve_of(file, 300, ["lru"], pool)
     assert 0 < made.share < 1 and made.to_plain()["sampled_share"] == made.share
     assert told[-1] == (len(told), len(told)), "every computation is told"
-    whole = curve_of(file, 300, ["lru"], 1)
     assert whole.share == 1.0 and whole.most == pytest.approx(made.most, abs=0.1)

@@ -31,11 +31,16 @@ def test_the_limit_is_in_requests_and_later_lines_are_not_read(tmp_path: Path) -
     assert len(list(read_trace(write(tmp_path, GOOD, GOOD, "nonsense"), 2))) == 2
 
 
+def test_empty_lines_are_no_requests(tmp_path: Path) -> None:
+    file = write(tmp_path, GOOD, GOOD, GOOD)
+    file.write_text("\n" + file.read_text().replace("\n", "\n \n"))
+    assert len(list(read_trace(file))) == 3 and len(list(read_trace(file, 2))) == 2
+
+
 @pytest.mark.parametrize(
     ("line", "what"),
     [
         ("{", "not JSON"),
-        ("", "not JSON"),
         ([1], "not a JSON object"),
         (GOOD | {"timestamp": -1}, "timestamp is -1"),
         (GOOD | {"input_length": "9"}, "input_length is '9'"),
@@ -44,6 +49,7 @@ def test_the_limit_is_in_requests_and_later_lines_are_not_read(tmp_path: Path) -
         (GOOD | {"hash_ids": [1, 2**40]}, "hash_ids"),
         (GOOD | {"hash_ids": [True, 1]}, "hash_ids"),
         (GOOD | {"input_length": 5000}, "3 hash_ids for input_length 5000"),
+        (GOOD | {"input_length": 1000}, "3 hash_ids for input_length 1000, which has 1 full blocks"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: object, what: str) -> None:

@@ -99,7 +99,7 @@ class Placement:
             free &= ~np.where(trie.holds[chosen, tier.level, group.bit] > 0, np.uint8(group.mask), np.uint8(0))
         chosen, free = chosen[free != 0], free[free != 0]
         if len(chosen):
-            self._discard(trie, chosen, tier, free)
+            self._discard(trie, chosen, tier, free, evicted=not expendable)
             self.tiers.counters(tier).evicted += len(chosen)
         return len(chosen)
 
@@ -110,7 +110,7 @@ class Placement:
         last = trie.last_copies(rows, tier.level)
         others = rows[~last]
         if len(others):
-            self._discard(trie, others, tier)
+            self._discard(trie, others, tier, evicted=not expendable)
         dropped = len(others)
         # Of these another tier has something, as a record on disk, but not what is wanted: they stay in the trie.
         stays = last & (trie.any_part[rows] != bit)
@@ -118,7 +118,7 @@ class Placement:
         # Again, because ancestors without copies may have gone with them, and then others are leaves.
         while len(going := trie.all_removable(left.tolist())):
             wanted += int(np.count_nonzero(self.admits(trie, going)))
-            self._discard(trie, going, tier)
+            self._discard(trie, going, tier, evicted=not expendable)
             trie.remove_all(going)
             vanished += len(going)
             left = left[trie.any_part[left] == bit]
@@ -127,7 +127,7 @@ class Placement:
         left = left[(trie.keep[left] == 0) & ~trie.pinned[left]]
         if len(left):
             wanted += int(np.count_nonzero(self.admits(trie, left)))
-            self._discard(trie, left, tier)
+            self._discard(trie, left, tier, evicted=not expendable)
             vanished += len(left)
         dropped += vanished
         if wanted and not expendable and tier is not self.tiers.durable and self.tiers.durable is not None:
@@ -147,15 +147,15 @@ class Placement:
 
     def discard_copies(self, trie: Trie, rows: Rows, tier: Tier) -> None:
         """Drops the copies of m blocks in `tier`, whoever holds them."""
-        self._discard(trie, rows, tier)
+        self._discard(trie, rows, tier, evicted=False)
 
-    def _discard(self, trie: Trie, rows: Rows, tier: Tier, groups: GroupMask | None = None) -> None:
+    def _discard(self, trie: Trie, rows: Rows, tier: Tier, groups: GroupMask | None = None, *, evicted: bool) -> None:
         before = self.to_write(trie, rows)
         here = rows[trie.any_part[rows] & np.uint8(1 << tier.level) != 0]
         slots = trie.drop_copies(rows, tier.level, groups)
         left = here[trie.any_part[here] & np.uint8(1 << tier.level) == 0]
         if len(left):
-            self.uses.removed(trie, left, tier.level)
+            self.uses.removed(trie, left, tier.level, evicted=evicted)
         self._count_queue(trie, rows, before)
         if isinstance(tier, MemoryTier):
             tier.free(slots)

@@ -7,10 +7,12 @@ from types import TracebackType
 from typing import Self
 
 import numpy as np
+import numpy.typing as npt
 
 from prefixd.cache import TieredCache, Trie
 from prefixd.cache.index.trie import Rows
 from prefixd.errors import InvalidArgumentError
+from prefixd.server.load_claims import LoadClaims
 from prefixd.server.load_meter import LoadMeter
 from prefixd.v1 import cache_pb2 as pb
 from prefixd_scheduler import CostModel, Distance, InvalidValueError, PrefillCost, Stretch, plan_load
@@ -27,6 +29,7 @@ class LoadEstimates:
         self.cache = cache
         self.cost = CostModel()
         self.meter = LoadMeter(cache.clock)
+        self.claims = LoadClaims()
         self.queued_bytes = dict.fromkeys((Distance.CPU, Distance.DISK), 0)
 
     def estimate(
@@ -48,10 +51,13 @@ class LoadEstimates:
             lambda stretches: self._estimate(stretches, trie.block_tokens, first_block, tokens, prefill),
         )
 
-    def stretches(self, trie: Trie, path: Rows, first_block: int) -> list[Stretch]:
+    def stretches(
+        self, trie: Trie, path: Rows, first_block: int, counted: npt.NDArray[np.bool_] | None = None
+    ) -> list[Stretch]:
         """The prefix by where it has to be brought from; what the engine has, and what is in the CPU tier, is at hand.
 
-        Each stretch is farther away than the one before; what is nearer amid it counts no bytes.
+        Each stretch is farther away than the one before; what is nearer amid it counts no bytes, nor does what is not
+        `counted`, [len(path) - first_block] if given.
         """
         first = min(first_block, len(path))
         rows, block_tokens = path[first:], trie.block_tokens
@@ -62,7 +68,7 @@ class LoadEstimates:
         found = [Stretch(Distance.GPU, first * block_tokens, 0)] if first else []
         for distance in np.unique(distances).tolist():
             here = distances == distance
-            nbytes = int(trie.group_bytes[lacking[here]].sum())
+            nbytes = int(trie.group_bytes[lacking[here if counted is None else here & counted]].sum())
             found.append(Stretch(Distance(distance), int(here.sum()) * block_tokens, nbytes))
         return found
 
@@ -122,13 +128,19 @@ class LoadWatch:
         self._first_block = first_block
         self._of = estimate
         self._mark: float | None = None
+        self._claimed: Rows = np.empty(0, np.int64)
         self._nbytes: dict[Distance, int] = {}
 
     def begin(self, path: Rows) -> None:
         """The prefix was matched, and nothing was brought up yet."""
         stretches = self._estimates.stretches(self._trie, path, self._first_block)
-        self.blocks = max(0, len(path) - self._first_block)
+        rows = path[self._first_block :]
+        self.blocks = len(rows)
         self.estimate = self._of(stretches)
+        if any(stretch.nbytes for stretch in stretches):
+            fresh = self._estimates.claims.claim(self._trie, rows)
+            self._claimed = rows[fresh]
+            stretches = self._estimates.stretches(self._trie, path, self._first_block, fresh)
         self._nbytes = {stretch.distance: stretch.nbytes for stretch in stretches if stretch.nbytes}
         if self._nbytes:
             self._mark = self._estimates.meter.begin()
@@ -140,6 +152,7 @@ class LoadWatch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._estimates.claims.release(self._trie, self._claimed)
         if self._mark is None:
             return
         elapsed_s = self._estimates.meter.end(self._mark)

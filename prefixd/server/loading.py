@@ -24,6 +24,7 @@ from prefixd.cache import TieredCache
 from prefixd.cache.index.trie import Rows
 from prefixd.server.frame_budget import FrameBudget
 from prefixd.server.load_choice import LoadChoice, LoadCounters
+from prefixd.server.load_claims import LoadClaims
 from prefixd.server.load_meter import LoadMeter
 from prefixd.server.piece_load import PieceLoad, piece_blocks
 from prefixd.server.request import Request, RequestState
@@ -85,6 +86,7 @@ class Loader:
         self._mode = mode
         self._backlog_s = backlog_s
         self._under_way: WeakSet[PieceLoad] = WeakSet()
+        self._claims = LoadClaims()
         self._copies: dict[int, asyncio.Task[None]] = {}
         self._loads: dict[int, PieceLoad] = {}
         self._beside: dict[int, Request] = {}  # running requests beside which a part of their prefixes is loaded
@@ -210,7 +212,7 @@ class Loader:
         load = self._load(request, urgency, changed.set)
         load.due_s = due_s
         self._loads[request.id] = load
-        there, given_up = 0, False
+        there, late = 0, False
         try:
             compute = self._cache.tiers.compute
             if (images := request.image_holds) is not None:
@@ -221,10 +223,10 @@ class Loader:
                 part = slice(start, start + step)
                 if request.trie.lacking(rows[part], compute.level, None if wanted is None else wanted[part]).any():
                     load.begin(rows[part], None if wanted is None else wanted[part])
-            while load.under_way and not given_up:
+            while load.under_way and not late and request.state is not RequestState.WITHDRAWN:
                 left_s = None if self._mode == "always" else load.behind_in_s(self._compute_s(request))
-                given_up = request.state is RequestState.WITHDRAWN or (left_s is not None and left_s <= 0)
-                if not given_up:
+                late = left_s is not None and left_s <= 0
+                if not late:
                     changed.clear()
                     await _wait(changed, left_s)
             lacking = request.trie.lacking(rows, compute.level, wanted) != 0
@@ -232,13 +234,13 @@ class Loader:
         except SwapError as error:
             log.error("the prefix of request %s could not be brought up: %s", request.name, error)
         finally:
-            load.drop()
+            load.drop(late=late)
             del self._loads[request.id]
-            self._arrived(request, there, given_up)
+            self._arrived(request, there, late)
 
     def _load(self, request: Request, urgency: Urgency, changed: Callable[[], None]) -> PieceLoad:
         name = f"request {request.name}"
-        args = (self._cache, self._cost, self._meter, self._clock, name, request.trie, urgency, changed)
+        args = (self._cache, self._cost, self._meter, self._claims, self._clock, name, request.trie, urgency, changed)
         load = PieceLoad(*args, self._queued_bytes)
         self._under_way.add(load)
         return load
@@ -260,7 +262,7 @@ class Loader:
 
     def _queued_bytes(self) -> int:
         """Bytes that all loads have on their way; they share what they come by."""
-        return sum(load.moving_bytes for load in self._under_way)
+        return sum(load.claimed_bytes for load in self._under_way)
 
     def _arrived(self, request: Request, there: int, given_up: bool) -> None:
         """A copy has ended, and so many blocks of the prefix are in the GPU tier."""

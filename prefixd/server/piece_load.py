@@ -6,12 +6,14 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from prefixd.cache import TieredCache, Trie
 from prefixd.cache.groups import GroupMask
 from prefixd.cache.index.trie import Rows
+from prefixd.server.load_claims import LoadClaims
 from prefixd.server.load_meter import LoadMeter
 from prefixd_scheduler import CostModel, Distance
 from prefixd_swap import SwapError
@@ -33,6 +35,8 @@ class _Piece:
     rows: Rows
     distance: Distance
     nbytes: int
+    claimed: Rows  # those that no other load had begun
+    claimed_bytes: int
     began_s: float
     task: asyncio.Task[bool]
     arrived_s: float | None = None
@@ -47,6 +51,7 @@ class PieceLoad:
         cache: where the blocks are.
         cost: learns what loading costs, and says when a piece is due.
         meter: shares time among the loads of all requests.
+        claims: say which load counts a block that several wait for.
         clock: seconds.
         name: whose load it is, for people.
         trie: the blocks' trie.
@@ -65,6 +70,7 @@ class PieceLoad:
         cache: TieredCache,
         cost: CostModel,
         meter: LoadMeter,
+        claims: LoadClaims,
         clock: Callable[[], float],
         name: str,
         trie: Trie,
@@ -78,6 +84,7 @@ class PieceLoad:
         self._cache = cache
         self._cost = cost
         self._meter = meter
+        self._claims = claims
         self._clock = clock
         self._name = name
         self._trie = trie
@@ -86,7 +93,7 @@ class PieceLoad:
         self._queued_bytes = queued_bytes
         self._pieces: list[_Piece] = []
         self._mark: float | None = None  # of the meter, while something moves
-        self._moved_bytes = 0  # since that mark
+        self._moved_bytes = 0  # since that mark, of those that it has claimed
         self._since_s = clock()  # what is late is so from here on
 
     @property
@@ -100,6 +107,11 @@ class PieceLoad:
         return 0 if self.failed else sum(piece.nbytes for piece in self._pieces[self.arrived :])
 
     @property
+    def claimed_bytes(self) -> int:
+        """Of these bytes those that no other load counts."""
+        return 0 if self.failed else sum(piece.claimed_bytes for piece in self._pieces[self.arrived :])
+
+    @property
     def queued_bytes(self) -> int:
         """Bytes that all loads have on their way."""
         return self._queued_bytes()
@@ -109,12 +121,15 @@ class PieceLoad:
         trie, compute = self._trie, self._cache.tiers.compute
         lacking = trie.lacking(rows, compute.level, wanted)
         distance = Distance(int(trie.nearest[rows[lacking != 0]].max(initial=0)))
-        if self._mark is None:
+        nbytes = trie.group_bytes[lacking]
+        fresh = self._claims.claim(trie, rows)
+        claimed_bytes = int(nbytes[fresh].sum())
+        if self._mark is None and claimed_bytes:
             self._mark, self._moved_bytes = self._meter.begin(), 0
         task = asyncio.create_task(self._bring(rows, wanted))
-        piece = _Piece(rows, distance, int(trie.group_bytes[lacking].sum()), self._clock(), task)
+        piece = _Piece(rows, distance, int(nbytes.sum()), rows[fresh], claimed_bytes, self._clock(), task)
         self._pieces.append(piece)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(partial(self._ended, piece))
 
     def arrived_rows(self) -> Rows:
         """The blocks of the pieces that have arrived, in the order in which they were begun."""
@@ -136,7 +151,7 @@ class PieceLoad:
         if not self.under_way or compute_s is None or self._urgency is not Urgency.DEMAND:
             return None
         piece, before = self._pieces[self.arrived], self._pieces[: self.arrived]
-        expected_s = self._cost.load_s(piece.nbytes, piece.distance, self.queued_bytes - self.moving_bytes)
+        expected_s = self._cost.load_s(piece.nbytes, piece.distance, max(0, self.queued_bytes - self.moving_bytes))
         if expected_s is None:
             return None
         patience_s = max(_LEAST_PATIENCE_S, _PATIENCE * compute_s)
@@ -148,11 +163,14 @@ class PieceLoad:
         since_s = max(self._since_s, piece.began_s, (before[-1].arrived_s or 0.0) if before else 0.0)
         return since_s + expected_s + patience_s - self._clock()
 
-    def drop(self) -> None:
-        """Gives up what has not arrived. Its frames are free again when what reads into them has ended."""
+    def drop(self, *, late: bool = False) -> None:
+        """Gives up what has not arrived, because it is `late` or nobody wants it any more.
+
+        Its frames are free again when what reads into them has ended.
+        """
         left = self._pieces[self.arrived :]
-        if left and not self.failed:
-            self._observe(left[0].distance, self._moved_bytes + left[0].nbytes)  # it would have taken longer yet
+        if left and late and not self.failed:
+            self._observe(left[0].distance, self._moved_bytes + left[0].claimed_bytes)  # it would have taken longer yet
         self.failed = self.failed or bool(left)
         for piece in left:
             piece.task.cancel()
@@ -168,7 +186,8 @@ class PieceLoad:
             log.error("blocks for %s could not be brought up: %s", self._name, error)
             return False
 
-    def _ended(self, task: asyncio.Task[bool]) -> None:
+    def _ended(self, piece: _Piece, task: asyncio.Task[bool]) -> None:
+        self._claims.release(self._trie, piece.claimed)
         if task.cancelled():
             return
         if task.exception() is not None:
@@ -179,7 +198,7 @@ class PieceLoad:
                 break
             next_.arrived_s = self._clock()
             self.arrived += 1
-            self._moved_bytes += next_.nbytes
+            self._moved_bytes += next_.claimed_bytes
             if self.arrived == 1 or not self.under_way:  # a short load and a long one tell latency and rate apart
                 self._observe(next_.distance, self._moved_bytes)
         if not self.under_way:

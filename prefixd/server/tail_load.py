@@ -183,7 +183,7 @@ class TailLoad:
     def _give_up(self) -> None:
         """What has arrived stays, from the back on; the run computes the rest."""
         self._closed = True
-        self._load.drop()
+        self._load.drop(late=self.abandoned)
         arrived = len(self._load.arrived_rows())
         self._budget.remove(self._trie, self._hold.rows[arrived:])
         self._hold.shrink(arrived)

@@ -85,3 +85,17 @@ def test_a_prefill_below_zero_is_refused_before_anything_is_loaded(make_rig: Cal
     estimates = LoadEstimates(make_rig().cache)
     with pytest.raises(InvalidArgumentError, match=r"prefill: token_s = -1.0; .* 0 or more"):
         estimates.watch(make_rig().trie, 0, 16, pb.Prefill(token_s=-1.0))
+
+
+async def test_of_two_who_load_the_same_one_learns(make_rig: Callable[..., Rig]) -> None:
+    rig = await on_disk(make_rig)
+    estimates, tokens = LoadEstimates(rig.cache), 4 * BLOCK_TOKENS
+    path = rig.trie.match(rig.namespace.root, rig.chain(A)).rows
+    with estimates.watch(rig.trie, 0, tokens, None) as first, estimates.watch(rig.trie, 0, tokens, None) as second:
+        first.begin(path)
+        second.begin(path)
+        assert estimates.queued_bytes[Distance.DISK] == 4 * rig.part_bytes
+        rig.clock.now += 2.0
+        first.complete = second.complete = True
+    assert estimates.cost.load_s(4 * rig.part_bytes, Distance.DISK) == pytest.approx(2.0)
+    assert estimates.queued_bytes == {Distance.CPU: 0, Distance.DISK: 0}

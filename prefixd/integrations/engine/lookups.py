@@ -62,6 +62,8 @@ class Lookup:
     """When the lease that is under way was asked for."""
     late_s: float | None = None
     """So long its answer may take before what is on disk is computed instead; None: for ever."""
+    disk_bytes: int = 0
+    """What the lease that is under way has to be read from disk for."""
     slow_disk: bool = False
     """A lease was given up that took too long: only what is in memory is loaded."""
     refused: bool = False
@@ -387,7 +389,7 @@ class Lookups:
 
     def _worth_loading(self, lookup: Lookup, seen: SeenPrefix, local_tokens: int) -> int:
         """Up to which token of the prefix to load; what is behind is computed. Says when that lease is late."""
-        lookup.late_s = None
+        lookup.late_s, lookup.disk_bytes = None, 0
         if self._cost is None:
             return seen.tokens
         whole = self._geometry.needs_end
@@ -407,7 +409,7 @@ class Lookups:
         )
         end = plan.ready_tokens + plan.front_tokens
         compute_s = self._cost.compute_s(end - local_tokens, local_tokens)
-        nbytes = self._on_disk_bytes(seen, local_tokens, end)
+        nbytes = lookup.disk_bytes = self._on_disk_bytes(seen, local_tokens, end)
         load_s = self._cost.load_s(nbytes, Distance.DISK)
         if nbytes and compute_s is not None and load_s is not None:
             lookup.late_s = load_s + max(_LEAST_PATIENCE_S, _PATIENCE * compute_s)
@@ -432,9 +434,8 @@ class Lookups:
         if lookup.late_s is None or self._clock() - lookup.leasing_s <= lookup.late_s:
             return
         self.abandoned += 1
-        if self._cost is not None and lookup.seen is not None:
-            nbytes = self._on_disk_bytes(lookup.seen, 0, lookup.seen.tokens)
-            self._cost.observe_load(Distance.DISK, nbytes, self._clock() - lookup.leasing_s)  # it takes longer yet
+        if self._cost is not None:  # it takes longer yet
+            self._cost.observe_load(Distance.DISK, lookup.disk_bytes, self._clock() - lookup.leasing_s)
         self._let_go(lookup)
         lookup.slow_disk = True
         lookup.seen_s = -float("inf")

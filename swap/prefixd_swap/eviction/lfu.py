@@ -32,9 +32,9 @@ class Lfu(EvictionPolicy):
             here = rows[(table.any_part[rows] & np.uint8(1 << tier)) != 0]
             table.rank[here, tier] = age + 2.0 + table.uses[here]
 
-    def removed(self, table: BlockTable, rows: Rows, tier: int) -> None:
-        """The tier's age is what went, of several the middle one: a page takes some that are worth more with it."""
-        if len(rows):
+    def removed(self, table: BlockTable, rows: Rows, tier: int, *, evicted: bool = True) -> None:
+        """The tier's age is what was evicted, of several the middle one: a page takes some that are worth more."""
+        if evicted and len(rows):
             self._age[tier] = max(self._age[tier], float(np.median(table.rank[rows, tier])))
 
     def scores(self, table: BlockTable, rows: Rows, tier: int) -> Scores:

@@ -78,8 +78,8 @@ class EvictionPolicy(ABC):
         """
         return
 
-    def removed(self, table: BlockTable, rows: Rows, tier: int) -> None:
-        """Blocks have left `tier`."""
+    def removed(self, table: BlockTable, rows: Rows, tier: int, *, evicted: bool = True) -> None:
+        """Blocks have left `tier`: `evicted` to make room, else because they were damaged or nobody wants them."""
         return
 
     @abstractmethod

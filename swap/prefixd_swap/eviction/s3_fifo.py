@@ -7,7 +7,8 @@ new ──> small queue, a tenth ──────────────> out
         main queue ──> out;  each time that a block was asked for, at most 3, takes it round once more
 ```
 
-Blocks go out leaves first, so a queue is not popped but scored: a block's rank is its place in its queue.
+Blocks go out leaves first, so a queue is not popped but scored: a block's rank is its place in its queue,
+from 1 on; 0: it is in none.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class S3Fifo(EvictionPolicy):
         """Those in the small queue move to the main one, those there go round once more."""
         for tier in list(self._places):
             here = rows[(table.any_part[rows] & np.uint8(1 << tier)) != 0]
+            here = here[table.rank[here, tier] > 0]  # what comes back at this moment joins a queue in `admitted`
             rank = table.rank[here, tier]
             moving, old = here[rank < _MAIN], here[rank >= _MAIN]
             self._small[tier] -= len(moving)
@@ -58,9 +60,10 @@ class S3Fifo(EvictionPolicy):
             most = _MAIN + self._places[tier] + _MOST_ROUNDS * round_trip
             table.rank[old, tier] = np.minimum(table.rank[old, tier] + round_trip, most)
 
-    def removed(self, table: BlockTable, rows: Rows, tier: int) -> None:
+    def removed(self, table: BlockTable, rows: Rows, tier: int, *, evicted: bool = True) -> None:
         """The queues have lost them."""
         small = int(np.count_nonzero(table.rank[rows, tier] < _MAIN))
+        table.rank[rows, tier] = 0
         self._small[tier] -= small
         self._main[tier] -= len(rows) - small
 
@@ -79,6 +82,6 @@ class S3Fifo(EvictionPolicy):
         return small > _SMALL_SHARE * (small + main)
 
     def _join(self, table: BlockTable, rows: Rows, tier: int, queue: Counter[int], above: float) -> None:
-        table.rank[rows, tier] = above + self._places[tier] + np.arange(len(rows))
+        table.rank[rows, tier] = above + self._places[tier] + 1 + np.arange(len(rows))
         self._places[tier] += len(rows)
         queue[tier] += len(rows)

@@ -61,9 +61,9 @@ class UseHistory:
         """Blocks that were in `tier` when the daemon ended are there again, before anything else is."""
         self._policy.restored(table, rows, tier, now_s)
 
-    def removed(self, table: BlockTable, rows: Rows, tier: int) -> None:
-        """Blocks have left `tier`, and their `any_part` says so."""
-        self._policy.removed(table, rows, tier)
+    def removed(self, table: BlockTable, rows: Rows, tier: int, *, evicted: bool = True) -> None:
+        """Blocks have left `tier`, to make room or else not `evicted`, and their `any_part` says so."""
+        self._policy.removed(table, rows, tier, evicted=evicted)
         if not len(self._marks):
             return
         gone = rows[table.any_part[rows] == 0]

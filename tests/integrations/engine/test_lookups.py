@@ -699,3 +699,16 @@ def test_with_a_real_daemon(daemon: DaemonProcess) -> None:
     wait_until(lambda: link.start(leases).result(DEADLINE_S) == 0)
     assert lookups._leases == 0
     link.close()
+
+
+def test_a_lease_that_is_late_teaches_what_it_would_have_brought(link: ScriptedLink) -> None:
+    """Of the rest of the prefix, which the engine has itself, it says nothing."""
+    cost = learned(1.0, disk_s=0.5)
+    lookups = lookups_over(link, cost=cost)
+    lookups.add("r", SPEC, list(range(100 * BLOCK + 1)))
+    link.answer([D] * 100)
+    assert lookups.hit("r", 98 * BLOCK, 100 * BLOCK) is None
+    link.now_s += 2.0
+    assert lookups.hit("r", 98 * BLOCK, 100 * BLOCK) is None and lookups.abandoned == 1
+    estimated_s = cost.load_s(GEOMETRY.nbytes(100), D)
+    assert estimated_s is not None and estimated_s >= 50.0

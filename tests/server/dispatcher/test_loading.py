@@ -193,3 +193,41 @@ async def test_what_is_to_be_loaded_stays_in_the_trie_until_the_request_runs(
     await bench.cache.mover.forget(trie, trie.match(bench.namespace.root, request.chain).rows[::-1].tolist())
     await bench.finish(request)
     assert events(request) == (expected(PROMPT, 3), "length")
+
+
+@pytest.mark.parametrize("requests", [1, 4, 8])
+async def test_a_movement_that_several_wait_for_is_learned_once(make_bench: MakeBench, requests: int) -> None:
+    bench = await make_bench(64, load="always", max_running=8)
+    await bench.cached(PROMPT)
+    bench.engine.open.clear()
+    for number in range(requests):
+        bench.submit([*PROMPT[:-1], 50 + number], max_tokens=1)
+    await bench.quiet_but_for_copies()
+    assert len(bench.dispatcher.loader._loads) == requests
+    assert bench.dispatcher.loader._queued_bytes() == BLOCKS * GEOMETRY.block_bytes
+    bench.now += 16.0
+    bench.engine.open.set()
+    await bench.quiet()
+    assert bench.cost.load_s(BLOCKS * GEOMETRY.block_bytes, Distance.CPU) == pytest.approx(16.0, rel=0.01)
+    assert not bench.dispatcher.loader._claims._claimed
+
+
+async def test_a_load_whose_request_was_cancelled_teaches_nothing(make_bench: MakeBench) -> None:
+    bench = await make_bench(24)
+    before: float | None = None
+    for number in range(4):
+        prompt = [*range(1000 * number + 100, 1000 * number + 100 + BLOCKS * BLOCK), 7]
+        await bench.cached(prompt)
+        if before is None:
+            pace(bench, block_s=float(BLOCK))
+            before = bench.cost.load_s(BLOCKS * GEOMETRY.block_bytes, Distance.CPU)
+        bench.engine.open.clear()
+        request = bench.submit(prompt, max_tokens=3)
+        await bench.until(lambda: bench.engine.waiting)
+        bench.now += 0.001
+        bench.dispatcher.cancel(request)
+        bench.answer_cancels()
+        bench.engine.open.set()
+        await bench.quiet()
+    assert bench.cost.load_s(BLOCKS * GEOMETRY.block_bytes, Distance.CPU) == before
+    assert not bench.dispatcher.loader._claims._claimed

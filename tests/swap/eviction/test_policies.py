@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from prefixd_swap.errors import UnknownPolicyError
-from prefixd_swap.eviction import POLICY_NAMES, EvictionPolicy, Random, UseHistory, create_eviction_policy
+from prefixd_swap.eviction import POLICY_NAMES, EvictionPolicy, Random, S3Fifo, UseHistory, create_eviction_policy
 from tests.swap.eviction.blocks import TIERS, Blocks
 
 BLOCKS = 24
@@ -83,16 +83,18 @@ class PolicyMachine(RuleBasedStateMachine):
             self.table.last_used[row] = self.used[row] = self.now_s
 
     @precondition(lambda self: self.entered)
-    @rule(data=st.data(), tier=st.integers(0, TIERS - 1))
-    def remove(self, data: st.DataObject, tier: int) -> None:
+    @rule(data=st.data(), tier=st.integers(0, TIERS - 1), evicted=st.booleans())
+    def remove(self, data: st.DataObject, tier: int, evicted: bool) -> None:
         leaves = [row for row in self.there(tier) if row % 6 == 5 or row + 1 not in self.used]
         if not leaves:
             return
         row = data.draw(st.sampled_from(leaves))
         del self.entered[row, tier]
         self.table.any_part[row] &= ~np.uint8(1 << tier)
-        self.age[tier] = max(self.age[tier], self.rank.pop((row, tier), 0.0))
-        self.history.removed(self.table, rows_of(row), tier)
+        rank = self.rank.pop((row, tier), 0.0)
+        if evicted:
+            self.age[tier] = max(self.age[tier], rank)
+        self.history.removed(self.table, rows_of(row), tier, evicted=evicted)
         if not self.table.any_part[row]:
             self.gone[row] = float(np.float32(self.used.pop(row))), self.uses.pop(row)
 
@@ -116,6 +118,13 @@ class PolicyMachine(RuleBasedStateMachine):
     def uses_are_counted(self) -> None:
         assert {row: int(self.table.uses[row]) for row in self.used} == self.uses
         assert all(self.uses[row] == 0 or self.uses[row - 1] > 0 for row in self.used if row % 6), "parents as well"
+
+    @invariant()
+    def queues_are_counted(self) -> None:
+        if isinstance(self.policy, S3Fifo):
+            for tier in range(TIERS):
+                main = [self.uses[row] > 0 for row in self.there(tier)]
+                assert (self.policy._small[tier], self.policy._main[tier]) == (main.count(False), main.count(True))
 
     @invariant()
     def one_score_is_that_of_many(self) -> None:
@@ -207,7 +216,31 @@ def test_s3_fifo_takes_a_block_round_once_more_for_each_use_and_three_times_at_m
     table.uses[:] = 1
     policy.admitted(table, np.arange(10), 0, 0.0)
     policy.accessed(table, rows_of(0), 5.0)
-    assert policy.scores(table, rows_of(0, 1), 0).tolist() == [10.0 - MAIN, 1.0 - MAIN]
+    assert policy.scores(table, rows_of(0, 1), 0).tolist() == [11.0 - MAIN, 2.0 - MAIN]
     for _ in range(9):
         policy.accessed(table, rows_of(0), 5.0)
     assert policy.score(table, 0, 0) == 10 + 3 * 10 - MAIN
+
+
+def test_what_comes_back_joins_one_queue_of_s3_fifo() -> None:
+    """It is remembered, asked for at this moment, and not in the small queue that it would move from."""
+    policy, table = S3Fifo(), Blocks(4)
+    history, chain = UseHistory(policy, 64), rows_of(0, 1, 2, 3)
+    table.parent[:] = [-1, 0, 1, 2]
+    for now_s in (10.0, 20.0, 30.0):
+        table.any_part[:], table.uses[:], table.last_used[:] = 1, 0, now_s
+        history.admitted(table, chain, 0, now_s)
+        assert policy._small[0] + policy._main[0] == 4
+        assert policy._main[0] == (4 if now_s > 10.0 else 0)
+        table.any_part[:] = 0
+        history.removed(table, chain, 0)
+        assert (policy._small[0], policy._main[0]) == (0, 0)
+
+
+def test_what_is_dropped_for_another_reason_does_not_age_lfu() -> None:
+    policy, table = create_eviction_policy("lfu", 0), Blocks(2)
+    table.any_part[:], table.uses[:] = 1, [200, 0]
+    policy.admitted(table, rows_of(0), 0, 0.0)
+    policy.removed(table, rows_of(0), 0, evicted=False)
+    policy.admitted(table, rows_of(1), 0, 0.0)
+    assert policy.score(table, 1, 0) == 1.0

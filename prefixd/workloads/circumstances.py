@@ -25,9 +25,15 @@ def circumstances() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: version for name in _PACKAGES if (version := _version(name)) is not None},
         "commit": _commit(),
-        "command": [Path(sys.argv[0]).stem, *sys.argv[1:]],
+        "command": [Path(sys.argv[0]).stem, *map(_without_folders, sys.argv[1:])],
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
+
+
+def _without_folders(argument: str) -> str:
+    """An argument, of an absolute path its last part: the folders of a machine say nothing elsewhere."""
+    option, sign, value = argument.rpartition("=")
+    return f"{option}{sign}{Path(value).name}" if value.startswith("/") else argument
 
 
 def _processor() -> str:

@@ -41,6 +41,7 @@ def result_of(name: str, folder: Path, *arguments: str) -> dict[str, Any]:
     assert result["benchmark"] == name
     assert set(result["circumstances"]) >= {"machine", "cpus", "python", "versions", "commit", "command"}
     assert result["circumstances"]["versions"]["grpcio"]
+    assert result["circumstances"]["command"][:3] == [name, "--json", file.name], "of a file its name alone"
     return result
 
 

@@ -154,7 +154,7 @@ def _deadline_s(request: Any) -> float:
         return math.inf
     try:
         seconds = float(given)
-    except (TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError):
         seconds = math.nan
     if not seconds >= 0:
         log.warning(

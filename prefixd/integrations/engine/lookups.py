@@ -61,7 +61,8 @@ class Lookup:
     leasing_s: float = 0.0
     """When the lease that is under way was asked for."""
     late_s: float | None = None
-    """So long its answer may take before what is on disk is computed instead; None: for ever."""
+    """So long its answer may take, from the request's turn on, before what is on disk is computed instead; None: for
+    ever."""
     disk_bytes: int = 0
     """What the lease that is under way has to be read from disk for."""
     slow_disk: bool = False
@@ -429,9 +430,11 @@ class Lookups:
         return self._geometry.nbytes(-(-tokens // self._block_tokens))
 
     def _look_whether_late(self, lookup: Lookup) -> None:
-        """Gives a lease up that takes longer than expected, by some of what computing takes. It is given back when it
-        comes; what is in memory by now is asked for anew."""
-        if lookup.late_s is None or self._clock() - lookup.leasing_s <= lookup.late_s:
+        """Gives a lease up that takes longer than expected, by some of what computing takes, from when the engine waits
+        for it. It is given back when it comes; what is in memory by now is asked for anew."""
+        if lookup.late_s is None or lookup.turn_s is None:
+            return
+        if self._clock() - max(lookup.leasing_s, lookup.turn_s) <= lookup.late_s:
             return
         self.abandoned += 1
         if self._cost is not None:  # it takes longer yet

@@ -480,6 +480,19 @@ def test_a_lease_that_takes_longer_than_computing_is_given_up_and_what_came_is_l
     assert lookups.waited_s("r") is None and lookups._leases == 0
 
 
+def test_a_lease_ahead_of_its_turn_is_not_late_before_that(link: ScriptedLink) -> None:
+    lookups = lookups_over(link, cost=learned(1.0, disk_s=0.5))
+    lookups.add("r", SPEC, list(range(6 * BLOCK + 1)))
+    link.answer([C, C, D, D, D, D])
+    lookups.prepare("r", 0, 6 * BLOCK)
+    assert link.pending("acquire") == 1
+    link.now_s += 100.0
+    lookups.prepare("r", 0, 6 * BLOCK)
+    assert lookups.hit("r", 0, 6 * BLOCK) is None and lookups.abandoned == 0, "somebody waits from now on"
+    link.now_s += 4 * 0.5 + 0.1 * 6 + 0.1
+    assert lookups.hit("r", 0, 6 * BLOCK) is None and lookups.abandoned == 1
+
+
 def test_with_windows_a_lease_that_is_given_up_leaves_nothing_to_load(link: ScriptedLink) -> None:
     """A shorter prefix would need other bytes."""
     lookups = lookups_over(link, cost=learned(1.0, disk_s=0.5), geometry=WINDOWED)

@@ -338,6 +338,8 @@ class Loader:
         frames = request.trie.slots[rows, self._cache.tiers.compute.level, : request.run.slots].ravel().tolist()
         arrived = Arrived(request.id, request.run.blocks, frames)
         request.run.frames += frames
+        if request.resumed:  # what was found of its prompt was counted when it ran first
+            return arrived
         hits = np.bincount(tail.plan.tiers[-len(rows) :], minlength=len(self._cache.counters.hit_tokens))
         for tier, blocks in enumerate(hits.tolist()):
             tokens = blocks * request.trie.block_tokens

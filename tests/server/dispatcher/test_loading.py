@@ -231,3 +231,32 @@ async def test_a_load_whose_request_was_cancelled_teaches_nothing(make_bench: Ma
         await bench.quiet()
     assert bench.cost.load_s(BLOCKS * GEOMETRY.block_bytes, Distance.CPU) == before
     assert not bench.dispatcher.loader._claims._claimed
+
+
+async def test_what_a_request_that_was_interrupted_loads_beside_is_no_second_hit(make_bench: MakeBench) -> None:
+    bench = await make_bench(24)
+    request = await begun(bench)
+    bench.step()
+    await bench.until(lambda: any(isinstance(message, Extend) for message in bench.sent))
+    bench.engine.open.set()
+    await bench.until(lambda: any(isinstance(message, Arrived) for message in bench.sent))
+    hits = list(bench.cache.counters.hit_tokens)
+    bench.die()
+    trie = bench.cache.trie(bench.namespace)
+    tier = bench.cache.tiers.compute
+    await bench.until(lambda: request.state is not RequestState.RUNNING)
+    rows = trie.match(bench.namespace.root, request.chain).rows[::-1]
+    bench.cache.mover.placement.drop(trie, rows, tier)
+    for _ in range(5):
+        pace(bench, block_s=float(BLOCK))
+    bench.engine.open.clear()
+    bench.dispatcher.on_ready()
+    await bench.running(request)
+    assert request.tail is not None, "a part is loaded beside it again"
+    await bench.until(lambda: bench.engine.waiting)
+    bench.engine.open.set()
+    await bench.quiet()
+    await bench.finish(request)
+    assert sum(isinstance(message, Arrived) for message in bench.sent) == 2
+    assert bench.cache.counters.hit_tokens == hits == request.hit_tokens
+    assert sum(hits) <= bench.cache.counters.asked_tokens

@@ -140,7 +140,8 @@ class Prefetcher:
         under_way = (RequestState.STAGING, RequestState.WITHDRAWN)
         staged = ((number, self._staged.get(number)) for number in self._reading)
         self._reading = {number for number, request in staged if request is not None and request.state in under_way}
-        return len(self._reading | self._cpu_stage.reading) < _READS
+        others = (self._reading | self._cpu_stage.reading) - {request.id}  # what is read for it already goes on
+        return len(others) < _READS
 
     def hurry(self, request: Request) -> None:
         """A request whose prefix is on its way could run now."""

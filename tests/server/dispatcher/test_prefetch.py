@@ -215,6 +215,25 @@ def test_a_prefix_on_its_way_to_the_cpu_is_not_read_again_for_the_gpu() -> None:
     run(body, gpu=600, cpu=1200)
 
 
+def test_with_as_many_reads_as_may_be_those_that_move_on_to_the_gpu_are_not_begun_anew() -> None:
+    async def body(daemon: VirtualDaemon) -> None:
+        prompts = [prompt(number, 128) for number in range(1, 6)]
+        await on_disk_alone(daemon, prompts, others=3200)
+        await busy(daemon)
+        before = submit(daemon, prompt(800, 560), 1.0)
+        waiting = [submit(daemon, each, 10.0 + number) for number, each in enumerate(prompts)]
+        read = read_bytes(daemon)
+        await until(lambda: in_cpu(waiting[0]) == 128)
+        await asyncio.sleep(3.0)  # of the 4 that the next one takes
+        daemon.dispatcher.cancel(before)  # now the GPU tier has room
+        await until(lambda: all(request.state is READY for request in waiting[:4]))
+        assert read_bytes(daemon) - read == 4 * 128 * BLOCK_BYTES
+        for request in waiting:
+            daemon.dispatcher.cancel(request)
+
+    run(body, gpu=600, cpu=1600, disk=8000)
+
+
 @pytest.mark.parametrize("policy", ["fcfs", "fpf"])
 @pytest.mark.parametrize("bytes_per_s", [5e7, 1e9])
 def test_looking_ahead_is_never_slower_than_not(policy: str, bytes_per_s: float) -> None:

@@ -15,11 +15,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+import numpy.typing as npt
+
 from prefixd.cache import TieredCache
 from prefixd.cache.groups import GroupMask
 from prefixd.cache.holds import Hold
 from prefixd.cache.index.trie import Rows
 from prefixd.server.frame_budget import FrameBudget
+from prefixd.server.load_claims import LoadClaims
 from prefixd.server.load_meter import LoadMeter
 from prefixd.server.request import Request, RequestState
 from prefixd_scheduler import CostModel, Distance
@@ -85,6 +89,7 @@ class CpuStage:
         self._mover = cache.mover
         self._cost = cost
         self._meter = meter
+        self._claims = LoadClaims()
         self._sharers = sharers
         self._look = look
         self._budget = FrameBudget(cache.tiers.shared.footprint)
@@ -149,10 +154,7 @@ class CpuStage:
         if nbytes:
             self._ahead_bytes += nbytes
             if may_read and near.copy is None and not self._is_in_time():
-                near.copy = asyncio.create_task(self._bring(near, nbytes, due_s))
-                self._copies.add(near.copy)
-                self._reading.add(request.id)
-                near.copy.add_done_callback(partial(self._ended, near))
+                self._begin(near, due_s)
         return True
 
     def end_round(self) -> None:
@@ -202,21 +204,39 @@ class CpuStage:
         self._near[request.id] = near
         return near
 
-    def _ended(self, near: _Near, copy: asyncio.Task[None]) -> None:
+    def _begin(self, near: _Near, due_s: float) -> None:
+        """Reads what is on disk alone. What several of these requests wait for, the first of them counts."""
+        trie, tiers = near.request.trie, self._cache.tiers
+        lacking = trie.lacking(near.rows, tiers.shared.level, near.groups)
+        lacking &= trie.lacking(near.rows, tiers.compute.level, near.groups)
+        rows, groups = near.rows[lacking != 0], lacking[lacking != 0]
+        if not len(rows):
+            return
+        fresh = self._claims.claim(trie, rows)
+        near.copy = asyncio.create_task(self._bring(near, rows, groups, fresh, due_s))
+        self._copies.add(near.copy)
+        self._reading.add(near.request.id)
+        near.copy.add_done_callback(partial(self._ended, near, rows[fresh]))
+
+    def _ended(self, near: _Near, claimed: Rows, copy: asyncio.Task[None]) -> None:
+        self._claims.release(near.request.trie, claimed)
         self._copies.discard(copy)
         if self._near.get(near.request.id) is near:
             self._reading.discard(near.request.id)
         self._look()
 
-    async def _bring(self, near: _Near, nbytes: int, due_s: float) -> None:
+    async def _bring(
+        self, near: _Near, rows: Rows, groups: GroupMask, claimed: npt.NDArray[np.bool_], due_s: float
+    ) -> None:
         trie, shared = near.request.trie, self._cache.tiers.shared
-        mark, complete = self._meter.begin(), False
+        mark = self._meter.begin() if claimed.any() else None
+        complete = False
         try:
-            there = await self._mover.bring(trie, near.rows, shared, near.groups, urgency=Urgency.PREFETCH, due_s=due_s)
-            complete = there == len(near.rows)
+            there = await self._mover.bring(trie, rows, shared, groups, urgency=Urgency.PREFETCH, due_s=due_s)
+            complete = there == len(rows)
         except SwapError as error:
             log.error("the prefix of request %s could not be brought to the CPU tier: %s", near.request.name, error)
         finally:
-            elapsed_s = self._meter.end(mark)
-            if complete:
-                self._cost.observe_load(Distance.DISK, nbytes, elapsed_s)
+            elapsed_s = 0.0 if mark is None else self._meter.end(mark)
+            if complete and mark is not None:
+                self._cost.observe_load(Distance.DISK, int(trie.group_bytes[groups[claimed]].sum()), elapsed_s)

@@ -20,6 +20,7 @@ from prefixd.planner.workload import PlannedRequest, Workload, of_text_analysis
 from prefixd.server.request import Event, Request, RequestState
 from prefixd.settings import Settings
 from prefixd.workloads.text_analysis import Serving, TextAnalysis, TierSizes
+from prefixd_scheduler import Distance
 from prefixd_swap.simulated_time import SimulatedTimeLoop
 
 BLOCK = 16
@@ -76,6 +77,12 @@ async def opened(
 def prompt(number: int, blocks: int) -> PlannedRequest:
     """So many full blocks, and a token that has to be computed; answered with one token."""
     tokens = np.arange(blocks * BLOCK + 1, dtype=np.uint32) + number * 100_000
+    return PlannedRequest(0.0, partial(np.copy, tokens), len(tokens), 1)
+
+
+def ending_in(planned: PlannedRequest, token: int) -> PlannedRequest:
+    """The same blocks, and another token behind them."""
+    tokens = np.append(planned.prompt()[:-1], np.uint32(7_000_000 + token))
     return PlannedRequest(0.0, partial(np.copy, tokens), len(tokens), 1)
 
 
@@ -213,6 +220,24 @@ def test_a_prefix_on_its_way_to_the_cpu_is_not_read_again_for_the_gpu() -> None:
         daemon.dispatcher.cancel(request)
 
     run(body, gpu=600, cpu=1200)
+
+
+@pytest.mark.parametrize("requests", [1, 4])
+def test_a_prefix_that_several_share_is_learned_once(requests: int) -> None:
+    async def body(daemon: VirtualDaemon) -> None:
+        shared = prompt(1, 128)
+        await on_disk_alone(daemon, [shared], others=3200)
+        await busy(daemon)
+        before = submit(daemon, prompt(800, 560), 1.0)
+        waiting = [submit(daemon, ending_in(shared, number), 10.0 + number) for number in range(requests)]
+        await until(lambda: all(in_cpu(request) == 128 for request in waiting))
+        await asyncio.sleep(1.0)
+        nbytes = 128 * BLOCK_BYTES
+        assert daemon.dispatcher._cost.load_s(nbytes, Distance.DISK) == pytest.approx(nbytes / 1e6, rel=0.01)
+        for request in (before, *waiting):
+            daemon.dispatcher.cancel(request)
+
+    run(body, gpu=600, cpu=1600, disk=8000)
 
 
 def test_with_as_many_reads_as_may_be_those_that_move_on_to_the_gpu_are_not_begun_anew() -> None:

@@ -73,6 +73,7 @@ class CpuStage:
         cache: the cache.
         cost: knows how long a load takes.
         meter: measures loads that share the machine.
+        coming: blocks that are on their way to the GPU tier.
         sharers: how many dispatchers share the tier.
         look: called when a copy has ended: another may begin.
     """
@@ -82,6 +83,7 @@ class CpuStage:
         cache: TieredCache,
         cost: CostModel,
         meter: LoadMeter,
+        coming: LoadClaims,
         sharers: Callable[[], int],
         look: Callable[[], None],
     ) -> None:
@@ -89,6 +91,7 @@ class CpuStage:
         self._mover = cache.mover
         self._cost = cost
         self._meter = meter
+        self._coming = coming
         self._claims = LoadClaims()
         self._sharers = sharers
         self._look = look
@@ -205,11 +208,13 @@ class CpuStage:
         return near
 
     def _begin(self, near: _Near, due_s: float) -> None:
-        """Reads what is on disk alone. What several of these requests wait for, the first of them counts."""
+        """Reads what is on disk alone and not on its way to the GPU tier. What several of these requests wait for, the
+        first of them counts."""
         trie, tiers = near.request.trie, self._cache.tiers
         lacking = trie.lacking(near.rows, tiers.shared.level, near.groups)
         lacking &= trie.lacking(near.rows, tiers.compute.level, near.groups)
-        rows, groups = near.rows[lacking != 0], lacking[lacking != 0]
+        read = (lacking != 0) & ~self._coming.claimed(trie, near.rows)
+        rows, groups = near.rows[read], lacking[read]
         if not len(rows):
             return
         fresh = self._claims.claim(trie, rows)

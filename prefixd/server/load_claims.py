@@ -34,6 +34,14 @@ class LoadClaims:
             self._counts[trie.ordinal] = self._counts.get(trie.ordinal, 0) + int(np.count_nonzero(fresh))
         return fresh
 
+    def claimed(self, trie: Trie, rows: Rows) -> npt.NDArray[np.bool_]:
+        """[len(rows)]: which of them somebody has claimed."""
+        known = self._claimed.get(trie.ordinal, np.empty(0, np.bool_))
+        found = np.zeros(len(rows), np.bool_)
+        inside = rows < len(known)
+        found[inside] = known[rows[inside]]
+        return found
+
     def release(self, trie: Trie, rows: Rows) -> None:
         """What was claimed has come, or was given up."""
         if not len(rows):

@@ -59,6 +59,7 @@ class Loader:
 
     Attributes:
         counters: what was decided, and how well.
+        claims: blocks that are on their way to the GPU tier.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Loader:
         backlog_s: Callable[[], float],
     ) -> None:
         self.counters = LoadCounters()
+        self.claims = LoadClaims()
         self._cache = cache
         self._mover = cache.mover
         self._staged = staged
@@ -86,7 +88,6 @@ class Loader:
         self._mode = mode
         self._backlog_s = backlog_s
         self._under_way: WeakSet[PieceLoad] = WeakSet()
-        self._claims = LoadClaims()
         self._copies: dict[int, asyncio.Task[None]] = {}
         self._loads: dict[int, PieceLoad] = {}
         self._beside: dict[int, Request] = {}  # running requests beside which a part of their prefixes is loaded
@@ -240,7 +241,7 @@ class Loader:
 
     def _load(self, request: Request, urgency: Urgency, changed: Callable[[], None]) -> PieceLoad:
         name = f"request {request.name}"
-        args = (self._cache, self._cost, self._meter, self._claims, self._clock, name, request.trie, urgency, changed)
+        args = (self._cache, self._cost, self._meter, self.claims, self._clock, name, request.trie, urgency, changed)
         load = PieceLoad(*args, self._queued_bytes)
         self._under_way.add(load)
         return load

@@ -85,7 +85,7 @@ class Prefetcher:
         self._staged: dict[int, Request] = {}  # those that are STAGING, READY, or WITHDRAWN while a copy is under way
         self._reading: set[int] = set()  # requests whose loads began with bytes on disk, some of them ended
         self.loader = Loader(cache, self._staged, budget, cost, clock, look, self.unstage, load, backlog_s)
-        self._cpu_stage = CpuStage(cache, cost, LoadMeter(clock), sharers, look)
+        self._cpu_stage = CpuStage(cache, cost, LoadMeter(clock), self.loader.claims, sharers, look)
 
     async def stop(self) -> None:
         """Waits for the copies under way."""

@@ -209,7 +209,7 @@ async def test_a_movement_that_several_wait_for_is_learned_once(make_bench: Make
     bench.engine.open.set()
     await bench.quiet()
     assert bench.cost.load_s(BLOCKS * GEOMETRY.block_bytes, Distance.CPU) == pytest.approx(16.0, rel=0.01)
-    assert not bench.dispatcher.loader._claims._claimed
+    assert not bench.dispatcher.loader.claims._claimed
 
 
 async def test_a_load_whose_request_was_cancelled_teaches_nothing(make_bench: MakeBench) -> None:
@@ -230,7 +230,7 @@ async def test_a_load_whose_request_was_cancelled_teaches_nothing(make_bench: Ma
         bench.engine.open.set()
         await bench.quiet()
     assert bench.cost.load_s(BLOCKS * GEOMETRY.block_bytes, Distance.CPU) == before
-    assert not bench.dispatcher.loader._claims._claimed
+    assert not bench.dispatcher.loader.claims._claimed
 
 
 async def test_what_a_request_that_was_interrupted_loads_beside_is_no_second_hit(make_bench: MakeBench) -> None:

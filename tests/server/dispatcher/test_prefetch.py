@@ -240,6 +240,23 @@ def test_a_prefix_that_several_share_is_learned_once(requests: int) -> None:
     run(body, gpu=600, cpu=1600, disk=8000)
 
 
+def test_what_is_read_for_the_gpu_is_not_read_for_the_cpu_too() -> None:
+    async def body(daemon: VirtualDaemon) -> None:
+        shared = prompt(1, 128)
+        await on_disk_alone(daemon, [shared], others=3200)
+        await busy(daemon)
+        read = read_bytes(daemon)
+        waiting = [submit(daemon, shared, 1.0), submit(daemon, prompt(800, 560), 2.0)]
+        waiting.append(submit(daemon, ending_in(shared, 1), 3.0))
+        await until(lambda: waiting[0].state is READY)
+        await asyncio.sleep(10.0)
+        assert read_bytes(daemon) - read == 128 * BLOCK_BYTES
+        for request in waiting:
+            daemon.dispatcher.cancel(request)
+
+    run(body, gpu=600, cpu=1600, disk=8000)
+
+
 def test_with_as_many_reads_as_may_be_those_that_move_on_to_the_gpu_are_not_begun_anew() -> None:
     async def body(daemon: VirtualDaemon) -> None:
         prompts = [prompt(number, 128) for number in range(1, 6)]

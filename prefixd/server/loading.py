@@ -171,7 +171,7 @@ class Loader:
     def _stretches(self, request: Request) -> Iterator[Stretch]:
         """What was found, each stretch farther away than the one before; what is nearer amid it counts no bytes."""
         trie, rows = request.trie, request.found
-        distances = np.maximum.accumulate(trie.nearest[rows])
+        distances = np.maximum.accumulate(trie.distances(rows))
         needed = trie.needed(len(rows)) if trie.has_rules else None
         lacking = trie.lacking(rows, self._cache.tiers.compute.level, needed)
         for distance in np.unique(distances).tolist():

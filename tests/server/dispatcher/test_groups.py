@@ -12,6 +12,7 @@ from prefixd.cache.index.trie import CPU, GPU
 from prefixd.server.request import RequestState
 from prefixd.server.state_keeping import StateCounters, StatePolicy
 from prefixd.worker.protocol import Extend, Start
+from prefixd_scheduler import Distance
 
 from .conftest import BLOCK, MODELS
 
@@ -246,3 +247,20 @@ async def test_looks_for_a_state_that_is_not_kept_do_not_walk_the_whole_document
     assert all(request.id in bench.dispatcher.waiting and not len(request.rows) for request in waiting), asked
     assert asked <= 16, "each of them walks once at most"
     await bench.finish(runs, *waiting)
+
+
+async def test_a_block_of_which_nothing_is_needed_and_nothing_left_is_no_load(make_bench: MakeBench) -> None:
+    bench = await make_bench(K * 60, model="windows alone", policy="shortest-ready")
+    await bench.cached(LONG)
+    bench.cost.observe_compute(BLOCK, 1.0)
+    bench.cost.observe_load(Distance.CPU, 1 << 20, 0.001)
+    trie = bench.cache.trie(bench.namespace)
+    request = bench.request(LONG)
+    rows = trie.match(bench.namespace.root, request.chain).rows[:10]
+    assert trie.expired[rows].all()
+    bench.cache.mover.placement.drop(trie, rows, bench.cache.tiers.shared, trie.expired[rows])
+    bench.dispatcher.submit(request)
+    assert len(request.found) == 20 and request.queued.ready_s < 1.0
+    await bench.finish(request)
+    await run(bench, LONG)
+    assert bench.dispatcher.loader.counters.decided == 1, "the second one found everything in the GPU tier"

@@ -123,9 +123,16 @@ class Loader:
         return chosen
 
     def ready_s(self, request: Request) -> float:
-        """Estimated seconds of loading and computing until a waiting request's first token; infinite while unknown."""
+        """Estimated seconds of loading and computing until a waiting request's first token; infinite while unknown.
+
+        What lies in a tier from which no load was observed counts as at hand: a cache is there to be loaded from.
+        """
         plan = self._plan(request, tuple(self._stretches(request)), at_once=False, wait_s=0.0, to_carry_out=False)
-        return math.inf if plan.first_token_s is None else plan.first_token_s
+        if plan.first_token_s is not None:
+            return plan.first_token_s
+        cached_tokens = len(request.found) * request.trie.block_tokens
+        compute_s = self._cost.compute_s(request.chain.tokens - cached_tokens, cached_tokens)
+        return math.inf if compute_s is None else compute_s
 
     def _planned(self, request: Request, stretches: Sequence[Stretch], demanded: bool, turn_s: float) -> Rows:
         """As `plan_load` says, which knows no windows and states."""

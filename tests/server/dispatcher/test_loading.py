@@ -260,3 +260,15 @@ async def test_what_a_request_that_was_interrupted_loads_beside_is_no_second_hit
     assert sum(isinstance(message, Arrived) for message in bench.sent) == 2
     assert bench.cache.counters.hit_tokens == hits == request.hit_tokens
     assert sum(hits) <= bench.cache.counters.asked_tokens
+
+
+async def test_a_tier_from_which_nothing_was_loaded_yet_is_not_far_away(make_bench: MakeBench) -> None:
+    bench = await make_bench(64, policy="shortest-ready", max_running=1, look_ahead=0)
+    await bench.cached(PROMPT)
+    bench.cost.observe_compute(64, 64.0)
+    await bench.running(bench.submit(range(5), max_tokens=3))
+    cold = bench.submit(range(1000, 1000 + len(PROMPT)))
+    cached = bench.submit(PROMPT)
+    assert cached.queued.ready_s < cold.queued.ready_s
+    assert [queued.id for queued in bench.dispatcher.queue.window(2, bench.now)] == [cached.id, cold.id]
+    await bench.finish(cached, cold)

@@ -133,7 +133,8 @@ class CpuStage:
         return True
 
     def add(self, request: Request, *, due_s: float, may_read: bool) -> bool:
-        """A request beyond the GPU tier's room, of which `found` is exact; False when the CPU tier has no room for it.
+        """A request beyond the GPU tier's room, of which `found` is exact; False when the CPU tier has no room for it
+        while it holds what it holds. Of one that would never fit nothing is brought.
 
         Args:
             request: waits without a footprint.
@@ -147,6 +148,8 @@ class CpuStage:
         if near is None:
             needed = trie.lacking(request.found, tiers.compute.level, request.wanted)
             rows, groups = request.found[needed != 0], needed[needed != 0]
+            if int(trie.group_bytes[groups].sum()) > self._most_bytes:
+                return True  # left to its turn; others behind it fit
             if self._budget.taken + self._budget.weigh(trie, rows, groups) > self._room_bytes:
                 return False
             near = self._hold(request, rows, groups)
@@ -185,6 +188,11 @@ class CpuStage:
         for near in list(self._near.values()):
             self.end(near.request)
         await asyncio.gather(*self._copies, return_exceptions=True)
+
+    @property
+    def _most_bytes(self) -> int:
+        """What may ever be held."""
+        return self._cache.tiers.shared.capacity_bytes // _ROOM_SHARE // max(1, self._sharers())
 
     @property
     def _room_bytes(self) -> int:

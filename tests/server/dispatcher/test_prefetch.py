@@ -240,6 +240,23 @@ def test_a_prefix_that_several_share_is_learned_once(requests: int) -> None:
     run(body, gpu=600, cpu=1600, disk=8000)
 
 
+def test_a_prefix_larger_than_the_room_hides_nobody_behind_it() -> None:
+    """800 blocks, where half of the CPU tier has 600."""
+
+    async def body(daemon: VirtualDaemon) -> None:
+        prompts = [prompt(1, 800), prompt(2, 64)]
+        await on_disk_alone(daemon, prompts, others=3200)
+        await busy(daemon)
+        waiting = [submit(daemon, prompt(777, 860), 1.0)]
+        waiting += [submit(daemon, each, 10.0 + number) for number, each in enumerate(prompts)]
+        await asyncio.sleep(20.0)
+        assert [in_cpu(request) for request in waiting[1:]] == [0, 64]
+        for request in waiting:
+            daemon.dispatcher.cancel(request)
+
+    run(body, gpu=900, cpu=1200, disk=8000)
+
+
 def test_what_is_read_for_the_gpu_is_not_read_for_the_cpu_too() -> None:
     async def body(daemon: VirtualDaemon) -> None:
         shared = prompt(1, 128)

@@ -14,8 +14,8 @@ refresh
 **How stale a distance can be.** With n waiting requests that have w rows in all, a change is seen at the next refresh
 if the tail shows it, within n / 512 refreshes if a prefix grew, and within w / 16384 + n / 64 refreshes in any case.
 When more requests change at once than one refresh looks up, the next refreshes look them up, first come, first served.
-Where the policy asks how long a request takes until it is ready, 16 requests in turn are estimated anew besides: what
-loading and computing take is learned as it goes.
+Where the policy asks how long a request takes until it is ready, 16 requests in turn are estimated anew besides, fewer
+where these have more than 16,384 rows: what loading and computing take is learned as it goes.
 
 Distances only decide the order. A request is staged with exact rows: `verify` reads all of them at that moment.
 """
@@ -152,10 +152,17 @@ class PrefixTracker:
     def _estimate_in_turn(self) -> None:
         if self._ready_s is None:
             return
-        begin, self._next_estimate = self._turn(self._next_estimate, _ESTIMATES)
-        for request in self._requests[begin : self._next_estimate]:
+        begin, end = self._turn(self._next_estimate, _ESTIMATES)
+        rows_left = self._rows_a_refresh
+        for at in range(begin, end):
+            request = self._requests[at]
             if request is not None:
+                if rows_left < len(request.found) and rows_left < self._rows_a_refresh:
+                    end = at
+                    break
+                rows_left -= len(request.found)
                 self._tell_queue(request)
+        self._next_estimate = end
 
     def _look_at_tails(self, trie: Trie) -> None:
         slots = np.flatnonzero(self._tail >= 0)

@@ -182,6 +182,36 @@ async def test_many_changes_at_once_are_looked_up_over_several_refreshes(make_be
     assert not tracker._changed
 
 
+@pytest.mark.parametrize(("rows_a_refresh", "estimated"), [(1, 1), (8, 2), (11, 2), (100, 10)])
+async def test_a_refresh_estimates_requests_of_so_many_rows_in_turn(
+    make_bench: MakeBench, rows_a_refresh: int, estimated: int
+) -> None:
+    """4 rows each; one at least."""
+    asked: list[int] = []
+
+    def ready_s(request: Request) -> float:
+        asked.append(request.id)
+        return 1.0
+
+    bench = await make_bench(8, cpu_slots=40)
+    queue = RequestQueue(create_policy("shortest-ready"), 100)
+    tracker = PrefixTracker(bench.cache, queue, rows_a_refresh=rows_a_refresh, ready_s=ready_s)
+    waiting = []
+    for number in range(10):
+        tokens = range(100 * number, 100 * number + 25)
+        await bench.cached(tokens[:17])
+        waiting.append(bench.request(tokens))
+        queue.push(waiting[-1].queued)
+        tracker.add(waiting[-1])
+    while tracker._left > 0:
+        tracker.refresh()
+    tracker._next_estimate = 0
+    asked.clear()
+    for refresh in range(1, 10 // estimated + 1):
+        tracker.refresh()
+        assert asked == [request.id for request in waiting][: refresh * estimated]
+
+
 async def test_a_prefix_that_grew_is_seen(make_bench: MakeBench) -> None:
     bench, tracker, waiting = await watched(make_bench, 10, rows_a_refresh=1000)
     await bench.cached(range(300, 325))  # the third one's, all of it

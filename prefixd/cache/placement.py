@@ -173,11 +173,12 @@ class Placement:
 
     # -- which bytes are wanted ---------------------------------------------------------------------------------
 
-    def touch(self, trie: Trie, path: Rows) -> None:
-        """A prompt was found to continue after `path`: it counts as used, and what it needs is wanted."""
+    def touch(self, trie: Trie, path: Rows, counted: int = 0) -> None:
+        """A prompt was found to continue after `path`: it counts as used, and what it needs is wanted. The first
+        `counted` blocks were counted for the same request before."""
         now_s, queued = self.clock(), self.queued_blocks
         before = self.to_write(trie, path) if trie.has_rules or self.admit_uses else None
-        self.uses.accessed(trie, path, now_s)
+        self.uses.accessed(trie, path[counted:], now_s)
         trie.touch(path, now_s)
         if trie.has_rules:
             trie.revive(path)

@@ -117,7 +117,7 @@ class Prefetcher:
         request.stage(Footprint(self._cache, self._budget, owner, trie, rows, images, behind))
         self._staged[request.id] = request
         if request not in self._cpu_stage:  # else it was touched when it came near
-            self._mover.placement.touch(trie, rows)
+            self._mover.placement.touch(trie, rows, request.count_use(len(rows)))
         missing = trie.lacking(rows, self._cache.tiers.compute.level, request.wanted)
         distances, nbytes = [*tiers.tolist()], int(trie.group_bytes[missing].sum())
         if images is not None:

@@ -158,6 +158,8 @@ class Request:
         fork_of: a request with the same prompt, as far as is known: the worker copies what that one has computed of it
             behind the full blocks.
         others_blocks: so many blocks from the first on were cached when it ran first: others computed them.
+        used_blocks: so many of its cached blocks, from the first on, were counted as used by it, however often it is
+            staged.
         turn: its number among all requests in the order in which they were handed over last; 0 before.
         lost_tokens: when it was preempted, so many tokens had been computed; 0 when it was not, or runs again.
     """
@@ -189,6 +191,7 @@ class Request:
     resumed: int = 0
     attempts: int = 0
     setbacks: int = 0
+    used_blocks: int = 0
     others_blocks: int | None = None
     fork_of: int = -1
     lost_tokens: int = 0
@@ -367,6 +370,11 @@ class Request:
         if self._run is None:
             raise IllegalTransitionError(f"request {self.name} has no run while it is {self.state.name}")
         return self._run
+
+    def count_use(self, blocks: int) -> int:
+        """So many of its cached blocks are about to be used; returns how many of them were counted before."""
+        counted, self.used_blocks = self.used_blocks, max(self.used_blocks, blocks)
+        return counted
 
     # -- transitions --------------------------------------------------------------------------------------------
     # Each raises IllegalTransitionError, and changes nothing, in a state that does not allow it.

@@ -157,6 +157,29 @@ async def test_who_leaves_the_window_loses_its_hold_but_not_its_blocks(make_benc
     assert staged.hit_tokens == [16, 0, 0]
 
 
+async def test_a_request_uses_its_prefix_once_however_often_it_is_staged(make_bench: MakeBench) -> None:
+    bench = await make_bench(32, max_running=1, look_ahead=1)
+    await bench.cached(WARM)
+    await bench.running(bench.submit(range(5), max_tokens=3))
+
+    async def waits() -> set[int]:
+        bench.now += 10.0
+        request = bench.submit(WARM)
+        await bench.until(lambda: request.state is READY)
+        for _ in range(3):
+            bench.now += 5.0
+            urgent = bench.submit(range(1000, 1005), priority=-1)
+            await bench.until(lambda: request.state is WAITING)
+            bench.dispatcher.cancel(urgent)
+            await bench.until(lambda: request.state is READY)
+        uses = set(request.trie.uses[request.rows].tolist())
+        assert set(request.trie.last_used[request.rows].tolist()) == {bench.now}
+        bench.dispatcher.cancel(request)
+        return uses
+
+    assert [await waits(), await waits()] == [{1}, {2}]
+
+
 async def test_a_copy_under_way_keeps_its_frames_when_its_request_leaves_the_window(make_bench: MakeBench) -> None:
     bench = await make_bench(6, max_running=1, look_ahead=0)
     await bench.cached(WARM)

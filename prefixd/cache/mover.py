@@ -281,7 +281,7 @@ class Mover:
         tier: MemoryTier,
         wanted: GroupMask | None = None,
         *,
-        urgency: Urgency = Urgency.DEMAND,
+        urgency: Urgency | Callable[[], Urgency] = Urgency.DEMAND,
         due_s: float | None = None,
     ) -> int:
         """Brings `rows` (held in `tier` by the caller) into `tier`; returns how many, from the first, are there.
@@ -295,13 +295,14 @@ class Mover:
             rows: [m] blocks.
             tier: where to.
             wanted: [m] KV groups of each that have to be there; all by default.
-            urgency: how urgent it is for this caller.
+            urgency: how urgent it is for this caller; asked for each movement that begins, where it may change.
             due_s: when he wants it, on the clock of the transfers: of equally urgent movements the first one due goes
                 first.
         """
         if wanted is None:
             wanted = np.full(len(rows), trie.all_groups, np.uint8)
-        while await self._bring_once(trie, rows, tier, wanted, urgency, due_s):
+        urgency_now = urgency if callable(urgency) else partial(Urgency, urgency)
+        while await self._bring_once(trie, rows, tier, wanted, urgency_now, due_s):
             pass  # what others bring may be other KV groups of the same block
         there = trie.lacking(rows, tier.level, wanted) == 0
         return len(rows) if there.all() else int(there.argmin())
@@ -318,7 +319,13 @@ class Mover:
         return movement or self._moving.get((trie.ordinal, row, self.tiers.shared.level))
 
     async def _bring_once(
-        self, trie: Trie, rows: Rows, tier: MemoryTier, wanted: GroupMask, urgency: Urgency, due_s: float | None
+        self,
+        trie: Trie,
+        rows: Rows,
+        tier: MemoryTier,
+        wanted: GroupMask,
+        urgency: Callable[[], Urgency],
+        due_s: float | None,
     ) -> bool:
         """Moves what is lacking and nobody moves, some at a time, and waits for it and for what others move.
 
@@ -343,10 +350,10 @@ class Mover:
                         fresh.append(at)
                     elif movement not in others:
                         others.add(movement)
-                        movement.join(urgency, due_s)
+                        movement.join(urgency(), due_s)
                         joined.callback(movement.leave)
                 if fresh:
-                    own.append(self._start(trie, rows[here][fresh], tier, lacking[fresh], urgency, due_s))
+                    own.append(self._start(trie, rows[here][fresh], tier, lacking[fresh], urgency(), due_s))
                     joined.callback(own[-1].leave)
                 else:
                     await give_way()

@@ -179,8 +179,9 @@ class PieceLoad:
     async def _bring(self, rows: Rows, wanted: GroupMask | None) -> bool:
         mover, compute = self._cache.mover, self._cache.tiers.compute
         try:
-            urgency, due_s = self._urgency, self.due_s
-            there = await mover.bring(self._trie, rows, compute, wanted, urgency=urgency, due_s=due_s)
+            there = await mover.bring(
+                self._trie, rows, compute, wanted, urgency=lambda: self._urgency, due_s=self.due_s
+            )
             return there == len(rows)
         except SwapError as error:
             log.error("blocks for %s could not be brought up: %s", self._name, error)

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from prefixd.cache import mover
 from prefixd.server import piece_load, tail_load
 from prefixd.server.request import RequestState
 from prefixd.worker.protocol import Arrived, Cancel, Extend, Start
 from prefixd_scheduler import Distance
+from prefixd_swap.transfers import Urgency
 
 from .conftest import BLOCK, GEOMETRY, Bench
 
@@ -272,3 +274,30 @@ async def test_a_tier_from_which_nothing_was_loaded_yet_is_not_far_away(make_ben
     assert cached.queued.ready_s < cold.queued.ready_s
     assert [queued.id for queued in bench.dispatcher.queue.window(2, bench.now)] == [cached.id, cold.id]
     await bench.finish(cached, cold)
+
+
+async def test_a_load_that_somebody_waits_for_stays_urgent_to_its_end(
+    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One piece of 16 blocks, which move two at a time."""
+    monkeypatch.setattr(piece_load, "_PIECES", 1)
+    monkeypatch.setattr(mover, "_MOVED_AT_ONCE", 2)
+    bench = await make_bench(64, max_running=1, load="always")
+    await bench.cached(PROMPT)
+    busy = bench.submit(range(5), max_tokens=3)
+    await bench.running(busy)
+    bench.engine.open.clear()
+    request = bench.submit(PROMPT)
+    await bench.until(lambda: bench.engine.waiting)
+    bench.dispatcher.cancel(busy)
+    bench.answer_cancels()
+    urgencies: set[Urgency] = set()
+    while request.id not in bench.runs:
+        await bench.quiet_but_for_copies()
+        urgencies |= {movement.urgency for movement in bench.cache.mover._moving.values()}
+        bench.engine.open.set()
+        await asyncio.sleep(0)
+        bench.engine.open.clear()
+    bench.engine.open.set()
+    assert urgencies == {Urgency.DEMAND}
+    await bench.finish(request)

@@ -43,9 +43,15 @@ def plan_command(
         Path, _option("--trace", None, "FILE", "Requests: a JSON object a line, in the format of Mooncake's traces.")
     ],
     model: Annotated[
-        str, _option("--model", MACHINE, "NAME", "Such as llama-3-8b, or a directory with a Hugging Face config.json.")
+        str,
+        _option(
+            "--model",
+            MACHINE,
+            "NAME",
+            "A known name such as llama-3-8b, or a directory with a Hugging Face config.json.",
+        ),
     ],
-    gpu: Annotated[str, _option("--gpu", MACHINE, "SIZE", "GPU tier: what the GPU has left for keys and values.")],
+    gpu: Annotated[str, _option("--gpu", MACHINE, "SIZE", "GPU tier: GPU memory that is left for keys and values.")],
     cpu: Annotated[str, _option("--cpu", MACHINE, "SIZES", "CPU tier; with --sweep sizes joined by commas.")],
     disk: Annotated[str, _option("--disk", MACHINE, "SIZES", "Disk tier, 0: none; as --cpu.")] = "0",
     hardware: Annotated[
@@ -70,11 +76,17 @@ def plan_command(
             "--eviction",
             DAEMON,
             "POLICIES",
-            "What goes first: lru, fifo, random, lfu, s3-fifo, weighing; with --sweep joined by commas.",
+            "Eviction policy: lru, fifo, random, lfu, s3-fifo, weighing; with --sweep joined by commas.",
         ),
     ] = None,
     look_ahead: Annotated[
-        str | None, _option("--look-ahead", DAEMON, "COUNT", "Requests whose prefixes are brought up ahead.")
+        str | None,
+        _option(
+            "--look-ahead",
+            DAEMON,
+            "COUNT",
+            "How many waiting requests' prefixes are brought up before their turn; auto or a number.",
+        ),
     ] = None,
     max_running: Annotated[
         int, typer.Option(min=1, rich_help_panel=DAEMON, help="Requests that the GPU computes at once.")
@@ -83,26 +95,41 @@ def plan_command(
         int, typer.Option(min=1, rich_help_panel=DAEMON, help="Most tokens of prompts in a pass.")
     ] = 2048,
     block_tokens: Annotated[
-        int, typer.Option(min=1, rich_help_panel=DAEMON, help="Tokens of a block; the trace tells no less than 512.")
+        int,
+        typer.Option(
+            min=1,
+            rich_help_panel=DAEMON,
+            help="Tokens of a block. The trace names blocks of 512 tokens, so smaller ones find no more.",
+        ),
     ] = 512,
     config: ConfigFile = None,
     assignments: Assignments = None,
-    speed: Annotated[float, typer.Option(min=1e-6, help="So many times as fast as the trace was recorded.")] = 1.0,
+    speed: Annotated[
+        float, typer.Option(min=1e-6, help="Play the trace this many times as fast as it was recorded.")
+    ] = 1.0,
     limit: Annotated[
-        int | None, typer.Option(min=1, show_default=False, help="Only the first so many requests.")
+        int | None, typer.Option(min=1, show_default=False, help="Use only the first N requests of the trace.")
     ] = None,
     timed: Annotated[
         int | None,
         typer.Option(
-            min=1, show_default=False, help="In virtual time only the first so many; the miss-ratio curve is of all."
+            min=1,
+            show_default=False,
+            help="Play only the first N requests in virtual time; the miss-ratio curve is of all.",
         ),
     ] = None,
-    sweep: Annotated[bool, typer.Option("--sweep", help="Many machines: how much memory and disk is enough?")] = False,
+    sweep: Annotated[
+        bool, typer.Option("--sweep", help="Plan several machines, and say how much memory and disk is enough.")
+    ] = False,
     curve: Annotated[
-        bool, typer.Option(help="The miss-ratio curve too: one tier of any size under every policy, and the optimum.")
+        bool,
+        typer.Option(
+            help="Also compute the miss-ratio curve: one tier, by size, under every eviction policy and the optimum."
+        ),
     ] = True,
     jobs: Annotated[
-        int | None, typer.Option(min=1, show_default=False, help="Processes; by default as many as there are cores.")
+        int | None,
+        typer.Option(min=1, show_default=False, help="Processes to use; by default as many as there are cores."),
     ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", show_default=False, help="Write the figures to this file.")
@@ -111,14 +138,14 @@ def plan_command(
         Path | None, typer.Option("--plot", metavar="FILE", show_default=False, help="Draw them to this file.")
     ] = None,
 ) -> None:
-    """Say what a daemon on a machine would do with the requests of a trace: hits, waiting, throughput, wear.
+    """Predict hits, waiting times, throughput and disk writes of a daemon for a trace, without running one.
 
-    The daemon's own index, policies, prefetcher, dispatcher and cost model run in virtual time, over tiers without
-    bytes and a GPU that computes nothing. What is assumed of the machine is printed; measure one with
-    `prefixd doctor --calibrate`.
+    The daemon's own index, policies, prefetcher, dispatcher and cost model run in virtual time. The tiers hold no bytes
+    and the GPU computes nothing. The command prints what it assumes of the machine; `prefixd doctor --calibrate`
+    measures one instead.
 
-    The miss-ratio curve of a long trace is computed from a sample of its blocks, a million requests in minutes. Virtual
-    time takes some milliseconds a request: --timed bounds it.
+    Virtual time takes about 13 ms a request; --timed N plays only the first N. The miss-ratio curve is of all requests;
+    of a long trace it is estimated from a sample of the blocks, in minutes for a million requests.
 
     With --sweep the sizes of --cpu and --disk, and the names of --policy and --eviction, may be lists; a single size is
     tried at a quarter, half, once and twice.
@@ -175,7 +202,7 @@ def plan_command(
         *_of_disks(plans),
         *workload.assumptions,
         f"{settings.worker.max_running} requests run at once, passes of {settings.worker.max_step_tokens} tokens, "
-        f"blocks of {settings.worker.block_tokens} tokens, {settings.scheduler.look_ahead} requests looked ahead",
+        f"blocks of {settings.worker.block_tokens} tokens, scheduler.look_ahead = {settings.scheduler.look_ahead}",
     ]
     began_s = time.perf_counter()
     with ended_by_sigterm():
@@ -304,7 +331,7 @@ def _print(
     arrival_s: float,
 ) -> None:
     from prefixd.cli import render
-    from prefixd.planner.sweep import ENOUGH, MEMORY_PRICE, enough
+    from prefixd.planner.sweep import ENOUGH, MEMORY_PRICE, enough, soonest
 
     out = render.console()
     out.print("Assumed:")
@@ -330,6 +357,10 @@ def _print(
             style="bold green" if sweep and plan is best[0] else None,
         )
     out.print(made)
+    out.print(
+        "Hits by tier: where the tokens were when they were brought up for the request. The look-ahead may have read "
+        "them from disk into the CPU tier before that."
+    )
     first = points[0][1]
     if first.achievable_hit_rate is not None:
         of_all = " of all requests, the refused ones too" if first.refused else ""
@@ -345,6 +376,14 @@ def _print(
             f"with {plan.plan.settings.scheduler.policy} and {plan.plan.settings.cache.eviction}: the cheapest that "
             f"finds {ENOUGH:.0%} of what the best finds; a byte of memory counts as {MEMORY_PRICE} of disk."
         )
+        other, its = soonest(points, best)
+        if its.ttft_s.p50 < _SOONER * figures.ttft_s.p50:
+            out.print(
+                f"With these sizes the first token comes soonest with {other.plan.settings.scheduler.policy} and "
+                f"{other.plan.settings.cache.eviction}: after {render.duration(its.ttft_s.p50)} (median) instead of "
+                f"{render.duration(figures.ttft_s.p50)}, with {its.hit_rate:.1%} found instead of "
+                f"{figures.hit_rate:.1%}."
+            )
     out.print(f"{requests * len(points):,} requests planned in {render.duration(took_s)}.")
 
 
@@ -364,6 +403,8 @@ def _print_curve(curve: Curve, token_bytes: int) -> None:
 
 
 _FULL = 0.98
+_SOONER = 0.9
+"""A median first token that comes this much sooner under another policy is worth a line."""
 _LATE = 1.1
 """When the last answer comes so many times as late as the last request, the queue has grown."""
 

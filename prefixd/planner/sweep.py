@@ -192,3 +192,13 @@ def enough(points: Sequence[Point]) -> Point:
     best = max(figures.hit_rate for _, figures in points)
     good = [point for point in points if point[1].hit_rate >= ENOUGH * best]
     return min(good, key=lambda point: (point[0].price, -point[1].requests_per_s))
+
+
+def soonest(points: Sequence[Point], chosen: Point) -> Point:
+    """Of the plans with the sizes of `chosen`, the one with the smallest median time to the first token; `chosen` where
+    none takes less than it."""
+    plan, _ = chosen
+    alike = [
+        point for point in points if (point[0].cpu_bytes, point[0].disk_bytes) == (plan.cpu_bytes, plan.disk_bytes)
+    ]
+    return min([chosen, *alike], key=lambda point: point[1].ttft_s.p50)

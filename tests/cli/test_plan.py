@@ -64,6 +64,26 @@ def test_a_sweep_says_how_much_is_enough(cli: Cli, trace: Path, tmp_path: Path) 
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_sweep_names_the_policy_with_the_soonest_first_token(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short prompts behind long ones, all at once: `shortest-ready` lets the short ones go first."""
+    lines = []
+    for at in range(24):
+        ids = [1000 * at + block for block in range(1 if at % 4 else 24)]
+        lines.append({"timestamp": 0, "input_length": 512 * len(ids), "output_length": 3, "hash_ids": ids})
+    (tmp_path / "mixed.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = ("plan", "--trace", str(tmp_path / "mixed.jsonl"), *MACHINE, "--sweep", "--cpu", "1GiB,2GiB", "--no-curve")
+    line = "With these sizes the first token comes soonest with shortest-ready and lru: after"
+    for chosen, told in ((0, True), (1, False)):  # what is enough is fcfs, then shortest-ready itself
+        monkeypatch.setattr("prefixd.planner.sweep.enough", lambda points, at=chosen: points[at])
+        done = cli(*words, "--jobs", "2", "--max-running", "1", "--policy", "fcfs,shortest-ready")
+        assert done.exit_code == 0, done.stderr
+        said = " ".join(done.stdout.split())
+        assert (line in said) is told
+        assert "Hits by tier: where the tokens were when they were brought up" in said
+
+
 def test_the_curve_is_of_all_requests_where_only_some_are_timed(cli: Cli, trace: Path, tmp_path: Path) -> None:
     words = ("plan", "--trace", str(trace), *MACHINE, "--cpu", "1GiB", "--json", "plan.json", "--jobs", "1")
     done = cli(*words, "--timed", "4")

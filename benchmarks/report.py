@@ -17,7 +17,8 @@ Makes one HTML page of the results in a folder, to be opened in any browser; it 
     python -m benchmarks.text_analysis --json results/text_analysis.json
     python -m benchmarks.report results --output report.html
 
-At its top: which policy, how much memory, what the cache brings. Below, a section a result with figures."""
+At its top, for each kind of requests: which queue policy, how much memory, what that brings. Below, a section for each
+result, with its figures."""
 
 SECTIONS: Mapping[str, Callable[[Result], Section]] = {
     "plan": plan.section,

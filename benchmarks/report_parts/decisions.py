@@ -71,8 +71,8 @@ def load_or_recompute(result: Result) -> Section:
         tables=[Table(("disk", "tokens", *loads.MODES, "auto against the better"), rows)],
         cards=[
             Card(
-                "A slow disk?",
-                "load = auto",
+                "Load or compute, on a slow disk?",
+                "scheduler.load = auto",
                 f"at most {max(content['worst_regret'], 0):.0%} later than the better of loading and computing, on "
                 f"disks from {slowest:g} to {fastest:g} MB/s",
                 "load_or_recompute",

@@ -18,8 +18,22 @@ Draw = Callable[[Any], None]
 
 
 @dataclass(frozen=True, slots=True)
+class Choice:
+    """A row of the table at the top: what to set for one kind of requests, with the figures that decide it."""
+
+    requests: str
+    policy: str
+    policy_why: str
+    memory: str
+    memory_why: str
+    gain: str
+    anchor: str
+    """The section that shows it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Card:
-    """An answer for who has ten seconds."""
+    """A further answer below that table."""
 
     question: str
     answer: str
@@ -58,17 +72,21 @@ class Section:
     result: Result
     pictures: Sequence[Picture] = ()
     tables: Sequence[Table] = ()
+    choices: Sequence[Choice] = ()
     cards: Sequence[Card] = field(default_factory=tuple)
 
 
 def render(sections: Sequence[Section], others: Sequence[Section]) -> str:
-    """The page: the cards of `sections`, then the sections; `others` folded away at its end."""
+    """The page: choices and cards of `sections`, then the sections; `others` folded away at its end."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
     environment.filters["svg"] = _svg
     cards = [card for section in sections for card in section.cards]
-    return environment.get_template("page.html.j2").render(cards=cards, sections=sections, others=others)
+    choices = [choice for section in sections for choice in section.choices]
+    return environment.get_template("page.html.j2").render(
+        choices=choices, cards=cards, sections=sections, others=others
+    )
 
 
 def _svg(picture: Picture) -> str:

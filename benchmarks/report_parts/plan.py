@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.report_parts.page import Card, Picture, Section, Table
+from benchmarks.report_parts.page import Card, Choice, Picture, Section, Table
 from benchmarks.report_parts.results import Result
 from benchmarks.report_parts.runs import duration
 
@@ -13,6 +13,7 @@ Point = Mapping[str, Any]
 
 _GIB = 1 << 30
 _FULL = 0.98
+_ALIKE = 0.01
 _COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777")
 _MARKS = "osD^vP*X"
 
@@ -23,27 +24,45 @@ def section(result: Result) -> Section:
     points: Sequence[Point] = content["points"]
     enough = next(point for point in points if all(point[name] == value for name, value in content["enough"].items()))
     achievable = points[0]["achievable_hit_rate"]
-    most = f"; a cache without limits would find {achievable:.1%}" if achievable is not None else ""
+    most = f" of {achievable:.1%} possible" if achievable is not None else ""
     tried = "the only machine tried" if len(points) == 1 else f"the cheapest of {len(points)} that finds nearly as much"
-    full = "; the GPU computes all the time, so requests queue" if enough["gpu_busy"] > _FULL else ""
-    card = Card(
-        f"How much memory for {content['model']}?",
-        f"{size(enough['cpu_bytes'])} CPU, {size(enough['disk_bytes'])} disk",
-        f"{enough['hit_rate']:.1%} of the prompt tokens are found{most}; first token after "
-        f"{duration(enough['ttft_s']['p50'])} (median), with {enough['policy']} and {enough['eviction']}; {tried}"
-        f"{full}",
+    disk = size(enough["disk_bytes"])
+    bare = [point["hit_rate"] for point in points if not point["disk_bytes"]] if enough["disk_bytes"] else []
+    without = f"; without a disk {max(bare):.1%} at most" if bare else ""
+    full = ". One GPU is too slow for these requests: the queue grows" if enough["gpu_busy"] > _FULL else ""
+    choice = Choice(
+        f"Plan: {content['trace'].removesuffix('.jsonl')} on {content['model']}",
+        *_policy(points, enough),
+        f"{size(enough['cpu_bytes'])} CPU, {disk} disk",
+        tried,
+        f"{enough['hit_rate']:.1%}{most} of the prompt tokens are found{without}{full}",
         "plan",
     )
     return Section(
         "plan",
         f"Plan: {content['trace']} on {content['model']}",
         f"{points[0]['requests']:,} requests in virtual time on {len(points)} machines; planned in "
-        f"{duration(content['planning_s'])}.",
+        f"{duration(content['planning_s'])}. Columns by tier say where the tokens were when they were brought up "
+        "for the request: the look-ahead may have read them from disk into CPU memory before that.",
         result,
         pictures=[_picture(points, enough, achievable), *([_curve(content["curve"])] if content["curve"] else [])],
         tables=[_table(points, enough), Table(("Assumed",), [(line,) for line in content["assumptions"]])],
-        cards=[card, *([_eviction_card(content["curve"])] if content["curve"] else [])],
+        choices=[choice],
+        cards=[_eviction_card(content["curve"])] if content["curve"] else [],
     )
+
+
+def _policy(points: Sequence[Point], enough: Point) -> tuple[str, str]:
+    """Of the policies that were planned with the sizes that are enough: the one with the soonest first token."""
+    sizes = ("cpu_bytes", "disk_bytes")
+    alike = [point for point in points if all(point[name] == enough[name] for name in sizes)]
+    soonest = min(alike, key=lambda point: point["ttft_s"]["p50"])
+    waits = ", ".join(
+        f"{point['policy']} with {point['eviction']} {duration(point['ttft_s']['p50'])}, {point['hit_rate']:.1%} found"
+        for point in alike
+    )
+    compared = f"first token, median: {waits}" if len(alike) > 1 else f"the only one planned, with {enough['eviction']}"
+    return soonest["policy"], compared
 
 
 def _eviction_card(curve: Mapping[str, Any]) -> Card:
@@ -54,11 +73,14 @@ def _eviction_card(curve: Mapping[str, Any]) -> Card:
     best = max(policies, key=lambda name: total[name])
     gains = [ours - lru for ours, lru in zip(rates[best], rates["lru"], strict=True)]
     at = max(range(len(gains)), key=lambda place: gains[place])
+    tokens = [blocks * curve["block_tokens"] / 1e6 for blocks in curve["capacity_blocks"]]
+    alike = next((place for place in range(len(gains)) if max(gains[place:]) < _ALIKE), None)
+    until = f"; from {tokens[alike]:.3g} million on LRU finds as much, within 1%" if alike else ""
     return Card(
-        "What goes first when memory is full?",
+        "Eviction, when memory is full?",
         best,
-        f"at {curve['capacity_blocks'][at]:,} blocks it finds {rates[best][at]:.1%}, LRU {rates['lru'][at]:.1%} and "
-        f"the best there could be {rates['optimum'][at]:.1%}",
+        f"with room for {tokens[at]:.3g} million tokens it finds {rates[best][at]:.1%}, LRU {rates['lru'][at]:.1%}, "
+        f"the optimum {rates['optimum'][at]:.1%}{until}",
         "plan",
     )
 
@@ -72,7 +94,7 @@ def _curve(curve: Mapping[str, Any]) -> Picture:
         axes.axhline(100 * curve["without_limits"], color="#999999", linestyle=":", label="without limits")
         axes.set_xscale("log")
         axes.set_xlabel(f"size of one tier, blocks of {curve['block_tokens']} tokens")
-        axes.set_title("blocks found, %, by what goes first")
+        axes.set_title("blocks found, %, by eviction policy")
         axes.set_ylim(0, None)
         axes.legend(frameon=False, fontsize="small", ncols=2)
 
@@ -111,7 +133,7 @@ def _table(points: Sequence[Point], enough: Point) -> Table:
     tiers = list(dict.fromkeys(tier for point in points for tier in point["hits"]))
     rows = [
         (
-            f"{size(point['cpu_bytes'])} + {size(point['disk_bytes'])}",
+            f"{size(point['cpu_bytes'])} + {size(point['disk_bytes'])} disk",
             point["policy"],
             point["eviction"],
             f"{point['hit_rate']:.1%}",
@@ -123,7 +145,17 @@ def _table(points: Sequence[Point], enough: Point) -> Table:
         )
         for point in points
     ]
-    columns = ("CPU + disk", "policy", "eviction", "found", *tiers, "first token p50", "p95", "requests/s", "to disk")
+    columns = (
+        "CPU + disk",
+        "policy",
+        "eviction",
+        "found",
+        *(f"in {tier}" for tier in tiers),
+        "first token p50",
+        "p95",
+        "requests/s",
+        "to disk",
+    )
     return Table(columns, rows, best=list(points).index(enough))
 
 

@@ -36,13 +36,12 @@ def fastest(runs: Sequence[Run]) -> Run:
     return max(runs, key=lambda run: run.requests_per_s)
 
 
-def pictures(runs: Sequence[Run], title: str) -> list[Picture]:
-    """Requests a second, time to the first token and where hits came from, side by side; a row a run."""
+def pictures(runs: Sequence[Run], title: str, best: Run) -> list[Picture]:
+    """Requests a second, time to the first token and where hits came from, side by side; a row a run. Names differ."""
 
     def draw(figure: Any) -> None:
         rate, wait, tiers = figure.subplots(1, 3, sharey=True)
         names = [run.name for run in runs]
-        best = fastest(runs)
         bars = rate.barh(
             names, [run.requests_per_s for run in runs], color=[BEST if run is best else PLAIN for run in runs]
         )
@@ -59,20 +58,18 @@ def pictures(runs: Sequence[Run], title: str) -> list[Picture]:
             tiers.barh(names, tokens, left=left, label=tier, color=TIER_COLORS[tier])
             left = [done + more for done, more in zip(left, tokens, strict=True)]
         tiers.set_title("thousand prompt tokens found")
-        tiers.legend(loc="lower right", frameon=False)
+        tiers.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=len(TIERS), frameon=False)
         rate.invert_yaxis()
         for axes in (rate, wait):
             axes.xaxis.set_visible(False)
             axes.spines["bottom"].set_visible(False)
 
-    best = fastest(runs)
-    says = f"{title}: {best.name} serves most requests a second, {best.requests_per_s:.3g}"
+    says = f"{title}: {best.name} serves {best.requests_per_s:.3g} requests a second"
     return [Picture(says, draw, width_in=11, height_in=1.0 + 0.38 * len(runs))]
 
 
-def table(runs: Sequence[Run]) -> Table:
-    """Every figure of every run."""
-    best = fastest(runs)
+def table(runs: Sequence[Run], best: Run) -> Table:
+    """Every figure of every run; the row of `best` is marked."""
     rows = [
         (
             run.name,

@@ -2,47 +2,65 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.report_parts import runs
-from benchmarks.report_parts.page import Card, Section
+from benchmarks.report_parts.page import Choice, Section
 from benchmarks.report_parts.results import Result
-from benchmarks.report_parts.runs import Run, fastest
+from benchmarks.report_parts.runs import Run, duration
+from prefixd.settings import SchedulerSettings
 
-_NEAR = 0.95
+_NEAR = 1.1
+"""Policies whose figures differ by less are alike: each was measured once."""
+_ENOUGH = 0.98
+"""Of what the most tiers find: with fewer tiers that find as much, no more are needed."""
+DEFAULT: str = SchedulerSettings.model_fields["policy"].default
 
 
 def chat(result: Result) -> Section:
-    """Conversations that grow turn by turn."""
+    """Conversations that grow turn by turn: the time to the first token decides."""
     content = result.content
     finding = (
-        f"{content['conversations']} conversations of {content['turns']:.1f} turns ({content['source']}), up to "
-        f"{content['users']} at once."
+        f"{content['conversations']} conversations of {content['mean_turns']:.1f} turns on average "
+        f"({content['source']}), up to {min(content['users'], content['conversations'])} at once."
     )
-    return _section(result, "Chat: conversations that come back", "For chat?", finding)
+    title = "Chat: conversations that come back"
+    return _section(result, title, "Chat: conversations", finding, lambda run: run.ttft_p50_s, _first_token)
 
 
 def tree_search(result: Result) -> Section:
-    """A search whose requests share what they have in common."""
+    """A search whose requests come in batches: the requests a second decide."""
     finding = "Programs are repaired by breadth-first search; a language server decides what is cut and what goes on."
-    return _section(result, "Tree search: many continuations of one prompt", "For search and agents?", finding)
+    title = "Tree search: many continuations of one prompt"
+    return _section(
+        result, title, "Search, agents: many answers to a prompt", finding, lambda run: 1 / run.requests_per_s, _rate
+    )
 
 
-def _section(result: Result, title: str, question: str, finding: str) -> Section:
+def _section(result: Result, title: str, requests: str, finding: str, cost: Any, say: Any) -> Section:
     ways: list[dict[str, Any]] = result.content["ways"]
     found = [Run.of(way) for way in ways]
     without = next(run for way, run in zip(ways, found, strict=True) if not way["tiers"])
-    best = fastest(found)
-    shares = [way["hit_share"] for way in ways if way["name"] == best.name]
-    near = sum(run.requests_per_s >= _NEAR * best.requests_per_s for run in found) - 1
-    others = f"; {near} other ways are within 5% of it" if near else ""
-    sooner, more = without.ttft_p50_s / best.ttft_p50_s, best.requests_per_s / without.requests_per_s
+    most = max((way["tiers"] for way in ways), key=lambda tiers: tiers.count("+"))
+    policies = {way["policy"]: run for way, run in zip(ways, found, strict=True) if way["tiers"] == most}
+    best = min(policies.values(), key=cost)
+    near = [policy for policy, run in policies.items() if cost(run) < _NEAR * cost(best)]
+    chosen = [DEFAULT] if DEFAULT in near else near
+    run = min((policies[policy] for policy in chosen), key=cost)
+    figures = ", ".join(
+        f"{policy} {say(its)}" for policy, its in sorted(policies.items(), key=lambda one: cost(one[1]))
+    )
+    memory, shares = _memory(ways, result.content)
+    sooner, more = without.ttft_p50_s / run.ttft_p50_s, run.requests_per_s / without.requests_per_s
     equal = "The answers are equal." if result.content["same_answers"] else "The answers are NOT equal."
-    card = Card(
-        question,
-        best.name,
-        f"{sooner:.1f} times sooner to the first token than without a cache, {more:.1f} times the requests a second; "
-        f"{shares[0]:.0%} of what could be found was found{others}",
+    choice = Choice(
+        requests,
+        " or ".join(chosen),
+        f"{'first token, median' if say is _first_token else 'requests/s'}: {figures}",
+        memory,
+        f"found, of what is possible: {shares}",
+        f"first token {sooner:.3g} times sooner than without a cache, {more:.3g} times the requests/s",
         result.benchmark,
     )
     return Section(
@@ -50,7 +68,29 @@ def _section(result: Result, title: str, question: str, finding: str) -> Section
         title,
         f"{finding} {equal}",
         result,
-        pictures=runs.pictures(found, title),
-        tables=[runs.table(found)],
-        cards=[card],
+        pictures=runs.pictures(found, title, run),
+        tables=[runs.table(found, run)],
+        choices=[choice],
     )
+
+
+def _memory(ways: Sequence[Mapping[str, Any]], content: Mapping[str, Any]) -> tuple[str, str]:
+    """The fewest tiers that find nearly all, with their sizes; and what each found."""
+    shares: dict[str, float] = {}
+    for way in ways:
+        if way["tiers"]:
+            shares[way["tiers"]] = max(shares.get(way["tiers"], 0.0), way["hit_share"])
+    by_size = sorted(shares, key=lambda tiers: tiers.count("+"))
+    fewest = next(tiers for tiers in by_size if shares[tiers] >= _ENOUGH * max(shares.values()))
+    gpu = "GPU for what runs" + (f" and {content['gpu_share']:.0%} of the cache" if content["gpu_share"] else "")
+    parts = {"gpu": gpu, "cpu": f"CPU for {content['cpu_share']:.0%}", "disk": "disk for all"}
+    said = ", ".join(f"{tiers} {share:.0%}" for tiers, share in shares.items())
+    return ", ".join(parts[tier] for tier in fewest.split("+")), said
+
+
+def _first_token(run: Run) -> str:
+    return duration(run.ttft_p50_s)
+
+
+def _rate(run: Run) -> str:
+    return f"{run.requests_per_s:.3g}"

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
 from benchmarks.report_parts import runs
-from benchmarks.report_parts.page import Card, Section, Table
+from benchmarks.report_parts.page import Choice, Section, Table
 from benchmarks.report_parts.results import Result
 from benchmarks.report_parts.runs import Run, fastest
 
@@ -12,15 +16,23 @@ def section(result: Result) -> Section:
     """Requests a second of every way of serving them."""
     content = result.content
     ways = content["configs"]
+    lengths = sorted({way["prefix_tokens"] for way in ways})
     found = [Run.of(way) for way in ways]
-    without = next(run for run, way in zip(found, ways, strict=True) if not way["serving"]["caching"])
-    # What nobody can buy, a GPU that holds everything, is no choice of a policy.
-    policies = [
-        run
-        for run, way in zip(found, ways, strict=True)
-        if way["serving"]["caching"] and not way["serving"]["everything"] and way["disk_bytes_per_s"] is None
-    ]
-    best = fastest(policies)
+    if len(lengths) > 1:  # else runs of both lengths would have one name
+        found = [
+            replace(run, name=f"{run.name}, {way['prefix_tokens']:,} tokens")
+            for run, way in zip(found, ways, strict=True)
+        ]
+    best: dict[str, None] = {}
+    gains, compared = [], []
+    for length in lengths:
+        mine = [(run, way) for run, way in zip(found, ways, strict=True) if way["prefix_tokens"] == length]
+        without = next(run for run, way in mine if not way["serving"]["caching"])
+        fast, policy, others = _policies(mine)
+        best.setdefault(policy)
+        gains.append(f"{fast.requests_per_s / without.requests_per_s:.3g} times with prefixes of {length:,} tokens")
+        compared.append(f"{length:,} tokens: {others}")
+        chosen = fast
     goals = [
         (
             goal["name"],
@@ -31,27 +43,47 @@ def section(result: Result) -> Section:
         )
         for goal in content["goals"]
     ]
-    card = Card(
-        "Which policy for many requests over few prefixes?",
-        best.name,
-        f"{best.requests_per_s / without.requests_per_s:.1f} times the requests a second of no cache, "
-        f"{best.requests_per_s / min(run.requests_per_s for run in policies):.2f} times those of the slowest policy",
+    tokens = " or ".join(f"{length:,}" for length in lengths)
+    choice = Choice(
+        "Text analysis: many requests, few prefixes",
+        " or ".join(best),
+        "requests/s, " + "; ".join(compared),
+        f"GPU for {content['gpu_prefixes'] / content['prefixes']:.0%}, CPU for "
+        f"{content['cpu_prefixes'] / content['prefixes']:.0%}, disk for "
+        f"{'all' if content['disk_prefixes'] >= content['prefixes'] else str(content['disk_prefixes'])}",
+        "of the prefixes",
+        "requests/s over no cache: " + ", ".join(gains),
         "text_analysis",
     )
     return Section(
         "text_analysis",
         "Text analysis: many requests share a few prefixes",
-        f"{content['prefixes']} prefixes of {content['prefix_tokens']} tokens, of which {content['gpu_prefixes']} fit "
-        f"into GPU memory, {content['cpu_prefixes']} into CPU memory and {content['disk_prefixes']} on disk; "
+        f"{content['prefixes']} prefixes of {tokens} tokens, of which {content['gpu_prefixes']} fit into "
+        f"GPU memory, {content['cpu_prefixes']} into CPU memory and {content['disk_prefixes']} on disk; "
         f"{content['requests']} requests. The answers are {'equal' if content['same_answers'] else 'NOT equal'}.",
         result,
-        pictures=runs.pictures(found, "Text analysis"),
+        pictures=runs.pictures(found, "Text analysis", chosen),
         tables=[
-            runs.table(found),
+            runs.table(found, chosen),
             Table(("ratio of requests a second", "tokens of a prefix", "measured", "at least", ""), goals),
         ],
-        cards=[card],
+        choices=[choice],
     )
+
+
+def _policies(mine: Sequence[tuple[Run, dict[str, Any]]]) -> tuple[Run, str, str]:
+    """Of the runs with prefixes of one length: the fastest that a user can choose, its policy, and all of these.
+
+    A GPU that holds everything and a slow disk are no choice of a policy.
+    """
+    policies = [
+        (run, way["serving"]["name"])
+        for run, way in mine
+        if way["serving"]["caching"] and not way["serving"]["everything"] and way["disk_bytes_per_s"] is None
+    ]
+    fast = fastest([run for run, _ in policies])
+    said = ", ".join(f"{name.replace(', ', ' with ')} {run.requests_per_s:.3g}" for run, name in policies)
+    return fast, next(name for run, name in policies if run is fast), said
 
 
 def _bound(value: float | None) -> str:

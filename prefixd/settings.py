@@ -202,10 +202,10 @@ class GpuSettings(_Section):
     """The GPU tier, which the model beside the daemon works in."""
 
     bytes: BytesOrAuto = 256 << 20
-    """Size of the tier; 0 (and without a model always): none. auto: 90% of what the device has free at the start, less
-    an estimate of the model's weights and of what a step takes; `prefixd stats` shows what it became. On a CPU that is
-    most of the machine's memory, taken at the start. `prefixd tier resize gpu` changes the size while the daemon
-    runs."""
+    """Size of the tier, with a model; without a model there is no GPU tier, and this is 0. auto: 90% of what the device
+    has free at the start, less an estimate of the model's weights and of what a step takes; `prefixd stats` shows what
+    it became. On a CPU that is most of the machine's memory, taken at the start. `prefixd tier resize gpu` changes the
+    size while the daemon runs."""
     device: Annotated[str, AfterValidator(_device)] = "auto"
     """auto, cpu, cuda or cuda:N; on cpu the tier lives in host memory."""
     chunk_bytes: Bytes | None = None
@@ -244,9 +244,9 @@ class DiskSettings(_Section):
     io_threads: Annotated[Count, Field(le=256)] = 4
     """Reads or writes of the tier at a time, 256 at most."""
     admit_uses: Annotated[int, Field(ge=0, le=255)] = 0
-    """A block is written to disk when it was asked for again so often, so that what is asked for once wears no disk; it
-    is found again while it is in memory, and not after a restart. 0: every block. What was stored `durable`, or is
-    asked to be made so (Persist), is written at once."""
+    """How many times a block has to be asked for again before it is written to disk. 0: every block is written. 1 or
+    more saves disk writes: a block that is asked for once stays in memory only, and is gone after a restart. Blocks
+    that are stored `durable`, or named in Persist, are written at once."""
     write_queue_bytes: Bytes | None = None
     """Blocks that may wait in memory to be written to disk; above it, Reserve waits for the disk. By default half of
     cpu.bytes."""
@@ -263,17 +263,16 @@ class TransferSettings(_Section):
 
 
 class CacheSettings(_Section):
-    """What is kept and what goes first."""
+    """Whether blocks are cached, and which are evicted first."""
 
     enabled: bool = True
     """Whether anything is cached at all; false to measure against."""
     eviction: Literal["lru", "fifo", "random", "lfu", "s3-fifo", "weighing"] = "lru"
-    """Which block goes first when a tier is full. "lru": the one not asked for the longest; right where what was used
-    last is used next, and easy to foresee. "weighing": the one that saves the fewest seconds for the bytes that it
-    holds; it learns when blocks are asked for again, and finds more wherever prompts by far outnumber what fits, as in
-    chat with think times. "lfu": the least frequently used, with ageing; for few prefixes, such as system prompts, that
-    stay the same. "s3-fifo": the oldest that was not asked for again; for many prompts that come once. "fifo" and
-    "random": to measure against."""
+    """Which block a full tier evicts first. "lru": the least recently used; for requests that repeat recent prompts.
+    "weighing": the block that saves the fewest seconds for each byte that it takes; it learns how soon blocks are asked
+    for again, and finds more than lru where many more prompts come back than fit, as in chat. "lfu": the least
+    frequently used, with ageing; for few prefixes that stay the same, such as system prompts. "s3-fifo": the oldest
+    block that was not asked for again; for many prompts that come once. "fifo" and "random" are for comparison."""
     seed: int = 0
     """Seed of random eviction."""
     write_back: bool = True
@@ -319,27 +318,29 @@ class SchedulerSettings(_Section):
     """The order of the queue."""
 
     policy: Literal["fcfs", "fpf", "relaxed-fpf", "lpm", "shortest-ready", "deadline"] = "relaxed-fpf"
-    """Which request runs next, of those with the lowest priority number: the one that came first (fcfs), whose prefix
-    is nearest (fpf), a fair mixture of both (relaxed-fpf), with most cached tokens (lpm), with the least left to load
-    and compute (shortest-ready), or whose first token is due first (deadline). All but fcfs and relaxed-fpf may
-    starve."""
+    """Which of the waiting requests with the lowest priority number runs next. fcfs: the one that arrived first. fpf:
+    the one whose cached prefix is in the nearest tier. relaxed-fpf: as fpf, but a request's age counts too, so that no
+    wait is without bound. lpm: the one with most cached tokens. shortest-ready: the one with the least time left to
+    load and compute its prompt. deadline: the one whose deadline comes first. All but fcfs and relaxed-fpf may starve a
+    request."""
     starvation_bound_s: Seconds | None = None
-    """For the policies that may starve: who has waited so long goes before all who have not. With n others waiting, and
-    one handed over every s seconds, nobody then waits longer than this and n times s."""
+    """For the policies that may starve a request: a request that has waited this long runs before all that have not.
+    If at most L requests wait at a time and one starts at least every s seconds, no request waits longer than
+    starvation_bound_s + L * s."""
     look_ahead: CountOrAuto = "auto"
-    """Requests ahead of their turn whose prefixes are brought up. auto: as many as are handed over while a prefix is
-    loaded, by what both took lately; 0: none, and a number to measure against."""
+    """How many waiting requests get their prefixes loaded before their turn. auto: as many as start while one prefix is
+    loaded, by recent measurements. 0: none. A number is for comparison."""
     queue_limit: Count = 4096
     """Requests that may wait; one more is refused."""
     load: Literal["auto", "always", "never"] = "auto"
-    """What happens to a cached prefix that is not in GPU memory. auto: whatever brings the first token sooner, by what
-    loading and computing have taken so far: it is loaded, computed again, or its back is loaded while its front is
-    computed; a load that falls behind is given up. always: it is loaded, however long that takes. never: it is computed
-    again. The last two are for measuring."""
+    """What happens to a cached prefix that is not in GPU memory. auto: what brings the first token soonest, by measured
+    times: load it, compute it again, or load its end while its beginning is computed; a load that is slower than
+    expected is abandoned. always: load it, however long that takes. never: compute it again. The last two are for
+    comparison."""
     preemption: Literal["auto", "swap", "recompute"] = "auto"
-    """Where the KV goes of a request that has to give its GPU memory to others while it runs: down the tiers, to be
-    loaded again (swap), or nowhere, to be computed again (recompute). auto: whichever takes less time, for each
-    request. Without a tier below the GPU tier, and with cache.enabled = false, it is always computed again."""
+    """What happens to the KV of a running request that is preempted because GPU memory is short. swap: it moves down a
+    tier and is loaded again later. recompute: it is dropped and computed again. auto: whichever takes less time, for
+    each request. Without a tier below the GPU tier, and with cache.enabled = false, it is always computed again."""
 
     @check_together(mode="after")
     def _bound_for_who_starves(self) -> Self:

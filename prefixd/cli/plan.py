@@ -85,7 +85,7 @@ def plan_command(
             "--look-ahead",
             DAEMON,
             "COUNT",
-            "How many waiting requests' prefixes are brought up before their turn; auto or a number.",
+            "How many waiting requests get their prefixes loaded before their turn, or auto.",
         ),
     ] = None,
     max_running: Annotated[

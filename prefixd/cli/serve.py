@@ -97,11 +97,22 @@ def serve_command(
         ),
     ] = None,
     eviction: Annotated[
-        str | None, _option("--eviction", QUEUE, "lru, fifo, random, lfu, s3-fifo or weighing.", "POLICY")
+        str | None,
+        _option(
+            "--eviction",
+            QUEUE,
+            "Which blocks are evicted first: lru, fifo, random, lfu, s3-fifo or weighing.",
+            "POLICY",
+        ),
     ] = None,
     look_ahead: Annotated[
         str | None,
-        _option("--look-ahead", QUEUE, "Requests ahead of their turn whose prefixes are brought up, or auto.", "COUNT"),
+        _option(
+            "--look-ahead",
+            QUEUE,
+            "How many waiting requests get their prefixes loaded before their turn, or auto.",
+            "COUNT",
+        ),
     ] = None,
     assignments: Assignments = None,
     log_level: Annotated[

@@ -310,8 +310,18 @@ def _of_disks(plans: Sequence[TracePlan]) -> list[str]:
     return ["blocks reach the disk through the CPU tier: without one, the disk stays empty"]
 
 
+def _same_model(served: str | None, planned: str) -> bool:
+    """Whether a planned model is the one that a daemon serves: it is named there by its directory, such as
+    "Llama-3.2-1B" or "embedded-v1"."""
+    if served is None:
+        return False
+    if planned == "embedded":
+        return served.startswith("embedded")
+    return served.lower() == planned.lower()
+
+
 def _of_calibration(measured: Calibration, model: PlannedModel) -> list[str]:
-    other = measured.costs is not None and measured.model != model.name
+    other = measured.costs is not None and not _same_model(measured.model, model.name)
     return [
         *([f"the passes are those of {measured.model}, NOT of {model.name}: hits hold, times do not"] if other else []),
         f"measured on {measured.machine}: copies {measured.copy_bytes_per_s / 1e9:.3g} GB/s, disk "

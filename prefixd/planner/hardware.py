@@ -329,7 +329,13 @@ class MeasuredCosts:
     def assumptions(self) -> list[str]:
         """See `ComputeCosts`."""
         return [
-            f"measured, {self._where}: {1e3 * self._pass_s:.3g} ms a pass, {1e6 * self._token_s:.3g} us a token of a "
-            f"prompt, {1e6 * self._decoded_s:.3g} us a token decoded, {1e9 * self._attended_s:.3g} ns for each token "
-            f"attended to, {1e3 * self._begun_s:.3g} ms to begin a request"
+            f"measured, {self._where}: {_figure(1e3 * self._pass_s)} ms a pass, {_figure(1e6 * self._token_s)} us a "
+            f"token of a prompt, {_figure(1e6 * self._decoded_s)} us a token decoded, "
+            f"{_figure(1e9 * self._attended_s)} ns for each token attended to, "
+            f"{_figure(1e3 * self._begun_s)} ms to begin a request"
         ]
+
+
+def _figure(value: float) -> str:
+    """Three digits, never as a power of ten: 1203.2 is "1,203"."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

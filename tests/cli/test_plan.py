@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +155,7 @@ def test_what_is_assumed_names_what_does_not_fit_together(cli: Cli, trace: Path,
         model="another",
         pass_s=1e-3,
         token_s=1e-5,
-        decoded_s=1e-4,
+        decoded_s=2.5e-3,
         attended_s=1e-9,
         begun_s=1e-3,
     )
@@ -163,6 +164,12 @@ def test_what_is_assumed_names_what_does_not_fit_together(cli: Cli, trace: Path,
     done = cli("plan", "--trace", str(trace), *MACHINE, *words)
     assert done.exit_code == 0, done.stderr
     assert "those of another, NOT of llama-3.1-8b" in done.stdout and "the disk stays empty" in done.stdout
+    assert "1 ms a pass, 10 us a token of a prompt, 2,500 us a token decoded" in done.stdout
+    # A daemon calls a model by its directory's name.
+    for served, name in (("Llama-3.1-8B", "llama-3.1-8b"), ("embedded-v1", "embedded")):
+        (tmp_path / "here.json").write_text(replace(measured, model=served).to_json())
+        done = cli("plan", "--trace", str(trace), "--model", name, "--gpu", "2GiB", *words)
+        assert done.exit_code == 0 and f"measured, {served} on here" in done.stdout and "NOT of" not in done.stdout
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])

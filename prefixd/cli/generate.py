@@ -25,6 +25,7 @@ EXAMPLES = examples(
     'prefixd generate --token-ids "1,2,3,4" --json',
     'prefixd generate "The cat" --temperature 0.8 --top-k 40 --min-p 0.05 --n 4 --best-of 8',
     'prefixd generate "Once upon a time" --stop "." --stop "!" --logprobs 5 --json',
+    'prefixd generate "Once upon a time" --priority -1 --deadline 2',
     'prefixd generate "<image>What is this?" --image photo.jpg',
     'prefixd generate "Once upon a time" --beams 4 --n 2 --length-penalty 0.8',
 )

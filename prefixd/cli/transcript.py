@@ -69,7 +69,7 @@ class Transcript:
         typer.secho(
             f"[{end.output_tokens} tokens ({end.reason.value}){self._logprob(end)}, "
             f"first after {finished.ttft_s:.2f} s; prompt of {finished.prompt_tokens} tokens, "
-            f"{hits or 'none of it'} cached{others}]",
+            f"cached: {hits or 'none'}{others}]",
             err=True,
             dim=True,
         )

@@ -79,10 +79,10 @@ def test_generate_finds_its_prompt_again(serving: object, prefixd: Prefixd) -> N
     first = prefixd("generate", PROMPT, "--max-tokens", "8")
     assert first.returncode == 0, first.stderr
     assert first.stdout.endswith("\n") and len(first.stdout) == 9
-    assert "none of it cached" in first.stderr
+    assert "cached: none]" in first.stderr
     again = prefixd("generate", PROMPT, "--max-tokens", "8")
     assert again.stdout == first.stdout
-    assert "from gpu cached" in again.stderr
+    assert "from gpu]" in again.stderr
     events = prefixd("generate", PROMPT, "--max-tokens", "8", "--json").stdout.splitlines()
     finished = json.loads(events[-1])
     assert finished["hit_tokens"]["gpu"] >= len(PROMPT) - 16

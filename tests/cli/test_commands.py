@@ -283,7 +283,7 @@ def test_generate_shows_the_figures_of_the_best_one_itself(cli: Cli, daemon: Any
     )
     assert result.stdout == "Hello ☃\n"
     assert "[2 tokens (stop), logprob -1.250, first after 0.25 s" in result.stderr
-    assert result.stderr.endswith("16 from disk cached; 16 tokens in all sequences]\n")
+    assert result.stderr.endswith("cached: 16 from disk; 16 tokens in all sequences]\n")
 
 
 def test_generate_calls_the_figure_of_a_search_a_score(cli: Cli, daemon: Any) -> None:

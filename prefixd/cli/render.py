@@ -194,9 +194,10 @@ def print_stats(stats: admin_pb2.StatsResponse) -> None:
         )
     if queue.load_decisions:
         out.print(
-            f"loads: {queue.load_decisions:,} requests with cached tokens outside of GPU memory, {queue.cut_loads:,} "
-            f"computed some again, {queue.split_loads:,} loaded and computed at once, {queue.abandoned_loads:,} loads "
-            f"given up; {duration(queue.load_regret_s)} of {duration(queue.load_spent_s)} lost against better choices"
+            f"loads: {queue.load_decisions:,} requests had cached tokens outside GPU memory; {queue.cut_loads:,} of "
+            f"them computed a part again, {queue.split_loads:,} loaded one part while computing the other, "
+            f"{queue.abandoned_loads:,} gave a load up; they took {duration(queue.load_spent_s)}, of which better "
+            f"choices would have saved {duration(queue.load_regret_s)}"
         )
     rate = f" ({stats.hit_tokens / stats.asked_tokens:.0%})" if stats.asked_tokens else ""
     out.print(f"prompt tokens: {stats.asked_tokens:,} asked for, {stats.hit_tokens:,} found in the cache{rate}")

@@ -95,9 +95,10 @@ def processes(jobs: int) -> Iterator[ProcessPoolExecutor]:
     try:
         yield pool
     except BaseException:
-        pool.shutdown(wait=False, cancel_futures=True)
         for process in active_children():
             process.terminate()
+        # Waits for the pool's thread, which ends with them: at the interpreter's exit it would close what that writes to.
+        pool.shutdown(cancel_futures=True)
         raise
     pool.shutdown()
 

@@ -14,6 +14,7 @@ with SHARDS", FAST'15, sections 3.1 and 3.4). A block continues the nearest one 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -43,7 +44,8 @@ class References:
         nodes: the sampled blocks of all requests, one request behind the other.
         starts: [requests + 1] where each request's begin, and the end; requests without any are left out.
         parent: [blocks] of each different block the one before it, -1 for a first one. Parents come before children.
-        at_s: [requests] when each comes.
+        at_s: [requests] when each comes, in rising order: of those that come together each the least bit later than the
+            one before it, since policies know the order of uses by their times alone.
         asked: blocks that all requests ask for, in the sample or not.
         share: of all blocks, how many are in the sample.
     """
@@ -86,7 +88,7 @@ def references(found: Iterable[TraceRequest], share: float = 1.0) -> References:
     known: dict[int, int] = {}
     parent: list[int] = []
     nodes: list[int] = []
-    starts, at_s, asked = [0], list[float](), 0
+    starts, at_s, asked, last_s = [0], list[float](), 0, -math.inf
     below = round(share * _HASHES)
     for request in found:
         node, key = -1, 0
@@ -103,7 +105,8 @@ def references(found: Iterable[TraceRequest], share: float = 1.0) -> References:
             nodes.append(at)
         if len(nodes) > starts[-1]:
             starts.append(len(nodes))
-            at_s.append(request.timestamp_ms / 1e3)
+            last_s = max(request.timestamp_ms / 1e3, math.nextafter(last_s, math.inf))
+            at_s.append(last_s)
     return References(
         nodes=np.array(nodes, np.int32),
         starts=np.array(starts, np.int64),

@@ -103,6 +103,16 @@ def test_the_score_of_lru_is_its_stack() -> None:
         )
 
 
+def test_requests_that_come_together_are_used_one_after_the_other() -> None:
+    paths = [[1], [2], [1], [3], [1], [2]]
+    together = references([TraceRequest(3000, 512, 1, tuple(path)) for path in paths])
+    assert (np.diff(together.at_s) > 0).all() and together.at_s[-1] == pytest.approx(3.0)
+    for name in ("lru", "fifo"):
+        one_by_one = policy_hits(trace_of(paths), create_eviction_policy(name, 1), 2)
+        assert policy_hits(together, create_eviction_policy(name, 1), 2) == one_by_one, name
+    assert policy_hits(together, create_eviction_policy("lru", 1), 2) == lru_hits(together)[2] == 2
+
+
 def test_a_curve_is_put_together_of_its_parts() -> None:
     trace = trace_of([[1, 2], [1, 3], [1, 2]])
     sizes = capacities(trace.blocks, 3)

@@ -74,7 +74,9 @@ class References:
     def hit_rate(self, hits: int) -> float:
         """Of `hits` in the sample. What the sample was asked too little or too often counts as found everywhere: it is
         the blocks that everybody asks for, of which a sample has one more or one less."""
-        expected = max(1.0, self.asked * self.share)
+        if not self.asked:
+            return 0.0
+        expected = self.asked * self.share
         return min(1.0, max(0.0, (hits + expected - len(self.nodes)) / expected))
 
     def paths(self) -> list[Nodes]:

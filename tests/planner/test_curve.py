@@ -124,6 +124,14 @@ def test_a_curve_is_put_together_of_its_parts() -> None:
     assert curve.most == 0.5 and curve.to_plain()["capacity_blocks"] == [1, 3]
 
 
+def test_a_trace_without_a_full_block_has_nothing_to_find() -> None:
+    trace = references([TraceRequest(0, 100, 1, ())])
+    sizes = capacities(trace.all_blocks)
+    made = parts(["lru", "fifo"], sizes)
+    curve = put_together(trace, sizes, 512, [(part, part.run(trace)) for part in made])
+    assert curve.most == 0.0 and set(map(tuple, curve.hit_rates.values())) == {(0.0,)}
+
+
 def test_random_is_repeatable() -> None:
     trace = trace_of([[at % 7, at % 3] for at in range(50)])
     part = CurvePart("random", (5,), seed=3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import selectors
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,8 @@ from prefixd_swap.errors import SimulationError
 
 if TYPE_CHECKING:
     from _typeshed import FileDescriptorLike
+
+_RESOLUTION_S = 1e-9
 
 
 class _TimeSelector(selectors.BaseSelector):
@@ -57,6 +60,16 @@ class SimulatedTimeLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self._time_selector = _TimeSelector()
         super().__init__(self._time_selector)
+
+    @property
+    def _clock_resolution(self) -> float:
+        """asyncio runs the timers that are due within so many seconds from now. Half a year on, its nanosecond is less
+        than the distance of two floats: a timer of this very moment would never be due, and no time would pass."""
+        return max(_RESOLUTION_S, math.ulp(self.time()))
+
+    @_clock_resolution.setter
+    def _clock_resolution(self, _: float) -> None:
+        """asyncio sets that of the system's clock."""
 
     def time(self) -> float:
         """Simulated seconds since the start."""

@@ -59,6 +59,21 @@ def test_simulated_time_passes_only_while_all_wait() -> None:
     assert time.monotonic() - began_s < 60.0
 
 
+def test_simulated_time_passes_after_a_year_too() -> None:
+    async def work() -> float:
+        loop = asyncio.get_running_loop()
+        await asyncio.sleep(4e7)
+        due = loop.create_future()
+        loop.call_at(loop.time(), due.set_result, None)
+        for _ in range(10):  # turns of the loop, which would go on for ever
+            await asyncio.sleep(0)
+        assert due.done(), "a timer of this very moment is due"
+        await asyncio.sleep(1e-3)
+        return now_s()
+
+    assert simulate(work()) == pytest.approx(4e7 + 1e-3)
+
+
 def test_a_simulation_that_cannot_go_on_says_so() -> None:
     loop = SimulatedTimeLoop()
     with pytest.raises(SimulationError, match="stands still"):

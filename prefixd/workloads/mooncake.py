@@ -16,6 +16,7 @@ from prefixd.errors import ConfigError
 HASH_TOKENS = 512
 """Tokens that one hash id of the trace stands for."""
 _ID_LIMIT = 1 << 32
+_MOST = 1 << 53  # what a float holds exactly
 _OWN_IDS = (1 << 32) // HASH_TOKENS  # so many ids have 512 tokens each to themselves, below 2**32
 
 
@@ -70,6 +71,8 @@ def _parse(line: bytes) -> TraceRequest:
     for name in ("timestamp", "input_length", "output_length"):
         if not _is_count(content.get(name)):
             raise ValueError(f"{name} is {content.get(name)!r}, not a non-negative integer")
+        if content[name] > _MOST:
+            raise ValueError(f"{name} is more than {_MOST}")
     full = content["input_length"] // HASH_TOKENS
     if not full <= len(ids) <= full + 1:
         raise ValueError(

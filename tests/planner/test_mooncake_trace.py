@@ -43,6 +43,8 @@ def test_empty_lines_are_no_requests(tmp_path: Path) -> None:
         ("{", "not JSON"),
         ([1], "not a JSON object"),
         (GOOD | {"timestamp": -1}, "timestamp is -1"),
+        (GOOD | {"timestamp": 10**400}, "timestamp is more than 9007199254740992"),
+        (GOOD | {"output_length": 1 << 54}, "output_length is more than"),
         (GOOD | {"input_length": "9"}, "input_length is '9'"),
         (GOOD | {"output_length": None}, "output_length is None"),
         (GOOD | {"hash_ids": 3}, "hash_ids"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from prefixd.workloads.text_analysis import TextAnalysis
 TokenIds = npt.NDArray[np.uint32]
 _OWN_TOKENS = 1 << 31
 """From here on tokens are a request's own: of a trace's last block, which is not full, and of what is generated."""
+_LONGEST_S = 1e9  # a day of idle time takes a turn of the loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +65,31 @@ def trace_requests(file: Path, limit: int | None = None) -> list[TraceRequest]:
     """The first `limit` requests of a trace in Mooncake's format.
 
     Raises:
-        ConfigError: there is no such file, it can be read only once, a line is malformed, or no request is in it.
+        ConfigError: there is no such file, it can be read only once, a line is malformed, no request is in it, or they
+            are not in the order of their arrival.
     """
     if file.exists() and not file.is_file():
         raise ConfigError(f"{file} is no regular file, and a plan reads its trace more than once; save it to a file")
     found = list(read_trace(file, limit))
     if not found:
         raise ConfigError(f"{file} has no request; give a trace with a JSON object a line")
+    for number, (before, request) in enumerate(pairwise(found), 2):
+        if request.timestamp_ms < before.timestamp_ms:
+            raise ConfigError(
+                f"{file}: request {number} has timestamp {request.timestamp_ms}, less than the {before.timestamp_ms} "
+                "of the one before it; sort the trace by timestamp"
+            )
     return found
 
 
 def of_trace(name: str, found: Sequence[TraceRequest], *, speed: float = 1.0) -> Workload:
-    """A trace's requests, `speed` times as fast as it was recorded."""
+    """A trace's requests, `speed` times as fast as it was recorded. Raises ConfigError when that takes decades."""
     first_ms = found[0].timestamp_ms
+    if (span_s := (found[-1].timestamp_ms - first_ms) / 1000 / speed) > _LONGEST_S:
+        raise ConfigError(
+            f"the last request of {name} comes {span_s:,.0f} s after the first, and at most {_LONGEST_S:,.0f} s are "
+            "planned; its timestamps have to be in ms; or raise --speed"
+        )
     requests = [
         PlannedRequest(
             (request.timestamp_ms - first_ms) / 1000 / speed,

@@ -135,6 +135,11 @@ def test_a_trace_that_cannot_be_read_is_named(cli: Cli, trace: Path, tmp_path: P
     trace.write_text("[" * 100_000)
     assert "line 1: not JSON" in said(trace)
     assert "reads its trace more than once" in said(Path("/dev/null"))
+    lines = [{"timestamp": at, "input_length": 512, "output_length": 1, "hash_ids": [1]} for at in (5000, 0, 1 << 50)]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert "request 2 has timestamp 0, less than the 5000 of the one before it; sort the trace" in said(trace)
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines[1:]))
+    assert "comes 1,125,899,906,843 s after the first" in said(trace)
 
 
 def test_figures_stand_below_their_headings_without_a_disk(cli: Cli, trace: Path) -> None:

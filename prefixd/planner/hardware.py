@@ -90,6 +90,7 @@ class Hardware:
         ]
 
 
+_LEAST, _MOST = 1e-9, 1e30  # of a figure: what is computed of some of them is a float still
 _NVIDIA = "NVIDIA's data sheet; the disk: Samsung PM9A3 3.84 TB's data sheet"
 HARDWARE = {
     machine.name: machine
@@ -149,7 +150,7 @@ def read_figures(path: Path, kind: type[Any]) -> dict[str, Any]:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} is not a JSON object with the figures of a machine")
@@ -164,8 +165,9 @@ def read_figures(path: Path, kind: type[Any]) -> dict[str, Any]:
         raise ConfigError(f"{path}: {missing[0]} is missing; give a number")
     for name, value in content.items():
         text = str(known[name].type).startswith("str")
-        if text != isinstance(value, str) or not (text or _is_figure(value, zero=_is_time(name))):
-            wanted = "a text" if text else f"a number{' of at least' if _is_time(name) else ' above'} 0"
+        if text != isinstance(value, str) or not (text or _is_figure(name, value)):
+            least = "of at least 0" if _is_time(name) else f"above 0, at least {_LEAST:g}"
+            wanted = "a text" if text else f"a number {least} and at most {_most(name):g}"
             raise ConfigError(f"{path}: {name} = {value!r}; give {wanted}")
     return content
 
@@ -174,10 +176,15 @@ def _is_time(name: str) -> bool:
     return name.endswith("_s") and not name.endswith("_per_s")
 
 
-def _is_figure(value: object, *, zero: bool) -> bool:
+def _most(name: str) -> float:
+    """Of a figure of that name: a share of a peak is no more than the peak."""
+    return 1.0 if name.endswith("_reached") else _MOST
+
+
+def _is_figure(name: str, value: object) -> bool:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
-    return 0 < value < float("inf") or (zero and value == 0)
+    return _LEAST <= value <= _most(name) or (_is_time(name) and 0 <= value < _LEAST)
 
 
 class ComputeCosts(Protocol):

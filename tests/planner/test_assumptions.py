@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -112,6 +112,9 @@ def vars_of(calibration: Calibration) -> dict[str, float]:
         ({"copy_bytes_per_s": 0}, "a number above 0"),
         ({"copy_bytes_per_s": "fast"}, "a number above 0"),
         ({"copy_latency_s": -1}, "at least 0"),
+        ({"copy_latency_s": 1e300}, "at most 1e+30"),
+        ({"copy_bytes_per_s": 10**400}, "at most 1e+30"),
+        ({"disk_read_bytes_per_s": 1e-300}, "at least 1e-09"),
         ({"machine": 3}, "a text"),
     ],
 )
@@ -123,13 +126,21 @@ def test_a_wrong_figure_is_named(tmp_path: Path, change: dict[str, object], what
     assert what in str(caught.value) and next(iter(change)) in str(caught.value)
 
 
+def peaks() -> dict[str, object]:
+    return {name: value for name, value in asdict(HARDWARE["h100"]).items() if value is not None}
+
+
 def test_a_missing_figure_and_a_missing_file_are_named(tmp_path: Path) -> None:
     file = tmp_path / "machine.json"
     file.write_text('{"name": "mine"}')
     with pytest.raises(ConfigError, match="flops_per_s is missing"):
         find_hardware(str(file))
-    file.write_text("[")
-    with pytest.raises(ConfigError, match="cannot be read as JSON"):
+    for text in ("[", "[" * 100_000):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match="cannot be read as JSON"):
+            find_hardware(str(file))
+    file.write_text(json.dumps(peaks() | {"flops_reached": 50}))
+    with pytest.raises(ConfigError, match="flops_reached = 50; give a number above 0, at least 1e-09 and at most 1"):
         find_hardware(str(file))
     with pytest.raises(ConfigError, match="doctor --calibrate"):
         read_calibration(tmp_path / "none.json")

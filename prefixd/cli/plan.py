@@ -171,15 +171,18 @@ def plan_command(
     found = trace_requests(trace, planned)
     costs = PeakCosts(machine, chosen) if measured is None or measured.costs is None else measured.costs
     ways, request_s = (machine.ways, 0.0) if measured is None else (measured.ways, measured.request_s)
+    given = parse_assignments(assignments)
     base = {
         "worker.embedded": True,  # in place of the planned model
         "worker.max_running": max_running,
         "worker.max_step_tokens": max_step_tokens,
         "worker.block_tokens": block_tokens,
         "scheduler.queue_limit": len(found),  # nobody is turned away
+        **given,
+    }
+    flags = {
         "gpu.bytes": _sizes("--gpu", gpu)[0],
         **({} if look_ahead is None else {"scheduler.look_ahead": look_ahead}),
-        **parse_assignments(assignments),
     }
     varied = _varied(
         _sizes("--cpu", cpu, sweep=sweep),
@@ -187,8 +190,9 @@ def plan_command(
         _names("--policy", policy, sweep=sweep),
         _names("--eviction", eviction, sweep=sweep),
     )
-    if twice := sorted(base.keys() & varied[0].keys()):
+    if twice := sorted(given.keys() & (flags | varied[0]).keys()):
         raise ConfigError(f"{twice[0]} is given by its flag and by --set; keep one")
+    base |= flags
     plans = [
         TracePlan(Plan(chosen, _settings(config, base | one), costs, ways, request_s), trace, planned, speed)
         for one in varied

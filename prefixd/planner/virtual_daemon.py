@@ -32,6 +32,7 @@ from prefixd_swap.transfers import DeviceLimits, Transfers
 
 Progress = Callable[[], None]
 _BLOCKS_A_WRITE = 32
+_MOST_FRAMES = 1 << 22  # each takes some 100 bytes
 
 
 @dataclass(frozen=True)
@@ -240,6 +241,11 @@ class VirtualDaemon:
             raise ConfigError(
                 f"the GPU tier of {nbytes} bytes has {frames} frames of {frame_bytes} bytes, and the smallest request "
                 f"needs {self._kv.least_frames}; make it at least {self._kv.least_frames * frame_bytes} bytes"
+            )
+        if frames > _MOST_FRAMES:
+            raise ConfigError(
+                f"the GPU tier of {nbytes} bytes has {frames:,} frames of {frame_bytes} bytes, and at most "
+                f"{_MOST_FRAMES:,} are planned; make it smaller, or raise worker.block_tokens"
             )
         return frames
 

@@ -106,6 +106,7 @@ def test_the_curve_is_of_all_requests_where_only_some_are_timed(cli: Cli, trace:
         (("--cpu", "1GiB", "--set", "cpu.bytes=3"), "cpu.bytes is given by its flag and by --set"),
         (("--cpu", "1GiB", "--set", "gpu.bytes=3GiB"), "gpu.bytes is given by its flag and by --set"),
         (("--cpu", "1GiB", "--look-ahead", "1", "--set", "scheduler.look_ahead=2"), "scheduler.look_ahead is given by"),
+        (("--cpu", "1GiB", "--gpu", "1000000TiB"), "at most 4,194,304 are planned"),
         (("--cpu", "1GiB", "--hardware", "h10"), "did you mean h100?"),
         (("--cpu", "1GiB", "--calibration", "none.json"), "make one with `prefixd doctor --calibrate"),
         (("--cpu", "1GiB", "--json", "no/dir/plan.json"), "cannot write to"),

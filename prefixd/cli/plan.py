@@ -31,11 +31,23 @@ EXAMPLES = examples(
 
 MACHINE = "Machine"
 DAEMON = "Daemon"
+_IN_PLACE: dict[str, Any] = {
+    "worker.embedded": True,
+    "worker.model": None,
+    "worker.more_models": [],
+    "worker.draft_model": None,
+}
+"""Of the planned model; what is configured names the model of the daemon."""
+_DEFAULTS = {"worker.max_running": 64, "worker.max_step_tokens": 2048, "worker.block_tokens": 512}
 _FACTORS = (0.25, 0.5, 1.0, 2.0)
 
 
 def _option(name: str, panel: str | None, metavar: str, help: str) -> Any:
     return typer.Option(name, metavar=metavar, rich_help_panel=panel, show_default=False, help=help)
+
+
+def _count(name: str, help: str) -> Any:
+    return typer.Option(name, min=1, rich_help_panel=DAEMON, show_default=False, help=help)
 
 
 def plan_command(
@@ -89,19 +101,18 @@ def plan_command(
         ),
     ] = None,
     max_running: Annotated[
-        int, typer.Option(min=1, rich_help_panel=DAEMON, help="Requests that the GPU computes at once.")
-    ] = 64,
+        int | None, _count("--max-running", "Requests that the GPU computes at once; 64 unless configured.")
+    ] = None,
     max_step_tokens: Annotated[
-        int, typer.Option(min=1, rich_help_panel=DAEMON, help="Most tokens of prompts in a pass.")
-    ] = 2048,
+        int | None, _count("--max-step-tokens", "Most tokens of prompts in a pass; 2048 unless configured.")
+    ] = None,
     block_tokens: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            rich_help_panel=DAEMON,
-            help="Tokens of a block. The trace names blocks of 512 tokens, so smaller ones find no more.",
+        int | None,
+        _count(
+            "--block-tokens",
+            "Tokens of a block; 512 unless configured. The trace names blocks of 512 tokens, so smaller ones find no more.",
         ),
-    ] = 512,
+    ] = None,
     config: ConfigFile = None,
     assignments: Assignments = None,
     speed: Annotated[
@@ -173,16 +184,19 @@ def plan_command(
     ways, request_s = (machine.ways, 0.0) if measured is None else (measured.ways, measured.request_s)
     given = parse_assignments(assignments)
     base = {
-        "worker.embedded": True,  # in place of the planned model
-        "worker.max_running": max_running,
-        "worker.max_step_tokens": max_step_tokens,
-        "worker.block_tokens": block_tokens,
+        **_IN_PLACE,
         "scheduler.queue_limit": len(found),  # nobody is turned away
         **given,
     }
+    counts = {
+        "scheduler.look_ahead": look_ahead,
+        "worker.max_running": max_running,
+        "worker.max_step_tokens": max_step_tokens,
+        "worker.block_tokens": block_tokens,
+    }
     flags = {
         "gpu.bytes": _sizes("--gpu", gpu)[0],
-        **({} if look_ahead is None else {"scheduler.look_ahead": look_ahead}),
+        **{name: value for name, value in counts.items() if value is not None},
     }
     varied = _varied(
         _sizes("--cpu", cpu, sweep=sweep),
@@ -272,9 +286,11 @@ def _varied(
 
 
 def _settings(config: Path | None, overrides: dict[str, Any]) -> Any:
-    from prefixd.settings import Settings
+    from prefixd.settings import Settings, dotted_names
+    from prefixd.settings_sources import gather_layers
 
-    return Settings.load(config, overrides)
+    _, sources = gather_layers(dotted_names(), config, overrides, os.environ)
+    return Settings.load(config, {name: _DEFAULTS[name] for name in _DEFAULTS.keys() - sources.keys()} | overrides)
 
 
 def _sizes(option: str, text: str, *, sweep: bool = False) -> list[int]:

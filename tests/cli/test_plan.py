@@ -145,6 +145,21 @@ def test_a_trace_that_cannot_be_read_is_named(cli: Cli, trace: Path, tmp_path: P
     assert "comes 1,125,899,906,843 s after the first" in said(trace)
 
 
+def test_a_daemon_is_planned_with_its_own_configuration(cli: Cli, trace: Path, tmp_path: Path) -> None:
+    (tmp_path / "daemon.toml").write_text(
+        '[worker]\nmodel = "/models/one"\nmore_models = "/models/two"\nmax_running = 7\nblock_tokens = 256\n'
+        '[scheduler]\npolicy = "lpm"\n[cache]\neviction = "fifo"\n'
+    )
+    words = ("plan", "--trace", str(trace), *MACHINE, "--cpu", "1GiB", "--no-curve", "--config", "daemon.toml")
+    done = cli(*words)
+    assert done.exit_code == 0, done.stderr
+    assert "7 requests run at once, passes of 2048 tokens, blocks of 256 tokens" in done.stdout
+    assert "lpm" in done.stdout and "fifo" in done.stdout
+    assert "3 requests run at once" in cli(*words, "--max-running", "3").stdout, "a flag goes first"
+    done = cli(*words, "--max-running", "3", "--set", "worker.max_running=4")
+    assert done.exit_code == 2 and "worker.max_running is given by its flag and by --set" in done.stderr
+
+
 def test_figures_stand_below_their_headings_without_a_disk(cli: Cli, trace: Path) -> None:
     done = cli("plan", "--trace", str(trace), *MACHINE, "--sweep", "--cpu", "4GiB", "--disk", "0,8GiB", "--no-curve")
     assert done.exit_code == 0, done.stderr

@@ -379,8 +379,8 @@ def _print(
             settings.cache.eviction,
             f"{figures.hit_rate:.1%}",
             *(f"{share:.1%}" if (share := figures.hits.get(tier)) else "-" for tier in ("gpu", "cpu", "disk")),
-            render.duration(figures.ttft_s.p50),
-            render.duration(figures.ttft_s.p95),
+            _wait(figures.ttft_s.p50),
+            _wait(figures.ttft_s.p95),
             f"{figures.requests_per_s:.2f}",
             render.size(figures.disk_written_bytes),
             f"{sum(figures.evicted_blocks.values()):,}",
@@ -415,6 +415,13 @@ def _print(
                 f"{figures.hit_rate:.1%}."
             )
     out.print(f"{requests * len(points):,} requests planned in {render.duration(took_s)}.")
+
+
+def _wait(seconds: float) -> str:
+    """As `render.duration`, below a second in ms: first tokens of a GPU come within some of them."""
+    from prefixd.cli import render
+
+    return f"{1e3 * seconds:.3g} ms" if seconds < 0.9995 else render.duration(seconds)
 
 
 def _print_curve(curve: Curve, token_bytes: int) -> None:

@@ -47,6 +47,7 @@ def test_a_plan_says_what_is_found_and_what_it_assumes(cli: Cli, trace: Path, tm
         assert words in done.stdout
     plan = json.loads((tmp_path / "plan.json").read_text())
     (point,) = plan["points"]
+    assert f" {1e3 * point['ttft_s']['p50']:.3g} ms " in done.stdout and 0 < point["ttft_s"]["p50"] < 0.5
     assert point["hit_rate"] == 0.32 and point["requests"] == 12 and point["cpu_bytes"] == 4 << 30
     assert plan["curve"]["hit_rates"]["lru"][-1] == plan["curve"]["hit_rates"]["optimum"][-1] == 12 / 36
     assert plan["assumptions"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from benchmarks.common import harness
 from benchmarks.report_parts import decisions, other, plan, served, text_analysis
-from benchmarks.report_parts.page import Section, render
+from benchmarks.report_parts.page import Section, render, svg
 from benchmarks.report_parts.results import Result, read_results
 
 DESCRIPTION = """\
@@ -41,7 +41,10 @@ def page(results: Sequence[Result]) -> str:
 
 def _section(result: Result) -> Section:
     try:
-        return SECTIONS[result.benchmark](result)
+        section = SECTIONS[result.benchmark](result)
+        for picture in section.pictures:
+            svg(picture)  # now, when it is known of which file it is; the page has it from the cache
+        return section
     except (ArithmeticError, AttributeError, LookupError, StopIteration, TypeError, ValueError) as error:
         raise harness.BenchmarkError(
             f"{result.file} is no result of this version's benchmarks.{result.benchmark} ({type(error).__name__}: "

@@ -6,6 +6,7 @@ import base64
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ def render(sections: Sequence[Section], others: Sequence[Section]) -> str:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
-    environment.filters["svg"] = _svg
+    environment.filters["svg"] = svg
     cards = [card for section in sections for card in section.cards]
     choices = [choice for section in sections for choice in section.choices]
     return environment.get_template("page.html.j2").render(
@@ -89,8 +90,9 @@ def render(sections: Sequence[Section], others: Sequence[Section]) -> str:
     )
 
 
-def _svg(picture: Picture) -> str:
-    """The picture as the address of an image that is written out in the address itself."""
+@cache
+def svg(picture: Picture) -> str:
+    """The picture as the address of an image that is written out in the address itself. Raises as its `draw`."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -104,6 +106,7 @@ def _svg(picture: Picture) -> str:
         "axes.titlesize": 11,
         "axes.titlelocation": "left",
         "axes.axisbelow": True,
+        "text.parse_math": False,  # a dollar sign in a name is one
     }
     with rc_context(style):
         figure = Figure(figsize=(picture.width_in, picture.height_in), layout="constrained")

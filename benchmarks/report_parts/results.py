@@ -27,7 +27,7 @@ class Result:
         taken = commit[:9] + ("+changes" if commit.endswith("+changes") else "")
         cores = f"{known['cpus']} cores" if "cpus" in known else ""
         parts = (self.file, known.get("processor"), cores, taken, str(known.get("date", ""))[:10])
-        return " · ".join(part for part in parts if part)
+        return " · ".join(str(part) for part in parts if part)
 
 
 def read_results(folder: Path) -> list[Result]:
@@ -47,8 +47,10 @@ def read_results(folder: Path) -> list[Result]:
 def _read(file: Path) -> Result:
     try:
         content = json.loads(file.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BenchmarkError(f"{file} is not JSON ({error}); write it again or take it out of the folder") from error
     if not isinstance(content, dict) or not isinstance(content.get("benchmark"), str):
         raise BenchmarkError(f'{file} has no "benchmark": it is no result of a benchmark; take it out of the folder')
+    if not isinstance(content.get("circumstances", {}), dict):
+        raise BenchmarkError(f'{file}: "circumstances" is no object; take the file out of the folder')
     return Result(content["benchmark"], content, file.name)

@@ -52,7 +52,17 @@ def test_what_is_no_result_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(BenchmarkError, match=r"has no \*.json"):
         main([str(tmp_path)])
     file = tmp_path / "a.json"
-    for content, why in [("{", "not JSON"), ("[1]", "no result"), ('{"benchmark": "chat"}', "run it again")]:
+    drawn = json.loads((RESULTS / "scheduler.json").read_text())
+    drawn["decision_us"]["vllm"]["lpm"]["p99"] = "fast"  # only the picture adds them up
+    del drawn["longest_wait_s"]["lpm"]
+    for content, why in [
+        ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("[1]", "no result"),
+        ('{"benchmark": "chat"}', "run it again"),
+        ('{"benchmark": "mine", "circumstances": "none"}', '"circumstances" is no object'),
+        (json.dumps(drawn), "run it again"),
+    ]:
         file.write_text(content)
         with pytest.raises(BenchmarkError, match=rf"a\.json.*{why}"):
             main([str(tmp_path)])
@@ -168,3 +178,13 @@ def test_a_plan_chooses_the_policy_with_the_soonest_first_token_at_the_sizes_tha
     (choice,) = plan.section(Result("plan", content | {"assumptions": []}, "plan.json")).choices
     assert (choice.policy, choice.memory) == ("shortest-ready", "64 GiB CPU, 1 TiB disk")
     assert "fcfs with lru 9 s" in choice.policy_why and "lpm" not in choice.policy_why
+
+
+def test_a_name_with_dollar_signs_is_drawn_as_it_is(tmp_path: Path) -> None:
+    plan = json.loads((RESULTS / "plan.json").read_text())
+    for point in plan["points"]:
+        point["eviction"] = plan["enough"]["eviction"] = "$x_{$ <script>"
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    main([str(tmp_path)])
+    page = (tmp_path / "report.html").read_text()
+    assert "$x_{$ &lt;script&gt;" in page and "<script>" not in page

@@ -393,10 +393,9 @@ def _print(
     )
     first = points[0][1]
     if first.achievable_hit_rate is not None:
-        of_all = " of all requests, the refused ones too" if first.refused else ""
-        out.print(f"A cache without limits would find {first.achievable_hit_rate:.1%} of the prompt tokens{of_all}.")
+        out.print(f"A cache without limits would find {first.achievable_hit_rate:.1%} of the prompt tokens.")
     if first.refused:
-        out.print(f"{first.refused:,} requests never fit the GPU tier and were refused; they count in no figure above.")
+        out.print(f"{first.refused:,} requests never fit the GPU tier and were refused; they count in no figure here.")
     if first.gpu_busy > _FULL and first.elapsed_s > _LATE * arrival_s > 0:
         out.print("The GPU computes all the time: requests arrive faster than it answers, and the queue grows.")
     if sweep:

@@ -37,7 +37,7 @@ class PlanFigures:
         requests_per_s, prompt_tokens_per_s, output_tokens_per_s: of these.
         hit_rate: share of the prompt tokens that were found, in any tier.
         hits: of each tier.
-        achievable_hit_rate: what a cache without limits would have found; None where that is not known.
+        achievable_hit_rate: what a cache without limits would have found of them; None where that is not known.
         ttft_s: quantiles.
         disk_written_bytes, disk_read_bytes: moved.
         evicted_blocks: of each tier.

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,7 +57,7 @@ class TracePlan:
         """Its figures. Raises ConfigError."""
         found = trace_requests(self.trace, self.limit)
         workload = of_trace(self.trace.name, found, speed=self.speed)
-        (figures,) = simulate(self.plan, [workload], achievable=achievable_rate(found), progress=progress)
+        (figures,) = simulate(self.plan, [workload], achievable=partial(achievable_rate, found), progress=progress)
         return figures
 
     @property

@@ -6,7 +6,7 @@ Everything here runs on a `SimulatedTimeLoop`; the same arguments give the same 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -31,6 +31,8 @@ from prefixd_swap.tiers.unbacked import UnbackedCopyEngine, UnbackedMemory, Unba
 from prefixd_swap.transfers import DeviceLimits, Transfers
 
 Progress = Callable[[], None]
+Achievable = Callable[[Collection[int]], float]
+"""What a cache without limits would find, by the places of the requests that were refused."""
 _BLOCKS_A_WRITE = 32
 _MOST_FRAMES = 1 << 22  # each takes some 100 bytes
 
@@ -56,7 +58,7 @@ class Plan:
 
 
 def simulate(
-    plan: Plan, workloads: Sequence[Workload], *, achievable: float | None = None, progress: Progress | None = None
+    plan: Plan, workloads: Sequence[Workload], *, achievable: Achievable | None = None, progress: Progress | None = None
 ) -> list[PlanFigures]:
     """The figures of each workload, asked one after the other of one daemon whose cache begins empty.
 
@@ -74,7 +76,7 @@ def simulate(
 
 
 async def _simulate(
-    plan: Plan, workloads: Sequence[Workload], achievable: float | None, progress: Progress
+    plan: Plan, workloads: Sequence[Workload], achievable: Achievable | None, progress: Progress
 ) -> list[PlanFigures]:
     figures = []
     async with open_daemon(plan) as daemon:
@@ -170,7 +172,7 @@ class VirtualDaemon:
         self._pool.close()
         self._memory.close()
 
-    async def run(self, workload: Workload, progress: Progress, achievable: float | None = None) -> PlanFigures:
+    async def run(self, workload: Workload, progress: Progress, achievable: Achievable | None = None) -> PlanFigures:
         """Asks a workload of it. Raises ConfigError when no request fits."""
         tiers = self.cache.tiers
         began_s, busy_s = self._clock(), self.worker.counters.busy_s
@@ -189,8 +191,8 @@ class VirtualDaemon:
             results,
             [tier.name for tier in tiers],
             began_s=began_s,
-            refused=client.refused,
-            achievable=achievable,
+            refused=len(client.refused),
+            achievable=None if achievable is None else achievable(client.refused),
             disk_written_bytes=self._write_link.moved_bytes - written,
             disk_read_bytes=self._read_link.moved_bytes - read,
             evicted_blocks={tier.name: tiers.counters(tier).evicted - evicted[tier.name] for tier in tiers.existing},
@@ -276,7 +278,7 @@ class _Client:
     """Sends a workload's requests, each when it is due, and takes note of what becomes of them."""
 
     def __init__(self, daemon: VirtualDaemon, workload: Workload, request_s: float, progress: Progress) -> None:
-        self.refused = 0
+        self.refused: set[int] = set()
         self._daemon = daemon
         self._workload = workload
         self._request_s = request_s
@@ -332,7 +334,7 @@ class _Client:
     def _arrive(self, number: int, arrival_s: float) -> None:
         planned = self._workload.requests[number]
         if not self._daemon.fits(planned):
-            self.refused += 1
+            self.refused.add(number)
             self._loop.call_soon(self._go_on, number)
             return
 

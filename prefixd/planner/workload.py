@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -123,11 +123,17 @@ def of_text_analysis(workload: TextAnalysis) -> list[Workload]:
     return planned
 
 
-def achievable_rate(found: Sequence[TraceRequest]) -> float:
-    """The share of the prompt tokens that a cache without limits would have, in whole blocks of the trace."""
+def achievable_rate(found: Sequence[TraceRequest], refused: Collection[int] = ()) -> float:
+    """The share of the prompt tokens that a cache without limits would have, in whole blocks of the trace.
+
+    Args:
+        found: the requests.
+        refused: places of those that are not answered, and count in nothing.
+    """
     count = PrefixCount()
-    hits = sum(count.hits_of(request.hash_ids) for request in found)
-    return HASH_TOKENS * hits / max(1, sum(request.input_length for request in found))
+    answered = [request for place, request in enumerate(found) if place not in refused]
+    hits = sum(count.hits_of(request.hash_ids) for request in answered)
+    return HASH_TOKENS * hits / max(1, sum(request.input_length for request in answered))
 
 
 def own_tokens(number: int, first: int, count: int) -> list[int]:

@@ -10,9 +10,12 @@ import pytest
 
 from prefixd.errors import ConfigError
 from prefixd.planner.figures import PlanFigures
-from prefixd.planner.models import LayerGroup
+from prefixd.planner.hardware import HARDWARE, PeakCosts
+from prefixd.planner.models import MODELS, LayerGroup
 from prefixd.planner.virtual_daemon import Plan, simulate
-from prefixd.planner.workload import PlannedRequest, Workload
+from prefixd.planner.workload import PlannedRequest, Workload, achievable_rate, of_trace
+from prefixd.settings import Settings
+from prefixd.workloads.mooncake import TraceRequest
 
 MakePlan = Callable[..., Plan]
 Letters = Callable[..., Workload]
@@ -117,3 +120,27 @@ def test_a_gpu_tier_for_no_request_is_refused(make_plan: MakePlan, one_by_one: L
         simulate(make_plan(gpu=1), [one_by_one("A")])
     with pytest.raises(ConfigError, match="auto"):
         simulate(make_plan(gpu=1, gpu__bytes="auto"), [one_by_one("A")])
+
+
+def test_what_a_preempted_request_has_computed_itself_is_no_hit() -> None:
+    """No two prompts have anything in common; what gave way is loaded again from the CPU tier beside computing."""
+    asked = [
+        TraceRequest(1000 * (at // 3), 512 * 10 + 7, 2500, tuple(range(100 * at, 100 * at + 10))) for at in range(30)
+    ]
+    model = MODELS["llama-3.1-8b"]
+    sizes = {"gpu.bytes": 6 << 30, "cpu.bytes": 24 << 30, "worker.block_tokens": 512, "worker.max_running": 64}
+    settings = Settings.load(None, {"worker.embedded": True, "scheduler.policy": "fcfs", **sizes}, {})
+    plan = Plan(model, settings, PeakCosts(HARDWARE["h100"], model), HARDWARE["h100"].ways)
+    (figures,) = simulate(plan, [of_trace("different", asked)])
+    assert figures.preempted > 0 and figures.hit_rate == 0
+
+
+def test_no_more_is_found_than_could_be_where_requests_are_refused() -> None:
+    asked = [TraceRequest(at, 512 * len(ids), 1, tuple(ids)) for at, ids in enumerate([[1], [*range(9, 99)], [1]])]
+    model = MODELS["llama-3.1-8b"]
+    values = {"worker.embedded": True, "worker.block_tokens": 256, "gpu.bytes": 1 << 30, "cpu.bytes": 0}
+    plan = Plan(model, Settings.load(None, values, {}), PeakCosts(HARDWARE["h100"], model), HARDWARE["h100"].ways)
+    workload = of_trace("a long one", asked)
+    (figures,) = simulate(plan, [workload], achievable=partial(achievable_rate, asked))
+    assert figures.refused == 1 and figures.achievable_hit_rate == 0.5
+    assert 0 < figures.hit_rate <= figures.achievable_hit_rate

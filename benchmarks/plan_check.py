@@ -190,7 +190,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     for flag, default, text in numbers:
         parser.add_argument(flag, type=harness.positive, default=default, metavar="N", help=f"{text} ({default})")
     parser.add_argument("--configs", nargs="+", choices=CONFIGS, default=list(CONFIGS), help="which to run (all)")
-    parser.add_argument("--tolerance", type=float, default=0.15, help="how far a prediction may be off (0.15)")
+    tolerance = harness.number(0.0, 1e6)
+    parser.add_argument("--tolerance", type=tolerance, default=0.15, help="how far a prediction may be off (0.15)")
     parser.add_argument("--seed", type=int, default=0, help="of prefixes, bodies and choices (0)")
     return parser.parse_args(arguments)
 

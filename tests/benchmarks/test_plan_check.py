@@ -93,3 +93,9 @@ def test_a_prediction_that_is_off_fails(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(BenchmarkError, match=r"a prediction is off by 100\.0%, more than 15%"):
         plan_check.main(["--json", str(file)])
     assert json.loads(file.read_text())["worst_off"] == pytest.approx(1.0), "the result is written nevertheless"
+
+
+def test_a_tolerance_that_everything_is_within_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        plan_check.main(["--tolerance", "nan"])
+    assert "'nan' is not from 0" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import statistics
 import tempfile
 import time
@@ -287,7 +288,7 @@ def _disk(text: str) -> DiskRate:
         rate, latency = (float(part) for part in text.split(":"))
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is no MB/s:ms, such as 200:5") from error
-    if rate <= 0 or latency < 0:
+    if not (0 < rate < math.inf and 0 <= latency < math.inf):
         raise argparse.ArgumentTypeError(f"{text!r}: MB/s have to be positive, ms 0 or more")
     return DiskRate(rate * 1e6, latency / 1000)
 

@@ -8,11 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import chat, tree_search
 from benchmarks.common.harness import number
 from benchmarks.serving.asking import Asked
 from benchmarks.serving.figures import same_answers, summarise
 from benchmarks.serving.seen_blocks import SeenBlocks
 from benchmarks.serving.ways import COMPARED, TIERS, Room, Way, add_options, chosen_ways
+from benchmarks.tree_parts.grow import Grown, Plan
+from benchmarks.tree_parts.programs import PROGRAMS
 from prefixd.settings import Settings
 from prefixd_scheduler import POLICIES
 
@@ -78,6 +81,33 @@ def test_figures() -> None:
     assert (run.hit_rate, run.hit_share, run.possible_tokens) == (0.32, 0.8, 80)
     other = summarise(way, [asked((1,), 0.3, (0, 0, 0), 0), asked((3,), 0.1, (0, 0, 0), 0)], 4.0)
     assert other.hit_share == 1.0 and not same_answers([run, other]) and same_answers([run, run])
+
+
+def test_a_chat_that_falls_short_is_told() -> None:
+    ways = [Way("no-cache", "fcfs", ""), Way("fpf gpu", "fpf", "gpu"), Way("fpf all", "fpf", TIERS[-1])]
+    answers = [[asked((1,), 0.4, (0, 0, 0), 32)], [asked((1,), 0.4, (0, 0, 0), 32)], [asked((1,), 0.2, (0, 0, 32), 32)]]
+    runs = [summarise(way, each, 1.0) for way, each in zip(ways, answers, strict=True)]
+    assert chat.shortcomings(ways, runs, 1.0, 2.0) == [], "fewer tiers may find less"
+    (late,) = chat.shortcomings(ways, runs, 1.0, 2.1)
+    assert late.startswith("fpf all: the median time to the first token is 2.00 times better")
+    few = summarise(ways[2], [asked((1,), 0.2, (0, 0, 16), 32)], 1.0)
+    assert chat.shortcomings(ways, [*runs[:2], few], 0.6, 2.0) == ["fpf all: hit_share is 0.500, below 0.6"]
+    other = summarise(ways[1], [asked((2,), 0.4, (0, 0, 0), 32)], 1.0)
+    assert chat.shortcomings(ways, [runs[0], other, runs[2]], 1.0, 2.0) == ["the answers differ: see output_digest"]
+
+
+def test_a_tree_search_that_falls_short_is_told() -> None:
+    ways = [Way("no-cache", "fcfs", ""), Way("fpf all", "fpf", TIERS[-1])]
+    plan = Plan(programs=PROGRAMS[:1], width=1, candidates=1, attempts=1, sites=1, seed=0)
+    found, lost = Grown(repaired=[PROGRAMS[0].name]), Grown()
+    runs = [summarise(way, [asked((1,), 0.2, (0, 0, hits), 32)], 1.0) for way, hits in zip(ways, (0, 80), strict=True)]
+    assert tree_search.shortcomings(ways, runs, [found, found], plan, 0.8) == []
+    assert tree_search.shortcomings(ways, runs, [found, found], plan, 0.9) == ["fpf all: hit_rate is 0.800, below 0.9"]
+    (not_repaired,) = tree_search.shortcomings(ways, runs, [lost, found], plan, 0.8)
+    assert not_repaired == f"no-cache: not repaired: {PROGRAMS[0].name}"
+    other = summarise(ways[0], [asked((2,), 0.2, (0, 0, 0), 32)], 1.0)
+    (differ,) = tree_search.shortcomings(ways, [other, runs[1]], [found, found], plan, 0.8)
+    assert differ == "the answers differ: see output_digest"
 
 
 @pytest.mark.parametrize("text", ["nan", "-1", "1.5", "x"])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.report_parts import runs
@@ -11,11 +12,30 @@ from benchmarks.report_parts.results import Result
 from benchmarks.report_parts.runs import Run, duration
 from prefixd.settings import SchedulerSettings
 
-_NEAR = 1.1
-"""Policies whose figures differ by less are alike: each was measured once."""
+_NEAR = 0.1
+"""Policies whose figures differ by less than this share are alike: each was measured once."""
 _ENOUGH = 0.98
 """Of what the most tiers find: with fewer tiers that find as much, no more are needed."""
 DEFAULT: str = SchedulerSettings.model_fields["policy"].default
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """What decides between the policies.
+
+    Attributes:
+        name: of the figure.
+        cost: of a run, the lowest is the best.
+        text: of a run, for people.
+    """
+
+    name: str
+    cost: Callable[[Run], float]
+    text: Callable[[Run], str]
+
+
+FIRST_TOKEN = Figure("first token, median", lambda run: run.ttft_p50_s, lambda run: duration(run.ttft_p50_s))
+RATE = Figure("requests/s", lambda run: -run.requests_per_s, lambda run: f"{run.requests_per_s:.3g}")
 
 
 def chat(result: Result) -> Section:
@@ -26,30 +46,32 @@ def chat(result: Result) -> Section:
         f"({content['source']}), up to {min(content['users'], content['conversations'])} at once."
     )
     title = "Chat: conversations that come back"
-    return _section(result, title, "Chat: conversations", finding, lambda run: run.ttft_p50_s, _first_token)
+    return _section(result, title, "Chat: conversations", finding, FIRST_TOKEN)
 
 
 def tree_search(result: Result) -> Section:
     """A search whose requests come in batches: the requests a second decide."""
     finding = "Programs are repaired by breadth-first search; a language server decides what is cut and what goes on."
     title = "Tree search: many continuations of one prompt"
-    return _section(
-        result, title, "Search, agents: many answers to a prompt", finding, lambda run: 1 / run.requests_per_s, _rate
-    )
+    return _section(result, title, "Search, agents: many answers to a prompt", finding, RATE)
 
 
-def _section(result: Result, title: str, requests: str, finding: str, cost: Any, say: Any) -> Section:
+def _section(result: Result, title: str, requests: str, finding: str, figure: Figure) -> Section:
     ways: list[dict[str, Any]] = result.content["ways"]
     found = [Run.of(way) for way in ways]
     without = next(run for way, run in zip(ways, found, strict=True) if not way["tiers"])
     most = max((way["tiers"] for way in ways), key=lambda tiers: tiers.count("+"))
     policies = {way["policy"]: run for way, run in zip(ways, found, strict=True) if way["tiers"] == most}
-    best = min(policies.values(), key=cost)
-    near = [policy for policy, run in policies.items() if cost(run) < _NEAR * cost(best)]
+    best = min(policies.values(), key=figure.cost)
+    near = [
+        policy
+        for policy, run in policies.items()
+        if figure.cost(run) < figure.cost(best) + _NEAR * abs(figure.cost(best))
+    ]
     chosen = [DEFAULT] if DEFAULT in near else near
-    run = min((policies[policy] for policy in chosen), key=cost)
+    run = min((policies[policy] for policy in chosen), key=figure.cost)
     figures = ", ".join(
-        f"{policy} {say(its)}" for policy, its in sorted(policies.items(), key=lambda one: cost(one[1]))
+        f"{policy} {figure.text(its)}" for policy, its in sorted(policies.items(), key=lambda one: figure.cost(one[1]))
     )
     memory, shares = _memory(ways, result.content)
     sooner, more = without.ttft_p50_s / run.ttft_p50_s, run.requests_per_s / without.requests_per_s
@@ -57,7 +79,7 @@ def _section(result: Result, title: str, requests: str, finding: str, cost: Any,
     choice = Choice(
         requests,
         " or ".join(chosen),
-        f"{'first token, median' if say is _first_token else 'requests/s'}: {figures}",
+        f"{figure.name}: {figures}",
         memory,
         f"found, of what is possible: {shares}",
         f"first token {sooner:.3g} times sooner than without a cache, {more:.3g} times the requests/s",
@@ -86,11 +108,3 @@ def _memory(ways: Sequence[Mapping[str, Any]], content: Mapping[str, Any]) -> tu
     parts = {"gpu": gpu, "cpu": f"CPU for {content['cpu_share']:.0%}", "disk": "disk for all"}
     said = ", ".join(f"{tiers} {share:.0%}" for tiers, share in shares.items())
     return ", ".join(parts[tier] for tier in fewest.split("+")), said
-
-
-def _first_token(run: Run) -> str:
-    return duration(run.ttft_p50_s)
-
-
-def _rate(run: Run) -> str:
-    return f"{run.requests_per_s:.3g}"

@@ -110,7 +110,7 @@ def plan_command(
         int | None,
         _count(
             "--block-tokens",
-            "Tokens of a block; 512 unless configured. The trace names blocks of 512 tokens, so smaller ones find no more.",
+            "Tokens of a block; 512 unless configured. The trace names blocks of 512, so smaller ones find no more.",
         ),
     ] = None,
     config: ConfigFile = None,

@@ -98,7 +98,7 @@ def processes(jobs: int) -> Iterator[ProcessPoolExecutor]:
     except BaseException:
         for process in active_children():
             process.terminate()
-        # Waits for the pool's thread, which ends with them: at the interpreter's exit it would close what that writes to.
+        # Waits for the pool's thread, which ends with them: at its exit the interpreter writes to what that closes.
         pool.shutdown(cancel_futures=True)
         raise
     pool.shutdown()

@@ -153,6 +153,9 @@ def test_text_analysis_compares_policies_at_one_length_only() -> None:
     )
     names = [row[0] for row in section.tables[0].rows]
     assert len(set(names)) == len(names), "bars of one name would lie on each other"
+    cached = content | {"configs": ways[1:3]}
+    (choice,) = text_analysis.section(Result("text_analysis", cached, "text_analysis.json")).choices
+    assert choice.gain == "requests/s over no cache: not measured", "the suite `eviction` has no run without one"
 
 
 def test_a_plan_chooses_the_policy_with_the_soonest_first_token_at_the_sizes_that_are_enough() -> None:

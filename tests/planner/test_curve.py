@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
+import time
+from multiprocessing import active_children
 from pathlib import Path
 
 import numpy as np
@@ -181,3 +184,13 @@ def test_a_curve_of_a_sample_says_so(tmp_path: Path) -> None:
     assert 0 < made.share < 1 and made.to_plain()["sampled_share"] == made.share
     assert told[-1] == (len(told), len(told)), "every computation is told"
     assert whole.share == 1.0 and whole.most == pytest.approx(made.most, abs=0.1)
+
+
+def test_processes_that_are_left_by_an_error_end_with_their_pools_thread() -> None:
+    before = set(threading.enumerate())
+    with pytest.raises(KeyboardInterrupt), processes(2) as pool:
+        for _ in range(4):
+            pool.submit(time.sleep, 600)
+        raise KeyboardInterrupt
+    assert set(threading.enumerate()) <= before, "at the interpreter's exit it would close what that writes to"
+    assert not active_children()

@@ -63,13 +63,17 @@ class LoadEstimates:
         rows, block_tokens = path[first:], trie.block_tokens
         wanted = trie.needed(len(path), first) if trie.has_rules else None
         lacking = trie.lacking(rows, self.cache.tiers.shared.level, wanted)
-        far = np.where(trie.nearest[rows] == Distance.DISK, Distance.DISK, Distance.CPU)
-        distances = np.maximum.accumulate(np.where(lacking != 0, far, Distance.GPU))
         found = [Stretch(Distance.GPU, first * block_tokens, 0)] if first else []
-        for distance in np.unique(distances).tolist():
-            here = distances == distance
-            nbytes = int(trie.group_bytes[lacking[here if counted is None else here & counted]].sum())
-            found.append(Stretch(Distance(distance), int(here.sum()) * block_tokens, nbytes))
+        missing = np.flatnonzero(lacking)
+        on_disk = missing[trie.nearest[rows[missing]] == Distance.DISK]
+        ends = (*(int(places[0]) if len(places) else len(rows) for places in (missing, on_disk)), len(rows))
+        begin = 0
+        for distance, end in zip((Distance.GPU, Distance.CPU, Distance.DISK), ends, strict=True):
+            if end > begin:
+                here = lacking[begin:end] if counted is None else lacking[begin:end][counted[begin:end]]
+                nbytes = int(np.bincount(here, minlength=len(trie.group_bytes)) @ trie.group_bytes)
+                found.append(Stretch(distance, (end - begin) * block_tokens, nbytes))
+                begin = end
         return found
 
     def _estimate(
@@ -140,7 +144,8 @@ class LoadWatch:
         if any(stretch.nbytes for stretch in stretches):
             fresh = self._estimates.claims.claim(self._trie, rows)
             self._claimed = rows[fresh]
-            stretches = self._estimates.stretches(self._trie, path, self._first_block, fresh)
+            if not fresh.all():
+                stretches = self._estimates.stretches(self._trie, path, self._first_block, fresh)
         self._nbytes = {stretch.distance: stretch.nbytes for stretch in stretches if stretch.nbytes}
         if self._nbytes:
             self._mark = self._estimates.meter.begin()

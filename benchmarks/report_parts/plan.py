@@ -31,7 +31,7 @@ def section(result: Result) -> Section:
     without = f"; without a disk {max(bare):.1%} at most" if bare else ""
     full = ". One GPU is too slow for these requests: the queue grows" if enough["gpu_busy"] > _FULL else ""
     choice = Choice(
-        f"Plan: {content['trace'].removesuffix('.jsonl')} on {content['model']}",
+        f"Plan: {content['trace'].removesuffix('.jsonl').replace('_', ' ')} on {content['model']}",
         *_policy(points, enough),
         f"{size(enough['cpu_bytes'])} CPU, {disk} disk",
         tried,

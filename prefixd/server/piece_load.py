@@ -151,7 +151,7 @@ class PieceLoad:
         if not self.under_way or compute_s is None or self._urgency is not Urgency.DEMAND:
             return None
         piece, before = self._pieces[self.arrived], self._pieces[: self.arrived]
-        expected_s = self._cost.load_s(piece.nbytes, piece.distance, max(0, self.queued_bytes - self.moving_bytes))
+        expected_s = self._cost.load_s(piece.nbytes, piece.distance, max(0, self.queued_bytes - self.claimed_bytes))
         if expected_s is None:
             return None
         patience_s = max(_LEAST_PATIENCE_S, _PATIENCE * compute_s)

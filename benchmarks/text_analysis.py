@@ -34,7 +34,8 @@ full tiers. The daemons of a suite run side by side and are asked in turn, --rep
 repeat in the middle.
 
     goals     without a cache; FCFS without prefetch; FPF with it; FPF with a GPU tier for everything; FPF with a slow
-              disk. For every length of --prefix-tokens. The ratios have bounds: a miss ends the run with status 2.
+              disk, and for the shortest prefixes FCFS with one. For every length of --prefix-tokens. The ratios have
+              bounds: a miss ends the run with status 2.
     policies  each policy of the queue, and no cache
     tiers     gpu, gpu+cpu, gpu+cpu+disk; with prefetch and without; FPF and FCFS
     eviction  what goes first

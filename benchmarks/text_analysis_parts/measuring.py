@@ -107,7 +107,7 @@ def _warm_up(
 def _workload(cell: Cell, workload: TextAnalysis) -> TextAnalysis:
     """The cell's requests: fewer where each takes long, of longer prefixes fewer yet. All begin alike."""
     requests = workload.requests
-    if not cell.serving.caching or cell.one_by_one or cell.disk_bytes_per_s is not None:
+    if cell.takes_long:
         shorter = requests * workload.prefix_tokens // max(workload.prefix_tokens, cell.prefix_tokens)
         requests = min(shorter, max(_LEAST, shorter // _FEWER))
     return replace(workload, prefix_tokens=cell.prefix_tokens, requests=max(1, requests))

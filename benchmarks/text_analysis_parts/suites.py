@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from prefixd.settings import CacheSettings, SchedulerSettings
-from prefixd.workloads.text_analysis import Serving, serving_of
+from prefixd.workloads.text_analysis import BLOCK_BYTES, BLOCK_TOKENS, Serving, serving_of
 
 SUITES = ("goals", "policies", "tiers", "eviction", "latency")
 TIER_SETS = (("gpu",), ("gpu", "cpu"), ("gpu", "cpu", "disk"))
@@ -18,6 +18,7 @@ NO_CACHE, FPF = serving_of("no-cache"), serving_of("fpf")
 FCFS_ALONE = Serving(name="fcfs, no prefetch", policy="fcfs", look_ahead=0)
 EVERYTHING = Serving(name="everything on gpu", everything=True)
 _SIDE_BY_SIDE = 5
+_LONG_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,13 @@ class Cell:
         slow = "" if self.disk_bytes_per_s is None else f", disk {self.disk_bytes_per_s / 1e6:g} MB/s"
         return self.serving.name + slow
 
+    @property
+    def takes_long(self) -> bool:
+        """Whether each request takes so long that fewer have to do: its prefix is computed, or read slowly."""
+        prefix_bytes = self.prefix_tokens // BLOCK_TOKENS * BLOCK_BYTES
+        slow = self.disk_bytes_per_s is not None and prefix_bytes > _LONG_S * self.disk_bytes_per_s
+        return slow or self.one_by_one or not self.serving.caching
+
 
 def groups(suite: str, prefix_tokens: Sequence[int], slow_disk: int) -> list[list[Cell]]:
     """The cells of a suite, by group; `goals` for every prefix length, the others for the first."""
@@ -51,6 +59,7 @@ def groups(suite: str, prefix_tokens: Sequence[int], slow_disk: int) -> list[lis
             [
                 *(Cell(serving, length) for serving in (NO_CACHE, FCFS_ALONE, FPF, EVERYTHING)),
                 Cell(FPF, length, disk_bytes_per_s=slow_disk),
+                *([Cell(FCFS_ALONE, length, disk_bytes_per_s=slow_disk)] if length == first else []),
             ]
             for length in prefix_tokens
         ]

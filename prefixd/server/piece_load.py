@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 
 _PIECES = 16
 _PIECE_S = 0.05
-"""A piece costs the event loop some 3 ms, whatever its size, where room has to be made for it: it takes at least so long
-to load. With pieces of 10 ms a busy machine, whose loads take longer, had more of them and was busier yet."""
+"""A piece costs the event loop some 3 ms, whatever its size, where room has to be made for it: it takes at least so
+long to load. With pieces of 10 ms a busy machine, whose loads take longer, had more of them and was busier yet."""
 _RECENT = 4  # pieces: so many move at once
 _PATIENCE = 0.1
 _LEAST_PATIENCE_S = 0.01

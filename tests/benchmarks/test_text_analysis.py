@@ -87,12 +87,14 @@ RATES = {
     "fpf": (40.0, 8.0, 40.0),
     "everything on gpu": (44.0, 8.8, 44.0),
     "fpf, disk 50 MB/s": (10.0, 2.0, 10.0),
+    "fcfs, no prefetch, disk 50 MB/s": (7.5, 1.5, 7.5),
 }
 
 
 def test_ratios_are_of_repeats_that_ran_one_after_the_other() -> None:
     found = goals(measured(RATES))
-    assert all(goal.met for goal in found) and len(found) == 10
+    assert all(goal.met for goal in found) and len(found) == 11
+    assert [goal.value for goal in found if goal.name.endswith(", slow disk")] == [pytest.approx(4 / 3)]
     values = {goal.name: goal.value for goal in found if goal.prefix_tokens == 2048}
     assert values["fpf over no cache"] == pytest.approx(8)
     assert values["fpf over fcfs without prefetch"] == pytest.approx(4 / 3)
@@ -103,7 +105,7 @@ def test_ratios_are_of_repeats_that_ran_one_after_the_other() -> None:
     ("name", "rate", "missed"),
     [
         ("no-cache", 10.1, {"fpf over no cache", "fpf with a slow disk over no cache"}),
-        ("fcfs, no prefetch", 31.0, {"fpf over fcfs without prefetch"}),
+        ("fcfs, no prefetch, disk 50 MB/s", 7.8, {"fpf over fcfs without prefetch, slow disk"}),
         ("everything on gpu", 44.6, {"fpf over everything on gpu"}),
         ("fpf, disk 50 MB/s", 4.9, {"fpf with a slow disk over no cache"}),
     ],

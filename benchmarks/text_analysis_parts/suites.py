@@ -19,6 +19,7 @@ FCFS_ALONE = Serving(name="fcfs, no prefetch", policy="fcfs", look_ahead=0)
 EVERYTHING = Serving(name="everything on gpu", everything=True)
 _SIDE_BY_SIDE = 5
 _LONG_S = 0.25
+"""A slow disk reads a prefix in less, or fewer requests are sent."""
 
 
 @dataclass(frozen=True, slots=True)

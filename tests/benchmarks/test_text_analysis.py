@@ -101,6 +101,15 @@ def test_ratios_are_of_repeats_that_ran_one_after_the_other() -> None:
     assert values["fpf with a slow disk over no cache"] == pytest.approx(2)
 
 
+def test_a_disk_so_slow_that_few_requests_are_sent_has_no_bound_on_the_policy() -> None:
+    runs = [
+        Measured("goals", replace(run.cell, disk_bytes_per_s=run.cell.disk_bytes_per_s and 20_000_000), run.repeats)
+        for run in measured(RATES)
+    ]
+    (found,) = [goal for goal in goals(runs) if goal.name.endswith(", slow disk")]
+    assert found.at_least is None and found.value == pytest.approx(4 / 3)
+
+
 @pytest.mark.parametrize(
     ("name", "rate", "missed"),
     [

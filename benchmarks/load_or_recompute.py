@@ -23,9 +23,9 @@ from prefixd.workloads.throttled import DiskRate, ThrottledDaemon
 DESCRIPTION = """\
 Three daemons with the embedded model, each with a worker of its own, differ in scheduler.load alone: auto, always,
 never. Their disks are throttled alike. A prompt's prefix is on disk only; the prompt is sent to each of them in turn,
-again and again, and the medians of its times to first token are compared (of three
-times as many where all take less than 250 ms). Before that, each has computed and loaded
-prefixes of all lengths a few times, so that auto knows what that takes.
+again and again, three times as often where that takes less than 250 ms, and the medians of its times to first token
+are compared. Before that, each has computed and loaded prefixes of all lengths a few times, so that auto knows what
+that takes.
 
 worst_regret is how much longer auto takes than the better of the other two, at the worst point; at most 0.1.
 both_at_once_wins counts the points at which auto takes less than both, its upper quartile below their lower ones; at

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from benchmarks.common import harness
-from prefixd.client import AsyncClient, Tier, Tokens
+from prefixd.client import AsyncClient, Finished, Tier, Tokens
 from prefixd.workloads.throttled import DiskRate, ThrottledDaemon
 
 DESCRIPTION = """\
@@ -82,18 +82,25 @@ class Subject:
         self._gpu_bytes = gpu_bytes
 
     async def first_token_s(self, prompt: Sequence[int]) -> float:
-        """Seconds from sending the prompt to its first token."""
+        """Seconds from sending the prompt to its first token. Raises BenchmarkError for blocks that are not on disk."""
         began_s = time.monotonic()
         first_s = 0.0
         async for event in self._client.generate(prompt, max_tokens=1, ignore_eos=True):
             if isinstance(event, Tokens) and not first_s:
                 first_s = time.monotonic() - began_s
+            if isinstance(event, Finished) and (left := event.hit_tokens[Tier.GPU]):
+                raise harness.BenchmarkError(f"{left} of {len(prompt)} tokens were on the GPU tier still, and none may")
         return first_s
 
     async def leave_on_disk(self) -> None:
-        """Has all that is cached be on disk only."""
+        """Has all that is cached be on disk only.
+
+        The smallest GPU tier has two blocks, and a prompt of one block with its first token takes both. Nothing of such
+        a prompt is ever loaded, since its last token has to be computed.
+        """
         await self._client.flush()
-        await self._client.resize_tier(Tier.GPU, 4 * BLOCK_BYTES)
+        await self._client.resize_tier(Tier.GPU, 2 * BLOCK_BYTES)
+        await self.first_token_s([0] * BLOCK_TOKENS)
         await self._client.resize_tier(Tier.GPU, self._gpu_bytes)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks import load_or_recompute
+from benchmarks.common.harness import BenchmarkError
 from benchmarks.load_or_recompute import Point, Subject
 from prefixd.workloads.throttled import DiskRate
 
@@ -26,13 +27,17 @@ def test_a_disk_is_measured_and_a_load_abandoned(tmp_path: Path) -> None:
 
     async def work(subjects: Sequence[Subject]) -> tuple[list[Point], float]:
         points = await load_or_recompute.measure_disk(subjects, rate, lengths, 1, 1, lambda: None)
-        return points, await load_or_recompute.measure_abandoned(subjects[0], rate, 1024, 1.0, 1)
+        ratio = await load_or_recompute.measure_abandoned(subjects[0], rate, 1024, 1.0, 1)
+        with pytest.raises(BenchmarkError, match="were on the GPU tier still"):
+            await subjects[0].first_token_s(load_or_recompute.prompt_of(1024, 0))
+        return points, ratio
 
     points, ratio = asyncio.run(load_or_recompute.with_daemons(tmp_path, lengths, work))
     assert [(each.mb_per_s, each.latency_ms, each.tokens) for each in points] == [(50.0, 1.0, 64), (50.0, 1.0, 1024)]
     for each in points:
         assert min(each.ttft_ms.values()) > 0
-    assert points[1].ttft_ms["always"] >= 1024 / 16 * 256 / 1024 / 50 * 1000, "so long do 64 blocks take at 50 MB/s"
+        blocks = each.tokens // load_or_recompute.BLOCK_TOKENS
+        assert each.ttft_ms["always"] >= 1000 * blocks * load_or_recompute.BLOCK_BYTES / 50e6, "so long do they take"
     assert ratio > 0
     result = load_or_recompute.summary(points, ratio)
     assert [each["tokens"] for each in result["points"]] == [64, 1024]

@@ -29,6 +29,9 @@ _RECENT = 4  # pieces: so many move at once
 _PATIENCE = 0.1
 _LEAST_PATIENCE_S = 0.01
 """A load may be late by so much of what computing the rest takes, and by so many seconds in any case."""
+_INEXACT = 0.5
+"""It may also be late by so much of what its next piece was expected to take: estimates are a latency and a rate, and a
+disk that reads six blocks at a time takes as long for one block as for six, and twice as long for seven."""
 
 
 @dataclass(slots=True, eq=False)
@@ -162,7 +165,7 @@ class PieceLoad:
             if nbytes and (last - first) / nbytes * self.moving_bytes > compute_s + patience_s:
                 return 0.0
         since_s = max(self._since_s, piece.began_s, (before[-1].arrived_s or 0.0) if before else 0.0)
-        return since_s + expected_s + patience_s - self._clock()
+        return since_s + expected_s + max(patience_s, _INEXACT * expected_s) - self._clock()
 
     def drop(self, *, late: bool = False) -> None:
         """Gives up what has not arrived, because it is `late` or nobody wants it any more.

@@ -159,6 +159,22 @@ async def test_a_load_from_the_front_is_given_up_and_what_came_is_used(
     await bench.quiet()
 
 
+@pytest.mark.parametrize(("compute_s", "left_s"), [(0.1, 0.1 + 0.05), (10.0, 0.1 + 1.0)])
+async def test_a_piece_may_be_late_by_half_of_its_time_or_by_a_tenth_of_computing_the_rest(
+    make_bench: MakeBench, compute_s: float, left_s: float
+) -> None:
+    bench = await make_bench(2 * BLOCKS + 4)
+    await bench.cached(PROMPT)
+    pace(bench, block_s=0.1)
+    bench.engine.open.clear()
+    request = bench.submit(PROMPT, max_tokens=3)
+    await bench.until(lambda: bench.engine.waiting)
+    load = bench.dispatcher.loader._loads[request.id]
+    assert load.behind_in_s(compute_s) == pytest.approx(left_s)
+    bench.engine.open.set()
+    await bench.finish(request)
+
+
 async def test_a_damaged_block_in_the_middle_ends_the_load_before_it(make_bench: MakeBench) -> None:
     bench = await make_bench(24)
     request = await begun(bench)

@@ -155,7 +155,7 @@ def plan_command(
     and the GPU computes nothing. The command prints what it assumes of the machine; `prefixd doctor --calibrate`
     measures one instead.
 
-    Virtual time takes 13 to 23 ms a request; --timed N plays only the first N. The miss-ratio curve is of all requests;
+    Virtual time takes 13 to 25 ms a request; --timed N plays only the first N. The miss-ratio curve is of all requests;
     of a long trace it is estimated from a sample of the blocks, in minutes for a million requests.
 
     With --sweep the sizes of --cpu and --disk, and the names of --policy and --eviction, may be lists; a single size is

@@ -4,8 +4,9 @@
 they came, with what is left of `max_step_tokens`.
 
 Passes are alike until a run ends, fills a block with its output, comes to the end of its frames or to its first token.
-They are told as one `Step` of several passes, since a message takes longer to handle than to wait for; a message from
-the daemon ends such a stretch with the pass that runs.
+They are told as one `Step` of several passes, since a message takes longer to handle than to wait for: a full block up
+to a 64th of a block late, with those that others fill meanwhile. A message from the daemon that changes what is
+computed ends such a stretch with the pass that runs.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from prefixd.worker.protocol import Arrived, Cancel, Done, Extend, Start, Step, 
 
 _MOST_PASSES = 1 << 16
 _MOST_PROMPT_PASSES = 8  # so that blocks of a long prompt are entered not much later than they are filled
+_LATE_PART = 64  # of a block: how many tokens after it is full it may be told
 
 Outputs = Callable[[int, int, int], list[int]]
 """`(request, first, count)`: the tokens that a request generates, from its `first` one on."""
@@ -103,6 +105,7 @@ class SimulatedWorker:
         self._on_step = on_step
         self._on_done = on_done
         self._runs: dict[int, _Run] = {}
+        self._full = False  # the passes under way have no place for another prompt
         self._told = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -122,7 +125,7 @@ class SimulatedWorker:
         """Takes a message from the daemon."""
         if isinstance(message, Start):
             blocks = message.cached_blocks
-            self._runs[message.id] = _Run(
+            started = self._runs[message.id] = _Run(
                 message,
                 len(message.tokens) // 4,
                 blocks * self._block_tokens,
@@ -130,9 +133,14 @@ class SimulatedWorker:
                 blocks,
                 message.generated,
             )
+            if self._full and not started.decoding:
+                return  # its turn comes after the prompts that are computed
         elif isinstance(message, Extend):
             if (run := self._runs.get(message.id)) is not None:
+                goes_on = run.pending > 0
                 run.reach += self._tokens_in(message.frames)
+                if goes_on:
+                    return
         elif isinstance(message, Arrived):
             if (run := self._runs.get(message.id)) is not None:
                 first = message.first * self._block_tokens
@@ -159,18 +167,19 @@ class SimulatedWorker:
             # The mean of a stretch, in which every pass attends to what the one before has computed, too.
             parts = [(count, run.computed + count * (passes - 1) // 2) for run, count in plan]
             begun = sum(not run.begun for run, _ in plan)
-            pass_s = self._costs.pass_s(parts, begun)
-            began_s = self._clock()
+            pass_s = self._costs.pass_s(parts)
+            begin_s = self._costs.pass_s(parts, begun) - pass_s if begun else 0.0  # the first pass takes longer by it
+            began_s = self._clock() + begin_s
             if passes == 1:
-                await asyncio.sleep(pass_s)
+                await asyncio.sleep(begin_s + pass_s)
             else:
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(passes * pass_s):
+                    async with asyncio.timeout(begin_s + passes * pass_s):
                         await self._told.wait()
-                    done = min(passes, int((self._clock() - began_s) / pass_s) + 1)
+                    done = min(passes, max(0, int((self._clock() - began_s) / pass_s)) + 1)
                     await asyncio.sleep(max(0.0, began_s + done * pass_s - self._clock()))
                     passes = done
-            self._finish(plan, passes, passes * pass_s)
+            self._finish(plan, passes, begin_s + passes * pass_s)
             await asyncio.sleep(0)  # the daemon answers what it can at once
 
     def _plan(self) -> list[tuple[_Run, int]]:
@@ -182,21 +191,21 @@ class SimulatedWorker:
                 count = min(run.pending, budget)
                 budget -= count
                 plan.append((run, count))
+        self._full = budget <= 0
         return plan
 
     def _alike(self, plan: list[tuple[_Run, int]]) -> int:
         """How many passes from here on are like the first one."""
         size = self._block_tokens
+        late = size // _LATE_PART
         passes = _MOST_PROMPT_PASSES if any(not run.decoding for run, _ in plan) else _MOST_PASSES
         for run, count in plan:
-            if not run.begun:
-                return 1
             if not run.decoding:
                 passes = min(passes, run.pending // count)
             elif run.generated == run.start.generated:
                 return 1  # a first token is told at once, also of a prompt of which all but one token was cached
             else:
-                passes = min(passes, run.left, run.reach - run.computed, size - run.computed % size)
+                passes = min(passes, run.left, run.reach - run.computed, size - run.computed % size + late)
         return max(1, passes)
 
     def _finish(self, plan: list[tuple[_Run, int]], passes: int, elapsed_s: float) -> None:

@@ -239,6 +239,8 @@ class Mover:
         Returns:
             Of each slot the first frame.
         """
+        if not count or not widths:
+            return []
         tier, frame = self.tiers.compute, self.tiers.frames.frame_bytes
         sizes = [width * frame for width in widths]
         lacking = (count * tier.footprint(sizes) + tier.used_bytes - tier.capacity_bytes) // frame + beside
@@ -246,8 +248,8 @@ class Mover:
         weigh = partial(_frames_of_part, tier, frame)
         if not await can_free(self.tries, tier.level, lacking, demotable=may_sink, weigh=weigh):
             return None
-        frames = await self.allocate(tier, sizes, count if sizes else 0, near=near)
-        if len(frames) < count and sizes:
+        frames = await self.allocate(tier, sizes, count, near=near)
+        if len(frames) < count:
             tier.free(frames)
             return None
         taken: list[int] = frames.ravel().tolist()

@@ -254,9 +254,11 @@ def _run(
 
     trace = plans[0].trace
     policies = get_args(CacheSettings.model_fields["eviction"].annotation)
-    with RichProgress(Console(stderr=True)) as progress, ThreadPoolExecutor(1) as beside, processes(jobs) as pool:
+    single = len(plans) == 1  # and has a core for itself
+    others = processes(max(1, jobs - single))
+    with RichProgress(Console(stderr=True)) as progress, ThreadPoolExecutor(1) as beside, others as pool:
         drawn = None
-        if len(plans) == 1:
+        if single:
             progress.begin(f"{requests:,} requests in virtual time", requests)
             if curve:
                 shown = progress.beside("miss-ratio curve")

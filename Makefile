@@ -7,7 +7,9 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 # Two workers by default, each with one torch thread, so that they do not fight for the cores. A file stays with one worker.
+# Files keep their order, in which those that take minutes are not the last ones.
 TEST_WORKERS ?= 2
+PYTEST := pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 TESTS ?= tests
 
 # vLLM pins so many packages that it gets an environment of its own.
@@ -33,9 +35,10 @@ help:
 environment = $(1)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(1)
 
 # $(call pip,FOLDER,ARGUMENTS): a download that breaks off is tried again, and what has come is in pip's cache. Wheels are
-# unpacked beside the environment: they may be larger than /tmp.
+# unpacked beside the environment: they may be larger than /tmp. Modules are compiled when they are first imported, which
+# most of them never are.
 pip = mkdir -p $(1)/tmp && for attempt in 1 2 3; do \
-		TMPDIR=$(abspath $(1)/tmp) $(1)/bin/python -m pip install --quiet --disable-pip-version-check \
+		TMPDIR=$(abspath $(1)/tmp) $(1)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
 			--retries 10 --timeout 60 $(2) && { rm -rf $(1)/tmp; exit 0; }; \
 		echo "attempt $$attempt of 3 to install into $(1) failed" >&2; \
 	done; exit 1
@@ -52,7 +55,7 @@ run: $(INSTALLED)
 	$(BIN)/prefixd demo
 
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(TESTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m $(PYTEST) $(TESTS)
 
 $(VLLM_INSTALLED): pyproject.toml tests/vllm/requirements.txt
 	@test "$$(uname -sm)" = "Linux x86_64" || { \
@@ -65,7 +68,7 @@ $(VLLM_INSTALLED): pyproject.toml tests/vllm/requirements.txt
 
 # What takes time is starting engines, which keeps one core busy.
 test-vllm: $(VLLM_INSTALLED)
-	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -n $(TEST_WORKERS) --dist loadfile $(VLLM_TESTS)
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m $(PYTEST) $(VLLM_TESTS)
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,16 @@ from tests.vllm.served import DAEMON, NewRequests, StartEngine, Tokens, alter, r
 WINDOWS = [SlidingWindow(128), None]
 BFLOAT16 = {"dtype": "bfloat16", "kv_cache_memory_bytes": 256 << 20}  # vLLM's gated delta rule on a CPU takes no other
 
+# Of each how it is made, vLLM's arguments, the rules of its groups, and the least tokens of a block. By default one of
+# windows and one of states; PREFIXD_MODELS names others.
+MODELS = {
+    "gemma2": (save_gemma2, {}, WINDOWS, 64),
+    "gpt_oss": (save_gpt_oss, {}, WINDOWS, 64),
+    "qwen3_next": (save_qwen3_next, BFLOAT16, [RecurrentState()] * 3 + [None], 144),
+    "lfm2": (save_lfm2, {}, [RecurrentState()] * 3 + [None], 32),
+}
+NAMES = os.environ.get("PREFIXD_MODELS", "gpt_oss qwen3_next").split()
+
 
 def one_by_one(engine: EngineProcess, requests: list[EngineRequest], *, forget: bool = True) -> tuple[Tokens, int]:
     """In a batch vLLM alone gives other tokens for some of these models."""
@@ -24,15 +35,7 @@ def one_by_one(engine: EngineProcess, requests: list[EngineRequest], *, forget: 
     return [each for (each,) in tokens], sum(hits)
 
 
-@pytest.mark.parametrize(
-    ("save", "arguments", "rules", "least_tokens"),
-    [
-        pytest.param(save_gemma2, {}, WINDOWS, 64, id="gemma2"),
-        pytest.param(save_gpt_oss, {}, WINDOWS, 64, id="gpt_oss"),
-        pytest.param(save_qwen3_next, BFLOAT16, [RecurrentState()] * 3 + [None], 144, id="qwen3_next"),
-        pytest.param(save_lfm2, {}, [RecurrentState()] * 3 + [None], 32, id="lfm2"),
-    ],
-)
+@pytest.mark.parametrize(("save", "arguments", "rules", "least_tokens"), [MODELS[name] for name in NAMES], ids=NAMES)
 def test_what_prefixes_need_is_saved_and_loaded(
     save: Callable[[Path], Path],
     arguments: dict[str, Any],

@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 # Two workers by default, each with one torch thread, so that they do not fight for the cores. A file stays with one worker.
-# Files keep their order, in which those that take minutes are not the last ones.
+# Files keep their order: by their numbers of tests, as xdist would have them, those that take minutes came last.
 TEST_WORKERS ?= 2
 PYTEST := pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 TESTS ?= tests
@@ -16,6 +16,8 @@ TESTS ?= tests
 VLLM_VENV := .venv-vllm
 VLLM_INSTALLED := $(VLLM_VENV)/.installed
 VLLM_TESTS ?= tests/vllm
+
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help install run test test-vllm check format proto gpu-check clean
 .DEFAULT_GOAL := help
@@ -36,7 +38,7 @@ environment = $(1)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m v
 
 # $(call pip,FOLDER,ARGUMENTS): a download that breaks off is tried again, and what has come is in pip's cache. Wheels are
 # unpacked beside the environment: they may be larger than /tmp. Modules are compiled when they are first imported, which
-# most of them never are.
+# most of them never are, and then kept.
 pip = mkdir -p $(1)/tmp && for attempt in 1 2 3; do \
 		TMPDIR=$(abspath $(1)/tmp) $(1)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile \
 			--retries 10 --timeout 60 $(2) && { rm -rf $(1)/tmp; exit 0; }; \

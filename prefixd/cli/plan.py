@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
+from threading import Event
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
@@ -155,7 +156,7 @@ def plan_command(
     and the GPU computes nothing. The command prints what it assumes of the machine; `prefixd doctor --calibrate`
     measures one instead.
 
-    Virtual time takes 13 to 25 ms a request; --timed N plays only the first N. The miss-ratio curve is of all requests;
+    Virtual time takes up to 20 ms a request; --timed N plays only the first N. The miss-ratio curve is of all requests;
     of a long trace it is estimated from a sample of the blocks, in minutes for a million requests.
 
     With --sweep the sizes of --cpu and --disk, and the names of --policy and --eviction, may be lists; a single size is
@@ -254,17 +255,24 @@ def _run(
 
     trace = plans[0].trace
     policies = get_args(CacheSettings.model_fields["eviction"].annotation)
-    single = len(plans) == 1  # and has a core for itself
-    others = processes(max(1, jobs - single))
-    with RichProgress(Console(stderr=True)) as progress, ThreadPoolExecutor(1) as beside, others as pool:
-        drawn = None
-        if single:
+    with RichProgress(Console(stderr=True)) as progress, ThreadPoolExecutor(1) as beside, processes(jobs) as pool:
+        if len(plans) == 1:
             progress.begin(f"{requests:,} requests in virtual time", requests)
-            if curve:
+            planned = Event()
+
+            def others() -> int:  # while it runs, the plan has a core for itself
+                return jobs if planned.is_set() else jobs - 1
+
+            def draw() -> Curve:
                 shown = progress.beside("miss-ratio curve")
-                drawn = beside.submit(curve_of, trace, limit, policies, pool, shown)
+                return curve_of(trace, limit, policies, pool, shown, at_once=others)
+
+            drawn = beside.submit(draw) if curve and jobs > 1 else None
             points = [(plans[0], plans[0].run(progress.advance))]
-            return points, None if drawn is None else drawn.result()
+            planned.set()
+            if drawn is not None:
+                return points, drawn.result()
+            return points, draw() if curve else None
         progress.begin(f"{len(plans)} machines in virtual time", len(plans))
         points = sweep(plans, pool, progress.advance)
         if not curve:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, as_completed, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -134,6 +135,7 @@ def curve_of(
     pool: ProcessPoolExecutor,
     progress: Callable[[int, int], None] = lambda done, total: None,
     *,
+    at_once: Callable[[], int] | None = None,
     references_at_most: int = SAMPLED_REFERENCES,
 ) -> Curve:
     """The miss-ratio curve of a trace, or of its first `limit` requests, at capacities from small to large.
@@ -144,6 +146,7 @@ def curve_of(
         policies: beside the optimum.
         pool: `processes` that compute it.
         progress: called with the computations done and in all.
+        at_once: how many processes to use, asked whenever one is free; all by default.
         references_at_most: a trace that asks for more blocks is sampled.
 
     Raises:
@@ -154,11 +157,16 @@ def curve_of(
     known = pool.submit(_references, source).result()
     sizes = capacities(known.all_blocks)
     work = parts(policies, sizes)
-    running = [pool.submit(_curve_part, part, source) for part in work]
-    for done, future in enumerate(as_completed(running), 1):
-        future.result()
-        progress(done, len(work))
-    results = [(part, future.result()) for part, future in zip(work, running, strict=True)]
+    waiting, running = deque(work), dict[Future[list[int]], CurvePart]()
+    results: list[tuple[CurvePart, list[int]]] = []
+    while waiting or running:
+        while waiting and (at_once is None or len(running) < max(1, at_once())):
+            part = waiting.popleft()
+            running[pool.submit(_curve_part, part, source)] = part
+        done, _ = wait(running, return_when=FIRST_COMPLETED)
+        for future in done:
+            results.append((running.pop(future), future.result()))
+            progress(len(results), len(work))
     return put_together(known, sizes, HASH_TOKENS, results)
 
 

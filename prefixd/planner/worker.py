@@ -137,7 +137,7 @@ class SimulatedWorker:
                 return  # its turn comes after the prompts that are computed
         elif isinstance(message, Extend):
             if (run := self._runs.get(message.id)) is not None:
-                goes_on = run.pending > 0
+                goes_on = run.reach >= run.known
                 run.reach += self._tokens_in(message.frames)
                 if goes_on:
                     return
@@ -201,6 +201,8 @@ class SimulatedWorker:
         passes = _MOST_PROMPT_PASSES if any(not run.decoding for run, _ in plan) else _MOST_PASSES
         for run, count in plan:
             if not run.decoding:
+                if run.reach < run.known:
+                    return 1  # it gets the frames of its prompt bit by bit, ahead of the passes that it tells of
                 passes = min(passes, run.pending // count)
             elif run.generated == run.start.generated:
                 return 1  # a first token is told at once, also of a prompt of which all but one token was cached

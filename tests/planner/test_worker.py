@@ -153,6 +153,44 @@ def test_passes_told_together_are_the_passes_told_one_by_one(told: list[tuple[fl
     assert isinstance(passes, int) and isinstance(steps, int) and steps <= passes
 
 
+def test_nothing_that_changes_no_pass_ends_a_stretch() -> None:
+    told: list[tuple[float, ToWorker]] = [
+        (0.0, start(0, 48, 0, 12, 3)),
+        (1.125, Extend(0, [0])),
+        (2.125, start(1, 48, 0, 12, 1)),
+    ]
+    # The first prompt; its other tokens, beside the second prompt; the rest of that, and its last two tokens.
+    assert heard(SimulatedWorker, told)[-1] == 4
+    assert heard(PassByPass, told)[-1] == 6 + 2 + 4 + 1
+
+
+def test_frames_of_a_prompt_that_come_bit_by_bit_come_in_time() -> None:
+    """As for windows: those for a pass, those for the next one, and more when the worker tells of a pass."""
+    computed: list[int] = []
+
+    async def run() -> None:
+        given, told = 5, asyncio.Event()
+        worker = SimulatedWorker(
+            OneSecond(), KV, 8, lambda request, begin, count: [request] * count, asyncio.get_running_loop().time,
+            on_step=lambda step: (computed.append(step.computed_tokens), told.set()), on_done=lambda done: None,
+        )  # fmt: skip
+        worker.start()
+        worker.send(start(0, 48, 0, given, 1))
+        while given < 12:
+            await told.wait()
+            told.clear()
+            for _ in range(3):  # it takes the daemon a while to find them
+                await asyncio.sleep(0)
+            worker.send(Extend(0, [0, 0]))
+            given += 2
+        await asyncio.sleep(10)
+        await worker.stop()
+
+    with asyncio.Runner(loop_factory=SimulatedTimeLoop) as runner:
+        runner.run(run())
+    assert computed == [8] * 6
+
+
 def test_full_blocks_are_told_together_up_to_a_64th_of_a_block_late() -> None:
     told: list[dict[int, int]] = []
 

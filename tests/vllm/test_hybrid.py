@@ -18,15 +18,15 @@ from tests.vllm.served import DAEMON, NewRequests, StartEngine, Tokens, alter, r
 WINDOWS = [SlidingWindow(128), None]
 BFLOAT16 = {"dtype": "bfloat16", "kv_cache_memory_bytes": 256 << 20}  # vLLM's gated delta rule on a CPU takes no other
 
-# Of each how it is made, vLLM's arguments, the rules of its groups, and the least tokens of a block. By default one of
-# windows and one of states; PREFIXD_MODELS names others.
+# Of each how it is made, vLLM's arguments, the rules of its groups, and the least tokens of a block.
+# PREFIXD_VLLM_MODELS names others than these three: Gemma 2 has the rules of GPT-OSS.
 MODELS = {
     "gemma2": (save_gemma2, {}, WINDOWS, 64),
     "gpt_oss": (save_gpt_oss, {}, WINDOWS, 64),
     "qwen3_next": (save_qwen3_next, BFLOAT16, [RecurrentState()] * 3 + [None], 144),
     "lfm2": (save_lfm2, {}, [RecurrentState()] * 3 + [None], 32),
 }
-NAMES = os.environ.get("PREFIXD_MODELS", "gpt_oss qwen3_next").split()
+NAMES = os.environ.get("PREFIXD_VLLM_MODELS", "gpt_oss qwen3_next lfm2").split()
 
 
 def one_by_one(engine: EngineProcess, requests: list[EngineRequest], *, forget: bool = True) -> tuple[Tokens, int]:

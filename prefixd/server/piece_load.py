@@ -33,6 +33,10 @@ _INEXACT = 0.5
 """It may also be late by so much of what its next piece was expected to take: estimates are a latency and a rate, and a
 disk that reads six blocks at a time takes as long for one block as for six, and twice as long for seven."""
 
+_GIVEN_UP = 2.0
+"""What was given up would have taken longer yet, nobody knows how long: so many times as long. Taken for what it had
+taken, it made the next load seem faster than it is, which was given up even earlier."""
+
 
 @dataclass(slots=True, eq=False)
 class _Piece:
@@ -174,7 +178,7 @@ class PieceLoad:
         """
         left = self._pieces[self.arrived :]
         if left and late and not self.failed:
-            self._observe(left[0].distance, self._moved_bytes + left[0].claimed_bytes)  # it would have taken longer yet
+            self._observe(left[0].distance, self._moved_bytes + left[0].claimed_bytes, _GIVEN_UP)
         self.failed = self.failed or bool(left)
         for piece in left:
             piece.task.cancel()
@@ -210,9 +214,9 @@ class PieceLoad:
             self._end_mark()
         self._changed()
 
-    def _observe(self, distance: Distance, nbytes: int) -> None:
+    def _observe(self, distance: Distance, nbytes: int, times: float = 1.0) -> None:
         if self._mark is not None and nbytes and distance in (Distance.CPU, Distance.DISK):
-            self._cost.observe_load(distance, nbytes, self._meter.so_far(self._mark))
+            self._cost.observe_load(distance, nbytes, times * self._meter.so_far(self._mark))
 
     def _end_mark(self) -> None:
         if self._mark is not None:

@@ -135,6 +135,31 @@ async def test_a_load_that_hangs_is_given_up_and_its_back_computed(
     await bench.quiet()
 
 
+async def test_what_was_given_up_would_have_taken_longer(
+    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short loads have shown a latency only. If the first long one counted as what it had taken when it was given up,
+    the next one would be given up as well."""
+    monkeypatch.setattr(piece_load, "_PIECE_S", 1e9)  # in one piece
+    bench = await make_bench(2 * BLOCKS + 4)
+    await bench.cached(PROMPT)
+    for blocks in (1, 2):
+        bench.cost.observe_load(Distance.CPU, blocks * GEOMETRY.block_bytes, 0.1)
+        bench.cost.observe_compute(blocks * BLOCK, blocks * 0.1)
+    bench.engine.open.clear()
+    request = bench.submit(PROMPT, max_tokens=1)
+    await bench.until(lambda: bench.engine.waiting)
+    assert request.state is RequestState.STAGING
+    bench.now += (waited_s := 0.3)
+    await bench.running(request)
+    assert bench.dispatcher.loader.counters.abandoned == 1
+    estimate_s = bench.cost.load_s(BLOCKS * GEOMETRY.block_bytes, Distance.CPU)
+    assert estimate_s is not None and estimate_s > 1.5 * waited_s
+    await bench.finish(request)
+    bench.engine.open.set()
+    await bench.quiet()
+
+
 @pytest.mark.parametrize("pieces", range(0, 16, 5))
 async def test_a_load_from_the_front_is_given_up_and_what_came_is_used(
     make_bench: MakeBench, expected: Expected, events: Any, pieces: int

@@ -17,6 +17,7 @@ VLLM_VENV := .venv-vllm
 VLLM_INSTALLED := $(VLLM_VENV)/.installed
 VLLM_TESTS ?= tests/vllm
 
+# With it every process would compile torch anew: pip does not (see `pip` below).
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help install run test test-vllm check format proto gpu-check clean

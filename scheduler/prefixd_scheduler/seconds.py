@@ -27,7 +27,6 @@ class _Class:
     """Observations of about the same size."""
 
     seen: deque[tuple[Features, float]] = field(default_factory=lambda: deque(maxlen=_KEPT))
-    row: list[float] = field(default_factory=list)  # of the one in their middle, its features over its seconds
     last: int = 0
 
 
@@ -57,8 +56,6 @@ class Seconds:
         elapsed_s = max(elapsed_s, 1e-9)
         known = self._classes.setdefault(tuple(math.frexp(value)[1] for value in features), _Class())
         known.seen.append((features, elapsed_s))
-        middle = sorted(known.seen, key=lambda seen: seen[1] / seen[0][0])[(len(known.seen) - 1) // 2]
-        known.row = [value / middle[1] for value in middle[0]]
         known.last = self._count
         self._lately.append((features, elapsed_s))
         self._known = None
@@ -77,10 +74,11 @@ class Seconds:
 
     def _fit(self) -> Features:
         """The coefficients. Of each choice of features the least squares; the best choice without a negative one."""
-        rows: list[tuple[list[float], float]] = []  # and their weights
+        rows: list[tuple[list[float], float]] = []  # features over seconds, weight
         for known in self._classes.values():
+            at = sorted(known.seen, key=lambda seen: seen[1] / seen[0][0])[(len(known.seen) - 1) // 2]
             age = self._count - known.last
-            rows.append((known.row, 0.5 ** (age / _HALF_AGE)))
+            rows.append(([value / at[1] for value in at[0]], 0.5 ** (age / _HALF_AGE)))
         total = sum(weight for _, weight in rows)
         moments = [
             [sum(weight * row[i] * row[j] for row, weight in rows) / total for j in range(self._features)]

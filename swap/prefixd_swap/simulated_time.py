@@ -21,7 +21,6 @@ class _TimeSelector(selectors.BaseSelector):
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self.resolution_s = _RESOLUTION_S
         self._real = selectors.DefaultSelector()
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
@@ -36,7 +35,6 @@ class _TimeSelector(selectors.BaseSelector):
                 "have no part in a simulation"
             )
         self.now_s += max(0.0, timeout)
-        self.resolution_s = max(_RESOLUTION_S, math.ulp(self.now_s))
         return []
 
     def register(self, fileobj: FileDescriptorLike, events: int, data: Any = None) -> selectors.SelectorKey:
@@ -67,7 +65,7 @@ class SimulatedTimeLoop(asyncio.SelectorEventLoop):
     def _clock_resolution(self) -> float:
         """asyncio runs the timers that are due within so many seconds from now. Half a year on, its nanosecond is less
         than the distance of two floats: a timer of this very moment would never be due, and no time would pass."""
-        return self._time_selector.resolution_s
+        return max(_RESOLUTION_S, math.ulp(self.time()))
 
     @_clock_resolution.setter
     def _clock_resolution(self, _: float) -> None:

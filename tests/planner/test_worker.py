@@ -69,12 +69,9 @@ def test_what_arrives_behind_computed_blocks_is_passed_over() -> None:
     assert steps[-1][1].updates[0].tokens == [7] and [done.reason for done in ends] == ["length"]
 
 
-class HalfToBegin:
+class HalfToBegin(OneSecond):
     def pass_s(self, parts: Sequence[tuple[int, int]], begun: int = 0, /) -> float:
         return 1.0 + 0.5 * begun
-
-    def assumptions(self) -> list[str]:
-        return []
 
 
 class PassByPass(SimulatedWorker):

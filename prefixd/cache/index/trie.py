@@ -41,7 +41,6 @@ from prefixd.cache.index.trie_table import TIERS as TIERS
 GPU, CPU, DISK, NONE = 0, 1, 2, 3
 NO_SLOT = -1
 _WALK_STEPS = 1 << 20
-_FEW = 8  # where fewer than one row of so many is in a tier, picking these is faster than a column of all rows
 
 # Nearest tier of a block by the bit mask of the tiers that have all of its parts.
 _NEAREST = np.array([NONE, GPU, CPU, GPU, DISK, GPU, CPU, GPU], dtype=np.int8)
@@ -601,13 +600,9 @@ class Trie(TrieTable):
             among: different rows, or some from one row on; all by default.
         """
         rows = slice(0, self.rows) if among is None else among
-        here = (self.any_part[rows] & np.uint8(1 << tier)) != 0
-        if isinstance(rows, slice) and np.count_nonzero(here) * _FEW < len(here):
-            chosen: Rows = rows.start + np.flatnonzero(here)
-            chosen = chosen[self.tier_children[chosen, tier] == 0]
-        else:
-            here &= self.tier_children[rows, tier] == 0
-            chosen = rows.start + np.flatnonzero(here) if isinstance(rows, slice) else rows[here]
+        leaves = (self.any_part[rows] & np.uint8(1 << tier)) != 0
+        leaves &= self.tier_children[rows, tier] == 0
+        chosen: Rows = rows.start + np.flatnonzero(leaves) if isinstance(rows, slice) else rows[leaves]
         chosen = chosen[~self.held(chosen, tier)]  # few are left of a large table
         may_leave = ~self.last_copies(chosen, tier)  # the block has another copy,
         may_leave |= (self.children[chosen] == 0) & (self.keep[chosen] == 0) & ~self.pinned[chosen]  # or may vanish,

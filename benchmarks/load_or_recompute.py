@@ -126,16 +126,17 @@ async def measure_disk(
     lengths: Sequence[int],
     repeats: int,
     warm_up: int,
+    unseen: int,
     step: Callable[[], None],
 ) -> list[Point]:
-    """A point for each length, on daemons that have learned what this disk takes."""
+    """A point for each length, on daemons that have learned what this disk takes, and no other; `unseen` is a seed of
+    prompts that none of them has on disk."""
     for subject in subjects:
-        subject.daemon.throttle(DiskRate())
-        for tokens in lengths:
-            await subject.first_token_s(prompt_of(tokens, 0))  # computed the first time, and cached
-            await subject.first_token_s(prompt_of(tokens, 1))
-        await subject.leave_on_disk()
         subject.daemon.throttle(rate)
+        for tokens in lengths:
+            await subject.first_token_s(prompt_of(tokens, 0))  # on disk since the first daemon of this mode
+            await subject.first_token_s(prompt_of(tokens, unseen))  # computed
+        await subject.leave_on_disk()
     for _ in range(warm_up):
         for tokens in lengths:
             await _interleaved(subjects, prompt_of(tokens, 0), 1)
@@ -221,10 +222,10 @@ async def with_daemons(folder: Path, lengths: Sequence[int], work: Callable[[Seq
 def measure(options: argparse.Namespace, folder: Path, step: Callable[[], None]) -> dict[str, Any]:
     """All disks and lengths, and the load that is abandoned."""
     points: list[Point] = []
-    for rate in options.disks:
+    for number, rate in enumerate(options.disks, 1):
 
-        async def disk(subjects: Sequence[Subject], rate: DiskRate = rate) -> list[Point]:
-            return await measure_disk(subjects, rate, options.tokens, options.repeats, options.warm_up, step)
+        async def disk(subjects: Sequence[Subject], rate: DiskRate = rate, number: int = number) -> list[Point]:
+            return await measure_disk(subjects, rate, options.tokens, options.repeats, options.warm_up, number, step)
 
         points += asyncio.run(with_daemons(folder, options.tokens, disk))
         for point in points[-len(options.tokens) :]:

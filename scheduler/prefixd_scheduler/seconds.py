@@ -5,16 +5,18 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
 Features = tuple[float, ...]
+_Observation = tuple[Features, float]
 
 _KEPT = 5
 """Observations of a class, of which the median counts: two stalls in a row change nothing."""
 _LATELY = 5
 """The last observations of all classes. When their median is off by more than `_STEADY`, the machine has become faster
-or slower as a whole: all estimates follow before every class has been seen again."""
+or slower: of each class the last observation counts then, and what is still off all estimates follow."""
 _STEADY = 1.25
 _HALF_AGE = 64
 """A class that was not seen for so many observations counts half."""
@@ -26,7 +28,7 @@ _WORTH = 4e-4
 class _Class:
     """Observations of about the same size."""
 
-    seen: deque[tuple[Features, float]] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    seen: deque[_Observation] = field(default_factory=lambda: deque(maxlen=_KEPT))
     last: int = 0
 
 
@@ -35,8 +37,8 @@ class Seconds:
 
     Observations are put into classes by the powers of two of their features. Of each class the last few count, by the
     one in their middle, so a stall does no harm and what was seen of small ones stays known while only large ones are
-    seen. The coefficients make the squares of the relative errors of all classes least, so a class counts by being
-    there and not by its seconds.
+    seen; when the machine has become faster or slower, by the last. The coefficients make the squares of the relative
+    errors of all classes least, so a class counts by being there and not by its seconds.
 
     Args:
         features: how many; the first is the main one, of which the seconds are a multiple while nothing else is known.
@@ -45,7 +47,7 @@ class Seconds:
     def __init__(self, features: int) -> None:
         self._features = features
         self._classes: dict[tuple[int, ...], _Class] = {}
-        self._lately: deque[tuple[Features, float]] = deque(maxlen=_LATELY)
+        self._lately: deque[_Observation] = deque(maxlen=_LATELY)
         self._count = 0
         self._known: tuple[Features, float] | None = None  # coefficients, level
 
@@ -65,18 +67,25 @@ class Seconds:
         if not self._count:
             return None
         if self._known is None:
-            coefficients = self._fit()
-            ratios = [seconds / _dot(coefficients, seen) for seen, seconds in self._lately]
-            level = median(ratios)
-            self._known = coefficients, level if not 1 / _STEADY < level < _STEADY else 1.0
+            self._known = self._with_level(self._fit(_middle))
+            if self._known[1] != 1.0:
+                self._known = self._with_level(self._fit(_last))
         coefficients, level = self._known
         return level * _dot(coefficients, features)
 
-    def _fit(self) -> Features:
-        """The coefficients. Of each choice of features the least squares; the best choice without a negative one."""
+    def _with_level(self, coefficients: Features) -> tuple[Features, float]:
+        """The coefficients, and what to multiply their estimates by: 1 while they are about right."""
+        level = median(seconds / _dot(coefficients, seen) for seen, seconds in self._lately)
+        return coefficients, level if not 1 / _STEADY < level < _STEADY else 1.0
+
+    def _fit(self, of_class: Callable[[Sequence[_Observation]], _Observation]) -> Features:
+        """The coefficients. Of each choice of features the least squares; the best choice without a negative one.
+
+        of_class: which of a class's observations counts, the oldest first.
+        """
         rows: list[tuple[list[float], float]] = []  # features over seconds, weight
         for known in self._classes.values():
-            at = sorted(known.seen, key=lambda seen: seen[1] / seen[0][0])[(len(known.seen) - 1) // 2]
+            at = of_class(known.seen)
             age = self._count - known.last
             rows.append(([value / at[1] for value in at[0]], 0.5 ** (age / _HALF_AGE)))
         total = sum(weight for _, weight in rows)
@@ -99,6 +108,14 @@ class Seconds:
                     best = cost, tuple(spread.get(i, 0.0) for i in range(self._features))
         assert best is not None  # the main feature is above 0 in every observation
         return best[1]
+
+
+def _middle(seen: Sequence[_Observation]) -> _Observation:
+    return sorted(seen, key=lambda each: each[1] / each[0][0])[(len(seen) - 1) // 2]
+
+
+def _last(seen: Sequence[_Observation]) -> _Observation:
+    return seen[-1]
 
 
 def _dot(coefficients: Features, features: Features) -> float:

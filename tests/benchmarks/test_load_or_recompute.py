@@ -26,7 +26,7 @@ def test_a_disk_is_measured_and_a_load_abandoned(tmp_path: Path) -> None:
     rate, lengths = DiskRate(50e6, 0.001), (64, 1024)
 
     async def work(subjects: Sequence[Subject]) -> tuple[list[Point], float]:
-        points = await load_or_recompute.measure_disk(subjects, rate, lengths, 1, 1, lambda: None)
+        points = await load_or_recompute.measure_disk(subjects, rate, lengths, 1, 1, 1, lambda: None)
         ratio = await load_or_recompute.measure_abandoned(subjects[0], rate, 1024, 1.0, 1)
         with pytest.raises(BenchmarkError, match="were on the GPU tier still"):
             await subjects[0].first_token_s(load_or_recompute.prompt_of(1024, 0))

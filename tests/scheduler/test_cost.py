@@ -79,6 +79,16 @@ def test_two_stalls_change_little_and_a_disk_that_turns_slow_is_followed() -> No
         assert slow_s is not None and slow_s > 5 * nbytes / 100e6
 
 
+def test_a_disk_that_turns_slow_is_known_as_soon_as_a_load_of_each_size_was_seen() -> None:
+    costs, sizes = CostModel(), (MIB, 4 * MIB, 16 * MIB, 64 * MIB)
+    for nbytes in sizes * 2:
+        costs.observe_load(Distance.DISK, nbytes, 0.003 + nbytes / 5e9)
+    for nbytes in sizes:
+        costs.observe_load(Distance.DISK, nbytes, 0.003 + nbytes / 100e6)
+    for nbytes in sizes:
+        assert costs.load_s(nbytes, Distance.DISK) == pytest.approx(0.003 + nbytes / 100e6, rel=0.05)
+
+
 def test_a_tier_that_is_passed_over_is_probed_now_and_then() -> None:
     costs = slow_disk(probe_every=4)
     assert [costs.probes(Distance.DISK) for _ in range(8)] == [False, False, False, True] * 2

@@ -108,7 +108,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     shares = [
         ("--turns", defaults.turns, 1.0, 1e6, "mean turns of a generated conversation"),
         ("--scale", None, 1e-6, 1.0, "of all lengths (1/8; 1/16 of ShareGPT's bytes, 1/32 of a trace's tokens)"),
-        ("--time-scale", 0.02, 0.0, 1e6, "of the think times between turns"),
+        ("--time-scale", 0.05, 0.0, 1e6, "of the think times between turns"),
         ("--gpu-share", 0.0, 0.0, 1e3, "of everything cached that fits into the GPU tier beside what runs"),
         ("--cpu-share", 0.3, 0.0, 1e3, "of everything cached that fits into the CPU tier; the disk holds all"),
         ("--least-hit-share", 0.9, 0.0, 1.0, "of what is possible, with all tiers; less is a failure"),

@@ -29,9 +29,9 @@ The text analysis benchmark of "Long-Term Memory" (sections VII.A and VII.C) on 
 There are more prefixes than fit into the GPU and CPU tiers. Each request is a randomly chosen prefix and a
 random body. Requests are streamed into the queue, --outstanding at a time, and the daemon orders them; in the suite
 `latency` each is sent when the one before it was answered. Each configuration has a daemon of its own with the small
-model that comes with prefixd. With a cache, each prefix is first asked for once: requests_per_s is what follows, with
-full tiers. The daemons of a suite run side by side and are asked in turn, --repeats times; figures are those of the
-repeat in the middle.
+model that comes with prefixd. With a cache, each prefix is first asked for once, and all requests are sent once:
+requests_per_s is what follows, with full tiers. The daemons of a suite run side by side and are asked in turn,
+--repeats times; figures are those of the repeat in the middle.
 
     goals     without a cache; FCFS without prefetch; FPF with it; FPF with a GPU tier for everything; FPF with a slow
               disk, and for the shortest prefixes FCFS with one. For every length of --prefix-tokens. The ratios have

@@ -1,8 +1,8 @@
 """Runs the cells of a group: their daemons side by side, each warm, then their repeats in turn.
 
-With a cache the requests are sent once more, before the first repeat: tiers had 10 to 15% fewer requests a second in the
-first of three. The daemon still writes then what the warm-up has computed, and learns what loads take; that this is why
-was not measured.
+With a cache the requests are sent once more, before the first repeat: tiers had 10 to 15% fewer requests a second in
+the first of three. The daemon still writes then what the warm-up has computed, and learns what loads take; that this is
+why was not measured.
 """
 
 from __future__ import annotations

@@ -59,6 +59,14 @@ class IndexUnavailableError(StorageError):
     """The index cannot be read now, so nothing is known about any block; `SlabStore.revive` opens it again."""
 
 
+class RemoteStoreError(StorageError):
+    """A store on another machine is away, refuses, or has not answered in time."""
+
+
+class RemoteFullError(RemoteStoreError):
+    """A store on another machine has no room."""
+
+
 class UnknownPolicyError(SwapError):
     """A policy name that does not exist."""
 

@@ -22,6 +22,7 @@ from prefixd.cache.mover import Mover
 from prefixd.cache.namespaces import Namespace, NamespaceRegistry, NamespaceSpec
 from prefixd.cache.paths import find_path
 from prefixd.cache.prefetches import Prefetches
+from prefixd.cache.remote import RemoteOptions
 from prefixd.cache.reservations import Reservations
 from prefixd.cache.restore import known_namespaces, remove_refused, restore
 from prefixd.cache.scrubber import Scrubber
@@ -81,6 +82,7 @@ class TieredCache:
             tier by default.
         prefetch_bytes: the most that one session may have on its way ahead of need; half of the shared tier by default.
         admit_uses: see `Placement`.
+        remote: how the remote tier is used, where there is one.
         digest: block key function; replaced in tests.
     """
 
@@ -101,6 +103,7 @@ class TieredCache:
         write_queue_bytes: int | None = None,
         prefetch_bytes: int | None = None,
         admit_uses: int = 0,
+        remote: RemoteOptions | None = None,
         digest: Digest = xxh3_digest,
     ) -> None:
         self.tiers = tiers
@@ -112,9 +115,9 @@ class TieredCache:
         """Who else has a part of the GPU tier, for `check_integrity`: rows held without a `Hold`, frames in flight."""
         self.policy = policy
         # Where there is no other tier, the GPU tier comes with the worker.
-        policy.last_tier = max((tier.level for tier in tiers.existing), default=tiers.compute.level)
+        policy.last_tier = max((tier.level for tier in tiers.own), default=tiers.compute.level)
         uses = UseHistory(policy, REMEMBERED if policy.remembers or admit_uses else 0)
-        self.mover = Mover(tiers, self.tries, self.namespaces, engine, policy, clock, uses, admit_uses)
+        self.mover = Mover(tiers, self.tries, self.namespaces, engine, policy, clock, uses, admit_uses, remote)
         if write_queue_bytes is None and tiers.exists(tiers.shared):
             write_queue_bytes = tiers.shared.capacity_bytes // 2
         if prefetch_bytes is None:
@@ -159,6 +162,8 @@ class TieredCache:
             self.leases.close(session)
         await self.scrubber.stop()
         await self.write_back.stop()
+        if self.mover.remote is not None:
+            await self.mover.remote.stop()
         await self.mover.close()
 
     def register(self, spec: NamespaceSpec) -> Namespace:
@@ -190,6 +195,8 @@ class TieredCache:
             trie = Trie(spec.block_tokens, part_bytes, len(self.tries), spec.group_rules())
             if self.tiers.durable is not None:
                 trie.offer(self.tiers.durable.level, self.tiers.durable.gives)
+            if self.tiers.remote is not None:
+                trie.offer(self.tiers.remote.level, self.tiers.remote.gives)
             trie.observer = self._observer
             self._trie_of[geometry] = trie
             self.tries.append(trie)
@@ -214,11 +221,17 @@ class TieredCache:
         return BlockChain(token_ids, namespace.spec.block_tokens, namespace.seed, self._digest)
 
     async def match(self, namespace: Namespace, chain: BlockChain, limit: int | None = None) -> Match:
-        """The longest cached prefix, at the moment when this returns; counts as use."""
+        """The longest cached prefix, at the moment when this returns; counts as use. A shared store is asked, too."""
         trie = self.trie(namespace)
+        await self.look_in_store(namespace, chain, limit)
         match = Match(trie.usable(await find_path(trie, namespace.root, chain, limit)))
         self.mover.placement.touch(trie, match.rows)
         return match
+
+    async def look_in_store(self, namespace: Namespace, chain: BlockChain, limit: int | None = None) -> None:
+        """Has the trie know what a shared store has of a prompt, where there is one and it is in service."""
+        if self.mover.remote is not None:
+            await self.mover.remote.look(self.trie(namespace), namespace, chain, limit)
 
     def count_lookup(self, trie: Trie, blocks: int, rows: Rows) -> None:
         """Counts one prompt's lookup.

@@ -12,6 +12,7 @@ import asyncio
 
 from prefixd.cache.cache import TieredCache
 from prefixd.cache.findings import Findings
+from prefixd.cache.index.trie import NO_SLOT
 from prefixd.cache.integrity_disk import compare_with_index, snapshot_of_disk
 from prefixd.cache.integrity_holds import audit_grants, audit_holds, audit_slots
 from prefixd.cache.integrity_trie import audit_trie
@@ -38,6 +39,7 @@ def check_integrity(cache: TieredCache) -> None:
             cache.tiers.durable.check_integrity()
     except IntegrityError as error:
         violations.append(f"disk tier: {error}")
+    violations += _audit_remote(cache)
     if violations:
         raise IntegrityError("; ".join(violations))
 
@@ -72,6 +74,21 @@ async def audit(cache: TieredCache) -> Findings:
         for violation in wrong:
             found.demand(False, violation)
     return found
+
+
+def _audit_remote(cache: TieredCache) -> list[str]:
+    """What is wrong with the numbers by which the tries name blocks of a shared store."""
+    remote = cache.tiers.remote
+    if remote is None:
+        return []
+    try:
+        remote.check_integrity()
+    except IntegrityError as error:
+        return [str(error)]
+    named = sum(int((trie.slots[: trie.rows, remote.level] != NO_SLOT).sum()) for trie in cache.tries)
+    if named != remote.entered_parts:
+        return [f"{named} parts are marked for the {remote.name} tier, which counts {remote.entered_parts}"]
+    return []
 
 
 def _audit_memory(found: Findings, cache: TieredCache) -> Steps[None]:

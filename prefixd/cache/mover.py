@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import pairwise
@@ -26,6 +26,7 @@ from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
 from prefixd.cache.movement import Movement
 from prefixd.cache.namespaces import Namespace, NamespaceRegistry
 from prefixd.cache.placement import Placement
+from prefixd.cache.remote import Remote, RemoteOptions
 from prefixd.cache.room import Room
 from prefixd.cache.tiers import Slots, Tiers
 from prefixd.cache.victims import can_free
@@ -36,6 +37,9 @@ from prefixd_swap.transfers import PIECE_BYTES, Urgency, piece_items
 
 T = TypeVar("T")
 Bools = npt.NDArray[np.bool_]
+
+Read = Callable[[Trie, Rows, Sequence[int], Slots, MemoryTier, Movement], Awaitable[Bools]]
+"""(trie, rows, parts, slots, target, movement): see `DiskCopies.read`."""
 
 _ALLOCATED_AT_ONCE = 2048  # blocks: a millisecond or two on the event loop
 _EVICTED_AT_ONCE = 384
@@ -59,6 +63,7 @@ class Mover:
         clock: seconds; passed in so that tests own the time.
         uses: how often blocks were asked for; told of all that happens to them.
         admit_uses: see `Placement`.
+        remote: how the remote tier is used, where there is one.
     """
 
     def __init__(
@@ -71,6 +76,7 @@ class Mover:
         clock: Callable[[], float],
         uses: UseHistory,
         admit_uses: int = 0,
+        remote: RemoteOptions | None = None,
     ) -> None:
         self.tiers = tiers
         self.tries = tries
@@ -79,6 +85,11 @@ class Mover:
         self._placement = Placement(tiers, clock, uses, admit_uses)
         self._checksums = Checksums(self._placement)
         self.disk = DiskCopies(self._placement, tries, namespaces, self._checksums, self._make_room_on_disk)
+        self.remote: Remote | None = None
+        if tiers.remote is not None:
+            self.remote = Remote(
+                *(tiers.remote, self._placement, tries, namespaces, clock, self._copy_ahead), remote or RemoteOptions()
+            )
         self._room = Room(self._placement, tries, policy, self.disk, self._copy_down)
         self._moving: dict[tuple[int, int, int], Movement] = {}  # by (trie, row, level)
         self._tasks: set[asyncio.Task[object]] = set()
@@ -274,6 +285,10 @@ class Mover:
     ) -> int:
         return await self.copy(trie, rows, source, target, movement, ahead=ahead)
 
+    async def _copy_ahead(self, trie: Trie, rows: Rows, source: Tier, target: Tier, movement: Movement) -> int:
+        with self.working():
+            return await self.copy(trie, rows, source, target, movement, ahead=True)
+
     # -- moving -------------------------------------------------------------------------------------------------
 
     async def bring(
@@ -433,7 +448,7 @@ class Mover:
         if isinstance(target, StoreTier):
             return await self.disk.write(trie, rows, _memory(source), movement, ahead=ahead)
         memory = _memory(target)
-        if isinstance(source, StoreTier) and not source.gives:
+        if not self.tiers.gives(source):
             return 0
         if groups is None:
             groups = trie.wanted(rows, source.level) & ~trie.there[rows, target.level]
@@ -464,9 +479,9 @@ class Mover:
                 old = trie.slots[rows, source.level][:, parts]
                 arrived = await self._copy_memory(source, old, target, taken, sizes, movement)
             elif can_move(source, target):
-                arrived = await self.disk.read(trie, rows, parts, taken, target, movement)
+                arrived = await self._reader(source)(trie, rows, parts, taken, target, movement)
             else:
-                await self._read_staged(trie, rows, parts, taken, target, movement, arrived)
+                await self._read_staged(trie, rows, parts, taken, source, target, movement, arrived)
         finally:
             slots = np.full((len(rows), len(trie.part_bytes)), NO_SLOT, np.int64)
             slots[:, parts] = taken
@@ -497,6 +512,10 @@ class Mover:
             raise failed[0]
         return np.array([result is None for result in results], np.bool_)
 
+    def _reader(self, source: Tier) -> Read:
+        """What reads blocks from a store."""
+        return self.remote.copies.read if self.remote is not None and source is self.tiers.remote else self.disk.read
+
     def _near(self, trie: Trie, rows: Rows, target: Tier, parts: Sequence[int]) -> list[int]:
         """The slots in `target` of the block before the first of `rows`: what is read together lies together."""
         parent = int(trie.parent[rows[0]]) if len(rows) else -1
@@ -509,8 +528,11 @@ class Mover:
         if len(rows):
             lacked = (trie.slots[rows, target.level] == NO_SLOT) & (slots != NO_SLOT)
             self._placement.put_lacking(trie, rows, target, slots)
-            if isinstance(source, StoreTier) and target is self.tiers.shared:
-                trie.checksummed[rows] |= lacked  # verified
+            if not isinstance(source, MemoryTier) and target is self.tiers.shared:
+                verified = lacked
+                if source is self.tiers.remote and self.tiers.durable is not None:  # whose checksums are the trie's
+                    verified &= trie.slots[rows, self.tiers.durable.level] == NO_SLOT
+                trie.checksummed[rows] |= verified
 
     def start_checksums(self, trie: Trie, rows: Rows) -> None:
         """Starts taking the checksums of blocks that have come to the shared tier from memory; see `checksums`."""
@@ -527,6 +549,7 @@ class Mover:
         rows: Rows,
         parts: Sequence[int],
         taken: Slots,
+        source: Tier,
         target: MemoryTier,
         movement: Movement,
         arrived: Bools,
@@ -536,7 +559,7 @@ class Mover:
         A pipeline: while some blocks are copied on, others are read. On CUDA unverified: never ran on a GPU.
         """
         sizes = [trie.part_bytes[part] for part in parts]
-        shared = self.tiers.shared
+        shared, read_from = self.tiers.shared, self._reader(source)
         step = piece_items(sum(sizes), len(rows), at_least=_STAGES)
         starts = iter(range(0, len(rows), step))  # the stages share it
 
@@ -550,7 +573,7 @@ class Mover:
                             self.lost["no room in the CPU tier to stage a read"] += end - start
                             return
                         here = np.arange(start, start + len(staged))
-                        read = await self.disk.read(trie, rows[here], parts, staged, shared, movement)
+                        read = await read_from(trie, rows[here], parts, staged, shared, movement)
                         copied = await self._copy_memory(
                             shared, staged[read], target, taken[here[read]], sizes, movement
                         )

@@ -15,7 +15,7 @@ from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
 from prefixd.cache.tiers import Slots, Tiers
 from prefixd.cache.unwritten import unwritten
 from prefixd_swap import UseHistory
-from prefixd_swap.tiers import MemoryTier, Tier
+from prefixd_swap.tiers import MemoryTier, RemoteTier, Tier
 
 
 class Placement:
@@ -46,7 +46,7 @@ class Placement:
         """Enters parts of m blocks into the trie; their slots, [m, parts], belong to the trie from here on."""
         before, now_s = self.to_write(trie, rows), self.clock()
         new = trie.put_copies(rows, tier.level, slots, now_s)
-        if len(new):
+        if len(new) and tier is not self.tiers.remote:
             self.uses.admitted(trie, new, tier.level, now_s)
         self._count_queue(trie, rows, before)
         if isinstance(tier, MemoryTier):
@@ -154,10 +154,10 @@ class Placement:
         here = rows[trie.any_part[rows] & np.uint8(1 << tier.level) != 0]
         slots = trie.drop_copies(rows, tier.level, groups)
         left = here[trie.any_part[here] & np.uint8(1 << tier.level) == 0]
-        if len(left):
+        if len(left) and tier is not self.tiers.remote:
             self.uses.removed(trie, left, tier.level, evicted=evicted)
         self._count_queue(trie, rows, before)
-        if isinstance(tier, MemoryTier):
+        if isinstance(tier, MemoryTier | RemoteTier):
             tier.free(slots)
         self.epoch += 1
 

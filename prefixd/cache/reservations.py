@@ -239,7 +239,8 @@ class Reservations:
 def present(trie: Trie, path: Rows, parts: Sequence[int], first_block: int, level: int) -> int:
     """The longest beginning of a prompt, in blocks, that has at least `parts` of every block that the rules need.
 
-    A part counts that is in the tier of that `level` already, though other ranks have yet to commit theirs. Of the
+    A part counts that is in the tier of that `level` already, though other ranks have yet to commit theirs. What only a
+    shared store has does not count: it is farther away than what the writer has at hand. Of the
     blocks before `first_block` only those groups count that every longer prefix needs; where there is no such group,
     neither do they need a row.
 
@@ -252,7 +253,7 @@ def present(trie: Trie, path: Rows, parts: Sequence[int], first_block: int, leve
     """
     lasting = any(group.rule.lasting for group in trie.groups)
     available = np.zeros(len(path) if lasting else max(len(path), first_block), np.uint8)
-    available[: len(path)] = trie.available[path]
+    available[: len(path)] = trie.available_here(path)
     for group in trie.groups:
         if not group.rule.lasting:
             available[:first_block] |= np.uint8(group.mask)

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
 from prefixd.cache.index.trie import TIERS
 from prefixd.cache.troubles import Troubles
 from prefixd_swap import CpuArena, FramePool, SlabStore
-from prefixd_swap.tiers import AbsentTier, CpuTier, DiskTier, GpuTier, Int64s, MemoryTier, StoreTier, Tier, can_move
+from prefixd_swap.tiers import (
+    AbsentTier,
+    CpuTier,
+    DiskTier,
+    GpuTier,
+    Int64s,
+    MemoryTier,
+    RemoteTier,
+    StoreTier,
+    Tier,
+    can_move,
+)
 from prefixd_swap.transfers import Transfers
 
 Slots = Int64s
@@ -40,6 +51,7 @@ class Tiers:
         compute: where requests run; its memory may come later, when the worker has said what a block looks like.
         shared: what clients map.
         durable: what survives the end of the process.
+        remote: a store that other hosts share.
         troubles: where what is wrong with a tier is entered; a list of their own by default.
     """
 
@@ -50,12 +62,14 @@ class Tiers:
         compute: MemoryTier | None = None,
         shared: MemoryTier | None = None,
         durable: StoreTier | None = None,
+        remote: RemoteTier | None = None,
         troubles: Troubles | None = None,
     ) -> None:
         self.transfers = transfers
         self.compute: MemoryTier = AbsentTier("gpu", 0) if compute is None else compute
         self.shared: MemoryTier = AbsentTier("cpu", 1) if shared is None else shared
         self.durable = durable
+        self.remote = remote
         self.troubles = Troubles(time.monotonic) if troubles is None else troubles
         self._counters = tuple(TierCounters() for _ in range(TIERS))
         levels = [tier.level for tier in self]
@@ -71,9 +85,10 @@ class Tiers:
         *,
         urgency: bool = True,
         io_threads: int = 4,
+        remote: Callable[[Transfers], RemoteTier] | None = None,
         troubles: Troubles | None = None,
     ) -> Tiers:
-        """The tiers of this machine.
+        """The tiers of this machine, and a store that it shares with others.
 
         Args:
             arena: the shared tier's memory.
@@ -81,6 +96,7 @@ class Tiers:
             frames: the compute tier's memory, if it is there already.
             urgency: False: bytes move in the order in which that was asked for.
             io_threads: reads or writes of the files at a time, ahead of demand.
+            remote: makes the tier of a store that other hosts share.
             troubles: see `Tiers`.
 
         Raises:
@@ -92,6 +108,7 @@ class Tiers:
             compute=None if frames is None else GpuTier(frames),
             shared=None if arena is None else CpuTier(arena),
             durable=None if store is None else DiskTier(store, transfers, threads=io_threads),
+            remote=None if remote is None else remote(transfers),
             troubles=troubles,
         )
 
@@ -101,6 +118,13 @@ class Tiers:
         yield self.shared
         if self.durable is not None:
             yield self.durable
+        if self.remote is not None:
+            yield self.remote
+
+    @property
+    def own(self) -> list[Tier]:
+        """The tiers of this host that there are, nearest first: blocks go down and are evicted there."""
+        return [tier for tier in self.existing if tier is not self.remote]
 
     @property
     def existing(self) -> list[Tier]:
@@ -139,7 +163,7 @@ class Tiers:
 
     def below(self, tier: Tier) -> Tier | None:
         """The next tier down that exists, works, and can be written from this one."""
-        for lower in self.existing:
+        for lower in self.own:
             # A file cannot be written from an address that a CPU cannot read: that goes by way of the shared tier.
             if lower.level > tier.level and self.takes(lower) and can_move(tier, lower):
                 return lower
@@ -148,7 +172,12 @@ class Tiers:
     @staticmethod
     def takes(tier: Tier) -> bool:
         """Whether blocks can be brought there now."""
-        return not isinstance(tier, StoreTier) or tier.takes
+        return not isinstance(tier, StoreTier | RemoteTier) or tier.takes
+
+    @staticmethod
+    def gives(tier: Tier) -> bool:
+        """Whether blocks can be brought from there now."""
+        return not isinstance(tier, StoreTier | RemoteTier) or tier.gives
 
     @property
     def writes(self) -> bool:
@@ -160,6 +189,8 @@ class Tiers:
         await self.transfers.close()
         if self.durable is not None:
             self.durable.close()
+        if self.remote is not None:
+            await self.remote.close()
 
     def require_durable(self) -> StoreTier:
         """The durable tier, where the caller knows that there is one."""

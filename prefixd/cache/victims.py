@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from prefixd.cache.groups import GroupMask
-from prefixd.cache.index.trie import NO_SLOT, TIERS, Rows, Trie
+from prefixd.cache.index.trie import LOCAL_TIERS, NO_SLOT, REMOTE, TIERS, Rows, Trie
 from prefixd.cache.lowest_rows import LowestRows, Scores
 from prefixd.cache.scan import SCANNED_AT_ONCE, slices
 from prefixd.pacer import Pacer, give_way
@@ -206,7 +206,7 @@ class _Columns:
 
     __slots__ = (
         *("any_part", "children", "keep", "parent", "pinned", "tier_children"),
-        *("_elsewhere", "_expired", "_holds", "_other_tiers", "_there"),
+        *("_elsewhere", "_expired", "_holds", "_other_tiers", "_remote", "_there"),
     )
 
     def __init__(self, trie: Trie, tier: int) -> None:
@@ -218,9 +218,10 @@ class _Columns:
         self.tier_children = trie.tier_children[:, tier].data
         self._there = trie.there[:, tier].data
         self._expired = trie.expired.data
-        self._elsewhere = [trie.there[:, other].data for other in range(TIERS) if other != tier]
+        self._elsewhere = [trie.there[:, other].data for other in range(TIERS) if other not in (tier, REMOTE)]
+        self._remote = trie.there[:, REMOTE].data
         self._holds = [trie.holds[:, tier, group].data for group in range(trie.holds.shape[2])]
-        self._other_tiers = 7 & ~(1 << tier)
+        self._other_tiers = LOCAL_TIERS & ~(1 << tier)
 
     def is_held(self, row: int) -> bool:
         """Whether somebody holds the copy of a KV group in the tier."""
@@ -235,4 +236,8 @@ class _Columns:
         lacking = self.wanted(row)
         for there in self._elsewhere:
             lacking &= ~there[row]
-        return bool(lacking) or not self.any_part[row] & self._other_tiers
+        others = self._other_tiers
+        if not self.pinned[row]:
+            lacking &= ~self._remote[row]
+            others |= 1 << REMOTE
+        return bool(lacking) or not self.any_part[row] & others

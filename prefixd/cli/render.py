@@ -165,6 +165,20 @@ def _print_worker(out: Console, worker: admin_pb2.WorkerStats, who: str = "") ->
         line(f"images: {images.asked_images:,} asked for, {images.encoded_images:,} embedded{found}")
 
 
+def _print_remote(out: Console, remote: admin_pb2.RemoteStats) -> None:
+    out.print(
+        f"shared store: {remote.store}; asked about {remote.asked_prompts:,} prompts, {remote.found_blocks:,} blocks "
+        f"found, {remote.unanswered_prompts:,} prompts went on without its answer, which takes "
+        f"{1000 * remote.answer_s:.1f} ms; {size(remote.read_bytes)} read, {size(remote.written_bytes)} written, "
+        f"{remote.shared_blocks:,} blocks shared, {remote.known_blocks:,} known that are only there",
+        markup=False,
+    )
+    if remote.failures:
+        out.print(f"[yellow]shared store:[/] {remote.failures:,} times out of service")
+    for kind, objects in sorted(remote.bad_objects.items()):
+        out.print(Text(f"shared store: {objects:,} {kind} objects not used", style="yellow"))
+
+
 def print_stats(stats: admin_pb2.StatsResponse) -> None:
     """The daemon at a glance: what runs, the tiers, the hit rate, who uses it."""
     out = console()
@@ -222,6 +236,8 @@ def print_stats(stats: admin_pb2.StatsResponse) -> None:
             f"({size(write_back.written_bytes)} of disk writes in all), "
             f"{write_back.pushed_back_calls:,} calls had to wait"
         )
+    if stats.HasField("remote"):
+        _print_remote(out, stats.remote)
     if stats.HasField("kv_events"):
         events = stats.kv_events
         said = f"{events.events:,} in {events.batches:,} batches, {events.subscriptions:,} subscriptions"
@@ -286,7 +302,8 @@ def _session_table(sessions: Iterable[admin_pb2.SessionStats]) -> Table:
 def print_prefixes(prefixes: Iterable[admin_pb2.PrefixInfo], total: int) -> None:
     """The list of prefixes, most recently used first."""
     prefixes = list(prefixes)
-    numbers = ("tokens", "size", "gpu", "cpu", "disk", "idle")
+    tiers = ("gpu", "cpu", "disk", *(["remote"] if any(prefix.remote_blocks for prefix in prefixes) else []))
+    numbers = ("tokens", "size", *tiers, "idle")
     groups = ("groups",) if any(_has_rules(prefix.groups) for prefix in prefixes) else ()
     made = table("prefix", "namespace", *numbers, *groups, "", right=numbers, fold=("namespace", "groups"))
     shown = len(prefixes)
@@ -296,7 +313,7 @@ def print_prefixes(prefixes: Iterable[admin_pb2.PrefixInfo], total: int) -> None
             Text(prefix.namespace_name),
             f"{prefix.tokens:,}",
             size(prefix.nbytes),
-            *(str(blocks or "-") for blocks in (prefix.gpu_blocks, prefix.cpu_blocks, prefix.disk_blocks)),
+            *(str(getattr(prefix, f"{tier}_blocks") or "-") for tier in tiers),
             duration(prefix.idle_s),
             *([Text(_group_counts(prefix.groups))] if groups else []),
             _marks(prefix.pinned, prefix.held),

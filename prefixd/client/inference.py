@@ -229,7 +229,7 @@ def event_from_proto(response: inference_pb2.GenerateResponse) -> GenerateEvent:
                 reason=_reason(finished.reason),
                 prompt_tokens=finished.prompt_tokens,
                 output_tokens=finished.output_tokens,
-                hit_tokens={Tier.GPU: hits.gpu, Tier.CPU: hits.cpu, Tier.DISK: hits.disk},
+                hit_tokens={Tier.GPU: hits.gpu, Tier.CPU: hits.cpu, Tier.DISK: hits.disk, Tier.REMOTE: hits.remote},
                 queue_s=finished.queue_s,
                 ttft_s=finished.ttft_s,
                 resumed=finished.resumed,

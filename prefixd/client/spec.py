@@ -17,6 +17,7 @@ class Tier(IntEnum):
     GPU = 0
     CPU = 1
     DISK = 2
+    REMOTE = 3
 
 
 @dataclass(frozen=True, slots=True)

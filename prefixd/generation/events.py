@@ -51,8 +51,8 @@ class Finished:
     prompt_tokens: int
     output_tokens: int
     """Of all sequences, those that were not among the best included."""
-    hit_tokens: tuple[int, int, int]
-    """Prompt tokens found in the GPU, CPU and disk tier when the first sequence was looked up for its turn."""
+    hit_tokens: tuple[int, int, int, int]
+    """Prompt tokens found in the GPU, CPU, disk and remote tier when the first sequence was looked up for its turn."""
     queue_s: float
     """From its arrival to the hand-over of a sequence to the worker."""
     ttft_s: float

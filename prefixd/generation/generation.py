@@ -131,6 +131,9 @@ class Generation:
             for index, request in enumerate(requests * params.answers if searched else requests)
         ]
         name = requests[0].name
+        await dispatcher.look_in_store(requests[0])  # all of them have one prompt
+        self._take_work()
+        self._check_name(name)
         _submit(dispatcher, requests)
         self._live[name] = dispatcher, requests
         going = dict(enumerate(sequences))
@@ -262,7 +265,7 @@ class Generation:
 
     def _finished(self, sequences: list[SequenceOutput]) -> Finished:
         requests = list(dict.fromkeys(sequence.request for sequence in sequences))  # a search's sequences share one
-        gpu, cpu, disk = requests[0].hit_tokens or (0, 0, 0)
+        gpu, cpu, disk, remote = requests[0].hit_tokens or (0, 0, 0, 0)
         arrival_s = requests[0].queued.arrival_s
         handed_over = [request.handed_over_s for request in requests if request.handed_over_s is not None]
         first_tokens = [request.first_token_s for request in requests if request.first_token_s is not None]
@@ -270,7 +273,7 @@ class Generation:
             reason=_strongest([sequence.reason for sequence in sequences]),
             prompt_tokens=requests[0].prompt_tokens,
             output_tokens=sum(sequence.output_tokens for sequence in sequences),
-            hit_tokens=(gpu, cpu, disk),
+            hit_tokens=(gpu, cpu, disk, remote),
             queue_s=min(handed_over, default=self._clock()) - arrival_s,
             ttft_s=min(first_tokens, default=arrival_s) - arrival_s,
             resumed=sum(request.resumed for request in requests),

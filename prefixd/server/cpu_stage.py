@@ -18,7 +18,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from prefixd.cache import TieredCache
+from prefixd.cache import TieredCache, Trie
 from prefixd.cache.groups import GroupMask
 from prefixd.cache.holds import Hold
 from prefixd.cache.index.trie import Rows
@@ -142,7 +142,8 @@ class CpuStage:
             may_read: whether the disk is free for it.
         """
         tiers, trie = self._cache.tiers, request.trie
-        if tiers.durable is None or not tiers.durable.gives or not tiers.exists(tiers.shared):
+        stores = [tier for tier in (tiers.durable, tiers.remote) if tier is not None and tier.gives]
+        if not stores or not tiers.exists(tiers.shared):
             return False
         near = self._near.get(request.id)
         if near is None:
@@ -159,7 +160,7 @@ class CpuStage:
         near.complete = not nbytes
         if nbytes:
             self._ahead_bytes += nbytes
-            if may_read and near.copy is None and not self._is_in_time():
+            if may_read and near.copy is None and not self._is_in_time(_farthest(trie, near.rows[lacking != 0])):
                 self._begin(near, due_s)
         return True
 
@@ -200,9 +201,9 @@ class CpuStage:
         capacity_bytes = self._cache.tiers.shared.capacity_bytes
         return min(capacity_bytes // _ROOM_SHARE, capacity_bytes - self._mover.queued[1]) // max(1, self._sharers())
 
-    def _is_in_time(self) -> bool:
+    def _is_in_time(self, distance: Distance) -> bool:
         """Whether this load and those before it in the window are over in time if they begin with the GPU's room."""
-        load_s = self._cost.load_s(self._ahead_bytes, Distance.DISK)
+        load_s = self._cost.load_s(self._ahead_bytes, distance)
         return load_s is not None and _SPARE * load_s <= self._time_s
 
     def _hold(self, request: Request, rows: Rows, groups: GroupMask) -> _Near:
@@ -243,6 +244,7 @@ class CpuStage:
         self, near: _Near, rows: Rows, groups: GroupMask, claimed: npt.NDArray[np.bool_], due_s: float
     ) -> None:
         trie, shared = near.request.trie, self._cache.tiers.shared
+        distance = _farthest(trie, rows)
         mark = self._meter.begin() if claimed.any() else None
         complete = False
         try:
@@ -253,4 +255,9 @@ class CpuStage:
         finally:
             elapsed_s = 0.0 if mark is None else self._meter.end(mark)
             if complete and mark is not None:
-                self._cost.observe_load(Distance.DISK, int(trie.group_bytes[groups[claimed]].sum()), elapsed_s)
+                self._cost.observe_load(distance, int(trie.group_bytes[groups[claimed]].sum()), elapsed_s)
+
+
+def _farthest(trie: Trie, rows: Rows) -> Distance:
+    """From how far away any of some blocks has to be brought."""
+    return Distance(int(trie.nearest[rows].max(initial=Distance.DISK)))

@@ -51,6 +51,7 @@ _REQUEST_ROWS = 64  # what looking at a request costs besides, in rows looked at
 _NEAR_ROWS = 16  # and what looking costs at one whose prefix the CPU tier holds already
 _HAND_OVER = 4  # what handing a block over costs, in rows looked at
 _RETRY_S = 0.02
+_ASKED = 0.08  # of what computing a prompt takes, spent on asking a shared store about it
 _PATIENCE_S = 30.0
 """For a request that lacks frames while nobody else runs: what holds them may be short, such as a write to disk."""
 _QUEUED = (RequestState.WAITING, RequestState.STAGING, RequestState.READY)
@@ -254,6 +255,18 @@ class Dispatcher:
             self._cache.policy.observe_compute_time(request.trie, self._cost.compute_s)
         request.enqueue()
         self._enter(request)
+
+    async def look_in_store(self, request: Request) -> None:
+        """Has the trie know what a shared store has of a request's prompt, before it is queued.
+
+        Its answer is waited for no longer than a twelfth of what computing the prompt takes.
+        """
+        remote = self._mover.remote
+        if remote is None or not self._caching or not request.usable_blocks:
+            return
+        compute_s = self._cost.compute_s(request.prompt_tokens)
+        wait_s = remote.options.lookup_s if compute_s is None else min(remote.options.lookup_s, _ASKED * compute_s)
+        await remote.look(request.trie, request.namespace, request.chain, request.usable_blocks, wait_s)
 
     def cancel(self, request: Request) -> None:
         """Ends a request that waits or runs; one that has ended already is left alone."""

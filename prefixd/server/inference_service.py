@@ -103,13 +103,13 @@ def _response(event: GenerationEvent) -> pb.GenerateResponse:
                 )
             )
         case Finished():
-            gpu, cpu, disk = event.hit_tokens
+            gpu, cpu, disk, remote = event.hit_tokens
             return pb.GenerateResponse(
                 finished=pb.Finished(
                     reason=_REASONS[event.reason],
                     prompt_tokens=event.prompt_tokens,
                     output_tokens=event.output_tokens,
-                    hit_tokens=pb.HitTokens(gpu=gpu, cpu=cpu, disk=disk),
+                    hit_tokens=pb.HitTokens(gpu=gpu, cpu=cpu, disk=disk, remote=remote),
                     queue_s=event.queue_s,
                     ttft_s=event.ttft_s,
                     resumed=event.resumed,

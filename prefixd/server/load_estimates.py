@@ -15,7 +15,7 @@ from prefixd.errors import InvalidArgumentError
 from prefixd.server.load_claims import LoadClaims
 from prefixd.server.load_meter import LoadMeter
 from prefixd.v1 import cache_pb2 as pb
-from prefixd_scheduler import CostModel, Distance, InvalidValueError, PrefillCost, Stretch, plan_load
+from prefixd_scheduler import LOADED_FROM, CostModel, Distance, InvalidValueError, PrefillCost, Stretch, plan_load
 
 
 class LoadEstimates:
@@ -30,7 +30,7 @@ class LoadEstimates:
         self.cost = CostModel()
         self.meter = LoadMeter(cache.clock)
         self.claims = LoadClaims()
-        self.queued_bytes = dict.fromkeys((Distance.CPU, Distance.DISK), 0)
+        self.queued_bytes = dict.fromkeys(LOADED_FROM, 0)
 
     def estimate(
         self, trie: Trie, path: Rows, first_block: int, tokens: int, prefill: pb.Prefill | None
@@ -65,10 +65,11 @@ class LoadEstimates:
         lacking = trie.lacking(rows, self.cache.tiers.shared.level, wanted)
         found = [Stretch(Distance.GPU, first * block_tokens, 0)] if first else []
         missing = np.flatnonzero(lacking)
-        on_disk = missing[trie.nearest[rows[missing]] == Distance.DISK]
-        ends = (*(int(places[0]) if len(places) else len(rows) for places in (missing, on_disk)), len(rows))
+        nearest = trie.nearest[rows[missing]]
+        farther = (missing, missing[nearest >= Distance.DISK], missing[nearest >= Distance.REMOTE])
+        ends = (*(int(places[0]) if len(places) else len(rows) for places in farther), len(rows))
         begin = 0
-        for distance, end in zip((Distance.GPU, Distance.CPU, Distance.DISK), ends, strict=True):
+        for distance, end in zip((Distance.GPU, Distance.CPU, Distance.DISK, Distance.REMOTE), ends, strict=True):
             if end > begin:
                 here = lacking[begin:end] if counted is None else lacking[begin:end][counted[begin:end]]
                 nbytes = int(np.bincount(here, minlength=len(trie.group_bytes)) @ trie.group_bytes)

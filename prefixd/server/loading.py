@@ -30,7 +30,7 @@ from prefixd.server.piece_load import PieceLoad, piece_blocks
 from prefixd.server.request import Request, RequestState
 from prefixd.server.tail_load import TailLoad, TailPlan
 from prefixd.worker.protocol import Arrived
-from prefixd_scheduler import CostModel, Distance, LoadPlan, Stretch, plan_load
+from prefixd_scheduler import LOADED_FROM, CostModel, Distance, LoadPlan, Stretch, plan_load
 from prefixd_swap import SwapError
 from prefixd_swap.transfers import Urgency
 
@@ -170,7 +170,7 @@ class Loader:
             request.chain.tokens,
             request.trie.block_tokens,
             both_at_once=at_once,
-            queued_bytes=dict.fromkeys((Distance.CPU, Distance.DISK), self._queued_bytes() if to_carry_out else 0),
+            queued_bytes=dict.fromkeys(LOADED_FROM, self._queued_bytes() if to_carry_out else 0),
             wait_s=wait_s,
             to_carry_out=to_carry_out,
         )
@@ -190,7 +190,7 @@ class Loader:
         """The prefix up to the first tier that is slower to load from than to compute, which begins in `wait_s`."""
         trie, rows = request.trie, request.found
         needed, nearer = trie.needed(len(rows)), np.zeros(len(rows), np.uint8)
-        for distance in (Distance.CPU, Distance.DISK):
+        for distance in LOADED_FROM:
             nearer |= trie.there[rows, distance - 1]
             loaded = needed & ~nearer & trie.there[rows, distance]
             if loaded.any():

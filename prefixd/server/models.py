@@ -73,6 +73,8 @@ class Models:
             await host.stop_loading()
             host.dispatcher.abandon()
         await self._cache.write_back.stop()
+        if self._cache.mover.remote is not None:
+            await self._cache.mover.remote.stop()
         await self._cache.mover.quiesce()
         await self.gpu.close()
 

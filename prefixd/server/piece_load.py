@@ -15,7 +15,7 @@ from prefixd.cache.groups import GroupMask
 from prefixd.cache.index.trie import Rows
 from prefixd.server.load_claims import LoadClaims
 from prefixd.server.load_meter import LoadMeter
-from prefixd_scheduler import CostModel, Distance
+from prefixd_scheduler import LOADED_FROM, CostModel, Distance
 from prefixd_swap import SwapError
 from prefixd_swap.transfers import Urgency
 
@@ -215,7 +215,7 @@ class PieceLoad:
         self._changed()
 
     def _observe(self, distance: Distance, nbytes: int, times: float = 1.0) -> None:
-        if self._mark is not None and nbytes and distance in (Distance.CPU, Distance.DISK):
+        if self._mark is not None and nbytes and distance in LOADED_FROM:
             self._cost.observe_load(distance, nbytes, times * self._meter.so_far(self._mark))
 
     def _end_mark(self) -> None:

@@ -31,6 +31,7 @@ from prefixd_scheduler import CostModel, Distance, LookAhead
 from prefixd_swap.transfers import Urgency
 
 _RETRY_S = 0.02
+_READ_FROM = (Distance.DISK, Distance.REMOTE)
 _READS = 4
 """Prefixes that are read from disk at once, the last of them ahead of its turn. Fewer leave the disk idle where each
 waits for its latency; more would only wait, while requests that share a prefix, or need it sooner, may still come."""
@@ -127,15 +128,16 @@ class Prefetcher:
             urgency = Urgency.DEMAND if demanded else Urgency.PREFETCH
             distance = Distance(max(distances))
             self._look_ahead.loads(distance, nbytes)
-            if distance is Distance.DISK:
+            if distance in _READ_FROM:
                 self._reading.add(request.id)
             self.loader.start(request, urgency, self._clock() + turn_s)
         else:
             request.staged()
 
     def may_bring_ahead(self, request: Request) -> bool:
-        """Whether the copies of a request that waits may begin ahead of its turn: not where the disk is busy anyway."""
-        if request.queued.distance is not Distance.DISK:
+        """Whether the copies of a request that waits may begin ahead of its turn: not where the disk, or a shared
+        store, is busy anyway."""
+        if request.queued.distance not in _READ_FROM:
             return True
         under_way = (RequestState.STAGING, RequestState.WITHDRAWN)
         staged = ((number, self._staged.get(number)) for number in self._reading)

@@ -196,7 +196,7 @@ async def describe(
     if not prefix.there:
         raise NotFoundError("the prefix was evicted while it was looked at; `prefixd ls` shows what there is")
     namespace: Namespace = cache.namespaces.at(int(trie.namespace[row]))
-    gpu, cpu, disk, _ = by_tier.tolist()
+    gpu, cpu, disk, remote, _ = by_tier.tolist()
     return pb.PrefixInfo(
         key=trie.key(row).hex(),
         namespace_id=namespace.id,
@@ -207,6 +207,7 @@ async def describe(
         gpu_blocks=gpu,
         cpu_blocks=cpu,
         disk_blocks=disk,
+        remote_blocks=remote,
         idle_s=max(cache.clock() - float(trie.last_used[row]), 0.0),
         pinned=bool(trie.pinned[row]),
         held=held,

@@ -96,6 +96,7 @@ class Snapshot:
             kv_events=self._kv_events(),
             troubles=self.troubles(),
             models=[self._model(host) for host in self.models.values()],
+            remote=self._remote(),
         )
 
     def troubles(self) -> list[pb.Trouble]:
@@ -158,6 +159,28 @@ class Snapshot:
             written_blocks=write_back.written,
             written_bytes=self.cache.mover.disk.written_bytes,
             pushed_back_calls=write_back.pushed_back,
+        )
+
+    def _remote(self) -> pb.RemoteStats | None:
+        remote = self.cache.mover.remote
+        if remote is None:
+            return None
+        tier, lookups = remote.tier, remote.lookups.counters
+        return pb.RemoteStats(
+            store=f"{tier.store.kind} {tier.store.address}",
+            asked_prompts=lookups.asked,
+            asked_objects=lookups.asked_objects,
+            found_blocks=lookups.found_blocks,
+            remembered_prompts=lookups.remembered,
+            unanswered_prompts=lookups.unanswered,
+            answer_s=remote.lookups.answer_s,
+            read_bytes=tier.read_bytes,
+            written_bytes=tier.written_bytes,
+            shared_blocks=remote.sharing.written,
+            bad_objects=dict(tier.bad_objects),
+            failures=remote.health.failures,
+            copied_bytes=tier.store.copied_bytes,
+            known_blocks=remote.known.blocks,
         )
 
     def _kv_events(self) -> pb.KvEventStats | None:
@@ -451,6 +474,8 @@ class MetricsCollector(Collector):
             "of these, what loading everything or computing everything would have saved, by estimates made afterwards",
             value=stats.scheduler.load_regret_s,
         )
+        if stats.HasField("remote"):
+            yield from _of_store(stats.remote)
         workers = [model.worker for model in stats.models]
         for part, (prefix, fields) in _OF_A_PART.items():
             if having := [getattr(worker, part) for worker in workers if worker.HasField(part)]:
@@ -471,6 +496,35 @@ class MetricsCollector(Collector):
         )
         if len(stats.models) > 1:
             yield from _of_models(stats.models)
+
+
+_OF_STORE = {
+    "asked_prompts": "prompts that the shared store was asked about",
+    "asked_objects": "objects that it was asked for",
+    "found_blocks": "blocks that it had",
+    "remembered_prompts": "prompts that it was not asked about because it had said no a moment ago",
+    "unanswered_prompts": "prompts that went on without its answer",
+    "read_bytes": "bytes read from it",
+    "written_bytes": "bytes written to it",
+    "shared_blocks": "blocks that this host has brought to it, or found there",
+    "failures": "times that it was taken out of service",
+    "copied_bytes": "bytes of its objects that were copied in this host's memory",
+}
+
+
+def _of_store(remote: pb.RemoteStats) -> Iterator[Metric]:
+    for field, text in _OF_STORE.items():
+        yield CounterMetricFamily(f"prefixd_remote_{field}", text, value=getattr(remote, field))
+    yield GaugeMetricFamily("prefixd_remote_answer_seconds", "what its answers take now", value=remote.answer_s)
+    yield GaugeMetricFamily(
+        "prefixd_remote_known_blocks", "blocks that only it has, as far as is known", value=remote.known_blocks
+    )
+    bad = CounterMetricFamily(
+        "prefixd_remote_bad_objects", "objects of it that were read and not used", labels=["kind"]
+    )
+    for kind in ("foreign", "old", "altered"):
+        bad.add_metric([kind], remote.bad_objects.get(kind, 0))
+    yield bad
 
 
 _OF_A_PART = {

@@ -13,10 +13,12 @@ class Tier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TIER_GPU: _ClassVar[Tier]
     TIER_CPU: _ClassVar[Tier]
     TIER_DISK: _ClassVar[Tier]
+    TIER_REMOTE: _ClassVar[Tier]
 TIER_UNSPECIFIED: Tier
 TIER_GPU: Tier
 TIER_CPU: Tier
 TIER_DISK: Tier
+TIER_REMOTE: Tier
 
 class OpenSessionRequest(_message.Message):
     __slots__ = ("client_name", "pid")

@@ -137,14 +137,16 @@ class SequenceFinished(_message.Message):
     def __init__(self, index: _Optional[int] = ..., reason: _Optional[_Union[FinishReason, str]] = ..., output_tokens: _Optional[int] = ..., cumulative_logprob: _Optional[float] = ...) -> None: ...
 
 class HitTokens(_message.Message):
-    __slots__ = ("gpu", "cpu", "disk")
+    __slots__ = ("gpu", "cpu", "disk", "remote")
     GPU_FIELD_NUMBER: _ClassVar[int]
     CPU_FIELD_NUMBER: _ClassVar[int]
     DISK_FIELD_NUMBER: _ClassVar[int]
+    REMOTE_FIELD_NUMBER: _ClassVar[int]
     gpu: int
     cpu: int
     disk: int
-    def __init__(self, gpu: _Optional[int] = ..., cpu: _Optional[int] = ..., disk: _Optional[int] = ...) -> None: ...
+    remote: int
+    def __init__(self, gpu: _Optional[int] = ..., cpu: _Optional[int] = ..., disk: _Optional[int] = ..., remote: _Optional[int] = ...) -> None: ...
 
 class Finished(_message.Message):
     __slots__ = ("reason", "prompt_tokens", "output_tokens", "hit_tokens", "queue_s", "ttft_s", "resumed", "cumulative_logprob", "encoded_images")

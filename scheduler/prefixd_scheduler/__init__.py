@@ -5,7 +5,7 @@ Standard library only and no clock of its own: time is passed in, so that a simu
 
 from __future__ import annotations
 
-from prefixd_scheduler.cost import CostModel, PrefillCost
+from prefixd_scheduler.cost import LOADED_FROM, CostModel, PrefillCost
 from prefixd_scheduler.distance import Distance, farthest
 from prefixd_scheduler.errors import (
     DuplicateRequestError,
@@ -34,6 +34,7 @@ from prefixd_scheduler.regret import Regret
 from prefixd_scheduler.request import QueuedRequest
 
 __all__ = [
+    "LOADED_FROM",
     "POLICIES",
     "CostModel",
     "Distance",

@@ -10,7 +10,9 @@ from prefixd_scheduler.distance import Distance
 from prefixd_scheduler.errors import InvalidValueError
 from prefixd_scheduler.seconds import Seconds
 
-_LOADED_FROM = (Distance.CPU, Distance.DISK)
+LOADED_FROM = (Distance.CPU, Distance.DISK, Distance.REMOTE)
+"""From where something has to be brought."""
+_FROM = "CPU, DISK or REMOTE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +63,10 @@ class CostModel:
         if probe_every < 2:
             raise InvalidValueError(f"probe_every is {probe_every}; pass 2 or more, or every load would be made")
         self._compute: Seconds | PrefillCost = Seconds(3)
-        self._loads = {distance: Seconds(2) for distance in _LOADED_FROM}
-        self._stores = {distance: Seconds(2) for distance in _LOADED_FROM}
-        self._refusals = dict.fromkeys(_LOADED_FROM, 0)
-        self._refused_swaps = dict.fromkeys(_LOADED_FROM, 0)
+        self._loads = {distance: Seconds(2) for distance in LOADED_FROM}
+        self._stores = {distance: Seconds(2) for distance in LOADED_FROM}
+        self._refusals = dict.fromkeys(LOADED_FROM, 0)
+        self._refused_swaps = dict.fromkeys(LOADED_FROM, 0)
         self._probe_every = probe_every
 
     def computing_as(self, prefill: PrefillCost) -> CostModel:
@@ -91,7 +93,7 @@ class CostModel:
             InvalidValueError: nothing is loaded from that distance, or a number is negative or not finite.
         """
         if distance not in self._loads:
-            raise InvalidValueError(f"a load from {distance.name}; loads come from CPU or DISK")
+            raise InvalidValueError(f"a load from {distance.name}; loads come from {_FROM}")
         _check("load", elapsed_s, nbytes)
         if nbytes:
             self._loads[distance].observe((float(nbytes), 1.0), elapsed_s)
@@ -103,7 +105,7 @@ class CostModel:
             InvalidValueError: nothing is stored at that distance, or a number is negative or not finite.
         """
         if distance not in self._stores:
-            raise InvalidValueError(f"a store to {distance.name}; stores go to CPU or DISK")
+            raise InvalidValueError(f"a store to {distance.name}; stores go to {_FROM}")
         _check("store", elapsed_s, nbytes)
         if nbytes:
             self._stores[distance].observe((float(nbytes), 1.0), elapsed_s)

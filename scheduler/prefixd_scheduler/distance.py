@@ -7,15 +7,25 @@ from enum import IntEnum
 
 
 class Distance(IntEnum):
-    """The N of Relaxed-FPF: the GPU is 0, the CPU 1, the disk 2 and a prefix not computed yet 3.
+    """Where a prefix has to be brought from, nearest first.
 
-    Source: "Prefix cache as long-term memory", section V.F.
+    Source: "Prefix cache as long-term memory", section V.F, which knows no store that other hosts share.
     """
 
     GPU = 0
     CPU = 1
     DISK = 2
-    NONE = 3
+    REMOTE = 3
+    NONE = 4
+
+    @property
+    def weight(self) -> float:
+        """4 - N in equation 4 of the paper: 4 on the GPU, 3 on the CPU, 2 on disk, 1 for a prefix that is not computed
+        yet; a shared store lies in the middle between the last two."""
+        return _WEIGHTS[self]
+
+
+_WEIGHTS = {Distance.GPU: 4.0, Distance.CPU: 3.0, Distance.DISK: 2.0, Distance.REMOTE: 1.5, Distance.NONE: 1.0}
 
 
 def farthest(blocks: Iterable[Distance]) -> Distance:

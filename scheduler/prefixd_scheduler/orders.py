@@ -144,10 +144,10 @@ class KeyedOrder(_ByStanding[tuple[Group, Arrival]]):
 
 
 class WeightedAgeOrder(_ByStanding[tuple[Distance, Arrival]]):
-    """By (-age * (4 - distance), arrival, id), where only the age depends on the time.
+    """By (-age * the distance's weight, arrival, id), where only the age depends on the time.
 
     Among requests of one distance the time changes nothing: the older has the higher product, and equal products (also
-    by rounding, which is monotone) go by arrival. So each distance is kept by arrival, and the four are merged at the
+    by rounding, which is monotone) go by arrival. So each distance is kept by arrival, and the five are merged at the
     time that is asked for. A change costs O(log n), the first w requests O(w).
     """
 
@@ -156,7 +156,7 @@ class WeightedAgeOrder(_ByStanding[tuple[Distance, Arrival]]):
         self._classes: dict[Distance, SortedKeys[Key]] = {distance: SortedKeys() for distance in Distance}
 
     def ids(self, now_s: float) -> Iterator[int]:
-        ranked = (_weighted(members, 4 - distance, now_s) for distance, members in self._classes.items())
+        ranked = (_weighted(members, distance.weight, now_s) for distance, members in self._classes.items())
         return (request_id for _, _, request_id in heapq.merge(*ranked))
 
     def _standing(self, request: QueuedRequest) -> tuple[Distance, Arrival]:
@@ -239,13 +239,13 @@ class ByPriority(Order):
             self._priorities.remove(priority)
 
 
-def _weighted(members: SortedKeys[Key], weight: int, now_s: float) -> Iterator[tuple[float, float, int]]:
+def _weighted(members: SortedKeys[Key], weight: float, now_s: float) -> Iterator[tuple[float, float, int]]:
     """The ranks of requests of one distance, ascending."""
     for arrival_s, request_id in members:
         yield weighted_age(arrival_s, weight, now_s), arrival_s, int(request_id)
 
 
-def weighted_age(arrival_s: float, weight: int, now_s: float) -> float:
+def weighted_age(arrival_s: float, weight: float, now_s: float) -> float:
     """The negative of equation 4's product, so that the highest product comes first.
 
     Clamped: the negative age of a request that is stamped after `now_s` was read would turn the order around.

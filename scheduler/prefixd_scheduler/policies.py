@@ -132,10 +132,11 @@ class FastestPrefixFirst(Policy):
 
 
 class RelaxedFastestPrefixFirst(Policy):
-    """The highest `(now - arrival) * (4 - N)` first, N being the distance (paper, section V.F.2, equation 4).
+    """The highest `(now - arrival) * (4 - N)` first, 4 - N being the distance's weight (paper, section V.F.2, equation
+    4).
 
-    Age counts four times for a prefix on the GPU, three times on the CPU, twice on disk and once if it is not
-    cached. Equal products run in order of arrival.
+    Age counts four times for a prefix on the GPU, three times on the CPU, twice on disk, 1.5 times in a shared store
+    and once if it is not cached. Equal products run in order of arrival.
 
     **It does not starve.** Take a request r of age a. Its product is at least a, and that of a request of age
     b at most 4b, so *whoever is younger than a/4 never passes r*, wherever the prefixes are and however they
@@ -158,10 +159,10 @@ class RelaxedFastestPrefixFirst(Policy):
 
     def key(self, request: QueuedRequest) -> Key:
         """Its weight; the age, by which it is multiplied, changes with the time."""
-        return (4 - request.distance,)
+        return (request.distance.weight,)
 
     def ranks(self, requests: Sequence[QueuedRequest], now_s: float) -> list[Rank]:
-        return [(r.priority, weighted_age(r.arrival_s, 4 - r.distance, now_s), r.arrival_s, r.id) for r in requests]
+        return [(r.priority, weighted_age(r.arrival_s, r.distance.weight, now_s), r.arrival_s, r.id) for r in requests]
 
     def _order(self) -> Order:
         return WeightedAgeOrder()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from prefixd_swap.arena import CpuArena
 from prefixd_swap.copies import CopyEngine, StreamMark, create_copy_engine, register_host, unregister_host
 from prefixd_swap.errors import (
+    BadObjectError,
     ChecksumError,
     DeviceError,
     DirectoryInUseError,
@@ -20,6 +21,8 @@ from prefixd_swap.errors import (
     MemoryMisuseError,
     OutOfMemoryError,
     RecordDamagedError,
+    RemoteFullError,
+    RemoteStoreError,
     StorageError,
     SwapError,
     TransferDroppedError,
@@ -46,6 +49,7 @@ from prefixd_swap.vmem import Export, FrameId, FramePool, NewFrames, VirtualMemo
 __all__ = [
     "MAX_SLABS",
     "NO_BLOCK",
+    "BadObjectError",
     "BlockRecord",
     "ChecksumError",
     "CopyEngine",
@@ -78,6 +82,8 @@ __all__ = [
     "RecordDamagedError",
     "RecordGroup",
     "Records",
+    "RemoteFullError",
+    "RemoteStoreError",
     "SlabStore",
     "Span",
     "StorageError",

@@ -67,6 +67,31 @@ class RemoteFullError(RemoteStoreError):
     """A store on another machine has no room."""
 
 
+class BadObjectError(StorageError):
+    """An object of a shared store that may not be used; it counts as missing."""
+
+    kind: str
+    """In counters and metrics."""
+
+
+class ForeignObjectError(BadObjectError):
+    """Somebody else's object, or another block's, lies under a block's name."""
+
+    kind = "foreign"
+
+
+class StaleObjectError(BadObjectError):
+    """An object of another version or another way of sealing."""
+
+    kind = "old"
+
+
+class AlteredObjectError(BadObjectError):
+    """An object whose bytes are not those that were sealed."""
+
+    kind = "altered"
+
+
 class UnknownPolicyError(SwapError):
     """A policy name that does not exist."""
 

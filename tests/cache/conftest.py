@@ -31,6 +31,7 @@ from prefixd.cache import (
 )
 from prefixd.cache.index.keys import Digest, xxh3_digest
 from prefixd.cache.index.trie import CPU, DISK, GPU, NO_SLOT
+from prefixd.cache.remote import RemoteOptions
 from prefixd_swap import (
     CpuArena,
     FrameId,
@@ -46,7 +47,10 @@ from prefixd_swap import (
 )
 from prefixd_swap.slab.file_ops import FileOps
 from prefixd_swap.slab.io import DiskIo
-from prefixd_swap.tiers import StoreTier, Tier
+from prefixd_swap.stores import ObjectStore
+from prefixd_swap.stores.sealed import Seal
+from prefixd_swap.tiers import RemoteTier, StoreTier, Tier
+from prefixd_swap.transfers import Transfers
 
 BLOCK_TOKENS = 2
 PART_BYTES = 4096
@@ -116,6 +120,9 @@ class Rig:
         write_queue: int | None = None,
         io: DiskIo = "direct",
         admit_uses: int = 0,
+        remote: ObjectStore | None = None,
+        seal: Seal | None = None,
+        options: RemoteOptions | None = None,
     ) -> None:
         self.path = path
         self.device = device
@@ -130,6 +137,9 @@ class Rig:
         self._write_queue = write_queue
         self._io = io
         self._admit_uses = admit_uses
+        self._remote = remote
+        self._seal = seal or Seal(b"a secret of tests")
+        self._options = options
         self._open()
 
     def _open(self) -> None:
@@ -148,7 +158,7 @@ class Rig:
             self.pool = FramePool(self.memory, geometry.block_bytes, gpu)
         self.engine = create_copy_engine(self.device, 2)
         self.cache = TieredCache(
-            Tiers.local(self.arena, self.store, self.pool),
+            Tiers.local(self.arena, self.store, self.pool, remote=self._make_remote if self._remote else None),
             self.engine,
             create_eviction_policy(self._policy, seed=1),
             self.clock,
@@ -157,6 +167,7 @@ class Rig:
             max_sessions=self._max_sessions,
             prefetch_bytes=1 << 30,
             admit_uses=self._admit_uses,
+            remote=self._options,
             write_queue_bytes=None if self._write_queue is None else self._write_queue * self.part_bytes,
         )
         self.computed: Counter[int] = Counter()
@@ -165,6 +176,10 @@ class Rig:
         self.restored = self.cache.restore()
         self.namespace = self.register()
         self.session = self.open_session()
+
+    def _make_remote(self, transfers: Transfers) -> RemoteTier:
+        assert self._remote is not None
+        return RemoteTier(self._remote, transfers, self._seal, timeout_s=0.2)
 
     async def close(self) -> None:
         await self.cache.close()

@@ -38,12 +38,17 @@ from prefixd.cache.index.keys import HASHED_AT_ONCE, BlockChain
 from prefixd.cache.index.trie_table import NOWHERE, TrieTable
 from prefixd.cache.index.trie_table import TIERS as TIERS
 
-GPU, CPU, DISK, NONE = 0, 1, 2, 3
+GPU, CPU, DISK, REMOTE, NONE = 0, 1, 2, 3, 4
 NO_SLOT = -1
 _WALK_STEPS = 1 << 20
 
 # Nearest tier of a block by the bit mask of the tiers that have all of its parts.
-_NEAREST = np.array([NONE, GPU, CPU, GPU, DISK, GPU, CPU, GPU], dtype=np.int8)
+_NEAREST = np.array(
+    [next((tier for tier in range(TIERS) if mask & 1 << tier), NONE) for mask in range(1 << TIERS)], dtype=np.int8
+)
+_ALL_TIERS = (1 << TIERS) - 1
+LOCAL_TIERS = _ALL_TIERS & ~(1 << REMOTE)
+"""The tiers whose copies are this host's own, a bit each: nobody else may delete them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +106,7 @@ class Trie(TrieTable):
         self.has_rules = any(not isinstance(group.rule, FullAttention) for group in self.groups)
         """Whether a prefix may be usable though bytes of its blocks are missing."""
         self.block_bytes = sum(part_bytes)
-        self.offered = 0b111  # tiers whose copies count as there
+        self.offered = _ALL_TIERS  # tiers whose copies count as there
         self.observer: Observer | None = None
 
     def __len__(self) -> int:
@@ -504,6 +509,14 @@ class Trie(TrieTable):
         self.checksums[rows[alone], parts[alone]] = checksums[alone]
         self.checksummed[rows, parts] = self.checksums[rows, parts] == checksums
 
+    def available_here(self, rows: Rows) -> GroupMask:
+        """[len(rows)]: the groups that some tier of this host offers."""
+        here = np.zeros(len(rows), np.uint8)
+        for tier in range(TIERS):
+            if self.offered & LOCAL_TIERS & (1 << tier):
+                here |= self.there[rows, tier]
+        return here
+
     def has(self, row: int, tier: int) -> bool:
         """Whether `tier` has every part of the block."""
         return bool(self.complete[row] & (1 << tier))
@@ -618,12 +631,19 @@ class Trie(TrieTable):
     def last_copies(self, rows: Rows | slice, tier: int) -> npt.NDArray[np.bool_]:
         """[len(rows)]: of which rows no other tier has anything, or none has one of the `wanted` groups.
 
-        A record on disk without bytes is no copy: a block has one when others continue it there.
+        A record on disk without bytes is no copy: a block has one when others continue it there. Nor is what a store
+        has that others may delete from, of a block that is pinned.
         """
-        others = (self.any_part[rows] & np.uint8(7 & ~(1 << tier))) != 0
+        others = (self.any_part[rows] & np.uint8(_ALL_TIERS & ~(1 << tier))) != 0
+        if (pinned := self.pinned[rows]).any():
+            others &= ~pinned | ((self.any_part[rows] & np.uint8(LOCAL_TIERS & ~(1 << tier))) != 0)
         lacking = self.wanted(rows, tier)
         for other in range(TIERS):
-            if other != tier:
+            if other == tier:
+                continue
+            if other == REMOTE:
+                lacking &= ~self.there[rows, other] | np.where(pinned, np.uint8(self.all_groups), np.uint8(0))
+            else:
                 lacking &= ~self.there[rows, other]
         return np.asarray(~others | (lacking != 0))
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from prefixd.cache.index.columns import ColumnMemory, Reserve, reserve_addresses
 from prefixd.cache.index.key_index import KeyIndex, Rows
 
-TIERS = 3
+TIERS = 4
 NOWHERE = -1  # namespace of a row that had a block and has none
 
 

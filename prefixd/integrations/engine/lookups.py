@@ -34,7 +34,12 @@ _LEAST_PATIENCE_S = 0.02
 """A lease may be late by so much of what computing its tokens takes, and by so many seconds in any case."""
 _COMPLAINT_S = 60.0  # a daemon that refuses is quoted no more often
 
-_DISTANCES = {Tier.GPU: Distance.CPU, Tier.CPU: Distance.CPU, Tier.DISK: Distance.DISK}
+_DISTANCES = {
+    Tier.GPU: Distance.CPU,
+    Tier.CPU: Distance.CPU,
+    Tier.DISK: Distance.DISK,
+    Tier.REMOTE: Distance.REMOTE,
+}
 """By tier of the daemon. What lies in the daemon's own GPU tier comes to an engine through the CPU tier."""
 
 
@@ -61,11 +66,13 @@ class Lookup:
     leasing_s: float = 0.0
     """When the lease that is under way was asked for."""
     late_s: float | None = None
-    """So long its answer may take, from the request's turn on, before what is on disk is computed instead; None: for
-    ever."""
-    disk_bytes: int = 0
-    """What the lease that is under way has to be read from disk for."""
-    slow_disk: bool = False
+    """So long its answer may take, from the request's turn on, before what is on disk, or farther away, is computed
+    instead; None: for ever."""
+    far_bytes: int = 0
+    """What the lease that is under way has to be read for from disk, or from a shared store."""
+    distance: Distance = Distance.DISK
+    """How far away the farthest of it is."""
+    slow: bool = False
     """A lease was given up that took too long: only what is in memory is loaded."""
     refused: bool = False
     """Nothing is to be loaded for this request, unless it is preempted."""
@@ -253,7 +260,7 @@ class Lookups:
         lookup = self._lookups.get(request_id)
         if lookup is not None and not lookup.failed:
             lookup.tokens = self._usable(tokens)
-            lookup.refused = lookup.slow_disk = False
+            lookup.refused = lookup.slow = False
             lookup.turn_s = None
             lookup.seen_s = -float("inf")
 
@@ -310,7 +317,7 @@ class Lookups:
         async def ask() -> SeenPrefix:
             cache = await self._link.cache(lookup.spec)
             match = await cache.match(lookup.tokens, counted=first)
-            if ahead and match.blocks_in(Tier.DISK):
+            if ahead and match.blocks_in(Tier.DISK) + match.blocks_in(Tier.REMOTE):
                 await cache.prefetch(lookup.tokens)
             return SeenPrefix(
                 match.blocks * self._block_tokens,
@@ -390,11 +397,11 @@ class Lookups:
 
     def _worth_loading(self, lookup: Lookup, seen: SeenPrefix, local_tokens: int) -> int:
         """Up to which token of the prefix to load; what is behind is computed. Says when that lease is late."""
-        lookup.late_s, lookup.disk_bytes = None, 0
+        lookup.late_s, lookup.far_bytes = None, 0
         if self._cost is None:
             return seen.tokens
         whole = self._geometry.needs_end
-        if lookup.slow_disk:
+        if lookup.slow:
             seen = seen.before(Distance.DISK, local_tokens)
             if whole and seen.tokens < (lookup.seen or seen).tokens:
                 return local_tokens
@@ -410,21 +417,22 @@ class Lookups:
         )
         end = plan.ready_tokens + plan.front_tokens
         compute_s = self._cost.compute_s(end - local_tokens, local_tokens)
-        nbytes = lookup.disk_bytes = self._on_disk_bytes(seen, local_tokens, end)
-        load_s = self._cost.load_s(nbytes, Distance.DISK)
+        nbytes, distance = lookup.far_bytes, lookup.distance = self._far_bytes(seen, local_tokens, end)
+        load_s = self._cost.load_s(nbytes, distance)
         if nbytes and compute_s is not None and load_s is not None:
             lookup.late_s = load_s + max(_LEAST_PATIENCE_S, _PATIENCE * compute_s)
         return end
 
-    def _on_disk_bytes(self, seen: SeenPrefix, begin: int, end: int) -> int:
-        """Bytes of the prefix that lie on disk alone, between two lengths."""
-        at = nbytes = 0
+    def _far_bytes(self, seen: SeenPrefix, begin: int, end: int) -> tuple[int, Distance]:
+        """Bytes of the prefix that lie on disk, or farther away, alone, between two lengths; how far away the farthest
+        of them are."""
+        at, nbytes, farthest = 0, 0, Distance.DISK
         for distance, tokens in seen.runs:
             at += tokens
             here = min(tokens, at - begin, end - (at - tokens))
-            if distance is Distance.DISK and here > 0:
-                nbytes += self._nbytes(here)
-        return nbytes
+            if distance >= Distance.DISK and here > 0:
+                nbytes, farthest = nbytes + self._nbytes(here), max(farthest, distance)
+        return nbytes, farthest
 
     def _nbytes(self, tokens: int) -> int:
         return self._geometry.nbytes(-(-tokens // self._block_tokens))
@@ -438,9 +446,9 @@ class Lookups:
             return
         self.abandoned += 1
         if self._cost is not None:  # it takes longer yet
-            self._cost.observe_load(Distance.DISK, lookup.disk_bytes, self._clock() - lookup.leasing_s)
+            self._cost.observe_load(lookup.distance, lookup.far_bytes, self._clock() - lookup.leasing_s)
         self._let_go(lookup)
-        lookup.slow_disk = True
+        lookup.slow = True
         lookup.seen_s = -float("inf")
 
     def _let_go(self, lookup: Lookup) -> None:

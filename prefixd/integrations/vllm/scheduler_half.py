@@ -41,10 +41,14 @@ _YOUNG_SAVE_S = 0.05
 _LEAST_OBSERVED_TOKENS = 32
 
 # What loads are taken to cost until enough of them were seen: one that was held up by chance must not count for all.
-_ASSUMED_BYTES_PER_S = {Distance.CPU: 2e9, Distance.DISK: 3e8}
+_ASSUMED_BYTES_PER_S = {Distance.CPU: 2e9, Distance.DISK: 3e8, Distance.REMOTE: 1e8}
 _ASSUMED_OVER_BYTES = 64 << 20
 
-_SOURCES = {Distance.CPU: CacheHitSource.HOST, Distance.DISK: CacheHitSource.DISK}
+_SOURCES = {
+    Distance.CPU: CacheHitSource.HOST,
+    Distance.DISK: CacheHitSource.DISK,
+    Distance.REMOTE: CacheHitSource.EXTERNAL_UNSPECIFIED,
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
 """Tiers as objects: memory with slots, and stores that are read and written.
 
 `base`, `memory` and `store` are the contract; `gpu` (or `paged_gpu`, for block tables), `cpu` and `disk` wrap this
-machine's, `simulated` are tiers of any speed for tests, and `unbacked` those of any size for plans. `memory_copies`
-moves blocks between two memory tiers; `block_transfer` is a movement as its caller sees it.
+machine's, and `remote` a store that other hosts share; `simulated` are tiers of any speed for tests, and `unbacked`
+those of any size for plans. `memory_copies` moves blocks between two memory tiers; `block_transfer` is a movement as
+its caller sees it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from prefixd_swap.tiers.gpu import GpuTier
 from prefixd_swap.tiers.memory import MemoryTier
 from prefixd_swap.tiers.memory_copies import MemoryCopies
 from prefixd_swap.tiers.paged_gpu import PagedGpuTier
+from prefixd_swap.tiers.remote import RemoteLoad, RemoteSave, RemoteTier
 from prefixd_swap.tiers.store import Identity, Loads, Places, StoreTier, can_move
 
 __all__ = [
@@ -32,6 +34,9 @@ __all__ = [
     "MemoryTier",
     "PagedGpuTier",
     "Places",
+    "RemoteLoad",
+    "RemoteSave",
+    "RemoteTier",
     "StoreTier",
     "Tier",
     "can_move",

@@ -38,7 +38,7 @@ class Tier(ABC):
     durable: bool
     """Whether its blocks survive the end of the process."""
     shared: bool
-    """Whether clients map its memory."""
+    """Whether others use its bytes, too: clients that map its memory, or other hosts."""
     backed = True
     """Whether there are bytes behind its slots; a plan's tiers are only accounted for."""
 

@@ -1,0 +1,179 @@
+"""Blocks read from a shared store and written to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from prefixd.cache.groups import GroupMask
+from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
+from prefixd.cache.movement import Movement
+from prefixd.cache.placement import Placement
+from prefixd.cache.remote.digests import Digests
+from prefixd.cache.remote.health import RemoteHealth
+from prefixd.cache.tiers import Slots
+from prefixd_swap import BadObjectError, LostBytesError, Span, StorageError
+from prefixd_swap.stores import BlockIdentity, object_name
+from prefixd_swap.tiers import MemoryTier, RemoteLoad, RemoteSave, RemoteTier
+
+
+class RemoteCopies:
+    """Copies of blocks in a shared store.
+
+    Args:
+        tier: the store's.
+        placement: where copies are entered.
+        digests: of blocks.
+        health: is told of failures.
+    """
+
+    def __init__(self, tier: RemoteTier, placement: Placement, digests: Digests, health: RemoteHealth) -> None:
+        self._tier = tier
+        self._placement = placement
+        self._digests = digests
+        self._health = health
+
+    # -- reading ------------------------------------------------------------------------------------------------
+
+    async def read(
+        self, trie: Trie, rows: Rows, parts: Sequence[int], taken: Slots, target: MemoryTier, movement: Movement
+    ) -> npt.NDArray[np.bool_]:
+        """Reads `parts` of rows, held in the remote tier, into slots of `target`, which a CPU can address; which came.
+
+        A block that the store has no more, or whose object is not what was sealed, leaves the tier.
+        """
+        tier, came = self._tier, np.zeros(len(rows), np.bool_)
+        if not tier.gives or not len(rows):
+            return came
+        loads = list(self._loads(trie, rows, parts, target.addresses(taken).tolist()))
+        nbytes = sum(trie.part_bytes[part] for part in parts)
+        read = tier.submit_read(loads, nbytes, movement.urgency, deadline_s=movement.due_s)
+        results = await movement.run(read)
+        checksums = np.zeros((len(rows), len(parts)), np.uint64)
+        lost: list[int] = []
+        for at, result in enumerate(results):
+            if isinstance(result, tuple):
+                came[at], checksums[at] = True, result
+            elif isinstance(result, LostBytesError | BadObjectError):
+                lost.append(at)
+            elif isinstance(result, StorageError):
+                self._health.failed(result)
+        if lost:
+            self._placement.lost["not served: missing or wrong in the shared store"] += len(lost)
+            self._placement.discard_copies(trie, rows[lost], tier)
+        self._note_checksums(trie, rows[came], list(parts), checksums[came])
+        return came
+
+    def _note_checksums(self, trie: Trie, rows: Rows, parts: Sequence[int], checksums: npt.NDArray[np.uint64]) -> None:
+        """Records the checksums, [m, parts], of what was read, but for parts that this host has of its own.
+
+        Two hosts that compute the same tokens may get bytes that differ in the last bit, and both are good.
+        """
+        local = [
+            tier.level for tier in (self._placement.tiers.shared, self._placement.tiers.durable) if tier is not None
+        ]
+        alone = (trie.slots[rows][:, local][:, :, list(parts)] == NO_SLOT).all(axis=1)
+        known = trie.checksums[rows]
+        known[:, parts] = np.where(alone, checksums, known[:, parts])
+        trie.checksums[rows] = known
+
+    def _loads(self, trie: Trie, rows: Rows, parts: Sequence[int], addresses: list[list[int]]) -> Iterator[RemoteLoad]:
+        numbers = trie.slots[rows, self._tier.level][:, list(parts)].max(axis=1).tolist()
+        for row, number, to in zip(rows.tolist(), numbers, addresses, strict=True):
+            spans = tuple((part, Span(address, trie.part_bytes[part])) for part, address in zip(parts, to, strict=True))
+            yield RemoteLoad(self._digests.identity(trie, row, self._tier.digest(number)), spans)
+
+    # -- writing ------------------------------------------------------------------------------------------------
+
+    async def write(self, trie: Trie, rows: Rows, source: MemoryTier, movement: Movement) -> int:
+        """Writes what `source` has of rows, held there, and the store lacks; returns how many blocks it has now.
+
+        What another host has written meanwhile is not written again.
+        """
+        groups = trie.wanted(rows, source.level) & ~trie.there[rows, self._tier.level]
+        rows, groups = rows[groups != 0], groups[groups != 0]
+        if not len(rows) or not self._tier.takes:
+            return 0
+        digests = await self._digests.of_rows(trie, rows)
+        blocks = [self._digests.identity(trie, row, digest) for row, digest in zip(rows.tolist(), digests, strict=True)]
+        try:
+            there = await self._there(trie, blocks, groups)
+            absent = np.flatnonzero(~there)
+            written = await self._write(
+                trie, rows[absent], [blocks[at] for at in absent.tolist()], source, groups[absent], movement
+            )
+            there[absent] = written
+        except StorageError as error:
+            self._health.failed(error)
+            return 0
+        self.enter(trie, rows[there], [digests[at] for at in np.flatnonzero(there).tolist()], groups[there])
+        return int(np.count_nonzero(there))
+
+    async def _there(self, trie: Trie, blocks: Sequence[BlockIdentity], groups: GroupMask) -> npt.NDArray[np.bool_]:
+        """[len(blocks)]: which the store has, all parts of their `groups`."""
+        names, of_block = [], []
+        for at, (block, mask) in enumerate(zip(blocks, groups.tolist(), strict=True)):
+            for part in np.flatnonzero(trie.part_mask & np.uint8(mask)).tolist():
+                names.append(object_name(block.digest, part))
+                of_block.append(at)
+        there = np.ones(len(blocks), np.bool_)
+        found = np.array(await self._tier.exist(names), np.bool_)
+        there[np.array(of_block, np.int64)[~found]] = False
+        return there
+
+    async def _write(
+        self,
+        trie: Trie,
+        rows: Rows,
+        blocks: Sequence[BlockIdentity],
+        source: MemoryTier,
+        groups: GroupMask,
+        movement: Movement,
+    ) -> npt.NDArray[np.bool_]:
+        if not len(rows):
+            return np.zeros(0, np.bool_)
+        saves = list(self._saves(trie, rows, blocks, source, groups))
+        nbytes = int(trie.group_bytes[groups].max())
+        results = await movement.run(self._tier.submit_write(saves, nbytes, movement.urgency, count=len(saves)))
+        error = next((each for each in results if isinstance(each, StorageError)), None)
+        if error is not None:
+            self._health.failed(error)
+        return np.array([result is True for result in results], np.bool_)
+
+    def _saves(
+        self, trie: Trie, rows: Rows, blocks: Sequence[BlockIdentity], source: MemoryTier, groups: GroupMask
+    ) -> Iterator[RemoteSave]:
+        addresses = source.addresses(trie.slots[rows, source.level]).tolist()
+        checksums, known = trie.checksums[rows].tolist(), trie.checksummed[rows].tolist()
+        of_shared = source is self._placement.tiers.shared  # what the checksums are of
+        for at, (block, mask) in enumerate(zip(blocks, groups.tolist(), strict=True)):
+            parts = np.flatnonzero(trie.part_mask & np.uint8(mask)).tolist()
+            yield RemoteSave(
+                block,
+                tuple(
+                    (
+                        part,
+                        Span(addresses[at][part], trie.part_bytes[part], source.on_device),
+                        checksums[at][part] if of_shared and known[at][part] else None,
+                    )
+                    for part in parts
+                ),
+            )
+
+    def enter(self, trie: Trie, rows: Rows, digests: Sequence[bytes], groups: GroupMask) -> None:
+        """The store has `groups`, [m] masks, of m different blocks."""
+        tier = self._tier
+        groups = groups & ~trie.there[rows, tier.level]
+        chosen = np.flatnonzero(groups)
+        if not len(chosen):
+            return
+        rows, groups = rows[chosen], groups[chosen]
+        has = (groups[:, None] & trie.part_mask) != 0
+        parts = np.count_nonzero(has, axis=1)
+        numbers = trie.slots[rows, tier.level].max(axis=1)
+        known = numbers != NO_SLOT
+        tier.add_parts(numbers[known], parts[known])
+        numbers[~known] = tier.enter([digests[at] for at in chosen[~known].tolist()], parts[~known])
+        self._placement.put(trie, rows, tier, np.where(has, numbers[:, None], NO_SLOT))

@@ -1,0 +1,96 @@
+"""Digests of prefixes, by which a shared store knows blocks (`prefixd_swap/stores/names.py`)."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import xxhash
+
+from prefixd.cache.index.keys import BlockChain
+from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
+from prefixd.cache.namespaces import Namespace, NamespaceRegistry
+from prefixd.pacer import give_way
+from prefixd_swap.stores import BlockIdentity, TenantKeys
+from prefixd_swap.tiers import RemoteTier
+
+HASHED_AT_ONCE = 2048  # blocks: a millisecond
+
+
+class Digests:
+    """Computes them, from the last block before whose digest the tier knows.
+
+    Args:
+        tier: knows the digests of blocks that it has.
+        namespaces: all of them.
+    """
+
+    def __init__(self, tier: RemoteTier, namespaces: NamespaceRegistry) -> None:
+        self._tier = tier
+        self._namespaces = namespaces
+        self._of_namespace: dict[int, tuple[TenantKeys, bytes, bytes]] = {}  # ordinal -> keys, root digest, geometry
+
+    async def of_prompt(
+        self, trie: Trie, namespace: Namespace, chain: BlockChain, path: Rows, first: int, end: int
+    ) -> list[bytes]:
+        """[end - first]: the digests of a prompt's blocks from `first` on; `path` are the rows of its first blocks."""
+        keys, before, _ = self._names(namespace)
+        numbers = trie.slots[path[:first], self._tier.level].max(axis=1, initial=NO_SLOT)
+        known = np.flatnonzero(numbers != NO_SLOT)
+        begin = int(known[-1]) + 1 if len(known) else 0
+        if begin:
+            before = self._tier.digest(int(numbers[begin - 1]))
+        digests: list[bytes] = []
+        for start in range(begin, end, HASHED_AT_ONCE):
+            if digests:
+                await give_way()
+                before = digests[-1]
+            digests += keys.chain(before, map(chain.block, range(start, min(start + HASHED_AT_ONCE, end))))
+        return digests[first - begin :]
+
+    async def of_rows(self, trie: Trie, rows: Rows) -> list[bytes]:
+        """The digests of `rows`, which somebody holds."""
+        known: dict[int, bytes] = {}
+        walked = 0
+        for row in rows.tolist():
+            missing, at = [], row
+            before: bytes | None = None
+            while before is None and at >= 0:
+                before = known.get(at) or self._entered(trie, at)
+                if before is None:
+                    missing.append(at)
+                    at = int(trie.parent[at])
+                    walked += 1
+                    if not walked % HASHED_AT_ONCE:
+                        await give_way()
+            keys, root, _ = self._names(self._namespaces.at(int(trie.namespace[row])))
+            missing.reverse()
+            for start in range(0, len(missing), HASHED_AT_ONCE):
+                some = missing[start : start + HASHED_AT_ONCE]
+                before = root if before is None else before
+                digests = keys.chain(before, (trie.tokens[each].tobytes() for each in some))
+                known.update(zip(some, digests, strict=True))
+                before = digests[-1]
+                if len(some) == HASHED_AT_ONCE:
+                    await give_way()
+            if not missing and before is not None:
+                known[row] = before
+        return [known[row] for row in rows.tolist()]
+
+    def identity(self, trie: Trie, row: int, digest: bytes) -> BlockIdentity:
+        """What the block's objects have to say about themselves."""
+        namespace = self._namespaces.at(int(trie.namespace[row]))
+        keys, _, geometry = self._names(namespace)
+        return BlockIdentity(keys, digest, namespace.id, geometry, int(trie.depth[row]), trie.tokens[row].tobytes())
+
+    def _entered(self, trie: Trie, row: int) -> bytes | None:
+        number = int(trie.slots[row, self._tier.level].max())
+        return None if number == NO_SLOT else self._tier.digest(number)
+
+    def _names(self, namespace: Namespace) -> tuple[TenantKeys, bytes, bytes]:
+        names = self._of_namespace.get(namespace.ordinal)
+        if names is None:
+            keys = self._tier.seal.keys(namespace.spec.salt)
+            geometry = xxhash.xxh3_64_digest(msgspec.msgpack.encode(namespace.spec.geometry))
+            names = keys, keys.root(msgspec.msgpack.encode(namespace.spec)), geometry
+            self._of_namespace[namespace.ordinal] = names
+        return names

@@ -1,0 +1,87 @@
+"""A breaker in front of a shared store: it is taken out of service by its first failure, and comes back by itself.
+
+While it is out nobody asks it anything: blocks that only it has are not matched, nothing is written, and requests go on
+as if there was no such tier. A probe tries it again and again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from prefixd.cache.index.trie import Trie
+from prefixd.cache.placement import Placement
+from prefixd.cache.tiers import tier_part
+from prefixd_swap import RemoteFullError, StorageError
+from prefixd_swap.tiers import RemoteTier
+
+log = logging.getLogger(__name__)
+
+FIRST_PROBE_S = 0.25
+LONGEST_PROBE_S = 2.0
+FULL_S = 5.0
+
+
+class RemoteHealth:
+    """Whether the store is asked, read and written.
+
+    Args:
+        tier: the store's.
+        placement: what is where.
+        tries: all tries, by ordinal.
+    """
+
+    def __init__(self, tier: RemoteTier, placement: Placement, tries: list[Trie]) -> None:
+        self._tier = tier
+        self._placement = placement
+        self._tries = tries
+        self._failed = asyncio.Event()
+        self.failures = 0
+        """Times that the store was taken out of service since the start."""
+
+    def failed(self, error: StorageError) -> None:
+        """A call failed: until a probe succeeds the store is out of service, or is not written to if it is full."""
+        tier, troubles = self._tier, self._placement.tiers.troubles
+        if isinstance(error, RemoteFullError):
+            tier.takes = False
+        elif tier.gives:
+            tier.gives = tier.takes = False
+            self.failures += 1
+            self._offer(False)
+        troubles.begin(tier_part(tier), str(error))
+        self._failed.set()
+
+    async def watch(self) -> None:
+        """Probes a store that has failed; runs for ever."""
+        wait_s = FIRST_PROBE_S
+        while True:
+            await self._failed.wait()
+            full = self._tier.gives
+            await asyncio.sleep(FULL_S if full else wait_s)
+            wait_s = FIRST_PROBE_S if full or await self._probe() else min(2 * wait_s, LONGEST_PROBE_S)
+            if full:  # the next write tells
+                self._well()
+
+    async def _probe(self) -> bool:
+        try:
+            await self._tier.ping()
+        except StorageError as error:
+            self._placement.tiers.troubles.begin(tier_part(self._tier), str(error))
+            return False
+        self._well()
+        return True
+
+    def _well(self) -> None:
+        tier = self._tier
+        self._failed.clear()
+        tier.takes = True
+        if not tier.gives:
+            tier.gives = True
+            self._offer(True)
+        self._placement.tiers.troubles.end(tier_part(tier))
+        self._placement.changed.set()
+
+    def _offer(self, gives: bool) -> None:
+        for trie in self._tries:
+            trie.offer(self._tier.level, gives)
+        self._placement.epoch += 1

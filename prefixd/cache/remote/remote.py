@@ -1,0 +1,98 @@
+"""The remote tier's side of the cache, put together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from prefixd.cache.index.keys import BlockChain
+from prefixd.cache.index.trie import Trie
+from prefixd.cache.namespaces import Namespace, NamespaceRegistry
+from prefixd.cache.placement import Placement
+from prefixd.cache.remote.copies import RemoteCopies
+from prefixd.cache.remote.digests import Digests
+from prefixd.cache.remote.health import RemoteHealth
+from prefixd.cache.remote.known_blocks import KnownBlocks
+from prefixd.cache.remote.lookups import RemoteLookups
+from prefixd.cache.remote.sharing import CopyAhead, SharePolicy, Sharing
+from prefixd_swap.tiers import RemoteTier
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteOptions:
+    """How a shared store is used.
+
+    Attributes:
+        share: which blocks are written to it.
+        lookup_s: the most that a prompt waits to learn what it has.
+        absent_s: how long it is not asked again for what it did not have.
+        known_s: how long a block counts as there, and only there, without being used.
+        known_blocks: the most such blocks.
+    """
+
+    share: SharePolicy = "all"
+    lookup_s: float = 0.05
+    absent_s: float = 1.0
+    known_s: float = 60.0
+    known_blocks: int = 1 << 18
+
+
+class Remote:
+    """Everything about the remote tier.
+
+    Args:
+        tier: the store's; this owns it.
+        placement: what is where.
+        tries: all tries, by ordinal.
+        namespaces: all namespaces.
+        clock: seconds, monotonic.
+        copy_ahead: see `Sharing`.
+        options: how it is used.
+    """
+
+    def __init__(
+        self,
+        tier: RemoteTier,
+        placement: Placement,
+        tries: list[Trie],
+        namespaces: NamespaceRegistry,
+        clock: Callable[[], float],
+        copy_ahead: CopyAhead,
+        options: RemoteOptions,
+    ) -> None:
+        self.tier = tier
+        self.options = options
+        self.health = RemoteHealth(tier, placement, tries)
+        digests = Digests(tier, namespaces)
+        self.copies = RemoteCopies(tier, placement, digests, self.health)
+        self.known = KnownBlocks(tier, placement, tries, clock, known_s=options.known_s, limit=options.known_blocks)
+        self.lookups = RemoteLookups(
+            tier, placement, digests, self.copies, self.known, self.health, clock, options.absent_s
+        )
+        self.sharing = Sharing(tier, placement, tries, self.copies, copy_ahead, options.share)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> list[asyncio.Task[None]]:
+        """Starts working in the background; the tasks end with `stop`, or by a defect."""
+        self._tasks = [
+            asyncio.create_task(self.health.watch(), name="remote-probe"),
+            asyncio.create_task(self.known.watch(), name="remote-known"),
+            asyncio.create_task(self.sharing.run(), name="sharing"),
+        ]
+        return self._tasks
+
+    async def look(
+        self, trie: Trie, namespace: Namespace, chain: BlockChain, limit: int | None, wait_s: float | None = None
+    ) -> None:
+        """Enters what the store has of a prompt and this host lacks; see `RemoteLookups.look`."""
+        await self.lookups.look(trie, namespace, chain, limit, self.options.lookup_s if wait_s is None else wait_s)
+
+    async def stop(self) -> None:
+        """Ends the background work after what is under way."""
+        self.sharing.stop()
+        for task in self._tasks[:2]:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        await self.lookups.close()

@@ -1,0 +1,180 @@
+"""Writes blocks to a shared store in the background: those that other hosts may want, by a policy.
+
+Nothing waits for it. What leaves this host's memory before its turn comes is not written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from typing import Literal, Protocol
+
+import numpy as np
+
+from prefixd.cache.index.trie import Rows, Trie
+from prefixd.cache.movement import Movement
+from prefixd.cache.paths import find_ancestry
+from prefixd.cache.placement import Placement
+from prefixd.cache.remote.copies import RemoteCopies
+from prefixd.cache.scan import SCANNED_AT_ONCE, slices
+from prefixd.cache.unwritten import UnwrittenBlocks, unwritten
+from prefixd.pacer import Pacer
+from prefixd_swap import SwapError
+from prefixd_swap.tiers import MemoryTier, RemoteTier, Tier, can_move
+from prefixd_swap.transfers import Urgency
+
+log = logging.getLogger(__name__)
+
+SharePolicy = Literal["all", "reused", "pinned", "none"]
+"""all: every block. reused: what was asked for again. pinned: pinned prefixes. none: this host only reads."""
+
+CopyAhead = Callable[[Trie, Rows, Tier, Tier, Movement], Awaitable[int]]
+"""(trie, rows, source, target, movement): how many of `rows`, held in `source`, were copied, at no other's cost."""
+
+_BATCH = 64
+_RETRY_S = 2.0
+_LOOK_S = 0.2
+"""How soon what has come is looked for; the blocks of a prompt come together in that time."""
+
+
+class Sharing:
+    """The background task.
+
+    Args:
+        tier: the store's.
+        placement: what is where.
+        tries: all tries, by ordinal.
+        copies: writes.
+        copy_ahead: brings what a CPU cannot read to the shared tier.
+        policy: which blocks are written.
+    """
+
+    def __init__(
+        self,
+        tier: RemoteTier,
+        placement: Placement,
+        tries: list[Trie],
+        copies: RemoteCopies,
+        copy_ahead: CopyAhead,
+        policy: SharePolicy,
+    ) -> None:
+        self.written = 0
+        """Blocks that this host has brought to the store, or found there, since the start."""
+        self._tier = tier
+        self._placement = placement
+        self._tiers = placement.tiers
+        self._tries = tries
+        self._copies = copies
+        self._copy_ahead = copy_ahead
+        self._policy = policy
+        self._queues: dict[tuple[int, int], _Queue] = {}  # by the ordinal of the trie and the source's level
+        self._stopping = asyncio.Event()
+        self._working = False
+        self._seen_epoch = -1
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing is being written."""
+        return not self._working
+
+    async def run(self) -> None:
+        """Writes until `stop`."""
+        while self._policy != "none" and not self._stopping.is_set():
+            pause_s = _LOOK_S
+            if self._tier.takes and self._seen_epoch != self._placement.epoch:
+                self._seen_epoch = self._placement.epoch
+                self._working = True
+                try:
+                    if not await self.write_all():
+                        self._seen_epoch, pause_s = -1, _RETRY_S
+                except SwapError as error:
+                    log.error("blocks could not be shared and are tried again: %s", error)
+                    self._seen_epoch, pause_s = -1, _RETRY_S
+                finally:
+                    self._working = False
+            try:
+                await asyncio.wait_for(self._stopping.wait(), pause_s)
+            except TimeoutError:
+                continue
+
+    def stop(self) -> None:
+        """Ends `run` after the batch under way."""
+        self._stopping.set()
+
+    async def write_all(self) -> bool:
+        """Writes all that waits; False when some of it could not be written."""
+        complete = True
+        for trie in list(self._tries):
+            for source in (self._tiers.shared, self._tiers.compute):
+                if not self._tiers.exists(source):
+                    continue
+                queue = self._queue(trie, source)
+                while not self._stopping.is_set() and len(rows := await queue.next(_BATCH)):
+                    written = await self._write(trie, rows, source)
+                    self.written += written
+                    if written < len(rows):
+                        queue.begin_again()
+                        complete = False
+                        break
+        return complete
+
+    async def _write(self, trie: Trie, rows: Rows, source: MemoryTier) -> int:
+        movement = Movement(Urgency.WRITE_BACK)
+        with ExitStack() as held:
+            held.enter_context(self._placement.holds.hold("sharing", trie, rows, source))
+            if not can_move(source, self._tier):
+                shared = self._tiers.shared
+                held.enter_context(self._placement.holds.hold("sharing", trie, rows, shared))
+                await self._copy_ahead(trie, rows, source, shared, movement)
+                source = shared
+            return await self._copies.write(trie, rows, source, movement)
+
+    def _queue(self, trie: Trie, source: MemoryTier) -> _Queue:
+        at = trie.ordinal, source.level
+        if at not in self._queues:
+            if self._policy == "pinned":
+                self._queues[at] = _PinnedBlocks(trie, source.level, self._tier.level)
+            else:
+                least_uses = 1 if self._policy == "reused" else 0
+                clock = self._placement.clock
+                self._queues[at] = UnwrittenBlocks(trie, source.level, self._tier.level, clock, least_uses)
+        return self._queues[at]
+
+
+class _Queue(Protocol):
+    async def next(self, count: int) -> Rows: ...
+
+    def begin_again(self) -> None: ...
+
+
+class _PinnedBlocks:
+    """The blocks of pinned prefixes that wait to be written; as `UnwrittenBlocks`."""
+
+    def __init__(self, trie: Trie, source: int, target: int) -> None:
+        self._trie = trie
+        self._source = source
+        self._target = target
+        self._found: Rows = np.empty(0, np.int64)
+
+    async def next(self, count: int) -> Rows:
+        if not len(self._found):
+            await self._scan()
+        rows, self._found = self._found[:count], self._found[count:]
+        waiting: Rows = rows[unwritten(self._trie, self._source, self._target, rows) != 0]
+        return waiting
+
+    def begin_again(self) -> None:
+        self._found = self._found[:0]
+
+    async def _scan(self) -> None:
+        trie, pacer = self._trie, Pacer(SCANNED_AT_ONCE)
+        found = [np.empty(0, np.int64)]
+        for part in slices(trie.rows):
+            found.append(part.start + np.flatnonzero(trie.pinned[part]))
+            await pacer.worked(part.stop - part.start)
+        pinned = np.concatenate(found)
+        family = await find_ancestry(trie, pinned[trie.pinned[pinned]])
+        family = family[unwritten(trie, self._source, self._target, family) != 0]
+        self._found = family[np.argsort(trie.depth[family], kind="stable")]

@@ -1,0 +1,366 @@
+"""The remote tier: blocks in a store that other hosts read and write, too.
+
+The store names its objects by content, so the tier has no slots of its own to give out. What stands in the index as a
+slot is a number by which this process knows the block's digest (`names`).
+
+All calls of the store run on an event loop of their own, in a thread: what a client library does with a megabyte is not
+done on the daemon's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from array import array
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+
+from prefixd_swap.errors import (
+    BadObjectError,
+    IntegrityError,
+    LostBytesError,
+    OutOfMemoryError,
+    RemoteStoreError,
+    StorageError,
+)
+from prefixd_swap.slab.file_ops import host_bytes
+from prefixd_swap.spans import Span
+from prefixd_swap.stores.base import ObjectStore, Read, Write
+from prefixd_swap.stores.names import DIGEST_BYTES, BlockIdentity, object_name
+from prefixd_swap.tiers.base import NO_SLOT, Int64s, Tier
+from prefixd_swap.tiers.block_transfer import BlockTransfer
+from prefixd_swap.transfers import DeviceLimits, Piece, Transfers, Urgency, piece_items
+
+if TYPE_CHECKING:  # it needs a package that only a remote tier needs
+    from prefixd_swap.stores.sealed import Seal
+
+T = TypeVar("T")
+
+PIECE_BYTES = 1 << 20
+_LEAST_BYTES_PER_S = 1 << 20
+"""A store that moves less is out of service: what a call may take grows with its bytes at this rate."""
+_RESERVED = 2  # pieces that only demand may start
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteLoad:
+    """Parts of a block to read: of each its number, and where its bytes go."""
+
+    block: BlockIdentity
+    parts: tuple[tuple[int, Span], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteSave:
+    """Parts of a block to write: of each its number, its bytes, and xxh3_64 of them where it is known."""
+
+    block: BlockIdentity
+    parts: tuple[tuple[int, Span, int | None], ...]
+
+
+class RemoteTier(Tier):
+    """Blocks in a shared store. The store is closed with the tier.
+
+    Args:
+        store: where the objects are.
+        transfers: orders and limits the pieces; a device and two paths are added to it.
+        seal: makes and verifies objects.
+        name: see `Tier`.
+        level: see `Tier`.
+        timeout_s: how long a call may take, besides what its bytes take at 1 MiB/s.
+        ttl_s: how long the store keeps an object; 0: as long as it likes.
+        in_flight: pieces under way at a time, ahead of demand.
+
+    Raises:
+        OutOfMemoryError: the system gives this process no more threads.
+    """
+
+    addressable = False
+    on_device = False
+    durable = True
+    shared = True
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        transfers: Transfers,
+        seal: Seal,
+        *,
+        name: str = "remote",
+        level: int = 3,
+        timeout_s: float = 1.0,
+        ttl_s: float = 0.0,
+        in_flight: int = 4,
+    ) -> None:
+        super().__init__(name, level)
+        self.store = store
+        self.transfers = transfers
+        self.ttl_s = ttl_s
+        self.takes = True
+        """Whether it is written to; False from a failure until it is known to work again."""
+        self.gives = True
+        """Likewise, whether it is asked and read."""
+        self.bad_objects: Counter[str] = Counter()
+        """Objects that were read and not used, by kind."""
+        self.read_bytes = 0
+        self.written_bytes = 0
+        self.seal = seal
+        self._timeout_s = timeout_s
+        self._parallel = in_flight
+        self._digests = np.empty((0, DIGEST_BYTES), np.uint8)
+        self._parts = array("i")  # of each number, the slots in the index that are it
+        self._free = array("q")
+        transfers.add_device(name, DeviceLimits(in_flight=in_flight + _RESERVED, reserved=_RESERVED), threads=False)
+        transfers.add_path(self.read_path, name)
+        transfers.add_path(self.write_path, name, max(1, in_flight // 2))
+        self._loop = _LoopThread(f"prefixd-{name}")
+
+    @property
+    def read_path(self) -> str:
+        """The name of the path of reads."""
+        return f"{self.name} read"
+
+    @property
+    def write_path(self) -> str:
+        """The name of the path of writes."""
+        return f"{self.name} write"
+
+    @property
+    def capacity_bytes(self) -> int:
+        """0: the store's size is not known here."""
+        return 0
+
+    @property
+    def used_bytes(self) -> int:
+        """0: what others have there is not known here."""
+        return 0
+
+    # -- numbers that stand for digests ---------------------------------------------------------------------------
+
+    def enter(self, digests: Sequence[bytes], parts: Int64s) -> Int64s:
+        """Numbers for blocks with these digests, to stand in the index for each part, until `free`.
+
+        Args:
+            digests: [m].
+            parts: [m]: how many parts of each are entered, 1 or more.
+        """
+        count = len(digests)
+        while len(self._free) < count:
+            used = len(self._parts)
+            larger = max(1024, 2 * used)
+            grown = np.empty((larger, DIGEST_BYTES), np.uint8)
+            grown[:used] = self._digests
+            self._digests = grown
+            self._parts.extend([0] * (larger - used))
+            self._free.extend(range(larger - 1, used - 1, -1))
+        numbers = np.array(self._free[len(self._free) - count :], np.int64)
+        del self._free[len(self._free) - count :]
+        self._digests[numbers] = np.frombuffer(b"".join(digests), np.uint8).reshape(-1, DIGEST_BYTES)
+        for number, of_block in zip(numbers.tolist(), parts.tolist(), strict=True):
+            self._parts[number] = of_block
+        return numbers
+
+    def add_parts(self, numbers: Int64s, parts: Int64s) -> None:
+        """More parts of blocks that have a number are entered."""
+        for number, more in zip(numbers.tolist(), parts.tolist(), strict=True):
+            self._parts[number] += more
+
+    def free(self, slots: Int64s) -> None:
+        """The index names these slots no more; `NO_SLOT` is ignored."""
+        for number in slots[slots != NO_SLOT].tolist():
+            self._parts[number] -= 1
+            if not self._parts[number]:
+                self._free.append(number)
+
+    @property
+    def entered_parts(self) -> int:
+        """Slots in the index that are some number."""
+        return sum(self._parts)
+
+    def digest(self, number: int) -> bytes:
+        """The digest that a number stands for."""
+        digest: bytes = self._digests[number].tobytes()
+        return digest
+
+    def check_integrity(self) -> None:
+        """Counts the numbers again."""
+        free = set(self._free.tolist())
+        named = {number for number, parts in enumerate(self._parts) if parts}
+        if len(free) != len(self._free) or free & named or len(free) + len(named) != len(self._parts):
+            raise IntegrityError(
+                f"{len(self._parts)} numbers of the {self.name} tier, of which {len(named)} are in use and "
+                f"{len(self._free)} free"
+            )
+
+    # -- blocks ---------------------------------------------------------------------------------------------------
+
+    async def exist(self, names: Sequence[bytes]) -> list[bool]:
+        """Whether each object is in the store; see `object_name`.
+
+        Raises:
+            RemoteStoreError: it does not say so in time.
+        """
+        return await self._loop.run(lambda: self.store.exists(names, self._timeout_s))
+
+    def submit_read(
+        self, loads: Sequence[RemoteLoad], nbytes: int, urgency: Urgency, *, deadline_s: float | None = None
+    ) -> BlockTransfer[tuple[int, ...] | StorageError]:
+        """Starts to read blocks of `nbytes` bytes each and to verify them; for each the checksums of its parts, or why
+        it cannot be used.
+
+        `LostBytesError`: it is not there any more. `BadObjectError`: what is there is not it. A block whose read failed
+        has garbage at its addresses. The memory stays until the transfer has ended.
+        """
+        step = piece_items(nbytes, len(loads), at_least=self._parallel, most_bytes=PIECE_BYTES)
+        pieces: Iterator[tuple[int, Piece[list[tuple[int, ...] | StorageError]]]] = (
+            (len(some), Piece(len(some) * nbytes, partial(self._read, some), True))
+            for some in (loads[start : start + step] for start in range(0, len(loads), step))
+        )
+        return BlockTransfer(
+            self.transfers,
+            self.read_path,
+            pieces,
+            urgency,
+            blocks=len(loads),
+            nbytes=len(loads) * nbytes,
+            count=-(-len(loads) // step),
+            deadline_s=deadline_s,
+        )
+
+    def submit_write(
+        self, saves: Iterable[RemoteSave], nbytes: int, urgency: Urgency, *, count: int
+    ) -> BlockTransfer[bool]:
+        """Starts to write `count` blocks of `nbytes` bytes each, piece after piece; True for each that is stored.
+
+        The bytes stay as they are until the transfer has ended.
+        """
+        step, given = piece_items(nbytes, count, most_bytes=PIECE_BYTES), iter(saves)
+        pieces: Iterator[tuple[int, Piece[list[bool]]]] = (
+            (len(some), Piece(len(some) * nbytes, partial(self._write, some), True))
+            for some in (list(islice(given, min(step, count - start))) for start in range(0, count, step))
+        )
+        return BlockTransfer(
+            self.transfers,
+            self.write_path,
+            pieces,
+            urgency,
+            blocks=count,
+            nbytes=count * nbytes,
+            count=-(-count // step),
+            in_order=True,
+        )
+
+    async def ping(self) -> None:
+        """Whether the store answers.
+
+        Raises:
+            RemoteStoreError: it does not.
+        """
+        await self._loop.run(lambda: self.store.ping(self._timeout_s))
+
+    async def close(self) -> None:
+        """Closes the store and ends the thread; every call must have returned."""
+        await self._loop.close(self.store.close)
+
+    async def _read(self, loads: Sequence[RemoteLoad]) -> list[tuple[int, ...] | StorageError]:
+        return await self._loop.run(lambda: self._read_there(loads))
+
+    async def _read_there(self, loads: Sequence[RemoteLoad]) -> list[tuple[int, ...] | StorageError]:
+        """On the store's loop."""
+        reads, nbytes = [], 0
+        heads = [[bytearray(self.seal.head_bytes(load.block)) for _ in load.parts] for load in loads]
+        for load, of_parts in zip(loads, heads, strict=True):
+            for (part, span), head in zip(load.parts, of_parts, strict=True):
+                into = (memoryview(head), host_bytes(span, span.nbytes))
+                reads.append(Read(object_name(load.block.digest, part), into))
+                nbytes += span.nbytes
+        came = iter(zip(reads, await self.store.get(reads, self._deadline_s(nbytes)), strict=True))
+        self.read_bytes += nbytes
+        return [self._verified(load, list(islice(came, len(load.parts)))) for load in loads]
+
+    def _verified(self, load: RemoteLoad, came: Sequence[tuple[Read, bool]]) -> tuple[int, ...] | StorageError:
+        checksums = []
+        for (part, _), (read, there) in zip(load.parts, came, strict=True):
+            if not there:
+                return LostBytesError(f"{self.store.address} has the object no more, or only a piece of it")
+            try:
+                checksums.append(self.seal.open(load.block, part, *read.into))
+            except BadObjectError as error:
+                self.bad_objects[error.kind] += 1
+                return error
+        return tuple(checksums)
+
+    async def _write(self, saves: Sequence[RemoteSave]) -> list[bool]:
+        return await self._loop.run(lambda: self._write_there(saves))
+
+    async def _write_there(self, saves: Sequence[RemoteSave]) -> list[bool]:
+        """On the store's loop."""
+        writes, nbytes = [], 0
+        for save in saves:
+            for part, span, checksum in save.parts:
+                payload = host_bytes(span, span.nbytes)
+                head, payload = self.seal.close(save.block, part, payload, checksum)
+                writes.append(Write(object_name(save.block.digest, part), (memoryview(head), payload)))
+                nbytes += span.nbytes
+        await self.store.put(writes, self.ttl_s, self._deadline_s(nbytes))
+        self.written_bytes += nbytes
+        return [True] * len(saves)
+
+    def _deadline_s(self, nbytes: int) -> float:
+        return self._timeout_s + nbytes * self._parallel / _LEAST_BYTES_PER_S
+
+
+class _LoopThread:
+    """An event loop in a thread of its own."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            self._loop.close()
+            raise OutOfMemoryError(
+                f"the system gives this process no more threads ({error}); raise the limit"
+            ) from error
+
+    async def run(self, call: Callable[[], Awaitable[T]]) -> T:
+        """What `call` returns there. It runs to its end even if the caller is cancelled: it may write into memory.
+
+        Raises:
+            RemoteStoreError: `call` raised it, or something that no store may raise.
+        """
+
+        async def guarded() -> T:
+            try:
+                return await call()
+            except StorageError:
+                raise
+            except Exception as error:
+                raise RemoteStoreError(f"the store's client failed: {error!r}; this is a defect, report it") from error
+
+        running: Future[T] = asyncio.run_coroutine_threadsafe(guarded(), self._loop)
+        waiting = asyncio.wrap_future(running)
+        try:
+            return await asyncio.shield(waiting)
+        except asyncio.CancelledError:
+            await asyncio.wait([waiting])
+            raise
+
+    async def close(self, last: Callable[[], Awaitable[None]]) -> None:
+        """Runs `last` there, and ends the thread."""
+        if not self._thread.is_alive():
+            return
+        try:
+            await self.run(last)
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
+            self._loop.close()

@@ -1,0 +1,359 @@
+"""Two hosts and a store between them: what one has shared the other finds, and never a wrong byte."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from prefixd.cache import NamespaceSpec, PartSpec, SlidingWindowSpec
+from prefixd.cache.index.trie import CPU, REMOTE
+from prefixd.cache.remote import Remote, RemoteOptions
+from prefixd_swap.stores.sealed import HEAD_BYTES, Seal
+from tests.cache.conftest import Rig
+from tests.cache.remote.memory_store import MemoryStore
+
+PROMPT = [1, 2, 3, 4, 5]
+
+
+@asynccontextmanager
+async def two_hosts(path: Path, **how: object) -> AsyncIterator[tuple[Rig, Rig, MemoryStore, MemoryStore]]:
+    """Rigs A and B, each with its own client of one store, and the clients."""
+    stores = MemoryStore(), MemoryStore()
+    stores[1].objects = stores[0].objects
+    settings: dict[str, object] = {"cpu": 16} | how
+    rigs = [Rig(path / name, remote=store, **settings) for name, store in zip("ab", stores, strict=True)]
+    try:
+        yield *rigs, *stores
+    finally:
+        for rig in rigs:
+            await rig.close()
+
+
+def remote_of(rig: Rig) -> Remote:
+    assert rig.cache.mover.remote is not None
+    return rig.cache.mover.remote
+
+
+async def share(rig: Rig) -> None:
+    assert await remote_of(rig).sharing.write_all()
+
+
+async def test_a_cold_host_finds_what_another_has_shared(tmp_path: Path) -> None:
+    async with two_hosts(tmp_path) as (a, b, store, _):
+        await a.put(PROMPT)
+        await share(a)
+        assert len(store.objects) == len(PROMPT)
+        assert await b.get([*PROMPT, 6]) == len(PROMPT)  # every byte is compared
+        assert b.tiers(PROMPT, CPU) == [True] * len(PROMPT)
+        assert b.cache.counters.hit_tokens[REMOTE] == 2 * len(PROMPT)
+
+
+async def test_one_call_asks_about_a_prompt(tmp_path: Path) -> None:
+    async with two_hosts(tmp_path, cpu=64) as (a, b, _, store):
+        await a.put(list(range(40)))
+        await share(a)
+        await b.get(list(range(60)))
+        assert store.asked == [60]
+
+
+async def test_a_no_is_remembered_for_a_while(tmp_path: Path) -> None:
+    async with two_hosts(tmp_path) as (a, b, _, store):
+        assert await b.get(PROMPT) == 0
+        b.clock.now -= 1  # `get` lets a second pass
+        assert await b.get(PROMPT) == 0
+        assert store.asked == [5]
+        assert remote_of(b).lookups.counters.remembered == 1
+        await a.put(PROMPT)
+        await share(a)
+        assert await b.get(PROMPT) == 5
+
+
+async def test_what_is_there_is_not_written_again(tmp_path: Path) -> None:
+    async with two_hosts(tmp_path) as (a, b, _, store):
+        for rig in (a, b):
+            await rig.put(PROMPT)
+            await share(rig)
+        assert store.puts == 0
+        assert b.tiers(PROMPT, REMOTE) == [True] * 5
+
+
+@pytest.mark.parametrize("other", ["salt", "name", "geometry"])
+async def test_another_namespace_finds_nothing(tmp_path: Path, other: str) -> None:
+    async with two_hosts(tmp_path) as (a, b, _, _):
+        await a.put(PROMPT)
+        await share(a)
+        spec = a.namespace.spec
+        parts = (PartSpec("kv", 0, 8192),) if other == "geometry" else spec.parts
+        theirs = NamespaceSpec(
+            "other" if other == "name" else spec.name, spec.block_tokens, parts, b"s" if other == "salt" else b""
+        )
+        if other == "geometry":
+            b.cache.namespaces.__init__()  # type: ignore[misc]  # the name may have one geometry only
+        assert await b.get(PROMPT, namespace=b.cache.register(theirs)) == 0
+
+
+def torn(value: bytearray) -> None:
+    del value[-1]
+
+
+def altered(value: bytearray) -> None:
+    value[-7] ^= 1
+
+
+def altered_head(value: bytearray) -> None:
+    value[HEAD_BYTES] ^= 1  # a token
+
+
+def altered_tag(value: bytearray) -> None:
+    value[HEAD_BYTES - 1] ^= 1
+
+
+def altered_checksum(value: bytearray) -> None:
+    value[33] ^= 1
+
+
+def foreign(value: bytearray) -> None:
+    value[:8] = b"somebody"
+
+
+def old(value: bytearray) -> None:
+    value[8] += 1
+
+
+DAMAGES = {
+    torn: None,
+    altered: "altered",
+    altered_head: "foreign",
+    altered_tag: "altered",
+    altered_checksum: "altered",
+    foreign: "foreign",
+    old: "old",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("encrypt", [False, True], ids=["plain", "encrypted"])
+async def test_an_object_that_is_not_what_was_sealed_is_a_miss(
+    tmp_path: Path, damage: Callable[[bytearray], None], encrypt: bool
+) -> None:
+    seal = Seal(b"a secret of tests", b"a key of tests!!" if encrypt else None)
+    async with two_hosts(tmp_path, seal=seal) as (a, b, store, _):
+        await a.put(PROMPT)
+        await share(a)
+        names = list(store.objects)
+        value = bytearray(store.objects[names[2]])
+        damage(value)
+        store.objects[names[2]] = bytes(value)
+        assert await b.get(PROMPT) == 2
+        kind = DAMAGES[damage]
+        assert dict(remote_of(b).tier.bad_objects) == ({} if kind is None else {kind: 1})
+        assert b.cache.mover.lost["not served: missing or wrong in the shared store"] == 1
+        b.check()
+
+
+async def test_an_object_under_another_name_is_a_miss(tmp_path: Path) -> None:
+    async with two_hosts(tmp_path) as (a, b, store, _):
+        await a.put(PROMPT)
+        await share(a)
+        names = list(store.objects)
+        store.objects[names[1]] = store.objects[names[0]]
+        assert await b.get(PROMPT) == 1
+
+
+async def test_who_lacks_the_secret_finds_nothing_and_writes_nothing_that_is_found(tmp_path: Path) -> None:
+    store = MemoryStore()
+    thief = Rig(tmp_path / "thief", cpu=16, remote=store, seal=Seal(b"a guessed secret"))
+    honest = Rig(tmp_path / "honest", cpu=16, remote=store)
+    try:
+        await thief.put(PROMPT)
+        await share(thief)
+        assert await honest.get(PROMPT) == 0
+        await honest.put(PROMPT)
+        await share(honest)
+        assert len(store.objects) == 10
+        await thief.cache.close()
+    finally:
+        await honest.close()
+
+
+async def test_an_encrypted_payload_cannot_be_read_in_the_store(tmp_path: Path) -> None:
+    async with two_hosts(tmp_path, seal=Seal(b"a secret of tests", b"a key of tests!!")) as (a, b, store, _):
+        await a.put([1])
+        await share(a)
+        (value,) = store.objects.values()
+        assert a.content(a.namespace, a.chain([1]), 0) not in value
+        assert await b.get([1]) == 1
+
+
+async def test_a_store_that_is_away_is_out_of_service_until_it_answers(tmp_path: Path) -> None:
+    async with two_hosts(tmp_path) as (a, b, _, store):
+        tasks = remote_of(b).start()
+        await a.put(PROMPT)
+        await share(a)
+        store.away = True
+        assert await b.get(PROMPT) == 0
+        assert "away" in b.cache.tiers.trouble(remote_of(b).tier)
+        calls = len(store.asked)
+        assert await b.get([7]) == 0 and await b.put([7]) == (1, 0)
+        assert len(store.asked) == calls  # nobody asks it
+        store.away = False
+        await eventually(lambda: remote_of(b).tier.gives)
+        b.clock.now += 10
+        assert await b.get(PROMPT) == 5
+        assert not b.cache.tiers.trouble(remote_of(b).tier)
+        await eventually(lambda: remote_of(b).sharing.written >= 1)
+        assert not any(task.done() for task in tasks)
+
+
+async def test_blocks_that_only_a_store_has_are_not_matched_while_it_is_away(tmp_path: Path) -> None:
+    async with two_hosts(tmp_path) as (a, b, _, store):
+        await a.put(PROMPT)
+        await share(a)
+        await b.cache.look_in_store(b.namespace, b.chain(PROMPT))
+        assert len(b.rows(PROMPT)) == 5
+        store.away = True
+        assert await b.get(PROMPT) == 0
+        assert b.rows(PROMPT) == []
+
+
+async def test_a_frozen_store_costs_one_timeout(tmp_path: Path) -> None:
+    async with two_hosts(tmp_path, options=RemoteOptions(lookup_s=0.05)) as (a, b, _, store):
+        await a.put(PROMPT)
+        await share(a)
+        store.latency_s = 60.0
+        began = asyncio.get_running_loop().time()
+        assert await b.get(PROMPT) == 0
+        assert asyncio.get_running_loop().time() - began < 1
+        await eventually(lambda: not remote_of(b).tier.gives)
+
+
+async def test_a_slow_answer_is_for_those_who_ask_later(tmp_path: Path) -> None:
+    async with two_hosts(tmp_path, options=RemoteOptions(lookup_s=0.01)) as (a, b, _, store):
+        await a.put(PROMPT)
+        await share(a)
+        store.latency_s = 0.1
+        assert await b.get(PROMPT) == 0
+        assert remote_of(b).lookups.counters.unanswered == 1
+        await eventually(lambda: len(b.rows(PROMPT)) == 5)
+        assert await b.get(PROMPT) == 5
+
+
+async def test_a_full_store_is_still_read(tmp_path: Path) -> None:
+    async with two_hosts(tmp_path) as (a, b, _, store):
+        await a.put(PROMPT)
+        await share(a)
+        store.full = True
+        await b.put([9])
+        assert not await remote_of(b).sharing.write_all()
+        assert "full" in b.cache.tiers.trouble(remote_of(b).tier)
+        assert await b.get(PROMPT) == 5
+
+
+async def test_what_the_store_has_lost_is_forgotten_and_found_again(tmp_path: Path) -> None:
+    async with two_hosts(tmp_path) as (a, b, store, _):
+        await a.put(PROMPT)
+        await share(a)
+        await b.cache.look_in_store(b.namespace, b.chain(PROMPT))
+        kept = dict(store.objects)
+        store.objects.clear()
+        assert await b.get(PROMPT) == 0
+        store.objects.update(kept)
+        b.clock.now += 10
+        assert await b.get(PROMPT) == 5
+
+
+async def test_blocks_that_nobody_asks_for_are_forgotten(tmp_path: Path) -> None:
+    async with two_hosts(tmp_path, options=RemoteOptions(known_s=60)) as (a, b, _, _):
+        await a.put(PROMPT)
+        await share(a)
+        await b.cache.look_in_store(b.namespace, b.chain(PROMPT))
+        assert await remote_of(b).known.forget_old() == 0
+        assert remote_of(b).known.blocks == 5
+        b.clock.now += 61
+        assert await remote_of(b).known.forget_old() == 5
+        assert b.rows(PROMPT) == [] and remote_of(b).tier.entered_parts == 0
+
+
+async def test_no_more_blocks_are_known_than_the_limit(tmp_path: Path) -> None:
+    async with two_hosts(tmp_path, options=RemoteOptions(known_blocks=3)) as (a, b, _, _):
+        await a.put(PROMPT)
+        await share(a)
+        await b.cache.look_in_store(b.namespace, b.chain(PROMPT))
+        assert len(b.rows(PROMPT)) == 3
+
+
+async def test_a_pinned_block_keeps_its_last_copy_here(tmp_path: Path) -> None:
+    async with two_hosts(tmp_path, cpu=2) as (a, _, _, _):
+        await a.put([1, 2])
+        await share(a)
+        a.trie.pinned[a.rows([1, 2])] = True
+        with pytest.raises(Exception, match="CPU tier"):
+            await a.put([3, 4])
+        assert a.tiers([1, 2], CPU) == [True, True]
+
+
+async def test_a_block_that_was_shared_leaves_without_being_written_to_disk(tmp_path: Path) -> None:
+    async with two_hosts(tmp_path, cpu=2) as (a, _, _, _):
+        await a.put([1, 2])
+        await share(a)
+        await a.put([3, 4])
+        assert a.tiers([1, 2], CPU) == [False, False] and a.tiers([1, 2], REMOTE) == [True, True]
+        assert not a.cache.mover.lost
+        assert await a.get([1, 2]) == 2
+
+
+@pytest.mark.parametrize("policy", ["reused", "pinned", "none"])
+async def test_only_what_the_policy_names_is_shared(tmp_path: Path, policy: str) -> None:
+    async with two_hosts(tmp_path, options=RemoteOptions(share=policy)) as (a, _, store, _):  # type: ignore[arg-type]
+        for prompt in ([1, 2], [3, 4]):
+            await a.put(prompt)
+        if policy == "reused":
+            a.clock.now += 5
+            await a.get([1, 2])
+        if policy == "pinned":
+            a.trie.pinned[a.rows([1, 2])[-1]] = True
+        if policy == "none":
+            await asyncio.wait_for(remote_of(a).sharing.run(), 5)
+        else:
+            await share(a)
+        assert len(store.objects) == (0 if policy == "none" else 2)
+
+
+async def test_windows_are_found_where_a_prefix_needs_them(tmp_path: Path) -> None:
+    async with two_hosts(tmp_path, cpu=64) as (a, b, store, _):
+        parts = (PartSpec("full", 0, 4096), PartSpec("window", 0, 4096, SlidingWindowSpec(4)))
+        homes = [rig.cache.register(NamespaceSpec("windows", 2, parts)) for rig in (a, b)]
+        await a.put(PROMPT, namespace=homes[0])
+        await share(a)
+        # Of windows only the last two blocks' bytes are wanted.
+        assert len(store.objects) == 5 + 2
+        assert await b.get([*PROMPT, 6], namespace=homes[1]) == 5
+        assert await b.get(PROMPT[:3], namespace=homes[1]) == 0
+
+
+async def test_blocks_of_the_gpu_tier_are_shared_and_found(tmp_path: Path) -> None:
+    async with two_hosts(tmp_path, gpu=8) as (a, b, _, _):
+        rows = await a.put_gpu(PROMPT)
+        await share(a)
+        assert await b.get(PROMPT) == 5
+        a.unhold(rows, a.cache.tiers.compute)
+
+
+async def test_what_only_the_store_has_is_stored_here_when_somebody_has_computed_it(tmp_path: Path) -> None:
+    async with two_hosts(tmp_path) as (a, b, _, _):
+        await a.put(PROMPT)
+        await share(a)
+        await b.cache.look_in_store(b.namespace, b.chain(PROMPT))
+        assert await b.put(PROMPT) == (5, 0)
+        assert b.tiers(PROMPT, CPU) == [True] * 5
+
+
+async def eventually(holds: Callable[[], bool], seconds: float = 10.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not holds():
+            await asyncio.sleep(0.01)

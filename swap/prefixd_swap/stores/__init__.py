@@ -1,5 +1,7 @@
 """Stores that other hosts read and write, too: named objects behind one small interface."""
 
-from prefixd_swap.stores.base import ObjectStore, Read, Write
+from prefixd_swap.stores.base import NAME_BYTES, ObjectStore, Read, Write
+from prefixd_swap.stores.open import StoreOptions, open_store
+from prefixd_swap.stores.valkey import ValkeyOptions
 
-__all__ = ["ObjectStore", "Read", "Write"]
+__all__ = ["NAME_BYTES", "ObjectStore", "Read", "StoreOptions", "ValkeyOptions", "Write", "open_store"]

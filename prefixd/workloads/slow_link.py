@@ -3,8 +3,8 @@
     with SlowLink("127.0.0.1", server_port, latency_s=0.025, bytes_per_s=1.25e9) as link:
         ...  # connect to 127.0.0.1, link.port
 
-All connections share the bandwidth of a direction, as on one network card. Latency does not limit the rate: what is under way
-is kept, as in a long cable.
+All connections share the bandwidth of a direction, as on one network card. Latency does not limit the rate: bytes under
+way are kept, as in a long cable.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class SlowLink:
     def __init__(self, host: str, port: int, *, latency_s: float = 0.0, bytes_per_s: float = math.inf) -> None:
         if not (latency_s >= 0 and bytes_per_s > 0):
             raise ValueError(
-                f"latency_s is {latency_s} and bytes_per_s {bytes_per_s}; set 0 or more, and more than 0 (inf: no limit)"
+                f"latency_s is {latency_s}, bytes_per_s {bytes_per_s}; set 0 or more, and more than 0 (inf: no limit)"
             )
         self.latency_s = latency_s
         self.bytes_per_s = bytes_per_s

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from prefixd_swap.stores.valkey import command
-from tests.remote.processes import Process, free_port
+from tests.remote.processes import Process, free_port, listens
 
 
 @dataclass
@@ -47,8 +47,7 @@ def valkey_server(folder: Path, *options: str, port: int | None = None) -> Itera
     words = [valkey_binary(), "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
     process = Process([*words, "--dir", str(folder), *options], folder / "log")
     try:
-        tls = "--tls-port" in options
-        process.wait_until(lambda: _listening(int(options[options.index("--tls-port") + 1] if tls else port)))
+        process.wait_until(lambda: listens(port))
         yield ValkeyServer(port, folder, process)
     finally:
         process.end()
@@ -78,8 +77,3 @@ def valkey_cluster(folder: Path) -> Iterator[list[ValkeyServer]]:
             assert time.monotonic() < give_up, nodes[0].ask(b"CLUSTER", b"NODES")
             time.sleep(0.05)
         yield nodes
-
-
-def _listening(port: int) -> bool:
-    with socket.create_connection(("127.0.0.1", port), 1.0):
-        return True

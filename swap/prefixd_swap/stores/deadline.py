@@ -1,4 +1,4 @@
-"""A call's deadline: what it waits for is cancelled when the time is up, and the caller is told which store was slow."""
+"""A call's deadline: when the time is up, what it waits for is cancelled, and the error says which store was slow."""
 
 from __future__ import annotations
 

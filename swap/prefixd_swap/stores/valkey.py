@@ -22,6 +22,7 @@ from prefixd_swap.stores.valkey_slots import SLOTS, Endpoint, parse_nodes, slot_
 _PART_BYTES = 4 << 20  # of one pipeline
 _PART_OBJECTS = 512
 _PART_NAMES = 8192
+_MOST_TTL_S = 100 * 365 * 86400.0  # a longer one would be beyond the last date that a server can count to
 _MOVED_TRIES = 3  # a cluster's slots move one after the other: what is asked may have moved again
 
 # One round trip and one reply for all names: n times EXISTS needs n replies, each parsed on the event loop.
@@ -238,7 +239,7 @@ class ValkeyStore(ObjectStore):
 
     async def put(self, writes: Sequence[Write], ttl_s: float, deadline_s: float) -> None:
         """See `ObjectStore`."""
-        expiry = (b"PX", b"%d" % max(1, min(round(ttl_s * 1000), 1 << 53))) if ttl_s > 0 else ()
+        expiry = (b"PX", b"%d" % max(1, round(min(ttl_s, _MOST_TTL_S) * 1000))) if ttl_s > 0 else ()
         words = 3 + len(expiry)
         tail = b"\r\n" + b"".join(_bulk(word) for word in expiry)
 
@@ -341,11 +342,11 @@ class ValkeyStore(ObjectStore):
             most = self._options.connections * len(shares)
             left = [index for moved in await side_by_side(jobs, most) for index in moved]
             if left and not self._options.cluster:
-                break
+                raise RemoteStoreError(f"{self._where}: refused (MOVED); {_REMEDIES['MOVED']}")
             if left:
                 self._slots = None
         if left:
-            raise RemoteStoreError(f"{self._where}: slots moved while they were used; {_REMEDIES['MOVED']}, or wait")
+            raise RemoteStoreError(f"{self._where}: slots moved {_MOVED_TRIES} times while they were used; try again")
 
     async def _shares(self, keys: Sequence[bytes], indices: list[int]) -> dict[Endpoint, list[int]]:
         """Which node has which keys."""

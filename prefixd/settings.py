@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic import model_validator as check_together
@@ -54,6 +55,35 @@ def _zmq(value: str) -> str:
 def _topic(value: str) -> str:
     if set("{}") & set(value.replace(EVENT_NAMESPACE, "")):
         raise ValueError(f"the only thing that can stand in braces is {EVENT_NAMESPACE}")
+    return value
+
+
+def _store_url(value: str) -> str:
+    url = urlsplit(value)
+    try:
+        port = url.port
+    except ValueError:
+        raise ValueError("the port must be a number from 0 to 65535") from None
+    if "@" in url.netloc:
+        raise ValueError("leave user and password out of it; set remote.username and remote.password_file")
+    if url.query or url.fragment:
+        raise ValueError("write it without ? and #")
+    match url.scheme:
+        case "valkey" if not url.netloc:
+            well = url.path.startswith("/") and len(url.path) > 1
+        case "valkey" | "valkeys":
+            well = bool(url.hostname) and (not url.path.strip("/") or url.path.strip("/").isdecimal())
+        case "s3":
+            well = bool(url.netloc) and port is None
+        case "mooncake":
+            well = bool(url.hostname) and port is not None and not url.path.strip("/")
+        case _:
+            well = False
+    if not well:
+        raise ValueError(
+            "write valkey://host:port, valkeys://host:port (with TLS), valkey:///path/of/socket, s3://bucket/prefix or "
+            "mooncake://host:port"
+        )
     return value
 
 
@@ -250,6 +280,80 @@ class DiskSettings(_Section):
     write_queue_bytes: Bytes | None = None
     """Blocks that may wait in memory to be written to disk; above it, Reserve waits for the disk. By default half of
     cpu.bytes."""
+
+
+class RemoteSettings(_Section):
+    """A store that several hosts share, as a tier behind the disk: what one host has computed, all others find.
+
+    See docs/remote.md. Needs `pip install 'prefixd[remote]'`, for Mooncake Store `'prefixd[mooncake]'` too.
+    """
+
+    url: Annotated[str, AfterValidator(_store_url)] | None = None
+    """Which store: valkey://host:port/db and valkeys://... (with TLS) for Valkey or Redis, valkey:///path for a unix
+    socket, s3://bucket/prefix, or mooncake://host:port (of the master). None by default."""
+    secret_file: AbsolutePath | None = None
+    """File (mode 0600) with the secret that all hosts share which share blocks, 16 bytes or more: `openssl rand -hex 32
+    > FILE`. Names of objects and what proves that they are ours are made from it."""
+    encryption_key_file: AbsolutePath | None = None
+    """File (mode 0600) with a key, 16 bytes or more, the same on all hosts: with it blocks are encrypted in the store.
+    """
+    share: Literal["all", "reused", "pinned", "none"] = "all"
+    """Which blocks are written to the store. all: every one. reused: one that was asked for again. pinned: pinned
+    prefixes. none: this host reads only."""
+    ttl_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """How long the store keeps a block; 0: as long as it likes. Nothing else deletes what other hosts may use."""
+    timeout_s: Seconds = 1.0
+    """How long a call of the store may take, besides what its bytes take at 1 MiB/s. After a call that takes longer
+    the store is out of service until it answers again."""
+    lookup_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.05
+    """The most that a prompt waits to learn what the store has of it; for a model of this daemon no more than a twelfth
+    of what computing the prompt takes. An answer that comes later is for the next prompt."""
+    absent_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    """How long the store is not asked again for what it did not have."""
+    known_s: Seconds = 60.0
+    """How long a block that only the store has is taken to be there while nobody asks for it."""
+    known_blocks: Count = 1 << 18
+    """The most such blocks; each takes some 300 bytes of memory."""
+    connections: Annotated[Count, Field(le=64)] = 4
+    """Valkey: connections, of a cluster to each node."""
+    cluster: bool = False
+    """Valkey: whether the server is a node of a cluster."""
+    username: str | None = None
+    """Valkey: ACL user; by default the server's default user."""
+    password_file: AbsolutePath | None = None
+    """Valkey: file (mode 0600) with the password."""
+    tls_ca: AbsolutePath | None = None
+    """Valkey with TLS: authorities to trust, PEM; by default the system's."""
+    tls_cert: AbsolutePath | None = None
+    """Valkey with TLS: certificate of this host, PEM, where the server asks for one."""
+    tls_key: AbsolutePath | None = None
+    """Valkey with TLS: the certificate's private key, PEM."""
+
+    @check_together(mode="after")
+    def _fits_the_store(self) -> Self:
+        if self.url is None:
+            return self
+        if self.secret_file is None:
+            raise ValueError(
+                f"remote.url = {self.url} needs remote.secret_file; make one with `openssl rand -hex 32 > FILE`, mode "
+                "0600, and give all hosts the same"
+            )
+        scheme = self.url.partition(":")[0]
+        for name, schemes in _OF_STORES.items():
+            if name in self.model_fields_set and scheme not in schemes:
+                raise ValueError(f"remote.{name} is not for {scheme} (remote.url = {self.url}); leave it out")
+        if self.username is not None and self.password_file is None:
+            raise ValueError(f"remote.username = {self.username} needs remote.password_file too")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("remote.tls_cert and remote.tls_key belong together; set both or neither")
+        return self
+
+
+_OF_STORES = {
+    **dict.fromkeys(("connections", "cluster", "username", "password_file"), ("valkey", "valkeys")),
+    **dict.fromkeys(("tls_ca", "tls_cert", "tls_key"), ("valkeys",)),
+}
+"""Settings of `remote` that are for some stores only, by the URL's scheme."""
 
 
 class TransferSettings(_Section):
@@ -454,6 +558,7 @@ class Settings(_Section):
     gpu: GpuSettings = Field(default_factory=GpuSettings)
     cpu: CpuSettings = Field(default_factory=CpuSettings)
     disk: DiskSettings = Field(default_factory=DiskSettings)
+    remote: RemoteSettings = Field(default_factory=RemoteSettings)
     transfers: TransferSettings = Field(default_factory=TransferSettings)
     cache: CacheSettings = Field(default_factory=CacheSettings)
     events: EventSettings = Field(default_factory=EventSettings)

@@ -146,6 +146,7 @@ class Daemon:
                 _open_store(settings, self._ops, stack),
                 urgency=settings.transfers.urgency,
                 io_threads=settings.disk.io_threads,
+                remote=None if settings.remote.url is None else partial(open_remote, settings.remote),
                 troubles=troubles,
             )
         except SwapError as error:
@@ -167,6 +168,9 @@ class Daemon:
         self._watch(cache.scrubber.start())
         if tiers.durable is not None:
             self._watch(cache.mover.start_probing())
+        if cache.mover.remote is not None:
+            for task in cache.mover.remote.start():
+                self._watch(task)
         stack.push_async_callback(cache.close)
         stack.push_async_callback(rpc.settle)
         events = None

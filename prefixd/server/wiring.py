@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from prefixd.cache import TieredCache, Tiers
+from prefixd.cache.remote import RemoteOptions
 from prefixd.server.dispatcher import Dispatcher
 from prefixd.server.state_keeping import EVERY_BLOCK, StatePolicy
 from prefixd.server.tier_share import TierShare
@@ -31,6 +32,13 @@ def make_cache(settings: Settings, tiers: Tiers, engine: CopyEngine, clock: Call
         write_queue_bytes=settings.disk.write_queue_bytes,
         prefetch_bytes=settings.transfers.prefetch_bytes,
         admit_uses=settings.disk.admit_uses,
+        remote=RemoteOptions(
+            share=settings.remote.share,
+            lookup_s=settings.remote.lookup_s,
+            absent_s=settings.remote.absent_s,
+            known_s=settings.remote.known_s,
+            known_blocks=settings.remote.known_blocks,
+        ),
     )
 
 

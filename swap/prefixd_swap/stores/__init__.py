@@ -1,6 +1,20 @@
-"""Stores that other hosts read and write, too: named objects behind one small interface."""
+"""Stores that other hosts read and write, too: named objects behind one small interface.
+
+`base` is the interface, `open` makes the store that is configured; `names` and `sealed` say what an object is called and
+how it looks.
+"""
 
 from prefixd_swap.stores.base import ObjectStore, Read, Write
 from prefixd_swap.stores.names import BlockIdentity, TenantKeys, object_name
+from prefixd_swap.stores.open import StoreOptions, open_store
 
-__all__ = ["BlockIdentity", "ObjectStore", "Read", "TenantKeys", "Write", "object_name"]
+__all__ = [
+    "BlockIdentity",
+    "ObjectStore",
+    "Read",
+    "StoreOptions",
+    "TenantKeys",
+    "Write",
+    "object_name",
+    "open_store",
+]

@@ -1,0 +1,101 @@
+"""The shared store that the settings name, as a tier."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from prefixd.errors import ConfigError
+from prefixd.settings import RemoteSettings
+from prefixd_swap import StorageError
+from prefixd_swap.stores.names import LEAST_SECRET_BYTES
+from prefixd_swap.stores.open import StoreOptions, open_store
+from prefixd_swap.stores.valkey import ValkeyOptions
+from prefixd_swap.tiers import RemoteTier
+from prefixd_swap.transfers import Transfers
+
+_MOST_SECRET_BYTES = 4096
+
+
+def open_remote(settings: RemoteSettings, transfers: Transfers) -> RemoteTier:
+    """The tier; it connects with its first call. `remote.url` is set.
+
+    Raises:
+        ConfigError: a file cannot be used, or a package is missing.
+    """
+    try:
+        from prefixd_swap.stores.sealed import Seal
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"remote.url = {settings.url}: the package {error.name} is missing; pip install 'prefixd[remote]'"
+        ) from error
+    assert settings.secret_file is not None  # the settings were checked
+    secret = _secret("remote.secret_file", settings.secret_file, LEAST_SECRET_BYTES)
+    key = None
+    if settings.encryption_key_file is not None:
+        key = _secret("remote.encryption_key_file", settings.encryption_key_file, LEAST_SECRET_BYTES)
+    try:
+        store = open_store(_options(settings))
+    except (StorageError, ValueError) as error:
+        raise ConfigError(f"remote.url = {settings.url}: {error}") from error
+    return RemoteTier(
+        store,
+        transfers,
+        Seal(secret, key),
+        timeout_s=settings.timeout_s,
+        ttl_s=settings.ttl_s,
+        in_flight=settings.connections,
+    )
+
+
+def _options(settings: RemoteSettings) -> StoreOptions:
+    url = urlsplit(settings.url or "")
+    path = unquote(url.path)
+    password = None
+    if settings.password_file is not None:
+        password = _secret("remote.password_file", settings.password_file, 1).decode()
+    return ValkeyOptions(
+        host=url.hostname or "127.0.0.1",
+        port=url.port or 6379,
+        unix_socket=None if url.netloc else path,
+        username=settings.username,
+        password=password,
+        db=int(path.strip("/") or 0) if url.netloc else 0,
+        tls=url.scheme == "valkeys",
+        ca_file=_text(settings.tls_ca),
+        cert_file=_text(settings.tls_cert),
+        key_file=_text(settings.tls_key),
+        cluster=settings.cluster,
+        connections=settings.connections,
+    )
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else os.fspath(path)
+
+
+def _secret(name: str, path: Path, least_bytes: int) -> bytes:
+    """What a secret file has, without white space at its ends.
+
+    Raises:
+        ConfigError: it cannot be read, others can read it, or it is too short or too long.
+    """
+    try:
+        with path.open("rb") as file:
+            found = os.fstat(file.fileno())
+            secret = file.read(_MOST_SECRET_BYTES + 1).strip()
+    except OSError as error:
+        raise ConfigError(f"{name} = {path}: {error.strerror}; give a file that the daemon can read") from error
+    mode = stat.S_IMODE(found.st_mode)
+    if found.st_uid not in (0, os.geteuid()) or mode & 0o077:
+        raise ConfigError(
+            f"{name} = {path} (mode {mode:04o}, of user {found.st_uid}) must be the daemon's alone; chmod 600 {path}"
+        )
+    if not least_bytes <= len(secret) <= _MOST_SECRET_BYTES:
+        raise ConfigError(
+            f"{name} = {path} has {len(secret)} bytes; it needs {least_bytes} to {_MOST_SECRET_BYTES}: "
+            f"openssl rand -hex 32 > {path}"
+        )
+    return secret

@@ -1,0 +1,38 @@
+"""The stores that the tests run over, each with a real server that lives as long as the run."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from prefixd_swap.stores import ObjectStore, StoreOptions, ValkeyOptions, open_store
+from tests.remote.valkey_server import ValkeyServer, valkey_server
+
+
+@pytest.fixture(scope="session")
+def shared_valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
+    with valkey_server(tmp_path_factory.mktemp("valkey")) as server:
+        yield server
+
+
+@pytest.fixture(params=["valkey"])
+def options(request: pytest.FixtureRequest) -> StoreOptions:
+    """How to reach each store."""
+    server: ValkeyServer = request.getfixturevalue("shared_valkey")
+    return ValkeyOptions(port=server.port)
+
+
+@pytest.fixture
+async def store(options: StoreOptions) -> AsyncIterator[ObjectStore]:
+    """Each store, empty for the names of this test."""
+    opened = open_store(options)
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """An empty folder whose path is short enough for a socket file."""
+    return tmp_path

@@ -1,0 +1,72 @@
+"""Processes that a test starts: ended by their id, whatever happens, together with the test process at the latest."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+START_S = 30.0
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
+
+
+def free_port() -> int:
+    """A TCP port of the loopback that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Process:
+    """A server's process. Its output goes to a file, whose end is part of what a failed start says."""
+
+    def __init__(self, words: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> None:
+        self._log = log
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=log.parent,
+                env={**os.environ, **(env or {})},
+                preexec_fn=lambda: _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
+            )
+
+    def wait_until(self, ready: Callable[[], object]) -> None:
+        """Waits until `ready()` is true and raises no OSError."""
+        give_up = time.monotonic() + START_S
+        while True:
+            with suppress(OSError):
+                if ready():
+                    return
+            if self._process.poll() is not None or time.monotonic() > give_up:
+                self.end()
+                raise RuntimeError(f"{self._process.args!r} has not started: {self._log.read_text()[-2000:]}")
+            time.sleep(0.01)
+
+    def freeze(self) -> None:
+        """Stops it with SIGSTOP: its sockets stay open, and nobody answers."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Lets it go on."""
+        self._process.send_signal(signal.SIGCONT)
+
+    def end(self) -> None:
+        """Kills it, frozen or not, and waits for it."""
+        self._process.kill()
+        self._process.wait()
+
+
+def listens(port: int) -> bool:
+    """Whether somebody accepts connections there."""
+    with socket.create_connection(("127.0.0.1", port), 1.0):
+        return True

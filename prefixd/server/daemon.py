@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -35,6 +36,7 @@ from prefixd.server.memory_listener import MemoryListener
 from prefixd.server.metrics_server import MetricsServer
 from prefixd.server.models import Models
 from prefixd.server.processes import ProcessWatch
+from prefixd.server.remote_store import open_remote
 from prefixd.server.snapshot import Snapshot
 from prefixd.server.wiring import make_cache
 from prefixd.settings import Settings

@@ -1,7 +1,7 @@
 """Stores that other hosts read and write, too: named objects behind one small interface.
 
-`base` is the interface, `open` makes the store that is configured; `names` and `sealed` say what an object is called and
-how it looks.
+`base` is the interface, `open` makes the store that is configured; `names` and `sealed` say what an object is called
+and how it looks.
 """
 
 from prefixd_swap.stores.base import ObjectStore, Read, Write

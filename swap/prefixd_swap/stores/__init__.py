@@ -4,16 +4,19 @@
 and how it looks.
 """
 
-from prefixd_swap.stores.base import ObjectStore, Read, Write
+from prefixd_swap.stores.base import NAME_BYTES, ObjectStore, Read, Write
 from prefixd_swap.stores.names import BlockIdentity, TenantKeys, object_name
 from prefixd_swap.stores.open import StoreOptions, open_store
+from prefixd_swap.stores.valkey import ValkeyOptions
 
 __all__ = [
+    "NAME_BYTES",
     "BlockIdentity",
     "ObjectStore",
     "Read",
     "StoreOptions",
     "TenantKeys",
+    "ValkeyOptions",
     "Write",
     "object_name",
     "open_store",

@@ -196,16 +196,14 @@ async def test_nobody_listens(shared_s3: S3Server) -> None:
 
 
 def test_options_that_cannot_be() -> None:
+    endpoints = [{"endpoint": wrong} for wrong in ("no url", "ftp://a", "http://a", "https://a:b@c")]
     for wrong in (
         {"bucket": ""},
         {"prefix": "a"},
         {"prefix": "/"},
         {"access_key_id": "a"},
         {"pack_bytes": 0},
-        {"endpoint": "no url"},
-        {"endpoint": "ftp://a"},
-        {"endpoint": "http://a"},
-        {"endpoint": "https://a:b@c"},
+        *endpoints,
     ):
         with pytest.raises(ValueError, match=r"set"):
             S3Options(**{"bucket": "b", **wrong})  # type: ignore[arg-type]

@@ -6,10 +6,11 @@ from typing import TypeAlias
 
 from prefixd_swap.errors import RemoteStoreError
 from prefixd_swap.stores.base import ObjectStore
+from prefixd_swap.stores.mooncake_options import MooncakeOptions
 from prefixd_swap.stores.s3_options import S3Options
 from prefixd_swap.stores.valkey import ValkeyOptions, ValkeyStore
 
-StoreOptions: TypeAlias = ValkeyOptions | S3Options
+StoreOptions: TypeAlias = ValkeyOptions | S3Options | MooncakeOptions
 
 
 def open_store(options: StoreOptions) -> ObjectStore:
@@ -20,6 +21,10 @@ def open_store(options: StoreOptions) -> ObjectStore:
     """
     if isinstance(options, ValkeyOptions):
         return ValkeyStore(options)
+    if isinstance(options, MooncakeOptions):
+        from prefixd_swap.stores.mooncake import MooncakeStore
+
+        return MooncakeStore(options)
     try:
         from prefixd_swap.stores.s3 import S3Store
     except ImportError as error:

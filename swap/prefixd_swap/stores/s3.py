@@ -331,7 +331,7 @@ class S3Store(ObjectStore):
             return await request()
         except StopAsyncIteration:
             raise
-        except NotFoundError as error:
+        except (NotFoundError, FileNotFoundError) as error:  # obstore raises the one or the other
             raise FileNotFoundError(str(error)) from error
         except (PermissionDeniedError, UnauthenticatedError) as error:
             raise RemoteStoreError(

@@ -379,6 +379,7 @@ def _load(options: MooncakeOptions) -> Callable[[], Any]:
         ("MC_RPC_CONNECT_TIMEOUT_MS", milliseconds),
         ("MC_TCP_PROGRESS_TIMEOUT_SEC", seconds),
         ("MC_TCP_STATUS_TIMEOUT_SEC", seconds),
+        ("MC_STORE_CLIENT_SETUP_RETRIES", 1),  # the next call tries again; 20 tries would keep the thread for a minute
     ):
         os.environ.setdefault(name, str(value))
     try:

@@ -23,7 +23,8 @@ class MooncakeOptions:
         bounce_bytes: of each thread, for objects in memory that is not registered; none may be longer.
         native_timeout_s: after that a call to the master, or a transfer without progress, fails; whole seconds for
             transfers. It holds for the whole process, and the environment goes before (MC_RPC_TIMEOUT_MS,
-            MC_RPC_CONNECT_TIMEOUT_MS, MC_TCP_PROGRESS_TIMEOUT_SEC, MC_TCP_STATUS_TIMEOUT_SEC).
+            MC_RPC_CONNECT_TIMEOUT_MS, MC_TCP_PROGRESS_TIMEOUT_SEC, MC_TCP_STATUS_TIMEOUT_SEC,
+            MC_STORE_CLIENT_SETUP_RETRIES).
 
     Raises:
         ValueError: a value that cannot be.

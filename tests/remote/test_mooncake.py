@@ -88,7 +88,7 @@ async def test_the_loop_stays_free(server: MooncakeServer) -> None:
             await asyncio.sleep(0.001)
             longest_s = max(longest_s, time.perf_counter() - began_s)
 
-    async with opened(server.options()) as store, opened(server.options()) as second:
+    async with opened(server.options()) as store:
         watching = asyncio.ensure_future(watch())
         writes = [new_write(64, 2 << 20) for _ in range(16)]
         await store.put(writes, 0, DEADLINE_S)
@@ -97,10 +97,10 @@ async def test_the_loop_stays_free(server: MooncakeServer) -> None:
         await store.delete([write.name for write in writes], DEADLINE_S)
         server.master.freeze()
         try:
-            for call in (store.ping(0.2), store.put([new_write(10)], 0, 0.2), second.ping(0.2)):
+            for call in (store.ping(0.2), store.put([new_write(10)], 0, 0.2)):
                 with pytest.raises(RemoteStoreError):
                     await call
-            await asyncio.sleep(1.5)  # the native calls go on
+            await asyncio.sleep(1.2)  # the native calls go on
         finally:
             server.master.thaw()
         watching.cancel()
@@ -108,7 +108,7 @@ async def test_the_loop_stays_free(server: MooncakeServer) -> None:
 
 
 async def test_a_frozen_master_ends_every_call_at_its_deadline(server: MooncakeServer) -> None:
-    async with opened(server.options()) as store, opened(server.options()) as late:
+    async with opened(server.options()) as store:
         writes = [new_write(64, 300_000) for _ in range(6)]
         await store.put(writes, 0, DEADLINE_S)
         server.master.freeze()
@@ -120,7 +120,6 @@ async def test_a_frozen_master_ends_every_call_at_its_deadline(server: MooncakeS
             store.get(reads, 0.3),
             store.put([new_write(1 << 20)], 0, 0.3),
             store.delete([new_name()], 0.3),
-            late.exists([new_name()], 0.3),
             return_exceptions=True,
         )
         assert time.monotonic() - began_s < 0.8
@@ -173,8 +172,14 @@ async def test_a_full_store(folder: Path) -> None:
             writes = [new_write(4 << 20) for _ in range(16)]
             with pytest.raises(RemoteFullError, match="give it more memory"):
                 await store.put(writes, 0, DEADLINE_S)
-            await store.delete([write.name for write in writes], DEADLINE_S)
-            await assert_works(store)
+            give_up = time.monotonic() + 10
+            while True:  # parts of the batch that were given up may still arrive
+                await store.delete([write.name for write in writes], DEADLINE_S)
+                try:
+                    return await assert_works(store)
+                except RemoteFullError:
+                    assert time.monotonic() < give_up
+                    await asyncio.sleep(0.05)
 
 
 async def test_the_master_dies_and_comes_back(folder: Path) -> None:

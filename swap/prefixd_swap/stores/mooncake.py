@@ -4,6 +4,9 @@ The client blocks, so calls run in threads: see `mooncake_lane`. Objects in memo
 and read into it without a copy, and their call ends when the native call has: after the deadline by `native_timeout_s`
 and a second at most. All others are copied once through memory of our own, and their call ends at its deadline.
 
+The client's `setup` and `close` hold the interpreter's lock: a second when the store is closed, and as long when the
+master accepts connections and does not answer. All other calls release it.
+
 The store has no times to live: it evicts what was not used for long when it has no room. It refuses empty objects, so
 one is stored as a single zero byte; an object of one byte is therefore found with length 0, too.
 """
@@ -31,11 +34,13 @@ _PART_BYTES = 16 << 20
 _PART_OBJECTS = 512
 _PART_NAMES = 8192
 _CLOSE_S = 30.0
+_RETRY_S = 1.0  # after a start that failed; see the module
 
 # Mooncake's ErrorCode, mooncake-store/include/types.h.
 _NO_AVAILABLE_HANDLE = -200
 _INVALID_PARAMS = -600  # among others: the object is longer than the memory for it
 _ABSENT = (-702, -703, -704, -707)  # its replica is bad, or not written yet; it is not there; it was evicted meanwhile
+_REPLICA_IS_NOT_READY = -703  # a put that goes on, or was given up
 _OBJECT_NOT_FOUND = -704
 _OBJECT_ALREADY_EXISTS = -705
 _TRANSFER_FAIL = -800  # among others: the object is shorter than the memory for it
@@ -67,6 +72,8 @@ class MooncakeStore(ObjectStore):
         self._lanes: asyncio.Queue[Lane] = asyncio.Queue()
         self._running: set[Future[Any]] = set()
         self._lanes_made = False
+        self._refused: str | None = None  # why the last start failed
+        self._retry_at_s = 0.0
         self._closed = False
 
     def register(self, address: int, nbytes: int) -> None:
@@ -126,7 +133,7 @@ class MooncakeStore(ObjectStore):
             for at in range(0, len(keys), _PART_NAMES):
                 part = keys[at : at + _PART_NAMES]
                 codes = await self._without_memory(partial(_remove, part))
-                self._check(codes, len(part), (0, _OBJECT_NOT_FOUND))
+                self._check(codes, len(part), (0, _OBJECT_NOT_FOUND, _REPLICA_IS_NOT_READY))
 
     async def ping(self, deadline_s: float) -> None:
         """See `ObjectStore`."""
@@ -169,7 +176,14 @@ class MooncakeStore(ObjectStore):
             except OutOfMemoryError as error:
                 raise RemoteStoreError(f"{self._where}: {error}") from error
         if not self._lanes_made:
-            await or_leave(self._submit(self._connect), _nothing)
+            if self._refused is not None and time.monotonic() < self._retry_at_s:
+                raise RemoteStoreError(self._refused)
+            try:
+                await self._find_master()
+                await or_leave(self._submit(self._connect), _nothing)
+            except RemoteStoreError as error:
+                self._refused, self._retry_at_s = str(error), time.monotonic() + _RETRY_S
+                raise
             for _ in range(self._options.threads):
                 lane = Lane(self._threads, self._options.bounce_bytes)
                 self._waiting.append((lane.address, lane.address + lane.nbytes))
@@ -184,6 +198,18 @@ class MooncakeStore(ObjectStore):
                     "limit of locked memory (`ulimit -l`, LimitMEMLOCK= of systemd)"
                 )
             self._regions.append(self._waiting.pop(0))
+
+    async def _find_master(self) -> None:
+        """Looks whether somebody listens there: `setup` would hold the interpreter's lock for seconds to find out."""
+        host, _, port = self._options.master.rpartition(":")
+        try:
+            async with asyncio.timeout(self._options.native_timeout_s):
+                _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+                writer.transport.abort()
+        except (OSError, ValueError) as error:
+            raise RemoteStoreError(
+                f"{self._where}: cannot connect ({str(error) or 'no reply'}); see whether mooncake_master runs there"
+            ) from error
 
     def _connect(self) -> None:
         options = self._options

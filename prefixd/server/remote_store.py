@@ -9,7 +9,7 @@ from urllib.parse import unquote, urlsplit
 
 from prefixd.errors import ConfigError
 from prefixd.settings import RemoteSettings
-from prefixd_swap import StorageError
+from prefixd_swap import CpuArena, StorageError
 from prefixd_swap.stores import MooncakeOptions, S3Options, StoreOptions, ValkeyOptions, open_store
 from prefixd_swap.stores.names import LEAST_SECRET_BYTES
 from prefixd_swap.tiers import RemoteTier
@@ -18,8 +18,8 @@ from prefixd_swap.transfers import Transfers
 _MOST_SECRET_BYTES = 4096
 
 
-def open_remote(settings: RemoteSettings, transfers: Transfers) -> RemoteTier:
-    """The tier; it connects with its first call. `remote.url` is set.
+def open_remote(settings: RemoteSettings, arena: CpuArena | None, transfers: Transfers) -> RemoteTier:
+    """The tier; it connects with its first call. `remote.url` is set. Most of what moves is in `arena`.
 
     Raises:
         ConfigError: a file cannot be used, or a package is missing.
@@ -39,6 +39,8 @@ def open_remote(settings: RemoteSettings, transfers: Transfers) -> RemoteTier:
         store = open_store(_options(settings))
     except (StorageError, ValueError) as error:
         raise ConfigError(f"remote.url = {settings.url}: {error}") from error
+    if arena is not None:
+        store.register(arena.span(0, arena.capacity_bytes).address, arena.capacity_bytes)
     return RemoteTier(
         store,
         transfers,

@@ -20,7 +20,9 @@ import pytest
 from prefixd.workloads.daemon_process import DaemonFailed, DaemonProcess
 from prefixd.workloads.slow_link import SlowLink
 from tests.remote.hosts import BLOCK, Answer, Host, host, prompt
+from tests.remote.mooncake_server import mooncake_server
 from tests.remote.processes import free_port
+from tests.remote.s3_server import s3_server
 from tests.remote.valkey_server import ValkeyServer, valkey_server
 
 RESUMED_S = 5.0
@@ -228,6 +230,30 @@ def test_an_encrypted_store_serves_those_with_the_key(pair: Pair, tmp_path: Path
         got = c.ask(made)
         assert (got.tokens, got.remote) == (want.tokens, 0)
         assert c.client.stats().remote.bad_objects["old"] > 0
+
+
+@pytest.mark.parametrize("kind", ["s3", "mooncake"])
+def test_other_stores_serve_a_cold_host_too(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ExitStack() as stack:
+        if kind == "s3":
+            monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+            monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+            server = stack.enter_context(s3_server(tmp_path))
+            url = f"s3://{server.new_bucket()}/blocks"
+            endpoint = f"http://127.0.0.1:{server.port}"
+            settings: dict[str, object] = {"remote__endpoint": endpoint, "remote__insecure_http": True}
+            settings |= {"remote__refresh_s": 0.2}
+        else:
+            master = stack.enter_context(mooncake_server(tmp_path / "mooncake"))
+            url, settings = f"mooncake://127.0.0.1:{master.port}", {}
+        a, b = (stack.enter_context(host(tmp_path / name, url, **settings)) for name in "ab")
+        made = prompt(next(_SEEDS), BLOCKS)
+        want = a.ask(made)
+        a.wait_until_shared(BLOCKS)
+        b.ask(prompt(next(_SEEDS), BLOCKS))  # which connects it
+        time.sleep(1)
+        got = b.ask(made)
+        assert (got.tokens, got.remote) == (want.tokens, BLOCKS * BLOCK), (a.trouble(), b.trouble())
 
 
 @pytest.mark.parametrize("mode", ["0644", "short", "missing"])

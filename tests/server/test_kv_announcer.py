@@ -17,7 +17,7 @@ import pytest
 import zmq
 
 from prefixd.cache import NamespaceSpec, PartSpec, RecurrentStateSpec, SlidingWindowSpec, TieredCache, Tiers, Trie
-from prefixd.cache.index.trie import CPU, DISK, TIERS
+from prefixd.cache.index.trie import CPU, DISK, REMOTE, TIERS
 from prefixd.server.kv_events import announcer
 from prefixd.server.kv_events import publisher as publisher_module
 from prefixd.server.kv_events.publisher import EventCounters, Publisher
@@ -102,7 +102,7 @@ async def test_what_was_told_is_what_is_so(cache: TieredCache, monkeypatch: pyte
         """A prompt of few different tokens, so that what was removed comes back."""
         prompt = np.array([choose.randrange(2) for _ in range(2 * choose.randrange(1, 8))], "<u4")
         chain = cache.chain(namespace, prompt.tobytes())
-        tier = choose.randrange(TIERS)
+        tier = choose.randrange(REMOTE)  # of this host
         for row in enter_chain(trie, chain, namespace.root, namespace.ordinal):
             for part in (0, 1):  # first it is torn
                 trie.put_copies(np.array([row]), tier, np.array([[1 if at == part else -1 for at in range(2)]]), 0.0)
@@ -330,3 +330,20 @@ async def receive(socket: zmq.Socket[bytes]) -> list[bytes]:
         while not socket.poll(0):
             await asyncio.sleep(0.001)
     return socket.recv_multipart()
+
+
+async def test_what_only_a_shared_store_has_is_not_announced(
+    cache: TieredCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(announcer, "Publisher", Router)
+    namespace = cache.register(NamespaceSpec("m", 2, (PartSpec("kv", 0, 8),)))
+    trie = cache.trie(namespace)
+    events = announcer.KVEvents(cache, ON)
+    router: Any = events._publisher
+    cache.observe(events._note)
+    rows = enter_chain(trie, cache.chain(namespace, np.arange(4, dtype="<u4").tobytes()), namespace.root)
+    trie.put_copies(np.array(rows), REMOTE, np.array([[1], [2]]), 0.0)
+    trie.put_copies(np.array(rows[:1]), CPU, np.array([[1]]), 0.0)
+    while events._turn():
+        pass
+    assert router.blocks == {(announcer.MEDIA["cpu"], hash_of(trie, rows[0]))}

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from prefixd.cache import Namespace, TieredCache, Trie
 from prefixd.cache.index.columns import ColumnMemory
-from prefixd.cache.index.trie import Rows
+from prefixd.cache.index.trie import LOCAL_TIERS, Rows
 from prefixd.server.kv_events.publisher import EventCounters, Publisher
 from prefixd.server.kv_events.wire import AllBlocksCleared, BlockRemoved, BlockStored
 from prefixd.settings import EVENT_NAMESPACE, EventSettings
@@ -75,7 +75,8 @@ class KVEvents:
     def __init__(self, cache: TieredCache, settings: EventSettings) -> None:
         self._cache = cache
         self._topic = settings.topic
-        self._media = {tier.level: MEDIA[tier.name] for tier in cache.tiers}
+        # What a shared store has is as far away for every host: it is no reason to send a request to this one.
+        self._media = {tier.level: MEDIA[tier.name] for tier in cache.tiers if tier is not cache.tiers.remote}
         self._announced: list[_Announced] = []  # by the tries' ordinals
         self._gone: deque[tuple[bytes, int, Hashes]] = deque()  # topic, tier, hashes: removals to be said
         self._begun: set[bytes] = set()  # topics that have had their AllBlocksCleared
@@ -281,12 +282,12 @@ def _tiers_of(trie: Trie, rows: Rows | slice) -> Bits:
     be nowhere then.
     """
     if not trie.has_rules:
-        complete: Bits = trie.complete[rows] & np.uint8(trie.offered)
+        complete: Bits = trie.complete[rows] & np.uint8(trie.offered & LOCAL_TIERS)
         return complete
     lasting = np.uint8(trie.all_groups & ~trie.partial_groups)
     there = trie.there[rows]
     has = (there & lasting) == lasting if lasting else there != 0
-    tiers: Bits = np.packbits(has, axis=1, bitorder="little").ravel() & np.uint8(trie.offered)
+    tiers: Bits = np.packbits(has, axis=1, bitorder="little").ravel() & np.uint8(trie.offered & LOCAL_TIERS)
     return tiers
 
 

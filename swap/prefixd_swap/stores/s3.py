@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig, S3Config
 
 _SLACK_S = 120.0  # clocks differ, and a pack has its name before it is there
+_MOST_S = 1e11  # of times that are given: longer ones would not fit into a table
 _REQUESTS = 16  # side by side
 _PUTS = 4  # side by side: each copies a pack on the event loop first
 _PACK_OBJECTS = 4096  # entering a pack's table into the index holds the event loop of every host
@@ -138,7 +139,7 @@ class S3Store(ObjectStore):
 
     async def put(self, writes: Sequence[Write], ttl_s: float, deadline_s: float) -> None:
         """See `ObjectStore`: a pack is there whole or not at all."""
-        ttl_ms = max(1, round(min(ttl_s, 1e11) * 1000)) if ttl_s > 0 else 0
+        ttl_ms = max(1, round(min(ttl_s, _MOST_S) * 1000)) if ttl_s > 0 else 0
         async with within(deadline_s, f"put of {len(writes)} objects", self._where):
             self._start()
             jobs = [lambda part=part: self._put_pack(part, ttl_ms) for part in self._parts(writes)]
@@ -238,7 +239,11 @@ class S3Store(ObjectStore):
 
     async def _refresh(self) -> None:
         began_ms = round(self._now() * 1000)
-        since_ms = self._listed_ms if self._listed_ms is not None else began_ms - round(self._options.history_s * 1000)
+        since_ms = (
+            self._listed_ms
+            if self._listed_ms is not None
+            else began_ms - round(min(self._options.history_s, _MOST_S) * 1000)
+        )
         since_ms -= round(_SLACK_S * 1000)
         prefix = self._options.prefix
         listing = obstore.list(self._bucket, prefix or None, offset=prefix + earliest_name(since_ms), chunk_size=500)

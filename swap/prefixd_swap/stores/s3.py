@@ -43,7 +43,7 @@ _SLACK_S = 120.0  # clocks differ, and a pack has its name before it is there
 _MOST_S = 1e11  # of times that are given: longer ones would not fit into a table
 _REQUESTS = 16  # side by side
 _PUTS = 4  # side by side: each copies a pack on the event loop first
-_PACK_OBJECTS = 4096  # entering a pack's table into the index holds the event loop of every host
+_PACK_OBJECTS = 1024  # entering a pack's table into the index holds the event loop of every host
 _GAP_BYTES = 64 << 10  # reading what is between two objects is cheaper than another request
 _RANGE_BYTES = 4 << 20  # of one request, unless one object is longer: bounds the copy that holds the event loop
 _REQUEST_TIMEOUT = timedelta(seconds=60)
@@ -52,7 +52,7 @@ _FULL = ("507 ", "StorageFull", "QuotaExceeded", "InsufficientStorage")  # as se
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Range:
     """One request: `nbytes` from `offset`, and what is wanted of it."""
 
@@ -377,7 +377,8 @@ def _ranges(places: list[tuple[int, Place]]) -> list[_Range]:
             last = ranges[-1]
             last_end = last.offset + last.nbytes
             if place.offset <= last_end + _GAP_BYTES and max(end, last_end) - last.offset <= _RANGE_BYTES:
-                ranges[-1] = _Range(last.offset, max(end, last_end) - last.offset, [*last.wanted, (index, place)])
+                last.nbytes = max(end, last_end) - last.offset
+                last.wanted.append((index, place))
                 continue
         ranges.append(_Range(place.offset, place.nbytes, [(index, place)]))
     return ranges

@@ -88,6 +88,7 @@ class S3Store(ObjectStore):
         self._pages = 0  # of listings, since the start
         self._refreshing: asyncio.Task[None] | None = None
         self._failure: RemoteStoreError | None = None  # of the last listing
+        self._building = asyncio.Lock()
         self._closed = False
         self._bucket = self._open()
 
@@ -189,9 +190,11 @@ class S3Store(ObjectStore):
     async def _put_pack(self, writes: list[Write], ttl_ms: int) -> None:
         created_ms = round(self._now() * 1000)
         path = self._options.prefix + pack_name(created_ms, os.urandom(8), len(writes))
-        head = build_head(writes, created_ms, ttl_ms)
-        # The client may still read what it was given after the call was cancelled, so it gets a copy.
-        body = b"".join([head, *(piece for write in writes for piece in write.pieces)])
+        async with self._building:
+            await asyncio.sleep(0)  # one pack at a time, and others between two
+            head = build_head(writes, created_ms, ttl_ms)
+            # The client may still read what it was given after the call was cancelled, so it gets a copy.
+            body = b"".join([head, *(piece for write in writes for piece in write.pieces)])
         self.copied_bytes += len(body) - len(head)
         try:
             await self._ask(lambda: obstore.put_async(self._bucket, path, body, use_multipart=False))

@@ -101,6 +101,7 @@ class SlowLink:
         await self._stop.wait()
         server.close()
         await _cancel(connections)
+        await asyncio.sleep(0)  # transports that were aborted close their sockets
 
     async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Forwards both directions until both have ended, or one has failed."""

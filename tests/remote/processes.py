@@ -53,8 +53,11 @@ class Process:
             time.sleep(0.01)
 
     def freeze(self) -> None:
-        """Stops it with SIGSTOP: its sockets stay open, and nobody answers."""
+        """Stops it with SIGSTOP: its sockets stay open, and nobody answers. Returns when all threads stand."""
         self._process.send_signal(signal.SIGSTOP)
+        tasks = Path(f"/proc/{self._process.pid}/task")
+        while any(_state(task) != "T" for task in tasks.iterdir()):
+            time.sleep(0.001)
 
     def thaw(self) -> None:
         """Lets it go on."""
@@ -64,6 +67,11 @@ class Process:
         """Kills it, frozen or not, and waits for it."""
         self._process.kill()
         self._process.wait()
+
+
+def _state(task: Path) -> str:
+    """A thread's state, for example "S" (waits) or "T" (is stopped)."""
+    return (task / "stat").read_text().rpartition(")")[2].split()[0]
 
 
 def listens(port: int) -> bool:

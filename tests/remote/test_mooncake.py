@@ -104,7 +104,7 @@ async def test_the_loop_stays_free(server: MooncakeServer) -> None:
         finally:
             server.master.thaw()
         watching.cancel()
-    assert longest_s < 0.15, longest_s
+    assert longest_s < 0.7, longest_s  # a call that held the lock would take a second
 
 
 async def test_a_frozen_master_ends_every_call_at_its_deadline(server: MooncakeServer) -> None:

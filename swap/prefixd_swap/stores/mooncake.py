@@ -20,6 +20,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from itertools import accumulate
 from typing import Any, TypeVar
 
 from prefixd_swap.errors import OutOfMemoryError, RemoteFullError, RemoteStoreError
@@ -286,34 +287,33 @@ class MooncakeStore(ObjectStore):
 
     async def _get_bounced(self, reads: Sequence[Read]) -> list[int]:
         keys = [self._key(read.name) for read in reads]
-        lane, visit = await self._lane(), Visit()
-        addresses = _layout(lane, reads)
         sizes = [max(1, read.nbytes) for read in reads]
-        targets = [_copies(place, read.into) for place, read in zip(addresses, reads, strict=True)]
+        offsets = _offsets(sizes)
+        targets = [_copies(offset, read.into) for offset, read in zip(offsets, reads, strict=True)]
+        lane, visit = await self._lane(), Visit()
 
         def call() -> list[int]:
-            codes: list[int] = self._client.batch_get_into(keys, addresses, sizes)
+            codes: list[int] = self._client.batch_get_into(keys, [lane.address + offset for offset in offsets], sizes)
             whole = [index for index, code in enumerate(codes) if code == sizes[index]]
-            visit.copy([(into, source, size) for index in whole for source, into, size in targets[index]])
+            visit.copy([(address, lane.address + offset, size) for i in whole for offset, address, size in targets[i]])
             return codes
 
         codes = await or_leave(self._in(lane, call), visit.leave)
-        self.copied_bytes += sum(read.nbytes for read, code in zip(reads, codes, strict=True) if code > 0)
+        self.copied_bytes += sum(read.nbytes for read, code in zip(reads, codes, strict=False) if code > 0)
         return codes
 
     async def _put_bounced(self, writes: Sequence[Write]) -> list[int]:
         keys = [self._key(write.name) for write in writes]
-        lane, visit = await self._lane(), Visit()
-        addresses = _layout(lane, writes)
         sizes = [max(1, write.nbytes) for write in writes]
-        sources = [
-            copy for place, write in zip(addresses, writes, strict=True) for copy in _copies(place, write.pieces)
-        ]
+        offsets = _offsets(sizes)
+        sources = [_copies(offset, write.pieces) for offset, write in zip(offsets, writes, strict=True)]
+        lane, visit = await self._lane(), Visit()
 
         def call() -> list[int]:
-            if not visit.copy(sources):
+            copies = [(lane.address + offset, address, size) for each in sources for offset, address, size in each]
+            if not visit.copy(copies):
                 return []
-            codes: list[int] = self._client.batch_put_from(keys, addresses, sizes)
+            codes: list[int] = self._client.batch_put_from(keys, [lane.address + offset for offset in offsets], sizes)
             return codes
 
         codes = await or_leave(self._in(lane, call), visit.leave)
@@ -439,21 +439,17 @@ def _pieces(item: Read | Write) -> tuple[memoryview, ...]:
     return item.into if isinstance(item, Read) else item.pieces
 
 
-def _layout(lane: Lane, items: Sequence[Read | Write]) -> list[int]:
-    """Where each object goes in a lane's memory: one after the other, an empty one with one byte."""
-    places: list[int] = []
-    at = lane.address
-    for item in items:
-        places.append(at)
-        at += max(1, item.nbytes)
-    return places
+def _offsets(sizes: Sequence[int]) -> list[int]:
+    """Where each object goes in a lane's memory: one after the other."""
+    offsets = [0, *accumulate(sizes)]
+    return offsets[:-1]
 
 
-def _copies(place: int, pieces: tuple[memoryview, ...]) -> list[tuple[int, int, int]]:
-    """(place, piece's address, bytes) for each piece of an object that is at `place` as a whole."""
+def _copies(offset: int, pieces: tuple[memoryview, ...]) -> list[tuple[int, int, int]]:
+    """(offset, piece's address, bytes) for each piece of an object that is at `offset` as a whole."""
     copies: list[tuple[int, int, int]] = []
     for piece in pieces:
         if len(piece):
-            copies.append((place, address_of(piece), len(piece)))
-            place += len(piece)
+            copies.append((offset, address_of(piece), len(piece)))
+            offset += len(piece)
     return copies

@@ -40,9 +40,10 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig, S3Config
 
 _SLACK_S = 120.0  # clocks differ, and a pack has its name before it is there
+_MOST_S = 1e11  # of times that are given: longer ones would not fit into a table
 _REQUESTS = 16  # side by side
 _PUTS = 4  # side by side: each copies a pack on the event loop first
-_PACK_OBJECTS = 4096  # entering a pack's table into the index holds the event loop of every host
+_PACK_OBJECTS = 1024  # entering a pack's table into the index holds the event loop of every host
 _GAP_BYTES = 64 << 10  # reading what is between two objects is cheaper than another request
 _RANGE_BYTES = 4 << 20  # of one request, unless one object is longer: bounds the copy that holds the event loop
 _REQUEST_TIMEOUT = timedelta(seconds=60)
@@ -51,7 +52,7 @@ _FULL = ("507 ", "StorageFull", "QuotaExceeded", "InsufficientStorage")  # as se
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Range:
     """One request: `nbytes` from `offset`, and what is wanted of it."""
 
@@ -87,6 +88,7 @@ class S3Store(ObjectStore):
         self._pages = 0  # of listings, since the start
         self._refreshing: asyncio.Task[None] | None = None
         self._failure: RemoteStoreError | None = None  # of the last listing
+        self._building = asyncio.Lock()
         self._closed = False
         self._bucket = self._open()
 
@@ -138,7 +140,7 @@ class S3Store(ObjectStore):
 
     async def put(self, writes: Sequence[Write], ttl_s: float, deadline_s: float) -> None:
         """See `ObjectStore`: a pack is there whole or not at all."""
-        ttl_ms = max(1, round(min(ttl_s, 1e11) * 1000)) if ttl_s > 0 else 0
+        ttl_ms = max(1, round(min(ttl_s, _MOST_S) * 1000)) if ttl_s > 0 else 0
         async with within(deadline_s, f"put of {len(writes)} objects", self._where):
             self._start()
             jobs = [lambda part=part: self._put_pack(part, ttl_ms) for part in self._parts(writes)]
@@ -188,9 +190,11 @@ class S3Store(ObjectStore):
     async def _put_pack(self, writes: list[Write], ttl_ms: int) -> None:
         created_ms = round(self._now() * 1000)
         path = self._options.prefix + pack_name(created_ms, os.urandom(8), len(writes))
-        head = build_head(writes, created_ms, ttl_ms)
-        # The client may still read what it was given after the call was cancelled, so it gets a copy.
-        body = b"".join([head, *(piece for write in writes for piece in write.pieces)])
+        async with self._building:
+            await asyncio.sleep(0)  # one pack at a time, and others between two
+            head = build_head(writes, created_ms, ttl_ms)
+            # The client may still read what it was given after the call was cancelled, so it gets a copy.
+            body = b"".join([head, *(piece for write in writes for piece in write.pieces)])
         self.copied_bytes += len(body) - len(head)
         try:
             await self._ask(lambda: obstore.put_async(self._bucket, path, body, use_multipart=False))
@@ -238,7 +242,11 @@ class S3Store(ObjectStore):
 
     async def _refresh(self) -> None:
         began_ms = round(self._now() * 1000)
-        since_ms = self._listed_ms if self._listed_ms is not None else began_ms - round(self._options.history_s * 1000)
+        since_ms = (
+            self._listed_ms
+            if self._listed_ms is not None
+            else began_ms - round(min(self._options.history_s, _MOST_S) * 1000)
+        )
         since_ms -= round(_SLACK_S * 1000)
         prefix = self._options.prefix
         listing = obstore.list(self._bucket, prefix or None, offset=prefix + earliest_name(since_ms), chunk_size=500)
@@ -372,7 +380,8 @@ def _ranges(places: list[tuple[int, Place]]) -> list[_Range]:
             last = ranges[-1]
             last_end = last.offset + last.nbytes
             if place.offset <= last_end + _GAP_BYTES and max(end, last_end) - last.offset <= _RANGE_BYTES:
-                ranges[-1] = _Range(last.offset, max(end, last_end) - last.offset, [*last.wanted, (index, place)])
+                last.nbytes = max(end, last_end) - last.offset
+                last.wanted.append((index, place))
                 continue
         ranges.append(_Range(place.offset, place.nbytes, [(index, place)]))
     return ranges

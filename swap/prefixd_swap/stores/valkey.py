@@ -109,6 +109,7 @@ class _Node:
         self._idle: list[Wire] = []
         self._used: set[Wire] = set()
         self._copied_bytes = 0
+        self._context: ssl.SSLContext | None = None  # made once: reading the system's certificates takes 20 ms
         self.closed = False
 
     @property
@@ -158,7 +159,9 @@ class _Node:
     async def _connect(self, wire: Wire) -> None:
         options, loop = self._options, asyncio.get_running_loop()
         try:
-            context = _tls_context(options) if options.tls else None
+            if options.tls and self._context is None:
+                self._context = _tls_context(options)
+            context = self._context
             if options.unix_socket is not None:
                 await loop.create_unix_connection(
                     lambda: wire, options.unix_socket, ssl=context, server_hostname=options.host if context else None
@@ -166,6 +169,7 @@ class _Node:
             else:
                 await loop.create_connection(lambda: wire, self._endpoint.host, self._endpoint.port, ssl=context)
         except (OSError, ValueError) as error:  # ValueError: a host name that cannot be encoded, a broken PEM file
+            self._context = None  # the files may be replaced
             raise RemoteStoreError(
                 f"{self.where}: cannot connect ({error}); see whether it runs and whether "
                 f"host, port and TLS settings are right"
@@ -194,6 +198,7 @@ class ValkeyStore(ObjectStore):
         self._nodes: dict[Endpoint, _Node] = {}
         self._slots: list[Endpoint | None] | None = None  # of a cluster, when it has been asked
         self._scripts = not options.cluster
+        self._silent: set[Endpoint] = set()  # nodes that did not tell the slots when asked last: asked after the others
         self._closed = False
 
     @property
@@ -338,7 +343,11 @@ class ValkeyStore(ObjectStore):
             parts = [(self._node(endpoint), part) for endpoint, share in shares.items() for part in parts_of(share)]
             jobs = [lambda node=node, part=part: work(node, part) for node, part in parts]
             most = self._options.connections * len(shares)
-            left = [index for moved in await side_by_side(jobs, most) for index in moved]
+            try:
+                left = [index for moved in await side_by_side(jobs, most) for index in moved]
+            except BaseException:  # a deadline, too: a node that does not answer may have been replaced
+                self._slots = None
+                raise
             if left and not self._options.cluster:
                 raise RemoteStoreError(f"{self._where}: refused (MOVED); {_REMEDIES['MOVED']}")
             if left:
@@ -365,16 +374,20 @@ class ValkeyStore(ObjectStore):
     async def _ask_slots(self) -> list[Endpoint | None]:
         """Asks the configured node, or one that was known before, for the map of slots."""
         failure: RemoteStoreError | None = None
-        for endpoint in dict.fromkeys((self._seed, *self._nodes)):
+        known = dict.fromkeys((self._seed, *self._nodes))
+        for endpoint in sorted(known, key=lambda endpoint: endpoint in self._silent):
             node = self._node(endpoint)
+            self._silent.add(endpoint)  # until it has replied: the deadline may end this call while it waits
             try:
                 (reply,) = await node.exchange([command(b"CLUSTER", b"NODES")], [Expect.TEXT])
             except RemoteStoreError as error:
                 failure = failure or error
                 continue
+            self._silent.discard(endpoint)
             raise_error(reply, node.where)
             slots = parse_nodes(reply if isinstance(reply, bytes) else b"", endpoint)
             self._slots = slots
+            self._silent &= set(known)
             for gone in self._nodes.keys() - {endpoint for endpoint in slots if endpoint is not None} - {self._seed}:
                 self._nodes.pop(gone).close()
             return slots

@@ -73,11 +73,12 @@ async def find_namespace(trie: Trie, namespace: int | None) -> FoundBlocks:
     return await in_thread(deepest_first)
 
 
-async def forget(mover: Mover, blocks: FoundBlocks) -> AsyncGenerator[tuple[int, int], None]:
+async def forget(mover: Mover, blocks: FoundBlocks, *, shared: bool = False) -> AsyncGenerator[tuple[int, int], None]:
     """Forgets what nobody holds, keeps, pins or continues, some thousand blocks at a time.
 
     After each of these parts, which is gone durably then, yields how many of its blocks went and how many stay. When it
-    is cancelled in between, what has left the trie leaves the disk as well.
+    is cancelled in between, what has left the trie leaves the disk as well. With `shared` they are deleted from the
+    shared store, too, where there is one.
 
     Raises:
         StorageError: the last part is gone from memory, but the disk failed and it comes back at the next start.
@@ -94,9 +95,16 @@ async def forget(mover: Mover, blocks: FoundBlocks) -> AsyncGenerator[tuple[int,
                     part = slice(first, min(first + _FORGOTTEN_AT_ONCE, end))
                     rows = blocks.rows[part]
                     same = rows[trie.generation[rows] == blocks.generations[part]]
+                    names: list[list[bytes]] = []
+                    if shared and mover.remote is not None:
+                        names = await mover.remote.copies.names(trie, same)
+                    before = trie.generation[same]
                     count, identities = mover.forget_in_memory(trie, same.tolist())
                     went, there = went + count, there + len(same)
                     on_disk += identities
+                    if names and mover.remote is not None:
+                        gone = np.flatnonzero(trie.generation[same] != before).tolist()
+                        await mover.remote.tier.delete([name for at in gone for name in names[at]])
                     await give_way()
             finally:
                 await mover.disk.removals.remove(trie, on_disk)

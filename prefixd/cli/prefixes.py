@@ -111,6 +111,9 @@ def evict_command(
         typer.Option("--namespace", metavar="NAME|ID", show_default=False, help="Drop a whole namespace."),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Drop everything.")] = False,
+    shared: Annotated[
+        bool, typer.Option("--shared", help="Delete the blocks from the shared store, too, which other hosts use.")
+    ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before a namespace or everything goes.")] = False,
     address: Address = None,
     as_json: Json = False,
@@ -125,7 +128,7 @@ def evict_command(
         raise typer.BadParameter("give one of KEY, --namespace or --all")
     if key is None and not yes:
         what = "everything that is cached" if everything else f"all of namespace {namespace}"
-        _confirm(f"Drop {what}, from disk too?")
+        _confirm(f"Drop {what}, from disk{' and from the shared store' if shared else ''} too?")
 
     async def ask() -> None:
         async with connected(address) as client:
@@ -135,6 +138,7 @@ def evict_command(
                     key=key or "",
                     namespace_id=chosen,
                     all=everything,
+                    shared=shared,
                     on_progress=lambda so_far: show(so_far.evicted_blocks + so_far.kept_blocks, so_far.total_blocks),
                 )
         kept = f", {answer.kept_blocks:,} kept (leased, pinned or the prefix of such)" if answer.kept_blocks else ""

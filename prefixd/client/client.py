@@ -329,16 +329,18 @@ class AsyncClient:
         key: str = "",
         namespace_id: bytes = b"",
         all: bool = False,
+        shared: bool = False,
         on_progress: Callable[[admin_pb2.EvictResponse], None] | None = None,
     ) -> admin_pb2.EvictResponse:
         """Drops a prefix and what continues it, a namespace, or everything: exactly one of the three.
 
-        What is held or pinned stays and is counted. `on_progress` is called with what has been done so far, every tenth
-        of a second. A cancelled call leaves what it has not come to. Raises `InvalidArgumentError` for none or several.
+        What is held or pinned stays and is counted. With `shared` the blocks are deleted from the shared store, too,
+        where other hosts may be using them. `on_progress` is called with what has been done so far, every tenth of a
+        second. A cancelled call leaves what it has not come to. Raises `InvalidArgumentError` for none or several.
         """
         if bool(key) + bool(namespace_id) + all != 1:
             raise InvalidArgumentError("evict takes exactly one of key, namespace_id and all=True")
-        request = admin_pb2.EvictRequest()
+        request = admin_pb2.EvictRequest(shared=shared)
         if key:
             request.key = key
         elif namespace_id:

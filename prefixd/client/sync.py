@@ -344,11 +344,12 @@ class Client:
         key: str = "",
         namespace_id: bytes = b"",
         all: bool = False,
+        shared: bool = False,
         on_progress: Callable[[admin_pb2.EvictResponse], None] | None = None,
     ) -> admin_pb2.EvictResponse:
         """See `AsyncClient.evict`; `on_progress` is called in another thread."""
         return self._portal.run(
-            self._client.evict(key=key, namespace_id=namespace_id, all=all, on_progress=on_progress)
+            self._client.evict(key=key, namespace_id=namespace_id, all=all, shared=shared, on_progress=on_progress)
         )
 
     def resize_tier(

@@ -88,12 +88,14 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def Evict(self, request: pb.EvictRequest) -> AsyncGenerator[pb.EvictResponse, None]:
         """Drops a prefix and what continues it, a namespace, or everything."""
         cache = self._cache
+        if request.shared and cache.mover.remote is None:
+            raise PreconditionError("there is no shared store to delete from; leave shared out, or set remote.url")
         await cache.mover.wait_for_checksums()  # what was just committed is held for a moment
         found = await self._to_evict(request)
         answer = pb.EvictResponse(total_blocks=sum(map(len, found)))
         told_s = cache.clock()
         for blocks in found:
-            async with aclosing(forget(cache.mover, blocks)) as steps:
+            async with aclosing(forget(cache.mover, blocks, shared=request.shared)) as steps:
                 async for evicted, kept in steps:
                     answer.evicted_blocks += evicted
                     answer.kept_blocks += kept

@@ -497,14 +497,16 @@ class UnpinResponse(_message.Message):
     def __init__(self, blocks: _Optional[int] = ...) -> None: ...
 
 class EvictRequest(_message.Message):
-    __slots__ = ("key", "namespace_id", "all")
+    __slots__ = ("key", "namespace_id", "all", "shared")
     KEY_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     ALL_FIELD_NUMBER: _ClassVar[int]
+    SHARED_FIELD_NUMBER: _ClassVar[int]
     key: str
     namespace_id: bytes
     all: bool
-    def __init__(self, key: _Optional[str] = ..., namespace_id: _Optional[bytes] = ..., all: bool = ...) -> None: ...
+    shared: bool
+    def __init__(self, key: _Optional[str] = ..., namespace_id: _Optional[bytes] = ..., all: bool = ..., shared: bool = ...) -> None: ...
 
 class EvictResponse(_message.Message):
     __slots__ = ("evicted_blocks", "kept_blocks", "total_blocks", "done")

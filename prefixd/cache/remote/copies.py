@@ -15,6 +15,7 @@ from prefixd.cache.placement import Placement
 from prefixd.cache.remote.digests import Digests
 from prefixd.cache.remote.health import RemoteHealth
 from prefixd.cache.tiers import Slots
+from prefixd.pacer import give_way
 from prefixd_swap import BadObjectError, LostBytesError, Span, StorageError
 from prefixd_swap.stores import BlockIdentity, object_name
 from prefixd_swap.tiers import MemoryTier, RemoteLoad, RemoteSave, RemoteTier
@@ -23,6 +24,7 @@ _BAD_S = 60.0
 _LOST_S = 5.0
 """How long an object that could not be used, or was gone or torn, is left alone."""
 _REMEMBERED = 1 << 16  # of those
+_PREPARED_AT_ONCE = 128  # blocks: a millisecond
 
 
 class RemoteCopies:
@@ -54,7 +56,12 @@ class RemoteCopies:
         tier, came = self._tier, np.zeros(len(rows), np.bool_)
         if not tier.gives or not len(rows):
             return came
-        loads = list(self._loads(trie, rows, parts, target.addresses(taken).tolist()))
+        loads: list[RemoteLoad] = []
+        for start in range(0, len(rows), _PREPARED_AT_ONCE):
+            if loads:
+                await give_way()
+            some = slice(start, start + _PREPARED_AT_ONCE)
+            loads += self._loads(trie, rows[some], parts, target.addresses(taken[some]).tolist())
         nbytes = sum(trie.part_bytes[part] for part in parts)
         read = tier.submit_read(loads, nbytes, movement.urgency, deadline_s=movement.due_s)
         results = await movement.run(read)
@@ -167,6 +174,8 @@ class RemoteCopies:
         written = np.array([result is True for result in results], np.bool_)
         for at in np.flatnonzero(written).tolist():
             self._unusable.pop(blocks[at].digest, None)
+        if error is None:
+            self._health.wrote()
         return written
 
     def _saves(
@@ -188,6 +197,12 @@ class RemoteCopies:
                     for part in parts
                 ),
             )
+
+    async def names(self, trie: Trie, rows: Rows) -> list[list[bytes]]:
+        """The names of the objects of each block, whether it is known to be in the store or not."""
+        with self._placement.holds.hold("deletion", trie, rows):
+            digests = await self._digests.of_rows(trie, rows)
+        return [[object_name(digest, part) for part in range(len(trie.part_bytes))] for digest in digests]
 
     def enter(self, trie: Trie, rows: Rows, digests: Sequence[bytes], groups: GroupMask) -> None:
         """The store has `groups`, [m] masks, of m different blocks."""

@@ -60,12 +60,19 @@ class RemoteHealth:
             await self._failed.wait()
             full = self._tier.gives
             await asyncio.sleep(FULL_S if full else wait_s)
-            if full:  # the next write tells
-                self._well()
+            if self._tier.gives and full:  # the next write tells
+                self._failed.clear()
+                self._tier.takes = True
+                self._placement.epoch += 1
             elif await self._probe():
                 wait_s = FIRST_PROBE_S
             else:
                 wait_s = min(2 * wait_s, LONGEST_PROBE_S)
+
+    def wrote(self) -> None:
+        """A write succeeded: a store that was full is not any more."""
+        if self._tier.gives and not self._failed.is_set():
+            self._placement.tiers.troubles.end(tier_part(self._tier))
 
     async def _probe(self) -> bool:
         try:

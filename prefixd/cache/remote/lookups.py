@@ -7,13 +7,13 @@ loaded or not, like any other. A "no" is remembered by the digest of the first b
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from prefixd.cache.groups import GroupMask
 from prefixd.cache.index.keys import BlockChain
@@ -30,7 +30,9 @@ from prefixd_swap import StorageError
 from prefixd_swap.stores import object_name
 from prefixd_swap.tiers import RemoteTier
 
-ASKED_AT_ONCE = 4096  # objects of one prompt; a longer prompt is asked about as it is found
+log = logging.getLogger(__name__)
+
+ASKED_AT_ONCE = 4096  # blocks of a prompt in one call
 _ENTERED_AT_ONCE = 512  # blocks: a millisecond or two
 _REMEMBERED = 1 << 16
 _PENDING = 64
@@ -105,7 +107,7 @@ class RemoteLookups:
             return
         task = asyncio.create_task(self._look(trie, namespace, chain, end))
         self._pending.add(task)
-        task.add_done_callback(self._pending.discard)
+        task.add_done_callback(self._ended)
         if self.answer_s * 0.5 ** ((self._clock() - self._answered_s) / _FORGOTTEN_S) <= wait_s:
             with suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.shield(task), wait_s)
@@ -116,26 +118,39 @@ class RemoteLookups:
         if self._pending:
             await asyncio.wait(self._pending)
 
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._pending.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a shared store could not be asked", exc_info=error)
+
     async def _look(self, trie: Trie, namespace: Namespace, chain: BlockChain, end: int) -> None:
+        while await self._look_on(trie, namespace, chain, end):
+            pass  # a prompt that is longer than one call asks about, and all of it was there
+
+    async def _look_on(self, trie: Trie, namespace: Namespace, chain: BlockChain, end: int) -> bool:
+        """Asks about the first blocks that this host lacks; whether the next ones are worth asking about."""
         path = await find_path(trie, namespace.root, chain, end)
-        first, lacking = _lacking(trie, path, end)
-        if first >= end:
-            return
+        first = _first_lacking(trie, path)
+        stop = min(end, first + ASKED_AT_ONCE)
+        lacking = _lacking(trie, path, first, stop)
+        if not lacking.any():
+            return False
         with self._placement.holds.hold("remote lookup", trie, path):
-            digests = await self._digests.of_prompt(trie, namespace, chain, path, first, end)
+            digests = await self._digests.of_prompt(trie, namespace, chain, path, first, stop)
             ask = self._to_ask(trie, first, lacking, digests)
             if not ask.names:
                 self.counters.remembered += 1
-                return
+                return False
             try:
                 found = await self._ask(ask.names)
             except StorageError as error:
                 self.counters.unanswered += 1
                 self._health.failed(error)
-                return
+                return False
             groups = self._groups(trie, ask, found)
             if groups.any():
                 await self._enter(trie, namespace, chain, ask, groups)
+            return stop < end and bool((groups == lacking).all()) and self._known.room() > 0
 
     async def _ask(self, names: list[bytes]) -> list[bool]:
         self.counters.asked += 1
@@ -149,7 +164,7 @@ class RemoteLookups:
     def _to_ask(self, trie: Trie, first: int, lacking: GroupMask, digests: list[bytes]) -> _Question:
         """The objects of the blocks from `first` on that are `lacking`, but for what was missing a moment ago."""
         ask, now_s = _Question(first, digests, np.zeros(len(lacking), np.uint8), []), self._clock()
-        parts_of = [np.flatnonzero(trie.part_mask & np.uint8(mask)).tolist() for mask in range(trie.all_groups + 1)]
+        parts_of = _parts_of(trie)
         for at, (digest, mask) in enumerate(zip(digests, lacking.tolist(), strict=True)):
             if not mask:
                 continue
@@ -157,21 +172,17 @@ class RemoteLookups:
                 if not trie.has_rules:
                     break  # what continues it is of no use
                 continue
-            parts = parts_of[mask]
-            if len(ask.names) + len(parts) > ASKED_AT_ONCE and ask.names:
-                break
             ask.groups[at] = mask
-            ask.names.extend(object_name(digest, part) for part in parts)
+            ask.names.extend(object_name(digest, part) for part in parts_of[mask])
         return ask
 
     def _groups(self, trie: Trie, ask: _Question, found: list[bool]) -> GroupMask:
         """[blocks]: the groups that the store has all parts of; remembers the blocks of which it has nothing."""
-        groups, at_part = ask.groups.copy(), 0
-        for at, mask in zip(range(len(groups)), ask.groups.tolist(), strict=True):
-            for part in np.flatnonzero(trie.part_mask & np.uint8(mask)).tolist() if mask else ():
-                if not found[at_part]:
-                    groups[at] &= ~trie.part_mask[part]
-                at_part += 1
+        groups, parts_of = ask.groups.copy(), _parts_of(trie)
+        asked_parts = [(at, part) for at, mask in enumerate(groups.tolist()) if mask for part in parts_of[mask]]
+        for (at, part), there in zip(asked_parts, found, strict=True):
+            if not there:
+                groups[at] &= ~trie.part_mask[part]
         asked = np.flatnonzero(ask.groups)
         missing = asked[groups[asked] == 0]
         if not trie.has_rules and len(missing):
@@ -232,18 +243,27 @@ class _Question:
     names: list[bytes]
 
 
-def _lacking(trie: Trie, path: Rows, end: int) -> tuple[int, npt.NDArray[np.uint8]]:
-    """From which block of a prompt on the store may help, and of each block up to `end` the KV groups that no tier has.
+def _parts_of(trie: Trie) -> list[list[int]]:
+    """By a mask of KV groups, the parts that belong to them."""
+    return [np.flatnonzero(trie.part_mask & np.uint8(mask)).tolist() for mask in range(trie.all_groups + 1)]
+
+
+def _first_lacking(trie: Trie, path: Rows) -> int:
+    """From which block of a prompt on the store may help; `path` are the rows of its first blocks.
 
     Groups of which a prefix needs only the end (windows, states) are asked for from where the longest prefix that can
     be used here needs them.
     """
     usable = len(trie.usable(path))
-    first = usable
-    if trie.has_rules and usable:
-        partly = np.flatnonzero(trie.needed(usable) & np.uint8(trie.partial_groups))
-        first = int(partly[0]) if len(partly) else usable
-    lacking = np.full(max(end - first, 0), trie.all_groups, np.uint8)
-    known = trie.available[path[first:end]]
+    if not (trie.has_rules and usable):
+        return usable
+    partly = np.flatnonzero(trie.needed(usable) & np.uint8(trie.partial_groups))
+    return int(partly[0]) if len(partly) else usable
+
+
+def _lacking(trie: Trie, path: Rows, first: int, stop: int) -> GroupMask:
+    """[stop - first]: of each block the KV groups that no tier has."""
+    lacking = np.full(max(stop - first, 0), trie.all_groups, np.uint8)
+    known = trie.available[path[first:stop]]
     lacking[: len(known)] &= ~known
-    return first, lacking
+    return lacking

@@ -209,6 +209,14 @@ class RemoteTier(Tier):
         """
         return await self._loop.run(lambda: self.store.exists(names, self._timeout_s))
 
+    async def delete(self, names: Sequence[bytes]) -> None:
+        """Deletes objects, which other hosts may be using; unknown ones are ignored.
+
+        Raises:
+            RemoteStoreError: some may still be there.
+        """
+        await self._loop.run(lambda: self.store.delete(names, self._deadline_s(len(names) << 10)))
+
     def submit_read(
         self, loads: Sequence[RemoteLoad], nbytes: int, urgency: Urgency, *, deadline_s: float | None = None
     ) -> BlockTransfer[tuple[int, ...] | StorageError]:

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from prefixd.cache import NamespaceSpec, PartSpec, SlidingWindowSpec
+from prefixd.cache.forgetting import find_subtree, forget
 from prefixd.cache.index.trie import CPU, REMOTE
-from prefixd.cache.remote import Remote, RemoteOptions
+from prefixd.cache.remote import Remote, RemoteOptions, health, lookups
 from prefixd_swap.stores.sealed import HEAD_BYTES, Seal
 from tests.cache.conftest import Rig
 from tests.cache.remote.memory_store import MemoryStore
@@ -251,6 +252,28 @@ async def test_a_full_store_is_still_read(tmp_path: Path) -> None:
         assert not await remote_of(b).sharing.write_all()
         assert "full" in b.cache.tiers.trouble(remote_of(b).tier)
         assert await b.get(PROMPT) == 5
+        assert not remote_of(b).tier.takes
+
+
+async def test_a_store_that_is_full_is_a_trouble_until_it_takes_something(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(health, "FULL_S", 0.05)
+    async with two_hosts(tmp_path) as (_, b, _, store):
+        store.full = True
+        tasks = remote_of(b).start()
+        await b.put([9])
+        trouble = b.cache.tiers.troubles
+        await eventually(lambda: "remote tier" in trouble)
+        began = next(iter(trouble)).since_s
+        for _ in range(3):  # it is tried again and again, and stays one trouble
+            await eventually(lambda: remote_of(b).tier.takes)
+            await b.put([b.clock.now])
+            await eventually(lambda: not remote_of(b).tier.takes)
+        assert next(iter(trouble)).since_s == began
+        store.full = False
+        await eventually(lambda: "remote tier" not in trouble)
+        assert not any(task.done() for task in tasks)
 
 
 async def test_what_the_store_has_lost_is_forgotten_and_found_again(tmp_path: Path) -> None:
@@ -350,6 +373,35 @@ async def test_what_only_the_store_has_is_stored_here_when_somebody_has_computed
         await b.cache.look_in_store(b.namespace, b.chain(PROMPT))
         assert await b.put(PROMPT) == (5, 0)
         assert b.tiers(PROMPT, CPU) == [True] * 5
+
+
+async def test_what_is_evicted_stays_in_the_store_unless_asked(tmp_path: Path) -> None:
+    async with two_hosts(tmp_path) as (a, b, store, _):
+        for prompt in (PROMPT, [7, 8]):
+            await a.put(prompt)
+        await share(a)
+        blocks = await find_subtree(a.trie, a.rows([7, 8])[0])
+        async for _ in forget(a.cache.mover, blocks):
+            pass
+        assert len(store.objects) == 7 and a.rows([7, 8]) == []
+        assert await a.get([7, 8]) == 2  # it is found there again
+        a.trie.pinned[a.rows(PROMPT)[1]] = True
+        blocks = await find_subtree(a.trie, a.rows(PROMPT)[0])
+        async for _ in forget(a.cache.mover, blocks, shared=True):
+            pass
+        assert len(store.objects) == 4, "two of the prompt are needed here, and are left to others"
+        assert await b.get(PROMPT) == 2
+
+
+async def test_a_prompt_longer_than_one_call_is_asked_about_in_several(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookups, "ASKED_AT_ONCE", 16)
+    async with two_hosts(tmp_path, cpu=64) as (a, b, _, store):
+        await a.put(list(range(40)))
+        await share(a)
+        assert await b.get(list(range(50))) == 40
+        assert store.asked == [16, 16, 16]
 
 
 async def eventually(holds: Callable[[], bool], seconds: float = 10.0) -> None:

@@ -51,7 +51,7 @@ class Checksums:
 
         Without a disk tier nobody asks for checksums, and without bytes there is nothing to hash: nothing is done.
         """
-        if self._tiers.durable is None or not self._tiers.shared.backed:
+        if (self._tiers.durable or self._tiers.remote) is None or not self._tiers.shared.backed:
             return
         shared = self._tiers.shared
         for start in range(0, len(rows), _BLOCKS):

@@ -108,6 +108,7 @@ class FakeDispatcher:
 
     submitted: list[Request] = field(default_factory=list)
     cancelled: list[Request] = field(default_factory=list)
+    looked: list[Request] = field(default_factory=list)
     room: int = 1000
 
     def submit(self, request: Request) -> None:
@@ -115,6 +116,9 @@ class FakeDispatcher:
             raise QueueFullError(3)
         self.room -= 1
         self.submitted.append(request)
+
+    async def look_in_store(self, request: Request) -> None:
+        self.looked.append(request)
 
     def cancel(self, request: Request) -> None:
         self.cancelled.append(request)
@@ -186,7 +190,7 @@ async def test_a_text_becomes_events(desk: Desk) -> None:
     assert accepted == Accepted("mine", 5)
     assert isinstance(first, Tokens) and first.token_ids == [1, 2] and len(first.text) == 2
     assert second == Tokens([3], ""), "a stop token is no part of the text"
-    assert finished == Finished("stop", 5, 3, (0, 0, 0), 0.0, 0.0, 0)
+    assert finished == Finished("stop", 5, 3, (0, 0, 0, 0), 0.0, 0.0, 0)
     sampling = request().sampling
     assert (sampling.max_tokens, sampling.top_p, sampling.stop_token_ids) == (16, 1.0, (3,))
     assert (request().queued.priority, request().namespace.spec.salt) == (2, b"s")

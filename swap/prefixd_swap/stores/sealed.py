@@ -1,8 +1,10 @@
-"""Sealed objects: a part of a block as it lies in a store that others can write to.
+"""Sealed objects: a part of a block as it lies in a store that others can read and write.
 
-    head      magic, version, flags, what the object is (below), nonce, tag      HEAD_BYTES
-              the block's token ids                                              4 bytes a token
-    payload   the part's bytes; encrypted where that is configured
+    head      magic, version, flags, what the object is, nonce, tag, checksum     HEAD_BYTES
+    payload   the part's bytes; they and the checksum are encrypted where that is configured
+
+What the object is: the part's number and length, the block's depth and length, its namespace, its geometry, and a keyed
+hash of its token ids. The ids themselves are not stored: who reads the store is not to learn the prompt.
 
 AES-256-GCM with a key of the object's own authenticates all of it, so who lacks the secret can neither alter an object,
 nor move it to another name, nor make one up. The checksum inside was taken when the bytes were known to be right: bytes
@@ -27,9 +29,13 @@ from prefixd_swap.stores.names import BlockIdentity, TenantKeys, object_name
 _MAGIC = b"prefixd\x00"
 _VERSION = 1
 _ENCRYPTED = 1
-_HEAD = struct.Struct("<8sHHHxxIIQQ8s8s")  # see `_fields`
-_NONCE_BYTES, _TAG_BYTES = 12, 16
-HEAD_BYTES = _HEAD.size + _NONCE_BYTES + _TAG_BYTES
+_KIND = struct.Struct("<8sHH")  # magic, version, flags
+_IDENTITY = struct.Struct("<HxxIIxxxxQ8s8s16s")  # part, tokens, depth, bytes, namespace, geometry, hash of the tokens
+_NONCE_BYTES, _TAG_BYTES, _CHECKSUM_BYTES = 12, 16, 8
+_NONCE = _KIND.size + _IDENTITY.size
+_TAG = _NONCE + _NONCE_BYTES
+_CHECKSUM = _TAG + _TAG_BYTES
+HEAD_BYTES = _CHECKSUM + _CHECKSUM_BYTES
 
 
 class Seal:
@@ -46,14 +52,11 @@ class Seal:
         self._secret = secret
         self._encryption_key = encryption_key
 
+    head_bytes = HEAD_BYTES
+
     def keys(self, salt: bytes) -> TenantKeys:
         """The keys of the tenant with `salt`."""
         return TenantKeys.derive(self._secret, self._encryption_key, salt)
-
-    @staticmethod
-    def head_bytes(block: BlockIdentity) -> int:
-        """How long the head of each of a block's objects is."""
-        return HEAD_BYTES + len(block.tokens)
 
     def close(
         self, block: BlockIdentity, part: int, payload: memoryview, checksum: int | None
@@ -64,18 +67,20 @@ class Seal:
         """
         if checksum is None:
             checksum = xxhash.xxh3_64_intdigest(payload)
-        nonce = os.urandom(_NONCE_BYTES)
-        fields = self._fields(block, part, payload.nbytes, checksum) + nonce
+        nonce, known = os.urandom(_NONCE_BYTES), checksum.to_bytes(_CHECKSUM_BYTES, "little")
+        fields = self._kind() + _identity(block, part, payload.nbytes) + nonce
         sealing = Cipher(AES(_key(block, part)), GCM(nonce)).encryptor()
-        sealing.authenticate_additional_data(fields + block.tokens)
+        sealing.authenticate_additional_data(fields)
         if self.encrypt:
+            known = sealing.update(known)
             hidden = memoryview(bytearray(payload.nbytes))
             sealing.update_into(payload, hidden)
             payload = hidden
         else:
+            sealing.authenticate_additional_data(known)
             sealing.authenticate_additional_data(payload)
         sealing.finalize()
-        return fields + sealing.tag + block.tokens, payload
+        return fields + sealing.tag + known, payload
 
     def open(self, block: BlockIdentity, part: int, head: memoryview, payload: memoryview) -> int:
         """Verifies an object, decrypts its payload in place, and returns xxh3_64 of the bytes.
@@ -85,37 +90,46 @@ class Seal:
             StaleObjectError: another version of prefixd, or one that (does not) encrypt, has written it.
             AlteredObjectError: its bytes are not those that were sealed. The payload is garbage.
         """
-        magic, version, flags, *_, checksum, _, _ = _HEAD.unpack_from(head)
+        magic, version, flags = _KIND.unpack_from(head)
         if magic != _MAGIC:
             raise ForeignObjectError("the object was not written by prefixd")
-        if version != _VERSION or flags != (_ENCRYPTED if self.encrypt else 0):
+        if head[: _KIND.size] != self._kind():
             raise StaleObjectError(
                 f"the object has version {version} and flags {flags}; this daemon reads version {_VERSION} and "
-                f"flags {_ENCRYPTED if self.encrypt else 0} (1: encrypted)"
+                f"flags {self._flags} (1: encrypted)"
             )
-        fields = bytes(head[: _HEAD.size])
-        nonce, tag = head[_HEAD.size : _HEAD.size + _NONCE_BYTES], head[_HEAD.size + _NONCE_BYTES : HEAD_BYTES]
-        if fields != self._fields(block, part, payload.nbytes, checksum) or head[HEAD_BYTES:] != block.tokens:
+        if head[_KIND.size : _NONCE] != _identity(block, part, payload.nbytes):
             raise ForeignObjectError("the object says that it is another block's")
-        opening = Cipher(AES(_key(block, part)), GCM(bytes(nonce), bytes(tag))).decryptor()
-        opening.authenticate_additional_data(fields + bytes(nonce) + block.tokens)
+        nonce, tag, known = (bytes(head[at:to]) for at, to in ((_NONCE, _TAG), (_TAG, _CHECKSUM), (_CHECKSUM, None)))
+        opening = Cipher(AES(_key(block, part)), GCM(nonce, tag)).decryptor()
+        opening.authenticate_additional_data(head[:_TAG])
         if self.encrypt:
+            known = opening.update(known)
             opening.update_into(payload, payload)
         else:
+            opening.authenticate_additional_data(known)
             opening.authenticate_additional_data(payload)
         try:
             opening.finalize()
         except InvalidTag:
             raise AlteredObjectError("the object is not what was sealed with this daemon's secret") from None
+        checksum = int.from_bytes(known, "little")
         if xxhash.xxh3_64_intdigest(payload) != checksum:
             raise AlteredObjectError("the object's bytes were altered before they were sealed")
-        return int(checksum)
+        return checksum
 
-    def _fields(self, block: BlockIdentity, part: int, nbytes: int, checksum: int) -> bytes:
-        flags, tokens = _ENCRYPTED if self.encrypt else 0, len(block.tokens) // 4
-        return _HEAD.pack(
-            _MAGIC, _VERSION, flags, part, tokens, block.depth, nbytes, checksum, block.namespace, block.geometry
-        )
+    @property
+    def _flags(self) -> int:
+        return _ENCRYPTED if self.encrypt else 0
+
+    def _kind(self) -> bytes:
+        return _KIND.pack(_MAGIC, _VERSION, self._flags)
+
+
+def _identity(block: BlockIdentity, part: int, nbytes: int) -> bytes:
+    tokens = hashlib.blake2b(block.digest + block.tokens, key=block.keys.naming, digest_size=16).digest()
+    count = len(block.tokens) // 4
+    return _IDENTITY.pack(part, count, block.depth, nbytes, block.namespace, block.geometry, tokens)
 
 
 def _key(block: BlockIdentity, part: int) -> bytes:

@@ -283,7 +283,7 @@ class RemoteTier(Tier):
     async def _read_there(self, loads: Sequence[RemoteLoad]) -> list[tuple[int, ...] | StorageError]:
         """On the store's loop."""
         reads, nbytes = [], 0
-        heads = [[bytearray(self.seal.head_bytes(load.block)) for _ in load.parts] for load in loads]
+        heads = [[bytearray(self.seal.head_bytes) for _ in load.parts] for load in loads]
         for load, of_parts in zip(loads, heads, strict=True):
             for (part, span), head in zip(load.parts, of_parts, strict=True):
                 into = (memoryview(head), host_bytes(span, span.nbytes))

@@ -105,16 +105,16 @@ def altered(value: bytearray) -> None:
     value[-7] ^= 1
 
 
-def altered_head(value: bytearray) -> None:
-    value[HEAD_BYTES] ^= 1  # a token
+def altered_identity(value: bytearray) -> None:
+    value[20] ^= 1
 
 
 def altered_tag(value: bytearray) -> None:
-    value[HEAD_BYTES - 1] ^= 1
+    value[HEAD_BYTES - 9] ^= 1
 
 
 def altered_checksum(value: bytearray) -> None:
-    value[33] ^= 1
+    value[HEAD_BYTES - 1] ^= 1
 
 
 def foreign(value: bytearray) -> None:
@@ -128,7 +128,7 @@ def old(value: bytearray) -> None:
 DAMAGES = {
     torn: None,
     altered: "altered",
-    altered_head: "foreign",
+    altered_identity: "foreign",
     altered_tag: "altered",
     altered_checksum: "altered",
     foreign: "foreign",
@@ -187,6 +187,9 @@ async def test_an_encrypted_payload_cannot_be_read_in_the_store(tmp_path: Path) 
         await share(a)
         (value,) = store.objects.values()
         assert a.content(a.namespace, a.chain([1]), 0) not in value
+        assert a.chain([1]).token_ids not in value
+        checksum = int(a.trie.checksums[a.rows([1])[0], 0])
+        assert checksum and checksum.to_bytes(8, "little") not in value, "it would tell whose guess is right"
         assert await b.get([1]) == 1
 
 

@@ -88,7 +88,8 @@ class Mover:
         self.remote: Remote | None = None
         if tiers.remote is not None:
             self.remote = Remote(
-                *(tiers.remote, self._placement, tries, namespaces, clock, self._copy_ahead), remote or RemoteOptions()
+                *(tiers.remote, self._placement, tries, namespaces, clock, self._checksums, self._copy_ahead),
+                remote or RemoteOptions(),
             )
         self._room = Room(self._placement, tries, policy, self.disk, self._copy_down)
         self._moving: dict[tuple[int, int, int], Movement] = {}  # by (trie, row, level)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from prefixd.cache.checksums import Checksums
 from prefixd.cache.groups import GroupMask
 from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
 from prefixd.cache.movement import Movement
@@ -35,13 +36,17 @@ class RemoteCopies:
         placement: where copies are entered.
         digests: of blocks.
         health: is told of failures.
+        checksums: of what is in memory.
     """
 
-    def __init__(self, tier: RemoteTier, placement: Placement, digests: Digests, health: RemoteHealth) -> None:
+    def __init__(
+        self, tier: RemoteTier, placement: Placement, digests: Digests, health: RemoteHealth, checksums: Checksums
+    ) -> None:
         self._tier = tier
         self._placement = placement
         self._digests = digests
         self._health = health
+        self._checksums = checksums
         self._unusable: OrderedDict[bytes, float] = OrderedDict()  # digest -> until when it is not read again
 
     # -- reading ------------------------------------------------------------------------------------------------
@@ -125,6 +130,7 @@ class RemoteCopies:
         rows, groups = rows[groups != 0], groups[groups != 0]
         if not len(rows) or not self._tier.takes:
             return 0
+        await self._checksums.wait(trie, rows)
         digests = await self._digests.of_rows(trie, rows)
         blocks = [self._digests.identity(trie, row, digest) for row, digest in zip(rows.tolist(), digests, strict=True)]
         try:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from prefixd.cache.checksums import Checksums
 from prefixd.cache.index.keys import BlockChain
 from prefixd.cache.index.trie import Trie
 from prefixd.cache.namespaces import Namespace, NamespaceRegistry
@@ -50,6 +51,7 @@ class Remote:
         tries: all tries, by ordinal.
         namespaces: all namespaces.
         clock: seconds, monotonic.
+        checksums: of what is in memory.
         copy_ahead: see `Sharing`.
         options: how it is used.
     """
@@ -61,6 +63,7 @@ class Remote:
         tries: list[Trie],
         namespaces: NamespaceRegistry,
         clock: Callable[[], float],
+        checksums: Checksums,
         copy_ahead: CopyAhead,
         options: RemoteOptions,
     ) -> None:
@@ -74,7 +77,7 @@ class Remote:
         )
         self.health = RemoteHealth(tier, placement, tries, self.known.forget_all)
         digests = Digests(tier, namespaces)
-        self.copies = RemoteCopies(tier, placement, digests, self.health)
+        self.copies = RemoteCopies(tier, placement, digests, self.health, checksums)
         self.lookups = RemoteLookups(
             tier, placement, digests, self.copies, self.known, self.health, clock, options.absent_s
         )

@@ -147,6 +147,11 @@ class Link:
             self._caches[spec] = known
         return known
 
+    async def evict(self, spec: NamespaceSpec) -> None:
+        """Has the daemon drop what it has in a namespace. For use in the link's thread, inside `guard`."""
+        known = await self.cache(spec)
+        await self._client.evict(namespace_id=known.namespace_id)
+
     async def ask(self) -> None:
         """Returns when the daemon has answered something. For use in the link's thread, inside `guard`."""
         await self._client.session()

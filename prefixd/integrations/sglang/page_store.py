@@ -1,0 +1,465 @@
+"""One pool's pages in one namespace of prefixd: which are there, bring them, keep them.
+
+SGLang's threads call and wait; they also make the copies, so that the link's thread is free for the others. A call is
+cut into slices of some pages, each with a lease or a reservation of its own:
+
+    load    Acquire -> copy out -> Release     that the release succeeds proves that the bytes were the right ones
+    save    Reserve -> copy in -> Commit
+
+so that one that is too slow can end between two of them, with the pages that have come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from prefixd.client import (
+    AsyncLease,
+    AsyncReservation,
+    ClientError,
+    ExhaustedError,
+    LeaseLost,
+    NamespaceSpec,
+)
+from prefixd.integrations.engine.link import Link, LinkDown
+from prefixd.integrations.sglang.chains import KEY_BYTES, Chain, Starts
+from prefixd.integrations.sglang.pool_pages import Bytes, PagesAt, PagesUnusable
+
+T = TypeVar("T")
+H = TypeVar("H", AsyncLease, AsyncReservation)
+
+SLICE_BYTES = 64 << 20
+SINGLES = 32  # pages by themselves that are asked for at a time
+_BYTES_PER_S = 100e6  # a transfer slower than this is given up
+_SAVE_PAUSE_S = 1.0
+_CLEAR_S = 8.0
+_TROUBLES = (LinkDown, ClientError, PagesUnusable)
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of a call's pages, in their order."""
+
+    done: list[bool]
+    """Whether a page is there, or is kept."""
+    nbytes: int = 0
+    new: int = 0
+    """Pages that prefixd did not have."""
+    elapsed_s: float = 0.0
+    cut: bool = False
+    """Whether it ended because its time was over."""
+    error: Exception | None = None
+    """What ended it early."""
+
+    def failed(self, error: Exception) -> None:
+        """It ended early; what was done before stays."""
+        self.error = error
+
+    @property
+    def pages(self) -> int:
+        """Pages that are there, or are kept."""
+        return sum(self.done)
+
+
+@dataclass(slots=True)
+class Grant(Generic[H]):
+    """Some holds, the memory that they are in, and what is said of the copies under way."""
+
+    holds: list[H]
+    arena: Bytes
+    copying: ExitStack = field(default_factory=ExitStack)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Blocks of one path."""
+
+    path: bytes
+    first_block: int
+    blocks: int
+
+
+class PageStore:
+    """The pages of one pool.
+
+    Args:
+        link: the line to the daemon.
+        spec: the namespace; its one part is a page.
+        slice_s: the longest that a call goes on.
+        clock: seconds, monotonic.
+        slice_bytes: bytes that are moved at a time.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        spec: NamespaceSpec,
+        slice_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        slice_bytes: int = SLICE_BYTES,
+    ) -> None:
+        self.spec = spec
+        self.page_bytes = spec.block_bytes
+        self._link = link
+        self._slice_s = slice_s
+        self._clock = clock
+        self._slice = max(1, slice_bytes // self.page_bytes)
+        self._starts = Starts()
+        self._save_again_s = 0.0
+
+    # -- which pages are there ------------------------------------------------------------------------------------
+
+    def leading(self, chain: Chain) -> int:
+        """How many pages of a call, from its first on, are cached. Raises LinkDown, ClientError."""
+        return self._wait(self._link.start(partial(self._leading, chain)))
+
+    async def _leading(self, chain: Chain) -> int:
+        cache = await self._link.cache(self.spec)
+        at = chain.before
+        counted = True
+        while at < len(chain):
+            found = at
+            for begin in self._starts.of(chain, at):
+                blocks = (await cache.match(_tokens(chain.part(begin)), counted=counted)).blocks
+                counted = False
+                if not blocks and begin:
+                    self._starts.drop(chain.page(begin))  # it was evicted
+                found = begin + blocks
+                if found > at:
+                    break
+            if found <= at:
+                break
+            at = found
+            if at < len(chain) and chain.page(at) not in self._starts:
+                break
+        return at - chain.before
+
+    def each(self, digests: bytes) -> list[bool]:
+        """Which pages are cached that are paths by themselves. Raises LinkDown, ClientError."""
+        return self._wait(self._link.start(partial(self._each, digests)))
+
+    async def _each(self, digests: bytes) -> list[bool]:
+        cache = await self._link.cache(self.spec)
+        there: list[bool] = []
+        pages = list(_pages(digests))
+        for first in range(0, len(pages), SINGLES):
+            found = await asyncio.gather(*(cache.match(_tokens(page)) for page in pages[first : first + SINGLES]))
+            there += [match.blocks > 0 for match in found]
+        return there
+
+    def clear(self) -> None:
+        """Has the daemon drop all of them. Raises LinkDown, ClientError."""
+        self._wait(self._link.start(partial(self._link.evict, self.spec), _CLEAR_S))
+
+    # -- loading --------------------------------------------------------------------------------------------------
+
+    def load(self, chain: Chain, pages: PagesAt) -> Outcome:
+        """Brings the pages of a call, from its first on, into SGLang's pool, until one is missing or time is over."""
+        outcome = Outcome([False] * (len(chain) - chain.before))
+        with _timed(outcome, self._clock):
+            until_s = self._clock() + self._slice_s
+            at = chain.before
+            while at < len(chain):
+                stop = min(at + self._slice, len(chain))
+                try:
+                    came = self._load_slice(chain, at, stop, pages)
+                except _TROUBLES as error:
+                    outcome.failed(error)
+                    break
+                for page in range(at, at + came):
+                    outcome.done[page - chain.before] = True
+                at += came
+                if not came or (at < stop and chain.page(at) not in self._starts):
+                    break
+                if at < len(chain) and self._clock() >= until_s:
+                    outcome.cut = True
+                    break
+            outcome.nbytes = outcome.pages * self.page_bytes
+        return outcome
+
+    def _load_slice(self, chain: Chain, at: int, stop: int, pages: PagesAt) -> int:
+        """Brings pages `at` to `stop`; how many came, from the first on."""
+        for begin in self._starts.of(chain, at):
+            wanted = Wanted(chain.part(begin, stop), at - begin, stop - at)
+            grant = self._acquired([wanted])
+            lease = grant.holds[0]
+            places = [(at - chain.before + block, lease.offset(block)) for block in range(lease.blocks)]
+            if self._copied(grant, partial(pages.load, grant.arena, places, lease.check))[0] and lease.blocks:
+                return lease.blocks
+        return 0
+
+    def load_each(self, digests: bytes, pages: PagesAt) -> Outcome:
+        """As `load`, for pages that are paths by themselves: each that is there comes, the last first.
+
+        Of a window the pages at its end are the ones that shorter windows have, too.
+        """
+        all_pages = list(_pages(digests))
+        outcome = Outcome([False] * len(all_pages))
+        with _timed(outcome, self._clock):
+            until_s = self._clock() + self._slice_s
+            step = min(self._slice, SINGLES)
+            for first in range(0, len(all_pages), step):
+                if first and self._clock() >= until_s:
+                    outcome.cut = True
+                    break
+                wanted = [Wanted(page, 0, 1) for page in all_pages[first : first + step]]
+                try:
+                    came = self._load_singles(wanted, first, pages)
+                except _TROUBLES as error:
+                    outcome.failed(error)
+                    break
+                outcome.done[first : first + len(came)] = came
+            outcome.nbytes = outcome.pages * self.page_bytes
+        return outcome
+
+    def _load_singles(self, wanted: Sequence[Wanted], first: int, pages: PagesAt) -> list[bool]:
+        grant = self._acquired(wanted)
+
+        def copy() -> None:
+            for place, lease in enumerate(grant.holds):
+                if lease.blocks:
+                    pages.load(grant.arena, [(first + place, lease.offset(0))], lease.check)
+
+        released = self._copied(grant, copy)
+        return [ok and lease.blocks > 0 for ok, lease in zip(released, grant.holds, strict=True)]
+
+    # -- saving ---------------------------------------------------------------------------------------------------
+
+    def save(self, chain: Chain, pages: PagesAt) -> Outcome:
+        """Gives prefixd the pages of a call that it does not have, from the first on, until there is no room or time is
+        over."""
+        outcome = Outcome([False] * (len(chain) - chain.before))
+        with _timed(outcome, self._clock):
+            until_s = self._clock() + self._slice_s
+            at = chain.before
+            while at < len(chain) and self._may_save():
+                stop = min(at + self._slice, len(chain))
+                try:
+                    kept, new = self._save_slice(chain, at, stop, pages)
+                except _TROUBLES as error:
+                    outcome.failed(error)
+                    break
+                outcome.new += new
+                for page in range(at, kept):
+                    outcome.done[page - chain.before] = True
+                if kept <= at:
+                    break
+                at = kept
+                if at < len(chain) and self._clock() >= until_s:
+                    outcome.cut = True
+                    break
+            outcome.nbytes = outcome.new * self.page_bytes
+        return outcome
+
+    def _save_slice(self, chain: Chain, at: int, stop: int, pages: PagesAt) -> tuple[int, int]:
+        """Keeps pages `at` to `stop`: up to which page they are kept now, and how many are new."""
+        begin = self._starts.of(chain, at)[0]
+        wanted = Wanted(chain.part(begin, stop), at - begin, stop - at)
+        grant = self._reserved([wanted])
+        if grant is None:
+            return at, 0
+        reservation = grant.holds[0]
+        if reservation.blocks and reservation.first_block < wanted.first_block:
+            # prefixd has lost pages before these.
+            self._given_back(grant)
+            if begin:
+                self._starts.drop(chain.page(begin))
+            self._starts.add(chain.page(at))
+            begin = at
+            wanted = Wanted(chain.part(begin, stop), 0, stop - at)
+            if (grant := self._reserved([wanted])) is None:
+                return at, 0
+            reservation = grant.holds[0]
+        if not reservation.blocks:
+            self._given_back(grant)
+            return stop, 0
+        first = begin + reservation.first_block
+        places = [(first - chain.before + block, reservation.offset(block)) for block in range(reservation.blocks)]
+        if not self._copied(grant, partial(pages.save, grant.arena, places, reservation.check))[0]:
+            return at, 0
+        return first + reservation.blocks, reservation.blocks
+
+    def save_each(self, digests: bytes, pages: PagesAt) -> Outcome:
+        """As `save`, for pages that are paths by themselves."""
+        all_pages = list(_pages(digests))
+        outcome = Outcome([False] * len(all_pages))
+        with _timed(outcome, self._clock):
+            until_s = self._clock() + self._slice_s
+            step = min(self._slice, SINGLES)
+            for first in range(0, len(all_pages), step):
+                if not self._may_save():
+                    break
+                if first and self._clock() >= until_s:
+                    outcome.cut = True
+                    break
+                wanted = [Wanted(page, 0, 1) for page in all_pages[first : first + step]]
+                try:
+                    kept, new = self._save_singles(wanted, first, pages)
+                except _TROUBLES as error:
+                    outcome.failed(error)
+                    break
+                outcome.new += new
+                outcome.done[first : first + len(kept)] = kept
+            outcome.nbytes = outcome.new * self.page_bytes
+        return outcome
+
+    def _save_singles(self, wanted: Sequence[Wanted], first: int, pages: PagesAt) -> tuple[list[bool], int]:
+        if (grant := self._reserved(wanted)) is None:
+            return [False] * len(wanted), 0
+
+        def copy() -> None:
+            for place, reservation in enumerate(grant.holds):
+                if reservation.blocks:
+                    pages.save(grant.arena, [(first + place, reservation.offset(0))], reservation.check)
+
+        committed = self._copied(grant, copy)
+        new = sum(ok and reservation.blocks > 0 for ok, reservation in zip(committed, grant.holds, strict=True))
+        return committed, new
+
+    def _may_save(self) -> bool:
+        return not self._link.draining and self._clock() >= self._save_again_s
+
+    # -- grants ---------------------------------------------------------------------------------------------------
+
+    def _acquired(self, wanted: Sequence[Wanted]) -> Grant[AsyncLease]:
+        blocks = sum(each.blocks for each in wanted)
+        return self._wait(self._link.start(partial(self._acquire, wanted), self._limit_s(blocks)))
+
+    async def _acquire(self, wanted: Sequence[Wanted]) -> Grant[AsyncLease]:
+        cache = await self._link.cache(self.spec)
+        return await self._all(
+            [
+                cache.acquire(_tokens(each.path), first_block=each.first_block, max_blocks=each.blocks, counted=False)
+                for each in wanted
+            ]
+        )
+
+    def _reserved(self, wanted: Sequence[Wanted]) -> Grant[AsyncReservation] | None:
+        """Slots; None when there are none now."""
+        blocks = sum(each.blocks for each in wanted)
+        return self._wait(
+            self._link.start(partial(self._reserve, wanted), self._limit_s(blocks) + self._link.timeout_s)
+        )
+
+    async def _reserve(self, wanted: Sequence[Wanted]) -> Grant[AsyncReservation] | None:
+        cache = await self._link.cache(self.spec)
+        try:
+            async with asyncio.timeout(self._link.timeout_s):
+                return await self._all(
+                    [cache.reserve(_tokens(each.path), first_block=each.first_block) for each in wanted]
+                )
+        except TimeoutError:
+            # It waits for the disk. What cannot be kept now is computed again one day; SGLang does not wait.
+            self._save_again_s = self._clock() + _SAVE_PAUSE_S
+            await self._link.ask()  # unless it is away
+            return None
+        except ExhaustedError:
+            self._save_again_s = self._clock() + _SAVE_PAUSE_S
+            return None
+
+    async def _all(self, asked: Sequence[Coroutine[Any, Any, H]]) -> Grant[H]:
+        """What was asked for; where one fails, or time is over, the others are given back."""
+        tasks = [asyncio.create_task(each) for each in asked]
+        try:
+            holds = await asyncio.gather(*tasks)
+            arena = self._link.arena
+            if arena is None:
+                raise LeaseLost("the session ended before the copy began")
+            grant = Grant(holds, arena.bytes_at(0, arena.nbytes))
+            try:
+                for hold in holds:
+                    grant.copying.enter_context(hold.copying())
+            except BaseException:
+                grant.copying.close()
+                raise
+            return grant
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+                task.add_done_callback(self._give_back_late)
+            raise
+
+    def _give_back_late(self, task: asyncio.Task[Any]) -> None:
+        if not task.cancelled() and task.exception() is None:
+            self._link.give_back(task.result())
+
+    def _copied(self, grant: Grant[H], copy: Callable[[], None]) -> list[bool]:
+        """Copies, and ends the holds: of each, whether what was copied counts."""
+        try:
+            copy()
+        except BaseException:
+            self._given_back(grant)
+            raise
+        return self._wait(self._link.spawn(partial(self._end, grant)))
+
+    def _given_back(self, grant: Grant[H]) -> None:
+        """Ends the holds; nothing that was copied counts."""
+
+        async def end() -> None:
+            grant.copying.close()
+            for hold in grant.holds:
+                self._link.give_back(hold)
+
+        self._link.spawn(end).add_done_callback(self._link.report)
+
+    async def _end(self, grant: Grant[H]) -> list[bool]:
+        grant.copying.close()
+        limit_s = self._limit_s(sum(hold.blocks for hold in grant.holds))
+
+        async def end() -> list[bool]:
+            return await asyncio.gather(*(_end_one(hold) for hold in grant.holds))
+
+        try:
+            return await self._link.guard(end, limit_s)
+        except BaseException:
+            for hold in grant.holds:
+                self._link.give_back(hold)  # unless it has ended
+            raise
+
+    def _limit_s(self, blocks: int) -> float:
+        """How long the daemon may take for a call that may have to wait for the blocks' bytes."""
+        return self._link.timeout_s + blocks * self.page_bytes / _BYTES_PER_S
+
+    def _wait(self, future: Future[T]) -> T:
+        """The result; the link's thread bounds the wait."""
+        try:
+            return future.result()
+        except CancelledError as error:
+            raise LinkDown("the backend was closed during the call") from error
+
+
+async def _end_one(hold: AsyncLease | AsyncReservation) -> bool:
+    """Whether what was copied under it counts. Raises what says that the daemon is away."""
+    try:
+        if isinstance(hold, AsyncReservation):
+            result = await hold.commit()
+            return result.committed + result.duplicates >= hold.blocks
+        await hold.release()
+    except LeaseLost:
+        return False
+    return True
+
+
+@contextmanager
+def _timed(outcome: Outcome, clock: Callable[[], float]) -> Iterator[None]:
+    began_s = clock()
+    yield
+    outcome.elapsed_s = clock() - began_s
+
+
+def _tokens(path: bytes) -> np.ndarray[Any, np.dtype[np.uint32]]:
+    """The token ids that stand for the pages of a path."""
+    return np.frombuffer(path, "<u4")
+
+
+def _pages(digests: bytes) -> Iterator[bytes]:
+    return (digests[at : at + KEY_BYTES] for at in range(0, len(digests), KEY_BYTES))

@@ -65,6 +65,9 @@ class PoolPages(ABC):
             raise PagesUnusable("the host indices of a page do not follow each other")
         if pages and int(starts.min()) < 0:
             raise PagesUnusable(f"host index {int(starts.min())} is negative")
+        size = max(int(getattr(self.pool, name, 0) or 0) for name in ("size", "logical_size"))
+        if pages and size and int(starts.max()) + tokens > size:
+            raise PagesUnusable(f"host index {int(starts.max()) + tokens - 1} is outside a pool of {size} tokens")
         if getattr(self.pool, "layout", "") in _WHOLE_PAGE_LAYOUTS and bool((starts % tokens).any()):
             raise PagesUnusable(f"a page does not begin at a multiple of {tokens} tokens")
         return starts
@@ -284,9 +287,6 @@ class FlatAt(PagesAt):
     """Pages by their first tokens."""
 
     def __init__(self, pool: Any, starts: Sequence[int], page_bytes: int) -> None:
-        size = int(getattr(pool, "size", 0) or 0)
-        if size and any(start >= size for start in starts):
-            raise PagesUnusable(f"host index {max(starts)} is outside a pool of {size} tokens")
         self._pool = pool
         self._starts = starts
         self._page_bytes = page_bytes

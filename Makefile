@@ -17,22 +17,28 @@ VLLM_VENV := .venv-vllm
 VLLM_INSTALLED := $(VLLM_VENV)/.installed
 VLLM_TESTS ?= tests/vllm
 
+# SGLang pins as many, most of which need a GPU: of those only what its HiCache imports is installed.
+SGLANG_VENV := .venv-sglang
+SGLANG_INSTALLED := $(SGLANG_VENV)/.installed
+SGLANG_TESTS ?= tests/sglang
+
 # With it every process would compile torch anew: pip does not (see `pip` below).
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install run test test-vllm check format proto gpu-check clean
+.PHONY: help install run test test-vllm test-sglang check format proto gpu-check clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make run        start a daemon with a small random model and show what the cache does"
-	@echo "make test       run the tests (TESTS=tests/swap for one room)"
-	@echo "make test-vllm  run the tests with a real vLLM on the CPU, in $(VLLM_VENV) (2.5 GB; Linux on x86_64)"
-	@echo "make check      style, types, import rules, generated code"
-	@echo "make install    set up .venv (the others do it when needed)"
-	@echo "make format     let ruff fix and format"
-	@echo "make proto      regenerate prefixd/v1 from proto/"
-	@echo "make gpu-check  what needs a GPU: tests, a daemon from end to end, benchmark; ends well where there is none"
-	@echo "make clean      remove .venv, $(VLLM_VENV) and caches"
+	@echo "make run           start a daemon with a small random model and show what the cache does"
+	@echo "make test          run the tests (TESTS=tests/swap for one room)"
+	@echo "make test-vllm     run the tests with a real vLLM on the CPU, in $(VLLM_VENV) (2.5 GB; Linux on x86_64)"
+	@echo "make test-sglang   run the tests with SGLang's HiCache on the CPU, in $(SGLANG_VENV) (1 GB; Linux on x86_64)"
+	@echo "make check         style, types, import rules, generated code"
+	@echo "make install       set up .venv (the others do it when needed)"
+	@echo "make format        let ruff fix and format"
+	@echo "make proto         regenerate prefixd/v1 from proto/"
+	@echo "make gpu-check     what needs a GPU: tests, a daemon from end to end, benchmark; ends well where there is none"
+	@echo "make clean         remove .venv, $(VLLM_VENV), $(SGLANG_VENV) and caches"
 
 # $(call environment,FOLDER): makes it unless it is there and whole.
 environment = $(1)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(1)
@@ -73,6 +79,19 @@ $(VLLM_INSTALLED): pyproject.toml tests/vllm/requirements.txt
 test-vllm: $(VLLM_INSTALLED)
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m $(PYTEST) $(VLLM_TESTS)
 
+$(SGLANG_INSTALLED): pyproject.toml tests/sglang/requirements.txt
+	@test "$$(uname -sm)" = "Linux x86_64" || { \
+		echo "test-sglang needs Linux on x86_64, which sglang's wheel is built for; this is $$(uname -sm)" >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer found; set PYTHON=/path/to/python" >&2; exit 1; }
+	$(call environment,$(SGLANG_VENV))
+	$(call pip,$(SGLANG_VENV),--no-deps -r tests/sglang/requirements.txt)
+	$(call pip,$(SGLANG_VENV),--no-deps -e .)
+	@touch $@
+
+# What takes time is importing SGLang, once a worker, and starting daemons.
+test-sglang: $(SGLANG_INSTALLED)
+	OMP_NUM_THREADS=1 $(SGLANG_VENV)/bin/python -m $(PYTEST) $(SGLANG_TESTS)
+
 check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -110,5 +129,5 @@ gpu-check:
 	echo "gpu-check: skipped, no Python here ($(GPU_PYTHON)) has a torch that sees a CUDA GPU"
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

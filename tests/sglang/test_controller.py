@@ -55,9 +55,7 @@ def test_a_prompt_longer_than_a_call(daemon: DaemonProcess, make_controller: Mak
 
 
 @pytest.mark.parametrize("pass_prefix_keys", [True, False])
-def test_a_prompt_that_goes_on(
-    daemon: DaemonProcess, make_controller: MakeController, pass_prefix_keys: bool
-) -> None:
+def test_a_prompt_that_goes_on(daemon: DaemonProcess, make_controller: MakeController, pass_prefix_keys: bool) -> None:
     controller = make_controller(daemon, pass_prefix_keys=pass_prefix_keys)
     prompt = new_prompt(9)
     assert controller.hits(prompt).storage_hit_count == 0
@@ -98,7 +96,8 @@ def test_what_is_on_disk_outlives_the_daemon(own_daemon: DaemonProcess, make_con
 
 
 def test_a_prompt_goes_on_after_the_daemon_has_lost_its_beginning(make_controller: MakeController) -> None:
-    """SGLang hands over a page once: where it goes on with pages that prefixd has lost, what follows is stored alone."""
+    """SGLang hands over a page once: where it goes on with pages that prefixd has lost, what follows is stored
+    alone."""
     with DaemonProcess({**DAEMON, "disk.bytes": 0}) as daemon:
         prompt = new_prompt(9)
         controller = make_controller(daemon)

@@ -18,7 +18,6 @@ from benchmarks.engines.sglang_controller import Controller, Shape, fill, host_p
 from benchmarks.engines.sglang_without_gpu import sglang
 from prefixd.client import Client
 from prefixd.errors import ConfigError
-from prefixd.integrations.sglang import page_store
 from prefixd.integrations.sglang.pool_pages import BuffersAt
 from prefixd.workloads.daemon_process import DaemonProcess
 from tests.sglang.conftest import MakeController
@@ -46,10 +45,10 @@ def test_no_daemon_when_sglang_starts(own_daemon: DaemonProcess, make_controller
     own_daemon.kill()
     controller, elapsed_s = _elapsed(lambda: make_controller(own_daemon, prefixd={"timeout_s": TIMEOUT_S}))
     assert elapsed_s < 4 * TIMEOUT_S + 2
-    prompt = new_prompt(4)
-    assert controller.backup(prompt, controller.random_pages(4, seed=1)) == 0
+    prompt, saved = new_prompt(4), controller.random_pages(4, seed=1)
+    assert controller.backup(prompt, saved) == 0
     own_daemon.start()
-    poll(lambda: controller.backup(prompt, controller.random_pages(4, seed=1)), "nothing is saved", 30)
+    poll(lambda: controller.backup(prompt, saved), "nothing is saved")
     assert controller.hits(prompt).storage_hit_count == 64
 
 
@@ -327,7 +326,9 @@ def test_no_threads_when_sglang_starts(
     storage = sglang("srt.mem_cache.hicache_storage")
     from prefixd.integrations.sglang import PrefixdHiCache, backend
 
-    config = storage.HiCacheStorageConfig(0, 1, 0, 1, 0, 1, False, False, True, "tiny", extra_config=options(daemon.address))
+    config = storage.HiCacheStorageConfig(
+        0, 1, 0, 1, 0, 1, False, False, True, "tiny", extra_config=options(daemon.address)
+    )
     original = threading.Thread.start
 
     def no_thread(self: threading.Thread) -> None:
@@ -388,7 +389,9 @@ def test_an_option_that_cannot_work_is_said_at_the_start(given: dict[str, Any], 
         Controller(host_pool(Shape()), extra=extra)
 
 
-def test_model_by_content(daemon: DaemonProcess, make_controller: MakeController, tmp_path: Path, monkeypatch: Any) -> None:
+def test_model_by_content(
+    daemon: DaemonProcess, make_controller: MakeController, tmp_path: Path, monkeypatch: Any
+) -> None:
     """The same folder with other weights is another model."""
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     folder = tmp_path / "model"
@@ -403,7 +406,3 @@ def test_model_by_content(daemon: DaemonProcess, make_controller: MakeController
     (folder / "model.safetensors").write_bytes(b"others.")
     other = make_controller(daemon, prefixd={"model": str(folder)})
     assert other.hits(prompt).storage_hit_count == 0
-
-
-def test_slices_are_smaller_than_a_call() -> None:
-    assert page_store.SLICE_BYTES < 128 << 20

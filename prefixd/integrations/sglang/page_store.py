@@ -37,11 +37,13 @@ from prefixd.integrations.sglang.pool_pages import Bytes, PagesAt, PagesUnusable
 T = TypeVar("T")
 H = TypeVar("H", AsyncLease, AsyncReservation)
 
-SLICE_BYTES = 64 << 20
+LOAD_BYTES = 64 << 20  # two are under way at a time
+SAVE_BYTES = 256 << 20
 SINGLES = 32  # pages by themselves that are asked for at a time
 _BYTES_PER_S = 100e6  # a transfer slower than this is given up
 _SAVE_PAUSE_S = 1.0
 _CLEAR_S = 8.0
+_CLEAR_AGAIN_S = 0.02
 _TROUBLES = (LinkDown, ClientError, PagesUnusable)
 
 
@@ -88,6 +90,17 @@ class Wanted:
     blocks: int
 
 
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """A slice of a call that the daemon has been asked for: pages `at` to `stop` of a chain."""
+
+    at: int
+    stop: int
+    begin: int
+    """Where its path begins."""
+    grant: Future[Grant[AsyncLease]]
+
+
 class PageStore:
     """The pages of one pool.
 
@@ -96,7 +109,7 @@ class PageStore:
         spec: the namespace; its one part is a page.
         slice_s: the longest that a call goes on.
         clock: seconds, monotonic.
-        slice_bytes: bytes that are moved at a time.
+        load_bytes: bytes that are loaded at a time.
     """
 
     def __init__(
@@ -105,14 +118,15 @@ class PageStore:
         spec: NamespaceSpec,
         slice_s: float,
         clock: Callable[[], float] = time.monotonic,
-        slice_bytes: int = SLICE_BYTES,
+        load_bytes: int = LOAD_BYTES,
     ) -> None:
         self.spec = spec
         self.page_bytes = spec.block_bytes
         self._link = link
         self._slice_s = slice_s
         self._clock = clock
-        self._slice = max(1, slice_bytes // self.page_bytes)
+        self._slice = max(1, load_bytes // self.page_bytes)
+        self._save_slice_pages = max(1, SAVE_BYTES // self.page_bytes)
         self._starts = Starts()
         self._save_again_s = 0.0
 
@@ -158,44 +172,77 @@ class PageStore:
 
     def clear(self) -> None:
         """Has the daemon drop all of them. Raises LinkDown, ClientError."""
-        self._wait(self._link.start(partial(self._link.evict, self.spec), _CLEAR_S))
+        self._wait(self._link.start(self._clear, _CLEAR_S))
+
+    async def _clear(self) -> None:
+        while await self._link.evict(self.spec):
+            await asyncio.sleep(_CLEAR_AGAIN_S)  # some are on their way to the disk
 
     # -- loading --------------------------------------------------------------------------------------------------
 
     def load(self, chain: Chain, pages: PagesAt) -> Outcome:
-        """Brings the pages of a call, from its first on, into SGLang's pool, until one is missing or time is over."""
+        """Brings the pages of a call, from its first on, into SGLang's pool, until one is missing or time is over.
+
+        While a slice is copied the daemon leases the next, and is told of the end of the one before.
+        """
         outcome = Outcome([False] * (len(chain) - chain.before))
+        ending: list[tuple[range, Future[list[bool]]]] = []
+        ahead: Ahead | None = None
         with _timed(outcome, self._clock):
             until_s = self._clock() + self._slice_s
             at = chain.before
-            while at < len(chain):
-                stop = min(at + self._slice, len(chain))
+            try:
+                while at < len(chain):
+                    asked, ahead = ahead or self._ahead(chain, at), None
+                    begin, grant = self._found(chain, asked)
+                    blocks = grant.holds[0].blocks
+                    if blocks == asked.stop - at < len(chain) - at:
+                        ahead = self._ahead(chain, asked.stop, begin)
+                    places = [(at - chain.before + block, grant.holds[0].offset(block)) for block in range(blocks)]
+                    self._copied(grant, partial(pages.load, grant.arena, places, grant.holds[0].check))
+                    ending.append((range(at, at + blocks), self._link.spawn(partial(self._end, grant))))
+                    at += blocks
+                    if not blocks or (at < asked.stop and chain.page(at) not in self._starts):
+                        break
+                    if at < len(chain) and self._clock() >= until_s:
+                        outcome.cut = True
+                        break
+            except _TROUBLES as error:
+                outcome.failed(error)
+            finally:
+                if ahead is not None:
+                    ahead.grant.add_done_callback(self._give_back_grant)
+            for places_of, ended in ending:
                 try:
-                    came = self._load_slice(chain, at, stop, pages)
+                    came = self._wait(ended)[0]
                 except _TROUBLES as error:
                     outcome.failed(error)
                     break
-                for page in range(at, at + came):
+                if not came:
+                    break
+                for page in places_of:
                     outcome.done[page - chain.before] = True
-                at += came
-                if not came or (at < stop and chain.page(at) not in self._starts):
-                    break
-                if at < len(chain) and self._clock() >= until_s:
-                    outcome.cut = True
-                    break
             outcome.nbytes = outcome.pages * self.page_bytes
         return outcome
 
-    def _load_slice(self, chain: Chain, at: int, stop: int, pages: PagesAt) -> int:
-        """Brings pages `at` to `stop`; how many came, from the first on."""
-        for begin in self._starts.of(chain, at):
-            wanted = Wanted(chain.part(begin, stop), at - begin, stop - at)
-            grant = self._acquired([wanted])
-            lease = grant.holds[0]
-            places = [(at - chain.before + block, lease.offset(block)) for block in range(lease.blocks)]
-            if self._copied(grant, partial(pages.load, grant.arena, places, lease.check))[0] and lease.blocks:
-                return lease.blocks
-        return 0
+    def _ahead(self, chain: Chain, at: int, begin: int | None = None) -> Ahead:
+        """Has the slice from page `at` on leased; its path begins at `begin` (None: the nearest that may have it)."""
+        stop = min(at + self._slice, len(chain))
+        if begin is None:
+            begin = self._starts.of(chain, at)[0]
+        wanted = Wanted(chain.part(begin, stop), at - begin, stop - at)
+        limit_s = self._limit_s(wanted.blocks)
+        return Ahead(at, stop, begin, self._link.start(partial(self._acquire, [wanted]), limit_s))
+
+    def _found(self, chain: Chain, asked: Ahead) -> tuple[int, Grant[AsyncLease]]:
+        """Where the path begins that has the slice, and the lease; one of no blocks where none has it."""
+        begin, grant = asked.begin, self._wait(asked.grant)
+        others = [other for other in self._starts.of(chain, asked.at) if other != begin]
+        while not grant.holds[0].blocks and others:
+            self._given_back(grant)
+            begin = others.pop(0)
+            grant = self._wait(self._ahead(chain, asked.at, begin).grant)
+        return begin, grant
 
     def load_each(self, digests: bytes, pages: PagesAt) -> Outcome:
         """As `load`, for pages that are paths by themselves: each that is there comes, the last first.
@@ -229,7 +276,8 @@ class PageStore:
                 if lease.blocks:
                     pages.load(grant.arena, [(first + place, lease.offset(0))], lease.check)
 
-        released = self._copied(grant, copy)
+        self._copied(grant, copy)
+        released = self._ended(grant)
         return [ok and lease.blocks > 0 for ok, lease in zip(released, grant.holds, strict=True)]
 
     # -- saving ---------------------------------------------------------------------------------------------------
@@ -242,7 +290,7 @@ class PageStore:
             until_s = self._clock() + self._slice_s
             at = chain.before
             while at < len(chain) and self._may_save():
-                stop = min(at + self._slice, len(chain))
+                stop = min(at + self._save_slice_pages, len(chain))
                 try:
                     kept, new = self._save_slice(chain, at, stop, pages)
                 except _TROUBLES as error:
@@ -284,7 +332,8 @@ class PageStore:
             return stop, 0
         first = begin + reservation.first_block
         places = [(first - chain.before + block, reservation.offset(block)) for block in range(reservation.blocks)]
-        if not self._copied(grant, partial(pages.save, grant.arena, places, reservation.check))[0]:
+        self._copied(grant, partial(pages.save, grant.arena, places, reservation.check))
+        if not self._ended(grant)[0]:
             return at, 0
         return first + reservation.blocks, reservation.blocks
 
@@ -321,7 +370,8 @@ class PageStore:
                 if reservation.blocks:
                     pages.save(grant.arena, [(first + place, reservation.offset(0))], reservation.check)
 
-        committed = self._copied(grant, copy)
+        self._copied(grant, copy)
+        committed = self._ended(grant)
         new = sum(ok and reservation.blocks > 0 for ok, reservation in zip(committed, grant.holds, strict=True))
         return committed, new
 
@@ -392,14 +442,22 @@ class PageStore:
         if not task.cancelled() and task.exception() is None:
             self._link.give_back(task.result())
 
-    def _copied(self, grant: Grant[H], copy: Callable[[], None]) -> list[bool]:
-        """Copies, and ends the holds: of each, whether what was copied counts."""
+    def _copied(self, grant: Grant[H], copy: Callable[[], None]) -> None:
+        """Copies; where that fails, nothing of it counts."""
         try:
             copy()
         except BaseException:
             self._given_back(grant)
             raise
+
+    def _ended(self, grant: Grant[H]) -> list[bool]:
+        """Ends the holds: of each, whether what was copied counts."""
         return self._wait(self._link.spawn(partial(self._end, grant)))
+
+    def _give_back_grant(self, asked: Future[Grant[AsyncLease]]) -> None:
+        """For what was asked for ahead and is not needed any more."""
+        if not asked.cancelled() and asked.exception() is None:
+            self._given_back(asked.result())
 
     def _given_back(self, grant: Grant[H]) -> None:
         """Ends the holds; nothing that was copied counts."""

@@ -248,10 +248,13 @@ class Controller:
 
     def fetch(self, operation: Any, timeout_s: float = 60) -> tuple[torch.Tensor, int]:
         """Brings what an operation has found into the host pool: its indices, and how many tokens came."""
-        indices = self.it.alloc_prefetch_host_buffers(operation, operation.storage_hit_count)
-        operation.host_indices = indices
+        self.make_room(operation)
         self.it.prefetch_buffer.put(operation)
-        return indices, self.fetched(timeout_s)
+        return operation.host_indices, self.fetched(timeout_s)
+
+    def make_room(self, operation: Any) -> None:
+        """Gives an operation host pages for what it has found."""
+        operation.host_indices = self.it.alloc_prefetch_host_buffers(operation, operation.storage_hit_count)
 
     def fetched(self, timeout_s: float = 60) -> int:
         """Waits for the end of a fetch: how many tokens came."""

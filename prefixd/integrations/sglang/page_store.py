@@ -37,7 +37,7 @@ from prefixd.integrations.sglang.pool_pages import Bytes, PagesAt, PagesUnusable
 T = TypeVar("T")
 H = TypeVar("H", AsyncLease, AsyncReservation)
 
-LOAD_BYTES = 64 << 20  # two are under way at a time
+LOAD_BYTES = 128 << 20  # two are under way at a time
 SAVE_BYTES = 256 << 20
 SINGLES = 32  # pages by themselves that are asked for at a time
 _BYTES_PER_S = 100e6  # a transfer slower than this is given up

@@ -406,3 +406,25 @@ def test_model_by_content(
     (folder / "model.safetensors").write_bytes(b"others.")
     other = make_controller(daemon, prefixd={"model": str(folder)})
     assert other.hits(prompt).storage_hit_count == 0
+
+
+def test_a_memory_tier_smaller_than_a_prompt(make_controller: MakeController) -> None:
+    """Of a prompt of 2 MiB, 1 MiB is in memory at a time."""
+    with DaemonProcess({"cpu.bytes": "1MiB", "disk.bytes": "64MiB"}) as daemon:
+        controller = make_controller(daemon, Shape(pages=256))
+        prompt = new_prompt(64)
+        saved = controller.random_pages(64, seed=21)
+        poll(lambda: controller.backup(prompt, saved) == 64 * 16, "the prompt is not saved as a whole")
+        indices, tokens = controller.prefetch(prompt)
+        assert tokens > 0
+        assert indices is not None and all(same(controller.pool, indices, seed=21)[: tokens // 16])
+        assert tokens == 64 * 16
+        assert accounts(daemon) == []
+
+
+def test_closed_while_the_daemon_is_frozen(own_daemon: DaemonProcess, make_controller: MakeController) -> None:
+    controller = make_controller(own_daemon, prefixd={"timeout_s": TIMEOUT_S})
+    _saved(controller, 2, seed=22)
+    with frozen(own_daemon):
+        _, elapsed_s = _elapsed(controller.close)
+    assert elapsed_s < 6

@@ -156,6 +156,7 @@ class PrefixdHiCache(HiCacheStorage):
         hits: dict[str, int] = {PoolName.KV: kv_pages} if kv_pages else {}
         most = kv_pages
         trailing: list[tuple[PoolTransfer, TrailingPool]] = []
+        until_s = time.monotonic() + self._options.slice_s
         for transfer in transfers:
             if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
                 pages = min(kv_pages, self._leading(_name(transfer.name), keys[:kv_pages], extra_info))
@@ -163,7 +164,7 @@ class PrefixdHiCache(HiCacheStorage):
                     hits[transfer.name] = pages
                 most = min(most, pages)
             elif transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
-                there = functools.partial(self._there, _name(transfer.name), keys)
+                there = functools.partial(self._there, _name(transfer.name), keys, until_s)
                 trailing.append((transfer, TrailingPool(len(transfer.keys or ()), there)))
             # Of BLOCK_GROUPS nothing is said: such a pool limits no prefix.
         every = self._config.tp_size > 1 or self._config.pp_size > 1 or getattr(self._config, "attn_cp_size", 1) > 1
@@ -175,7 +176,10 @@ class PrefixdHiCache(HiCacheStorage):
             return PoolTransferResult(most, hits, list(range(1, most + 1)))
         return PoolTransferResult(lengths[-1] if lengths else 0, hits, lengths)
 
-    def _there(self, name: str, keys: Sequence[str], pages: Sequence[int]) -> list[bool]:
+    def _there(self, name: str, keys: Sequence[str], until_s: float, pages: Sequence[int]) -> list[bool]:
+        """Which pages of a pool are cached; none any more when time is over."""
+        if time.monotonic() >= until_s:
+            return [False] * len(pages)
         pool = self._pool(name)
         if pool.store is None:
             return [True] * len(pages)

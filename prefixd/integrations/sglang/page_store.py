@@ -190,20 +190,25 @@ class PageStore:
         ahead: Ahead | None = None
         with _timed(outcome, self._clock):
             until_s = self._clock() + self._slice_s
-            at = chain.before
+            at, step = chain.before, self._slice
             try:
                 while at < len(chain):
-                    asked, ahead = ahead or self._ahead(chain, at), None
+                    asked, ahead = ahead or self._ahead(chain, at, step), None
                     begin, grant = self._found(chain, asked)
-                    blocks = grant.holds[0].blocks
-                    if blocks == asked.stop - at < len(chain) - at:
-                        ahead = self._ahead(chain, asked.stop, begin)
-                    places = [(at - chain.before + block, grant.holds[0].offset(block)) for block in range(blocks)]
-                    self._copied(grant, partial(pages.load, grant.arena, places, grant.holds[0].check))
-                    ending.append((range(at, at + blocks), self._link.spawn(partial(self._end, grant))))
-                    at += blocks
-                    if not blocks or (at < asked.stop and chain.page(at) not in self._starts):
+                    lease = grant.holds[0]
+                    if lease.blocks == asked.stop - at == step < len(chain) - at:
+                        ahead = self._ahead(chain, asked.stop, step, begin)
+                    places = [(at - chain.before + block, lease.offset(block)) for block in range(lease.blocks)]
+                    self._copied(grant, partial(pages.load, grant.arena, places, lease.check))
+                    ended = self._link.spawn(partial(self._end, grant))
+                    if lease.blocks:
+                        ending.append((range(at, at + lease.blocks), ended))
+                        at += lease.blocks
+                    elif step == 1:
                         break
+                    # The memory tier may have no room for as much: first what is held here goes, then less is asked.
+                    elif self._collect(ending, outcome, chain):
+                        step //= 2
                     if at < len(chain) and self._clock() >= until_s:
                         outcome.cut = True
                         break
@@ -212,22 +217,27 @@ class PageStore:
             finally:
                 if ahead is not None:
                     ahead.grant.add_done_callback(self._give_back_grant)
-            for places_of, ended in ending:
-                try:
-                    came = self._wait(ended)[0]
-                except _TROUBLES as error:
-                    outcome.failed(error)
-                    break
-                if not came:
-                    break
-                for page in places_of:
-                    outcome.done[page - chain.before] = True
+            self._collect(ending, outcome, chain)
             outcome.nbytes = outcome.pages * self.page_bytes
         return outcome
 
-    def _ahead(self, chain: Chain, at: int, begin: int | None = None) -> Ahead:
-        """Has the slice from page `at` on leased; its path begins at `begin` (None: the nearest that may have it)."""
-        stop = min(at + self._slice, len(chain))
+    def _collect(self, ending: list[tuple[range, Future[list[bool]]]], outcome: Outcome, chain: Chain) -> bool:
+        """Waits for the ends of slices and notes which pages count; True when there were none to wait for."""
+        waited, ending[:] = list(ending), []
+        for pages, ended in waited:
+            try:
+                came = self._wait(ended)[0]
+            except _TROUBLES as error:
+                outcome.failed(error)
+                continue
+            for page in pages:
+                outcome.done[page - chain.before] = came
+        return not waited
+
+    def _ahead(self, chain: Chain, at: int, step: int, begin: int | None = None) -> Ahead:
+        """Has `step` pages from page `at` on leased, or as many as there are; their path begins at `begin` (None: the
+        nearest that may have them)."""
+        stop = min(at + step, len(chain))
         if begin is None:
             begin = self._starts.of(chain, at)[0]
         wanted = Wanted(chain.part(begin, stop), at - begin, stop - at)
@@ -241,7 +251,7 @@ class PageStore:
         while not grant.holds[0].blocks and others:
             self._given_back(grant)
             begin = others.pop(0)
-            grant = self._wait(self._ahead(chain, asked.at, begin).grant)
+            grant = self._wait(self._ahead(chain, asked.at, asked.stop - asked.at, begin).grant)
         return begin, grant
 
     def load_each(self, digests: bytes, pages: PagesAt) -> Outcome:
@@ -310,23 +320,10 @@ class PageStore:
 
     def _save_slice(self, chain: Chain, at: int, stop: int, pages: PagesAt) -> tuple[int, int]:
         """Keeps pages `at` to `stop`: up to which page they are kept now, and how many are new."""
-        begin = self._starts.of(chain, at)[0]
-        wanted = Wanted(chain.part(begin, stop), at - begin, stop - at)
-        grant = self._reserved([wanted])
+        begin, grant = self._room(chain, at, stop)
         if grant is None:
             return at, 0
         reservation = grant.holds[0]
-        if reservation.blocks and reservation.first_block < wanted.first_block:
-            # prefixd has lost pages before these.
-            self._given_back(grant)
-            if begin:
-                self._starts.drop(chain.page(begin))
-            self._starts.add(chain.page(at))
-            begin = at
-            wanted = Wanted(chain.part(begin, stop), 0, stop - at)
-            if (grant := self._reserved([wanted])) is None:
-                return at, 0
-            reservation = grant.holds[0]
         if not reservation.blocks:
             self._given_back(grant)
             return stop, 0
@@ -336,6 +333,17 @@ class PageStore:
         if not self._ended(grant)[0]:
             return at, 0
         return first + reservation.blocks, reservation.blocks
+
+    def _room(self, chain: Chain, at: int, stop: int) -> tuple[int, Grant[AsyncReservation] | None]:
+        """Where the path of pages `at` to `stop` begins, and slots for them; None where there are none now."""
+        for begin in self._starts.of(chain, at):
+            grant = self._reserved([Wanted(chain.part(begin, stop), at - begin, stop - at)])
+            if grant is None or not grant.holds[0].blocks or grant.holds[0].first_block >= at - begin:
+                return begin, grant
+            self._given_back(grant)  # prefixd has lost pages before these
+            self._starts.drop(chain.page(begin))
+        self._starts.add(chain.page(at))
+        return at, self._reserved([Wanted(chain.part(at, stop), 0, stop - at)])
 
     def save_each(self, digests: bytes, pages: PagesAt) -> Outcome:
         """As `save`, for pages that are paths by themselves."""

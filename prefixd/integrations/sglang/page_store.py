@@ -37,7 +37,9 @@ from prefixd.integrations.sglang.pool_pages import Bytes, PagesAt, PagesUnusable
 T = TypeVar("T")
 H = TypeVar("H", AsyncLease, AsyncReservation)
 
-LOAD_BYTES = 128 << 20  # two are under way at a time
+LOAD_BYTES = 128 << 20  # at first; two slices are under way at a time
+_LOAD_MOST_BYTES = 512 << 20
+_LOAD_S = 0.25  # that a slice should take: every slice costs two calls, and a load can end between two of them
 SAVE_BYTES = 256 << 20
 SINGLES = 32  # pages by themselves that are asked for at a time
 _BYTES_PER_S = 100e6  # a transfer slower than this is given up
@@ -109,7 +111,7 @@ class PageStore:
         spec: the namespace; its one part is a page.
         slice_s: the longest that a call goes on.
         clock: seconds, monotonic.
-        load_bytes: bytes that are loaded at a time.
+        load_bytes: bytes that are loaded at a time, at first.
     """
 
     def __init__(
@@ -219,6 +221,9 @@ class PageStore:
                     ahead.grant.add_done_callback(self._give_back_grant)
             self._collect(ending, outcome, chain)
             outcome.nbytes = outcome.pages * self.page_bytes
+        if outcome.nbytes >= LOAD_BYTES // 2 and outcome.elapsed_s > 0:
+            nbytes = min(_LOAD_S * outcome.nbytes / outcome.elapsed_s, _LOAD_MOST_BYTES)
+            self._slice = max(1, int(nbytes) // self.page_bytes)
         return outcome
 
     def _collect(self, ending: list[tuple[range, Future[list[bool]]]], outcome: Outcome, chain: Chain) -> bool:

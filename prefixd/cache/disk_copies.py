@@ -310,7 +310,7 @@ class DiskCopies:
             return np.zeros(len(rows), np.bool_)
         slots = trie.slots[rows, store.level][:, chosen]
         # A damaged block leaves the disk whoever holds it, also while room was made for it: of that nothing is read.
-        there = (slots != NO_SLOT).all(axis=1)
+        there: npt.NDArray[np.bool_] = (slots != NO_SLOT).all(axis=1)
         loads = Loads(
             slots,
             trie.checksums[rows][:, chosen],
@@ -319,7 +319,8 @@ class DiskCopies:
         )
         read = store.submit_read(loads, movement.urgency, deadline_s=movement.due_s)
         errors = await movement.run(read)
-        return self._judge(trie, rows, errors) & there
+        good: npt.NDArray[np.bool_] = self._judge(trie, rows, errors) & there
+        return good
 
     async def _reread(self, trie: Trie, row: int) -> StorageError | None:
         """Reads a block to nowhere; why that failed, if it did."""

@@ -15,26 +15,33 @@ TESTS ?= tests
 # vLLM pins so many packages that it gets an environment of its own.
 VLLM_VENV := .venv-vllm
 VLLM_INSTALLED := $(VLLM_VENV)/.installed
-VLLM_TESTS ?= tests/vllm
+# One of them belongs to `make test-remote`.
+VLLM_TESTS ?= tests/vllm --ignore=tests/vllm/test_remote.py
 REMOTE_TESTS ?= tests/remote
+
+# SGLang pins as many, most of which need a GPU: of those only what its HiCache imports is installed.
+SGLANG_VENV := .venv-sglang
+SGLANG_INSTALLED := $(SGLANG_VENV)/.installed
+SGLANG_TESTS ?= tests/sglang
 
 # With it every process would compile torch anew: pip does not (see `pip` below).
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install run test test-remote test-vllm check format proto gpu-check clean
+.PHONY: help install run test test-remote test-vllm test-sglang check format proto gpu-check clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make run        start a daemon with a small random model and show what the cache does"
-	@echo "make test       run the tests (TESTS=tests/swap for one room)"
-	@echo "make test-remote  run the tests of shared stores with real servers (Valkey, S3; Mooncake where it is installed)"
-	@echo "make test-vllm  run the tests with a real vLLM on the CPU, in $(VLLM_VENV) (2.5 GB; Linux on x86_64)"
-	@echo "make check      style, types, import rules, generated code"
-	@echo "make install    set up .venv (the others do it when needed)"
-	@echo "make format     let ruff fix and format"
-	@echo "make proto      regenerate prefixd/v1 from proto/"
-	@echo "make gpu-check  what needs a GPU: tests, a daemon from end to end, benchmark; ends well where there is none"
-	@echo "make clean      remove .venv, $(VLLM_VENV) and caches"
+	@echo "make run           start a daemon with a small random model and show what the cache does"
+	@echo "make test          run the tests (TESTS=tests/swap for one room)"
+	@echo "make test-remote   run the tests of shared stores with real servers, and with hosts that share one, also with a real vLLM"
+	@echo "make test-vllm     run the tests with a real vLLM on the CPU, in $(VLLM_VENV) (2.5 GB; Linux on x86_64)"
+	@echo "make test-sglang   run the tests with SGLang's HiCache on the CPU, in $(SGLANG_VENV) (1 GB; Linux on x86_64)"
+	@echo "make check         style, types, import rules, generated code"
+	@echo "make install       set up .venv (the others do it when needed)"
+	@echo "make format        let ruff fix and format"
+	@echo "make proto         regenerate prefixd/v1 from proto/"
+	@echo "make gpu-check     what needs a GPU: tests, a daemon from end to end, benchmark; ends well where there is none"
+	@echo "make clean         remove .venv, $(VLLM_VENV), $(SGLANG_VENV) and caches"
 
 # $(call environment,FOLDER): makes it unless it is there and whole.
 environment = $(1)/bin/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(1)
@@ -63,8 +70,9 @@ test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m $(PYTEST) $(TESTS)
 
 # One after the other: they measure how soon calls end.
-test-remote: $(INSTALLED)
+test-remote: $(INSTALLED) $(VLLM_INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(REMOTE_TESTS)
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm/test_remote.py
 
 $(VLLM_INSTALLED): pyproject.toml tests/vllm/requirements.txt
 	@test "$$(uname -sm)" = "Linux x86_64" || { \
@@ -78,6 +86,19 @@ $(VLLM_INSTALLED): pyproject.toml tests/vllm/requirements.txt
 # What takes time is starting engines, which keeps one core busy.
 test-vllm: $(VLLM_INSTALLED)
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m $(PYTEST) $(VLLM_TESTS)
+
+$(SGLANG_INSTALLED): pyproject.toml tests/sglang/requirements.txt
+	@test "$$(uname -sm)" = "Linux x86_64" || { \
+		echo "test-sglang needs Linux on x86_64, which sglang's wheel is built for; this is $$(uname -sm)" >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer found; set PYTHON=/path/to/python" >&2; exit 1; }
+	$(call environment,$(SGLANG_VENV))
+	$(call pip,$(SGLANG_VENV),--no-deps -r tests/sglang/requirements.txt)
+	$(call pip,$(SGLANG_VENV),--no-deps -e .)
+	@touch $@
+
+# What takes time is importing SGLang, once a worker, and starting daemons.
+test-sglang: $(SGLANG_INSTALLED)
+	OMP_NUM_THREADS=1 $(SGLANG_VENV)/bin/python -m $(PYTEST) $(SGLANG_TESTS)
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -116,5 +137,5 @@ gpu-check:
 	echo "gpu-check: skipped, no Python here ($(GPU_PYTHON)) has a torch that sees a CUDA GPU"
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -308,15 +308,19 @@ class DiskCopies:
         store, chosen = self._store, list(parts)
         if not store.gives or not len(rows):
             return np.zeros(len(rows), np.bool_)
+        slots = trie.slots[rows, store.level][:, chosen]
+        # A damaged block leaves the disk whoever holds it, also while room was made for it: of that nothing is read.
+        there: npt.NDArray[np.bool_] = (slots != NO_SLOT).all(axis=1)
         loads = Loads(
-            trie.slots[rows, store.level][:, chosen],
+            slots,
             trie.checksums[rows][:, chosen],
             target.addresses(taken),
             tuple(trie.part_bytes[part] for part in chosen),
         )
         read = store.submit_read(loads, movement.urgency, deadline_s=movement.due_s)
         errors = await movement.run(read)
-        return self._judge(trie, rows, errors)
+        good: npt.NDArray[np.bool_] = self._judge(trie, rows, errors) & there
+        return good
 
     async def _reread(self, trie: Trie, row: int) -> StorageError | None:
         """Reads a block to nowhere; why that failed, if it did."""

@@ -82,6 +82,32 @@ async def test_what_follows_a_damaged_block_comes_back_with_it(make_rig: MakeRig
     assert await rig.get([1, 2, 3, 4]) == 4
 
 
+@pytest.mark.parametrize("damaged", [0, 1, 2])
+async def test_a_damaged_block_that_goes_while_room_is_made_for_it_is_not_served(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch, damaged: int
+) -> None:
+    """The scrubber finds it while a request waits for room: of its slot in memory nobody has written a byte."""
+    rig = make_rig(cpu=8, disk=16)
+    await rig.put([1, 2, 3], durable=True)
+    await rig.restart()
+    row = rig.rows([1, 2, 3])[damaged]
+    rig.damage(row)
+    mover, trie = rig.cache.mover, rig.trie
+    original = mover.allocate
+
+    async def allocate(*arguments: Any, **how: Any) -> Any:
+        await mover.disk.recheck(trie, row, int(trie.generation[row]))
+        return await original(*arguments, **how)
+
+    monkeypatch.setattr(mover, "allocate", allocate)
+    assert await rig.get([1, 2, 3]) == damaged
+    monkeypatch.undo()
+    assert rig.cache.mover.lost == {"checksum mismatch on disk": 1}
+    rig.check()
+    assert (await rig.put([1, 2, 3]))[0] >= 1
+    assert await rig.get([1, 2, 3]) == 3
+
+
 async def test_a_copy_above_outlives_the_damage(make_rig: MakeRig) -> None:
     rig = make_rig(gpu=4, cpu=4, disk=8)
     await rig.put([1, 2], durable=True)

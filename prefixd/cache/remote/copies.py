@@ -61,6 +61,12 @@ class RemoteCopies:
         tier, came = self._tier, np.zeros(len(rows), np.bool_)
         if not tier.gives or not len(rows):
             return came
+        numbers = trie.slots[rows, tier.level][:, list(parts)]
+        # What could not be used leaves the tier whoever holds it, also while room was made for it here.
+        there = np.flatnonzero((numbers != NO_SLOT).all(axis=1))
+        if len(there) < len(rows):
+            came[there] = await self.read(trie, rows[there], parts, taken[there], target, movement)
+            return came
         loads: list[RemoteLoad] = []
         for start in range(0, len(rows), _PREPARED_AT_ONCE):
             if loads:

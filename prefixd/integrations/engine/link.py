@@ -147,6 +147,14 @@ class Link:
             self._caches[spec] = known
         return known
 
+    async def evict(self, spec: NamespaceSpec) -> int:
+        """Has the daemon drop what it has in a namespace: how many blocks are kept, since somebody holds them.
+
+        For use in the link's thread, inside `guard`.
+        """
+        known = await self.cache(spec)
+        return int((await self._client.evict(namespace_id=known.namespace_id)).kept_blocks)
+
     async def ask(self) -> None:
         """Returns when the daemon has answered something. For use in the link's thread, inside `guard`."""
         await self._client.session()

@@ -1,0 +1,24 @@
+"""SGLang served by prefixd: a storage backend for its hierarchical cache (HiCache).
+
+    python -m sglang.launch_server --model-path MODEL --enable-hierarchical-cache
+        --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{"backend_name": "prefixd",
+        "module_path": "prefixd.integrations.sglang", "class_name": "PrefixdHiCache", "interface_v1": 1,
+        "hicache_storage_pass_prefix_keys": true}'
+
+The class needs SGLang and is imported when it is asked for; only `backend` and `stats` import SGLang. See
+docs/sglang.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["PrefixdHiCache"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "PrefixdHiCache":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from prefixd.integrations.sglang.backend import PrefixdHiCache
+
+    return PrefixdHiCache

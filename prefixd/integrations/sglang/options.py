@@ -1,0 +1,51 @@
+"""What can be said under "prefixd" in `--hicache-storage-backend-extra-config`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from prefixd.errors import ConfigError
+from prefixd.integrations.engine.options import Seconds
+
+SECTION = "prefixd"
+
+
+class HiCacheOptions(BaseModel):
+    """Settings of the backend; SGLang hands over its own configuration, in which they are one entry."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    address: str | None = None
+    """The daemon's unix socket ("unix:/path"); by default where `prefixd serve` listens unless told otherwise."""
+    model: str | None = None
+    """What tells these weights from others: the model's folder, which is then read by content, or a name of your own,
+    as "llama-3@2f1c". By default the folder or the name that SGLang was started with."""
+    save: bool = True
+    """Whether this engine gives the cache what it computes; false for one that only reads."""
+    timeout_s: Seconds = 1.0
+    """The longest that a call to the daemon may take; above it the daemon counts as away."""
+    slice_s: Annotated[float, Field(gt=0, le=8, allow_inf_nan=False)] = 2.0
+    """The longest that one of SGLang's calls goes on. A prefetch that SGLang has given up ends between two calls; one
+    that is too slow ends here, and what has come by then is used. SGLang waits 10 s for its threads when it
+    detaches."""
+
+    @classmethod
+    def parse(cls, extra: Mapping[str, Any] | None) -> HiCacheOptions:
+        """The options in SGLang's extra configuration. Raises ConfigError with one line."""
+        given = (extra or {}).get(SECTION) or {}
+        try:
+            return cls.model_validate(given)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            name = ".".join(str(part) for part in first["loc"]) or SECTION
+            if first["type"] == "extra_forbidden":
+                known = ", ".join(cls.model_fields)
+                raise ConfigError(
+                    f'"{SECTION}" in the extra config has no option {name!r}; there are {known}'
+                ) from error
+            raise ConfigError(
+                f'"{SECTION}" in the extra config: {name} = {first["input"]!r}: {first["msg"]}'
+            ) from error

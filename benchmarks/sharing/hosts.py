@@ -66,6 +66,11 @@ def wait_until_shared(client: Client, blocks: int) -> None:
         time.sleep(0.05)
 
 
+def lost_in_store(client: Client) -> int:
+    """Blocks that were missing or wrong when the daemon read them from the store, since its start."""
+    return sum(count for reason, count in client.stats().lost_blocks.items() if "shared store" in reason)
+
+
 def _secret_file(path: Path, secret: bytes) -> Path:
     path.write_bytes(secret)
     path.chmod(0o600)

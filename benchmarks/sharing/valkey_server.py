@@ -105,7 +105,7 @@ class ValkeyObjects:
         return sorted(self._ask([(b"KEYS", b"*")])[0])
 
     def read(self, names: Sequence[bytes]) -> list[bytes]:
-        """The objects with these names, all of which exist."""
+        """The objects with these names; b"" for one that is not there."""
         found: list[bytes] = []
         for start in range(0, len(names), 64):
             found += self._ask([(b"GET", name) for name in names[start : start + 64]])
@@ -129,8 +129,8 @@ class ValkeyObjects:
         kind, rest = line[:1], line[1:].strip()
         if kind == b"*":
             return [self._reply() for _ in range(int(rest))]
-        if kind == b"$" and int(rest) >= 0:
-            return self._file.read(int(rest) + 2)[:-2]
+        if kind == b"$":
+            return self._file.read(int(rest) + 2)[:-2] if int(rest) >= 0 else b""
         if kind not in (b"+", b":"):
             raise harness.BenchmarkError(f"the Valkey server replied {line[:200]!r}")
         return rest

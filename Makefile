@@ -16,16 +16,18 @@ TESTS ?= tests
 VLLM_VENV := .venv-vllm
 VLLM_INSTALLED := $(VLLM_VENV)/.installed
 VLLM_TESTS ?= tests/vllm
+REMOTE_TESTS ?= tests/remote
 
 # With it every process would compile torch anew: pip does not (see `pip` below).
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help install run test test-vllm check format proto gpu-check clean
+.PHONY: help install run test test-remote test-vllm check format proto gpu-check clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make run        start a daemon with a small random model and show what the cache does"
 	@echo "make test       run the tests (TESTS=tests/swap for one room)"
+	@echo "make test-remote  run the tests of shared stores with real servers (Valkey, S3; Mooncake where it is installed)"
 	@echo "make test-vllm  run the tests with a real vLLM on the CPU, in $(VLLM_VENV) (2.5 GB; Linux on x86_64)"
 	@echo "make check      style, types, import rules, generated code"
 	@echo "make install    set up .venv (the others do it when needed)"
@@ -59,6 +61,10 @@ run: $(INSTALLED)
 
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m $(PYTEST) $(TESTS)
+
+# One after the other: they measure how soon calls end.
+test-remote: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(REMOTE_TESTS)
 
 $(VLLM_INSTALLED): pyproject.toml tests/vllm/requirements.txt
 	@test "$$(uname -sm)" = "Linux x86_64" || { \

@@ -315,7 +315,7 @@ class RemoteSettings(_Section):
     known_blocks: Count = 1 << 18
     """The most such blocks; each takes some 300 bytes of memory."""
     connections: Annotated[Count, Field(le=64)] = 4
-    """Valkey: connections, of a cluster to each node."""
+    """Valkey: connections, of a cluster to each node. Mooncake: calls at a time."""
     cluster: bool = False
     """Valkey: whether the server is a node of a cluster."""
     username: str | None = None
@@ -328,6 +328,24 @@ class RemoteSettings(_Section):
     """Valkey with TLS: certificate of this host, PEM, where the server asks for one."""
     tls_key: AbsolutePath | None = None
     """Valkey with TLS: the certificate's private key, PEM."""
+
+    endpoint: str | None = None
+    """S3: URL of a server that is not AWS, https://minio.example:9000. Credentials come from the environment, as AWS's
+    own tools have it: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or the role of the container or instance."""
+    region: str | None = None
+    """S3: by default AWS_REGION, else us-east-1."""
+    insecure_http: bool = False
+    """S3: the endpoint may be http."""
+    refresh_s: Seconds = 5.0
+    """S3: how often this host looks for what others have written since."""
+    hostname: str = "127.0.0.1"
+    """Mooncake: by which other hosts reach this one."""
+    segment_bytes: Bytes = 0
+    """Mooncake: memory that this daemon gives to the store, for objects of all hosts."""
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    """Mooncake: how objects travel."""
+    device: str = ""
+    """Mooncake with rdma: names of devices, separated by commas."""
 
     @check_together(mode="after")
     def _fits_the_store(self) -> Self:
@@ -350,8 +368,11 @@ class RemoteSettings(_Section):
 
 
 _OF_STORES = {
-    **dict.fromkeys(("connections", "cluster", "username", "password_file"), ("valkey", "valkeys")),
+    "connections": ("valkey", "valkeys", "mooncake"),
+    **dict.fromkeys(("cluster", "username", "password_file"), ("valkey", "valkeys")),
     **dict.fromkeys(("tls_ca", "tls_cert", "tls_key"), ("valkeys",)),
+    **dict.fromkeys(("endpoint", "region", "insecure_http", "refresh_s"), ("s3",)),
+    **dict.fromkeys(("hostname", "segment_bytes", "protocol", "device"), ("mooncake",)),
 }
 """Settings of `remote` that are for some stores only, by the URL's scheme."""
 

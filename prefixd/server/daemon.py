@@ -148,7 +148,7 @@ class Daemon:
                 _open_store(settings, self._ops, stack),
                 urgency=settings.transfers.urgency,
                 io_threads=settings.disk.io_threads,
-                remote=None if settings.remote.url is None else partial(open_remote, settings.remote),
+                remote=None if settings.remote.url is None else partial(open_remote, settings.remote, arena),
                 troubles=troubles,
             )
         except SwapError as error:

@@ -9,18 +9,17 @@ from urllib.parse import unquote, urlsplit
 
 from prefixd.errors import ConfigError
 from prefixd.settings import RemoteSettings
-from prefixd_swap import StorageError
+from prefixd_swap import CpuArena, StorageError
+from prefixd_swap.stores import MooncakeOptions, S3Options, StoreOptions, ValkeyOptions, open_store
 from prefixd_swap.stores.names import LEAST_SECRET_BYTES
-from prefixd_swap.stores.open import StoreOptions, open_store
-from prefixd_swap.stores.valkey import ValkeyOptions
 from prefixd_swap.tiers import RemoteTier
 from prefixd_swap.transfers import Transfers
 
 _MOST_SECRET_BYTES = 4096
 
 
-def open_remote(settings: RemoteSettings, transfers: Transfers) -> RemoteTier:
-    """The tier; it connects with its first call. `remote.url` is set.
+def open_remote(settings: RemoteSettings, arena: CpuArena | None, transfers: Transfers) -> RemoteTier:
+    """The tier; it connects with its first call. `remote.url` is set. Most of what moves is in `arena`.
 
     Raises:
         ConfigError: a file cannot be used, or a package is missing.
@@ -40,6 +39,8 @@ def open_remote(settings: RemoteSettings, transfers: Transfers) -> RemoteTier:
         store = open_store(_options(settings))
     except (StorageError, ValueError) as error:
         raise ConfigError(f"remote.url = {settings.url}: {error}") from error
+    if arena is not None:
+        store.register(arena.span(0, arena.capacity_bytes).address, arena.capacity_bytes)
     return RemoteTier(
         store,
         transfers,
@@ -53,6 +54,25 @@ def open_remote(settings: RemoteSettings, transfers: Transfers) -> RemoteTier:
 def _options(settings: RemoteSettings) -> StoreOptions:
     url = urlsplit(settings.url or "")
     path = unquote(url.path)
+    if url.scheme == "s3":
+        return S3Options(
+            bucket=url.netloc,
+            prefix=f"{path.strip('/') or 'prefixd'}/",
+            endpoint=settings.endpoint,
+            region=settings.region,
+            allow_http=settings.insecure_http,
+            refresh_s=settings.refresh_s,
+        )
+    if url.scheme == "mooncake":
+        return MooncakeOptions(
+            master=url.netloc,
+            hostname=settings.hostname,
+            segment_bytes=settings.segment_bytes,
+            protocol=settings.protocol,
+            device=settings.device,
+            threads=settings.connections,
+            native_timeout_s=settings.timeout_s,
+        )
     password = None
     if settings.password_file is not None:
         password = _secret("remote.password_file", settings.password_file, 1).decode()

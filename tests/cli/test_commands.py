@@ -356,7 +356,7 @@ def test_generate_as_json_prints_an_object_an_event(cli: Cli, daemon: Any) -> No
     events = [json.loads(line) for line in lines]
     assert [event["event"] for event in events] == ["accepted", "tokens", "tokens", "finished"]
     assert events[1]["token_ids"] == [104] and events[2]["text"] == "o ☃"
-    assert events[3]["hit_tokens"] == {"gpu": 0, "cpu": 0, "disk": 16} and events[3]["reason"] == "length"
+    assert events[3]["hit_tokens"] == {"gpu": 0, "cpu": 0, "disk": 16, "remote": 0} and events[3]["reason"] == "length"
 
 
 @pytest.mark.parametrize("arguments", [[], ["text", "--token-ids", "1"], ["--token-ids", "one"]])

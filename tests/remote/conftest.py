@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from prefixd_swap.stores import ObjectStore, StoreOptions, ValkeyOptions, open_store
+from tests.remote.mooncake_server import MooncakeServer, mooncake_server
+from tests.remote.s3_server import S3Server, s3_server
 from tests.remote.valkey_server import ValkeyServer, valkey_server
 
 
@@ -17,9 +19,27 @@ def shared_valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeySe
         yield server
 
 
-@pytest.fixture(params=["valkey"])
+@pytest.fixture(scope="session")
+def shared_s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    with s3_server(tmp_path_factory.mktemp("s3")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def shared_mooncake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeServer]:
+    with mooncake_server(tmp_path_factory.mktemp("mooncake")) as server:
+        yield server
+
+
+@pytest.fixture(params=["valkey", "s3", "mooncake"])
 def options(request: pytest.FixtureRequest) -> StoreOptions:
     """How to reach each store."""
+    if request.param == "s3":
+        s3: S3Server = request.getfixturevalue("shared_s3")
+        return s3.options(s3.new_bucket())
+    if request.param == "mooncake":
+        mooncake: MooncakeServer = request.getfixturevalue("shared_mooncake")
+        return mooncake.options()
     server: ValkeyServer = request.getfixturevalue("shared_valkey")
     return ValkeyOptions(port=server.port)
 

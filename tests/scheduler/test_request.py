@@ -5,8 +5,11 @@ import pytest
 from prefixd_scheduler import Distance, InvalidValueError, QueuedRequest, farthest
 
 
-def test_distances_are_the_papers_n() -> None:
-    assert [(d.name, int(d)) for d in Distance] == [("GPU", 0), ("CPU", 1), ("DISK", 2), ("NONE", 3)]
+def test_distances_weigh_as_in_the_paper() -> None:
+    assert sorted(Distance) == [Distance.GPU, Distance.CPU, Distance.DISK, Distance.REMOTE, Distance.NONE]
+    weights = {distance: 4 - n for n, distance in enumerate((Distance.GPU, Distance.CPU, Distance.DISK, Distance.NONE))}
+    assert {distance: distance.weight for distance in weights} == weights
+    assert Distance.DISK.weight > Distance.REMOTE.weight > Distance.NONE.weight
 
 
 def test_the_farthest_block_decides() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -17,6 +18,11 @@ from prefixd.cache.tiers import Slots
 from prefixd_swap import BadObjectError, LostBytesError, Span, StorageError
 from prefixd_swap.stores import BlockIdentity, object_name
 from prefixd_swap.tiers import MemoryTier, RemoteLoad, RemoteSave, RemoteTier
+
+_BAD_S = 60.0
+_LOST_S = 5.0
+"""How long an object that could not be used, or was gone or torn, is left alone."""
+_REMEMBERED = 1 << 16  # of those
 
 
 class RemoteCopies:
@@ -34,6 +40,7 @@ class RemoteCopies:
         self._placement = placement
         self._digests = digests
         self._health = health
+        self._unusable: OrderedDict[bytes, float] = OrderedDict()  # digest -> until when it is not read again
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -53,11 +60,14 @@ class RemoteCopies:
         results = await movement.run(read)
         checksums = np.zeros((len(rows), len(parts)), np.uint64)
         lost: list[int] = []
+        now_s = self._placement.clock()
         for at, result in enumerate(results):
             if isinstance(result, tuple):
                 came[at], checksums[at] = True, result
             elif isinstance(result, LostBytesError | BadObjectError):
                 lost.append(at)
+                remembered_s = _BAD_S if isinstance(result, BadObjectError) else _LOST_S
+                self._remember(loads[at].block.digest, now_s + remembered_s)
             elif isinstance(result, StorageError):
                 self._health.failed(result)
         if lost:
@@ -65,6 +75,18 @@ class RemoteCopies:
             self._placement.discard_copies(trie, rows[lost], tier)
         self._note_checksums(trie, rows[came], list(parts), checksums[came])
         return came
+
+    def is_unusable(self, digest: bytes) -> bool:
+        """Whether an object of this block was read a while ago and could not be used: it is written anew by who has the
+        block, and looked for by nobody."""
+        until_s = self._unusable.get(digest)
+        return until_s is not None and until_s > self._placement.clock()
+
+    def _remember(self, digest: bytes, until_s: float) -> None:
+        self._unusable[digest] = until_s
+        self._unusable.move_to_end(digest)
+        while len(self._unusable) > _REMEMBERED:
+            self._unusable.popitem(last=False)
 
     def _note_checksums(self, trie: Trie, rows: Rows, parts: Sequence[int], checksums: npt.NDArray[np.uint64]) -> None:
         """Records the checksums, [m, parts], of what was read, but for parts that this host has of its own.
@@ -121,6 +143,8 @@ class RemoteCopies:
         there = np.ones(len(blocks), np.bool_)
         found = np.array(await self._tier.exist(names), np.bool_)
         there[np.array(of_block, np.int64)[~found]] = False
+        for at, block in enumerate(blocks):
+            there[at] &= not self.is_unusable(block.digest)
         return there
 
     async def _write(
@@ -140,7 +164,10 @@ class RemoteCopies:
         error = next((each for each in results if isinstance(each, StorageError)), None)
         if error is not None:
             self._health.failed(error)
-        return np.array([result is True for result in results], np.bool_)
+        written = np.array([result is True for result in results], np.bool_)
+        for at in np.flatnonzero(written).tolist():
+            self._unusable.pop(blocks[at].digest, None)
+        return written
 
     def _saves(
         self, trie: Trie, rows: Rows, blocks: Sequence[BlockIdentity], source: MemoryTier, groups: GroupMask

@@ -7,15 +7,13 @@ as if there was no such tier. A probe tries it again and again.
 from __future__ import annotations
 
 import asyncio
-import logging
+from collections.abc import Awaitable, Callable
 
 from prefixd.cache.index.trie import Trie
 from prefixd.cache.placement import Placement
 from prefixd.cache.tiers import tier_part
 from prefixd_swap import RemoteFullError, StorageError
 from prefixd_swap.tiers import RemoteTier
-
-log = logging.getLogger(__name__)
 
 FIRST_PROBE_S = 0.25
 LONGEST_PROBE_S = 2.0
@@ -29,12 +27,16 @@ class RemoteHealth:
         tier: the store's.
         placement: what is where.
         tries: all tries, by ordinal.
+        forget: forgets what the store has: after an outage nobody knows.
     """
 
-    def __init__(self, tier: RemoteTier, placement: Placement, tries: list[Trie]) -> None:
+    def __init__(
+        self, tier: RemoteTier, placement: Placement, tries: list[Trie], forget: Callable[[], Awaitable[None]]
+    ) -> None:
         self._tier = tier
         self._placement = placement
         self._tries = tries
+        self._forget = forget
         self._failed = asyncio.Event()
         self.failures = 0
         """Times that the store was taken out of service since the start."""
@@ -58,9 +60,12 @@ class RemoteHealth:
             await self._failed.wait()
             full = self._tier.gives
             await asyncio.sleep(FULL_S if full else wait_s)
-            wait_s = FIRST_PROBE_S if full or await self._probe() else min(2 * wait_s, LONGEST_PROBE_S)
             if full:  # the next write tells
                 self._well()
+            elif await self._probe():
+                wait_s = FIRST_PROBE_S
+            else:
+                wait_s = min(2 * wait_s, LONGEST_PROBE_S)
 
     async def _probe(self) -> bool:
         try:
@@ -68,6 +73,7 @@ class RemoteHealth:
         except StorageError as error:
             self._placement.tiers.troubles.begin(tier_part(self._tier), str(error))
             return False
+        await self._forget()
         self._well()
         return True
 

@@ -1,4 +1,8 @@
-"""Blocks that are known to be in a shared store and are nowhere here: forgotten when nobody has asked for them."""
+"""Which blocks are known to be in a shared store. What is known grows old: others may delete, and a store may lose all.
+
+Blocks that are nowhere here are forgotten when nobody has asked for them. Of the others it is forgotten after a while
+that the store has them, so that it is asked again, and gets again what it has lost.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +22,16 @@ _FORGOTTEN_AT_ONCE = 512
 
 
 class KnownBlocks:
-    """Counts them, and forgets the least recently used.
+    """Forgets what is known.
 
     Args:
         tier: the store's.
         placement: what is where.
         tries: all tries, by ordinal.
         clock: seconds, monotonic.
-        known_s: a block that nobody has asked for so long is forgotten: others may have deleted it.
-        limit: the most blocks.
+        known_s: a block that only the store has is forgotten when nobody has asked for it so long.
+        recheck_s: that a block of this host is in the store is forgotten after so long.
+        limit: the most blocks that only the store has.
     """
 
     def __init__(
@@ -37,6 +42,7 @@ class KnownBlocks:
         clock: Callable[[], float],
         *,
         known_s: float,
+        recheck_s: float,
         limit: int,
     ) -> None:
         self._tier = tier
@@ -44,6 +50,7 @@ class KnownBlocks:
         self._tries = tries
         self._clock = clock
         self._known_s = known_s
+        self._recheck_s = recheck_s
         self._limit = limit
         self.blocks = 0
         """Blocks that only the store has, as of the last look."""
@@ -55,18 +62,20 @@ class KnownBlocks:
     async def watch(self) -> None:
         """Forgets some from time to time; runs for ever."""
         while True:
-            await asyncio.sleep(self._known_s / 4)
+            await asyncio.sleep(min(self._known_s, self._recheck_s) / 4)
             await self.forget_old()
+            await self._forget_marks(self._clock() - self._recheck_s)
 
-    async def forget_old(self) -> int:
-        """Forgets what was last used `known_s` ago, and earlier while there is more than the limit; how many went."""
-        went, keep_s = 0, self._known_s
+    async def forget_old(self, keep_s: float | None = None) -> int:
+        """Forgets what only the store has and was last used `keep_s` ago (`known_s` by default), and earlier while
+        there is more than the limit; how many went."""
+        went, keep_s = 0, self._known_s if keep_s is None else keep_s
         while True:
             left = 0
             for trie in list(self._tries):
                 for part in slices(trie.rows):
                     rows = part.start + np.flatnonzero(_only_remote(trie, part, self._tier.level))
-                    old = rows[trie.last_used[rows] < self._clock() - keep_s]
+                    old = rows[trie.last_used[rows] <= self._clock() - keep_s]
                     left += len(rows) - len(old)
                     for start in range(0, len(old), _FORGOTTEN_AT_ONCE):
                         went += self._forget(trie, old[start : start + _FORGOTTEN_AT_ONCE])
@@ -76,6 +85,26 @@ class KnownBlocks:
             if left <= self._limit or keep_s < 1:
                 return went
             keep_s /= 2
+
+    async def forget_all(self) -> None:
+        """Forgets everything, but for blocks that somebody is reading."""
+        await self._forget_marks(float("inf"))
+        await self.forget_old(0.0)
+
+    async def _forget_marks(self, before_s: float) -> None:
+        """Forgets that the store has blocks of this host which entered it before that time."""
+        level = self._tier.level
+        for trie in list(self._tries):
+            for part in slices(trie.rows):
+                marked = (trie.any_part[part] & np.uint8(1 << level)) != 0
+                marked &= (trie.any_part[part] & np.uint8(LOCAL_TIERS)) != 0
+                rows = part.start + np.flatnonzero(marked & (trie.entered[part, level] < before_s))
+                for start in range(0, len(rows), _FORGOTTEN_AT_ONCE):
+                    some = rows[start : start + _FORGOTTEN_AT_ONCE]
+                    here = (trie.any_part[some] & np.uint8(LOCAL_TIERS)) != 0
+                    self._placement.drop(trie, some[here], self._tier, expendable=True)
+                    await give_way()
+                await give_way()
 
     def _forget(self, trie: Trie, rows: Rows) -> int:
         # Somebody may have asked for some of them, or brought them here, in between.

@@ -34,7 +34,10 @@ ASKED_AT_ONCE = 4096  # objects of one prompt; a longer prompt is asked about as
 _ENTERED_AT_ONCE = 512  # blocks: a millisecond or two
 _REMEMBERED = 1 << 16
 _PENDING = 64
-_LEARNED = 0.2  # weight of the last answer in what an answer is expected to take
+_LEARNED = 0.5  # weight of the last answer in what an answer is expected to take
+_FORGOTTEN_S = (
+    1.0  # in so many seconds without an answer half of what was learned is forgotten: nobody waits, nobody learns
+)
 
 
 @dataclass(slots=True)
@@ -79,6 +82,7 @@ class RemoteLookups:
         self.counters = LookupCounters()
         self.answer_s = 0.0
         """What an answer takes, by the last ones."""
+        self._answered_s = clock()
         self._tier = tier
         self._placement = placement
         self._digests = digests
@@ -102,7 +106,7 @@ class RemoteLookups:
         task = asyncio.create_task(self._look(trie, namespace, chain, end))
         self._pending.add(task)
         task.add_done_callback(self._pending.discard)
-        if self.answer_s <= wait_s:
+        if self.answer_s * 0.5 ** ((self._clock() - self._answered_s) / _FORGOTTEN_S) <= wait_s:
             with suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.shield(task), wait_s)
         self.counters.unanswered += not task.done()
@@ -138,7 +142,8 @@ class RemoteLookups:
         self.counters.asked_objects += len(names)
         began_s = self._clock()
         found = await self._tier.exist(names)
-        self.answer_s += _LEARNED * (self._clock() - began_s - self.answer_s)
+        self._answered_s = self._clock()
+        self.answer_s += _LEARNED * (self._answered_s - began_s - self.answer_s)
         return found
 
     def _to_ask(self, trie: Trie, first: int, lacking: GroupMask, digests: list[bytes]) -> _Question:
@@ -148,7 +153,7 @@ class RemoteLookups:
         for at, (digest, mask) in enumerate(zip(digests, lacking.tolist(), strict=True)):
             if not mask:
                 continue
-            if (until_s := self._absent.get(digest)) is not None and until_s > now_s:
+            if self._absent.get(digest, now_s) > now_s or self._copies.is_unusable(digest):
                 if not trie.has_rules:
                     break  # what continues it is of no use
                 continue

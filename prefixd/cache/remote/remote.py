@@ -18,6 +18,9 @@ from prefixd.cache.remote.lookups import RemoteLookups
 from prefixd.cache.remote.sharing import CopyAhead, SharePolicy, Sharing
 from prefixd_swap.tiers import RemoteTier
 
+_RECHECKED = 10
+"""So many times as long as a block that only the store has, one that this host has, too, is known to be there."""
+
 
 @dataclass(frozen=True, slots=True)
 class RemoteOptions:
@@ -63,10 +66,15 @@ class Remote:
     ) -> None:
         self.tier = tier
         self.options = options
-        self.health = RemoteHealth(tier, placement, tries)
+        recheck_s = _RECHECKED * options.known_s
+        if tier.ttl_s:  # known before the store deletes it
+            recheck_s = min(recheck_s, tier.ttl_s / 2)
+        self.known = KnownBlocks(
+            tier, placement, tries, clock, known_s=options.known_s, recheck_s=recheck_s, limit=options.known_blocks
+        )
+        self.health = RemoteHealth(tier, placement, tries, self.known.forget_all)
         digests = Digests(tier, namespaces)
         self.copies = RemoteCopies(tier, placement, digests, self.health)
-        self.known = KnownBlocks(tier, placement, tries, clock, known_s=options.known_s, limit=options.known_blocks)
         self.lookups = RemoteLookups(
             tier, placement, digests, self.copies, self.known, self.health, clock, options.absent_s
         )

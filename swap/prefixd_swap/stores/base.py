@@ -101,6 +101,15 @@ class ObjectStore(ABC):
     async def ping(self, deadline_s: float) -> None:
         """Whether it answers."""
 
+    def register(self, address: int, nbytes: int) -> None:
+        """Says that most reads and writes will be of this memory, so that a store that needs to know can prepare it.
+
+        Args:
+            address: where it begins in this process.
+            nbytes: how long it is. It stays mapped until the store is closed.
+        """
+        del address, nbytes
+
     @abstractmethod
     async def close(self) -> None:
         """Ends all connections. Never raises, never waits for the store."""

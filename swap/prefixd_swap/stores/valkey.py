@@ -11,12 +11,12 @@ import hashlib
 import ssl
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from prefixd_swap.errors import RemoteFullError, RemoteStoreError
 from prefixd_swap.stores.base import ObjectStore, Read, Write
 from prefixd_swap.stores.deadline import within
 from prefixd_swap.stores.resp import ErrorReply, Expect, Expected, Part, Reply, Wire
+from prefixd_swap.stores.side_by_side import side_by_side
 from prefixd_swap.stores.valkey_slots import SLOTS, Endpoint, parse_nodes, slot_of
 
 _PART_BYTES = 4 << 20  # of one pipeline
@@ -41,8 +41,6 @@ _REMEDIES = {
     "MASTERDOWN": "see whether the primary runs",
     "MOVED": "this is a node of a cluster: set cluster",
 }
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,31 +401,6 @@ def raise_error(reply: Reply, where: str) -> None:
         )
     remedy = _REMEDIES.get(reply.code, "see the server's log")
     raise RemoteStoreError(f"{where}: refused ({reply.text}); {remedy}")
-
-
-async def side_by_side(jobs: Sequence[Callable[[], Awaitable[_T]]], most: int) -> list[_T]:
-    """Results of jobs of which `most` run at a time. After a failure the others are cancelled and waited for.
-
-    Raises:
-        Exception: what the first job that failed raised.
-    """
-    if len(jobs) == 1:
-        return [await jobs[0]()]
-    results: dict[int, _T] = {}
-    numbers = iter(range(len(jobs)))
-
-    async def worker() -> None:
-        for number in numbers:
-            results[number] = await jobs[number]()
-
-    workers = [asyncio.ensure_future(worker()) for _ in range(min(most, len(jobs)))]
-    try:
-        await asyncio.gather(*workers)
-    finally:
-        for task in workers:
-            task.cancel()
-        await asyncio.gather(*workers, return_exceptions=True)
-    return [results[number] for number in range(len(jobs))]
 
 
 def _bulk(word: bytes) -> bytes:

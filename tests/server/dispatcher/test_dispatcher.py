@@ -42,9 +42,9 @@ async def test_an_answer_from_end_to_end(make_bench: MakeBench, events: Events, 
     # 17 + 11 tokens, the last of them never computed: 6 full blocks, of which the prompt's 4 are asked for.
     again = bench.submit(COLD, max_tokens=1)
     assert (await bench.running(again)).start.cached_blocks == 4
-    assert again.hit_tokens == [16, 0, 0]
+    assert again.hit_tokens == [16, 0, 0, 0]
     await bench.finish(again)
-    assert bench.cache.counters.hit_tokens == [16, 0, 0]
+    assert bench.cache.counters.hit_tokens == [16, 0, 0, 0]
     assert bench.cache.counters.asked_tokens == 34
 
 
@@ -136,7 +136,7 @@ async def test_the_look_ahead_brings_up_what_there_are_frames_for(make_bench: Ma
         assert (trie.holds[request.rows, GPU] == int(up)).all()
     assert [request.queued.distance for request in waiting] == [Distance.CPU] * 4
     await bench.finish(busy, *waiting)
-    assert [request.hit_tokens for request in waiting] == [[0, 16, 0]] * 4
+    assert [request.hit_tokens for request in waiting] == [[0, 16, 0, 0]] * 4
 
 
 async def test_who_leaves_the_window_loses_its_hold_but_not_its_blocks(make_bench: MakeBench) -> None:
@@ -154,7 +154,7 @@ async def test_who_leaves_the_window_loses_its_hold_but_not_its_blocks(make_benc
     assert not trie.holds[rows, GPU].any()
     assert (trie.nearest[rows] == GPU).all()
     await bench.finish(busy, urgent, staged)
-    assert staged.hit_tokens == [16, 0, 0]
+    assert staged.hit_tokens == [16, 0, 0, 0]
 
 
 async def test_a_request_uses_its_prefix_once_however_often_it_is_staged(make_bench: MakeBench) -> None:
@@ -207,7 +207,7 @@ async def test_no_look_ahead_stages_nothing_ahead(make_bench: MakeBench) -> None
     await bench.quiet()
     assert waiting.state is WAITING
     await bench.finish(busy, waiting)
-    assert waiting.hit_tokens == [0, 16, 0]
+    assert waiting.hit_tokens == [0, 16, 0, 0]
 
 
 async def test_what_another_computes_is_waited_for(make_bench: MakeBench, events: Events, expected: Expected) -> None:
@@ -223,7 +223,7 @@ async def test_what_another_computes_is_waited_for(make_bench: MakeBench, events
     assert [(await bench.running(request)).start.cached_blocks for request in (same, longer)] == [4, 2]
     await bench.finish(first, same, longer, other)
     assert events(same) == (expected(COLD, 2), "length")
-    assert [request.hit_tokens for request in (same, longer)] == [[16, 0, 0], [8, 0, 0]]
+    assert [request.hit_tokens for request in (same, longer)] == [[16, 0, 0, 0], [8, 0, 0, 0]]
 
 
 async def test_frames_of_a_shared_prefix_are_counted_once(make_bench: MakeBench) -> None:
@@ -259,7 +259,7 @@ async def test_a_prefix_that_is_slower_to_load_is_computed(
     request = bench.submit(WARM)
     assert request.queued.distance == tier
     run = await bench.running(request)
-    found = [0, 0, 0]
+    found = [0, 0, 0, 0]
     found[tier] = 0 if recompute else 16
     assert run.start.cached_blocks == (0 if recompute else 4)
     assert request.hit_tokens == found
@@ -275,7 +275,7 @@ async def test_without_caching_nothing_is_found_or_kept(make_bench: MakeBench) -
         assert (await bench.running(request)).start.cached_blocks == 0
     await bench.finish(*requests)
     assert bench.cache.tiers.frames.free_count == 16
-    assert bench.cache.counters.hit_tokens == [0, 0, 0]
+    assert bench.cache.counters.hit_tokens == [0, 0, 0, 0]
 
 
 async def test_the_queue_has_a_limit_that_interrupted_requests_do_not_count_for(make_bench: MakeBench) -> None:

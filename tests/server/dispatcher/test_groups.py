@@ -58,7 +58,7 @@ async def test_a_window_gets_the_blocks_that_it_needs_and_no_others(make_bench: 
     assert [trie.slots[row, GPU, 1] >= 0 for row in request.rows.tolist()] == [False] * 18 + [True] * 2, (
         "not brought up"
     )
-    assert request.hit_tokens == [0, 20 * BLOCK, 0]
+    assert request.hit_tokens == [0, 20 * BLOCK, 0, 0]
     await bench.finish(request)
 
 

@@ -55,18 +55,18 @@ async def test_a_hit_from_each_tier_and_after_a_restart_gives_transformers_token
     moved = vision.prompt(text(4, 25), cat, text(5, 5))
     hit = reach(first)
     async with open_model_bench(vision.model, tmp_path, frames(vision, 60)) as bench:
-        assert await bench.generate(first.tokens, NEW, first.images) == (vision.greedy(first, NEW), (0, 0, 0))
-        assert await bench.generate(first.tokens, NEW, first.images) == (vision.greedy(first, NEW), (hit, 0, 0))
+        assert await bench.generate(first.tokens, NEW, first.images) == (vision.greedy(first, NEW), (0, 0, 0, 0))
+        assert await bench.generate(first.tokens, NEW, first.images) == (vision.greedy(first, NEW), (hit, 0, 0, 0))
         tokens, hits = await bench.generate(second.tokens, NEW, second.images)
         assert tokens == vision.greedy(second, NEW)
         assert vision.cross or hits[0] == len(first.tokens) // BLOCK * BLOCK  # there all rows depend on all images
-        assert await bench.generate(moved.tokens, NEW, moved.images) == (vision.greedy(moved, NEW), (0, 0, 0))
+        assert await bench.generate(moved.tokens, NEW, moved.images) == (vision.greedy(moved, NEW), (0, 0, 0, 0))
         await bench.clear_gpu_tier()
         hit = reach(second)
-        assert await bench.generate(second.tokens, NEW, second.images) == (vision.greedy(second, NEW), (0, hit, 0))
+        assert await bench.generate(second.tokens, NEW, second.images) == (vision.greedy(second, NEW), (0, hit, 0, 0))
     vision.forget()
     async with open_model_bench(vision.model, tmp_path, frames(vision, 60)) as bench:
-        assert await bench.generate(second.tokens, NEW, second.images) == (vision.greedy(second, NEW), (0, 0, hit))
+        assert await bench.generate(second.tokens, NEW, second.images) == (vision.greedy(second, NEW), (0, 0, hit, 0))
 
 
 async def test_requests_that_are_preempted_and_resumed_give_transformers_tokens(vision: Any, tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ async def test_the_front_is_computed_while_the_back_is_loaded(
     assert 2 < arrived.first < BLOCKS
     assert arrived.first + len(arrived.frames) == BLOCKS
     assert events(request) == (expected(PROMPT, 3), "length")
-    assert request.hit_tokens == [0, len(arrived.frames) * BLOCK, 0]
+    assert request.hit_tokens == [0, len(arrived.frames) * BLOCK, 0, 0]
     assert bench.cache.counters.hit_tokens == request.hit_tokens
     counters = bench.dispatcher.loader.counters
     assert (counters.decided, counters.beside, counters.abandoned, counters.regret.judged) == (1, 1, 0, 1)

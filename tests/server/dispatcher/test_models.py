@@ -81,12 +81,12 @@ async def test_a_hit_from_each_tier_and_after_a_restart_gives_transformers_token
     expected, prompt, hit = subject.tokens(0), prompt_of(0), BLOCKS * BLOCK
     frames = subject.frames(blocks=20, states=10)
     async with open_model_bench(subject.model, tmp_path, frames) as bench:
-        assert await bench.generate(prompt, NEW) == (expected, (0, 0, 0))
-        assert await bench.generate(prompt, NEW) == (expected, (hit, 0, 0))
+        assert await bench.generate(prompt, NEW) == (expected, (0, 0, 0, 0))
+        assert await bench.generate(prompt, NEW) == (expected, (hit, 0, 0, 0))
         await bench.clear_gpu_tier()
-        assert await bench.generate(prompt, NEW) == (expected, (0, hit, 0))
+        assert await bench.generate(prompt, NEW) == (expected, (0, hit, 0, 0))
     async with open_model_bench(subject.model, tmp_path, frames) as bench:
-        assert await bench.generate(prompt, NEW) == (expected, (0, 0, hit))
+        assert await bench.generate(prompt, NEW) == (expected, (0, 0, hit, 0))
 
 
 async def test_what_the_rules_allow_to_go_goes_without_a_loss_and_nothing_else_does(
@@ -98,7 +98,7 @@ async def test_what_the_rules_allow_to_go_goes_without_a_loss_and_nothing_else_d
         trie, path = bench.trie, bench.path(prompt)
         drop(bench, path, ~trie.needed(BLOCKS))
         assert (trie.available[path] == trie.needed(BLOCKS)).all()
-        assert await bench.generate(prompt, NEW) == (expected, (BLOCKS * BLOCK, 0, 0))
+        assert await bench.generate(prompt, NEW) == (expected, (BLOCKS * BLOCK, 0, 0, 0))
 
         drop(bench, path, ~trie.needed(BLOCKS))  # the run above may have kept more
         needed = trie.needed(BLOCKS)

@@ -1,0 +1,267 @@
+"""Two daemons on two data directories share a store: whatever happens to it no request fails and no byte is wrong.
+
+A reaches the store directly, B over a link that can be slow. Every prompt is new, and its tokens are those of the host
+that computed it with nothing cached.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from prefixd.workloads.daemon_process import DaemonFailed, DaemonProcess
+from prefixd.workloads.slow_link import SlowLink
+from tests.remote.hosts import BLOCK, Answer, Host, host, prompt
+from tests.remote.mooncake_server import mooncake_server
+from tests.remote.processes import free_port
+from tests.remote.s3_server import s3_server
+from tests.remote.valkey_server import ValkeyServer, valkey_server
+
+RESUMED_S = 5.0
+BLOCKS = 20
+_SEEDS = itertools.count(1)
+
+
+class Store:
+    """A Valkey that can be killed, and started again, empty, on the same port."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.port = free_port()
+        self.running = ExitStack()
+        self.server = self.start()
+
+    def start(self) -> ValkeyServer:
+        self.server = self.running.enter_context(valkey_server(self._folder, port=self.port))
+        return self.server
+
+    def kill(self) -> None:
+        self.server.process.end()
+
+
+@dataclass
+class Pair:
+    """Hosts A and B, the store, and B's way to it."""
+
+    a: Host
+    b: Host
+    store: Store
+    link: SlowLink
+
+    def shared(self, blocks: int = BLOCKS) -> tuple[list[int], Answer]:
+        """A new prompt, and what A answers to it, once its blocks are in the store."""
+        made = prompt(next(_SEEDS), blocks)
+        before = self.a.client.stats().remote.shared_blocks
+        answer = self.a.ask(made)
+        assert answer.found == 0
+        self.a.wait_until_shared(before + blocks)
+        return made, answer
+
+    def same(self) -> None:
+        """Both hosts answer a new prompt alike."""
+        made = prompt(next(_SEEDS), BLOCKS)
+        assert self.a.ask(made).tokens == self.b.ask(made).tokens
+
+    def ask_b(self, made: list[int]) -> tuple[threading.Thread, list[Answer]]:
+        """B is being asked, and has found the prompt in the store."""
+        found, answers = self.b.client.stats().remote.found_blocks, list[Answer]()
+        asking = threading.Thread(target=lambda: answers.append(self.b.ask(made)))
+        asking.start()
+        self.b.wait(lambda: self.b.client.stats().remote.found_blocks > found, 10, "the prompt is found")
+        return asking, answers
+
+    def resumes(self) -> None:
+        """Within some seconds B finds what A has computed since."""
+        began, found = time.monotonic(), 0
+        while found == 0:
+            assert time.monotonic() - began < RESUMED_S, f"no hits: A {self.a.trouble()!r}, B {self.b.trouble()!r}"
+            made = prompt(next(_SEEDS), BLOCKS)
+            want = self.a.ask(made)
+            time.sleep(0.5)
+            got = self.b.ask(made)
+            assert got.tokens == want.tokens
+            found = got.remote
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    folder = tmp_path_factory.mktemp("hosts")
+    with ExitStack() as stack:
+        store = Store(folder / "valkey")
+        stack.enter_context(store.running)
+        link = stack.enter_context(SlowLink("127.0.0.1", store.port))
+        a = stack.enter_context(host(folder / "a", f"valkey://127.0.0.1:{store.port}"))
+        b = stack.enter_context(host(folder / "b", f"valkey://127.0.0.1:{link.port}"))
+        yield Pair(a, b, store, link)
+
+
+@pytest.fixture
+def pair(both: Pair) -> Iterator[Pair]:
+    """Well at the beginning, and checked at the end."""
+    both.link.latency_s, both.link.bytes_per_s = 0.0, math.inf
+    for each in (both.a, both.b):
+        each.wait(lambda each=each: not each.trouble(), 10, "no trouble is left from the test before")
+    yield both
+    both.link.latency_s, both.link.bytes_per_s = 0.0, math.inf
+    both.a.check()
+    both.b.check()
+
+
+def test_the_first_request_of_a_cold_host_hits(pair: Pair) -> None:
+    made, want = pair.shared()
+    got = pair.b.ask(made)
+    assert (got.tokens, got.remote) == (want.tokens, BLOCKS * BLOCK)
+    again = pair.b.ask(made)
+    assert (again.tokens, again.remote, again.found) == (want.tokens, 0, BLOCKS * BLOCK)
+
+
+def test_a_store_killed_in_the_middle_of_a_load(pair: Pair) -> None:
+    made, want = pair.shared(40)
+    pair.link.bytes_per_s = 2e6
+    asking, answers = pair.ask_b(made)
+    pair.store.kill()
+    asking.join(30)
+    assert [answer.tokens for answer in answers] == [want.tokens]
+    pair.b.wait(pair.b.trouble, 10, "the trouble is told")
+    pair.same()
+    pair.store.start()
+    pair.link.bytes_per_s = math.inf
+    pair.resumes()
+    pair.b.wait(lambda: not pair.b.trouble(), 5, "the trouble ends")
+
+
+def test_a_store_killed_in_the_middle_of_a_save(pair: Pair) -> None:
+    made, first = pair.shared()
+    before = pair.a.client.stats().remote.shared_blocks
+    others = [prompt(next(_SEEDS), BLOCKS) for _ in range(3)]
+    asking = threading.Thread(target=lambda: [pair.a.ask(each) for each in others])
+    asking.start()
+    pair.a.wait(lambda: pair.a.client.stats().remote.shared_blocks > before, 20, "a save has begun")
+    pair.store.kill()
+    asking.join(60)
+    assert not asking.is_alive()
+    assert pair.b.ask(made).tokens == first.tokens
+    pair.store.start()
+    pair.resumes()
+    # What the store has lost is written again by who still has it.
+    pair.a.wait(lambda: pair.b.ask([*others[0][:-1], next(_SEEDS) % 100]).remote, 10, "a prompt from before is found")
+
+
+def test_a_frozen_store(pair: Pair) -> None:
+    made, want = pair.shared()
+    pair.store.server.process.freeze()
+    got = pair.b.ask(made)
+    assert (got.tokens, got.remote) == (want.tokens, 0)
+    pair.b.wait(pair.b.trouble, 5, "the trouble is told")
+    pair.same()
+    pair.store.server.process.thaw()
+    pair.resumes()
+
+
+def test_a_store_frozen_in_the_middle_of_a_load(pair: Pair) -> None:
+    made, want = pair.shared(40)
+    pair.link.bytes_per_s = 2e6
+    asking, answers = pair.ask_b(made)
+    pair.store.server.process.freeze()
+    asking.join(30)
+    assert [answer.tokens for answer in answers] == [want.tokens]
+    pair.link.bytes_per_s = math.inf
+    pair.store.server.process.thaw()
+    pair.resumes()
+
+
+def test_a_full_store(pair: Pair) -> None:
+    pair.store.server.ask(b"FLUSHALL")
+    pair.store.server.ask(b"CONFIG", b"SET", b"maxmemory", b"12mb")
+    made = [prompt(next(_SEEDS), 30) for _ in range(3)]
+    wants = [pair.a.ask(each) for each in made]
+    pair.a.wait(pair.a.trouble, 15, "the trouble is told")
+    assert [pair.b.ask(each).tokens for each in made] == [want.tokens for want in wants]
+    pair.store.server.ask(b"CONFIG", b"SET", b"maxmemory", b"0")
+    for each in (pair.a, pair.b):
+        each.wait(lambda each=each: not each.trouble(), 15, "the trouble ends")
+    pair.resumes()
+
+
+def test_fifty_milliseconds_of_latency(pair: Pair) -> None:
+    made = [pair.shared() for _ in range(2)]
+    pair.link.latency_s = 0.025
+    assert [pair.b.ask(each).tokens for each, _ in made] == [want.tokens for _, want in made]
+    # The answer takes longer than a prompt waits for it; the next one that begins like it knows.
+    known = made[0][0]
+    assert pair.b.ask([*known[:-1], known[-1] + 1]).found == BLOCKS * BLOCK
+    pair.same()
+
+
+def test_altered_objects(pair: Pair, tmp_path: Path) -> None:
+    pair.resumes()  # B waits for answers again, which were slow a moment ago
+    pair.store.server.ask(b"FLUSHALL")
+    made, want = pair.shared()
+    names = pair.store.server.ask(b"KEYS", b"*").split(b"\r\n")[2::2]
+    assert len(names) >= BLOCKS
+    for name in names:
+        pair.store.server.ask(b"SETRANGE", name, b"300", b"altered")
+    before = pair.b.client.stats().remote
+    assert pair.b.ask(made).tokens == want.tokens
+    after = pair.b.client.stats().remote
+    assert after.bad_objects["altered"] > before.bad_objects["altered"]
+    # Who has computed them writes them anew.
+    pair.b.wait_until_shared(before.shared_blocks + after.bad_objects["altered"] - before.bad_objects["altered"])
+    with host(tmp_path / "c", f"valkey://127.0.0.1:{pair.store.port}") as c:
+        repaired = c.ask(made)
+        assert repaired.tokens == want.tokens
+        assert repaired.remote > 0
+
+
+def test_an_encrypted_store_serves_those_with_the_key(pair: Pair, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("a key of thirty-two bytes or more")
+    key.chmod(0o600)
+    made, want = pair.shared()
+    with host(tmp_path / "c", f"valkey://127.0.0.1:{pair.store.port}", remote__encryption_key_file=key) as c:
+        got = c.ask(made)
+        assert (got.tokens, got.remote) == (want.tokens, 0)
+        assert c.client.stats().remote.bad_objects["old"] > 0
+
+
+@pytest.mark.parametrize("kind", ["s3", "mooncake"])
+def test_other_stores_serve_a_cold_host_too(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ExitStack() as stack:
+        if kind == "s3":
+            monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+            monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+            server = stack.enter_context(s3_server(tmp_path))
+            url = f"s3://{server.new_bucket()}/blocks"
+            endpoint = f"http://127.0.0.1:{server.port}"
+            settings: dict[str, object] = {"remote__endpoint": endpoint, "remote__insecure_http": True}
+            settings |= {"remote__refresh_s": 0.2}
+        else:
+            master = stack.enter_context(mooncake_server(tmp_path / "mooncake"))
+            url, settings = f"mooncake://127.0.0.1:{master.port}", {}
+        a, b = (stack.enter_context(host(tmp_path / name, url, **settings)) for name in "ab")
+        made = prompt(next(_SEEDS), BLOCKS)
+        want = a.ask(made)
+        a.wait_until_shared(BLOCKS)
+        b.ask(prompt(next(_SEEDS), BLOCKS))  # which connects it
+        time.sleep(1)
+        got = b.ask(made)
+        assert (got.tokens, got.remote) == (want.tokens, BLOCKS * BLOCK), (a.trouble(), b.trouble())
+
+
+@pytest.mark.parametrize("mode", ["0644", "short", "missing"])
+def test_a_secret_that_cannot_be_used_is_refused_at_the_start(tmp_path: Path, mode: str) -> None:
+    secret = tmp_path / "secret"
+    if mode != "missing":
+        secret.write_text("short" if mode == "short" else "0123456789abcdef")
+        secret.chmod(0o644 if mode == "0644" else 0o600)
+    settings = {"remote.url": "valkey://127.0.0.1:1", "remote.secret_file": secret}
+    with pytest.raises(DaemonFailed, match=r"remote\.secret_file"), DaemonProcess(settings):
+        pass

@@ -1,0 +1,211 @@
+"""Mooncake: registered memory, a master or another host that dies or stands still, a store that is full."""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from prefixd_swap.errors import RemoteFullError, RemoteStoreError
+from prefixd_swap.stores import MooncakeOptions, ObjectStore, Read, Write, open_store
+from prefixd_swap.stores.mooncake_lane import address_of
+from tests.remote.mooncake_server import MooncakeServer, mooncake_folder, mooncake_server, start_master
+from tests.remote.objects import assert_read, joined, new_name, new_write, read_of
+from tests.remote.processes import free_port
+
+DEADLINE_S = 20.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def client_can_be_loaded() -> None:
+    mooncake_folder()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeServer]:
+    with mooncake_server(tmp_path_factory.mktemp("own_mooncake")) as started:
+        yield started
+
+
+@asynccontextmanager
+async def opened(options: MooncakeOptions) -> AsyncIterator[ObjectStore]:
+    store = open_store(options)
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+async def assert_works(store: ObjectStore) -> None:
+    writes = [new_write(64, 100_000), new_write(70_000)]
+    await store.put(writes, 0, DEADLINE_S)
+    assert await store.exists([writes[0].name, new_name()], DEADLINE_S) == [True, False]
+    reads = [read_of(write) for write in writes]
+    assert await store.get(reads, DEADLINE_S) == [True, True]
+    assert_read(reads, writes)
+
+
+async def test_registered_memory_is_not_copied(server: MooncakeServer) -> None:
+    async with opened(server.options()) as store:
+        arena = memoryview(mmap.mmap(-1, 32 << 20))
+        store.register(address_of(arena), len(arena))
+        arena[:1024] = bytes(range(256)) * 4
+        writes = [Write(new_name(), (arena[at : at + 64], arena[4096 * at : 4096 * at + 70_000])) for at in range(3)]
+        await store.put(writes, 0, DEADLINE_S)
+        reads = [Read(write.name, (arena[-64:], arena[(16 + n) << 20 :][:70_000])) for n, write in enumerate(writes)]
+        for read, write in zip(reads, writes, strict=True):
+            assert await store.get([read, read], DEADLINE_S) == [True, True]
+            assert_read([read], [write])
+        assert store.copied_bytes == 0
+        other = read_of(writes[1])
+        assert await store.get([other, reads[1]], DEADLINE_S) == [True, True]
+        assert joined(other) == joined(writes[1])
+        assert store.copied_bytes == writes[1].nbytes
+        longer = Read(writes[0].name, (arena[20 << 20 :][:70_065],))
+        assert await store.get([longer, reads[0]], DEADLINE_S) == [False, True]
+
+
+async def test_an_object_that_is_too_long(server: MooncakeServer) -> None:
+    async with opened(server.options(bounce_bytes=200_000)) as store:
+        await assert_works(store)
+        with pytest.raises(RemoteStoreError, match="raise bounce_bytes"):
+            await store.put([new_write(200_001)], 0, DEADLINE_S)
+
+
+async def test_the_loop_stays_free(server: MooncakeServer) -> None:
+    """Also while the master does not answer."""
+    longest_s = 0.0
+
+    async def watch() -> None:
+        nonlocal longest_s
+        while True:
+            began_s = time.perf_counter()
+            await asyncio.sleep(0.001)
+            longest_s = max(longest_s, time.perf_counter() - began_s)
+
+    async with opened(server.options()) as store:
+        watching = asyncio.ensure_future(watch())
+        writes = [new_write(64, 2 << 20) for _ in range(16)]
+        await store.put(writes, 0, DEADLINE_S)
+        await store.get([read_of(write) for write in writes], DEADLINE_S)
+        await store.exists([new_name() for _ in range(4096)], DEADLINE_S)
+        await store.delete([write.name for write in writes], DEADLINE_S)
+        server.master.freeze()
+        try:
+            for call in (store.ping(0.2), store.put([new_write(10)], 0, 0.2)):
+                with pytest.raises(RemoteStoreError):
+                    await call
+            await asyncio.sleep(1.2)  # the native calls go on
+        finally:
+            server.master.thaw()
+        watching.cancel()
+    assert longest_s < 0.15, longest_s
+
+
+async def test_a_frozen_master_ends_every_call_at_its_deadline(server: MooncakeServer) -> None:
+    async with opened(server.options()) as store:
+        writes = [new_write(64, 300_000) for _ in range(6)]
+        await store.put(writes, 0, DEADLINE_S)
+        server.master.freeze()
+        began_s = time.monotonic()
+        reads = [read_of(write) for write in writes]
+        outcomes = await asyncio.gather(
+            store.ping(0.3),
+            store.exists([new_name()], 0.3),
+            store.get(reads, 0.3),
+            store.put([new_write(1 << 20)], 0, 0.3),
+            store.delete([new_name()], 0.3),
+            return_exceptions=True,
+        )
+        assert time.monotonic() - began_s < 0.8
+        assert all(isinstance(outcome, RemoteStoreError) for outcome in outcomes), outcomes
+        before = [joined(read) for read in reads]
+        server.master.thaw()
+        for write in writes:
+            read = read_of(write)
+            assert await store.exists([write.name, new_name()], DEADLINE_S) == [True, False]
+            assert await store.get([read], DEADLINE_S) == [True]
+            assert_read([read], [write])
+        await assert_works(store)
+        assert [joined(read) for read in reads] == before
+
+
+async def test_another_host_stands_still(server: MooncakeServer) -> None:
+    """Who has the objects does not answer: registered memory is given back when the native call has ended."""
+    async with opened(server.options()) as store:
+        arena = memoryview(mmap.mmap(-1, 4 << 20))
+        store.register(address_of(arena), len(arena))
+        write = new_write(1 << 20)
+        await store.put([write], 0, DEADLINE_S)
+        server.giver.freeze()
+        try:
+            began_s = time.monotonic()
+            with pytest.raises(RemoteStoreError):
+                await store.get([read_of(write)], 0.3)
+            assert time.monotonic() - began_s < 0.8
+            with pytest.raises(RemoteStoreError):
+                await store.get([Read(write.name, (arena[: 1 << 20],))], 0.3)
+            assert time.monotonic() - began_s < 4.0
+            seen = bytes(arena)
+        finally:
+            server.giver.thaw()
+        await asyncio.sleep(0.1)
+        assert bytes(arena) == seen
+        await assert_works(store)
+
+
+async def test_nobody_listens() -> None:
+    async with opened(MooncakeOptions(master=f"127.0.0.1:{free_port()}")) as store:
+        for call in (store.ping(10.0), store.put([new_write(10)], 0, 10.0)):
+            with pytest.raises(RemoteStoreError):
+                await call
+
+
+async def test_a_full_store(folder: Path) -> None:
+    with mooncake_server(folder, segment_bytes=32 << 20) as small:
+        async with opened(small.options()) as store:
+            writes = [new_write(4 << 20) for _ in range(16)]
+            with pytest.raises(RemoteFullError, match="give it more memory"):
+                await store.put(writes, 0, DEADLINE_S)
+            give_up = time.monotonic() + 10
+            while True:  # parts of the batch that were given up may still arrive
+                await store.delete([write.name for write in writes], DEADLINE_S)
+                try:
+                    return await assert_works(store)
+                except RemoteFullError:
+                    assert time.monotonic() < give_up
+                    await asyncio.sleep(0.05)
+
+
+async def test_the_master_dies_and_comes_back(folder: Path) -> None:
+    """What it knew is lost; clients that give memory tell it again that they are there."""
+    with mooncake_server(folder, segment_bytes=64 << 20) as own:
+        async with opened(own.options()) as store:
+            write = new_write(100_000)
+            await store.put([write], 0, DEADLINE_S)
+            own.master.end()
+            for call in (store.ping(3.0), store.get([read_of(write)], 3.0), store.put([new_write(9)], 0, 3.0)):
+                with pytest.raises(RemoteStoreError):
+                    await call
+            own.master = start_master(folder, own.port)
+            give_up = time.monotonic() + 20
+            while True:
+                try:
+                    await assert_works(store)
+                    break
+                except RemoteStoreError:
+                    assert time.monotonic() < give_up
+                    await asyncio.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"master": "host"}, {"protocol": "ib"}, {"threads": 0}, {"bounce_bytes": 1}, {"native_timeout_s": 0.0}]
+)
+def test_options_that_cannot_be(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="set"):
+        MooncakeOptions(**{"master": "a:1", **wrong})  # type: ignore[arg-type]

@@ -24,7 +24,8 @@ from prefixd.client.session import MemoryMode
 from prefixd.workloads.daemon_process import DaemonFailed, DaemonProcess
 
 DESCRIPTION = """\
-With --tier disk (the default), changes bytes of blocks in a daemon's disk tier: single bits, four bytes, sectors, ranges that read as zeros,
+With --tier disk (the default), changes bytes of blocks in a daemon's disk tier: single bits, four bytes,
+sectors, ranges that read as zeros,
 what another block had, two blocks in each other's place, files that end too early; in blocks of several
 sizes, parts and namespaces; while the daemon runs, and before it starts. Each flip hits another block, none
 of which continues another one. They are then to be found by reading, by `prefixd verify`, or by the scrubber.

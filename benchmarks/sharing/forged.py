@@ -19,6 +19,7 @@ from benchmarks.sharing.hosts import Secrets, cache_host, lost_in_store, sharing
 from benchmarks.sharing.stored_objects import BlockId, StoredObject, block_id, read_objects
 from benchmarks.sharing.valkey_server import ValkeyObjects, ValkeyServer, valkey_objects
 from prefixd.client import Client, NamespaceSpec, PartSpec
+from prefixd.client.session import MemoryMode
 
 BLOCKS = 500  # that are forged again and again
 _BLOCK_TOKENS = 16
@@ -91,7 +92,7 @@ class Attack:
     def __init__(
         self, objects: ValkeyObjects, settings: dict[str, object], blocks: int, findings: Findings, rng: random.Random
     ) -> None:
-        # What is attacked is bytes, not deadlines. What was wrong once is read again, since it is forged anew.
+        # What is attacked is bytes, not deadlines.
         self._settings = settings | {"remote.lookup_s": 10.0, "remote.timeout_s": 10.0}
         self._objects = objects
         self._findings = findings
@@ -115,20 +116,19 @@ class Attack:
 
     def round(self, first: int, count: int) -> None:
         """Forges one part of each of `count` blocks, in ways from number `first` on, and has a cold host ask for
-        them; then puts the right objects back, which the host has to serve."""
-        targets = self._targets[:count]
+        them; then puts the right objects back."""
         writes, kinds, right = [], [], []
         for at, block in enumerate(self._blocks[:count]):
-            target = self._rng.choice(self._stored[block])
-            kind, forged = self._forged(first + at, target)
-            writes.append((target.name, forged))
-            right.append((target.name, target.data))
+            victim = self._rng.choice(self._stored[block])
+            kind, forged = self._forged(first + at, victim)
+            writes.append((victim.name, forged))
+            right.append((victim.name, victim.data))
             kinds.append(kind)
         self._objects.write(writes)
-        memory = "auto" if first // count % 2 else "streamed"
+        memory: MemoryMode = "auto" if first // count % 2 else "streamed"
         with cache_host(_CPU_BYTES, self._settings) as host, Client(host.address, memory=memory) as client:
             caches = [client.register(spec) for spec in _TENANTS]
-            for target, kind in zip(targets, kinds, strict=True):
+            for target, kind in zip(self._targets, kinds, strict=False):
                 lost_before = lost_in_store(client)
                 got = np.zeros(len(target.content()), np.uint8)
                 there = caches[target.tenant].load(target.tokens, got)

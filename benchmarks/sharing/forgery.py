@@ -19,8 +19,8 @@ from benchmarks.sharing.stored_objects import (
     BlockId,
     StoredObject,
 )
-from prefixd_swap.stores import BlockIdentity
-from prefixd_swap.stores.names import DIGEST_BYTES, NAME_BYTES
+from prefixd_swap.stores.base import NAME_BYTES
+from prefixd_swap.stores.names import DIGEST_BYTES, BlockIdentity
 from prefixd_swap.stores.sealed import Seal
 
 KINDS = (

@@ -24,7 +24,7 @@ KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Flip:
-    """One way of going wrong, the blocks that it hits, each of which counts, and the objects that are written for it."""
+    """One way of going wrong, the blocks that it hits, each of which counts, and the objects to write for it."""
 
     kind: str
     blocks: tuple[BlockId, ...]

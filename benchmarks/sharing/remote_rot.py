@@ -126,8 +126,12 @@ class RemoteRot:
         return len(hit)
 
     def _read_everything(self, client: Client, hit: set[BlockId]) -> set[BlockId]:
-        """Reads every prompt: what comes is right, and ends just before the first block that was hit; which were."""
-        detected, missed = set(), set()
+        """Reads every prompt: what comes is right, and ends just before the first block that was hit.
+
+        Returns the blocks that the host has noticed and never served; it reads each once and remembers.
+        """
+        noticed: set[BlockId] = set()
+        served: set[BlockId] = set()
         for prompt in self._prompts:
             path = self._paths[prompt]
             expected = next((at for at, block in enumerate(path) if block in hit), len(path))
@@ -141,9 +145,11 @@ class RemoteRot:
                 self._findings.lost_sound += expected - there
                 self._findings.notes.append(f"{prompt} came without {expected - there} sound blocks")
             if expected < len(path):
-                noticed = there == expected and lost_in_store(client) > lost_before
-                (detected if noticed else missed).add(path[expected])
-        return detected - missed
+                if there != expected:
+                    served.add(path[expected])
+                elif lost_in_store(client) > lost_before:
+                    noticed.add(path[expected])
+        return noticed - served
 
     def _read(self, client: Client, prompt: Prompt) -> tuple[int, int]:
         """How many blocks of the prompt were served, and how many of them with a wrong byte."""

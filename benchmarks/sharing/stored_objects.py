@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from benchmarks.sharing.valkey_server import ValkeyObjects
 
 HEAD = struct.Struct("<8sHHHxxIIQQ8s8s")
-"""Magic, version, flags, part, tokens, depth, nbytes, checksum, namespace, geometry; see `prefixd_swap.stores.sealed`."""
+"""Magic, version, flags, part, tokens, depth, nbytes, checksum, namespace, geometry: see `stores.sealed`."""
 VERSION_AT = 8
 NONCE_BYTES, TAG_BYTES = 12, 16
 TAG_AT = HEAD.size + NONCE_BYTES
@@ -50,11 +50,11 @@ def read_objects(objects: ValkeyObjects, prefixes: Iterable[BlockId]) -> dict[Bl
     """
     # A head names a block by its own tokens and its depth; they are random, so no two blocks have both in common.
     known: dict[tuple[bytes, bytes, int], BlockId] = {}
-    widths: Mapping[bytes, int] = {}
     found: dict[BlockId, list[StoredObject]] = {}
     names = objects.names()
     everything = list(zip(names, objects.read(names), strict=True))
-    widths = {HEAD.unpack_from(data)[8]: 4 * HEAD.unpack_from(data)[4] for _, data in everything}
+    heads = [HEAD.unpack_from(data) for _, data in everything]
+    widths = {head[8]: 4 * head[4] for head in heads}  # bytes of a block's tokens, of each namespace
     for namespace_id, tokens in prefixes:
         width = widths[namespace_id]
         known[namespace_id, tokens[-width:], len(tokens) // width - 1] = namespace_id, tokens

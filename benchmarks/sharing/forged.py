@@ -21,7 +21,7 @@ from benchmarks.sharing.valkey_server import ValkeyObjects, ValkeyServer, valkey
 from prefixd.client import Client, NamespaceSpec, PartSpec
 from prefixd.client.session import MemoryMode
 
-BLOCKS = 500  # that are forged again and again
+BLOCKS = 1000  # that are forged again and again
 _BLOCK_TOKENS = 16
 _PARTS = (PartSpec("full", 0, 2048), PartSpec("window", 0, 2048))
 _TENANTS = (
@@ -128,12 +128,14 @@ class Attack:
         memory: MemoryMode = "auto" if first // count % 2 else "streamed"
         with cache_host(_CPU_BYTES, self._settings) as host, Client(host.address, memory=memory) as client:
             caches = [client.register(spec) for spec in _TENANTS]
+            lost_before = 0
             for target, kind in zip(self._targets, kinds, strict=False):
-                lost_before = lost_in_store(client)
                 got = np.zeros(len(target.content()), np.uint8)
                 there = caches[target.tenant].load(target.tokens, got)
                 self._findings.forged[kind] += 1
-                self._judge(target, kind, there, got, lost_in_store(client) > lost_before)
+                lost = lost_in_store(client)
+                self._judge(target, kind, there, got, lost > lost_before)
+                lost_before = lost
         self._objects.write(right)
 
     def control(self) -> None:

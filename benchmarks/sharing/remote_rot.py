@@ -132,10 +132,10 @@ class RemoteRot:
         """
         noticed: set[BlockId] = set()
         served: set[BlockId] = set()
+        lost_before = 0
         for prompt in self._prompts:
             path = self._paths[prompt]
             expected = next((at for at, block in enumerate(path) if block in hit), len(path))
-            lost_before = lost_in_store(client)
             there, wrong = self._read(client, prompt)
             self._findings.served_wrong += wrong
             if there > expected and not wrong:
@@ -147,8 +147,9 @@ class RemoteRot:
             if expected < len(path):
                 if there != expected:
                     served.add(path[expected])
-                elif lost_in_store(client) > lost_before:
+                elif (lost := lost_in_store(client)) > lost_before:
                     noticed.add(path[expected])
+                    lost_before = lost
         return noticed - served
 
     def _read(self, client: Client, prompt: Prompt) -> tuple[int, int]:

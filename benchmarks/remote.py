@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -12,6 +13,7 @@ from typing import Any
 from benchmarks.common import harness
 from benchmarks.sharing import copies, first_token, second_host, store_down
 from benchmarks.sharing.requests import requests_of
+from prefixd.workloads.circumstances import circumstances
 from prefixd.workloads.mooncake import HASH_TOKENS
 
 DESCRIPTION = """\
@@ -30,6 +32,8 @@ copies       bytes_copied_per_byte: copies of a byte in memory on its way to Val
 store_down   engines' calls to daemons whose store is down (port closed; frozen) against one without a remote tier,
              call by call in turn. worst_ratio of their medians and of whole rounds is at most 1.02. none_again is a
              second daemon without a remote tier: what it differs is noise.
+
+Suites that are not run keep the results that the file has; each names its commit.
 
 Example: python -m benchmarks.remote --json benchmarks/results/remote.json"""
 
@@ -84,11 +88,26 @@ def run(options: argparse.Namespace, step: Callable[[], None] = lambda: None) ->
         began_s = time.perf_counter()
         with tempfile.TemporaryDirectory(prefix="prefixd-") as folder:
             found = measure(options, Path(folder), step)
-        result[name] = {**found, "bounds": BOUNDS[name], "seconds": round(time.perf_counter() - began_s, 1)}
+        result[name] = {
+            **found,
+            "bounds": BOUNDS[name],
+            "missed": violations(found),
+            "seconds": round(time.perf_counter() - began_s, 1),
+            "commit": circumstances()["commit"],
+        }
         print(f"{name}:")
         harness.finish("remote", result[name], None)
         missed += [f"{name}: {each}" for each in violations(found)]
-    return {**result, "missed": missed}, missed
+    return result, missed
+
+
+def earlier(file: Path) -> dict[str, Any]:
+    """The suites' results that a file has from an earlier run; none where there is no such file."""
+    try:
+        content = json.loads(file.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return {}
+    return {name: content[name] for name in SUITES if name in content} if isinstance(content, dict) else {}
 
 
 def _suites(text: str) -> list[str]:
@@ -144,7 +163,7 @@ def main() -> None:
     options = make_parser().parse_args()
     result, missed = run(options)
     if options.json is not None:
-        harness.write("remote", result, options.json)
+        harness.write("remote", earlier(options.json) | result, options.json)
     if "first_token" in result:
         harness.plot(options.plot, lambda axes: first_token.draw(axes, result["first_token"]))
     if missed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -132,7 +133,8 @@ def test_an_object_that_is_served_counts(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_command_takes_the_tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "result.json"
     words = ["bit_rot", "--tier", "remote", "--flips", "2", "--forged", "2", "--json", str(file)]
-    monkeypatch.setattr(forged, "BLOCKS", 2)
+    monkeypatch.setattr(forged, "run", partial(forged.run, blocks=2))
+    monkeypatch.setattr(remote_rot, "run", partial(remote_rot.run, numbers=2))
     monkeypatch.setattr("sys.argv", words)
     bit_rot.main()
     assert '"tier": "remote"' in file.read_text() and '"forged_served": 0' in file.read_text()

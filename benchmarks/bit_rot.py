@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import random
 import shutil
 import tempfile
@@ -16,13 +17,15 @@ import numpy as np
 
 from benchmarks.common import harness
 from benchmarks.load.world import Prompt, block_key, content, prompts, wrong_bytes
+from benchmarks.sharing import forged, remote_rot
 from benchmarks.storage.bit_flips import Flip, Stored, StoredBlocks, draw
 from prefixd.client import Client, NotFoundError, ServerUnavailable
 from prefixd.client.session import MemoryMode
 from prefixd.workloads.daemon_process import DaemonFailed, DaemonProcess
 
 DESCRIPTION = """\
-Changes bytes of blocks in a daemon's disk tier: single bits, four bytes, sectors, ranges that read as zeros,
+With --tier disk (the default), changes bytes of blocks in a daemon's disk tier: single bits, four bytes,
+sectors, ranges that read as zeros,
 what another block had, two blocks in each other's place, files that end too early; in blocks of several
 sizes, parts and namespaces; while the daemon runs, and before it starts. Each flip hits another block, none
 of which continues another one. They are then to be found by reading, by `prefixd verify`, or by the scrubber.
@@ -34,7 +37,18 @@ compared byte by byte after each round, what was dropped is stored again, and th
 its slots.
 
 In rounds of their own, bits of the index's file are flipped (index_flips). That may cost blocks, or all of
-them; but a wrong byte is never served (index_wrong), and the daemon starts again (index_failures)."""
+them; but a wrong byte is never served (index_wrong), and the daemon starts again (index_failures).
+
+With --tier remote, changes objects in a real Valkey that a first host has filled, half of them encrypted: bits
+of head and payload, four bytes, zeros, another block's object, two in each other's place, another version's
+head, objects cut short or too long. A cold host then reads every prompt. A flip counts as detected when that
+host counted its block as lost and served what comes before it, and nothing more. not_repaired counts prompts
+that a host stored again, and that the next cold host still does not get whole.
+
+Then an attacker who may read and write the store, but lacks the secret, puts blocks there that he has made up
+(forged): sealed with a secret of his own, replayed from other blocks, parts and tenants, with the right head or
+tag. Each is read by a host (forged_refused); forged_served has to be 0, and the right objects, put back, are
+served."""
 
 _NUMBERS = 40  # prompts of each namespace
 _CPU_BYTES, _DISK_BYTES = 12 << 20, 256 << 20
@@ -315,24 +329,40 @@ def run(
 def main() -> None:
     """The command."""
     parser = harness.parser("bit_rot", DESCRIPTION)
+    parser.add_argument("--tier", choices=("disk", "remote"), default="disk", help="whose bytes (disk)")
     parser.add_argument("--flips", type=harness.positive, default=500, help="blocks to damage (500)")
-    parser.add_argument("--index-flips", type=harness.positive, default=120, help="bits of the index to flip (120)")
+    parser.add_argument(
+        "--index-flips", type=harness.positive, default=120, help="disk: bits of the index to flip (120)"
+    )
+    parser.add_argument("--forged", type=harness.positive, default=10_000, help="remote: blocks to make up (10000)")
     parser.add_argument("--seed", type=int, default=0, help="of what is flipped where (0)")
     options = parser.parse_args()
     begin = time.perf_counter()
-    with harness.progress("flips", options.flips + options.index_flips) as step:
+    total = options.flips + (options.index_flips if options.tier == "disk" else options.forged)
+    with harness.progress("flips", total) as step:
 
         def steps(hit: int) -> None:
             for _ in range(hit):
                 step()
 
-        findings = run(options.flips, options.index_flips, options.seed, steps)
-    result = {**findings.result(), "seed": options.seed, "seconds": round(time.perf_counter() - begin, 1)}
+        result, broken = (_of_disk if options.tier == "disk" else _of_remote)(options, steps)
+    result = {"tier": options.tier, **result, "seed": options.seed, "seconds": round(time.perf_counter() - begin, 1)}
     harness.finish("bit_rot", result, options.json)
     for line in result["found"][:20]:
         print(line)
-    if findings.broken:
+    if broken:
         raise harness.BenchmarkError("a promise was broken, see above")
+
+
+def _of_disk(options: argparse.Namespace, steps: Callable[[int], None]) -> tuple[dict[str, Any], int]:
+    findings = run(options.flips, options.index_flips, options.seed, steps)
+    return findings.result(), findings.broken
+
+
+def _of_remote(options: argparse.Namespace, steps: Callable[[int], None]) -> tuple[dict[str, Any], int]:
+    flips = remote_rot.run(options.flips, options.seed, steps)
+    made_up = forged.run(options.forged, options.seed, steps)
+    return {**flips.result(), **made_up.result()}, flips.broken + made_up.broken
 
 
 if __name__ == "__main__":

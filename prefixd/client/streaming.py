@@ -69,7 +69,7 @@ async def put(
         match = cache_pb2.MatchRequest(
             session_id=session.session_id, namespace_id=namespace.namespace_id, token_ids=prompt
         )
-        cached: int = (await connection.call(connection.cache.Match, match)).blocks
+        cached = _cached_there(await connection.call(connection.cache.Match, match))
         # A match speaks of all parts together and of what a reader of its length needs: of single parts, and of what
         # may be missing before `first_block`, it is the daemon that knows.
         if cached < first_block and not parts and not any(part.rule for part in namespace.spec.parts):
@@ -95,6 +95,16 @@ async def put(
 
     stored = await namespace.in_session(attempt)
     return await _persisted(namespace, prompt, first_block) if stored is None else stored
+
+
+def _cached_there(match: cache_pb2.MatchResponse) -> int:
+    """Blocks of the prompt, from the first, that need not be sent: what only a shared store has is sent, too."""
+    blocks = 0
+    for run in match.runs:
+        if run.tier == cache_pb2.TIER_REMOTE:
+            break
+        blocks += int(run.blocks)
+    return blocks
 
 
 async def _persisted(namespace: RegisteredNamespace, prompt: bytes, first_block: int) -> StoreResult:

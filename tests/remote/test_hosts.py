@@ -225,11 +225,16 @@ def test_an_encrypted_store_serves_those_with_the_key(pair: Pair, tmp_path: Path
     key = tmp_path / "key"
     key.write_text("a key of thirty-two bytes or more")
     key.chmod(0o600)
-    made, want = pair.shared()
-    with host(tmp_path / "c", f"valkey://127.0.0.1:{pair.store.port}", remote__encryption_key_file=key) as c:
+    url, (made, want) = f"valkey://127.0.0.1:{pair.store.port}", pair.shared()
+    with host(tmp_path / "c", url, remote__encryption_key_file=key) as c:
         got = c.ask(made)
-        assert (got.tokens, got.remote) == (want.tokens, 0)
-        assert c.client.stats().remote.bad_objects["old"] > 0
+        assert (got.tokens, got.remote) == (want.tokens, 0), "hosts without the key have names of their own"
+        c.wait_until_shared(BLOCKS)
+        assert not c.client.stats().remote.bad_objects
+        with host(tmp_path / "d", url, remote__encryption_key_file=key) as d:
+            d.ask(prompt(next(_SEEDS), BLOCKS))  # which connects it
+            got = d.ask(made)
+            assert (got.tokens, got.remote) == (want.tokens, BLOCKS * BLOCK)
 
 
 @pytest.mark.parametrize("kind", ["s3", "mooncake"])

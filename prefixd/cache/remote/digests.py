@@ -8,12 +8,17 @@ import xxhash
 
 from prefixd.cache.index.keys import BlockChain
 from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
-from prefixd.cache.namespaces import Namespace, NamespaceRegistry
+from prefixd.cache.namespaces import Namespace, NamespaceRegistry, NamespaceSpec
 from prefixd.pacer import give_way
 from prefixd_swap.stores import BlockIdentity, TenantKeys
 from prefixd_swap.tiers import RemoteTier
 
 HASHED_AT_ONCE = 2048  # blocks: a millisecond
+
+
+def root_digest(keys: TenantKeys, spec: NamespaceSpec) -> bytes:
+    """The digest before the first blocks of a namespace: all of what it is has to be equal."""
+    return keys.root(msgspec.msgpack.encode(spec))
 
 
 class Digests:
@@ -91,6 +96,6 @@ class Digests:
         if names is None:
             keys = self._tier.seal.keys(namespace.spec.salt)
             geometry = xxhash.xxh3_64_digest(msgspec.msgpack.encode(namespace.spec.geometry))
-            names = keys, keys.root(msgspec.msgpack.encode(namespace.spec)), geometry
+            names = keys, root_digest(keys, namespace.spec), geometry
             self._of_namespace[namespace.ordinal] = names
         return names

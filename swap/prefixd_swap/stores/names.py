@@ -34,10 +34,16 @@ class TenantKeys:
 
     @classmethod
     def derive(cls, secret: bytes, encryption_key: bytes | None, salt: bytes) -> TenantKeys:
-        """The keys of the tenant with `salt`. `encryption_key` seals where there is one, else `secret` does."""
+        """The keys of the tenant with `salt`.
+
+        Where there is an `encryption_key`, names are made from it, too: hosts that have another one, or none, do not
+        read what these write, and do not write over it.
+        """
+        if encryption_key is not None:
+            secret = hmac.digest(secret, b"prefixd encrypted" + encryption_key, "sha256")
         return cls(
             hmac.digest(secret, b"prefixd names" + salt, "sha256"),
-            hmac.digest(secret if encryption_key is None else encryption_key, b"prefixd seals" + salt, "sha256"),
+            hmac.digest(secret, b"prefixd seals" + salt, "sha256"),
         )
 
     def root(self, identity: bytes) -> bytes:

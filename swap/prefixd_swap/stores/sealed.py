@@ -29,13 +29,13 @@ from prefixd_swap.stores.names import BlockIdentity, TenantKeys, object_name
 _MAGIC = b"prefixd\x00"
 _VERSION = 1
 _ENCRYPTED = 1
-_KIND = struct.Struct("<8sHH")  # magic, version, flags
-_IDENTITY = struct.Struct("<HxxIIxxxxQ8s8s16s")  # part, tokens, depth, bytes, namespace, geometry, hash of the tokens
-_NONCE_BYTES, _TAG_BYTES, _CHECKSUM_BYTES = 12, 16, 8
-_NONCE = _KIND.size + _IDENTITY.size
-_TAG = _NONCE + _NONCE_BYTES
-_CHECKSUM = _TAG + _TAG_BYTES
-HEAD_BYTES = _CHECKSUM + _CHECKSUM_BYTES
+KIND = struct.Struct("<8sHH")  # magic, version, flags
+IDENTITY = struct.Struct("<HxxIIxxxxQ8s8s16s")  # part, tokens, depth, bytes, namespace, geometry, hash of the tokens
+NONCE_BYTES, TAG_BYTES, CHECKSUM_BYTES = 12, 16, 8
+NONCE_AT = KIND.size + IDENTITY.size
+TAG_AT = NONCE_AT + NONCE_BYTES
+CHECKSUM_AT = TAG_AT + TAG_BYTES
+HEAD_BYTES = CHECKSUM_AT + CHECKSUM_BYTES
 
 
 class Seal:
@@ -67,7 +67,7 @@ class Seal:
         """
         if checksum is None:
             checksum = xxhash.xxh3_64_intdigest(payload)
-        nonce, known = os.urandom(_NONCE_BYTES), checksum.to_bytes(_CHECKSUM_BYTES, "little")
+        nonce, known = os.urandom(NONCE_BYTES), checksum.to_bytes(CHECKSUM_BYTES, "little")
         fields = self._kind() + _identity(block, part, payload.nbytes) + nonce
         sealing = Cipher(AES(_key(block, part)), GCM(nonce)).encryptor()
         sealing.authenticate_additional_data(fields)
@@ -90,19 +90,21 @@ class Seal:
             StaleObjectError: another version of prefixd, or one that (does not) encrypt, has written it.
             AlteredObjectError: its bytes are not those that were sealed. The payload is garbage.
         """
-        magic, version, flags = _KIND.unpack_from(head)
+        magic, version, flags = KIND.unpack_from(head)
         if magic != _MAGIC:
             raise ForeignObjectError("the object was not written by prefixd")
-        if head[: _KIND.size] != self._kind():
+        if head[: KIND.size] != self._kind():
             raise StaleObjectError(
                 f"the object has version {version} and flags {flags}; this daemon reads version {_VERSION} and "
                 f"flags {self._flags} (1: encrypted)"
             )
-        if head[_KIND.size : _NONCE] != _identity(block, part, payload.nbytes):
+        if head[KIND.size : NONCE_AT] != _identity(block, part, payload.nbytes):
             raise ForeignObjectError("the object says that it is another block's")
-        nonce, tag, known = (bytes(head[at:to]) for at, to in ((_NONCE, _TAG), (_TAG, _CHECKSUM), (_CHECKSUM, None)))
+        nonce, tag, known = (
+            bytes(head[at:to]) for at, to in ((NONCE_AT, TAG_AT), (TAG_AT, CHECKSUM_AT), (CHECKSUM_AT, None))
+        )
         opening = Cipher(AES(_key(block, part)), GCM(nonce, tag)).decryptor()
-        opening.authenticate_additional_data(head[:_TAG])
+        opening.authenticate_additional_data(head[:TAG_AT])
         if self.encrypt:
             known = opening.update(known)
             opening.update_into(payload, payload)
@@ -123,13 +125,13 @@ class Seal:
         return _ENCRYPTED if self.encrypt else 0
 
     def _kind(self) -> bytes:
-        return _KIND.pack(_MAGIC, _VERSION, self._flags)
+        return KIND.pack(_MAGIC, _VERSION, self._flags)
 
 
 def _identity(block: BlockIdentity, part: int, nbytes: int) -> bytes:
     tokens = hashlib.blake2b(block.digest + block.tokens, key=block.keys.naming, digest_size=16).digest()
     count = len(block.tokens) // 4
-    return _IDENTITY.pack(part, count, block.depth, nbytes, block.namespace, block.geometry, tokens)
+    return IDENTITY.pack(part, count, block.depth, nbytes, block.namespace, block.geometry, tokens)
 
 
 def _key(block: BlockIdentity, part: int) -> bytes:

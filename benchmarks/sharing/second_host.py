@@ -1,0 +1,120 @@
+"""A second host that starts cold: what it finds of what the first one has shared, and whether the bytes are right."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common import harness
+from benchmarks.sharing.hosts import Secrets, cache_host, remote_stats, sharing, wait_until_shared
+from benchmarks.sharing.requests import RightBytes
+from benchmarks.sharing.valkey_server import ValkeyServer
+from prefixd.client import Cache, Client, NamespaceSpec, PartSpec, Tier
+from prefixd.workloads.mooncake import HASH_TOKENS, TraceRequest, tokens_of
+
+_SLACK_BLOCKS = 64
+
+
+def measure(
+    requests: Sequence[TraceRequest], bytes_per_token: int, folder: Path, step: Callable[[], None]
+) -> dict[str, Any]:
+    """Host A stores the prompts, B is asked for them.
+
+    B's CPU tier has room for half of them, so that blocks leave it and come from the store again.
+    """
+    block_bytes = HASH_TOKENS * bytes_per_token
+    spec = NamespaceSpec("trace", HASH_TOKENS, (PartSpec("full", 0, block_bytes),))
+    bytes_of = RightBytes(block_bytes)
+    blocks = len({request.hash_ids[: end + 1] for request in requests for end in range(len(request.hash_ids))})
+    longest = max(len(request.hash_ids) for request in requests)
+    secrets = Secrets(folder)
+    with ValkeyServer(folder / "valkey") as valkey:
+        settings = sharing(valkey.port, secrets)
+        with cache_host((blocks + _SLACK_BLOCKS) * block_bytes, settings) as a, Client(a.address) as client:
+            stored_s = _store_all(client.register(spec), client, requests, bytes_of, blocks, step)
+            written_bytes = remote_stats(client).written_bytes
+        b_blocks = max(blocks // 2, longest) + _SLACK_BLOCKS
+        with cache_host(b_blocks * block_bytes, settings) as b, Client(b.address) as client:
+            counted = _read_all(client.register(spec), requests, bytes_of, step)
+            remote = remote_stats(client)
+            violations = client.check_integrity().violations
+    tokens = sum(request.input_length for request in requests)
+    achievable = sum(len(request.hash_ids) for request in requests) * HASH_TOKENS
+    return {
+        "requests": len(requests),
+        "tokens": tokens,
+        "different_blocks": blocks,
+        "block_bytes": block_bytes,
+        "hit_rate": counted["hit_blocks"] * HASH_TOKENS / tokens,
+        "achievable_hit_rate": achievable / tokens,
+        "wrong_bytes": counted["wrong_bytes"],
+        "hit_blocks_by_tier": counted["by_tier"],
+        "unanswered_prompts": remote.unanswered_prompts,
+        "integrity_violations": len(violations),
+        "written_bytes": written_bytes,
+        "read_bytes": remote.read_bytes,
+        "store_s": round(stored_s, 2),
+        "load_s": round(counted["seconds"], 2),
+    }
+
+
+def _store_all(
+    cache: Cache,
+    client: Client,
+    requests: Sequence[TraceRequest],
+    bytes_of: RightBytes,
+    blocks: int,
+    step: Callable[[], None],
+) -> float:
+    began_s = time.perf_counter()
+    for request in requests:
+        if request.hash_ids:
+            tokens = tokens_of(request.hash_ids)
+            there = cache.match(tokens).blocks
+            if there < len(request.hash_ids):
+                stored = cache.store(tokens, bytes_of.of(request.hash_ids)[there:], first_block=there)
+                if stored.dropped:
+                    raise harness.BenchmarkError(f"host A dropped {stored.dropped} blocks; its CPU tier is too small")
+        step()
+    wait_until_shared(client, blocks)
+    return time.perf_counter() - began_s
+
+
+def _read_all(
+    cache: Cache, requests: Sequence[TraceRequest], bytes_of: RightBytes, step: Callable[[], None]
+) -> dict[str, Any]:
+    hit_blocks = wrong_bytes = 0
+    by_tier = {tier.name.lower(): 0 for tier in Tier}
+    began_s = time.perf_counter()
+    for request in requests:
+        if request.hash_ids:
+            tokens, expected = tokens_of(request.hash_ids), bytes_of.of(request.hash_ids)
+            for run in cache.match(tokens).runs:
+                by_tier[run.tier.name.lower()] += run.blocks
+            got = np.zeros_like(expected)
+            hit = cache.load(tokens, got)
+            hit_blocks += hit
+            if not np.array_equal(got[:hit], expected[:hit]):
+                wrong_bytes += int(np.count_nonzero(got[:hit].view(np.uint8) != expected[:hit].view(np.uint8)))
+        step()
+    seconds = time.perf_counter() - began_s
+    return {"hit_blocks": hit_blocks, "wrong_bytes": wrong_bytes, "by_tier": by_tier, "seconds": seconds}
+
+
+def violations(result: dict[str, Any]) -> list[str]:
+    """What is not as it has to be."""
+    found = []
+    if result["hit_rate"] != result["achievable_hit_rate"]:
+        found.append(
+            f"the second host's hit rate is {result['hit_rate']:.4f}; the first one has shared enough for "
+            f"{result['achievable_hit_rate']:.4f}"
+        )
+    if result["wrong_bytes"]:
+        found.append(f"the second host served {result['wrong_bytes']} wrong bytes")
+    if result["integrity_violations"]:
+        found.append(f"the second host does not account for its blocks ({result['integrity_violations']} violations)")
+    return found

@@ -1,0 +1,57 @@
+"""What deploy/ and the pages say to configure is what a daemon takes."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from prefixd.settings import Settings
+
+ROOT = Path(__file__).parents[2]
+
+
+def compose() -> dict[str, Any]:
+    content: dict[str, Any] = yaml.safe_load((ROOT / "deploy/compose.yaml").read_text())
+    return content
+
+
+def load(text: str, folder: Path) -> Settings:
+    file = folder / "prefixd.toml"
+    file.write_text(text)
+    return Settings.load(file, environ={})
+
+
+def test_the_sidecars_configuration_is_valid() -> None:
+    assert Settings.load(ROOT / "deploy/prefixd.toml", environ={}).disk.bytes == 1 << 40
+
+
+def test_the_composed_daemons_share_a_store_and_nothing_else(tmp_path: Path) -> None:
+    content = compose()
+    settings = load(content["configs"]["daemon"]["content"], tmp_path)
+    assert settings.remote.url == "valkey://valkey:6379"
+    services = content["services"]
+    assert set(services) == {"valkey", "first", "second"}
+    files = {f"/run/secrets/{name}" for name in services["first"]["secrets"]}
+    assert {str(settings.remote.secret_file), str(settings.remote.password_file)} == files
+    assert services["first"]["volumes"] != services["second"]["volumes"]
+    assert all(str(settings.data_dir).startswith(each["volumes"][0].split(":")[1]) for each in (services["first"],))
+    assert set(content["secrets"]) == {"prefixd", "valkey"}
+    assert all("file" in each for each in content["secrets"].values()), "no secret in the file itself"
+
+
+def _remote_examples() -> list[str]:
+    return re.findall(r"```toml\n(.*?)```", (ROOT / "docs/remote.md").read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("text", _remote_examples())
+def test_the_pages_examples_are_valid(text: str, tmp_path: Path) -> None:
+    assert load(text, tmp_path).remote.url
+
+
+def test_there_is_an_example_for_each_store() -> None:
+    stores = {re.search(r'url = "(\w+)://', text)[1] for text in _remote_examples()}  # type: ignore[index]
+    assert stores == {"valkey", "s3", "mooncake"}

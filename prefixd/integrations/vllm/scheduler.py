@@ -26,8 +26,8 @@ from prefixd_scheduler import CostModel, create_policy
 class FastestPrefixFirstScheduler(Scheduler):
     """vLLM's scheduler with a waiting queue in the order of one of `prefixd_scheduler`'s policies.
 
-    A request's distance is 0 for a prefix in vLLM's own cache, 1 and 2 for one that PrefixdConnector would load from
-    the CPU or disk tier, and 3 for none. Without the connector only vLLM's own cache counts. All else is vLLM's: what
+    The nearest prefix is one in vLLM's own cache; then come those that PrefixdConnector would load from the CPU tier,
+    from disk, and from a store that hosts share; then none. Without the connector only vLLM's own cache counts. All else is vLLM's: what
     is begun, what it may use, what is preempted.
 
     **Never moved**: a request that vLLM has begun (preempted, holding KV blocks) stays in front of those that it has

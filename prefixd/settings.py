@@ -302,7 +302,7 @@ class RemoteSettings(_Section):
     prefixes. none: this host reads only."""
     ttl_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """How long the store keeps a block; 0: as long as it likes. Nothing else deletes what other hosts may use."""
-    timeout_s: Seconds = 1.0
+    timeout_s: Annotated[float, Field(ge=0.01, allow_inf_nan=False)] = 1.0
     """How long a call of the store may take, besides what its bytes take at 1 MiB/s. After a call that takes longer
     the store is out of service until it answers again."""
     lookup_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.05
@@ -310,7 +310,7 @@ class RemoteSettings(_Section):
     of what computing the prompt takes. An answer that comes later is for the next prompt."""
     absent_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
     """How long the store is not asked again for what it did not have."""
-    known_s: Seconds = 60.0
+    known_s: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 60.0
     """How long a block that only the store has is taken to be there while nobody asks for it."""
     known_blocks: Count = 1 << 18
     """The most such blocks; each takes some 300 bytes of memory."""

@@ -95,16 +95,13 @@ async def forget(mover: Mover, blocks: FoundBlocks, *, shared: bool = False) -> 
                     part = slice(first, min(first + _FORGOTTEN_AT_ONCE, end))
                     rows = blocks.rows[part]
                     same = rows[trie.generation[rows] == blocks.generations[part]]
-                    names: list[list[bytes]] = []
                     if shared and mover.remote is not None:
-                        names = await mover.remote.copies.names(trie, same)
-                    before = trie.generation[same]
+                        # First there: what has left this host nobody could name any more. It may be used meanwhile.
+                        await mover.remote.copies.delete(trie, trie.all_removable(same.tolist()))
+                        same = rows[trie.generation[rows] == blocks.generations[part]]
                     count, identities = mover.forget_in_memory(trie, same.tolist())
                     went, there = went + count, there + len(same)
                     on_disk += identities
-                    if names and mover.remote is not None:
-                        gone = np.flatnonzero(trie.generation[same] != before).tolist()
-                        await mover.remote.tier.delete([name for at in gone for name in names[at]])
                     await give_way()
             finally:
                 await mover.disk.removals.remove(trie, on_disk)

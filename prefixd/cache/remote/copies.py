@@ -72,7 +72,8 @@ class RemoteCopies:
             if loads:
                 await give_way()
             some = slice(start, start + _PREPARED_AT_ONCE)
-            loads += self._loads(trie, rows[some], parts, target.addresses(taken[some]).tolist())
+            addresses = target.addresses(taken[some]).tolist()
+            loads += self._loads(trie, rows[some], parts, numbers[some, 0].tolist(), addresses)
         nbytes = sum(trie.part_bytes[part] for part in parts)
         read = tier.submit_read(loads, nbytes, movement.urgency, deadline_s=movement.due_s)
         results = await movement.run(read)
@@ -86,8 +87,6 @@ class RemoteCopies:
                 lost.append(at)
                 remembered_s = _BAD_S if isinstance(result, BadObjectError) else _LOST_S
                 self._remember(loads[at].block.digest, now_s + remembered_s)
-            elif isinstance(result, StorageError):
-                self._health.failed(result)
         if lost:
             self._placement.lost["not served: missing or wrong in the shared store"] += len(lost)
             self._placement.discard_copies(trie, rows[lost], tier)
@@ -119,8 +118,9 @@ class RemoteCopies:
         known[:, parts] = np.where(alone, checksums, known[:, parts])
         trie.checksums[rows] = known
 
-    def _loads(self, trie: Trie, rows: Rows, parts: Sequence[int], addresses: list[list[int]]) -> Iterator[RemoteLoad]:
-        numbers = trie.slots[rows, self._tier.level][:, list(parts)].max(axis=1).tolist()
+    def _loads(
+        self, trie: Trie, rows: Rows, parts: Sequence[int], numbers: list[int], addresses: list[list[int]]
+    ) -> Iterator[RemoteLoad]:
         for row, number, to in zip(rows.tolist(), numbers, addresses, strict=True):
             spans = tuple((part, Span(address, trie.part_bytes[part])) for part, address in zip(parts, to, strict=True))
             yield RemoteLoad(self._digests.identity(trie, row, self._tier.digest(number)), spans)
@@ -130,7 +130,8 @@ class RemoteCopies:
     async def write(self, trie: Trie, rows: Rows, source: MemoryTier, movement: Movement) -> int:
         """Writes what `source` has of rows, held there, and the store lacks; returns how many blocks it has now.
 
-        What another host has written meanwhile is not written again.
+        An object of a block that could not be used is deleted first. What another host has written meanwhile is not
+        written again.
         """
         groups = trie.wanted(rows, source.level) & ~trie.there[rows, self._tier.level]
         rows, groups = rows[groups != 0], groups[groups != 0]
@@ -177,18 +178,23 @@ class RemoteCopies:
     ) -> npt.NDArray[np.bool_]:
         if not len(rows):
             return np.zeros(0, np.bool_)
+        await self._delete_unusable(trie, blocks)
         saves = list(self._saves(trie, rows, blocks, source, groups))
         nbytes = int(trie.group_bytes[groups].max())
         results = await movement.run(self._tier.submit_write(saves, nbytes, movement.urgency, count=len(saves)))
-        error = next((each for each in results if isinstance(each, StorageError)), None)
-        if error is not None:
-            self._health.failed(error)
         written = np.array([result is True for result in results], np.bool_)
         for at in np.flatnonzero(written).tolist():
             self._unusable.pop(blocks[at].digest, None)
-        if error is None:
+        if written.all():
             self._health.wrote()
         return written
+
+    async def _delete_unusable(self, trie: Trie, blocks: Sequence[BlockIdentity]) -> None:
+        """What could not be used is no use to other hosts either, and some stores take no name twice."""
+        parts = range(len(trie.part_bytes))
+        names = [object_name(each.digest, part) for each in blocks if self.is_unusable(each.digest) for part in parts]
+        if names:
+            await self._tier.delete(names)
 
     def _saves(
         self, trie: Trie, rows: Rows, blocks: Sequence[BlockIdentity], source: MemoryTier, groups: GroupMask
@@ -210,11 +216,16 @@ class RemoteCopies:
                 ),
             )
 
-    async def names(self, trie: Trie, rows: Rows) -> list[list[bytes]]:
-        """The names of the objects of each block, whether it is known to be in the store or not."""
+    async def delete(self, trie: Trie, rows: Rows) -> None:
+        """Deletes the objects of blocks from the store, whether they are known to be there or not.
+
+        Raises:
+            StorageError: some may still be there.
+        """
         with self._placement.holds.hold("deletion", trie, rows):
             digests = await self._digests.of_rows(trie, rows)
-        return [[object_name(digest, part) for part in range(len(trie.part_bytes))] for digest in digests]
+        parts = range(len(trie.part_bytes))
+        await self._tier.delete([object_name(digest, part) for digest in digests for part in parts])
 
     def enter(self, trie: Trie, rows: Rows, digests: Sequence[bytes], groups: GroupMask) -> None:
         """The store has `groups`, [m] masks, of m different blocks."""

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from prefixd.cache.index.trie import Trie
 from prefixd.cache.placement import Placement
 from prefixd.cache.tiers import tier_part
-from prefixd_swap import RemoteFullError, StorageError
+from prefixd_swap import StorageError
 from prefixd_swap.tiers import RemoteTier
 
 FIRST_PROBE_S = 0.25
@@ -41,13 +41,16 @@ class RemoteHealth:
         self.failures = 0
         """Times that the store was taken out of service since the start."""
 
-    def failed(self, error: StorageError) -> None:
-        """A call failed: until a probe succeeds the store is out of service, or is not written to if it is full."""
+    def failed(self, error: StorageError, writing: bool = False) -> None:
+        """A call failed: until a probe succeeds the store is out of service; after a write it is not written to.
+
+        A store that is away fails the next question, too. One that refuses writes (full, read-only, no right to) is
+        still read, and a ping would not tell when it takes them again.
+        """
         tier, troubles = self._tier, self._placement.tiers.troubles
-        if isinstance(error, RemoteFullError):
-            tier.takes = False
-        elif tier.gives:
-            tier.gives = tier.takes = False
+        tier.takes = False
+        if not writing and tier.gives:
+            tier.gives = False
             self.failures += 1
             self._offer(False)
         troubles.begin(tier_part(tier), str(error))
@@ -58,19 +61,28 @@ class RemoteHealth:
         wait_s = FIRST_PROBE_S
         while True:
             await self._failed.wait()
-            full = self._tier.gives
-            await asyncio.sleep(FULL_S if full else wait_s)
-            if self._tier.gives and full:  # the next write tells
-                self._failed.clear()
-                self._tier.takes = True
-                self._placement.epoch += 1
-            elif await self._probe():
-                wait_s = FIRST_PROBE_S
+            if self._tier.gives:
+                await self._try_writing()
             else:
-                wait_s = min(2 * wait_s, LONGEST_PROBE_S)
+                await asyncio.sleep(wait_s)
+                wait_s = FIRST_PROBE_S if await self._probe() else min(2 * wait_s, LONGEST_PROBE_S)
+
+    async def _try_writing(self) -> None:
+        """Has a store that refused a write written to again after a while. The trouble ends with a write, or when
+        nothing was written for as long again."""
+        await asyncio.sleep(FULL_S)
+        if not self._tier.gives:
+            return
+        self._failed.clear()
+        self._tier.takes = True
+        self._placement.epoch += 1
+        try:
+            await asyncio.wait_for(self._failed.wait(), FULL_S)
+        except TimeoutError:
+            self.wrote()
 
     def wrote(self) -> None:
-        """A write succeeded: a store that was full is not any more."""
+        """A write succeeded: the store refuses nothing any more."""
         if self._tier.gives and not self._failed.is_set():
             self._placement.tiers.troubles.end(tier_part(self._tier))
 

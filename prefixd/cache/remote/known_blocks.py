@@ -16,9 +16,11 @@ from prefixd.cache.index.trie import LOCAL_TIERS, Rows, Trie
 from prefixd.cache.placement import Placement
 from prefixd.cache.scan import slices
 from prefixd.pacer import give_way
+from prefixd.steps import in_thread
 from prefixd_swap.tiers import RemoteTier
 
 _FORGOTTEN_AT_ONCE = 512
+_LEAST_PAUSE_S = 0.5
 
 
 class KnownBlocks:
@@ -62,7 +64,7 @@ class KnownBlocks:
     async def watch(self) -> None:
         """Forgets some from time to time; runs for ever."""
         while True:
-            await asyncio.sleep(min(self._known_s, self._recheck_s) / 4)
+            await asyncio.sleep(max(min(self._known_s, self._recheck_s) / 4, _LEAST_PAUSE_S))
             await self.forget_old()
             await self._forget_marks(self._clock() - self._recheck_s)
 
@@ -71,20 +73,33 @@ class KnownBlocks:
         there is more than the limit; how many went."""
         went, keep_s = 0, self._known_s if keep_s is None else keep_s
         while True:
-            left = 0
+            self.blocks = left = 0  # what is entered meanwhile is counted on top
             for trie in list(self._tries):
-                for part in slices(trie.rows):
-                    rows = part.start + np.flatnonzero(_only_remote(trie, part, self._tier.level))
-                    old = rows[trie.last_used[rows] <= self._clock() - keep_s]
-                    left += len(rows) - len(old)
-                    for start in range(0, len(old), _FORGOTTEN_AT_ONCE):
-                        went += self._forget(trie, old[start : start + _FORGOTTEN_AT_ONCE])
-                        await give_way()
+                old, others = await self._old(trie, self._clock() - keep_s)
+                gone = 0
+                for start in range(0, len(old), _FORGOTTEN_AT_ONCE):
+                    gone += self._forget(trie, old[start : start + _FORGOTTEN_AT_ONCE])
                     await give_way()
-            self.blocks = left
-            if left <= self._limit or keep_s < 1:
+                went, left = went + gone, left + others + len(old) - gone
+            self.blocks += left
+            if self.blocks <= self._limit or keep_s < 1:
                 return went
             keep_s /= 2
+
+    async def _old(self, trie: Trie, before_s: float) -> tuple[Rows, int]:
+        """The trie's blocks that only the store has and that were last used before that time, deepest first, since a
+        block goes after those that continue it; how many others there are."""
+        found, others = [np.empty(0, np.int64)], 0
+        for part in slices(trie.rows):
+            rows = part.start + np.flatnonzero(_only_remote(trie, part, self._tier.level))
+            old = rows[trie.last_used[rows] <= before_s]
+            others += len(rows) - len(old)
+            found.append(old)
+            await give_way()
+        rows = np.concatenate(found)
+        depth = trie.depth[rows]
+        deepest_first: Rows = rows[await in_thread(lambda: np.argsort(-depth, kind="stable"))]
+        return deepest_first, others
 
     async def forget_all(self) -> None:
         """Forgets everything, but for blocks that somebody is reading."""
@@ -108,9 +123,7 @@ class KnownBlocks:
 
     def _forget(self, trie: Trie, rows: Rows) -> int:
         # Somebody may have asked for some of them, or brought them here, in between.
-        rows = rows[_only_remote(trie, rows, self._tier.level)]
-        deepest_first = rows[np.argsort(-trie.depth[rows], kind="stable")]
-        return self._placement.drop(trie, deepest_first, self._tier, expendable=True)
+        return self._placement.drop(trie, rows[_only_remote(trie, rows, self._tier.level)], self._tier, expendable=True)
 
 
 def _only_remote(trie: Trie, rows: Rows | slice, level: int) -> npt.NDArray[np.bool_]:

@@ -94,7 +94,7 @@ class RemoteLookups:
         self._clock = clock
         self._absent_s = absent_s
         self._absent: OrderedDict[bytes, float] = OrderedDict()  # digest -> until when it counts as missing
-        self._pending: set[asyncio.Task[None]] = set()
+        self._pending: set[asyncio.Task[bool]] = set()
 
     async def look(self, trie: Trie, namespace: Namespace, chain: BlockChain, limit: int | None, wait_s: float) -> None:
         """Enters what the store has of a prompt's first `limit` blocks (all by default) and this host lacks.
@@ -111,24 +111,34 @@ class RemoteLookups:
         if self.answer_s * 0.5 ** ((self._clock() - self._answered_s) / _FORGOTTEN_S) <= wait_s:
             with suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.shield(task), wait_s)
-        self.counters.unanswered += not task.done()
+        self.counters.unanswered += not (task.done() and task.exception() is None and task.result())
 
     async def close(self) -> None:
         """Waits for what is under way."""
         if self._pending:
             await asyncio.wait(self._pending)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _ended(self, task: asyncio.Task[bool]) -> None:
         self._pending.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a shared store could not be asked", exc_info=error)
 
-    async def _look(self, trie: Trie, namespace: Namespace, chain: BlockChain, end: int) -> None:
-        while await self._look_on(trie, namespace, chain, end):
-            pass  # a prompt that is longer than one call asks about, and all of it was there
+    async def _look(self, trie: Trie, namespace: Namespace, chain: BlockChain, end: int) -> bool:
+        """Whether the store has answered."""
+        try:
+            while await self._look_on(trie, namespace, chain, end):
+                pass  # a prompt that is longer than one call asks about, and all of it was there
+        except StorageError as error:
+            self._health.failed(error)
+            return False
+        return True
 
     async def _look_on(self, trie: Trie, namespace: Namespace, chain: BlockChain, end: int) -> bool:
-        """Asks about the first blocks that this host lacks; whether the next ones are worth asking about."""
+        """Asks about the first blocks that this host lacks; whether the next ones are worth asking about.
+
+        Raises:
+            StorageError: the store has not answered.
+        """
         path = await find_path(trie, namespace.root, chain, end)
         first = _first_lacking(trie, path)
         stop = min(end, first + ASKED_AT_ONCE)
@@ -141,12 +151,7 @@ class RemoteLookups:
             if not ask.names:
                 self.counters.remembered += 1
                 return False
-            try:
-                found = await self._ask(ask.names)
-            except StorageError as error:
-                self.counters.unanswered += 1
-                self._health.failed(error)
-                return False
+            found = await self._ask(ask.names)
             groups = self._groups(trie, ask, found)
             if groups.any():
                 await self._enter(trie, namespace, chain, ask, groups)

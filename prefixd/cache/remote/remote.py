@@ -78,6 +78,7 @@ class Remote:
         self.health = RemoteHealth(tier, placement, tries, self.known.forget_all)
         digests = Digests(tier, namespaces)
         self.copies = RemoteCopies(tier, placement, digests, self.health, checksums)
+        tier.on_failure = self.health.failed
         self.lookups = RemoteLookups(
             tier, placement, digests, self.copies, self.known, self.health, clock, options.absent_s
         )
@@ -100,8 +101,9 @@ class Remote:
         await self.lookups.look(trie, namespace, chain, limit, self.options.lookup_s if wait_s is None else wait_s)
 
     async def stop(self) -> None:
-        """Ends the background work after what is under way."""
+        """Ends the background work after what is under way. The store is asked nothing any more."""
         self.sharing.stop()
+        self.tier.gives = self.tier.takes = False
         for task in self._tasks[:2]:
             task.cancel()
         if self._tasks:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from typing import Literal, Protocol
@@ -20,7 +21,7 @@ from prefixd.cache.placement import Placement
 from prefixd.cache.remote.copies import RemoteCopies
 from prefixd.cache.scan import SCANNED_AT_ONCE, slices
 from prefixd.cache.unwritten import UnwrittenBlocks, unwritten
-from prefixd.pacer import Pacer
+from prefixd.pacer import Pacer, give_way
 from prefixd_swap import SwapError
 from prefixd_swap.tiers import MemoryTier, RemoteTier, Tier, can_move
 from prefixd_swap.transfers import Urgency
@@ -71,29 +72,23 @@ class Sharing:
         self._policy = policy
         self._queues: dict[tuple[int, int], _Queue] = {}  # by the ordinal of the trie and the source's level
         self._stopping = asyncio.Event()
-        self._working = False
         self._seen_epoch = -1
-
-    @property
-    def quiet(self) -> bool:
-        """Whether nothing is being written."""
-        return not self._working
+        self._looked_s = -math.inf
 
     async def run(self) -> None:
         """Writes until `stop`."""
         while self._policy != "none" and not self._stopping.is_set():
             pause_s = _LOOK_S
-            if self._tier.takes and self._seen_epoch != self._placement.epoch:
-                self._seen_epoch = self._placement.epoch
-                self._working = True
+            # Neither a use nor a pin moves a block, so for these policies it is looked from time to time.
+            due = self._policy != "all" and self._placement.clock() >= self._looked_s + _RETRY_S
+            if self._tier.takes and (due or self._seen_epoch != self._placement.epoch):
+                self._seen_epoch, self._looked_s = self._placement.epoch, self._placement.clock()
                 try:
                     if not await self.write_all():
                         self._seen_epoch, pause_s = -1, _RETRY_S
                 except SwapError as error:
                     log.error("blocks could not be shared and are tried again: %s", error)
                     self._seen_epoch, pause_s = -1, _RETRY_S
-                finally:
-                    self._working = False
             try:
                 await asyncio.wait_for(self._stopping.wait(), pause_s)
             except TimeoutError:
@@ -112,12 +107,14 @@ class Sharing:
                     continue
                 queue = self._queue(trie, source)
                 while not self._stopping.is_set() and len(rows := await queue.next(_BATCH)):
-                    written = await self._write(trie, rows, source)
-                    self.written += written
-                    if written < len(rows):
+                    generations = trie.generation[rows]
+                    self.written += await self._write(trie, rows, source)
+                    rows = rows[trie.generation[rows] == generations]
+                    if unwritten(trie, source.level, self._tier.level, rows).any():
                         queue.begin_again()
                         complete = False
                         break
+                await give_way()
         return complete
 
     async def _write(self, trie: Trie, rows: Rows, source: MemoryTier) -> int:

@@ -27,8 +27,8 @@ class FastestPrefixFirstScheduler(Scheduler):
     """vLLM's scheduler with a waiting queue in the order of one of `prefixd_scheduler`'s policies.
 
     The nearest prefix is one in vLLM's own cache; then come those that PrefixdConnector would load from the CPU tier,
-    from disk, and from a store that hosts share; then none. Without the connector only vLLM's own cache counts. All else is vLLM's: what
-    is begun, what it may use, what is preempted.
+    from disk, and from a store that hosts share; then none. Without the connector only vLLM's own cache counts. All
+    else is vLLM's: what is begun, what it may use, what is preempted.
 
     **Never moved**: a request that vLLM has begun (preempted, holding KV blocks) stays in front of those that it has
     not, and whoever is loading its prefix goes first as always.

@@ -14,6 +14,7 @@ one is stored as a single zero byte; an object of one byte is therefore found wi
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -34,6 +35,8 @@ from prefixd_swap.threads import started_threads
 _PART_BYTES = 16 << 20
 _PART_OBJECTS = 512
 _PART_NAMES = 8192
+_SMALL_BYTES = 4096  # of an object, beside what is registered: its head
+_GET, _PUT = "batch_get_into_multi_buffers", "batch_put_from_multi_buffers"
 _CLOSE_S = 30.0
 _RETRY_S = 1.0  # after a start that failed; see the module
 
@@ -99,7 +102,7 @@ class MooncakeStore(ObjectStore):
 
         async def fetch(part: list[int], direct: bool) -> None:
             if direct:
-                codes = await self._direct([reads[index] for index in part], "batch_get_into_multi_buffers")
+                codes = await self._direct([reads[index] for index in part], _GET)
             else:
                 codes = await self._get_bounced([reads[index] for index in part])
             for index, code in zip(part, codes, strict=True):
@@ -118,7 +121,7 @@ class MooncakeStore(ObjectStore):
 
         async def store(part: list[int], direct: bool) -> None:
             if direct:
-                codes = await self._direct([writes[index] for index in part], "batch_put_from_multi_buffers")
+                codes = await self._direct([writes[index] for index in part], _PUT)
             else:
                 codes = await self._put_bounced([writes[index] for index in part])
             self._check(codes, len(part), (0, _OBJECT_ALREADY_EXISTS))
@@ -277,13 +280,35 @@ class MooncakeStore(ObjectStore):
         return await or_leave(self._in(lane, lambda: call(self._client)), _nothing)
 
     async def _direct(self, items: Sequence[Read | Write], method: str) -> list[int]:
-        """Gets or puts objects whose memory is registered."""
+        """Gets or puts objects whose memory is registered, but for small pieces: those are copied through the lane."""
         keys = [self._key(item.name) for item in items]
         pieces = [[piece for piece in _pieces(item) if len(piece)] for item in items]
-        addresses = [[address_of(piece) for piece in of_item] for of_item in pieces]
         sizes = [[len(piece) for piece in of_item] for of_item in pieces]
         lane = await self._lane()
-        return await until_done(self._in(lane, lambda: getattr(self._client, method)(keys, addresses, sizes)))
+        addresses: list[list[int]] = []
+        copies: list[tuple[int, int, int]] = []  # in the lane, the caller's, bytes
+        room = lane.address
+        for of_item in pieces:
+            addresses.append([])
+            for piece in of_item:
+                address = address_of(piece)
+                if not self._has(address, len(piece)):
+                    copies.append((room, address, len(piece)))
+                    address, room = room, room + len(piece)
+                addresses[-1].append(address)
+
+        def call() -> list[int]:
+            puts = method == _PUT
+            for there, here, nbytes in copies if puts else ():
+                ctypes.memmove(there, here, nbytes)
+            codes: list[int] = getattr(self._client, method)(keys, addresses, sizes)
+            for there, here, nbytes in () if puts else copies:
+                ctypes.memmove(here, there, nbytes)
+            return codes
+
+        codes = await until_done(self._in(lane, call))
+        self.copied_bytes += sum(nbytes for _, _, nbytes in copies)
+        return codes
 
     async def _get_bounced(self, reads: Sequence[Read]) -> list[int]:
         keys = [self._key(read.name) for read in reads]
@@ -335,7 +360,7 @@ class MooncakeStore(ObjectStore):
         names: dict[bool, set[bytes]] = {True: set(), False: set()}
         for index, item in enumerate(items):
             nbytes = max(1, item.nbytes)
-            direct = self._is_registered(_pieces(item))
+            direct = self._is_direct(_pieces(item))
             if not direct and nbytes > bounce_bytes:
                 raise RemoteStoreError(
                     f"{self._where}: an object has {nbytes} bytes in memory that is not registered; raise bounce_bytes "
@@ -353,12 +378,15 @@ class MooncakeStore(ObjectStore):
             rooms[direct] -= nbytes
         return [partial(work, part, direct) for direct, of_kind in parts.items() for part in of_kind]
 
-    def _is_registered(self, pieces: tuple[memoryview, ...]) -> bool:
-        places = [(address_of(piece), len(piece)) for piece in pieces if len(piece)]
-        return bool(places) and all(
-            any(begin <= address and address + nbytes <= end for begin, end in self._regions)
-            for address, nbytes in places
-        )
+    def _is_direct(self, pieces: tuple[memoryview, ...]) -> bool:
+        """Whether all but small pieces, such as heads, are in registered memory. A lane has room for a part's."""
+        small = min(_SMALL_BYTES, self._options.bounce_bytes // _PART_OBJECTS)
+        registered = [self._has(address_of(piece), len(piece)) for piece in pieces if len(piece)]
+        others = sum(len(piece) for piece in pieces if len(piece) and not self._has(address_of(piece), len(piece)))
+        return any(registered) and others <= small
+
+    def _has(self, address: int, nbytes: int) -> bool:
+        return any(begin <= address and address + nbytes <= end for begin, end in self._regions)
 
     async def _explain(self, failed: list[tuple[Read, int]]) -> None:
         """Tells objects that are absent or have another length from failures of the store."""

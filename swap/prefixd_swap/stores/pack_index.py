@@ -48,10 +48,15 @@ class PackIndex:
         return len(self._places)
 
     def add(self, path: str, head: Head) -> None:
-        """Enters a pack's objects; what was known about the same names is replaced."""
+        """Enters a pack's objects; what was known about the same names is replaced, unless a newer pack has them."""
         expires_s = (head.created_ms + head.ttl_ms) / 1000 if head.ttl_ms else math.inf
         pack = Pack(path, len(head.names), expires_s)
         for name, offset, nbytes in zip(head.names, head.offsets, head.lengths, strict=True):
+            known = self._places.get(name)
+            # Paths go by time.
+            if known is not None and not known.pack.gone and known.pack.path > path:
+                pack.deleted += 1
+                continue
             self._places[name] = Place(pack, offset, nbytes)
             self._places.move_to_end(name)
         while len(self._places) > self._most:

@@ -17,6 +17,7 @@ import hashlib
 import os
 import struct
 
+import numpy as np
 import xxhash
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers import Cipher
@@ -73,7 +74,7 @@ class Seal:
         sealing.authenticate_additional_data(fields)
         if self.encrypt:
             known = sealing.update(known)
-            hidden = memoryview(bytearray(payload.nbytes))
+            hidden = np.empty(payload.nbytes, np.uint8).data  # not zeroed first
             sealing.update_into(payload, hidden)
             payload = hidden
         else:

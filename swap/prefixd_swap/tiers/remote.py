@@ -107,6 +107,8 @@ class RemoteTier(Tier):
         """Whether it is written to; False from a failure until it is known to work again."""
         self.gives = True
         """Likewise, whether it is asked and read."""
+        self.on_failure: Callable[[RemoteStoreError, bool], None] = lambda error, writing: None
+        """Told at once of a call that failed, and whether it was a write; whoever sets it may turn `gives` off."""
         self.bad_objects: Counter[str] = Counter()
         """Objects that were read and not used, by kind."""
         self.read_bytes = 0
@@ -278,7 +280,13 @@ class RemoteTier(Tier):
         await self._loop.close(self.store.close)
 
     async def _read(self, loads: Sequence[RemoteLoad]) -> list[tuple[int, ...] | StorageError]:
-        return await self._loop.run(lambda: self._read_there(loads))
+        if not self.gives:  # an earlier piece has failed: the others need not wait for their deadlines, too
+            raise RemoteStoreError(f"{self.store.address} is out of service")
+        try:
+            return await self._loop.run(lambda: self._read_there(loads))
+        except RemoteStoreError as error:
+            self.on_failure(error, False)
+            raise
 
     async def _read_there(self, loads: Sequence[RemoteLoad]) -> list[tuple[int, ...] | StorageError]:
         """On the store's loop."""
@@ -289,8 +297,9 @@ class RemoteTier(Tier):
                 into = (memoryview(head), host_bytes(span, span.nbytes))
                 reads.append(Read(object_name(load.block.digest, part), into))
                 nbytes += span.nbytes
-        came = iter(zip(reads, await self.store.get(reads, self._deadline_s(nbytes)), strict=True))
-        self.read_bytes += nbytes
+        there = await self.store.get(reads, self._deadline_s(nbytes))
+        self.read_bytes += sum(read.into[1].nbytes for read, came in zip(reads, there, strict=True) if came)
+        came = iter(zip(reads, there, strict=True))
         return [self._verified(load, list(islice(came, len(load.parts)))) for load in loads]
 
     def _verified(self, load: RemoteLoad, came: Sequence[tuple[Read, bool]]) -> tuple[int, ...] | StorageError:
@@ -306,7 +315,11 @@ class RemoteTier(Tier):
         return tuple(checksums)
 
     async def _write(self, saves: Sequence[RemoteSave]) -> list[bool]:
-        return await self._loop.run(lambda: self._write_there(saves))
+        try:
+            return await self._loop.run(lambda: self._write_there(saves))
+        except RemoteStoreError as error:
+            self.on_failure(error, True)
+            raise
 
     async def _write_there(self, saves: Sequence[RemoteSave]) -> list[bool]:
         """On the store's loop."""
@@ -322,7 +335,7 @@ class RemoteTier(Tier):
         return [True] * len(saves)
 
     def _deadline_s(self, nbytes: int) -> float:
-        return self._timeout_s + nbytes * self._parallel / _LEAST_BYTES_PER_S
+        return self._timeout_s + nbytes / _LEAST_BYTES_PER_S
 
 
 class _LoopThread:
@@ -360,6 +373,7 @@ class _LoopThread:
             return await asyncio.shield(waiting)
         except asyncio.CancelledError:
             await asyncio.wait([waiting])
+            waiting.exception()  # seen: nobody is there any more to be told
             raise
 
     async def close(self, last: Callable[[], Awaitable[None]]) -> None:

@@ -16,6 +16,8 @@ class MemoryStore(ObjectStore):
         objects: what is there.
         away: every call fails.
         full: every put fails.
+        read_only: every put fails in another way.
+        once: a put of a name that is there changes nothing.
         latency_s: what every call takes; one that takes longer than its deadline fails then.
     """
 
@@ -24,10 +26,10 @@ class MemoryStore(ObjectStore):
 
     def __init__(self, objects: dict[bytes, bytes] | None = None) -> None:
         self.objects: dict[bytes, bytes] = {} if objects is None else objects
-        self.away = self.full = False
+        self.away = self.full = self.read_only = self.once = False
         self.latency_s = 0.0
         self.asked: list[int] = []
-        self.puts = 0
+        self.puts = self.gets = 0
 
     async def _answer(self, deadline_s: float) -> None:
         await asyncio.sleep(min(self.latency_s, deadline_s))
@@ -40,6 +42,7 @@ class MemoryStore(ObjectStore):
         return [name in self.objects for name in names]
 
     async def get(self, reads: Sequence[Read], deadline_s: float) -> list[bool]:
+        self.gets += 1
         await self._answer(deadline_s)
         return [self._get(read) for read in reads]
 
@@ -57,8 +60,12 @@ class MemoryStore(ObjectStore):
         await self._answer(deadline_s)
         if self.full:
             raise RemoteFullError("the store is full, as the test says")
+        if self.read_only:
+            raise RemoteStoreError("the store is read only, as the test says")
         self.puts += len(writes)
         for write in writes:
+            if self.once and write.name in self.objects:
+                continue
             self.objects[write.name] = b"".join(write.pieces)
 
     async def delete(self, names: Sequence[bytes], deadline_s: float) -> None:

@@ -12,7 +12,8 @@ import pytest
 from prefixd.cache import NamespaceSpec, PartSpec, SlidingWindowSpec
 from prefixd.cache.forgetting import find_subtree, forget
 from prefixd.cache.index.trie import CPU, REMOTE
-from prefixd.cache.remote import Remote, RemoteOptions, health, lookups
+from prefixd.cache.remote import Remote, RemoteOptions, health, lookups, sharing
+from prefixd_swap import RemoteStoreError
 from prefixd_swap.stores.sealed import HEAD_BYTES, Seal
 from tests.cache.conftest import Rig
 from tests.cache.remote.memory_store import MemoryStore
@@ -261,7 +262,8 @@ async def test_a_full_store_is_still_read(tmp_path: Path) -> None:
 async def test_a_store_that_is_full_is_a_trouble_until_it_takes_something(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(health, "FULL_S", 0.05)
+    for module, name, seconds in ((health, "FULL_S", 0.3), (sharing, "_RETRY_S", 0.02), (sharing, "_LOOK_S", 0.01)):
+        monkeypatch.setattr(module, name, seconds)
     async with two_hosts(tmp_path) as (_, b, _, store):
         store.full = True
         tasks = remote_of(b).start()
@@ -394,6 +396,105 @@ async def test_what_is_evicted_stays_in_the_store_unless_asked(tmp_path: Path) -
             pass
         assert len(store.objects) == 4, "two of the prompt are needed here, and are left to others"
         assert await b.get(PROMPT) == 2
+
+
+async def test_a_store_that_refuses_writes_is_read_all_the_same(tmp_path: Path) -> None:
+    async with two_hosts(tmp_path) as (a, b, _, store):
+        await a.put(PROMPT)
+        await share(a)
+        store.read_only = True
+        await b.put([9])
+        assert not await remote_of(b).sharing.write_all()
+        assert remote_of(b).tier.gives and not remote_of(b).tier.takes
+        assert "read only" in b.cache.tiers.trouble(remote_of(b).tier)
+        assert await b.get(PROMPT) == 5
+
+
+async def test_a_long_prompt_is_forgotten_whole(tmp_path: Path) -> None:
+    long = list(range(700))
+    async with two_hosts(tmp_path, cpu=1024, options=RemoteOptions(known_s=60)) as (a, b, store, _):
+        await a.put(long)
+        await share(a)
+        await b.cache.look_in_store(b.namespace, b.chain(long))
+        assert len(b.rows(long)) == 700
+        b.clock.now += 61
+        assert await remote_of(b).known.forget_old() == 700
+        assert b.rows(long) == [] and remote_of(b).known.blocks == 0
+        await b.cache.look_in_store(b.namespace, b.chain(long))
+        store.objects.clear()
+        await remote_of(b).known.forget_all()
+        assert b.rows(long) == []
+
+
+async def test_the_first_failed_piece_of_a_load_ends_it(tmp_path: Path) -> None:
+    long = list(range(1200))
+    async with two_hosts(tmp_path, cpu=2048) as (a, b, _, store):
+        await a.put(long)
+        await share(a)
+        await b.cache.look_in_store(b.namespace, b.chain(long))
+        store.latency_s, before = 60.0, store.gets
+        began = asyncio.get_running_loop().time()
+        assert await b.get(long) == 0
+        assert asyncio.get_running_loop().time() - began < 2
+        assert store.gets - before <= 6, "as many as are under way at a time"
+        assert not remote_of(b).tier.gives
+
+
+@pytest.mark.parametrize("policy", ["reused", "pinned"])
+async def test_what_is_used_or_pinned_later_is_shared_then(
+    tmp_path: Path, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharing, "_LOOK_S", 0.01)
+    async with two_hosts(tmp_path, options=RemoteOptions(share=policy)) as (a, _, store, _):  # type: ignore[arg-type]
+        remote_of(a).start()
+        await a.put(PROMPT)
+        await asyncio.sleep(0.1)
+        assert not store.objects
+        a.clock.now += 5
+        if policy == "reused":
+            await a.get(PROMPT)
+        else:
+            a.trie.pinned[a.rows(PROMPT)[-1]] = True
+        a.clock.now += 5
+        await eventually(lambda: len(store.objects) == 5)
+
+
+async def test_a_prompt_that_is_not_answered_counts_once(tmp_path: Path) -> None:
+    async with two_hosts(tmp_path, options=RemoteOptions(lookup_s=0.01)) as (_, b, _, store):
+        store.latency_s = 60.0
+        assert await b.get(PROMPT) == 0
+        await remote_of(b).lookups.close()
+        assert remote_of(b).lookups.counters.unanswered == 1
+
+
+async def test_what_could_not_be_used_is_written_anew_where_a_store_takes_no_name_twice(tmp_path: Path) -> None:
+    async with two_hosts(tmp_path) as (a, b, store, other):
+        store.once = other.once = True
+        await a.put(PROMPT)
+        await share(a)
+        for name, value in store.objects.items():
+            store.objects[name] = value[:-1] + bytes([value[-1] ^ 1])
+        assert await b.get(PROMPT) == 0
+        await b.put(PROMPT)
+        await share(b)
+        c = Rig(tmp_path / "c", cpu=16, remote=store)
+        assert await c.get(PROMPT) == 5
+        await c.close()
+
+
+async def test_what_the_store_does_not_delete_is_not_evicted_here(tmp_path: Path) -> None:
+    async with two_hosts(tmp_path) as (a, _, store, _):
+        await a.put(PROMPT)
+        await share(a)
+        store.away = True
+        with pytest.raises(RemoteStoreError):
+            async for _ in forget(a.cache.mover, await find_subtree(a.trie, a.rows(PROMPT)[0]), shared=True):
+                pass
+        assert len(a.rows(PROMPT)) == 5
+        store.away = False
+        async for _ in forget(a.cache.mover, await find_subtree(a.trie, a.rows(PROMPT)[0]), shared=True):
+            pass
+        assert not store.objects and a.rows(PROMPT) == []
 
 
 async def test_a_prompt_longer_than_one_call_is_asked_about_in_several(

@@ -70,6 +70,21 @@ async def test_registered_memory_is_not_copied(server: MooncakeServer) -> None:
         assert await store.get([longer, reads[0]], DEADLINE_S) == [False, True]
 
 
+async def test_of_an_object_with_a_head_the_head_alone_is_copied(server: MooncakeServer) -> None:
+    async with opened(server.options(bounce_bytes=1 << 20)) as store:
+        arena = memoryview(mmap.mmap(-1, 16 << 20))
+        store.register(address_of(arena), len(arena))
+        arena[:1024] = bytes(range(256)) * 4
+        payload, head = arena[: 4 << 20], memoryview(bytearray(range(104)))  # longer than a lane
+        write = Write(new_name(), (head, payload))
+        await store.put([write], 0, DEADLINE_S)
+        assert store.copied_bytes == len(head)
+        read = Read(write.name, (memoryview(bytearray(len(head))), arena[8 << 20 : 12 << 20]))
+        assert await store.get([read], DEADLINE_S) == [True]
+        assert_read([read], [write])
+        assert store.copied_bytes == 2 * len(head)
+
+
 async def test_an_object_that_is_too_long(server: MooncakeServer) -> None:
     async with opened(server.options(bounce_bytes=200_000)) as store:
         await assert_works(store)

@@ -3,7 +3,7 @@
     valkey-server --save "" &                        # or any Valkey or Redis
     python examples/second_host.py                   # --store valkey://127.0.0.1:6379
 
-Starts a daemon, asks it a few questions about one long document, ends it with all that it had, and asks a second
+Starts a daemon, asks it a few questions about one long document, ends it and deletes its data, and asks a second
 daemon, on an empty data directory, the same. The second one computes nothing of the document: its KV comes from the
 store.
 """
@@ -17,9 +17,10 @@ import time
 from pathlib import Path
 
 from prefixd.client import Client, Finished, Tier, Tokens
-from prefixd.workloads.daemon_process import DaemonProcess
+from prefixd.workloads.daemon_process import DaemonFailed, DaemonProcess
 
-DOCUMENT = "The archive keeps a placement of every ship that entered the harbour, what it carried and who paid. " * 10
+DOCUMENT = "The archive has a record of every ship that entered the harbour, what it carried and who paid. " * 10
+WAIT_S = 60.0
 QUESTIONS = ("Who keeps it?", "What does it say of a ship?", "Who paid?")
 
 
@@ -56,12 +57,21 @@ def main() -> None:
         with DaemonProcess(settings) as first, Client(first.address) as client:
             print("the first host:")
             answers, _ = ask_all(client)
-            while client.stats().remote.written_bytes == 0 or not is_quiet(client):
-                time.sleep(0.5)
+            wait_until_written(client)
         with DaemonProcess(settings) as second, Client(second.address) as client:
             print("the second host, which has never seen the document:")
             again, from_store = ask_all(client)
             print(f"same answers: {again == answers}; {from_store} tokens came from the store")
+
+
+def wait_until_written(client: Client) -> None:
+    """Until the store has what the host has computed; ends the example with the daemon's words if it cannot."""
+    give_up = time.monotonic() + WAIT_S
+    while client.stats().remote.written_bytes == 0 or not is_quiet(client):
+        troubles = [f"{each.what}; {each.remedy}" for each in client.stats().troubles]
+        if troubles or time.monotonic() > give_up:
+            raise SystemExit(f"nothing reaches the store: {troubles[0] if troubles else f'not within {WAIT_S:g} s'}")
+        time.sleep(0.5)
 
 
 def is_quiet(client: Client) -> bool:
@@ -72,4 +82,7 @@ def is_quiet(client: Client) -> bool:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except DaemonFailed as error:
+        raise SystemExit(str(error)) from None

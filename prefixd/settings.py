@@ -63,7 +63,7 @@ def _store_url(value: str) -> str:
     try:
         port = url.port
     except ValueError:
-        raise ValueError("the port must be a number from 0 to 65535") from None
+        raise ValueError("the port must be a number from 1 to 65535") from None
     if "@" in url.netloc:
         raise ValueError("leave user and password out of it; set remote.username and remote.password_file")
     if url.query or url.fragment:
@@ -72,7 +72,7 @@ def _store_url(value: str) -> str:
         case "valkey" if not url.netloc:
             well = url.path.startswith("/") and len(url.path) > 1
         case "valkey" | "valkeys":
-            well = bool(url.hostname) and (not url.path.strip("/") or url.path.strip("/").isdecimal())
+            well = bool(url.hostname) and port != 0 and (not url.path.strip("/") or url.path.strip("/").isdecimal())
         case "s3":
             well = bool(url.netloc) and port is None
         case "mooncake":
@@ -81,8 +81,8 @@ def _store_url(value: str) -> str:
             well = False
     if not well:
         raise ValueError(
-            "write valkey://host:port, valkeys://host:port (with TLS), valkey:///path/of/socket, s3://bucket/prefix or "
-            "mooncake://host:port"
+            "write valkey://host:port (for Redis, too), valkeys://host:port (with TLS), valkey:///path/of/socket, "
+            "s3://bucket/prefix or mooncake://host:port"
         )
     return value
 
@@ -350,7 +350,14 @@ class RemoteSettings(_Section):
     @check_together(mode="after")
     def _fits_the_store(self) -> Self:
         if self.url is None:
+            if self.model_fields_set - {"url"}:
+                name = sorted(self.model_fields_set - {"url"})[0]
+                raise ValueError(f"remote.{name} is set, but remote.url is not: there is no shared store; set it too")
             return self
+        if self.secret_file is not None and self.secret_file == self.encryption_key_file:
+            raise ValueError(
+                f"remote.secret_file and remote.encryption_key_file are both {self.secret_file}; make a key of its own"
+            )
         if self.secret_file is None:
             raise ValueError(
                 f"remote.url = {self.url} needs remote.secret_file; make one with `openssl rand -hex 32 > FILE`, mode "
@@ -359,7 +366,18 @@ class RemoteSettings(_Section):
         scheme = self.url.partition(":")[0]
         for name, schemes in _OF_STORES.items():
             if name in self.model_fields_set and scheme not in schemes:
+                if name.startswith("tls_") and scheme == "valkey":
+                    raise ValueError(f"remote.{name} needs TLS; write valkeys:// in remote.url = {self.url}")
                 raise ValueError(f"remote.{name} is not for {scheme} (remote.url = {self.url}); leave it out")
+        if self.endpoint is not None and self.endpoint.startswith("http://") and not self.insecure_http:
+            raise ValueError(
+                f"remote.endpoint = {self.endpoint} is not encrypted; use https, or set remote.insecure_http = true"
+            )
+        if self.cluster and urlsplit(self.url).path.strip("/"):
+            raise ValueError(
+                f"remote.cluster = true, but remote.url = {self.url} names a database or a socket file, which no "
+                "cluster has; leave one of them out"
+            )
         if self.username is not None and self.password_file is None:
             raise ValueError(f"remote.username = {self.username} needs remote.password_file too")
         if (self.tls_cert is None) != (self.tls_key is None):
@@ -673,4 +691,5 @@ def _one_line(error: ValidationError, known: Mapping[str, str], sources: Mapping
     else:
         # Settings that contradict each other: the message names them.
         line = message
+    line = re.sub(r"://[^/@\s]*@", "://...@", line)  # a password in a URL is not for the log
     return line if len(problems) == 1 else f"{line} (and {len(problems) - 1} more)"

@@ -9,6 +9,10 @@ from dataclasses import dataclass
 log = logging.getLogger(__name__)
 
 
+_SAID_AGAIN_S = 30.0
+"""A cause that changes is logged again, no more often than this."""
+
+
 @dataclass(frozen=True, slots=True)
 class Trouble:
     """One thing that is not as it should be."""
@@ -31,6 +35,7 @@ class Troubles:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._troubles: dict[str, Trouble] = {}
+        self._said_s: dict[str, float] = {}  # when the log last had a line of a part's trouble
         self.listeners: list[Callable[[], None]] = []
         """Called when a part's trouble begins or ends."""
 
@@ -49,7 +54,7 @@ class Troubles:
         return f"{trouble.what}; {trouble.remedy}" if trouble else ""
 
     def begin(self, part: str, line: str) -> None:
-        """Enters a trouble, or its new reason; logs it when the part had none.
+        """Enters a trouble, or its new reason; logs it when the part had none, and a new reason after a while.
 
         Args:
             part: what it is about.
@@ -59,9 +64,14 @@ class Troubles:
         before = self._troubles.get(part)
         since_s = before.since_s if before else self._clock()
         self._troubles[part] = Trouble(part, what, remedy or "see the log", since_s)
+        now_s = self._clock()
         if before is None:
             log.error("trouble with the %s: %s; %s", part, what, remedy)
+            self._said_s[part] = now_s
             self._tell()
+        elif before.what != what and now_s >= self._said_s.get(part, now_s) + _SAID_AGAIN_S:
+            log.error("the trouble with the %s is now: %s; %s", part, what, remedy)
+            self._said_s[part] = now_s
 
     def end(self, part: str) -> None:
         """Strikes the part's trouble off, if it has one."""

@@ -18,7 +18,9 @@ LS_EXAMPLES = examples("prefixd ls --limit 20")
 INSPECT_EXAMPLES = examples("prefixd inspect 9f86d081")
 PIN_EXAMPLES = examples("prefixd pin 9f86d081")
 UNPIN_EXAMPLES = examples("prefixd unpin 9f86d081")
-EVICT_EXAMPLES = examples("prefixd evict 9f86d081", "prefixd evict --namespace llama-3 --yes", "prefixd evict --all")
+EVICT_EXAMPLES = examples(
+    "prefixd evict 9f86d081", "prefixd evict --namespace llama-3 --yes", "prefixd evict --all --shared"
+)
 
 Key = Annotated[
     str,

@@ -263,7 +263,7 @@ def _tier_table(tiers: Iterable[admin_pb2.TierStats]) -> Table:
         made.add_row(
             tier_name(tier.tier),
             size(tier.used_bytes),
-            size(tier.capacity_bytes),
+            size(tier.capacity_bytes) if tier.capacity_bytes else "-",
             f"{tier.used_bytes / tier.capacity_bytes:.0%}" if tier.capacity_bytes else "-",
             *(f"{count:,}" for count in counts + moves),
         )

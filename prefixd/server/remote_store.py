@@ -35,6 +35,9 @@ def open_remote(settings: RemoteSettings, arena: CpuArena | None, transfers: Tra
     key = None
     if settings.encryption_key_file is not None:
         key = _secret("remote.encryption_key_file", settings.encryption_key_file, LEAST_SECRET_BYTES)
+    for name in ("tls_ca", "tls_cert", "tls_key"):
+        if (path := getattr(settings, name)) is not None:
+            _check_readable(f"remote.{name}", path)
     try:
         store = open_store(_options(settings))
     except (StorageError, ValueError) as error:
@@ -90,6 +93,13 @@ def _options(settings: RemoteSettings) -> StoreOptions:
         cluster=settings.cluster,
         connections=settings.connections,
     )
+
+
+def _check_readable(name: str, path: Path) -> None:
+    try:
+        path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{name} = {path}: {error.strerror}; give a PEM file that the daemon can read") from error
 
 
 def _text(path: Path | None) -> str | None:

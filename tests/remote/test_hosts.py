@@ -270,3 +270,37 @@ def test_a_secret_that_cannot_be_used_is_refused_at_the_start(tmp_path: Path, mo
     settings = {"remote.url": "valkey://127.0.0.1:1", "remote.secret_file": secret}
     with pytest.raises(DaemonFailed, match=r"remote\.secret_file"), DaemonProcess(settings):
         pass
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"remote.share": "none"}, r"remote\.share is set, but remote\.url is not"),
+        ({"remote.url": "valkey://me:word@127.0.0.1"}, r"leave user and password out"),
+        ({"remote.url": "redis://127.0.0.1"}, r"valkey://host:port \(for Redis, too\)"),
+        ({"remote.url": "valkey://127.0.0.1", "remote.tls_ca": "/nowhere"}, r"write valkeys://"),
+        (
+            {"remote.url": "valkeys://127.0.0.1", "remote.tls_ca": "/nowhere"},
+            r"remote\.tls_ca = /nowhere: No such file",
+        ),
+        ({"remote.url": "valkey://127.0.0.1/1", "remote.cluster": True}, r"names a database"),
+        ({"remote.url": "s3://bucket", "remote.endpoint": "http://127.0.0.1"}, r"set remote\.insecure_http = true"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_at_the_start(
+    tmp_path: Path, settings: dict[str, object], message: str
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("0123456789abcdef")
+    secret.chmod(0o600)
+    if "remote.url" in settings:
+        settings = settings | {"remote.secret_file": secret}
+    with pytest.raises(DaemonFailed, match=message) as refused, DaemonProcess(settings):
+        pass
+    assert "word@" not in str(refused.value)
+
+
+def test_a_store_that_is_not_there_is_a_trouble_from_the_start(tmp_path: Path) -> None:
+    with host(tmp_path / "a", f"valkey://127.0.0.1:{free_port()}", worker__embedded=False, gpu__bytes=0) as a:
+        a.wait(a.trouble, 10, "the trouble is told")
+        assert "cannot connect" in a.trouble()

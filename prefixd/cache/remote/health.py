@@ -57,8 +57,12 @@ class RemoteHealth:
         self._failed.set()
 
     async def watch(self) -> None:
-        """Probes a store that has failed; runs for ever."""
+        """Probes the store at once, so that wrong settings show, and whenever it has failed; runs for ever."""
         wait_s = FIRST_PROBE_S
+        try:
+            await self._tier.try_out()
+        except StorageError as error:
+            self.failed(error)
         while True:
             await self._failed.wait()
             if self._tier.gives:
@@ -88,7 +92,7 @@ class RemoteHealth:
 
     async def _probe(self) -> bool:
         try:
-            await self._tier.ping()
+            await self._tier.try_out()
         except StorageError as error:
             self._placement.tiers.troubles.begin(tier_part(self._tier), str(error))
             return False

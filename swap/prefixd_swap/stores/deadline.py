@@ -21,7 +21,10 @@ async def within(deadline_s: float, call: str, where: str) -> AsyncIterator[None
     Raises:
         RemoteStoreError: the time was up.
     """
-    late = f"{where}: {call} has not ended within {deadline_s:.3g} s; see whether store and network are overloaded"
+    late = (
+        f"{where}: {call} has not ended within {deadline_s:.3g} s; see whether store and network are overloaded, and "
+        "whether port and TLS are right"
+    )
     if not deadline_s > 0:
         raise RemoteStoreError(late)
     try:

@@ -304,4 +304,6 @@ class Wire(asyncio.BufferedProtocol):
             self._answered.exception()  # seen: the exchange may have ended without waiting for it
 
     def _failure(self) -> RemoteStoreError:
-        return RemoteStoreError(f"{self._where}: {self._lost or 'not connected'}")
+        return RemoteStoreError(
+            f"{self._where}: {self._lost or 'not connected'}; see whether it runs, and whether it expects TLS (valkeys://)"
+        )

@@ -354,6 +354,11 @@ class S3Store(ObjectStore):
                 raise RemoteFullError(
                     f"{self._where}: no room ({text}); raise its quota, or let a lifecycle rule expire objects earlier"
                 ) from error
+            if "169.254." in str(error):
+                raise RemoteStoreError(
+                    f"{self._where}: no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give this "
+                    "host a role"
+                ) from error
             raise RemoteStoreError(
                 f"{self._where}: the request failed ({text}); see whether endpoint and region are right and it runs"
             ) from error

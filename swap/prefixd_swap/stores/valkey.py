@@ -34,7 +34,7 @@ _EXISTS_SHA = hashlib.sha1(_EXISTS).hexdigest().encode()
 _REMEDIES = {
     "NOAUTH": "set the username and password",
     "WRONGPASS": "correct the username or password",
-    "NOPERM": "give the user +get +set +exists +unlink +ping, +eval +evalsha (faster), and its keys (~prefix*)",
+    "NOPERM": "give the user +get +set +exists +unlink +ping, +eval +evalsha (faster), and its keys (~prefixd:*)",
     "LOADING": "wait until the server has loaded its data",
     "CLUSTERDOWN": "see `valkey-cli cluster info`: some slots have no node",
     "READONLY": "point to the primary, not to a replica",
@@ -84,7 +84,9 @@ class ValkeyOptions:
         if self.connections < 1:
             raise ValueError(f"connections is {self.connections}; set 1 or more")
         if self.cluster and (self.db or self.unix_socket is not None):
-            raise ValueError("a cluster has neither databases nor one socket file; remove db and unix_socket")
+            raise ValueError(
+                "a cluster has neither databases nor a socket file; set db = 0 and no socket, or cluster = false"
+            )
         if self.username is not None and self.password is None:
             raise ValueError(f"username is {self.username!r} but there is no password; set it")
 
@@ -413,6 +415,8 @@ def raise_error(reply: Reply, where: str) -> None:
             f"{where}: no room ({reply.text}); raise maxmemory, set maxmemory-policy allkeys-lru, or free its disk"
         )
     remedy = _REMEDIES.get(reply.code, "see the server's log")
+    if "cluster support disabled" in reply.text:
+        remedy = "set cluster = false: it is a server on its own"
     raise RemoteStoreError(f"{where}: refused ({reply.text}); {remedy}")
 
 

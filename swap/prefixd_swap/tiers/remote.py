@@ -32,7 +32,7 @@ from prefixd_swap.errors import (
 )
 from prefixd_swap.slab.file_ops import host_bytes
 from prefixd_swap.spans import Span
-from prefixd_swap.stores.base import ObjectStore, Read, Write
+from prefixd_swap.stores.base import NAME_BYTES, ObjectStore, Read, Write
 from prefixd_swap.stores.names import DIGEST_BYTES, BlockIdentity, object_name
 from prefixd_swap.tiers.base import NO_SLOT, Int64s, Tier
 from prefixd_swap.tiers.block_transfer import BlockTransfer
@@ -267,13 +267,14 @@ class RemoteTier(Tier):
             in_order=True,
         )
 
-    async def ping(self) -> None:
-        """Whether the store answers.
+    async def try_out(self) -> None:
+        """Whether the store answers, also to the question that every prompt asks.
 
         Raises:
             RemoteStoreError: it does not.
         """
         await self._loop.run(lambda: self.store.ping(self._timeout_s))
+        await self.exist([bytes(NAME_BYTES)])
 
     async def close(self) -> None:
         """Closes the store and ends the thread; every call must have returned."""

@@ -40,6 +40,7 @@ from prefixd.integrations.sglang.log import SaidOnce, log
 from prefixd.integrations.sglang.options import HiCacheOptions
 from prefixd.integrations.sglang.page_store import Outcome, PageStore
 from prefixd.integrations.sglang.pool_pages import NoPages, PagesAt, PagesUnusable, PoolPages, TensorsAt, pages_of
+from prefixd.integrations.sglang.shared_copies import SharedCopies
 from prefixd.integrations.sglang.stats import HiCacheCounters
 
 T = TypeVar("T")
@@ -74,6 +75,7 @@ class PrefixdHiCache(HiCacheStorage):
         self._counters = HiCacheCounters()
         self._said = SaidOnce()
         self._chains = Chains()
+        self._copies = SharedCopies()
         self._pools: dict[str, Stored] = {}
         self._waiting: dict[str, Any] = {}  # pools that could not be registered yet, for want of a link
         self._closed = False
@@ -112,7 +114,7 @@ class PrefixdHiCache(HiCacheStorage):
                     self._waiting[name] = pool
                     return
                 spec = names.spec_of(self._config, self._model, name, pages, self._versions)
-                store = PageStore(link, spec, self._options.slice_s)
+                store = PageStore(link, spec, self._options.slice_s, self._copies)
                 log.info("prefixd: pages of %s are in %s (%s)", name, spec.name, spec.layout)
             self._pools[name] = Stored(name, pages, store, names.is_shared(self._config, pool, name))
         except Exception as error:  # SGLang goes on without this pool's pages
@@ -339,6 +341,7 @@ class PrefixdHiCache(HiCacheStorage):
         self._closed = True
         with self._opening:
             link, self._link = self._link, None
+        self._copies.close()
         if link is not None:
             self._answer(None, link.close, "close")
 

@@ -18,7 +18,7 @@ from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -32,10 +32,12 @@ from prefixd.client import (
 )
 from prefixd.integrations.engine.link import Link, LinkDown
 from prefixd.integrations.sglang.chains import KEY_BYTES, Chain, Starts
-from prefixd.integrations.sglang.pool_pages import Bytes, PagesAt, PagesUnusable
+from prefixd.integrations.sglang.pool_pages import Bytes, Check, PagesAt, PagesUnusable
+from prefixd.integrations.sglang.shared_copies import SharedCopies
 
 T = TypeVar("T")
 H = TypeVar("H", AsyncLease, AsyncReservation)
+CopyPages: TypeAlias = Callable[[Bytes, Sequence[tuple[int, int]], Check], None]
 
 LOAD_BYTES = 128 << 20  # at first; two slices are under way at a time
 _LOAD_MOST_BYTES = 512 << 20
@@ -110,6 +112,7 @@ class PageStore:
         link: the line to the daemon.
         spec: the namespace; its one part is a page.
         slice_s: the longest that a call goes on.
+        copies: makes the copies.
         clock: seconds, monotonic.
         load_bytes: bytes that are loaded at a time, at first.
     """
@@ -119,6 +122,7 @@ class PageStore:
         link: Link,
         spec: NamespaceSpec,
         slice_s: float,
+        copies: SharedCopies,
         clock: Callable[[], float] = time.monotonic,
         load_bytes: int = LOAD_BYTES,
     ) -> None:
@@ -126,6 +130,7 @@ class PageStore:
         self.page_bytes = spec.block_bytes
         self._link = link
         self._slice_s = slice_s
+        self._copies = copies
         self._clock = clock
         self._slice = max(1, load_bytes // self.page_bytes)
         self._save_slice_pages = max(1, SAVE_BYTES // self.page_bytes)
@@ -201,7 +206,7 @@ class PageStore:
                     if lease.blocks == asked.stop - at == step < len(chain) - at:
                         ahead = self._ahead(chain, asked.stop, step, begin)
                     places = [(at - chain.before + block, lease.offset(block)) for block in range(lease.blocks)]
-                    self._copied(grant, partial(pages.load, grant.arena, places, lease.check))
+                    self._copied(grant, partial(self._copy, pages.load, grant, places))
                     ended = self._link.spawn(partial(self._end, grant))
                     if lease.blocks:
                         ending.append((range(at, at + lease.blocks), ended))
@@ -334,7 +339,7 @@ class PageStore:
             return stop, 0
         first = begin + reservation.first_block
         places = [(first - chain.before + block, reservation.offset(block)) for block in range(reservation.blocks)]
-        self._copied(grant, partial(pages.save, grant.arena, places, reservation.check))
+        self._copied(grant, partial(self._copy, pages.save, grant, places))
         if not self._ended(grant)[0]:
             return at, 0
         return first + reservation.blocks, reservation.blocks
@@ -454,6 +459,11 @@ class PageStore:
     def _give_back_late(self, task: asyncio.Task[Any]) -> None:
         if not task.cancelled() and task.exception() is None:
             self._link.give_back(task.result())
+
+    def _copy(self, way: CopyPages, grant: Grant[H], places: Sequence[tuple[int, int]]) -> None:
+        """Copies the pages of a grant of one hold."""
+        check = grant.holds[0].check
+        self._copies.copy(lambda some: way(grant.arena, some, check), places, len(places) * self.page_bytes)
 
     def _copied(self, grant: Grant[H], copy: Callable[[], None]) -> None:
         """Copies; where that fails, nothing of it counts."""

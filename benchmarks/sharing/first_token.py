@@ -26,7 +26,7 @@ ARMS = (*LOADED, "recompute")
 _BODY_TOKENS = 8  # less than a block: what a request computes besides never grows the prefix
 _STORED, _COMPUTED = 0, 1  # whether a prompt is one that the first host has shared
 _SHORT_TOKENS = 256
-_MORE_REPEATS = 5
+_MORE_REPEATS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +36,13 @@ class Plan:
     Attributes:
         gbit_per_s: rates of the link to the store.
         tokens: lengths of the prompts' prefixes, multiples of `BLOCK_TOKENS`.
-        repeats: prompts of each length that are measured; five times as many where they are short.
+        repeats: prompts of each length that are measured; twice as many where they are short.
         warm_up: prompts of each length, before those, from which a daemon learns what loads and computing take.
     """
 
     gbit_per_s: Sequence[float] = (0.1, 1.0, 10.0)
     tokens: Sequence[int] = (64, 256, 1024)
-    repeats: int = 5
+    repeats: int = 15
     warm_up: int = 2
 
     def repeats_of(self, tokens: int) -> int:

@@ -49,11 +49,12 @@ class Checksums:
     def begin(self, trie: Trie, rows: Rows) -> None:
         """Starts hashing the parts of `rows` in the CPU tier that have no checksum; the rows are held meanwhile.
 
-        Without a disk tier nobody asks for checksums, and without bytes there is nothing to hash: nothing is done.
+        Without a disk tier, and a shared store that takes blocks, nobody asks for checksums, and without bytes there is
+        nothing to hash: nothing is done.
         """
-        if (self._tiers.durable or self._tiers.remote) is None or not self._tiers.shared.backed:
+        shared, remote = self._tiers.shared, self._tiers.remote
+        if not shared.backed or (self._tiers.durable is None and (remote is None or not remote.takes)):
             return
-        shared = self._tiers.shared
         for start in range(0, len(rows), _BLOCKS):
             some = rows[start : start + _BLOCKS]
             todo = (trie.slots[some, shared.level] != NO_SLOT) & ~trie.checksummed[some]

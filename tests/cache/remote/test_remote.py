@@ -214,6 +214,23 @@ async def test_a_store_that_is_away_is_out_of_service_until_it_answers(tmp_path:
         assert not any(task.done() for task in tasks)
 
 
+async def test_what_comes_while_the_store_is_away_is_hashed_when_it_is_shared(tmp_path: Path) -> None:
+    async with two_hosts(tmp_path) as (a, b, store, _):
+        tasks = remote_of(a).start()
+        store.away = True
+        assert await a.get(PROMPT) == 0 and not remote_of(a).tier.takes
+        await a.put(PROMPT)
+        await a.cache.mover.wait_for_checksums()
+        assert not a.trie.checksummed[a.rows(PROMPT)].any()  # nobody may ever ask for them
+        store.away = False
+        await eventually(lambda: remote_of(a).sharing.written == len(PROMPT))
+        await a.put([8])
+        await a.cache.mover.wait_for_checksums()
+        assert a.trie.checksummed[a.rows([8])].all()
+        assert await b.get(PROMPT) == len(PROMPT)
+        assert not any(task.done() for task in tasks)
+
+
 async def test_blocks_that_only_a_store_has_are_not_matched_while_it_is_away(tmp_path: Path) -> None:
     async with two_hosts(tmp_path) as (a, b, _, store):
         await a.put(PROMPT)

@@ -37,8 +37,8 @@ Times = dict[str, dict[str, npt.NDArray[np.float64]]]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Daemons are started `sessions` times, in an order that turns, since the first one is a hundredth slower; each time
-    every one gets `rounds` of calls, one after the other."""
+    """Daemons are started `sessions` times, in an order that turns, since the first one is a hundredth slower;
+    each time every one gets `rounds` of calls, one after the other."""
 
     sessions: int = 12
     rounds: int = 250

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import ssl
 import stat
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -35,9 +36,7 @@ def open_remote(settings: RemoteSettings, arena: CpuArena | None, transfers: Tra
     key = None
     if settings.encryption_key_file is not None:
         key = _secret("remote.encryption_key_file", settings.encryption_key_file, LEAST_SECRET_BYTES)
-    for name in ("tls_ca", "tls_cert", "tls_key"):
-        if (path := getattr(settings, name)) is not None:
-            _check_readable(f"remote.{name}", path)
+    _check_tls(settings)
     try:
         store = open_store(_options(settings))
     except (StorageError, ValueError) as error:
@@ -95,11 +94,35 @@ def _options(settings: RemoteSettings) -> StoreOptions:
     )
 
 
-def _check_readable(name: str, path: Path) -> None:
+def _check_tls(settings: RemoteSettings) -> None:
+    """Reads the files once, as the first connection will.
+
+    Raises:
+        ConfigError: one cannot be read, is no certificate or key, or the key is another certificate's.
+    """
+    ca, cert, key = settings.tls_ca, settings.tls_cert, settings.tls_key
+    for name, path in (("tls_ca", ca), ("tls_cert", cert), ("tls_key", key)):
+        try:
+            if path is not None:
+                path.read_bytes()
+        except OSError as error:
+            raise ConfigError(
+                f"remote.{name} = {path}: {error.strerror}; give a PEM file that the daemon can read"
+            ) from error
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:
-        path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{name} = {path}: {error.strerror}; give a PEM file that the daemon can read") from error
+        if ca is not None:
+            context.load_verify_locations(ca)
+    except ssl.SSLError as error:
+        raise ConfigError(f"remote.tls_ca = {ca} has no certificate in PEM ({error.reason})") from error
+    try:
+        if cert is not None:
+            context.load_cert_chain(cert, key, password="")  # else it would ask for one at the terminal
+    except (ssl.SSLError, ValueError) as error:
+        raise ConfigError(
+            f"remote.tls_cert = {cert} and remote.tls_key = {key} are not a certificate in PEM and its key without a "
+            f"password ({getattr(error, 'reason', None) or error})"
+        ) from error
 
 
 def _text(path: Path | None) -> str | None:

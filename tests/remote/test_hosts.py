@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives import serialization
 
 from prefixd.workloads.daemon_process import DaemonFailed, DaemonProcess
 from prefixd.workloads.slow_link import SlowLink
+from tests.remote.certificates import new_certificates
 from tests.remote.hosts import BLOCK, Answer, Host, host, prompt
 from tests.remote.mooncake_server import mooncake_server
 from tests.remote.processes import free_port
@@ -298,6 +300,34 @@ def test_settings_that_cannot_work_are_refused_at_the_start(
     with pytest.raises(DaemonFailed, match=message) as refused, DaemonProcess(settings):
         pass
     assert "word@" not in str(refused.value)
+
+
+def test_certificates_that_cannot_be_used_are_refused_at_the_start(tmp_path: Path) -> None:
+    new_certificates(tmp_path)
+    (tmp_path / "text").write_text("no certificate")
+    secret = tmp_path / "secret"
+    secret.write_text("0123456789abcdef")
+    secret.chmod(0o600)
+    key = serialization.load_pem_private_key((tmp_path / "key.pem").read_bytes(), None)
+    password = serialization.BestAvailableEncryption(b"a password")
+    locked = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, password)
+    (tmp_path / "locked.pem").write_bytes(locked)
+
+    def started(**changed: str) -> DaemonProcess:
+        files = {"tls_ca": "ca.pem", "tls_cert": "cert.pem", "tls_key": "key.pem"} | changed
+        settings = {f"remote.{name}": tmp_path / file for name, file in files.items()}
+        return DaemonProcess({"remote.url": "valkeys://127.0.0.1:1", "remote.secret_file": secret} | settings)
+
+    with started():
+        pass
+    for name, file, message in (
+        ("tls_ca", "text", r"remote\.tls_ca = .*/text has no certificate in PEM"),
+        ("tls_cert", "ca.pem", r"ca\.pem and remote\.tls_key = .*key\.pem are not a certificate in PEM and its key"),
+        ("tls_key", "locked.pem", r"remote\.tls_key = .*/locked\.pem are not .* without a password"),
+        ("tls_key", "missing", r"remote\.tls_key = .*/missing: No such file.*give a PEM file"),
+    ):
+        with pytest.raises(DaemonFailed, match=message), started(**{name: file}):
+            pass
 
 
 def test_a_store_that_is_not_there_is_a_trouble_from_the_start(tmp_path: Path) -> None:

@@ -454,5 +454,5 @@ def _parts_of_bytes(indices: Iterable[int], nbytes: Callable[[int], int]) -> lis
 def _tls_context(options: ValkeyOptions) -> ssl.SSLContext:
     context = ssl.create_default_context(cafile=options.ca_file)
     if options.cert_file is not None:
-        context.load_cert_chain(options.cert_file, options.key_file)
+        context.load_cert_chain(options.cert_file, options.key_file, password="")  # nobody is there to be asked for one
     return context

@@ -23,6 +23,8 @@ from prefixd_swap import Span, host_bytes, started_threads
 
 _THREADS = 2
 _BLOCKS = 256  # hashed by one task
+_INLINE_BYTES = 1 << 20
+"""As much is hashed at once, on the event loop: some 50 us, where handing it to a thread and back costs 150."""
 
 
 class Checksums:
@@ -47,19 +49,25 @@ class Checksums:
         self._threads.shutdown()
 
     def begin(self, trie: Trie, rows: Rows) -> None:
-        """Starts hashing the parts of `rows` in the CPU tier that have no checksum; the rows are held meanwhile.
+        """Hashes the parts of `rows` in the CPU tier that have no checksum. What takes long is only begun here, and its
+        rows are held meanwhile.
 
-        Without a disk tier, and a shared store that takes blocks, nobody asks for checksums, and without bytes there is
-        nothing to hash: nothing is done.
+        Without a disk tier or a shared store nobody asks for checksums, and without bytes there is nothing to hash.
         """
-        shared, remote = self._tiers.shared, self._tiers.remote
-        if not shared.backed or (self._tiers.durable is None and (remote is None or not remote.takes)):
+        if (self._tiers.durable or self._tiers.remote) is None or not self._tiers.shared.backed:
             return
+        shared = self._tiers.shared
+        inline = len(rows) * sum(trie.part_bytes) <= _INLINE_BYTES
         for start in range(0, len(rows), _BLOCKS):
             some = rows[start : start + _BLOCKS]
             todo = (trie.slots[some, shared.level] != NO_SLOT) & ~trie.checksummed[some]
             some, todo = some[todo.any(axis=1)], todo[todo.any(axis=1)]
-            if len(some):
+            if inline and len(some):
+                which, parts = np.nonzero(todo)
+                slots = trie.slots[some[which], shared.level, parts].tolist()
+                checksums = self._hash_parts(slots, parts.tolist(), trie.part_bytes)
+                trie.set_part_checksums(some[which], parts, np.array(checksums, np.uint64))
+            elif len(some):
                 hold = self._placement.holds.hold("checksums", trie, some, shared)
                 before = self._under_way(trie, some)
                 task = asyncio.create_task(self._hash(hold, todo, trie.slots[some, shared.level], before))
@@ -114,7 +122,7 @@ class Checksums:
             hold.end()
 
     def _hash_parts(self, slots: Sequence[int], parts: Sequence[int], part_bytes: Sequence[int]) -> list[int]:
-        """The checksums of parts that lie in `slots`. Runs in a thread."""
+        """The checksums of parts that lie in `slots`. Much is hashed in a thread."""
         addresses = self._tiers.shared.addresses(np.array(slots, np.int64)).tolist()
         spans = [Span(address, part_bytes[part]) for address, part in zip(addresses, parts, strict=True)]
         return [xxhash.xxh3_64_intdigest(host_bytes(span, span.nbytes)) for span in spans]

@@ -12,13 +12,25 @@ import numpy as np
 import pytest
 import xxhash
 
-from prefixd.cache import Reservation
+from prefixd.cache import Reservation, checksums
 from prefixd.cache.index.trie import CPU, DISK
 
 if TYPE_CHECKING:
     from tests.cache.conftest import Rig
 
 MakeRig = Callable[..., "Rig"]
+
+
+@pytest.fixture(params=["at once", "in threads"], autouse=True)
+def inline(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Little is hashed at once; or it is hashed in threads, as much is."""
+    if request.param == "in threads":
+        monkeypatch.setattr(checksums, "_INLINE_BYTES", 0)
+
+
+@pytest.fixture
+def in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checksums, "_INLINE_BYTES", 0)
 
 
 def alter(rig: Rig, row: int) -> None:
@@ -53,6 +65,23 @@ async def test_a_block_that_is_hashed_may_be_evicted_at_once(make_rig: MakeRig) 
         rig.fill(reservation)
         await rig.cache.commit(reservation, 2)
     assert [await rig.get(prompt) for prompt in ([5, 6], [3, 4], [1, 2])] == [2, 2, 2]
+
+
+async def test_little_is_hashed_when_its_commit_returns(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = make_rig(cpu=8, disk=8)
+
+    async def commit(prompt: list[int]) -> Any:
+        reservation = await rig.cache.reserve(rig.session, rig.namespace, rig.chain(prompt))
+        assert isinstance(reservation, Reservation)
+        rig.fill(reservation)
+        await rig.cache.commit(reservation, len(prompt))
+        return rig.trie.checksummed[rig.rows(prompt)]
+
+    for limit, at_once in ((2 * rig.part_bytes, True), (2 * rig.part_bytes - 1, False)):
+        monkeypatch.setattr(checksums, "_INLINE_BYTES", limit)
+        assert (await commit([limit, 1])).all() == at_once
+        assert bool(rig.cache.mover._checksums.tasks) != at_once
+        await rig.cache.mover.wait_for_checksums()
 
 
 async def test_a_block_from_disk_keeps_its_checksum(make_rig: MakeRig) -> None:
@@ -103,6 +132,7 @@ async def test_a_second_version_in_memory_is_not_mistaken_for_the_one_on_disk(ma
     assert await rig.get([1]) == 1, "the one on disk is verified with its own checksum"
 
 
+@pytest.mark.usefixtures("in_threads")
 async def test_no_object_a_block_waits_for_its_checksum(make_rig: MakeRig) -> None:
     """A garbage collection on the event loop looks at each."""
     rig = make_rig(cpu=200, disk=200)
@@ -120,6 +150,7 @@ async def test_no_object_a_block_waits_for_its_checksum(make_rig: MakeRig) -> No
     rig.check()
 
 
+@pytest.mark.usefixtures("in_threads")
 async def test_a_block_has_its_checksum_when_all_that_was_begun_for_it_is_done(
     make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -110,11 +110,13 @@ def _check_tls(settings: RemoteSettings) -> None:
                 f"remote.{name} = {path}: {error.strerror}; give a PEM file that the daemon can read"
             ) from error
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    try:
-        if ca is not None:
+    if ca is not None:
+        try:
             context.load_verify_locations(ca)
-    except ssl.SSLError as error:
-        raise ConfigError(f"remote.tls_ca = {ca} has no certificate in PEM ({error.reason})") from error
+        except ssl.SSLError as error:
+            raise ConfigError(f"remote.tls_ca = {ca} has no certificate in PEM ({error.reason or error})") from error
+        if not context.cert_store_stats()["x509"]:
+            raise ConfigError(f"remote.tls_ca = {ca} has no certificate in PEM, only lists of revoked ones")
     try:
         if cert is not None:
             context.load_cert_chain(cert, key, password="")  # else it would ask for one at the terminal

@@ -305,6 +305,7 @@ def test_settings_that_cannot_work_are_refused_at_the_start(
 def test_certificates_that_cannot_be_used_are_refused_at_the_start(tmp_path: Path) -> None:
     new_certificates(tmp_path)
     (tmp_path / "text").write_text("no certificate")
+    (tmp_path / "damaged").write_text("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")
     secret = tmp_path / "secret"
     secret.write_text("0123456789abcdef")
     secret.chmod(0o600)
@@ -322,6 +323,7 @@ def test_certificates_that_cannot_be_used_are_refused_at_the_start(tmp_path: Pat
         pass
     for name, file, message in (
         ("tls_ca", "text", r"remote\.tls_ca = .*/text has no certificate in PEM"),
+        ("tls_ca", "damaged", r"remote\.tls_ca = .*/damaged has no certificate in PEM \(.*[^e]\)"),
         ("tls_cert", "ca.pem", r"ca\.pem and remote\.tls_key = .*key\.pem are not a certificate in PEM and its key"),
         ("tls_key", "locked.pem", r"remote\.tls_key = .*/locked\.pem are not .* without a password"),
         ("tls_key", "missing", r"remote\.tls_key = .*/missing: No such file.*give a PEM file"),

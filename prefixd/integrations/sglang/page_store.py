@@ -206,7 +206,7 @@ class PageStore:
                     if lease.blocks == asked.stop - at == step < len(chain) - at:
                         ahead = self._ahead(chain, asked.stop, step, begin)
                     places = [(at - chain.before + block, lease.offset(block)) for block in range(lease.blocks)]
-                    self._copied(grant, partial(self._copy, pages.load, grant, places))
+                    self._copied(grant, partial(self._copy, pages, pages.load, grant, places))
                     ended = self._link.spawn(partial(self._end, grant))
                     if lease.blocks:
                         ending.append((range(at, at + lease.blocks), ended))
@@ -339,7 +339,7 @@ class PageStore:
             return stop, 0
         first = begin + reservation.first_block
         places = [(first - chain.before + block, reservation.offset(block)) for block in range(reservation.blocks)]
-        self._copied(grant, partial(self._copy, pages.save, grant, places))
+        self._copied(grant, partial(self._copy, pages, pages.save, grant, places))
         if not self._ended(grant)[0]:
             return at, 0
         return first + reservation.blocks, reservation.blocks
@@ -460,10 +460,13 @@ class PageStore:
         if not task.cancelled() and task.exception() is None:
             self._link.give_back(task.result())
 
-    def _copy(self, way: CopyPages, grant: Grant[H], places: Sequence[tuple[int, int]]) -> None:
+    def _copy(self, pages: PagesAt, way: CopyPages, grant: Grant[H], places: Sequence[tuple[int, int]]) -> None:
         """Copies the pages of a grant of one hold."""
         check = grant.holds[0].check
-        self._copies.copy(lambda some: way(grant.arena, some, check), places, len(places) * self.page_bytes)
+        if pages.by_threads:
+            self._copies.copy(lambda some: way(grant.arena, some, check), places, len(places) * self.page_bytes)
+        else:
+            way(grant.arena, places, check)
 
     def _copied(self, grant: Grant[H], copy: Callable[[], None]) -> None:
         """Copies; where that fails, nothing of it counts."""

@@ -76,6 +76,9 @@ class PoolPages(ABC):
 class PagesAt(ABC):
     """Some pages, ready to be copied."""
 
+    by_threads = True
+    """Whether several threads may copy different ones at once."""
+
     @abstractmethod
     def load(self, arena: Bytes, places: Sequence[tuple[int, int]], check: Check) -> None:
         """Copies from the arena: `places` are (page, byte offset in the arena); `check` is called before each copy and
@@ -285,6 +288,8 @@ class FlatPages(PoolPages):
 
 class FlatAt(PagesAt):
     """Pages by their first tokens."""
+
+    by_threads = False  # SGLang's own code copies, and may hold locks for the thread that calls it
 
     def __init__(self, pool: Any, starts: Sequence[int], page_bytes: int) -> None:
         self._pool = pool

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Generic, TypeVar
 
@@ -20,7 +20,7 @@ class SharedCopies:
     """Copies on the caller's thread and on `beside` others, which start with the first copy that is worth it.
 
     Nobody waits for another's copy: a caller whose helpers are busy copies everything itself, as it does while the
-    system gives this process no threads.
+    system gives this process no threads, and while the interpreter ends.
     """
 
     def __init__(self, beside: int = 1) -> None:
@@ -32,8 +32,7 @@ class SharedCopies:
     def copy(self, copy: Callable[[Sequence[T]], None], items: Sequence[T], nbytes: int) -> None:
         """Has `copy` called with every item once, in runs of neighbours; `nbytes` is what they have together.
 
-        Returns when no call is under way any more. What the first one to fail raises is raised here, and no further
-        call begins.
+        However it ends, no call is under way any more then. What one raises is raised here, and no further one begins.
         """
         count = min(len(items), nbytes // _CHUNK_BYTES)
         if count <= 1:
@@ -41,11 +40,11 @@ class SharedCopies:
             return
         ends = [len(items) * chunk // count for chunk in range(count + 1)]
         work = _Work(copy, [items[begin:end] for begin, end in itertools.pairwise(ends)])
-        helpers = self._handed_out(work.run)
-        work.run()
-        for helper in helpers:
-            if not helper.cancel():
-                helper.result()
+        try:
+            self._hand_out(work.help)
+            work.run()
+        finally:
+            work.finish()
         if work.error is not None:
             raise work.error
 
@@ -57,12 +56,14 @@ class SharedCopies:
         if threads is not None:
             threads.shutdown(wait=False)
 
-    def _handed_out(self, run: Callable[[], None]) -> list[Future[None]]:
-        with self._starting:
+    def _hand_out(self, help_: Callable[[], None]) -> None:
+        # Without threads, or when the interpreter ends (RuntimeError), the caller copies alone.
+        with self._starting, suppress(OutOfMemoryError, RuntimeError):
             if self._threads is None and not self._closed:
-                with suppress(OutOfMemoryError):  # then the caller copies alone
-                    self._threads = started_threads(self._beside, "prefixd-copy")
-            return [] if self._threads is None else [self._threads.submit(run) for _ in range(self._beside)]
+                self._threads = started_threads(self._beside, "prefixd-copy")
+            if self._threads is not None:
+                for _ in range(self._beside):
+                    self._threads.submit(help_)
 
 
 class _Work(Generic[T]):
@@ -70,19 +71,47 @@ class _Work(Generic[T]):
 
     def __init__(self, copy: Callable[[Sequence[T]], None], chunks: Sequence[Sequence[T]]) -> None:
         self.error: BaseException | None = None
+        """What ended a helper."""
         self._copy = copy
         self._chunks = iter(chunks)
-        self._taking = threading.Lock()
+        self._over = False
+        self._helpers = 0
+        self._changed = threading.Condition()
 
     def run(self) -> None:
         """Copies chunks until none is left, or one has failed."""
+        while (chunk := self._next()) is not None:
+            self._copy(chunk)
+
+    def help(self) -> None:
+        """As `run`, on another thread than the caller's; nothing where `finish` came first."""
+        with self._changed:
+            if self._over:
+                return
+            self._helpers += 1
+        try:
+            self.run()
+        except BaseException as error:
+            self.error = error
+        finally:
+            with self._changed:
+                self._helpers -= 1
+                self._changed.notify_all()
+
+    def finish(self) -> None:
+        """Has no further chunk begin, and waits for those under way, also when it is interrupted meanwhile."""
+        interrupted: BaseException | None = None
         while True:
-            with self._taking:
-                chunk = None if self.error is not None else next(self._chunks, None)
-            if chunk is None:
-                return
             try:
-                self._copy(chunk)
+                with self._changed:
+                    self._over = True
+                    self._changed.wait_for(lambda: not self._helpers)
+                break
             except BaseException as error:
-                self.error = self.error or error
-                return
+                interrupted = error
+        if interrupted is not None:
+            raise interrupted
+
+    def _next(self) -> Sequence[T] | None:
+        with self._changed:
+            return None if self._over or self.error is not None else next(self._chunks, None)

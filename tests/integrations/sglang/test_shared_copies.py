@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -88,6 +91,51 @@ def test_what_another_thread_raises_reaches_the_caller(copies: SharedCopies) -> 
 
     with pytest.raises(ValueError, match="the lease is over"):
         copies.copy(copy, range(2), LARGE)
+
+
+def test_a_caller_that_is_interrupted_leaves_no_copy_behind(copies: SharedCopies) -> None:
+    under_way, go_on = threading.Event(), threading.Event()
+    begun: list[Sequence[int]] = []
+    ended: list[Sequence[int]] = []
+    mine = threading.get_ident()
+
+    def copy(run: Sequence[int]) -> None:
+        if threading.get_ident() == mine:
+            assert under_way.wait(_S)
+            return
+        begun.append(run)
+        under_way.set()
+        threading.Timer(0.1, signal.pthread_kill, (mine, signal.SIGUSR1)).start()
+        assert go_on.wait(_S)
+        ended.append(run)
+
+    def interrupt(*_: object) -> None:
+        threading.Timer(0.1, go_on.set).start()
+        raise KeyboardInterrupt
+
+    handler = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            copies.copy(copy, range(2), LARGE)
+    finally:
+        signal.signal(signal.SIGUSR1, handler)
+    assert begun == ended and len(ended) == 1
+
+
+def test_an_interpreter_that_ends_lets_the_caller_copy_alone() -> None:
+    script = """
+import threading, time
+from prefixd.integrations.sglang.shared_copies import SharedCopies
+copies, copied = SharedCopies(), []
+copies.copy(lambda run: None, range(4), 1 << 30)
+def late():
+    threading.main_thread().join()
+    copies.copy(copied.extend, range(4), 1 << 30)
+    print(copied)
+threading.Thread(target=late).start()
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=_S, check=False)
+    assert (ended.stdout, ended.stderr) == ("[0, 1, 2, 3]\n", "")
 
 
 def test_nobody_waits_for_the_copies_of_others(copies: SharedCopies) -> None:

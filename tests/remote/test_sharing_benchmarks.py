@@ -87,7 +87,7 @@ def test_the_worst_point_counts() -> None:
     result = first_token.summary([point(60), point(88)])
     assert result["worst_ratio"] == 1.1 and not first_token.violations(result)
     assert "1.11 times" in first_token.violations(first_token.summary([point(88.8)]))[0]
-    assert Plan(repeats=2).repeats_of(64) == 10 and Plan(repeats=2).repeats_of(1024) == 2
+    assert Plan(repeats=2).repeats_of(64) == 4 and Plan(repeats=2).repeats_of(1024) == 2
 
 
 def test_what_a_dead_store_costs_is_compared_round_by_round() -> None:

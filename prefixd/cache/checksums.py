@@ -23,8 +23,9 @@ from prefixd_swap import Span, host_bytes, started_threads
 
 _THREADS = 2
 _BLOCKS = 256  # hashed by one task
-_INLINE_BYTES = 1 << 20
-"""As much is hashed at once, on the event loop: some 50 us, where handing it to a thread and back costs 150."""
+_INLINE_BYTES, _INLINE_PARTS = 1 << 20, 64
+"""As much is hashed at once, on the event loop: 50 us for the bytes and 1 us a part, where handing it to a thread and
+back costs 150."""
 
 
 class Checksums:
@@ -54,19 +55,20 @@ class Checksums:
 
         Without a disk tier or a shared store nobody asks for checksums, and without bytes there is nothing to hash.
         """
-        if (self._tiers.durable or self._tiers.remote) is None or not self._tiers.shared.backed:
-            return
         shared = self._tiers.shared
-        inline = len(rows) * sum(trie.part_bytes) <= _INLINE_BYTES
+        if (self._tiers.durable is None and self._tiers.remote is None) or not shared.backed:
+            return
+        parts, nbytes = len(rows) * len(trie.part_bytes), len(rows) * sum(trie.part_bytes)
+        inline = parts <= _INLINE_PARTS and nbytes <= _INLINE_BYTES
         for start in range(0, len(rows), _BLOCKS):
             some = rows[start : start + _BLOCKS]
             todo = (trie.slots[some, shared.level] != NO_SLOT) & ~trie.checksummed[some]
             some, todo = some[todo.any(axis=1)], todo[todo.any(axis=1)]
             if inline and len(some):
-                which, parts = np.nonzero(todo)
-                slots = trie.slots[some[which], shared.level, parts].tolist()
-                checksums = self._hash_parts(slots, parts.tolist(), trie.part_bytes)
-                trie.set_part_checksums(some[which], parts, np.array(checksums, np.uint64))
+                which, lacking = np.nonzero(todo)
+                slots = trie.slots[some[which], shared.level, lacking].tolist()
+                checksums = self._hash_parts(slots, lacking.tolist(), trie.part_bytes)
+                trie.set_part_checksums(some[which], lacking, np.array(checksums, np.uint64))
             elif len(some):
                 hold = self._placement.holds.hold("checksums", trie, some, shared)
                 before = self._under_way(trie, some)

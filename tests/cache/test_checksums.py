@@ -77,9 +77,11 @@ async def test_little_is_hashed_when_its_commit_returns(make_rig: MakeRig, monke
         await rig.cache.commit(reservation, len(prompt))
         return rig.trie.checksummed[rig.rows(prompt)]
 
-    for limit, at_once in ((2 * rig.part_bytes, True), (2 * rig.part_bytes - 1, False)):
-        monkeypatch.setattr(checksums, "_INLINE_BYTES", limit)
-        assert (await commit([limit, 1])).all() == at_once
+    for number, (nbytes, parts) in enumerate(((2 * rig.part_bytes, 2), (2 * rig.part_bytes - 1, 2), (1 << 20, 1))):
+        monkeypatch.setattr(checksums, "_INLINE_BYTES", nbytes)
+        monkeypatch.setattr(checksums, "_INLINE_PARTS", parts)
+        at_once = number == 0
+        assert (await commit([number, 1])).all() == at_once
         assert bool(rig.cache.mover._checksums.tasks) != at_once
         await rig.cache.mover.wait_for_checksums()
 

@@ -6,6 +6,7 @@ that computed it with nothing cached.
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import math
 import threading
@@ -16,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from cryptography.hazmat.primitives import serialization
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
 
 from prefixd.workloads.daemon_process import DaemonFailed, DaemonProcess
 from prefixd.workloads.slow_link import SlowLink
@@ -313,6 +315,10 @@ def test_certificates_that_cannot_be_used_are_refused_at_the_start(tmp_path: Pat
     password = serialization.BestAvailableEncryption(b"a password")
     locked = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, password)
     (tmp_path / "locked.pem").write_bytes(locked)
+    now = datetime.datetime.now(datetime.UTC)
+    revoked = x509.CertificateRevocationListBuilder().issuer_name(x509.Name([])).last_update(now)
+    revoked = revoked.next_update(now + datetime.timedelta(days=1)).sign(key, hashes.SHA256())
+    (tmp_path / "revoked").write_bytes(revoked.public_bytes(serialization.Encoding.PEM))
 
     def started(**changed: str) -> DaemonProcess:
         files = {"tls_ca": "ca.pem", "tls_cert": "cert.pem", "tls_key": "key.pem"} | changed
@@ -324,6 +330,7 @@ def test_certificates_that_cannot_be_used_are_refused_at_the_start(tmp_path: Pat
     for name, file, message in (
         ("tls_ca", "text", r"remote\.tls_ca = .*/text has no certificate in PEM"),
         ("tls_ca", "damaged", r"remote\.tls_ca = .*/damaged has no certificate in PEM \(.*[^e]\)"),
+        ("tls_ca", "revoked", r"remote\.tls_ca = .*/revoked has no certificate in PEM, only lists of revoked ones"),
         ("tls_cert", "ca.pem", r"ca\.pem and remote\.tls_key = .*key\.pem are not a certificate in PEM and its key"),
         ("tls_key", "locked.pem", r"remote\.tls_key = .*/locked\.pem are not .* without a password"),
         ("tls_key", "missing", r"remote\.tls_key = .*/missing: No such file.*give a PEM file"),

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from hypothesis import given
@@ -56,26 +56,39 @@ def test_what_is_small_starts_no_thread(copies: SharedCopies) -> None:
     assert threading.active_count() == before
 
 
-def test_a_copy_that_fails_is_over_when_it_is_raised(copies: SharedCopies) -> None:
-    under_way, failed = threading.Event(), threading.Event()
-    begun: list[Sequence[int]] = []
-    ended: list[Sequence[int]] = []
-    mine = threading.get_ident()
+class UnderWay:
+    """A copy that another thread has under way when the caller's ends, until `go_on` is set."""
 
-    def copy(run: Sequence[int]) -> None:
-        if threading.get_ident() == mine:
-            assert under_way.wait(_S)
-            failed.set()
-            raise ValueError("the lease is over")
-        begun.append(run)
-        under_way.set()
-        assert failed.wait(_S)
+    def __init__(self, caller: Callable[[], None]) -> None:
+        self.begun: list[Sequence[int]] = []
+        self.ended: list[Sequence[int]] = []
+        self.go_on = threading.Event()
+        self._caller = caller
+        self._mine = threading.get_ident()
+        self._under_way = threading.Event()
+
+    def __call__(self, run: Sequence[int]) -> None:
+        if threading.get_ident() == self._mine:
+            assert self._under_way.wait(_S)
+            self._caller()
+            return
+        self.begun.append(run)
+        self._under_way.set()
+        assert self.go_on.wait(_S)
         time.sleep(0.01)
-        ended.append(run)
+        self.ended.append(run)
 
+
+def test_a_copy_that_fails_is_over_when_it_is_raised(copies: SharedCopies) -> None:
+    def fail() -> None:
+        copy.go_on.set()
+        raise ValueError("the lease is over")
+
+    copy = UnderWay(fail)
     with pytest.raises(ValueError, match="the lease is over"):
         copies.copy(copy, range(100), LARGE)
-    assert begun == ended and 1 <= len(begun) < 99  # what was under way was finished; the rest never began
+    assert copy.begun == copy.ended, "what was under way was finished"
+    assert 1 <= len(copy.begun) < 99, "the rest never began"
 
 
 def test_what_another_thread_raises_reaches_the_caller(copies: SharedCopies) -> None:
@@ -94,23 +107,11 @@ def test_what_another_thread_raises_reaches_the_caller(copies: SharedCopies) -> 
 
 
 def test_a_caller_that_is_interrupted_leaves_no_copy_behind(copies: SharedCopies) -> None:
-    under_way, go_on = threading.Event(), threading.Event()
-    begun: list[Sequence[int]] = []
-    ended: list[Sequence[int]] = []
     mine = threading.get_ident()
-
-    def copy(run: Sequence[int]) -> None:
-        if threading.get_ident() == mine:
-            assert under_way.wait(_S)
-            return
-        begun.append(run)
-        under_way.set()
-        threading.Timer(0.1, signal.pthread_kill, (mine, signal.SIGUSR1)).start()
-        assert go_on.wait(_S)
-        ended.append(run)
+    copy = UnderWay(threading.Timer(0.1, signal.pthread_kill, (mine, signal.SIGUSR1)).start)
 
     def interrupt(*_: object) -> None:
-        threading.Timer(0.1, go_on.set).start()
+        threading.Timer(0.1, copy.go_on.set).start()
         raise KeyboardInterrupt
 
     handler = signal.signal(signal.SIGUSR1, interrupt)
@@ -119,7 +120,7 @@ def test_a_caller_that_is_interrupted_leaves_no_copy_behind(copies: SharedCopies
             copies.copy(copy, range(2), LARGE)
     finally:
         signal.signal(signal.SIGUSR1, handler)
-    assert begun == ended and len(ended) == 1
+    assert copy.begun == copy.ended and len(copy.ended) == 1
 
 
 def test_an_interpreter_that_ends_lets_the_caller_copy_alone() -> None:

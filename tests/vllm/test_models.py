@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+
+import pytest
 
 from benchmarks.engines.vllm_models import save_lora, save_mla
 from prefixd.client import Client, SlidingWindow
@@ -13,15 +17,36 @@ from tests.vllm.served import Expected, NewRequests, StartEngine, cacheable, reg
 LENGTHS = (700, 389, 512, 1000, 129)
 
 
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """For sockets, whose paths must be short."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+def sockets_in(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_socket()]
+
+
 def test_tensor_parallel(
-    llama: Path, daemon: DaemonProcess, make_engine: StartEngine, expected: Expected, new_requests: NewRequests
+    llama: Path,
+    daemon: DaemonProcess,
+    make_engine: StartEngine,
+    expected: Expected,
+    new_requests: NewRequests,
+    monkeypatch: pytest.MonkeyPatch,
+    short_folder: Path,
 ) -> None:
     requests = new_requests(*LENGTHS)
+    monkeypatch.setattr(tempfile, "tempdir", str(short_folder))
+    monkeypatch.setenv("TMPDIR", str(short_folder))
     with make_engine(llama, daemon, tensor_parallel_size=2) as engine:
+        assert sockets_in(short_folder), "between vLLM's ranks"
         cold, none = run(engine, requests)
         warm, hits = run(engine, requests)
         with Client(daemon.address) as client:
             ranks = {part.rank for known in client.stats().namespaces for part in known.namespace.parts}
+    assert not sockets_in(short_folder)
     assert cold == warm == expected(requests)
     assert none == 0
     assert hits == cacheable(requests)

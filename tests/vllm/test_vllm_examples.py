@@ -12,6 +12,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +22,34 @@ from prefixd.workloads.daemon_process import DaemonProcess
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "vllm"
-ON_A_CPU = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
 START_S = 240.0
 
 
-def test_the_second_engine_of_chat_has_hits(llama: Path) -> None:
+@pytest.fixture
+def on_a_cpu() -> Iterator[dict[str, str]]:
+    """The environment of a vLLM without a GPU, whose sockets go with the test; their paths must be short."""
+    with tempfile.TemporaryDirectory() as sockets:
+        yield os.environ | {
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_RPC_BASE_PATH": sockets,
+        }
+
+
+def test_the_second_engine_of_chat_has_hits(llama: Path, on_a_cpu: dict[str, str]) -> None:
     with DaemonProcess({"cpu.bytes": "64MiB", "disk.bytes": "256MiB"}) as daemon:
-        hits = chat(llama, daemon.address)
+        hits = chat(llama, daemon.address, on_a_cpu)
     # Within an engine the document is vLLM's own hit after the first question.
     assert hits["first engine"] == 0 < hits["second engine"]
 
 
-def chat(model: Path, address: str) -> dict[str, int]:
+def chat(model: Path, address: str, env: dict[str, str]) -> dict[str, int]:
     """Tokens from prefixd by engine."""
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / "chat.py"), "--model", str(model), "--address", address],
         cwd=ROOT,
-        env=os.environ | ON_A_CPU,
+        env=env,
         capture_output=True,
         text=True,
         timeout=START_S,
@@ -57,19 +69,17 @@ def commands(tmp_path: Path) -> Path:
     return command.parent
 
 
-def test_serve_starts_both_and_a_second_server_has_hits(llama: Path, commands: Path, tmp_path: Path) -> None:
-    env = (
-        os.environ
-        | ON_A_CPU
-        | {
-            "PATH": f"{commands}:{os.environ['PATH']}",
-            "PREFIXD_SOCKET": str(tmp_path / "p.sock"),
-            "DATA_DIR": str(tmp_path / "data"),
-            "CPU_BYTES": "64MiB",
-            "DISK_BYTES": "256MiB",
-            "VLLM": f"{sys.executable} -m vllm.entrypoints.openai.api_server --model",
-        }
-    )
+def test_serve_starts_both_and_a_second_server_has_hits(
+    llama: Path, commands: Path, tmp_path: Path, on_a_cpu: dict[str, str]
+) -> None:
+    env = on_a_cpu | {
+        "PATH": f"{commands}:{os.environ['PATH']}",
+        "PREFIXD_SOCKET": str(tmp_path / "p.sock"),
+        "DATA_DIR": str(tmp_path / "data"),
+        "CPU_BYTES": "64MiB",
+        "DISK_BYTES": "256MiB",
+        "VLLM": f"{sys.executable} -m vllm.entrypoints.openai.api_server --model",
+    }
     prompt = [7 + 31 * number % 4001 for number in range(700)]
     answers, hits = [], []
     for _ in range(2):  # the second time everything was restarted, and the blocks come from disk

@@ -146,8 +146,8 @@ class EngineProcess:
         self._temporary = None if log else tempfile.TemporaryDirectory(prefix="prefixd-engine-")
         self.log = log or Path(self._temporary.name if self._temporary else "") / "engine.log"
         self._process: subprocess.Popen[bytes] | None = None
-        self._rpc_folder: tempfile.TemporaryDirectory[str] | None = None
-        """Of vLLM's own sockets, which it leaves behind; a folder of its own, for a socket's path must be short."""
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+        """For its temporary files: vLLM leaves sockets behind, whose paths must be short, and what its ranks met in."""
         self._socket: socket.socket | None = None
         self._changed = threading.Condition()
         self._results: dict[int, EngineResult] = {}
@@ -187,7 +187,7 @@ class EngineProcess:
             raise EngineFailed(f"the engine runs already, as process {self._process.pid}; stop it first")
         ours, theirs = socket.socketpair()
         setup = {"arguments": self._arguments, "loras": self._loras}
-        self._rpc_folder = tempfile.TemporaryDirectory(prefix="vllm-")
+        self._scratch = tempfile.TemporaryDirectory(prefix="vllm-")
         with theirs, self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", _CHILD, str(theirs.fileno()), str(os.getpid()), json.dumps(setup)],
@@ -196,7 +196,7 @@ class EngineProcess:
                 stderr=log,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # its tensor-parallel ranks are in its group
-                env=os.environ | {"VLLM_RPC_BASE_PATH": self._rpc_folder.name} | self._env,
+                env=os.environ | {"TMPDIR": self._scratch.name} | self._env,
             )
         self._socket, self._closed = ours, False
         self._results, self._replies = {}, {}
@@ -365,5 +365,5 @@ class EngineProcess:
                 self._socket.close()
             self._socket, self._process, self._closed = None, None, True
             self._changed.notify_all()
-        if self._rpc_folder is not None:
-            self._rpc_folder.cleanup()
+        if self._scratch is not None:
+            self._scratch.cleanup()

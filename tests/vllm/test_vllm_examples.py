@@ -27,13 +27,13 @@ START_S = 240.0
 
 @pytest.fixture
 def on_a_cpu() -> Iterator[dict[str, str]]:
-    """The environment of a vLLM without a GPU, whose sockets go with the test; their paths must be short."""
-    with tempfile.TemporaryDirectory() as sockets:
+    """The environment of a vLLM without a GPU, with a temporary folder that goes with the test."""
+    with tempfile.TemporaryDirectory() as folder:
         yield os.environ | {
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "HF_HUB_OFFLINE": "1",
-            "VLLM_RPC_BASE_PATH": sockets,
+            "TMPDIR": folder,
         }
 
 

@@ -92,6 +92,16 @@ def poll(what: Callable[[], T], message: str, timeout_s: float = PATIENCE_S) -> 
     return answer
 
 
+def wait_until_back(engine: EngineProcess) -> None:
+    """Returns when the engine's scheduler and each of its ranks have found the daemon that was away: each looks for it
+    by itself, and a rank that has not found it computes what the scheduler has, and saves nothing."""
+
+    def said(what: bytes) -> int:
+        return engine.log.read_bytes().count(what)
+
+    poll(lambda: said(b"prefixd is away") == said(b"prefixd is back"), "the log does not say that the daemon is back")
+
+
 def alter(client: Client, prompt: Sequence[int]) -> int:
     """Writes other numbers into the daemon's memory where it keeps the prompt's prefix (without salt); how many blocks.
 

@@ -27,6 +27,7 @@ from tests.vllm.served import (
     poll,
     run,
     tokens_of,
+    wait_until_back,
 )
 
 LENGTHS = (700, 389, 512, 1000, 129)
@@ -205,6 +206,7 @@ def _kill_the_daemon(
     engine.wait_until_idle()
     daemon.start()
     assert hits_resume(engine, requests) < RESUME_S
+    wait_until_back(engine)
 
 
 @pytest.mark.parametrize("where", ["load", "save"])
@@ -274,12 +276,7 @@ def test_daemon_left_down(
     lines = engine.log.read_bytes()[said:].decode().splitlines()
     links = 2  # vLLM's scheduler has one, its worker another
     assert 1 <= sum("prefixd is away" in line for line in lines) <= links
-    poll(
-        lambda: (
-            engine.log.read_bytes()[said:].count(b"prefixd is back") == sum("prefixd is away" in line for line in lines)
-        ),
-        "the log does not say that the daemon is back",
-    )
+    wait_until_back(engine)
 
 
 def test_daemon_killed_while_requests_run_and_wait(

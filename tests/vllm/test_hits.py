@@ -10,7 +10,17 @@ import pytest
 from benchmarks.engines.vllm_engine import EngineProcess, EngineRequest
 from prefixd.client import Client
 from prefixd.workloads.daemon_process import DaemonProcess
-from tests.vllm.served import Expected, NewRequests, StartEngine, alter, cacheable, poll, run, tokens_of
+from tests.vllm.served import (
+    Expected,
+    NewRequests,
+    StartEngine,
+    alter,
+    cacheable,
+    poll,
+    run,
+    tokens_of,
+    wait_until_back,
+)
 
 LENGTHS = (700, 389, 512, 1000, 129)
 
@@ -115,6 +125,7 @@ def test_after_the_daemon_was_restarted_prefixes_come_from_disk(
     daemon.restart()
     # The engine finds out with its next request.
     poll(lambda: run(engine, [other])[1], "no hits after the daemon's return")
+    wait_until_back(engine)
     before = engine.metrics().cached_by_source["disk"]
     second, hits = run(engine, requests)
     assert first[:-1] == second == expected(requests)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
 from prefixd.cache.index.trie import Trie
 from prefixd.cache.placement import Placement
@@ -38,6 +39,7 @@ class RemoteHealth:
         self._tries = tries
         self._forget = forget
         self._failed = asyncio.Event()
+        self._out = asyncio.Event()
         self.failures = 0
         """Times that the store was taken out of service since the start."""
 
@@ -52,6 +54,7 @@ class RemoteHealth:
         if not writing and tier.gives:
             tier.gives = False
             self.failures += 1
+            self._out.set()
             self._offer(False)
         troubles.begin(tier_part(tier), str(error))
         self._failed.set()
@@ -73,8 +76,16 @@ class RemoteHealth:
 
     async def _try_writing(self) -> None:
         """Has a store that refused a write written to again after a while. The trouble ends with a write, or when
-        nothing was written for as long again."""
-        await asyncio.sleep(FULL_S)
+        nothing was written for as long again.
+
+        One that does not answer now, or to a question meanwhile, has refused nothing: it is away.
+        """
+        try:
+            await self._tier.try_out()
+        except StorageError as error:
+            self.failed(error)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._out.wait(), FULL_S)
         if not self._tier.gives:
             return
         self._failed.clear()
@@ -106,6 +117,7 @@ class RemoteHealth:
         tier.takes = True
         if not tier.gives:
             tier.gives = True
+            self._out.clear()
             self._offer(True)
         self._placement.tiers.troubles.end(tier_part(tier))
         self._placement.changed.set()

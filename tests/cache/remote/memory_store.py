@@ -18,6 +18,7 @@ class MemoryStore(ObjectStore):
         full: every put fails.
         read_only: every put fails in another way.
         once: a put of a name that is there changes nothing.
+        held: no call ends, until it is false again.
         latency_s: what every call takes; one that takes longer than its deadline fails then.
     """
 
@@ -26,12 +27,14 @@ class MemoryStore(ObjectStore):
 
     def __init__(self, objects: dict[bytes, bytes] | None = None) -> None:
         self.objects: dict[bytes, bytes] = {} if objects is None else objects
-        self.away = self.full = self.read_only = self.once = False
+        self.away = self.full = self.read_only = self.once = self.held = False
         self.latency_s = 0.0
         self.asked: list[int] = []
         self.puts = self.gets = 0
 
     async def _answer(self, deadline_s: float) -> None:
+        while self.held:
+            await asyncio.sleep(0.001)
         await asyncio.sleep(min(self.latency_s, deadline_s))
         if self.away or self.latency_s > deadline_s:
             raise RemoteStoreError("the store is away, as the test says")

@@ -16,7 +16,7 @@ from prefixd.cache.index.trie import CPU, REMOTE
 from prefixd.cache.remote import Remote, RemoteOptions, health, lookups, sharing
 from prefixd_swap import RemoteStoreError
 from prefixd_swap.stores.sealed import HEAD_BYTES, Seal
-from tests.cache.conftest import Rig
+from tests.cache.conftest import WAIT_S, Rig
 from tests.cache.remote.memory_store import MemoryStore
 
 PROMPT = [1, 2, 3, 4, 5]
@@ -249,7 +249,7 @@ async def test_a_frozen_store_costs_one_timeout(tmp_path: Path) -> None:
         store.latency_s = 60.0
         began = asyncio.get_running_loop().time()
         assert await b.get(PROMPT) == 0
-        assert asyncio.get_running_loop().time() - began < 1
+        assert asyncio.get_running_loop().time() - began < 30
         await eventually(lambda: not remote_of(b).tier.gives)
 
 
@@ -257,9 +257,10 @@ async def test_a_slow_answer_is_for_those_who_ask_later(tmp_path: Path) -> None:
     async with two_hosts(tmp_path, options=RemoteOptions(lookup_s=0.01)) as (a, b, _, store):
         await a.put(PROMPT)
         await share(a)
-        store.latency_s = 0.1
+        store.held = True
         assert await b.get(PROMPT) == 0
         assert remote_of(b).lookups.counters.unanswered == 1
+        store.held = False
         await eventually(lambda: len(b.rows(PROMPT)) == 5)
         assert await b.get(PROMPT) == 5
 
@@ -279,7 +280,7 @@ async def test_a_full_store_is_still_read(tmp_path: Path) -> None:
 async def test_a_store_that_is_full_is_a_trouble_until_it_takes_something(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module, name, seconds in ((health, "FULL_S", 0.3), (sharing, "_RETRY_S", 0.02), (sharing, "_LOOK_S", 0.01)):
+    for module, name, seconds in ((health, "FULL_S", 1.0), (sharing, "_RETRY_S", 0.02), (sharing, "_LOOK_S", 0.01)):
         monkeypatch.setattr(module, name, seconds)
     async with two_hosts(tmp_path) as (_, b, _, store):
         store.full = True
@@ -288,13 +289,39 @@ async def test_a_store_that_is_full_is_a_trouble_until_it_takes_something(
         trouble = b.cache.tiers.troubles
         await eventually(lambda: "remote tier" in trouble)
         began = next(iter(trouble)).since_s
-        for _ in range(3):  # it is tried again and again, and stays one trouble
+        for _ in range(2):  # it is tried again and again, and stays one trouble
             await eventually(lambda: remote_of(b).tier.takes)
             await b.put([b.clock.now])
             await eventually(lambda: not remote_of(b).tier.takes)
         assert next(iter(trouble)).since_s == began
         store.full = False
         await eventually(lambda: "remote tier" not in trouble)
+        assert not any(task.done() for task in tasks)
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["away at once", "full before"])
+async def test_a_store_that_goes_away_while_nothing_is_written_comes_back_as_soon_as_it_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool
+) -> None:
+    monkeypatch.setattr(health, "FULL_S", 3600.0)
+    async with two_hosts(tmp_path) as (a, b, _, store):
+        await a.put(PROMPT)
+        await share(a)
+        tasks = remote_of(b).start()
+        await b.put([8])
+        await eventually(lambda: remote_of(b).sharing.written == 1)
+        store.full, store.away = full, not full
+        await b.put([9])
+        if full:
+            await eventually(lambda: not remote_of(b).tier.takes)
+            assert remote_of(b).tier.gives
+            store.away = True
+            assert await b.get(PROMPT) == 0  # which asks it
+        await eventually(lambda: not remote_of(b).tier.gives)
+        store.away = store.full = False
+        await eventually(lambda: remote_of(b).tier.gives)
+        b.clock.now += 10
+        assert await b.get(PROMPT) == 5
         assert not any(task.done() for task in tasks)
 
 
@@ -312,7 +339,7 @@ async def test_what_the_store_has_lost_is_forgotten_and_found_again(tmp_path: Pa
 
 
 async def test_blocks_that_nobody_asks_for_are_forgotten(tmp_path: Path) -> None:
-    async with two_hosts(tmp_path, options=RemoteOptions(known_s=60)) as (a, b, _, _):
+    async with two_hosts(tmp_path, options=RemoteOptions(known_s=60, lookup_s=WAIT_S)) as (a, b, _, _):
         await a.put(PROMPT)
         await share(a)
         await b.cache.look_in_store(b.namespace, b.chain(PROMPT))
@@ -324,7 +351,7 @@ async def test_blocks_that_nobody_asks_for_are_forgotten(tmp_path: Path) -> None
 
 
 async def test_no_more_blocks_are_known_than_the_limit(tmp_path: Path) -> None:
-    async with two_hosts(tmp_path, options=RemoteOptions(known_blocks=3)) as (a, b, _, _):
+    async with two_hosts(tmp_path, options=RemoteOptions(known_blocks=3, lookup_s=WAIT_S)) as (a, b, _, _):
         await a.put(PROMPT)
         await share(a)
         await b.cache.look_in_store(b.namespace, b.chain(PROMPT))
@@ -353,7 +380,7 @@ async def test_a_block_that_was_shared_leaves_without_being_written_to_disk(tmp_
 
 @pytest.mark.parametrize("policy", ["reused", "pinned", "none"])
 async def test_only_what_the_policy_names_is_shared(tmp_path: Path, policy: str) -> None:
-    async with two_hosts(tmp_path, options=RemoteOptions(share=policy)) as (a, _, store, _):  # type: ignore[arg-type]
+    async with two_hosts(tmp_path, options=RemoteOptions(share=policy, lookup_s=WAIT_S)) as (a, _, store, _):  # type: ignore[arg-type]
         for prompt in ([1, 2], [3, 4]):
             await a.put(prompt)
         if policy == "reused":
@@ -429,7 +456,7 @@ async def test_a_store_that_refuses_writes_is_read_all_the_same(tmp_path: Path) 
 
 async def test_a_long_prompt_is_forgotten_whole(tmp_path: Path) -> None:
     long = list(range(700))
-    async with two_hosts(tmp_path, cpu=1024, options=RemoteOptions(known_s=60)) as (a, b, store, _):
+    async with two_hosts(tmp_path, cpu=1024, options=RemoteOptions(known_s=60, lookup_s=WAIT_S)) as (a, b, store, _):
         await a.put(long)
         await share(a)
         await b.cache.look_in_store(b.namespace, b.chain(long))
@@ -450,9 +477,7 @@ async def test_the_first_failed_piece_of_a_load_ends_it(tmp_path: Path) -> None:
         await share(a)
         await b.cache.look_in_store(b.namespace, b.chain(long))
         store.latency_s, before = 60.0, store.gets
-        began = asyncio.get_running_loop().time()
         assert await b.get(long) == 0
-        assert asyncio.get_running_loop().time() - began < 2
         assert store.gets - before <= 6, "as many as are under way at a time"
         assert not remote_of(b).tier.gives
 
@@ -462,7 +487,7 @@ async def test_what_is_used_or_pinned_later_is_shared_then(
     tmp_path: Path, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sharing, "_LOOK_S", 0.01)
-    async with two_hosts(tmp_path, options=RemoteOptions(share=policy)) as (a, _, store, _):  # type: ignore[arg-type]
+    async with two_hosts(tmp_path, options=RemoteOptions(share=policy, lookup_s=WAIT_S)) as (a, _, store, _):  # type: ignore[arg-type]
         remote_of(a).start()
         await a.put(PROMPT)
         await asyncio.sleep(0.1)

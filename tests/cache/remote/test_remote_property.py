@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from prefixd.cache.remote import Remote, RemoteOptions
 from prefixd.errors import ExhaustedError
-from tests.cache.conftest import Rig
+from tests.cache.conftest import WAIT_S, Rig
 from tests.cache.remote.memory_store import MemoryStore
 from tests.cache.test_cache_property import weak_digest
 
@@ -48,7 +48,7 @@ class Hosts(RuleBasedStateMachine):
             disk=6 * number,  # one of them has no disk
             digest=weak_digest,
             remote=self.stores[number],
-            options=RemoteOptions(known_blocks=4),
+            options=RemoteOptions(known_blocks=4, lookup_s=WAIT_S),
         )
 
     def remote(self, host: int) -> Remote:

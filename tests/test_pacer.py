@@ -9,9 +9,11 @@ import pytest
 
 from prefixd import pacer
 from prefixd.pacer import Pacer, give_way
+from prefixd_swap.simulated_time import SimulatedTimeLoop
 
 WORK_S = 0.002
 SLICE_S = 0.003  # longer, so that there is a pause after each
+TURN_S = 0.001
 
 
 @pytest.fixture
@@ -24,15 +26,15 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def workers(number: int) -> AsyncIterator[list[int]]:
-    """Long work; its slices so far, by worker."""
+    """Long work, in simulated time; its slices so far, by worker."""
     slices = [0] * number
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, SimulatedTimeLoop)
 
     async def work(at: int) -> None:
         while True:
             slices[at] += 1
-            end = time.monotonic() + SLICE_S
-            while time.monotonic() < end:
-                pass
+            loop._time_selector.now_s += SLICE_S
             await give_way()
 
     await give_way()  # from here on work is under way
@@ -43,7 +45,8 @@ async def workers(number: int) -> AsyncIterator[list[int]]:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_others_run_after_a_slice_of_work() -> None:
+async def test_others_run_after_a_slice_of_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pacer, "_WORK_S", 60.0)
     turns: list[int] = []
 
     async def other() -> None:
@@ -67,15 +70,20 @@ async def test_others_run_after_a_slice_of_work() -> None:
 
 @pytest.mark.usefixtures("pauses")
 @pytest.mark.parametrize("number", [1, 4, 16])
-async def test_however_many_do_long_work_others_have_turns_after_each_slice(number: int) -> None:
+def test_however_many_do_long_work_others_have_turns_after_each_slice(number: int) -> None:
+    with asyncio.Runner(loop_factory=SimulatedTimeLoop) as runner:
+        runner.run(_others_have_turns_after_each_slice(number))
+
+
+async def _others_have_turns_after_each_slice(number: int) -> None:
     async with workers(number) as slices:
         await asyncio.sleep(0)
         assert sum(slices) == number, "each has begun"
         turns, at_once = 0, []
-        deadline = time.monotonic() + 30
-        while min(slices) < 3 and time.monotonic() < deadline:
+        deadline = asyncio.get_running_loop().time() + 30
+        while min(slices) < 3 and asyncio.get_running_loop().time() < deadline:
             before = sum(slices)
-            await asyncio.sleep(0)
+            await asyncio.sleep(TURN_S)
             if sum(slices) == before:
                 turns += 1
                 continue

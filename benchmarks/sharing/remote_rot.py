@@ -27,7 +27,7 @@ from prefixd_swap.stores.sealed import Seal
 NUMBERS = 40  # prompts of each namespace
 ROUND = 50  # flips in a round, less in the last
 _CPU_BYTES = 256 << 20
-_REPAIR_S = 5.0
+_REPAIR_S = 30.0
 _MOST_NOTES = 20
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,11 @@ async def fuzzed(stand_in: StandIn, folder: Path, calls: int) -> Findings:
     return findings
 
 
+def without_clocks(findings: Findings) -> list[str]:
+    """What was unexpected, but for calls that may end before their answer comes."""
+    return [line for line in findings.unexpected if not re.search("cancelled|hurried|miscounted", line)]
+
+
 async def test_internal_errors_are_found_and_can_be_repeated(tmp_path: Path) -> None:
     async def fail(_: str, context: Any) -> None:
         await context.abort(grpc.StatusCode.INTERNAL, "broken")
@@ -80,9 +86,7 @@ async def test_internal_errors_are_found_and_can_be_repeated(tmp_path: Path) -> 
     assert findings.unexpected[0].startswith("INTERNAL (broken) from /")
     assert "of `--seed 5 --batch 0`, sent [" in findings.unexpected[0]
     again = await fuzzed(second, tmp_path, 120)
-    assert [line for line in again.unexpected if "cancelled" not in line] == [
-        line for line in findings.unexpected if "cancelled" not in line
-    ]
+    assert without_clocks(again) == without_clocks(findings)
 
 
 async def test_silence_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from prefixd.planner import calibrate
 from prefixd.planner.figures import PlanFigures
 from prefixd.planner.hardware import Calibration
 from prefixd.workloads.figures import Quantiles
+from prefixd.workloads.runner import settings_for
 from prefixd.workloads.text_analysis import TextAnalysis
 
 ROUND = PlanFigures(
@@ -71,6 +73,9 @@ def test_the_benchmark_in_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     its conversations take a minute, as a whole calibration does."""
     monkeypatch.setattr(calibrate, "_LOADS", ((8, 48), (4, 240), (2, 496)))
     monkeypatch.setattr(plan_check, "chats", lambda *_: [])
+    # What is loaded, and what computed instead, would be decided by measured times: not the same on both sides.
+    always: dict[str, Any] = {"scheduler.load": "always"}
+    monkeypatch.setattr(plan_check, "settings_for", lambda *chosen: settings_for(*chosen) | always)
     numbers = {"prefixes": 6, "gpu-prefixes": 2, "cpu-prefixes": 3, "disk-prefixes": 6, "requests": 12, "rounds": 1}
     numbers |= {"prefix-tokens": 64, "tolerance": 1000}
     file = tmp_path / "plan_check.json"

@@ -51,7 +51,8 @@ def test_under_pressure_all_get_the_same_tokens_by_swap_and_by_recompute() -> No
     assert swap.swapped > 0 and recompute.swapped == recompute.swapped_blocks == 0
     # How many tokens each run computes again depends on who gives way when: a dropped prefix may still be cached.
     assert swap.swapped_blocks > 0
-    assert auto.swapped + auto.recomputed == auto.preempted == auto.resumed
+    # Of the rest the KV stayed where it was: when they had given way nobody waited for it any more.
+    assert 0 < auto.swapped + auto.recomputed <= auto.preempted == auto.resumed
     assert result["swap_ratio"] == pytest.approx(swap.requests_per_s / unpressed.requests_per_s, abs=0.001)
 
 

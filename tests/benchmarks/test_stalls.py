@@ -82,7 +82,7 @@ async def test_what_the_watch_records(tmp_path: Path) -> None:
 
     async def inner() -> None:
         await asyncio.sleep(0)
-        until = time.thread_time() + 0.05
+        until = time.thread_time() + 0.3
         while time.thread_time() < until:
             pass
         await asyncio.sleep(0)
@@ -95,14 +95,15 @@ async def test_what_the_watch_records(tmp_path: Path) -> None:
         await asyncio.create_task(outer())
         deadline = time.monotonic() + 30
         records: list[dict[str, Any]] = []
-        while len(records) < 2 and time.monotonic() < deadline:
+        while len(records) < 2 and time.monotonic() < deadline:  # more, where this machine held another step
             await asyncio.sleep(0.02)
             records = [json.loads(line) for line in file.read_text().splitlines()]
             records = [record for record in records if "outer" in record.get("name", "")]
     finally:
         watch.remove()
-    busy, blocked = records
-    assert 50 <= busy["cpu_ms"] < 1000 and busy["wall_ms"] >= busy["cpu_ms"] - 1
+    busy = max(records, key=lambda record: record["cpu_ms"])
+    blocked = max((record for record in records if record is not busy), key=lambda record: record["wall_ms"])
+    assert 300 <= busy["cpu_ms"] < 6000 and busy["wall_ms"] >= busy["cpu_ms"] - 1
     assert "test_stalls.py" in busy["where"] and "inner" in busy["where"]
     assert blocked["wall_ms"] >= 40 and blocked["cpu_ms"] < 30
     assert busy["name"].startswith("test_what_the_watch_records.<locals>.outer > ")

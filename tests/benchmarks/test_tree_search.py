@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import tree_search
+from benchmarks.serving.ways import Room
 from benchmarks.tree_parts import language_server
 from benchmarks.tree_parts.language_server import Diagnostic, LanguageServer, LanguageServerError, pylsp
 from benchmarks.tree_parts.planned import PlannedModel, program_lines, same_program
@@ -44,8 +45,9 @@ def fake(then: str) -> list[str]:
     return [sys.executable, "-c", READ + then]
 
 
-async def test_pylsp_finds_what_is_planned_to_be_wrong() -> None:
+async def test_pylsp_finds_what_is_planned_to_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """All programs are right; each mistake alone is found in its line, broken syntax included."""
+    monkeypatch.setattr(language_server, "_END_S", 60.0)
     texts, expected = [program.source for program in PROGRAMS], list[list[int]]([[]] * len(PROGRAMS))
     for program in PROGRAMS:
         for line, wrong in PlannedModel(program, 99, 1).wrong.items():
@@ -155,6 +157,9 @@ def test_a_candidate_is_expanded_retried_cut_or_right_by_its_first_error() -> No
 
 def test_hits_repairs_and_answers_from_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tree_search, "PROGRAMS", (PROGRAM,))
+    # Which hits are computed after all would depend on how fast this machine's disk is at that moment.
+    settings, always = Room.settings, {"scheduler.load": "always"}
+    monkeypatch.setattr(Room, "settings", lambda *chosen: settings(*chosen) | always)
     file, picture = tmp_path / "result.json", tmp_path / "result.svg"
     sizes = ["--programs=1", "--sites=1", "--candidates=2", "--least-hit-rate=0.5"]
     tree_search.main([f"--json={file}", f"--plot={picture}", *sizes, "--policies", "fpf", "--tiers", "gpu+cpu+disk"])

@@ -170,7 +170,7 @@ async def test_a_block_written_again_while_its_removal_waits_stays(make_rig: Mak
         await eventually(begun.is_set)
         forget = asyncio.create_task(rig.cache.mover.forget(rig.trie, rig.rows([1, 2])[::-1]))
         again = asyncio.create_task(rig.put([1, 2], durable=True))
-        await eventually(lambda: len(rig.rows([1, 2])) == 2)
+        await eventually(lambda: len(rig.cache.mover.disk._lock._waiting) == 2)
     assert (await flush, await forget, await again) == (1, 2, (2, 0))
     await rig.check_disk()
     assert rig.tiers([1, 2], DISK) == [True, True]

@@ -149,10 +149,10 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
         yield admin_pb2.EvictResponse(evicted_blocks=40, kept_blocks=2, total_blocks=42, done=True)
 
     def ResizeTier(self, request: Any, context: grpc.ServicerContext) -> Iterator[admin_pb2.ResizeTierResponse]:
+        if self.endless:
+            context.add_callback(self.cancelled.set)  # before the caller has anything that it could cancel
         self._note(request, context)
         sizes = {"before_bytes": 8 << 30, "target_bytes": request.nbytes}
-        if self.endless:
-            context.add_callback(self.cancelled.set)
         yield admin_pb2.ResizeTierResponse(nbytes=6 << 30, **sizes)
         if self.endless:
             self.cancelled.wait(100)
@@ -184,9 +184,9 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
         )
 
     def Verify(self, request: Any, context: grpc.ServicerContext) -> Iterator[admin_pb2.VerifyProgress]:
-        self._note(request, context)
         if self.endless:
             context.add_callback(self.cancelled.set)
+        self._note(request, context)
         half = {"checked_blocks": 2000, "total_blocks": 4000, "checked_bytes": 1 << 30}
         yield admin_pb2.VerifyProgress(**half)
         if self.endless:
@@ -199,9 +199,9 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
         yield admin_pb2.VerifyProgress(**whole)
 
     def Generate(self, request: Any, context: grpc.ServicerContext) -> Iterator[inference_pb2.GenerateResponse]:
-        self._note(request, context)
         if self.endless:
-            context.add_callback(self.cancelled.set)  # before the caller has anything that it could cancel
+            context.add_callback(self.cancelled.set)
+        self._note(request, context)
         yield inference_pb2.GenerateResponse(accepted=inference_pb2.Accepted(request_id="r1", prompt_tokens=20))
         for token_id, text in ((104, "Hell"), (111, "o ☃")):
             text = "" if self.silent or request.WhichOneof("prompt") == "token_ids" else text

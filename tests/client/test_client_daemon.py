@@ -285,6 +285,9 @@ async def test_a_killed_daemon_comes_back_with_what_was_durable(own_daemon: Daem
         await asyncio.to_thread(own_daemon.kill)
         with pytest.raises(ServerUnavailable):
             await cache.match(TOKENS)
+        async with asyncio.timeout(60):  # the session's end may be heard of later than that of the call
+            while client.arena is not None:
+                await asyncio.sleep(0.01)
         with pytest.raises(LeaseLost):
             lease.view(0)
         await asyncio.to_thread(own_daemon.start)

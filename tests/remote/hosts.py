@@ -54,6 +54,19 @@ class Host:
                 return Answer(tuple(tokens), found[Tier.REMOTE], sum(found.values()), time.monotonic() - began)
         raise AssertionError("the answer has no end")
 
+    def find(self, prompt: Sequence[int], seconds: float = 60.0) -> Answer:
+        """Asks, each time with nothing of its own, until some of the prompt comes from the store: a prompt waits for
+        the store's answer for a moment only, and is computed when that comes late."""
+        answers: list[Answer] = []
+
+        def found() -> int:
+            self.client.evict(all=True)
+            answers.append(self.ask(prompt))
+            return answers[-1].remote
+
+        self.wait(found, seconds, "the prompt is found in the store")
+        return answers[-1]
+
     def wait_until_shared(self, blocks: int, seconds: float = 20.0) -> None:
         """Until the store has so many blocks of this host."""
         self.wait(lambda: self.client.stats().remote.shared_blocks >= blocks, seconds, "its blocks are shared")
@@ -75,12 +88,15 @@ class Host:
 
 @contextmanager
 def host(folder: Path, url: str, **settings: object) -> Iterator[Host]:
-    """A daemon on a data directory of its own that shares the store at `url` ("" for none)."""
+    """A daemon on a data directory of its own that shares the store at `url` ("" for none).
+
+    What it is asked first waits for the store's answer: how long computing takes it does not know yet.
+    """
     folder.mkdir(exist_ok=True)
     secret = folder / "secret"
     secret.write_text(SECRET)
     secret.chmod(0o600)
-    remote = {"remote.url": url, "remote.secret_file": secret} if url else {}
+    remote = {"remote.url": url, "remote.secret_file": secret, "remote.lookup_s": 30} if url else {}
     chosen = _SETTINGS | remote | {name.replace("__", "."): value for name, value in settings.items()}
     with DaemonProcess(chosen) as daemon:
         one = Host(daemon)

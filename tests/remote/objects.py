@@ -7,6 +7,9 @@ from collections.abc import Sequence
 
 from prefixd_swap.stores import NAME_BYTES, Read, Write
 
+LATE_S = 5.0
+"""A call with a deadline of less than a second has ended by then, also on a busy machine, and not by its own length."""
+
 
 def new_name() -> bytes:
     """A name that no other object has."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-START_S = 30.0
+START_S = 120.0
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 
@@ -56,7 +56,7 @@ class Process:
         """Stops it with SIGSTOP: its sockets stay open, and nobody answers. Returns when all threads stand."""
         self._process.send_signal(signal.SIGSTOP)
         tasks = Path(f"/proc/{self._process.pid}/task")
-        while any(_state(task) != "T" for task in tasks.iterdir()):
+        while any(_state(task) not in "TX" for task in tasks.iterdir()):
             time.sleep(0.001)
 
     def thaw(self) -> None:
@@ -70,8 +70,11 @@ class Process:
 
 
 def _state(task: Path) -> str:
-    """A thread's state, for example "S" (waits) or "T" (is stopped)."""
-    return (task / "stat").read_text().rpartition(")")[2].split()[0]
+    """A thread's state, for example "S" (waits), "T" (is stopped) or "X" (has ended)."""
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "X"
 
 
 def listens(port: int) -> bool:

@@ -24,6 +24,13 @@ def _server() -> None:
     valkey_binary()  # skips where there is none
 
 
+@pytest.fixture(autouse=True)
+def _patient_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether an answer comes while a prompt waits for it is not for a test to judge either."""
+    sharing, patient = second_host.sharing, {"remote.lookup_s": 10.0, "remote.timeout_s": 10.0}
+    monkeypatch.setattr(second_host, "sharing", lambda *chosen: sharing(*chosen) | patient)
+
+
 def options(*words: str) -> argparse.Namespace:
     return remote.make_parser().parse_args(words)
 

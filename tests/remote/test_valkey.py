@@ -15,7 +15,7 @@ from prefixd_swap.errors import RemoteFullError, RemoteStoreError
 from prefixd_swap.stores import ObjectStore, Read, ValkeyOptions, open_store
 from prefixd_swap.stores.valkey_slots import SLOTS, Endpoint, parse_nodes, slot_of
 from tests.remote.certificates import new_certificates
-from tests.remote.objects import assert_read, new_name, new_write, read_of
+from tests.remote.objects import LATE_S, assert_read, new_name, new_write, read_of
 from tests.remote.processes import free_port
 from tests.remote.tls_front import tls_front
 from tests.remote.valkey_server import ValkeyServer, valkey_cluster, valkey_server
@@ -61,10 +61,10 @@ def every_call(store: ObjectStore, deadline_s: float) -> list[Awaitable[object]]
 async def test_objects_expire(shared_valkey: ValkeyServer) -> None:
     async with opened(ValkeyOptions(port=shared_valkey.port)) as store:
         write, kept = new_write(5000), new_write(5000)
-        await store.put([write], 0.15, DEADLINE_S)
         await store.put([kept], 3600, DEADLINE_S)
+        await store.put([write], 1.5, DEADLINE_S)
         assert await store.exists([write.name, kept.name], DEADLINE_S) == [True, True]
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(1.6)
         assert await store.exists([write.name, kept.name], DEADLINE_S) == [False, True]
 
 
@@ -119,10 +119,11 @@ async def test_a_frozen_server_ends_every_call_at_its_deadline(folder: Path) -> 
         async with opened(ValkeyOptions(port=server.port)) as store:
             writes = [new_write(64, 300_000) for _ in range(12)]
             await store.put(writes, 0, DEADLINE_S)
+            calls = every_call(store, 0.3) + every_call(store, 0.3)
             server.process.freeze()
             began_s = time.monotonic()
-            outcomes = await asyncio.gather(*every_call(store, 0.3), *every_call(store, 0.3), return_exceptions=True)
-            assert time.monotonic() - began_s < 0.8
+            outcomes = await asyncio.gather(*calls, return_exceptions=True)
+            assert time.monotonic() - began_s < LATE_S
             assert all(isinstance(outcome, RemoteStoreError) for outcome in outcomes), outcomes
             server.process.thaw()
             for write in writes:  # at once, while the old requests are answered
@@ -135,13 +136,13 @@ async def test_a_frozen_server_ends_every_call_at_its_deadline(folder: Path) -> 
 
 async def test_frozen_in_the_middle_of_a_value(folder: Path) -> None:
     """What arrives after the deadline is written into nobody's memory."""
-    with valkey_server(folder) as server, SlowLink("127.0.0.1", server.port, bytes_per_s=40e6) as link:
+    with valkey_server(folder) as server, SlowLink("127.0.0.1", server.port, bytes_per_s=4e6) as link:
         async with opened(ValkeyOptions(port=link.port, connections=1)) as store:
             writes = [new_write(64, 1 << 20) for _ in range(4)]
             await store.put(writes, 0, DEADLINE_S)
             reads = [read_of(write) for write in writes]
             with pytest.raises(RemoteStoreError, match="has not ended within"):
-                await store.get(reads, 0.06)
+                await store.get(reads, 0.65)
             partial = [bytes(read.into[1]) for read in reads]
             assert partial[0] == bytes(writes[0].pieces[1]) and partial[3] != bytes(writes[3].pieces[1])
             await asyncio.sleep(0.1)
@@ -316,8 +317,8 @@ async def test_a_server_that_lies(nonsense: bytes) -> None:
 
 
 async def test_a_slow_network(shared_valkey: ValkeyServer) -> None:
-    """25 ms each way: one round trip a call, and a pipeline's parts do not wait for each other."""
-    with SlowLink("127.0.0.1", shared_valkey.port, latency_s=0.025) as link:
+    """0.25 s each way: one round trip a call, and a pipeline's parts do not wait for each other."""
+    with SlowLink("127.0.0.1", shared_valkey.port, latency_s=0.25) as link:
         async with opened(ValkeyOptions(port=link.port)) as store:
             await asyncio.gather(*(store.ping(DEADLINE_S) for _ in range(8)))  # all connections are made
             await store.exists([new_name()], DEADLINE_S)  # and the script is known
@@ -331,7 +332,7 @@ async def test_a_slow_network(shared_valkey: ValkeyServer) -> None:
                 began_s = time.monotonic()
                 await call
                 took_s.append(time.monotonic() - began_s)
-            assert all(0.05 <= each_s < 0.2 for each_s in took_s), took_s
+            assert all(0.5 <= each_s < 1.0 for each_s in took_s), took_s
 
 
 async def test_the_loop_stays_free(shared_valkey: ValkeyServer) -> None:

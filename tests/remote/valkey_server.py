@@ -59,7 +59,7 @@ def valkey_cluster(folder: Path) -> Iterator[list[ValkeyServer]]:
     with ExitStack() as stack:
         nodes = []
         for number in range(3):
-            extra = ("--cluster-enabled", "yes", "--cluster-node-timeout", "2000", "--cluster-port", str(free_port()))
+            extra = ("--cluster-enabled", "yes", "--cluster-node-timeout", "15000", "--cluster-port", str(free_port()))
             nodes.append(stack.enter_context(valkey_server(folder / f"node{number}", *extra)))
         bounds = [0, 5461, 10923, 16384]
         for node, first, end in zip(nodes, bounds, bounds[1:], strict=False):

@@ -146,12 +146,13 @@ async def test_a_thousand_idle_connections_take_few_descriptors_and_keep_nobody_
 
 
 async def test_who_sends_no_request_and_who_reads_no_answer_is_cut_off(serve: Callable[..., Served]) -> None:
-    served = await serve(head_s=0.05, send_s=0.05)
+    served = await serve(head_s=0.05, send_s=60)
     reader, writer = await served.connect()
     writer.write(b"GET /metrics HTTP/1.1\r\n")
     with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
         await asyncio.wait_for(reader.readexactly(1), 60)
     writer.close()
+    served = await serve(head_s=60, send_s=0.05)
     # An answer larger than what the kernel takes for somebody who does not read.
     served.stats.lost_blocks["x" * (16 << 20)] = 1
     deaf_reader, deaf = await served.connect()

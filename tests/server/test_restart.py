@@ -192,11 +192,11 @@ def test_a_commit_that_runs_at_sigterm_is_finished_and_kept(start: Callable[...,
     tokens = np.arange(blocks, dtype=np.uint32)
     spec = NamespaceSpec("long", 1, (PartSpec("full", 0, 64),))
     with ThreadPoolExecutor(1) as threads, Client(remote.daemon.address) as client:
-        stored = threads.submit(client.register(spec).store, tokens, np.zeros(64 * blocks, np.uint8))
-        remote.until(lambda stats: stats.reservations == 1)
+        reservation = client.register(spec).reserve(tokens)
+        committed = threads.submit(reservation.commit)
         remote.until(lambda stats: stats.reservations == 0)  # the commit has begun
         assert remote.daemon.stop() == 0
-        assert stored.result().committed == blocks
+        assert committed.result().committed == blocks
     with Client(start(tiers_of).daemon.address) as client:
         assert client.register(spec).match(tokens).blocks == blocks
 

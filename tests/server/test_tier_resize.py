@@ -121,7 +121,7 @@ def test_a_request_that_needs_more_is_waited_for(
     assert resize(remote, LARGE).unfinished == ""
     stream = remote.begin(prompt(40, 70), max_tokens=1900)  # 122 blocks; the tier has 512, and an eighth of it 64
     remote.until(lambda stats: stats.worker.running_requests == 1)
-    answer = resize(remote, LARGE // 8, wait_s=0.3)
+    answer = resize(remote, LARGE // 8, wait_s=1.5)
     assert "1 requests run, of which the largest may come to need 122 frames; " in answer.unfinished
     assert "of 122 frames of the gpu tier are held; most by request r" in answer.unfinished
     assert answer.nbytes == 122 * 8192

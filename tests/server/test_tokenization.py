@@ -208,7 +208,7 @@ async def test_closing_ends_what_runs_and_what_waits(threads: TokenizerThreads) 
 
 
 async def test_the_loop_runs_while_a_text_is_tokenized(threads: TokenizerThreads, codec: TextCodec) -> None:
-    text, turns = "some words, " * 8000, 0
+    text, turns = "some words, " * 80_000, 0
     task = asyncio.create_task(threads.encode(codec, text, 1 << 20))
     began_s = time.thread_time()
     while not task.done():

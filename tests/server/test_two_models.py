@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 BLOCK = 16
 PROMPT = 7 * BLOCK + 5
-NEW = 24
+NEW, LONG = 24, 120
 FRAME = 4096
 # A block of llama is 12,288 bytes, three common frames; each of the two groups of gemma has 8,192, two frames.
 LLAMA = tiny_config("LlamaConfig", GROUP_SIZES, num_hidden_layers=3)
@@ -52,11 +52,11 @@ class Reference:
         self._model.generation_config.eos_token_id = None
         self.name, self.directory = directory.name, directory
 
-    def tokens(self, seed: int) -> list[int]:
+    def tokens(self, seed: int, new: int = NEW) -> list[int]:
         ids = torch.tensor([prompt_of(seed)])
         with torch.inference_mode():
             found: Any = self._model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, pad_token_id=0
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, pad_token_id=0
             )
         tokens: list[int] = found[0, PROMPT:].tolist()
         return tokens
@@ -148,20 +148,18 @@ def test_memory_goes_to_the_model_that_is_busy(folder: Path, tmp_path: Path, rem
             gpu_blocks()
 
         # One worker is killed while both have more to do than fits: the other goes on, and its own requests run again.
+        # The one that is seen to run when it is killed is long, so that it still does.
+        first = remote.begin(prompt_of(20), model=gemma.name, **(options | {"max_tokens": LONG}))
         streams = [
             (model, seed, remote.begin(prompt_of(seed), model=model.name, **options))
             for seed in range(16, 19)
             for model in (gemma, llama)
         ]
-        first = streams[0][2]
         accepted, tokens = next(first), next(first)
         os.kill(stats.models[1].worker.pid, signal.SIGKILL)
-        answers = [
-            (model, seed, collect(itertools.chain((accepted, tokens), stream) if stream is first else stream))
-            for model, seed, stream in streams
-        ]
-        asked.extend(answers)
-        assert answers[0][2].finished.resumed >= 1
+        asked.extend((model, seed, collect(stream)) for model, seed, stream in streams)
+        long = collect(itertools.chain((accepted, tokens), first))
+        assert long.finished.resumed >= 1
         remote.until(lambda stats: stats.models[1].worker.state == READY)
         gpu_blocks()
         stats = remote.stats()
@@ -171,6 +169,7 @@ def test_memory_goes_to_the_model_that_is_busy(folder: Path, tmp_path: Path, rem
         assert daemon.stop() == 0
     for model, seed, answer in asked:
         assert answer.tokens == model.tokens(seed), (model.name, seed, answer.hits)
+    assert long.tokens == gemma.tokens(20, LONG)
 
 
 def test_the_model_that_does_not_fit_is_refused_and_the_other_served(

@@ -77,8 +77,9 @@ def test_the_next_worker_finds_the_gpu_tier_as_it_was(
     running = remote.begin(prompt(40, 9), max_tokens=1900)
     next(running)
     remote.until(lambda stats: stats.worker.running_requests == 1)
+    before = remote.stats().worker.restarts
     kill_worker(remote)
-    remote.until(lambda stats: stats.worker.state == admin_pb2.WorkerStats.STATE_STARTING)
+    remote.until(lambda stats: stats.worker.restarts == before + 1)
     running.cancel()
     remote.until(lambda stats: stats.scheduler.waiting_requests == 0)
     streams = [remote.begin(tokens), remote.begin([*tokens, 1, 2, 3])]

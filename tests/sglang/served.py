@@ -21,8 +21,9 @@ _prompts = itertools.count(1)
 
 
 def options(address: str, *, v1: bool = True, **prefixd: Any) -> dict[str, Any]:
-    """SGLang's extra configuration."""
-    return {**MODULE, "interface_v1": int(v1), "prefixd": {"address": address, **prefixd}}
+    """SGLang's extra configuration. Unless a test says otherwise a call may take as long as this machine needs."""
+    patient = {"timeout_s": 30.0, "slice_s": 8.0}
+    return {**MODULE, "interface_v1": int(v1), "prefixd": {"address": address, **patient, **prefixd}}
 
 
 def new_prompt(pages: int, page_tokens: int = 16) -> list[int]:

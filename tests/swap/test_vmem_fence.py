@@ -81,6 +81,8 @@ class TestOnStreams:
     def test_unmapping_waits_for_the_stream(
         self, memory: VirtualMemory, cuda: CudaDevice, stream: Any, busy: np.ndarray[Any, Any]
     ) -> None:
+        for _ in range(2000):  # they take half a second, however small: the stand-in waits at each
+            cuda.call("cuMemcpyHtoDAsync", self.mapped.base, busy.ctypes.data, 4096, stream)
         fence = memory.fence()
         arrived: list[bool] = []
 

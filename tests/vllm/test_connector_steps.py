@@ -22,6 +22,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from prefixd.client import Client
 from prefixd.integrations.engine.jobs import LoadOutcome, Outcomes, SaveJob
+from prefixd.integrations.vllm import scheduler_half
 from prefixd.integrations.vllm.connector import PrefixdConnector
 from prefixd.integrations.vllm.messages import Orders, Packing, Report
 from prefixd.workloads.daemon_process import DaemonProcess
@@ -113,8 +114,13 @@ MakeSteps = Callable[..., Steps]
 
 
 @pytest.fixture
-def make_steps(llama: Path, daemon: DaemonProcess) -> Iterator[MakeSteps]:
-    """Makes one; arguments are those of vLLM, `options` the connector's."""
+def make_steps(llama: Path, daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeSteps]:
+    """Makes one; arguments are those of vLLM, `options` the connector's.
+
+    While nothing runs a step waits for the daemon's answers for as long as they take: which requests go into one step
+    must not hang on the machine.
+    """
+    monkeypatch.setattr(scheduler_half, "_IDLE_PATIENCE_S", PATIENCE_S)
     init_none_hash(sha256)
     made: list[Scheduler] = []
 

@@ -271,9 +271,9 @@ def test_daemon_left_down(
         tokens, hits = run(engine, [*known, *new])
         assert tokens == expected([*known, *new])
         assert hits == 0
+    lines = engine.log.read_bytes()[said:].decode().splitlines()
     daemon.start()
     assert hits_resume(engine, known) < RESUME_S
-    lines = engine.log.read_bytes()[said:].decode().splitlines()
     links = 2  # vLLM's scheduler has one, its worker another
     assert 1 <= sum("prefixd is away" in line for line in lines) <= links
     wait_until_back(engine)

@@ -25,7 +25,7 @@ def test_an_engine_of_another_host_hits_what_the_first_has_computed(
             blocks = sum(len(request.prompt) // 64 for request in requests)
             poll(lambda: client.stats().remote.shared_blocks >= blocks, "the blocks are not shared")
         with (
-            DaemonProcess({**DAEMON, **shared, "remote.lookup_s": 1}) as b,
+            DaemonProcess({**DAEMON, **shared, "remote.lookup_s": 10, "remote.timeout_s": 10}) as b,
             make_engine(llama, b) as engine,
             Client(b.address) as client,
         ):

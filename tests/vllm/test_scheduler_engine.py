@@ -16,6 +16,8 @@ from prefixd.workloads.daemon_process import DaemonProcess
 from prefixd_scheduler import POLICIES
 from tests.vllm.served import Expected, NewRequests, StartEngine, always, make_prompt, tokens_of
 
+pytestmark = pytest.mark.timeout(1600)  # up to seven engines, one after the other
+
 OURS = "prefixd.integrations.vllm.FastestPrefixFirstScheduler"
 QUEUE = 64
 PREFIX = 1536

@@ -18,11 +18,15 @@ from typing import Any
 
 import pytest
 
+from prefixd.client import Client
 from prefixd.workloads.daemon_process import DaemonProcess
+from tests.vllm.served import poll
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "vllm"
-START_S = 240.0
+START_S = 540.0
+
+pytestmark = pytest.mark.timeout(1600)  # several engines, one after the other
 
 
 @pytest.fixture
@@ -90,6 +94,8 @@ def test_serve_starts_both_and_a_second_server_has_hits(
             )
             answers.append(answer["choices"][0]["token_ids"])
             hits.append(served.hits())
+            with Client(env["PREFIXD_SOCKET"]) as client:  # the engine's end gives up what is not saved yet
+                poll(lambda: sum(each.blocks for each in client.stats().namespaces) == 10, "not all is saved")
     assert answers[0] == answers[1] and len(answers[0]) == 6
     assert hits == [0, 640]
 

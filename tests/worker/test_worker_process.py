@@ -40,7 +40,7 @@ from prefixd_swap.vmem import FrameId, FramePool, create_memory, send_export
 
 ROOT = Path(__file__).parents[2]
 OURS = [str(ROOT / path) for path in (".", "swap", "scheduler")]
-TIMEOUT_S = 60
+TIMEOUT_S = 240
 
 
 class Daemon:

@@ -323,6 +323,7 @@ def test_slots_that_have_to_wait_are_not_waited_for(
         raise TimeoutError  # what the limit in time makes of an answer that does not come
 
     monkeypatch.setattr("prefixd.client.AsyncCache.reserve", reserve)
+    monkeypatch.setattr("prefixd.integrations.engine.transfers._SAVE_PAUSE_S", 3600.0)
     assert rank.saved(rank.prefix("waits", 32, 1), range(1, 9)) == {"dropped_blocks": 2}
     assert rank.saved(rank.prefix("waits", 32, 2), range(1, 9)) == {"dropped_blocks": 2}
     assert len(asked) == 1

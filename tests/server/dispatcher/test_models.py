@@ -143,7 +143,11 @@ async def test_requests_that_are_preempted_and_resumed_give_transformers_tokens(
 
 async def test_requests_whose_worker_dies_give_transformers_tokens(subject: Subject, tmp_path: Path) -> None:
     async with open_model_bench(subject.model, tmp_path, subject.frames(blocks=40, states=20)) as bench:
+        bench.paused = True
         requests = [bench.submit(prompt_of(seed), NEW) for seed in range(2)]
+        while len(bench.dispatcher.running) < 2:  # neither is done before the other begins
+            await asyncio.sleep(0.001)
+        bench.paused = False
         while min(request.generated for request in requests) < 4:
             await asyncio.sleep(0.001)
         bench.die()

@@ -56,7 +56,8 @@ class Host:
 
     def find(self, prompt: Sequence[int], seconds: float = 60.0) -> Answer:
         """Asks, each time with nothing of its own, until some of the prompt comes from the store: a prompt waits for
-        the store's answer for a moment only, and is computed when that comes late."""
+        the store's answer for a moment only, and is computed when that comes late. For a host that shares nothing, or
+        it would find what it has computed itself."""
         answers: list[Answer] = []
 
         def found() -> int:
@@ -65,6 +66,7 @@ class Host:
             return answers[-1].remote
 
         self.wait(found, seconds, "the prompt is found in the store")
+        assert len({answer.tokens for answer in answers}) == 1
         return answers[-1]
 
     def wait_until_shared(self, blocks: int, seconds: float = 20.0) -> None:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from prefixd_swap.stores import NAME_BYTES, Read, Write
 
 LATE_S = 5.0
-"""A call with a deadline of less than a second has ended by then, also on a busy machine, and not by its own length."""
+"""Calls that should end at their deadlines of at most 2 s have done so by then, on a busy machine, too. Calls that
+waited for each other have not."""
 
 
 def new_name() -> bytes:

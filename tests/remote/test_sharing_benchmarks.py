@@ -26,7 +26,7 @@ def _server() -> None:
 
 @pytest.fixture(autouse=True)
 def _patient_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether an answer comes while a prompt waits for it is not for a test to judge either."""
+    """Whether an answer comes while a prompt waits for it is not for a test to judge."""
     sharing, patient = second_host.sharing, {"remote.lookup_s": 10.0, "remote.timeout_s": 10.0}
     monkeypatch.setattr(second_host, "sharing", lambda *chosen: sharing(*chosen) | patient)
 

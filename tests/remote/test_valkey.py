@@ -119,7 +119,7 @@ async def test_a_frozen_server_ends_every_call_at_its_deadline(folder: Path) -> 
         async with opened(ValkeyOptions(port=server.port)) as store:
             writes = [new_write(64, 300_000) for _ in range(12)]
             await store.put(writes, 0, DEADLINE_S)
-            calls = every_call(store, 0.3) + every_call(store, 0.3)
+            calls = every_call(store, 2.0) + every_call(store, 2.0)
             server.process.freeze()
             began_s = time.monotonic()
             outcomes = await asyncio.gather(*calls, return_exceptions=True)

@@ -93,13 +93,16 @@ def poll(what: Callable[[], T], message: str, timeout_s: float = PATIENCE_S) -> 
 
 
 def wait_until_back(engine: EngineProcess) -> None:
-    """Returns when the engine's scheduler and each of its ranks have found the daemon that was away: each looks for it
-    by itself, and a rank that has not found it computes what the scheduler has, and saves nothing."""
+    """Returns when whatever of the engine's scheduler and ranks has said that the daemon is away has found it again.
 
-    def said(what: bytes) -> int:
-        return engine.log.read_bytes().count(what)
+    Each looks for it by itself. A rank that has not found it computes what the scheduler has, and saves nothing.
+    """
 
-    poll(lambda: said(b"prefixd is away") == said(b"prefixd is back"), "the log does not say that the daemon is back")
+    def all_back() -> bool:
+        log = engine.log.read_bytes()
+        return log.count(b"prefixd is away") == log.count(b"prefixd is back")
+
+    poll(all_back, "the log does not say that the daemon is back")
 
 
 def alter(client: Client, prompt: Sequence[int]) -> int:

@@ -78,21 +78,24 @@ class RemoteHealth:
         """Has a store that refused a write written to again after a while. The trouble ends with a write, or when
         nothing was written for as long again.
 
-        One that does not answer now, or to a question meanwhile, has refused nothing: it is away.
+        One that does not answer when it is asked now, or when a prompt asks during the pause, is away. One that was
+        away and is back by now is not told from one that refuses.
         """
         try:
             await self._tier.try_out()
         except StorageError as error:
             self.failed(error)
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._out.wait(), FULL_S)
+            async with asyncio.timeout(FULL_S):  # not wait_for, which may lose that `watch` is cancelled (Python 3.11)
+                await self._out.wait()
         if not self._tier.gives:
             return
         self._failed.clear()
         self._tier.takes = True
         self._placement.epoch += 1
         try:
-            await asyncio.wait_for(self._failed.wait(), FULL_S)
+            async with asyncio.timeout(FULL_S):
+                await self._failed.wait()
         except TimeoutError:
             self.wrote()
 

@@ -30,9 +30,10 @@ class MemoryStore(ObjectStore):
         self.away = self.full = self.read_only = self.once = self.held = False
         self.latency_s = 0.0
         self.asked: list[int] = []
-        self.puts = self.gets = 0
+        self.calls = self.puts = self.gets = 0
 
     async def _answer(self, deadline_s: float) -> None:
+        self.calls += 1
         while self.held:
             await asyncio.sleep(0.001)
         await asyncio.sleep(min(self.latency_s, deadline_s))

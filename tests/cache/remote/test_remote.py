@@ -32,6 +32,8 @@ async def two_hosts(path: Path, **how: object) -> AsyncIterator[tuple[Rig, Rig, 
     try:
         yield *rigs, *stores
     finally:
+        for store in stores:
+            store.held = False
         for rig in rigs:
             await rig.close()
 
@@ -246,10 +248,9 @@ async def test_a_frozen_store_costs_one_timeout(tmp_path: Path) -> None:
     async with two_hosts(tmp_path, options=RemoteOptions(lookup_s=0.05)) as (a, b, _, store):
         await a.put(PROMPT)
         await share(a)
-        store.latency_s = 60.0
-        began = asyncio.get_running_loop().time()
+        store.latency_s, before = 60.0, store.calls
         assert await b.get(PROMPT) == 0
-        assert asyncio.get_running_loop().time() - began < 30
+        assert store.calls == before + 1
         await eventually(lambda: not remote_of(b).tier.gives)
 
 
@@ -299,30 +300,64 @@ async def test_a_store_that_is_full_is_a_trouble_until_it_takes_something(
         assert not any(task.done() for task in tasks)
 
 
-@pytest.mark.parametrize("full", [False, True], ids=["away at once", "full before"])
-async def test_a_store_that_goes_away_while_nothing_is_written_comes_back_as_soon_as_it_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool
+@pytest.mark.parametrize("learns", ["a write", "a question of the pause"])
+async def test_a_store_that_is_away_is_back_as_soon_as_it_answers_whoever_learns_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, learns: str
 ) -> None:
+    """Not after the pause for one that refuses writes."""
     monkeypatch.setattr(health, "FULL_S", 3600.0)
+    monkeypatch.setattr(sharing, "_RETRY_S", 0.02)
     async with two_hosts(tmp_path) as (a, b, _, store):
         await a.put(PROMPT)
         await share(a)
         tasks = remote_of(b).start()
         await b.put([8])
         await eventually(lambda: remote_of(b).sharing.written == 1)
-        store.full, store.away = full, not full
+        put = store.put
+
+        async def goes_away(*_: object) -> None:
+            store.away = True
+            raise RemoteStoreError("the connection is broken, as the test says")
+
+        if learns == "a write":
+            monkeypatch.setattr(store, "put", goes_away)
+        store.full = learns != "a write"
         await b.put([9])
-        if full:
+        if store.full:
             await eventually(lambda: not remote_of(b).tier.takes)
             assert remote_of(b).tier.gives
             store.away = True
             assert await b.get(PROMPT) == 0  # which asks it
         await eventually(lambda: not remote_of(b).tier.gives)
+        monkeypatch.setattr(store, "put", put)
         store.away = store.full = False
         await eventually(lambda: remote_of(b).tier.gives)
         b.clock.now += 10
         assert await b.get(PROMPT) == 5
+        await eventually(lambda: remote_of(b).tier.takes and remote_of(b).sharing.written >= 2)
+        # The pause is there again for one that refuses.
+        store.full = True
+        await b.put([10])
+        await eventually(lambda: not remote_of(b).tier.takes)
+        await asyncio.sleep(0.1)
+        assert remote_of(b).tier.gives and not remote_of(b).tier.takes
         assert not any(task.done() for task in tasks)
+
+
+@pytest.mark.parametrize("turns", range(5))
+async def test_the_background_work_ends_as_the_store_fails(tmp_path: Path, turns: int) -> None:
+    async with two_hosts(tmp_path) as (_, b, _, store):
+        tasks = remote_of(b).start()
+        store.full = True
+        await b.put([9])
+        await eventually(lambda: not remote_of(b).tier.takes)
+        await asyncio.sleep(0.05)  # it pauses
+        remote_of(b).health.failed(RemoteStoreError("gone, as the test says"))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        async with asyncio.timeout(30):
+            await remote_of(b).stop()
+        assert all(task.done() for task in tasks)
 
 
 async def test_what_the_store_has_lost_is_forgotten_and_found_again(tmp_path: Path) -> None:

@@ -95,7 +95,8 @@ class DiskHealth:
             while not self._failed.is_set():
                 await self.inspect()
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._failed.wait(), INSPECT_S)
+                    async with asyncio.timeout(INSPECT_S):  # not wait_for; see `RemoteHealth`
+                        await self._failed.wait()
             await asyncio.sleep(wait_s)
             await self.inspect()
             well = await self.revive()

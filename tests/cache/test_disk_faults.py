@@ -585,3 +585,16 @@ async def test_an_open_cache_needs_no_more_threads(
         assert await rig.get([80, 81]) == 2
     assert set(refused) <= {"prefixd-slabs_0"}, "parts are written one after the other instead"
     assert await rig.put([100, 101, 102], durable=True) == (3, 0)
+
+
+@pytest.mark.parametrize("turns", range(5))
+async def test_probing_ends_as_the_disk_fails(make_rig: MakeRig, turns: int) -> None:
+    rig = make_rig(cpu=4, disk=4)
+    probing = rig.cache.mover.start_probing()
+    await asyncio.sleep(0.05)  # it has looked at the files, and waits
+    rig.cache.mover.disk.health.write_failed(StorageError("the disk is gone, as the test says"))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    probing.cancel()
+    await asyncio.wait({probing}, timeout=10)
+    assert probing.done()

@@ -110,6 +110,9 @@ class SlowLink:
         except OSError:
             writer.transport.abort()
             return
+        except asyncio.CancelledError:
+            writer.transport.abort()
+            raise
         ways = {
             asyncio.ensure_future(self._forward(0, reader, far_writer)),
             asyncio.ensure_future(self._forward(1, far_reader, writer)),

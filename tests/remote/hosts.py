@@ -27,7 +27,8 @@ _SETTINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a request got: its tokens, and how many of its prompt's came from the store."""
+    """What a request got: its tokens, and how many of its prompt's were found, and how many of those in the store. What
+    waits for its turn is fetched meanwhile, and then found in memory."""
 
     tokens: tuple[int, ...]
     remote: int
@@ -63,7 +64,7 @@ class Host:
         def found() -> int:
             self.client.evict(all=True)
             answers.append(self.ask(prompt))
-            return answers[-1].remote
+            return answers[-1].found
 
         self.wait(found, seconds, "the prompt is found in the store")
         assert len({answer.tokens for answer in answers}) == 1

@@ -95,7 +95,7 @@ class DiskHealth:
             while not self._failed.is_set():
                 await self.inspect()
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(INSPECT_S):  # not wait_for; see `RemoteHealth`
+                    async with asyncio.timeout(INSPECT_S):  # not wait_for: see RemoteHealth._try_writing
                         await self._failed.wait()
             await asyncio.sleep(wait_s)
             await self.inspect()

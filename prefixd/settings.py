@@ -17,8 +17,9 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic import model_validator as check_together
 
 from prefixd.errors import ConfigError
-from prefixd.settings_sources import gather_layers
+from prefixd.settings_sources import ANY_NAME, gather_layers, is_known
 from prefixd.sizes import parse_size
+from prefixd.tenants import QUOTA_TIERS, Quota, TierQuota, check_guarantees, check_tenant_name
 from prefixd_scheduler import POLICIES
 
 # The socket that hands over the CPU tier's memory lies beside the daemon's, under its name and this.
@@ -199,6 +200,8 @@ class ServerSettings(_Section):
     """How long a drain or a SIGTERM waits for running requests before it ends them."""
     metrics_port: Port | None = None
     """Port for Prometheus metrics on 127.0.0.1; none by default."""
+    audit_log: AbsolutePath | None = None
+    """File for a line of JSON about everyone who was let in or refused, and what operators did; none by default."""
 
     @check_together(mode="after")
     def _tcp_is_secure_or_says_so(self) -> Self:
@@ -420,6 +423,10 @@ class CacheSettings(_Section):
     """Seed of random eviction."""
     write_back: bool = True
     """Copy blocks down ahead of need, so that room is made without waiting."""
+    share_after: Annotated[int, Field(ge=0, le=64)] = 0
+    """Blocks without a salt become common to all tenants when so many of them have computed them, each for itself.
+    Until then nobody can find out by a hit, or by its time, that another has them. 0: never. 1: at once, with no such
+    protection."""
 
 
 class EventSettings(_Section):
@@ -588,6 +595,73 @@ class WorkerSettings(_Section):
         return self
 
 
+class TenantSettings(_Section):
+    """`[tenants.NAME]`: who belongs to a tenant, and how much of the daemon it may have.
+
+    Read again on SIGHUP. A tenant within what it is guaranteed of a tier loses no block there for another's sake.
+    """
+
+    uids: Annotated[tuple[UserId, ...], BeforeValidator(_numbers)] = ()
+    """Users of this host, by id, who belong to it; let in at the unix socket, but not to the memory."""
+    map_memory: bool = False
+    """Whether these users may map the memory: whoever does can read and write all tenants' blocks."""
+    certificates: tuple[str, ...] = ()
+    """Names in client certificates (subject's common name, or a DNS or URI alternative name) that belong to it."""
+    gpu_guaranteed: Bytes = 0
+    """Bytes of the GPU tier below which none of its blocks goes for another tenant's sake."""
+    gpu_most: Bytes | None = None
+    """The most bytes of the GPU tier that its blocks may have."""
+    cpu_guaranteed: Bytes = 0
+    """As gpu_guaranteed, of the CPU tier."""
+    cpu_most: Bytes | None = None
+    """As gpu_most, of the CPU tier; its reservations count."""
+    disk_guaranteed: Bytes = 0
+    """As gpu_guaranteed, of the disk tier."""
+    disk_most: Bytes | None = None
+    """As gpu_most, of the disk tier."""
+    sessions: Count | None = None
+    """Sessions open at once."""
+    grants: Count | None = None
+    """Leases and reservations at once."""
+    namespaces: Count | None = None
+    """Namespaces (a model and a salt each) that are open in a session or have blocks."""
+    waiting_requests: Count | None = None
+    """Requests that wait in the queue."""
+    requests_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Calls of Generate a second."""
+    calls: Count | None = None
+    """Calls under way at once, beside the streams of sessions."""
+    retained_bytes: Bytes | None = None
+    """Bytes of blocks with a raised priority or a time to live."""
+
+    @check_together(mode="after")
+    def _guaranteed_within_most(self) -> Self:
+        for tier in QUOTA_TIERS:
+            least, most = getattr(self, f"{tier}_guaranteed"), getattr(self, f"{tier}_most")
+            if most is not None and least > most:
+                raise ValueError(
+                    f"tenants: {tier}_guaranteed = {least} is above {tier}_most = {most}; lower the first or raise "
+                    "the second"
+                )
+        return self
+
+    @property
+    def quota(self) -> Quota:
+        """What of this is its quota."""
+        return Quota(
+            tiers=tuple(
+                TierQuota(getattr(self, f"{tier}_guaranteed"), getattr(self, f"{tier}_most")) for tier in QUOTA_TIERS
+            ),
+            sessions=self.sessions,
+            grants=self.grants,
+            namespaces=self.namespaces,
+            waiting_requests=self.waiting_requests,
+            requests_per_s=self.requests_per_s,
+            calls=self.calls,
+            retained_bytes=self.retained_bytes,
+        )
+
+
 class Settings(_Section):
     """Everything that can be configured."""
 
@@ -603,6 +677,30 @@ class Settings(_Section):
     events: EventSettings = Field(default_factory=EventSettings)
     scheduler: SchedulerSettings = Field(default_factory=SchedulerSettings)
     worker: WorkerSettings = Field(default_factory=WorkerSettings)
+    tenants: dict[Annotated[str, AfterValidator(check_tenant_name)], TenantSettings] = Field(default_factory=dict)
+    """Tenants by name, each a section [tenants.NAME] of the file; those that no section names have no quotas."""
+
+    @check_together(mode="after")
+    def _tenants_fit(self) -> Self:
+        for tier in ("cpu", "disk"):
+            size = getattr(self, tier).bytes
+            check_guarantees({name: tenant.quota for name, tenant in self.tenants.items()}, tier, size)
+        if isinstance(self.gpu.bytes, int) and self.gpu.bytes:
+            check_guarantees({name: tenant.quota for name, tenant in self.tenants.items()}, "gpu", self.gpu.bytes)
+        for kind in ("uids", "certificates"):
+            owners: dict[object, str] = {}
+            for name, tenant in self.tenants.items():
+                for each in getattr(tenant, kind):
+                    if owners.setdefault(each, name) != name:
+                        raise ValueError(
+                            f"tenants.{name}.{kind} has {each!r}, which tenants.{owners[each]} has, too; keep one"
+                        )
+        return self
+
+    @property
+    def quotas(self) -> dict[str, Quota]:
+        """Quotas by tenant."""
+        return {name: tenant.quota for name, tenant in self.tenants.items()}
 
     @check_together(mode="after")
     def _gpu_tier_is_the_workers(self) -> Self:
@@ -655,12 +753,17 @@ class Settings(_Section):
             raise ConfigError(_one_line(error, known, sources)) from error
 
 
+_TENANTS = "tenants"
+
+
 def dotted_names(section: type[BaseModel] = Settings, prefix: str = "") -> dict[str, str]:
-    """Every setting's dotted name, with its description."""
+    """Every setting's dotted name, with its description; `tenants.NAME.cpu_most` stands for that of any tenant."""
     names: dict[str, str] = {}
     for name, field in section.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             names |= dotted_names(field.annotation, f"{prefix}{name}.")
+        elif name == _TENANTS:
+            names |= dotted_names(TenantSettings, f"{name}.{ANY_NAME}.")
         else:
             names[prefix + name] = field.description or ""
     return names
@@ -673,6 +776,9 @@ def dotted_values(section: BaseModel, prefix: str = "") -> dict[str, Any]:
         value = getattr(section, name)
         if isinstance(value, BaseModel):
             values |= dotted_values(value, f"{prefix}{name}.")
+        elif name == _TENANTS:
+            for tenant, its in value.items():
+                values |= dotted_values(its, f"{name}.{tenant}.")
         else:
             values[prefix + name] = value
     return values
@@ -681,12 +787,12 @@ def dotted_values(section: BaseModel, prefix: str = "") -> dict[str, Any]:
 def _one_line(error: ValidationError, known: Mapping[str, str], sources: Mapping[str, str]) -> str:
     problems = error.errors(include_url=False)
     first = problems[0]
-    name = ".".join(part for part in first["loc"] if isinstance(part, str))  # a number: the place in a list
+    name = ".".join(part for part in first["loc"] if isinstance(part, str) and part != "[key]")  # a number: in a list
     source = f" (set by {sources[name]})" if name in sources else ""
     message = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
     if first["type"] == "literal_error":
         line = f"{name} = {first['input']!r}: use {first['ctx']['expected']}{source}"
-    elif name in known:
+    elif is_known(name, known) or "[key]" in first["loc"]:
         line = f"{name} = {str(first['input'])!r}: {message}{source}"
     else:
         # Settings that contradict each other: the message names them.

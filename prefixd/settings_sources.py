@@ -20,6 +20,8 @@ from prefixd.errors import ConfigError
 
 ENV_PREFIX = "PREFIXD_"
 FILE_NAME = "prefixd.toml"
+ANY_NAME = "NAME"
+"""Stands in the middle of a setting's dotted name for whatever the user calls the section."""
 
 
 def gather_layers(
@@ -42,10 +44,17 @@ def gather_layers(
     ]
     for source, settings in layers:
         for name, value in settings:
-            if name not in known:
+            if not is_known(name, known):
                 raise ConfigError(f"there is no setting {name} (set by {source}); {_remedy(name, known)}")
             values[name], sources[name] = value, source
     return _nest(values), sources
+
+
+def is_known(name: str, known: Collection[str]) -> bool:
+    """Whether there is a setting of this dotted name."""
+    first, _, rest = name.partition(".")
+    _, dot, last = rest.partition(".")
+    return name in known or bool(dot and f"{first}.{ANY_NAME}.{last}" in known)
 
 
 def find_config_file(environ: Mapping[str, str]) -> Path | None:
@@ -100,7 +109,9 @@ def _nest(values: Mapping[str, Any]) -> dict[str, Any]:
     nested: dict[str, Any] = {}
     for name, value in values.items():
         section, _, setting = name.rpartition(".")
-        target = nested.setdefault(section, {}) if section else nested
+        target = nested
+        for part in section.split(".") if section else ():
+            target = target.setdefault(part, {})
         target[setting] = value
     return nested
 

@@ -79,7 +79,7 @@ class MixedTier:
         self._mixture = mixture
         self._operations = operations
         self._chance = random.Random(f"{seed} {tier} {mixture.name}")
-        self._session = cache.leases.open("benchmark", 0, 0.0)
+        self._session = cache.leases.open("benchmark", 0, 0.0, cache.tenants.default)
         self._namespaces = {size: cache.register(_spec(size)) for size in mixture.sizes}
         self._prompts: list[tuple[int, BlockChain]] = []  # size of a block, blocks
         self._number = 0

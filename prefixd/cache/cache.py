@@ -31,6 +31,7 @@ from prefixd.cache.tiers import Tiers
 from prefixd.cache.write_back import WriteBack
 from prefixd.errors import ExhaustedError, InvalidArgumentError, NotFoundError, UnsupportedError
 from prefixd.pacer import give_way
+from prefixd.tenants import Tenants
 from prefixd_swap import CopyEngine, EvictionPolicy, UseHistory
 from prefixd_swap.eviction.use_history import REMEMBERED
 
@@ -83,6 +84,7 @@ class TieredCache:
         prefetch_bytes: the most that one session may have on its way ahead of need; half of the shared tier by default.
         admit_uses: see `Placement`.
         remote: how the remote tier is used, where there is one.
+        tenants: to whom sessions and namespaces belong.
         digest: block key function; replaced in tests.
     """
 
@@ -104,10 +106,12 @@ class TieredCache:
         prefetch_bytes: int | None = None,
         admit_uses: int = 0,
         remote: RemoteOptions | None = None,
+        tenants: Tenants | None = None,
         digest: Digest = xxh3_digest,
     ) -> None:
         self.tiers = tiers
         self.clock = clock
+        self.tenants = tenants or Tenants()
         self.namespaces = NamespaceRegistry()
         self.tries: list[Trie] = []
         self.counters = CacheCounters()

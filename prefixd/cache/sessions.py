@@ -23,6 +23,7 @@ from prefixd.errors import (
     SessionEndedError,
     UnavailableError,
 )
+from prefixd.tenants import Tenant
 
 _REMEMBERED = 10_000  # ended leases of which we still know how they ended, for a better message
 
@@ -92,6 +93,7 @@ class Session:
     client_name: str
     pid: int
     opened_s: float
+    tenant: Tenant
     grants: dict[str, Lease | Reservation] = field(default_factory=dict)
     namespaces: dict[bytes, Namespace] = field(default_factory=dict)
     processes: set[Process] = field(default_factory=set)
@@ -157,13 +159,13 @@ class LeaseTable:
         """A heap of (a time, session, grant): each grant is in it with a time at which it may be overdue, at the latest
         that of its end. Grants that have ended stay in it until then."""
 
-    def open(self, client_name: str, pid: int, now_s: float) -> Session:
-        """A new session; ExhaustedError when there are too many."""
+    def open(self, client_name: str, pid: int, now_s: float, tenant: Tenant) -> Session:
+        """A new session of a tenant; ExhaustedError when there are too many."""
         if len(self.sessions) >= self.max_sessions:
             raise ExhaustedError(
                 f"{len(self.sessions)} sessions are open, the most allowed; close one or raise server.max_sessions"
             )
-        session = Session(secrets.token_hex(16), client_name, pid, now_s)
+        session = Session(secrets.token_hex(16), client_name, pid, now_s, tenant)
         self.sessions[session.id] = session
         return session
 

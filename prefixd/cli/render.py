@@ -59,13 +59,14 @@ def print_settings(values: Mapping[str, Any], sources: Mapping[str, str], descri
     """The configuration: name, value, source, and what it is for where `descriptions` says it."""
     columns = ("setting", "value", "from", *(["what it is for"] if descriptions else []))
     made = table(*columns, fold=columns[1:])
-    for name, value in values.items():
+    described = {name: None for name in descriptions if name not in values}  # of tenants that are yet to be named
+    for name, value in {**values, **described}.items():
         source = sources.get(name, "default")
         made.add_row(
             name,
             _setting_value(name, value),
             Text(source, style="dim" if source == "default" else "green"),
-            *([Text(" ".join(descriptions[name].split()))] if descriptions else []),
+            *([Text(" ".join(descriptions.get(name, "see tenants.NAME").split()))] if descriptions else []),
         )
     console().print(made)
 

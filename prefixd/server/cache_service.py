@@ -57,7 +57,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         try:
             if self._draining.is_set():
                 raise UnavailableError("the daemon drains and opens no sessions; try again when it is back")
-            session = cache.leases.open(request.client_name, request.pid, cache.clock())
+            session = cache.leases.open(request.client_name, request.pid, cache.clock(), cache.tenants.default)
         except Exception as error:
             await abort(context, error)
         waits: list[asyncio.Task[bool]] = []

@@ -10,6 +10,7 @@ from prefixd.server.dispatcher import Dispatcher
 from prefixd.server.state_keeping import EVERY_BLOCK, StatePolicy
 from prefixd.server.tier_share import TierShare
 from prefixd.settings import Settings
+from prefixd.tenants import Tenants
 from prefixd.worker.protocol import ToWorker
 from prefixd_scheduler import CostModel, RequestQueue, create_policy
 from prefixd_swap import CopyEngine, create_eviction_policy
@@ -32,6 +33,7 @@ def make_cache(settings: Settings, tiers: Tiers, engine: CopyEngine, clock: Call
         write_queue_bytes=settings.disk.write_queue_bytes,
         prefetch_bytes=settings.transfers.prefetch_bytes,
         admit_uses=settings.disk.admit_uses,
+        tenants=Tenants(settings.quotas),
         remote=RemoteOptions(
             share=settings.remote.share,
             lookup_s=settings.remote.lookup_s,

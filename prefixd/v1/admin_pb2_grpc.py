@@ -84,6 +84,16 @@ class AdminStub(object):
                 request_serializer=prefixd_dot_v1_dot_admin__pb2.ResizeTierRequest.SerializeToString,
                 response_deserializer=prefixd_dot_v1_dot_admin__pb2.ResizeTierResponse.FromString,
                 _registered_method=True)
+        self.ListTenants = channel.unary_unary(
+                '/prefixd.v1.Admin/ListTenants',
+                request_serializer=prefixd_dot_v1_dot_admin__pb2.ListTenantsRequest.SerializeToString,
+                response_deserializer=prefixd_dot_v1_dot_admin__pb2.ListTenantsResponse.FromString,
+                _registered_method=True)
+        self.SetTenant = channel.unary_unary(
+                '/prefixd.v1.Admin/SetTenant',
+                request_serializer=prefixd_dot_v1_dot_admin__pb2.SetTenantRequest.SerializeToString,
+                response_deserializer=prefixd_dot_v1_dot_admin__pb2.TenantStats.FromString,
+                _registered_method=True)
         self.CheckIntegrity = channel.unary_unary(
                 '/prefixd.v1.Admin/CheckIntegrity',
                 request_serializer=prefixd_dot_v1_dot_admin__pb2.CheckIntegrityRequest.SerializeToString,
@@ -172,6 +182,21 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListTenants(self, request, context):
+        """All tenants, what they may have and what they have.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetTenant(self, request, context):
+        """Changes a tenant's quotas until the settings are read again (SIGHUP, a restart). Takes nothing away at once: a tenant that
+        has more than it may gets no more until it has less. INVALID_ARGUMENT when the guarantees of all tenants do not fit a tier.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def CheckIntegrity(self, request, context):
         """Accounts for every slot, lease and reservation of the live daemon, and says what is wrong with it and what to do.
         """
@@ -231,6 +256,16 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.ResizeTier,
                     request_deserializer=prefixd_dot_v1_dot_admin__pb2.ResizeTierRequest.FromString,
                     response_serializer=prefixd_dot_v1_dot_admin__pb2.ResizeTierResponse.SerializeToString,
+            ),
+            'ListTenants': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListTenants,
+                    request_deserializer=prefixd_dot_v1_dot_admin__pb2.ListTenantsRequest.FromString,
+                    response_serializer=prefixd_dot_v1_dot_admin__pb2.ListTenantsResponse.SerializeToString,
+            ),
+            'SetTenant': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetTenant,
+                    request_deserializer=prefixd_dot_v1_dot_admin__pb2.SetTenantRequest.FromString,
+                    response_serializer=prefixd_dot_v1_dot_admin__pb2.TenantStats.SerializeToString,
             ),
             'CheckIntegrity': grpc.unary_unary_rpc_method_handler(
                     servicer.CheckIntegrity,
@@ -508,6 +543,60 @@ class Admin(object):
             '/prefixd.v1.Admin/ResizeTier',
             prefixd_dot_v1_dot_admin__pb2.ResizeTierRequest.SerializeToString,
             prefixd_dot_v1_dot_admin__pb2.ResizeTierResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListTenants(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/prefixd.v1.Admin/ListTenants',
+            prefixd_dot_v1_dot_admin__pb2.ListTenantsRequest.SerializeToString,
+            prefixd_dot_v1_dot_admin__pb2.ListTenantsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetTenant(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/prefixd.v1.Admin/SetTenant',
+            prefixd_dot_v1_dot_admin__pb2.SetTenantRequest.SerializeToString,
+            prefixd_dot_v1_dot_admin__pb2.TenantStats.FromString,
             options,
             channel_credentials,
             insecure,

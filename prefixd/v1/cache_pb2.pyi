@@ -37,24 +37,38 @@ class SessionEvent(_message.Message):
     def __init__(self, opened: _Optional[_Union[SessionOpened, _Mapping]] = ..., draining: _Optional[_Union[SessionDraining, _Mapping]] = ...) -> None: ...
 
 class SessionOpened(_message.Message):
-    __slots__ = ("session_id", "memory_socket", "arena_bytes", "default_ttl_s", "max_ttl_s", "server_version")
+    __slots__ = ("session_id", "memory_socket", "arena_bytes", "default_ttl_s", "max_ttl_s", "server_version", "tenant")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     MEMORY_SOCKET_FIELD_NUMBER: _ClassVar[int]
     ARENA_BYTES_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_TTL_S_FIELD_NUMBER: _ClassVar[int]
     MAX_TTL_S_FIELD_NUMBER: _ClassVar[int]
     SERVER_VERSION_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     memory_socket: str
     arena_bytes: int
     default_ttl_s: float
     max_ttl_s: float
     server_version: str
-    def __init__(self, session_id: _Optional[str] = ..., memory_socket: _Optional[str] = ..., arena_bytes: _Optional[int] = ..., default_ttl_s: _Optional[float] = ..., max_ttl_s: _Optional[float] = ..., server_version: _Optional[str] = ...) -> None: ...
+    tenant: str
+    def __init__(self, session_id: _Optional[str] = ..., memory_socket: _Optional[str] = ..., arena_bytes: _Optional[int] = ..., default_ttl_s: _Optional[float] = ..., max_ttl_s: _Optional[float] = ..., server_version: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class SessionDraining(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class Retention(_message.Message):
+    __slots__ = ("start_token", "end_token", "priority", "ttl_s")
+    START_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    END_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    TTL_S_FIELD_NUMBER: _ClassVar[int]
+    start_token: int
+    end_token: int
+    priority: int
+    ttl_s: float
+    def __init__(self, start_token: _Optional[int] = ..., end_token: _Optional[int] = ..., priority: _Optional[int] = ..., ttl_s: _Optional[float] = ...) -> None: ...
 
 class Part(_message.Message):
     __slots__ = ("group", "rank", "nbytes", "rule")
@@ -269,16 +283,18 @@ class ReserveResponse(_message.Message):
     def __init__(self, reservation_id: _Optional[str] = ..., first_block: _Optional[int] = ..., blocks: _Optional[int] = ..., offsets: _Optional[_Iterable[int]] = ..., ttl_s: _Optional[float] = ...) -> None: ...
 
 class CommitRequest(_message.Message):
-    __slots__ = ("session_id", "reservation_id", "blocks", "durable")
+    __slots__ = ("session_id", "reservation_id", "blocks", "durable", "retention")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     DURABLE_FIELD_NUMBER: _ClassVar[int]
+    RETENTION_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     reservation_id: str
     blocks: int
     durable: bool
-    def __init__(self, session_id: _Optional[str] = ..., reservation_id: _Optional[str] = ..., blocks: _Optional[int] = ..., durable: bool = ...) -> None: ...
+    retention: _containers.RepeatedCompositeFieldContainer[Retention]
+    def __init__(self, session_id: _Optional[str] = ..., reservation_id: _Optional[str] = ..., blocks: _Optional[int] = ..., durable: bool = ..., retention: _Optional[_Iterable[_Union[Retention, _Mapping]]] = ...) -> None: ...
 
 class CommitResponse(_message.Message):
     __slots__ = ("committed", "duplicates")
@@ -348,6 +364,24 @@ class PrefetchResponse(_message.Message):
     blocks: int
     def __init__(self, blocks: _Optional[int] = ...) -> None: ...
 
+class RetainRequest(_message.Message):
+    __slots__ = ("session_id", "namespace_id", "token_ids", "retention")
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    RETENTION_FIELD_NUMBER: _ClassVar[int]
+    session_id: str
+    namespace_id: bytes
+    token_ids: bytes
+    retention: _containers.RepeatedCompositeFieldContainer[Retention]
+    def __init__(self, session_id: _Optional[str] = ..., namespace_id: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., retention: _Optional[_Iterable[_Union[Retention, _Mapping]]] = ...) -> None: ...
+
+class RetainResponse(_message.Message):
+    __slots__ = ("blocks",)
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    blocks: int
+    def __init__(self, blocks: _Optional[int] = ...) -> None: ...
+
 class GetRequest(_message.Message):
     __slots__ = ("session_id", "namespace_id", "token_ids", "first_block", "max_blocks", "parts", "uncounted")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
@@ -385,20 +419,22 @@ class GetResponse(_message.Message):
     def __init__(self, header: _Optional[_Union[GetHeader, _Mapping]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class PutHeader(_message.Message):
-    __slots__ = ("session_id", "namespace_id", "token_ids", "first_block", "parts", "durable")
+    __slots__ = ("session_id", "namespace_id", "token_ids", "first_block", "parts", "durable", "retention")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
     DURABLE_FIELD_NUMBER: _ClassVar[int]
+    RETENTION_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     namespace_id: bytes
     token_ids: bytes
     first_block: int
     parts: _containers.RepeatedScalarFieldContainer[int]
     durable: bool
-    def __init__(self, session_id: _Optional[str] = ..., namespace_id: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., first_block: _Optional[int] = ..., parts: _Optional[_Iterable[int]] = ..., durable: bool = ...) -> None: ...
+    retention: _containers.RepeatedCompositeFieldContainer[Retention]
+    def __init__(self, session_id: _Optional[str] = ..., namespace_id: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., first_block: _Optional[int] = ..., parts: _Optional[_Iterable[int]] = ..., durable: bool = ..., retention: _Optional[_Iterable[_Union[Retention, _Mapping]]] = ...) -> None: ...
 
 class PutRequest(_message.Message):
     __slots__ = ("header", "data")

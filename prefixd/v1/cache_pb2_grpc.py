@@ -84,6 +84,11 @@ class PrefixCacheStub(object):
                 request_serializer=prefixd_dot_v1_dot_cache__pb2.PrefetchRequest.SerializeToString,
                 response_deserializer=prefixd_dot_v1_dot_cache__pb2.PrefetchResponse.FromString,
                 _registered_method=True)
+        self.Retain = channel.unary_unary(
+                '/prefixd.v1.PrefixCache/Retain',
+                request_serializer=prefixd_dot_v1_dot_cache__pb2.RetainRequest.SerializeToString,
+                response_deserializer=prefixd_dot_v1_dot_cache__pb2.RetainResponse.FromString,
+                _registered_method=True)
         self.Get = channel.unary_stream(
                 '/prefixd.v1.PrefixCache/Get',
                 request_serializer=prefixd_dot_v1_dot_cache__pb2.GetRequest.SerializeToString,
@@ -180,6 +185,14 @@ class PrefixCacheServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Retain(self, request, context):
+        """Says how long a cached prefix, or ranges of it, should stay, and how dear it is (see Retention). Also part of Commit and
+        Put, for what they store.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Get(self, request, context):
         """Read with the bytes in the stream: one header, then every part of every block that the rules need, in order, in pieces.
         """
@@ -249,6 +262,11 @@ def add_PrefixCacheServicer_to_server(servicer, server):
                     servicer.Prefetch,
                     request_deserializer=prefixd_dot_v1_dot_cache__pb2.PrefetchRequest.FromString,
                     response_serializer=prefixd_dot_v1_dot_cache__pb2.PrefetchResponse.SerializeToString,
+            ),
+            'Retain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Retain,
+                    request_deserializer=prefixd_dot_v1_dot_cache__pb2.RetainRequest.FromString,
+                    response_serializer=prefixd_dot_v1_dot_cache__pb2.RetainResponse.SerializeToString,
             ),
             'Get': grpc.unary_stream_rpc_method_handler(
                     servicer.Get,
@@ -531,6 +549,33 @@ class PrefixCache(object):
             '/prefixd.v1.PrefixCache/Prefetch',
             prefixd_dot_v1_dot_cache__pb2.PrefetchRequest.SerializeToString,
             prefixd_dot_v1_dot_cache__pb2.PrefetchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Retain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/prefixd.v1.PrefixCache/Retain',
+            prefixd_dot_v1_dot_cache__pb2.RetainRequest.SerializeToString,
+            prefixd_dot_v1_dot_cache__pb2.RetainResponse.FromString,
             options,
             channel_credentials,
             insecure,

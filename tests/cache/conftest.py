@@ -214,7 +214,7 @@ class Rig:
         return self.cache.register(spec)
 
     def open_session(self) -> Session:
-        return self.cache.leases.open("test", 1, self.clock())
+        return self.cache.leases.open("test", 1, self.clock(), self.cache.tenants.default)
 
     def chain(self, prompt: Sequence[int], namespace: Namespace | None = None) -> BlockChain:
         """The prompt in which block i is all `prompt[i]`."""

@@ -24,6 +24,7 @@ from prefixd.errors import (
 
 if TYPE_CHECKING:
     from tests.cache.conftest import Rig
+from prefixd.tenants import Tenant
 
 
 async def test_a_lease_released_twice_says_so(make_rig: Callable[..., Rig]) -> None:
@@ -150,7 +151,7 @@ def test_a_session_that_ended_with_the_daemon_is_no_mistake_of_its_client() -> N
     table = LeaseTable(
         lambda grants, at_its_word: None, lambda session: None, default_ttl_s=60.0, max_ttl_s=100.0, max_sessions=1
     )
-    session = table.open("one", 1, 0.0)
+    session = table.open("one", 1, 0.0, Tenant("one", 0))
     table.close(session)
     with pytest.raises(NotFoundError, match="is not open"):
         table.session(session.id)

@@ -118,7 +118,9 @@ async def house(*, urgency: bool = True, near: int = 8, middle: int = 1024) -> A
     engine = SimulatedCopyEngine(SimulatedLink(COPY_BYTES_PER_S, 0.0, clock, asyncio.sleep))
     cache = TieredCache(tiers, engine, create_eviction_policy("lru", 0), clock, write_back=False)
     namespace = cache.register(NamespaceSpec("model", TOKENS, (PartSpec("all", 0, BLOCK),)))
-    yield House(cache, first, second, third, faults, cache.leases.open("test", 1, 0.0), namespace)
+    yield House(
+        cache, first, second, third, faults, cache.leases.open("test", 1, 0.0, cache.tenants.default), namespace
+    )
     await cache.close()
     check_integrity(cache)
     for tier in (first, second):
@@ -188,7 +190,7 @@ def test_a_prefetch_ends_with_its_session_and_holds_nothing_then() -> None:
     async def work() -> None:
         async with house() as here:
             await here.put_far(1, 900)
-            other = here.cache.leases.open("another", 2, 0.0)
+            other = here.cache.leases.open("another", 2, 0.0, here.cache.tenants.default)
             assert await here.cache.prefetch(other, here.namespace, here.chain(1, 900)) == 512
             assert await here.cache.prefetch(other, here.namespace, here.chain(1, 900)) == 0, "as much as it may"
             await asyncio.sleep(0.05)
@@ -247,7 +249,7 @@ def test_a_prefetch_that_ends_while_it_makes_room_costs_nobody_a_block() -> None
             await here.put_far(1, 256)
             for prompt in range(2, 34):
                 await here.commit(prompt, 16)
-            other = here.cache.leases.open("another", 2, 0.0)
+            other = here.cache.leases.open("another", 2, 0.0, here.cache.tenants.default)
             assert await here.cache.prefetch(other, here.namespace, here.chain(1, 256)) == 256
             await asyncio.sleep(0.005)
             here.cache.leases.close(other)

@@ -235,5 +235,34 @@ def test_more_memory_than_there_is_is_refused() -> None:
 
 def test_every_setting_is_described_and_shown() -> None:
     descriptions = dotted_names()
-    assert list(dotted_values(Settings.load(environ={}))) == list(descriptions)
+    values = dotted_values(Settings.load(None, {"tenants.name.uids": "7"}, environ={}))
+    assert [name.replace("tenants.name", "tenants.NAME") for name in values] == list(descriptions)
     assert [name for name, text in descriptions.items() if not text] == []
+
+
+def test_tenants_are_sections_with_names() -> None:
+    settings, sources = Settings.load_with_sources(
+        None, {"tenants.acme.cpu_guaranteed": "1MiB", "tenants.acme.uids": "1001,1002", "tenants.b-2.sessions": 3}, {}
+    )
+    acme = settings.tenants["acme"]
+    assert (acme.cpu_guaranteed, acme.uids, settings.tenants["b-2"].sessions) == (1 << 20, (1001, 1002), 3)
+    assert settings.quotas["acme"].tiers[1].guaranteed_bytes == 1 << 20
+    assert sources["tenants.acme.uids"] == "the command line"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"tenants.acme.cpu_guarantee": "1"}, ["no setting tenants.acme.cpu_guarantee"]),
+        ({"tenants.Acme.sessions": "1"}, ["'Acme' is no name of a tenant", "a-z"]),
+        ({"tenants.a.sessions": "0"}, ["tenants.a.sessions = '0'"]),
+        ({"tenants.a.cpu_guaranteed": "2GiB"}, ["guaranteed 2147483648 bytes of the cpu tier, which has 1073741824"]),
+        ({"tenants.a.cpu_guaranteed": "2", "tenants.a.cpu_most": "1"}, ["cpu_guaranteed = 2 is above cpu_most = 1"]),
+        ({"tenants.a.uids": "7", "tenants.b.uids": "7"}, ["tenants.b.uids has 7, which tenants.a has, too"]),
+    ],
+)
+def test_a_tenant_that_cannot_be_is_refused(overrides: dict[str, str], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Settings.load(None, overrides, {})
+    for word in words:
+        assert word in str(caught.value)

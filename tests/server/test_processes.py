@@ -49,7 +49,7 @@ async def test_the_end_of_a_process_is_noticed(
 ) -> None:
     if not with_peer_pidfd:  # a kernel that has no such option
         monkeypatch.setattr(processes, "_SO_PEERPIDFD", 9999)
-    session = cache.leases.open("one", 1, 0.0)
+    session = cache.leases.open("one", 1, 0.0, cache.tenants.default)
     ended = asyncio.Event()
     tell = cache.process_ended
 
@@ -70,7 +70,7 @@ async def test_the_end_of_a_process_is_noticed(
             assert isinstance(await cache.reserve(session, namespace, chain), Reservation)
             cache.leases.close(session)
             assert cache.quarantine.nbytes == 2 * 4096
-            another = cache.leases.open("two", 1, 0.0)
+            another = cache.leases.open("two", 1, 0.0, cache.tenants.default)
             assert watch.visit(another.id, process.pid, connection) is None
             assert another.processes == {known}, "the same process, that may speak for what it has lost"
         finally:
@@ -84,7 +84,7 @@ async def test_the_end_of_a_process_is_noticed(
 async def test_a_number_that_another_process_has_now_is_not_mistaken(
     cache: TieredCache, watch: ProcessWatch, listener: socket.socket
 ) -> None:
-    session, fresh = (cache.leases.open("one", 1, 0.0) for _ in range(2))
+    session, fresh = (cache.leases.open("one", 1, 0.0, cache.tenants.default) for _ in range(2))
     first, connection = visitor(listener)
     with first, connection:
         assert watch.visit(session.id, 4711, connection) is None
@@ -106,7 +106,7 @@ async def test_a_process_that_cannot_be_watched_gets_no_memory(
     cache: TieredCache, watch: ProcessWatch, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(processes, "_SO_PEERPIDFD", 9999)
-    session = cache.leases.open("one", 1, 0.0)
+    session = cache.leases.open("one", 1, 0.0, cache.tenants.default)
     with socket.socket(socket.AF_UNIX) as ours:
         ours.connect(listener.getsockname())
         connection, _ = listener.accept()

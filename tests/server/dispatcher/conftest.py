@@ -359,7 +359,7 @@ class Bench:
 
     async def cached(self, tokens: Sequence[int]) -> None:
         """Puts the full blocks of a prompt into the CPU tier, with the bytes the worker would have computed."""
-        session = self.cache.leases.open("test", 0, self.now)
+        session = self.cache.leases.open("test", 0, self.now, self.cache.tenants.default)
         chain = self.cache.chain(self.namespace, np.asarray(tokens, "<u4").tobytes())
         try:
             reservation = await self.cache.reserve(session, self.namespace, chain)

@@ -179,15 +179,24 @@ class ServerSettings(_Section):
     tls_key: AbsolutePath | None = None
     """The certificate's private key, PEM, without a password."""
     tls_client_ca: AbsolutePath | None = None
-    """Authorities, PEM: only clients with a certificate of theirs may use the TCP port (mutual TLS); for everything,
-    where tokens do not say otherwise."""
+    """Authorities, PEM: only clients with a certificate of theirs may use the TCP port (mutual TLS). To which tenant a
+    certificate belongs is said by tenants.NAME.certificates, and who is an operator by admin_certificates; with tokens,
+    other certificates need a token besides."""
     insecure_tcp: bool = False
-    """Open the TCP port without TLS, on loopback too: everyone who reaches it may use it, and what travels can be read
-    and changed on the way. With tokens only their holders may use it, but the tokens can be read on the way too."""
+    """Open the TCP port without TLS, on loopback too: everyone who reaches it may use it as a client, and what travels
+    can be read and changed on the way. With tokens only their holders may use it, but the tokens can be read on the way
+    too."""
     tokens: AbsolutePath | None = None
-    """File (mode 0600) of bearer tokens for the TCP port: lines `name role token`, and comments that begin with `#`.
-    The role client opens PrefixCache and Inference, admin those and Admin; health is open to all. The daemon reads the
-    file again within 2 s of a change; while it cannot be used, the tokens read before stay valid."""
+    """File (mode 0600) of bearer tokens for the TCP port and the metrics port: lines `name role token [tenant]`, and
+    comments that begin with `#`. The role client opens PrefixCache and Inference, metrics the metrics port, admin those
+    and Admin; health is open to all. Without a tenant a token is of the tenant default. The daemon reads the file again
+    within 2 s of a change; while it cannot be used, the tokens read before stay valid."""
+    admin_uids: Annotated[tuple[UserId, ...], BeforeValidator(_numbers)] = ()
+    """Users of this host, by id, who are operators at the unix socket, beside root and the daemon's user: they use
+    Admin and map the memory. Everybody else who is let in there is a client."""
+    admin_certificates: tuple[str, ...] = ()
+    """Names in client certificates (subject's common name, or a DNS or URI alternative name) of operators: they use
+    Admin over TCP. See tls_client_ca."""
     max_sessions: Count = 256
     """Sessions open at once; one more is refused."""
     max_namespaces: Count = 1024
@@ -199,7 +208,8 @@ class ServerSettings(_Section):
     drain_timeout_s: Seconds = 60.0
     """How long a drain or a SIGTERM waits for running requests before it ends them."""
     metrics_port: Port | None = None
-    """Port for Prometheus metrics on 127.0.0.1; none by default."""
+    """Port for Prometheus metrics on 127.0.0.1; none by default. With tokens, scrapers need one with the role metrics
+    or admin (`authorization` in Prometheus' scrape_config); without, every user of this host can read the figures."""
     audit_log: AbsolutePath | None = None
     """File for a line of JSON about everyone who was let in or refused, and what operators did; none by default."""
 

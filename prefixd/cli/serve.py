@@ -147,7 +147,11 @@ def serve_command(
         "cache.eviction": eviction,
         "scheduler.look_ahead": look_ahead,
     }
-    settings = Settings.load(config, _overrides(flags, assignments))
+
+    def read_settings() -> Settings:
+        return Settings.load(config, _overrides(flags, assignments))
+
+    settings = read_settings()
     check_start(settings)
     logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)-7s %(name)s: %(message)s", force=True)
 
@@ -158,7 +162,7 @@ def serve_command(
 
     sys.setswitchinterval(_SWITCH_S)
     try:
-        code = asyncio.run(serve(settings, ready=announce, ops=context.obj))
+        code = asyncio.run(serve(settings, ready=announce, ops=context.obj, read_settings=read_settings))
     except KeyboardInterrupt as error:
         raise typer.Exit(EXIT_INTERRUPTED) from error
     raise typer.Exit(code)

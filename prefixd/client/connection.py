@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +14,7 @@ import grpc
 
 from prefixd.client.credentials import Credentials
 from prefixd.client.errors import CallTimeout, ClientError, InvalidArgumentError, from_rpc_error
+from prefixd.client.ticket import Ticket
 from prefixd.v1.admin_pb2_grpc import AdminStub
 from prefixd.v1.cache_pb2_grpc import PrefixCacheStub
 from prefixd.v1.inference_pb2_grpc import InferenceStub
@@ -71,7 +73,9 @@ class Connection:
         self.timeout_s = timeout_s
         self._late: set[asyncio.Task[None]] = set()
         self._channel = credentials.channel(self.address, _OPTIONS)
-        base = credentials.stubs_on(self._channel, self.address)
+        local = self.address.startswith("unix:")
+        self._ticket = Ticket(self.address.removeprefix("unix:"), time.monotonic) if local else None
+        base = credentials.stubs_on(self._channel, self._ticket)
         self.cache: Any = PrefixCacheStub(base)
         self.inference: Any = InferenceStub(base)
         self.admin: Any = AdminStub(base)
@@ -136,11 +140,14 @@ class Connection:
             call.cancel()
 
     async def wait_out_backoff(self) -> None:
-        """After a failed connection, gives the channel its next attempt.
+        """Before a call: fetches a ticket where one is needed, and after a failed connection gives the channel its next
+        attempt.
 
         Without this the first call after a daemon's restart would be refused by the channel without being
         tried, or share the fate of an attempt that began before the daemon was back.
         """
+        if self._ticket is not None and not self._ticket.fresh:
+            await self._ticket.fetch()
         waiting = (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.CONNECTING)
         state = self._channel.get_state(try_to_connect=True)
         with suppress(TimeoutError):

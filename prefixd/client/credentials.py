@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,14 @@ from typing import Any
 import grpc
 
 from prefixd.client.errors import InvalidArgumentError
+from prefixd.client.ticket import Ticket
+
+_Metadata = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """For connections to `host:port`; a unix socket needs none and is not shown any.
+    """For connections to `host:port`. At a unix socket a client shows a ticket instead, see `Ticket`.
 
     Args:
         tls_ca: file of the authorities, PEM, one of which signed the daemon's certificate. Without it the connection is
@@ -47,9 +50,15 @@ class Credentials:
             return grpc.aio.insecure_channel(address, options=options)
         return grpc.aio.secure_channel(address, self._tls(), options=options)
 
-    def stubs_on(self, channel: grpc.aio.Channel, address: str) -> Any:
-        """What stubs are made on: the channel, whose calls carry the token where there is one to show."""
-        return channel if address.startswith("unix:") or not self.token else _WithToken(channel, self.token)
+    def stubs_on(self, channel: grpc.aio.Channel, ticket: Ticket | None) -> Any:
+        """What stubs are made on: the channel, whose calls carry the ticket, or the token where there is one to
+        show."""
+        if ticket is not None:
+            return _Showing(channel, ticket.metadata)
+        if not self.token:
+            return channel
+        metadata = (("authorization", f"Bearer {self.token}"),)
+        return _Showing(channel, lambda: metadata)
 
     def _tls(self) -> grpc.ChannelCredentials:
         import ssl
@@ -76,18 +85,19 @@ class Credentials:
         return grpc.ssl_channel_credentials(*content)
 
 
-class _WithToken:
-    """The part of a channel that stubs use; each call carries the token."""
+class _Showing:
+    """The part of a channel that stubs use; each call carries what `metadata` gives."""
 
-    def __init__(self, channel: grpc.aio.Channel, token: str) -> None:
+    def __init__(self, channel: grpc.aio.Channel, metadata: Callable[[], _Metadata]) -> None:
         self._channel = channel
-        self._metadata = (("authorization", f"Bearer {token}"),)
+        self._metadata = metadata
 
     def __getattr__(self, kind: str) -> Any:
         make = getattr(self._channel, kind)  # unary_unary and the like
 
         def method(*arguments: Any, **options: Any) -> Any:
-            return functools.partial(make(*arguments, **options), metadata=self._metadata)
+            call = make(*arguments, **options)
+            return lambda request, **how: call(request, metadata=self._metadata(), **how)
 
         return method
 

@@ -42,10 +42,6 @@ class SocketAccess:
     mode: int = 0o600
     uids: tuple[int, ...] = ()
 
-    def admits(self, uid: int) -> bool:
-        """Whether a process of this user may have what cannot be taken back: the daemon's memory."""
-        return uid in (0, os.geteuid(), *self.uids)
-
     def make_directory(self, directory: Path) -> None:
         """The directory of the sockets: made private, or checked when it is there.
 
@@ -82,18 +78,21 @@ class SocketAccess:
             self._allow(directory, _SEARCH)
 
     def open(self, path: Path) -> None:
-        """Lets those in who may use the socket file at `path`, which was bound with no permissions for others.
+        """Lets those in who may use the socket file at `path`, which was bound by this process, and nobody else.
 
         Raises:
             ConfigError: the file system has no access control lists, and `uids` need one.
         """
         path.chmod(self.mode)
-        if self.uids:
-            self._allow(path, _READ_WRITE)
+        if self.uids or _has_acl(path):
+            self._allow(path, _READ_WRITE, nobody_else=True)
 
-    def _allow(self, path: Path, permissions: int) -> None:
+    def _allow(self, path: Path, permissions: int, *, nobody_else: bool = False) -> None:
         try:
             entries = _read_acl(path)
+            if nobody_else:
+                entries = {(tag, who): given for (tag, who), given in entries.items() if tag != _USER}
+                entries |= {(_OTHER, _NO_ID): self.mode & 7, (_GROUP_OBJ, _NO_ID): self.mode >> 3 & 7}
             entries |= {(_USER, uid): permissions for uid in self.uids}
             of_groups = (given for (tag, _), given in entries.items() if tag in (_USER, _GROUP_OBJ, _GROUP))
             entries[_MASK, _NO_ID] = functools.reduce(operator.or_, of_groups)
@@ -104,6 +103,13 @@ class SocketAccess:
                 f"server.allow_uids = {list(self.uids)}: the file system of {path} takes no access control list "
                 f"({error.strerror}); use server.socket_mode = 0660 and a common group, or another directory"
             ) from error
+
+
+def _has_acl(path: Path) -> bool:
+    try:
+        return bool(os.getxattr(path, _ACL))
+    except OSError:  # none, or none is possible here
+        return False
 
 
 def _read_acl(path: Path) -> dict[tuple[int, int], int]:

@@ -14,11 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 import prefixd
-from prefixd.cache import Lease, NamespaceSpec, PartSpec, Reservation, TieredCache, Trie
+from prefixd.cache import Lease, NamespaceSpec, PartSpec, Reservation, Session, TieredCache, Trie
 from prefixd.cache.cache import NO_OFFSET
 from prefixd.cache.index.trie import Rows
-from prefixd.errors import InvalidArgumentError, PreconditionError, UnavailableError
+from prefixd.errors import InvalidArgumentError, PreconditionError, SessionEndedError, UnavailableError
 from prefixd.pacer import Pacer, give_way
+from prefixd.server.caller import current_caller
 from prefixd.server.load_estimates import LoadEstimates
 from prefixd.server.rpc import Context, abort, deliver, granting, outlive, streaming, unary
 from prefixd.server.rule_messages import rule_spec
@@ -57,7 +58,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         try:
             if self._draining.is_set():
                 raise UnavailableError("the daemon drains and opens no sessions; try again when it is back")
-            session = cache.leases.open(request.client_name, request.pid, cache.clock(), cache.tenants.default)
+            session = cache.leases.open(request.client_name, request.pid, cache.clock(), current_caller().tenant)
         except Exception as error:
             await abort(context, error)
         waits: list[asyncio.Task[bool]] = []
@@ -71,6 +72,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
                     default_ttl_s=cache.leases.default_ttl_s,
                     max_ttl_s=cache.leases.max_ttl_s,
                     server_version=prefixd.__version__,
+                    tenant=session.tenant.name,
                 )
             )
             draining, closing = (asyncio.create_task(event.wait()) for event in (self._draining, self.closing))
@@ -87,7 +89,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
     @unary
     async def RegisterNamespace(self, request: pb.RegisterNamespaceRequest) -> pb.RegisterNamespaceResponse:
         """Names what must be equal for KV to be reusable, and opens it to the session."""
-        session = self._cache.leases.session(request.session_id)
+        session = self._session(request.session_id)
         wanted = request.namespace
         spec = NamespaceSpec(
             name=wanted.name,
@@ -105,7 +107,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
     async def Match(self, request: pb.MatchRequest) -> pb.MatchResponse:
         """The longest cached prefix."""
         cache = self._cache
-        namespace = cache.leases.session(request.session_id).namespace(request.namespace_id)
+        namespace = self._session(request.session_id).namespace(request.namespace_id)
         chain = cache.chain(namespace, request.token_ids)
         match = await cache.match(namespace, chain)
         if request.counted:
@@ -118,7 +120,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
     async def Acquire(self, request: pb.AcquireRequest) -> pb.AcquireResponse:
         """Match and lease for reading."""
         cache = self._cache
-        session = cache.leases.session(request.session_id)
+        session = self._session(request.session_id)
         namespace = session.namespace(request.namespace_id)
         parts = cache.check_parts(namespace, request.parts)
         chain, prefill = (
@@ -153,7 +155,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         """Slots to fill."""
         cache = self._cache
         self._take_work()
-        session = cache.leases.session(request.session_id)
+        session = self._session(request.session_id)
         namespace = session.namespace(request.namespace_id)
         reservation = await cache.reserve(
             session,
@@ -178,7 +180,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
     async def Commit(self, request: pb.CommitRequest) -> pb.CommitResponse:
         """Makes filled blocks matchable."""
         cache = self._cache
-        session = cache.leases.session(request.session_id)
+        session = self._session(request.session_id)
         grant = cache.leases.find(session, request.reservation_id)
         if not isinstance(grant, Reservation):
             raise InvalidArgumentError(f"{request.reservation_id} is a lease for reading; commit a reservation")
@@ -189,7 +191,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
     async def Persist(self, request: pb.PersistRequest) -> pb.PersistResponse:
         """Waits until a cached prefix is on disk."""
         cache = self._cache
-        namespace = cache.leases.session(request.session_id).namespace(request.namespace_id)
+        namespace = self._session(request.session_id).namespace(request.namespace_id)
         return pb.PersistResponse(blocks=await cache.persist(namespace, cache.chain(namespace, request.token_ids)))
 
     @unary
@@ -197,20 +199,20 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         """Gives leases and reservations a new lifetime."""
         leases = self._cache.leases
         ttl_s = leases.ttl(request.ttl_s)
-        leases.renew(leases.session(request.session_id), request.lease_ids, ttl_s, self._cache.clock())
+        leases.renew(self._session(request.session_id), request.lease_ids, ttl_s, self._cache.clock())
         return pb.RenewResponse(ttl_s=ttl_s)
 
     @unary
     async def Release(self, request: pb.ReleaseRequest) -> pb.ReleaseResponse:
         """Ends a lease or a reservation."""
-        self._cache.release(self._cache.leases.session(request.session_id), request.lease_id)
+        self._cache.release(self._session(request.session_id), request.lease_id)
         return pb.ReleaseResponse()
 
     @unary
     async def Prefetch(self, request: pb.PrefetchRequest) -> pb.PrefetchResponse:
         """Brings a prefix up before it is asked for."""
         cache = self._cache
-        session = cache.leases.session(request.session_id)
+        session = self._session(request.session_id)
         namespace = session.namespace(request.namespace_id)
         chain = cache.chain(namespace, request.token_ids)
         return pb.PrefetchResponse(blocks=await cache.prefetch(session, namespace, chain))
@@ -219,7 +221,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
     async def Get(self, request: pb.GetRequest) -> AsyncGenerator[pb.GetResponse, None]:
         """Reads with the bytes in the stream."""
         cache = self._cache
-        session = cache.leases.session(request.session_id)
+        session = self._session(request.session_id)
         namespace = session.namespace(request.namespace_id)
         parts = cache.check_parts(namespace, request.parts)
         lease = await deliver(
@@ -271,7 +273,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         header = first.header
         if header.durable and cache.tiers.durable is None:
             raise PreconditionError("durable Put without a disk tier; set disk.bytes or send without durable")
-        session = cache.leases.session(header.session_id)
+        session = self._session(header.session_id)
         namespace = session.namespace(header.namespace_id)
         parts = cache.check_parts(namespace, header.parts)
         chain = cache.chain(namespace, header.token_ids)
@@ -343,6 +345,16 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
                 if filled == size:
                     index, filled = index + 1, 0
         return received
+
+    def _session(self, session_id: str) -> Session:
+        """The caller's open session with this id; another tenant's is none."""
+        session = self._cache.leases.session(session_id)
+        if session.tenant is not current_caller().tenant:
+            raise SessionEndedError(
+                f"session {session_id[:8]} is not open for tenant {current_caller().tenant.name}; open one with "
+                "OpenSession"
+            )
+        return session
 
     def _take_back(self, session_id: str, grant_id: str) -> None:
         """Ends what a caller was granted that has gone, unless its session has ended it."""

@@ -26,20 +26,23 @@ from prefixd.generation import Generation
 from prefixd.server import rpc
 from prefixd.server.access import make_private, private_umask
 from prefixd.server.admin_service import AdminService
+from prefixd.server.audit import AuditLog
 from prefixd.server.cache_service import PrefixCacheService
 from prefixd.server.health import Health
 from prefixd.server.inference_service import InferenceService
 from prefixd.server.kv_events import KVEvents
 from prefixd.server.limits import LOCK, raise_descriptor_limit, watch_descriptors, watch_memory_lock
-from prefixd.server.listeners import Listeners
+from prefixd.server.listeners import Listeners, local_door
 from prefixd.server.memory_listener import MemoryListener
 from prefixd.server.metrics_server import MetricsServer
 from prefixd.server.models import Models
 from prefixd.server.processes import ProcessWatch
 from prefixd.server.remote_store import open_remote
 from prefixd.server.snapshot import Snapshot
+from prefixd.server.tickets import LocalProcess, Tickets
 from prefixd.server.wiring import make_cache
-from prefixd.settings import Settings
+from prefixd.settings import Settings, dotted_values
+from prefixd.tenants import Tenants
 from prefixd.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, inference_pb2, inference_pb2_grpc
 from prefixd_swap import (
     MAX_SLABS,
@@ -58,6 +61,8 @@ TIER_HEALTH = "prefixd.tier."
 """Before a tier's name (`prefixd.tier.disk`): the health service that says whether the tier is well."""
 MODEL_HEALTH = "prefixd.model."
 """Before a model's name, where there are several: whether its worker serves, or will when it has started."""
+_SETTINGS = "settings"
+_READ_AGAIN = ("server.allow_uids", "server.admin_uids", "server.admin_certificates")
 _SAME_SIGNAL_S = 1.0  # `timeout` and shells signal a process and its group: twice, but meant once
 _INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 _SERVICES = (
@@ -78,7 +83,11 @@ class Endpoints:
 
 
 async def serve(
-    settings: Settings, *, ready: Callable[[Endpoints], None] | None = None, ops: FileOps | None = None
+    settings: Settings,
+    *,
+    ready: Callable[[Endpoints], None] | None = None,
+    ops: FileOps | None = None,
+    read_settings: Callable[[], Settings] | None = None,
 ) -> int:
     """Runs the daemon until SIGTERM, SIGINT or a drain with shutdown; returns the exit status.
 
@@ -88,12 +97,13 @@ async def serve(
         settings: checked settings.
         ready: called once, when calls are taken (the model may still be loading; requests for it wait).
         ops: the disk tier's file calls, to have them fail in a test.
+        read_settings: reads the settings again, for SIGHUP; runs in a thread. None: as they are.
 
     Raises:
         ConfigError: a directory, socket or size that the daemon cannot start with.
     """
     async with AsyncExitStack() as stack:
-        daemon = Daemon(settings, ops)
+        daemon = Daemon(settings, ops, read_settings)
         endpoints = await daemon.start(stack)
         heap.exempt_from_collection()
         if ready is not None:
@@ -109,10 +119,15 @@ class Daemon:
     Args:
         settings: checked settings.
         ops: the disk tier's file calls, to have them fail in a test.
+        read_settings: see `serve`.
     """
 
-    def __init__(self, settings: Settings, ops: FileOps | None = None) -> None:
+    def __init__(
+        self, settings: Settings, ops: FileOps | None = None, read_settings: Callable[[], Settings] | None = None
+    ) -> None:
         self.settings = settings
+        self._read_settings = read_settings
+        self._reloading: asyncio.Task[None] | None = None
         self._ops = ops
         self.draining = asyncio.Event()
         self.ended = asyncio.Event()
@@ -128,12 +143,17 @@ class Daemon:
         settings = self.settings
         clock = time.monotonic
         device = resolve_device(settings) if settings.worker.enabled else "cpu"
-        doors = Listeners(settings.server)
+        tenants = Tenants(settings.quotas)
+        tickets = Tickets(time.time)
+        self.audit = audit = AuditLog(settings.server.audit_log)
+        stack.callback(audit.close)
+        self._doors = doors = Listeners(settings, tenants, tickets, audit)
         if doors.tokens is not None:
             stack.callback(doors.tokens.close)
             await doors.tokens.load()
         stack.callback(private_umask())
         stack.callback(_lock_directory(settings.data_dir))
+        tickets.load_key(settings.data_dir)
         heap.keep_large_arrays_apart()
         began_s = clock()
         troubles = Troubles(clock)
@@ -160,7 +180,7 @@ class Daemon:
             raise ConfigError(f"gpu.device = {settings.gpu.device}: {error}") from error
         stack.callback(engine.close)
         try:
-            self.cache = cache = make_cache(settings, tiers, engine, clock)
+            self.cache = cache = make_cache(settings, tiers, engine, clock, tenants)
             restored = cache.restore()
         except SwapError as error:
             raise ConfigError(f"the cache cannot be opened: {error}") from error
@@ -212,20 +232,21 @@ class Daemon:
         path = settings.server.socket
         doors.access.make_directory(path.parent)
         _refuse_taken(path)
-        door_path = path.with_name(path.name + "-memory")
-        if arena is not None:
-            watch = ProcessWatch(cache)
-            stack.callback(watch.close)
-            door = MemoryListener(
-                door_path,
-                arena.fd,
-                arena.capacity_bytes,
-                lambda s: s in cache.leases.sessions,
-                doors.access,
-                watch.visit,
-            )
-            await door.start()
-            stack.push_async_callback(door.close)
+        door_path = local_door(path)
+        watch = ProcessWatch(cache)
+        stack.callback(watch.close)
+        door = MemoryListener(
+            door_path,
+            -1 if arena is None else arena.fd,
+            0 if arena is None else arena.capacity_bytes,
+            lambda s: s in cache.leases.sessions,
+            doors.access,
+            watch.visit,
+            may_map=doors.identities.may_map,
+            ticket=lambda uid, pid: tickets.issue(LocalProcess(uid, pid)),
+        )
+        await door.start()
+        stack.push_async_callback(door.close)
         service = PrefixCacheService(cache, door_path if arena is not None else None, self.draining)
         cache_pb2_grpc.add_PrefixCacheServicer_to_server(service, doors.services)
         inference_pb2_grpc.add_InferenceServicer_to_server(
@@ -257,7 +278,7 @@ class Daemon:
         metrics_port = None
         if settings.server.metrics_port is not None:
             try:
-                metrics = MetricsServer(snapshot.take)
+                metrics = MetricsServer(snapshot.take, doors.identities.refuse_scraper)
                 stack.push_async_callback(metrics.close)
                 metrics_port = await metrics.start(settings.server.metrics_port)
             except SwapError as error:
@@ -273,6 +294,8 @@ class Daemon:
             # Once it is over, a signal that comes before the process has ended must not change its exit status.
             stack.callback(signal.signal, number, signal.SIG_IGN)
             stack.callback(loop.remove_signal_handler, number)
+        loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
+        stack.callback(loop.remove_signal_handler, signal.SIGHUP)
         return Endpoints(path, tcp, metrics_port, clock() - began_s)
 
     async def drain(self) -> tuple[int, int]:
@@ -337,6 +360,34 @@ class Daemon:
         elif now - self._signalled_s > _SAME_SIGNAL_S:
             log.warning("second signal: ending without finishing what runs")
             os._exit(1)
+
+    def _on_hangup(self) -> None:
+        if self._reloading is None or self._reloading.done():
+            self._reloading = asyncio.create_task(self._reload(), name="reload")
+            self._watch(self._reloading)
+
+    async def _reload(self) -> None:
+        """Reads the settings again, and uses what can change while the daemon runs: who is who, and the quotas."""
+        self.audit.reopen()
+        try:
+            fresh = self.settings
+            if self._read_settings is not None:
+                fresh = await asyncio.to_thread(self._read_settings)
+            self._doors.update(fresh)
+            if self._doors.tokens is not None:
+                await self._doors.tokens.load()
+        except (ConfigError, RuntimeError) as error:  # RuntimeError: no thread
+            self._troubles.begin(_SETTINGS, f"{error}: what was read before stays in force; repair it, and send SIGHUP")
+            return
+        self._troubles.end(_SETTINGS)
+        self.cache.tenants.set_quotas(fresh.quotas)
+        ours, theirs = dotted_values(self.settings), dotted_values(fresh)
+        changed = [name for name in theirs if not name.startswith("tenants.") and ours.get(name) != theirs[name]]
+        later = [name for name in changed if name not in _READ_AGAIN]
+        log.info("settings were read again: %d tenants", len(fresh.tenants))
+        if later:
+            log.warning("%s changed, which only a restart brings into force", ", ".join(later))
+        self.audit.tell("settings read again", None)
 
     async def _expire(self) -> None:
         while True:

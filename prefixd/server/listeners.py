@@ -10,10 +10,15 @@ import grpc
 
 from prefixd.errors import ConfigError
 from prefixd.server.access import SocketAccess
+from prefixd.server.access_check import AccessCheck, CallLimits
+from prefixd.server.audit import AuditLog
+from prefixd.server.identities import Identities
 from prefixd.server.messages import ServiceTable
-from prefixd.server.tcp_listener import TokenCheck, tls_credentials
+from prefixd.server.tickets import Tickets
+from prefixd.server.tls import tls_credentials
 from prefixd.server.tokens import TokenFile
-from prefixd.settings import ServerSettings
+from prefixd.settings import MEMORY_SOCKET_SUFFIX, Settings
+from prefixd.tenants import Tenants
 
 _MESSAGE_BYTES = 16 << 20
 _OPTIONS: list[tuple[str, Any]] = [
@@ -51,30 +56,41 @@ _caller_hung_up = _CallerHungUp()
 class Listeners:
     """Where calls come in. Services are added to `services` before it is opened.
 
-    The unix socket's peers are checked by the kernel alone, against the socket's permissions and access control list:
-    gRPC accepts the connections itself and can neither be asked for their SO_PEERCRED nor be handed accepted ones, and
-    a listener of ours in front of it would copy every byte. Who gets the memory is checked by SO_PEERCRED, by
-    `MemoryListener`. On TCP, TLS and tokens say who comes in.
+    Who may connect to the unix socket is checked by the kernel, against the socket's permissions and access control
+    list; which user somebody is, by tickets: gRPC accepts the connections itself and can neither be asked for their
+    SO_PEERCRED nor be handed accepted ones, and a listener of ours in front of it would copy every byte. On TCP,
+    tokens and certificates say who comes in. `AccessCheck` is at both.
+
+    Args:
+        settings: all of them.
+        tenants: to whom callers belong.
+        tickets: what local clients show.
+        audit: is told who is let in and refused.
 
     Raises:
         ConfigError: a certificate or a key that cannot be used.
     """
 
-    def __init__(self, settings: ServerSettings) -> None:
-        self.access = SocketAccess(int(settings.socket_mode, 8), settings.allow_uids)
-        self._settings = settings
+    def __init__(self, settings: Settings, tenants: Tenants, tickets: Tickets, audit: AuditLog) -> None:
+        server = settings.server
+        self.access = _socket_access(settings)
+        self._settings = server
         logging.getLogger("grpc._cython.cygrpc").addFilter(_caller_hung_up)
-        self._unix = grpc.aio.server(options=_OPTIONS + _UNIX_OPTIONS)
+        self.tokens = TokenFile(server.tokens) if server.tokens is not None else None
+        """To be loaded before the listeners are opened, and watched from then on."""
+        self.identities = Identities(server, settings.tenants, tenants, self.tokens, tickets)
+        self.limits = CallLimits()
+        self._unix = grpc.aio.server(
+            interceptors=[AccessCheck(self.identities, self.limits, audit, "unix")], options=_OPTIONS + _UNIX_OPTIONS
+        )
         self._tcp: grpc.aio.Server | None = None
-        self.tokens: TokenFile | None = None
-        """To be loaded before the TCP listener is opened, and watched from then on."""
-        if settings.tcp is not None:
-            self._credentials = tls_credentials(settings)
-            self.tokens = TokenFile(settings.tokens) if settings.tokens is not None else None
+        if server.tcp is not None:
+            self._credentials = tls_credentials(server)
+            by_certificate = server.tls_client_ca is not None
             self._tcp = grpc.aio.server(
-                interceptors=[TokenCheck(self.tokens)] if self.tokens is not None else None,
+                interceptors=[AccessCheck(self.identities, self.limits, audit, "tcp", certificates=by_certificate)],
                 options=_OPTIONS + _TCP_OPTIONS,
-                maximum_concurrent_rpcs=settings.max_sessions + _TCP_CALLS,
+                maximum_concurrent_rpcs=server.max_sessions + _TCP_CALLS,
             )
         self._servers = [self._unix] if self._tcp is None else [self._unix, self._tcp]
         self.services: Any = ServiceTable(self._servers)  # generated code asks for a grpc.aio.Server by type
@@ -96,6 +112,20 @@ class Listeners:
             await server.start()
         return tcp
 
+    def update(self, settings: Settings) -> None:
+        """From now on callers are who these settings say, and users are let in whom they name.
+
+        Raises:
+            ConfigError: the socket's file system takes no access control list.
+        """
+        access = _socket_access(settings)
+        if access.uids != self.access.uids:
+            access.make_directory(self._settings.socket.parent)
+            for path in (self._settings.socket, local_door(self._settings.socket)):
+                access.open(path)
+            self.access = access
+        self.identities.update(settings.server, settings.tenants)
+
     async def close(self, grace_s: float) -> None:
         """Takes no more calls, and ends those that still run after `grace_s`."""
         for server in self._servers:
@@ -113,3 +143,16 @@ class Listeners:
         except RuntimeError as error:
             raise ConfigError(f"server.tcp = {address} cannot be bound; choose another address or port 0") from error
         return f"{address.rpartition(':')[0]}:{port}"
+
+
+def local_door(path: Path) -> Path:
+    """Where the local door of the daemon with this socket is."""
+    return path.with_name(path.name + MEMORY_SOCKET_SUFFIX)
+
+
+def _socket_access(settings: Settings) -> SocketAccess:
+    """Who may connect to the unix sockets: those that settings allow, operators, and the tenants' users."""
+    server = settings.server
+    uids = dict.fromkeys((*server.allow_uids, *server.admin_uids))
+    uids |= dict.fromkeys(uid for tenant in settings.tenants.values() for uid in tenant.uids)
+    return SocketAccess(int(server.socket_mode, 8), tuple(uids))

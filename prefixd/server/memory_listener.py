@@ -1,9 +1,12 @@
-"""The door through which the arena is handed to local clients, as a file descriptor.
+"""The door for local clients: hands out the arena, as a file descriptor, and tickets.
 
-A client connects to a unix socket, sends its session id and a newline, and gets one line of JSON whose first
-byte carries the descriptor (SCM_RIGHTS): `{"arena_bytes": 8589934592}`. Who may not have it gets `{"error":
-"..."}` without one. A descriptor cannot be taken back, so it goes only to processes of the daemon's user, or
-root's, or of a user that `server.allow_uids` names.
+A client connects to a unix socket, sends one line and gets one line of JSON:
+
+    ticket       {"ticket": "e803..."}: says at the gRPC socket which user it is, see `Tickets`
+    SESSION ID   {"arena_bytes": 8589934592}, whose first byte carries the descriptor (SCM_RIGHTS)
+
+Who may not have it gets `{"error": "..."}`. A descriptor cannot be taken back, so it goes only to processes of
+operators, of users that `server.allow_uids` names, and of tenants with `map_memory`.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from prefixd.server.access import SocketAccess
 
 log = logging.getLogger(__name__)
 
+TICKET = "ticket"
 _LINE_LIMIT = 256
 _ANSWER_TIME_S = 5.0
 _WAITING_LIMIT = 64
@@ -32,7 +36,8 @@ _UCRED = struct.Struct("3i")  # pid, uid, gid
 class MemoryListener:
     """Listens on `path` and hands out `fd`, an arena of `nbytes` bytes, to live sessions of the users let in.
 
-    `visit(session id, pid, its connection)` is called before each time, and may say why not.
+    `visit(session id, uid, pid, its connection)` is called before each time, and may say why not. `ticket(uid, pid)`
+    makes tickets. Without a descriptor (-1) it hands out tickets alone.
     """
 
     def __init__(
@@ -42,7 +47,9 @@ class MemoryListener:
         nbytes: int,
         is_session: Callable[[str], bool],
         access: SocketAccess = SocketAccess(),  # noqa: B008 - immutable
-        visit: Callable[[str, int, socket.socket], str | None] = lambda session_id, pid, visitor: None,
+        visit: Callable[[str, int, int, socket.socket], str | None] = lambda session_id, uid, pid, visitor: None,
+        may_map: Callable[[int], bool] = lambda uid: uid in (0, os.geteuid()),
+        ticket: Callable[[int, int], str] | None = None,
     ) -> None:
         self.path = path
         self._fd = fd
@@ -50,6 +57,8 @@ class MemoryListener:
         self._is_session = is_session
         self._access = access
         self._visit = visit
+        self._may_map = may_map
+        self._ticket = ticket
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         self._visits: set[asyncio.Task[None]] = set()
@@ -104,6 +113,10 @@ class MemoryListener:
             visitor.setblocking(False)
             async with asyncio.timeout(_ANSWER_TIME_S):
                 session_id = await _read_line(visitor)
+                if session_id == TICKET and self._ticket is not None:
+                    pid, uid = _peer(visitor)
+                    await asyncio.get_running_loop().sock_sendall(visitor, _line({"ticket": self._ticket(uid, pid)}))
+                    return
                 refusal = self._refuse(visitor, session_id)
                 if refusal is not None:
                     await asyncio.get_running_loop().sock_sendall(visitor, _line({"error": refusal}))
@@ -113,7 +126,9 @@ class MemoryListener:
 
     def _refuse(self, visitor: socket.socket, session_id: str | None) -> str | None:
         pid, uid = _peer(visitor)
-        if not self._access.admits(uid):
+        if self._fd < 0:
+            return "this daemon has no CPU tier, hence no memory to share: use memory='streamed'"
+        if not self._may_map(uid):
             log.warning("user %d asked for the memory and is not in server.allow_uids", uid)
             return (
                 f"user {uid} may not map the memory of user {os.geteuid()}: use memory='streamed', "
@@ -121,7 +136,7 @@ class MemoryListener:
             )
         if session_id is None or not self._is_session(session_id):
             return "no such session: it has ended, or was never opened"
-        return self._visit(session_id, pid, visitor)
+        return self._visit(session_id, uid, pid, visitor)
 
     def _remove_leftover(self) -> None:
         try:

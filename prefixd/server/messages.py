@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError
 
 from prefixd.errors import InvalidArgumentError
 from prefixd.pacer import call_arrived
+from prefixd.server.access_check import check_certificate, message_received
 from prefixd.server.rpc import Context, abort
 
 
@@ -53,6 +54,7 @@ def _answering(handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandle
 
     def read(message: bytes) -> Any:
         call_arrived()
+        message_received()
         try:
             return parse(message)
         except DecodeError as error:
@@ -69,6 +71,7 @@ def _answering(handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandle
 def _around_coroutine(behaviour: Callable[..., Any]) -> Callable[..., Any]:
     async def handle(request: Any, context: Context) -> Any:
         try:
+            await check_certificate(context)
             return await behaviour(_readable(request), context)
         except InvalidArgumentError as error:
             await abort(context, error)
@@ -79,6 +82,7 @@ def _around_coroutine(behaviour: Callable[..., Any]) -> Callable[..., Any]:
 def _around_generator(behaviour: Callable[..., AsyncGenerator[Any, None]]) -> Callable[..., Any]:
     async def handle(request: Any, context: Context) -> AsyncGenerator[Any, None]:
         try:
+            await check_certificate(context)
             async with aclosing(behaviour(_readable(request), context)) as responses:
                 async for response in responses:
                     yield response

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from http import HTTPStatus
 from typing import cast
 
@@ -39,6 +39,7 @@ class MetricsServer:
 
     Args:
         take: the figures; called on the event loop, once a scrape.
+        refuse: says why not to whoever sends this `Authorization` (empty: none); None: welcome.
         head_s: seconds after which a connection that has sent no whole request is closed.
         send_s: seconds after which a client that does not read its answer is cut off.
 
@@ -47,11 +48,17 @@ class MetricsServer:
     """
 
     def __init__(
-        self, take: Callable[[], Awaitable[pb.StatsResponse]], *, head_s: float = _HEAD_S, send_s: float = _SEND_S
+        self,
+        take: Callable[[], Awaitable[pb.StatsResponse]],
+        refuse: Callable[[str], str | None] = lambda authorization: None,
+        *,
+        head_s: float = _HEAD_S,
+        send_s: float = _SEND_S,
     ) -> None:
         self.head_s = head_s
         self.send_s = send_s
         self._take = take
+        self.refuse = refuse
         self._threads = started_threads(1, "prefixd-metrics")
         self._rendering = asyncio.Lock()
         self._listener: socket.socket | None = None
@@ -176,9 +183,10 @@ class _Connection(asyncio.Protocol):
             self._send(HTTPStatus.NOT_FOUND)
         elif method not in ("GET", "HEAD"):
             self._send(HTTPStatus.METHOD_NOT_ALLOWED)
+        elif (why := self._server.refuse(_field(lines, "authorization"))) is not None:
+            self._send(HTTPStatus.UNAUTHORIZED, f"{why}\n".encode())
         else:
-            fields = (line.partition(":") for line in lines)
-            accept = ",".join(value.strip() for name, _, value in fields if name.lower() == "accept")
+            accept = _field(lines, "accept")
             try:
                 page, content_type = await self._server.page(accept)
             except Exception as error:
@@ -192,6 +200,7 @@ class _Connection(asyncio.Protocol):
     ) -> None:
         page = page or f"{status.phrase}; GET {_PATHS[0]}\n".encode()
         allow = "Allow: GET, HEAD\r\n" if status is HTTPStatus.METHOD_NOT_ALLOWED else ""
+        allow = 'WWW-Authenticate: Bearer realm="prefixd"\r\n' if status is HTTPStatus.UNAUTHORIZED else allow
         head = (
             f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {content_type}\r\n"
             f"Content-Length: {len(page)}\r\n{allow}Connection: close\r\n\r\n"
@@ -201,3 +210,9 @@ class _Connection(asyncio.Protocol):
         self._deadline = asyncio.get_running_loop().call_later(self._server.send_s, self.abort)
         self._transport.write(head.encode("latin-1") + (b"" if head_only else page))
         self._transport.close()  # once everything is sent
+
+
+def _field(lines: Sequence[str], wanted: str) -> str:
+    """The values of a header's field, separated by commas."""
+    fields = (line.partition(":") for line in lines)
+    return ",".join(value.strip() for name, _, value in fields if name.lower() == wanted)

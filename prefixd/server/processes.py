@@ -28,8 +28,8 @@ class ProcessWatch:
         self._cache = cache
         self._watched: dict[int, Process] = {}  # by pidfd
 
-    def visit(self, session_id: str, pid: int, visitor: socket.socket) -> str | None:
-        """The arena is about to be handed to process `pid`, for a session; returns why it must not be.
+    def visit(self, session_id: str, uid: int, pid: int, visitor: socket.socket) -> str | None:
+        """The arena is about to be handed to process `pid` of user `uid`, for a session; returns why it must not be.
 
         A process that cannot be watched gets none: nobody could ever know when it has stopped writing.
         """

@@ -1,4 +1,4 @@
-"""The file of bearer tokens: who may come in over TCP, and with which role. Read again when it changes.
+"""The file of bearer tokens: who may come in over TCP, of which tenant and with which role. Read again when it changes.
 
 A token that leaked, or whose holder left, is taken out without a restart, which would end every session. The file is
 read in a thread (aiofiles): it may lie on a network file system, and the event loop waits for no disk.
@@ -21,6 +21,7 @@ import aiofiles.os
 
 from prefixd.cache import Troubles
 from prefixd.errors import ConfigError
+from prefixd.tenants import DEFAULT, Role, check_tenant_name
 from prefixd_swap import SwapError, started_threads
 
 log = logging.getLogger(__name__)
@@ -29,7 +30,6 @@ PART = "tokens"
 """What its troubles are about, in `Troubles`."""
 LOOK_S = 2.0
 """Seconds between two looks at the file."""
-_ROLES = ("client", "admin")
 _SHORTEST_TOKEN = 16
 _TOKEN = re.compile(r"[\x21-\x7e]+")
 
@@ -41,15 +41,16 @@ class Token:
     """Who a token belongs to, what it opens, and its SHA-256: the token itself is kept nowhere."""
 
     name: str
-    role: str
+    role: Role
     digest: bytes
+    tenant: str = DEFAULT
 
 
 class TokenFile:
     """The tokens that count now.
 
     Args:
-        path: a file of lines `name role token`; one that begins with `#` is a comment.
+        path: a file of lines `name role token [tenant]`; one that begins with `#` is a comment.
 
     Raises:
         ConfigError: the thread that reads the file cannot be started.
@@ -122,7 +123,9 @@ async def read_tokens(path: Path, threads: Executor | None = None) -> tuple[Toke
     except OSError as error:
         raise ConfigError(f"server.tokens = {path}: {error.strerror}") from error
     except ValueError as error:
-        raise ConfigError(f"server.tokens = {path} is no text in UTF-8; write lines of `name role token`") from error
+        raise ConfigError(
+            f"server.tokens = {path} is no text in UTF-8; write lines of `name role token [tenant]`"
+        ) from error
     mode = stat.S_IMODE(found.st_mode)
     if found.st_uid not in (0, os.geteuid()) or mode & 0o077:
         raise ConfigError(
@@ -135,7 +138,7 @@ async def read_tokens(path: Path, threads: Executor | None = None) -> tuple[Toke
         if words and not words[0].startswith("#"):
             tokens.append(_token(words, tokens, f"server.tokens = {path}, line {number}"))
     if not tokens:
-        raise ConfigError(f"server.tokens = {path} has no token; write lines of `name role token`")
+        raise ConfigError(f"server.tokens = {path} has no token; write lines of `name role token [tenant]`")
     return tuple(tokens)
 
 
@@ -146,17 +149,21 @@ def digest(secret: str) -> bytes:
 
 def _token(words: list[str], before: list[Token], where: str) -> Token:
     """Never repeats the line: it holds a secret."""
-    if len(words) != 3:
-        raise ConfigError(f"{where} has {len(words)} words; write `name role token`")
-    name, role, secret = words
-    if role not in _ROLES:
-        raise ConfigError(f"{where}: the role of {name} is neither client nor admin")
+    if not 3 <= len(words) <= 4:
+        raise ConfigError(f"{where} has {len(words)} words; write `name role token [tenant]`")
+    name, role, secret, tenant = (*words, DEFAULT)[:4]
+    if role not in tuple(Role):
+        raise ConfigError(f"{where}: the role of {name} is none of {', '.join(Role)}")
+    try:
+        check_tenant_name(tenant)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from error
     if len(secret) < _SHORTEST_TOKEN or not _TOKEN.fullmatch(secret):
         raise ConfigError(
             f"{where}: the token of {name} is not {_SHORTEST_TOKEN} or more ASCII characters; "
             "make one with `openssl rand -hex 32`"
         )
-    token = Token(name, role, digest(secret))
+    token = Token(name, Role(role), digest(secret), tenant)
     for other in before:
         if name == other.name or token.digest == other.digest:
             raise ConfigError(f"{where}: {name} and its token repeat those of {other.name}; give each its own")

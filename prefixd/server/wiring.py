@@ -16,7 +16,9 @@ from prefixd_scheduler import CostModel, RequestQueue, create_policy
 from prefixd_swap import CopyEngine, create_eviction_policy
 
 
-def make_cache(settings: Settings, tiers: Tiers, engine: CopyEngine, clock: Callable[[], float]) -> TieredCache:
+def make_cache(
+    settings: Settings, tiers: Tiers, engine: CopyEngine, clock: Callable[[], float], tenants: Tenants | None = None
+) -> TieredCache:
     """The cache over `tiers`, empty. Raises as `TieredCache`."""
     return TieredCache(
         tiers,
@@ -33,7 +35,7 @@ def make_cache(settings: Settings, tiers: Tiers, engine: CopyEngine, clock: Call
         write_queue_bytes=settings.disk.write_queue_bytes,
         prefetch_bytes=settings.transfers.prefetch_bytes,
         admit_uses=settings.disk.admit_uses,
-        tenants=Tenants(settings.quotas),
+        tenants=tenants,
         remote=RemoteOptions(
             share=settings.remote.share,
             lookup_s=settings.remote.lookup_s,

@@ -62,7 +62,7 @@ async def test_the_end_of_a_process_is_noticed(
     with process, connection:
         try:
             for _ in range(2):
-                assert watch.visit(session.id, process.pid, connection) is None
+                assert watch.visit(session.id, 0, process.pid, connection) is None
             (known,) = session.processes
             assert (known.pid, known.alive) == (process.pid, True)
             namespace = cache.register(NamespaceSpec("n", 1, (PartSpec("g", 0, 8),)))
@@ -71,7 +71,7 @@ async def test_the_end_of_a_process_is_noticed(
             cache.leases.close(session)
             assert cache.quarantine.nbytes == 2 * 4096
             another = cache.leases.open("two", 1, 0.0, cache.tenants.default)
-            assert watch.visit(another.id, process.pid, connection) is None
+            assert watch.visit(another.id, 0, process.pid, connection) is None
             assert another.processes == {known}, "the same process, that may speak for what it has lost"
         finally:
             process.kill()
@@ -87,16 +87,16 @@ async def test_a_number_that_another_process_has_now_is_not_mistaken(
     session, fresh = (cache.leases.open("one", 1, 0.0, cache.tenants.default) for _ in range(2))
     first, connection = visitor(listener)
     with first, connection:
-        assert watch.visit(session.id, 4711, connection) is None
+        assert watch.visit(session.id, 0, 4711, connection) is None
         (gone,) = session.processes
         first.kill()
         first.wait()
         # Its end is not noticed yet, as the event loop has not run; the next one has the same number.
         second, other = visitor(listener)
         with second, other:
-            refusal = watch.visit(session.id, 4711, other)
+            refusal = watch.visit(session.id, 0, 4711, other)
             assert refusal is not None and "ended with the process" in refusal
-            assert watch.visit(fresh.id, 4711, other) is None
+            assert watch.visit(fresh.id, 0, 4711, other) is None
             (new,) = fresh.processes
             assert new is not gone and new.alive and not gone.alive
             second.kill()
@@ -112,7 +112,7 @@ async def test_a_process_that_cannot_be_watched_gets_no_memory(
         connection, _ = listener.accept()
         with connection:
             # In another pid namespace it has no number here.
-            refusal = watch.visit(session.id, 0, connection)
+            refusal = watch.visit(session.id, 0, 0, connection)
     assert refusal is not None and "cannot be watched" in refusal and "memory='streamed'" in refusal
     assert not session.processes
     before = set(os.listdir("/proc/self/fd"))

@@ -13,8 +13,21 @@ from prefixd.cache import TieredCache, check_integrity
 from prefixd.errors import ExhaustedError
 from prefixd.server import rpc
 from prefixd.server.cache_service import PrefixCacheService
+from prefixd.server.caller import Caller, set_caller
+from prefixd.tenants import Role
 from prefixd.v1 import cache_pb2 as pb
 from prefixd.v1 import cache_pb2_grpc
+
+
+class AnybodyCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
+    """Takes everybody for one caller."""
+
+    def __init__(self, caller: Caller) -> None:
+        self._caller = caller
+
+    async def intercept_service(self, continuation: Any, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        set_caller(self._caller)
+        return await continuation(handler_call_details)
 
 
 class Service:
@@ -54,7 +67,7 @@ async def test_what_a_caller_that_has_gone_is_granted_is_taken_back() -> None:
 async def test_a_grant_that_comes_too_late_is_given_back(
     cache: TieredCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, hang_up: str
 ) -> None:
-    server = grpc.aio.server()
+    server = grpc.aio.server(interceptors=[AnybodyCalls(Caller(cache.tenants.default, Role.CLIENT, "test", "unix"))])
     service = PrefixCacheService(cache, None, asyncio.Event())
     cache_pb2_grpc.add_PrefixCacheServicer_to_server(service, server)
     server.add_insecure_port(f"unix:{tmp_path}/s")

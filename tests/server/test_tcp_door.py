@@ -28,7 +28,7 @@ from prefixd.client import (
 )
 from prefixd.errors import ConfigError
 from prefixd.server import tokens as token_file
-from prefixd.server.tcp_listener import tls_credentials
+from prefixd.server.tls import tls_credentials
 from prefixd.server.tokens import TokenFile, read_tokens
 from prefixd.settings import Settings
 from prefixd.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -122,7 +122,7 @@ def test_each_role_opens_what_it_should(guarded: Remote) -> None:
         assert client.stats().version
     with (
         Client(guarded.daemon.tcp, token=ENGINE) as client,
-        pytest.raises(PermissionDeniedError, match=r"role admin.*engine has the role client; use another"),
+        pytest.raises(PermissionDeniedError, match=r"role admin.*engine has the role client; use a token"),
     ):
         client.stats()
     for token in ("", "x" * 40, ENGINE[:-1], ENGINE + "e", "operator"):
@@ -187,7 +187,7 @@ def test_the_command_line_brings_its_credentials(
     known = {"PREFIXD_ADDRESS": remote.daemon.tcp, "PREFIXD_TLS_CA": str(authority)}
     assert stats(**known, PREFIXD_TOKEN=OPERATOR).returncode == 0
     refused = stats(**known, PREFIXD_TOKEN=ENGINE)
-    assert refused.returncode == 1 and "needs a token with the role admin" in refused.stderr
+    assert refused.returncode == 1 and "needs the role admin" in refused.stderr
     lost = stats("--tls-ca", "/nowhere", **known)
     assert lost.returncode == 1 and lost.stderr == "prefixd: tls_ca = /nowhere: No such file or directory\n"
     plain = stats("--address", remote.daemon.tcp)
@@ -223,8 +223,8 @@ def test_connections_have_a_limit(guarded: Remote) -> None:
         (f"engine client {ENGINE}\n", 0o640, r"mode 0640.*chmod 600"),
         ("", 0o600, "has no token"),
         ("# engine client\n", 0o600, "has no token"),
-        (f"engine {ENGINE}\n", 0o600, r"line 1 has 2 words; write `name role token`"),
-        (f"\nengine root {ENGINE}\n", 0o600, r"line 2: the role of engine is neither client nor admin"),
+        (f"engine {ENGINE}\n", 0o600, r"line 1 has 2 words; write `name role token \[tenant\]`"),
+        (f"\nengine root {ENGINE}\n", 0o600, r"line 2: the role of engine is none of metrics, client, admin"),
         ("engine client eeeeee-short\n", 0o600, "16 or more ASCII characters.*openssl rand"),
         ("engine client eeeeeeeeeeeeeeeéeeeeeeee\n", 0o600, "ASCII"),
         (f"engine client {ENGINE}\nengine admin {OPERATOR}\n", 0o600, "line 2: engine and its token repeat"),
@@ -283,7 +283,7 @@ async def test_a_file_that_cannot_be_used_leaves_the_tokens_and_is_said_until_it
 
     for how, words, remedy in (
         ("readable by others", "mode 0644", "run `chown"),
-        ("wrong", "line 1 has 2 words", "write `name role token`"),
+        ("wrong", "line 1 has 2 words", "write `name role token [tenant]`"),
         ("gone", "No such file or directory", "put the file back"),
     ):
         spoil(how)

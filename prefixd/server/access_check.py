@@ -1,0 +1,200 @@
+"""The check at the door: who calls, and whether the role is enough, before anything of the call is read.
+
+Sets the caller for the handler (`current_caller`), and bounds what one tenant's calls can make the daemon keep: how
+many are under way, and how many messages are being received at once (16 MiB each; more wait for their turn).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from contextvars import ContextVar
+from typing import Any, NoReturn
+
+import grpc
+
+from prefixd.errors import ExhaustedError
+from prefixd.server.audit import AuditLog
+from prefixd.server.caller import Caller, set_caller
+from prefixd.server.identities import Identities, UnknownCallerError
+from prefixd.server.rpc import Context
+from prefixd.tenants import Role, Tenant
+
+log = logging.getLogger(__name__)
+
+_OPEN_SERVICES = ("/grpc.health.v1.Health/",)
+_ADMIN_SERVICES = ("/prefixd.v1.Admin/",)
+_UNCOUNTED = ("/prefixd.v1.PrefixCache/OpenSession", "/prefixd.v1.Inference/Generate")
+"""They last, and have limits of their own: sessions, and requests that wait."""
+RECEIVED_AT_ONCE = 16
+RECEIVE_S = 60.0
+
+_received: ContextVar[Callable[[], None]] = ContextVar("received")
+
+
+def message_received() -> None:
+    """The message of the call that is being handled is here: the next one of its tenant may be received."""
+    if (done := _received.get(None)) is not None:
+        done()
+
+
+class CallLimits:
+    """Calls of each tenant that are under way, at all doors."""
+
+    def __init__(self) -> None:
+        self._calls: Counter[Tenant] = Counter()
+        self._receiving: dict[Tenant, asyncio.Semaphore] = {}
+
+    def calls(self, tenant: Tenant) -> int:
+        """Calls of a tenant that are under way and counted."""
+        return self._calls[tenant]
+
+    def begin(self, tenant: Tenant, call: asyncio.Task[Any]) -> None:
+        """Counts a call until its task is done. Raises ExhaustedError if the tenant has as many as it may."""
+        tenant.check("calls", self._calls[tenant], "calls are under way", "wait for some to end")
+        self._calls[tenant] += 1
+        call.add_done_callback(lambda _: self._calls.subtract((tenant,)))
+
+    async def receive(self, tenant: Tenant, call: asyncio.Task[Any]) -> None:
+        """Waits until a message of the tenant may be received; the call is ended if it is not here in time."""
+        turn = self._receiving.setdefault(tenant, asyncio.Semaphore(RECEIVED_AT_ONCE))
+        await turn.acquire()
+        late = asyncio.get_running_loop().call_later(RECEIVE_S, call.cancel)
+        open_turn = True
+
+        def done(_: object = None) -> None:
+            nonlocal open_turn
+            if open_turn:
+                open_turn = False
+                late.cancel()
+                turn.release()
+
+        call.add_done_callback(done)
+        _received.set(done)
+
+
+class AccessCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
+    """Lets a call through to the handler if its caller is known and has the role that the service needs.
+
+    Health is open to everyone; Admin needs the role admin; everything else the role client or admin.
+
+    Args:
+        identities: who is who.
+        limits: of all doors together.
+        audit: is told who is let in and refused.
+        door: `unix` or `tcp`.
+        certificates: whether clients may show certificates: whoever shows no token is then known to the handler only,
+            see `check_certificate`.
+    """
+
+    def __init__(
+        self, identities: Identities, limits: CallLimits, audit: AuditLog, door: str, *, certificates: bool = False
+    ) -> None:
+        self._identities = identities
+        self._limits = limits
+        self._audit = audit
+        self._door = door
+        self._certificates = certificates
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """The handler of the call, or one that refuses it."""
+        method = _text(handler_call_details.method)
+        if method.startswith(_OPEN_SERVICES):
+            return await continuation(handler_call_details)
+        given = [_text(value) for name, value in handler_call_details.invocation_metadata if name == "authorization"]
+        try:
+            if len(given) > 1:
+                raise UnknownCallerError("the token is not known here: several were sent")
+            if self._door == "unix":
+                caller = self._identities.of_local(given[0] if given else "")
+            elif given:
+                caller = self._identities.of_token(given[0])
+            elif self._certificates:
+                _by_certificate.set((self, method))
+                return await continuation(handler_call_details)
+            else:
+                caller = self._identities.of_certificate(())
+        except UnknownCallerError as error:
+            return self._refuse_unknown(method, error)
+        refusal = await self._admit(method, caller)
+        return await continuation(handler_call_details) if refusal is None else _refuse(*refusal)
+
+    async def check_certificate(self, context: Context, method: str) -> None:
+        """As `intercept_service`, inside the handler, where the peer's certificate is known; ends the call if
+        refused."""
+        presented: Mapping[str, list[bytes]] = context.auth_context()
+        fields = ("x509_common_name", "x509_subject_alternative_name")
+        names = [_text(value) for field in fields for value in presented.get(field, ())]
+        try:
+            caller = self._identities.of_certificate(names)
+        except UnknownCallerError as error:
+            await context.abort(*self._unknown(method, error))
+        refusal = await self._admit(method, caller, receive=False)
+        if refusal is not None:
+            await context.abort(*refusal)
+
+    async def _admit(self, method: str, caller: Caller, *, receive: bool = True) -> tuple[grpc.StatusCode, str] | None:
+        """Makes this the call's caller, in turn; or why not."""
+        needed = Role.ADMIN if method.startswith(_ADMIN_SERVICES) else Role.CLIENT
+        if caller.role is not Role.ADMIN and caller.role is not needed:
+            self._audit.refused(caller, method, f"the role {needed} is needed")
+            service = "Admin" if needed is Role.ADMIN else "this service"
+            return grpc.StatusCode.PERMISSION_DENIED, (
+                f"{service} needs the role {needed}, and {caller.name} has the role {caller.role}; use a token or a "
+                "certificate with that role, or be the daemon's user or one of server.admin_uids at its unix socket"
+            )
+        call = asyncio.current_task()
+        assert call is not None
+        if method not in _UNCOUNTED:
+            try:
+                self._limits.begin(caller.tenant, call)
+            except ExhaustedError as error:
+                self._audit.refused(caller, method, str(error))
+                return grpc.StatusCode.RESOURCE_EXHAUSTED, str(error)
+        set_caller(caller)
+        self._audit.let_in(caller)
+        if receive:
+            await self._limits.receive(caller.tenant, call)
+        return None
+
+    def _unknown(self, method: str, error: UnknownCallerError) -> tuple[grpc.StatusCode, str]:
+        self._audit.refused(None, method, str(error), door=self._door)
+        log.info("refused %s: %s", method, error)
+        remedy = (
+            "; send `authorization: Bearer TOKEN`, with a token from the daemon's server.tokens "
+            "(the prefixd command: --token-file, PREFIXD_TOKEN)"
+        )
+        return grpc.StatusCode.UNAUTHENTICATED, f"{error}{remedy if self._door == 'tcp' else ''}"
+
+    def _refuse_unknown(self, method: str, error: UnknownCallerError) -> grpc.RpcMethodHandler[Any, Any]:
+        return _refuse(*self._unknown(method, error))
+
+
+_by_certificate: ContextVar[tuple[AccessCheck, str]] = ContextVar("by_certificate")
+
+
+async def check_certificate(context: Context) -> None:
+    """Inside a handler: knows the caller by its certificate, where it has shown nothing else."""
+    pending = _by_certificate.get(None)
+    if pending is not None:
+        check, method = pending
+        await check.check_certificate(context, method)
+
+
+def _refuse(code: grpc.StatusCode, message: str) -> grpc.RpcMethodHandler[Any, Any]:
+    # Whatever the method's kind: nothing is read before the call is over.
+    async def refuse(_requests: object, context: Context) -> NoReturn:
+        await context.abort(code, message)
+        raise AssertionError("abort does not return")
+
+    return grpc.stream_stream_rpc_method_handler(refuse)  # type: ignore[arg-type, unused-ignore]
+
+
+def _text(value: str | bytes) -> str:
+    return value if isinstance(value, str) else value.decode("ascii", "replace")

@@ -1,0 +1,141 @@
+"""The audit log: a line of JSON about everyone who is let in or refused, and about what operators do.
+
+    {"time": "2026-03-01T09:12:44.120Z", "event": "refused", "tenant": "acme", "role": "client", "caller": "engine-3",
+     "door": "tcp", "pid": 0, "what": "/prefixd.v1.Admin/Evict", "why": "the role admin is needed"}
+
+No token ids, no salts, no secrets. Lines are written in a thread, in order; where the disk is slower than callers are,
+lines are left out and counted in the next one (`lost`). SIGHUP opens the file anew, so that it can be renamed away.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import threading
+import time
+from collections import OrderedDict
+from datetime import UTC, datetime
+from pathlib import Path
+
+from prefixd.errors import ConfigError
+from prefixd.server.caller import Caller
+
+log = logging.getLogger(__name__)
+
+_MOST_WAITING = 10_000
+_MOST_KNOWN = 4096
+_AGAIN_S = 3600.0
+"""Who was let in is told again after so long."""
+_LONGEST_TEXT = 512
+
+
+class AuditLog:
+    """Appends lines to a file; does nothing without one.
+
+    Args:
+        path: the file, made with mode 0600; None: no log.
+
+    Raises:
+        ConfigError: the file cannot be opened, or there is no thread to write it.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._known: OrderedDict[tuple[str, str, str], float] = OrderedDict()
+        self._lost = 0
+        self._lines: queue.Queue[str | None] = queue.Queue(_MOST_WAITING)
+        self._reopen = threading.Event()
+        self._thread: threading.Thread | None = None
+        if path is None:
+            return
+        self._file = _open(path)
+        self._thread = threading.Thread(target=self._write, name="prefixd-audit", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            os.close(self._file)
+            raise ConfigError(f"server.audit_log = {path}: no thread to write it ({error}); raise ulimit -u") from error
+
+    def let_in(self, caller: Caller) -> None:
+        """A caller was let in; told once an hour for each caller and door."""
+        if self._thread is None:
+            return
+        who, now_s = (caller.tenant.name, caller.name, caller.door), time.monotonic()
+        told_s = self._known.get(who)
+        if told_s is not None and now_s - told_s < _AGAIN_S:
+            return
+        self._known[who] = now_s
+        self._known.move_to_end(who)
+        if len(self._known) > _MOST_KNOWN:
+            self._known.popitem(last=False)
+        self.tell("let in", caller)
+
+    def refused(self, caller: Caller | None, what: str, why: str, *, door: str = "") -> None:
+        """A call, a visit or a request was refused."""
+        self.tell("refused", caller, door=door, what=what, why=why)
+
+    def tell(self, event: str, caller: Caller | None, **what: str | int | bool) -> None:
+        """Any event, such as "evicted"; `what` says of what. Never waits."""
+        if self._thread is None:
+            return
+        line: dict[str, object] = {
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "event": event,
+        }
+        if caller is not None:
+            line |= {
+                "tenant": caller.tenant.name,
+                "role": caller.role,
+                "caller": caller.name,
+                "door": caller.door,
+                "pid": caller.pid,
+            }
+        line |= {
+            name: value[:_LONGEST_TEXT] if isinstance(value, str) else value
+            for name, value in what.items()
+            if value != ""
+        }
+        if self._lost:
+            line["lost"] = self._lost
+        try:
+            self._lines.put_nowait(json.dumps(line))
+            self._lost = 0
+        except queue.Full:
+            self._lost += 1
+
+    def reopen(self) -> None:
+        """Writes to a new file of the same name from the next line on, where the old one was renamed."""
+        self._reopen.set()
+
+    def close(self) -> None:
+        """Writes what waits and closes the file."""
+        if self._thread is not None:
+            self._lines.put(None)
+            self._thread.join()
+            os.close(self._file)
+            self._thread = None
+
+    def _write(self) -> None:
+        failed = False
+        while (line := self._lines.get()) is not None:
+            try:
+                if self._reopen.is_set() and self._path is not None:
+                    self._reopen.clear()
+                    fresh = _open(self._path)
+                    self._file, old = fresh, self._file
+                    os.close(old)
+                os.write(self._file, line.encode() + b"\n")
+                failed = False
+            except (OSError, ConfigError) as error:
+                if not failed:
+                    log.error("server.audit_log = %s cannot be written: %s", self._path, error)
+                failed = True
+
+
+def _open(path: Path) -> int:
+    try:
+        return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(f"server.audit_log = {path}: {error.strerror}; choose another file") from error

@@ -44,6 +44,10 @@ def gather_layers(
     ]
     for source, settings in layers:
         for name, value in settings:
+            if value == {}:  # an empty section: of those that the user names, it is something, too
+                if any(other.startswith(f"{name.partition('.')[0]}.{ANY_NAME}.") for other in known):
+                    values[name], sources[name] = value, source
+                continue
             if not is_known(name, known):
                 raise ConfigError(f"there is no setting {name} (set by {source}); {_remedy(name, known)}")
             values[name], sources[name] = value, source
@@ -99,7 +103,7 @@ def _read_environ(environ: Mapping[str, str], known: Collection[str]) -> Iterato
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in values.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and value:
             yield from _flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
@@ -112,7 +116,10 @@ def _nest(values: Mapping[str, Any]) -> dict[str, Any]:
         target = nested
         for part in section.split(".") if section else ():
             target = target.setdefault(part, {})
-        target[setting] = value
+        if value != {}:
+            target[setting] = value
+        elif name.count("."):
+            target.setdefault(setting, {})
     return nested
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from prefixd import __version__
-from prefixd.cli import admin, config, demo, doctor, generate, plan, prefixes, serve, tier, verify
+from prefixd.cli import admin, config, demo, doctor, generate, plan, prefixes, serve, tenants, tier, verify
 from prefixd.cli.connect import asks_daemon
 from prefixd.cli.failures import CleanGroup, examples, paragraphs
 
@@ -40,6 +40,7 @@ _add("drain", "Change", asks_daemon(admin.drain_command), admin.DRAIN_EXAMPLES)
 _add("verify", "Look", asks_daemon(verify.verify_command), verify.EXAMPLES)
 _add("doctor", "Look", asks_daemon(doctor.doctor_command), doctor.EXAMPLES)
 app.add_typer(config.app, name="config", rich_help_panel="Look")
+app.add_typer(tenants.app, name="tenants", rich_help_panel="Change")
 app.add_typer(tier.app, name="tier", rich_help_panel="Change")
 
 

@@ -436,3 +436,35 @@ def print_diagnosis(integrity: admin_pb2.CheckIntegrityResponse, checks: Iterabl
             out.print(Text(f"  {check.remedy}"))
         else:
             out.print(Text.assemble(("ok", "green"), f" {check.name}: {check.found}"))
+
+
+def print_tenants(tenants: Sequence[admin_pb2.TenantStats]) -> None:
+    """What each tenant has and may have: a table of the tiers, one of the limits."""
+    tiers = table("tenant", "tier", "used", "held", "guaranteed", "most", right=("used", "held", "guaranteed", "most"))
+    limits = table("tenant", "limit", "has", "most", "refused", right=("has", "most", "refused"))
+    for tenant in tenants:
+        use = {each.tier: each for each in tenant.tiers}
+        for quota in tenant.quota.tiers:
+            has = use.get(quota.tier, admin_pb2.TenantTierUse())
+            most = size(quota.most_bytes) if quota.HasField("most_bytes") else "-"
+            name = tier_name(quota.tier)
+            tiers.add_row(
+                tenant.name, name, size(has.used_bytes), size(has.held_bytes), size(quota.guaranteed_bytes), most
+            )
+        for field in tenant.quota.DESCRIPTOR.fields:
+            if field.name == "tiers":
+                continue
+            value = getattr(tenant.quota, field.name) if tenant.quota.HasField(field.name) else None
+            has_now = getattr(tenant, field.name, None)
+            limits.add_row(
+                tenant.name,
+                field.name,
+                "" if has_now is None else f"{has_now:,}",
+                "-" if value is None else f"{value:,}",
+                str(tenant.refused.get(field.name, 0) or ""),
+            )
+        for limit, refused in sorted(tenant.refused.items()):
+            if limit not in tenant.quota.DESCRIPTOR.fields_by_name:
+                limits.add_row(tenant.name, limit, "", "", str(refused))
+    console().print(tiers)
+    console().print(limits)

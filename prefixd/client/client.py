@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from os import PathLike
 from types import TracebackType
@@ -383,6 +383,51 @@ class AsyncClient:
                 if on_progress is not None:
                     on_progress(answer)
         raise ServerError("the daemon ended the resize without saying that it is done; look at its log")
+
+    async def tenants(self) -> list[admin_pb2.TenantStats]:
+        """All tenants: what each has and may have. For operators."""
+        response = await self.connection.call(self.connection.admin.ListTenants, admin_pb2.ListTenantsRequest())
+        return list(response.tenants)
+
+    async def set_tenant(
+        self,
+        name: str,
+        *,
+        tiers: Mapping[str, tuple[int | None, int | None]] | None = None,
+        limits: Mapping[str, float | None] | None = None,
+    ) -> admin_pb2.TenantStats:
+        """Changes what a tenant may have until the settings are read again, and returns what it has. For operators.
+
+        Args:
+            name: of the tenant. tiers: by tier ("gpu", "cpu", "disk") bytes that are guaranteed, and the most; None:
+            as before, -1: no limit. limits: by the limit's name, such as "sessions"; None: no limit.
+
+        Raises `InvalidArgumentError` for limits that cannot be, and `NotFoundError` for a tenant that is not known.
+        """
+        counts = dict(limits or {})
+        unlimited = [limit for limit, value in counts.items() if value is None]
+        unlimited += [f"{tier}.most" for tier, (_, most) in (tiers or {}).items() if most == -1]
+        fields = {field.name: field for field in admin_pb2.TenantQuota.DESCRIPTOR.fields}
+        quota = message(
+            admin_pb2.TenantQuota,
+            tiers=[
+                message(
+                    admin_pb2.TierQuota,
+                    tier=f"TIER_{tier.upper()}",
+                    guaranteed_bytes=least,
+                    most_bytes=None if most == -1 else most,
+                )
+                for tier, (least, most) in (tiers or {}).items()
+            ],
+            **{
+                limit: value if fields[limit].cpp_type == fields[limit].CPPTYPE_DOUBLE else int(value)
+                for limit, value in counts.items()
+                if value is not None
+            },
+        )
+        request = message(admin_pb2.SetTenantRequest, name=name, quota=quota, unlimited=unlimited)
+        response = await self.connection.call(self.connection.admin.SetTenant, request)
+        return cast(admin_pb2.TenantStats, response)
 
     async def flush(self, timeout_s: float = 3600.0) -> admin_pb2.FlushResponse:
         """Returns when every block has a durable copy on disk. `PreconditionError` without a disk tier."""

@@ -38,6 +38,7 @@ class Session:
         self.server_version = opened.server_version
         self.default_ttl_s = opened.default_ttl_s
         self.max_ttl_s = opened.max_ttl_s
+        self.tenant = opened.tenant
         self.arena = arena
         self.draining = False
         self.lost_because: str | None = None

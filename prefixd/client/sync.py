@@ -6,7 +6,7 @@ several threads at once; a lease or reservation belongs to one thread at a time.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from os import PathLike
 from types import TracebackType
@@ -362,6 +362,20 @@ class Client:
     ) -> admin_pb2.ResizeTierResponse:
         """See `AsyncClient.resize_tier`; `on_progress` is called in another thread."""
         return self._portal.run(self._client.resize_tier(tier, nbytes, wait_s=wait_s, on_progress=on_progress))
+
+    def tenants(self) -> list[admin_pb2.TenantStats]:
+        """See `AsyncClient.tenants`."""
+        return self._portal.run(self._client.tenants())
+
+    def set_tenant(
+        self,
+        name: str,
+        *,
+        tiers: Mapping[str, tuple[int | None, int | None]] | None = None,
+        limits: Mapping[str, float | None] | None = None,
+    ) -> admin_pb2.TenantStats:
+        """See `AsyncClient.set_tenant`."""
+        return self._portal.run(self._client.set_tenant(name, tiers=tiers, limits=limits))
 
     def flush(self, timeout_s: float = 3600.0) -> admin_pb2.FlushResponse:
         """See `AsyncClient.flush`."""

@@ -14,9 +14,12 @@ from prefixd.cache.integrity import audit
 from prefixd.cache.scrubber import ScrubProgress
 from prefixd.errors import InvalidArgumentError, PreconditionError, UnsupportedError
 from prefixd.pacer import Pacer
+from prefixd.server.audit import AuditLog
+from prefixd.server.caller import current_caller
 from prefixd.server.prefixes import find_prefix, inspect_prefix, list_prefixes
 from prefixd.server.rpc import streaming, unary
 from prefixd.server.snapshot import Snapshot
+from prefixd.server.tenant_figures import TenantFigures
 from prefixd.server.tier_resize import TierResize
 from prefixd.v1 import admin_pb2 as pb
 from prefixd.v1 import admin_pb2_grpc, cache_pb2
@@ -37,6 +40,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         drain: takes no new work, finishes what runs, writes back; with True ends the daemon afterwards.
             Returns (blocks written, requests finished).
         tier_resize: resizes the GPU tier; None in a sidecar, which has none.
+        tenants: what each may have and has.
+        audit: is told what operators do.
     """
 
     def __init__(
@@ -45,7 +50,12 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         snapshot: Snapshot,
         drain: Callable[[bool], Awaitable[tuple[int, int]]],
         tier_resize: TierResize | None = None,
+        *,
+        tenants: TenantFigures,
+        audit: AuditLog,
     ) -> None:
+        self._tenants = tenants
+        self._audit = audit
         self._cache = cache
         self._snapshot = snapshot
         self._drain = drain
@@ -69,6 +79,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     @unary
     async def Pin(self, request: pb.PinRequest) -> pb.PinResponse:
         """Keeps a prefix."""
+        self._told("pinned", what=request.key)
         prefix = await find_prefix(self._cache, request.key)
         path = await prefix.path(Pacer())
         prefix.trie.pinned[path] = True
@@ -77,6 +88,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     @unary
     async def Unpin(self, request: pb.UnpinRequest) -> pb.UnpinResponse:
         """Lets a prefix go again."""
+        self._told("unpinned", what=request.key)
         prefix = await find_prefix(self._cache, request.key)
         trie, path = prefix.trie, await prefix.path(Pacer())
         pinned = int(trie.pinned[path].sum())
@@ -103,6 +115,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                         told_s = cache.clock()
                         yield answer
         answer.done = True
+        what = request.key or request.namespace_id.hex() or "all"
+        self._told("evicted", what=what, shared=request.shared, blocks=answer.evicted_blocks)
         yield answer
 
     async def _to_evict(self, request: pb.EvictRequest) -> list[FoundBlocks]:
@@ -137,6 +151,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     @unary
     async def Drain(self, request: pb.DrainRequest) -> pb.DrainResponse:
         """Takes no new work, finishes what runs, writes back."""
+        self._told("drained", shutdown=request.shutdown)
         written, finished = await self._drain(request.shutdown)
         return pb.DrainResponse(written_blocks=written, finished_requests=finished)
 
@@ -173,9 +188,25 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             raise InvalidArgumentError(f"wait_s = {request.wait_s:g}; give a number of seconds, or 0 for {_WAIT_S:g}")
         if self._snapshot.draining.is_set():
             raise PreconditionError("the daemon drains; resize the gpu tier when it has been started again")
+        self._told("resized", what="gpu", nbytes=request.nbytes)
         async with aclosing(self._tier_resize.resize(request.nbytes, request.wait_s or _WAIT_S)) as steps:
             async for progress in steps:
                 yield pb.ResizeTierResponse(**asdict(progress))
+
+    @unary
+    async def ListTenants(self, request: pb.ListTenantsRequest) -> pb.ListTenantsResponse:
+        """All tenants."""
+        return pb.ListTenantsResponse(tenants=self._tenants.take())
+
+    @unary
+    async def SetTenant(self, request: pb.SetTenantRequest) -> pb.TenantStats:
+        """Changes what a tenant may have."""
+        stats = self._tenants.set_quota(request)
+        self._told("quota set", what=request.name)
+        return stats
+
+    def _told(self, event: str, **what: str | int | bool) -> None:
+        self._audit.tell(event, current_caller(), **what)
 
     @unary
     async def CheckIntegrity(self, request: pb.CheckIntegrityRequest) -> pb.CheckIntegrityResponse:

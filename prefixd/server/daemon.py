@@ -39,6 +39,7 @@ from prefixd.server.models import Models
 from prefixd.server.processes import ProcessWatch
 from prefixd.server.remote_store import open_remote
 from prefixd.server.snapshot import Snapshot
+from prefixd.server.tenant_figures import TenantFigures
 from prefixd.server.tickets import LocalProcess, Tickets
 from prefixd.server.wiring import make_cache
 from prefixd.settings import Settings, dotted_values
@@ -262,7 +263,14 @@ class Daemon:
             doors.services,
         )
         admin_pb2_grpc.add_AdminServicer_to_server(
-            AdminService(cache, snapshot, self._drain_on_request, models.tier_resize if models is not None else None),
+            AdminService(
+                cache,
+                snapshot,
+                self._drain_on_request,
+                models.tier_resize if models is not None else None,
+                tenants=TenantFigures(cache, doors.limits.calls, dict),
+                audit=audit,
+            ),
             doors.services,
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, doors.services)

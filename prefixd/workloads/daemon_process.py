@@ -30,10 +30,11 @@ class DaemonFailed(PrefixdError):
 class DaemonProcess:
     """`prefixd serve` with its data, its socket and its log in `directory`. Started again, it finds there what it kept.
 
-    `settings` are by dotted name (`{"cpu.bytes": "2GiB"}`); configuration and `PREFIXD_*` variables of the caller do
-    not reach the daemon, so that a run can be repeated. Without `directory` it gets a temporary one, which goes when
-    the context is left. Use it as a context manager: on leaving, the process gets SIGTERM (it writes its cache back
-    and ends). It also gets it when the thread that started it ends, however that happens.
+    `settings` are by dotted name (`{"cpu.bytes": "2GiB"}`), `config` is a file of more; other configuration and
+    `PREFIXD_*` variables of the caller do not reach the daemon, so that a run can be repeated. Without `directory` it
+    gets a temporary one, which goes when the context is left. Use it as a context manager: on leaving, the process
+    gets SIGTERM (it writes its cache back and ends). It also gets it when the thread that started it ends, however
+    that happens.
 
     `program` is what Python runs; it gets this process's id and then the command line of `prefixd`.
     """
@@ -46,6 +47,8 @@ class DaemonProcess:
         start_timeout_s: float = 120.0,
         stop_timeout_s: float = 60.0,
         program: Sequence[str] = ("-m", "prefixd.workloads.tethered"),
+        config: Path = Path(os.devnull),
+        log_level: str = "warning",
     ) -> None:
         self._temporary = directory is None
         # Not below a long path: a unix socket's name has at most 107 bytes.
@@ -58,6 +61,8 @@ class DaemonProcess:
         self._start_timeout_s = start_timeout_s
         self._stop_timeout_s = stop_timeout_s
         self._program = program
+        self._config = config
+        self._log_level = log_level
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -162,7 +167,7 @@ class DaemonProcess:
         settings = {"data_dir": self.directory / "data", "server.socket": self.socket, **self._settings}
         return [
             *(sys.executable, *self._program, str(os.getpid())),
-            *("serve", "--json", "--log-level=warning", f"--config={os.devnull}"),
+            *("serve", "--json", f"--log-level={self._log_level}", f"--config={self._config}"),
             *(f"--set={name}={_text(value)}" for name, value in settings.items()),
         ]
 

@@ -1,0 +1,129 @@
+"""Tenants for operators: what each may have and has, and how that is changed while the daemon runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from prefixd.cache import TieredCache
+from prefixd.errors import InvalidArgumentError, NotFoundError
+from prefixd.tenants import QUOTA_TIERS, Quota, Tenant, TierQuota, check_guarantees
+from prefixd.v1 import admin_pb2 as pb
+from prefixd.v1 import cache_pb2
+
+_COUNTS = ("sessions", "grants", "namespaces", "waiting_requests", "requests_per_s", "calls", "retained_bytes")
+_TIER_LIMITS = tuple(f"{tier}.most" for tier in QUOTA_TIERS)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFigures:
+    """A tenant's requests, of all models."""
+
+    waiting: int = 0
+    running: int = 0
+
+
+class TenantFigures:
+    """What tenants have, and what they may have.
+
+    Args:
+        cache: the cache.
+        calls: of a tenant, under way.
+        requests: by tenant.
+    """
+
+    def __init__(
+        self,
+        cache: TieredCache,
+        calls: Callable[[Tenant], int],
+        requests: Callable[[], Mapping[Tenant, RequestFigures]],
+    ) -> None:
+        self._cache = cache
+        self._calls = calls
+        self._requests = requests
+
+    def take(self) -> list[pb.TenantStats]:
+        """All tenants' figures, by the order in which the daemon came to know them."""
+        requests = self._requests()
+        return [self._stats(tenant, requests.get(tenant, RequestFigures())) for tenant in self._cache.tenants]
+
+    def set_quota(self, request: pb.SetTenantRequest) -> pb.TenantStats:
+        """Changes the quota of a tenant that the daemon knows.
+
+        Raises:
+            NotFoundError: there is no such tenant.
+            InvalidArgumentError: a value is none, or the guarantees do not fit.
+        """
+        tenants = self._cache.tenants
+        tenant = tenants.get(request.name)
+        if tenant is None:
+            raise NotFoundError(
+                f"there is no tenant {request.name[:100]!r}; add a section [tenants.NAME] to the settings and send the "
+                "daemon SIGHUP"
+            )
+        quota = _changed(tenant.quota, request.quota, request.unlimited)
+        quotas = {each.name: each.quota for each in tenants} | {tenant.name: quota}
+        for level, name in enumerate(QUOTA_TIERS):
+            tier = next((tier for tier in self._cache.tiers.existing if tier.level == level), None)
+            if tier is None:
+                continue
+            try:
+                check_guarantees(quotas, name, tier.capacity_bytes)
+            except ValueError as error:
+                raise InvalidArgumentError(str(error)) from error
+        tenant.quota = quota
+        return self._stats(tenant, self._requests().get(tenant, RequestFigures()))
+
+    def _stats(self, tenant: Tenant, requests: RequestFigures) -> pb.TenantStats:
+        sessions = [session for session in self._cache.leases.sessions.values() if session.tenant is tenant]
+        return pb.TenantStats(
+            name=tenant.name,
+            quota=_quota_message(tenant.quota),
+            sessions=len(sessions),
+            grants=sum(len(session.grants) for session in sessions),
+            waiting_requests=requests.waiting,
+            running_requests=requests.running,
+            calls=self._calls(tenant),
+            refused=tenant.refused,
+        )
+
+
+def _quota_message(quota: Quota) -> pb.TenantQuota:
+    tiers = [
+        pb.TierQuota(
+            tier=cache_pb2.Tier.Name(level + 1), guaranteed_bytes=each.guaranteed_bytes, most_bytes=each.most_bytes
+        )
+        for level, each in enumerate(quota.tiers)
+    ]
+    return pb.TenantQuota(tiers=tiers, **{name: getattr(quota, name) for name in _COUNTS})
+
+
+def _changed(quota: Quota, wanted: pb.TenantQuota, unlimited: Iterable[str]) -> Quota:
+    tiers = list(quota.tiers)
+    counts = {name: getattr(wanted, name) for name in _COUNTS if wanted.HasField(name)}
+    for name, value in counts.items():
+        if not value > 0 or value == float("inf"):
+            raise InvalidArgumentError(f"{name} is {value:g}; give a number above 0, or name it in `unlimited`")
+    for each in wanted.tiers:
+        level = each.tier - 1
+        if not 0 <= level < len(tiers):
+            raise InvalidArgumentError(f"tier {each.tier} has no quotas; those with are {', '.join(QUOTA_TIERS)}")
+        tiers[level] = TierQuota(
+            each.guaranteed_bytes if each.HasField("guaranteed_bytes") else tiers[level].guaranteed_bytes,
+            each.most_bytes if each.HasField("most_bytes") else tiers[level].most_bytes,
+        )
+    for name in unlimited:
+        if name in _TIER_LIMITS:
+            level = _TIER_LIMITS.index(name)
+            tiers[level] = replace(tiers[level], most_bytes=None)
+        elif name in _COUNTS:
+            counts[name] = None
+        else:
+            raise InvalidArgumentError(f"{name[:100]!r} is no limit; there are {', '.join((*_TIER_LIMITS, *_COUNTS))}")
+    for name, tier in zip(QUOTA_TIERS, tiers, strict=True):
+        if tier.most_bytes is not None and tier.guaranteed_bytes > tier.most_bytes:
+            raise InvalidArgumentError(
+                f"{tier.guaranteed_bytes} bytes of the {name} tier would be guaranteed, of {tier.most_bytes} at most; "
+                "lower the first or raise the second"
+            )
+    return replace(quota, tiers=tuple(tiers), **counts)

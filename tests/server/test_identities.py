@@ -1,0 +1,142 @@
+"""Who is who: users of this host, tickets, tokens and certificates."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from prefixd.server.identities import Identities, UnknownCallerError
+from prefixd.server.tickets import GOOD_FOR_S, LocalProcess, Tickets
+from prefixd.server.tokens import TokenFile
+from prefixd.settings import Settings
+from prefixd.tenants import Role, Tenants
+
+ME = os.geteuid()
+ACME, OTHERS, OPERATOR = 64_001, 64_002, 64_003
+
+
+class Clock:
+    """Seconds since 1970, as a test says."""
+
+    def __init__(self) -> None:
+        self.now_s = 1.7e9
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def made(settings: dict[str, object], tokens: TokenFile | None = None) -> tuple[Identities, Tickets, Clock]:
+    clock = Clock()
+    tickets = Tickets(clock)
+    known = Settings.load(None, settings, {})
+    return Identities(known.server, known.tenants, Tenants(known.quotas), tokens, tickets), tickets, clock
+
+
+def ticket(tickets: Tickets, uid: int) -> str:
+    return f"Ticket {tickets.issue(LocalProcess(uid, 7))}"
+
+
+def test_users_are_operators_of_a_tenant_or_of_the_default_one() -> None:
+    identities, tickets, _ = made(
+        {"tenants.acme.uids": str(ACME), "server.allow_uids": str(OTHERS), "server.admin_uids": str(OPERATOR)}
+    )
+    expected = {
+        0: ("default", Role.ADMIN),
+        ME: ("default", Role.ADMIN),
+        OPERATOR: ("default", Role.ADMIN),
+        ACME: ("acme", Role.CLIENT),
+        OTHERS: ("default", Role.CLIENT),
+        64_004: ("default", Role.CLIENT),
+    }
+    for uid, (tenant, role) in expected.items():
+        caller = identities.of_local(ticket(tickets, uid))
+        assert (caller.tenant.name, caller.role, caller.pid, caller.name) == (tenant, role, 7, f"uid {uid}")
+
+
+def test_without_a_ticket_only_where_nobody_else_gets_in_is_one_the_operator() -> None:
+    assert made({})[0].of_local("").role is Role.ADMIN
+    for others in (
+        {"server.socket_mode": "0660"},
+        {"server.socket_mode": "0606"},
+        {"server.allow_uids": str(OTHERS)},
+        {"server.admin_uids": str(OPERATOR)},
+        {"tenants.acme.uids": str(ACME)},
+    ):
+        caller = made(others)[0].of_local("")
+        assert (caller.role, caller.tenant.name) == (Role.CLIENT, "default")
+
+
+def test_a_ticket_is_good_for_a_day_and_from_this_daemon_alone(tmp_path: Path) -> None:
+    identities, tickets, clock = made({})
+    given = ticket(tickets, ACME)
+    clock.now_s += GOOD_FOR_S - 1
+    assert identities.of_local(given).name == f"uid {ACME}"
+    clock.now_s += 2
+    altered = ticket(tickets, ACME).replace("Ticket 01fa", "Ticket 00fa")
+    assert altered != ticket(tickets, ACME)
+    for wrong in (given, altered, ticket(Tickets(clock), 0), "Ticket", "Ticket zz", f"Bearer {given[7:]}", "x" * 1000):
+        with pytest.raises(UnknownCallerError, match="none of this daemon's tickets"):
+            identities.of_local(wrong)
+    first, second = Tickets(clock), Tickets(clock)
+    first.load_key(tmp_path)
+    second.load_key(tmp_path)
+    assert second.read(first.issue(LocalProcess(5, 6))) == LocalProcess(5, 6)  # also after a restart
+    assert (tmp_path / "ticket.key").stat().st_mode & 0o077 == 0
+
+
+def test_memory_goes_to_operators_and_to_whom_settings_name() -> None:
+    identities, _, _ = made(
+        {
+            "tenants.acme.uids": str(ACME),
+            "tenants.acme.map_memory": "true",
+            "tenants.b.uids": "64009",
+            "server.allow_uids": str(OTHERS),
+        }
+    )
+    mapping = [uid for uid in (0, ME, ACME, OTHERS, 64_009, OPERATOR) if identities.may_map(uid)]
+    assert mapping == [0, ME, ACME, OTHERS]
+
+
+async def test_tokens_name_a_tenant_and_a_role(tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    lines = ("engine client eeeeeeeeeeeeeeee acme", "scraper metrics mmmmmmmmmmmmmmmm", "op admin oooooooooooooooo")
+    path.write_text("\n".join(lines))
+    path.chmod(0o600)
+    tokens = TokenFile(path)
+    await tokens.load()
+    identities, _, _ = made({}, tokens)
+    for secret, name, tenant, role in (
+        ("e", "engine", "acme", Role.CLIENT),
+        ("m", "scraper", "default", Role.METRICS),
+        ("o", "op", "default", Role.ADMIN),
+    ):
+        caller = identities.of_token(f"Bearer {secret * 16}")
+        assert (caller.name, caller.tenant.name, caller.role, caller.door) == (name, tenant, role, "tcp")
+    with pytest.raises(UnknownCallerError):
+        identities.of_certificate(())
+    refusals = [identities.refuse_scraper(f"Bearer {secret * 16}") for secret in "meo"]
+    assert [why is None for why in refusals] == [True, False, True]
+    assert "role metrics or admin" in str(identities.refuse_scraper(""))
+    assert made({})[0].refuse_scraper("") is None
+    tokens.close()
+
+
+def test_certificates_name_a_tenant_or_an_operator() -> None:
+    settings: dict[str, object] = {"tenants.acme.certificates": ["engine.acme"], "server.admin_certificates": ["ops"]}
+    identities, _, _ = made(settings)
+    found = [identities.of_certificate(names) for names in (["x", "engine.acme"], ["engine.acme", "ops"], ["x"], [])]
+    assert [(caller.tenant.name, caller.role, caller.name) for caller in found] == [
+        ("acme", Role.CLIENT, "engine.acme"),
+        ("default", Role.ADMIN, "ops"),
+        ("default", Role.CLIENT, "x"),
+        ("default", Role.CLIENT, "anybody"),
+    ]
+
+
+def test_another_settings_file_is_used_at_once() -> None:
+    identities, tickets, _ = made({"tenants.acme.uids": str(ACME)})
+    fresh = Settings.load(None, {"tenants.b.uids": str(ACME)}, {})
+    identities.update(fresh.server, fresh.tenants)
+    assert identities.of_local(ticket(tickets, ACME)).tenant.name == "b"

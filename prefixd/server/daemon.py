@@ -372,7 +372,6 @@ class Daemon:
     def _on_hangup(self) -> None:
         if self._reloading is None or self._reloading.done():
             self._reloading = asyncio.create_task(self._reload(), name="reload")
-            self._watch(self._reloading)
 
     async def _reload(self) -> None:
         """Reads the settings again, and uses what can change while the daemon runs: who is who, and the quotas."""
@@ -381,10 +380,12 @@ class Daemon:
             fresh = self.settings
             if self._read_settings is not None:
                 fresh = await asyncio.to_thread(self._read_settings)
-            self._doors.update(fresh)
             if self._doors.tokens is not None:
                 await self._doors.tokens.load()
-        except (ConfigError, RuntimeError) as error:  # RuntimeError: no thread
+            self._doors.update(fresh)
+        except Exception as error:
+            if not isinstance(error, ConfigError):
+                log.exception("the settings could not be read again")
             self._troubles.begin(_SETTINGS, f"{error}: what was read before stays in force; repair it, and send SIGHUP")
             return
         self._troubles.end(_SETTINGS)

@@ -38,6 +38,8 @@ _TCP_OPTIONS = [
     ("grpc.max_concurrent_streams", 256),
     ("grpc.max_allowed_incoming_connections", 512),
     ("grpc.server_handshake_timeout_ms", 10_000),
+    # A connection without a call makes room for others; a session is a call.
+    ("grpc.max_connection_idle_ms", 60_000),
 ]
 _TCP_CALLS = 1024  # under way at once, beside the streams of sessions
 

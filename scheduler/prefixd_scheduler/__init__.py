@@ -32,6 +32,7 @@ from prefixd_scheduler.policies import (
 from prefixd_scheduler.queue import RequestQueue
 from prefixd_scheduler.regret import Regret
 from prefixd_scheduler.request import QueuedRequest
+from prefixd_scheduler.shared_limit import SharedLimit
 
 __all__ = [
     "LOADED_FROM",
@@ -55,6 +56,7 @@ __all__ = [
     "RelaxedFastestPrefixFirst",
     "RequestQueue",
     "SchedulerError",
+    "SharedLimit",
     "ShortestTimeToReady",
     "Stretch",
     "UnknownPolicyError",

@@ -8,13 +8,22 @@ class SchedulerError(Exception):
 
 
 class QueueFullError(SchedulerError):
-    """The queue holds as many requests as it may."""
+    """The queue holds as many requests as it may.
 
-    def __init__(self, limit: int) -> None:
-        super().__init__(
-            f"the queue is full: {limit} requests wait and {limit} is the limit; "
-            "send the request again later, or raise the limit"
-        )
+    Args:
+        limit: so many.
+        had: of these the tenant's own, if what is left is kept for others.
+        reserved: places kept for each tenant.
+    """
+
+    def __init__(self, limit: int, had: int | None = None, reserved: int = 0) -> None:
+        if had is None:
+            full = f"the queue is full: {limit} requests wait and {limit} is the limit"
+        else:
+            full = (
+                f"{had} requests of the tenant wait; of the queue's {limit} places {reserved} are kept for each tenant"
+            )
+        super().__init__(f"{full}; send the request again later, or raise the limit")
         self.limit = limit
 
 

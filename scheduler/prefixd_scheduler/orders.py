@@ -3,7 +3,8 @@
 A request's *standing* is what its place depends on besides the time. The order is changed only when a standing changes,
 and the first requests of 10,000 are found without looking at the others.
 
-Orders contain each other: `ByPriority` has an order for each class, `OverdueFirst` puts some before those of another.
+Orders contain each other: `ByTenant` has an order for each tenant, `ByPriority` one for each class, `OverdueFirst` puts
+some before those of another.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from itertools import chain, takewhile
 from typing import Generic, TypeAlias, TypeVar
 
 from prefixd_scheduler.distance import Distance
+from prefixd_scheduler.fair_share import FairShare
 from prefixd_scheduler.request import QueuedRequest
 from prefixd_scheduler.sorted_keys import SortedKeys
 
@@ -237,6 +239,47 @@ class ByPriority(Order):
         if not len(self._classes[priority]):
             del self._classes[priority]
             self._priorities.remove(priority)
+
+
+class ByTenant(Order):
+    """An order for each tenant, taken from in turn (`FairShare`): what a tenant's requests are decides nothing about
+    another's.
+
+    The first w requests of t tenants cost O(t + w log t) besides. A single tenant's are in the order of its own.
+
+    Args:
+        order: makes an order.
+        share: whose turn it is.
+        cost: what a request will be charged when it is handed over.
+    """
+
+    def __init__(self, order: Callable[[], Order], share: FairShare, cost: Callable[[int], int]) -> None:
+        self._new = order
+        self._share = share
+        self._cost = cost
+        self._orders: dict[Hashable, Order] = {}
+        self._tenant_of: dict[int, Hashable] = {}
+
+    def put(self, request: QueuedRequest) -> None:
+        if request.tenant not in self._orders:
+            self._orders[request.tenant] = self._new()
+        self._tenant_of[request.id] = request.tenant
+        self._orders[request.tenant].put(request)
+
+    def remove(self, request_id: int) -> None:
+        tenant = self._tenant_of.pop(request_id)
+        self._orders[tenant].remove(request_id)
+        if not len(self._orders[tenant]):
+            del self._orders[tenant]
+
+    def ids(self, now_s: float) -> Iterator[int]:
+        if len(self._orders) == 1:
+            (order,) = self._orders.values()
+            return order.ids(now_s)
+        return self._share.in_turn(((tenant, order.ids(now_s)) for tenant, order in self._orders.items()), self._cost)
+
+    def __len__(self) -> int:
+        return len(self._tenant_of)
 
 
 def _weighted(members: SortedKeys[Key], weight: float, now_s: float) -> Iterator[tuple[float, float, int]]:

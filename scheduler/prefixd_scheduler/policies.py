@@ -1,7 +1,9 @@
 """In which order waiting requests run.
 
 Priority classes come first in every policy: a request of a lower `priority` number runs before all of a
-higher one, so every promise below is a promise among requests of one class.
+higher one, so every promise below is a promise among requests of one class. And of one tenant: between tenants the
+queue decides by what each has received (`fair_share`), so that "the first in order is handed over at least every s
+seconds" is said of a tenant's own requests. While T tenants wait, each gets at least a T-th of the service.
 """
 
 from __future__ import annotations

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
 from itertools import islice
+from typing import TypeAlias
 
 from prefixd_scheduler.distance import Distance
 from prefixd_scheduler.errors import (
@@ -14,9 +16,15 @@ from prefixd_scheduler.errors import (
     QueueFullError,
     UnknownRequestError,
 )
+from prefixd_scheduler.fair_share import OUTPUT_TOKEN, FairShare
+from prefixd_scheduler.orders import ByTenant
 from prefixd_scheduler.policies import Policy
 from prefixd_scheduler.request import QueuedRequest, check_state
+from prefixd_scheduler.shared_limit import SharedLimit
 from prefixd_scheduler.sorted_keys import SortedKeys
+
+_Common: TypeAlias = tuple[Hashable, Hashable]
+"""Whose requests, and what they lack."""
 
 
 class RequestQueue:
@@ -25,36 +33,48 @@ class RequestQueue:
     Not thread-safe: it belongs to one event loop. The requests are kept in the policy's order (`Policy.order`): a
     change costs O(log n), and the first requests are found without looking at the others.
 
-    **Computed once.** Of those that lack the same block next (`QueuedRequest.lacks`) only one stands in the order, the
-    first one by `Policy.first_of`: it computes what the others then find. They stand behind it, so that a
-    thousand of them do not hide the next request, and whoever is earliest takes its place when it leaves.
+    **Between tenants** the policy decides nothing: each has an order of its own, and they are served in turn by the
+    service that they have received (`fair_share`). Priorities, deadlines and what is cached order requests of one
+    tenant; a bound on waiting holds for a tenant's own requests and its own service, of which it gets at least a T-th
+    while T tenants wait. `serve` and `charge` tell what is received. Of several queues each is fair by itself.
+
+    **Computed once.** Of a tenant's requests that lack the same block next (`QueuedRequest.lacks`) only one stands in
+    the order, the first one by `Policy.first_of`: it computes what the others then find. They stand behind it, so that
+    a thousand of them do not hide the next request, and whoever is earliest takes its place when it leaves. Nobody
+    stands behind another tenant's request, which may be long in coming up.
 
     Args:
         policy: decides the order.
         limit: how many requests may be admitted at a time.
+        tenants: how many tenants there are, which share the limit (`SharedLimit`).
     """
 
-    def __init__(self, policy: Policy, limit: int) -> None:
+    def __init__(self, policy: Policy, limit: int, tenants: Callable[[], int] = lambda: 1) -> None:
         if limit < 1:
             raise InvalidValueError(f"a queue limited to {limit} requests admits none; pass a limit of at least 1")
         self.policy = policy
         self.limit = limit
-        self._order = policy.order()
+        self._share = FairShare()
+        self._order = ByTenant(policy.order, self._share, lambda request_id: self._cost(self._requests[request_id]))
+        self._admitted = SharedLimit(limit, tenants)
         self._requests: dict[int, QueuedRequest] = {}
-        self._lacking: dict[Hashable, SortedKeys[tuple[float, ...]]] = {}  # by what they lack, the earliest first
-        self._place: dict[int, tuple[Hashable, tuple[float, ...]]] = {}  # of each of them
+        self._lacking: dict[_Common, SortedKeys[tuple[float, ...]]] = {}  # the earliest first
+        self._place: dict[int, tuple[_Common, tuple[float, ...]]] = {}  # of each of them
         self._readmitted: set[int] = set()
 
     def push(self, request: QueuedRequest) -> None:
         """Admit a new request.
 
         Raises:
-            QueueFullError: `limit` requests wait already.
+            QueueFullError: `limit` requests wait already, or the tenant has its share of it.
             DuplicateRequestError: one with this id waits already.
         """
         if len(self._requests) >= self.limit:
             raise QueueFullError(self.limit)
+        if not self._admitted.left(request.tenant):
+            raise QueueFullError(self.limit, self._admitted[request.tenant], self._admitted.reserved)
         self._add(request)
+        self._admitted.add(request.tenant, 1)
 
     def readmit(self, request: QueuedRequest) -> None:
         """Put back a request that was handed over and interrupted; the limit does not apply to it.
@@ -68,16 +88,39 @@ class RequestQueue:
         self._readmitted.add(request.id)
 
     def remove(self, request_id: int) -> QueuedRequest:
-        """Take a request out, because it runs now or was cancelled.
+        """Take a request out, because it was cancelled, or runs without being charged to its tenant.
 
         Raises:
             UnknownRequestError: no request with this id waits.
         """
         request = self._waiting(request_id)
         del self._requests[request_id]
-        self._readmitted.discard(request_id)
+        if request_id in self._readmitted:
+            self._readmitted.discard(request_id)
+        else:
+            self._admitted.add(request.tenant, -1)
         self._leave(request_id)
+        self._share.leave(request.tenant)
         return request
+
+    def serve(self, request_id: int) -> QueuedRequest:
+        """Take a request out because it runs now; its tenant has received what computing its prompt takes.
+
+        One that was interrupted has been charged before.
+
+        Raises:
+            UnknownRequestError: no request with this id waits.
+        """
+        self._share.serve(self._waiting(request_id).tenant, self._cost(self._requests[request_id]))
+        return self.remove(request_id)
+
+    def charge(self, tenant: Hashable, output_tokens: int) -> None:
+        """So many tokens were generated for requests of a tenant that were handed over."""
+        self._share.charge(tenant, OUTPUT_TOKEN * output_tokens)
+
+    def waiting_of(self, tenant: Hashable) -> int:
+        """How many requests of a tenant wait."""
+        return self._share.waiting(tenant)
 
     def update(
         self,
@@ -111,9 +154,10 @@ class RequestQueue:
         return self._requests.get(request_id)
 
     def window(self, n: int, now_s: float) -> list[QueuedRequest]:
-        """The next `n` requests in the policy's order (all of them where fewer stand in it); none is taken out.
+        """The next `n` requests in order (all of them where fewer stand in it); none is taken out.
 
-        Time O(n), however many wait. One core of a small machine takes 0.04 ms for n = 32.
+        Time O(n), and O(t) for t tenants that wait, however many wait. One core of a small machine takes 0.04 ms for
+        n = 32 and one tenant.
 
         Args:
             n: how many to look at.
@@ -146,10 +190,16 @@ class RequestQueue:
         admitted = len(self._requests) - len(self._readmitted)
         if admitted > self.limit:
             raise IntegrityError(f"{admitted} admitted requests wait, over the limit of {self.limit}")
+        of_tenant = Counter(request.tenant for request in self._requests.values())
+        for tenant, count in of_tenant.items():
+            if count != self._share.waiting(tenant):
+                raise IntegrityError(f"{count} requests of tenant {tenant} wait, counted are {self.waiting_of(tenant)}")
+        if admitted != self._admitted.total:
+            raise IntegrityError(f"{admitted} admitted requests wait, counted are {self._admitted.total}")
         kept = list(self._order.ids(now_s))
         standing: dict[Hashable, QueuedRequest] = {}
         for request in self._requests.values():
-            common = ("alone", request.id) if request.lacks is None else ("lacks", request.lacks)
+            common = ("alone", request.id) if request.lacks is None else (request.tenant, request.lacks)
             if (other := standing.setdefault(common, request)) is not request and (
                 self.policy.first_of(request) < self.policy.first_of(other)
             ):
@@ -157,12 +207,15 @@ class RequestQueue:
         first = list(standing.values())
         if sorted(kept) != sorted(request.id for request in first):
             raise IntegrityError(f"the order has {len(kept)} requests, but {len(first)} others belong into it")
-        ranked = zip(self.policy.ranks(first, now_s), (request.id for request in first), strict=True)
-        for there, (_, belongs) in zip(kept, sorted(ranked), strict=True):
-            if there != belongs:
-                raise IntegrityError(
-                    f"request {there} stands where request {belongs} belongs; change waiting requests with update()"
-                )
+        for tenant in of_tenant:
+            own = [request for request in first if request.tenant == tenant]
+            ranked = zip(self.policy.ranks(own, now_s), (request.id for request in own), strict=True)
+            there_of_tenant = [request_id for request_id in kept if self._requests[request_id].tenant == tenant]
+            for there, (_, belongs) in zip(there_of_tenant, sorted(ranked), strict=True):
+                if there != belongs:
+                    raise IntegrityError(
+                        f"request {there} stands where request {belongs} belongs; change waiting requests with update()"
+                    )
 
     def _waiting(self, request_id: int) -> QueuedRequest:
         try:
@@ -176,7 +229,12 @@ class RequestQueue:
         if request.id in self._requests:
             raise DuplicateRequestError(f"a request with id {request.id} waits already; give each its own id")
         self._requests[request.id] = request
+        self._share.enter(request.tenant)
         self._enter(request)
+
+    def _cost(self, request: QueuedRequest) -> int:
+        """What handing a request over is charged: the tokens of its prompt that are not cached."""
+        return 0 if request.id in self._readmitted else max(1, request.prompt_tokens - request.cached_tokens)
 
     # -- who computes what several lack -------------------------------------------------------------------------
 
@@ -184,11 +242,12 @@ class RequestQueue:
         if request.lacks is None:
             self._order.put(request)
             return
-        others = self._lacking.setdefault(request.lacks, SortedKeys())
+        common = request.tenant, request.lacks
+        others = self._lacking.setdefault(common, SortedKeys())
         first = int(others.first[-1]) if others else None
         key = self.policy.first_of(request)
         others.add(key)
-        self._place[request.id] = request.lacks, key
+        self._place[request.id] = common, key
         if others.first == key:
             if first is not None:
                 self._order.remove(first)
@@ -198,8 +257,8 @@ class RequestQueue:
         if request_id not in self._place:
             self._order.remove(request_id)
             return
-        lacks, key = self._place.pop(request_id)
-        others = self._lacking[lacks]
+        common, key = self._place.pop(request_id)
+        others = self._lacking[common]
         was_first = others.first == key
         others.remove(key)
         if was_first:
@@ -207,8 +266,8 @@ class RequestQueue:
             if others:
                 self._order.put(self._requests[int(others.first[-1])])
         if not others:
-            del self._lacking[lacks]
+            del self._lacking[common]
 
     def _is_first(self, request: QueuedRequest) -> bool:
         """Whether it stands in the order, rather than behind another that lacks the same."""
-        return request.lacks is None or self._lacking[request.lacks].first[-1] == request.id
+        return request.lacks is None or self._lacking[request.tenant, request.lacks].first[-1] == request.id

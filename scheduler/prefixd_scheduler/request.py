@@ -29,6 +29,7 @@ class QueuedRequest:
             when nobody else can lack it.
         ready_s: estimated seconds of loading and computing until its first token; infinite while unknown.
         deadline_s: when its first token is due, on the clock of `arrival_s`; infinite for never.
+        tenant: whose it is: tenants are served in turn, and all that is said here orders requests of one tenant alone.
 
     Raises:
         InvalidValueError: a count is negative, more is cached than the prompt has, or a time is not a number.
@@ -44,6 +45,7 @@ class QueuedRequest:
     lacks: Hashable | None = None
     ready_s: float = math.inf
     deadline_s: float = math.inf
+    tenant: Hashable = None
 
     def __post_init__(self) -> None:
         check_state(self.id, self.cached_tokens, self.prompt_tokens, self.ready_s)

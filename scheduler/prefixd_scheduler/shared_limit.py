@@ -1,0 +1,54 @@
+"""A limit that tenants share so that none of them can take what another needs to go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+
+class SharedLimit:
+    """Counts what each tenant has of something that is limited.
+
+    One half is divided evenly: of T tenants each has 1 / 2T of the limit to itself, and at least one where there are as
+    many. The other half is for whoever comes first. With one tenant the limit is all there is.
+
+    ```
+    limit 80, T = 4     [ 10 | 10 | 10 | 10 ][         40         ]
+                          A    B    C    D      whoever comes first
+    ```
+
+    Args:
+        limit: what all have together.
+        tenants: how many there are now; whoever has something counts besides.
+    """
+
+    def __init__(self, limit: int, tenants: Callable[[], int] = lambda: 1) -> None:
+        self.limit = limit
+        self.total = 0
+        self._tenants = tenants
+        self._had: dict[Hashable, int] = {}
+
+    def __getitem__(self, tenant: Hashable) -> int:
+        """What a tenant has."""
+        return self._had.get(tenant, 0)
+
+    @property
+    def reserved(self) -> int:
+        """What each tenant has to itself."""
+        tenants = max(1, self._tenants(), len(self._had))
+        return max(self.limit // (2 * tenants), int(self.limit >= tenants))
+
+    def left(self, tenant: Hashable) -> int:
+        """How much more a tenant may have now. Time O(tenants that have something)."""
+        reserved, tenants = self.reserved, max(1, self._tenants(), len(self._had))
+        above = sum(max(0, had - reserved) for had in self._had.values())
+        open_to_all = max(0, self.limit - tenants * reserved - above)
+        return max(0, min(self.limit - self.total, max(0, reserved - self[tenant]) + open_to_all))
+
+    def add(self, tenant: Hashable, amount: int) -> None:
+        """A tenant has more, whether it may or not; less if negative."""
+        self.total += amount
+        had = self[tenant] + amount
+        if had:
+            self._had[tenant] = had
+        else:
+            self._had.pop(tenant, None)

@@ -22,6 +22,7 @@ from prefixd.cache.mover import Mover
 from prefixd.cache.namespaces import Namespace, NamespaceRegistry, NamespaceSpec
 from prefixd.cache.paths import find_path
 from prefixd.cache.prefetches import Prefetches
+from prefixd.cache.refused_blocks import RefusedBlocks
 from prefixd.cache.remote import RemoteOptions
 from prefixd.cache.reservations import Reservations
 from prefixd.cache.restore import known_namespaces, remove_refused, restore
@@ -128,6 +129,7 @@ class TieredCache:
             prefetch_bytes = tiers.shared.capacity_bytes // 2
         self.write_back = WriteBack(self.mover, enabled=write_back, limit_bytes=write_queue_bytes)
         self.scrubber = Scrubber(self.mover, clock, bytes_per_s=scrub_bytes_per_s, every_s=scrub_every_s)
+        self.refused = RefusedBlocks(self.mover)
         self._prefetches = Prefetches(self.mover, prefetch_bytes)
         self.leases = LeaseTable(
             self._end_grants,
@@ -164,6 +166,7 @@ class TieredCache:
         """Ends all sessions and waits for the copies under way."""
         for session in list(self.leases.sessions.values()):
             self.leases.close(session)
+        await self.refused.stop()
         await self.scrubber.stop()
         await self.write_back.stop()
         if self.mover.remote is not None:
@@ -438,7 +441,7 @@ class TieredCache:
 
         Returns:
             The blocks' rows, and of each of their frames whether it is the trie's now (it is not when the part was
-            there already). Fewer than m blocks when a block's key is another block's.
+            there already). Fewer than m blocks when a block's key is another block's, or a block is refused.
         """
         trie = self.trie(namespace)
         now = self.clock()
@@ -446,8 +449,11 @@ class TieredCache:
         parts = len(frames) // count if count else 0
         end = first_block + count
         keys, tokens = chain.key_rows(first_block, end), chain.token_rows(first_block, end)
+        if trie.refused:
+            accepted = trie.unrefused(trie.find_all(keys), first_block)
+            keys, tokens = keys[:accepted], tokens[:accepted]
         rows, _ = trie.insert_path(parent, namespace.ordinal, keys, tokens, now)
-        if len(rows) < end - first_block:
+        if len(rows) < len(keys):
             self.mover.lost["key collision"] += 1
         slots = np.full((len(rows), len(trie.part_bytes)), NO_SLOT, np.int64)
         slots[:, :parts] = np.array(frames, np.int64).reshape(count, parts)[: len(rows)]

@@ -209,7 +209,8 @@ class CpuStage:
     def _hold(self, request: Request, rows: Rows, groups: GroupMask) -> _Near:
         trie, placement = request.trie, self._mover.placement
         # What is in the GPU tier, too, goes after what nobody waits for.
-        placement.touch(trie, request.found, request.count_use(len(request.found)))
+        if not request.read_only:
+            placement.touch(trie, request.found, request.count_use(len(request.found)))
         owner = f"request {request.name}, ahead"
         hold = placement.holds.hold(owner, trie, rows, self._cache.tiers.shared, groups)
         self._budget.add(trie, rows, groups)

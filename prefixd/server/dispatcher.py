@@ -35,6 +35,7 @@ from prefixd.server.recorder import Recorder
 from prefixd.server.request import Ended, Event, NewTokens, Request, RequestState
 from prefixd.server.shared_prefix import computing_next_block, embeds_image, keeps_state
 from prefixd.server.state_keeping import StateKeeping, StatePolicy
+from prefixd.server.suspects import refuse, suspects_of
 from prefixd.server.tier_share import TierShare
 from prefixd.server.tracker import PrefixTracker
 from prefixd.worker.protocol import Cancel, Done, Extend, KvUsage, Start, Step, ToWorker
@@ -256,6 +257,10 @@ class Dispatcher:
         request.enqueue()
         self._enter(request)
 
+    def requests_of(self, tenant: str) -> tuple[int, int]:
+        """How many of a tenant's requests (sequences) wait, and how many run."""
+        return self.queue.waiting_of(tenant), sum(each.queued.tenant == tenant for each in self.running.values())
+
     async def look_in_store(self, request: Request) -> None:
         """Has the trie know what a shared store has of a request's prompt, before it is queued.
 
@@ -315,7 +320,10 @@ class Dispatcher:
         self.passes += step.passes
         self.proposed_tokens += step.proposed_tokens
         self.accepted_tokens += step.accepted_tokens
-        searched = sum(request.places for request in self.running.values() if request.sampling.beams)
+        searches = [request for request in self.running.values() if request.sampling.beams]
+        searched = sum(request.places for request in searches)
+        for request in searches:  # which tell of nothing before their end
+            self.queue.charge(request.queued.tenant, request.places * step.passes)
         asked = step.computed_tokens - step.proposed_tokens
         if asked > 2 * step.passes * (len(step.updates) + searched):  # mostly prefill: what a cached prefix saves
             self._cost.observe_compute(step.computed_tokens, step.elapsed_s, step.context_tokens)
@@ -324,6 +332,8 @@ class Dispatcher:
             if request is None:
                 continue
             if update.tokens:
+                self.queue.charge(request.queued.tenant, len(update.tokens))
+                refuse(self._cache, request)
                 request.append(np.array(update.tokens, "<u4").tobytes())
                 if request.first_token_s is None:
                     request.first_token_s = self._clock()
@@ -360,7 +370,13 @@ class Dispatcher:
         elif done.reason == "no_memory" and request.state is not RequestState.CANCELLING and self.running:
             self._concurrency.shrink(len(self.running), done.detail)
             self._put_back(request)
+        elif done.not_finite and self._may_run_uncached(request):
+            log.error("request %s: logits are not finite; it is computed again without the cache", request.name)
+            request.suspects, request.uncached = request.run.suspects, True
+            self._put_back(request)
         else:
+            if done.beams:
+                refuse(self._cache, request)
             event = _last_event(request, done)
             if done.beams and request.first_token_s is None:
                 request.first_token_s = self._clock()
@@ -368,6 +384,10 @@ class Dispatcher:
             request.end(event)
             self._share.run_ended()
         self._look()
+
+    def _may_run_uncached(self, request: Request) -> bool:
+        """Whether something else than what a run has computed itself may be the reason for its end."""
+        return request.state is not RequestState.CANCELLING and (bool(request.run.suspects) or request.run.forked)
 
     def on_death(self, why: str, gave_up: bool) -> None:
         """The worker is gone; its requests are run again by the next one, if there is one."""
@@ -454,7 +474,7 @@ class Dispatcher:
                 break
             left -= request.first_frames
             left -= self._budget.weigh(request.trie, request.rows, request.wanted)
-            left -= weigh_images(request, self._image_budget, caching=self._caching)
+            left -= weigh_images(request, self._image_budget, caching=self._caching and not request.uncached)
             if left < 0:
                 lacks, beyond = demanded, place
                 await self._prefetcher.unstage_ready(window[place:])
@@ -519,7 +539,7 @@ class Dispatcher:
 
         What was found may have gone or come while others ran, so this is asked right before the request is staged.
         """
-        if request.state is not RequestState.WAITING:
+        if request.state is not RequestState.WAITING or request.uncached:
             return True
         if self._is_computed(request) or (self._caching and embeds_image(request, self.running.values())):
             return False
@@ -541,8 +561,9 @@ class Dispatcher:
             return True
         cached, kv, images = len(request.rows), request.kv, request.image_holds
         found_images = 0 if images is None else images.found
-        keep = self.states.chosen(request) if kv.state_frames and self._caching else []
-        wanted = extra = len(keep) + self.states.keeps_tails if kv.state_frames and self._caching else 0
+        keeps = self._caching and request.keeps
+        keep = self.states.chosen(request) if kv.state_frames and keeps else []
+        wanted = extra = len(keep) + self.states.keeps_tails if kv.state_frames and keeps else 0
         fresh = None
         if extra and request.most_frames + extra * kv.state_frames <= self._cache.tiers.frames.lasting:
             fresh = await take_first(self._cache, request, 1 + extra)
@@ -558,11 +579,13 @@ class Dispatcher:
             return True
         self._lacking = None
         self._share.leave(self)
-        self.queue.remove(request.id)
+        self.queue.serve(request.id)
         del self.waiting[request.id]
         self.running[request.id] = request
         request.turn = self._share.next_turn()
-        run = first_run(self._cache, request, fresh, keep, caching=self._caching)
+        run = first_run(self._cache, request, fresh, keep, caching=keeps)
+        run.suspects = suspects_of(request)
+        run.forked = request.kv.plain and request.fork_of in self.running and not request.uncached
         states, resume = run.states, state_to_resume(self._cache, request)
         beside = request.beside
         self.loader.want(request)
@@ -587,7 +610,7 @@ class Dispatcher:
                 frames=list(run.frames),
                 sampling=request.sampling,
                 state=None if states is None else states.frames_for_worker(resume),
-                fork_of=request.fork_of if request.kv.plain and request.fork_of in self.running else -1,
+                fork_of=request.fork_of if run.forked else -1,
                 images=[] if request.images is None else request.images.images,
                 image_frames=[] if images is None else images.claim_frames(fresh.of_images),
             )
@@ -634,10 +657,9 @@ class Dispatcher:
 
     async def _extend_starved(self) -> bool:
         """Gives frames to those that run and need them; False when one gets none: then no other gets any."""
-        starved = [r for r in self.running.values() if r.state is RequestState.STARVED]
-        for request in self.preemption.in_rank(starved):
+        for request in self.preemption.in_rank(self.running.values()):
             if not self._starves(request):
-                continue  # it ended while the others got theirs
+                continue  # it has its frames, or ended while the others got theirs
             blocks = request.wanted_blocks - request.run.blocks
             near = request.run.frames[-request.run.slots :]
             frames = await self._mover.take_frames(blocks, request.kv.block_widths, near=near)

@@ -114,20 +114,22 @@ class ImageHolds:
         budget: counts the frames of held images, of all requests.
         owner: whose they are, for people.
         kv: which images.
-        caching: False finds and keeps nothing.
+        finding: False finds nothing.
+        keeping: False keeps nothing.
     """
 
     cache: TieredCache
     budget: FrameBudget
     owner: str
     kv: ImageKv
-    caching: bool
+    finding: bool
+    keeping: bool
     _held: dict[bytes, Hold] = field(default_factory=dict)
     _own: dict[bytes, list[int]] = field(default_factory=dict)
     _counted: bool = True
 
     def __post_init__(self) -> None:
-        for digest in self.kv.chains if self.caching else ():
+        for digest in self.kv.chains if self.finding else ():
             if len(rows := self.kv.find(digest)):
                 self._hold(digest, rows)
 
@@ -135,6 +137,11 @@ class ImageHolds:
     def held(self) -> Rows:
         """The blocks of the images that it holds."""
         return np.concatenate([NO_ROWS, *(hold.rows for hold in self._held.values())])
+
+    @property
+    def first_rows(self) -> list[int]:
+        """The first block of each of these."""
+        return [int(hold.rows[0]) for hold in self._held.values()]
 
     @property
     def filling(self) -> Collection[bytes]:
@@ -145,7 +152,7 @@ class ImageHolds:
     def grew(self) -> bool:
         """Whether an image that it does not hold is there by now."""
         missing = self.kv.chains.keys() - self._held.keys()
-        return self.caching and any(len(self.kv.find(digest)) for digest in missing)
+        return self.finding and any(len(self.kv.find(digest)) for digest in missing)
 
     @property
     def complete(self) -> bool:
@@ -168,9 +175,13 @@ class ImageHolds:
         lacking = self.kv.trie.lacking(self.held, self.cache.tiers.compute.level)
         return int(self.kv.trie.group_bytes[lacking].sum())
 
-    def touch(self) -> list[int]:
-        """The images that it holds are used. Returns the tier from which each of their blocks has to be brought."""
+    def touch(self) -> None:
+        """The images that it holds are used."""
         self.cache.mover.placement.touch(self.kv.trie, self.held)
+
+    @property
+    def tiers(self) -> list[int]:
+        """The tier from which each block that it holds has to be brought."""
         tiers: list[int] = self.kv.trie.nearest[self.held].tolist()
         return tiers
 
@@ -212,7 +223,7 @@ class ImageHolds:
         are the trie's now."""
         given: list[int] = []
         own, self._own = self._own, {}
-        for digest, frames in own.items() if self.caching else ():
+        for digest, frames in own.items() if self.keeping else ():
             kv = self.kv
             rows, taken = self.cache.record(kv.namespace, kv.namespace.root, kv.chains[digest], 0, frames)
             given += compress(frames, taken.tolist())

@@ -3,8 +3,11 @@
 vTensor (Algorithm 1, section 6): when a decoding request needs a chunk and there is none, the request of the lowest
 priority is preempted and released.
 
-**Who.** Running requests, of all models, have a rank: a lower priority number before a higher one, and of equals who
-was handed over earlier first. The last in rank gives way, be it the one that lacks the frame.
+**Who.** Running requests, of all models, have a rank. Within a tenant: a lower priority number before a higher one, and
+of equals who was handed over earlier first. Between tenants: the first of each before all others, by who was handed over
+earlier; the others by the frames that they and those before them in their tenant's rank have. So a priority takes
+nothing from another tenant, and the tenant whose requests have most gives way. The last in rank gives way, be it the one
+that lacks the frame.
 
 **Where its KV goes.** Down the tiers ("swap"), or nowhere ("recompute"). Only blocks count that the request computed
 and nobody else holds; a prefix that it found, or shares with another, stays. A swap goes the way of every eviction
@@ -19,15 +22,18 @@ it is behind all of its priority; only one of a higher priority goes in front of
 once more only after a run has ended or one of a higher priority was handed over: what ran when it was resumed does not
 need its frames. Two requests therefore cannot preempt each other in turn, and the highest priority, then the next one,
 and so on, ends: with n others of its priority and none above, a request gives way n + 1 times at most. (One that runs
-alone starts over when it has blocks twice; then it has them once.)
+alone starts over when it has blocks twice; then it has them once.) With several tenants this holds for the first of
+each: nobody who is handed over later, of whichever tenant, is before it, but for one of its own tenant's with a higher
+priority. When it has ended, its tenant's next one is the first.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Coroutine, Iterable
+from collections.abc import Callable, Collection, Coroutine, Hashable, Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 import numpy as np
@@ -123,7 +129,15 @@ class Preemption:
     @staticmethod
     def in_rank(running: Iterable[Request]) -> list[Request]:
         """Running requests, given in the order in which they were handed over, by rank: the first gets frames first."""
-        return sorted(running, key=lambda request: request.queued.priority)
+        of_tenant: dict[Hashable, list[Request]] = {}
+        for request in sorted(running, key=lambda request: request.queued.priority):
+            of_tenant.setdefault(request.queued.tenant, []).append(request)
+        others: list[tuple[int, int, Request]] = []
+        for own in of_tenant.values():
+            frames = list(accumulate(request.run.block_frames_taken for request in own))
+            others += list(zip(frames, range(len(own)), own, strict=True))[1:]
+        firsts = sorted((own[0] for own in of_tenant.values()), key=lambda request: request.turn)
+        return [*firsts, *(request for _, _, request in sorted(others, key=lambda other: other[:2]))]
 
     def choose(self, running: Iterable[Request]) -> Request | None:
         """Who gives way now. None when frames are about to be free, or when that would help nobody."""

@@ -113,16 +113,26 @@ class Prefetcher:
         self._tracker.remove(request)
         owner, images = f"request {request.name}", None
         if request.image_kv is not None:
-            images = ImageHolds(self._cache, self._image_budget, owner, request.image_kv, self._caching)
+            images = ImageHolds(
+                self._cache,
+                self._image_budget,
+                owner,
+                request.image_kv,
+                finding=self._caching and not request.uncached,
+                keeping=self._caching and request.keeps,
+            )
         behind = None if request.beside is None else request.beside.rows
         request.stage(Footprint(self._cache, self._budget, owner, trie, rows, images, behind))
         self._staged[request.id] = request
-        if request not in self._cpu_stage:  # else it was touched when it came near
-            self._mover.placement.touch(trie, rows, request.count_use(len(rows)))
+        if not request.read_only:
+            if request not in self._cpu_stage:  # else it was touched when it came near
+                self._mover.placement.touch(trie, rows, request.count_use(len(rows)))
+            if images is not None:
+                images.touch()
         missing = trie.lacking(rows, self._cache.tiers.compute.level, request.wanted)
         distances, nbytes = [*tiers.tolist()], int(trie.group_bytes[missing].sum())
         if images is not None:
-            distances += images.touch()
+            distances += images.tiers
             nbytes += images.missing_bytes
         if nbytes:
             urgency = Urgency.DEMAND if demanded else Urgency.PREFETCH

@@ -36,7 +36,8 @@ class Recorder:
         tail = request.tail
         if tail is not None and tail.joined and filled >= tail.limit + len(tail.arrived):
             self._record_computed(request, tail.limit)
-            request.footprint.end_tail()
+            if request.run.recording:  # else the tail goes on holding what the run has passed over
+                request.footprint.end_tail()
         self._record_computed(request, filled)
 
     def _record_computed(self, request: Request, filled: int) -> None:

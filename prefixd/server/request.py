@@ -52,7 +52,7 @@ from prefixd.server.image_kv import ImageHolds, ImageKv
 from prefixd.server.kv_shape import ONE_FRAME, KvShape
 from prefixd.server.load_choice import LoadChoice
 from prefixd.server.prompt_images import PromptImages
-from prefixd.server.run import Run
+from prefixd.server.run import Run, Suspect
 from prefixd.server.tail_load import TailLoad, TailPlan
 from prefixd.worker.protocol import BeamResult, Sampling, TokenLogprobs, blocks_needed
 from prefixd_scheduler import QueuedRequest
@@ -161,6 +161,9 @@ class Request:
         used_blocks: so many of its cached blocks, from the first on, were counted as used by it, however often it is
             staged.
         turn: its number among all requests in the order in which they were handed over last; 0 before.
+        read_only: it leaves nothing in the cache, and what it uses counts as used by nobody.
+        uncached: it uses nothing of the cache and leaves nothing there: what it used before may be damaged.
+        suspects: that, until it is known.
         lost_tokens: when it was preempted, so many tokens had been computed; 0 when it was not, or runs again.
     """
 
@@ -196,6 +199,9 @@ class Request:
     fork_of: int = -1
     lost_tokens: int = 0
     turn: int = 0
+    read_only: bool = False
+    uncached: bool = False
+    suspects: list[Suspect] = field(default_factory=list)
     _path: KnownPath = field(default_factory=KnownPath)
     _footprint: Footprint | None = None
     _run: Run | None = None
@@ -244,6 +250,8 @@ class Request:
     @property
     def usable_blocks(self) -> int:
         """Full blocks that may come from the cache: at least one token has to be computed, for its logits."""
+        if self.uncached:
+            return 0
         return self.uncut((self.chain.tokens - 1) // self.trie.block_tokens)
 
     @property
@@ -341,6 +349,11 @@ class Request:
         if self._footprint is not None:
             return self._footprint.wanted
         return self.trie.needed(len(self.found)) if self.trie.has_rules else None
+
+    @property
+    def keeps(self) -> bool:
+        """Whether what it computes goes into the cache."""
+        return not (self.read_only or self.uncached)
 
     @property
     def next_key(self) -> bytes | None:

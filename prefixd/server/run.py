@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from prefixd.cache import Trie
 from prefixd.worker.protocol import KeptState, StateFrames
 
 _NOTHING = -1
@@ -45,6 +46,15 @@ class RunStates:
         return StateFrames(own=self.own, resume=resume, keep=keep, tail=self.tail)
 
 
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """The first block of a cached prefix that a run uses, known by its row and the row's generation."""
+
+    trie: Trie
+    row: int
+    generation: int
+
+
 @dataclass(slots=True)
 class Run:
     """What the daemon knows of a run, from the hand-over to the worker until the worker has let go.
@@ -57,6 +67,8 @@ class Run:
         recording: filled blocks are entered into the trie; False after one could not be.
         widths: of each slot of a block, how many frames it has.
         states: of a model that has a state.
+        suspects: what it uses of the cache.
+        forked: it may have copied from another run.
     """
 
     frames: list[int]
@@ -64,6 +76,8 @@ class Run:
     recording: bool
     widths: tuple[int, ...] = (1,)
     states: RunStates | None = None
+    suspects: list[Suspect] = field(default_factory=list)
+    forked: bool = False
     computed_tokens: int = 0
     _passed: dict[int, int] = field(default_factory=dict)  # by a group's first part, blocks that are passed
     _gone: int = field(init=False)  # frames of homes that are none

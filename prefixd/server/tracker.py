@@ -126,10 +126,10 @@ class PrefixTracker:
         trie = request.trie
         if trie.parent[row] != tail:
             return False
-        if not trie.has_rules and request.images is None:
+        if not trie.has_rules and request.images is None and not trie.refused:
             return bool(trie.nearest[row] != NONE)
         # The next block may lack what a prefix that ends with it needs, a state perhaps, or have no bytes at all, and a
-        # later one have it. Or it ends inside an image.
+        # later one have it. Or it ends inside an image, or is refused.
         return len(request.usable(request.path)) > len(request.rows)
 
     # -- all requests -------------------------------------------------------------------------------------------
@@ -285,8 +285,10 @@ class PrefixTracker:
         distance = queued.distance if distance is None else distance
         prefix = request.chain.key(blocks - 1) if blocks else None
         cached_tokens = min(blocks * trie.block_tokens, queued.prompt_tokens)
-        # A request whose model has windows or states, or which has images, may go on where another cannot.
-        key = None if trie.has_rules or request.images is not None else request.next_key
+        # A request whose model has windows or states, or which has images, may go on where another cannot. From one
+        # that leaves nothing in the cache nobody else finds anything.
+        alone = trie.has_rules or request.images is not None or request.read_only
+        key = None if alone else request.next_key
         lacks = None if key is None else (request.namespace.root, key)
         ready_s = math.inf if self._ready_s is None else self._ready_s(request)
         now = (distance, cached_tokens, prefix, lacks, ready_s)

@@ -57,7 +57,11 @@ def make_dispatcher(
     scheduler, worker = settings.scheduler, settings.worker
     return Dispatcher(
         cache,
-        RequestQueue(create_policy(scheduler.policy, scheduler.starvation_bound_s), scheduler.queue_limit),
+        RequestQueue(
+            create_policy(scheduler.policy, scheduler.starvation_bound_s),
+            scheduler.queue_limit,
+            lambda: len(cache.tenants),
+        ),
         CostModel(),
         send,
         clock,

@@ -112,7 +112,7 @@ class BeamRun:
         """
         parents = self._search.advance(logits)
         if parents is None:
-            return Done(self.id, "error", "the model's logits are not finite; its weights may be damaged")
+            return not_finite(self.id)
         if self._search.ended:
             results = [
                 BeamResult(list(best.tokens), best.score, best.ended or "length") for best in self._search.finished
@@ -195,3 +195,8 @@ class BeamRun:
             self._users[home] -= 1
             if not self._users[home] and home not in self._prompt_homes:
                 self._spare.append(home)
+
+
+def not_finite(request: int) -> Done:
+    """The end of a request for which no token can be chosen."""
+    return Done(request, "error", "the model's logits are not finite; its weights may be damaged", not_finite=True)

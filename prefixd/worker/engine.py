@@ -11,7 +11,7 @@ from typing import cast
 import msgspec
 import torch
 
-from prefixd.worker.beam_run import Beam, BeamRun
+from prefixd.worker.beam_run import Beam, BeamRun, not_finite
 from prefixd.worker.cross_kv import CrossKv
 from prefixd.worker.decode_graphs import DecodeGraphs
 from prefixd.worker.draft import Draft, Fed
@@ -338,7 +338,7 @@ class Engine:
         for run, proposed in sampled:
             accepted = _accept(run, proposed, list(itertools.islice(chosen, 1 + len(proposed))))
             if not accepted:
-                done.append(Done(run.id, "error", "the model's logits are not finite; its weights may be damaged"))
+                done.append(not_finite(run.id))
                 continue
             news[run.id] = accepted
             if run.ended:

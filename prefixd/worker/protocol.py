@@ -326,7 +326,8 @@ class Done(msgspec.Struct, frozen=True, tag=True):
     `detail` says why when the reason is "error", or "no_memory": the process has no addresses or mappings left for it,
     but may have when others have ended. `beams` are the best sequences of a beam search, the best one first. The frames
     of `Start.tail` hold the state after `tail_blocks` blocks; nothing if that is 0. `encoded_images` of its images were
-    embedded by the vision encoder; the embeddings of the others were known.
+    embedded by the vision encoder; the embeddings of the others were known. `not_finite`: the error is that no token
+    could be chosen, since the logits were not finite.
     """
 
     id: int
@@ -335,6 +336,7 @@ class Done(msgspec.Struct, frozen=True, tag=True):
     beams: list[BeamResult] = []
     tail_blocks: int = 0
     encoded_images: int = 0
+    not_finite: bool = False
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

@@ -108,6 +108,8 @@ class Trie(TrieTable):
         self.block_bytes = sum(part_bytes)
         self.offered = _ALL_TIERS  # tiers whose copies count as there
         self.observer: Observer | None = None
+        self.refused: dict[int, int] = {}
+        """Rows, with their generations, from which on no prompt goes on: their bytes are wrong (`RefusedBlocks`)."""
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -176,12 +178,19 @@ class Trie(TrieTable):
             path: rows from the first block on.
             available: [len(path)] groups that count as there; by default those that some tier offers.
         """
-        if available is None:
-            available = self.available[path]
+        if self.refused:
+            path = path[: self.unrefused(path)]
+        available = self.available[path] if available is None else available[: len(path)]
         if self.has_rules:
             return path[: longest_prefix(self.groups, available)]
         good = available == self.all_groups
         return path if good.all() else path[: int(good.argmin())]
+
+    def unrefused(self, rows: Rows, first_block: int = 0) -> int:
+        """How many of the rows of a prompt from `first_block` on come before one that is refused."""
+        there = (row for row, generation in self.refused.items() if self.generation[row] == generation)
+        places = ((row, int(self.depth[row]) - first_block) for row in there)
+        return min((at for row, at in places if 0 <= at < len(rows) and rows[at] == row), default=len(rows))
 
     def needed(self, blocks: int, first_block: int = 0) -> GroupMask:
         """[blocks - first_block]: the groups that a reader of `blocks` blocks needs from `first_block` on."""

@@ -204,7 +204,7 @@ async def test_an_image_that_two_requests_have_filled_is_there_once(vision: Any,
         bench.cache.mover.placement.drop(kv.trie, kv.find(digest)[::-1], bench.cache.tiers.compute, expendable=True)
         assert not len(kv.find(digest))
         budget = FrameBudget()
-        first, second = (ImageHolds(bench.cache, budget, f"request {n}", kv, True) for n in range(2))
+        first, second = (ImageHolds(bench.cache, budget, f"request {n}", kv, True, True) for n in range(2))
         given = []
         for holds in (first, second):
             assert (holds.missing_blocks, len(holds.held)) == (kv.size, 0)

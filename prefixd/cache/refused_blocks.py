@@ -44,7 +44,9 @@ class RefusedBlocks:
         """Refuses a block, if it is still there, and what continues it. Counts those that go under `lost`."""
         if trie.generation[row] != generation or trie.refused.get(row) == generation:
             return
-        log.error("block %s and what continues it are dropped, to be computed again: %s", trie.key(row).hex(), NOT_FINITE)
+        log.error(
+            "block %s and what continues it are dropped, to be computed again: %s", trie.key(row).hex(), NOT_FINITE
+        )
         trie.refused[row] = generation
         task = asyncio.create_task(self._forget(trie, row, generation))
         self._tasks.add(task)

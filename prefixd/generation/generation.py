@@ -9,7 +9,7 @@ import secrets
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
@@ -25,19 +25,27 @@ from prefixd.errors import (
 from prefixd.generation.events import Accepted, Finished, GenerationEvent, SequenceFinished, Tokens
 from prefixd.generation.inbox import Inbox
 from prefixd.generation.params import GenerateParams, check_sampling
+from prefixd.generation.rates import RequestRates
 from prefixd.generation.sequence import SequenceOutput
 from prefixd.generation.stop_strings import StopStrings
 from prefixd.server.dispatcher import Dispatcher
-from prefixd.server.image_reader import ImageBytes
 from prefixd.server.prompt_images import PromptLayout
 from prefixd.server.request import Ended, FinishReason, NewTokens, Request
 from prefixd.server.served_model import ServedModel
+from prefixd.server.shared_bytes import SharedBytes
 from prefixd.server.tokenization import TokenIds, TooManyTokensError, need_codec
+from prefixd.tenants import Tenant
 from prefixd.worker.protocol import blocks_needed
 from prefixd_scheduler import QueuedRequest, QueueFullError
 
 LONGEST_REQUEST_ID = 256
+MOST_MESSAGE_BYTES = 1 << 30
+"""Of the messages of all calls that wait or run, without their images. What a call has besides is in proportion to it:
+the prompt's ids twice, and in each of its sequences 16 bytes a block for keys, and 12 for what was found of it."""
 _LARGER_TIER = "make the tier larger (prefixd tier resize gpu, and gpu.bytes for the next start)"
+
+
+_Live: TypeAlias = tuple[Dispatcher, list[Request]]
 
 
 class Model(Protocol):
@@ -74,8 +82,14 @@ class Generation:
         self._models = models
         self._draining = draining
         self._clock = clock
-        self._images = ImageBytes(most_image_bytes)
-        self._live: dict[str, tuple[Dispatcher, list[Request]]] = {}
+
+        def tenants() -> int:
+            return len(cache.tenants)
+
+        self._images = SharedBytes(most_image_bytes, "images", "worker.images_bytes", tenants)
+        self._messages = SharedBytes(MOST_MESSAGE_BYTES, "prompt and parameters", "the daemon", tenants)
+        self._rates = RequestRates(clock)
+        self._live: dict[str, dict[str, _Live]] = {}  # by the request's id and the tenant's name
         self._ids = itertools.count(1)
 
     async def run(self, params: GenerateParams) -> AsyncGenerator[GenerationEvent, None]:
@@ -90,34 +104,43 @@ class Generation:
                 image is too large, not whole or without a place in the prompt.
             NotFoundError: there is no model of this name.
             AlreadyExistsError: a request with this id waits or runs.
-            ExhaustedError: the queue has no room for all sequences, the prompt never fits the GPU tier, too many texts
-                wait to be tokenized, requests have too many bytes of images, or the caller is too far behind with
-                reading (`Inbox`).
+            ExhaustedError: the queue has no room for all sequences, the tenant has as many waiting, or has sent as many
+                a second, as it may, the prompt never fits the GPU tier, too many texts wait to be tokenized, requests
+                have too many bytes of images or other bytes, or the caller is too far behind with reading (`Inbox`).
             UnavailableError: the daemon drains, or the worker died and could not take the request up again.
             UnsupportedError: a sidecar without a model, text or stop strings for a model without a tokenizer, or
                 images for a model of text alone.
         """
+        tenant = params.tenant or self._cache.tenants.default
+        self._rates.take(tenant)
         chosen = self._choose(params.model)
         self._take_work()
         model = await chosen.model()
-        self._check_name(params.request_id)
+        self._check_name(tenant, params.request_id)
         check_sampling(params, model)
-        async with self._images.held(params.images), aclosing(self._generate(chosen, params, model)) as events:
-            async for event in events:
-                yield event
+        self._check_waiting(tenant, params.sequences)
+        image_bytes = sum(map(len, params.images))
+        with (
+            self._images.held(tenant, image_bytes),
+            self._messages.held(tenant, max(0, params.message_bytes() - image_bytes)),
+        ):
+            ids = await self._prompt(params.prompt, model, tenant)
+            params = replace(params, prompt=b"")  # a text may take four times as many bytes as its message
+            async with aclosing(self._generate(chosen, params, tenant, ids, model)) as events:
+                async for event in events:
+                    yield event
 
     async def _generate(
-        self, chosen: Model, params: GenerateParams, model: ServedModel
+        self, chosen: Model, params: GenerateParams, tenant: Tenant, ids: TokenIds, model: ServedModel
     ) -> AsyncGenerator[GenerationEvent, None]:
         dispatcher = chosen.dispatcher
-        ids = await self._prompt(params.prompt, model)
-        images = await model.read_images(ids, params.images)
+        images = await model.read_images(ids, params.images, tenant.name)
         self._take_work()  # loading the model, tokenizing the text and decoding images may have taken a while
         model = await chosen.model()
-        self._check_name(params.request_id)
+        self._check_name(tenant, params.request_id)
         values = 1 if params.logprobs is None else 2 + params.logprobs
         inbox = Inbox(values, lambda: _cancel(dispatcher, requests))
-        requests = self._requests(params, ids, images, model, inbox)
+        requests = self._requests(params, tenant, ids, images, model, inbox)
         stops = StopStrings(params.stop) if params.stop else None
         searched = params.beam_width is not None
         sequences = [
@@ -133,9 +156,10 @@ class Generation:
         name = requests[0].name
         await dispatcher.look_in_store(requests[0])  # all of them have one prompt
         self._take_work()
-        self._check_name(name)
-        _submit(dispatcher, requests)
-        self._live[name] = dispatcher, requests
+        self._check_name(tenant, name)
+        self._check_waiting(tenant, len(requests))
+        _submit(dispatcher, requests, tenant)
+        self._live.setdefault(name, {})[tenant.name] = dispatcher, requests
         going = dict(enumerate(sequences))
         try:
             yield Accepted(name, requests[0].prompt_tokens)
@@ -145,21 +169,44 @@ class Generation:
                     yield event
             yield self._finished(sequences)
         finally:
-            del self._live[name]
+            of_name = self._live[name]
+            del of_name[tenant.name]
+            if not of_name:
+                del self._live[name]
             _cancel(dispatcher, [sequence.request for sequence in going.values()])
 
-    def cancel(self, request_id: str) -> bool:
-        """Ends all sequences of a request; False when none of that id waits or runs. Raises as `run`."""
+    def cancel(self, request_id: str, tenant: Tenant | None = None) -> bool:
+        """Ends all sequences of a tenant's request, or without a tenant of every tenant's request with that id.
+
+        False when there is none that waits or runs. Raises as `run`.
+        """
         self._choose()
         if not request_id:
             raise InvalidArgumentError("request_id is empty; send the id from the first message of Generate")
-        live = self._live.get(request_id)
-        if live is not None:
+        of_name = self._live.get(request_id, {})
+        chosen = [live for name, live in of_name.items() if tenant is None or name == tenant.name]
+        for live in chosen:
             _cancel(*live)
-        return live is not None
+        return bool(chosen)
+
+    def requests_of(self, tenant: Tenant) -> tuple[int, int]:
+        """How many of a tenant's requests (sequences) wait, and how many run."""
+        counts = [model.dispatcher.requests_of(tenant.name) for model in self._models.values()]
+        return sum(waiting for waiting, _ in counts), sum(running for _, running in counts)
+
+    def _check_waiting(self, tenant: Tenant, more: int) -> None:
+        if tenant.quota.waiting_requests is not None:
+            waiting, _ = self.requests_of(tenant)
+            tenant.check("waiting_requests", waiting, "requests wait", "send it again when some have run", more=more)
 
     def _requests(
-        self, params: GenerateParams, ids: TokenIds, images: PromptLayout | None, model: ServedModel, inbox: Inbox
+        self,
+        params: GenerateParams,
+        tenant: Tenant,
+        ids: TokenIds,
+        images: PromptLayout | None,
+        model: ServedModel,
+        inbox: Inbox,
     ) -> list[Request]:
         """One for each sequence; they put their events into the inbox, with their numbers."""
         prompt_tokens = len(ids) if images is None else images.tokens
@@ -209,22 +256,28 @@ class Generation:
                     prompt_tokens=prompt_tokens,
                     sampling=sampling,
                     queued=QueuedRequest(
-                        number, arrival_s, prompt_tokens, priority=params.priority, deadline_s=arrival_s + deadline_s
+                        number,
+                        arrival_s,
+                        prompt_tokens,
+                        priority=params.priority,
+                        deadline_s=arrival_s + deadline_s,
+                        tenant=tenant.name,
                     ),
                     kv=model.kv,
                     images=None if images is None else images.of_request(),
                     image_kv=image_kv,
                     events=inbox.sink(index),
                     fork_of=requests[0].id if requests else -1,
+                    read_only=params.read_only,
                 )
             )
         return requests
 
-    async def _prompt(self, prompt: str | bytes, model: ServedModel) -> TokenIds:
+    async def _prompt(self, prompt: str | bytes, model: ServedModel, tenant: Tenant) -> TokenIds:
         """The prompt's token ids, shorter than the model's context. No work here grows with what is refused."""
         limit = model.hello.max_model_tokens
         if isinstance(prompt, str):
-            ids = await self._tokenized(prompt, model)
+            ids = await self._tokenized(prompt, model, tenant)
             _check_length(len(ids), limit)
             return ids
         if not prompt:
@@ -244,7 +297,7 @@ class Generation:
             )
         return ids
 
-    async def _tokenized(self, text: str, model: ServedModel) -> TokenIds:
+    async def _tokenized(self, text: str, model: ServedModel, tenant: Tenant) -> TokenIds:
         limit = model.hello.max_model_tokens
         if not text:
             raise InvalidArgumentError("the prompt is empty; send at least one character")
@@ -256,7 +309,7 @@ class Generation:
                 "characters"
             )
         try:
-            return await model.threads.encode(codec, text, limit)
+            return await model.threads.encode(codec, text, limit, tenant.name)
         except TooManyTokensError as error:
             raise InvalidArgumentError(
                 f"the prompt of {len(text)} characters has more than {error.tokens} tokens, but the model takes "
@@ -281,14 +334,14 @@ class Generation:
             encoded_images=sum(request.encoded_images for request in requests),
         )
 
-    def _check_name(self, name: str) -> None:
+    def _check_name(self, tenant: Tenant, name: str) -> None:
         if len(name) > LONGEST_REQUEST_ID:
             raise InvalidArgumentError(
                 f"request_id has {len(name)} characters; choose one of at most {LONGEST_REQUEST_ID}"
             )
         if not name.isprintable():  # it is written to the log
             raise InvalidArgumentError(f"request_id {name!r} has characters that cannot be printed; leave them out")
-        if name in self._live:
+        if tenant.name in self._live.get(name, ()):
             raise AlreadyExistsError(f"request_id {name!r} is running; choose another or leave it empty")
 
     def _take_work(self) -> None:
@@ -307,7 +360,7 @@ class Generation:
         return self._models[name]
 
 
-def _submit(dispatcher: Dispatcher, requests: list[Request]) -> None:
+def _submit(dispatcher: Dispatcher, requests: list[Request], tenant: Tenant) -> None:
     """Queues all or, with ExhaustedError, none."""
     for index, request in enumerate(requests):
         try:
@@ -317,7 +370,8 @@ def _submit(dispatcher: Dispatcher, requests: list[Request]) -> None:
             wanted = (
                 f" (the request has {len(requests)} sequences, and each takes a place)" if len(requests) > 1 else ""
             )
-            raise ExhaustedError(f"{error}{wanted}") from error
+            tenant.refused["scheduler.queue_limit"] += 1
+            raise ExhaustedError(f"tenant {tenant.name}: {error}{wanted} (limit scheduler.queue_limit)") from error
 
 
 def _cancel(dispatcher: Dispatcher, requests: Iterable[Request]) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from prefixd.errors import InvalidArgumentError, UnsupportedError
 from prefixd.server.served_model import ServedModel
+from prefixd.tenants import Tenant
 from prefixd.worker.protocol import MOST_BEAMS, MOST_LOGPROBS, Sampling
 
 DEFAULT_MAX_TOKENS = 16
+MOST_IMAGES = 4096  # whatever worker.images_per_prompt is: their lengths are added up on the event loop
 MOST_STOP_TOKENS = 1024
 MOST_STOP_STRINGS = 16
 LONGEST_STOP_STRING = 256  # characters
@@ -82,6 +84,12 @@ class GenerateParams:
     """Tenant salt: prompts of different salts never share a cached block."""
     model: str = ""
     """Name of the model; empty: the first."""
+    tenant: Tenant | None = None
+    """Whose request it is; None: the default tenant's."""
+    read_only: bool = False
+    """Use what is cached, and leave nothing in the cache."""
+    message_bytes: Callable[[], int] = lambda: 0
+    """How large the message is by which it came; asked when the numbers of what is in it were checked."""
 
     @property
     def answers(self) -> int:
@@ -171,6 +179,8 @@ def check_sampling(params: GenerateParams, model: ServedModel) -> None:
         raise InvalidArgumentError(
             f"logprobs is {params.logprobs}; ask for at most {MOST_LOGPROBS} tokens beside the chosen one"
         )
+    if len(params.images) > MOST_IMAGES:
+        raise InvalidArgumentError(f"the request has {len(params.images)} images; send at most {MOST_IMAGES}")
     _check_stops(params, model)
     _check_sequences(params, model)
     if params.forced_tokens is not None:

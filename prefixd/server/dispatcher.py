@@ -322,8 +322,8 @@ class Dispatcher:
         self.accepted_tokens += step.accepted_tokens
         searches = [request for request in self.running.values() if request.sampling.beams]
         searched = sum(request.places for request in searches)
-        for request in searches:  # which tell of nothing before their end
-            self.queue.charge(request.queued.tenant, request.places * step.passes)
+        for search in searches:  # it tells of nothing before its end
+            self.queue.charge(search.queued.tenant, search.places * step.passes)
         asked = step.computed_tokens - step.proposed_tokens
         if asked > 2 * step.passes * (len(step.updates) + searched):  # mostly prefill: what a cached prefix saves
             self._cost.observe_compute(step.computed_tokens, step.elapsed_s, step.context_tokens)

@@ -1,48 +1,21 @@
-"""Images of prompts are checked in a thread of their own, and what they take of memory is bounded."""
+"""Images of prompts are checked in a thread of their own."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from prefixd.errors import ExhaustedError, InvalidArgumentError, UnavailableError
+from prefixd.errors import InvalidArgumentError, UnavailableError
 from prefixd.images.image_files import CheckedImage, ImageLimits, check_image
 from prefixd.images.token_counts import GridCount, ImageProcessor
 from prefixd.server.prompt_images import PromptLayout
+from prefixd.server.tenant_turns import TenantTurns
 from prefixd.worker.protocol import Hello, PromptImage
-
-
-class ImageBytes:
-    """Counts the bytes of the image files that requests have, and refuses what is too much.
-
-    Args:
-        most_bytes: of all files together.
-    """
-
-    def __init__(self, most_bytes: int) -> None:
-        self.nbytes = 0
-        self._most_bytes = most_bytes
-
-    @asynccontextmanager
-    async def held(self, images: Sequence[bytes]) -> AsyncGenerator[None]:
-        """While a request has these. Raises ExhaustedError."""
-        nbytes = sum(map(len, images))
-        if self.nbytes + nbytes > self._most_bytes:
-            raise ExhaustedError(
-                f"the request has {nbytes} bytes of images, others have {self.nbytes}, and worker.images_bytes allows "
-                f"{self._most_bytes}; send it again later"
-            )
-        self.nbytes += nbytes
-        try:
-            yield
-        finally:
-            self.nbytes -= nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +28,7 @@ class ImageReader:
         limits: what a prompt may bring.
         step_tokens: most tokens that the worker computes in one step.
         threads: where images are decoded.
+        turns: one image of each tenant at a time.
     """
 
     hello: Hello
@@ -62,8 +36,11 @@ class ImageReader:
     limits: ImageLimits
     step_tokens: int
     threads: ThreadPoolExecutor = field(repr=False)
+    turns: TenantTurns = field(default_factory=TenantTurns, repr=False)
 
-    async def read(self, tokens: npt.NDArray[np.uint32], images: Sequence[bytes]) -> PromptLayout | None:
+    async def read(
+        self, tokens: npt.NDArray[np.uint32], images: Sequence[bytes], tenant: Hashable = None
+    ) -> PromptLayout | None:
         """The images of a prompt, whose `tokens` hold one placeholder for each; None for a prompt without.
 
         Raises:
@@ -91,7 +68,7 @@ class ImageReader:
                 f"images {meeting[0]} and {meeting[0] + 1} follow each other directly, which this model takes for one; "
                 "write its tokens for an image's begin and end around each"
             )
-        checked = [await self._checked(data, number) for number, data in enumerate(images)]
+        checked = [await self._checked(data, number, tenant) for number, data in enumerate(images)]
         if shape.both_ways and (most := max(image.tokens for image in checked)) > self.step_tokens:
             raise InvalidArgumentError(
                 f"an image has {most} tokens, which this model computes in one step, and worker.max_step_tokens is "
@@ -99,10 +76,11 @@ class ImageReader:
             )
         return self._laid_out(tokens, places.tolist(), checked)
 
-    async def _checked(self, data: bytes, number: int) -> CheckedImage:
+    async def _checked(self, data: bytes, number: int, tenant: Hashable) -> CheckedImage:
         loop = asyncio.get_running_loop()
         try:
-            return await loop.run_in_executor(self.threads, check_image, data, number, self.processor, self.limits)
+            async with self.turns.turn(tenant):
+                return await loop.run_in_executor(self.threads, check_image, data, number, self.processor, self.limits)
         except (RuntimeError, asyncio.CancelledError) as error:  # of the executor, which was shut down
             task = asyncio.current_task()
             if task is not None and task.cancelling():  # no: of the caller

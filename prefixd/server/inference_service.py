@@ -14,7 +14,9 @@ from prefixd.generation import (
     SequenceFinished,
     Tokens,
 )
+from prefixd.server.caller import current_caller
 from prefixd.server.rpc import streaming, unary
+from prefixd.tenants import Role
 from prefixd.v1 import inference_pb2 as pb
 from prefixd.v1 import inference_pb2_grpc
 
@@ -44,8 +46,10 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
     @unary
     async def Cancel(self, request: pb.CancelRequest) -> pb.CancelResponse:
-        """Ends a request by its id."""
-        return pb.CancelResponse(cancelled=self._generation.cancel(request.request_id))
+        """Ends a request of the caller's tenant by its id; for an operator, of every tenant."""
+        caller = current_caller()
+        of = None if caller.role is Role.ADMIN else caller.tenant
+        return pb.CancelResponse(cancelled=self._generation.cancel(request.request_id, of))
 
 
 def _params(request: pb.GenerateRequest) -> GenerateParams:
@@ -77,6 +81,9 @@ def _params(request: pb.GenerateRequest) -> GenerateParams:
         deadline_s=request.deadline_s if request.HasField("deadline_s") else None,
         salt=request.salt,
         model=request.model,
+        tenant=current_caller().tenant,
+        read_only=request.read_only,
+        message_bytes=request.ByteSize,
     )
 
 

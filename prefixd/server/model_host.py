@@ -71,7 +71,7 @@ class ModelHost:
         self._model: asyncio.Task[ServedModel] | None = None
         self.namespace_name = ""  # until the model is there
         try:
-            self._text = TokenizerThreads()
+            self._text = TokenizerThreads(tenants=lambda: len(cache.tenants))
             self._images = started_threads(1, "prefixd-images")
         except SwapError as error:
             raise ConfigError(f"prompts cannot be tokenized, nor their images checked: {error}") from error

@@ -4,8 +4,8 @@ vTensor (Algorithm 1, section 6): when a decoding request needs a chunk and ther
 priority is preempted and released.
 
 **Who.** Running requests, of all models, have a rank. Within a tenant: a lower priority number before a higher one, and
-of equals who was handed over earlier first. Between tenants: the first of each before all others, by who was handed over
-earlier; the others by the frames that they and those before them in their tenant's rank have. So a priority takes
+of equals who was handed over earlier first. Between tenants: the first of each before all others, the earlier handed
+over first; the others by the frames of them and of those before them in their tenant's rank. So a priority takes
 nothing from another tenant, and the tenant whose requests have most gives way. The last in rank gives way, be it the one
 that lacks the frame.
 

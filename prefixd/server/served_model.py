@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -39,10 +39,10 @@ class ServedModel:
     image_namespace: NamespaceSpec | None = None
     """Of images, without a salt, if layers of the model attend to images and to nothing else."""
 
-    async def read_images(self, tokens: TokenIds, images: Sequence[bytes]) -> PromptLayout | None:
+    async def read_images(self, tokens: TokenIds, images: Sequence[bytes], tenant: Hashable) -> PromptLayout | None:
         """See `ImageReader.read`. Raises UnsupportedError, too: images for a model of text alone."""
         if self.images is not None:
-            return await self.images.read(tokens, images)
+            return await self.images.read(tokens, images, tenant)
         if images:
             raise UnsupportedError(f"the request has {len(images)} images, and the model reads text alone; send none")
         return None

@@ -1,14 +1,16 @@
-"""Texts are tokenized in two threads, a bounded number of them at a time."""
+"""Texts are tokenized in two threads, a bounded number of them at a time, of each tenant one in each thread."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import TypeVar
 
 from prefixd.errors import ExhaustedError, UnavailableError
+from prefixd.server.tenant_turns import TenantTurns
 from prefixd.server.tokenization import Stopped, TextCodec, TokenIds
+from prefixd_scheduler import SharedLimit
 from prefixd_swap import started_threads
 
 T = TypeVar("T")
@@ -23,47 +25,57 @@ class TokenizerThreads:
 
     Args:
         most_texts: texts that may wait or be tokenized at a time.
-        most_characters: characters that they may have together; a single text may have more.
+        most_characters: characters that they may have together; a tenant's only text may have more.
+        tenants: how many tenants there are, which share both (`SharedLimit`).
 
     Raises:
         OutOfMemoryError: the system gives no threads.
     """
 
-    def __init__(self, most_texts: int = _WAITING, most_characters: int = _WAITING_CHARACTERS) -> None:
-        self._most_texts = most_texts
-        self._most_characters = most_characters
+    def __init__(
+        self,
+        most_texts: int = _WAITING,
+        most_characters: int = _WAITING_CHARACTERS,
+        tenants: Callable[[], int] = lambda: 1,
+    ) -> None:
+        self._texts = SharedLimit(most_texts, tenants)
+        self._characters = SharedLimit(most_characters, tenants)
+        self._short_turns, self._long_turns = TenantTurns(), TenantTurns()
         self._short = started_threads(1, "prefixd-text-short")
         self._long = started_threads(1, "prefixd-text-long")
         self._stops: set[threading.Event] = set()  # one a text
-        self._characters = 0
         self._closed = False
 
     async def load(self, work: Callable[..., T], *args: object) -> T:
         """Runs what prepares the tokenizer, in the thread for long texts."""
         return await asyncio.get_running_loop().run_in_executor(self._long, work, *args)
 
-    async def encode(self, codec: TextCodec, text: str, most: int) -> TokenIds:
+    async def encode(self, codec: TextCodec, text: str, most: int, tenant: Hashable = None) -> TokenIds:
         """Token ids of a prompt, see `TextCodec.encode`. When the caller is cancelled, tokenizing stops soon.
 
         Raises:
-            ExhaustedError: too many texts wait.
+            ExhaustedError: too many texts wait, or too many of the tenant.
             TooManyTokensError: the text has far more than `most` tokens.
             UnavailableError: the daemon ends.
         """
         self._refuse_closed()
-        characters = self._characters + len(text)
-        if self._stops and (len(self._stops) >= self._most_texts or characters > self._most_characters):
+        texts, characters = self._texts, self._characters
+        if texts[tenant] and (not texts.left(tenant) or len(text) > characters.left(tenant)):
             raise ExhaustedError(
-                f"{len(self._stops)} prompts with {self._characters} characters wait to be tokenized, and "
-                f"{self._most_texts} with {self._most_characters} are the limit; send the prompt again later, or send "
-                "token_ids"
+                f"{texts.total} prompts with {characters.total} characters wait to be tokenized, {texts[tenant]} of "
+                f"them the tenant's, and {texts.limit} with {characters.limit} are the limit; send the prompt again "
+                "later, or send token_ids"
             )
         stop = threading.Event()
         self._stops.add(stop)
-        self._characters += len(text)
-        threads = self._short if len(text) <= _SHORT_CHARACTERS else self._long
+        texts.add(tenant, 1)
+        characters.add(tenant, len(text))
+        short = len(text) <= _SHORT_CHARACTERS
+        threads, turns = (self._short, self._short_turns) if short else (self._long, self._long_turns)
         try:
-            return await asyncio.get_running_loop().run_in_executor(threads, codec.encode, text, most, stop)
+            async with turns.turn(tenant):
+                self._refuse_closed()
+                return await asyncio.get_running_loop().run_in_executor(threads, codec.encode, text, most, stop)
         except Stopped:
             self._refuse_closed()
             raise
@@ -75,13 +87,16 @@ class TokenizerThreads:
         finally:
             stop.set()
             self._stops.discard(stop)
-            self._characters -= len(text)
+            texts.add(tenant, -1)
+            characters.add(tenant, -len(text))
 
     def close(self) -> None:
         """Refuses and stops what waits or runs; a text that is being tokenized is not waited for."""
         self._closed = True
         for stop in self._stops:
             stop.set()
+        for turns in (self._short_turns, self._long_turns):
+            turns.close()
         for threads in (self._short, self._long):
             threads.shutdown(wait=False, cancel_futures=True)
 

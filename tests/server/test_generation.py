@@ -120,6 +120,9 @@ class FakeDispatcher:
     async def look_in_store(self, request: Request) -> None:
         self.looked.append(request)
 
+    def requests_of(self, tenant: str) -> tuple[int, int]:
+        return sum(request.queued.tenant == tenant for request in self.submitted), 0
+
     def cancel(self, request: Request) -> None:
         self.cancelled.append(request)
         request.events.put_nowait(Ended("cancelled"))
@@ -684,7 +687,7 @@ async def test_the_frames_of_images_count_in_what_a_request_needs(cache: TieredC
     tokens = ids(*[7] * 5, *range(10, 21))
 
     class Reader:
-        async def read(self, prompt: TokenIds, images: list[bytes]) -> PromptLayout:
+        async def read(self, prompt: TokenIds, images: list[bytes], tenant: object) -> PromptLayout:
             found = [PromptImage(place, 1, data * 32, data) for place, data in enumerate(images)]
             return PromptLayout(tokens, found, 16, cross=True)
 

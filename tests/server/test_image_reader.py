@@ -17,7 +17,9 @@ from PIL import Image
 from prefixd.errors import ExhaustedError, InvalidArgumentError, UnavailableError
 from prefixd.images.image_files import ImageLimits
 from prefixd.images.token_counts import FixedCount, GridCount, ImageProcessor
-from prefixd.server.image_reader import ImageBytes, ImageReader
+from prefixd.server.image_reader import ImageReader
+from prefixd.server.shared_bytes import SharedBytes
+from prefixd.tenants import Tenant
 from prefixd.worker.protocol import FullAttention, GroupShape, Hello, ImageShape
 
 PLACEHOLDER = 90
@@ -109,13 +111,13 @@ async def test_a_daemon_that_ends_says_so(threads: ThreadPoolExecutor) -> None:
 
 
 async def test_the_files_of_all_requests_are_bounded() -> None:
-    held = ImageBytes(10)
-    async with held.held([b"123", b"4567"]):
-        with pytest.raises(
-            ExhaustedError, match=r"4 bytes of images, others have 7, and worker.images_bytes allows 10"
+    held, tenant = SharedBytes(10, "images", "worker.images_bytes"), Tenant("a", 0)
+    with held.held(tenant, 7):
+        with (
+            pytest.raises(ExhaustedError, match=r"4 bytes of images, others have 7, and worker.images_bytes allows 10"),
+            held.held(tenant, 4),
         ):
-            async with held.held([b"1234"]):
-                pass
-        async with held.held([b"123"]):
+            pass
+        with held.held(tenant, 3):
             assert held.nbytes == 10
     assert held.nbytes == 0

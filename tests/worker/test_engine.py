@@ -299,7 +299,7 @@ def test_logits_that_are_not_finite_end_the_request_alone(rig, prompt):
     broken = rig.start(prompt, frames=[frames[0], *rig.frames(3)], cached_blocks=1)
     healthy = rig.start(prompt)
     rig.run()
-    assert rig.done[broken].reason == "error"
+    assert rig.done[broken].reason == "error" and rig.done[broken].not_finite
     assert broken not in rig.filled, "the daemon would keep the two blocks that it has filled for others"
     assert rig.done[healthy].reason == "length"
 

@@ -140,6 +140,31 @@ def test_a_huge_temperature_is_uniform_over_what_the_filters_leave(huge):
     assert draw([0.0, 0.5, 0.5], 500, temperature=huge)[0] == 0, "what the model rules out stays out"
 
 
+@pytest.mark.parametrize(
+    "extreme",
+    [
+        {"top_p": 5e-324},
+        {"top_p": 1e-39, "top_k": 2**31 - 1},
+        {"min_p": 1.0},
+        {"min_p": 1.0 - 2**-53, "temperature": 1e39, "top_k": 1},
+        {"top_k": 1, "temperature": 1.7e308},
+        {"temperature": 1e-5},
+    ],
+)
+def test_the_strictest_filters_leave_the_most_likely_token(extreme):
+    logits = torch.tensor([[1.0, 5.0, -2.0, 4.9], [-3e38, -1e38, 3e38, -3e38]])
+    for k in range(20):
+        assert tokens(logits, [choice(k, **{"temperature": 1.0, **extreme})] * 2) == [1, 2]
+
+
+def test_the_largest_penalties_leave_a_token():
+    counts = TokenCounts([0, 1, 1, 2], 3, 4, CPU)
+    logits = torch.tensor([[30.0, 20.0, -30.0, -5.0]])
+    largest = {"repetition_penalty": 100.0, "presence_penalty": 2.0, "frequency_penalty": 2.0}
+    assert tokens(logits, [choice(counts=counts, **largest)]) == [0]
+    assert tokens(logits, [choice(counts=counts, repetition_penalty=0.01, frequency_penalty=-2.0)]) == [0]
+
+
 @pytest.mark.parametrize("temperature", [0.01, 1.0, 100.0])
 def test_no_fraction_meets_a_token_without_weight(temperature, monkeypatch):
     """Nor does the largest number below 1, whose product with a total is rounded."""

@@ -302,7 +302,13 @@ class Bench:
     # -- callers -----------------------------------------------------------------------------------------------------
 
     def request(
-        self, tokens: Sequence[int], max_tokens: int = 2, priority: int = 0, layout: PromptLayout | None = None
+        self,
+        tokens: Sequence[int],
+        max_tokens: int = 2,
+        priority: int = 0,
+        layout: PromptLayout | None = None,
+        tenant: str | None = None,
+        read_only: bool = False,
     ) -> Request:
         """A request, not submitted. `layout` has its images, and `tokens` their placeholders."""
         number = next(self._ids)
@@ -316,9 +322,10 @@ class Bench:
             chain=chain,
             prompt_tokens=len(tokens),
             sampling=Sampling(max_tokens=max_tokens),
-            queued=QueuedRequest(number, self.now, len(tokens), priority=priority),
+            queued=QueuedRequest(number, self.now, len(tokens), priority=priority, tenant=tenant),
             kv=self.kv,
             images=None if layout is None else layout.of_request(),
+            read_only=read_only,
         )
 
     def submit(self, tokens: Sequence[int], **options: Any) -> Request:

@@ -126,7 +126,12 @@ class ModelBench:
         self.dispatcher.on_ready()
 
     def submit(
-        self, prompt: Sequence[int], max_tokens: int, images: Sequence[PromptImage] = (), **sampling: Any
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        images: Sequence[PromptImage] = (),
+        read_only: bool = False,
+        **sampling: Any,
     ) -> Request:
         """Queues a greedy request."""
         number, ids = next(self._ids), np.asarray(prompt, "<u4").tobytes()
@@ -149,6 +154,7 @@ class ModelBench:
             kv=self.kv,
             images=None if layout is None else layout.of_request(),
             image_kv=image_kv,
+            read_only=read_only,
         )
         self.dispatcher.submit(request)
         return request

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from prefixd.server.frame_budget import FrameBudget
 from prefixd.server.image_kv import ImageHolds, ImageKv, image_namespace
 from prefixd.server.prefixes import Prefix, describe
 from prefixd.server.request import Ended, Request
+from prefixd_swap import FrameId
 from tests.worker import test_images as worker_tests
 
 from .model_bench import ModelBench, open_model_bench
@@ -249,6 +251,35 @@ async def test_beams_find_their_images_in_a_tier(vision: Any, encoded: list[byte
         assert isinstance(ended, Ended)
         assert ended.beams[0].tokens == vision.greedy(prompt, NEW, num_beams=3, early_stopping=True)
         assert len(encoded) == 1
+
+
+async def test_an_image_that_is_not_finite_is_embedded_again(vision: Any, encoded: list[bytes], bench_of: Any) -> None:
+    prompt = vision.prompt(text(77, 20), picture(26), text(78, 30))
+    async with bench_of() as bench:
+        kv = (await ask(bench, vision, prompt)).image_kv
+        assert kv is not None
+        (digest,) = kv.chains
+        for slot in kv.trie.slots[kv.find(digest), GPU].ravel().tolist():
+            span = bench.pool.span(FrameId(slot))
+            ctypes.memset(span.address, 255, span.nbytes)
+        request = submit(bench, prompt)
+        assert await bench.tokens_of(request) == vision.greedy(prompt, NEW)
+        assert request.uncached and len(encoded) == 2
+        async with asyncio.timeout(60):
+            while kv.trie.refused or bench.trie.refused:
+                await asyncio.sleep(0.001)
+        assert not len(kv.find(digest))
+        await ask(bench, vision, prompt)
+        assert len(kv.find(digest)) and len(encoded) == 3
+
+
+async def test_a_read_only_request_leaves_no_image(vision: Any, bench_of: Any) -> None:
+    prompt = vision.prompt(text(79, 20), picture(27))
+    async with bench_of() as bench:
+        request = bench.submit(prompt.tokens, NEW, prompt.images, read_only=True)
+        assert await bench.tokens_of(request) == vision.greedy(prompt, NEW)
+        assert request.image_kv is not None
+        assert not request.image_kv.trie.any_part.any() and not bench.trie.any_part.any()
 
 
 async def test_tenants_do_not_share_images(vision: Any, bench_of: Any) -> None:

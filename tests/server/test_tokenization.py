@@ -207,6 +207,32 @@ async def test_closing_ends_what_runs_and_what_waits(threads: TokenizerThreads) 
         await threads.encode(gate, "late", MOST)  # type: ignore[arg-type]
 
 
+async def test_a_tenant_takes_neither_all_places_nor_the_thread(codec: TextCodec) -> None:
+    threads, gate = TokenizerThreads(most_texts=8, most_characters=100_000, tenants=lambda: 2), Gate()
+    flood = [asyncio.create_task(threads.encode(gate, f"a{n}", MOST, "a")) for n in range(6)]  # type: ignore[arg-type]
+    await begun(gate, 1)
+    with pytest.raises(ExhaustedError, match=r"6 prompts with 12 characters wait .*, 6 of them the tenant's"):
+        await threads.encode(gate, "a", MOST, "a")  # type: ignore[arg-type]
+    late = [asyncio.create_task(threads.encode(gate, f"b{n}", MOST, "b")) for n in range(2)]  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    flood[5].cancel()
+    gate.open.set()
+    await asyncio.gather(*flood[:5], *late)
+    assert gate.begun[:4] == ["a0", "b0", "a1", "b1"], "in turn"
+    assert gate.begun[4:] == ["a2", "a3", "a4"]
+    threads.close()
+
+
+async def test_closing_ends_those_that_wait_for_their_tenants_turn(codec: TextCodec) -> None:
+    threads, gate = TokenizerThreads(), Gate()
+    tasks = [asyncio.create_task(threads.encode(gate, "w", MOST, name)) for name in "aabb"]  # type: ignore[arg-type]
+    await begun(gate, 1)
+    threads.close()
+    ends = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
+    assert all(isinstance(end, UnavailableError) for end in ends), ends
+    gate.open.set()
+
+
 async def test_the_loop_runs_while_a_text_is_tokenized(threads: TokenizerThreads, codec: TextCodec) -> None:
     text, turns = "some words, " * 80_000, 0
     task = asyncio.create_task(threads.encode(codec, text, 1 << 20))

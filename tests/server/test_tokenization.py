@@ -223,14 +223,19 @@ async def test_a_tenant_takes_neither_all_places_nor_the_thread(codec: TextCodec
     threads.close()
 
 
-async def test_closing_ends_those_that_wait_for_their_tenants_turn(codec: TextCodec) -> None:
-    threads, gate = TokenizerThreads(), Gate()
-    tasks = [asyncio.create_task(threads.encode(gate, "w", MOST, name)) for name in "aabb"]  # type: ignore[arg-type]
+async def test_closing_ends_those_that_wait_for_their_tenants_turn_at_once() -> None:
+    class Deaf(Gate):
+        def encode(self, text: str, most: int, stop: threading.Event) -> TokenIds:
+            return super().encode(text, most, threading.Event())
+
+    threads, gate = TokenizerThreads(), Deaf()
+    runs, *waiting = (asyncio.create_task(threads.encode(gate, "w", MOST, name)) for name in "aabb")  # type: ignore[arg-type]
     await begun(gate, 1)
     threads.close()
-    ends = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
+    ends = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 60)
     assert all(isinstance(end, UnavailableError) for end in ends), ends
     gate.open.set()
+    await runs
 
 
 async def test_the_loop_runs_while_a_text_is_tokenized(threads: TokenizerThreads, codec: TextCodec) -> None:

@@ -39,12 +39,12 @@ def pace(bench: Bench, *, block_s: float, token_s: float = 1.0, latency_s: float
         bench.cost.observe_compute(blocks * BLOCK, blocks * BLOCK * token_s)
 
 
-async def begun(bench: Bench, frames: int = 0) -> Any:
+async def begun(bench: Bench, **options: Any) -> Any:
     """The prompt's request, running, with nothing arrived yet."""
     await bench.cached(PROMPT)
     pace(bench, block_s=float(BLOCK))
     bench.engine.open.clear()
-    request = bench.submit(PROMPT, max_tokens=3)
+    request = bench.submit(PROMPT, **{"max_tokens": 3, **options})
     await bench.running(request)
     await bench.until(lambda: bench.engine.waiting)
     return request
@@ -303,6 +303,22 @@ async def test_what_a_request_that_was_interrupted_loads_beside_is_no_second_hit
     assert sum(isinstance(message, Arrived) for message in bench.sent) == 2
     assert bench.cache.counters.hit_tokens == hits == request.hit_tokens
     assert sum(hits) <= bench.cache.counters.asked_tokens
+
+
+async def test_what_a_run_that_records_nothing_has_passed_over_is_held_to_its_end(make_bench: MakeBench) -> None:
+    bench = await make_bench(24)
+    request = await begun(bench, max_tokens=9, read_only=True)
+    bench.step()
+    await bench.until(lambda: any(isinstance(message, Extend) for message in bench.sent))
+    bench.engine.open.set()
+    while not request.generated:
+        await bench.quiet()
+        bench.step()
+    (arrived,) = (message for message in bench.sent if isinstance(message, Arrived))
+    trie = bench.cache.trie(bench.namespace)
+    passed = trie.match(bench.namespace.root, request.chain).rows[arrived.first :]
+    assert len(passed) and trie.held(passed, bench.cache.tiers.compute.level).all()
+    await bench.finish(request)
 
 
 async def test_a_tier_from_which_nothing_was_loaded_yet_is_not_far_away(make_bench: MakeBench) -> None:

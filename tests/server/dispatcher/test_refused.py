@@ -125,6 +125,9 @@ async def test_what_is_held_goes_when_it_is_held_no_more(plain: Subject, tmp_pat
                 tokens, hits = await bench.generate(prompt_of(0), NEW)
                 assert (tokens, sum(hits)) == (plain.tokens(0), 0), "neither used nor recorded behind it"
             assert bench.trie.refused and len(bench.path(prompt_of(0))) == BLOCKS
+            blocks = len(bench.trie)
+            await bench.generate([*prompt_of(0), *prompt_of(1)], 1)
+            assert len(bench.trie) == blocks
             check_integrity(bench.cache)
         await gone(bench)
         assert not len(bench.path(prompt_of(0)))

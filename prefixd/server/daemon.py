@@ -39,7 +39,7 @@ from prefixd.server.models import Models
 from prefixd.server.processes import ProcessWatch
 from prefixd.server.remote_store import open_remote
 from prefixd.server.snapshot import Snapshot
-from prefixd.server.tenant_figures import TenantFigures
+from prefixd.server.tenant_figures import RequestFigures, TenantFigures
 from prefixd.server.tickets import LocalProcess, Tickets
 from prefixd.server.wiring import make_cache
 from prefixd.settings import Settings, dotted_values
@@ -250,25 +250,20 @@ class Daemon:
         stack.push_async_callback(door.close)
         service = PrefixCacheService(cache, door_path if arena is not None else None, self.draining)
         cache_pb2_grpc.add_PrefixCacheServicer_to_server(service, doors.services)
-        inference_pb2_grpc.add_InferenceServicer_to_server(
-            InferenceService(
-                Generation(
-                    cache,
-                    models.hosts if models is not None else {},
-                    self.draining,
-                    clock,
-                    self.settings.worker.images_bytes,
-                )
-            ),
-            doors.services,
-        )
+        hosts = models.hosts if models is not None else {}
+        generation = Generation(cache, hosts, self.draining, clock, self.settings.worker.images_bytes)
+        inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(generation), doors.services)
         admin_pb2_grpc.add_AdminServicer_to_server(
             AdminService(
                 cache,
                 snapshot,
                 self._drain_on_request,
                 models.tier_resize if models is not None else None,
-                tenants=TenantFigures(cache, doors.limits.calls, dict),
+                tenants=TenantFigures(
+                    cache,
+                    doors.limits.calls,
+                    lambda: {each: RequestFigures(*generation.requests_of(each)) for each in cache.tenants},
+                ),
                 audit=audit,
             ),
             doors.services,

@@ -696,9 +696,10 @@ class Dispatcher:
             self._lacking = request.id, self._clock()
         elif self._clock() - self._lacking[1] >= _PATIENCE_S:
             self._lacking = None
+            named = name_holders(self._cache, owners=len(self._cache.tenants) == 1)  # names that tenants have chosen
             error = ExhaustedError(
                 f"the gpu tier had no frame for the request for {_PATIENCE_S:g} s, though no other runs: "
-                f"{name_holders(self._cache)}; unpin blocks, end who holds them, or make the tiers larger"
+                f"{named}; unpin blocks, end who holds them, or make the tiers larger"
             )
             if request.on_worker:
                 self._end_run(request, error)

@@ -9,8 +9,8 @@ from prefixd.cache import TieredCache
 _NAMED = 3
 
 
-def name_holders(cache: TieredCache) -> str:
-    """How many of the tier's frames are held, how many of those are pinned, and who holds most."""
+def name_holders(cache: TieredCache, *, owners: bool = True) -> str:
+    """How many of the tier's frames are held, how many of those are pinned, and, for an operator, who holds most."""
     pool, tier = cache.tiers.frames, cache.tiers.compute
     bit = np.uint8(1 << tier.level)
     text = f"{tier.used_bytes // pool.frame_bytes} of {pool.capacity} frames of the gpu tier are held"
@@ -21,6 +21,6 @@ def name_holders(cache: TieredCache) -> str:
     if pinned:
         text += f", {pinned} blocks are pinned"
     holders = cache.mover.placement.holds.blocks_by_owner().most_common(_NAMED)
-    if holders:
+    if holders and owners:
         text += "; most by " + ", ".join(f"{owner} ({blocks} blocks)" for owner, blocks in holders)
     return text

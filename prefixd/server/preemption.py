@@ -6,8 +6,8 @@ priority is preempted and released.
 **Who.** Running requests, of all models, have a rank. Within a tenant: a lower priority number before a higher one, and
 of equals who was handed over earlier first. Between tenants: the first of each before all others, the earlier handed
 over first; the others by the frames of them and of those before them in their tenant's rank. So a priority takes
-nothing from another tenant, and the tenant whose requests have most gives way. The last in rank gives way, be it the one
-that lacks the frame.
+nothing from another tenant, and the tenant whose requests have most gives way. Who is last in rank gives way, be it the
+one that lacks the frame.
 
 **Where its KV goes.** Down the tiers ("swap"), or nowhere ("recompute"). Only blocks count that the request computed
 and nobody else holds; a prefix that it found, or shares with another, stays. A swap goes the way of every eviction

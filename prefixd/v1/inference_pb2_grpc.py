@@ -56,8 +56,8 @@ class InferenceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Cancel(self, request, context):
-        """Cancels a request, all sequences of it, by the id its first message carried. The stream then ends with
-        finish_reason CANCELLED.
+        """Cancels a request of the caller's tenant, all sequences of it, by the id its first message carried; for the role
+        admin, every tenant's request of that id. The stream then ends with finish_reason CANCELLED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

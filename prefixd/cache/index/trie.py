@@ -107,6 +107,8 @@ class Trie(TrieTable):
         """Whether a prefix may be usable though bytes of its blocks are missing."""
         self.block_bytes = sum(part_bytes)
         self.offered = _ALL_TIERS  # tiers whose copies count as there
+        self.prioritized = 0
+        """Blocks that have a priority, or had one until it was over and nobody has noticed yet."""
         self.observer: Observer | None = None
         self.refused: dict[int, int] = {}
         """Rows, with their generations, from which on no prompt goes on: their bytes are wrong (`RefusedBlocks`)."""
@@ -400,6 +402,8 @@ class Trie(TrieTable):
     def _forget(self, rows: Rows, parents: Rows) -> None:
         self._keys.remove_all(rows)
         self.namespace[rows] = NOWHERE
+        if self.has_priorities:
+            self.prioritize(rows[self.priority[rows] != 0], 0, 0.0)
         self.generation[rows] += 1
         self.free.extend(rows.tolist())
         stays = self.namespace[np.maximum(parents, 0)] != NOWHERE  # of a parent that goes too nobody reads the list
@@ -607,6 +611,33 @@ class Trie(TrieTable):
         """A prompt continues after `path`: the bytes that it needs are wanted again."""
         if self.has_rules and len(path):
             self.expired[path] &= ~self.needed(len(path))
+
+    # -- priorities: which blocks go first, and last -------------------------------------------------------------
+
+    @property
+    def has_priorities(self) -> bool:
+        """Whether any block may have a priority other than 0; what `priorities` says is all 0 if not."""
+        return self.prioritized > 0
+
+    def prioritize(
+        self, rows: Rows, priority: int | npt.NDArray[np.int8], until_s: float | npt.NDArray[np.float64]
+    ) -> None:
+        """Gives m different blocks a priority, from -100 to 100, until a time; 0 takes away what they have.
+
+        Args:
+            rows: [m] blocks.
+            priority: [m], or one for all blocks.
+            until_s: [m], or one for all blocks; infinity for ever.
+        """
+        before = int(np.count_nonzero(self.priority[rows]))
+        self.priority[rows] = priority
+        self.priority_until[rows] = until_s
+        self.prioritized += int(np.count_nonzero(self.priority[rows])) - before
+
+    def priorities(self, rows: Rows | slice, now_s: float) -> npt.NDArray[np.int8]:
+        """[len(rows)]: the priority of each block at that time; 0 where it has none, or had one until then."""
+        priorities: npt.NDArray[np.int8] = np.where(self.priority_until[rows] > now_s, self.priority[rows], np.int8(0))
+        return priorities
 
     # -- eviction -----------------------------------------------------------------------------------------------
 

@@ -49,6 +49,8 @@ class TrieTable:
         self.available = np.empty(0, np.uint8)  # KV groups that some tier offers, a bit each
         self.expired = np.empty(0, np.uint8)  # KV groups that only shorter prefixes need
         self.nearest = np.empty(0, np.int8)
+        self.priority = np.empty(0, np.int8)  # what somebody asked for, until `priority_until`
+        self.priority_until = np.empty(0, np.float64)  # seconds of the cache's clock
         self.slots = _by_tier(0, (parts,), np.int64)
         self.checksums = np.empty((0, parts), np.uint64)
         self.checksummed = np.empty((0, parts), np.bool_)  # the CPU copy's bytes are those of the checksums
@@ -111,6 +113,8 @@ _COLUMNS = (
     "available",
     "expired",
     "nearest",
+    "priority",
+    "priority_until",
     "checksums",
     "checksummed",
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tracemalloc
 from collections import Counter
 
@@ -46,6 +47,7 @@ class TrieMachine(RuleBasedStateMachine):
         self.holds: Counter[tuple[Prefix, int]] = Counter()
         self.retained: Counter[Prefix] = Counter()
         self.owner: dict[bytes, Prefix] = {}
+        self.priority: dict[Prefix, tuple[int, float]] = {}
         self.next_slot = 0
         self.now = 0.0
 
@@ -142,6 +144,13 @@ class TrieMachine(RuleBasedStateMachine):
             self.retained[prefix] += 1
 
     @precondition(lambda self: self.row_of)
+    @rule(data=st.data(), priority=st.integers(-100, 100), time_s=st.integers(0, 3) | st.just(math.inf))
+    def prioritize(self, data: st.DataObject, priority: int, time_s: float) -> None:
+        prefixes = self.pick_some(data)
+        self.trie.prioritize(self.rows_of(prefixes), priority, self.now + time_s)
+        self.priority.update({prefix: (priority, self.now + time_s) for prefix in prefixes})
+
+    @precondition(lambda self: self.row_of)
     @rule(data=st.data())
     def remove(self, data: st.DataObject) -> None:
         prefix = self.pick(data)
@@ -158,6 +167,7 @@ class TrieMachine(RuleBasedStateMachine):
         assert not self.trie.removable(row), "what is gone cannot be removed again"
         while True:  # ancestors that stayed for its sake alone go too
             del self.row_of[prefix], self.copies[prefix]
+            self.priority.pop(prefix, None)
             self.owner = {key: owner for key, owner in self.owner.items() if owner != prefix}
             prefix = prefix[:-1]
             if prefix not in self.row_of or self.has_children(prefix) or self.kept(prefix) or any(self.copies[prefix]):
@@ -209,6 +219,18 @@ class TrieMachine(RuleBasedStateMachine):
         for prefix, row in self.row_of.items():
             assert bool(trie.children[row]) == self.has_children(prefix)
             assert trie.tier_children[row].tolist() == [children[prefix, tier] for tier in range(TIERS)]
+
+    @invariant()
+    def priorities_are_those_of_the_model(self) -> None:
+        expected = {}
+        for prefix, row in self.row_of.items():
+            priority, until_s = self.priority.get(prefix, (0, 0.0))
+            expected[row] = priority if self.now < until_s else 0
+        rows = np.array(sorted(expected), np.int64)
+        found = self.trie.priorities(rows, self.now)
+        assert dict(zip(rows.tolist(), found.tolist(), strict=True)) == expected
+        assert self.trie.prioritized == sum(priority != 0 for priority, _ in self.priority.values())
+        assert self.trie.has_priorities or not found.any()
 
     @invariant()
     def who_may_go_is_as_the_model_says(self) -> None:

@@ -26,6 +26,7 @@ from prefixd.cache.refused_blocks import RefusedBlocks
 from prefixd.cache.remote import RemoteOptions
 from prefixd.cache.reservations import Reservations
 from prefixd.cache.restore import known_namespaces, remove_refused, restore
+from prefixd.cache.retention import Retained, Retention, Wish
 from prefixd.cache.scrubber import Scrubber
 from prefixd.cache.sessions import Lease, LeaseTable, Process, Reservation, Session
 from prefixd.cache.tiers import Tiers
@@ -140,6 +141,7 @@ class TieredCache:
         )
         self._reservations = Reservations(tiers, self.mover, self.leases, clock)
         self.quarantine = self._reservations.quarantine
+        self.retained = Retained(tiers, self.tries, lambda namespace: self.tenants.default, clock)
         self._max_namespaces = max_namespaces
         self._digest = digest
         self._trie_of: dict[tuple[object, ...], Trie] = {}
@@ -363,12 +365,41 @@ class TieredCache:
         )
 
     @_working
-    async def commit(self, reservation: Reservation, blocks: int, *, durable: bool = False) -> tuple[int, int]:
+    async def commit(
+        self, reservation: Reservation, blocks: int, *, durable: bool = False, retention: Sequence[Retention] = ()
+    ) -> tuple[int, int]:
         """Makes the first `blocks` of a reservation matchable and ends it; returns (committed, duplicates).
 
-        With `durable` it returns when they and the prefix before them are on disk.
+        With `durable` it returns when they and the prefix before them are on disk. `retention` is for the prompt as far
+        as it is cached then.
+
+        Raises:
+            ExhaustedError: the wish is beyond the tenant's quota; nothing is committed, and the reservation stays. Or,
+                with `durable`, there is no room on disk.
         """
-        return await self._reservations.commit(reservation, blocks, durable)
+        self._reservations.check(reservation, blocks, durable)
+        trie = reservation.trie
+        groups = int(np.bitwise_or.reduce(trie.part_mask[list(reservation.parts)]))
+        path, more = reservation.prefix.rows, max(reservation.first_block + blocks - len(reservation.prefix.rows), 0)
+        with await self.retained.wish(reservation.namespace, trie, retention, path, more, groups) as wish:
+            return await self._reservations.commit(reservation, blocks, durable, wish)
+
+    @_working
+    async def retain(self, namespace: Namespace, chain: BlockChain, retention: Sequence[Retention]) -> int:
+        """Gives the cached blocks of a prompt priorities; returns how many have one other than 0 then.
+
+        Without any wish all of them lose theirs.
+
+        Raises:
+            InvalidArgumentError: there cannot be such a wish.
+            ExhaustedError: it is beyond the tenant's quota; nothing is changed.
+        """
+        trie = self.trie(namespace)
+        path = trie.usable(await find_path(trie, namespace.root, chain))
+        with self.mover.placement.holds.hold("retain", trie, path):
+            with await self.retained.wish(namespace, trie, retention or [Retention()], path) as wish:
+                await wish.apply_all(path)
+            return int(np.count_nonzero(trie.priorities(path, self.clock())))
 
     @_working
     async def persist(self, namespace: Namespace, chain: BlockChain) -> int:
@@ -417,6 +448,27 @@ class TieredCache:
         return self._prefetches.begin(session, self.trie(namespace), match.rows)
 
     # -- the worker's side ----------------------------------------------------------------------------------------
+
+    @_working
+    async def wish(
+        self, namespace: Namespace, chain: BlockChain, blocks: int, groups: int, retention: Sequence[Retention]
+    ) -> Wish:
+        """Grants wishes for the first blocks of a prompt, before they are computed. The caller ends what it gets.
+
+        Args:
+            namespace: the prompt's.
+            chain: its blocks.
+            blocks: how many of them will be there.
+            groups: the KV groups of which each will have bytes.
+            retention: the wishes.
+
+        Raises:
+            ExhaustedError: they are beyond the tenant's quota.
+        """
+        trie = self.trie(namespace)
+        path = trie.usable(await find_path(trie, namespace.root, chain, blocks))
+        with self.mover.placement.holds.hold("retain", trie, path):
+            return await self.retained.wish(namespace, trie, retention, path, blocks - len(path), groups)
 
     def record(
         self,

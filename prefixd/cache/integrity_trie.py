@@ -9,6 +9,7 @@ from prefixd.cache.column_copies import memory_for_copies
 from prefixd.cache.findings import Findings
 from prefixd.cache.index.trie import NO_SLOT, NONE, TIERS, Rows, Trie
 from prefixd.cache.index.trie_table import NOWHERE
+from prefixd.cache.retention import MOST_PRIORITY
 from prefixd.cache.tiers import Tiers
 from prefixd.steps import Steps
 
@@ -97,16 +98,23 @@ def _audit_copies(found: Findings, trie: Trie, rows: Rows, tiers: Tiers) -> None
         found.demand_none(rows[trie.nearest[rows] != nearest], f"{where}rows with a wrong nearest tier")
     needed = (trie.children[rows] != 0) | (trie.keep[rows] != 0) | trie.pinned[rows]
     found.demand_none(rows[(trie.any_part[rows] == 0) & ~needed], f"{where}rows that have no copy and nobody needs")
+    priority = trie.priority[rows]
+    retained = np.where(priority > 0, trie.groups_there(rows), np.uint8(0))
+    found.demand_none(rows[trie.retained_groups[rows] != retained], f"{where}rows that are retained, and miscount what")
+    found.demand_none(rows[np.abs(priority) > MOST_PRIORITY], f"{where}rows with a priority beyond {MOST_PRIORITY}")
     kept = trie.keep[rows] >= trie.holds[rows].max(axis=2).sum(axis=1)
     found.demand_none(rows[~kept], f"{where}rows that are held but not kept")
 
 
 def _audit_counts(found: Findings, trie: Trie) -> Steps[None]:
     """Used and free rows, and how many continue each of them."""
-    copies = yield from memory_for_copies(*(column[: trie.rows] for column in (trie.parent,) * 4))
+    columns = (*(trie.parent,) * 4, trie.priority, trie.retained_groups)
+    copies = yield from memory_for_copies(*(column[: trie.rows] for column in columns))
     n, keys, where = trie.rows, len(trie), _where(trie)
     free_rows = copies.copy(np.frombuffer(trie.free, np.int32))
     namespace, parent, children = (copies.copy(column[:n]) for column in (trie.namespace, trie.parent, trie.children))
+    priority, retained_groups = copies.copy(trie.priority[:n]), copies.copy(trie.retained_groups[:n])
+    prioritized, retained_bytes = trie.prioritized, dict(trie.retained_bytes)
 
     def count() -> None:
         used = namespace != NOWHERE
@@ -122,6 +130,14 @@ def _audit_counts(found: Findings, trie: Trie) -> Steps[None]:
         )
         counted = _children(used, parent)
         found.demand_none(np.flatnonzero(used & (counted != children)), f"{where}rows that miscount their children")
+        blocks = int(np.count_nonzero(priority))
+        found.demand(
+            prioritized == blocks, f"{where}{prioritized} blocks with a priority are counted, {blocks} are there"
+        )
+        retained = used & (retained_groups != 0)
+        nbytes = np.bincount(namespace[retained], trie.group_bytes[retained_groups[retained]])
+        there = {int(at): int(nbytes[at]) for at in np.flatnonzero(nbytes)}
+        found.demand(there == retained_bytes, f"{where}{retained_bytes} bytes are retained by namespace, not {there}")
 
     yield count
 

@@ -14,6 +14,7 @@ from prefixd.cache.mover import Mover
 from prefixd.cache.namespaces import Namespace
 from prefixd.cache.paths import find_path
 from prefixd.cache.quarantine import Quarantine
+from prefixd.cache.retention import Wish
 from prefixd.cache.sessions import LeaseTable, Reservation, Session
 from prefixd.cache.tiers import Slots, Tiers
 from prefixd.errors import ExhaustedError, InvalidArgumentError, PreconditionError
@@ -100,8 +101,8 @@ class Reservations:
         self._leases.grant(reservation)
         return reservation
 
-    async def commit(self, reservation: Reservation, blocks: int, durable: bool) -> tuple[int, int]:
-        """See `TieredCache.commit`."""
+    def check(self, reservation: Reservation, blocks: int, durable: bool) -> None:
+        """Raises an error unless the first `blocks` of a reservation can be committed now."""
         self._leases.find(reservation.session, reservation.id)  # it may have expired while it was filled
         if not 0 <= blocks <= len(reservation.slots):
             raise InvalidArgumentError(
@@ -110,6 +111,10 @@ class Reservations:
             )
         if durable and self._tiers.durable is None:
             raise PreconditionError("durable commit without a disk tier; set disk.bytes or commit without durable")
+
+    async def commit(self, reservation: Reservation, blocks: int, durable: bool, wish: Wish) -> tuple[int, int]:
+        """See `TieredCache.commit`; the wish was granted."""
+        self.check(reservation, blocks, durable)  # once more: the wish may have taken a while
         self._leases.forget(reservation, "it was committed")
         trie, placement = reservation.trie, self._mover.placement
         prefix = reservation.prefix.rows
@@ -132,6 +137,7 @@ class Reservations:
                     break
             path = np.concatenate(rows)
             placement.extend(trie, path)
+            await wish.apply_all(path)
             self.end(reservation, True)
             self._mover.changed.set()
             if durable:

@@ -6,14 +6,15 @@ import asyncio
 import itertools
 import math
 import secrets
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, aclosing
 from dataclasses import replace
 from typing import Protocol, TypeAlias
 
 import numpy as np
 
 from prefixd.cache import TieredCache
+from prefixd.cache.retention import Retention, Wish
 from prefixd.errors import (
     AlreadyExistsError,
     ExhaustedError,
@@ -105,8 +106,9 @@ class Generation:
             NotFoundError: there is no model of this name.
             AlreadyExistsError: a request with this id waits or runs.
             ExhaustedError: the queue has no room for all sequences, the tenant has as many waiting, or has sent as many
-                a second, as it may, the prompt never fits the GPU tier, too many texts wait to be tokenized, requests
-                have too many bytes of images or other bytes, or the caller is too far behind with reading (`Inbox`).
+                a second, as it may, or may not retain so much, the prompt never fits the GPU tier, too many texts wait
+                to be tokenized, requests have too many bytes of images or other bytes, or the caller is too far behind
+                with reading (`Inbox`).
             UnavailableError: the daemon drains, or the worker died and could not take the request up again.
             UnsupportedError: a sidecar without a model, text or stop strings for a model without a tokenizer, or
                 images for a model of text alone.
@@ -123,15 +125,22 @@ class Generation:
         with (
             self._images.held(tenant, image_bytes),
             self._messages.held(tenant, max(0, params.message_bytes() - image_bytes)),
+            ExitStack() as granted,
         ):
             ids = await self._prompt(params.prompt, model, tenant)
             params = replace(params, prompt=b"")  # a text may take four times as many bytes as its message
-            async with aclosing(self._generate(chosen, params, tenant, ids, model)) as events:
+            async with aclosing(self._generate(chosen, params, tenant, ids, model, granted)) as events:
                 async for event in events:
                     yield event
 
     async def _generate(
-        self, chosen: Model, params: GenerateParams, tenant: Tenant, ids: TokenIds, model: ServedModel
+        self,
+        chosen: Model,
+        params: GenerateParams,
+        tenant: Tenant,
+        ids: TokenIds,
+        model: ServedModel,
+        granted: ExitStack,
     ) -> AsyncGenerator[GenerationEvent, None]:
         dispatcher = chosen.dispatcher
         images = await model.read_images(ids, params.images, tenant.name)
@@ -155,6 +164,8 @@ class Generation:
         ]
         name = requests[0].name
         await dispatcher.look_in_store(requests[0])  # all of them have one prompt
+        if params.retention:
+            granted.enter_context(await self._wish(requests, params.retention))
         self._take_work()
         self._check_name(tenant, name)
         self._check_waiting(tenant, len(requests))
@@ -174,6 +185,18 @@ class Generation:
             if not of_name:
                 del self._live[name]
             _cancel(dispatcher, [sequence.request for sequence in going.values()])
+
+    async def _wish(self, requests: Sequence[Request], retention: Sequence[Retention]) -> Wish:
+        """Grants what the caller wishes for the blocks of the requests' prompt, which is one."""
+        first = requests[0]
+        groups = 0  # of a read-only request nothing is stored
+        if not first.read_only:
+            groups = int(np.bitwise_or.reduce(first.trie.part_mask[: len(first.kv.block_widths)]))
+        blocks = first.prompt_tokens // first.trie.block_tokens
+        wish = await self._cache.wish(first.namespace, first.chain, blocks, groups, retention)
+        for request in requests:
+            request.wish = wish
+        return wish
 
     def cancel(self, request_id: str, tenant: Tenant | None = None) -> bool:
         """Ends all sequences of a tenant's request, or without a tenant of every tenant's request with that id.

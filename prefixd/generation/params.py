@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from prefixd.cache.retention import Retention
 from prefixd.errors import InvalidArgumentError, UnsupportedError
 from prefixd.server.served_model import ServedModel
 from prefixd.tenants import Tenant
@@ -90,6 +91,8 @@ class GenerateParams:
     """Use what is cached, and leave nothing in the cache."""
     message_bytes: Callable[[], int] = lambda: 0
     """How large the message is by which it came; asked when the numbers of what is in it were checked."""
+    retention: Sequence[Retention] = ()
+    """Wishes for the prompt's blocks; checked."""
 
     @property
     def answers(self) -> int:

@@ -17,10 +17,11 @@ import prefixd
 from prefixd.cache import Lease, NamespaceSpec, PartSpec, Reservation, Session, TieredCache, Trie
 from prefixd.cache.cache import NO_OFFSET
 from prefixd.cache.index.trie import Rows
-from prefixd.errors import InvalidArgumentError, PreconditionError, SessionEndedError, UnavailableError
+from prefixd.errors import ExhaustedError, InvalidArgumentError, PreconditionError, SessionEndedError, UnavailableError
 from prefixd.pacer import Pacer, give_way
 from prefixd.server.caller import current_caller
 from prefixd.server.load_estimates import LoadEstimates
+from prefixd.server.retention_messages import retention_wishes
 from prefixd.server.rpc import Context, abort, deliver, granting, outlive, streaming, unary
 from prefixd.server.rule_messages import rule_spec
 from prefixd.v1 import cache_pb2 as pb
@@ -184,7 +185,8 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         grant = cache.leases.find(session, request.reservation_id)
         if not isinstance(grant, Reservation):
             raise InvalidArgumentError(f"{request.reservation_id} is a lease for reading; commit a reservation")
-        committed, duplicates = await cache.commit(grant, request.blocks, durable=request.durable)
+        retention = retention_wishes(request.retention)
+        committed, duplicates = await cache.commit(grant, request.blocks, durable=request.durable, retention=retention)
         return pb.CommitResponse(committed=committed, duplicates=duplicates)
 
     @unary
@@ -216,6 +218,15 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         namespace = session.namespace(request.namespace_id)
         chain = cache.chain(namespace, request.token_ids)
         return pb.PrefetchResponse(blocks=await cache.prefetch(session, namespace, chain))
+
+    @unary
+    async def Retain(self, request: pb.RetainRequest) -> pb.RetainResponse:
+        """Says how long the blocks of a cached prefix should stay."""
+        cache = self._cache
+        namespace = self._session(request.session_id).namespace(request.namespace_id)
+        retention = retention_wishes(request.retention)
+        chain = cache.chain(namespace, request.token_ids)
+        return pb.RetainResponse(blocks=await cache.retain(namespace, chain, retention))
 
     @streaming
     async def Get(self, request: pb.GetRequest) -> AsyncGenerator[pb.GetResponse, None]:
@@ -275,6 +286,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
             raise PreconditionError("durable Put without a disk tier; set disk.bytes or send without durable")
         session = self._session(header.session_id)
         namespace = session.namespace(header.namespace_id)
+        retention = retention_wishes(header.retention)
         parts = cache.check_parts(namespace, header.parts)
         chain = cache.chain(namespace, header.token_ids)
         reservation = await deliver(
@@ -312,12 +324,17 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
             raise
         skipped = known - header.first_block
         if isinstance(reservation, int):
+            if retention:
+                await cache.retain(namespace, chain, retention)
             if header.durable:  # of what has been evicted since, nothing is said
                 skipped = max(await cache.persist(namespace, chain) - header.first_block, 0)
             return pb.PutResponse(duplicates=skipped)
-        committed, duplicates = await asyncio.shield(
-            outlive(cache.commit(reservation, len(reservation.slots), durable=header.durable))
-        )
+        commit = cache.commit(reservation, len(reservation.slots), durable=header.durable, retention=retention)
+        try:
+            committed, duplicates = await asyncio.shield(outlive(commit))
+        except ExhaustedError:  # if it is the wish that was refused, nothing was committed
+            self._give_back(reservation)
+            raise
         return pb.PutResponse(committed=committed, duplicates=duplicates + skipped)
 
     async def _receive(

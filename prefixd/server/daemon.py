@@ -396,6 +396,7 @@ class Daemon:
     async def _expire(self) -> None:
         while True:
             await asyncio.sleep(_EXPIRY_S)
+            await self.cache.retained.sweep()
             expired = self.cache.leases.expire(self.cache.clock())
             if expired:
                 log.warning("%d leases or reservations ended because their time was up", expired)

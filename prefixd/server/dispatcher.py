@@ -596,6 +596,7 @@ class Dispatcher:
         if states is not None:
             self.states.handed_over(request)
             self.states.counters.without_room += wanted > states.extra_states
+        self.recorder.retain(request, request.rows, 0)
         if cached < run.computes:
             self.recorder.computing[request.id] = request
         request.handed_over_s = request.handed_over_s or self._clock()

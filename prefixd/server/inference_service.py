@@ -15,6 +15,7 @@ from prefixd.generation import (
     Tokens,
 )
 from prefixd.server.caller import current_caller
+from prefixd.server.retention_messages import retention_wishes
 from prefixd.server.rpc import streaming, unary
 from prefixd.tenants import Role
 from prefixd.v1 import inference_pb2 as pb
@@ -84,6 +85,7 @@ def _params(request: pb.GenerateRequest) -> GenerateParams:
         tenant=current_caller().tenant,
         read_only=request.read_only,
         message_bytes=request.ByteSize,
+        retention=retention_wishes(request.retention),
     )
 
 

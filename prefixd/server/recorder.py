@@ -7,6 +7,7 @@ from itertools import compress
 import numpy as np
 
 from prefixd.cache import TieredCache
+from prefixd.cache.index.trie import Rows
 from prefixd.server.kv_needs import KvNeeds
 from prefixd.server.kv_shape import ONE_FRAME
 from prefixd.server.request import Request
@@ -38,6 +39,7 @@ class Recorder:
             self._record_computed(request, tail.limit)
             if request.run.recording:  # else the tail goes on holding what the run has passed over
                 request.footprint.end_tail()
+                self.retain(request, request.rows[tail.limit :], tail.limit)
         self._record_computed(request, filled)
 
     def _record_computed(self, request: Request, filled: int) -> None:
@@ -49,6 +51,7 @@ class Recorder:
             wanted, groups = None, int(np.bitwise_or.reduce(trie.part_mask[: run.slots]))
             if trie.has_rules:
                 wanted = np.full(len(rows), groups, np.uint8)
+            self.retain(request, rows, first)
             request.footprint.record(rows, compress(homes, taken.tolist()), wanted)
             ends = self._states.ends(request)
             self._cache.mover.placement.extend(trie, request.rows, groups, ends)
@@ -56,6 +59,12 @@ class Recorder:
             run.recording = len(rows) == filled - first
         if not run.recording or len(request.rows) >= run.computes:
             self.computing.pop(request.id, None)
+
+    def retain(self, request: Request, rows: Rows, first_block: int) -> None:
+        """Does as its caller wishes for those of `rows`, blocks from `first_block` on, that are its prompt's."""
+        if request.wish is not None:
+            of_prompt = request.prompt_tokens // request.trie.block_tokens - first_block
+            request.wish.apply(rows[: max(of_prompt, 0)], first_block)
 
     def let_go_of_passed(self, request: Request) -> None:
         """Lets go of what the windows of a run have passed: its blocks' bytes stay as cache while there is room."""

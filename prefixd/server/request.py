@@ -47,6 +47,7 @@ from prefixd.cache import BlockChain, Namespace, Trie
 from prefixd.cache.groups import GroupMask
 from prefixd.cache.index.known_path import KnownPath
 from prefixd.cache.index.trie import Rows
+from prefixd.cache.retention import Wish
 from prefixd.server.footprint import Footprint
 from prefixd.server.image_kv import ImageHolds, ImageKv
 from prefixd.server.kv_shape import ONE_FRAME, KvShape
@@ -155,6 +156,7 @@ class Request:
         choice: what was decided about loading its prefix, until it can be judged.
         outcome: while CANCELLING, the last event.
         hit_tokens: prompt tokens found, by tier, when the request was looked up for its turn.
+        wish: what its caller wishes for the blocks of its prompt, if anything.
         fork_of: a request with the same prompt, as far as is known: the worker copies what that one has computed of it
             behind the full blocks.
         others_blocks: so many blocks from the first on were cached when it ran first: others computed them.
@@ -196,6 +198,7 @@ class Request:
     setbacks: int = 0
     used_blocks: int = 0
     others_blocks: int | None = None
+    wish: Wish | None = None
     fork_of: int = -1
     lost_tokens: int = 0
     turn: int = 0

@@ -7,6 +7,7 @@ matches that was never committed. What is read is compared byte by byte.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from hypothesis.stateful import invariant, precondition, rule, run_state_machine
 from prefixd.cache import BlockChain, Lease, Namespace, Reservation, Trie
 from prefixd.cache.index.trie import CPU, DISK, GPU
 from prefixd.cache.paths import find_ancestry
+from prefixd.cache.retention import Retention
 from prefixd.errors import ExhaustedError, NotFoundError, PreconditionError
 from prefixd_swap import Span
 from prefixd_swap.eviction import POLICY_NAMES
@@ -200,6 +202,7 @@ class CacheMachine(RigMachine):
     def time_passes(self, seconds: float) -> None:
         self.rig.clock.now += seconds
         self.rig.cache.leases.expire(self.rig.clock())
+        self.run(self.rig.cache.retained.sweep())
         alive = self.rig.session.grants
         self.held = [held for held in self.held if held.lease is None or held.lease.id in alive]
         self.reserved = [given for given in self.reserved if given.id in alive]
@@ -269,6 +272,14 @@ class CacheMachine(RigMachine):
     def pin(self, home: str, prompt: list[int], pinned: bool) -> None:
         trie = self.rig.cache.trie(self.homes[home])
         trie.pinned[self.rig.rows(prompt, self.homes[home])] = pinned
+
+    @rule(home=homes, prompt=prompts, end=st.integers(0, 8), priority=st.integers(-1, 1), ttl=st.sampled_from([0, 10]))
+    def retain(self, home: str, prompt: list[int], end: int, priority: int, ttl: float) -> None:
+        namespace, cache = self.homes[home], self.rig.cache
+        with suppress(ExhaustedError):
+            self.run(cache.retain(namespace, self.rig.chain(prompt, namespace), [Retention(0, end, priority, ttl)]))
+        most = sum(tier.capacity_bytes for tier in cache.tiers.own) // 2
+        assert priority < 1 or cache.retained.nbytes(cache.tenants.default) <= most
 
     @rule(home=homes, prompt=prompts)
     def forget(self, home: str, prompt: list[int]) -> None:

@@ -15,6 +15,7 @@ moment they arrive. Every hold also keeps. `holds.py` counts who holds what.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -109,6 +110,8 @@ class Trie(TrieTable):
         self.offered = _ALL_TIERS  # tiers whose copies count as there
         self.prioritized = 0
         """Blocks that have a priority, or had one until it was over and nobody has noticed yet."""
+        self.retained_bytes: Counter[int] = Counter()
+        """Likewise, of those with a priority above 0 the bytes that some tier has, each once, by namespace."""
         self.observer: Observer | None = None
         self.refused: dict[int, int] = {}
         """Rows, with their generations, from which on no prompt goes on: their bytes are wrong (`RefusedBlocks`)."""
@@ -401,9 +404,9 @@ class Trie(TrieTable):
 
     def _forget(self, rows: Rows, parents: Rows) -> None:
         self._keys.remove_all(rows)
-        self.namespace[rows] = NOWHERE
-        if self.has_priorities:
+        if self.has_priorities:  # without copies, nothing of them is in `retained_bytes`
             self.prioritize(rows[self.priority[rows] != 0], 0, 0.0)
+        self.namespace[rows] = NOWHERE
         self.generation[rows] += 1
         self.free.extend(rows.tolist())
         stays = self.namespace[np.maximum(parents, 0)] != NOWHERE  # of a parent that goes too nobody reads the list
@@ -475,6 +478,8 @@ class Trie(TrieTable):
         bit = np.uint8(1 << tier)
         self.complete[rows] = np.where(there == self.all_groups, self.complete[rows] | bit, self.complete[rows] & ~bit)
         self._offer(rows)
+        if self.has_priorities:
+            self._count_retained(rows)
         if self.observer is not None and len(changed):
             self.observer(self, changed)
 
@@ -633,6 +638,27 @@ class Trie(TrieTable):
         self.priority[rows] = priority
         self.priority_until[rows] = until_s
         self.prioritized += int(np.count_nonzero(self.priority[rows])) - before
+        self._count_retained(rows)
+
+    def _count_retained(self, rows: Rows) -> None:
+        """Brings `retained_bytes` up to date with the priorities and the slots of different rows."""
+        rows = rows[(self.priority[rows] > 0) | (self.retained_groups[rows] != 0)]
+        groups = np.where(self.priority[rows] > 0, self.groups_there(rows), np.uint8(0))
+        change = self.group_bytes[groups] - self.group_bytes[self.retained_groups[rows]]
+        self.retained_groups[rows] = groups
+        namespaces = self.namespace[rows]
+        for namespace in np.unique(namespaces[change != 0]).tolist():
+            self.retained_bytes[namespace] += int(change[namespaces == namespace].sum())
+            if not self.retained_bytes[namespace]:
+                del self.retained_bytes[namespace]
+
+    def groups_there(self, rows: Rows) -> GroupMask:
+        """[len(rows)]: the KV groups of which some tier has bytes, be it one part of several."""
+        has = (self.slots[rows] != NO_SLOT).any(axis=1)
+        groups = np.zeros(len(rows), np.uint8)
+        for group in self.groups:
+            groups |= np.uint8(group.mask) * has[:, list(group.parts)].any(axis=1)
+        return groups
 
     def priorities(self, rows: Rows | slice, now_s: float) -> npt.NDArray[np.int8]:
         """[len(rows)]: the priority of each block at that time; 0 where it has none, or had one until then."""

@@ -51,6 +51,7 @@ class TrieTable:
         self.nearest = np.empty(0, np.int8)
         self.priority = np.empty(0, np.int8)  # what somebody asked for, until `priority_until`
         self.priority_until = np.empty(0, np.float64)  # seconds of the cache's clock
+        self.retained_groups = np.empty(0, np.uint8)  # with a priority above 0: those with bytes
         self.slots = _by_tier(0, (parts,), np.int64)
         self.checksums = np.empty((0, parts), np.uint64)
         self.checksummed = np.empty((0, parts), np.bool_)  # the CPU copy's bytes are those of the checksums
@@ -115,6 +116,7 @@ _COLUMNS = (
     "nearest",
     "priority",
     "priority_until",
+    "retained_groups",
     "checksums",
     "checksummed",
 )

@@ -231,6 +231,12 @@ class TrieMachine(RuleBasedStateMachine):
         assert dict(zip(rows.tolist(), found.tolist(), strict=True)) == expected
         assert self.trie.prioritized == sum(priority != 0 for priority, _ in self.priority.values())
         assert self.trie.has_priorities or not found.any()
+        retained: Counter[int] = Counter()
+        for prefix, (priority, _) in self.priority.items():
+            if priority > 0:
+                parts = {part for tier in self.copies[prefix] for part in tier}
+                retained[prefix[0]] += 30 if parts else 0  # both parts are of one KV group
+        assert self.trie.retained_bytes == +retained
 
     @invariant()
     def who_may_go_is_as_the_model_says(self) -> None:

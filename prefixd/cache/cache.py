@@ -21,6 +21,7 @@ from prefixd.cache.index.trie import NO_SLOT, TIERS, Match, Observer, Rows, Trie
 from prefixd.cache.mover import Mover
 from prefixd.cache.namespaces import Namespace, NamespaceRegistry, NamespaceSpec
 from prefixd.cache.paths import find_path
+from prefixd.cache.pins import Pins, restore_pins
 from prefixd.cache.prefetches import Prefetches
 from prefixd.cache.refused_blocks import RefusedBlocks
 from prefixd.cache.remote import RemoteOptions
@@ -141,6 +142,7 @@ class TieredCache:
         )
         self._reservations = Reservations(tiers, self.mover, self.leases, clock)
         self.quarantine = self._reservations.quarantine
+        self.pins = Pins(self.mover, self._reservations)
         self.retained = Retained(tiers, self.tries, lambda namespace: self.tenants.default, clock)
         self._max_namespaces = max_namespaces
         self._digest = digest
@@ -160,6 +162,7 @@ class TieredCache:
             return 0
         known = known_namespaces(store, self.namespaces)
         restored = restore(store.load(), known, self.trie, self.mover.placement, store.level)
+        restore_pins(store, known, self.trie)
         remove_refused(store, restored)
         heap.give_back()
         return restored.blocks

@@ -44,6 +44,8 @@ from prefixd_swap import (
 from prefixd_swap.tiers import Loads, MemoryTier, StoreTier
 from prefixd_swap.transfers import PIECE_BYTES, PIECE_ITEMS, Urgency, piece_items
 
+_PINNED_AT_ONCE = 1 << 13
+
 MakeRoom = Callable[[StoreTier, Sequence[int], int, Movement, bool], Awaitable[bool]]
 """(tier, sizes, want, movement, ahead): see `Room.make`."""
 
@@ -143,6 +145,7 @@ class DiskCopies:
                     if trie.has_rules:
                         await self._record_ancestors(trie, batch, movement)
                     left = await self._fit_batch(trie, rows, batch, source, movement, ahead, piece_bytes)
+                    await self._pin(trie, batch[trie.pinned[batch]], True)
                 except StorageError as error:
                     self.health.write_failed(error)
                     left = self._unwritten(trie, batch, source)
@@ -248,6 +251,33 @@ class DiskCopies:
         if namespace.id not in self._saved:
             await self._store.put_namespace(namespace.id, msgspec.msgpack.encode(namespace.spec))
             self._saved.add(namespace.id)
+
+    # -- pins -----------------------------------------------------------------------------------------------------
+
+    async def pin(self, trie: Trie, rows: Rows, pinned: bool) -> bool:
+        """Makes durable that blocks are pinned, or that they are not any more; whether it is, of all of them.
+
+        Pinned blocks that have yet to be written, or are written again, are made durable as such with that.
+        """
+        return await to_the_end(self._pin_all(trie, rows, pinned))
+
+    async def _pin_all(self, trie: Trie, rows: Rows, pinned: bool) -> bool:
+        durable = 0
+        for start in range(0, len(rows), _PINNED_AT_ONCE):  # parents first, so that what survives a crash is a prefix
+            async with self.still():
+                if not self._store.takes:
+                    break
+                try:
+                    durable += await self._pin(trie, rows[start : start + _PINNED_AT_ONCE], pinned)
+                except StorageError as error:
+                    self.health.write_failed(error)
+                    break
+        return durable == len(rows)
+
+    async def _pin(self, trie: Trie, rows: Rows, pinned: bool) -> int:
+        stored = self.records.stored(trie, rows)
+        done = await self._store.pin(self.records.identities(trie, stored), pinned) if len(stored) else 0
+        return done if pinned else len(rows)  # what is not on disk has no pin there
 
     # -- making room --------------------------------------------------------------------------------------------
 

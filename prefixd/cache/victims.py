@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from prefixd.cache.groups import GroupMask
-from prefixd.cache.index.trie import LOCAL_TIERS, NO_SLOT, REMOTE, TIERS, Rows, Trie
+from prefixd.cache.index.trie import LOCAL_TIERS, NO_SLOT, REMOTE, TIERS, Rows, Trie, lasting_copies
 from prefixd.cache.lowest_rows import LowestRows, Scores
 from prefixd.cache.scan import SCANNED_AT_ONCE, slices
 from prefixd.pacer import Pacer, give_way
@@ -206,7 +206,7 @@ class _Columns:
 
     __slots__ = (
         *("any_part", "children", "keep", "parent", "pinned", "tier_children"),
-        *("_elsewhere", "_expired", "_holds", "_other_tiers", "_remote", "_there"),
+        *("_elsewhere", "_expired", "_holds", "_lasting", "_other_tiers", "_remote", "_there"),
     )
 
     def __init__(self, trie: Trie, tier: int) -> None:
@@ -218,6 +218,7 @@ class _Columns:
         self.tier_children = trie.tier_children[:, tier].data
         self._there = trie.there[:, tier].data
         self._expired = trie.expired.data
+        self._lasting = lasting_copies(tier)
         self._elsewhere = [trie.there[:, other].data for other in range(TIERS) if other not in (tier, REMOTE)]
         self._remote = trie.there[:, REMOTE].data
         self._holds = [trie.holds[:, tier, group].data for group in range(trie.holds.shape[2])]
@@ -233,6 +234,8 @@ class _Columns:
 
     def is_last(self, row: int) -> bool:
         """See `Trie.last_copies`."""
+        if self.pinned[row] and not self._lasting:
+            return True
         lacking = self.wanted(row)
         for there in self._elsewhere:
             lacking &= ~there[row]

@@ -78,23 +78,21 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     @unary
     async def Pin(self, request: pb.PinRequest) -> pb.PinResponse:
-        """Keeps a prefix."""
+        """Keeps a prefix, across restarts where there is a disk tier."""
         self._told("pinned", what=request.key)
         prefix = await find_prefix(self._cache, request.key)
         path = await prefix.path(Pacer())
-        prefix.trie.pinned[path] = True
-        return pb.PinResponse(blocks=len(path))
+        reason = await self._cache.pins.pin(prefix.trie, path)
+        return pb.PinResponse(blocks=len(path), durable=not reason, reason=reason)
 
     @unary
     async def Unpin(self, request: pb.UnpinRequest) -> pb.UnpinResponse:
         """Lets a prefix go again."""
         self._told("unpinned", what=request.key)
         prefix = await find_prefix(self._cache, request.key)
-        trie, path = prefix.trie, await prefix.path(Pacer())
-        pinned = int(trie.pinned[path].sum())
-        trie.pinned[path] = False
-        self._cache.mover.placement.sweep(trie, path)
-        return pb.UnpinResponse(blocks=pinned)
+        path = await prefix.path(Pacer())
+        pinned, reason = await self._cache.pins.unpin(prefix.trie, path)
+        return pb.UnpinResponse(blocks=pinned, durable=not reason, reason=reason)
 
     @streaming
     async def Evict(self, request: pb.EvictRequest) -> AsyncGenerator[pb.EvictResponse, None]:

@@ -124,9 +124,13 @@ async def list_prefixes(cache: TieredCache, request: pb.ListPrefixesRequest) -> 
     limit = _page_limit(request.limit, DEFAULT_LIMIT)
     only = cache.namespaces.get(request.namespace_id).ordinal if request.namespace_id else None
     page = _Page(limit, _parse_token(request.page_token) if request.page_token else None)
+    pinned_blocks = pinned_bytes = 0
     for trie in list(cache.tries):
         for start in range(0, trie.rows, _SLICE_ROWS):
             page.offer(trie, _leaves(trie, start, only))
+            pinned = _pinned(trie, start, only)
+            pinned_blocks += len(pinned)
+            pinned_bytes += int(trie.group_bytes[trie.groups_there(pinned)].sum())
             await give_way()
     pacer = Pacer()
     infos = []
@@ -135,7 +139,13 @@ async def list_prefixes(cache: TieredCache, request: pb.ListPrefixesRequest) -> 
             infos.append(await describe(cache, prefix, pacer))
         except NotFoundError:  # it went meanwhile
             continue
-    return pb.ListPrefixesResponse(prefixes=infos, total=page.total, next_page_token=page.next_token())
+    return pb.ListPrefixesResponse(
+        prefixes=infos,
+        total=page.total,
+        next_page_token=page.next_token(),
+        pinned_blocks=pinned_blocks,
+        pinned_bytes=pinned_bytes,
+    )
 
 
 async def inspect_prefix(cache: TieredCache, request: pb.InspectRequest) -> pb.InspectResponse:
@@ -271,6 +281,12 @@ def _leaves(trie: Trie, start: int, namespace: int | None) -> Rows:
     chosen = (trie.children[rows] == 0) & (trie.nearest[rows] < TIERS)
     chosen &= trie.namespace[rows] >= 0 if namespace is None else trie.namespace[rows] == namespace
     return start + np.flatnonzero(chosen)
+
+
+def _pinned(trie: Trie, start: int, namespace: int | None) -> Rows:
+    """The pinned blocks among some thousand rows, of one namespace or of all."""
+    rows = start + np.flatnonzero(trie.pinned[start : min(start + _SLICE_ROWS, trie.rows)])
+    return rows if namespace is None else rows[trie.namespace[rows] == namespace]
 
 
 def _page_limit(asked: int, default: int) -> int:

@@ -516,14 +516,18 @@ class PrefixInfo(_message.Message):
     def __init__(self, key: _Optional[str] = ..., namespace_id: _Optional[bytes] = ..., namespace_name: _Optional[str] = ..., blocks: _Optional[int] = ..., tokens: _Optional[int] = ..., nbytes: _Optional[int] = ..., gpu_blocks: _Optional[int] = ..., cpu_blocks: _Optional[int] = ..., disk_blocks: _Optional[int] = ..., remote_blocks: _Optional[int] = ..., idle_s: _Optional[float] = ..., pinned: bool = ..., held: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupInfo, _Mapping]]] = ...) -> None: ...
 
 class ListPrefixesResponse(_message.Message):
-    __slots__ = ("prefixes", "total", "next_page_token")
+    __slots__ = ("prefixes", "total", "next_page_token", "pinned_blocks", "pinned_bytes")
     PREFIXES_FIELD_NUMBER: _ClassVar[int]
     TOTAL_FIELD_NUMBER: _ClassVar[int]
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    PINNED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PINNED_BYTES_FIELD_NUMBER: _ClassVar[int]
     prefixes: _containers.RepeatedCompositeFieldContainer[PrefixInfo]
     total: int
     next_page_token: bytes
-    def __init__(self, prefixes: _Optional[_Iterable[_Union[PrefixInfo, _Mapping]]] = ..., total: _Optional[int] = ..., next_page_token: _Optional[bytes] = ...) -> None: ...
+    pinned_blocks: int
+    pinned_bytes: int
+    def __init__(self, prefixes: _Optional[_Iterable[_Union[PrefixInfo, _Mapping]]] = ..., total: _Optional[int] = ..., next_page_token: _Optional[bytes] = ..., pinned_blocks: _Optional[int] = ..., pinned_bytes: _Optional[int] = ...) -> None: ...
 
 class InspectRequest(_message.Message):
     __slots__ = ("key", "first_block", "limit")
@@ -580,10 +584,14 @@ class PinRequest(_message.Message):
     def __init__(self, key: _Optional[str] = ...) -> None: ...
 
 class PinResponse(_message.Message):
-    __slots__ = ("blocks",)
+    __slots__ = ("blocks", "durable", "reason")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DURABLE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
     blocks: int
-    def __init__(self, blocks: _Optional[int] = ...) -> None: ...
+    durable: bool
+    reason: str
+    def __init__(self, blocks: _Optional[int] = ..., durable: bool = ..., reason: _Optional[str] = ...) -> None: ...
 
 class UnpinRequest(_message.Message):
     __slots__ = ("key",)
@@ -592,10 +600,14 @@ class UnpinRequest(_message.Message):
     def __init__(self, key: _Optional[str] = ...) -> None: ...
 
 class UnpinResponse(_message.Message):
-    __slots__ = ("blocks",)
+    __slots__ = ("blocks", "durable", "reason")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    DURABLE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
     blocks: int
-    def __init__(self, blocks: _Optional[int] = ...) -> None: ...
+    durable: bool
+    reason: str
+    def __init__(self, blocks: _Optional[int] = ..., durable: bool = ..., reason: _Optional[str] = ...) -> None: ...
 
 class EvictRequest(_message.Message):
     __slots__ = ("key", "namespace_id", "all", "shared")

@@ -126,7 +126,8 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Pin(self, request, context):
-        """Keeps a prefix in the cache whatever the eviction policy says, until Unpin or a restart. It may still move between tiers.
+        """Keeps a prefix in the cache whatever the eviction policy says, until Unpin. It may still move between tiers. Where there
+        is a disk tier, Pin writes it there and returns when it and the pin are durable: both outlast a restart.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

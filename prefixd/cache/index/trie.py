@@ -597,13 +597,13 @@ class Trie(TrieTable):
     def expire(self, path: Rows, groups: int | None = None, ends: Sequence[int] = ()) -> None:
         """Of a prompt whose blocks are `path` some groups have been stored (a mask; all by default): what only shorter
         prefixes need of them may go first, but for prefixes of `ends` blocks: a prompt that ends inside `path`, which
-        its answer continues, is likely to be asked again.
+        its answer continues, is likely to be asked again. Blocks that are pinned keep what was wanted of them.
 
         Prompts that share a beginning continue differently where they branch, so the end of the shared part is a prefix
         that is likely to be asked for again: what it needs is wanted, and wanted again if it had expired.
         """
         if self.has_rules and len(path):
-            stored = np.uint8(self.all_groups if groups is None else groups)
+            stored = np.where(self.pinned[path], np.uint8(0), np.uint8(self.all_groups if groups is None else groups))
             expired = expired_groups(self.groups, len(path), self.branches(path, ends))
             self.expired[path] = (self.expired[path] & ~stored) | (expired & stored)
 
@@ -697,17 +697,18 @@ class Trie(TrieTable):
     def last_copies(self, rows: Rows | slice, tier: int) -> npt.NDArray[np.bool_]:
         """[len(rows)]: of which rows no other tier has anything, or none has one of the `wanted` groups.
 
-        A record on disk without bytes is no copy: a block has one when others continue it there. Nor is what a store
-        has that others may delete from, of a block that is pinned.
+        A record on disk without bytes is no copy: a block has one when others continue it there. Of a block that is
+        pinned, no copies are what a store has that others may delete from, and what memory has in place of the disk,
+        since the block is to be there after a restart.
         """
         others = (self.any_part[rows] & np.uint8(_ALL_TIERS & ~(1 << tier))) != 0
         if (pinned := self.pinned[rows]).any():
-            others &= ~pinned | ((self.any_part[rows] & np.uint8(LOCAL_TIERS & ~(1 << tier))) != 0)
+            others &= ~pinned | ((self.any_part[rows] & np.uint8(lasting_copies(tier))) != 0)
         lacking = self.wanted(rows, tier)
         for other in range(TIERS):
             if other == tier:
                 continue
-            if other == REMOTE:
+            if not lasting_copies(tier) & (1 << other):
                 lacking &= ~self.there[rows, other] | np.where(pinned, np.uint8(self.all_groups), np.uint8(0))
             else:
                 lacking &= ~self.there[rows, other]
@@ -727,6 +728,12 @@ class Trie(TrieTable):
         if without is not None:
             rows &= (self.any_part[:n] & np.uint8(1 << without)) == 0
         return np.flatnonzero(rows)
+
+
+def lasting_copies(tier: int) -> int:
+    """The tiers, a bit each, whose copies of a pinned block count beside the one in `tier`: this host's own, and none
+    beside the disk's, without which the block would not outlast a restart."""
+    return 0 if tier == DISK else LOCAL_TIERS & ~(1 << tier)
 
 
 def _first_repeated(keys: npt.NDArray[np.uint8]) -> int:

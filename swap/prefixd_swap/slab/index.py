@@ -1,4 +1,8 @@
-"""The durable index of the disk tier: LMDB with the sub-databases `blocks` and `namespaces`."""
+"""The durable index of the disk tier: LMDB with the sub-databases `blocks`, `namespaces` and `pins`.
+
+A pin is the key of a block that is to be pinned again after a restart. It is there no longer than its block: both go
+in one transaction.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,7 @@ from prefixd_swap.errors import DiskFullError, FormatError, StorageError
 from prefixd_swap.slab.file_ops import FileOps, storage_error
 from prefixd_swap.slab.mapped_file import MappedFile
 
+_DATABASES = 3
 MAP_BYTES = 16 << 20
 """First size of the memory map; it doubles when it is full."""
 CHUNK_ROWS = 4096
@@ -118,6 +123,7 @@ class SlabIndex:
             found: bytes | None
             if value is None:
                 found = txn.pop(key, db=self._blocks)
+                txn.delete(key, db=self._pins)
             elif isinstance(value, bytes):
                 found = txn.replace(key, value, db=self._blocks)
             elif (found := txn.get(key, db=self._blocks)) is not None:
@@ -183,6 +189,37 @@ class SlabIndex:
             try:
                 with self._env.begin(db=self._namespaces) as txn, txn.cursor() as cursor:
                     return dict(cursor)
+            except lmdb.Error as error:
+                raise self._translated("reading", error) from error
+
+    def pin(self, keys: Sequence[bytes], pinned: bool) -> int:
+        """Pin blocks, or let go of their pins, in one transaction; how many of them are blocks.
+
+        Raises:
+            StorageError: as `apply`.
+        """
+
+        def change(txn: lmdb.Transaction[bytes]) -> int:
+            there = [key for key in keys if txn.get(key, db=self._blocks) is not None]
+            for key in there:
+                if pinned:
+                    txn.put(key, b"", db=self._pins)
+                else:
+                    txn.delete(key, db=self._pins)
+            return len(there)
+
+        return self._write(change, len(keys))
+
+    def pins(self) -> list[bytes]:
+        """The keys of all blocks that are pinned.
+
+        Raises:
+            StorageError: LMDB failed.
+        """
+        with self._lock:
+            try:
+                with self._env.begin(db=self._pins) as txn, txn.cursor() as cursor:
+                    return list(cursor.iternext(values=False))
             except lmdb.Error as error:
                 raise self._translated("reading", error) from error
 
@@ -292,7 +329,7 @@ class SlabIndex:
             os.close(fd)
 
     def _open(self) -> None:
-        env = lmdb.open(str(self._path), map_size=MAP_BYTES, max_dbs=2, mode=0o600, lock=False)
+        env = lmdb.open(str(self._path), map_size=MAP_BYTES, max_dbs=_DATABASES, mode=0o600, lock=False)
         try:
             wanted = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
             found = (self._path / "data.mdb").stat().st_size
@@ -300,6 +337,7 @@ class SlabIndex:
                 raise lmdb.CorruptedError(f"data.mdb has {found} bytes of {wanted}")
             self._blocks = env.open_db(b"blocks")
             self._namespaces = env.open_db(b"namespaces")
+            self._pins = _pins(env)
         except BaseException:
             env.close()
             raise
@@ -325,6 +363,15 @@ class SlabIndex:
         return StorageError(f"{error} while {what}; restart to recover it")
 
 
+def _pins(env: lmdb.Environment) -> lmdb._Database:
+    """The pins; an index that was made before there were any gets an empty sub-database."""
+    try:
+        return env.open_db(b"pins")
+    except lmdb.MapFullError:
+        env.set_mapsize(2 * env.info()["map_size"])
+        return env.open_db(b"pins")
+
+
 def _create(path: Path, ops: FileOps) -> None:
     """Make an empty environment, under another name first: a power cut leaves a whole one or none."""
     fresh = path.with_name(path.name + ".new")
@@ -332,9 +379,9 @@ def _create(path: Path, ops: FileOps) -> None:
         if leftover.exists():
             shutil.rmtree(leftover)
     ops.mkdir(fresh)
-    with lmdb.open(str(fresh), map_size=MAP_BYTES, max_dbs=2, mode=0o600, lock=False) as env:
-        env.open_db(b"blocks")
-        env.open_db(b"namespaces")
+    with lmdb.open(str(fresh), map_size=MAP_BYTES, max_dbs=_DATABASES, mode=0o600, lock=False) as env:
+        for name in (b"blocks", b"namespaces", b"pins"):
+            env.open_db(name)
     ops.sync_directory(fresh)
     ops.rename(fresh, path)
     ops.sync_directory(path.parent)

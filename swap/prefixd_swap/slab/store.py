@@ -26,6 +26,7 @@ from prefixd_swap.errors import (
 )
 from prefixd_swap.page_eviction import Victims, Worths
 from prefixd_swap.slab.block_record import (
+    NAMESPACE_BYTES,
     BlockRecord,
     DiskPart,
     NewBlock,
@@ -447,6 +448,24 @@ class SlabStore:
         """What every namespace stands for."""
         return self._index.namespaces()
 
+    def pin(self, ids: Sequence[tuple[bytes, bytes]], pinned: bool) -> int:
+        """Have blocks, by (namespace, key), pinned after a restart, or not any more; durable when this returns.
+
+        A pin goes with its block, and stays when the block is written again.
+
+        Returns:
+            How many of them are stored; the others are ignored.
+
+        Raises:
+            StorageError: I/O failed; nothing was changed.
+        """
+        with self._operation():
+            return self._index.pin([index_key(*block_id) for block_id in ids], pinned)
+
+    def pins(self) -> list[tuple[bytes, bytes]]:
+        """Namespace and key of every block that is pinned."""
+        return [(name[:NAMESPACE_BYTES], name[NAMESPACE_BYTES:]) for name in self._index.pins()]
+
     def check_integrity(self) -> None:
         """Slots are taken by one record each, and by no one else unless a write or a removal is under way, or a
         damaged record has left its slots to nobody.
@@ -469,6 +488,7 @@ class SlabStore:
             if self._unsure:
                 return None
             table = IndexTable(self._index.chunks())
+            lost = [name for name in self._index.pins() if self._index.get(name) is None]
             named = np.sort(table.slots())
             taken = self._slabs.taken()
             different = len(named) - int(np.count_nonzero(named[1:] == named[:-1]))
@@ -478,6 +498,8 @@ class SlabStore:
                 or (different < taken and not (self._active or self._orphaned))
             ):
                 raise IntegrityError(f"{len(named)} slots are named, {different} different; {taken} are taken")
+        if lost:
+            raise IntegrityError(f"{len(lost)} pins are of blocks that are not stored, {lost[0].hex()} among them")
         if table.unreadable:
             raise IntegrityError(f"{len(table.unreadable)} entries of the index are no records")
         return table.records(table.readable, table.link())

@@ -23,6 +23,7 @@ C = TypeVar("C")
 T = TypeVar("T")
 
 REMOVED_AT_ONCE = 1024
+PINNED_AT_ONCE = 8192
 _CONTROL_THREADS = 2  # one that looks at the files, and one for a writer who cannot wait for the next look
 
 
@@ -100,6 +101,17 @@ class DiskTier(StoreTier):
     async def put_namespace(self, namespace: bytes, spec: bytes) -> None:
         """Stores durably what a namespace stands for."""
         await self._in_thread(self.store.put_namespace, namespace, spec)
+
+    async def pin(self, names: Sequence[Identity], pinned: bool) -> int:
+        """Stores that blocks are pinned, or not any more, `PINNED_AT_ONCE` in one durable transaction."""
+        there = 0
+        for start in range(0, len(names), PINNED_AT_ONCE):
+            there += await self._in_thread(self.store.pin, names[start : start + PINNED_AT_ONCE], pinned)
+        return there
+
+    def pins(self) -> list[Identity]:
+        """Every block that is pinned."""
+        return self.store.pins()
 
     async def try_read(self) -> None:
         """Whether the device can be read."""

@@ -27,6 +27,7 @@ from prefixd_swap.errors import (
     StorageError,
 )
 from prefixd_swap.slab.block_record import (
+    NAMESPACE_BYTES,
     BlockRecord,
     DiskPart,
     NewBlock,
@@ -192,6 +193,7 @@ class SimulatedStoreTier(StoreTier):
         self._records: dict[bytes, bytes] = {}  # the index: name -> encoded record
         self._bytes: dict[int, bytes] = {}  # slot -> what is stored there
         self._namespaces: dict[bytes, bytes] = {}
+        self._pins: set[bytes] = set()
         self._next_slot = 0
 
     @property
@@ -239,6 +241,17 @@ class SimulatedStoreTier(StoreTier):
         """Stores what a namespace stands for."""
         self.faults.check("write", self.name)
         self._namespaces[namespace] = spec
+
+    async def pin(self, names: Sequence[Identity], pinned: bool) -> int:
+        """Stores that blocks are pinned, or not any more."""
+        self.faults.check("write", self.name)
+        there = {index_key(*name) for name in names}.intersection(self._records)
+        self._pins = self._pins | there if pinned else self._pins - there
+        return len(there)
+
+    def pins(self) -> list[Identity]:
+        """Every block that is pinned."""
+        return [(name[:NAMESPACE_BYTES], name[NAMESPACE_BYTES:]) for name in sorted(self._pins)]
 
     async def try_read(self) -> None:
         """Whether it can be read."""
@@ -372,6 +385,7 @@ class SimulatedStoreTier(StoreTier):
     def _store(self, block: NewBlock) -> Places | None:
         name = index_key(block.namespace, block.key)
         kept = {part.slot: self._checked(part) for part in block.parts if isinstance(part, DiskPart)}
+        pins = self._pins & {name}
         self._forget(name)
         needed = sum(round_to_slot(part.nbytes) for part in block.parts if part is not None)
         if needed > self._capacity_bytes - self._used_bytes:
@@ -387,6 +401,7 @@ class SimulatedStoreTier(StoreTier):
         self._bytes.update(kept)
         self._used_bytes += needed
         self._records[name] = encode_record(block, places)
+        self._pins |= pins
         return tuple(places)
 
     def _contents(self, span: Span, checksum: int | None) -> tuple[bytes, int]:
@@ -399,6 +414,7 @@ class SimulatedStoreTier(StoreTier):
 
     def _forget(self, name: bytes) -> None:
         value = self._records.pop(name, None)
+        self._pins.discard(name)
         if value is not None:
             for slot, nbytes in record_slots(value):
                 self._bytes.pop(slot, None)

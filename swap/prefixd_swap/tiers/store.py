@@ -283,6 +283,24 @@ class StoreTier(Tier):
             StorageError: I/O failed.
         """
 
+    @abstractmethod
+    async def pin(self, names: Sequence[Identity], pinned: bool) -> int:
+        """Stores durably that blocks are pinned, or that they are not any more; returns how many of them are stored.
+
+        Blocks that are not are ignored. A pin goes with its block.
+
+        Raises:
+            StorageError: I/O failed; some or all of the pins are as they were.
+        """
+
+    @abstractmethod
+    def pins(self) -> list[Identity]:
+        """Every block that is pinned. Blocks the caller: for the start.
+
+        Raises:
+            StorageError: the index cannot be read.
+        """
+
     # -- failures -------------------------------------------------------------------------------------------------
 
     @abstractmethod

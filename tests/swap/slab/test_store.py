@@ -737,6 +737,7 @@ class StoreModel(RuleBasedStateMachine):
         self.next = 0
         self.model: dict[int, tuple[int | None, bytes]] = {}
         self.records: dict[int, BlockRecord] = {}
+        self.pinned: set[int] = set()
 
     def _open(self) -> None:
         self.store = SlabStore.open(self.root / str(self.generation), 48 * PAGE)
@@ -771,6 +772,12 @@ class StoreModel(RuleBasedStateMachine):
         for number in numbers:
             del self.model[number], self.records[number]
 
+    @rule(numbers=st.sets(st.integers(0, 12), max_size=5), pinned=st.booleans())
+    def pin(self, numbers: set[int], pinned: bool) -> None:
+        there = numbers & self.model.keys()
+        assert self.store.pin([(NS, key(number)) for number in numbers], pinned) == len(there)
+        self.pinned = self.pinned | there if pinned else self.pinned - there
+
     @rule(crash=st.booleans())
     def reopen(self, crash: bool) -> None:
         if crash:
@@ -792,6 +799,8 @@ class StoreModel(RuleBasedStateMachine):
         if not hasattr(self, "store"):
             return
         self.store.check_integrity()
+        self.pinned &= self.model.keys()
+        assert self.store.pins() == [(NS, key(number)) for number in sorted(self.pinned)]
         found = list(self.store.records())
         assert {record.key: record for record in found} == {r.key: r for r in self.records.values()}
         depths = [record.depth for record in found]

@@ -27,10 +27,14 @@ EXAMPLES = examples(
     'prefixd generate "Once upon a time" --stop "." --stop "!" --logprobs 5 --json',
     'prefixd generate "Once upon a time" --priority -1 --deadline 2',
     'prefixd generate "<image>What is this?" --image photo.jpg',
+    "prefixd generate - --retain 0:1024=50/1h --retain 1024:=-10 < prompt.txt",
+    'prefixd generate "Once upon a time" --read-only',
     'prefixd generate "Once upon a time" --beams 4 --n 2 --length-penalty 0.8',
 )
 
 _UINT32 = (1 << 32) - 1
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+_WISH = re.compile(r"(?:(\d*):(\d*)=)?([+-]?\d+)(?:/(\d+(?:\.\d+)?)([smhd]))?", re.ASCII)
 
 
 def _number(help: str, least: float, most: float = math.inf, *names: str) -> Any:
@@ -108,6 +112,18 @@ def generate_command(
         str,
         typer.Option(metavar="NAME", show_default=False, help="Which of the daemon's models; by default its first."),
     ] = "",
+    retain: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[START:END=]PRIORITY[/TIME]",
+            show_default=False,
+            help="Cache the prompt, or its tokens from START to before END, with a priority from -100 (first to go) to "
+            "100, for a time such as 90s, 30m, 12h or 7d; may be given several times, the last one counts.",
+        ),
+    ] = None,
+    read_only: Annotated[
+        bool, typer.Option("--read-only", help="Use what is cached, and leave nothing of this request in the cache.")
+    ] = False,
     address: Address = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object an event.")] = False,
 ) -> None:
@@ -117,12 +133,13 @@ def generate_command(
     """
     prompt = _prompt(text, token_ids)
     images = [_read_image(path) for path in image or ()]
+    wishes = [_wish(word) for word in retain or ()]
     if beams is None and (length_penalty is not None or early_stopping):
         option = "--early-stopping" if length_penalty is None else "--length-penalty"
         raise WrongUsage(f"{option} is for a beam search; give --beams too, or leave it out")
 
     async def ask() -> None:
-        from prefixd.client import BeamSearch
+        from prefixd.client import BeamSearch, Retention
 
         show = _print_json_event
         if not as_json:
@@ -149,6 +166,8 @@ def generate_command(
                 priority=priority,
                 deadline_s=deadline,
                 model=model,
+                retention=[Retention(*wish) for wish in wishes],
+                read_only=read_only,
                 beam_search=None
                 if beams is None
                 else BeamSearch(
@@ -162,6 +181,20 @@ def generate_command(
                     show(event)
 
     run(ask())
+
+
+def _wish(word: str) -> tuple[int, int, int | None, float | None]:
+    """Priority, first token, the first one behind and seconds of `[START:END=]PRIORITY[/TIME]`.
+
+    Examples: "50", "50/1h", "0:1024=50/30m", "1024:=-10".
+    """
+    found = _WISH.fullmatch(word)
+    if found is None:
+        raise WrongUsage(
+            f"--retain {word!r} is no wish; write [START:END=]PRIORITY[/TIME]: 50/1h, 0:1024=50/30m or 1024:=-10"
+        )
+    start, end, priority, time, unit = found.groups()
+    return int(priority), int(start or 0), int(end) if end else None, float(time) * _SECONDS[unit] if time else None
 
 
 def _print_json_event(event: GenerateEvent) -> None:

@@ -12,7 +12,10 @@ from prefixd.cli.connect import Address, Json, connected, run
 from prefixd.cli.failures import CommandFailed, examples
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from prefixd.client import AsyncClient
+    from prefixd.v1 import admin_pb2
 
 LS_EXAMPLES = examples("prefixd ls --limit 20")
 INSPECT_EXAMPLES = examples("prefixd inspect 9f86d081")
@@ -53,6 +56,7 @@ def ls_command(
             plain.print_json(plain.to_plain(answer))
         else:
             render.print_prefixes(answer.prefixes, answer.total)
+            render.print_pinned(answer.pinned_blocks, answer.pinned_bytes)
 
     run(ask())
 
@@ -78,12 +82,13 @@ def inspect_command(
 
 
 def pin_command(key: Key, address: Address = None, as_json: Json = False) -> None:
-    """Keep a prefix in the cache whatever the eviction policy says, until `unpin` or a restart."""
+    """Keep a prefix in the cache whatever the eviction policy says, until `unpin`: on disk, across restarts."""
 
     async def ask() -> None:
         async with connected(address) as client:
-            blocks = (await client.pin(key)).blocks
-        _say({"blocks": blocks}, f"{blocks:,} blocks pinned", as_json)
+            answer = await client.pin(key)
+        until = "" if answer.durable else f" until the daemon ends, no longer: {answer.reason}"
+        _say(_durably(answer), f"{answer.blocks:,} blocks pinned{until}", as_json)
 
     run(ask())
 
@@ -93,8 +98,9 @@ def unpin_command(key: Key, address: Address = None, as_json: Json = False) -> N
 
     async def ask() -> None:
         async with connected(address) as client:
-            blocks = (await client.unpin(key)).blocks
-        _say({"blocks": blocks}, f"{blocks:,} blocks unpinned", as_json)
+            answer = await client.unpin(key)
+        until = "" if answer.durable else f" until the daemon ends, then pinned again: {answer.reason}"
+        _say(_durably(answer), f"{answer.blocks:,} blocks unpinned{until}", as_json)
 
     run(ask())
 
@@ -177,5 +183,9 @@ async def _namespace_id(client: AsyncClient, name: str) -> bytes:
     raise CommandFailed(f"no namespace {name!r}; the daemon has: {known}")
 
 
-def _say(counts: dict[str, int], line: str, as_json: bool) -> None:
+def _durably(answer: admin_pb2.PinResponse | admin_pb2.UnpinResponse) -> dict[str, int | str]:
+    return {"blocks": answer.blocks, "durable": answer.durable, **({"reason": answer.reason} if answer.reason else {})}
+
+
+def _say(counts: Mapping[str, int | str], line: str, as_json: bool) -> None:
     typer.echo(json.dumps(counts, indent=2) if as_json else line)

@@ -328,6 +328,12 @@ def print_prefixes(prefixes: Iterable[admin_pb2.PrefixInfo], total: int) -> None
         out.print(f"{shown} of {total} prefixes; --limit {total} shows all")
 
 
+def print_pinned(blocks: int, nbytes: int) -> None:
+    """What is pinned in all, if anything."""
+    if blocks:
+        console().print(f"{blocks:,} blocks pinned, {size(nbytes)}")
+
+
 def _marks(pinned: bool, held: int) -> str:
     return ", ".join([*(["pinned"] if pinned else []), *([f"held {held}x"] if held else [])])
 
@@ -372,10 +378,16 @@ def print_inspection(inspection: admin_pb2.InspectResponse, *, tokens: bool) -> 
             *(_tiers_by_group(block, len(prefix.groups)) if by_group else [_tier_names(block.tiers)]),
             size(block.nbytes),
             str(block.children),
-            _marks(block.pinned, block.held),
+            ", ".join(filter(None, [_marks(block.pinned, block.held), _priority(block)])),
             *([" ".join(map(str, block.token_ids))] if tokens else []),
         )
     out.print(made)
+
+
+def _priority(block: admin_pb2.BlockInfo) -> str:
+    """`priority 50 for 1:00:00`; empty for one of 0."""
+    until = f" for {duration(block.priority_s)}" if block.HasField("priority_s") else ""
+    return f"priority {block.priority}{until}" if block.priority else ""
 
 
 def _tier_names(tiers: Iterable[int]) -> str:

@@ -42,6 +42,7 @@ from prefixd.client.inference import (
     Tokens,
 )
 from prefixd.client.leases import AsyncLease, AsyncReservation
+from prefixd.client.retention import Retention
 from prefixd.client.rules import ChunkedWindow, CrossAttention, RecurrentState, Rule, SlidingWindow, VisionEmbedding
 from prefixd.client.spec import MatchResult, NamespaceSpec, PartSpec, StoreResult, Tier, TierRun
 from prefixd.client.sync import Cache, Client, Lease, Reservation
@@ -81,6 +82,7 @@ __all__ = [
     "Prefill",
     "RecurrentState",
     "Reservation",
+    "Retention",
     "Rule",
     "SequenceFinished",
     "ServerError",

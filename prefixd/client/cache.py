@@ -11,6 +11,7 @@ from prefixd.client.estimates import LoadEstimate, Prefill
 from prefixd.client.holds import Granted
 from prefixd.client.leases import AsyncLease, AsyncReservation
 from prefixd.client.namespace import Answer, RegisteredNamespace
+from prefixd.client.retention import Retention
 from prefixd.client.spec import MatchResult, NamespaceSpec, StoreResult
 from prefixd.client.tokens import TokenIds, token_bytes
 from prefixd.v1 import cache_pb2
@@ -75,6 +76,14 @@ class AsyncCache:
         Raises `PreconditionError` without a disk tier, `ExhaustedError` when the disk tier has no room.
         """
         return await self._namespace.persist(token_bytes(tokens))
+
+    async def retain(self, tokens: TokenIds, retention: Sequence[Retention]) -> int:
+        """Gives the blocks of the cached prefix of `tokens` priorities; returns how many have one other than 0 then.
+
+        Where ranges overlap, the later one counts; blocks in none of them stay as they are. Without any range all
+        blocks lose their priorities. Raises `ExhaustedError`, and changes nothing, beyond the tenant's quota.
+        """
+        return await self._namespace.retain(token_bytes(tokens), retention)
 
     async def acquire(
         self,
@@ -157,13 +166,16 @@ class AsyncCache:
         first_block: int = 0,
         parts: Sequence[int] | None = None,
         durable: bool = False,
+        retention: Sequence[Retention] = (),
     ) -> StoreResult:
         """Gives the cache the blocks of `tokens` from `first_block` on; those it has already are skipped.
 
         `source` has exactly these blocks, one after the other, or is a list with one buffer per part. With
         `durable`, returns when they and the prefix before them are on disk, those that were cached already too.
-        Raises `BufferSizeError`; `ExhaustedError` when there is room for none; `PreconditionError` when the blocks
-        before `first_block` are not cached (any more), or when `durable` meets a daemon without a disk tier.
+        `retention` gives blocks priorities, those that were cached already too: see `retain`.
+        Raises `BufferSizeError`; `ExhaustedError` when there is room for none, or the priorities are beyond the
+        tenant's quota; `PreconditionError` when the blocks before `first_block` are not cached (any more), or when
+        `durable` meets a daemon without a disk tier.
         """
         _check_range(first_block)
         prompt = token_bytes(tokens)
@@ -174,8 +186,8 @@ class AsyncCache:
             return StoreResult(0, 0)
         prompt = prompt[: total * self.spec.block_tokens * 4]
         if (await self._namespace.ready()).arena is None:
-            return await streaming.put(self._namespace, prompt, buffers, first_block, parts, durable)
-        return await self._fill(prompt, buffers, first_block, total, parts, durable)
+            return await streaming.put(self._namespace, prompt, buffers, first_block, parts, durable, retention)
+        return await self._fill(prompt, buffers, first_block, total, parts, durable, retention)
 
     async def _fill(
         self,
@@ -185,6 +197,7 @@ class AsyncCache:
         total: int,
         parts: Sequence[int] | None,
         durable: bool,
+        retention: Sequence[Retention],
     ) -> StoreResult:
         """Reserve, copy, commit, until all is stored or there is no more room."""
         committed = duplicates = 0
@@ -198,6 +211,8 @@ class AsyncCache:
                 break
             async with reservation:
                 if not reservation.blocks:
+                    if retention:
+                        await self._namespace.retain(prompt, retention)
                     # What was evicted between the two questions is not there, and not said to be.
                     there = await self._namespace.persist(prompt) if durable else total
                     duplicates += max(there - done, 0)
@@ -210,7 +225,7 @@ class AsyncCache:
                     break
                 duplicates += reservation.first_block - done
                 await reservation.copy_in(buffers, reservation.first_block - first_block)
-                result = await reservation.commit(durable=durable)
+                result = await reservation.commit(durable=durable, retention=retention)
                 done = reservation.first_block + reservation.blocks
                 committed += result.committed
                 duplicates += result.duplicates
@@ -283,6 +298,7 @@ class AsyncCache:
             client=client,
             connection=client.connection,
             persist=lambda: self._namespace.persist(prompt),
+            retain=lambda retention: self._namespace.retain(prompt, retention),
             asked_blocks=self._namespace.full_blocks(prompt),
         )
 

@@ -21,6 +21,7 @@ from prefixd.client.inference import BeamSearch, GenerateEvent, Sampling, event_
 from prefixd.client.leases import AsyncLease, AsyncReservation
 from prefixd.client.messages import message
 from prefixd.client.namespace import RegisteredNamespace
+from prefixd.client.retention import Retention
 from prefixd.client.session import MemoryMode, Session
 from prefixd.client.spec import NamespaceSpec, Tier
 from prefixd.client.tokens import TokenIds
@@ -200,6 +201,8 @@ class AsyncClient:
         deadline_s: float | None = None,
         salt: bytes = b"",
         model: str = "",
+        retention: Sequence[Retention] = (),
+        read_only: bool = False,
         timeout_s: float | None = None,
     ) -> AsyncGenerator[GenerateEvent, None]:
         """Generates on the daemon's worker: one `Accepted`, any number of `Tokens`, one `Finished`.
@@ -224,8 +227,12 @@ class AsyncClient:
         `images` are the files (PNG, JPEG, WebP) of a prompt that holds the model's placeholder once for each, as text
         or as token id; 16 MiB with the prompt.
 
+        `retention` gives blocks of the prompt priorities in the cache; with `read_only` the request uses what is cached
+        and leaves nothing of its own there.
+
         Raises `UnsupportedError` when the daemon has no model, or one of text alone and images for it, `ExhaustedError`
-        when its queue is full or the prompt never fits its GPU tier, `InvalidArgumentError` for a prompt, an image or
+        when its queue is full, the prompt never fits its GPU tier, or `retention` is beyond the tenant's quota,
+        `InvalidArgumentError` for a prompt, an image or
         sampling that the model cannot take, `AlreadyExistsError` for a `request_id` that runs already, `NotFoundError`
         for a `model` that there is not, and `CallTimeout`.
         """
@@ -257,6 +264,8 @@ class AsyncClient:
             deadline_s=deadline_s,
             salt=salt,
             model=model,
+            retention=retention,
+            read_only=read_only,
         )
         connection = self.connection
         async with aclosing(connection.stream(connection.inference.Generate, request, timeout_s)) as responses:
@@ -292,6 +301,7 @@ class AsyncClient:
             page = await self.connection.call(self.connection.admin.ListPrefixes, request)
             found.prefixes.extend(page.prefixes)
             found.total, found.next_page_token = page.total, page.next_page_token
+            found.pinned_blocks, found.pinned_bytes = page.pinned_blocks, page.pinned_bytes
             if not found.next_page_token or len(found.prefixes) >= wanted:
                 return found
 
@@ -313,14 +323,21 @@ class AsyncClient:
         request = admin_pb2.InspectRequest(key=key, first_block=first_block)
         return cast(admin_pb2.InspectResponse, await self.connection.call(self.connection.admin.Inspect, request))
 
-    async def pin(self, key: str) -> admin_pb2.PinResponse:
-        """Keeps a prefix in the cache until `unpin` or a restart; returns its blocks. `NotFoundError`."""
-        response = await self.connection.call(self.connection.admin.Pin, admin_pb2.PinRequest(key=key))
+    async def pin(self, key: str, timeout_s: float = 3600.0) -> admin_pb2.PinResponse:
+        """Keeps a prefix in the cache until `unpin`; returns its blocks, when they are on disk. `NotFoundError`.
+
+        `durable` in the answer says whether it outlasts a restart, `reason` why it does not, as without a disk tier.
+        """
+        response = await self.connection.call(
+            self.connection.admin.Pin, admin_pb2.PinRequest(key=key), timeout_s=timeout_s
+        )
         return cast(admin_pb2.PinResponse, response)
 
-    async def unpin(self, key: str) -> admin_pb2.UnpinResponse:
-        """Undoes `pin`; returns the prefix's blocks."""
-        response = await self.connection.call(self.connection.admin.Unpin, admin_pb2.UnpinRequest(key=key))
+    async def unpin(self, key: str, timeout_s: float = 3600.0) -> admin_pb2.UnpinResponse:
+        """Undoes `pin`; returns the prefix's blocks. If not `durable`, they are pinned again after a restart."""
+        response = await self.connection.call(
+            self.connection.admin.Unpin, admin_pb2.UnpinRequest(key=key), timeout_s=timeout_s
+        )
         return cast(admin_pb2.UnpinResponse, response)
 
     async def evict(

@@ -16,6 +16,7 @@ from prefixd.client.connection import Connection
 from prefixd.client.copying import CopyPair
 from prefixd.client.errors import ClientError, InvalidArgumentError, LeaseLost, MemoryUnavailable, NotFoundError
 from prefixd.client.namespace import SessionSource
+from prefixd.client.retention import Retention
 from prefixd.client.session import Session
 from prefixd.v1 import cache_pb2
 
@@ -37,6 +38,8 @@ class Granted:
     connection: Connection
     persist: Callable[[], Awaitable[int]]
     """Returns when the cached prefix of the prompt is on disk: its blocks."""
+    retain: Callable[[Sequence[Retention]], Awaitable[int]]
+    """Gives the cached blocks of the prompt priorities."""
     asked_blocks: int
     """Full blocks of the prompt."""
 

@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 from prefixd.client.errors import InvalidArgumentError, ServerError
 from prefixd.client.messages import message
+from prefixd.client.retention import Retention, retention_to_proto
 from prefixd.client.spec import Tier
 from prefixd.client.tokens import TokenIds, token_bytes
 from prefixd.v1 import inference_pb2
@@ -181,6 +182,8 @@ def generate_request(
     deadline_s: float | None = None,
     salt: bytes = b"",
     model: str = "",
+    retention: Sequence[Retention] = (),
+    read_only: bool = False,
 ) -> inference_pb2.GenerateRequest:
     """The message for a prompt given as text or as token ids.
 
@@ -203,6 +206,8 @@ def generate_request(
         n=n,
         best_of=best_of,
         beam_search=beam_search.to_proto() if beam_search is not None else None,
+        retention=retention_to_proto(retention),
+        read_only=read_only,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 
 from prefixd.client.buffers import BlockBuffers, Buffer
@@ -16,6 +17,7 @@ from prefixd.client.errors import (
 )
 from prefixd.client.estimates import LoadEstimate
 from prefixd.client.holds import Granted, Hold
+from prefixd.client.retention import Retention, retention_to_proto
 from prefixd.client.session import Session
 from prefixd.client.spec import StoreResult
 from prefixd.v1 import cache_pb2
@@ -123,24 +125,34 @@ class AsyncReservation(Hold):
             await self._copy(self._pairs(buffers, first, self.blocks))
         return self.blocks
 
-    async def commit(self, blocks: int | None = None, *, durable: bool = False) -> StoreResult:
+    async def commit(
+        self, blocks: int | None = None, *, durable: bool = False, retention: Sequence[Retention] = ()
+    ) -> StoreResult:
         """Makes the first `blocks` slots (None: all) matchable and ends the reservation, even if it fails.
 
         With `durable`, returns when they and the prefix before them are on disk, also where all was cached
-        already. Raises `LeaseLost` when the reservation had ended before; `PreconditionError` for `durable`
-        without a disk tier, or when blocks that were cached already are not any more.
+        already. `retention` gives blocks priorities, from the prompt's first to the last one committed: see
+        `AsyncCache.retain`. Raises `LeaseLost` when the reservation had ended before; `PreconditionError` for `durable`
+        without a disk tier, or when blocks that were cached already are not any more; `ExhaustedError`, with nothing
+        committed, for priorities beyond the tenant's quota.
         """
         count = self.blocks if blocks is None else blocks
         if not 0 <= count <= self.blocks:
             raise InvalidArgumentError(f"cannot commit {count} blocks of a reservation of {self.blocks}")
         if not self._id:
+            if retention:
+                await self._granted.retain(retention)
             if durable:
                 await self._persist()
             return StoreResult(0, 0)
         self.check()
         await self._still.wait()
         request = cache_pb2.CommitRequest(
-            session_id=self._session.session_id, reservation_id=self._id, blocks=count, durable=durable
+            session_id=self._session.session_id,
+            reservation_id=self._id,
+            blocks=count,
+            durable=durable,
+            retention=retention_to_proto(retention),
         )
         self._end()  # from here on the slots may be blocks that others read: nothing here may write to them
         try:

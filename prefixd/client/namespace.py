@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 from prefixd.client.connection import Connection
 from prefixd.client.copying import Copier
 from prefixd.client.errors import InvalidArgumentError, MemoryUnavailable, ServerUnavailable, SessionUnknown
+from prefixd.client.retention import Retention, retention_to_proto
 from prefixd.client.session import Session
 from prefixd.client.spec import NamespaceSpec
 from prefixd.v1 import cache_pb2
@@ -123,6 +124,17 @@ class RegisteredNamespace:
             self.client.connection.cache.Persist,
             lambda session: cache_pb2.PersistRequest(
                 session_id=session.session_id, namespace_id=self.namespace_id, token_ids=prompt
+            ),
+        )
+        return int(answer.response.blocks)
+
+    async def retain(self, prompt: bytes, retention: Sequence[Retention]) -> int:
+        """Gives the cached blocks of `prompt` priorities; how many have one other than 0 then."""
+        wishes = retention_to_proto(retention)
+        answer = await self.ask(
+            self.client.connection.cache.Retain,
+            lambda session: cache_pb2.RetainRequest(
+                session_id=session.session_id, namespace_id=self.namespace_id, token_ids=prompt, retention=wishes
             ),
         )
         return int(answer.response.blocks)

@@ -8,6 +8,7 @@ from contextlib import aclosing
 from prefixd.client.buffers import BlockBuffers, StreamSink
 from prefixd.client.errors import PreconditionError, ServerError
 from prefixd.client.namespace import RegisteredNamespace
+from prefixd.client.retention import Retention, retention_to_proto
 from prefixd.client.session import Session
 from prefixd.client.spec import StoreResult
 from prefixd.v1 import cache_pb2
@@ -60,10 +61,12 @@ async def put(
     first_block: int,
     parts: Sequence[int] | None,
     durable: bool,
+    retention: Sequence[Retention],
 ) -> StoreResult:
     """Sends the full blocks of `prompt` from `first_block` on; `buffers` starts with that block."""
     total = namespace.full_blocks(prompt)
     connection = namespace.client.connection
+    wishes = retention_to_proto(retention)
 
     async def attempt(session: Session) -> StoreResult | None:
         match = cache_pb2.MatchRequest(
@@ -76,6 +79,8 @@ async def put(
             raise gap_error(cached, first_block)
         start = first_block if parts else max(first_block, cached)
         if start >= total:
+            if retention:
+                await namespace.retain(prompt, retention)
             return None if durable else StoreResult(0, total - first_block)
         header = cache_pb2.PutHeader(
             session_id=session.session_id,
@@ -84,6 +89,7 @@ async def put(
             first_block=start,
             parts=parts or (),
             durable=durable,
+            retention=wishes,
         )
         pieces = buffers.pieces(start - first_block, total - start, _PIECE_BYTES)
         data = (cache_pb2.PutRequest(data=piece.tobytes()) for piece in pieces)

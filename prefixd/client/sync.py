@@ -21,6 +21,7 @@ from prefixd.client.estimates import LoadEstimate, Prefill
 from prefixd.client.inference import BeamSearch, GenerateEvent
 from prefixd.client.leases import AsyncLease, AsyncReservation
 from prefixd.client.portal import Portal
+from prefixd.client.retention import Retention
 from prefixd.client.session import MemoryMode
 from prefixd.client.spec import MatchResult, NamespaceSpec, StoreResult, Tier
 from prefixd.client.tokens import TokenIds
@@ -96,9 +97,11 @@ class Reservation(_Hold[AsyncReservation]):
         """See `AsyncReservation.copy_from`."""
         return self._portal.run(self._hold.copy_from(source))
 
-    def commit(self, blocks: int | None = None, *, durable: bool = False) -> StoreResult:
+    def commit(
+        self, blocks: int | None = None, *, durable: bool = False, retention: Sequence[Retention] = ()
+    ) -> StoreResult:
         """See `AsyncReservation.commit`."""
-        return self._portal.run(self._hold.commit(blocks, durable=durable))
+        return self._portal.run(self._hold.commit(blocks, durable=durable, retention=retention))
 
 
 class Cache:
@@ -124,6 +127,10 @@ class Cache:
     def persist(self, tokens: TokenIds) -> int:
         """See `AsyncCache.persist`."""
         return self._portal.run(self._cache.persist(tokens))
+
+    def retain(self, tokens: TokenIds, retention: Sequence[Retention]) -> int:
+        """See `AsyncCache.retain`."""
+        return self._portal.run(self._cache.retain(tokens, retention))
 
     def acquire(
         self,
@@ -182,11 +189,13 @@ class Cache:
         first_block: int = 0,
         parts: Sequence[int] | None = None,
         durable: bool = False,
+        retention: Sequence[Retention] = (),
     ) -> StoreResult:
         """See `AsyncCache.store`."""
-        return self._portal.run(
-            self._cache.store(tokens, source, first_block=first_block, parts=parts, durable=durable)
+        storing = self._cache.store(
+            tokens, source, first_block=first_block, parts=parts, durable=durable, retention=retention
         )
+        return self._portal.run(storing)
 
 
 class Client:
@@ -282,6 +291,8 @@ class Client:
         deadline_s: float | None = None,
         salt: bytes = b"",
         model: str = "",
+        retention: Sequence[Retention] = (),
+        read_only: bool = False,
         timeout_s: float | None = None,
     ) -> Iterator[GenerateEvent]:
         """See `AsyncClient.generate`."""
@@ -310,6 +321,8 @@ class Client:
             deadline_s=deadline_s,
             salt=salt,
             model=model,
+            retention=retention,
+            read_only=read_only,
             timeout_s=timeout_s,
         )
         yield from self._each(events)
@@ -330,13 +343,13 @@ class Client:
         """See `AsyncClient.inspect`."""
         return self._portal.run(self._client.inspect(key))
 
-    def pin(self, key: str) -> admin_pb2.PinResponse:
+    def pin(self, key: str, timeout_s: float = 3600.0) -> admin_pb2.PinResponse:
         """See `AsyncClient.pin`."""
-        return self._portal.run(self._client.pin(key))
+        return self._portal.run(self._client.pin(key, timeout_s))
 
-    def unpin(self, key: str) -> admin_pb2.UnpinResponse:
+    def unpin(self, key: str, timeout_s: float = 3600.0) -> admin_pb2.UnpinResponse:
         """See `AsyncClient.unpin`."""
-        return self._portal.run(self._client.unpin(key))
+        return self._portal.run(self._client.unpin(key, timeout_s))
 
     def evict(
         self,

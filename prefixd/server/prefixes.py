@@ -162,7 +162,7 @@ async def inspect_prefix(cache: TieredCache, request: pb.InspectRequest) -> pb.I
     parts: list[Rows] = []
     info = await describe(cache, prefix, pacer, parts)
     path = np.concatenate(parts)[::-1]
-    blocks = []
+    blocks, now_s = [], cache.clock()
     for index, row in enumerate(path[request.first_block : request.first_block + limit].tolist(), request.first_block):
         if not prefix.there:
             raise NotFoundError(f"prefix {request.key} was evicted while it was looked at; `prefixd ls` shows the rest")
@@ -177,6 +177,8 @@ async def inspect_prefix(cache: TieredCache, request: pb.InspectRequest) -> pb.I
                 nbytes=int(trie.group_bytes[trie.available[row] if trie.has_rules else trie.all_groups]),
                 token_ids=trie.tokens[row].tolist(),
                 there=groups_by_tier(trie, row),
+                priority=int(trie.priorities(path[index : index + 1], now_s)[0]),
+                priority_s=_seconds_left(float(trie.priority_until[row]), now_s),
             )
         )
         await pacer.worked(_BLOCK_WORK + trie.block_tokens // _TOKENS_A_PIECE)
@@ -287,6 +289,11 @@ def _pinned(trie: Trie, start: int, namespace: int | None) -> Rows:
     """The pinned blocks among some thousand rows, of one namespace or of all."""
     rows = start + np.flatnonzero(trie.pinned[start : min(start + _SLICE_ROWS, trie.rows)])
     return rows if namespace is None else rows[trie.namespace[rows] == namespace]
+
+
+def _seconds_left(until_s: float, now_s: float) -> float | None:
+    """Seconds until a time that is to come; None for one that never comes or has been."""
+    return until_s - now_s if now_s < until_s < math.inf else None
 
 
 def _page_limit(asked: int, default: int) -> int:

@@ -548,7 +548,7 @@ class TierGroups(_message.Message):
     def __init__(self, tier: _Optional[_Union[_cache_pb2.Tier, str]] = ..., groups: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class BlockInfo(_message.Message):
-    __slots__ = ("index", "key", "tiers", "children", "pinned", "held", "nbytes", "token_ids", "there")
+    __slots__ = ("index", "key", "tiers", "children", "pinned", "held", "nbytes", "token_ids", "there", "priority", "priority_s")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     TIERS_FIELD_NUMBER: _ClassVar[int]
@@ -558,6 +558,8 @@ class BlockInfo(_message.Message):
     NBYTES_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     THERE_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_S_FIELD_NUMBER: _ClassVar[int]
     index: int
     key: str
     tiers: _containers.RepeatedScalarFieldContainer[_cache_pb2.Tier]
@@ -567,7 +569,9 @@ class BlockInfo(_message.Message):
     nbytes: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     there: _containers.RepeatedCompositeFieldContainer[TierGroups]
-    def __init__(self, index: _Optional[int] = ..., key: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[_cache_pb2.Tier, str]]] = ..., children: _Optional[int] = ..., pinned: bool = ..., held: _Optional[int] = ..., nbytes: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., there: _Optional[_Iterable[_Union[TierGroups, _Mapping]]] = ...) -> None: ...
+    priority: int
+    priority_s: float
+    def __init__(self, index: _Optional[int] = ..., key: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[_cache_pb2.Tier, str]]] = ..., children: _Optional[int] = ..., pinned: bool = ..., held: _Optional[int] = ..., nbytes: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., there: _Optional[_Iterable[_Union[TierGroups, _Mapping]]] = ..., priority: _Optional[int] = ..., priority_s: _Optional[float] = ...) -> None: ...
 
 class InspectResponse(_message.Message):
     __slots__ = ("prefix", "blocks")

@@ -24,6 +24,7 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
     """Keeps every request; answers with fixed figures."""
 
     def __init__(self, address: str) -> None:
+        self.no_disk = ""  # why pins do not outlast a restart
         self.address = address
         self.requests: list[Any] = []
         self.failure: tuple[grpc.StatusCode, str] | None = None
@@ -117,7 +118,7 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
             idle_s=3,
             pinned=True,
         )
-        return admin_pb2.ListPrefixesResponse(prefixes=[prefix], total=7)
+        return admin_pb2.ListPrefixesResponse(prefixes=[prefix], total=7, pinned_blocks=32, pinned_bytes=8 << 20)
 
     def Inspect(self, request: Any, context: grpc.ServicerContext) -> admin_pb2.InspectResponse:
         self._note(request, context)
@@ -129,6 +130,8 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
             held=1,
             nbytes=256 << 10,
             token_ids=[1000, 1001, 1002],
+            priority=50,
+            priority_s=3600,
         )
         return admin_pb2.InspectResponse(
             prefix=admin_pb2.PrefixInfo(key=KEY, namespace_name="tiny-llama", blocks=1, tokens=16),
@@ -137,11 +140,11 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
 
     def Pin(self, request: Any, context: grpc.ServicerContext) -> admin_pb2.PinResponse:
         self._note(request, context)
-        return admin_pb2.PinResponse(blocks=32)
+        return admin_pb2.PinResponse(blocks=32, durable=not self.no_disk, reason=self.no_disk)
 
     def Unpin(self, request: Any, context: grpc.ServicerContext) -> admin_pb2.UnpinResponse:
         self._note(request, context)
-        return admin_pb2.UnpinResponse(blocks=31)
+        return admin_pb2.UnpinResponse(blocks=31, durable=not self.no_disk, reason=self.no_disk)
 
     def Evict(self, request: Any, context: grpc.ServicerContext) -> Iterator[admin_pb2.EvictResponse]:
         self._note(request, context)

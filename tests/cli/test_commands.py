@@ -155,7 +155,43 @@ def test_pin_and_unpin(cli: Cli, daemon: Any) -> None:
     assert cli("pin", KEY, "--address", daemon.address).stdout == "32 blocks pinned\n"
     assert daemon.last().key == KEY
     assert cli("unpin", KEY, "--address", daemon.address).stdout == "31 blocks unpinned\n"
-    assert json.loads(cli("pin", KEY, "--json", "--address", daemon.address).stdout) == {"blocks": 32}
+    pinned = json.loads(cli("pin", KEY, "--json", "--address", daemon.address).stdout)
+    assert pinned == {"blocks": 32, "durable": True}
+
+
+def test_a_pin_that_does_not_outlast_a_restart_says_why(cli: Cli, daemon: Any) -> None:
+    daemon.no_disk = "there is no disk tier; set disk.bytes"
+    out = cli("pin", KEY, "--address", daemon.address).stdout
+    assert out == "32 blocks pinned until the daemon ends, no longer: there is no disk tier; set disk.bytes\n"
+    assert "31 blocks unpinned until the daemon ends, then pinned again: there is no disk tier" in (
+        cli("unpin", KEY, "--address", daemon.address).stdout
+    )
+    pinned = json.loads(cli("pin", KEY, "--json", "--address", daemon.address).stdout)
+    assert pinned == {"blocks": 32, "durable": False, "reason": daemon.no_disk}
+
+
+def test_what_is_pinned_and_wished_for_is_shown(cli: Cli, daemon: Any) -> None:
+    assert "32 blocks pinned, 8.0 MiB" in cli("ls", "--address", daemon.address).stdout
+    assert "priority 50 for 1:00:00" in cli("inspect", KEY, "--address", daemon.address).stdout
+
+
+def test_generate_asks_for_retention_and_read_only(cli: Cli, daemon: Any) -> None:
+    wishes = ("50/1h", "0:1024=-7", "1024:=+3/1.5m", ":16=0/2d", "8:9=1/90s")
+    options = [word for wish in wishes for word in ("--retain", wish)]
+    assert cli("generate", "x", "--read-only", *options, "--address", daemon.address).exit_code == 0
+    request = daemon.last()
+    asked = [(each.start_token, each.end_token, each.priority, each.ttl_s) for each in request.retention]
+    assert asked == [(0, 0, 50, 3600), (0, 1024, -7, 0), (1024, 0, 3, 90), (0, 16, 0, 172_800), (8, 9, 1, 90)]
+    assert request.read_only
+    cli("generate", "x", "--address", daemon.address)
+    assert not daemon.last().retention and not daemon.last().read_only
+
+
+@pytest.mark.parametrize("wish", ["", "high", "50/", "50/1", "50/h", "0-5=50", "0:5", "0:5=", "-1:5=5", "\u0665\u0660"])
+def test_generate_refuses_what_is_no_wish_in_one_line(cli: Cli, daemon: Any, wish: str) -> None:
+    result = cli("generate", "x", f"--retain={wish}", "--address", daemon.address)
+    assert result.exit_code == 2
+    assert f"--retain {wish!r} is no wish; write [START:END=]PRIORITY[/TIME]" in result.stderr
 
 
 def test_evict_one_prefix_without_asking(cli: Cli, daemon: Any) -> None:

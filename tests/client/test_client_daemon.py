@@ -17,8 +17,10 @@ import pytest
 
 from prefixd.client import (
     AlreadyExistsError,
+    AsyncCache,
     AsyncClient,
     Client,
+    ExhaustedError,
     InvalidArgumentError,
     LeaseLost,
     LoadEstimate,
@@ -27,6 +29,7 @@ from prefixd.client import (
     PartSpec,
     PreconditionError,
     Prefill,
+    Retention,
     ServerUnavailable,
     StoreResult,
     Tier,
@@ -185,7 +188,10 @@ async def test_an_operator_sees_pins_and_evicts(client: AsyncClient, spec: Names
     assert (prefix.blocks, prefix.nbytes) == (BLOCKS, KV.nbytes)
     inspected = await client.inspect(prefix.key[:8])
     assert [list(block.token_ids) for block in inspected.blocks] == TOKENS[:-1].reshape(-1, 2).tolist()
-    assert (await client.pin(prefix.key)).blocks == BLOCKS
+    answer = await client.pin(prefix.key)
+    assert (answer.blocks, answer.durable, answer.reason) == (BLOCKS, False, "there is no disk tier; set disk.bytes")
+    listed = await client.prefixes(cache.namespace_id)
+    assert (listed.pinned_blocks, listed.pinned_bytes) == (BLOCKS, KV.nbytes)
     assert (await client.evict(namespace_id=cache.namespace_id)).evicted_blocks == 0
     assert (await client.unpin(prefix.key)).blocks == BLOCKS
     assert (await client.evict(key=prefix.key)).evicted_blocks >= 1
@@ -194,6 +200,94 @@ async def test_an_operator_sees_pins_and_evicts(client: AsyncClient, spec: Names
     for nothing_or_two in ({}, {"key": "ab", "all": True}):
         with pytest.raises(InvalidArgumentError):
             await client.evict(**nothing_or_two)
+
+
+async def priorities(client: AsyncClient, cache: AsyncCache) -> list[int]:
+    """Of the blocks of the only prompt that is cached."""
+    (prefix,) = (await client.prefixes(cache.namespace_id)).prefixes
+    return [block.priority for block in (await client.inspect(prefix.key)).blocks]
+
+
+async def test_a_prompt_is_retained_when_it_is_stored_or_later(client: AsyncClient, spec: NamespaceSpec) -> None:
+    cache = await client.register(spec)
+    await cache.store(TOKENS[:4], KV[: 2 * 128], retention=[Retention(7)])
+    assert await priorities(client, cache) == [7, 7]
+    await cache.store(TOKENS, KV, retention=[Retention(50, 2, 8, ttl_s=3600), Retention(-3, 8)])
+    assert await priorities(client, cache) == [7, 50, 50, 50, -3], "those that were cached already too"
+    await cache.store(TOKENS, KV, retention=[Retention(9)])  # all of which is cached
+    assert await priorities(client, cache) == [9] * 5
+    assert await cache.retain(TOKENS, [Retention(0, 0, 4)]) == 3
+    assert await priorities(client, cache) == [0, 0, 9, 9, 9]
+    assert await cache.retain(TOKENS, []) == 0
+    assert await priorities(client, cache) == [0] * 5
+
+
+async def test_how_long_a_priority_lasts_is_shown(client: AsyncClient, spec: NamespaceSpec) -> None:
+    cache = await client.register(spec)
+    await cache.store(TOKENS, KV, retention=[Retention(1, 0, 2, ttl_s=3600), Retention(1, 2, 4)])
+    (prefix,) = (await client.prefixes(cache.namespace_id)).prefixes
+    first, second, third, *_ = (await client.inspect(prefix.key)).blocks
+    assert 3000 < first.priority_s <= 3600
+    assert (second.priority, second.HasField("priority_s"), third.priority) == (1, False, 0)
+
+
+@pytest.mark.parametrize(
+    ("wish", "said"),
+    [
+        (Retention(101), "priority 101; it must be between -100 and 100"),
+        (Retention(1, 5, 5), "retention.0., for tokens 5 to 5, is no range"),
+        (Retention(1, -1), "start_token is -1"),
+        (Retention(1, 0, 0), "end_token is 0 .* None for no end"),
+        (Retention(1, ttl_s=0), "ttl_s is 0 .* None for no end"),
+        (Retention(1, ttl_s=-1), "ttl_s -1.0; it must be a number of seconds"),
+        ("keep", "retention has 'keep'; each must be a Retention"),
+    ],
+)
+async def test_a_wish_that_cannot_be_is_refused_and_nothing_is_stored(
+    client: AsyncClient, spec: NamespaceSpec, wish: Retention, said: str
+) -> None:
+    cache = await client.register(spec)
+    with pytest.raises(InvalidArgumentError, match=said):
+        await cache.store(TOKENS, KV, retention=[wish])
+    assert (await cache.match(TOKENS)).blocks == 0
+    with pytest.raises(InvalidArgumentError, match=said):
+        await cache.retain(TOKENS, [wish])
+
+
+async def test_too_many_wishes_are_refused(client: AsyncClient, spec: NamespaceSpec) -> None:
+    cache = await client.register(spec)
+    with pytest.raises(InvalidArgumentError, match="retention has 100 ranges; send at most 64"):
+        await cache.retain(TOKENS, [Retention(1)] * 100)
+
+
+async def test_a_wish_beyond_the_quota_is_refused_and_nothing_is_stored(
+    client: AsyncClient, spec: NamespaceSpec
+) -> None:
+    """Without a quota of its own the tenant may retain half of the tiers."""
+    (tier,) = [tier for tier in (await client.stats()).tiers if tier.tier == cache_pb2.TIER_CPU]
+    part = PartSpec("full", 0, tier.capacity_bytes // 10 // 4096 * 4096)
+    cache = await client.register(NamespaceSpec(f"large-{spec.name}", 2, (part,)))
+    kv = np.zeros(6 * part.nbytes, np.uint8)
+    with pytest.raises(ExhaustedError, match=r"limit tenants\.default\.retained_bytes"):
+        await cache.store(np.arange(12), kv, retention=[Retention(1)])
+    assert (await cache.match(np.arange(12))).blocks == 0
+    assert (await client.stats()).reservations == 0
+    assert (await cache.store(np.arange(12), kv, retention=[Retention(1, 0, 8)])).committed == 6
+    await client.evict(namespace_id=cache.namespace_id)
+
+
+def test_the_blocking_client_retains_too(daemon: DaemonProcess, spec: NamespaceSpec) -> None:
+    with Client(daemon.address) as client:
+        cache = client.register(spec)
+        with cache.reserve(TOKENS) as reservation:
+            reservation.copy_from(KV)
+            reservation.commit(retention=[Retention(5, ttl_s=60)])
+        with cache.reserve(TOKENS) as nothing:
+            nothing.commit(retention=[Retention(6)])
+        assert cache.retain(TOKENS, [Retention(0, 0, 2)]) == BLOCKS - 1
+        cache.store(TOKENS, KV, retention=[Retention(7)])
+        (prefix,) = client.prefixes(cache.namespace_id).prefixes
+        assert {block.priority for block in client.inspect(prefix.key).blocks} == {7}
 
 
 async def test_lease_and_reservation_are_the_arena_itself(daemon: DaemonProcess, spec: NamespaceSpec) -> None:

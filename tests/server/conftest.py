@@ -134,6 +134,7 @@ class Remote:
         n: int = 0,
         best_of: int = 0,
         beam_search: inference_pb2.BeamSearch | None = None,
+        retention: Sequence[cache_pb2.Retention] = (),
         **sampling: Any,
     ) -> Any:
         """The stream of a generation; sampled with a fixed seed, so that a wrong logit shows."""
@@ -145,6 +146,7 @@ class Remote:
             n=n,
             best_of=best_of,
             beam_search=beam_search,
+            retention=retention,
             sampling=inference_pb2.SamplingParams(**chosen),
         )
         if isinstance(prompt, str):

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import grpc
 import numpy as np
 import pytest
 
-from prefixd.v1 import admin_pb2, inference_pb2
+from prefixd.v1 import admin_pb2, cache_pb2, inference_pb2
 
 if TYPE_CHECKING:
     from tests.server.conftest import Answer, Remote
@@ -54,6 +55,21 @@ def _byte_letters() -> list[str]:
     from tokenizers import pre_tokenizers
 
     return pre_tokenizers.ByteLevel.alphabet()
+
+
+def test_a_prompt_is_retained_as_its_caller_wishes(remote: Remote, prompt: Callable[..., list[int]]) -> None:
+    evict(remote)
+    wish = cache_pb2.Retention(end_token=32, priority=40, ttl_s=600)
+    remote.generate(prompt(3 * 16 + 2), max_tokens=20, retention=[wish])
+    remote.settled()
+    (listed,) = remote.admin.ListPrefixes(admin_pb2.ListPrefixesRequest()).prefixes
+    blocks = remote.admin.Inspect(admin_pb2.InspectRequest(key=listed.key)).blocks
+    assert [block.priority for block in blocks] == [40, 40, 0, 0]
+    assert 500 < blocks[0].priority_s <= 600
+    with pytest.raises(grpc.RpcError) as refused:
+        remote.generate(prompt(20), retention=[cache_pb2.Retention(priority=200)])
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "retention[0], for tokens 0 to the end, has priority 200" in refused.value.details()
 
 
 def test_tokens_are_streamed_one_by_one(remote: Remote, prompt: Callable[..., list[int]]) -> None:

@@ -22,6 +22,7 @@ from tokenizers import pre_tokenizers
 
 import prefixd.generation
 from prefixd.cache import NamespaceSpec, PartSpec, TieredCache
+from prefixd.cache.retention import Retention
 from prefixd.errors import (
     AlreadyExistsError,
     ExhaustedError,
@@ -51,6 +52,7 @@ from prefixd.server.served_model import ServedModel
 from prefixd.server.text_stream import TextStream
 from prefixd.server.tokenization import TextCodec, TokenIds
 from prefixd.server.tokenizer_threads import TokenizerThreads
+from prefixd.tenants import Quota
 from prefixd.worker.protocol import (
     BeamResult,
     FullAttention,
@@ -199,6 +201,26 @@ async def test_a_text_becomes_events(desk: Desk) -> None:
     assert (request().queued.priority, request().namespace.spec.salt) == (2, b"s")
     assert not desk.dispatcher.cancelled
     assert desk.codec.threads and threading.get_ident() not in desk.codec.threads
+
+
+async def test_a_wish_for_the_prompt_is_claimed_while_it_runs(desk: Desk, cache: TieredCache) -> None:
+    tenant = cache.tenants.default
+    tenant.quota = Quota(retained_bytes=4 * 8192)
+    prompt = ids(*range(3 * 16 + 5))
+    params = GenerateParams(prompt=prompt, n=2, temperature=1.0, retention=[Retention(0, 32, 9, ttl_s=60)])
+    async with aclosing(desk.generation.run(params)) as events:
+        assert isinstance(await anext(events), Accepted)
+        first, second = desk.dispatcher.submitted
+        assert first.wish is not None and first.wish is second.wish
+        assert cache.retained.claimed[tenant] == 2 * 8192
+        with pytest.raises(
+            ExhaustedError, match=r"16384 of 32768 bytes .* 24576 more .*tenants\.default\.retained_bytes"
+        ):
+            await desk.events(prompt=prompt, retention=[Retention(priority=1)])
+        assert len(desk.dispatcher.submitted) == 2, "what was refused is not queued"
+    assert cache.retained.claimed[tenant] == 0
+    await desk.events(Ended("stop"), prompt=prompt)
+    assert desk.dispatcher.submitted[-1].wish is None
 
 
 async def test_token_ids_are_taken_as_they_are(desk: Desk) -> None:

@@ -107,6 +107,26 @@ def test_what_survives_a_crash(start: Callable[..., Remote]) -> None:
     again.settled()
 
 
+def test_a_pin_outlasts_a_crash(start: Callable[..., Remote]) -> None:
+    settings = {**SIDECAR, "cache.write_back": "false"}
+    remote = start(settings)
+    store(remote)
+    (prefix,) = remote.admin.ListPrefixes(admin_pb2.ListPrefixesRequest()).prefixes
+    answer = remote.admin.Pin(admin_pb2.PinRequest(key=prefix.key))
+    assert (answer.blocks, answer.durable, answer.reason) == (10, True, "")
+    remote.daemon.kill()
+    again = start(settings)
+    assert load(again) == (10, BYTES)
+    listed = again.admin.ListPrefixes(admin_pb2.ListPrefixesRequest())
+    assert ([prefix.pinned for prefix in listed.prefixes], listed.pinned_blocks) == ([True], 10)
+    assert listed.pinned_bytes == len(BYTES)
+    assert not again.admin.CheckIntegrity(admin_pb2.CheckIntegrityRequest()).violations
+    assert again.admin.Unpin(admin_pb2.UnpinRequest(key=prefix.key)).durable
+    again.daemon.kill()
+    (prefix,) = start(settings).admin.ListPrefixes(admin_pb2.ListPrefixesRequest()).prefixes
+    assert not prefix.pinned
+
+
 def refusal(result: subprocess.CompletedProcess[str]) -> str:
     """The one line that a refused daemon prints (gRPC may log another before it)."""
     assert result.returncode == 2  # the configuration is wrong

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from prefixd.cache.index.trie import CPU, DISK, GPU
+from prefixd.cache.retention import Retention
 from prefixd.server.request import RequestState
 from prefixd.worker.protocol import Start, Step, Update
 from prefixd_scheduler import Distance, QueueFullError
@@ -46,6 +47,21 @@ async def test_an_answer_from_end_to_end(make_bench: MakeBench, events: Events, 
     await bench.finish(again)
     assert bench.cache.counters.hit_tokens == [16, 0, 0, 0]
     assert bench.cache.counters.asked_tokens == 34
+
+
+async def test_what_a_request_finds_and_computes_of_its_prompt_is_retained(make_bench: MakeBench) -> None:
+    bench = await make_bench(16)
+    trie = bench.cache.trie(bench.namespace)
+    await bench.cached(COLD[:9])  # two blocks
+    request = bench.request(COLD, max_tokens=9)
+    wishes = [Retention(0, 12, 7), Retention(12, 0, -2)]
+    with await bench.cache.wish(bench.namespace, request.chain, 4, 1, wishes) as wish:
+        request.wish = wish
+        bench.dispatcher.submit(request)
+        await bench.finish(request)
+    rows = trie.nodes(bench.namespace.root, request.chain)
+    assert trie.priorities(rows, bench.now).tolist() == [7, 7, 7, -2, 0, 0], "the output's blocks have none"
+    assert bench.cache.retained.claimed.total() == 0
 
 
 async def test_a_step_brings_several_tokens_of_a_request_where_a_draft_proposed_them(make_bench: MakeBench) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from prefixd.cache import mover
+from prefixd.cache.retention import Retention
 from prefixd.server import piece_load, tail_load
 from prefixd.server.request import RequestState
 from prefixd.worker.protocol import Arrived, Cancel, Extend, Start
@@ -55,6 +56,8 @@ async def test_the_front_is_computed_while_the_back_is_loaded(
 ) -> None:
     bench = await make_bench(24)
     request = await begun(bench)
+    trie = bench.cache.trie(bench.namespace)
+    wish = request.wish = await bench.cache.wish(bench.namespace, request.chain, BLOCKS, 1, [Retention(priority=5)])
     start = next(message for message in bench.sent if isinstance(message, Start))
     assert (start.cached_blocks, len(start.frames)) == (0, 2)
     bench.step()
@@ -70,6 +73,9 @@ async def test_the_front_is_computed_while_the_back_is_loaded(
     assert bench.cache.counters.hit_tokens == request.hit_tokens
     counters = bench.dispatcher.loader.counters
     assert (counters.decided, counters.beside, counters.abandoned, counters.regret.judged) == (1, 1, 0, 1)
+    rows = trie.nodes(bench.namespace.root, request.chain)
+    assert trie.priorities(rows, bench.now).tolist() == [5] * BLOCKS, "both halves are retained"
+    wish.end()
 
 
 @pytest.mark.parametrize("steps", range(0, 12, 3))

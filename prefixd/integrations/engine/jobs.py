@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from prefixd.client import Retention
+
 
 @dataclass(frozen=True, slots=True)
 class Namespaced:
@@ -41,6 +43,8 @@ class SaveJob:
     """Places in the geometry of the groups whose bytes the engine has: of a window group it may have none any more."""
     block_ids: tuple[tuple[int, ...], ...]
     """The engine's blocks, by group of `groups`, all blocks of the job one after the other."""
+    retention: tuple[Retention, ...] = ()
+    """Priorities of the prompt's blocks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from prefixd.client import NamespaceSpec
+from prefixd.client import NamespaceSpec, Retention
 from prefixd.integrations.engine.geometry import Geometry, Tail
 from prefixd.integrations.engine.jobs import Namespaced, SaveJob
 from prefixd.integrations.engine.resume_points import ResumePoints
@@ -52,6 +52,8 @@ class Saving:
     """The next prefixd block to save."""
     tokens: array[int] = field(default_factory=lambda: array("I"), repr=False)
     """The request's token ids as far as jobs have needed them: to list all of a long prompt's takes milliseconds."""
+    retention: tuple[Retention, ...] = ()
+    """Priorities of the prompt's blocks."""
     over: bool = False
     """The engine has let go of bytes of `block` without which no prefix that contains it can be used."""
 
@@ -115,19 +117,26 @@ class SaveQueue:
         return request_id in self._requests
 
     def begin(
-        self, request_id: str, spec: NamespaceSpec, cached_tokens: int, prompt_tokens: int, branch_tokens: int = 0
+        self,
+        request_id: str,
+        spec: NamespaceSpec,
+        cached_tokens: int,
+        prompt_tokens: int,
+        branch_tokens: int = 0,
+        retention: tuple[Retention, ...] = (),
     ) -> None:
         """From now on the request's blocks are saved, from the first on that is not cached.
 
         Args:
             prompt_tokens: what is known of it now; the rest it generates.
             branch_tokens: how far other prompts are the same; 0: not known.
+            retention: priorities of the prompt's blocks.
         """
         geometry = self.geometry
         first = cached_tokens // geometry.block_tokens
         prompt, branch = geometry.most_loadable(prompt_tokens), branch_tokens
         points = ResumePoints(prompt // geometry.block_tokens, self.every, branch // geometry.block_tokens)
-        self._requests[request_id] = Saving(spec, first, points, first)
+        self._requests[request_id] = Saving(spec, first, points, first, retention=retention)
 
     def advance(
         self,
@@ -309,6 +318,7 @@ class SaveQueue:
             run.blocks,
             run.groups,
             tuple(tuple(ids) for ids in run.ids),
+            saving.retention,
         )
         self._next_id += 1
         self._jobs[job.id] = _UnderWay(pinned, keys, self.geometry.ranks)

@@ -32,6 +32,7 @@ from prefixd_swap import CopyEngine, PackedPages, PageCopies, SwapError
 
 _BYTES_PER_S = 100e6  # a transfer slower than this is given up
 _SAVE_PAUSE_S = 1.0
+_RETAIN_PAUSE_S = 60.0
 _PIECES = 4096  # copied at a time: to list more of them would hold up the link's thread
 
 
@@ -78,6 +79,7 @@ class Transfers:
         self._saves: deque[tuple[SaveJob, Fence]] = deque()
         self._saving = False
         self._save_again_s = 0.0
+        self._retain_again_s = 0.0
         self._pieces_a_block = sum(
             sum(map(len, group_pages.layers)) * (geometry.block_tokens // group.block_tokens)
             for group, group_pages in zip(geometry.groups, self._pages, strict=True)
@@ -286,7 +288,19 @@ class Transfers:
                             )
                         ]
                         await self._copy(parts, None, Way.SAVE)
-                result = await self._link.guard(reservation.commit, self._limit_s(job))
+                wishes = job.retention if time.monotonic() >= self._retain_again_s else ()
+                try:
+                    commit = partial(reservation.commit, retention=wishes)
+                    result = await self._link.guard(commit, self._limit_s(job))
+                except ExhaustedError as error:
+                    if not wishes:
+                        raise
+                    self._retain_again_s = time.monotonic() + _RETAIN_PAUSE_S
+                    self._link.log.warning(
+                        "prefixd: for %g s blocks are saved without the priorities that requests ask for: %s",
+                        *(_RETAIN_PAUSE_S, error),
+                    )
+                    continue
                 done = reservation.first_block + reservation.blocks
                 kept.blocks += result.committed
                 kept.nbytes += result.committed * block_bytes

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,7 +16,7 @@ import vllm
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from prefixd.client import NamespaceSpec
+from prefixd.client import ClientError, NamespaceSpec
 from prefixd.integrations.engine.branches import Branches
 from prefixd.integrations.engine.counters import ConnectorCounters
 from prefixd.integrations.engine.geometry import Geometry
@@ -31,6 +33,7 @@ from prefixd.integrations.vllm.media import MediaRequest, MediaTokens
 from prefixd.integrations.vllm.messages import Orders, Report
 from prefixd.integrations.vllm.model_name import adapter_name, model_name
 from prefixd.integrations.vllm.options import ConnectorOptions
+from prefixd.integrations.vllm.wishes import NO_WISHES, RequestWishes, read_wishes
 from prefixd_scheduler import CostModel, Distance, LookAhead, Regret
 
 _NULL_BLOCK = 0  # vLLM's id for "no block here": outside the group's window, or freed
@@ -39,6 +42,7 @@ _BUSY_PATIENCE_S = 0.002
 _IDLE_PATIENCE_S = 0.02  # when nothing runs that waiting would hold up
 _YOUNG_SAVE_S = 0.05
 _LEAST_OBSERVED_TOKENS = 32
+_COMPLAINT_S = 60.0
 
 # What loads are taken to cost until enough of them were seen: one that was held up by chance must not count for all.
 _ASSUMED_BYTES_PER_S = {Distance.CPU: 2e9, Distance.DISK: 3e8, Distance.REMOTE: 1e8}
@@ -108,6 +112,8 @@ class SchedulerHalf:
         self._model = ""
         self._hits: dict[str, int] = {}  # where the tokens found for a request begin
         self._requests: dict[str, Any] = {}
+        self._wishes: dict[str, RequestWishes] = {}
+        self._complained_s = -math.inf
         self._new_loads: list[LoadJob] = []
         self._loading: dict[str, _Loading] = {}
         self._loaded = Outcomes()  # by some of the ranks
@@ -131,6 +137,13 @@ class SchedulerHalf:
             return
         self._requests[request.request_id] = request
         tokens = request.prompt_token_ids
+        wishes, wrong = read_wishes(request.kv_transfer_params, len(tokens))
+        if wishes != NO_WISHES:
+            self._wishes[request.request_id] = wishes
+        if wrong:
+            self._complain(
+                "prefixd: of the kv_transfer_params of request %r is ignored: %s", request.request_id, "; ".join(wrong)
+            )
         self.lookups.add(request.request_id, spec, self._identified(request, tokens)[: len(tokens)])
 
     def find(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
@@ -157,6 +170,7 @@ class SchedulerHalf:
         request_id = request.request_id
         start = self._hits.pop(request_id, None)
         self.lookups.began(request_id)
+        self._retain_cached(request)
         if request_id not in self.lookups or request_id in self._loading:
             return
         if external_tokens and start is not None:
@@ -237,6 +251,7 @@ class SchedulerHalf:
             self.saves.finish(request_id, self._saved(request), tables, computed, cached)
         self.saves.end(request_id)
         self._hits.pop(request_id, None)
+        self._wishes.pop(request_id, None)
         self.lookups.forget(request_id)
 
     def reset(self) -> None:
@@ -245,6 +260,7 @@ class SchedulerHalf:
         self.saves.clear()
         self.lookups.clear()
         self._requests.clear()
+        self._wishes.clear()
         self._names.clear()
         self._model = f"{self._model.partition('#')[0]}#{uuid4().hex}"
 
@@ -266,6 +282,34 @@ class SchedulerHalf:
                 self._names.clear()
             self._names[name, salt] = spec
         return spec
+
+    def _retain_cached(self, request: Any) -> None:
+        """What is cached of the request's prompt gets its priorities at its turn; what is saved, with that."""
+        wishes = self._wishes.get(request.request_id, NO_WISHES)
+        if not wishes.retention:
+            return
+        seen, spec = self.lookups.seen(request.request_id), self._spec(request)
+        if spec is None or seen is None or not seen.tokens:
+            return
+        tokens = np.asarray(self._identified(request)[: seen.tokens], np.uint32)
+
+        async def retain() -> int:
+            return await (await self.link.cache(spec)).retain(tokens, wishes.retention)
+
+        self.link.start(retain).add_done_callback(self._retained)
+
+    def _retained(self, done: Future[int]) -> None:
+        error = None if done.cancelled() else done.exception()
+        if isinstance(error, ClientError):
+            self._complain("prefixd: cached blocks do not get the priorities that a request asks for: %s", error)
+        else:
+            self.link.report(done)
+
+    def _complain(self, message: str, *about: object) -> None:
+        """Now and then: what requests ask for wrongly must not fill the log."""
+        if self._clock() - self._complained_s > _COMPLAINT_S:
+            self._complained_s = self._clock()
+            log.warning(message, *about)
 
     def _cached(self, request: Any, group: int, number: int) -> int:
         """The block that vLLM's own cache has as the request's block of that number in a group; else the null block."""
@@ -335,8 +379,8 @@ class SchedulerHalf:
         tables_of: Callable[[str], Any],
         states: Sequence[tuple[int, int, int]],
     ) -> None:
-        request = self._requests.get(request_id)
-        if request is None:
+        request, wishes = self._requests.get(request_id), self._wishes.get(request_id, NO_WISHES)
+        if request is None or wishes.read_only:
             return
         if request_id not in self.saves:
             seen = self.lookups.seen(request_id)
@@ -345,7 +389,7 @@ class SchedulerHalf:
                 return
             each = self._geometry.block_tokens // self.saves.hash_tokens
             branch = self._branches.follow(request.block_hashes[each - 1 :: each]) * self._geometry.block_tokens
-            self.saves.begin(request_id, spec, seen.tokens, request.num_tokens, branch)
+            self.saves.begin(request_id, spec, seen.tokens, request.num_tokens, branch, wishes.retention)
         computed = min(request.num_computed_tokens + tokens, request.num_tokens)
         self.saves.advance(request_id, self._saved(request), _Tables(request_id, tables_of), computed, states)
 

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from prefixd.client import Retention
 from prefixd.integrations.engine.counters import ConnectorCounters
 from prefixd.integrations.engine.device import Fence, computed_already
 from prefixd.integrations.engine.geometry import Geometry, Group
@@ -136,12 +137,14 @@ class Rank:
         first: int = 0,
         groups: Sequence[int] | None = None,
         fence: Fence = computed_already,
+        retention: tuple[Retention, ...] = (),
     ) -> int:
         """Queues the save of a prefix's blocks from `first` on, of all groups or of some; its id."""
         self._saves += 1
         blocks = len(prefix.tokens) // 64 - first
         chosen = tuple(range(len(self.pages))) if groups is None else tuple(groups)
-        self.transfers.save([SaveJob(self._saves, prefix, first, blocks, chosen, self.ids(*ids))], fence)
+        job = SaveJob(self._saves, prefix, first, blocks, chosen, self.ids(*ids), retention)
+        self.transfers.save([job], fence)
         return self._saves
 
     def load(

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prefixd.client import Client
+from prefixd.client import Client, Retention
 from prefixd.integrations.engine.jobs import SaveJob
 from prefixd.integrations.engine.pages import NO_BLOCK
 from prefixd.integrations.engine.transfers import computed_already
@@ -99,6 +99,34 @@ def test_a_block_is_there_only_when_every_rank_has_saved_its_part(daemon: Daemon
         assert rank.settle().loads["r"][1].failed_blocks == 0
         assert pages_of(rank, range(20, 28)) == pages_of(rank, range(1, 9))
     assert pages_of(ranks[0], [20]) != pages_of(ranks[1], [20])
+
+
+def test_what_the_daemon_will_not_retain_is_saved_all_the_same(
+    tmp_path: Path, make_rank: MakeRank, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its wishes are left out for a while, then they are made again."""
+    settings = {"cpu.bytes": "64MiB", "disk.bytes": 0, "tenants.default.retained_bytes": 3000}  # two blocks of 1,152
+    with DaemonProcess(settings) as daemon:
+        rank = make_rank(daemon.address)
+        long, short, later = rank.prefix("long", 64), rank.prefix("short", 16), rank.prefix("later", 16)
+        keep = (Retention(9),)
+        rank.save(long, range(16), retention=keep)
+        rank.save(short, range(16, 20), retention=keep)
+        rank.settle()
+        counted = rank.counted()
+        assert (counted["saved_blocks"], counted.get("dropped_blocks", 0)) == (5, 0)
+        assert [record.getMessage()[:57] for record in caplog.records if record.levelname == "WARNING"] == [
+            "prefixd: for 60 s blocks are saved without the priorities"
+        ]
+        rank.transfers._retain_again_s = 0.0
+        rank.save(later, range(20, 24), retention=keep)
+        rank.settle()
+        with Client(daemon.address) as client:
+            found = {}
+            for prefix in client.prefixes().prefixes:
+                blocks = client.inspect(prefix.key).blocks
+                found[prefix.namespace_name] = [block.priority for block in blocks]
+        assert found == {"long": [0] * 4, "short": [0], "later": [9]}
 
 
 def test_a_save_begins_where_the_cache_ends(rank: Rank) -> None:

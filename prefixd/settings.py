@@ -642,7 +642,8 @@ class TenantSettings(_Section):
     calls: Count | None = None
     """Calls under way at once, beside the streams of sessions."""
     retained_bytes: Bytes | None = None
-    """Bytes of blocks with a raised priority or a time to live."""
+    """Bytes of blocks with a priority above 0, for which its clients may ask; without it, all tenants together may have
+    half of this host's tiers."""
 
     @check_together(mode="after")
     def _guaranteed_within_most(self) -> Self:

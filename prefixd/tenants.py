@@ -62,7 +62,7 @@ class Quota:
         waiting_requests: requests (sequences) that wait in the queue.
         requests_per_s: calls of Generate a second; as many may come at once as in one second.
         calls: calls under way at once, beside the streams of sessions.
-        retained_bytes: bytes of blocks with a raised priority or a time to live.
+        retained_bytes: bytes of blocks with a priority above 0 (`cache/retention.py` has the default).
     """
 
     tiers: tuple[TierQuota, ...] = (TierQuota(),) * len(QUOTA_TIERS)

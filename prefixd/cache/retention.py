@@ -214,8 +214,7 @@ class Retained:
                 raise tenant.refusal(
                     "retained_bytes",
                     refused,
-                    "ask for shorter ranges, a time to live, or no priority above 0; unasked-for blocks are kept as "
-                    "long as there is room",
+                    "retain fewer tokens, or for a shorter time",
                 )
         self.claimed[tenant] += wanted
         return Wish(self, tenant, trie, wishes, wanted)

@@ -133,7 +133,7 @@ async def test_a_wish_beyond_the_quota_is_refused_whole_and_the_refusal_names_it
     with pytest.raises(
         ExhaustedError,
         match=rf"tenant default: 0 of {3 * PART_BYTES} bytes have a priority above 0, and {4 * PART_BYTES} more were "
-        r"asked for \(limit tenants\.default\.retained_bytes\); ask for shorter ranges",
+        r"asked for \(limit tenants\.default\.retained_bytes\); retain fewer tokens",
     ):
         await retain(rig, [1, 2, 3, 4], KEEP)
     assert (priorities(rig, [1, 2, 3, 4]), rig.cache.tenants.default.refused["retained_bytes"]) == ([0] * 4, 1)

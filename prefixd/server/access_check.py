@@ -1,7 +1,9 @@
 """The check at the door: who calls, and whether the role is enough, before anything of the call is read.
 
 Sets the caller for the handler (`current_caller`), and bounds what one tenant's calls can make the daemon keep: how
-many are under way, and how many messages are being received at once (16 MiB each; more wait for their turn).
+many are under way, and how many messages are being received at once (16 MiB each; more wait for their turn). Where
+there are several tenants, their calls begin in turn (`CallTurns`), refused ones too: else whoever is refused and asks
+again at once would have most of the event loop.
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ import grpc
 
 from prefixd.errors import ExhaustedError
 from prefixd.server.audit import AuditLog
+from prefixd.server.call_turns import CallTurns
 from prefixd.server.caller import Caller, set_caller
 from prefixd.server.identities import Identities, UnknownCallerError
 from prefixd.server.rpc import Context
-from prefixd.tenants import Role, Tenant
+from prefixd.tenants import Role, Tenant, Tenants
 
 log = logging.getLogger(__name__)
 
@@ -28,8 +31,12 @@ _OPEN_SERVICES = ("/grpc.health.v1.Health/",)
 _ADMIN_SERVICES = ("/prefixd.v1.Admin/",)
 _UNCOUNTED = ("/prefixd.v1.PrefixCache/OpenSession", "/prefixd.v1.Inference/Generate")
 """They last, and have limits of their own: sessions, and requests that wait."""
+CALLS = 1024
+"""Calls that are under way at once at the TCP door, beside those that last. From half of it on, no tenant gets more
+than its part of that half: nobody takes the last ones from others."""
 RECEIVED_AT_ONCE = 16
 RECEIVE_S = 60.0
+_REFUSED_IN_TURN = 64  # refusals of one tenant that wait for their turn; more are told at once, and kept nowhere
 
 _received: ContextVar[Callable[[], None]] = ContextVar("received")
 
@@ -41,11 +48,19 @@ def message_received() -> None:
 
 
 class CallLimits:
-    """Calls of each tenant that are under way, at all doors."""
+    """Calls of each tenant that are under way, at all doors.
 
-    def __init__(self) -> None:
+    Args:
+        tenants: all of them.
+    """
+
+    def __init__(self, tenants: Tenants) -> None:
+        self._tenants = tenants
         self._calls: Counter[Tenant] = Counter()
+        self._all = 0
+        self._refused: Counter[Tenant | None] = Counter()
         self._receiving: dict[Tenant, asyncio.Semaphore] = {}
+        self._turns = CallTurns()
 
     def calls(self, tenant: Tenant) -> int:
         """Calls of a tenant that are under way and counted."""
@@ -53,9 +68,38 @@ class CallLimits:
 
     def begin(self, tenant: Tenant, call: asyncio.Task[Any]) -> None:
         """Counts a call until its task is done. Raises ExhaustedError if the tenant has as many as it may."""
-        tenant.check("calls", self._calls[tenant], "calls are under way", "wait for some to end")
+        have = self._calls[tenant]
+        tenant.check("calls", have, "calls are under way", "wait for some to end")
+        share = max(1, CALLS // 2 // len(self._tenants))
+        if len(self._tenants) > 1 and self._all >= CALLS // 2 and have >= share:
+            tenant.refused["calls"] += 1
+            raise ExhaustedError(
+                f"tenant {tenant.name}: {have} calls are under way, and {self._all} of all tenants; from "
+                f"{CALLS // 2} on each may have {share} (the daemon's own limit); wait for some to end"
+            )
         self._calls[tenant] += 1
-        call.add_done_callback(lambda _: self._calls.subtract((tenant,)))
+        self._all += 1
+        call.add_done_callback(lambda _: self._end(tenant))
+
+    def _end(self, tenant: Tenant) -> None:
+        self._calls[tenant] -= 1
+        self._all -= 1
+
+    async def turn(self, tenant: Tenant, call: asyncio.Task[Any]) -> None:
+        """Waits until a call of the tenant may begin."""
+        if len(self._tenants) > 1:
+            await self._turns.begin(tenant, call)
+
+    async def turn_to_refuse(self, tenant: Tenant | None) -> None:
+        """Waits until a call may be refused: a tenant's, or None: of somebody who is not known."""
+        call = asyncio.current_task()
+        assert call is not None
+        if self._refused[tenant] < _REFUSED_IN_TURN:
+            self._refused[tenant] += 1
+            try:
+                await self._turns.begin(tenant, call)
+            finally:
+                self._refused[tenant] -= 1
 
     async def receive(self, tenant: Tenant, call: asyncio.Task[Any]) -> None:
         """Waits until a message of the tenant may be received; the call is ended if it is not here in time."""
@@ -121,7 +165,8 @@ class AccessCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-igno
             else:
                 caller = self._identities.of_certificate(())
         except UnknownCallerError as error:
-            return self._refuse_unknown(method, error)
+            await self._limits.turn_to_refuse(None)
+            return _refuse(*self._unknown(method, error))
         refusal = await self._admit(method, caller)
         return await continuation(handler_call_details) if refusal is None else _refuse(*refusal)
 
@@ -144,6 +189,7 @@ class AccessCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-igno
         needed = Role.ADMIN if method.startswith(_ADMIN_SERVICES) else Role.CLIENT
         if caller.role is not Role.ADMIN and caller.role is not needed:
             self._audit.refused(caller, method, f"the role {needed} is needed")
+            await self._limits.turn_to_refuse(caller.tenant)
             service = "Admin" if needed is Role.ADMIN else "this service"
             return grpc.StatusCode.PERMISSION_DENIED, (
                 f"{service} needs the role {needed}, and {caller.name} has the role {caller.role}; use a token or a "
@@ -156,9 +202,11 @@ class AccessCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-igno
                 self._limits.begin(caller.tenant, call)
             except ExhaustedError as error:
                 self._audit.refused(caller, method, str(error))
+                await self._limits.turn_to_refuse(caller.tenant)
                 return grpc.StatusCode.RESOURCE_EXHAUSTED, str(error)
         set_caller(caller)
         self._audit.let_in(caller)
+        await self._limits.turn(caller.tenant, call)
         if receive:
             await self._limits.receive(caller.tenant, call)
         return None
@@ -171,9 +219,6 @@ class AccessCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-igno
             "(the prefixd command: --token-file, PREFIXD_TOKEN)"
         )
         return grpc.StatusCode.UNAUTHENTICATED, f"{error}{remedy if self._door == 'tcp' else ''}"
-
-    def _refuse_unknown(self, method: str, error: UnknownCallerError) -> grpc.RpcMethodHandler[Any, Any]:
-        return _refuse(*self._unknown(method, error))
 
 
 _by_certificate: ContextVar[tuple[AccessCheck, str]] = ContextVar("by_certificate")

@@ -10,7 +10,7 @@ import grpc
 
 from prefixd.errors import ConfigError
 from prefixd.server.access import SocketAccess
-from prefixd.server.access_check import AccessCheck, CallLimits
+from prefixd.server.access_check import CALLS, AccessCheck, CallLimits
 from prefixd.server.audit import AuditLog
 from prefixd.server.identities import Identities
 from prefixd.server.messages import ServiceTable
@@ -41,7 +41,6 @@ _TCP_OPTIONS = [
     # A connection without a call makes room for others; a session is a call.
     ("grpc.max_connection_idle_ms", 60_000),
 ]
-_TCP_CALLS = 1024  # under way at once, beside the streams of sessions
 
 
 class _CallerHungUp(logging.Filter):
@@ -81,7 +80,7 @@ class Listeners:
         self.tokens = TokenFile(server.tokens) if server.tokens is not None else None
         """To be loaded before the listeners are opened, and watched from then on."""
         self.identities = Identities(server, settings.tenants, tenants, self.tokens, tickets)
-        self.limits = CallLimits()
+        self.limits = CallLimits(tenants)
         self._unix = grpc.aio.server(
             interceptors=[AccessCheck(self.identities, self.limits, audit, "unix")], options=_OPTIONS + _UNIX_OPTIONS
         )
@@ -89,10 +88,11 @@ class Listeners:
         if server.tcp is not None:
             self._credentials = tls_credentials(server)
             by_certificate = server.tls_client_ca is not None
+            lasting = server.max_sessions + (settings.scheduler.queue_limit if settings.worker.enabled else 0)
             self._tcp = grpc.aio.server(
                 interceptors=[AccessCheck(self.identities, self.limits, audit, "tcp", certificates=by_certificate)],
                 options=_OPTIONS + _TCP_OPTIONS,
-                maximum_concurrent_rpcs=server.max_sessions + _TCP_CALLS,
+                maximum_concurrent_rpcs=lasting + CALLS,
             )
         self._servers = [self._unix] if self._tcp is None else [self._unix, self._tcp]
         self.services: Any = ServiceTable(self._servers)  # generated code asks for a grpc.aio.Server by type

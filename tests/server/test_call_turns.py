@@ -1,0 +1,169 @@
+"""Calls of several tenants begin in turn, and none takes the last calls from the others."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from prefixd.errors import ExhaustedError
+from prefixd.server import access_check
+from prefixd.server.access_check import CallLimits
+from prefixd.server.call_turns import LONGEST_TURNS, CallTurns
+from prefixd.tenants import Quota, Tenants
+
+
+class Calls:
+    """Calls that begin when it is their turn, and end when a test says."""
+
+    def __init__(self) -> None:
+        self.turns = CallTurns()
+        self.begun: list[str] = []
+        self._ends: dict[str, asyncio.Event] = {}
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+
+    def send(self, *names: str) -> None:
+        """Each is of the tenant by its first letter."""
+        for name in names:
+            self._ends[name] = asyncio.Event()
+            self.tasks[name] = asyncio.create_task(self._call(name))
+
+    def end(self, name: str) -> None:
+        self._ends[name].set()
+
+    async def _call(self, name: str) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        await self.turns.begin(name[0], task)
+        self.begun.append(name)
+        await self._ends[name].wait()
+
+
+async def loop_turns(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def test_the_lines_of_the_tenants_take_turns() -> None:
+    calls = Calls()
+    calls.send("c0")
+    await loop_turns(1)
+    calls.send(*(f"c{number}" for number in range(1, 6)), "a1", "a2", "b1")
+    for name in (expected := ["c0", "c1", "a1", "b1", "c2", "a2", "c3", "c4", "c5"]):
+        await loop_turns(4)
+        assert calls.begun[-1] == name and len(calls.begun) == expected.index(name) + 1
+        calls.end(name)
+    await asyncio.gather(*calls.tasks.values())
+
+
+async def test_a_call_that_waits_for_something_is_not_waited_for() -> None:
+    calls = Calls()
+    calls.send("a1", "b1", "a2")
+    await loop_turns(LONGEST_TURNS - 2)
+    assert calls.begun == ["a1"]
+    await loop_turns(8)
+    assert calls.begun == ["a1", "b1"]
+    await loop_turns(LONGEST_TURNS)
+    assert calls.begun == ["a1", "b1", "a2"]
+    for name in calls.tasks:
+        calls.end(name)
+    await asyncio.gather(*calls.tasks.values())
+
+
+async def test_nobody_waits_for_a_caller_who_has_gone() -> None:
+    calls = Calls()
+    calls.send("a1", "b1", "b2", "b3")
+    await loop_turns(2)
+    calls.tasks["b1"].cancel()
+    calls.tasks["b2"].cancel()
+    await loop_turns(2)
+    calls.end("a1")
+    await loop_turns(4)
+    assert calls.begun == ["a1", "b3"]
+    calls.tasks["b3"].cancel()  # after its turn has come
+    calls.send("c1")
+    await loop_turns(4)
+    assert calls.begun[-1] == "c1"
+
+
+async def test_a_call_that_meets_nobody_does_not_wait() -> None:
+    turns, task = CallTurns(), asyncio.current_task()
+    assert task is not None
+    with pytest.raises(StopIteration):
+        turns.begin("a", task).send(None)  # type: ignore[attr-defined]
+
+
+async def test_where_there_is_one_tenant_calls_take_no_turns() -> None:
+    async def begun(tenants: Tenants) -> int:
+        limits, ended, count = CallLimits(tenants), asyncio.Event(), 0
+
+        async def call() -> None:
+            nonlocal count
+            task = asyncio.current_task()
+            assert task is not None
+            await limits.turn(tenants.default, task)
+            count += 1
+            await ended.wait()
+
+        tasks = [asyncio.create_task(call()) for _ in range(5)]
+        await loop_turns(3)
+        at_first = count
+        ended.set()
+        await asyncio.gather(*tasks)
+        return at_first
+
+    assert await begun(Tenants()) == 5
+    assert await begun(Tenants({"another": Quota()})) == 1
+
+
+async def test_refusals_take_turns_too_and_many_of_them_are_told_at_once() -> None:
+    tenants = Tenants({"a": Quota(), "b": Quota()})
+    limits, told = CallLimits(tenants), 0
+    busy = asyncio.create_task(asyncio.Event().wait())
+    await limits.turn(tenants.known("a"), busy)
+
+    async def refused() -> None:
+        nonlocal told
+        await limits.turn_to_refuse(tenants.known("b"))
+        told += 1
+
+    most = access_check._REFUSED_IN_TURN
+    tasks = [asyncio.create_task(refused()) for _ in range(most + 3)]
+    await loop_turns(3)
+    assert told == 3
+    busy.cancel()
+    await asyncio.gather(*tasks)
+    again = asyncio.create_task(refused())
+    await again
+    assert told == most + 4
+
+
+async def test_no_tenant_takes_the_last_calls_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(access_check, "CALLS", 12)
+    tenants = Tenants({"a": Quota(), "b": Quota(calls=4)})
+    limits, hold = CallLimits(tenants), asyncio.Event()
+    tasks: list[asyncio.Task[bool]] = []
+
+    def begin(name: str) -> None:
+        limits.begin(tenants.known(name), task := asyncio.create_task(hold.wait()))
+        tasks.append(task)
+
+    for _ in range(6):
+        begin("a")
+    with pytest.raises(ExhaustedError, match=r"tenant a: 6 calls are under way, and 6 of all .* each may have 2"):
+        begin("a")
+    assert tenants.known("a").refused["calls"] == 1
+    for _ in range(2):
+        begin("b")
+    with pytest.raises(ExhaustedError, match="tenant b: 2 calls are under way, and 8 of all tenants"):
+        begin("b")
+    hold.set()
+    await asyncio.gather(*tasks)
+    assert limits.calls(tenants.known("a")) == limits.calls(tenants.known("b")) == 0
+    hold.clear()
+    for _ in range(4):
+        begin("b")
+    with pytest.raises(ExhaustedError, match=r"limit tenants\.b\.calls"):
+        begin("b")
+    for task in tasks:
+        task.cancel()

@@ -12,7 +12,8 @@ import grpc
 
 LOST = "(lost by the client)"
 _PAUSES_S = (0.0, 0.002, 0.01, 0.05, 0.2)
-_FORGOTTEN = ("Internal error from Core", "Locally cancelled by application!")
+FORGOTTEN = ("Internal error from Core", "Locally cancelled by application!")
+"""What gRPC's asyncio client says in place of a status that comes while it sends."""
 
 
 @dataclass(slots=True)
@@ -46,7 +47,7 @@ async def send(
         stream = channel.stream_stream(path)(_each(raws, pause_s), **options)
         answer = await _answer(stream, stop_after, patience_s)
         given_up = patience_s is not None and answer.status == "CANCELLED"
-        if given_up or answer.details not in _FORGOTTEN:
+        if given_up or answer.details not in FORGOTTEN:
             return stream, answer
     return stream, Answer(LOST, "", answer.messages)
 

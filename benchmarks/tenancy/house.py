@@ -1,0 +1,48 @@
+"""A daemon with tenants: settings with their quotas, and tokens by which clients call for them over TCP."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+
+from prefixd.tenants import Role
+
+Quotas = Mapping[str, Mapping[str, object]]
+"""By tenant, settings of `[tenants.NAME]`. Example: {"a": {"cpu_most": "8MiB", "sessions": 4}}."""
+
+
+class House:
+    """Tenants with quotas, each with a token for each role. The default tenant has the clients at the unix socket.
+
+    Args:
+        directory: gets the file of tokens; not the daemon's own.
+        quotas: of each tenant.
+        port: of the TCP door; 0: any, another after a restart.
+    """
+
+    def __init__(self, directory: Path, quotas: Quotas, port: int = 0) -> None:
+        self._file = directory / "tokens"
+        self._quotas = quotas
+        self._port = port
+        self._tokens = {(name, role): secrets.token_hex(16) for name in quotas for role in Role}
+        lines = [f"{name}-{role} {role} {token} {name}\n" for (name, role), token in self._tokens.items()]
+        self._file.touch(mode=0o600)
+        self._file.write_text("".join(lines))
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """For `DaemonProcess`, beside others."""
+        quotas = {
+            f"tenants.{name}.{key}": value for name, quota in self._quotas.items() for key, value in quota.items()
+        }
+        return {
+            "server.tcp": f"127.0.0.1:{self._port}",
+            "server.insecure_tcp": True,
+            "server.tokens": self._file,
+            **quotas,
+        }
+
+    def token(self, tenant: str, role: Role = Role.CLIENT) -> str:
+        """What a caller shows to be of a tenant and to have a role."""
+        return self._tokens[tenant, role]

@@ -1,0 +1,110 @@
+"""What samples and phases say: whether every tenant had what it may have, and whether one felt another's flood."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from prefixd.v1 import admin_pb2, cache_pb2
+
+ISOLATION = 0.8
+"""The least share of its throughput that a tenant must keep when another floods the daemon."""
+_SHOWN = 20
+
+
+@dataclass(slots=True)
+class Levels:
+    """Holds samples of what tenants have of the tiers against their quotas.
+
+    Attributes:
+        samples: how many looks there were.
+        above_most: how often a tenant had more of a tier than its most.
+        below_guarantee: how often a tenant that had once had what it is guaranteed of a tier had less.
+        lowest: by tenant and tier, the least that it had since then, as a share of its guarantee.
+    """
+
+    samples: int = 0
+    above_most: int = 0
+    below_guarantee: int = 0
+    lowest: dict[str, float] = field(default_factory=dict)
+    found: list[str] = field(default_factory=list)
+
+    def look(self, at_s: float, tenants: Iterable[admin_pb2.TenantStats]) -> None:
+        """Takes in one sample."""
+        self.samples += 1
+        for tenant in tenants:
+            used = {tier.tier: tier.used_bytes for tier in tenant.tiers}
+            for quota in tenant.quota.tiers:
+                if quota.tier in used:
+                    self._judge(at_s, f"{tenant.name} {_name(quota.tier)}", quota, used[quota.tier])
+
+    def reached(self, tenants: Iterable[str], tiers: Iterable[str]) -> bool:
+        """Whether each of these tenants has had what it is guaranteed of each of these tiers."""
+        return all(f"{tenant} {tier}" in self.lowest for tenant in tenants for tier in tiers)
+
+    def _judge(self, at_s: float, who: str, quota: admin_pb2.TierQuota, used: int) -> None:
+        if quota.HasField("most_bytes") and used > quota.most_bytes:
+            self.above_most += 1
+            self._note(f"{at_s:.2f} s: {who} has {used} of at most {quota.most_bytes} bytes")
+        guaranteed = quota.guaranteed_bytes
+        if not guaranteed:
+            return
+        if used < guaranteed and who in self.lowest:
+            self.below_guarantee += 1
+            self._note(f"{at_s:.2f} s: {who} has {used} of {guaranteed} guaranteed bytes")
+        if used >= guaranteed or who in self.lowest:
+            self.lowest[who] = min(self.lowest.get(who, 1e9), round(used / guaranteed, 4))
+
+    def _note(self, line: str) -> None:
+        if len(self.found) < _SHOWN:
+            self.found.append(line)
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A stretch of time in which nobody changed what he does.
+
+    Attributes:
+        flooded: whether a tenant flooded the daemon meanwhile.
+        rates: of the tenant that is watched: what it got done a second, by kind ("calls", "requests").
+    """
+
+    flooded: bool
+    rates: Mapping[str, float]
+
+
+def kept_shares(phases: Sequence[Phase], kind: str) -> list[float]:
+    """For each flooded phase between two quiet ones: its rate, by the mean of theirs.
+
+    By their mean, a machine that becomes slower or faster steadily changes nothing.
+    """
+    shares = []
+    for before, during, after in zip(phases, phases[1:], phases[2:], strict=False):
+        if during.flooded and not before.flooded and not after.flooded:
+            quiet = (before.rates[kind] + after.rates[kind]) / 2
+            shares.append(during.rates[kind] / quiet if quiet else 0.0)
+    return shares
+
+
+def isolation(phases: Sequence[Phase]) -> dict[str, float]:
+    """By kind, the median share of its throughput that the tenant kept under the flood; 0 of what was not measured."""
+    kinds = phases[0].rates if phases else {}
+    return {kind: round(median(kept_shares(phases, kind) or [0.0]), 4) for kind in kinds}
+
+
+def broken(result: Mapping[str, Any]) -> list[str]:
+    """Which bounds a result misses, a line each."""
+    lines = [f"{name} is {result[name]}" for name in ("below_guarantee", "above_most", "failed_calls") if result[name]]
+    if result["integrity_violations"]:
+        lines.append(f"integrity_violations is {result['integrity_violations']}")
+    if result["isolation"] < ISOLATION:
+        lines.append(f"isolation is {result['isolation']:g}, less than {ISOLATION:g}")
+    if result["unreached"]:
+        lines.append(f"never had what they are guaranteed, so that nothing was shown: {', '.join(result['unreached'])}")
+    return lines
+
+
+def _name(tier: int) -> str:
+    return cache_pb2.Tier.Name(tier).removeprefix("TIER_").lower()

@@ -1,0 +1,203 @@
+"""Three tenants that fill a daemon, one of which floods it again and again."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import harness
+from benchmarks.common.integrity import violations_of
+from benchmarks.tenancy.house import House
+from benchmarks.tenancy.tenant_load import KINDS, TenantLoad
+from benchmarks.tenancy.verdict import ISOLATION, Levels, Phase, broken, isolation, kept_shares
+from prefixd.client import Client
+from prefixd.v1 import admin_pb2
+from prefixd.workloads.daemon_process import DaemonProcess
+
+DESCRIPTION = """\
+Three tenants, a, b and c, each in a process of its own, keep a daemon with the embedded model busy for
+--seconds: they store, read, match and lease prompts that are new or have been asked for before, and have
+the model generate. Each has as many calls and requests under way as all of them together can be
+served at once, so that there is always more to do than can be done. In every second phase c floods the
+daemon: 64 calls and 300 requests at once, each followed by the next as soon as it is answered or refused.
+
+Four times a second it is looked at what the tenants have of each tier. above_most counts the times that
+one had more than its most; below_guarantee those that one which had had what it is guaranteed had less.
+Nobody removes anything meanwhile.
+
+isolation is what tenant a kept of its throughput under the flood: its rate in each flooded phase by the
+mean of its rates in the quiet phases before and after, the median of these, and the lower one of
+cache calls and requests. Quiet phases are as full as flooded ones, so that a's share of the machine is the
+same where the daemon serves tenants in turn. The flood itself costs a little of the processor that all
+share: its process has the lowest priority, in quiet phases too, and sends messages of a few hundred bytes.
+
+  python -m benchmarks.tenants --json benchmarks/results/tenants.json
+  python -m benchmarks.tenants --seconds 30"""
+
+_SETTINGS: dict[str, object] = {
+    "worker.embedded": True,
+    "worker.threads": 1,
+    "gpu.device": "cpu",
+    "gpu.bytes": "48MiB",
+    "cpu.bytes": "48MiB",
+    "disk.bytes": "96MiB",
+}
+_QUOTA: dict[str, object] = {
+    "gpu_guaranteed": "8MiB",
+    "gpu_most": "32MiB",
+    "cpu_guaranteed": "10MiB",
+    "cpu_most": "30MiB",
+    "disk_guaranteed": "20MiB",
+    "disk_most": "60MiB",
+    "waiting_requests": 256,
+    "calls": 256,
+}
+TENANTS = ("a", "b", "c")
+_JUDGED_TIERS = ("cpu", "disk")
+_ORDINARY = (8, 4)
+_FLOOD = (64, 300)
+_LOWEST_PRIORITY = 19
+_PHASE_S, _SETTLE_S, _SAMPLE_S = 8.0, 1.0, 0.25
+_FILL_S = 60.0
+
+
+class Run:
+    """One daemon and its three tenants."""
+
+    def __init__(self, daemon: DaemonProcess, house: House, stack: ExitStack) -> None:
+        self.levels = Levels()
+        self.phases: list[Phase] = []
+        self._admin = stack.enter_context(Client(daemon.address, name="tenants"))
+        _wait_for_model(self._admin)
+        address = daemon.tcp or ""
+        self._loads = {
+            name: stack.enter_context(
+                TenantLoad(address, name, house.token(name), _LOWEST_PRIORITY if name == TENANTS[-1] else 0)
+            )
+            for name in TENANTS
+        }
+        self._begin_s = time.monotonic()
+
+    def fill(self) -> None:
+        """Full load until every tenant has what it is guaranteed."""
+        for load in self._loads.values():
+            load.order(*_ORDINARY)
+        deadline = time.monotonic() + _FILL_S
+        while not self.levels.reached(TENANTS, _JUDGED_TIERS) and time.monotonic() < deadline:
+            self._sample_for(_SAMPLE_S)
+
+    def phase(self, seconds: float, *, flooded: bool) -> None:
+        """Full load, and a flood, for so long."""
+        self._loads[TENANTS[-1]].order(*(_FLOOD if flooded else _ORDINARY))
+        self._sample_for(min(_SETTLE_S, seconds / 2))
+        before = self._loads[TENANTS[0]].count()
+        self._sample_for(seconds - min(_SETTLE_S, seconds / 2))
+        after = self._loads[TENANTS[0]].count()
+        took_s = after["at_s"] - before["at_s"]
+        rates = {kind: (after["done"].get(kind, 0) - before["done"].get(kind, 0)) / took_s for kind in KINDS}
+        self.phases.append(Phase(flooded, rates))
+
+    def end(self) -> dict[str, Any]:
+        """The result."""
+        violations = violations_of(self._admin)
+        counts = {name: load.count() for name, load in self._loads.items()}
+        failures = [line for count in counts.values() for line in count["failures"]]
+        by_kind = isolation(self.phases)
+        levels = self.levels
+        result = {
+            "below_guarantee": levels.below_guarantee,
+            "above_most": levels.above_most,
+            "isolation": min(by_kind.values()),
+            **{f"isolation_{kind}": share for kind, share in by_kind.items()},
+            "samples": levels.samples,
+            "unreached": [
+                f"{tenant} {tier}"
+                for tenant in TENANTS
+                for tier in _JUDGED_TIERS
+                if not levels.reached([tenant], [tier])
+            ],
+            "lowest_share_of_guarantee": levels.lowest,
+            "failed_calls": len(failures),
+            "integrity_violations": len(violations),
+            **{f"done_{name}": count["done"] for name, count in counts.items()},
+            **{f"refused_{name}": count["refused"] for name, count in counts.items()},
+            "phases": [{"flooded": phase.flooded, **phase.rates} for phase in self.phases],
+            "kept_shares": [{kind: kept_shares(self.phases, kind) for kind in KINDS}],
+            "found": [*levels.found, *failures, *violations],
+        }
+        return {**result, "broken": broken(result)}
+
+    def _sample_for(self, seconds: float) -> None:
+        end_s = time.monotonic() + seconds
+        while (left_s := end_s - time.monotonic()) > 0:
+            at_s = time.monotonic() - self._begin_s
+            self.levels.look(at_s, self._admin.tenants())
+            time.sleep(min(_SAMPLE_S, left_s))
+
+
+def _wait_for_model(admin: Client) -> None:
+    deadline = time.monotonic() + 120
+    while admin.stats().worker.state != admin_pb2.WorkerStats.STATE_READY:
+        if time.monotonic() > deadline:
+            raise harness.BenchmarkError("the embedded model was not ready within two minutes")
+        time.sleep(0.1)
+
+
+def phases_in(seconds: float) -> int:
+    """How many phases to cut a run into: an odd number, so that it begins and ends quiet."""
+    return max(1, round(seconds / _PHASE_S) // 2) * 2 + 1
+
+
+def run(seconds: float, step: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """The result of a run; `step` is called after each of its `phases_in(seconds)` phases."""
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="prefixd-tenants-")))
+        house = House(directory, dict.fromkeys(TENANTS, _QUOTA))
+        daemon = stack.enter_context(DaemonProcess({**_SETTINGS, **house.settings}))
+        tenants = Run(daemon, house, stack)
+        tenants.fill()
+        count = phases_in(seconds)
+        for number in range(count):
+            tenants.phase(seconds / count, flooded=number % 2 == 1)
+            step()
+        return tenants.end()
+
+
+def draw(axes: Any, result: dict[str, Any]) -> None:
+    """What tenant a got done in each phase, by its mean in quiet ones."""
+    for kind, colour in zip(KINDS, ("#4477aa", "#ee6677"), strict=True):
+        rates = [phase[kind] for phase in result["phases"]]
+        quiet = [rate for rate, phase in zip(rates, result["phases"], strict=True) if not phase["flooded"]]
+        mean = sum(quiet) / len(quiet) or 1.0
+        axes.plot([rate / mean for rate in rates], marker="o", color=colour, label=kind)
+    for number, phase in enumerate(result["phases"]):
+        if phase["flooded"]:
+            axes.axvspan(number - 0.5, number + 0.5, color="#dddddd")
+    axes.axhline(ISOLATION, color="grey", linestyle="--", linewidth=0.8)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("phase (grey: tenant c floods the daemon)")
+    axes.set_ylabel("throughput of tenant a, quiet = 1")
+    axes.legend()
+
+
+def main() -> None:
+    """The command."""
+    parser = harness.parser("tenants", DESCRIPTION)
+    parser.add_argument("--seconds", type=harness.number(3, 3600), default=120.0, help="how long (120)")
+    options = parser.parse_args()
+    with harness.progress("phases", phases_in(options.seconds)) as step:
+        result = {"seconds": options.seconds, **run(options.seconds, step)}
+    harness.finish("tenants", result, options.json)
+    harness.plot(options.plot, lambda axes: draw(axes, result))
+    for line in result["found"][:20]:
+        print(line)
+    if result["broken"]:
+        raise harness.BenchmarkError("; ".join(result["broken"]))
+
+
+if __name__ == "__main__":
+    harness.run(main)

@@ -222,12 +222,20 @@ class Daemon:
                 self._watch(task)
             stack.push_async_callback(models.stop)
 
+        hosts = models.hosts if models is not None else {}
+        generation = Generation(cache, hosts, self.draining, clock, self.settings.worker.images_bytes)
+        figures = TenantFigures(
+            cache,
+            doors.limits.calls,
+            lambda: {each: RequestFigures(*generation.requests_of(each)) for each in cache.tenants},
+        )
         snapshot = Snapshot(
             cache,
             self.draining,
             clock,
             clock(),
-            models.hosts if models is not None else {},
+            hosts,
+            figures,
             events,
         )
         path = settings.server.socket
@@ -250,8 +258,6 @@ class Daemon:
         stack.push_async_callback(door.close)
         service = PrefixCacheService(cache, door_path if arena is not None else None, self.draining)
         cache_pb2_grpc.add_PrefixCacheServicer_to_server(service, doors.services)
-        hosts = models.hosts if models is not None else {}
-        generation = Generation(cache, hosts, self.draining, clock, self.settings.worker.images_bytes)
         inference_pb2_grpc.add_InferenceServicer_to_server(InferenceService(generation), doors.services)
         admin_pb2_grpc.add_AdminServicer_to_server(
             AdminService(
@@ -259,11 +265,7 @@ class Daemon:
                 snapshot,
                 self._drain_on_request,
                 models.tier_resize if models is not None else None,
-                tenants=TenantFigures(
-                    cache,
-                    doors.limits.calls,
-                    lambda: {each: RequestFigures(*generation.requests_of(each)) for each in cache.tenants},
-                ),
+                tenants=figures,
                 audit=audit,
             ),
             doors.services,

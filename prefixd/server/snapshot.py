@@ -21,6 +21,7 @@ from prefixd.server.kv_events import KVEvents
 from prefixd.server.kv_needs import KvNeeds, Unused
 from prefixd.server.model_host import ModelHost
 from prefixd.server.rule_messages import rule_message
+from prefixd.server.tenant_figures import TenantFigures
 from prefixd.server.worker_process import WorkerState
 from prefixd.v1 import admin_pb2 as pb
 from prefixd.v1 import cache_pb2
@@ -42,6 +43,7 @@ class Snapshot:
     clock: Callable[[], float]
     started_s: float
     models: Mapping[str, ModelHost]
+    tenants: TenantFigures
     events: KVEvents | None = None
 
     async def take(self) -> pb.StatsResponse:
@@ -64,6 +66,7 @@ class Snapshot:
                     leases=session.count(Lease),
                     reservations=session.count(Reservation),
                     age_s=now - session.opened_s,
+                    tenant=session.tenant.name,
                 )
                 for session in leases.sessions.values()
             ],
@@ -97,6 +100,7 @@ class Snapshot:
             troubles=self.troubles(),
             models=[self._model(host) for host in self.models.values()],
             remote=self._remote(),
+            tenants=self.tenants.take_some(),
         )
 
     def troubles(self) -> list[pb.Trouble]:
@@ -368,6 +372,40 @@ def _name(tier: int) -> str:
     return cache_pb2.Tier.Name(tier).removeprefix("TIER_").lower()
 
 
+def _of_tenants(tenants: Sequence[pb.TenantStats]) -> Iterator[Metric]:
+    per_tier = {
+        "used_bytes": "bytes of a tier that a tenant's blocks and reservations take",
+        "held_bytes": "of these, bytes that leases, reservations, requests and pins keep there",
+    }
+    for field, text in per_tier.items():
+        family = GaugeMetricFamily(f"prefixd_tenant_{field}", text, labels=["tenant", "tier"])
+        for tenant in tenants:
+            for tier in tenant.tiers:
+                family.add_metric([tenant.name, _name(tier.tier)], getattr(tier, field))
+        yield family
+    counts = {
+        "sessions": "a tenant's open sessions",
+        "grants": "its leases and reservations",
+        "namespaces": "its namespaces",
+        "waiting_requests": "its requests in the queue",
+        "running_requests": "its requests that run",
+        "calls": "its calls under way",
+        "retained_bytes": "bytes of its blocks with a raised priority",
+    }
+    for field, text in counts.items():
+        family = GaugeMetricFamily(f"prefixd_tenant_{field}", text, labels=["tenant"])
+        for tenant in tenants:
+            family.add_metric([tenant.name], getattr(tenant, field))
+        yield family
+    refused = CounterMetricFamily(
+        "prefixd_tenant_refused", "times that a limit was in a tenant's way", labels=["tenant", "limit"]
+    )
+    for tenant in tenants:
+        for limit, times in tenant.refused.items():
+            refused.add_metric([tenant.name, limit], times)
+    yield refused
+
+
 class MetricsCollector(Collector):
     """The figures that `latest` gives, as Prometheus metrics. A thread may collect them: they change no more."""
 
@@ -398,6 +436,7 @@ class MetricsCollector(Collector):
             for tier in stats.tiers:
                 family.add_metric([_name(tier.tier)], getattr(tier, field))
             yield family
+        yield from _of_tenants(stats.tenants)
         troubles = GaugeMetricFamily("prefixd_trouble_seconds", "how long a part has been in trouble", labels=["part"])
         for each in stats.troubles:
             troubles.add_metric([each.part], each.since_s)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from prefixd.cache import TieredCache
+from prefixd.cache import Session, TieredCache
 from prefixd.errors import InvalidArgumentError, NotFoundError
 from prefixd.tenants import QUOTA_TIERS, Quota, Tenant, TierQuota, check_guarantees
 from prefixd.v1 import admin_pb2 as pb
 from prefixd.v1 import cache_pb2
 
+SOME = 256
+"""Tenants in `Stats` and among the metrics, at most; `ListTenants` has all."""
 _COUNTS = ("sessions", "grants", "namespaces", "waiting_requests", "requests_per_s", "calls", "retained_bytes")
 _TIER_LIMITS = tuple(f"{tier}.most" for tier in QUOTA_TIERS)
 
@@ -44,8 +47,24 @@ class TenantFigures:
 
     def take(self) -> list[pb.TenantStats]:
         """All tenants' figures, by the order in which the daemon came to know them."""
-        requests = self._requests()
-        return [self._stats(tenant, requests.get(tenant, RequestFigures())) for tenant in self._cache.tenants]
+        return self._all(list(self._cache.tenants))
+
+    def take_some(self) -> list[pb.TenantStats]:
+        """Figures of all tenants, or where there are more than `SOME`, of those with most sessions; by their order."""
+        tenants = list(self._cache.tenants)
+        if len(tenants) > SOME:
+            sessions = Counter(session.tenant for session in self._cache.leases.sessions.values())
+            chosen = sorted(tenants, key=lambda tenant: sessions[tenant], reverse=True)[:SOME]
+            tenants = sorted(chosen, key=lambda tenant: tenant.ordinal)
+        return self._all(tenants)
+
+    def _all(self, tenants: Sequence[Tenant]) -> list[pb.TenantStats]:
+        requests, sessions = self._requests(), defaultdict[Tenant, list[Session]](list)
+        for session in self._cache.leases.sessions.values():
+            sessions[session.tenant].append(session)
+        return [
+            self._stats(tenant, requests.get(tenant, RequestFigures()), sessions.get(tenant, [])) for tenant in tenants
+        ]
 
     def set_quota(self, request: pb.SetTenantRequest) -> pb.TenantStats:
         """Changes the quota of a tenant that the daemon knows.
@@ -72,10 +91,9 @@ class TenantFigures:
             except ValueError as error:
                 raise InvalidArgumentError(str(error)) from error
         tenant.quota = quota
-        return self._stats(tenant, self._requests().get(tenant, RequestFigures()))
+        return self._all([tenant])[0]
 
-    def _stats(self, tenant: Tenant, requests: RequestFigures) -> pb.TenantStats:
-        sessions = [session for session in self._cache.leases.sessions.values() if session.tenant is tenant]
+    def _stats(self, tenant: Tenant, requests: RequestFigures, sessions: Sequence[Session]) -> pb.TenantStats:
         return pb.TenantStats(
             name=tenant.name,
             quota=_quota_message(tenant.quota),

@@ -89,6 +89,15 @@ class House:
         return [json.loads(line) for line in (self.config.parent / "audit.log").read_text().splitlines()]
 
 
+def scraped(port: int, token: str) -> str:
+    """The metrics, as somebody with this token gets them."""
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics")
+    if token:
+        request.add_header("Authorization", f"Bearer {token}")
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return str(answer.read().decode())
+
+
 def test_a_session_is_its_tenants_own(house: House) -> None:
     with grpc.insecure_channel(house.daemon.tcp) as channel:
         cache = cache_pb2_grpc.PrefixCacheStub(channel)
@@ -113,18 +122,29 @@ def test_each_role_has_its_door(house: House) -> None:
     with house.client(OPERATOR) as client:
         assert [tenant.name for tenant in client.tenants()] == ["default", "alice", "bob"]
 
-    def scrape(token: str) -> str:
-        request = urllib.request.Request(f"http://127.0.0.1:{house.metrics_port}/metrics")
-        if token:
-            request.add_header("Authorization", f"Bearer {token}")
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return str(answer.read().decode())
-
     for token in ("", ALICE, "x" * 40):
         with pytest.raises(urllib.error.HTTPError) as caught:
-            scrape(token)
+            scraped(house.metrics_port, token)
         assert caught.value.code == 401 and b"role metrics or admin" in caught.value.read()
-    assert "prefixd_" in scrape(SCRAPER) and "prefixd_" in scrape(OPERATOR)
+    assert all("prefixd_" in scraped(house.metrics_port, token) for token in (SCRAPER, OPERATOR))
+
+
+def test_what_tenants_have_is_in_stats_and_metrics(house: House) -> None:
+    with house.client(ALICE) as alice, house.operator() as operator:
+        alice.register(SPEC)
+        cache = operator.register(SPEC)
+        cache.store(range(8), bytes(256))
+        with cache.acquire(range(8)):
+            stats = operator.stats()
+            metrics = scraped(house.metrics_port, SCRAPER)
+    assert {(session.tenant, session.leases) for session in stats.sessions} == {("alice", 0), ("default", 1)}
+    assert [(tenant.name, tenant.sessions, tenant.grants) for tenant in stats.tenants] == [
+        ("default", 1, 1),
+        ("alice", 1, 0),
+        ("bob", 0, 0),
+    ]
+    for line in ('sessions{tenant="alice"} 1.0', 'grants{tenant="default"} 1.0', 'sessions{tenant="bob"} 0.0'):
+        assert f"prefixd_tenant_{line}" in metrics
 
 
 def test_settings_are_read_again_without_ending_a_session(house: House) -> None:
@@ -226,6 +246,9 @@ def test_calls_of_a_tenant_have_a_limit(house: House) -> None:
         assert "tenant alice: 4 of 4 calls are under way (limit tenants.alice.calls)" in caught.value.details()
         with pytest.raises(grpc.RpcError, match="NOT_FOUND"):
             cache.Match(cache_pb2.MatchRequest(), metadata=bob, timeout=60)
+        metrics = scraped(house.metrics_port, SCRAPER)
+        assert 'prefixd_tenant_calls{tenant="alice"} 4.0' in metrics
+        assert 'prefixd_tenant_refused_total{limit="calls",tenant="alice"} 1.0' in metrics
         for call in calls:
             call.cancel()
         for each in hang:

@@ -48,6 +48,7 @@ class RefusedBlocks:
             "block %s and what continues it are dropped, to be computed again: %s", trie.key(row).hex(), NOT_FINITE
         )
         trie.refused[row] = generation
+        self._mover.placement.epoch += 1
         task = asyncio.create_task(self._forget(trie, row, generation))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -247,10 +247,11 @@ class PrefixTracker:
     # -- inside -------------------------------------------------------------------------------------------------
 
     def _read(self, request: Request) -> None:
-        """Reads where the found blocks are; looks the request up when one is gone or there is one more."""
+        """Reads where the found blocks are; looks the request up when one is gone or refused, or there is one more."""
         nearest = request.trie.distances(request.found)
         gone = (nearest == NONE) | (request.trie.generation[request.found] != request.generations)
-        if gone.any() or self.has_grown(request):
+        refused = request.trie.unrefused(request.found) < len(request.found)
+        if refused or gone.any() or self.has_grown(request):
             self._look_up(request)
         else:
             self._note(request, nearest)

@@ -133,6 +133,22 @@ async def test_what_is_held_goes_when_it_is_held_no_more(plain: Subject, tmp_pat
         assert not len(bench.path(prompt_of(0)))
 
 
+async def test_who_waits_does_not_begin_with_what_is_refused_meanwhile(plain: Subject, tmp_path: Path) -> None:
+    async with opened(plain, tmp_path) as bench:
+        await bench.generate(prompt_of(0), NEW)
+        path = bench.path(prompt_of(0))
+        bench.dispatcher._ready = False
+        request = bench.submit(prompt_of(0), NEW)
+        assert len(request.found) == BLOCKS
+        with bench.cache.mover.placement.holds.hold("a test", bench.trie, path, bench.cache.tiers.compute):
+            bench.cache.refused.refuse(bench.trie, int(path[3]), int(bench.trie.generation[path[3]]))
+            bench.dispatcher.on_ready()
+            assert await bench.tokens_of(request) == plain.tokens(0)
+            assert (request.hit_tokens, request.resumed) == ([3 * BLOCK, 0, 0, 0], 0), "what is before it is used"
+        await gone(bench)
+        assert len(bench.path(prompt_of(0))) == 3
+
+
 async def test_beams_are_searched_again(plain: Subject, tmp_path: Path) -> None:
     async def searched(request: Request) -> list[list[int]]:
         async with asyncio.timeout(60):

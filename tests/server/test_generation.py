@@ -218,6 +218,8 @@ async def test_a_wish_for_the_prompt_is_claimed_while_it_runs(desk: Desk, cache:
         ):
             await desk.events(prompt=prompt, retention=[Retention(priority=1)])
         assert len(desk.dispatcher.submitted) == 2, "what was refused is not queued"
+        await desk.events(Ended("stop"), prompt=prompt, retention=[Retention(priority=1)], read_only=True)
+        assert desk.dispatcher.submitted[-1].wish is not None, "of a read-only request nothing is stored"
     assert cache.retained.claimed[tenant] == 0
     await desk.events(Ended("stop"), prompt=prompt)
     assert desk.dispatcher.submitted[-1].wish is None

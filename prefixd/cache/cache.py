@@ -236,7 +236,7 @@ class TieredCache:
         """The longest cached prefix, at the moment when this returns; counts as use. A shared store is asked, too."""
         trie = self.trie(namespace)
         await self.look_in_store(namespace, chain, limit)
-        match = Match(trie.usable(await find_path(trie, namespace.root, chain, limit)))
+        match = Match(trie.usable(await find_path(trie, namespace, chain, limit)))
         self.mover.placement.touch(trie, match.rows)
         return match
 
@@ -408,7 +408,7 @@ class TieredCache:
     async def persist(self, namespace: Namespace, chain: BlockChain) -> int:
         """Returns when the cached prefix of `chain` is on disk: its blocks. PreconditionError without a disk tier."""
         trie = self.trie(namespace)
-        path = trie.usable(await find_path(trie, namespace.root, chain))
+        path = trie.usable(await find_path(trie, namespace, chain))
         return await self._reservations.persist(trie, path)
 
     def release(self, session: Session, grant_id: str) -> None:

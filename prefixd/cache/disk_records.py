@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from prefixd.cache.groups import GroupMask
 from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
+from prefixd.cache.index.trie_table import NOWHERE
 from prefixd.cache.namespaces import NamespaceRegistry
 from prefixd.cache.tiers import Tiers
 from prefixd_swap import BlockRecord, DiskPart, NewBlock, Span
@@ -36,6 +37,14 @@ class DiskRecords:
         keys = trie.keys(rows).tobytes()
         namespaces = trie.namespace[rows].tolist()
         return [(ids[ordinal], keys[at * _KEY_BYTES : (at + 1) * _KEY_BYTES]) for at, ordinal in enumerate(namespaces)]
+
+    def rows(self, trie: Trie, identities: Sequence[Identity]) -> Rows:
+        """The blocks that have these names, -1 for those that are not there."""
+        ordinals = {namespace.id: namespace.ordinal for namespace in self._namespaces}
+        homes = np.array([ordinals.get(name, NOWHERE) for name, _ in identities], np.int64)
+        rows = trie.find_all(np.maximum(homes, 0), b"".join(key for _, key in identities))
+        rows[homes == NOWHERE] = -1
+        return rows
 
     def stored(self, trie: Trie, rows: Rows) -> Rows:
         """Those of `rows` that have a record in the durable tier."""

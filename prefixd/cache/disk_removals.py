@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 
-import numpy as np
-
 from prefixd.cache.disk_records import DiskRecords, Identity
 from prefixd.cache.index.trie import Trie
 from prefixd.cache.movement import Movement
@@ -70,20 +68,11 @@ class DiskRemovals:
         for start in range(0, len(ids), _REMOVED_AT_ONCE):
             some = ids[start : start + _REMOVED_AT_ONCE]
             async with self._lock.hold(movement):
-                keys = np.frombuffer(b"".join(key for _, key in some), np.uint8).reshape(-1, 16)
-                there = (trie.find_all(keys) >= 0).tolist()
-                gone = [
-                    each for each, found in zip(some, there, strict=True) if not (found and self._is_back(trie, each))
-                ]
+                rows = self._records.rows(trie, some)
+                back = set(self._records.stored(trie, rows[rows >= 0]).tolist())  # a write has replaced the record
+                gone = [each for each, row in zip(some, rows.tolist(), strict=True) if row not in back]
                 try:
                     await store.remove(gone, movement.urgency, damaged=damaged)
                 except StorageError as error:
                     self._failed(error)
                     raise
-
-    def _is_back(self, trie: Trie, identity: Identity) -> bool:
-        """Whether the block was written again while its removal waited; the write has replaced the record."""
-        row = trie.find(identity[1])
-        if row is None or not len(self._records.stored(trie, np.array([row]))):
-            return False
-        return self._records.identity(trie, row) == identity

@@ -39,7 +39,8 @@ def _where(trie: Trie) -> str:
 def _audit_places(found: Findings, trie: Trie, rows: Rows) -> None:
     """Keys, parents and siblings of used rows."""
     where, n = _where(trie), trie.rows
-    found.demand_none(rows[trie.find_all(trie.keys(rows)) != rows], f"{where}rows that are not found under their keys")
+    there = trie.find_all(trie.namespace[rows], trie.keys(rows))
+    found.demand_none(rows[there != rows], f"{where}rows that are not found under their keys")
     parent = trie.parent[rows].astype(np.int64)
     first = parent < 0
     above = np.where(first, 0, np.clip(parent, 0, n - 1))

@@ -7,12 +7,13 @@ import numpy.typing as npt
 
 from prefixd.cache.index.keys import HASHED_AT_ONCE, BlockChain
 from prefixd.cache.index.trie import Rows, Trie
+from prefixd.cache.namespaces import Namespace
 from prefixd.pacer import give_way
 
 _WALKED_AT_ONCE = 8192  # blocks up a prompt: 3 ms
 
 
-async def find_path(trie: Trie, root: int, chain: BlockChain, limit: int | None = None) -> Rows:
+async def find_path(trie: Trie, namespace: Namespace, chain: BlockChain, limit: int | None = None) -> Rows:
     """`Trie.nodes` in slices of some 2,048 blocks, about 1 ms each; shorter prompts are found in one turn.
 
     Nothing is held: blocks may go, and their rows be given to others, between two slices. So the rows' generations are
@@ -21,7 +22,7 @@ async def find_path(trie: Trie, root: int, chain: BlockChain, limit: int | None 
     """
     slices: list[Rows] = []
     generations: list[npt.NDArray[np.int32]] = []
-    for rows in trie.walk(root, chain, limit):
+    for rows in trie.walk(namespace.root, chain, limit):
         slices.append(rows)
         if len(rows) < HASHED_AT_ONCE:  # the last one
             break

@@ -57,7 +57,7 @@ class Reservations:
         """See `TieredCache.reserve`; the arguments are checked."""
         if self._returning:  # what is being given back need not be evicted for
             await asyncio.wait(self._returning)
-        path = await find_path(trie, namespace.root, chain)
+        path = await find_path(trie, namespace, chain)
         known = present(trie, path, parts, first_block, self._tiers.shared.level)
         prefix, wanted = path[:known], len(chain) - known
         if not wanted:

@@ -143,9 +143,6 @@ class _Entry:
         self._refuse(records.depth != depth, "not where their parents say")
         del depth
         self._refuse_orphans()
-        for group in records.groups:
-            self._refuse_repeated(group)
-        self._refuse_orphans()
         self._places = self._prompt_order()
         tries = {trie.ordinal: trie for trie in self._tries if trie is not None}
         for trie in tries.values():
@@ -182,21 +179,6 @@ class _Entry:
         rows = np.zeros(len(self.sound), np.bool_)
         rows[group.rows] = ~self._fitting(group)[self._records.namespace[group.rows]]
         return rows
-
-    def _refuse_repeated(self, group: RecordGroup) -> None:
-        """Of the blocks with one key in a trie, the first one stays."""
-        rows = group.rows[self.sound[group.rows]]
-        if len(np.unique(self._records.namespace[rows])) > 1:  # in one namespace all keys are different
-            self._refuse(self._again(rows), "with the key of another block")
-
-    def _again(self, rows: Rows) -> Bools:
-        """Which of `rows` have a key that one of them before has."""
-        halves = self._records.keys[rows].view(np.uint64)
-        order = np.lexsort((halves[:, 0], halves[:, 1]))
-        again = np.zeros(len(self.sound), np.bool_)
-        same = (halves[order[1:]] == halves[order[:-1]]).all(axis=1)
-        again[rows[order[1:][same]]] = True
-        return again
 
     def _parents(self, rows: Rows) -> Rows:
         """The parents in the trie: rows, roots, or _NO_PARENT for one that is not there."""

@@ -34,6 +34,7 @@ class BlockRows:
         self.any_part = np.zeros(capacity, np.uint8)
         self.parent = np.full(capacity, -1)
         self.depth = np.zeros(capacity, np.int64)
+        self.namespace = np.zeros(capacity, np.int32)
         self.children = np.zeros(capacity, np.int64)
         self.held = np.zeros(capacity, np.bool_)
         self.block = np.zeros(capacity, np.int64)

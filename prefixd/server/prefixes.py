@@ -28,6 +28,7 @@ LIMIT = 1000
 _TOKENS_LIMIT = 1 << 15  # of a page's blocks, unless the first block has more
 _KEY_DIGITS = 32
 _SHORTEST_KEY = 4
+_SHOWN = 8
 _SLICE_ROWS = 1 << 14
 _PATH_ROWS = 1 << 12
 _TOKEN = struct.Struct("<dIQ")  # of the page's last prefix: when it was used, its trie's ordinal and its row
@@ -82,26 +83,27 @@ class Prefix:
 
 
 async def find_prefix(cache: TieredCache, key: str) -> Prefix:
-    """The prefix whose last block's key is, or begins with, the hex digits `key`.
+    """The prefix whose last block's key is, or begins with, the hex digits `key`: those of any namespace, or after the
+    id of one and a slash. Example: "9f86d081", "0badc0de12345678/9f86d081".
+
+    Two namespaces may have blocks with one key: whoever chooses tokens can choose keys.
 
     Raises:
         InvalidArgumentError: these are no digits, or several keys begin with them.
-        NotFoundError: no key does.
+        NotFoundError: no key does, or there is no such namespace.
     """
-    digits = key.lower()
+    home, slash, digits = key.lower().rpartition("/")
+    only = cache.namespaces.get(_from_hex(home)) if slash else None
     if len(digits) < _SHORTEST_KEY or len(digits) > _KEY_DIGITS or digits.strip("0123456789abcdef"):
         raise InvalidArgumentError(
             f"key {key!r} is not {_SHORTEST_KEY} to {_KEY_DIGITS} hex digits; `prefixd ls` shows the keys"
         )
     found: list[Prefix] = []
-    for trie in list(cache.tries):
-        if len(digits) == _KEY_DIGITS:
-            row = trie.find(bytes.fromhex(digits))
-            if row is not None:
-                found.append(Prefix.of(trie, row))
-            continue
+    for trie in list(cache.tries) if only is None else [cache.trie(only)]:
         for start in range(0, trie.rows, _SLICE_ROWS):
             rows = trie.find_by_digits(digits, start, start + _SLICE_ROWS)
+            if only is not None:
+                rows = rows[trie.namespace[rows] == only.ordinal]
             found += [Prefix.of(trie, row) for row in rows.tolist()]
             if len(found) > _SLICE_ROWS:  # enough to refuse it
                 break
@@ -109,8 +111,14 @@ async def find_prefix(cache: TieredCache, key: str) -> Prefix:
     found = [prefix for prefix in found if prefix.there]
     if not found:
         raise NotFoundError(f"no prefix has the key {key}; `prefixd ls` shows what there is")
-    if len(found) > 1:
+    if len(found) > 1 and len(digits) < _KEY_DIGITS:
         raise InvalidArgumentError(f"{len(found)} prefixes have keys that begin with {key}; give more digits")
+    if len(found) > 1:
+        homes = [cache.namespaces.at(int(prefix.trie.namespace[prefix.row])).id.hex() for prefix in found[:_SHOWN]]
+        raise InvalidArgumentError(
+            f"{len(found)} namespaces have a block with the key {key}; write the id of one before it: "
+            + ", ".join(f"{home}/{digits}" for home in homes)
+        )
     return found[0]
 
 
@@ -294,6 +302,13 @@ def _pinned(trie: Trie, start: int, namespace: int | None) -> Rows:
 def _seconds_left(until_s: float, now_s: float) -> float | None:
     """Seconds until a time that is to come; None for one that never comes or has been."""
     return until_s - now_s if now_s < until_s < math.inf else None
+
+
+def _from_hex(digits: str) -> bytes:
+    try:
+        return bytes.fromhex(digits)
+    except ValueError:
+        raise InvalidArgumentError(f"{digits[:32]!r} is no namespace's id in hex; `prefixd ls` shows them") from None
 
 
 def _page_limit(asked: int, default: int) -> int:

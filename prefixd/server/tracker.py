@@ -73,6 +73,7 @@ class PrefixTracker:
         self._tail = np.zeros(0, np.int64)  # row of the last cached block; the namespace's root when there is none
         self._generation = np.zeros(0, np.int32)  # of the tail, as seen
         self._nearest = np.zeros(0, np.int8)  # of the tail, as seen
+        self._namespace = np.zeros(0, np.int64)  # of the request
         self._key = np.zeros((0, 16), np.uint8)  # of the block behind the tail
         self._waits = np.zeros(0, np.bool_)  # there is such a block
         self._changed: dict[int, None] = {}  # ids of requests that have to be looked up, first come, first served
@@ -91,6 +92,7 @@ class PrefixTracker:
         slot = self._free.pop() if self._free else self._new_slot()
         self._slots[request.id] = slot
         self._requests[slot] = request
+        self._namespace[slot] = request.namespace.ordinal
         if request.seen_epoch < 0 and not len(request.found):
             self._look_up(request)
         else:
@@ -119,7 +121,7 @@ class PrefixTracker:
     def has_grown(self, request: Request) -> bool:
         """Whether the block behind the request's cached prefix is cached now."""
         key = request.next_key if self._caching else None
-        row = None if key is None else request.trie.find(key)
+        row = None if key is None else request.trie.find(request.namespace.ordinal, key)
         if row is None:
             return False
         tail = int(request.rows[-1]) if len(request.rows) else request.namespace.root
@@ -178,7 +180,7 @@ class PrefixTracker:
         begin, end = self._turn(self._next_key, _KEYS)
         self._next_key = end
         slots = begin + np.flatnonzero(self._waits[begin:end])
-        rows = trie.find_all(self._key[slots])
+        rows = trie.find_all(self._namespace[slots], self._key[slots])
         slots, rows = slots[rows >= 0], rows[rows >= 0]
         there = trie.has_rules | (trie.nearest[rows] != NONE)  # see `has_grown`
         self._note_changes(slots[(trie.parent[rows] == self._tail[slots]) & there])
@@ -284,7 +286,7 @@ class PrefixTracker:
         """`distance`: of the found blocks; by default as it was."""
         queued, trie, blocks = request.queued, request.trie, len(request.found)
         distance = queued.distance if distance is None else distance
-        prefix = request.chain.key(blocks - 1) if blocks else None
+        prefix = (request.namespace.root, request.chain.key(blocks - 1)) if blocks else None
         cached_tokens = min(blocks * trie.block_tokens, queued.prompt_tokens)
         # A request whose model has windows or states, or which has images, may go on where another cannot. From one
         # that leaves nothing in the cache nobody else finds anything.
@@ -300,7 +302,7 @@ class PrefixTracker:
         slot = len(self._requests)
         if slot == len(self._tail):
             capacity = max(64, 2 * slot)
-            for name in ("_tail", "_generation", "_nearest", "_key", "_waits"):
+            for name in ("_tail", "_generation", "_nearest", "_namespace", "_key", "_waits"):
                 old = getattr(self, name)
                 new = np.zeros((capacity, *old.shape[1:]), old.dtype)
                 new[:slot] = old

@@ -232,6 +232,25 @@ async def test_colliding_keys_are_counted_and_never_served(make_rig: MakeRig) ->
         await rig.get([first, 0, 1])
 
 
+async def test_a_key_that_stands_in_another_namespace_takes_nothing(make_rig: MakeRig) -> None:
+    """Somebody has found tokens whose key, in his namespace, is that of a victim's block, and stores it first."""
+    rig = make_rig(cpu=16, disk=16, digest=lambda data, seed: bytes([data[-4] % 10]) * 16)
+    thief = rig.register("thief")
+    assert rig.cache.trie(thief) is rig.trie
+    assert await rig.put([11, 12], namespace=thief, durable=True) == (2, 0)
+    assert await rig.put([1, 2, 3], durable=True) == (3, 0)
+    for _ in range(2):
+        assert await rig.get([1, 2, 3]) == 3
+        assert await rig.get([11, 12], namespace=thief) == 2
+        assert (rig.rows([11, 12]), rig.rows([1, 2], thief)) == ([], [])
+        await rig.restart()
+        thief = rig.register("thief")
+    assert "key collision" not in rig.cache.mover.lost
+    await rig.cache.mover.forget(rig.trie, rig.rows([11, 12], thief)[::-1])
+    await rig.check_disk()
+    assert await rig.get([1, 2, 3]) == 3, "who has one key's block forgotten forgets no other's"
+
+
 async def test_blocks_of_another_size_get_room_on_a_full_disk(make_rig: MakeRig) -> None:
     """Pages belong to one size at a time: those whose blocks are worth least go to the size that needs room."""
     rig = make_rig(cpu=64, disk=64)

@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from prefixd.cache import BlockChain, Trie
+from prefixd.cache import BlockChain, Namespace, NamespaceSpec, PartSpec, Trie
 from prefixd.cache.index.keys import HASHED_AT_ONCE
 from prefixd.cache.index.trie import Rows
 from prefixd.cache.paths import find_ancestry, find_path
@@ -15,6 +15,7 @@ from prefixd.cache.paths import find_ancestry, find_path
 pytestmark = pytest.mark.usefixtures("turns_by_hand")
 
 ROOT = -1
+HOME = Namespace(bytes(8), 7, 0, NamespaceSpec("m", 1, (PartSpec("kv", 0, 1),)))
 BLOCKS = 5 * HASHED_AT_ONCE
 
 
@@ -31,7 +32,7 @@ def insert(trie: Trie, chain: BlockChain) -> Rows:
 
 def turns(trie: Trie, chain: BlockChain, limit: int | None = None) -> int:
     """How often others run while the prompt is looked for."""
-    search = find_path(trie, ROOT, chain, limit)
+    search = find_path(trie, HOME, chain, limit)
     for turn in range(1000):
         try:
             search.send(None)
@@ -54,14 +55,14 @@ def test_no_turn_looks_at_more_than_some_thousand_blocks(monkeypatch: pytest.Mon
     insert(trie, chain_of(BLOCKS))
     chain = chain_of(BLOCKS)
     looked_up = [0]
-    find_all = trie._keys.find_all
+    find_all = trie.find_all
 
-    def counting(keys: bytes) -> Rows:
+    def counting(namespace: int, keys: bytes) -> Rows:
         looked_up[-1] += len(keys) // 16
-        return find_all(keys)
+        return find_all(namespace, keys)
 
-    monkeypatch.setattr(trie._keys, "find_all", counting)
-    search = find_path(trie, ROOT, chain)
+    monkeypatch.setattr(trie, "find_all", counting)
+    search = find_path(trie, HOME, chain)
     with pytest.raises(StopIteration) as end:
         while True:
             search.send(None)
@@ -77,7 +78,7 @@ async def test_it_finds_what_a_search_in_one_turn_finds(known: int, limit: int) 
     trie = Trie(1, (1,))
     if known:
         insert(trie, chain_of(known))
-    found = await find_path(trie, ROOT, chain_of(BLOCKS), limit)
+    found = await find_path(trie, HOME, chain_of(BLOCKS), limit)
     assert found.tolist() == trie.nodes(ROOT, chain_of(BLOCKS), limit).tolist()
     assert len(found) == min(known, limit)
 
@@ -87,7 +88,7 @@ async def test_blocks_that_go_meanwhile_are_not_returned(same_row: bool) -> None
     """Their rows may have other blocks by then."""
     trie = Trie(1, (1,))
     rows = insert(trie, chain_of(BLOCKS))
-    search = asyncio.create_task(find_path(trie, ROOT, chain_of(BLOCKS)))
+    search = asyncio.create_task(find_path(trie, HOME, chain_of(BLOCKS)))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert not search.done()

@@ -16,7 +16,16 @@ import numpy as np
 import pytest
 import zmq
 
-from prefixd.cache import NamespaceSpec, PartSpec, RecurrentStateSpec, SlidingWindowSpec, TieredCache, Tiers, Trie
+from prefixd.cache import (
+    Namespace,
+    NamespaceSpec,
+    PartSpec,
+    RecurrentStateSpec,
+    SlidingWindowSpec,
+    TieredCache,
+    Tiers,
+    Trie,
+)
 from prefixd.cache.index.trie import CPU, DISK, REMOTE, TIERS
 from prefixd.server.kv_events import announcer
 from prefixd.server.kv_events import publisher as publisher_module
@@ -71,13 +80,13 @@ async def cache(tmp_path: Path) -> Any:
     store.close()
 
 
-def hash_of(trie: Trie, row: int) -> int:
-    return int.from_bytes(trie.key(row)[8:], "big")
+def hash_of(namespace: Namespace, trie: Trie, row: int) -> int:
+    return announcer.block_hash(namespace.id, trie.key(row))
 
 
-def matchable(trie: Trie) -> set[tuple[str, int]]:
+def matchable(namespace: Namespace, trie: Trie) -> set[tuple[str, int]]:
     return {
-        (medium, hash_of(trie, row))
+        (medium, hash_of(namespace, trie, row))
         for row in trie.used_rows().tolist()
         for tier, medium in enumerate(announcer.MEDIA.values())
         if trie.complete[row] & trie.offered & (1 << tier)
@@ -132,15 +141,15 @@ async def test_what_was_told_is_what_is_so(cache: TieredCache, monkeypatch: pyte
         if choose.random() < 0.1:
             while events._turn():
                 pass
-            assert router.blocks == matchable(trie)
+            assert router.blocks == matchable(namespace, trie)
     while events._turn():
         pass
-    assert router.blocks == matchable(trie) and len(router.blocks) > 20
+    assert router.blocks == matchable(namespace, trie) and len(router.blocks) > 20
     # The disk goes out of service: what is nowhere else is nowhere, and all of it is back later.
     trie.offer(DISK, False)
     while events._turn():
         pass
-    assert router.blocks == matchable(trie) and not any(medium == "STORAGE" for medium, _ in router.blocks)
+    assert router.blocks == matchable(namespace, trie) and not any(medium == "STORAGE" for medium, _ in router.blocks)
     assert max(sum(len(e.block_hashes) for e in batch if isinstance(e, BlockRemoved)) for batch in router.batches) <= 4
 
 
@@ -161,7 +170,7 @@ async def test_of_several_groups_those_count_that_every_prefix_needs(
     def told() -> list[bool]:
         while events._turn():
             pass
-        return [("CPU", hash_of(trie, row)) in router.blocks for row in rows.tolist()]
+        return [("CPU", hash_of(namespace, trie, row)) in router.blocks for row in rows.tolist()]
 
     trie.put_copies(rows, CPU, np.array([[1, 2], [3, -1], [5, -1], [7, 8]]), 0.0)
     assert told() == [True] * 4
@@ -194,7 +203,7 @@ async def test_turns_are_bounded(cache: TieredCache, monkeypatch: pytest.MonkeyP
     assert all(len(batch) == 1 for batch in stored)
     assert [len(batch[0].block_hashes) for batch in stored] == [256] * 11 + [3000 - 11 * 256]
     assert [key for batch in stored for key in batch[0].block_hashes] == [
-        int.from_bytes(chain.key(i)[8:], "big") for i in range(3000)
+        announcer.block_hash(namespace.id, chain.key(i)) for i in range(3000)
     ]
 
 
@@ -217,7 +226,7 @@ async def test_announcements_do_not_overtake_each_other(cache: TieredCache, monk
     assert most == 4
     while events._turn():
         pass
-    assert router.blocks == matchable(trie)
+    assert router.blocks == matchable(namespace, trie)
 
 
 async def test_every_topic_begins_with_all_blocks_cleared(cache: TieredCache, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +244,7 @@ async def test_every_topic_begins_with_all_blocks_cleared(cache: TieredCache, mo
     events._turn()
     assert router.topics == [b"kv@early", b"kv@late", b"kv@late"]
     assert router.batches[:2] == [[AllBlocksCleared()]] * 2
-    assert router.blocks == matchable(trie)
+    assert router.blocks == matchable(namespace, trie)
 
 
 @pytest.fixture
@@ -346,4 +355,4 @@ async def test_what_only_a_shared_store_has_is_not_announced(
     trie.put_copies(np.array(rows[:1]), CPU, np.array([[1]]), 0.0)
     while events._turn():
         pass
-    assert router.blocks == {(announcer.MEDIA["cpu"], hash_of(trie, rows[0]))}
+    assert router.blocks == {(announcer.MEDIA["cpu"], hash_of(namespace, trie, rows[0]))}

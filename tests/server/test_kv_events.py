@@ -20,6 +20,7 @@ import zmq
 
 from benchmarks.fault_injection.faulty_daemon import FaultyDaemon
 from prefixd.cache.index.keys import BlockChain
+from prefixd.server.kv_events.announcer import block_hash
 from prefixd.v1 import admin_pb2, cache_pb2
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ class Subscriber:
 
 def hashes(namespace: bytes, tokens: Sequence[int], block_tokens: int = 4) -> list[int]:
     chain = BlockChain(np.asarray(tokens, "<u4").tobytes(), block_tokens, int.from_bytes(namespace, "little"))
-    return [int.from_bytes(chain.key(i)[8:], "big") for i in range(len(chain))]
+    return [block_hash(namespace, chain.key(i)) for i in range(len(chain))]
 
 
 def data(tokens: Sequence[int], size: int = SIZE) -> bytes:

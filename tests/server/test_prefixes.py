@@ -193,6 +193,29 @@ async def test_a_prefix_is_found_by_its_digits(
         await find_prefix(cache, trie.key(int(rows[13])).hex()[:30])
 
 
+async def test_of_blocks_with_one_key_the_namespace_says_which_is_meant(cache: TieredCache) -> None:
+    trie, key = cache.tries[0], bytes(range(16))
+    homes = [cache.namespaces.at(0), cache.namespaces.at(1)]
+    rows = []
+    for home in homes:
+        tokens = np.zeros((1, TOKENS), np.uint32)
+        found, _ = trie.insert_path(home.root, home.ordinal, np.frombuffer(key, np.uint8)[None], tokens, 0.0)
+        rows += found.tolist()
+    with pytest.raises(InvalidArgumentError) as error:
+        await find_prefix(cache, key.hex())
+    for home, row in zip(homes, rows, strict=True):
+        named = f"{home.id.hex()}/{key.hex()}"
+        assert named in str(error.value)
+        assert (await find_prefix(cache, named)).row == row
+        assert (await find_prefix(cache, named[:-4])).row == row
+    with pytest.raises(NotFoundError, match="no prefix has the key"):
+        await find_prefix(cache, f"{homes[0].id.hex()}/{'1' * 32}")
+    with pytest.raises(NotFoundError, match="0123 is not registered"):
+        await find_prefix(cache, "0123/" + key.hex())
+    with pytest.raises(InvalidArgumentError, match="'xyz' is no namespace's id in hex"):
+        await find_prefix(cache, "xyz/" + key.hex())
+
+
 def drop(trie: Trie, rows: Rows) -> None:
     trie.drop_copies(rows, CPU)
     trie.remove_all(rows[::-1])

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import zmq
 from vllm.distributed import kv_events as theirs
-from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash, to_event_extra_keys
+from vllm.v1.core.kv_cache_utils import to_event_extra_keys
 
 from prefixd.cache.index.keys import BlockChain
 from prefixd.client import Client, NamespaceSpec, PartSpec
 from prefixd.server.kv_events import wire as ours
-from prefixd.server.kv_events.announcer import MEDIA
+from prefixd.server.kv_events.announcer import MEDIA, block_hash
 from prefixd.workloads.daemon_process import DaemonProcess
 
 WAIT_MS = 60_000
@@ -93,7 +93,7 @@ def test_the_events_of_a_daemon(folder: Path) -> None:
         cache = client.register(NamespaceSpec("m", 4, (PartSpec("kv", 0, 512),), salt=b"tenant"))
         seed = int.from_bytes(cache.namespace_id, "little")
         chain = BlockChain(np.asarray(tokens, "<u4").tobytes(), 4, seed)
-        hashes = [maybe_convert_block_hash(chain.key(i)) for i in range(4)]
+        hashes = [block_hash(cache.namespace_id, chain.key(i)) for i in range(4)]
         cache.store(tokens[:12], np.zeros(3 * 512, np.uint8))
         first = theirs.BlockStored(
             block_hashes=hashes[:3],

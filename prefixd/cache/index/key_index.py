@@ -34,7 +34,7 @@ _LARGEST_PIECE = 1 << 15  # and when many enter together
 
 
 class KeyIndex:
-    """Rows by block key. A key has one row, a row one key.
+    """Rows by block key, as a trie masks it (`key_masks`). A key has one row, a row one key.
 
     CPU time for 1,000 keys in an index of a million: found in 0.2 ms, inserted in 0.2 ms, while it grows in 0.6 ms,
     removed in 0.7 ms; one by one, found and removed in 2 to 4 us each. What a call takes does not depend on the size of

@@ -117,7 +117,7 @@ class BlockChain:
     def walk_batches(self, find_all: Callable[[bytes], Rows], limit: int, first: int = 0) -> Iterator[Rows]:
         """The rows of the blocks from `first` to `limit`, up to the first that has none, in batches.
 
-        `find_all` takes keys one behind the other and gives their rows, -1 for none (`KeyIndex.find_all`). It is asked
+        `find_all` takes keys one behind the other and gives their rows, -1 for none (`Trie.find_all`). It is asked
         for one key, then for ever more at a time, 2,048 at the most: many are found faster together, but what is
         hashed behind the first miss is for nothing. A batch takes about 1 ms; between two, a caller may do something
         else.

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ from prefixd.cache.groups import (
 )
 from prefixd.cache.index.children import Descendants, link, unlink_all
 from prefixd.cache.index.key_index import Rows as Rows
+from prefixd.cache.index.key_masks import Ordinals
 from prefixd.cache.index.keys import HASHED_AT_ONCE, BlockChain
 from prefixd.cache.index.trie_table import NOWHERE, TrieTable
 from prefixd.cache.index.trie_table import TIERS as TIERS
@@ -119,9 +121,6 @@ class Trie(TrieTable):
     def __len__(self) -> int:
         return len(self._keys)
 
-    def __contains__(self, key: bytes | None) -> bool:
-        return key is not None and self._keys.find(key) is not None
-
     # -- finding ------------------------------------------------------------------------------------------------
 
     def match(self, root: int, chain: BlockChain, limit: int | None = None) -> Match:
@@ -154,7 +153,8 @@ class Trie(TrieTable):
             before, start = int(known[-1]), len(known)
         batches: list[Rows] = []
         blocks = 0
-        for rows in chain.walk_batches(self._keys.find_all, len(chain) if limit is None else limit, start):
+        find_all = partial(self.find_all, _namespace_of(root))
+        for rows in chain.walk_batches(find_all, len(chain) if limit is None else limit, start):
             batches.append(rows)
             blocks += len(rows)
             if blocks >= HASHED_AT_ONCE:
@@ -210,19 +210,19 @@ class Trie(TrieTable):
             return self.nearest[path]
         return self._nearest(path, self.needed(len(path)))
 
-    def find(self, key: bytes) -> int | None:
-        """The row of the block that has this key; its tokens and its parent may be another prompt's."""
-        return self._keys.find(key)
+    def find(self, namespace: int, key: bytes) -> int | None:
+        """The row of the block that has this key in a namespace; its tokens and its parent may be another prompt's."""
+        return self._keys.find(self._masks.apply(namespace, key).tobytes())
 
-    def find_all(self, keys: npt.NDArray[np.uint8]) -> Rows:
-        """`find` for [m, 16] keys at once, -1 where there is none."""
-        return self._keys.find_all(keys)
+    def find_all(self, namespaces: int | Ordinals, keys: bytes | npt.NDArray[np.uint8]) -> Rows:
+        """`find` for keys one behind the other, in one namespace or each in its own; -1 where there is none."""
+        return self._keys.find_all(self._masks.apply(namespaces, keys).view(np.uint8))
 
     def find_by_digits(self, digits: str, start: int = 0, stop: int | None = None) -> Rows:
         """The rows from `start` to `stop` (all by default) whose keys begin with these hex digits."""
         end = self.rows if stop is None else min(stop, self.rows)
         rows = start + np.flatnonzero(self.namespace[start:end] != NOWHERE)
-        keys = self._keys.keys(rows)
+        keys = self.keys(rows)
         whole = np.frombuffer(bytes.fromhex(digits[: len(digits) // 2 * 2]), np.uint8)
         same = (keys[:, : len(whole)] == whole).all(axis=1)
         if len(digits) % 2:
@@ -232,11 +232,11 @@ class Trie(TrieTable):
 
     def key(self, row: int) -> bytes:
         """Key of the block in `row`."""
-        return self._keys.key(row)
+        return self._masks.apply(int(self.namespace[row]), self._keys.key(row)).tobytes()
 
     def keys(self, rows: Rows) -> npt.NDArray[np.uint8]:
         """[len(rows), 16]: keys of the blocks in `rows`."""
-        return self._keys.keys(rows)
+        return self._masks.apply(self.namespace[rows], self._keys.keys(rows)).view(np.uint8)
 
     def subtree(self, roots: Rows) -> list[int]:
         """`roots`, different rows, and everything that continues them, each row once and parents before children.
@@ -265,9 +265,9 @@ class Trie(TrieTable):
 
         Returns:
             The rows, and how many of them, from the first, were there before. Fewer than m rows when a key is another
-            block's: from there on the prompt cannot be cached.
+            block's of the namespace: from there on the prompt cannot be cached.
         """
-        found = self._keys.find_all(keys)
+        found = self.find_all(namespace, keys)
         there = found[: len(found) if (found >= 0).all() else int((found < 0).argmax())]
         same = self.parent[there] == np.concatenate([[parent], there])[:-1]
         same &= (self.tokens[there] == tokens[: len(there)]).all(axis=1)
@@ -323,11 +323,11 @@ class Trie(TrieTable):
             parents: [m], rows or roots.
             namespaces: [m] ordinals.
             depths: [m], one more than the parents'.
-            keys: [m, 16], all different.
+            keys: [m, 16], in each namespace all different.
             tokens: [m, block_tokens].
             now_s: the time of their last use.
         """
-        self._keys.insert_all(keys, rows)
+        self._keys.insert_all(self._masks.apply(namespaces, keys).view(np.uint8), rows)
         self.tokens[rows] = tokens
         self.parent[rows] = parents
         self.namespace[rows] = namespaces
@@ -734,6 +734,11 @@ def lasting_copies(tier: int) -> int:
     """The tiers, a bit each, whose copies of a pinned block count beside the one in `tier`: this host's own, and none
     beside the disk's, without which the block would not outlast a restart."""
     return 0 if tier == DISK else LOCAL_TIERS & ~(1 << tier)
+
+
+def _namespace_of(root: int) -> int:
+    """The namespace whose first blocks have this root for a parent."""
+    return -1 - root
 
 
 def _first_repeated(keys: npt.NDArray[np.uint8]) -> int:

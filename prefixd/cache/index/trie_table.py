@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from prefixd.cache.index.columns import ColumnMemory, Reserve, reserve_addresses
 from prefixd.cache.index.key_index import KeyIndex, Rows
+from prefixd.cache.index.key_masks import process_masks
 
 TIERS = 4
 NOWHERE = -1  # namespace of a row that had a block and has none
@@ -30,6 +31,7 @@ class TrieTable:
         self.free = array("i")
         self._capacity = 0
         self._keys = KeyIndex(reserve=reserve)
+        self._masks = process_masks()
         self._memory = ColumnMemory(reserve)
         self.tokens = np.empty((0, block_tokens), np.uint32)
         self.parent = np.empty(0, np.int32)

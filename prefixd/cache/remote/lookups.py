@@ -139,7 +139,7 @@ class RemoteLookups:
         Raises:
             StorageError: the store has not answered.
         """
-        path = await find_path(trie, namespace.root, chain, end)
+        path = await find_path(trie, namespace, chain, end)
         first = _first_lacking(trie, path)
         stop = min(end, first + ASKED_AT_ONCE)
         lacking = _lacking(trie, path, first, stop)
@@ -207,7 +207,7 @@ class RemoteLookups:
         """Enters the blocks, and those between them, which have no bytes. The path before them is held."""
         there = np.flatnonzero(groups)
         end = ask.first + int(there[-1]) + 1
-        rows = await find_path(trie, namespace.root, chain, end)
+        rows = await find_path(trie, namespace, chain, end)
         end = min(end, len(rows) + self._known.room())
         with self._placement.holds.hold("remote lookup", trie, rows) as hold:
             while len(rows) < end:

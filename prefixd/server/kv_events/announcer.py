@@ -13,6 +13,7 @@ Whoever subscribes has missed what was said before: then everything is announced
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections import deque
 from itertools import pairwise
 
@@ -21,6 +22,7 @@ import numpy.typing as npt
 
 from prefixd.cache import Namespace, TieredCache, Trie
 from prefixd.cache.index.columns import ColumnMemory
+from prefixd.cache.index.key_index import KEY_BYTES
 from prefixd.cache.index.trie import LOCAL_TIERS, Rows
 from prefixd.server.kv_events.publisher import EventCounters, Publisher
 from prefixd.server.kv_events.wire import AllBlocksCleared, BlockRemoved, BlockStored
@@ -50,6 +52,7 @@ class _Announced:
         self._memory = ColumnMemory()
         self.media: Bits = np.zeros(0, np.uint8)  # where it was said to be, a bit a tier
         self.hashes: Hashes = np.zeros(0, np.uint64)
+        self.generation: npt.NDArray[np.int32] = np.zeros(0, np.int32)  # of the row's block then
         self.namespace: npt.NDArray[np.int32] = np.zeros(0, np.int32)
         self.news: Flags = np.zeros(0, np.bool_)  # something changed; not looked at yet
         self.to_store: Flags = np.zeros(0, np.bool_)  # it is somewhere where it was not said to be
@@ -57,7 +60,7 @@ class _Announced:
     def fit(self, rows: int) -> None:
         """Makes room for `rows` rows."""
         if rows > len(self.news):
-            for name in ("media", "hashes", "namespace", "news", "to_store"):
+            for name in ("media", "hashes", "generation", "namespace", "news", "to_store"):
                 setattr(self, name, self._memory.grown(name, getattr(self, name), rows))
 
 
@@ -184,9 +187,7 @@ class KVEvents:
         start = int(announced.news.argmax())
         rows = start + np.flatnonzero(announced.news[start : start + _TURN_ROWS])
         is_so, said = _tiers_of(trie, rows), announced.media[rows]
-        same = np.zeros(len(rows), np.bool_)
-        there = np.flatnonzero(is_so)
-        same[there] = announced.hashes[rows[there]] == _hashes(trie, rows[there])
+        same = announced.generation[rows] == trie.generation[rows]
         still = np.where(same, said & is_so, np.uint8(0))
         for tier in self._media:
             gone = rows[(said & ~still & np.uint8(1 << tier)) != 0]
@@ -222,25 +223,27 @@ class KVEvents:
 
     def _publish_stored(self, trie: Trie, announced: _Announced) -> None:
         rows = _some(trie, announced.to_store, max(min(_TURN_TOKENS // trie.block_tokens, _TURN_BLOCKS), 1))
-        is_so, hashes, ordinals = _tiers_of(trie, rows), _hashes(trie, rows), trie.namespace[rows]
+        is_so, ordinals = _tiers_of(trie, rows), trie.namespace[rows]
+        hashes = self._hashes(trie, rows)
         fresh = is_so & ~announced.media[rows]
         announced.media[rows] = is_so
         announced.hashes[rows] = hashes
+        announced.generation[rows] = trie.generation[rows]
         announced.namespace[rows] = ordinals
         announced.to_store[rows] = False
-        parents = trie.parent[rows]
-        keys, above = hashes.tolist(), _hashes(trie, np.maximum(parents, 0)).tolist()
+        parents = trie.parent[rows].astype(np.int64)
         tokens, width = trie.tokens[rows].ravel().tolist(), trie.block_tokens
         runs = 1 + np.flatnonzero((parents[1:] != rows[:-1]) | (fresh[1:] != fresh[:-1]))
         by_topic: dict[bytes, list[BlockStored]] = {}
         for start, end in pairwise([0, *runs.tolist(), len(rows)]):
             namespace = self._cache.namespaces.at(int(ordinals[start]))
             first = bool(parents[start] < 0)
+            above = None if first else self._hashes(trie, parents[start : start + 1])[0]
             events = by_topic.setdefault(self._topic_of(namespace), [])
             events += [
                 BlockStored(
-                    block_hashes=keys[start:end],
-                    parent_block_hash=None if first else above[start],
+                    block_hashes=hashes[start:end],
+                    parent_block_hash=above,
                     token_ids=tokens[start * width : end * width],
                     block_size=width,
                     lora_id=None,
@@ -256,6 +259,22 @@ class KVEvents:
             self._begin(topic)
             self._publisher.publish(topic, batch)
 
+    def _hashes(self, trie: Trie, rows: Rows) -> list[int]:
+        ids = {ordinal: self._cache.namespaces.at(ordinal).id for ordinal in np.unique(trie.namespace[rows]).tolist()}
+        keys, width = trie.keys(rows).tobytes(), KEY_BYTES
+        return [
+            block_hash(ids[ordinal], keys[at * width : (at + 1) * width])
+            for at, ordinal in enumerate(trie.namespace[rows].tolist())
+        ]
+
+
+def block_hash(namespace_id: bytes, key: bytes) -> int:
+    """What routers know a block by, 64 bits; 1 us.
+
+    Clients can choose keys. Nobody can choose one that stands for a block of another namespace here.
+    """
+    return int.from_bytes(hashlib.blake2b(namespace_id + key, digest_size=8).digest(), "big")
+
 
 def _salted(namespace: Namespace) -> tuple[str | bytes] | None:
     """The extra keys of a first block: the salt as vLLM has it in a request, or as bytes where it is no text."""
@@ -266,12 +285,6 @@ def _salted(namespace: Namespace) -> tuple[str | bytes] | None:
         return (salt.decode(),)
     except UnicodeDecodeError:
         return (salt,)
-
-
-def _hashes(trie: Trie, rows: Rows) -> Hashes:
-    """The low 64 bits of the blocks' keys, which are big-endian."""
-    low: Hashes = np.ascontiguousarray(trie.keys(rows)[:, 8:]).view(">u8").ravel().astype(np.uint64)
-    return low
 
 
 def _tiers_of(trie: Trie, rows: Rows | slice) -> Bits:

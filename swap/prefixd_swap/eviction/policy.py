@@ -26,6 +26,7 @@ class BlockTable(Protocol):
         entered: [rows, tiers] when it came to a tier, seconds.
         parent: [rows] the block before it in its prefix; below 0: none.
         depth: [rows] how many blocks are before it in its prefix.
+        namespace: [rows] whose it is, 0 or more; below 0 in a row that has no block any more.
         any_part: [rows] the tiers that have something of it, a bit each.
         uses: [rows] uint8, how often it was asked for again; 255 stands for more. Kept by `UseHistory`.
         rank: [rows, tiers] a number of the policy's own; 0 in a tier that the block never came to.
@@ -38,12 +39,13 @@ class BlockTable(Protocol):
     entered: npt.NDArray[Any]
     parent: npt.NDArray[Any]
     depth: npt.NDArray[Any]
+    namespace: npt.NDArray[Any]
     any_part: npt.NDArray[Any]
     uses: npt.NDArray[Any]
     rank: npt.NDArray[Any]
 
     def keys(self, rows: Rows) -> npt.NDArray[np.uint8]:
-        """[len(rows), 16]: what tells blocks apart, also after they have left."""
+        """[len(rows), 16]: what tells blocks of a namespace apart, also after they have left."""
 
 
 class EvictionPolicy(ABC):

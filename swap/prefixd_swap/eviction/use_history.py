@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
+
 import numpy as np
 import numpy.typing as npt
 
@@ -19,7 +21,8 @@ class UseHistory:
     """Counts `BlockTable.uses`, tells the policy of them, and remembers blocks that have left, by a hash of their keys.
 
     A block is remembered until another one takes its place in a table of fixed size, which takes memory only as far as
-    it is used. What is remembered of a block is a hint: another block with the same 52 bits is taken for it.
+    it is used. What is remembered of a block is a hint: another block with the same 52 bits is taken for it, but one of
+    another namespace only by chance.
 
     Args:
         policy: is told.
@@ -33,6 +36,7 @@ class UseHistory:
         self._times = np.zeros(remembered, np.float32)  # of last use, seconds since `_since_s`
         self._counts = np.zeros(remembered, np.uint8)
         self._since_s: float | None = None
+        self._mix = np.uint64(secrets.randbits(64))  # nobody can choose keys that stand for another namespace's block
 
     @property
     def nbytes(self) -> int:
@@ -92,7 +96,8 @@ class UseHistory:
     def _places(self, table: BlockTable, rows: Rows) -> tuple[Rows, npt.NDArray[np.uint32]]:
         """Of each block its place in the table of those that have left, and its mark there."""
         halves = np.ascontiguousarray(table.keys(rows)).view(np.uint64)
-        hashes = (halves[:, 0] ^ (halves[:, 1] >> np.uint64(7))) * np.uint64(0x9E3779B97F4A7C15)
+        mixed = halves[:, 0] ^ (halves[:, 1] >> np.uint64(7)) ^ (table.namespace[rows].astype(np.uint64) * self._mix)
+        hashes = mixed * np.uint64(0x9E3779B97F4A7C15)
         places = ((hashes >> np.uint64(32)) & self._mask).astype(np.int64)
         return places, (hashes & np.uint64(0xFFFFFFFF)).astype(np.uint32) | np.uint32(1)
 

@@ -48,6 +48,17 @@ def test_crafted_tokens_do_not_crowd_in_one_place() -> None:
     assert longest < 64
 
 
+def test_one_key_in_many_namespaces_does_not_crowd() -> None:
+    """Each crafts tokens for it, by the seed of his namespace."""
+    trie = Trie(1, (1,))
+    trie._keys = KeyIndex(key_hash(0))
+    for home in range(COUNT):
+        assert enter_block(trie, bytes(16), bytes(4), -1 - home, home) is not None
+    mean, longest = detours(trie._keys)
+    assert mean < 1
+    assert longest < 64
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_keys_with_structure_are_placed_as_random_ones(name: str, seed: int) -> None:

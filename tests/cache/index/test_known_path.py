@@ -23,14 +23,14 @@ def chain_of(blocks: int) -> BlockChain:
 def test_a_second_look_asks_for_one_key_and_a_longer_path_for_what_is_new(monkeypatch: pytest.MonkeyPatch) -> None:
     trie, chain, known = Trie(1, (1,)), chain_of(2 * BLOCKS), KnownPath()
     enter_chain(trie, chain_of(BLOCKS))
-    find_all, asked = trie._keys.find_all, 0
+    find_all, asked = trie.find_all, 0
 
-    def counting(keys: bytes) -> object:
+    def counting(namespace: int, keys: bytes) -> object:
         nonlocal asked
         asked += len(keys) // 16
-        return find_all(keys)
+        return find_all(namespace, keys)
 
-    monkeypatch.setattr(trie._keys, "find_all", counting)
+    monkeypatch.setattr(trie, "find_all", counting)
     assert len(known.look(trie, ROOT, chain, 2 * BLOCKS)) == BLOCKS
     asked = 0
     for _ in range(10):
@@ -40,7 +40,7 @@ def test_a_second_look_asks_for_one_key_and_a_longer_path_for_what_is_new(monkey
     assert asked == 10, "no key behind the limit"
     monkeypatch.undo()
     enter_chain(trie, chain_of(BLOCKS + 3))
-    monkeypatch.setattr(trie._keys, "find_all", counting)
+    monkeypatch.setattr(trie, "find_all", counting)
     assert len(known.look(trie, ROOT, chain, 2 * BLOCKS)) == BLOCKS + 3
     assert asked <= 10 + 1 + 16
 

@@ -46,7 +46,7 @@ class TrieMachine(RuleBasedStateMachine):
         self.copies: dict[Prefix, list[dict[int, int]]] = {}
         self.holds: Counter[tuple[Prefix, int]] = Counter()
         self.retained: Counter[Prefix] = Counter()
-        self.owner: dict[bytes, Prefix] = {}
+        self.owner: dict[tuple[int, bytes], Prefix] = {}
         self.priority: dict[Prefix, tuple[int, float]] = {}
         self.next_slot = 0
         self.now = 0.0
@@ -82,7 +82,7 @@ class TrieMachine(RuleBasedStateMachine):
         assert old == there[: len(rows)].index(False) if False in there[: len(rows)] else old == len(rows)
         entered = rows.tolist()
         for end in range(before + 1, len(whole)):
-            prefix, key = whole[: end + 1], chain.key(end - 1)
+            prefix, key = whole[: end + 1], (namespace, chain.key(end - 1))
             if self.owner.get(key, prefix) != prefix:
                 assert not entered, f"{prefix} was taken for {self.owner[key]}"
                 return
@@ -204,7 +204,7 @@ class TrieMachine(RuleBasedStateMachine):
         assert trie.rows == len(self.row_of) + len(trie.free), "rows are recycled, none is lost"
         children: Counter[tuple[Prefix, int]] = Counter()
         for prefix, row in self.row_of.items():
-            assert self.owner[trie.key(row)] == prefix
+            assert self.owner[prefix[0], trie.key(row)] == prefix
             assert trie.tokens[row].tolist() == [prefix[-1]] * WIDTH
             assert trie.parent[row] == self.row_of.get(prefix[:-1], -1 - prefix[0])
             assert (trie.depth[row], trie.namespace[row]) == (len(prefix) - 2, prefix[0])
@@ -273,10 +273,27 @@ def test_a_collision_is_refused_and_matches_nothing() -> None:
     first = enter_block(trie, key, (1).to_bytes(4, "little"))
     trie.put_copies(np.array([first]), GPU, np.array([[0]]), 0.0)
     assert enter_block(trie, key, (2).to_bytes(4, "little")) is None, "other tokens"
-    assert enter_block(trie, key, (1).to_bytes(4, "little"), -2, 1) is None, "the same tokens in another namespace"
     same = BlockChain((1).to_bytes(4, "little"), 1, 0, lambda data, seed: key)
     other = BlockChain((2).to_bytes(4, "little"), 1, 0, lambda data, seed: key)
     assert (len(trie.match(-1, same)), len(trie.match(-1, other)), len(trie.match(-2, same))) == (1, 0, 0)
+
+
+def test_a_key_of_one_namespace_is_not_in_the_way_of_another() -> None:
+    """Whoever chooses tokens chooses keys: one that stands in his namespace takes nothing from others."""
+    trie, key = Trie(1, (1,)), b"k" * 16
+    tokens = [number.to_bytes(4, "little") for number in range(3)]
+    rows = [enter_block(trie, key, tokens[home], -1 - home, home) for home in range(3)]
+    assert len({row for row in rows if row is not None}) == 3
+    trie.put_copies(np.array(rows), GPU, np.arange(3)[:, None], 0.0)
+    chains = [BlockChain(tokens[home], 1, 0, lambda data, seed: key) for home in range(3)]
+    for home, chain in enumerate(chains):
+        found = [trie.match(-1 - other, chain).rows.tolist() for other in range(3)]
+        assert found == [[rows[home]] if other == home else [] for other in range(3)]
+    gone = rows[1]
+    assert gone is not None
+    trie.drop_copies(np.array([gone]), GPU)
+    trie.remove(gone)
+    assert [trie.find(home, key) for home in range(3)] == [rows[0], None, rows[2]]
 
 
 def test_a_block_that_collides_with_its_own_parent_matches_once() -> None:
@@ -341,7 +358,7 @@ def test_a_row_is_found_by_the_first_digits_of_its_key() -> None:
     assert gone is not None
     trie.remove(gone)
     assert trie.find_by_digits("abce").tolist() == rows[2:3]
-    assert (keys[1] in trie, keys[2] in trie, None in trie) == (False, True, False)
+    assert (trie.find(0, keys[1]), trie.find(0, keys[2])) == (None, rows[2])
 
 
 def test_an_observer_is_told_of_rows_that_change() -> None:

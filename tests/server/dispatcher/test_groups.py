@@ -227,19 +227,19 @@ async def test_looks_for_a_state_that_is_not_kept_do_not_walk_the_whole_document
     """Sixteen requests wait for one document whose KV is there, and whose state is not."""
     bench = await states_bench(make_bench, states=StatePolicy(per_prompt=0), max_running=1)
     await run(bench, LONG, max_tokens=1)
-    keys, asked = bench.cache.trie(bench.namespace)._keys, 0
-    find_all = keys.find_all
+    trie, asked = bench.cache.trie(bench.namespace), 0
+    find_all = trie.find_all
 
-    def counting(wanted: bytes) -> object:
+    def counting(namespace: int, wanted: bytes) -> object:
         nonlocal asked
         asked += len(wanted) // 16
-        return find_all(wanted)
+        return find_all(namespace, wanted)
 
     runs = bench.submit(range(500, 540), max_tokens=30)
     await bench.running(runs)
     waiting = [bench.submit([*LONG, number], max_tokens=1) for number in range(16)]
     await bench.quiet()
-    monkeypatch.setattr(keys, "find_all", counting)
+    monkeypatch.setattr(trie, "find_all", counting)
     for _ in range(20):
         bench.cache.mover.placement.epoch += 1
         bench.step()

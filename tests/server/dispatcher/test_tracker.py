@@ -44,7 +44,7 @@ def from_scratch(bench: Bench, request: Request) -> tuple[int, int]:
     trie = request.trie
     parent, distance, blocks = request.namespace.root, GPU, 0
     for block in range(request.usable_blocks):
-        row = trie.find(request.chain.key(block))
+        row = trie.find(request.namespace.ordinal, request.chain.key(block))
         if row is None or trie.parent[row] != parent or trie.tokens[row].tobytes() != request.chain.block(block):
             break
         tiers = [tier for tier in range(NONE) if trie.has(row, tier)]
@@ -99,11 +99,12 @@ def test_distances_follow_every_change(
             for what, argument in changes:
                 await change(bench, queue, tracker, waiting, what, argument)
                 tracker.refresh()
+                tracker.refresh()  # the first began where the one before ended, with the last request perhaps
                 for request in waiting:
                     blocks, distance = from_scratch(bench, request)
                     assert (len(request.rows), int(request.queued.distance)) == (blocks, distance), what
                     assert request.queued.cached_tokens == blocks * BLOCK
-                    last = request.chain.key(blocks - 1) if blocks else None
+                    last = (request.namespace.root, request.chain.key(blocks - 1)) if blocks else None
                     assert request.queued.prefix == last
                 queue.check_integrity()
 

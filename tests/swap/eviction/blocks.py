@@ -22,6 +22,7 @@ class Blocks:
         self.any_part = np.zeros(rows, np.uint8)
         self.parent = np.full(rows, -1)
         self.depth = np.zeros(rows, np.int64)
+        self.namespace = np.zeros(rows, np.int32)
         self.number = np.arange(rows)
 
     def keys(self, rows: Rows) -> npt.NDArray[np.uint8]:

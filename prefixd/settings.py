@@ -200,7 +200,8 @@ class ServerSettings(_Section):
     max_sessions: Count = 256
     """Sessions open at once; one more is refused."""
     max_namespaces: Count = 1024
-    """Namespaces (a model and a tenant's salt each) that the daemon knows; one more is refused."""
+    """Namespaces (a model and a salt each) that are open in sessions or have blocks; a client is refused one more, a
+    request of the daemon's own models with one more salt runs without the cache."""
     lease_ttl_s: Seconds = 60.0
     """How long a lease or a reservation lives unless its client asks otherwise."""
     max_lease_ttl_s: Seconds = 3600.0

@@ -12,11 +12,12 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
+from benchmarks.common.daemon_specs import as_the_daemon_has_it
 from benchmarks.fuzzing.calls import LOST, Answer, send
 from benchmarks.fuzzing.messages import World, build, corrupt
 from benchmarks.fuzzing.statuses import Method
 from benchmarks.load.world import NAMESPACES
-from prefixd.cache.namespaces import NamespaceSpec, namespace_id
+from prefixd.cache.namespaces import namespace_digest
 from prefixd.v1 import admin_pb2, cache_pb2, inference_pb2
 
 BLOCK_TOKENS, PART_BYTES = 4, (96, 32)
@@ -33,7 +34,7 @@ _CHANNEL = [
     ("grpc.absolute_max_metadata_size", 1 << 22),
 ]
 # Namespaces of the well-behaved client: their ids are no secret, their salts are.
-_FOREIGN = frozenset(namespace_id(NamespaceSpec(spec.name, spec.block_tokens, (), spec.salt)) for spec in NAMESPACES)
+_FOREIGN = frozenset(namespace_digest(as_the_daemon_has_it(spec)) for spec in NAMESPACES)
 _READING = {"Match", "Acquire", "Reserve", "Persist", "Prefetch", "Get", "Put"}
 
 # They go through all there is: called as often as the others, they would take most of the time.

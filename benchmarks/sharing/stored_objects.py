@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.common.daemon_specs import as_the_daemon_has_it
 from benchmarks.sharing.valkey_server import ValkeyObjects
-from prefixd import cache
 from prefixd.cache.remote.digests import root_digest
 from prefixd.client import NamespaceSpec
 from prefixd_swap.stores import NAME_BYTES, object_name
@@ -48,7 +48,7 @@ def read_objects(
     for block, spec in prefixes.items():
         keys, width = seal.keys(spec.salt), 4 * spec.block_tokens
         blocks = (block[1][at : at + width] for at in range(0, len(block[1]), width))
-        digest = keys.chain(root_digest(keys, _as_the_daemon_has_it(spec)), blocks)[-1]
+        digest = keys.chain(root_digest(keys, as_the_daemon_has_it(spec)), blocks)[-1]
         named |= {object_name(digest, part): (block, part) for part in range(len(spec.parts))}
     found: dict[BlockId, list[StoredObject]] = {}
     names = objects.names()
@@ -58,9 +58,3 @@ def read_objects(
     for parts in found.values():
         parts.sort(key=lambda each: each.part)
     return found
-
-
-def _as_the_daemon_has_it(spec: NamespaceSpec) -> cache.NamespaceSpec:
-    """Without rules: no namespace of a harness here has any."""
-    parts = tuple(cache.PartSpec(part.group, part.rank, part.nbytes) for part in spec.parts)
-    return cache.NamespaceSpec(spec.name, spec.block_tokens, parts, spec.salt, spec.dtype, spec.layout)

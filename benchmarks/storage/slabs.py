@@ -20,7 +20,7 @@ import xxhash
 
 from benchmarks.common import harness
 from prefixd.cache import BlockChain, NamespaceSpec, PartSpec
-from prefixd.cache.namespaces import namespace_id
+from prefixd.cache.namespaces import namespace_digest
 from prefixd_swap import BlockRecord, DiskPart, NewBlock, SlabStore, Span
 from prefixd_swap.slab.block_record import encode_record, index_key
 from prefixd_swap.slab.file import INDEX_BITS
@@ -36,7 +36,7 @@ _CHILL_S = 1.0
 _CHILL_AGAIN_S = 0.01
 _libc = ctypes.CDLL(None)
 SPEC = NamespaceSpec("benchmark-disk-large", TOKENS, (PartSpec("full", 0, SLOT_BYTES),))
-_NAMESPACE = namespace_id(SPEC)
+_NAMESPACE = namespace_digest(SPEC)
 
 
 class Memory:

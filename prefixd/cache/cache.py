@@ -7,6 +7,7 @@ blocks are born in the GPU tier (`record`). Both stand in the same trie.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -26,7 +27,7 @@ from prefixd.cache.prefetches import Prefetches
 from prefixd.cache.refused_blocks import RefusedBlocks
 from prefixd.cache.remote import RemoteOptions
 from prefixd.cache.reservations import Reservations
-from prefixd.cache.restore import known_namespaces, remove_refused, restore
+from prefixd.cache.restore import known_namespaces, remove_refused, remove_unused, restore
 from prefixd.cache.retention import Retained, Retention, Wish
 from prefixd.cache.scrubber import Scrubber
 from prefixd.cache.sessions import Lease, LeaseTable, Process, Reservation, Session
@@ -34,13 +35,15 @@ from prefixd.cache.tiers import Tiers
 from prefixd.cache.write_back import WriteBack
 from prefixd.errors import ExhaustedError, InvalidArgumentError, NotFoundError, UnsupportedError
 from prefixd.pacer import give_way
-from prefixd.tenants import Tenants
+from prefixd.tenants import Tenant, Tenants
 from prefixd_swap import CopyEngine, EvictionPolicy, UseHistory
 from prefixd_swap.eviction.use_history import REMEMBERED
 
 Claim = tuple[Trie, Rows, list[int]]
 _ENDED_AT_ONCE = 1 << 16  # held blocks whose hold ends in one turn, about a millisecond,
 _ENDED_WITH_A_GRANT = 1 << 11  # and what a grant costs besides, in blocks
+_LOOKED_AT = 1024  # namespaces that are looked at, at a limit, for those that nobody uses: a millisecond,
+_LOOKED_AT_WITH_A_NEW_ONE = 2  # and whenever one is new: there are never many more than are used
 NO_OFFSET = np.uint64(2**64 - 1)
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -143,10 +146,12 @@ class TieredCache:
         self._reservations = Reservations(tiers, self.mover, self.leases, clock)
         self.quarantine = self._reservations.quarantine
         self.pins = Pins(self.mover, self._reservations)
-        self.retained = Retained(tiers, self.tries, lambda namespace: self.tenants.default, clock)
+        self.retained = Retained(tiers, self.tries, self._tenant_at, clock)
         self._max_namespaces = max_namespaces
         self._digest = digest
-        self._trie_of: dict[tuple[object, ...], Trie] = {}
+        self._trie_of: dict[tuple[object, ...], Trie] = {}  # by geometry
+        self._tries: dict[int, Trie] = {}  # by the namespace's ordinal
+        self._users: Counter[int] = Counter()  # namespaces that are known, by their trie's ordinal
         self._observer: Observer | None = None
 
     # -- life ---------------------------------------------------------------------------------------------------
@@ -160,10 +165,17 @@ class TieredCache:
         store = self.tiers.durable
         if store is None:
             return 0
-        known = known_namespaces(store, self.namespaces)
-        restored = restore(store.load(), known, self.trie, self.mover.placement, store.level)
+        records, stored = store.load(), store.namespaces()
+        known = known_namespaces(stored, records.namespaces, self.namespaces)
+        for namespace in known.values():
+            self.tenants.known(namespace.spec.tenant)
+            self._give_trie(namespace)
+        restored = restore(records, known, self.trie, self.mover.placement, store.level)
         restore_pins(store, known, self.trie)
         remove_refused(store, restored)
+        used = {identity for identity, namespace in known.items() if self._has_blocks(namespace)}
+        remove_unused(store, stored.keys() - used)
+        self.mover.disk.saved.update(used)
         heap.give_back()
         return restored.blocks
 
@@ -179,39 +191,83 @@ class TieredCache:
         await self.mover.close()
 
     def register(self, spec: NamespaceSpec) -> Namespace:
-        """The namespace for `spec`; made durable in the background when it is new, with its first block at the latest.
+        """The namespace for `spec`; durable with its first block on disk. It stays for whoever has a reference to it.
 
         Raises:
             InvalidArgumentError: the spec itself is wrong.
-            AlreadyExistsError: (name, salt) is registered with another geometry.
-            ExhaustedError: it would be one too many.
+            AlreadyExistsError: its id is another one's, by chance.
+            ExhaustedError: it would be one too many, for its tenant or in all.
         """
-        if spec not in self.namespaces and len(self.namespaces) >= self._max_namespaces:
+        known = self.namespaces.find(spec)
+        if known is not None:
+            return known
+        spec.check()
+        self._forget_namespaces(_LOOKED_AT_WITH_A_NEW_ONE)
+        tenant = self.tenants.known(spec.tenant)
+        have, most = self.namespaces.count(tenant.name), tenant.quota.namespaces
+        if len(self.namespaces) >= self._max_namespaces or (most is not None and have >= most):
+            self._forget_namespaces()
+            have = self.namespaces.count(tenant.name)
+        tenant.check("namespaces", have, "namespaces are open in sessions or have blocks", "use one of them")
+        if len(self.namespaces) >= self._max_namespaces:
             raise ExhaustedError(
-                f"{len(self.namespaces)} namespaces are registered, the most allowed; use one of them or raise "
-                "server.max_namespaces"
+                f"{len(self.namespaces)} namespaces of all tenants are open in sessions or have blocks, the most "
+                "allowed; use one of them or raise server.max_namespaces"
             )
-        namespace, new = self.namespaces.register(spec)
-        self.trie(namespace)
-        if new and self.tiers.durable is not None:
-            self.mover.save_namespace(namespace)
-        return namespace
+        return self._give_trie(self.namespaces.register(spec))
+
+    def unlisted(self, spec: NamespaceSpec) -> Namespace:
+        """A namespace like `spec`, for a request that finds nothing and leaves nothing in the cache."""
+        spec.check()
+        self._forget_namespaces(_LOOKED_AT_WITH_A_NEW_ONE)
+        return self._give_trie(self.namespaces.unlisted(spec))
 
     def trie(self, namespace: Namespace) -> Trie:
         """The trie that has the namespace's blocks."""
-        spec = namespace.spec
-        geometry = (spec.block_tokens, tuple((part.nbytes, part.rule) for part in spec.parts))
+        return self._tries[namespace.ordinal]
+
+    def _give_trie(self, namespace: Namespace) -> Namespace:
+        geometry = _geometry(namespace.spec)
         trie = self._trie_of.get(geometry)
         if trie is None:
-            part_bytes = [part.nbytes for part in spec.parts]
-            trie = Trie(spec.block_tokens, part_bytes, len(self.tries), spec.group_rules())
-            if self.tiers.durable is not None:
-                trie.offer(self.tiers.durable.level, self.tiers.durable.gives)
-            if self.tiers.remote is not None:
-                trie.offer(self.tiers.remote.level, self.tiers.remote.gives)
-            trie.observer = self._observer
-            self._trie_of[geometry] = trie
-            self.tries.append(trie)
+            trie = self._trie_of[geometry] = self._new_trie(namespace.spec)
+        self._tries[namespace.ordinal] = trie
+        self._users[trie.ordinal] += 1
+        return namespace
+
+    def _tenant_at(self, ordinal: int) -> Tenant:
+        """To whom the namespace with this ordinal belongs."""
+        return self.tenants.known(self.namespaces.at(ordinal).spec.tenant)
+
+    def _has_blocks(self, namespace: Namespace) -> bool:
+        return self.trie(namespace).blocks_of(namespace.ordinal) > 0
+
+    def _forget_namespaces(self, most: int = _LOOKED_AT) -> None:
+        """Forgets namespaces that nobody uses and that have no blocks, among those looked at."""
+        saved = []
+        for ordinal, identity in self.namespaces.forget_unused(self._has_blocks, most):
+            self._users[self._tries.pop(ordinal).ordinal] -= 1
+            if identity in self.mover.disk.saved:
+                saved.append(identity)
+        if saved:
+            self.mover.spawn(self.mover.disk.forget_namespaces(saved))
+
+    def _new_trie(self, spec: NamespaceSpec) -> Trie:
+        """A trie for blocks like the namespace's: one that no namespace uses any more, if there is one."""
+        part_bytes, rules = [part.nbytes for part in spec.parts], spec.group_rules()
+        if unused := [trie for trie in self.tries if not self._users[trie.ordinal]]:
+            trie = min(unused, key=lambda each: each.rows)
+            self._trie_of = {geometry: each for geometry, each in self._trie_of.items() if each is not trie}
+            trie.reshape(spec.block_tokens, part_bytes, rules)
+            self.policy.observe_compute_time(trie, lambda tokens: None)  # it is not known for these blocks yet
+            return trie
+        trie = Trie(spec.block_tokens, part_bytes, len(self.tries), rules)
+        if self.tiers.durable is not None:
+            trie.offer(self.tiers.durable.level, self.tiers.durable.gives)
+        if self.tiers.remote is not None:
+            trie.offer(self.tiers.remote.level, self.tiers.remote.gives)
+        trie.observer = self._observer
+        self.tries.append(trie)
         return trie
 
     def observe(self, observer: Observer | None) -> None:
@@ -398,7 +454,7 @@ class TieredCache:
             ExhaustedError: it is beyond the tenant's quota; nothing is changed.
         """
         trie = self.trie(namespace)
-        path = trie.usable(await find_path(trie, namespace.root, chain))
+        path = trie.usable(await find_path(trie, namespace, chain))
         with self.mover.placement.holds.hold("retain", trie, path):
             with await self.retained.wish(namespace, trie, retention or [Retention()], path) as wish:
                 await wish.apply_all(path)
@@ -469,7 +525,7 @@ class TieredCache:
             ExhaustedError: they are beyond the tenant's quota.
         """
         trie = self.trie(namespace)
-        path = trie.usable(await find_path(trie, namespace.root, chain, blocks))
+        path = trie.usable(await find_path(trie, namespace, chain, blocks))
         with self.mover.placement.holds.hold("retain", trie, path):
             return await self.retained.wish(namespace, trie, retention, path, blocks - len(path), groups)
 
@@ -505,7 +561,7 @@ class TieredCache:
         end = first_block + count
         keys, tokens = chain.key_rows(first_block, end), chain.token_rows(first_block, end)
         if trie.refused:
-            accepted = trie.unrefused(trie.find_all(keys), first_block)
+            accepted = trie.unrefused(trie.find_all(namespace.ordinal, keys), first_block)
             keys, tokens = keys[:accepted], tokens[:accepted]
         rows, _ = trie.insert_path(parent, namespace.ordinal, keys, tokens, now)
         if len(rows) < len(keys):
@@ -565,3 +621,8 @@ class TieredCache:
     def _need_cpu(self) -> None:
         if not self.tiers.exists(self.tiers.shared):
             raise UnsupportedError("this daemon has no CPU tier to share; start it with cpu.bytes above 0")
+
+
+def _geometry(spec: NamespaceSpec) -> tuple[object, ...]:
+    """What blocks of one trie have in common."""
+    return (spec.block_tokens, tuple((part.nbytes, part.rule) for part in spec.parts))

@@ -25,7 +25,7 @@ from prefixd.cache.disk_removals import DiskRemovals
 from prefixd.cache.groups import GroupMask
 from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
 from prefixd.cache.movement import Movement
-from prefixd.cache.namespaces import Namespace, NamespaceRegistry
+from prefixd.cache.namespaces import NamespaceRegistry
 from prefixd.cache.paths import find_ancestry
 from prefixd.cache.placement import Placement
 from prefixd.cache.tiers import Slots
@@ -78,12 +78,13 @@ class DiskCopies:
         self.written_bytes = 0
         """Bytes of blocks that were written since the start."""
         self._lock = UrgentLock(urgency_enabled=self._tiers.transfers.urgency_enabled)
-        self._saved: set[bytes] = set()  # namespaces that the index knows
+        self.saved: set[bytes] = set()
+        """Namespaces, by id, that the index knows."""
         self.removals = DiskRemovals(
             self._tiers, self.records, self._lock, lambda error: self.health.write_failed(error)
         )
         self.damaged = DamagedBlocks(placement, self.records, self.removals)
-        self.health = DiskHealth(placement, tries, self.still, self.damaged.drop, self._reread, self._saved.clear)
+        self.health = DiskHealth(placement, tries, self.still, self.damaged.drop, self._reread, self.saved.clear)
 
     @property
     def _store(self) -> StoreTier:
@@ -233,24 +234,25 @@ class DiskCopies:
         _raise_first(results)
         return batch[~stored]
 
-    async def save_namespace(self, namespace: Namespace) -> None:
-        """Makes durable what a namespace stands for, unless the disk is out of service."""
-        async with self.still():
-            if self._tiers.writes:
-                try:
-                    await to_the_end(self._save_namespace(namespace))
-                except StorageError as error:
-                    self.health.write_failed(error)
-
     async def _save_namespaces(self, trie: Trie, rows: Rows) -> None:
         """Makes durable what the blocks' namespaces stand for, before the first block of each."""
         for ordinal in np.unique(trie.namespace[rows]).tolist():
-            await self._save_namespace(self._namespaces.at(ordinal))
+            namespace = self._namespaces.at(ordinal)
+            if namespace.id not in self.saved:
+                await self._store.put_namespace(namespace.id, msgspec.msgpack.encode(namespace.spec))
+                self.saved.add(namespace.id)
 
-    async def _save_namespace(self, namespace: Namespace) -> None:
-        if namespace.id not in self._saved:
-            await self._store.put_namespace(namespace.id, msgspec.msgpack.encode(namespace.spec))
-            self._saved.add(namespace.id)
+    async def forget_namespaces(self, ids: Sequence[bytes]) -> None:
+        """Removes from the index what namespaces stood for, but for those that are known again. If that fails, the next
+        start tries again."""
+        async with self.still():
+            gone = [identity for identity in ids if identity in self.saved and identity not in self._namespaces]
+            if gone and self._tiers.writes:
+                self.saved.difference_update(gone)
+                try:
+                    await to_the_end(self._store.remove_namespaces(gone))
+                except StorageError as error:
+                    self.health.write_failed(error)
 
     # -- pins -----------------------------------------------------------------------------------------------------
 

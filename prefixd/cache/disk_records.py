@@ -33,15 +33,15 @@ class DiskRecords:
 
     def identities(self, trie: Trie, rows: Rows) -> list[Identity]:
         """The blocks' names on disk."""
-        ids = [namespace.id for namespace in self._namespaces]
         keys = trie.keys(rows).tobytes()
         namespaces = trie.namespace[rows].tolist()
+        ids = {ordinal: self._namespaces.at(ordinal).id for ordinal in set(namespaces)}
         return [(ids[ordinal], keys[at * _KEY_BYTES : (at + 1) * _KEY_BYTES]) for at, ordinal in enumerate(namespaces)]
 
     def rows(self, trie: Trie, identities: Sequence[Identity]) -> Rows:
         """The blocks that have these names, -1 for those that are not there."""
-        ordinals = {namespace.id: namespace.ordinal for namespace in self._namespaces}
-        homes = np.array([ordinals.get(name, NOWHERE) for name, _ in identities], np.int64)
+        known = {name: self._namespaces.get(name) for name, _ in identities if name in self._namespaces}
+        homes = np.array([known[name].ordinal if name in known else NOWHERE for name, _ in identities], np.int64)
         rows = trie.find_all(np.maximum(homes, 0), b"".join(key for _, key in identities))
         rows[homes == NOWHERE] = -1
         return rows

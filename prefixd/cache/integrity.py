@@ -9,13 +9,17 @@ two checks may see the cache at different moments; each of them is a statement t
 from __future__ import annotations
 
 import asyncio
+from functools import partial
+
+import numpy as np
 
 from prefixd.cache.cache import TieredCache
 from prefixd.cache.findings import Findings
-from prefixd.cache.index.trie import NO_SLOT
+from prefixd.cache.index.key_masks import Ordinals
+from prefixd.cache.index.trie import NO_SLOT, Trie
 from prefixd.cache.integrity_disk import compare_with_index, snapshot_of_disk
 from prefixd.cache.integrity_holds import audit_grants, audit_holds, audit_slots
-from prefixd.cache.integrity_trie import audit_trie
+from prefixd.cache.integrity_trie import Bools, audit_trie
 from prefixd.steps import Steps, do_at_once, do_in_slices, in_thread
 from prefixd_swap import IntegrityError, StorageError
 
@@ -97,4 +101,13 @@ def _audit_memory(found: Findings, cache: TieredCache) -> Steps[None]:
     yield from audit_slots(found, cache)
     yield from audit_grants(found, cache)
     for trie in list(cache.tries):
-        yield from audit_trie(found, trie, cache.tiers)
+        yield from audit_trie(found, trie, cache.tiers, partial(_belong, cache, trie))
+
+
+def _belong(cache: TieredCache, trie: Trie, ordinals: Ordinals) -> Bools:
+    """Which of these are ordinals of namespaces whose blocks belong into the trie."""
+    different, places = np.unique(ordinals, return_inverse=True)
+    homes = [cache.namespaces.find_at(ordinal) for ordinal in different.tolist()]
+    belong = np.array([home is not None and cache.trie(home) is trie for home in homes], np.bool_)
+    found: Bools = belong[places]
+    return found

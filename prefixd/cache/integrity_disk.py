@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from prefixd.cache.cache import TieredCache
 from prefixd.cache.index.trie import NO_SLOT
+from prefixd.cache.namespaces import ID_BYTES
 from prefixd.pacer import SLICE_ROWS
 from prefixd.steps import Steps
 from prefixd_swap import Records
@@ -39,12 +40,12 @@ def snapshot_of_disk(cache: TieredCache, durable: StoreTier) -> Steps[DiskSnapsh
 
     Blocks may leave the tries meanwhile, and are in `leaving` then: it is taken last, when their removal is announced.
     """
-    ids = np.frombuffer(b"".join(namespace.id for namespace in cache.namespaces), np.uint8).reshape(-1, 8)
     names, places = [np.zeros((0, 24), np.uint8)], [np.zeros(0, np.uint64)]
     for trie in list(cache.tries):
         for start in range(0, trie.rows, SLICE_ROWS):
             marked = trie.any_part[start : min(start + SLICE_ROWS, trie.rows)] & np.uint8(1 << durable.level)
             rows = start + np.flatnonzero(marked)
+            ids = np.frombuffer(cache.namespaces.ids(), np.uint8).reshape(-1, ID_BYTES)
             names.append(np.hstack([ids.take(trie.namespace[rows], axis=0, mode="clip"), trie.keys(rows)]))
             slots = trie.slots[rows, durable.level]
             there = slots != NO_SLOT  # a record has 0 for what is not on disk

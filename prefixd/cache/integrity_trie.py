@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
 from prefixd.cache.column_copies import memory_for_copies
 from prefixd.cache.findings import Findings
+from prefixd.cache.index.key_masks import Ordinals
 from prefixd.cache.index.trie import NO_SLOT, NONE, TIERS, Rows, Trie
 from prefixd.cache.index.trie_table import NOWHERE
 from prefixd.cache.retention import MOST_PRIORITY
@@ -18,11 +21,15 @@ _SLICE_ROWS = 1 << 12  # each is looked at in some 100 ways
 Bools = npt.NDArray[np.bool_]
 
 
-def audit_trie(found: Findings, trie: Trie, tiers: Tiers) -> Steps[None]:
-    """Looks at the rows a slice at a time, each as it is then, and counts in copies of the columns."""
+def audit_trie(found: Findings, trie: Trie, tiers: Tiers, known: Callable[[Ordinals], Bools]) -> Steps[None]:
+    """Looks at the rows a slice at a time, each as it is then, and counts in copies of the columns.
+
+    `known`: which namespaces there are, by ordinal, whose blocks belong into this trie.
+    """
     for start in range(0, trie.rows, _SLICE_ROWS):
         rows = start + np.flatnonzero(trie.namespace[start : min(start + _SLICE_ROWS, trie.rows)] != NOWHERE)
         found.blocks += len(rows)
+        found.demand_none(rows[~known(trie.namespace[rows])], f"{_where(trie)}rows of a namespace that is not known")
         _audit_places(found, trie, rows)
         _audit_copies(found, trie, rows, tiers)
         yield None
@@ -113,6 +120,7 @@ def _audit_counts(found: Findings, trie: Trie) -> Steps[None]:
     copies = yield from memory_for_copies(*(column[: trie.rows] for column in columns))
     n, keys, where = trie.rows, len(trie), _where(trie)
     free_rows = copies.copy(np.frombuffer(trie.free, np.int32))
+    by_namespace = trie.blocks_by_namespace()
     namespace, parent, children = (copies.copy(column[:n]) for column in (trie.namespace, trie.parent, trie.children))
     priority, retained_groups = copies.copy(trie.priority[:n]), copies.copy(trie.retained_groups[:n])
     prioritized, retained_bytes = trie.prioritized, dict(trie.retained_bytes)
@@ -139,6 +147,9 @@ def _audit_counts(found: Findings, trie: Trie) -> Steps[None]:
         nbytes = np.bincount(namespace[retained], trie.group_bytes[retained_groups[retained]])
         there = {int(at): int(nbytes[at]) for at in np.flatnonzero(nbytes)}
         found.demand(there == retained_bytes, f"{where}{retained_bytes} bytes are retained by namespace, not {there}")
+        homes = np.bincount(namespace[used], minlength=len(by_namespace))
+        same = len(homes) == len(by_namespace) and bool((homes == by_namespace).all())
+        found.demand(same, f"{where}blocks of namespaces that are miscounted")
 
     yield count
 

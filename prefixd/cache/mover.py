@@ -24,7 +24,7 @@ from prefixd.cache.disk_records import Identity
 from prefixd.cache.groups import GroupMask
 from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
 from prefixd.cache.movement import Movement
-from prefixd.cache.namespaces import Namespace, NamespaceRegistry
+from prefixd.cache.namespaces import NamespaceRegistry
 from prefixd.cache.placement import Placement
 from prefixd.cache.remote import Remote, RemoteOptions
 from prefixd.cache.room import Room
@@ -600,10 +600,6 @@ class Mover:
         if not ahead and written < lacking and (missing := self.disk.missing(trie, rows)):
             self.lost[f"not written: {self._placement.why_unwritten()}"] += missing
         return written
-
-    def save_namespace(self, namespace: Namespace) -> None:
-        """Makes durable, in the background, what a namespace stands for."""
-        self.spawn(self.disk.save_namespace(namespace))
 
     # -- forgetting ---------------------------------------------------------------------------------------------
 

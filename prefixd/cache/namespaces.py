@@ -1,22 +1,34 @@
-"""Namespaces: what must be equal for KV to be reusable."""
+"""Namespaces: what must be equal for KV to be reusable, and whose it is.
+
+A namespace lives while somebody uses it (a session that has it open, a request, a call) or a block of it exists in any
+tier. Then it is forgotten, and its ordinal is given to another one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
+from weakref import ref
 
 import msgspec
-import xxhash
 
 from prefixd.cache.groups import MAX_GROUPS, GroupRule
-from prefixd.cache.rule_specs import RuleSpec, VisionEmbeddingSpec, rule_of, words_of
+from prefixd.cache.rule_specs import RuleSpec, VisionEmbeddingSpec, rule_of
 from prefixd.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
+from prefixd.tenants import DEFAULT
+
+ID_BYTES = 8
 
 _MAX_BLOCK_TOKENS = 65_536
 _MAX_PARTS = 1_024
 _MAX_PART_BYTES = 1 << 40
 _MAX_NAME_BYTES = 1_024
 _MAX_LABEL_BYTES = 256
+_MAX_GROUP_BYTES = 64
+_MAX_SPEC_BYTES = 16 << 10
 
 
 class PartSpec(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -32,7 +44,17 @@ class PartSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class NamespaceSpec(msgspec.Struct, frozen=True):
-    """Identity (`name`, `salt`) and geometry (the rest) of a namespace."""
+    """A namespace's identity: who differs in any of this shares no block.
+
+    Attributes:
+        name: what is computed, such as the model's fingerprint.
+        block_tokens: tokens of a block.
+        parts: of a block.
+        salt: of users within the tenant; prompts of different salts share nothing.
+        dtype, layout: of the bytes.
+        tenant: to whom it belongs.
+        worker: the daemon's own workers fill it. Clients have namespaces of their own, whatever they name them.
+    """
 
     name: str
     block_tokens: int
@@ -40,32 +62,32 @@ class NamespaceSpec(msgspec.Struct, frozen=True):
     salt: bytes = b""
     dtype: str = ""
     layout: str = ""
+    tenant: str = DEFAULT
+    worker: bool = False
 
     @property
     def geometry(self) -> tuple[object, ...]:
-        """What has to agree between everyone who uses the name."""
+        """What a block looks like."""
         return (self.block_tokens, self.parts, self.dtype, self.layout)
-
-    @property
-    def named_by_geometry(self) -> NamespaceSpec:
-        """The same under a name that ends in a digest of the geometry: whoever has another one gets another namespace.
-
-        Example: "5f1e...-a81c09e2d4b7f630".
-        """
-        digest = xxhash.xxh3_64_hexdigest(msgspec.msgpack.encode(self.geometry))
-        return msgspec.structs.replace(self, name=f"{self.name}-{digest}")
 
     def group_rules(self) -> list[GroupRule]:
         """The rule of each part, counted in blocks."""
         return [rule_of(part.rule, self.block_tokens) for part in self.parts]
 
+    def encoded(self) -> bytes:
+        """All of it, each text and list with its length before it, so that no two specs read the same."""
+        parts = [(part.group, part.rank, part.nbytes, part.rule) for part in self.parts]
+        owner = (self.tenant, self.worker)
+        return msgspec.msgpack.encode((*owner, self.name, self.salt, self.block_tokens, self.dtype, self.layout, parts))
+
     def check(self) -> None:
         """Raises InvalidArgumentError unless the spec can be stored."""
         if not self.name:
             raise InvalidArgumentError("namespace name is empty; pass the model's fingerprint")
-        _check_length("namespace name", self.name, _MAX_NAME_BYTES)
-        for what in ("salt", "dtype", "layout"):
-            _check_length(what, getattr(self, what), _MAX_LABEL_BYTES)
+        _check_text("namespace name", self.name, _MAX_NAME_BYTES)
+        _check_length("salt", self.salt, _MAX_LABEL_BYTES)
+        for what in ("dtype", "layout"):
+            _check_text(what, getattr(self, what), _MAX_LABEL_BYTES)
         if not 1 <= self.block_tokens <= _MAX_BLOCK_TOKENS:
             raise InvalidArgumentError(
                 f"block_tokens is {self.block_tokens}; it must be between 1 and {_MAX_BLOCK_TOKENS}"
@@ -75,7 +97,7 @@ class NamespaceSpec(msgspec.Struct, frozen=True):
         if len({(part.group, part.rank) for part in self.parts}) != len(self.parts):
             raise InvalidArgumentError("two parts of the namespace have the same group and rank; name each once")
         for part in self.parts:
-            _check_length("part's group", part.group, _MAX_LABEL_BYTES)
+            _check_text("part's group", part.group, _MAX_GROUP_BYTES)
             if not 1 <= part.nbytes <= _MAX_PART_BYTES:
                 raise InvalidArgumentError(
                     f"part {part.group!r}/{part.rank} has {part.nbytes} bytes; it needs at least 1 and at most "
@@ -93,24 +115,38 @@ class NamespaceSpec(msgspec.Struct, frozen=True):
             raise InvalidArgumentError(
                 f"the namespace's parts have {len(rules)} different rules; at most {MAX_GROUPS} are possible"
             )
+        if (nbytes := len(self.encoded())) > _MAX_SPEC_BYTES:
+            raise InvalidArgumentError(
+                f"the namespace takes {nbytes} bytes with its {len(self.parts)} parts, and at most {_MAX_SPEC_BYTES} "
+                "are possible; use shorter names of groups, or fewer parts"
+            )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class Namespace:
-    """A registered namespace.
+    """A namespace that is known. Whoever needs it to stay has a reference to it.
 
-    `id` is 8 bytes, the same in every daemon; `seed` seeds its block keys; `ordinal` is its place in this process and
-    `-1 - ordinal` stands as the parent of its first blocks in the trie.
+    Attributes:
+        id: 8 bytes, by which clients and the disk's index name it; `digest`, but for one that an earlier version has
+            stored.
+        digest: 8 bytes of its spec, the same in every daemon.
+        ordinal: its number in this process; no other has it as long as this one is known.
+        spec: what it is.
     """
 
     id: bytes
-    seed: int
+    digest: bytes
     ordinal: int
     spec: NamespaceSpec
 
     @property
+    def seed(self) -> int:
+        """Seeds its block keys."""
+        return int.from_bytes(self.id, "little")
+
+    @property
     def root(self) -> int:
-        """The parent of first blocks."""
+        """Stands as the parent of its first blocks in the trie."""
         return -1 - self.ordinal
 
     @property
@@ -123,39 +159,78 @@ class NamespaceRegistry:
     """All namespaces this daemon knows."""
 
     def __init__(self) -> None:
+        self._by_digest: dict[bytes, Namespace] = {}
         self._by_id: dict[bytes, Namespace] = {}
-        self._by_ordinal: list[Namespace] = []
+        self._by_ordinal: list[Namespace | None] = []
+        self._free: list[int] = []
+        self._known: dict[int, None] = {}
+        """Their ordinals, in the order in which `forget_unused` looks at them."""
+        self._of_tenant: Counter[str] = Counter()
 
-    def register(self, spec: NamespaceSpec) -> tuple[Namespace, bool]:
-        """The namespace for `spec`, and whether it is new.
+    def find(self, spec: NamespaceSpec) -> Namespace | None:
+        """The namespace that is this one, if it is known."""
+        known = self._by_digest.get(namespace_digest(spec))
+        return known if known is not None and known.spec == spec else None
+
+    def register(self, spec: NamespaceSpec, identity: bytes | None = None) -> Namespace:
+        """A namespace that is not known yet, with the id under which it was stored, if it was.
 
         Raises:
             InvalidArgumentError: the spec itself is wrong.
-            AlreadyExistsError: (name, salt) is registered with another geometry.
+            AlreadyExistsError: its 8 bytes stand for another one.
         """
-        known = self._by_id.get(namespace_id(spec))
-        if known is None:
-            spec.check()
-            identity = namespace_id(spec)
-            namespace = Namespace(identity, int.from_bytes(identity, "little"), len(self._by_ordinal), spec)
-            self._by_id[identity] = namespace
-            self._by_ordinal.append(namespace)
-            return namespace, True
-        if (known.spec.name, known.spec.salt) != (spec.name, spec.salt):
+        spec.check()
+        digest = namespace_digest(spec)
+        identity = digest if identity is None else identity
+        other = self._by_digest.get(digest) or self._by_id.get(identity)
+        if other is not None:
             raise AlreadyExistsError(
-                f"namespace id of {spec.name!r} collides with {known.spec.name!r}; choose another name"
+                f"the id of namespace {spec.name!r} collides with that of {other.spec.name!r}; choose another name"
             )
-        for field in ("block_tokens", "parts", "dtype", "layout"):
-            ours, theirs = getattr(known.spec, field), getattr(spec, field)
-            if ours != theirs:
-                raise AlreadyExistsError(
-                    f"namespace {spec.name!r} is registered with {field} {_short(ours)}, not {_short(theirs)}; "
-                    "use the registered geometry or another name"
-                )
-        return known, False
+        namespace = self.unlisted(spec, identity)
+        self._list(namespace)
+        return namespace
+
+    def unlisted(self, spec: NamespaceSpec, identity: bytes | None = None) -> Namespace:
+        """A namespace that nobody else can find, for a request that is to leave nothing in the cache."""
+        digest = namespace_digest(spec)
+        if not self._free:
+            self._free.append(len(self._by_ordinal))
+            self._by_ordinal.append(None)
+        namespace = Namespace(digest if identity is None else identity, digest, self._free.pop(), spec)
+        self._by_ordinal[namespace.ordinal] = namespace
+        self._known[namespace.ordinal] = None
+        return namespace
+
+    def forget_unused(self, has_blocks: Callable[[Namespace], bool], most: int) -> list[tuple[int, bytes]]:
+        """Forgets namespaces that have no blocks and to which nobody else has a reference; returns their ordinals and
+        ids.
+
+        Their ordinals are free then: no row has one of them, and nobody can enter one that does. Looks at `most`
+        namespaces, those first at which it has not looked for longest.
+        """
+        forgotten: list[tuple[int, bytes]] = []
+        for ordinal in list(islice(self._known, most)):
+            del self._known[ordinal]
+            namespace = self._by_ordinal[ordinal]
+            assert namespace is not None, "known ordinals are namespaces'"
+            if has_blocks(namespace):
+                self._known[ordinal] = None
+                continue
+            identity, listed = namespace.id, self._unlist(namespace)
+            self._by_ordinal[ordinal], elsewhere = None, ref(namespace)
+            del namespace
+            if (used := elsewhere()) is None:
+                self._free.append(ordinal)
+                forgotten.append((ordinal, identity))
+                continue
+            self._by_ordinal[ordinal], self._known[ordinal] = used, None
+            if listed:
+                self._list(used)
+        return forgotten
 
     def get(self, identity: bytes) -> Namespace:
-        """The namespace with this id; NotFoundError when it was never registered."""
+        """The namespace with this id; NotFoundError when it is not known."""
         try:
             return self._by_id[identity]
         except KeyError:
@@ -164,37 +239,58 @@ class NamespaceRegistry:
             ) from None
 
     def at(self, ordinal: int) -> Namespace:
-        """The namespace with this ordinal."""
-        return self._by_ordinal[ordinal]
+        """The namespace with this ordinal: some row has it, so there is one."""
+        namespace = self.find_at(ordinal)
+        assert namespace is not None, "a namespace that has blocks is not forgotten"
+        return namespace
 
-    def __contains__(self, spec: NamespaceSpec) -> bool:
-        return namespace_id(spec) in self._by_id
+    def find_at(self, ordinal: int) -> Namespace | None:
+        """The namespace with this ordinal, if there is one."""
+        return self._by_ordinal[ordinal] if ordinal < len(self._by_ordinal) else None
+
+    def ids(self) -> bytes:
+        """All ids by ordinal, 8 bytes each; 0 where no namespace has the ordinal."""
+        return b"".join(bytes(ID_BYTES) if each is None else each.id for each in self._by_ordinal)
+
+    def count(self, tenant: str) -> int:
+        """How many of them are a tenant's."""
+        return self._of_tenant[tenant]
+
+    def __contains__(self, identity: bytes) -> bool:
+        return identity in self._by_id
 
     def __len__(self) -> int:
-        return len(self._by_ordinal)
+        return len(self._by_id)
 
     def __iter__(self) -> Iterator[Namespace]:
-        return iter(self._by_ordinal)
+        return iter(list(self._by_id.values()))
+
+    def _list(self, namespace: Namespace) -> None:
+        self._by_digest[namespace.digest] = self._by_id[namespace.id] = namespace
+        self._of_tenant[namespace.spec.tenant] += 1
+
+    def _unlist(self, namespace: Namespace) -> bool:
+        """Whether it was listed."""
+        if self._by_id.get(namespace.id) is not namespace:
+            return False
+        del self._by_digest[namespace.digest], self._by_id[namespace.id]
+        self._of_tenant[namespace.spec.tenant] -= 1
+        return True
 
 
-def namespace_id(spec: NamespaceSpec) -> bytes:
-    """8 bytes over (name, salt), length-prefixed so that no two pairs read the same."""
-    name = spec.name.encode()
-    return xxhash.xxh3_64_digest(len(name).to_bytes(8, "little") + name + spec.salt)
+def namespace_digest(spec: NamespaceSpec) -> bytes:
+    """8 bytes that stand for a namespace in every daemon. Nobody can find a spec that has those of another one."""
+    return hashlib.blake2b(spec.encoded(), digest_size=ID_BYTES).digest()
 
 
-def _check_length(what: str, value: str | bytes, limit: int) -> None:
-    length = len(value.encode() if isinstance(value, str) else value)
-    if length > limit:
-        raise InvalidArgumentError(f"the {what} has {length} bytes; use at most {limit}, a digest of it for example")
+def _check_text(what: str, text: str, limit: int) -> None:
+    _check_length(what, text.encode(), limit)
+    if not text.isprintable():  # operators see it
+        raise InvalidArgumentError(f"the {what} {text!r} has characters that cannot be printed; leave them out")
 
 
-def _short(value: object) -> str:
-    if isinstance(value, tuple):
-        return "[" + ", ".join(_short_part(part) for part in value if isinstance(part, PartSpec)) + "]"
-    return repr(value)
-
-
-def _short_part(part: PartSpec) -> str:
-    rule = "" if part.rule is None else f", {words_of(part.rule)}"
-    return f"{part.group}/{part.rank}: {part.nbytes} B{rule}"
+def _check_length(what: str, value: bytes, limit: int) -> None:
+    if len(value) > limit:
+        raise InvalidArgumentError(
+            f"the {what} has {len(value)} bytes; use at most {limit}, a digest of it for example"
+        )

@@ -15,8 +15,6 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 
-import numpy as np
-
 from prefixd.cache.index.trie import Rows, Trie
 from prefixd.cache.mover import Mover
 from prefixd.cache.namespaces import Namespace
@@ -85,9 +83,8 @@ def restore_pins(store: StoreTier, known: Mapping[bytes, Namespace], trie_of: Ca
     blocks = 0
     for identity in keys.keys() & known.keys():
         trie = trie_of(known[identity])
-        rows = trie.find_all(np.frombuffer(b"".join(keys[identity]), np.uint8).reshape(-1, 16))
+        rows = trie.find_all(known[identity].ordinal, b"".join(keys[identity]))
         rows = rows[rows >= 0]
-        rows = rows[trie.namespace[rows] == known[identity].ordinal]
         trie.pinned[rows] = True
         blocks += len(rows)
     return blocks

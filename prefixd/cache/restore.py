@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -41,21 +41,25 @@ class Restored:
     """Namespace and key of those, children before parents: nothing will ever ask for them, remove them."""
 
 
-def known_namespaces(store: StoreTier, registry: NamespaceRegistry) -> dict[bytes, Namespace]:
-    """The store's namespaces, registered. One that cannot be read, or disagrees with what is registered, is left out.
+def known_namespaces(
+    stored: Mapping[bytes, bytes], wanted: Iterable[bytes], registry: NamespaceRegistry
+) -> dict[bytes, Namespace]:
+    """Registers namespaces, by id, with the ids that they have on disk. One that cannot be read is left out.
 
-    Raises:
-        StorageError: the store's index cannot be read.
+    Args:
+        stored: what each stands for.
+        wanted: those that have blocks; nobody needs the others.
+        registry: has none of them.
     """
     known = {}
-    for identity, spec in store.namespaces().items():
+    for identity in wanted:
+        spec = stored.get(identity)
+        if spec is None:
+            continue
         try:
-            namespace, _ = registry.register(msgspec.msgpack.decode(spec, type=NamespaceSpec))
+            known[identity] = registry.register(msgspec.msgpack.decode(spec, type=NamespaceSpec), identity)
         except (msgspec.DecodeError, PrefixdError) as error:
             log.error("namespace %s on disk is of no use, its blocks are dropped: %s", identity.hex(), error)
-            continue
-        if namespace.id == identity:
-            known[identity] = namespace
     return known
 
 
@@ -98,6 +102,15 @@ def remove_refused(store: StoreTier, restored: Restored) -> None:
             store.discard(ids[start : start + _REMOVED_AT_ONCE])
     except StorageError as error:
         log.error("blocks on disk that are of no use could not be removed, the next start tries again: %s", error)
+
+
+def remove_unused(store: StoreTier, unused: Collection[bytes]) -> None:
+    """Forgets what namespaces stood for that have no block. On an error the next start tries again."""
+    try:
+        if unused:
+            store.discard_namespaces(unused)
+    except StorageError as error:
+        log.error("%d namespaces on disk without blocks could not be removed: %s", len(unused), error)
 
 
 class _Entry:

@@ -174,6 +174,7 @@ class LeaseTable:
         if self.sessions.pop(session.id, None) is None:
             return
         self._finish(list(session.grants.values()), "its session ended", at_its_word=False)
+        session.namespaces.clear()
         self._closed(session)
 
     def session(self, session_id: str) -> Session:

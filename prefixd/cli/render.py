@@ -219,6 +219,8 @@ def print_stats(stats: admin_pb2.StatsResponse) -> None:
     out.print(_tier_table(stats.tiers))
     if stats.namespaces:
         out.print(_namespace_table(stats.namespaces, stats.models))
+        if stats.other_namespaces:
+            out.print(f"and {stats.other_namespaces:,} more namespaces, with fewer blocks")
     if stats.sessions:
         out.print(_session_table(stats.sessions))
     for reason, blocks in sorted(stats.lost_blocks.items()):
@@ -276,7 +278,8 @@ def _namespace_table(namespaces: Iterable[admin_pb2.NamespaceStats], models: Seq
     made = table("namespace", "id", "block tokens", "blocks", right=("block tokens", "blocks"), fold=("namespace",))
     for entry in namespaces:
         name = entry.namespace.name
-        whose = [model.name for model in models if len(models) > 1 and model.namespace == name]
+        several = len(models) > 1 and entry.worker
+        whose = [model.name for model in models if several and model.namespace == name]
         made.add_row(
             Text(f"{name} ({', '.join(whose)})" if whose else name),
             entry.namespace_id.hex(),

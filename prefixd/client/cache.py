@@ -36,7 +36,7 @@ class AsyncCache:
 
     @property
     def namespace_id(self) -> bytes:
-        """8 bytes, the same for the same (name, salt) in every daemon."""
+        """8 bytes, the same for the same namespace of the same tenant in every daemon."""
         return self._namespace.namespace_id
 
     async def match(self, tokens: TokenIds, *, counted: bool = False, prefill: Prefill | None = None) -> MatchResult:

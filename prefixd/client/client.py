@@ -160,8 +160,8 @@ class AsyncClient:
         """Names what must be equal for KV to be reusable, and gives the cache of it. Registering again is
         free.
 
-        Raises `AlreadyExistsError` when (name, salt) is known with another geometry, `ExhaustedError` when the daemon
-        knows as many namespaces as it may, `InvalidArgumentError` for a geometry that cannot be.
+        With another salt or geometry it is another namespace. Raises `ExhaustedError` when the tenant, or all together,
+        have as many namespaces as they may, `InvalidArgumentError` for a geometry that cannot be.
         """
         registered = RegisteredNamespace(self, namespace)
         await registered.ready()

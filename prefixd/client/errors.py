@@ -28,7 +28,7 @@ class SessionUnknown(NotFoundError):
 
 
 class AlreadyExistsError(ClientError):
-    """The name is taken: a namespace with another geometry, or a running request with the same id."""
+    """The name is taken: by a running request with the same id, or by chance by another namespace."""
 
 
 class ExhaustedError(ClientError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import math
 import secrets
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from prefixd.cache import TieredCache
+from prefixd.cache import Namespace, TieredCache
 from prefixd.cache.retention import Retention, Wish
 from prefixd.errors import (
     AlreadyExistsError,
@@ -30,6 +31,7 @@ from prefixd.generation.rates import RequestRates
 from prefixd.generation.sequence import SequenceOutput
 from prefixd.generation.stop_strings import StopStrings
 from prefixd.server.dispatcher import Dispatcher
+from prefixd.server.image_kv import ImageKv
 from prefixd.server.prompt_images import PromptLayout
 from prefixd.server.request import Ended, FinishReason, NewTokens, Request
 from prefixd.server.served_model import ServedModel
@@ -38,6 +40,8 @@ from prefixd.server.tokenization import TokenIds, TooManyTokensError, need_codec
 from prefixd.tenants import Tenant
 from prefixd.worker.protocol import blocks_needed
 from prefixd_scheduler import QueuedRequest, QueueFullError
+
+log = logging.getLogger(__name__)
 
 LONGEST_REQUEST_ID = 256
 MOST_MESSAGE_BYTES = 1 << 30
@@ -185,6 +189,7 @@ class Generation:
             if not of_name:
                 del self._live[name]
             _cancel(dispatcher, [sequence.request for sequence in going.values()])
+            requests.clear()  # the inbox refers to them and they to it: what they use would stay until it is collected
 
     async def _wish(self, requests: Sequence[Request], retention: Sequence[Retention]) -> Wish:
         """Grants what the caller wishes for the blocks of the requests' prompt, which is one."""
@@ -261,8 +266,7 @@ class Generation:
                 f"the GPU tier holds {model.frames * frame_bytes}; shorten the prompt, "
                 f"{'send fewer images, ' if of_images else ''}lower max_tokens or {_LARGER_TIER}"
             )
-        namespace = self._cache.register(model.salted(params.salt))
-        image_kv = model.image_kv(self._cache, images, params.salt)
+        namespace, image_kv, cached = self._homes(model, tenant, params.salt, images, prompt_tokens)
         deadline_s = math.inf if params.deadline_s is None else params.deadline_s
         arrival_s, tokens = self._clock(), ids.tobytes() if images is None else images.identity
         requests: list[Request] = []
@@ -292,9 +296,23 @@ class Generation:
                     events=inbox.sink(index),
                     fork_of=requests[0].id if requests else -1,
                     read_only=params.read_only,
+                    uncached=not cached,
                 )
             )
         return requests
+
+    def _homes(
+        self, model: ServedModel, tenant: Tenant, salt: bytes, images: PromptLayout | None, prompt_tokens: int
+    ) -> tuple[Namespace, ImageKv | None, bool]:
+        """The namespaces of a prompt and of its images, and whether the cache is used: a request for whose salt there
+        is no room runs without."""
+        cache = self._cache
+        try:
+            return *model.homes(cache.register, cache, images, tenant, salt), True
+        except ExhaustedError as error:
+            log.debug("a request is not cached: %s", error)
+            cache.mover.lost["too many namespaces"] += prompt_tokens // model.hello.block_tokens
+            return *model.homes(cache.unlisted, cache, images, tenant, salt), False
 
     async def _prompt(self, prompt: str | bytes, model: ServedModel, tenant: Tenant) -> TokenIds:
         """The prompt's token ids, shorter than the model's context. No work here grows with what is refused."""

@@ -82,11 +82,11 @@ class GenerateParams:
     deadline_s: float | None = None
     """Seconds from the arrival until the first token is due; None: never."""
     salt: bytes = b""
-    """Tenant salt: prompts of different salts never share a cached block."""
+    """Prompts of different salts never share a cached block."""
     model: str = ""
     """Name of the model; empty: the first."""
     tenant: Tenant | None = None
-    """Whose request it is; None: the default tenant's."""
+    """Whose request it is; None: the default tenant's. Prompts of two tenants never share a cached block."""
     read_only: bool = False
     """Use what is cached, and leave nothing in the cache."""
     message_bytes: Callable[[], int] = lambda: 0

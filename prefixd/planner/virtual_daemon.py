@@ -146,7 +146,7 @@ class VirtualDaemon:
         self.dispatcher = make_dispatcher(settings, self.cache, self.worker.send, clock)
         self.dispatcher.least_frames = self._kv.least_frames
         self.dispatcher.recorder.needs = KvNeeds(self._kv, frame_bytes)
-        spec = NamespaceSpec(plan.model.name, self._kv.block_tokens, self._kv.parts(frame_bytes))
+        spec = NamespaceSpec(plan.model.name, self._kv.block_tokens, self._kv.parts(frame_bytes), worker=True)
         self._namespace = self.cache.register(spec)
         self._outputs: dict[int, tuple[int, ...]] = {}
         self._next_id = 1

@@ -99,6 +99,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
             salt=wanted.salt,
             dtype=wanted.dtype,
             layout=wanted.layout,
+            tenant=session.tenant.name,
         )
         namespace = self._cache.register(spec)
         session.namespaces[namespace.id] = namespace

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from itertools import compress
 
 import numpy as np
+from msgspec.structs import replace
 
 from prefixd.cache import BlockChain, CrossAttentionSpec, Namespace, NamespaceSpec, PartSpec, TieredCache, Trie
 from prefixd.cache.holds import Hold
@@ -32,22 +33,15 @@ NO_ROWS: Rows = np.zeros(0, np.int64)
 
 
 def image_namespace(model: NamespaceSpec, frames: int, frame_bytes: int, *, whole_pages: bool = False) -> NamespaceSpec:
-    """The namespace for the images of a model, each of so many frames; with the model's salt.
+    """The namespace for the images of a model, each of so many frames; of the same users as the model's.
 
     A block there is a frame, or with `whole_pages` (see `Hello`) all frames of an image.
 
-    Its name: "5f1e...-images-a81c09e2d4b7f630".
+    Its name: "5f1e...-images".
     """
     width = frames if whole_pages else 1
     part = PartSpec("cross", 0, width * frame_bytes, CrossAttentionSpec(frames // width))
-    return NamespaceSpec(
-        name=f"{model.name}-images",
-        block_tokens=LEAST_BLOCK_TOKENS,
-        parts=(part,),
-        salt=model.salt,
-        dtype=model.dtype,
-        layout=model.layout,
-    ).named_by_geometry
+    return replace(model, name=f"{model.name}-images", block_tokens=LEAST_BLOCK_TOKENS, parts=(part,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +65,10 @@ class ImageKv:
     chains: dict[bytes, BlockChain]
 
     @classmethod
-    def of(cls, cache: TieredCache, spec: NamespaceSpec, images: Sequence[PromptImage], frame_bytes: int) -> ImageKv:
-        """Of a prompt's images; registers the namespace. Raises ExhaustedError as `TieredCache.register`."""
-        namespace = cache.register(spec)
-        blocks, digests = blocks_of(spec), [image.digest for image in images]
-        width = spec.parts[0].nbytes // frame_bytes
+    def of(cls, cache: TieredCache, namespace: Namespace, images: Sequence[PromptImage], frame_bytes: int) -> ImageKv:
+        """Of a prompt's images."""
+        blocks, digests = blocks_of(namespace.spec), [image.digest for image in images]
+        width = namespace.spec.parts[0].nbytes // frame_bytes
         ids = np.arange(blocks * LEAST_BLOCK_TOKENS)
         chains = {digest: cache.chain(namespace, drawn_ids(ids, digest).tobytes()) for digest in dict.fromkeys(digests)}
         return cls(namespace, cache.trie(namespace), blocks, width, digests, chains)

@@ -158,21 +158,19 @@ class ModelHost:
         hello = self._hello.in_frames(self._cache.tiers.frames.frame_bytes)
         images = None if hello.images is None else await self._read_image_processor(hello)
         kv = self._shape(hello)
-        plain = NamespaceSpec(
+        namespace = NamespaceSpec(  # what other settings have left on disk is another one's, and is evicted in its turn
             name=name,
             block_tokens=hello.block_tokens,
             parts=kv.parts(hello.frame_bytes),
             dtype=hello.dtype,
             layout=hello.layout,
+            worker=True,
         )
         of_images = None
         if hello.image_group is not None:
             of_images = image_namespace(
-                plain, hello.image_group.frames, hello.frame_bytes, whole_pages=hello.whole_pages
+                namespace, hello.image_group.frames, hello.frame_bytes, whole_pages=hello.whole_pages
             )
-        namespace = (
-            plain.named_by_geometry
-        )  # what other settings have left on disk is another namespace's, and is evicted in its turn
         self.namespace_name = namespace.name
         frames = self._cache.tiers.frames.capacity
         return ServedModel(hello, kv, namespace, codec, self._text, frames, images, of_images)

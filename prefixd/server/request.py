@@ -164,7 +164,8 @@ class Request:
             staged.
         turn: its number among all requests in the order in which they were handed over last; 0 before.
         read_only: it leaves nothing in the cache, and what it uses counts as used by nobody.
-        uncached: it uses nothing of the cache and leaves nothing there: what it used before may be damaged.
+        uncached: it uses nothing of the cache and leaves nothing there: what it used before may be damaged, or there is
+            no room for another namespace.
         suspects: that, until it is known.
         lost_tokens: when it was preempted, so many tokens had been computed; 0 when it was not, or runs again.
     """

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from prefixd.cache import NamespaceSpec, TieredCache
+from prefixd.cache import Namespace, NamespaceSpec, TieredCache
 from prefixd.errors import UnsupportedError
 from prefixd.server.image_kv import ImageKv
 from prefixd.server.image_reader import ImageReader
@@ -15,6 +15,7 @@ from prefixd.server.kv_shape import KvShape
 from prefixd.server.prompt_images import PromptLayout
 from prefixd.server.tokenization import TextCodec, TokenIds
 from prefixd.server.tokenizer_threads import TokenizerThreads
+from prefixd.tenants import Tenant
 from prefixd.worker.protocol import Hello
 
 
@@ -27,7 +28,7 @@ class ServedModel:
     kv: KvShape
     """How its blocks lie in frames."""
     namespace: NamespaceSpec
-    """Its namespace, without a salt."""
+    """Its namespace, without a salt, of the default tenant."""
     codec: TextCodec | None
     """Its tokenizer, if it has one."""
     threads: TokenizerThreads
@@ -37,7 +38,7 @@ class ServedModel:
     images: ImageReader | None = None
     """Reads the images of prompts; None for a model of text alone."""
     image_namespace: NamespaceSpec | None = None
-    """Of images, without a salt, if layers of the model attend to images and to nothing else."""
+    """Of images, as `namespace`, if layers of the model attend to images and to nothing else."""
 
     async def read_images(self, tokens: TokenIds, images: Sequence[bytes], tenant: Hashable) -> PromptLayout | None:
         """See `ImageReader.read`. Raises UnsupportedError, too: images for a model of text alone."""
@@ -52,12 +53,21 @@ class ServedModel:
         """Frames of the GPU tier that an image takes besides the prompt's blocks."""
         return 0 if self.hello.image_group is None else self.hello.image_group.frames
 
-    def image_kv(self, cache: TieredCache, images: PromptLayout | None, salt: bytes) -> ImageKv | None:
-        """The images of a tenant's prompt as the cache knows them. Raises ExhaustedError: too many namespaces."""
-        if images is None or self.image_namespace is None:
-            return None
-        return ImageKv.of(cache, replace(self.image_namespace, salt=salt), images.images, self.hello.frame_bytes)
+    def homes(
+        self,
+        register: Callable[[NamespaceSpec], Namespace],
+        cache: TieredCache,
+        images: PromptLayout | None,
+        tenant: Tenant,
+        salt: bytes,
+    ) -> tuple[Namespace, ImageKv | None]:
+        """The namespace of a prompt, and its images as the cache knows them, if they are not in the prompt's blocks.
 
-    def salted(self, salt: bytes) -> NamespaceSpec:
-        """The model's namespace for a tenant."""
-        return replace(self.namespace, salt=salt)
+        Raises what `register` raises.
+        """
+        owner = {"salt": salt, "tenant": tenant.name}
+        namespace = register(replace(self.namespace, **owner))
+        if images is None or self.image_namespace is None:
+            return namespace, None
+        of_images = register(replace(self.image_namespace, **owner))
+        return namespace, ImageKv.of(cache, of_images, images.images, self.hello.frame_bytes)

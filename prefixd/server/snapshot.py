@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -14,8 +16,7 @@ from prometheus_client.registry import Collector
 import prefixd
 from prefixd.cache import Lease, PartSpec, Reservation, TieredCache, Trie
 from prefixd.cache.index.trie import NO_SLOT, TIERS
-from prefixd.cache.index.trie_table import NOWHERE
-from prefixd.pacer import SLICE_ROWS, give_way
+from prefixd.pacer import SLICE_ROWS, Pacer, give_way
 from prefixd.server.dispatcher import Dispatcher
 from prefixd.server.kv_events import KVEvents
 from prefixd.server.kv_needs import KvNeeds, Unused
@@ -26,6 +27,10 @@ from prefixd.server.worker_process import WorkerState
 from prefixd.v1 import admin_pb2 as pb
 from prefixd.v1 import cache_pb2
 from prefixd_swap.tiers import GpuTier, MemoryTier, Tier
+
+_MOST_NAMESPACES = 1000
+_NAMESPACES_BYTES = 4 << 20  # a quarter of what a message may have
+_NAMESPACE_WORK = 10  # pieces of work, see `Pacer`
 
 _STATES = {
     WorkerState.STARTING: pb.WorkerStats.STATE_STARTING,
@@ -50,6 +55,7 @@ class Snapshot:
         """The figures now. What is counted in the columns is up to some milliseconds old at a million blocks."""
         cache = self.cache
         counts = await _Counts.of(cache, [host.dispatcher.recorder.needs for host in self.models.values()])
+        namespaces = await _namespaces(cache, counts.on_gpu)
         now = self.clock()
         leases = cache.leases
         counters = cache.counters
@@ -70,23 +76,8 @@ class Snapshot:
                 )
                 for session in leases.sessions.values()
             ],
-            namespaces=[
-                pb.NamespaceStats(
-                    namespace_id=namespace.id,
-                    namespace=cache_pb2.Namespace(
-                        name=namespace.spec.name,
-                        dtype=namespace.spec.dtype,
-                        layout=namespace.spec.layout,
-                        block_tokens=namespace.spec.block_tokens,
-                        parts=[_part(part) for part in namespace.spec.parts],
-                    ),
-                    blocks=blocks,
-                    gpu_blocks=gpu_blocks,
-                )
-                for namespace, blocks, gpu_blocks in zip(
-                    cache.namespaces, counts.by_namespace, counts.on_gpu, strict=False
-                )
-            ],
+            namespaces=namespaces,
+            other_namespaces=len(cache.namespaces) - len(namespaces),
             leases=leases.count(Lease),
             reservations=leases.count(Reservation),
             worker=self._worker(),
@@ -324,18 +315,16 @@ class _Counts:
     """By tier."""
     held: list[int]
     """Those of them that somebody holds there, by tier."""
-    by_namespace: list[int]
     unused: Unused
     """Of the GPU tier's cached blocks."""
-    on_gpu: list[int]
-    """Those in the GPU tier, by namespace."""
+    on_gpu: Counter[int]
+    """Those in the GPU tier, by their namespace's ordinal."""
 
     @classmethod
     async def of(cls, cache: TieredCache, needs: Sequence[KvNeeds]) -> Self:
         """Counts a slice of rows at a time, so that the event loop is not held."""
         blocks, held, unused = [0] * TIERS, [0] * TIERS, Unused()
-        by_namespace = np.zeros(sum(1 for _ in cache.namespaces), np.int64)
-        on_gpu, compute = np.zeros_like(by_namespace), cache.tiers.compute.level
+        on_gpu, compute = Counter[int](), cache.tiers.compute.level
         for trie in list(cache.tries):
             for start in range(0, trie.rows, SLICE_ROWS):
                 if start:
@@ -350,12 +339,39 @@ class _Counts:
                     here_unused = counting.of_cached(trie, rows)
                     unused.spare += here_unused.spare
                     unused.unneeded += here_unused.unneeded
-                namespaces = trie.namespace[rows]
                 here = (trie.any_part[rows] & np.uint8(1 << compute)) != 0
-                for counts, counted in ((by_namespace, namespaces != NOWHERE), (on_gpu, here)):
-                    # One that was registered meanwhile is counted next time.
-                    counts += np.bincount(namespaces[counted], minlength=len(counts))[: len(counts)]
-        return cls(blocks, held, by_namespace.tolist(), unused, on_gpu.tolist())
+                counted = np.unique(trie.namespace[rows][here], return_counts=True)
+                on_gpu.update(dict(zip(*(column.tolist() for column in counted), strict=True)))
+        return cls(blocks, held, unused, on_gpu)
+
+
+async def _namespaces(cache: TieredCache, on_gpu: Mapping[int, int]) -> list[pb.NamespaceStats]:
+    """Those with most blocks, as many as one answer may tell of."""
+    blocks = {namespace: cache.trie(namespace).blocks_of(namespace.ordinal) for namespace in cache.namespaces}
+    found: list[pb.NamespaceStats] = []
+    left, pacer = _NAMESPACES_BYTES, Pacer()
+    for namespace in heapq.nlargest(_MOST_NAMESPACES, blocks, key=lambda each: blocks[each]):
+        spec = namespace.spec
+        stats = pb.NamespaceStats(
+            namespace_id=namespace.id,
+            namespace=cache_pb2.Namespace(
+                name=spec.name,
+                dtype=spec.dtype,
+                layout=spec.layout,
+                block_tokens=spec.block_tokens,
+                parts=[_part(part) for part in spec.parts],
+            ),
+            blocks=blocks[namespace],
+            gpu_blocks=on_gpu[namespace.ordinal],
+            tenant=spec.tenant,
+            worker=spec.worker,
+        )
+        left -= stats.ByteSize()
+        if left < 0:
+            break
+        found.append(stats)
+        await pacer.worked(_NAMESPACE_WORK + len(spec.parts))
+    return found
 
 
 def _resident_bytes(trie: Trie, tier: MemoryTier) -> int:

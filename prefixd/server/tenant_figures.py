@@ -99,6 +99,7 @@ class TenantFigures:
             quota=_quota_message(tenant.quota),
             sessions=len(sessions),
             grants=sum(len(session.grants) for session in sessions),
+            namespaces=self._cache.namespaces.count(tenant.name),
             waiting_requests=requests.waiting,
             running_requests=requests.running,
             calls=self._calls(tenant),

@@ -156,18 +156,20 @@ class SessionStats(_message.Message):
     def __init__(self, session_id: _Optional[str] = ..., client_name: _Optional[str] = ..., pid: _Optional[int] = ..., leases: _Optional[int] = ..., reservations: _Optional[int] = ..., age_s: _Optional[float] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class NamespaceStats(_message.Message):
-    __slots__ = ("namespace_id", "namespace", "blocks", "gpu_blocks", "tenant")
+    __slots__ = ("namespace_id", "namespace", "blocks", "gpu_blocks", "tenant", "worker")
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     GPU_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
     namespace_id: bytes
     namespace: _cache_pb2.Namespace
     blocks: int
     gpu_blocks: int
     tenant: str
-    def __init__(self, namespace_id: _Optional[bytes] = ..., namespace: _Optional[_Union[_cache_pb2.Namespace, _Mapping]] = ..., blocks: _Optional[int] = ..., gpu_blocks: _Optional[int] = ..., tenant: _Optional[str] = ...) -> None: ...
+    worker: bool
+    def __init__(self, namespace_id: _Optional[bytes] = ..., namespace: _Optional[_Union[_cache_pb2.Namespace, _Mapping]] = ..., blocks: _Optional[int] = ..., gpu_blocks: _Optional[int] = ..., tenant: _Optional[str] = ..., worker: bool = ...) -> None: ...
 
 class WorkerStats(_message.Message):
     __slots__ = ("state", "pid", "restarts", "running_requests", "model", "device", "block_tokens", "block_tokens_asked", "block_tokens_reason", "shared_bytes", "mapped_blocks", "reused_blocks", "copied_blocks", "error", "kv", "layout", "cuda_graphs", "cuda_graphs_reason", "states", "passes", "draft", "images")

@@ -1,4 +1,4 @@
-"""Namespaces: one geometry a name, and no block shared between two of them."""
+"""Namespaces: what tells them apart, how long they live, and no block shared between two of them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from prefixd.cache import (
+    BlockChain,
     ChunkedWindowSpec,
     CrossAttentionSpec,
     NamespaceSpec,
@@ -16,6 +18,9 @@ from prefixd.cache import (
     RecurrentStateSpec,
     RuleSpec,
     SlidingWindowSpec,
+    TieredCache,
+    Tiers,
+    Trie,
     VisionEmbeddingSpec,
 )
 from prefixd.cache.groups import (
@@ -27,16 +32,16 @@ from prefixd.cache.groups import (
     SlidingWindow,
     VisionEmbedding,
 )
-from prefixd.cache.namespaces import NamespaceRegistry, namespace_id
+from prefixd.cache.namespaces import NamespaceRegistry, namespace_digest
 from prefixd.cache.rule_specs import words_of
-from prefixd.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
+from prefixd.errors import AlreadyExistsError, ExhaustedError, InvalidArgumentError, NotFoundError
+from prefixd.tenants import Quota, Tenants
+from prefixd_swap import CpuArena, NewBlock, Span, create_copy_engine, create_eviction_policy
 
 if TYPE_CHECKING:
     from tests.cache.conftest import Rig
 
 SPEC = NamespaceSpec("llama", 16, (PartSpec("kv", 0, 4096), PartSpec("kv", 1, 4096)), b"salt", "bfloat16", "token")
-
-GEOMETRY = ("block_tokens", "parts", "dtype", "layout")
 
 
 def changed(**fields: Any) -> NamespaceSpec:
@@ -45,30 +50,35 @@ def changed(**fields: Any) -> NamespaceSpec:
 
 def test_registering_again_gives_the_same_namespace() -> None:
     registry = NamespaceRegistry()
-    first, new = registry.register(SPEC)
-    assert new
-    assert registry.register(changed()) == (first, False)
+    first = registry.register(SPEC)
+    assert registry.find(changed()) is first
     assert registry.get(first.id) is registry.at(first.ordinal) is first
     assert [first] == list(registry)
     assert (first.root, first.block_bytes) == (-1, 8192)
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "ours", "theirs"),
-    [
-        ("block_tokens", 32, "16", "32"),
-        ("dtype", "float16", "'bfloat16'", "'float16'"),
-        ("layout", "layer", "'token'", "'layer'"),
-        ("parts", (PartSpec("kv", 0, 512),), "[kv/0: 4096 B, kv/1: 4096 B]", "[kv/0: 512 B]"),
-    ],
-)
-def test_a_disagreement_names_both_values(field: str, value: object, ours: str, theirs: str) -> None:
+OTHERS = [
+    {"name": "mistral"},
+    {"salt": b"another"},
+    {"block_tokens": 32},
+    {"dtype": "float16"},
+    {"layout": "layer"},
+    {"parts": (PartSpec("kv", 0, 512),)},
+    {"parts": (PartSpec("kv", 0, 4096, SlidingWindowSpec(32)), PartSpec("kv", 1, 4096))},
+    {"tenant": "another"},
+    {"worker": True},
+]
+
+
+@pytest.mark.parametrize("fields", OTHERS, ids=lambda fields: next(iter(fields)))
+def test_who_differs_in_anything_has_another_namespace(fields: dict[str, object]) -> None:
+    """A name that is taken, by whatever geometry, shuts nobody out; and nobody can name what another fills."""
     registry = NamespaceRegistry()
-    registry.register(SPEC)
-    with pytest.raises(AlreadyExistsError) as error:
-        registry.register(changed(**{field: value}))
-    assert f"{field} {ours}, not {theirs}" in str(error.value)
-    assert len(list(registry)) == 1
+    first = registry.register(SPEC)
+    assert registry.find(changed(**fields)) is None
+    other = registry.register(changed(**fields))
+    assert other.id != first.id and other.ordinal != first.ordinal and other.seed != first.seed
+    assert registry.find(SPEC) is first and registry.find(changed(**fields)) is other
 
 
 @pytest.mark.parametrize(
@@ -76,10 +86,18 @@ def test_a_disagreement_names_both_values(field: str, value: object, ours: str, 
     [
         ({"name": ""}, "name is empty"),
         ({"name": "\u00e9" * 513}, "name has 1026 bytes; use at most 1024"),
+        ({"name": "model\x1b[2J"}, "name 'model.x1b.2J' has characters that cannot be printed"),
+        ({"dtype": "a\nb"}, "dtype 'a.nb' has characters that cannot be printed"),
+        ({"layout": "\u202e"}, "layout '.u202e' has characters that cannot be printed"),
+        ({"parts": (PartSpec("\0", 0, 1),)}, "group '.x00' has characters that cannot be printed"),
+        (
+            {"parts": tuple(PartSpec("group of a part", rank, 1) for rank in range(1024))},
+            r"takes 2\d+ bytes with its 1024 parts, and at most 16384",
+        ),
         ({"salt": bytes(257)}, "salt has 257 bytes"),
         ({"dtype": "d" * 257}, "dtype has 257 bytes"),
         ({"layout": "l" * 257}, "layout has 257 bytes"),
-        ({"parts": (PartSpec("g" * 257, 0, 1),)}, "group has 257 bytes"),
+        ({"parts": (PartSpec("g" * 65, 0, 1),)}, "group has 65 bytes"),
         ({"parts": (PartSpec("kv", 0, (1 << 40) + 1),)}, "at most 1099511627776"),
         ({"block_tokens": 0}, "block_tokens is 0"),
         ({"block_tokens": 65_537}, "65537"),
@@ -96,17 +114,70 @@ def test_a_spec_that_cannot_be_stored_is_refused(fields: dict[str, object], mess
     assert not list(registry)
 
 
+def test_as_many_parts_as_may_be_fit() -> None:
+    changed(parts=tuple(PartSpec("kv", rank, 1 << 20) for rank in range(1024))).check()
+
+
 def test_salt_and_name_are_told_apart() -> None:
-    specs = [changed(name="ab", salt=b"c"), changed(name="a", salt=b"bc"), changed(name="abc", salt=b"")]
-    assert len({namespace_id(spec) for spec in specs}) == 3
+    specs = [
+        changed(name="ab", salt=b"c"),
+        changed(name="a", salt=b"bc"),
+        changed(name="abc", salt=b""),
+        changed(name="a", salt=b"", tenant="defaultb"),
+        changed(dtype="bfloat16token", layout=""),
+    ]
+    assert len({namespace_digest(spec) for spec in specs}) == 5
 
 
 def test_an_id_collision_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("prefixd.cache.namespaces.namespace_id", lambda spec: b"\0" * 8)
+    monkeypatch.setattr("prefixd.cache.namespaces.namespace_digest", lambda spec: b"\0" * 8)
     registry = NamespaceRegistry()
     registry.register(SPEC)
-    with pytest.raises(AlreadyExistsError, match=r"'other' collides with 'llama'"):
+    assert registry.find(changed(name="other")) is None
+    with pytest.raises(AlreadyExistsError, match=r"'other' collides with that of 'llama'"):
         registry.register(changed(name="other"))
+
+
+def forget(registry: NamespaceRegistry, *with_blocks: int, most: int = 100) -> list[int]:
+    forgotten = registry.forget_unused(lambda namespace: namespace.ordinal in with_blocks, most)
+    return [ordinal for ordinal, _ in forgotten]
+
+
+def test_a_namespace_is_forgotten_when_nobody_uses_it_and_no_block_of_it_is_left() -> None:
+    registry = NamespaceRegistry()
+    held = registry.register(SPEC)
+    for name in ("with blocks", "unused"):
+        registry.register(changed(name=name, tenant="t"))
+    assert forget(registry, 1) == [2]
+    assert (len(registry), registry.count("t"), registry.count(SPEC.tenant)) == (2, 1, 1)
+    assert registry.find(SPEC) is held and registry.get(held.id) is registry.at(0) is held
+    assert registry.find(changed(name="unused", tenant="t")) is None
+    again = registry.register(changed(name="third"))
+    assert again.ordinal == 2, "its ordinal is given to another one"
+    assert forget(registry) == [1] and registry.find_at(1) is None
+    del held
+    assert forget(registry) == [0] and list(registry) == [again]
+
+
+def test_only_some_are_looked_at_at_a_time_and_each_in_its_turn() -> None:
+    registry = NamespaceRegistry()
+    for number in range(10):
+        registry.register(changed(name=f"{number}"))
+    assert forget(registry, 0, 1, 2, most=4) == [3]
+    assert forget(registry, *range(4, 8), most=4) == []
+    assert forget(registry, most=4) == [8, 9, 0, 1]
+
+
+def test_an_unlisted_namespace_is_found_by_nobody_and_keeps_its_ordinal_while_it_is_used() -> None:
+    registry = NamespaceRegistry()
+    unlisted = registry.unlisted(SPEC)
+    assert registry.find(SPEC) is None and unlisted.id not in registry and not list(registry)
+    listed = registry.register(SPEC)
+    assert listed.ordinal != unlisted.ordinal
+    assert forget(registry) == [] and registry.at(unlisted.ordinal) is unlisted and registry.find(SPEC) is listed
+    ordinal = unlisted.ordinal
+    del unlisted
+    assert forget(registry) == [ordinal] and registry.find(SPEC) is listed
 
 
 def test_an_unknown_namespace_is_named() -> None:
@@ -125,12 +196,120 @@ async def test_tenants_with_different_salts_share_no_block(make_rig: Callable[..
     assert await rig.get([1, 2, 3], namespace=theirs) == 0
 
 
-async def test_namespaces_survive_a_restart_and_still_disagree(make_rig: Callable[..., Rig]) -> None:
+async def test_a_namespace_is_on_disk_while_a_block_of_it_is(make_rig: Callable[..., Rig]) -> None:
     rig = make_rig(disk=8)
-    rig.register("kept", parts=2)
+    rig.register("empty")
+    kept, gone = rig.register("kept", parts=2), rig.register("gone")
+    assert rig.store is not None and not rig.store.namespaces(), "nothing is stored before a first block"
+    await rig.put([1, 2], namespace=kept, durable=True)
+    await rig.put([1, 2], namespace=gone, durable=True)
+    assert rig.store.namespaces().keys() == {kept.id, gone.id}
+    await rig.cache.mover.forget(rig.cache.trie(gone), rig.rows([1, 2], gone)[::-1])
+    rig.cache._forget_namespaces()
+    await rig.cache.mover.quiesce()
+    assert rig.store.namespaces().keys() == {kept.id, gone.id}, "it is in use"
+    identity = gone.id
+    del gone
+    rig.cache._forget_namespaces()
+    await rig.cache.mover.quiesce()
+    assert rig.store.namespaces().keys() == {kept.id} and identity not in rig.cache.namespaces
     await rig.restart()
-    with pytest.raises(AlreadyExistsError, match="'kept' is registered with parts"):
-        rig.register("kept", parts=1)
+    assert [namespace.id for namespace in rig.cache.namespaces] == [kept.id, rig.namespace.id]
+    assert rig.register("kept", parts=2).id == kept.id and await rig.get([1, 2], namespace=rig.register("kept", 2)) == 2
+    again = rig.register("gone")
+    assert await rig.put([1, 2], namespace=again, durable=True) == (2, 0)
+    assert rig.store.namespaces().keys() == {kept.id, identity}
+
+
+async def test_namespaces_without_blocks_leave_the_disk_at_a_restart(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(disk=8)
+    assert rig.store is not None
+    rig.store.put_namespace(b"no block", msgspec.msgpack.encode(changed()))
+    rig.store.put_namespace(b"no sense", b"?")
+    await rig.put([1], durable=True)
+    await rig.restart()
+    assert rig.store.namespaces().keys() == {rig.namespace.id} and rig.restored == 1
+
+
+async def test_a_namespace_keeps_the_id_under_which_an_earlier_version_stored_it(make_rig: Callable[..., Rig]) -> None:
+    """Who registers it finds its blocks, though its id would be another one now."""
+    rig = make_rig(disk=8, cpu=8)
+    assert rig.store is not None
+    spec = {**msgspec.to_builtins(rig.namespace.spec, builtin_types=(bytes,)), "name": "old"}
+    del spec["tenant"], spec["worker"]
+    rig.store.put_namespace(b"old hash", msgspec.msgpack.encode(spec))
+    chain = BlockChain(np.repeat(np.array([1], "<u4"), 2).tobytes(), 2, int.from_bytes(b"old hash", "little"))
+    data = np.zeros(rig.part_bytes, np.uint8)
+    block = NewBlock(b"old hash", chain.key(0), b"", chain.block(0), 0, [Span(data.ctypes.data, data.nbytes)])
+    assert rig.store.write([block])
+    await rig.restart()
+    old = rig.register("old")
+    assert (rig.restored, old.id, old.digest) == (1, b"old hash", namespace_digest(old.spec))
+    assert len(rig.rows([1], old)) == 1
+
+
+async def test_nothing_of_a_namespace_that_was_forgotten_is_found_under_its_ordinal(
+    make_rig: Callable[..., Rig],
+) -> None:
+    rig = make_rig(cpu=16)
+    for turn in range(5):
+        home = rig.register(f"{turn}")
+        assert home.ordinal == 1, "the one before was forgotten"
+        assert rig.rows([1, 2], home) == []
+        assert await rig.put([1, 2], namespace=home) == (2, 0)
+        rig.check()
+        await rig.cache.mover.forget(rig.cache.trie(home), rig.rows([1, 2], home)[::-1])
+        del home
+        rig.cache._forget_namespaces()
+
+
+async def test_a_trie_that_no_namespace_uses_gets_another_geometry(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(cpu=16, disk=16)
+    for turn in range(6):
+        home = rig.register("m", parts=1 + turn % 3, nbytes=4096 << turn % 2)
+        trie = rig.cache.trie(home)
+        assert await rig.put([turn, 2], namespace=home, durable=turn % 2 == 0) == (2, 0)
+        assert await rig.get([turn, 2], namespace=home) == 2
+        rig.check()
+        rows = rig.rows([turn, 2], home)
+        generations = trie.generation[rows].tolist()
+        await rig.cache.mover.forget(trie, rows[::-1])
+        assert trie.generation[rows].tolist() == [each + 1 for each in generations]
+        await rig.check_disk()
+        del home
+        rig.cache._forget_namespaces()
+    assert len(rig.cache.tries) <= 2 + 1, "those of the rig, of a new one, and of one that is forgotten then"
+
+
+def test_a_trie_with_blocks_keeps_its_geometry() -> None:
+    trie = Trie(1, (1,))
+    trie.insert_path(-1, 0, np.zeros((1, 16), np.uint8), np.zeros((1, 1), np.uint32), 0.0)
+    with pytest.raises(RuntimeError, match="trie 0 was to get another geometry while it has 1 blocks"):
+        trie.reshape(2, (1,), [FullAttention()])
+
+
+def limited(max_namespaces: int, quota: int | None = None) -> TieredCache:
+    tenants = Tenants({"t": Quota(namespaces=quota)})
+    engine, policy = create_copy_engine("cpu", 1), create_eviction_policy("lru", 0)
+    return TieredCache(
+        Tiers.local(CpuArena(1 << 16)), engine, policy, lambda: 0.0, max_namespaces=max_namespaces, tenants=tenants
+    )
+
+
+def test_the_limits_count_namespaces_in_use_and_say_whose_they_are() -> None:
+    cache = limited(5, quota=3)
+    for number in range(100):
+        cache.register(changed(name=f"unused {number}", tenant="t"))
+    held = [cache.register(changed(name=f"{number}", tenant="t")) for number in range(3)]
+    with pytest.raises(ExhaustedError, match=r"tenant t: 3 of 3 namespaces .*tenants\.t\.namespaces"):
+        cache.register(changed(name="one more", tenant="t"))
+    assert cache.register(changed(name="1", tenant="t")) is held[1], "those that it has it may register again"
+    held += [cache.register(changed(name=f"{number}")) for number in range(2)]
+    with pytest.raises(ExhaustedError, match=r"5 namespaces of all tenants .*server\.max_namespaces"):
+        cache.register(changed(name="one more"))
+    assert cache.tenants.known("t").refused == {"namespaces": 1}
+    del held[0]
+    assert cache.register(changed(name="one more", tenant="t")).spec.name == "one more"
 
 
 @pytest.mark.parametrize(
@@ -192,18 +371,3 @@ def test_images_do_not_share_a_namespace_with_text() -> None:
     parts = (PartSpec("kv", 0, 4096), PartSpec("vision", 0, 4096, VisionEmbeddingSpec()))
     with pytest.raises(InvalidArgumentError, match="part 'vision'/0 is a vision embedding and others are not"):
         changed(parts=parts).check()
-
-
-def test_a_name_with_its_geometry_is_another_one_for_each_geometry() -> None:
-    registry = NamespaceRegistry()
-    others = [
-        changed(block_tokens=32),
-        changed(layout="layer"),
-        changed(dtype="float32"),
-        changed(parts=(PartSpec("kv", 0, 4096),)),
-        changed(parts=(PartSpec("kv", 0, 4096, SlidingWindowSpec(32)), PartSpec("kv", 1, 4096))),
-    ]
-    for spec in (SPEC, *others):
-        assert registry.register(spec.named_by_geometry)[1], spec
-        assert not registry.register(changed(**{name: getattr(spec, name) for name in GEOMETRY}).named_by_geometry)[1]
-    assert changed(salt=b"another").named_by_geometry.name == SPEC.named_by_geometry.name

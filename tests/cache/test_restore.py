@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -92,7 +93,10 @@ def write(rig: Rig, key: bytes, *, parent: bytes = b"", depth: int = 0, **other:
     span = Span(data.ctypes.data, data.nbytes)
     parts = [span if there else None for there in other.pop("parts", [True])]
     tokens = bytes(other.pop("tokens", 4 * BLOCK_TOKENS))
-    (record,) = rig.store.write([NewBlock(other.pop("namespace", rig.namespace.id), key, parent, tokens, depth, parts)])
+    identity = other.pop("namespace", rig.namespace.id)
+    if identity in rig.cache.namespaces:
+        rig.store.put_namespace(identity, msgspec.msgpack.encode(rig.cache.namespaces.get(identity).spec))
+    (record,) = rig.store.write([NewBlock(identity, key, parent, tokens, depth, parts)])
     assert record is not None and not other
 
 

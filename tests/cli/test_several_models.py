@@ -28,7 +28,10 @@ def stats_of_two() -> pb.StatsResponse:
     return pb.StatsResponse(
         worker=workers[0],
         scheduler=pb.SchedulerStats(policy="fcfs", waiting_requests=2, finished_requests=11),
-        namespaces=[pb.NamespaceStats(namespace_id=bytes([at]) * 8, namespace=name) for at, name in enumerate(names)],
+        namespaces=[
+            pb.NamespaceStats(namespace_id=bytes([at]) * 8, namespace=name, worker=at < 2)
+            for at, name in enumerate(names)
+        ],
         models=[
             pb.ModelStats(name=name, namespace=namespace.name, worker=worker, scheduler=queue, held_bytes=3 << 20)
             for name, namespace, worker, queue in zip(("llama", "jamba"), names, workers, queues, strict=False)

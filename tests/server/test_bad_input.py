@@ -142,8 +142,9 @@ def test_namespaces(sidecar: Remote, namespace: bytes, session: str, rejected: C
         (register("new", 0), "INVALID_ARGUMENT", ["0 bytes", "at least 1"]),
         (register("new", 2**64 - 1), "INVALID_ARGUMENT", ["18446744073709551615 bytes", "at most"]),
         (register("new", 100, block_tokens=0), "INVALID_ARGUMENT", ["block_tokens is 0", "between 1"]),
-        (register("bad-input", 100, 29), "ALREADY_EXISTS", ["28 B", "29 B", "another name"]),
-        (register("bad-input", *PART_BYTES, block_tokens=8), "ALREADY_EXISTS", ["block_tokens 4, not 8"]),
+        (register("a\nb", 100), "INVALID_ARGUMENT", ["name 'a.*b' has", "cannot be printed"]),
+        (register("new", *[100] * 1025), "INVALID_ARGUMENT", ["1025 parts"]),
+        (register("n" * 1024, *[1 << 40] * 1024), "INVALID_ARGUMENT", ["with its 1024 parts", "at most 16384"]),
         (register("new", 100, who="nobody"), "NOT_FOUND", ["session nobody", "OpenSession"]),
     ]
     for call, status, words in cases:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import gc
 import math
 import threading
 import time
@@ -170,7 +171,7 @@ def real_codec(model_directory: Path) -> TextCodec:
 async def desk(cache: TieredCache, real_codec: TextCodec) -> AsyncIterator[Desk]:
     threads, codec, dispatcher, draining = TokenizerThreads(), Codec(real_codec), FakeDispatcher(), asyncio.Event()
     failure: list[PrefixdError] = []
-    space = NamespaceSpec("model", 16, (PartSpec("attention", 0, 8192),))
+    space = NamespaceSpec("model", 16, (PartSpec("attention", 0, 8192),), worker=True)
     served = ServedModel(HELLO, KvShape.of(HELLO, 64), space, codec, threads, frames=200)  # type: ignore[arg-type]
 
     async def model() -> ServedModel:
@@ -678,6 +679,44 @@ async def test_a_prompt_that_never_fits_the_tier(desk: Desk, cache: TieredCache)
     ):
         await desk.events(max_tokens=30)
     assert not list(cache.namespaces), "nothing was registered for it"
+
+
+async def test_a_namespace_is_forgotten_with_the_last_request_that_uses_it(desk: Desk, cache: TieredCache) -> None:
+    """At once, not at some later garbage collection: others wait for room."""
+    gc.disable()
+    try:
+        for number in range(3):
+            await desk.events(NewTokens([1]), Ended("length"), salt=b"%d" % number, n=1)
+            desk.dispatcher.submitted.clear()
+            desk.dispatcher.looked.clear()
+        cache._forget_namespaces()
+        assert not list(cache.namespaces)
+    finally:
+        gc.enable()
+
+
+async def test_requests_of_two_tenants_have_namespaces_of_their_own_and_no_clients(
+    desk: Desk, cache: TieredCache
+) -> None:
+    for tenant in (None, cache.tenants.known("a"), cache.tenants.known("b")):
+        await desk.events(Ended("stop"), tenant=tenant, salt=b"s")
+    specs = [request.namespace.spec for request in desk.dispatcher.submitted]
+    assert [spec.tenant for spec in specs] == ["default", "a", "b"]
+    assert all(spec.worker for spec in specs) and len({request.namespace for request in desk.dispatcher.submitted}) == 3
+
+
+async def test_without_room_for_another_salt_a_request_is_not_cached(desk: Desk, cache: TieredCache) -> None:
+    cache.tenants.set_quotas({"a": Quota(namespaces=1)})
+    tenant = cache.tenants.known("a")
+    for salt in (b"one", b"two", b"one"):
+        await desk.events(Ended("stop"), tenant=tenant, salt=salt, prompt=ids(*range(40)))
+    requests = desk.dispatcher.submitted
+    assert [request.recorded for request in requests] == [True, False, True]
+    assert requests[0].namespace is requests[2].namespace is not requests[1].namespace
+    assert cache.namespaces.count("a") == 1 and tenant.refused == {"namespaces": 1}
+    assert cache.mover.lost["too many namespaces"] == 2
+    with pytest.raises(InvalidArgumentError, match="salt has 257 bytes"):
+        await desk.events(tenant=tenant, salt=bytes(257))
 
 
 async def test_a_sidecar_generates_nothing(cache: TieredCache) -> None:

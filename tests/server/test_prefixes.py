@@ -32,9 +32,9 @@ def cache() -> Iterator[TieredCache]:
     arena = CpuArena(1 << 20)
     engine = create_copy_engine("cpu")
     made = TieredCache(Tiers.local(arena), engine, create_eviction_policy("lru", 0), lambda: 1000.0)
-    for spec in SPECS:
-        made.register(spec)
+    homes = [made.register(spec) for spec in SPECS]
     yield made
+    assert [home.ordinal for home in homes] == [0, 1, 2]
     engine.close()
     arena.close()
 

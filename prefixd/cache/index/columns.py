@@ -98,6 +98,10 @@ class ColumnMemory:
             held.use_huge_pages(rows)
         return held.column[:rows]
 
+    def forget(self, name: str) -> None:
+        """The next call for this column is a first one; it may be of another width."""
+        self._ranges.pop(name, None)
+
     def _range(self, like: Column, rows: int, planes: bool) -> _Range:
         """Memory for at least `rows` rows like those of `like`."""
         shape, row_bytes = like.shape[1:], like.dtype.itemsize * prod(like.shape[1:])

@@ -38,11 +38,11 @@ from prefixd.cache.index.children import Descendants, link, unlink_all
 from prefixd.cache.index.key_index import Rows as Rows
 from prefixd.cache.index.key_masks import Ordinals
 from prefixd.cache.index.keys import HASHED_AT_ONCE, BlockChain
+from prefixd.cache.index.trie_table import NO_SLOT as NO_SLOT
 from prefixd.cache.index.trie_table import NOWHERE, TrieTable
 from prefixd.cache.index.trie_table import TIERS as TIERS
 
 GPU, CPU, DISK, REMOTE, NONE = 0, 1, 2, 3, 4
-NO_SLOT = -1
 _WALK_STEPS = 1 << 20
 
 # Nearest tier of a block by the bit mask of the tiers that have all of its parts.
@@ -85,13 +85,31 @@ class Trie(TrieTable):
         ordinal: int = 0,
         rules: Sequence[GroupRule] | None = None,
     ) -> None:
+        self._set_geometry(block_tokens, part_bytes, rules)
+        super().__init__(block_tokens, len(part_bytes), len(self.groups))
+        self.ordinal = ordinal
+        self.offered = _ALL_TIERS  # tiers whose copies count as there
+        self.prioritized = 0
+        """Blocks that have a priority, or had one until it was over and nobody has noticed yet."""
+        self.retained_bytes: Counter[int] = Counter()
+        """Likewise, of those with a priority above 0 the bytes that some tier has, each once, by namespace."""
+        self.observer: Observer | None = None
+        self.refused: dict[int, int] = {}
+        """Rows, with their generations, from which on no prompt goes on: their bytes are wrong (`RefusedBlocks`)."""
+
+    def reshape(self, block_tokens: int, part_bytes: Sequence[int], rules: Sequence[GroupRule]) -> None:
+        """Becomes a trie of another geometry; it has no blocks, and no namespace of its old geometry is known."""
+        if len(self):
+            raise RuntimeError(f"trie {self.ordinal} was to get another geometry while it has {len(self)} blocks")
+        self._set_geometry(block_tokens, part_bytes, rules)
+        self._set_widths(block_tokens, len(part_bytes), len(self.groups))
+
+    def _set_geometry(self, block_tokens: int, part_bytes: Sequence[int], rules: Sequence[GroupRule] | None) -> None:
         self.groups = kv_groups(rules or [FullAttention()] * len(part_bytes))
         if len(self.groups) > MAX_GROUPS:
             raise ValueError(f"{len(self.groups)} KV groups with different rules, at most {MAX_GROUPS} are possible")
-        super().__init__(block_tokens, len(part_bytes), len(self.groups))
         self.block_tokens = block_tokens
         self.part_bytes = tuple(part_bytes)
-        self.ordinal = ordinal
         self.all_groups = (1 << len(self.groups)) - 1
         self.part_mask = np.zeros(len(part_bytes), np.uint8)  # of each part, the group that it belongs to
         for group in self.groups:
@@ -109,14 +127,6 @@ class Trie(TrieTable):
         self.has_rules = any(not isinstance(group.rule, FullAttention) for group in self.groups)
         """Whether a prefix may be usable though bytes of its blocks are missing."""
         self.block_bytes = sum(part_bytes)
-        self.offered = _ALL_TIERS  # tiers whose copies count as there
-        self.prioritized = 0
-        """Blocks that have a priority, or had one until it was over and nobody has noticed yet."""
-        self.retained_bytes: Counter[int] = Counter()
-        """Likewise, of those with a priority above 0 the bytes that some tier has, each once, by namespace."""
-        self.observer: Observer | None = None
-        self.refused: dict[int, int] = {}
-        """Rows, with their generations, from which on no prompt goes on: their bytes are wrong (`RefusedBlocks`)."""
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -331,6 +341,7 @@ class Trie(TrieTable):
         self.tokens[rows] = tokens
         self.parent[rows] = parents
         self.namespace[rows] = namespaces
+        self._count_blocks(namespaces, 1)
         self.depth[rows] = depths
         self.last_used[rows] = now_s
         self.nearest[rows] = NONE
@@ -388,17 +399,18 @@ class Trie(TrieTable):
         """
         any_part, children, keep = self.any_part.data, self.children.data, self.keep.data
         namespace, parent, pinned = self.namespace.data, self.parent.data, self.pinned.data
-        gone: list[int] = []
+        gone: dict[int, None] = {}  # in order
         for row in rows:
             while not (any_part[row] or children[row] or keep[row] or pinned[row] or namespace[row] == NOWHERE):
-                gone.append(row)
-                namespace[row] = NOWHERE
+                if row in gone:
+                    break
+                gone[row] = None
                 row = parent[row]
                 if row < 0:
                     break
                 children[row] -= 1
         if gone:
-            forgotten = np.array(gone, np.int64)
+            forgotten = np.fromiter(gone, np.int64, len(gone))
             self._forget(forgotten, self.parent[forgotten].astype(np.int64))
         return len(gone)
 
@@ -406,6 +418,7 @@ class Trie(TrieTable):
         self._keys.remove_all(rows)
         if self.has_priorities:  # without copies, nothing of them is in `retained_bytes`
             self.prioritize(rows[self.priority[rows] != 0], 0, 0.0)
+        self._count_blocks(self.namespace[rows], -1)
         self.namespace[rows] = NOWHERE
         self.generation[rows] += 1
         self.free.extend(rows.tolist())

@@ -13,6 +13,7 @@ from prefixd.cache.index.key_index import KeyIndex, Rows
 from prefixd.cache.index.key_masks import process_masks
 
 TIERS = 4
+NO_SLOT = -1
 NOWHERE = -1  # namespace of a row that had a block and has none
 
 
@@ -29,11 +30,12 @@ class TrieTable:
     def __init__(self, block_tokens: int, parts: int, groups: int = 1, reserve: Reserve = reserve_addresses) -> None:
         self.rows = 0  # rows ever used
         self.free = array("i")
+        self._blocks_of = np.zeros(0, np.int64)  # rows that hold a block, by namespace
         self._capacity = 0
         self._keys = KeyIndex(reserve=reserve)
         self._masks = process_masks()
         self._memory = ColumnMemory(reserve)
-        self.tokens = np.empty((0, block_tokens), np.uint32)
+        self._set_widths(block_tokens, parts, groups)
         self.parent = np.empty(0, np.int32)
         self.namespace = np.empty(0, np.int32)
         self.depth = np.empty(0, np.int32)
@@ -54,14 +56,41 @@ class TrieTable:
         self.priority = np.empty(0, np.int8)  # what somebody asked for, until `priority_until`
         self.priority_until = np.empty(0, np.float64)  # seconds of the cache's clock
         self.retained_groups = np.empty(0, np.uint8)  # with a priority above 0: those with bytes
-        self.slots = _by_tier(0, (parts,), np.int64)
-        self.checksums = np.empty((0, parts), np.uint64)
-        self.checksummed = np.empty((0, parts), np.bool_)  # the CPU copy's bytes are those of the checksums
         self.there = _by_tier(0, (), np.uint8)  # KV groups of which the tier has every part
-        self.holds = _by_tier(0, (groups,), np.int32)
         self.tier_children = _by_tier(0, (), np.int32)
         self.entered = _by_tier(0, (), np.float64)
         self.rank = _by_tier(0, (), np.float64)  # the eviction policy's own number
+
+    def _set_widths(self, block_tokens: int, parts: int, groups: int) -> None:
+        """Makes the columns anew that are as wide as blocks have tokens, parts or groups; no row holds a block.
+
+        The others stay: who knows a block that has gone, by its row and generation, takes no other one for it.
+        """
+        self.tokens = np.empty((0, block_tokens), np.uint32)
+        self.slots = _by_tier(0, (parts,), np.int64)
+        self.checksums = np.empty((0, parts), np.uint64)
+        self.checksummed = np.empty((0, parts), np.bool_)  # the CPU copy's bytes are those of the checksums
+        self.holds = _by_tier(0, (groups,), np.int32)
+        for name in ("tokens", "slots", "checksums", "checksummed", "holds") if self._capacity else ():
+            self._memory.forget(name)
+            grown = self._memory.grown(name, getattr(self, name), self._capacity, planes=name in _TIER_COLUMNS)
+            setattr(self, name, grown)
+        self.slots[: self.rows] = NO_SLOT
+
+    def blocks_of(self, namespace: int) -> int:
+        """How many rows hold a block of a namespace."""
+        return int(self._blocks_of[namespace]) if namespace < len(self._blocks_of) else 0
+
+    def blocks_by_namespace(self) -> npt.NDArray[np.int64]:
+        """`blocks_of` all namespaces, by ordinal; a copy."""
+        return self._blocks_of.copy()
+
+    def _count_blocks(self, namespaces: npt.NDArray[Any], change: int) -> None:
+        """Counts blocks that come (1) or go (-1), each of a namespace."""
+        if (most := int(namespaces.max(initial=-1)) + 1) > len(self._blocks_of):
+            more = np.zeros(most + 64 - len(self._blocks_of), np.int64)
+            self._blocks_of = np.concatenate([self._blocks_of, more])
+        np.add.at(self._blocks_of, namespaces, change)
 
     def used_rows(self) -> Rows:
         """All rows that hold a block."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from weakref import WeakKeyDictionary
+
 import msgspec
 import numpy as np
 import xxhash
@@ -18,7 +20,7 @@ HASHED_AT_ONCE = 2048  # blocks: a millisecond
 
 def root_digest(keys: TenantKeys, spec: NamespaceSpec) -> bytes:
     """The digest before the first blocks of a namespace: all of what it is has to be equal."""
-    return keys.root(msgspec.msgpack.encode(spec))
+    return keys.root(spec.encoded())
 
 
 class Digests:
@@ -32,7 +34,8 @@ class Digests:
     def __init__(self, tier: RemoteTier, namespaces: NamespaceRegistry) -> None:
         self._tier = tier
         self._namespaces = namespaces
-        self._of_namespace: dict[int, tuple[TenantKeys, bytes, bytes]] = {}  # ordinal -> keys, root digest, geometry
+        self._names_of: WeakKeyDictionary[Namespace, tuple[TenantKeys, bytes, bytes]] = WeakKeyDictionary()
+        """The keys, the root digest and the geometry of each namespace."""
 
     async def of_prompt(
         self, trie: Trie, namespace: Namespace, chain: BlockChain, path: Rows, first: int, end: int
@@ -85,17 +88,17 @@ class Digests:
         """What the block's objects have to say about themselves."""
         namespace = self._namespaces.at(int(trie.namespace[row]))
         keys, _, geometry = self._names(namespace)
-        return BlockIdentity(keys, digest, namespace.id, geometry, int(trie.depth[row]), trie.tokens[row].tobytes())
+        return BlockIdentity(keys, digest, namespace.digest, geometry, int(trie.depth[row]), trie.tokens[row].tobytes())
 
     def _entered(self, trie: Trie, row: int) -> bytes | None:
         number = int(trie.slots[row, self._tier.level].max())
         return None if number == NO_SLOT else self._tier.digest(number)
 
     def _names(self, namespace: Namespace) -> tuple[TenantKeys, bytes, bytes]:
-        names = self._of_namespace.get(namespace.ordinal)
+        names = self._names_of.get(namespace)
         if names is None:
             keys = self._tier.seal.keys(namespace.spec.salt)
             geometry = xxhash.xxh3_64_digest(msgspec.msgpack.encode(namespace.spec.geometry))
             names = keys, root_digest(keys, namespace.spec), geometry
-            self._of_namespace[namespace.ordinal] = names
+            self._names_of[namespace] = names
         return names

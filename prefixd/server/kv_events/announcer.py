@@ -39,6 +39,7 @@ _TURN_HASHES = 4096  # removed in a turn
 _TURN_BLOCKS = 512  # stored in a turn,
 _TURN_TOKENS = 16_384  # and their tokens
 _WINDOW = 8 * _TURN_BLOCKS  # rows among which those are sought
+_SPARE_TOPICS = 256
 
 Bits = npt.NDArray[np.uint8]
 Flags = npt.NDArray[np.bool_]
@@ -53,14 +54,14 @@ class _Announced:
         self.media: Bits = np.zeros(0, np.uint8)  # where it was said to be, a bit a tier
         self.hashes: Hashes = np.zeros(0, np.uint64)
         self.generation: npt.NDArray[np.int32] = np.zeros(0, np.int32)  # of the row's block then
-        self.namespace: npt.NDArray[np.int32] = np.zeros(0, np.int32)
+        self.topic: npt.NDArray[np.int32] = np.zeros(0, np.int32)  # its number
         self.news: Flags = np.zeros(0, np.bool_)  # something changed; not looked at yet
         self.to_store: Flags = np.zeros(0, np.bool_)  # it is somewhere where it was not said to be
 
     def fit(self, rows: int) -> None:
         """Makes room for `rows` rows."""
         if rows > len(self.news):
-            for name in ("media", "hashes", "generation", "namespace", "news", "to_store"):
+            for name in ("media", "hashes", "generation", "topic", "news", "to_store"):
                 setattr(self, name, self._memory.grown(name, getattr(self, name), rows))
 
 
@@ -82,7 +83,8 @@ class KVEvents:
         self._media = {tier.level: MEDIA[tier.name] for tier in cache.tiers if tier is not cache.tiers.remote}
         self._announced: list[_Announced] = []  # by the tries' ordinals
         self._gone: deque[tuple[bytes, int, Hashes]] = deque()  # topic, tier, hashes: removals to be said
-        self._begun: set[bytes] = set()  # topics that have had their AllBlocksCleared
+        self._begun: dict[bytes, int] = {}  # topics that have had their AllBlocksCleared, and their numbers
+        self._topics: list[bytes] = []  # by number
         self._anew = False  # everything is to be announced from the beginning,
         self._announcing = False  # and that has begun
         self._wake = asyncio.Event()
@@ -161,21 +163,29 @@ class KVEvents:
     def _begin_anew(self) -> None:
         self._anew, self._announcing = False, True
         self._gone.clear()
+        before, self._topics = self._topics, []
         self._begun.clear()
         if EVENT_NAMESPACE not in self._topic:
             self._begin(self._topic.encode())
         for namespace in self._cache.namespaces:
             self._begin(self._topic_of(namespace))
+        for topic in before:
+            if topic not in self._begun:  # of a namespace that was forgotten
+                self._publisher.publish(topic, [AllBlocksCleared()])
         for trie in self._cache.tries:
             announced = self._of(trie)
             announced.media[:] = 0
             announced.to_store[: trie.rows] = _tiers_of(trie, slice(0, trie.rows)) != 0
 
-    def _begin(self, topic: bytes) -> None:
-        """The first that is said on a topic."""
+    def _begin(self, topic: bytes) -> int:
+        """The first that is said on a topic; returns its number."""
         if topic not in self._begun:
-            self._begun.add(topic)
+            self._begun[topic] = len(self._topics)
+            self._topics.append(topic)
             self._publisher.publish(topic, [AllBlocksCleared()])
+            if len(self._topics) > 2 * len(self._cache.namespaces) + _SPARE_TOPICS:
+                self.announce_all()  # without those of namespaces that were forgotten
+        return self._begun[topic]
 
     def _topic_of(self, namespace: Namespace) -> bytes:
         return self._topic.replace(EVENT_NAMESPACE, namespace.spec.name).encode()
@@ -198,12 +208,9 @@ class KVEvents:
         announced.news[rows] = False
 
     def _queue_removals(self, announced: _Announced, rows: Rows, tier: int) -> None:
-        of = announced.namespace[rows]
-        if EVENT_NAMESPACE not in self._topic:
-            of = np.zeros_like(of)  # all have the same topic
-        for ordinal in np.unique(of).tolist():
-            topic = self._topic_of(self._cache.namespaces.at(ordinal))
-            self._gone.append((topic, tier, announced.hashes[rows[of == ordinal]]))
+        topics = announced.topic[rows]
+        for number in np.unique(topics).tolist():
+            self._gone.append((self._topics[number], tier, announced.hashes[rows[topics == number]]))
 
     def _publish_removals(self) -> None:
         left = _TURN_HASHES
@@ -223,23 +230,26 @@ class KVEvents:
 
     def _publish_stored(self, trie: Trie, announced: _Announced) -> None:
         rows = _some(trie, announced.to_store, max(min(_TURN_TOKENS // trie.block_tokens, _TURN_BLOCKS), 1))
-        is_so, ordinals = _tiers_of(trie, rows), trie.namespace[rows]
+        is_so, ordinals = _tiers_of(trie, rows), trie.namespace[rows].tolist()
         hashes = self._hashes(trie, rows)
         fresh = is_so & ~announced.media[rows]
         announced.media[rows] = is_so
         announced.hashes[rows] = hashes
         announced.generation[rows] = trie.generation[rows]
-        announced.namespace[rows] = ordinals
+        namespaces = {ordinal: self._cache.namespaces.at(ordinal) for ordinal in set(ordinals)}
+        topics = {ordinal: self._topic_of(namespace) for ordinal, namespace in namespaces.items()}
+        numbers = {ordinal: self._begin(topic) for ordinal, topic in topics.items()}
+        announced.topic[rows] = [numbers[ordinal] for ordinal in ordinals]
         announced.to_store[rows] = False
         parents = trie.parent[rows].astype(np.int64)
         tokens, width = trie.tokens[rows].ravel().tolist(), trie.block_tokens
         runs = 1 + np.flatnonzero((parents[1:] != rows[:-1]) | (fresh[1:] != fresh[:-1]))
         by_topic: dict[bytes, list[BlockStored]] = {}
         for start, end in pairwise([0, *runs.tolist(), len(rows)]):
-            namespace = self._cache.namespaces.at(int(ordinals[start]))
+            namespace = namespaces[ordinals[start]]
             first = bool(parents[start] < 0)
             above = None if first else self._hashes(trie, parents[start : start + 1])[0]
-            events = by_topic.setdefault(self._topic_of(namespace), [])
+            events = by_topic.setdefault(topics[ordinals[start]], [])
             events += [
                 BlockStored(
                     block_hashes=hashes[start:end],
@@ -256,7 +266,6 @@ class KVEvents:
                 if fresh[start] & (1 << tier)
             ]
         for topic, batch in by_topic.items():
-            self._begin(topic)
             self._publisher.publish(topic, batch)
 
     def _hashes(self, trie: Trie, rows: Rows) -> list[int]:

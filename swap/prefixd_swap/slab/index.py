@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
@@ -178,6 +178,19 @@ class SlabIndex:
             StorageError: as `apply`.
         """
         self._write(lambda txn: txn.put(namespace, spec, db=self._namespaces))
+
+    def remove_namespaces(self, namespaces: Iterable[bytes]) -> None:
+        """Forget what namespaces stood for, durably; unknown ones are ignored.
+
+        Raises:
+            StorageError: as `apply`.
+        """
+
+        def change(txn: lmdb.Transaction[bytes]) -> None:
+            for namespace in namespaces:
+                txn.delete(namespace, db=self._namespaces)
+
+        self._write(change)
 
     def namespaces(self) -> dict[bytes, bytes]:
         """What every namespace stands for.

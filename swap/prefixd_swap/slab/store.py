@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -443,6 +443,15 @@ class SlabStore:
         """
         with self._operation():
             self._index.put_namespace(namespace, spec)
+
+    def remove_namespaces(self, namespaces: Iterable[bytes]) -> None:
+        """Forget durably what namespaces stood for; unknown ones are ignored.
+
+        Raises:
+            StorageError: I/O failed.
+        """
+        with self._operation():
+            self._index.remove_namespaces(namespaces)
 
     def namespaces(self) -> dict[bytes, bytes]:
         """What every namespace stands for."""

@@ -98,9 +98,17 @@ class DiskTier(StoreTier):
         """Removes blocks, and blocks the caller meanwhile."""
         self.store.remove(names)
 
+    def discard_namespaces(self, namespaces: Collection[bytes]) -> None:
+        """Forgets what namespaces stood for, and blocks the caller meanwhile."""
+        self.store.remove_namespaces(namespaces)
+
     async def put_namespace(self, namespace: bytes, spec: bytes) -> None:
         """Stores durably what a namespace stands for."""
         await self._in_thread(self.store.put_namespace, namespace, spec)
+
+    async def remove_namespaces(self, namespaces: Collection[bytes]) -> None:
+        """Forgets durably what namespaces stood for."""
+        await self._in_thread(self.store.remove_namespaces, namespaces)
 
     async def pin(self, names: Sequence[Identity], pinned: bool) -> int:
         """Stores that blocks are pinned, or not any more, `PINNED_AT_ONCE` in one durable transaction."""

@@ -237,10 +237,20 @@ class SimulatedStoreTier(StoreTier):
         for name in names:
             self._forget(index_key(*name))
 
+    def discard_namespaces(self, namespaces: Collection[bytes]) -> None:
+        """Forgets what namespaces stood for."""
+        self.faults.check("remove", self.name)
+        for namespace in namespaces:
+            self._namespaces.pop(namespace, None)
+
     async def put_namespace(self, namespace: bytes, spec: bytes) -> None:
         """Stores what a namespace stands for."""
         self.faults.check("write", self.name)
         self._namespaces[namespace] = spec
+
+    async def remove_namespaces(self, namespaces: Collection[bytes]) -> None:
+        """Forgets what namespaces stood for."""
+        self.discard_namespaces(namespaces)
 
     async def pin(self, names: Sequence[Identity], pinned: bool) -> int:
         """Stores that blocks are pinned, or not any more."""

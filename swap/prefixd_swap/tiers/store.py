@@ -276,8 +276,20 @@ class StoreTier(Tier):
         """
 
     @abstractmethod
+    def discard_namespaces(self, namespaces: Collection[bytes]) -> None:
+        """As `remove_namespaces`, and blocks the caller: for the start."""
+
+    @abstractmethod
     async def put_namespace(self, namespace: bytes, spec: bytes) -> None:
         """Stores durably what a namespace stands for.
+
+        Raises:
+            StorageError: I/O failed.
+        """
+
+    @abstractmethod
+    async def remove_namespaces(self, namespaces: Collection[bytes]) -> None:
+        """Forgets durably what namespaces stood for, of which there is no block; unknown ones are ignored.
 
         Raises:
             StorageError: I/O failed.

@@ -24,17 +24,23 @@ _SECRET = np.frombuffer(
 
 def blocks_with_equal_first_half(count: int, seed: int) -> list[bytes]:
     """Token ids of `count` first blocks of 16 tokens, whose keys are all different and agree in their first 8 bytes."""
-    low, high = 64 * _PRIME_1 & _MASK, 0
-    low = low + _folded(_SECRET[4] + seed, _SECRET[5] - seed) & _MASK  # words 2 to 5 are 0
-    high = high + _folded(_SECRET[6] + seed, _SECRET[7] - seed) & _MASK
-    fixed = (_SECRET[0] + seed & _MASK, _SECRET[2] + seed & _MASK)  # words 0 and 6
-    blocks = []
-    for number in range(count):
-        wanted_high = number
-        wanted_low = -number * _PRIME_4 * pow(_PRIME_1, -1, 2**64) & _MASK  # the first half is a hash of their sum
-        words = [fixed[0], (high ^ wanted_high) - fixed[0], 0, 0, 0, 0, fixed[1], (low ^ wanted_low) - fixed[1]]
-        blocks.append(b"".join((word & _MASK).to_bytes(8, "little") for word in words))
-    return blocks
+    factor = -_PRIME_4 * pow(_PRIME_1, -1, 2**64)  # the first half is a hash of the sum of their products
+    return [_block(number * factor & _MASK, number, seed) for number in range(count)]
+
+
+def block_with_key(key: bytes, seed: int) -> bytes | None:
+    """Token ids of a first block of 16 tokens that has this key.
+
+    None for one that cannot be had: that of a first block with another seed can, if the seeds agree in the last 2 bits.
+    """
+    half, whole = int.from_bytes(key[:8], "big"), int.from_bytes(key[8:], "big")
+    of_sum, of_both = _unmixed(whole), _unmixed(-half & _MASK)
+    rest = of_both - (64 - seed) * _PRIME_2 - of_sum * _PRIME_4 & _MASK
+    factor = _PRIME_1 - _PRIME_4  # a multiple of 4
+    if rest % 4:
+        return None
+    wanted_low = (rest >> 2) * pow(factor >> 2, -1, 2**62) & (_MASK >> 2)
+    return _block(wanted_low, of_sum - wanted_low & _MASK, seed)
 
 
 def key_families(count: int) -> dict[str, npt.NDArray[np.uint8]]:
@@ -54,6 +60,23 @@ def key_families(count: int) -> dict[str, npt.NDArray[np.uint8]]:
         families[f"multiples of 2**{bits}"] = (numbers << np.uint64(bits), zero)
         families[f"a grid of multiples of 2**{bits + 8}"] = (x << np.uint64(bits + 8), y << np.uint64(bits + 8))
     return {name: np.stack(halves, axis=1).view(np.uint8) for name, halves in families.items()}
+
+
+def _block(wanted_low: int, wanted_high: int, seed: int) -> bytes:
+    """The block whose accumulator comes to this."""
+    low, high = 64 * _PRIME_1 & _MASK, 0
+    low = low + _folded(_SECRET[4] + seed, _SECRET[5] - seed) & _MASK  # words 2 to 5 are 0
+    high = high + _folded(_SECRET[6] + seed, _SECRET[7] - seed) & _MASK
+    fixed = (_SECRET[0] + seed & _MASK, _SECRET[2] + seed & _MASK)  # words 0 and 6
+    words = [fixed[0], (high ^ wanted_high) - fixed[0], 0, 0, 0, 0, fixed[1], (low ^ wanted_low) - fixed[1]]
+    return b"".join((word & _MASK).to_bytes(8, "little") for word in words)
+
+
+def _unmixed(mixed: int) -> int:
+    """What XXH3's last step has mixed."""
+    mixed ^= mixed >> 32
+    mixed = mixed * pow(0x165667919E3779F9, -1, 2**64) & _MASK
+    return mixed ^ mixed >> 37
 
 
 def _folded(one: int, other: int) -> int:

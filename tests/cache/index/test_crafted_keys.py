@@ -9,7 +9,7 @@ from prefixd.cache import Trie
 from prefixd.cache.index.key_hash import KeyHash
 from prefixd.cache.index.key_index import KeyIndex
 from prefixd.cache.index.keys import BlockChain
-from tests.cache.index.crafted import BLOCK_TOKENS, blocks_with_equal_first_half, key_families
+from tests.cache.index.crafted import BLOCK_TOKENS, block_with_key, blocks_with_equal_first_half, key_families
 from tests.cache.index.entering import enter_block
 
 COUNT = 20_000
@@ -36,6 +36,15 @@ def test_tokens_can_be_chosen_for_keys_that_agree_in_a_half() -> None:
     keys = [BlockChain(block, BLOCK_TOKENS, seed).key(0) for block in blocks_with_equal_first_half(100, seed)]
     assert len(set(keys)) == 100
     assert len({key[:8] for key in keys}) == 1
+
+
+def test_tokens_can_be_chosen_for_the_key_of_somebody_else() -> None:
+    """The attack for which keys of one namespace must not be in the way of another's."""
+    theirs, ours = 0x1234567890ABCDEF, 0xFEDCBA0987654323
+    for number in range(40):
+        key = BlockChain(number.to_bytes(64, "little"), BLOCK_TOKENS, theirs).key(0)
+        block = block_with_key(key, ours)
+        assert block is not None and BlockChain(block, BLOCK_TOKENS, ours).key(0) == key
 
 
 def test_crafted_tokens_do_not_crowd_in_one_place() -> None:

@@ -321,7 +321,7 @@ def test_the_table_grows_and_keeps_what_it_has() -> None:
 def test_growing_copies_nothing() -> None:
     table = TrieTable(16, 2)
     table.take_rows(100_000)
-    names = [name for name, value in vars(table).items() if isinstance(value, np.ndarray)]
+    names = [name for name, value in vars(table).items() if isinstance(value, np.ndarray) and name != "_blocks_of"]
     addresses = [getattr(table, name).ctypes.data for name in names]
     table.take_rows(200_000)
     assert all(len(getattr(table, name)) >= 300_000 for name in names)

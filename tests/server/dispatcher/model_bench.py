@@ -141,7 +141,7 @@ class ModelBench:
             layout = PromptLayout(ids, list(images), self.trie.block_tokens, cross=cross > 0)
             if cross:
                 of_images = image_namespace(spec, cross, self.pool.frame_bytes, whole_pages=self.kv.whole_pages)
-                image_kv = ImageKv.of(self.cache, of_images, images, self.pool.frame_bytes)
+                image_kv = ImageKv.of(self.cache, self.cache.register(of_images), images, self.pool.frame_bytes)
         request = Request(
             id=number,
             name=f"r{number}",

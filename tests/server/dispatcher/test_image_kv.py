@@ -289,7 +289,7 @@ async def test_tenants_do_not_share_images(vision: Any, bench_of: Any) -> None:
         salted = image_namespace(msgspec.structs.replace(spec, salt=b"tenant"), 2, spec.parts[0].nbytes)
         assert salted.name == image_namespace(spec, 2, spec.parts[0].nbytes).name
         one, two = (
-            ImageKv.of(bench.cache, each, images, bench.pool.frame_bytes)
+            ImageKv.of(bench.cache, bench.cache.register(each), images, bench.pool.frame_bytes)
             for each in (salted, msgspec.structs.replace(salted, salt=b""))
         )
         (digest,) = one.chains

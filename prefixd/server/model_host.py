@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from prefixd.cache import NamespaceSpec, TieredCache
+from prefixd.cache import Namespace, NamespaceSpec, TieredCache
 from prefixd.errors import ConfigError, UnavailableError
 from prefixd.images.identity import LEAST_BLOCK_TOKENS
 from prefixd.images.image_files import ImageLimits
@@ -70,6 +70,8 @@ class ModelHost:
         self._hello: Hello | None = None
         self._model: asyncio.Task[ServedModel] | None = None
         self.namespace_name = ""  # until the model is there
+        self._homes: list[Namespace] = []
+        """Nobody's. As long as they are known, the tries for blocks of this model stay what they are."""
         try:
             self._text = TokenizerThreads(tenants=lambda: len(cache.tenants))
             self._images = started_threads(1, "prefixd-images")
@@ -172,6 +174,7 @@ class ModelHost:
                 namespace, hello.image_group.frames, hello.frame_bytes, whole_pages=hello.whole_pages
             )
         self.namespace_name = namespace.name
+        self._homes = [self._cache.unlisted(spec) for spec in (namespace, of_images) if spec is not None]
         frames = self._cache.tiers.frames.capacity
         return ServedModel(hello, kv, namespace, codec, self._text, frames, images, of_images)
 

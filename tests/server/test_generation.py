@@ -711,7 +711,7 @@ async def test_without_room_for_another_salt_a_request_is_not_cached(desk: Desk,
     for salt in (b"one", b"two", b"one"):
         await desk.events(Ended("stop"), tenant=tenant, salt=salt, prompt=ids(*range(40)))
     requests = desk.dispatcher.submitted
-    assert [request.recorded for request in requests] == [True, False, True]
+    assert [request.uncached for request in requests] == [False, True, False]
     assert requests[0].namespace is requests[2].namespace is not requests[1].namespace
     assert cache.namespaces.count("a") == 1 and tenant.refused == {"namespaces": 1}
     assert cache.mover.lost["too many namespaces"] == 2

@@ -417,6 +417,9 @@ class TransferSettings(_Section):
     prefetch_bytes: Bytes | None = None
     """The most that one client may have on its way ahead of need (Prefetch); what is beyond is left where it is. By
     default half of cpu.bytes."""
+    reserved_bytes: Bytes | None = None
+    """The most that one session may have reserved at once (Reserve, Put), with what its process may still be writing
+    into: a longer reservation is shortened, the next one refused. By default half of cpu.bytes."""
 
 
 class CacheSettings(_Section):

@@ -131,6 +131,7 @@ class Tenants:
 
     def __init__(self, quotas: Mapping[str, Quota] | None = None) -> None:
         self._by_name: dict[str, Tenant] = {}
+        self._by_ordinal: list[Tenant] = []
         self.default = self.known(DEFAULT)
         self.set_quotas(quotas or {})
 
@@ -139,7 +140,12 @@ class Tenants:
         tenant = self._by_name.get(name)
         if tenant is None:
             tenant = self._by_name[name] = Tenant(name, len(self._by_name))
+            self._by_ordinal.append(tenant)
         return tenant
+
+    def at(self, ordinal: int) -> Tenant:
+        """The tenant with this ordinal."""
+        return self._by_ordinal[ordinal]
 
     def get(self, name: str) -> Tenant | None:
         """The tenant of this name, if there is one."""
@@ -153,7 +159,7 @@ class Tenants:
             self.known(name).quota = quota
 
     def __iter__(self) -> Iterator[Tenant]:
-        return iter(self._by_name.values())
+        return iter(self._by_ordinal)
 
     def __len__(self) -> int:
         return len(self._by_name)

@@ -35,6 +35,7 @@ from prefixd.cache.tiers import Tiers
 from prefixd.cache.write_back import WriteBack
 from prefixd.errors import ExhaustedError, InvalidArgumentError, NotFoundError, UnsupportedError
 from prefixd.pacer import give_way
+from prefixd.steps import do_at_once
 from prefixd.tenants import Tenant, Tenants
 from prefixd_swap import CopyEngine, EvictionPolicy, UseHistory
 from prefixd_swap.eviction.use_history import REMEMBERED
@@ -88,6 +89,7 @@ class TieredCache:
         write_queue_bytes: blocks that may wait in memory to be written to disk before `reserve` waits; half of the CPU
             tier by default.
         prefetch_bytes: the most that one session may have on its way ahead of need; half of the shared tier by default.
+        reserved_bytes: the most that one session may have reserved at once; half of the shared tier by default.
         admit_uses: see `Placement`.
         remote: how the remote tier is used, where there is one.
         tenants: to whom sessions and namespaces belong.
@@ -110,6 +112,7 @@ class TieredCache:
         scrub_every_s: float = 3600.0,
         write_queue_bytes: int | None = None,
         prefetch_bytes: int | None = None,
+        reserved_bytes: int | None = None,
         admit_uses: int = 0,
         remote: RemoteOptions | None = None,
         tenants: Tenants | None = None,
@@ -127,11 +130,15 @@ class TieredCache:
         # Where there is no other tier, the GPU tier comes with the worker.
         policy.last_tier = max((tier.level for tier in tiers.own), default=tiers.compute.level)
         uses = UseHistory(policy, REMEMBERED if policy.remembers or admit_uses else 0)
-        self.mover = Mover(tiers, self.tries, self.namespaces, engine, policy, clock, uses, admit_uses, remote)
+        self.mover = Mover(
+            tiers, self.tries, self.namespaces, engine, policy, clock, uses, admit_uses, remote, self.tenants
+        )
         if write_queue_bytes is None and tiers.exists(tiers.shared):
             write_queue_bytes = tiers.shared.capacity_bytes // 2
         if prefetch_bytes is None:
             prefetch_bytes = tiers.shared.capacity_bytes // 2
+        if reserved_bytes is None:
+            reserved_bytes = tiers.shared.capacity_bytes // 2
         self.write_back = WriteBack(self.mover, enabled=write_back, limit_bytes=write_queue_bytes)
         self.scrubber = Scrubber(self.mover, clock, bytes_per_s=scrub_bytes_per_s, every_s=scrub_every_s)
         self.refused = RefusedBlocks(self.mover)
@@ -143,7 +150,7 @@ class TieredCache:
             max_ttl_s=max_ttl_s,
             max_sessions=max_sessions,
         )
-        self._reservations = Reservations(tiers, self.mover, self.leases, clock)
+        self._reservations = Reservations(tiers, self.mover, self.leases, clock, reserved_bytes)
         self.quarantine = self._reservations.quarantine
         self.pins = Pins(self.mover, self._reservations)
         self.retained = Retained(tiers, self.tries, self._tenant_at, clock)
@@ -168,14 +175,15 @@ class TieredCache:
         records, stored = store.load(), store.namespaces()
         known = known_namespaces(stored, records.namespaces, self.namespaces)
         for namespace in known.values():
-            self.tenants.known(namespace.spec.tenant)
             self._give_trie(namespace)
         restored = restore(records, known, self.trie, self.mover.placement, store.level)
         restore_pins(store, known, self.trie)
+        do_at_once(self.mover.use.count_pinned(self.tries))
         remove_refused(store, restored)
         used = {identity for identity, namespace in known.items() if self._has_blocks(namespace)}
         remove_unused(store, stored.keys() - used)
         self.mover.disk.saved.update(used)
+        self.mover.use.recount(self.tries)
         heap.give_back()
         return restored.blocks
 
@@ -233,6 +241,7 @@ class TieredCache:
             trie = self._trie_of[geometry] = self._new_trie(namespace.spec)
         self._tries[namespace.ordinal] = trie
         self._users[trie.ordinal] += 1
+        self.mover.use.assign(namespace.ordinal, self.tenants.known(namespace.spec.tenant))
         return namespace
 
     def _tenant_at(self, ordinal: int) -> Tenant:
@@ -331,9 +340,13 @@ class TieredCache:
     ) -> Lease | None:
         """Leases the cached prefix from `first_block` on in the CPU tier; None when nothing is cached there.
 
-        The lease is shorter than the match when the CPU tier cannot take it all or a block turns out to be damaged.
+        The lease is shorter than the match when the CPU tier cannot take it all, when the tenant may hold no more, or
+        when a block turns out to be damaged.
         `counted`: this is the lookup by which the prompt enters the hit rates. `matched` is called with the usable
         prefix before anything of it is brought up.
+
+        Raises:
+            ExhaustedError: the tenant may hold nothing more in the CPU tier, or have nothing more there.
         """
         self._need_cpu()
         ttl = self.leases.ttl(ttl_s)
@@ -345,7 +358,8 @@ class TieredCache:
         if matched is not None:
             matched(path)
         identity = self.leases.next_id()
-        hold = self._hold_for_reading(f"lease {identity}", trie, path, first_block)
+        path = self._holdable(session.tenant, trie, path, first_block)
+        hold, wanted = self._hold_for_reading(f"lease {identity}", trie, path, first_block), len(path) > first_block
         try:
             there = await self.mover.bring(trie, hold.rows, self.tiers.shared, hold.wanted)
             while there < len(hold.rows):  # a shorter prefix may need other blocks, which may be there or not
@@ -353,6 +367,9 @@ class TieredCache:
                 hold, longer = self._hold_for_reading(hold.owner, trie, path, first_block), hold
                 longer.end()
                 there = await self.mover.bring(trie, hold.rows, self.tiers.shared, hold.wanted)
+            if not there and wanted:
+                nbytes = self.mover.use.footprint(self.tiers.shared, trie.part_bytes)
+                self.mover.use.refuse_at_most(session.tenant, self.tiers.shared, nbytes, "release leases")
         except BaseException:
             hold.end()
             raise
@@ -363,10 +380,31 @@ class TieredCache:
         self.leases.grant(lease)
         return lease
 
+    def _holdable(self, tenant: Tenant, trie: Trie, path: Rows, first_block: int) -> Rows:
+        """The longest beginning of a usable prefix of which a tenant may hold in the CPU tier what a reader needs.
+
+        Raises:
+            ExhaustedError: it may not hold even the first block.
+        """
+        shared, use = self.tiers.shared, self.mover.use
+        if use.room_to_hold(tenant, shared) is None:
+            return path
+        while len(path) > first_block:
+            needed = trie.needed(len(path), first_block)
+            fresh = np.cumsum(use.held.fresh_bytes(trie, shared, path[first_block:], needed))
+            fits = int(np.searchsorted(fresh, use.room_to_hold(tenant, shared) or 0, "right"))
+            if fits == len(fresh):
+                return path
+            path = trie.usable(path[: first_block + fits])
+            if len(path) <= first_block:
+                use.refuse_to_hold(tenant, shared, "release leases and reservations")
+        return path
+
     def _hold_for_reading(self, owner: str, trie: Trie, path: Rows, first_block: int) -> Hold:
         """Holds in the CPU tier what a reader of the prefix `path` needs from `first_block` on."""
         wanted = trie.needed(len(path), min(first_block, len(path))) if trie.has_rules else None
-        return self.mover.placement.holds.hold(owner, trie, path[first_block:], self.tiers.shared, wanted)
+        shared = self.tiers.shared
+        return self.mover.placement.holds.hold(owner, trie, path[first_block:], shared, wanted, counted=shared)
 
     def offsets(self, lease: Lease, parts: Sequence[int], blocks: slice = slice(None)) -> npt.NDArray[np.uint64]:
         """[blocks, parts]: arena offsets of leased parts; `NO_OFFSET` for a part that its KV group's rule does not

@@ -32,6 +32,7 @@ from prefixd.cache.tiers import Slots
 from prefixd.cache.uninterrupted import to_the_end
 from prefixd.cache.unwritten import unwritten
 from prefixd.cache.urgent_lock import UrgentLock
+from prefixd.tenants import Tenant
 from prefixd_swap import (
     ChecksumError,
     DiskFullError,
@@ -46,8 +47,8 @@ from prefixd_swap.transfers import PIECE_BYTES, PIECE_ITEMS, Urgency, piece_item
 
 _PINNED_AT_ONCE = 1 << 13
 
-MakeRoom = Callable[[StoreTier, Sequence[int], int, Movement, bool], Awaitable[bool]]
-"""(tier, sizes, want, movement, ahead): see `Room.make`."""
+MakeRoom = Callable[[Sequence[int], int, Movement, Tenant, bool, bool], Awaitable[bool]]
+"""(sizes, want, movement, tenant, ahead, own): see `Room.make`."""
 
 
 class DiskCopies:
@@ -123,12 +124,23 @@ class DiskCopies:
         Of each block the KV groups are written that `source` has, the disk lacks, and a prefix still needs. Parents
         come first, and no ancestor is evicted for a descendant, so that what survives a crash is node-closed. `ahead`
         makes room by evicting only blocks that live on disk alone: what is written ahead of need must not cost another
-        block its copy. Up to `piece_bytes` are written and synced together.
+        block its copy. Up to `piece_bytes` are written and synced together. Where there is no room for more of one
+        tenant's, others' are written all the same.
         """
-        return await to_the_end(self._write(trie, rows, source, movement, ahead, piece_bytes))
+        written = 0
+        for tenant, its in self._placement.use.by_owner(trie, rows):
+            written += await to_the_end(self._write(trie, its, source, movement, tenant, ahead, piece_bytes))
+        return written
 
     async def _write(
-        self, trie: Trie, rows: Rows, source: MemoryTier, movement: Movement, ahead: bool, piece_bytes: int
+        self,
+        trie: Trie,
+        rows: Rows,
+        source: MemoryTier,
+        movement: Movement,
+        tenant: Tenant,
+        ahead: bool,
+        piece_bytes: int,
     ) -> int:
         rows = rows[np.argsort(trie.depth[rows], kind="stable")]
         piece_bytes = max(piece_bytes, self._store.least_piece_bytes)
@@ -145,7 +157,7 @@ class DiskCopies:
                     await self._save_namespaces(trie, batch)
                     if trie.has_rules:
                         await self._record_ancestors(trie, batch, movement)
-                    left = await self._fit_batch(trie, rows, batch, source, movement, ahead, piece_bytes)
+                    left = await self._fit_batch(trie, rows, batch, source, movement, tenant, ahead, piece_bytes)
                     await self._pin(trie, batch[trie.pinned[batch]], True)
                 except StorageError as error:
                     self.health.write_failed(error)
@@ -184,26 +196,43 @@ class DiskCopies:
         batch: Rows,
         source: MemoryTier,
         movement: Movement,
+        tenant: Tenant,
         ahead: bool,
         piece_bytes: int,
     ) -> Rows:
         """Writes a batch, at others' cost if need be; returns the rows for which there was no room."""
         store = self._store
+        if self._placement.use.never_fits(tenant, store, self._placement.use.footprint(store, trie.part_bytes)):
+            return batch
+        some, beyond = self._within_most(trie, batch, source, tenant)
         try:
-            left = await self._write_batch(trie, batch, source, movement, piece_bytes)
+            left = await self._write_batch(trie, some, source, movement, piece_bytes)
         except DiskFullError as error:
             if not await store.has_shrunk():
                 raise
             await store.try_write()  # else others would be evicted for nothing
             self.health.shrunk(error)
-            left = batch
-        while len(left) and not movement.dropped:
+            left = some
+        while (len(left) or len(beyond)) and not movement.dropped:
             family = await find_ancestry(trie, rows)
+            own = not len(left)
             with self._placement.holds.hold("eviction", trie, family, store):
-                if not await self._make_room(store, trie.part_bytes, len(left), movement, ahead):
+                want = len(beyond if own else left)
+                if not await self._make_room(trie.part_bytes, want, movement, tenant, ahead, own):
                     break
-            left = await self._write_batch(trie, left, source, movement, piece_bytes)
-        return left
+            some, beyond = self._within_most(trie, np.concatenate([left, beyond]), source, tenant)
+            left = await self._write_batch(trie, some, source, movement, piece_bytes)
+        return np.concatenate([left, beyond])
+
+    def _within_most(self, trie: Trie, batch: Rows, source: MemoryTier, tenant: Tenant) -> tuple[Rows, Rows]:
+        """The first rows of a batch, as many as their tenant may have on disk beside what it has; the others."""
+        use = self._placement.use
+        room = use.room(tenant, self._store)
+        if room is None:
+            return batch, batch[:0]
+        nbytes = np.cumsum(use.group_bytes(trie, self._store)[self._to_write(trie, batch, source)])
+        border = int(np.searchsorted(nbytes, room, "right"))
+        return batch[:border], batch[border:]
 
     async def _write_batch(
         self, trie: Trie, batch: Rows, source: MemoryTier, movement: Movement, piece_bytes: int

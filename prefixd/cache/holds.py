@@ -13,6 +13,7 @@ from types import TracebackType
 import numpy as np
 
 from prefixd.cache.groups import GroupMask
+from prefixd.cache.held_bytes import HeldBytes
 from prefixd.cache.index.trie import Rows, Trie
 from prefixd_swap.tiers import Tier
 
@@ -26,12 +27,21 @@ class Hold:
         rows: [m] different blocks.
         tier: where the bytes stay; None for a hold of the blocks alone, wherever their bytes are.
         wanted: [m] KV groups whose bytes stay; None for all of them.
+        counted: the tier in which the bytes count as held by their tenant: who holds them keeps them as long as it
+            likes. None for a hold that ends soon by itself.
     """
 
-    __slots__ = ("_holds", "owner", "rows", "tier", "trie", "wanted")
+    __slots__ = ("_held_bytes", "_holds", "counted", "owner", "rows", "tier", "trie", "wanted")
 
     def __init__(
-        self, holds: Holds, owner: str, trie: Trie, rows: Rows, tier: Tier | None, wanted: GroupMask | None
+        self,
+        holds: Holds,
+        owner: str,
+        trie: Trie,
+        rows: Rows,
+        tier: Tier | None,
+        wanted: GroupMask | None,
+        counted: Tier | None,
     ) -> None:
         self._holds: Holds | None = holds
         self.owner = owner
@@ -39,6 +49,8 @@ class Hold:
         self.rows = rows
         self.tier = tier
         self.wanted = wanted
+        self.counted = counted
+        self._held_bytes = holds.held_bytes
         self._change(rows, wanted, begin=True)
 
     def extend(self, rows: Rows, wanted: GroupMask | None = None) -> None:
@@ -65,6 +77,8 @@ class Hold:
         released: GroupMask = wanted[blocks] & np.uint8(groups)
         wanted[blocks] &= ~np.uint8(groups)
         self.trie.release(rows, self.tier.level, released)
+        if self.counted is not None:
+            self._held_bytes.change(self.trie, self.counted, rows, released, begin=False)
         self.wanted = wanted  # another array: an audit may read the old one
         return released
 
@@ -104,6 +118,8 @@ class Hold:
             self.trie.hold(rows, self.tier.level, wanted)
         else:
             self.trie.unhold(rows, self.tier.level, wanted)
+        if self.counted is not None:
+            self._held_bytes.change(self.trie, self.counted, rows, wanted, begin=begin)
 
 
 class Holds:
@@ -111,17 +127,26 @@ class Holds:
 
     Args:
         swept: called with blocks that nobody holds any more, perhaps: forgets those that have no bytes left.
+        held_bytes: counts what tenants hold.
     """
 
-    def __init__(self, swept: Callable[[Trie, Rows], None]) -> None:
+    def __init__(self, swept: Callable[[Trie, Rows], None], held_bytes: HeldBytes) -> None:
         self.live: set[Hold] = set()
         self.swept = swept
+        self.held_bytes = held_bytes
 
     def hold(
-        self, owner: str, trie: Trie, rows: Rows, tier: Tier | None = None, wanted: GroupMask | None = None
+        self,
+        owner: str,
+        trie: Trie,
+        rows: Rows,
+        tier: Tier | None = None,
+        wanted: GroupMask | None = None,
+        *,
+        counted: Tier | None = None,
     ) -> Hold:
         """A new hold; see `Hold`. Bytes that are still on their way are protected from the moment they arrive."""
-        hold = Hold(self, owner, trie, rows, tier, wanted)
+        hold = Hold(self, owner, trie, rows, tier, wanted, counted)
         self.live.add(hold)
         return hold
 

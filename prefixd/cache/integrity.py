@@ -19,6 +19,7 @@ from prefixd.cache.index.key_masks import Ordinals
 from prefixd.cache.index.trie import NO_SLOT, Trie
 from prefixd.cache.integrity_disk import compare_with_index, snapshot_of_disk
 from prefixd.cache.integrity_holds import audit_grants, audit_holds, audit_slots
+from prefixd.cache.integrity_tenants import audit_tenants
 from prefixd.cache.integrity_trie import Bools, audit_trie
 from prefixd.steps import Steps, do_at_once, do_in_slices, in_thread
 from prefixd_swap import IntegrityError, StorageError
@@ -100,6 +101,7 @@ def _audit_memory(found: Findings, cache: TieredCache) -> Steps[None]:
     yield from audit_holds(found, cache)
     yield from audit_slots(found, cache)
     yield from audit_grants(found, cache)
+    yield from audit_tenants(found, cache)
     for trie in list(cache.tries):
         yield from audit_trie(found, trie, cache.tiers, partial(_belong, cache, trie))
 

@@ -28,11 +28,13 @@ from prefixd.cache.namespaces import NamespaceRegistry
 from prefixd.cache.placement import Placement
 from prefixd.cache.remote import Remote, RemoteOptions
 from prefixd.cache.room import Room
+from prefixd.cache.tenant_use import TenantUse
 from prefixd.cache.tiers import Slots, Tiers
 from prefixd.cache.victims import can_free
 from prefixd.pacer import give_way
+from prefixd.tenants import Tenant, Tenants
 from prefixd_swap import CopyEngine, EvictionPolicy, TransferDroppedError, UseHistory
-from prefixd_swap.tiers import MemoryCopies, MemoryTier, StoreTier, Tier, can_move
+from prefixd_swap.tiers import Account, MemoryCopies, MemoryTier, StoreTier, Tier, can_move
 from prefixd_swap.transfers import PIECE_BYTES, Urgency, piece_items
 
 T = TypeVar("T")
@@ -64,6 +66,7 @@ class Mover:
         uses: how often blocks were asked for; told of all that happens to them.
         admit_uses: see `Placement`.
         remote: how the remote tier is used, where there is one.
+        tenants: whom the blocks belong to.
     """
 
     def __init__(
@@ -77,12 +80,14 @@ class Mover:
         uses: UseHistory,
         admit_uses: int = 0,
         remote: RemoteOptions | None = None,
+        tenants: Tenants | None = None,
     ) -> None:
         self.tiers = tiers
+        self.use = TenantUse(tiers, tenants or Tenants())
         self.tries = tries
         self.policy = policy
         self._copies = MemoryCopies(engine, tiers.transfers)
-        self._placement = Placement(tiers, clock, uses, admit_uses)
+        self._placement = Placement(tiers, clock, uses, self.use, admit_uses)
         self._checksums = Checksums(self._placement)
         self.disk = DiskCopies(self._placement, tries, namespaces, self._checksums, self._make_room_on_disk)
         self.remote: Remote | None = None
@@ -189,16 +194,24 @@ class Mover:
         blocks: int,
         movement: Movement | None = None,
         *,
+        tenant: Tenant | None = None,
+        account: Account | None = None,
+        limit: Callable[[], int | None] | None = None,
         ahead: bool = False,
         near: Sequence[int] = (),
     ) -> Slots:
         """Slots in flight for up to `blocks` blocks in a memory tier, evicting what may go; fewer if need be.
+
+        A tenant never gets above its most; before that its own blocks go.
 
         Args:
             tier: where.
             sizes: bytes of each of the p parts of a block.
             blocks: how many.
             movement: what they are for; by default somebody waits for them.
+            tenant: whom they are for; None: nobody in particular.
+            account: has their bytes; `TenantUse.moving` by default.
+            limit: bytes that may be allocated beside what is; asked whenever something is about to be; None: any.
             ahead: spare copies of blocks that are in a tier above as well: they were made ahead of need, too, and one
                 such copy must not cost another.
             near: slots [p] of a block of the same prefix, close to which the new ones should lie; NO_SLOT for none.
@@ -207,24 +220,32 @@ class Mover:
             [m, p], m <= blocks.
         """
         taken: list[Slots] = [np.empty((0, len(sizes)), np.int64)]
-        count = 0
-        if not tier.ever_fits(sizes):
+        count, footprint = 0, tier.footprint(sizes)
+        if not tier.ever_fits(sizes) or (tenant is not None and self.use.never_fits(tenant, tier, footprint)):
             return taken[0]
+        if tenant is not None and account is None:
+            account = self.use.moving(tenant, tier)
         movement = movement or Movement(Urgency.DEMAND)
         hint = np.array(near, np.int64) if len(near) else None
         with self.working():  # these slots are in nobody's book until this returns
             try:
                 while count < blocks and not movement.dropped:
-                    some = tier.allocate(sizes, min(blocks - count, _ALLOCATED_AT_ONCE), hint)
-                    if len(some):
+                    lacking = blocks - count
+                    if limit is not None and (most := limit()) is not None:
+                        lacking = min(lacking, most // footprint)
+                    if lacking <= 0:
+                        break
+                    room = None if tenant is None else self.use.room(tenant, tier)
+                    allowed = lacking if room is None else min(lacking, max(room, 0) // footprint)
+                    if allowed and len(some := tier.allocate(sizes, min(allowed, _ALLOCATED_AT_ONCE), hint, account)):
                         taken.append(some)
                         count += len(some)
                         hint = some[-1]
                         await give_way()
                         continue
-                    want = min(blocks - count, _EVICTED_AT_ONCE)
+                    want = min(allowed or lacking, _EVICTED_AT_ONCE)
                     hashing = set(self._checksums.tasks)  # their blocks are held
-                    if await self._room.make(tier, sizes, want, movement, ahead=ahead):
+                    if await self._room.make(tier, sizes, want, movement, tenant, ahead=ahead, own=not allowed):
                         await give_way()
                         continue
                     hashing |= self._checksums.tasks
@@ -237,13 +258,20 @@ class Mover:
         return np.concatenate(taken)
 
     async def take_frames(
-        self, count: int, widths: Sequence[int] = (1,), *, near: Sequence[int] = (), beside: int = 0
+        self,
+        count: int,
+        widths: Sequence[int] = (1,),
+        *,
+        tenant: Tenant | None = None,
+        near: Sequence[int] = (),
+        beside: int = 0,
     ) -> list[int] | None:
         """Frames of the compute tier in flight, `count` times one or more for each of `widths`; all or none.
 
         Args:
             count: how often.
             widths: of each slot so many frames side by side, as a block's parts take them (`KvShape.block_widths`).
+            tenant: whom they are for, to keep as long as it likes; the default one by default.
             near: slots [widths] of the same prefix, see `allocate`.
             beside: so many frames are taken next. Nothing is evicted when not all, these included, can be had; where
                 parts of several sizes share large pages that is an estimate.
@@ -254,13 +282,19 @@ class Mover:
         if not count or not widths:
             return []
         tier, frame = self.tiers.compute, self.tiers.frames.frame_bytes
+        tenant = tenant or self.use.tenants.default
         sizes = [width * frame for width in widths]
-        lacking = (count * tier.footprint(sizes) + tier.used_bytes - tier.capacity_bytes) // frame + beside
+        wanted = count * tier.footprint(sizes) + beside * frame
+        limits = [(wanted + tier.used_bytes - tier.capacity_bytes, self.use.losses(tenant, tier))]
+        if (room := self.use.room(tenant, tier)) is not None:
+            limits.append((wanted - room, self.use.losses(tenant, tier, own=True)))
         may_sink = self.tiers.below(tier) is not None
-        weigh = partial(_frames_of_part, tier, frame)
-        if not await can_free(self.tries, tier.level, lacking, demotable=may_sink, weigh=weigh):
-            return None
-        frames = await self.allocate(tier, sizes, count, near=near)
+        for lacking, losses in limits:
+            weigh = partial(_bytes_of_part, tier)
+            if not await can_free(self.tries, tier.level, lacking, demotable=may_sink, weigh=weigh, losses=losses):
+                return None
+        account = self.use.granted(tenant, tier)
+        frames = await self.allocate(tier, sizes, count, tenant=tenant, account=account, near=near)
         if len(frames) < count:
             tier.free(frames)
             return None
@@ -277,9 +311,10 @@ class Mover:
             return await self._room.send_down(owner, tier, trie, rows, Movement(Urgency.DEMAND))
 
     async def _make_room_on_disk(
-        self, store: StoreTier, sizes: Sequence[int], want: int, movement: Movement, ahead: bool
+        self, sizes: Sequence[int], want: int, movement: Movement, tenant: Tenant, ahead: bool, own: bool
     ) -> bool:
-        return await self._room.make(store, sizes, want, movement, ahead=ahead)
+        store = self.tiers.require_durable()
+        return await self._room.make(store, sizes, want, movement, tenant, ahead=ahead, own=own)
 
     async def _copy_down(
         self, trie: Trie, rows: Rows, source: Tier, target: Tier, movement: Movement, ahead: bool
@@ -435,7 +470,8 @@ class Mover:
         *,
         ahead: bool = False,
     ) -> int:
-        """Copies rows, held in `source`, to `target`; returns how many arrived (the first ones when room is short).
+        """Copies rows, held in `source`, to `target`; returns how many arrived, of each tenant the first ones when room
+        is short.
 
         Args:
             trie: the blocks' trie.
@@ -455,24 +491,49 @@ class Mover:
             groups = trie.wanted(rows, source.level) & ~trie.there[rows, target.level]
             rows, groups = rows[groups != 0], groups[groups != 0]
         arrived = 0
+        for tenant, mine in self.use.places_by_owner(trie, rows):
+            arrived += await self._copy_of(trie, rows[mine], source, memory, groups[mine], movement, tenant, ahead)
+        return arrived
+
+    async def _copy_of(
+        self,
+        trie: Trie,
+        rows: Rows,
+        source: Tier,
+        memory: MemoryTier,
+        groups: GroupMask,
+        movement: Movement,
+        tenant: Tenant,
+        ahead: bool,
+    ) -> int:
+        """As `copy`, blocks of one tenant."""
+        arrived = 0
         borders = 1 + np.flatnonzero(np.diff(groups))  # between blocks of which different groups are copied
         for start, end in pairwise([0, *borders.tolist(), len(rows)]):
             for first in range(start, end, _MOVED_AT_ONCE):
                 some = rows[first : min(first + _MOVED_AT_ONCE, end)]
-                came = await self._copy_alike(trie, some, source, memory, int(groups[start]), movement, ahead)
+                came = await self._copy_alike(trie, some, source, memory, int(groups[start]), movement, tenant, ahead)
                 arrived += came
                 if movement.dropped or (came < len(some) and isinstance(source, MemoryTier)):
                     return arrived  # nobody wants more, or there is no room for more
         return arrived
 
     async def _copy_alike(
-        self, trie: Trie, rows: Rows, source: Tier, target: MemoryTier, groups: int, movement: Movement, ahead: bool
+        self,
+        trie: Trie,
+        rows: Rows,
+        source: Tier,
+        target: MemoryTier,
+        groups: int,
+        movement: Movement,
+        tenant: Tenant,
+        ahead: bool,
     ) -> int:
-        """As `copy`, the same groups of all blocks."""
+        """As `copy`, the same groups of all blocks of one tenant."""
         parts = np.flatnonzero(trie.part_mask & np.uint8(groups)).tolist()
         sizes = [trie.part_bytes[part] for part in parts]
         near = self._near(trie, rows, target, parts)
-        taken = await self.allocate(target, sizes, len(rows), movement, ahead=ahead, near=near)
+        taken = await self.allocate(target, sizes, len(rows), movement, tenant=tenant, ahead=ahead, near=near)
         rows = rows[: len(taken)]
         arrived = np.zeros(len(rows), np.bool_)
         try:
@@ -482,7 +543,7 @@ class Mover:
             elif can_move(source, target):
                 arrived = await self._reader(source)(trie, rows, parts, taken, target, movement)
             else:
-                await self._read_staged(trie, rows, parts, taken, source, target, movement, arrived)
+                await self._read_staged(trie, rows, parts, taken, source, target, movement, tenant, arrived)
         finally:
             slots = np.full((len(rows), len(trie.part_bytes)), NO_SLOT, np.int64)
             slots[:, parts] = taken
@@ -553,6 +614,7 @@ class Mover:
         source: Tier,
         target: MemoryTier,
         movement: Movement,
+        tenant: Tenant,
         arrived: Bools,
     ) -> None:
         """Reads into memory that a file cannot be read into, by way of the shared tier; sets `arrived` [m].
@@ -568,7 +630,7 @@ class Mover:
             for start in starts:
                 end = min(start + step, len(rows))
                 while start < end and not movement.dropped:
-                    staged = await self.allocate(shared, sizes, end - start, movement)
+                    staged = await self.allocate(shared, sizes, end - start, movement, tenant=tenant)
                     try:
                         if not len(staged):
                             self.lost["no room in the CPU tier to stage a read"] += end - start
@@ -597,8 +659,10 @@ class Mover:
         lacking = self.disk.missing(trie, rows)
         piece_bytes = _DURABLE_BYTES if urgency is Urgency.DEMAND else PIECE_BYTES
         written = await self.disk.write(trie, rows, source, Movement(urgency), ahead=ahead, piece_bytes=piece_bytes)
-        if not ahead and written < lacking and (missing := self.disk.missing(trie, rows)):
-            self.lost[f"not written: {self._placement.why_unwritten()}"] += missing
+        if not ahead and written < lacking:
+            for tenant, its in self.use.by_owner(trie, rows):
+                if missing := self.disk.missing(trie, its):
+                    self.lost[f"not written: {self._placement.why_unwritten(tenant, trie)}"] += missing
         return written
 
     # -- forgetting ---------------------------------------------------------------------------------------------
@@ -637,5 +701,5 @@ def _memory(tier: Tier) -> MemoryTier:
     return tier
 
 
-def _frames_of_part(tier: MemoryTier, frame_bytes: int, nbytes: int) -> int:
-    return tier.footprint((nbytes,)) // frame_bytes
+def _bytes_of_part(tier: MemoryTier, nbytes: int) -> int:
+    return tier.footprint((nbytes,))

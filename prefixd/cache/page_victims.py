@@ -22,19 +22,23 @@ import numpy.typing as npt
 
 from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
 from prefixd.cache.scan import SCANNED_AT_ONCE, slices
+from prefixd.cache.tenant_use import Losses
+from prefixd.cache.victims import Limits, no_limits
 from prefixd.pacer import Pacer
 from prefixd.steps import in_thread
 from prefixd_swap import EvictionPolicy, Victims, round_to_slot
+from prefixd_swap.page_eviction import Allow
 
 _ATTEMPTS = 3
 _BARE_AT_ONCE = 256
 """Records without bytes that go in one call, of each slice: some milliseconds on the event loop."""
 
 Choose = Callable[
-    [int, int, npt.NDArray[np.int64], npt.NDArray[np.float64], npt.NDArray[np.bool_]],
+    [int, int, npt.NDArray[np.int64], npt.NDArray[np.float64], npt.NDArray[np.bool_], Allow | None],
     Victims,
 ]
-"""(bytes of a part, how many, slots, their worth, which may go): which of them to evict; see `swap/page_eviction`."""
+"""(bytes of a part, how many, slots, their worth, which may go, whether they may go together): which of them to evict;
+see `swap/page_eviction`."""
 
 
 def has_other_sizes(tries: Sequence[Trie], tier: int, sizes: Sequence[int]) -> bool:
@@ -60,6 +64,8 @@ async def find_page_victims(
     demotable: bool,
     spare_copies: bool = False,
     for_thread: Callable[[], Choose] | None = None,
+    limits: Limits = no_limits,
+    now_s: float = 0.0,
 ) -> list[tuple[Trie, Rows]]:
     """The blocks that have to leave `tier` so that `want` blocks with parts of `sizes` bytes have room, by trie, each
     trie's children before their parents.
@@ -82,6 +88,8 @@ async def find_page_victims(
         spare_copies: spare blocks that are in a tier above as well.
         for_thread: gives a choice among the slots as they are now that can be made in a thread; `choose` itself is
             one, where this is absent.
+        limits: what each tenant may lose.
+        now_s: the time, for priorities: those of a lower one go first.
 
     Raises:
         ExhaustedError: no thread can be started.
@@ -94,18 +102,21 @@ async def find_page_victims(
         return slots.pick(Counter(map(round_to_slot, sizes)), want, choose)
 
     for attempts_left in reversed(range(_ATTEMPTS)):
-        slots = await _read_slots(tries, tier, policy, may_go)
+        slots = await _read_slots(tries, tier, policy, may_go, limits(), now_s)
         if not len(slots.slots):
             chosen = []
         elif slots.interrupted:
             chosen = await in_thread(partial(pick, slots, choose if for_thread is None else for_thread()))
         else:
             chosen = pick(slots, choose)
-        found, all_may_go = [], True
+        found, all_may_go, losses = [], True, limits()
         for trie, rows, parts, places in chosen:
             fine = may_go(trie, rows) & (trie.slots[rows, tier, parts] == places)
-            all_may_go &= bool(fine.all())
             going = np.unique(rows[fine])
+            if losses is not None and not losses.take(trie, going):  # others have taken of it meanwhile
+                going = np.array([row for row in going.tolist() if losses.take(trie, np.array([row]))], np.int64)
+                fine &= np.isin(rows, going)
+            all_may_go &= bool(fine.all())
             found.append((trie, going[np.argsort(-trie.depth[going], kind="stable")]))
         if all_may_go or not attempts_left:
             break
@@ -143,6 +154,8 @@ class _Slots:
     tries: list[Trie]
     bare: list[tuple[Trie, Rows]]
     """The blocks that have a record in the tier and nothing else, see `_is_bare`."""
+    left: npt.NDArray[np.int64] | None
+    """By owner, bytes that may go; None: all."""
     slots: npt.NDArray[np.int64]
     scores: npt.NDArray[np.float64]
     depths: npt.NDArray[np.int32]
@@ -151,14 +164,19 @@ class _Slots:
     parts: Rows
     places: Rows
     """Whose rows: positions in `tries`."""
+    priorities: npt.NDArray[np.int8]
+    sizes: npt.NDArray[np.int64]
+    owners: Rows
+    row_bytes: npt.NDArray[np.int64]
+    """Of their blocks, all that leaves the tier with them; with the owners only where there are limits."""
 
     def pick(self, sizes: Mapping[int, int], want: int, choose: Choose) -> list[tuple[Trie, Rows, Rows, Rows]]:
         """Chooses what has to go for `want` blocks, which have so many parts of each of `sizes`: by trie, the rows,
         parts and slots."""
-        worth = _worth(self.scores, self.depths)
+        worth = _worth(self.scores, self.depths, self.priorities)
         evicted = np.zeros(len(self.slots), np.bool_)
         for size, parts in sizes.items():
-            evicted[choose(size, parts * want, self.slots, worth, self.may_go).positions] = True
+            evicted[self._pick_size(size, parts * want, choose, worth, evicted)] = True
         found = []
         for place, trie in enumerate(self.tries):
             mine = np.flatnonzero(evicted & (self.places == place))
@@ -166,46 +184,132 @@ class _Slots:
                 found.append((trie, self.rows[mine], self.parts[mine], self.slots[mine]))
         return found
 
+    def _pick_size(
+        self,
+        size: int,
+        count: int,
+        choose: Choose,
+        worth: npt.NDArray[np.float64],
+        evicted: npt.NDArray[np.bool_],
+    ) -> npt.NDArray[np.int64]:
+        """The positions of slots that have to go, beside those `evicted`, for `count` slots of one size."""
+        chosen = np.empty(0, np.int64)
+        levels = np.unique(self.priorities[self.may_go]).tolist()
+        for level in levels:  # of a higher priority something goes only where the lower ones do not do
+            may_go = self.may_go & (self.priorities <= level) if len(levels) > 1 else self.may_go
+            allow = None
+            if self.left is not None:
+                allow = _Allowance(self, self.left, evicted)
+                may_go = self._affordable(size, worth, may_go, allow.left)
+            victims = choose(size, count, self.slots, worth, may_go, allow)
+            chosen = victims.positions
+            if victims.slots >= count:
+                break
+        return chosen
+
+    def _affordable(
+        self, size: int, worth: npt.NDArray[np.float64], may_go: npt.NDArray[np.bool_], left: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.bool_]:
+        """[n]: of the slots that go alone, those of least worth that their owner may lose, so that not all are asked
+        for one by one; and all others that may go."""
+        may_go = may_go.copy()
+        alone = np.flatnonzero(may_go & (self.sizes == size))
+        for owner in np.unique(self.owners[alone]).tolist():
+            mine = alone[self.owners[alone] == owner]
+            most = int(left[owner]) // size
+            if most < len(mine):
+                may_go[mine[np.argsort(worth[mine], kind="stable")][max(most, 0) :]] = False
+        return may_go
+
+
+class _Allowance:
+    """Says of slots, one after the other, whether they may go without an owner's losing more than he may.
+
+    Args:
+        slots: all slots.
+        left: by owner, bytes that may go.
+        evicted: slots that go anyway.
+    """
+
+    def __init__(self, slots: _Slots, left: npt.NDArray[np.int64], evicted: npt.NDArray[np.bool_]) -> None:
+        self.left = left.copy()
+        whose = slots.rows * len(slots.tries) + slots.places
+        _, first, self._block = np.unique(whose, return_index=True, return_inverse=True)  # by slot, its block
+        self._owner, self._nbytes = slots.owners[first], slots.row_bytes[first]
+        self._gone = np.zeros(len(first), np.bool_)
+        self(np.flatnonzero(evicted))
+
+    def __call__(self, positions: npt.NDArray[np.int64]) -> bool:
+        """Whether the blocks of these slots may go; they are gone then."""
+        blocks = np.unique(self._block[positions])
+        blocks = blocks[~self._gone[blocks]]
+        owners = self._owner[blocks]
+        nbytes = np.bincount(owners, weights=self._nbytes[blocks], minlength=len(self.left)).astype(np.int64)
+        if (nbytes > self.left)[owners].any():
+            return False
+        self.left -= nbytes
+        self._gone[blocks] = True
+        return True
+
 
 async def _read_slots(
     tries: Sequence[Trie],
     tier: int,
     policy: EvictionPolicy,
     may_go: Callable[[Trie, Rows], npt.NDArray[np.bool_]],
+    losses: Losses | None,
+    now_s: float,
 ) -> _Slots:
     """The slots that are taken in a tier, read in slices."""
     bit, pacer, scanned = np.uint8(1 << tier), Pacer(SCANNED_AT_ONCE), 0
     nothing = np.empty(0, np.int64)
     pieces: list[tuple[npt.NDArray[Any], ...]] = [
-        (nothing, np.empty(0), np.empty(0, np.int32), np.empty(0, np.bool_), nothing, nothing, nothing)
+        (
+            *(nothing, np.empty(0), np.empty(0, np.int32), np.empty(0, np.bool_), nothing, nothing, nothing),
+            *(np.empty(0, np.int8), nothing, nothing, nothing),
+        )
     ]
     bare: list[tuple[Trie, Rows]] = []
     for place, trie in enumerate(tries):
         for scan in slices(trie.rows):
             rows = scan.start + np.flatnonzero(trie.any_part[scan] & bit)
             goes, depths = may_go(trie, rows), trie.depth[rows]
+            owners = row_bytes = np.zeros(len(rows), np.int64)
+            if losses is not None:
+                owners, row_bytes = losses.owners(trie, rows), losses.bytes_of(trie, rows)
+                goes &= row_bytes <= losses.left[owners]
             bare.append((trie, rows[_is_bare(trie, rows, tier)][:_BARE_AT_ONCE]))
             scores = policy.scores(trie, rows, tier)
+            priorities = trie.priorities(rows, now_s) if trie.has_priorities else np.zeros(len(rows), np.int8)
             for part in range(len(trie.part_bytes)):
                 slots = trie.slots[rows, tier, part]
                 at = np.flatnonzero(slots != NO_SLOT)
                 whose = np.full(len(at), part), np.full(len(at), place)
-                pieces.append((slots[at], scores[at], depths[at], goes[at], rows[at], *whose))
+                size = np.full(len(at), round_to_slot(trie.part_bytes[part]))
+                pieces.append(
+                    (
+                        *(slots[at], scores[at], depths[at], goes[at], rows[at], *whose),
+                        *(priorities[at], size, owners[at], row_bytes[at]),
+                    )
+                )
             scanned += scan.stop - scan.start
             await pacer.worked(scan.stop - scan.start)
     interrupted = scanned >= SCANNED_AT_ONCE
 
     def joined() -> _Slots:
-        return _Slots(interrupted, list(tries), bare, *map(np.concatenate, zip(*pieces, strict=True)))
+        columns = map(np.concatenate, zip(*pieces, strict=True))
+        return _Slots(interrupted, list(tries), bare, None if losses is None else losses.left, *columns)
 
     return await in_thread(joined) if interrupted else joined()
 
 
-def _worth(scores: npt.NDArray[np.float64], depths: npt.NDArray[np.int32]) -> npt.NDArray[np.float64]:
-    """[n] numbers in the order of `scores`; of equal ones the deeper block is worth less."""
-    order = np.argsort(scores)
-    ascending = scores[order]
+def _worth(
+    scores: npt.NDArray[np.float64], depths: npt.NDArray[np.int32], priorities: npt.NDArray[np.int8]
+) -> npt.NDArray[np.float64]:
+    """[n] numbers in the order of `priorities`, then of `scores`; of equal ones the deeper block is worth less."""
+    order = np.lexsort((scores, priorities)) if priorities.any() else np.argsort(scores)
+    ascending, levels = scores[order], priorities[order]
     rank = np.zeros(len(scores), np.int64)
-    rank[order[1:]] = np.cumsum(ascending[1:] != ascending[:-1])
+    rank[order[1:]] = np.cumsum((ascending[1:] != ascending[:-1]) | (levels[1:] != levels[:-1]))
     deepest = int(depths.max(initial=0))
     return (rank * (deepest + 1) + (deepest - depths)).astype(np.float64)

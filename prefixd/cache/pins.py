@@ -20,6 +20,7 @@ from prefixd.cache.mover import Mover
 from prefixd.cache.namespaces import Namespace
 from prefixd.cache.reservations import Reservations
 from prefixd.errors import ExhaustedError, PreconditionError
+from prefixd.steps import do_in_slices
 from prefixd_swap.tiers import StoreTier
 
 
@@ -40,10 +41,15 @@ class Pins:
         """Pins the blocks of a prefix, from the first on; why that does not outlast a restart, or "" if it does.
 
         The caller has awaited nothing since it looked `path` up.
+
+        Raises:
+            ExhaustedError: its tenant may hold no more; nothing is pinned.
         """
         with self._mover.placement.holds.hold("pin", trie, path):
             async with self._lock:
+                self._mover.use.check_pin(trie, path)
                 trie.pinned[path] = True
+                await do_in_slices(self._mover.use.count_pinned(self._mover.tries))
                 self._mover.placement.touch(trie, path)  # the bytes that the prefix needs are wanted, if they expired
                 if self._mover.tiers.durable is None:
                     return "there is no disk tier; set disk.bytes"
@@ -62,6 +68,7 @@ class Pins:
             async with self._lock:
                 pinned = path[trie.pinned[path]]
                 trie.pinned[pinned] = False
+                await do_in_slices(self._mover.use.count_pinned(self._mover.tries))
                 durable = self._mover.tiers.durable is None or await self._mover.disk.pin(trie, pinned[::-1], False)
         self._mover.placement.sweep(trie, path)
         return len(pinned), "" if durable else self._why_not()

@@ -12,8 +12,10 @@ import numpy.typing as npt
 from prefixd.cache.groups import GroupMask
 from prefixd.cache.holds import Holds
 from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
+from prefixd.cache.tenant_use import TenantUse
 from prefixd.cache.tiers import Slots, Tiers
 from prefixd.cache.unwritten import unwritten
+from prefixd.tenants import Tenant
 from prefixd_swap import UseHistory
 from prefixd_swap.tiers import MemoryTier, RemoteTier, Tier
 
@@ -25,15 +27,19 @@ class Placement:
         tiers: the memory.
         clock: seconds; passed in so that tests own the time.
         uses: is told of what comes, goes and is asked for.
+        use: counts the tenants' bytes.
         admit_uses: a block is written to disk when it was asked for again so often, or somebody wants it durable.
     """
 
-    def __init__(self, tiers: Tiers, clock: Callable[[], float], uses: UseHistory, admit_uses: int = 0) -> None:
+    def __init__(
+        self, tiers: Tiers, clock: Callable[[], float], uses: UseHistory, use: TenantUse, admit_uses: int = 0
+    ) -> None:
         self.tiers = tiers
+        self.use = use
         self.uses = uses
         self.admit_uses = admit_uses
         self.clock = clock
-        self.holds = Holds(self.sweep)
+        self.holds = Holds(self.sweep, use.held)
         self.lost: Counter[str] = Counter()  # blocks that could have been kept, by reason
         self.epoch = 0  # grows with every change of what is where
         self.changed = asyncio.Event()  # set when write-back may have work
@@ -46,6 +52,7 @@ class Placement:
         """Enters parts of m blocks into the trie; their slots, [m, parts], belong to the trie from here on."""
         before, now_s = self.to_write(trie, rows), self.clock()
         new = trie.put_copies(rows, tier.level, slots, now_s)
+        self.use.entered(trie, rows, tier, slots)
         if len(new) and tier is not self.tiers.remote:
             self.uses.admitted(trie, new, tier.level, now_s)
         self._count_queue(trie, rows, before)
@@ -114,10 +121,10 @@ class Placement:
         dropped = len(others)
         # Of these another tier has something, as a record on disk, but not what is wanted: they stay in the trie.
         stays = last & (trie.any_part[rows] != bit)
-        left, vanished, wanted = rows[last & ~stays], 0, 0
+        left, vanished, wanted = rows[last & ~stays], 0, Counter[Tenant]()
         # Again, because ancestors without copies may have gone with them, and then others are leaves.
         while len(going := trie.all_removable(left.tolist())):
-            wanted += int(np.count_nonzero(self.admits(trie, going)))
+            wanted += self._admitted(trie, going)
             self._discard(trie, going, tier, evicted=not expendable)
             trie.remove_all(going)
             vanished += len(going)
@@ -126,12 +133,13 @@ class Placement:
         left = np.concatenate([left, some]) if with_page else some[trie.children[some] == 0]
         left = left[(trie.keep[left] == 0) & ~trie.pinned[left]]
         if len(left):
-            wanted += int(np.count_nonzero(self.admits(trie, left)))
+            wanted += self._admitted(trie, left)
             self._discard(trie, left, tier, evicted=not expendable)
             vanished += len(left)
         dropped += vanished
-        if wanted and not expendable and tier is not self.tiers.durable and self.tiers.durable is not None:
-            self.lost[f"evicted before it was written: {self.why_unwritten()}"] += wanted
+        if not expendable and tier is not self.tiers.durable and self.tiers.durable is not None:
+            for tenant, blocks in wanted.items():
+                self.lost[f"evicted before it was written: {self.why_unwritten(tenant, trie)}"] += blocks
         self.tiers.counters(tier).evicted += dropped
         self.epoch += 1
         return dropped
@@ -153,6 +161,7 @@ class Placement:
         before = self.to_write(trie, rows)
         here = rows[trie.any_part[rows] & np.uint8(1 << tier.level) != 0]
         slots = trie.drop_copies(rows, tier.level, groups)
+        self.use.left(trie, rows, tier, slots)
         left = here[trie.any_part[here] & np.uint8(1 << tier.level) == 0]
         if len(left) and tier is not self.tiers.remote:
             self.uses.removed(trie, left, tier.level, evicted=evicted)
@@ -161,9 +170,19 @@ class Placement:
             tier.free(slots)
         self.epoch += 1
 
-    def why_unwritten(self) -> str:
-        """Why a block could not be written to disk now, for `lost`."""
-        return "no room on disk" if self.tiers.writes else "disk out of service"
+    def _admitted(self, trie: Trie, rows: Rows) -> Counter[Tenant]:
+        """How many of these blocks were asked for often enough to be written to disk, by tenant."""
+        admitted = rows[self.admits(trie, rows)]
+        return Counter({tenant: len(its) for tenant, its in self.use.by_owner(trie, admitted)})
+
+    def why_unwritten(self, tenant: Tenant, trie: Trie) -> str:
+        """Why a block of a tenant could not be written to disk now, for `lost`."""
+        if self.tiers.durable is None or not self.tiers.writes:
+            return "disk out of service"
+        room = self.use.room(tenant, self.tiers.durable)
+        if room is not None and room < self.use.part_bytes(trie, self.tiers.durable).sum():
+            return "its tenant is at its most of the disk tier"
+        return "no room on disk"
 
     def sweep(self, trie: Trie, rows: Rows) -> None:
         """Forgets blocks that lost their last copy while somebody kept them, once nobody does."""

@@ -49,6 +49,8 @@ class Quarantine:
         processes = {process for process in reservation.session.processes if process.alive}
         if processes and len(slots) and not reservation.by_daemon:
             self._kept[reservation.id] = _Kept(slots, nbytes, processes)
+            for process in processes:
+                process.quarantined_bytes += nbytes
         else:
             self._release(slots)
 
@@ -57,6 +59,8 @@ class Quarantine:
         kept = self._kept.get(reservation_id)
         if kept is not None and kept.processes & processes:
             del self._kept[reservation_id]
+            for process in kept.processes:
+                process.quarantined_bytes -= kept.nbytes
             self._release(kept.slots)
 
     def process_ended(self, process: Process) -> None:

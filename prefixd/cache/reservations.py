@@ -33,12 +33,16 @@ class Reservations:
         mover: makes room and copies.
         leases: whom a reservation belongs to.
         clock: seconds, monotonic.
+        limit_bytes: the most that one session may have reserved at once.
     """
 
-    def __init__(self, tiers: Tiers, mover: Mover, leases: LeaseTable, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, tiers: Tiers, mover: Mover, leases: LeaseTable, clock: Callable[[], float], limit_bytes: int
+    ) -> None:
         self._tiers = tiers
         self._mover = mover
         self._leases = leases
+        self._limit_bytes = limit_bytes
         self._clock = clock
         self._returning: set[asyncio.Task[None]] = set()
         self.quarantine = Quarantine(self._give_back)
@@ -63,27 +67,27 @@ class Reservations:
         if not wanted:
             return len(chain)
         identity = self._leases.next_id()
-        hold = self._mover.placement.holds.hold(f"reservation {identity}", trie, prefix)
+        shared, use, tenant = self._tiers.shared, self._mover.use, session.tenant
         sizes = [trie.part_bytes[part] for part in parts]
+        # Where there is no tier below, the bytes of what has to exist stay here.
+        counted = shared if self._tiers.own[-1] is shared else None
+        hold = self._mover.placement.holds.hold(f"reservation {identity}", trie, prefix, counted=counted)
+        session.reserved.whole = use.granted(tenant, shared)
+
+        def limit() -> int:
+            left, to_hold = self._left(session), use.room_to_hold(tenant, shared)
+            return left if to_hold is None else min(left, to_hold)
+
         try:
-            near = trie.slots[prefix[-1], self._tiers.shared.level][list(parts)].tolist() if len(prefix) else []
-            slots = await self._mover.allocate(self._tiers.shared, sizes, wanted, near=near)
+            near = trie.slots[prefix[-1], shared.level][list(parts)].tolist() if len(prefix) else []
+            slots = await self._mover.allocate(
+                shared, sizes, wanted, tenant=tenant, account=session.reserved, limit=limit, near=near
+            )
+            if not len(slots):
+                self._refuse(session, sizes)
         except BaseException:
             hold.end()
             raise
-        if not len(slots):
-            hold.end()
-            tier = f"the CPU tier ({self._tiers.shared.capacity_bytes} bytes)"
-            if not self._tiers.shared.ever_fits(sizes):
-                raise ExhaustedError(
-                    f"a block of {sum(sizes)} bytes does not fit into {tier} even when it is empty; raise cpu.bytes"
-                )
-            waiting = self.quarantine.nbytes
-            kept = f" ({waiting} bytes wait for silent clients to release or end)" if waiting else ""
-            raise ExhaustedError(
-                f"{tier} has no room for a block of {sum(sizes)} bytes and nothing in it may be evicted{kept}; release "
-                "leases or raise cpu.bytes"
-            )
         expires_s = self._clock() + ttl_s
         reservation = Reservation(
             identity,
@@ -100,6 +104,38 @@ class Reservations:
         )
         self._leases.grant(reservation)
         return reservation
+
+    def _left(self, session: Session) -> int:
+        """Bytes that a session may reserve beside what it has, and what its processes may still be writing into."""
+        kept = sum(process.quarantined_bytes for process in session.processes)
+        return self._limit_bytes - session.reserved.nbytes - kept
+
+    def _refuse(self, session: Session, sizes: Sequence[int]) -> None:
+        """Raises the ExhaustedError that says why no block with parts of `sizes` bytes can be reserved."""
+        shared, use, tenant = self._tiers.shared, self._mover.use, session.tenant
+        nbytes = shared.footprint(sizes)
+        tier = f"the CPU tier ({shared.capacity_bytes} bytes)"
+        if not shared.ever_fits(sizes):
+            raise ExhaustedError(
+                f"a block of {sum(sizes)} bytes does not fit into {tier} even when it is empty; raise cpu.bytes"
+            )
+        if self._left(session) < nbytes:
+            tenant.refused["reserved_bytes"] += 1
+            raise ExhaustedError(
+                f"tenant {tenant.name}: session {session.id[:8]} may reserve {self._limit_bytes} bytes at once (limit "
+                f"transfers.reserved_bytes), and {max(self._left(session), 0)} are left for a block of {nbytes}; "
+                "commit or release reservations, or have the operator raise the limit"
+            )
+        to_hold = use.room_to_hold(tenant, shared)
+        if to_hold is not None and to_hold < nbytes:
+            use.refuse_to_hold(tenant, shared, "release leases and reservations")
+        use.refuse_at_most(tenant, shared, nbytes, "release leases and reservations")
+        waiting = self.quarantine.nbytes
+        kept = f" ({waiting} bytes wait for silent clients to release or end)" if waiting else ""
+        raise ExhaustedError(
+            f"{tier} has no room for a block of {sum(sizes)} bytes and nothing in it may be evicted{kept}; release "
+            "leases or raise cpu.bytes"
+        )
 
     def check(self, reservation: Reservation, blocks: int, durable: bool) -> None:
         """Raises an error unless the first `blocks` of a reservation can be committed now."""

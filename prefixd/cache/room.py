@@ -8,6 +8,9 @@
 4. Last, where requests run, bytes go that a prefix needs which is likely to be asked for, but that nobody holds: of
    blocks which somebody holds, or keeps, for a longer prefix.
 
+Room is made for a tenant, at the cost of what it may take of others and of itself (`tenant_use`): nobody loses what is
+guaranteed to him. Where the tenant is at its most, only its own blocks go, as many as it takes.
+
 Several may make room in one tier at once: each holds the blocks that it has chosen, so nobody chooses them again; so
 does write-back. Who finds nothing to choose looks again when others have let go of what they held so, and waits for it
 if need be, and lends them his urgency. He waits in his own tier for somebody who waits, if at all, further down; so
@@ -30,7 +33,8 @@ from prefixd.cache.index.trie import Rows, Trie
 from prefixd.cache.movement import Movement
 from prefixd.cache.page_victims import find_page_victims, has_other_sizes
 from prefixd.cache.placement import Placement
-from prefixd.cache.victims import find_expired, find_victims
+from prefixd.cache.victims import Limits, find_expired, find_victims
+from prefixd.tenants import Tenant
 from prefixd_swap import EvictionPolicy
 from prefixd_swap.tiers import Tier
 
@@ -53,6 +57,18 @@ class _UnderWay:
     in_vain: bool = False
 
 
+@dataclass(slots=True)
+class _Wish:
+    """The room that is wanted: for `want` blocks with parts of `sizes` bytes; see `Room.make`."""
+
+    tier: Tier
+    sizes: Sequence[int]
+    want: int
+    ahead: bool
+    own: bool
+    limits: Limits
+
+
 class Room:
     """Makes room.
 
@@ -69,6 +85,7 @@ class Room:
     ) -> None:
         self._placement = placement
         self._tiers = placement.tiers
+        self._use = placement.use
         self._tries = tries
         self._policy = policy
         self._disk = disk
@@ -96,7 +113,15 @@ class Room:
                 del self._making[tier]
 
     async def make(
-        self, tier: Tier, sizes: Sequence[int], want: int, movement: Movement, *, ahead: bool = False
+        self,
+        tier: Tier,
+        sizes: Sequence[int],
+        want: int,
+        movement: Movement,
+        tenant: Tenant | None = None,
+        *,
+        ahead: bool = False,
+        own: bool = False,
     ) -> bool:
         """Makes room in `tier` for up to `want` blocks with parts of `sizes` bytes.
 
@@ -105,52 +130,60 @@ class Room:
             sizes: bytes of each part.
             want: how many blocks.
             movement: what the room is for: what leaves for it is as urgent.
+            tenant: whom the blocks belong to; None: nobody in particular.
             ahead: spare copies of blocks that are in a tier above as well; see `Mover.allocate`.
+            own: the tenant is at its most: only its own blocks go.
 
         Returns:
             Whether something went; False when nothing may go.
         """
+        wish = _Wish(tier, sizes, want, ahead, own, lambda: self._use.losses(tenant, tier, own=own))
+        if own and tenant is not None:
+            needed = want * self._use.footprint(tier, sizes) - (self._use.room(tenant, tier) or 0)
+            if needed <= 0:
+                return True
+            wish.want = min(want, -(-needed // self._use.largest_block(self._tries, tier)))
         chances = self._chances[tier]
-        freed: int | None = await self._expire(tier, want, movement, likely=False)
+        freed: int | None = await self._expire(wish, movement, likely=False)
         if not freed and (below := self._tiers.below(tier)) is not None:
-            freed = await self._demote(tier, below, sizes, want, movement, ahead)
+            freed = await self._demote(wish, below, movement)
         if movement.dropped:  # what was not copied down for it stays where it is
             return False
         if freed == 0:  # nothing can go down: drop what may vanish
-            victims, with_page = await self._choose(tier, sizes, want, ahead, demotable=False)
+            victims, with_page = await self._choose(wish, demotable=False)
             freed = await self._drop(tier, victims, with_page, movement)
         if not freed and not self._making.get(tier):  # else others may let go of what can go down
-            freed = await self._expire_likely(tier, want, movement)
+            freed = await self._expire_likely(wish, movement)
         if freed:
             self._chances[tier] += 1
             self._placement.changed.set()
             return True
         if await self._others_give_a_chance(tier, chances, movement):
             return True
-        return await self._expire_likely(tier, want, movement) > 0
+        return await self._expire_likely(wish, movement) > 0
 
-    async def _expire_likely(self, tier: Tier, want: int, movement: Movement) -> int:
-        return await self._expire(tier, want, movement, likely=True) if tier is self._tiers.compute else 0
+    async def _expire_likely(self, wish: _Wish, movement: Movement) -> int:
+        return await self._expire(wish, movement, likely=True) if wish.tier is self._tiers.compute else 0
 
-    async def _expire(self, tier: Tier, want: int, movement: Movement, *, likely: bool) -> int:
-        expired = await find_expired(self._tries, tier.level, want, likely=likely)
+    async def _expire(self, wish: _Wish, movement: Movement, *, likely: bool) -> int:
+        tier = wish.tier
+        expired = await find_expired(self._tries, tier.level, wish.want, likely=likely, limits=wish.limits)
         if tier is self._tiers.durable:
             return await self._disk.drop_groups(expired, movement)
         return sum(self._placement.drop(trie, rows, tier, groups) for trie, rows, groups in expired)
 
-    async def _demote(
-        self, tier: Tier, below: Tier, sizes: Sequence[int], want: int, movement: Movement, ahead: bool
-    ) -> int | None:
+    async def _demote(self, wish: _Wish, below: Tier, movement: Movement) -> int | None:
         """Copies the next victims down where they have no copy, and drops them; returns how many went.
 
         None when no block may leave the tier now: what is held for a moment must not vanish because it is let go before
         somebody looks again.
         """
-        victims, with_page = await self._choose(tier, sizes, want, ahead, demotable=True)
+        tier = wish.tier
+        victims, with_page = await self._choose(wish, demotable=True)
         if not victims:
             return None
-        with self.under_way(tier, movement) as work:
-            await self._copy_down("eviction", tier, below, victims, movement, ahead)
+        with self._use.leaving(tier, victims), self.under_way(tier, movement) as work:
+            await self._copy_down("eviction", tier, below, victims, movement, wish.ahead)
             if movement.dropped:
                 return 0
             dropped = await self._drop(tier, victims, with_page, movement)
@@ -210,26 +243,28 @@ class Room:
         self._tiers.counters(tier).demoted += copied
         return copied
 
-    async def _choose(
-        self, tier: Tier, sizes: Sequence[int], want: int, ahead: bool, *, demotable: bool
-    ) -> tuple[list[tuple[Trie, Rows]], bool]:
+    async def _choose(self, wish: _Wish, *, demotable: bool) -> tuple[list[tuple[Trie, Rows]], bool]:
         """The next victims, and whether they leave with their pages."""
+        tier, want, now_s = wish.tier, wish.want, self._placement.clock()
         choose, level = tier.choose_victims, tier.level
-        if choose is None or not has_other_sizes(self._tries, level, sizes):
-            if choose is None:
-                want = _blocks_with_as_many_slots(self._tries, level, want * len(sizes))
-            found = await find_victims(self._tries, level, want, self._policy, demotable=demotable, spare_copies=ahead)
+        if choose is None or wish.own or not has_other_sizes(self._tries, level, wish.sizes):
+            if choose is None and not wish.own:
+                want = _blocks_with_as_many_slots(self._tries, level, want * len(wish.sizes))
+            found = await find_victims(
+                *(self._tries, level, want, self._policy),
+                demotable=demotable,
+                spare_copies=wish.ahead,
+                limits=wish.limits,
+                now_s=now_s,
+            )
             return found, False
         found = await find_page_victims(
-            self._tries,
-            level,
-            sizes,
-            want,
-            self._policy,
-            choose,
+            *(self._tries, level, wish.sizes, want, self._policy, choose),
             demotable=demotable,
-            spare_copies=ahead,
+            spare_copies=wish.ahead,
             for_thread=tier.choose_victims_later,
+            limits=wish.limits,
+            now_s=now_s,
         )
         return found, True
 

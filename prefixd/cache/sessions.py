@@ -24,6 +24,7 @@ from prefixd.errors import (
     UnavailableError,
 )
 from prefixd.tenants import Tenant
+from prefixd_swap.tiers import Account
 
 _REMEMBERED = 10_000  # ended leases of which we still know how they ended, for a better message
 
@@ -57,6 +58,8 @@ class Process:
 
     pid: int
     alive: bool = True
+    quarantined_bytes: int = 0
+    """Of slots into which it may still be writing."""
 
 
 @dataclass(slots=True)
@@ -86,7 +89,7 @@ class Session:
     """One engine's connection. Everything it was granted ends with it.
 
     `namespaces` are those it has registered, by id: it reads and fills no others. `processes` are those that have the
-    arena through it and live.
+    arena through it and live. `reserved` has the bytes of its reservations' slots.
     """
 
     id: str
@@ -97,6 +100,7 @@ class Session:
     grants: dict[str, Lease | Reservation] = field(default_factory=dict)
     namespaces: dict[bytes, Namespace] = field(default_factory=dict)
     processes: set[Process] = field(default_factory=set)
+    reserved: Account = field(default_factory=Account)
     _granted: Counter[type[Lease] | type[Reservation]] = field(default_factory=Counter)
 
     def count(self, kind: type[Lease] | type[Reservation]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 
 from prefixd.cache.groups import GroupMask
 from prefixd.cache.index.trie import Rows, Trie
@@ -29,14 +30,24 @@ class UnwrittenBlocks:
         target: the level of the disk tier.
         clock: seconds, by which blocks enter tiers.
         admit_uses: blocks that were asked for again less often do not wait to be written.
+        may_go: says of blocks which may be given out now, [m]; all by default.
     """
 
-    def __init__(self, trie: Trie, source: int, target: int, clock: Callable[[], float], admit_uses: int = 0) -> None:
+    def __init__(
+        self,
+        trie: Trie,
+        source: int,
+        target: int,
+        clock: Callable[[], float],
+        admit_uses: int = 0,
+        may_go: Callable[[Rows], npt.NDArray[np.bool_]] | None = None,
+    ) -> None:
         self._trie = trie
         self._source = source
         self._target = target
         self._clock = clock
         self._admit_uses = admit_uses
+        self._may_go = may_go or (lambda rows: np.ones(len(rows), np.bool_))
         self._found: Rows = np.empty(0, np.int64)
 
     async def next(self, count: int) -> Rows:
@@ -55,7 +66,7 @@ class UnwrittenBlocks:
         while len(self._found):
             rows, self._found = self._found[:count], self._found[count:]
             waiting: Rows = rows[unwritten(self._trie, self._source, self._target, rows, self._admit_uses) != 0]
-            if len(waiting):
+            if len(waiting := waiting[self._may_go(waiting)]):
                 return waiting
         return self._found
 
@@ -65,6 +76,7 @@ class UnwrittenBlocks:
         for part in slices(trie.rows):
             waiting = unwritten(trie, self._source, self._target, part, self._admit_uses)
             rows = part.start + np.flatnonzero(waiting)
+            rows = rows[self._may_go(rows)]
             entered = trie.entered[rows, self._source]
             if part.start:
                 rows, entered = rows[entered < begun_s], entered[entered < begun_s]

@@ -7,7 +7,7 @@ when it is returned. A caller that awaits nothing before it acts can rely on it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from prefixd.cache.groups import GroupMask
 from prefixd.cache.index.trie import LOCAL_TIERS, NO_SLOT, REMOTE, TIERS, Rows, Trie, lasting_copies
 from prefixd.cache.lowest_rows import LowestRows, Scores
 from prefixd.cache.scan import SCANNED_AT_ONCE, slices
+from prefixd.cache.tenant_use import Losses
 from prefixd.pacer import Pacer, give_way
 from prefixd_swap import EvictionPolicy, choose_victims
 
@@ -22,20 +23,34 @@ from prefixd_swap import EvictionPolicy, choose_victims
 _ROW_BITS = 40
 _ROW_MASK = (1 << _ROW_BITS) - 1
 
+Limits = Callable[[], Losses | None]
+"""What each tenant may lose as of now; None: everything."""
+
+
+def no_limits() -> None:
+    """Everybody may lose everything."""
+
+
 _SPARE = 64  # candidates beyond twice the number wanted, for those that may not go any more at the end
 
 
 async def find_expired(
-    tries: Sequence[Trie], tier: int, want: int, *, likely: bool = False
+    tries: Sequence[Trie], tier: int, want: int, *, likely: bool = False, limits: Limits = no_limits
 ) -> list[tuple[Trie, Rows, GroupMask]]:
     """Up to `want` blocks of each trie that have bytes in `tier` which only shorter prefixes need and nobody holds, the
     least recently used first; with each the groups that may go.
 
-    `likely`: those of prefixes that are likely to be asked for, too, as far as a longer prefix does without them.
+    Args:
+        tries: all tries, by ordinal.
+        tier: where.
+        want: how many of each trie.
+        likely: those of prefixes that are likely to be asked for, too, as far as a longer prefix does without them.
+        limits: what each tenant may lose.
     """
     groups_that_go = _unheld if likely else _expired
     pacer = Pacer(SCANNED_AT_ONCE)
     lowest: list[tuple[Trie, LowestRows]] = []
+    losses = limits()
     for trie in tries:
         if not trie.has_rules:
             continue
@@ -44,13 +59,18 @@ async def find_expired(
             bytes_here = trie.there[part, tier]
             rows = part.start + np.flatnonzero(bytes_here if likely else trie.expired[part] & bytes_here)
             rows = rows[groups_that_go(trie, rows, tier) != 0]
+            if losses is not None:
+                rows = rows[losses.left[losses.owners(trie, rows)] > 0]
             lowest[-1][1].offer(rows, trie.last_used[rows], rows)
             await pacer.worked(part.stop - part.start)
-    found = []
+    found, losses = [], limits()
     for trie, candidates in lowest:
         rows = candidates.ascending()
         groups = groups_that_go(trie, rows, tier)
         rows, groups = rows[groups != 0][:want], groups[groups != 0][:want]
+        if losses is not None:
+            goes = losses.first(trie, rows, groups)
+            rows, groups = rows[goes], groups[goes]
         if len(rows):
             found.append((trie, rows, groups))
     return found
@@ -74,14 +94,21 @@ def _without_held(trie: Trie, rows: Rows, tier: int, groups: GroupMask) -> Group
 
 
 async def can_free(
-    tries: Sequence[Trie], tier: int, slots: int, *, demotable: bool, weigh: Callable[[int], int] = lambda nbytes: 1
+    tries: Sequence[Trie],
+    tier: int,
+    slots: int,
+    *,
+    demotable: bool,
+    weigh: Callable[[int], int] = lambda nbytes: 1,
+    losses: Losses | None = None,
 ) -> bool:
     """Whether evictions, one after the other, can free so many slots in `tier`, where a part of so many bytes counts
-    as `weigh` says.
+    as `weigh` says: with `losses`, as the bytes of its slot.
 
     A scan in slices, which ends where there are enough. Others use the tries between two slices, so it is an estimate.
     """
     bit, pacer = np.uint8(1 << tier), Pacer(SCANNED_AT_ONCE)
+    left = None if losses is None else np.maximum(losses.left, 0)
     for trie in list(tries):
         weights = np.array([weigh(nbytes) for nbytes in trie.part_bytes], np.int64)
         for part in slices(trie.rows):
@@ -91,10 +118,17 @@ async def can_free(
             goes = ~trie.held(rows, tier)
             if not demotable:
                 goes &= (trie.any_part[rows] != bit) | ((trie.keep[rows] == 0) & ~trie.pinned[rows])
-            slots -= int(((trie.slots[rows[goes], tier] != NO_SLOT) @ weights).sum())
+            freed = np.zeros(len(rows), np.int64)
+            freed[goes] = (trie.slots[rows[goes], tier] != NO_SLOT) @ weights
             if trie.has_rules:
                 groups = _unheld(trie, rows[~goes], tier)
-                slots -= int((((groups[:, None] & trie.part_mask) != 0) @ weights).sum())
+                freed[~goes] = ((groups[:, None] & trie.part_mask) != 0) @ weights
+            if losses is None or left is None:
+                slots -= int(freed.sum())
+            else:
+                by_owner = np.bincount(losses.owners(trie, rows), weights=freed, minlength=len(left)).astype(np.int64)
+                slots -= int(np.minimum(by_owner, left).sum())
+                left -= np.minimum(by_owner, left)
             await pacer.worked(part.stop - part.start)
     return slots <= 0
 
@@ -107,39 +141,54 @@ async def find_victims(
     *,
     demotable: bool,
     spare_copies: bool = False,
+    limits: Limits = no_limits,
+    now_s: float = 0.0,
 ) -> list[tuple[Trie, Rows]]:
     """The `want` blocks that the policy sends out of `tier` first, by trie, each trie's leaves before their parents.
+
+    Blocks of a lower priority go before all others.
 
     Args:
         tries: all tries, by ordinal.
         tier: the tier that needs room.
-        want: how many, at most some thousand; fewer are returned when no more may go.
+        want: how many, at most some thousand; fewer are returned when no more may go, or when tenants have lost what
+            they may while others have more.
         policy: gives every block a score, lowest goes first.
         demotable: a block's last copy may go too, because it will be written a tier down before.
         spare_copies: spare blocks that are in a tier above as well.
+        limits: what each tenant may lose.
+        now_s: the time, for priorities.
     """
     if want <= 0:
         return []
     bit = 1 << tier
     above = bit - 1 if spare_copies else 0
 
-    def may_go(trie: Trie, among: Rows | slice) -> tuple[Rows, Scores]:
+    def may_go(trie: Trie, among: Rows | slice, losses: Losses | None) -> tuple[Rows, Scores]:
         rows = trie.evictable(tier, demotable=demotable, among=among)
         rows = rows[(trie.any_part[rows] & np.uint8(above)) == 0]
+        if losses is not None:
+            rows = rows[losses.may_go(trie, rows)]
         return rows, policy.scores(trie, rows, tier)
 
     pacer = Pacer(SCANNED_AT_ONCE)
     while True:
-        lowest = LowestRows(2 * want + _SPARE)
+        lowest = _LowestByPriority(2 * want + _SPARE, now_s)
+        losses = limits()
         for trie in list(tries):
             for part in slices(trie.rows):
-                rows, scores = may_go(trie, part)
-                ids = rows | (trie.ordinal << _ROW_BITS)
-                lowest.offer(ids, scores, ids)
+                rows, scores = may_go(trie, part, losses)
+                lowest.offer(trie, rows, scores)
                 await pacer.worked(part.stop - part.start)
         candidates = lowest.ascending()
         await give_way()
-        chosen = _choose(tries, tier, want, candidates, may_go, policy, above=above, demotable=demotable)
+        chosen = _choose(
+            *(tries, tier, want, candidates, may_go, policy),
+            above=above,
+            demotable=demotable,
+            losses=limits(),
+            now_s=now_s if lowest.has_priorities else None,
+        )
         if len(chosen) or not len(candidates):  # else all candidates were taken meanwhile; there may be others
             return [
                 (trie, chosen[mine] & _ROW_MASK)
@@ -148,25 +197,67 @@ async def find_victims(
             ]
 
 
+class _LowestByPriority:
+    """As `LowestRows`, of several tries; all of a lower priority come before others.
+
+    Args:
+        keep: how many.
+        now_s: the time, for priorities.
+    """
+
+    def __init__(self, keep: int, now_s: float) -> None:
+        self._keep = keep
+        self._now_s = now_s
+        self._lowest = {0: LowestRows(keep)}
+        self.has_priorities = False
+
+    def offer(self, trie: Trie, rows: Rows, scores: Scores) -> None:
+        """Takes in m rows, with one score each."""
+        ids = rows | (trie.ordinal << _ROW_BITS)
+        if not trie.has_priorities:
+            self._lowest[0].offer(ids, scores, ids)
+            return
+        self.has_priorities = True
+        priorities = trie.priorities(rows, self._now_s)
+        for priority in np.unique(priorities).tolist():
+            lowest, mine = self._lowest.setdefault(priority, LowestRows(self._keep)), priorities == priority
+            lowest.offer(ids[mine], scores[mine], ids[mine])
+
+    def ascending(self) -> Rows:
+        """The rows, with their tries' ordinals, by priority, score and number."""
+        ordered = [self._lowest[priority].ascending() for priority in sorted(self._lowest)]
+        return np.concatenate(ordered)[: self._keep]
+
+
 def _choose(
     tries: Sequence[Trie],
     tier: int,
     want: int,
     candidates: Rows,
-    may_go: Callable[[Trie, Rows | slice], tuple[Rows, Scores]],
+    may_go: Callable[[Trie, Rows | slice, Losses | None], tuple[Rows, Scores]],
     policy: EvictionPolicy,
     *,
     above: int,
     demotable: bool,
+    losses: Losses | None,
+    now_s: float | None,
 ) -> Rows:
-    """Chooses among `candidates`, and the parents that become leaves with them, in one turn."""
+    """Chooses among `candidates`, and the parents that become leaves with them, in one turn. `now_s`: None where all
+    have one priority."""
     bit = 1 << tier
     ids: list[Rows] = [np.empty(0, np.int64)]
     scores: list[Scores] = [np.empty(0, np.float64)]
+    priorities: dict[int, int] = {}
+    costs: dict[int, tuple[int, int]] = {}
     for trie in tries:
-        rows, its_scores = may_go(trie, np.sort(candidates[candidates >> _ROW_BITS == trie.ordinal] & _ROW_MASK))
+        mine = np.sort(candidates[candidates >> _ROW_BITS == trie.ordinal] & _ROW_MASK)
+        rows, its_scores = may_go(trie, mine, losses)
         ids.append(rows | (trie.ordinal << _ROW_BITS))
         scores.append(its_scores)
+        if now_s is not None:
+            priorities.update(zip(ids[-1].tolist(), trie.priorities(rows, now_s).tolist(), strict=True))
+        if losses is not None:
+            costs.update(_costs(trie, rows, losses))
     views = [_Columns(trie, tier) for trie in tries]
     gone: dict[int, int] = {}  # children that leave this tier as victims, by parent
     vanished: dict[int, int] = {}  # those of them that had no other copy and go nowhere
@@ -197,7 +288,35 @@ def _choose(
             return None
         return up, policy.score(trie, parent, tier)
 
-    return np.array(choose_victims(want, np.concatenate(ids), np.concatenate(scores), reveal), np.int64)
+    def rank(identity: int) -> int:
+        if identity not in priorities:
+            trie, row = tries[identity >> _ROW_BITS], np.array([identity & _ROW_MASK])
+            priorities[identity] = int(trie.priorities(row, now_s or 0.0)[0])
+        return priorities[identity]
+
+    left = [] if losses is None else losses.left.tolist()
+
+    def allow(identity: int) -> bool:
+        if identity not in costs and losses is not None:
+            costs.update(_costs(tries[identity >> _ROW_BITS], np.array([identity & _ROW_MASK]), losses))
+        owner, nbytes = costs[identity]
+        if nbytes > left[owner]:
+            return False
+        left[owner] -= nbytes
+        return True
+
+    chosen = choose_victims(
+        *(want, np.concatenate(ids), np.concatenate(scores), reveal),
+        rank=None if now_s is None else rank,
+        allow=None if losses is None else allow,
+    )
+    return np.array(chosen, np.int64)
+
+
+def _costs(trie: Trie, rows: Rows, losses: Losses) -> Iterator[tuple[int, tuple[int, int]]]:
+    """Of each row, with its trie's ordinal: whose the block is, and the bytes that go with it."""
+    costs = zip(losses.owners(trie, rows).tolist(), losses.bytes_of(trie, rows).tolist(), strict=True)
+    return zip((rows | (trie.ordinal << _ROW_BITS)).tolist(), costs, strict=True)
 
 
 class _Columns:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import ExitStack, suppress
+from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 
 from prefixd.cache.index.trie import Rows, Trie
 from prefixd.cache.movement import Movement
@@ -49,6 +51,7 @@ class WriteBack:
         self.pushed_back = 0
         """Calls that had to wait in `admit`."""
         self._queues: list[UnwrittenBlocks] = []  # by the ordinal of the trie
+        self._without_room: set[int] = set()  # ordinals of tenants that the disk had no room for, in this turn
         self._awaited = 0  # calls that wait in `admit`
         self._movement = Movement(Urgency.WRITE_BACK)  # of the batch under way, or the last one
         self._working = False
@@ -137,7 +140,10 @@ class WriteBack:
             depth = trie.depth[rows]
             if len(rows) > SCANNED_AT_ONCE:
                 rows = rows[await in_thread(lambda: np.argsort(depth, kind="stable"))]
-            return await self._to_disk(trie, rows, source)
+            written = 0
+            for _, its in self._mover.use.by_owner(trie, rows):  # one may have no room where others have
+                written += await self._to_disk(trie, its, source)
+            return written
 
     async def _to_disk(self, trie: Trie, rows: Rows, source: MemoryTier) -> int:
         mover, shared = self._mover, self._tiers.shared
@@ -162,6 +168,7 @@ class WriteBack:
         while not self._stopping.is_set():
             await mover.changed.wait()
             mover.changed.clear()
+            self._without_room.clear()
             self._working = True
             failed = False
             try:
@@ -194,9 +201,22 @@ class WriteBack:
             written = await self._down([(trie, rows)], shared, durable)
             if written < len(rows):
                 queue.begin_again()
+                more |= self._note_without_room(trie, rows)
             self.written += written
             more |= written > 0
         return more
+
+    def _note_without_room(self, trie: Trie, rows: Rows) -> bool:
+        """Leaves out tenants of whose blocks nothing could be written; whether others' may be behind them."""
+        use = self._mover.use
+        for tenant, its in use.by_owner(trie, rows):
+            if self._mover.disk.missing(trie, its) == len(its):
+                self._without_room.add(tenant.ordinal)
+        return 0 < len(self._without_room) < len(use.tenants)
+
+    def _has_room(self, trie: Trie, rows: Rows) -> npt.NDArray[np.bool_]:
+        owners = self._mover.use.owners(trie, rows)
+        return ~np.isin(owners, list(self._without_room)) if self._without_room else np.ones(len(rows), np.bool_)
 
     async def _down(self, chosen: list[tuple[Trie, Rows]], source: MemoryTier, target: Tier) -> int:
         copied = 0
@@ -216,7 +236,11 @@ class WriteBack:
         while len(self._queues) <= trie.ordinal:
             later = self._mover.tries[len(self._queues)]
             target = self._tiers.require_durable().level
-            self._queues.append(UnwrittenBlocks(later, source, target, placement.clock, placement.admit_uses))
+            self._queues.append(
+                UnwrittenBlocks(
+                    *(later, source, target, placement.clock, placement.admit_uses), partial(self._has_room, later)
+                )
+            )
         return self._queues[trie.ordinal]
 
     async def _next_victims(self, tier: MemoryTier, below: Tier) -> list[tuple[Trie, Rows]]:
@@ -226,7 +250,8 @@ class WriteBack:
         if lacking_bytes <= 0 or not mover.tries:
             return []
         want = min(lacking_bytes // min(tier.footprint(trie.part_bytes) for trie in mover.tries), _LOOKED_AT)
-        victims = await find_victims(mover.tries, tier.level, want, mover.policy, demotable=True)
+        now_s = mover.placement.clock()
+        victims = await find_victims(mover.tries, tier.level, want, mover.policy, demotable=True, now_s=now_s)
         lacking = [
             (trie, rows[(trie.wanted(rows, tier.level) & ~trie.there[rows, below.level]) != 0])
             for trie, rows in victims

@@ -151,6 +151,10 @@ class CpuStage:
             rows, groups = request.found[needed != 0], needed[needed != 0]
             if int(trie.group_bytes[groups].sum()) > self._most_bytes:
                 return True  # left to its turn; others behind it fit
+            use, tenant = self._mover.use, self._mover.use.tenant_of(request.namespace)
+            to_hold = use.room_to_hold(tenant, tiers.shared)
+            if to_hold is not None and use.held.fresh_bytes(trie, tiers.shared, rows, groups).sum() > to_hold:
+                return True  # left to its turn, too; other tenants' fit
             if self._budget.taken + self._budget.weigh(trie, rows, groups) > self._room_bytes:
                 return False
             near = self._hold(request, rows, groups)
@@ -212,7 +216,8 @@ class CpuStage:
         if not request.read_only:
             placement.touch(trie, request.found, request.count_use(len(request.found)))
         owner = f"request {request.name}, ahead"
-        hold = placement.holds.hold(owner, trie, rows, self._cache.tiers.shared, groups)
+        shared = self._cache.tiers.shared
+        hold = placement.holds.hold(owner, trie, rows, shared, groups, counted=shared)
         self._budget.add(trie, rows, groups)
         near = _Near(request, rows, groups, hold, self._round)
         self._near[request.id] = near

@@ -27,6 +27,7 @@ from prefixd.server.concurrency_limit import ConcurrencyLimit
 from prefixd.server.first_frames import first_run, state_to_resume, take_first, weigh_images
 from prefixd.server.frame_budget import FrameBudget
 from prefixd.server.frame_holders import name_holders
+from prefixd.server.gpu_quotas import GpuQuotas
 from prefixd.server.kv_shape import ONE_FRAME
 from prefixd.server.loading import Loader, LoadMode
 from prefixd.server.preemption import Preemption, PreemptionMode
@@ -445,11 +446,15 @@ class Dispatcher:
         self._tracker.refresh()
         places = max(0, self._concurrency.limit - self._places_taken)
         ahead = self.look_ahead.requests(self._concurrency.limit)
-        window = [self.waiting[q.id] for q in self.queue.window(places + ahead, self._clock())]
+        quotas = GpuQuotas(self._mover.use, self._cache.tiers.gpu, self._share.running())
+        admitted = self.queue.window(places + ahead, self._clock(), lambda q: quotas.admits(self.waiting[q.id]))
+        window = [self.waiting[q.id] for q in admitted]
         beyond = len(window)  # from this place on the GPU tier has no room
         await self._prefetcher.keep_only(window)
         self._budget.begin_round()
         self._image_budget.begin_round()
+        for request, refusal in quotas.never:
+            self._withdraw(request, refusal)
         frames = self._cache.tiers.frames.lasting
         left = frames - self._share.taken_frames
         full = lacks = coming = False
@@ -490,6 +495,8 @@ class Dispatcher:
                 break
             coming = coming or (demanded and request.state is RequestState.STAGING)
             handed_over = request.state is RequestState.RUNNING
+            if handed_over and quotas.left_out:
+                self._look()  # others of its tenant may need less beside it: what they share is held now
             await self._pacer.worked(_REQUEST_ROWS + (_HAND_OVER * request.blocks if handed_over else request.blocks))
         await self._keep_place(lacks, coming)
         await self._bring_near(window if ahead else [], beyond, places)
@@ -663,7 +670,8 @@ class Dispatcher:
                 continue  # it has its frames, or ended while the others got theirs
             blocks = request.wanted_blocks - request.run.blocks
             near = request.run.frames[-request.run.slots :]
-            frames = await self._mover.take_frames(blocks, request.kv.block_widths, near=near)
+            tenant = self._mover.use.tenant_of(request.namespace)
+            frames = await self._mover.take_frames(blocks, request.kv.block_widths, tenant=tenant, near=near)
             if not self._starves(request):
                 if frames:
                     self._cache.tiers.compute.free(frames)

@@ -38,6 +38,7 @@ class FirstFrames:
 async def take_first(cache: TieredCache, request: Request, states: int) -> FirstFrames | None:
     """Frames for a request that is READY and for so many states of its run; None where there are not enough."""
     kv, images = request.kv, request.image_holds
+    tenant = cache.mover.use.tenant_of(request.namespace)
     near = request.trie.slots[request.rows[-1:], cache.tiers.compute.level, : len(kv.block_widths)].ravel().tolist()
     wants = [
         (0, ()) if images is None else (images.missing_blocks, (images.kv.width,)),
@@ -50,7 +51,9 @@ async def take_first(cache: TieredCache, request: Request, states: int) -> First
         try:
             for number, (count, widths) in enumerate(wants):
                 hint = near if number == 1 else ()
-                frames = await cache.mover.take_frames(count, widths, near=hint, beside=sum(beside[number + 1 :]))
+                frames = await cache.mover.take_frames(
+                    *(count, widths), tenant=tenant, near=hint, beside=sum(beside[number + 1 :])
+                )
                 if frames is None:
                     break
                 taken.append(frames)

@@ -66,8 +66,9 @@ class Footprint:
 
     def _begin(self, rows: Rows) -> None:
         wanted = self._trie.needed(len(rows)) if self._trie.has_rules else None
+        compute = self._cache.tiers.compute
         self._hold = self._cache.mover.placement.holds.hold(
-            self._owner, self._trie, rows, self._cache.tiers.compute, wanted
+            self._owner, self._trie, rows, compute, wanted, counted=compute
         )
         if self._counted:
             self._budget.add(self._trie, rows, wanted)

@@ -231,8 +231,9 @@ class ImageHolds:
         self._held.clear()
 
     def _hold(self, digest: bytes, rows: Rows) -> None:
+        compute = self.cache.tiers.compute
         self._held[digest] = self.cache.mover.placement.holds.hold(
-            self.owner, self.kv.trie, rows, self.cache.tiers.compute
+            self.owner, self.kv.trie, rows, compute, counted=compute
         )
         if self._counted:
             self.budget.add(self.kv.trie, rows)

@@ -94,9 +94,18 @@ class TenantFigures:
         return self._all([tenant])[0]
 
     def _stats(self, tenant: Tenant, requests: RequestFigures, sessions: Sequence[Session]) -> pb.TenantStats:
+        use = self._cache.mover.use
         return pb.TenantStats(
             name=tenant.name,
             quota=_quota_message(tenant.quota),
+            tiers=[
+                pb.TenantTierUse(
+                    tier=cache_pb2.Tier.Name(tier.level + 1),
+                    used_bytes=use.used_bytes(tenant, tier),
+                    held_bytes=use.held_bytes(tenant, tier),
+                )
+                for tier in self._cache.tiers.own
+            ],
             sessions=len(sessions),
             grants=sum(len(session.grants) for session in sessions),
             namespaces=self._cache.namespaces.count(tenant.name),

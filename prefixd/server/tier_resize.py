@@ -38,6 +38,7 @@ from prefixd.server.dispatcher import Dispatcher
 from prefixd.server.frame_holders import name_holders
 from prefixd.server.worker_process import WorkerProcess
 from prefixd.steps import in_thread
+from prefixd.tenants import check_guarantees
 from prefixd_swap import FrameId, FramePool, SwapError
 from prefixd_swap.tiers import GpuTier
 from prefixd_swap.transfers import Urgency
@@ -121,7 +122,7 @@ class TierResize:
             wait_s: how long to wait while no frame becomes free.
 
         Raises:
-            InvalidArgumentError: not even the smallest request would fit into the tier.
+            InvalidArgumentError: not even the smallest request would fit into the tier, or what tenants are guaranteed.
             ExhaustedError: the device does not have so much.
             PreconditionError: a resize is under way; or there is no tier, as the model is being loaded or its worker
                 was given up.
@@ -136,6 +137,10 @@ class TierResize:
                 f"{nbytes} bytes hold {frames} frames of {frame_bytes} bytes; a request needs at least {least}: "
                 f"give {least * frame_bytes} or more"
             )
+        try:
+            check_guarantees({each.name: each.quota for each in self._cache.tenants}, tier.name, nbytes)
+        except ValueError as error:
+            raise InvalidArgumentError(str(error)) from None
         if self._begun:
             going = "" if self._job is None else f" to {self._job.frames * frame_bytes} bytes"
             raise PreconditionError(f"the gpu tier is being resized{going} now; wait for its end, or end it")

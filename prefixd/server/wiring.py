@@ -34,6 +34,7 @@ def make_cache(
         scrub_every_s=settings.disk.scrub_every_s,
         write_queue_bytes=settings.disk.write_queue_bytes,
         prefetch_bytes=settings.transfers.prefetch_bytes,
+        reserved_bytes=settings.transfers.reserved_bytes,
         admit_uses=settings.disk.admit_uses,
         tenants=tenants,
         remote=RemoteOptions(

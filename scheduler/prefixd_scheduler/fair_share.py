@@ -69,12 +69,18 @@ class FairShare:
         """A tenant has received service."""
         self._received[tenant] = self.received(tenant) + cost
 
-    def in_turn(self, waiting: Iterable[tuple[Hashable, Iterator[int]]], cost: Callable[[int], int]) -> Iterator[int]:
+    def in_turn(
+        self,
+        waiting: Iterable[tuple[Hashable, Iterator[int]]],
+        cost: Callable[[int], int],
+        admits: Callable[[int], bool],
+    ) -> Iterator[int]:
         """The ids of all requests, as they would be served if nobody came and nothing was generated.
 
         Args:
             waiting: tenants that wait, each with its requests in its own order.
             cost: what a request will be charged when it is handed over.
+            admits: whether a request may run beside those before it; if not, its tenant is left out from there on.
         """
         line = [
             (self.received(tenant), self._served.get(tenant, 0), place, ids)
@@ -85,7 +91,7 @@ class FairShare:
         while line:
             received, _, place, ids = line[0]
             request_id = next(ids, None)
-            if request_id is None:
+            if request_id is None or not admits(request_id):
                 heapq.heappop(line)
                 continue
             yield request_id

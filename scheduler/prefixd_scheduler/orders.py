@@ -272,11 +272,12 @@ class ByTenant(Order):
         if not len(self._orders[tenant]):
             del self._orders[tenant]
 
-    def ids(self, now_s: float) -> Iterator[int]:
+    def ids(self, now_s: float, admits: Callable[[int], bool] = lambda request_id: True) -> Iterator[int]:
         if len(self._orders) == 1:
             (order,) = self._orders.values()
-            return order.ids(now_s)
-        return self._share.in_turn(((tenant, order.ids(now_s)) for tenant, order in self._orders.items()), self._cost)
+            return takewhile(admits, order.ids(now_s))
+        waiting = ((tenant, order.ids(now_s)) for tenant, order in self._orders.items())
+        return self._share.in_turn(waiting, self._cost, admits)
 
     def __len__(self) -> int:
         return len(self._tenant_of)

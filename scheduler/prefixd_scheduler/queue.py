@@ -153,7 +153,9 @@ class RequestQueue:
         """The waiting request with this id, or None."""
         return self._requests.get(request_id)
 
-    def window(self, n: int, now_s: float) -> list[QueuedRequest]:
+    def window(
+        self, n: int, now_s: float, admits: Callable[[QueuedRequest], bool] = lambda request: True
+    ) -> list[QueuedRequest]:
         """The next `n` requests in order (all of them where fewer stand in it); none is taken out.
 
         Time O(n), and O(t) for t tenants that wait, however many wait. One core of a small machine takes 0.04 ms for
@@ -162,8 +164,11 @@ class RequestQueue:
         Args:
             n: how many to look at.
             now_s: the present time, on the clock of `QueuedRequest.arrival_s`.
+            admits: asked of each: whether it may run beside those before it. If not, it and those of its tenant behind
+                it are left out, and others pass them.
         """
-        return [self._requests[request_id] for request_id in islice(self._order.ids(now_s), n)]
+        ids = self._order.ids(now_s, lambda request_id: admits(self._requests[request_id]))
+        return [self._requests[request_id] for request_id in islice(ids, n)]
 
     def __len__(self) -> int:
         return len(self._requests)

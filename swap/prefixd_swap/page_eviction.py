@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +15,10 @@ from prefixd_swap.pages import PageAllocator
 from prefixd_swap.slots import round_to_slot
 
 Worths = npt.NDArray[np.float64]
+
+Allow = Callable[[Int64s], bool]
+"""Asked once for each slot or page in the order in which they would go, with the positions of its slots: whether they
+may go together, after those that it has allowed before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +37,26 @@ class ChooseVictims(Protocol):
     """`choose_victims` of one tier's pages."""
 
     def __call__(
-        self, nbytes: int, count: int, offsets: Int64s, worth: Worths, evictable: Bools | None = None, /
+        self,
+        nbytes: int,
+        count: int,
+        offsets: Int64s,
+        worth: Worths,
+        evictable: Bools | None = None,
+        allow: Allow | None = None,
+        /,
     ) -> Victims:
         """See `choose_victims`."""
 
 
 def choose_victims(
-    pages: PageAllocator, nbytes: int, count: int, offsets: Int64s, worth: Worths, evictable: Bools | None = None
+    pages: PageAllocator,
+    nbytes: int,
+    count: int,
+    offsets: Int64s,
+    worth: Worths,
+    evictable: Bools | None = None,
+    allow: Allow | None = None,
 ) -> Victims:
     """Which of the slots at `offsets` to evict, so that `count` more slots for `nbytes` bytes each are free.
 
@@ -58,6 +76,7 @@ def choose_victims(
         worth: float64 [n], finite; the lowest goes first. One for whom others must go first is worth at least as much
             as they are.
         evictable: bool [n], which of them may go; all, where absent.
+        allow: what may go depends on what goes already; see `Allow`.
 
     Raises:
         MemoryMisuseError: `nbytes` is not positive, or an offset is in no range.
@@ -69,13 +88,15 @@ def choose_victims(
     page, worth = pages.pages_of(offsets[may]), worth[may]
     now = pages.pages()
     singles = np.flatnonzero(((now.slot_bytes == slot) & now.is_open)[page])
-    if len(singles) > count:
+    if len(singles) > count and allow is None:
         singles = singles[np.argpartition(worth[singles], count - 1)[:count]]
     whole = _Whole(pages, now, slot, page, worth)
     worths = np.concatenate([worth[singles], whole.worth])
     gains = np.concatenate([np.ones(len(singles), np.int64), whole.gain])
     first = np.concatenate([np.ones(len(singles), np.bool_), ~whole.sparse])
     order = np.lexsort((np.arange(len(worths)), worths, first))
+    if allow is not None:
+        order = _allowed(order, count, gains, singles, whole, page, lambda inside: allow(may[inside]))
     reached = np.cumsum(gains[order])
     chosen = order[: int(np.searchsorted(reached, count)) + 1]
     total = int(reached[len(chosen) - 1]) if len(chosen) else 0
@@ -90,6 +111,27 @@ def choose_victims(
     return Victims(may[evicted], total - spare)
 
 
+def _allowed(
+    order: Int64s, count: int, gains: Int64s, singles: Int64s, whole: _Whole, page: Int64s, allow: Allow
+) -> Int64s:
+    """Those of `order` that may go, one after the other, as far as they are needed for `count` slots."""
+    by_page = np.argsort(page, kind="stable")
+    borders = np.searchsorted(page[by_page], np.arange(whole.pages + 1))
+    taken, gained = [], 0
+    for number in order.tolist():
+        if gained >= count:
+            break
+        if number < len(singles):
+            inside = singles[number : number + 1]
+        else:
+            members = whole.members(number - len(singles)).tolist()
+            inside = np.concatenate([by_page[borders[each] : borders[each + 1]] for each in members])
+        if allow(inside):
+            taken.append(number)
+            gained += int(gains[number])
+    return np.array(taken, np.int64)
+
+
 class _Whole:
     """Pages, and stretches of short pages, that can be evicted whole, m of them."""
 
@@ -102,6 +144,7 @@ class _Whole:
         fits = now.nbytes // slot
         alone = np.flatnonzero(other & may & (fits > 0))
         self._groups = now.groups
+        self.pages = len(now)
         self._alone = len(alone)
         groups, group_gain, group_worth = _stretches(pages, now, slot, may, top, other & (fits == 0))
         self._first = np.concatenate([alone, groups])

@@ -123,6 +123,7 @@ class Rig:
         remote: ObjectStore | None = None,
         seal: Seal | None = None,
         options: RemoteOptions | None = None,
+        reserved: int | None = 1 << 30,
     ) -> None:
         self.path = path
         self.device = device
@@ -138,6 +139,7 @@ class Rig:
         self._io = io
         self._admit_uses = admit_uses
         self._remote = remote
+        self._reserved = reserved
         self._seal = seal or Seal(b"a secret of tests")
         # An answer that is late is for those who ask later: a test that waits for one must not depend on the machine.
         self._options = options or RemoteOptions(lookup_s=WAIT_S)
@@ -167,6 +169,7 @@ class Rig:
             digest=self._digest,
             max_sessions=self._max_sessions,
             prefetch_bytes=1 << 30,
+            reserved_bytes=self._reserved,
             admit_uses=self._admit_uses,
             remote=self._options,
             write_queue_bytes=None if self._write_queue is None else self._write_queue * self.part_bytes,

@@ -81,7 +81,7 @@ async def test_a_late_part_does_not_hide_the_copy_on_disk(make_rig: MakeRig) -> 
     assert (
         len(await rig.cache.mover.allocate(rig.cache.tiers.shared, (4096, 4096), 1)) == 1
     )  # presses the block out of the CPU tier
-    rig.cache.tiers.shared.free(list(rig.cache.tiers.shared.in_flight - {late.slots[0][0]}))
+    rig.cache.tiers.shared.free(list(rig.cache.tiers.shared.in_flight.keys() - {late.slots[0][0]}))
     assert trie.slots[row, CPU].tolist() == [-1, -1]
     assert await rig.cache.commit(late, 1) == (1, 0)
     assert (trie.has(row, CPU), trie.has(row, DISK)) == (False, True)

@@ -9,6 +9,8 @@ import pytest
 
 from prefixd.cache import Tiers, Trie
 from prefixd.cache.placement import Placement
+from prefixd.cache.tenant_use import TenantUse
+from prefixd.tenants import Tenants
 from prefixd_swap import CpuArena, UseHistory
 from prefixd_swap.eviction import Lru
 from tests.cache.index.entering import enter_block
@@ -28,7 +30,8 @@ class Chain:
 
     def __init__(self, arena: CpuArena, blocks: int, there: set[int]) -> None:
         self.trie = Trie(1, (PART_BYTES,), 0)
-        self.placement = Placement(Tiers.local(arena), lambda: 0.0, UseHistory(Lru(), 0))
+        tiers = Tiers.local(arena)
+        self.placement = Placement(tiers, lambda: 0.0, UseHistory(Lru(), 0), TenantUse(tiers, Tenants()))
         self.rows: list[int] = []
         for block in range(blocks):
             parent = self.rows[-1] if self.rows else -1

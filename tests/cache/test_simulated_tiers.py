@@ -116,7 +116,8 @@ async def house(*, urgency: bool = True, near: int = 8, middle: int = 1024) -> A
     )
     tiers = Tiers(transfers, compute=first, shared=second, durable=third)
     engine = SimulatedCopyEngine(SimulatedLink(COPY_BYTES_PER_S, 0.0, clock, asyncio.sleep))
-    cache = TieredCache(tiers, engine, create_eviction_policy("lru", 0), clock, write_back=False)
+    policy = create_eviction_policy("lru", 0)
+    cache = TieredCache(tiers, engine, policy, clock, write_back=False, reserved_bytes=second.capacity_bytes)
     namespace = cache.register(NamespaceSpec("model", TOKENS, (PartSpec("all", 0, BLOCK),)))
     yield House(
         cache, first, second, third, faults, cache.leases.open("test", 1, 0.0, cache.tenants.default), namespace

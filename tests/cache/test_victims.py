@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -11,11 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefixd.cache import Trie
+from prefixd.cache import Tiers, Trie
+from prefixd.cache.groups import FullAttention, SlidingWindow
 from prefixd.cache.index.trie import CPU, DISK, GPU, Rows
-from prefixd.cache.victims import can_free, find_victims
+from prefixd.cache.tenant_use import Losses, TenantUse
+from prefixd.cache.victims import Limits, can_free, find_expired, find_victims, no_limits
+from prefixd.tenants import Tenants
 from prefixd_swap import create_eviction_policy
 from prefixd_swap.eviction import POLICY_NAMES
+from prefixd_swap.tiers import Tier
+from prefixd_swap.transfers import Transfers
 from tests.cache.index.entering import enter_block
 
 pytestmark = pytest.mark.usefixtures("turns_by_hand")
@@ -54,11 +61,25 @@ class Forest:
         trie, row = self.rows[number]
         trie.put_copies(np.array([row]), tier, np.array([[number]]), entered)
 
-    def victims(self, tier: int, want: int, policy: str = "lru", *, demotable: bool, spare: bool = False) -> list[int]:
+    def victims(
+        self,
+        tier: int,
+        want: int,
+        policy: str = "lru",
+        *,
+        demotable: bool,
+        spare: bool = False,
+        limits: Limits = no_limits,
+        now_s: float = 0.0,
+    ) -> list[int]:
         """Numbers of the victims; within a trie in order."""
         number_of = {(trie.ordinal, row): number for number, (trie, row) in enumerate(self.rows)}
         search = find_victims(
-            self.tries, tier, want, create_eviction_policy(policy, 0), demotable=demotable, spare_copies=spare
+            *(self.tries, tier, want, create_eviction_policy(policy, 0)),
+            demotable=demotable,
+            spare_copies=spare,
+            limits=limits,
+            now_s=now_s,
         )
         found = in_turns(search)
         return [number_of[trie.ordinal, row] for trie, rows in found for row in rows.tolist()]
@@ -267,3 +288,140 @@ def test_nothing_is_scanned_where_enough_is_free(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Trie, "held", lambda *args: pytest.fail("scanned"))
     forest = Forest([-1] * 10)
     assert in_turns(can_free(forest.tries, CPU, 0, demotable=True))
+
+
+# -- priorities ----------------------------------------------------------------------------------------------------
+
+
+def prioritize(forest: Forest, priorities: dict[int, int], until_s: float = math.inf) -> None:
+    for number, priority in priorities.items():
+        trie, row = forest.rows[number]
+        trie.prioritize(np.array([row]), priority, until_s)
+
+
+def test_a_lower_priority_goes_first_whatever_was_used_last() -> None:
+    forest = Forest([-1] * 8)
+    for number, (trie, row) in enumerate(forest.rows):
+        forest.put(number, CPU)
+        trie.last_used[row] = number
+    prioritize(forest, {0: 5, 2: 5, 6: -5, 4: 100})
+    expected = [6, 1, 3, 5, 7, 0, 2, 4]  # by priority, then by use
+    for want in range(1, 9):
+        assert set(forest.victims(CPU, want, demotable=False)) == set(expected[:want])
+    assert set(forest.victims(CPU, 2, demotable=False, now_s=math.inf)) == {0, 1}, "the priorities are over"
+
+
+def test_a_parent_goes_after_its_child_and_by_its_own_priority() -> None:
+    forest = Forest([-1, 0, 1, -1, -1])
+    for number, (trie, row) in enumerate(forest.rows):
+        forest.put(number, CPU)
+        trie.last_used[row] = number
+    prioritize(forest, {0: -5, 1: -5, 2: 5})
+    assert set(forest.victims(CPU, 2, demotable=False)) == {3, 4}, "those of a low priority are behind one of a high"
+    assert set(forest.victims(CPU, 3, demotable=False)) == {3, 4, 2}
+    assert set(forest.victims(CPU, 5, demotable=False)) == {0, 1, 2, 3, 4}
+    trie, row = forest.rows[2]
+    trie.prioritize(np.array([row]), -1, math.inf)
+    prioritize(forest, {1: 7})
+    assert set(forest.victims(CPU, 3, demotable=False)) == {2, 3, 4}, "its parent, revealed by it, is worth more"
+
+
+@settings(max_examples=100)
+@given(forests(), st.integers(0, 25), st.booleans(), st.sampled_from([3, 99]), st.data())
+def test_priorities_come_before_the_policy(
+    forest: Forest, want: int, demotable: bool, at_once: int, data: st.DataObject
+) -> None:
+    numbers = range(len(forest.rows))
+    priorities = {number: data.draw(st.sampled_from([-1, 0, 0, 1])) for number in numbers}
+    prioritize(forest, priorities)
+    with scanned_at_once(at_once):
+        victims = forest.victims(CPU, want, demotable=demotable)
+    highest = max((priorities[number] for number in victims), default=-1)
+    for number in set(numbers) - set(victims):
+        trie, row = forest.rows[number]
+        if row in trie.evictable(CPU, demotable=demotable):
+            assert priorities[number] >= highest, "a leaf of a lower priority goes before"
+
+
+# -- what tenants may lose -----------------------------------------------------------------------------------------
+
+
+def limits_of(forest: Forest, owners: list[int], left: list[int]) -> Limits:
+    """Block i is of tenant `owners[i]`, and tenant j may lose `left[j]` bytes: a block has a page of 4096."""
+    tenants = Tenants()
+    use, tier = TenantUse(Tiers(Transfers()), tenants), AbsentStore("cpu", CPU)
+    for number in range(1, len(left)):
+        use.assign(number, tenants.known(f"t{number}"))
+    for (trie, row), owner in zip(forest.rows, owners, strict=True):
+        trie.namespace[row] = owner
+    return lambda: Losses(use, tier, np.array([*left, -1]))
+
+
+class AbsentStore(Tier):
+    """For the sizes of slots alone."""
+
+    capacity_bytes = used_bytes = 0
+
+    def check_integrity(self) -> None:
+        """Nothing."""
+
+
+@settings(max_examples=200)
+@given(forests(), st.integers(0, 25), st.sampled_from(POLICIES), st.booleans(), st.sampled_from([3, 99]), st.data())
+def test_nobody_loses_more_than_it_may(
+    forest: Forest, want: int, policy: str, demotable: bool, at_once: int, data: st.DataObject
+) -> None:
+    owners: list[int] = []
+    for number, (trie, row) in enumerate(forest.rows):  # a block belongs to whom its parent belongs to
+        parent = next((at for at, each in enumerate(forest.rows) if each == (trie, int(trie.parent[row]))), None)
+        owners.append(data.draw(st.integers(0, 2)) if parent is None else owners[parent])
+        assert number >= 0
+    left = [data.draw(st.sampled_from([-1, 0, 4095, 4096, 3 * 4096, 1 << 60])) for _ in range(3)]
+    limits = limits_of(forest, owners, left)
+    with scanned_at_once(at_once):
+        victims = forest.victims(CPU, want, policy, demotable=demotable, limits=limits)
+    lost = Counter(owners[number] for number in victims)
+    assert all(4096 * blocks <= max(left[owner], 0) for owner, blocks in lost.items())
+    assert len(set(victims)) == len(victims) <= want
+    for number in victims:
+        trie, row = forest.rows[number]
+        assert row in trie.evictable(CPU, demotable=demotable)
+        alone = trie.any_part[row] == 1 << CPU
+        trie.drop_copies(np.array([row]), CPU)
+        if alone and demotable:
+            trie.put_copies(np.array([row]), DISK, np.array([[0]]), 0.0)
+        elif alone:
+            trie.remove(row)
+    if len(victims) < want:
+        for trie in forest.tries:
+            for row in trie.evictable(CPU, demotable=demotable).tolist():
+                owner = owners[forest.rows.index((trie, row))]
+                assert 4096 * (lost[owner] + 1) > left[owner], "nobody who may go was left"
+
+
+def test_a_batch_takes_of_each_as_much_as_it_may_lose() -> None:
+    forest = Forest([-1] * 8)
+    for number, (trie, row) in enumerate(forest.rows):
+        forest.put(number, CPU)
+        trie.last_used[row] = number
+    limits = limits_of(forest, [0, 0, 0, 0, 1, 1, 1, 1], [2 * 4096, 1 << 60])
+    assert set(forest.victims(CPU, 4, demotable=False, limits=limits)) == {0, 1, 4, 5}
+    assert in_turns(can_free(forest.tries, CPU, 6 * 4096, demotable=False, weigh=lambda n: 4096, losses=limits()))
+    assert not in_turns(can_free(forest.tries, CPU, 7 * 4096, demotable=False, weigh=lambda n: 4096, losses=limits()))
+
+
+def test_expired_bytes_of_others_go_as_far_as_they_may_lose_them() -> None:
+    trie = Trie(1, (1, 1), 0, [FullAttention(), SlidingWindow(1)])
+    rows = np.array([enter_block(trie, bytes([number]) * 16, bytes([number] * 4)) for number in range(6)])
+    trie.put_copies(rows, CPU, np.arange(12).reshape(6, 2), 0.0)
+    trie.last_used[rows] = np.arange(6)
+    window = trie.part_mask[1]
+    trie.expired[rows] = window
+    forest = Forest([])
+    forest.tries, forest.rows = [trie], [(trie, row) for row in rows.tolist()]
+    limits = limits_of(forest, [0, 0, 0, 1, 1, 1], [2 * 4096, 1 << 60])
+    ((_, found, groups),) = in_turns(find_expired([trie], CPU, 6, limits=limits))
+    assert set(found.tolist()) == {*rows[[0, 1, 3, 4, 5]].tolist()} and (groups == window).all()
+    limits = limits_of(forest, [0, 0, 0, 1, 1, 1], [-1, 4096])
+    ((_, found, _),) = in_turns(find_expired([trie], CPU, 6, limits=limits))
+    assert found.tolist() == rows[[3]].tolist()

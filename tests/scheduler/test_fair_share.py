@@ -345,3 +345,22 @@ def test_integrity_notices_wrong_counts() -> None:
     queue._admitted.total = 2
     with pytest.raises(IntegrityError, match="1 admitted requests wait, counted are 2"):
         queue.check_integrity()
+
+
+def test_who_is_not_admitted_is_passed_by_others_with_all_that_stands_behind_it() -> None:
+    queue = RequestQueue(create_policy("fcfs"), 100)
+    for number in range(12):
+        queue.push(QueuedRequest(number, float(number), 10, tenant="abc"[number % 3]))
+    asked: list[int] = []
+
+    def admits(request: QueuedRequest) -> bool:
+        asked.append(request.id)
+        return request.id not in (3, 7)
+
+    assert [each.id for each in queue.window(6, 100.0, admits)] == [0, 1, 2, 4, 5, 8]
+    assert sorted(asked) == [0, 1, 2, 3, 4, 5, 7, 8], "each once, and none behind one that was not admitted"
+    assert [each.id for each in queue.window(100, 100.0)] == list(range(12))
+    alone = RequestQueue(create_policy("fcfs"), 100)
+    for number in range(4):
+        alone.push(QueuedRequest(number, float(number), 10))
+    assert [each.id for each in alone.window(4, 100.0, lambda request: request.id != 2)] == [0, 1]

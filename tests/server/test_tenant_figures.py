@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from prefixd.cache import TieredCache
 from prefixd.server.tenant_figures import SOME, RequestFigures, TenantFigures
+from prefixd.v1 import cache_pb2
 
 
 def figures(cache: TieredCache, names: list[str], sessions: dict[str, int]) -> TenantFigures:
@@ -28,3 +29,13 @@ def test_those_with_most_sessions_are_told_of_where_not_all_can_be(cache: Tiered
 def test_all_are_told_of_where_they_are_few(cache: TieredCache) -> None:
     made = figures(cache, ["a", "b"], {"b": 3})
     assert [(tenant.name, tenant.sessions) for tenant in made.take_some()] == [("default", 0), ("a", 0), ("b", 3)]
+
+
+def test_what_a_tenant_has_of_each_tier_is_told(cache: TieredCache) -> None:
+    tenant, shared = cache.tenants.known("a"), cache.tiers.shared
+    slots = shared.allocate((4096, 5000), 2, account=cache.mover.use.granted(tenant, shared))
+    made = figures(cache, ["a"], {})
+    assert [
+        (each.name, [(use.tier, use.used_bytes, use.held_bytes) for use in each.tiers]) for each in made.take()
+    ] == [("default", [(cache_pb2.TIER_CPU, 0, 0)]), ("a", [(cache_pb2.TIER_CPU, 6 * 4096, 6 * 4096)])]
+    shared.free(slots)

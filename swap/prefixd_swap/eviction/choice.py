@@ -15,6 +15,8 @@ def choose_victims(
     candidates: Rows,
     scores: Scores,
     reveal: Callable[[int], tuple[int, float] | None],
+    rank: Callable[[int], int] | None = None,
+    allow: Callable[[int], bool] | None = None,
 ) -> list[int]:
     """The rows of up to `count` blocks to evict, in the order in which they must go: leaves before parents.
 
@@ -27,24 +29,32 @@ def choose_victims(
         scores: their scores, float64 [n], aligned with `candidates`.
         reveal: called once with each chosen row, in order; gives its parent's (row, score) if that was the
             parent's last child and the parent may go too, else None.
+        rank: of a row; a lower rank goes first, whatever the scores are. All are the same by default.
+        allow: asked with each row in the order in which they would go; one that it refuses stays, and so do those
+            before it.
     """
     if count <= 0:
         return []
-    heap = _lowest(count, candidates, scores)
+    if rank is None and allow is None:
+        candidates, scores = _lowest(count, candidates, scores)
+    ranks = [0] * len(candidates) if rank is None else map(rank, candidates.tolist())
+    heap = list(zip(ranks, scores.tolist(), candidates.tolist(), strict=True))
     heapq.heapify(heap)
     victims: list[int] = []
     while heap and len(victims) < count:
-        _, row = heapq.heappop(heap)
+        _, _, row = heapq.heappop(heap)
+        if allow is not None and not allow(row):
+            continue
         victims.append(row)
         parent = reveal(row)
         if parent is not None:
             parent_row, parent_score = parent
-            heapq.heappush(heap, (parent_score, parent_row))
+            heapq.heappush(heap, (0 if rank is None else rank(parent_row), parent_score, parent_row))
     return victims
 
 
-def _lowest(count: int, rows: Rows, scores: Scores) -> list[tuple[float, int]]:
-    """(score, row) of the `count` lowest; ties at the border go by row, so that the choice is repeatable.
+def _lowest(count: int, rows: Rows, scores: Scores) -> tuple[Rows, Scores]:
+    """The `count` lowest; ties at the border go by row, so that the choice is repeatable.
 
     The others cannot be chosen: `count` lower ones go before them, whatever is revealed.
     """
@@ -55,4 +65,4 @@ def _lowest(count: int, rows: Rows, scores: Scores) -> list[tuple[float, int]]:
         tied = tied[np.argsort(rows[tied], kind="stable")][: count - len(below)]
         picked = np.concatenate([below, tied])
         rows, scores = rows[picked], scores[picked]
-    return list(zip(scores.tolist(), rows.tolist(), strict=True))
+    return rows, scores

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixd_swap.errors import DiskFullError, IntegrityError, LostBytesError, StorageError
-from prefixd_swap.page_eviction import Victims, Worths, choose_victims
+from prefixd_swap.page_eviction import Allow, Victims, Worths, choose_victims
 from prefixd_swap.pages import PageAllocator
 from prefixd_swap.slab.file import INDEX_BITS, MAX_NUMBER, SlabFile, UnreadableSlabError
 from prefixd_swap.slab.file_ops import FileOps, storage_error
@@ -228,7 +228,13 @@ class SlabFiles:
         return self._pages.room(slot) + full * self._slots_in(each, slot) + self._slots_in(rest, slot)
 
     def choose_victims(
-        self, nbytes: int, count: int, slots: Int64s, worth: Worths, evictable: Bools | None = None
+        self,
+        nbytes: int,
+        count: int,
+        slots: Int64s,
+        worth: Worths,
+        evictable: Bools | None = None,
+        allow: Allow | None = None,
     ) -> Victims:
         """Which of `slots` to evict so that `count` more slots for `nbytes` bytes each are free.
 
@@ -238,7 +244,7 @@ class SlabFiles:
         Raises:
             MemoryMisuseError: `nbytes` is not positive, or a slot does not exist.
         """
-        found = choose_victims(self._pages, nbytes, count, slots << _SHIFT, worth, evictable)
+        found = choose_victims(self._pages, nbytes, count, slots << _SHIFT, worth, evictable, allow)
         slot = round_to_slot(nbytes)
         small = [slab for slab in self._slabs.values() if slab.nbytes < slot and not slab.failed]
         if found.slots >= count or not small:
@@ -256,8 +262,10 @@ class SlabFiles:
         for _, slab in sorted(whole, key=lambda each: (each[0], each[1].number)):
             if found.slots + pool // slot >= count:
                 break
-            positions.append(may[homes == slab.number])
-            pool += slab.nbytes
+            inside = may[homes == slab.number]
+            if allow is None or allow(inside):
+                positions.append(inside)
+                pool += slab.nbytes
         gained += pool // slot
         return Victims(np.unique(np.concatenate(positions)), gained)
 

@@ -24,7 +24,7 @@ from prefixd_swap.errors import (
     StorageError,
     SwapError,
 )
-from prefixd_swap.page_eviction import Victims, Worths
+from prefixd_swap.page_eviction import Allow, Victims, Worths
 from prefixd_swap.slab.block_record import (
     NAMESPACE_BYTES,
     BlockRecord,
@@ -225,7 +225,13 @@ class SlabStore:
             self._commits.run(Commit(changes))
 
     def choose_victims(
-        self, nbytes: int, count: int, slots: Int64s, worth: Worths, evictable: Bools | None = None
+        self,
+        nbytes: int,
+        count: int,
+        slots: Int64s,
+        worth: Worths,
+        evictable: Bools | None = None,
+        allow: Allow | None = None,
     ) -> Victims:
         """Which of `slots` to evict so that `count` more parts of `nbytes` bytes each have room.
 
@@ -235,12 +241,13 @@ class SlabStore:
             slots: int64 [n], slots of parts that are stored, each once.
             worth: float64 [n], finite; the lowest goes first.
             evictable: bool [n], which of them may go; all, where absent.
+            allow: see `page_eviction.Allow`.
 
         Raises:
             MemoryMisuseError: `nbytes` is not positive, or a slot does not exist.
         """
         with self._changed:
-            return self._slabs.choose_victims(nbytes, count, slots, worth, evictable)
+            return self._slabs.choose_victims(nbytes, count, slots, worth, evictable, allow)
 
     def read(self, part: DiskPart, into: Span) -> None:
         """Copy a part's bytes to the start of `into` and verify them there.

@@ -14,7 +14,7 @@ from prefixd_swap.tiers.block_transfer import BlockTransfer
 from prefixd_swap.tiers.cpu import CpuTier
 from prefixd_swap.tiers.disk import DiskTier
 from prefixd_swap.tiers.gpu import GpuTier
-from prefixd_swap.tiers.memory import MemoryTier
+from prefixd_swap.tiers.memory import Account, MemoryTier
 from prefixd_swap.tiers.memory_copies import MemoryCopies
 from prefixd_swap.tiers.paged_gpu import PagedGpuTier
 from prefixd_swap.tiers.remote import RemoteLoad, RemoteSave, RemoteTier
@@ -23,6 +23,7 @@ from prefixd_swap.tiers.store import Identity, Loads, Places, StoreTier, can_mov
 __all__ = [
     "NO_SLOT",
     "AbsentTier",
+    "Account",
     "BlockTransfer",
     "CpuTier",
     "DiskTier",

@@ -72,7 +72,7 @@ class GpuTier(MemoryTier):
     def withdraw(self, frames: Sequence[FrameId]) -> None:
         """Take frames in flight out of the tier for good; see `FramePool.withdraw`."""
         self.pool.withdraw(frames)
-        self.in_flight.difference_update(frames)
+        self._landed(frames)
 
     def addresses(self, slots: Int64s) -> Int64s:
         """Where the frames' bytes begin in the pool's window."""

@@ -27,7 +27,7 @@ import numpy as np
 
 from prefixd_swap.errors import IntegrityError, MemoryMisuseError
 from prefixd_swap.page_blocks import allocate_blocks
-from prefixd_swap.page_eviction import ChooseVictims, Victims, Worths, choose_victims
+from prefixd_swap.page_eviction import Allow, ChooseVictims, Victims, Worths, choose_victims
 from prefixd_swap.page_table import Bools
 from prefixd_swap.pages import PageAllocator
 from prefixd_swap.slots import PAGE_BYTES as UNIT
@@ -171,6 +171,7 @@ class PagedGpuTier(GpuTier):
         offsets: Int64s,
         worth: Worths,
         evictable: Bools | None = None,
+        allow: Allow | None = None,
         /,
     ) -> Victims:
-        return choose_victims(pages, self._frames_for(nbytes) * UNIT, count, offsets * UNIT, worth, evictable)
+        return choose_victims(pages, self._frames_for(nbytes) * UNIT, count, offsets * UNIT, worth, evictable, allow)

@@ -498,6 +498,7 @@ async def open_bench(
         create_eviction_policy("lru", 0),
         lambda: bench.now,
         write_back=False,
+        reserved_bytes=1 << 40,
     )
     spec = NamespaceSpec("model", BLOCK, kv.parts(GEOMETRY.block_bytes))
     bench = Bench(cache, engine, cache.register(spec), kv)

@@ -13,6 +13,7 @@ from prefixd.errors import ExhaustedError, InvalidArgumentError, PreconditionErr
 from prefixd.server import dispatcher, tier_resize
 from prefixd.server.request import Request, RequestState
 from prefixd.server.tier_resize import ResizeProgress, TierResize
+from prefixd.tenants import Quota, TierQuota
 from prefixd_swap import NewFrames, OutOfMemoryError
 
 from .conftest import GEOMETRY, Bench, Supervisor
@@ -299,3 +300,12 @@ async def test_a_request_that_alone_gets_no_frame_is_ended(resizing: Any) -> Non
     await bench.finish(behind)
     await pinned(range(300, 320))
     assert "9 blocks are pinned" in await ended(bench.submit(range(400, 430)))
+
+
+async def test_it_stays_large_enough_for_what_tenants_are_guaranteed(resizing: Any) -> None:
+    bench, _, resize = await resizing(16)
+    tenant = bench.cache.tenants.known("a")
+    tenant.quota = Quota(tiers=(TierQuota(9 * FRAME), TierQuota(), TierQuota()))
+    with pytest.raises(InvalidArgumentError, match=f"guaranteed {9 * FRAME} bytes of the gpu tier"):
+        await to(resize, 8)
+    assert (await to(resize, 9)).nbytes == 9 * FRAME

@@ -5,19 +5,24 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Self
 
 from benchmarks.common import harness
 from benchmarks.common.integrity import violations_of
 from benchmarks.load.load import LoadPlan, Tally
 from benchmarks.load.process import LoadProcess
-from benchmarks.load.victim import SCENES
+from benchmarks.load.victim import SCENES, STREAMED_SCENES
+from benchmarks.tenancy.house import House
+from benchmarks.tenancy.left_behind import left_of_tenants
 from prefixd.client import Client
+from prefixd.tenants import Role
 from prefixd.v1 import admin_pb2
 from prefixd.workloads.daemon_process import DaemonProcess
 
@@ -26,14 +31,22 @@ Kills client processes with SIGKILL at random moments: while they connect, betwe
 the middle of a copy into the shared arena, between acquire and release, in the middle of a streamed put or
 get, while the daemon writes to disk for them, and with eight calls of all kinds under way. Several live at
 a time; two others work on, one through shared memory and one streamed, and none of their calls may fail
-and no byte that they read may be wrong.
+and no byte that they read may be wrong. Who shares memory is of the default tenant; the one that streams
+and half of the victims that do are of another tenant, over TCP. Both have quotas.
 
 After each kill the session of the dead must end within --patience seconds (leaked_leases: leases and
 reservations in those that did not). Every --check kills the load pauses, and all that is left in use, held,
 in flight or in quarantine is a leak (leaked_slots, in slots of 4 KiB), and the daemon accounts for all
-slots. Nothing ends by expiry meanwhile. At the end everything is evicted and no byte may stay in use."""
+slots. Nothing ends by expiry meanwhile. At the end everything is evicted and no byte may stay in use, and
+no tenant may have anything left that counts for its quotas."""
 
-_SETTINGS = {"cpu.bytes": "48MiB", "disk.bytes": "64MiB", "server.lease_ttl_s": 900}
+_SETTINGS: dict[str, object] = {"cpu.bytes": "48MiB", "disk.bytes": "64MiB", "server.lease_ttl_s": 900}
+_COUNTS: dict[str, object] = {"sessions": 32, "grants": 1024, "namespaces": 32, "calls": 256}
+_QUOTAS: dict[str, dict[str, object]] = {
+    "default": {"cpu_guaranteed": "16MiB", "cpu_most": "40MiB", "disk_guaranteed": "16MiB", "disk_most": "56MiB"}
+    | _COUNTS,
+    "other": {"cpu_guaranteed": "8MiB", "cpu_most": "32MiB", "disk_guaranteed": "8MiB", "disk_most": "48MiB"} | _COUNTS,
+}
 _AT_ONCE = 4
 _SLOT_BYTES = 4096
 _POLL_S = 0.005
@@ -53,6 +66,8 @@ class Findings:
     """From a kill until the daemon had ended the session of the dead."""
     tally: Tally = field(default_factory=Tally)
     notes: list[str] = field(default_factory=list)
+    left_of_tenants: list[str] = field(default_factory=list)
+    """What counts for a tenant's quotas with all clients gone."""
 
     @property
     def failed_calls(self) -> int:
@@ -63,6 +78,7 @@ class Findings:
     def broken(self) -> int:
         """Promises that were not kept."""
         leaks = self.leaked_leases + self.leaked_bytes
+        leaks += len(self.left_of_tenants)
         return leaks + len(self.violations) + self.failed_calls + self.tally.wrong_bytes
 
     def result(self) -> dict[str, Any]:
@@ -73,6 +89,7 @@ class Findings:
             "kills_by_scene": dict(self.kills),
             "leaked_slots": -(-self.leaked_bytes // _SLOT_BYTES),
             "leaked_leases": self.leaked_leases,
+            "left_of_tenants": len(self.left_of_tenants),
             "failed_calls": self.failed_calls,
             "wrong_bytes": self.tally.wrong_bytes,
             "integrity_violations": len(self.violations),
@@ -81,17 +98,17 @@ class Findings:
             "verified_bytes": self.tally.verified_bytes,
             "noticed_p50_s": round(noticed[len(noticed) // 2], 4) if noticed else 0.0,
             "noticed_max_s": round(noticed[-1], 4) if noticed else 0.0,
-            "found": [*self.notes, *self.violations, *self.tally.wrong, *self.tally.failures],
+            "found": [*self.notes, *self.left_of_tenants, *self.violations, *self.tally.wrong, *self.tally.failures],
         }
 
 
 class VictimProcess:
     """A victim, from its start to its death."""
 
-    def __init__(self, address: str, scene: str, owner: int) -> None:
+    def __init__(self, address: str, scene: str, owner: int, *token: str) -> None:
         self.scene = scene
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.load.victim", address, scene, str(owner)],
+            [sys.executable, "-m", "benchmarks.load.victim", address, scene, str(owner), *token],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -154,18 +171,23 @@ def wait_until_free(admin: Client, patience_s: float, dead: Iterable[int] | None
 class Deaths:
     """One daemon, two clients that live and a row of those that do not."""
 
-    def __init__(self, address: str, admin: Client, seed: int, patience_s: float, stack: ExitStack) -> None:
+    def __init__(
+        self, daemon: DaemonProcess, house: House, admin: Client, seed: int, patience_s: float, stack: ExitStack
+    ) -> None:
         self.findings = Findings()
-        self._address = address
+        self._address = daemon.address
+        self._tcp = daemon.tcp or ""
+        self._house = house
         self._admin = admin
         self._patience_s = patience_s
         self._rng = random.Random(f"client_deaths {seed}")
         self._stack = stack
         self._victims: deque[VictimProcess] = deque()
         self._owners = iter(range(100, 1 << 30))
+        streamed = LoadPlan(2, seed, memory="streamed", token=house.token("other", Role.ADMIN))
         self._others = [
-            stack.enter_context(LoadProcess(address, LoadPlan(owner, seed, memory=memory)))
-            for owner, memory in ((1, "shared"), (2, "streamed"))
+            stack.enter_context(LoadProcess(self._address, LoadPlan(1, seed, memory="shared"))),
+            stack.enter_context(LoadProcess(self._tcp, streamed)),
         ]
         stack.callback(self._kill_all)
 
@@ -175,7 +197,7 @@ class Deaths:
         begun = 0
         for _ in range(count):
             while len(self._victims) < _AT_ONCE and begun < count:
-                self._victims.append(VictimProcess(self._address, self._rng.choice(SCENES), next(self._owners)))
+                self._victims.append(self._victim(self._rng.choice(SCENES)))
                 begun += 1
             victim = self._victims[0]
             victim.wait_until_busy()
@@ -191,6 +213,12 @@ class Deaths:
             step()
         self._check()
 
+    def _victim(self, scene: str) -> VictimProcess:
+        owner = next(self._owners)
+        if scene in STREAMED_SCENES and self._rng.random() < 0.5:
+            return VictimProcess(self._tcp, scene, owner, self._house.token("other"))
+        return VictimProcess(self._address, scene, owner)
+
     def end(self) -> None:
         """The last check: without clients, nothing may stay in use when everything is evicted."""
         for other in self._others:
@@ -202,6 +230,7 @@ class Deaths:
         if left:
             self.findings.leaked_bytes += sum(left.values())
             self.findings.notes.append(f"with everything evicted these bytes are still in use, by tier: {left}")
+        self.findings.left_of_tenants = left_of_tenants(self._admin, self._patience_s)
 
     def _check(self) -> None:
         self._tell("pause")
@@ -230,9 +259,11 @@ class Deaths:
 
 def run(kills: int, seed: int, check: int, patience_s: float, step: Callable[[], None] = lambda: None) -> Findings:
     """Kills `kills` clients of one daemon; `step` is called after each."""
-    with DaemonProcess(_SETTINGS) as daemon, ExitStack() as stack:
+    with ExitStack() as stack:
+        house = House(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="prefixd-house-"))), _QUOTAS)
+        daemon = stack.enter_context(DaemonProcess({**_SETTINGS, **house.settings}))
         admin = stack.enter_context(Client(daemon.address, name="client_deaths"))
-        deaths = Deaths(daemon.address, admin, seed, patience_s, stack)
+        deaths = Deaths(daemon, house, admin, seed, patience_s, stack)
         for start in range(0, kills, check):
             deaths.kill(min(check, kills - start), step)
         deaths.end()

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.load.world import NAMESPACES, Bytes, Prompt, block_key, content, wrong_bytes
+from benchmarks.load.world import NAMESPACES, Bytes, Prompt, content, key_in_namespace, wrong_bytes
 from prefixd.client import (
     AsyncCache,
     AsyncClient,
@@ -116,6 +116,8 @@ class LoadPlan:
     """Also ask the daemon's worker for tokens."""
     memory: str = "auto"
     timeout_s: float = 30.0
+    token: str = ""
+    """Over TCP: a tenant's, with the role admin, since clients may not evict."""
 
 
 class MixedLoad:
@@ -133,6 +135,7 @@ class MixedLoad:
             name=f"load {plan.owner}",
             memory=plan.memory,  # type: ignore[arg-type]
             timeout_s=plan.timeout_s,
+            token=plan.token,
         )
         self._caches: dict[int, AsyncCache] = {}
         self._generated: dict[int, list[int]] = {}
@@ -233,7 +236,7 @@ class MixedLoad:
             prompt = next(iter(self.durable))
             del self.durable[prompt]  # before the call: whether it was forgotten is unknown when the call breaks off
             try:
-                evicted = await self._client.evict(key=block_key(prompt, prompt.shared_blocks))
+                evicted = await self._client.evict(key=await self._own_key(prompt))
                 gone = not evicted.kept_blocks
             except NotFoundError:  # evicted for room
                 gone = True
@@ -298,7 +301,7 @@ class MixedLoad:
         """Drops what a prompt does not share with others, if nobody uses it."""
         prompt = self._shared(rng)
         with suppress(NotFoundError, PreconditionError):
-            await self._client.evict(key=block_key(prompt, prompt.shared_blocks))
+            await self._client.evict(key=await self._own_key(prompt))
 
     async def _generate(self, rng: random.Random) -> None:
         """A greedy request for the daemon's own worker: always the same tokens for a prompt. Some are broken off."""
@@ -330,6 +333,10 @@ class MixedLoad:
         if cache is None:
             cache = self._caches[prompt.namespace] = await self._client.register(prompt.spec)
         return cache
+
+    async def _own_key(self, prompt: Prompt) -> str:
+        """The key of the first block that a prompt does not share with others."""
+        return key_in_namespace((await self._cache(prompt)).namespace_id, prompt, prompt.shared_blocks)
 
     async def _read_all(self, prompt: Prompt) -> int:
         """Reads what there is of a prompt and verifies it; how many blocks that was."""

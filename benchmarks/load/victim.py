@@ -1,4 +1,4 @@
-"""A client that repeats one thing until killed: `python -m benchmarks.load.victim ADDRESS SCENE OWNER`."""
+"""A client that repeats one thing until killed: `python -m benchmarks.load.victim ADDRESS SCENE OWNER [TOKEN]`."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _TTL_S = 600.0
 class Victim:
     """One client, its prompts and its scene."""
 
-    def __init__(self, address: str, owner: int, memory: str = "auto") -> None:
+    def __init__(self, address: str, owner: int, memory: str = "auto", token: str = "") -> None:
         self._address = address
         self._owner = owner
         self._rng = random.Random(owner)
         self._numbers = itertools.count(1)
-        self._client = AsyncClient(address, name=f"victim {owner}", memory=memory)  # type: ignore[arg-type]
+        self._client = AsyncClient(address, name=f"victim {owner}", memory=memory, token=token)  # type: ignore[arg-type]
         self._caches: dict[int, AsyncCache] = {}
 
     async def connect(self) -> None:
@@ -102,7 +102,8 @@ class Victim:
 
 
 SCENES = ("connect", "reserve", "copy", "lease", "put", "get", "durable", "mixed")
-_STREAMED = ("put", "get")
+STREAMED_SCENES = ("put", "get")
+"""Those whose bytes go through gRPC; they can be played over TCP."""
 
 
 async def _repeat(do: Callable[[], Awaitable[None]]) -> None:
@@ -113,10 +114,10 @@ async def _repeat(do: Callable[[], Awaitable[None]]) -> None:
 
 def main() -> None:
     """The process."""
-    address, scene, owner = sys.argv[1:]
+    address, scene, owner, *token = sys.argv[1:]
 
     async def play() -> None:
-        victim = Victim(address, int(owner), "streamed" if scene in _STREAMED else "auto")
+        victim = Victim(address, int(owner), "streamed" if scene in STREAMED_SCENES else "auto", *token)
         await _repeat(getattr(victim, scene))
 
     asyncio.run(play())

@@ -105,6 +105,14 @@ def block_key(prompt: Prompt, block: int) -> str:
     return BlockChain(prompt.tokens.tobytes(), spec.block_tokens, seed).key(block).hex()
 
 
+def key_in_namespace(namespace_id: bytes, prompt: Prompt, block: int) -> str:
+    """The key of one of its blocks in the namespace that a daemon has given this id: each tenant has its own."""
+    from prefixd.cache.index.keys import BlockChain
+
+    seed = int.from_bytes(namespace_id, "little")
+    return BlockChain(prompt.tokens.tobytes(), prompt.spec.block_tokens, seed).key(block).hex()
+
+
 def _bytes(seed: int, nbytes: int) -> Bytes:
     """A random pattern, other for every seed in each of its words: bytes of two blocks, or moved ones, do not pass."""
     words = _PATTERN[: -(-nbytes // 8)] ^ np.uint64(seed)

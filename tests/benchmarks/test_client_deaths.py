@@ -21,8 +21,8 @@ def test_the_dead_leave_nothing_behind(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("sys.argv", ["client_deaths", *arguments])
     client_deaths.main()
     result = json.loads(file.read_text())
-    broken = ("leaked_slots", "leaked_leases", "failed_calls", "wrong_bytes", "integrity_violations")
-    assert (result["kills"], [result[name] for name in broken]) == (12, [0] * 5), result["found"]
+    broken = ("leaked_slots", "leaked_leases", "left_of_tenants", "failed_calls", "wrong_bytes", "integrity_violations")
+    assert (result["kills"], [result[name] for name in broken]) == (12, [0] * 6), result["found"]
     assert result["calls_of_others"] > 100 and result["checks"] == 2
 
 

@@ -211,12 +211,13 @@ class LeaseTable:
         self._watch(grant)
 
     def find(self, session: Session, grant_id: str) -> Lease | Reservation:
-        """A session's grant; NotFoundError says how it ended if it did."""
+        """A session's grant; NotFoundError says how it ended if it did: with its session, SessionEndedError."""
         grant = session.grants.get(grant_id)
         if grant is None:
             how = self._ended.get(grant_id)
             if how:
-                raise NotFoundError(f"lease {grant_id} is over: {how}; acquire or reserve again")
+                over = NotFoundError if session.id in self.sessions else SessionEndedError
+                raise over(f"lease {grant_id} is over: {how}; acquire or reserve again")
             raise NotFoundError(f"lease {grant_id or '(empty)'} was never granted to this session; check the id")
         return grant
 

@@ -13,13 +13,15 @@ from typing import Any
 import grpc
 
 from prefixd.client.credentials import Credentials
-from prefixd.client.errors import CallTimeout, ClientError, InvalidArgumentError, from_rpc_error
+from prefixd.client.errors import CallTimeout, ClientError, InvalidArgumentError, ServerUnavailable, from_rpc_error
 from prefixd.client.ticket import Ticket
 from prefixd.v1.admin_pb2_grpc import AdminStub
 from prefixd.v1.cache_pb2_grpc import PrefixCacheStub
 from prefixd.v1.inference_pb2_grpc import InferenceStub
 
 _AGREED = "prefixd-agreed"
+_LOST_REASONS = ("Internal error from Core", "Locally cancelled by application!")
+"""gRPC's asyncio client says so where a status came while it sent."""
 _MAX_BACKOFF_S = 1.0
 _LATE_S = 60.0  # how long after its caller has given up a call for a grant may still be answered
 _OPTIONS: list[tuple[str, Any]] = [
@@ -91,7 +93,8 @@ class Connection:
     async def upload(self, method: Any, first: Any, rest: Iterable[Any]) -> Any:
         """One answer to a stream: `first` and, when the daemon has agreed to it, `rest`.
 
-        A refusal that comes while we send is lost: gRPC's asyncio client reports an internal error instead.
+        A refusal that comes while we send is lost: gRPC's asyncio client reports an internal error instead. After what
+        the daemon has agreed to, it is the end of the session or of the daemon: `ServerUnavailable`.
         """
         await self.wait_out_backoff()
 
@@ -107,6 +110,10 @@ class Connection:
         try:
             return await call
         except grpc.aio.AioRpcError as error:
+            if error.details() in _LOST_REASONS:
+                raise ServerUnavailable(
+                    f"the daemon at {self.address} ended the call while it was sent bytes; ask again"
+                ) from error
             raise from_rpc_error(error, self.address) from error
 
     async def call_for_grant(self, method: Any, request: Any, give_back: Callable[[Any], Awaitable[None]]) -> Any:

@@ -18,6 +18,7 @@ from prefixd.errors import (
     InvalidArgumentError,
     NotFoundError,
     PreconditionError,
+    SessionEndedError,
     UnavailableError,
     UnsupportedError,
 )
@@ -132,7 +133,7 @@ async def test_a_session_takes_all_it_was_granted_with_it(make_rig: Callable[...
     assert (leases.count(Lease), leases.count(Reservation)) == (0, 0)
     assert rig.cache.tiers.arena.slots_used == 2
     assert not rig.trie.keep[: rig.trie.rows].any()
-    with pytest.raises(NotFoundError, match="its session ended"):
+    with pytest.raises(SessionEndedError, match="its session ended"):  # so that the SDK asks again in a new one
         await rig.cache.commit(reservation, 1)
     with pytest.raises(NotFoundError, match=f"session {rig.session.id[:8]} is not open"):
         leases.session(rig.session.id)

@@ -422,3 +422,25 @@ async def test_bytes_are_sent_when_the_daemon_has_agreed_to_take_them(short_fold
     finally:
         await connection.close()
         await server.stop(None)
+
+
+@pytest.mark.parametrize(
+    ("details", "expected"),
+    [
+        ("Internal error from Core", ServerUnavailable),
+        ("Locally cancelled by application!", ServerUnavailable),
+        ("what the daemon said", ServerError),
+    ],
+)
+async def test_a_status_that_grpc_lost_is_not_the_daemons(details: str, expected: type[Exception]) -> None:
+    async def broken(messages: object) -> None:
+        nothing = grpc.aio.Metadata()
+        raise grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, nothing, nothing, details=details)
+
+    connection = Connection("unix:/nowhere", 60.0)
+    try:
+        with pytest.raises(expected) as caught:
+            await connection.upload(lambda messages, timeout: broken(messages), cache_pb2.PutRequest(), ())
+        assert caught.type is expected
+    finally:
+        await connection.close()

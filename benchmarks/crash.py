@@ -17,15 +17,18 @@ from benchmarks.common.integrity import violations_of
 from benchmarks.load.load import LoadPlan, Tally
 from benchmarks.load.process import LoadProcess
 from benchmarks.load.world import prompts
+from benchmarks.tenancy.house import House
 from prefixd.client import Client
+from prefixd.tenants import Role
 from prefixd.workloads.daemon_process import DaemonFailed, DaemonProcess
 
 DESCRIPTION = """\
 Kills a daemon with SIGKILL at random moments while two client processes store, read, lease, prefetch and
 evict, each with four calls at a time; starts it again on the same directory; audits it; and lets the load
-go on. Most kills come under load, some in a drain, some while the daemon that was just killed starts again.
-The load is idle during an audit: the clients read everything they know of and compare every byte with what
-it has to be, and the daemon accounts for its slots.
+go on. One client shares the daemon's memory and is of the default tenant; the other streams over TCP and is
+of a tenant of its own. Both have quotas. Most kills come under load, some in a drain, some while the daemon
+that was just killed starts again. The load is idle during an audit: the clients read everything they know
+of and compare every byte with what it has to be, and the daemon accounts for its slots.
 
 In three of four lives the disk tier has room for everything, so that every block that was acknowledged as
 durable must be there (lost_durable), unless its client had asked to drop it; and then it must stay away
@@ -33,10 +36,11 @@ durable must be there (lost_durable), unless its client had asked to drop it; an
 had to go (evicted_durable), and what is there must be right. wrong_bytes counts bytes under load and in
 audits; reopen_failures counts starts that did not end in a daemon that answers."""
 
-_NUMBERS = 32
-"""Prompts of each namespace that all clients ask for: 36 MiB."""
+_NUMBERS = 20
+"""Prompts of each namespace that a tenant's clients ask for: 22 MiB a tenant."""
 _CPU_BYTES = 12 << 20
-_ROOMY_BYTES, _TIGHT_BYTES = 192 << 20, 20 << 20
+_ROOMY_BYTES, _TIGHT_BYTES = 224 << 20, 20 << 20
+TENANTS = ("default", "other")
 _DURABLE = 4
 """Prompts that each client knows to be durable before the first kill: without any, an audit could find no loss."""
 _FULL = 0.5
@@ -99,6 +103,7 @@ class Lives:
     """One daemon's lives on one directory, and the load on it.
 
     Args:
+        directory: for the daemon, and the tokens of its tenants.
         roomy: whether the disk tier takes everything.
         seed: of the load and of the kills.
         between: called with the data directory while the daemon is dead; for tests of what the audit sees.
@@ -113,7 +118,10 @@ class Lives:
         self._findings = findings
         self._between = between
         disk_bytes = _ROOMY_BYTES if roomy else _TIGHT_BYTES
-        self._daemon = DaemonProcess({"cpu.bytes": _CPU_BYTES, "disk.bytes": disk_bytes}, directory=directory)
+        # A client that the daemon shuts out has no chance to find its new port.
+        self._house = House(directory, dict.fromkeys(TENANTS, _quota(disk_bytes)), harness.free_port())
+        settings = {"cpu.bytes": _CPU_BYTES, "disk.bytes": disk_bytes, **self._house.settings}
+        self._daemon = DaemonProcess(settings, directory=directory / "daemon")
         self._clients: list[LoadProcess] = []
         self._start_s = 1.0
 
@@ -121,9 +129,12 @@ class Lives:
     def running(self) -> Iterator[None]:
         """The daemon and its clients; what the clients counted goes to the findings at the end."""
         with self._daemon, ExitStack() as stack:
-            for owner in (1, 2):
-                plan = LoadPlan(owner, self._seed, numbers=_NUMBERS, outages=True)
-                self._clients.append(stack.enter_context(LoadProcess(self._daemon.address, plan)))
+            for owner, tenant in enumerate(TENANTS, 1):
+                local = tenant == TENANTS[0]
+                token = "" if local else self._house.token(tenant, Role.ADMIN)
+                plan = LoadPlan(owner, self._seed, numbers=_NUMBERS, outages=True, token=token)
+                address = self._daemon.address if local else self._daemon.tcp or ""
+                self._clients.append(stack.enter_context(LoadProcess(address, plan)))
             while any(client.ask("pause")["durable"] < _DURABLE for client in self._clients):
                 self._order("go")
                 time.sleep(0.1)
@@ -173,8 +184,8 @@ class Lives:
     def _audit(self) -> None:
         findings = self._findings
         everything = [(prompt.namespace, prompt.owner, prompt.number) for prompt in prompts(_NUMBERS)]
-        for index, client in enumerate(self._clients):
-            client.order("audit", shared=everything[index :: len(self._clients)])
+        for client in self._clients:  # each has its tenant's own
+            client.order("audit", shared=everything)
         for client in self._clients:
             answer = client.answer()
             findings.audited_blocks += answer["found"]
@@ -201,6 +212,20 @@ class Lives:
             client.order(do)
         for client in self._clients:
             client.answer()
+
+
+def _quota(disk_bytes: int) -> dict[str, object]:
+    """Of each of the tenants."""
+    return {
+        "cpu_guaranteed": _CPU_BYTES // 4,
+        "cpu_most": _CPU_BYTES * 3 // 4,
+        "disk_guaranteed": disk_bytes // 4,
+        "disk_most": disk_bytes * 3 // 4,
+        "sessions": 16,
+        "grants": 256,
+        "namespaces": 16,
+        "calls": 128,
+    }
 
 
 def run(

@@ -7,9 +7,10 @@ import os
 import random
 import re
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,12 @@ from typing import Any
 from benchmarks.common import harness
 from benchmarks.common.integrity import violations_of
 from benchmarks.fuzzing.batch import DEADLINE_S, TRANSPORT, Batch, Findings
+from benchmarks.fuzzing.callers import TENANTS, UNUSED, Caller, callers
 from benchmarks.fuzzing.statuses import Method, all_methods
 from benchmarks.load.load import LoadPlan, Tally
 from benchmarks.load.process import LoadProcess
+from benchmarks.tenancy.house import House
+from benchmarks.tenancy.left_behind import left_of_tenants
 from prefixd.client import Client
 from prefixd.v1 import admin_pb2
 from prefixd.workloads.daemon_process import DaemonProcess
@@ -28,16 +32,19 @@ DESCRIPTION = """\
 Calls every method of PrefixCache, Inference, Admin, health and reflection as no client should: with bytes
 that are no message, with valid messages of which a field or two were spoiled (other sessions' ids, ended
 leases, absurd numbers, giant and torn arrays), with streams that are broken off, calls that are cancelled,
-headers of absurd size, methods that do not exist; and with raw bytes on both unix sockets. Eight hostile
-clients at a time, on a sidecar, and on a daemon with the embedded model. Meanwhile a well-behaved client
+headers of absurd size, methods that do not exist, tokens and tickets that are wrong or another tenant's;
+and with raw bytes on all sockets. Eight hostile clients at a time, on a sidecar, and on a daemon with the
+embedded model: half of them operators at the unix socket, the others over TCP, of two tenants, as clients,
+operators and scrapers. All tenants have quotas. Meanwhile a well-behaved client of the default tenant
 stores, loads, leases and evicts, and compares every byte.
 
 crashes counts daemons that died and tracebacks, errors and critical lines in their logs. unexpected_status
 counts answers that the method's contract does not have; INTERNAL and UNKNOWN are in none, and neither is a
 call that hangs. What gRPC itself answers is listed: UNIMPLEMENTED for a method that does not exist,
 RESOURCE_EXHAUSTED for headers or a message above its limit, CANCELLED and DEADLINE_EXCEEDED where the caller
-gave up. breaches counts calls that got at another session's leases or namespaces. At the end every session,
-lease, reservation and slot must be accounted for (integrity_violations, leaks)."""
+gave up. breaches counts calls that got at another session's leases or namespaces, or at a session with
+another tenant's token. At the end every session, lease, reservation and slot must be accounted for, and
+nothing may count for a tenant's quotas (integrity_violations, leaks)."""
 
 _BATCH_CALLS = 100
 _HOSTILE_CLIENTS = 8
@@ -52,6 +59,19 @@ _MODEL: dict[str, object] = {
     "gpu.bytes": "32MiB",
     "cpu.bytes": "64MiB",
     "disk.bytes": "96MiB",
+}
+_COUNTS: dict[str, object] = {"sessions": 64, "grants": 512, "namespaces": 128, "calls": 32, "waiting_requests": 64}
+_BYTES: dict[str, object] = {
+    "cpu_guaranteed": "12MiB",
+    "cpu_most": "48MiB",
+    "disk_guaranteed": "16MiB",
+    "disk_most": "72MiB",
+    "retained_bytes": "64KiB",
+}
+_QUOTAS: dict[str, dict[str, object]] = {
+    "default": {**_BYTES, "sessions": 128, "calls": 512},
+    **{tenant: {**_BYTES, **_COUNTS, "requests_per_s": 20} for tenant in TENANTS},
+    UNUSED: {"sessions": 4},
 }
 _RECORD = re.compile(r"^(?=\d{4}-\d\d-\d\d \S+ [A-Z]+ |[IWEF]\d{4} )", re.MULTILINE)
 _BAD_RECORD = re.compile(r"\S+ \S+ (ERROR|CRITICAL) |[EF]\d{4} ")
@@ -125,7 +145,11 @@ def _on_daemon(
     report: Report,
     step: Callable[[], None],
 ) -> None:
-    with DaemonProcess(settings) as daemon:
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="prefixd-house-")))
+        house = House(directory, _QUOTAS)
+        daemon = stack.enter_context(DaemonProcess({**settings, **house.settings}))
+        hostile = callers(daemon.address, daemon.tcp or "", house)
         plan = LoadPlan(1, report.findings.seed, tasks=1, numbers=8, own_durable=4, timeout_s=DEADLINE_S)
         with_model = bool(settings.get("worker.embedded"))
         if with_model:
@@ -134,7 +158,7 @@ def _on_daemon(
         sockets = _sockets(daemon.pid)
         with LoadProcess(daemon.address, plan) as load:
             load.ask("go")
-            asyncio.run(_fuzz(daemon, numbers, calls, methods, with_model, report.findings, step))
+            asyncio.run(_fuzz(daemon, hostile, numbers, calls, methods, with_model, report.findings, step))
             report.tally.add(load.stop())
         report.leaks += _left_behind(daemon, sockets)
         with Client(daemon.address) as client:
@@ -148,6 +172,7 @@ def _on_daemon(
 
 async def _fuzz(
     daemon: DaemonProcess,
+    callers: Sequence[Caller],
     numbers: Sequence[int],
     calls: int,
     methods: Sequence[Method],
@@ -161,12 +186,12 @@ async def _fuzz(
     async def hostile() -> None:
         while waiting:
             number = waiting.pop()
-            async with Batch(daemon.address, number, methods, findings) as batch:
+            async with Batch(callers[number % len(callers)], number, methods, findings) as batch:
                 for index in range(calls):
                     await batch.call(index, inference if with_model and index % 2 else None)
             for visit in range(_RAW_VISITS):
                 rng = random.Random(f"{findings.seed} {number} raw {visit}")
-                await asyncio.to_thread(_visit, daemon.socket, rng)
+                await asyncio.to_thread(_visit, daemon, rng)
             step()
 
     async with asyncio.TaskGroup() as group:
@@ -178,14 +203,16 @@ async def _drain(daemon: DaemonProcess, findings: Findings) -> None:
     """Hostile calls to `Drain`, and to all methods of a daemon that drains."""
     methods = all_methods()
     drain = [method for method in methods if method.name == "Drain"]
-    async with Batch(daemon.address, -1, methods, findings, also=frozenset({"UNAVAILABLE"})) as batch:
+    async with Batch(Caller(daemon.address), -1, methods, findings, also=frozenset({"UNAVAILABLE"})) as batch:
         for index in range(_DRAINING_CALLS):
             await batch.call(index, drain if index < 20 or index % 10 == 0 else None)
 
 
-def _visit(path: Path, rng: random.Random) -> None:
-    """Bytes that are no HTTP/2, or no question for the memory, on one of the two sockets."""
-    door = path.with_name(path.name + rng.choice(("", "-memory")))
+def _visit(daemon: DaemonProcess, rng: random.Random) -> None:
+    """Bytes that are no HTTP/2, or no question for the memory or a ticket, on one of the sockets."""
+    host, _, port = (daemon.tcp or "").rpartition(":")
+    doors: list[tuple[int, Any]] = [(socket.AF_UNIX, f"{daemon.socket}{suffix}") for suffix in ("", "-memory")]
+    family, door = rng.choice([*doors, (socket.AF_INET, (host, int(port)))])
     data = rng.choice(
         (
             b"",
@@ -197,13 +224,15 @@ def _visit(path: Path, rng: random.Random) -> None:
             _GREETING + bytes([0, 0, rng.randrange(256), rng.randrange(12), rng.randrange(256)]) + rng.randbytes(60),
             rng.randbytes(rng.choice((1, 100, 50_000))),
             b"f" * 32 + b"\n",
+            b"ticket\n",
+            b"ticket\nticket\n",
             b"\0" * 255 + b"\n",
             b"a" * 100_000,
         )
     )
-    with socket.socket(socket.AF_UNIX) as visitor, suppress(OSError):
+    with socket.socket(family) as visitor, suppress(OSError):
         visitor.settimeout(0.1)
-        visitor.connect(os.fspath(door))
+        visitor.connect(door)
         visitor.sendall(data)
         if rng.random() < 0.7:
             visitor.shutdown(socket.SHUT_WR)
@@ -237,7 +266,8 @@ def _left_behind(daemon: DaemonProcess, sockets: int) -> list[str]:
                 "sockets": max(_sockets(daemon.pid) - sockets - 1, 0),  # one is ours
             }
             if not any(left.values()) or time.monotonic() > deadline:
-                return [f"{count} {what} are left over" for what, count in left.items() if count]
+                found = [f"{count} {what} are left over" for what, count in left.items() if count]
+                return [*found, *left_of_tenants(client, max(0.0, deadline - time.monotonic()))]
             time.sleep(0.1)
 
 

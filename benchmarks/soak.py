@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import random
+import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from benchmarks.common import harness
@@ -15,16 +17,21 @@ from benchmarks.common.footprint import Footprint, footprint, slope_per_minute
 from benchmarks.common.integrity import violations_of
 from benchmarks.load.load import LoadPlan, Tally
 from benchmarks.load.process import LoadProcess
+from benchmarks.tenancy.house import House
+from benchmarks.tenancy.left_behind import left_of_tenants
 from prefixd.client import Client
+from prefixd.tenants import Role
 from prefixd.v1 import admin_pb2
 from prefixd.workloads.daemon_process import DaemonProcess
 
 DESCRIPTION = """\
 Runs one daemon with the embedded model under mixed load: client processes that store, read, lease,
-prefetch, evict and generate, through shared memory and streamed; every few seconds one of them ends, in
-order or by SIGKILL, and another comes. Every byte that is read is verified, and a prompt must always get
+prefetch, evict and generate; every few seconds one of them ends, in order or by SIGKILL, and another comes.
+Two thirds of them share the daemon's memory and are of the default tenant, the others stream over TCP and
+are of a tenant of their own; both have quotas. Every byte that is read is verified, and a prompt must always get
 the same tokens. Every --sample seconds the resident memory, descriptors and mappings of daemon and worker
-are read from /proc; every minute the daemon accounts for its slots.
+are read from /proc; every minute the daemon accounts for its slots. At the end nothing may count for a
+tenant's quotas (left_of_tenants).
 
 Slopes are medians over all pairs of samples (Theil-Sen) after the warm-up: a quarter of the run, or until
 all tiers are full if that is later. Up to then memory grows on purpose: tiers are touched for the first
@@ -37,7 +44,7 @@ own memory without tiers and files, is given beside it. The run fails when memor
 minute or more, or descriptors or mappings by more than one a minute. A run whose part after the warm-up is
 shorter than 5 minutes shows slopes but is not judged by them."""
 
-_SETTINGS = {
+_SETTINGS: dict[str, object] = {
     "worker.embedded": True,
     "worker.threads": 1,
     "gpu.bytes": "16MiB",
@@ -45,6 +52,21 @@ _SETTINGS = {
     "cpu.populate": True,
     "disk.bytes": "96MiB",
 }
+_QUOTA: dict[str, object] = {
+    "gpu_guaranteed": "4MiB",
+    "gpu_most": "14MiB",
+    "cpu_guaranteed": "12MiB",
+    "cpu_most": "40MiB",
+    "disk_guaranteed": "24MiB",
+    "disk_most": "80MiB",
+    "sessions": 32,
+    "grants": 1024,
+    "namespaces": 32,
+    "calls": 256,
+    "waiting_requests": 256,
+}
+_TENANTS = ("default", "other")
+_LEFT_S = 30.0
 _CLIENTS = 3
 _CLIENT_LIFE_S = 20.0
 _WARM_UP = 0.25
@@ -66,6 +88,7 @@ class Findings:
     integrity_checks: int = 0
     worker_restarts: int = 0
     clients: int = 0
+    left_of_tenants: list[str] = field(default_factory=list)
     tally: Tally = field(default_factory=Tally)
 
     def result(self, seconds: float, max_slope: float) -> dict[str, Any]:
@@ -93,6 +116,7 @@ class Findings:
             "failed_calls": self.tally.failed_calls,
             "refused_calls": self.tally.refused.total(),
             "worker_restarts": self.worker_restarts,
+            "left_of_tenants": len(self.left_of_tenants),
             "calls": self.tally.calls.total(),
             "calls_by_kind": dict(self.tally.calls),
             "verified_bytes": self.tally.verified_bytes,
@@ -107,21 +131,23 @@ class Findings:
             result |= {f"{name}_rss_mib": round(last.rss, 1), f"{name}_anon_mib": round(last.anon, 1)}
             result |= {f"{name}_shmem_mib": round(last.shmem, 1), f"{name}_descriptors": last.descriptors}
             result[f"{name}_mappings"] = last.mappings
-        zero = ("integrity_violations", "wrong_bytes", "failed_calls", "worker_restarts")
+        zero = ("integrity_violations", "wrong_bytes", "failed_calls", "worker_restarts", "left_of_tenants")
         broken = [f"{name} is {result[name]}" for name in zero if result[name]]
         if result["judged"]:
             bounds = {"rss_slope_mib_per_min": max_slope, "anon_slope_mib_per_min": max_slope}
             bounds |= {"descriptors_slope": _MAX_COUNT_SLOPE, "mappings_slope": _MAX_COUNT_SLOPE}
             broken += [f"{name} is {result[name]:g}" for name, bound in bounds.items() if result[name] >= bound]
-        return {**result, "broken": broken, "found": [*self.violations, *self.tally.wrong, *self.tally.failures]}
+        found = [*self.violations, *self.left_of_tenants, *self.tally.wrong, *self.tally.failures]
+        return {**result, "broken": broken, "found": found}
 
 
 class Soak:
     """One daemon, and clients that come and go."""
 
-    def __init__(self, daemon: DaemonProcess, seed: int, stack: ExitStack) -> None:
+    def __init__(self, daemon: DaemonProcess, house: House, seed: int, stack: ExitStack) -> None:
         self.findings = Findings()
         self._daemon = daemon
+        self._house = house
         self._seed = seed
         self._rng = random.Random(f"soak {seed}")
         self._stack = stack
@@ -154,12 +180,23 @@ class Soak:
         for client in self._clients:
             self.findings.tally.add(client.stop())
         self._check_integrity()
+        self.findings.left_of_tenants = left_of_tenants(self._admin, _LEFT_S)
 
     def _begin_client(self) -> None:
         owner = next(self._owners)
-        memory = "streamed" if owner % 3 == 0 else "shared"
-        plan = LoadPlan(owner, self._seed, tasks=3, own_durable=8, generate=True, memory=memory, timeout_s=60.0)
-        client = self._stack.enter_context(LoadProcess(self._daemon.address, plan))
+        streams = owner % 3 == 0
+        plan = LoadPlan(
+            owner,
+            self._seed,
+            tasks=3,
+            own_durable=8,
+            generate=True,
+            memory="streamed" if streams else "shared",
+            timeout_s=60.0,
+            token=self._house.token(_TENANTS[1], Role.ADMIN) if streams else "",
+        )
+        address = (self._daemon.tcp or "") if streams else self._daemon.address
+        client = self._stack.enter_context(LoadProcess(address, plan))
         client.ask("go")
         self._clients.append(client)
         self.findings.clients += 1
@@ -228,8 +265,11 @@ def main() -> None:
     if options.minutes <= 0 or options.sample <= 0:
         parser.error("--minutes and --sample must be positive")
     seconds = options.minutes * 60
-    with DaemonProcess(_SETTINGS) as daemon, ExitStack() as stack:
-        soak = Soak(daemon, options.seed, stack)
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="prefixd-house-")))
+        house = House(directory, dict.fromkeys(_TENANTS, _QUOTA))
+        daemon = stack.enter_context(DaemonProcess({**_SETTINGS, **house.settings}))
+        soak = Soak(daemon, house, options.seed, stack)
         with harness.progress("samples", max(1, round(seconds / options.sample))) as step:
             soak.run(seconds, options.sample, step)
     findings = soak.findings

@@ -12,12 +12,12 @@ import grpc
 from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
-from benchmarks.common.daemon_specs import as_the_daemon_has_it
+from benchmarks.fuzzing.callers import UNUSED, Caller, Metadata
 from benchmarks.fuzzing.calls import LOST, Answer, send
 from benchmarks.fuzzing.messages import World, build, corrupt
 from benchmarks.fuzzing.statuses import Method
 from benchmarks.load.world import NAMESPACES
-from prefixd.cache.namespaces import namespace_digest
+from prefixd.tenants import Role
 from prefixd.v1 import admin_pb2, cache_pb2, inference_pb2
 
 BLOCK_TOKENS, PART_BYTES = 4, (96, 32)
@@ -34,8 +34,8 @@ _CHANNEL = [
     ("grpc.absolute_max_metadata_size", 1 << 22),
 ]
 # Namespaces of the well-behaved client: their ids are no secret, their salts are.
-_FOREIGN = frozenset(namespace_digest(as_the_daemon_has_it(spec)) for spec in NAMESPACES)
-_READING = {"Match", "Acquire", "Reserve", "Persist", "Prefetch", "Get", "Put"}
+_FOREIGN_NAMES = {spec.name for spec in NAMESPACES}
+_READING = {"Match", "Acquire", "Reserve", "Persist", "Prefetch", "Retain", "Get", "Put"}
 
 # They go through all there is: called as often as the others, they would take most of the time.
 _THOROUGH = {"Verify", "CheckIntegrity", "Flush"}
@@ -54,6 +54,8 @@ _KINDS = {
     "miscounted": 1,
     "headers": 2,
     "no such method": 2,
+    "credentials": 3,  # nobody is let in with them
+    "other tenant": 3,  # in a session that is not that tenant's
 }
 # What gRPC itself answers, whatever the method, to what no handler gets to see.
 TRANSPORT = {
@@ -63,7 +65,9 @@ TRANSPORT = {
     "miscounted": frozenset({"UNIMPLEMENTED", "CANCELLED", "DEADLINE_EXCEEDED"}),
     "headers": frozenset({"RESOURCE_EXHAUSTED"}),
     "no such method": frozenset({"UNIMPLEMENTED"}),
+    "credentials": frozenset({"UNAUTHENTICATED", "RESOURCE_EXHAUSTED"}),
 }
+_TOO_MANY_CALLS = "calls are under way"
 
 
 @dataclass(slots=True)
@@ -77,6 +81,8 @@ class Findings:
     unexpected: list[str] = field(default_factory=list)
     breaches: list[str] = field(default_factory=list)
     """Calls that got at what another session has."""
+    foreign: set[bytes] = field(default_factory=set)
+    """Ids of namespaces of the well-behaved client."""
 
     @property
     def calls(self) -> int:
@@ -92,7 +98,7 @@ class Batch:
 
     def __init__(
         self,
-        address: str,
+        caller: Caller,
         number: int,
         methods: Sequence[Method],
         findings: Findings,
@@ -103,10 +109,12 @@ class Batch:
         self._methods = methods
         self._also = also
         self._findings = findings
-        self._channel = grpc.aio.insecure_channel(address, options=_CHANNEL)
+        self._caller = caller
+        self._channel = grpc.aio.insecure_channel(caller.address, options=_CHANNEL)
         self._world = World()
         self._streams: list[Any] = []
         self._owners: dict[str, str] = {}
+        self._sessions: set[str] = set()
         self._pinned: list[str] = []
 
     async def __aenter__(self) -> Batch:
@@ -137,7 +145,8 @@ class Batch:
         raws = self._messages(method, kind, rng)
         if method.name == "Drain":  # a daemon that ends has no more answers
             raws = [raw for raw in raws if not _shuts_down(raw)] or [b""]
-        path, metadata, timeout_s, patience_s = method.path, None, DEADLINE_S, None
+        path, timeout_s, patience_s = method.path, DEADLINE_S, None
+        metadata: Metadata = self._caller.shows
         stop_after = 1 if method.endless else 4 if method.name == "Generate" else None
         match kind:
             case "cancelled":
@@ -148,7 +157,11 @@ class Batch:
                 raws = rng.choice((raws[:0], raws * 2)) if not method.streams_requests else raws * 3
                 timeout_s = 0.3
             case "headers":
-                metadata = _headers(rng)
+                metadata += _headers(rng)
+            case "credentials":
+                metadata = self._caller.wrong_credentials(rng)
+            case "other tenant":
+                metadata = self._caller.other or metadata
             case "no such method":
                 path = rng.choice((f"{path}x", f"/{method.service}/", "/nobody.Knows/This", f"{path}/{method.name}"))
         stream, answer = await send(
@@ -160,7 +173,7 @@ class Batch:
             stream.cancel()
         self._count(method, kind, index, raws, answer)
         if answer.status == "OK" and raws and kind not in TRANSPORT:
-            self._learn(method, raws, answer, index)
+            self._learn(method, kind, raws, answer, index)
 
     # -- messages ---------------------------------------------------------------------------------------------------
 
@@ -247,7 +260,11 @@ class Batch:
         if ended:
             self._streams.pop(0).cancel()
             world.learn("session_id", ended)
-        for identity in (*sorted(_FOREIGN), b"", rng.randbytes(8)):
+        stats = await self._ask("Admin/Stats", admin_pb2.StatsRequest(), admin_pb2.StatsResponse)
+        for each in stats.namespaces if stats is not None else ():
+            if each.namespace.name in _FOREIGN_NAMES:
+                self._findings.foreign.add(each.namespace_id)
+        for identity in (*sorted(self._findings.foreign), b"", rng.randbytes(8)):
             world.learn("namespace_id", identity)
         spec.salt = b"own"
         world.known |= {
@@ -263,6 +280,9 @@ class Batch:
             "text": ["Once upon a time"],
             "service": ["", "prefixd.v1.Admin"],
             "list_services": [""],
+            "name": [UNUSED],
+            "unlimited": [["sessions", "cpu.most", "requests_per_s"]],
+            "retention": [cache_pb2.Retention(end_token=8, priority=3, ttl_s=1)],
             "file_by_filename": ["prefixd/v1/cache.proto"],
             "file_containing_symbol": ["prefixd.v1.PrefixCache", "prefixd.v1.Tier"],
         }
@@ -292,7 +312,12 @@ class Batch:
     async def _open_session(self) -> str:
         request = cache_pb2.OpenSessionRequest(client_name="hostile")
         stream, answer = await send(
-            self._channel, "/prefixd.v1.PrefixCache/OpenSession", [request.SerializeToString()], 1, DEADLINE_S
+            self._channel,
+            "/prefixd.v1.PrefixCache/OpenSession",
+            [request.SerializeToString()],
+            1,
+            DEADLINE_S,
+            metadata=self._caller.shows,
         )
         return self._keep(stream, answer) if answer.status == "OK" else ""
 
@@ -303,11 +328,19 @@ class Batch:
             self._streams.pop(3).cancel()
         session = cache_pb2.SessionEvent.FromString(answer.messages[0]).opened.session_id
         self._world.learn("session_id", session)
+        self._sessions.add(session)
         return session
 
     async def _ask(self, path: str, request: Any, kind: Any = None) -> Any:
-        """A well-formed call, to make the world; None when it is refused."""
-        _, answer = await send(self._channel, f"/prefixd.v1.{path}", [request.SerializeToString()], timeout=DEADLINE_S)
+        """A well-formed call, to make the world; None when it is refused. Admin's are an operator's."""
+        metadata = self._caller.operator if path.startswith("Admin/") else self._caller.shows
+        _, answer = await send(
+            self._channel,
+            f"/prefixd.v1.{path}",
+            [request.SerializeToString()],
+            timeout=DEADLINE_S,
+            metadata=metadata,
+        )
         return kind.FromString(answer.messages[0]) if kind is not None and answer.status == "OK" else None
 
     # -- what came of it --------------------------------------------------------------------------------------------
@@ -317,15 +350,25 @@ class Batch:
         findings.by_status[answer.status] += 1
         findings.by_method[f"{method.service.rpartition('.')[2]}.{method.name}"] += 1
         findings.by_kind[kind] += 1
-        allowed = method.statuses | self._also | TRANSPORT.get(kind, frozenset()) | {LOST}
-        if kind == "no such method":
-            allowed = TRANSPORT[kind] | {LOST}
+        allowed = self._statuses(method, kind) | {LOST}
+        if answer.status == "RESOURCE_EXHAUSTED" and _TOO_MANY_CALLS in answer.details:  # a tenant's quota
+            return
         if answer.status not in allowed:
             findings.unexpected.append(
                 f"{answer.status} ({answer.details}) from {self._what(method, kind, index, raws)}"
             )
 
-    def _learn(self, method: Method, raws: list[bytes], answer: Answer, index: int) -> None:
+    def _statuses(self, method: Method, kind: str) -> frozenset[str]:
+        """Those that a call may end with."""
+        ours, transport = self._caller, TRANSPORT.get(kind, frozenset())
+        role = Role.CLIENT if kind == "other tenant" and ours.other is not None else ours.role
+        if kind == "no such method":
+            return transport if role is Role.ADMIN else transport | {"PERMISSION_DENIED"}
+        if kind == "credentials":
+            return transport | method.statuses if method.open_to(Role.METRICS) else transport
+        return transport | (method.statuses | self._also if method.open_to(role) else {"PERMISSION_DENIED"})
+
+    def _learn(self, method: Method, kind: str, raws: list[bytes], answer: Answer, index: int) -> None:
         """New leases and reservations; what must be undone; what should have been refused."""
         try:
             request = _parse(method, raws[0])
@@ -336,7 +379,11 @@ class Batch:
             return
         request = request.header if method.name == "Put" else request
         session = getattr(request, "session_id", "")
-        if method.name in _READING and request.namespace_id in _FOREIGN:
+        if kind == "other tenant" and self._caller.other is not None:
+            if session in self._sessions:
+                self._findings.breaches.append(self._what(method, "foreign session", index, raws))
+            return
+        if method.name in _READING and request.namespace_id in self._findings.foreign:
             self._findings.breaches.append(self._what(method, "foreign namespace", index, raws))
         if method.name in ("Commit", "Release", "Renew"):
             names = {"Commit": "reservation_id", "Release": "lease_id", "Renew": "lease_ids"}
@@ -385,6 +432,6 @@ def _headers(rng: random.Random) -> tuple[tuple[str, str | bytes], ...]:
         case 2:
             return (("x-raw-bin", rng.randbytes(rng.choice((0, 100, 6000)))),)
         case 3:
-            return (("authorization", f"Bearer {rng.randbytes(8).hex()}"), ("authorization", ""))
+            return tuple((f"x-{number}-bin", rng.randbytes(9)) for number in range(200))
         case _:
             return (("grpc-previous-rpc-attempts", "99999999999"), ("te", "trailers"), ("x-empty", ""))

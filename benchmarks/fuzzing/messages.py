@@ -12,6 +12,7 @@ from google.protobuf.message_factory import GetMessageClass
 _BOUNDS = {
     FieldDescriptor.TYPE_UINT32: (0, (1 << 32) - 1),
     FieldDescriptor.TYPE_INT32: (-(1 << 31), (1 << 31) - 1),
+    FieldDescriptor.TYPE_SINT32: (-(1 << 31), (1 << 31) - 1),
     FieldDescriptor.TYPE_UINT64: (0, (1 << 64) - 1),
     FieldDescriptor.TYPE_ENUM: (-(1 << 31), (1 << 31) - 1),
 }

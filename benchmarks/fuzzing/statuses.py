@@ -8,6 +8,7 @@ from google.protobuf.descriptor import Descriptor
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2
 
+from prefixd.tenants import Role
 from prefixd.v1 import admin_pb2, cache_pb2, inference_pb2
 
 _WORDS = {
@@ -29,6 +30,7 @@ _CAUSES = {
     "Commit": "any session room state",
     "Persist": "any session room state",
     "Release": "any session",
+    "Retain": "any session room",
     "Renew": "any session",
     "Prefetch": "any session",
     "Get": "any session room",
@@ -45,6 +47,8 @@ _CAUSES = {
     "Drain": "any",
     "Verify": "any state",
     "ResizeTier": "any room state none",
+    "ListTenants": "any",
+    "SetTenant": "any known",
     "CheckIntegrity": "any",
     "Check": "any known",
     "Watch": "any room",
@@ -66,6 +70,12 @@ class Method:
     def path(self) -> str:
         """As gRPC names it."""
         return f"/{self.service}/{self.name}"
+
+    def open_to(self, role: Role) -> bool:
+        """Whether a caller with this role may use it."""
+        if self.service.startswith("grpc.health."):
+            return True
+        return role is Role.ADMIN or (role is Role.CLIENT and self.service != "prefixd.v1.Admin")
 
     @property
     def statuses(self) -> frozenset[str]:

@@ -15,10 +15,13 @@ import pytest
 from benchmarks import fuzz_rpc
 from benchmarks.fuzzing import batch as _fuzz_batch
 from benchmarks.fuzzing.batch import Batch, Findings
+from benchmarks.fuzzing.callers import Caller
 from benchmarks.fuzzing.calls import Answer
 from benchmarks.fuzzing.statuses import all_methods
+from benchmarks.load.world import NAMESPACES
 from prefixd.client import Client, NamespaceSpec, PartSpec
-from prefixd.v1 import cache_pb2
+from prefixd.tenants import Role
+from prefixd.v1 import admin_pb2, cache_pb2
 from prefixd.workloads.daemon_process import DaemonProcess
 
 
@@ -54,7 +57,7 @@ class StandIn(grpc.GenericRpcHandler):
         return grpc.stream_stream_rpc_method_handler(handle)
 
 
-async def fuzzed(stand_in: StandIn, folder: Path, calls: int) -> Findings:
+async def fuzzed(stand_in: StandIn, folder: Path, calls: int, caller: Callable[[str], Caller] = Caller) -> Findings:
     server = grpc.aio.server()
     server.add_generic_rpc_handlers([stand_in])
     address = f"unix:{folder}/s"
@@ -62,7 +65,7 @@ async def fuzzed(stand_in: StandIn, folder: Path, calls: int) -> Findings:
     await server.start()
     findings = Findings(seed=5)
     try:
-        async with Batch(address, 0, all_methods(), findings) as batch:
+        async with Batch(caller(address), 0, all_methods(), findings) as batch:
             for index in range(calls):
                 await batch.call(index)
     finally:
@@ -115,16 +118,50 @@ async def test_breaches_are_found(tmp_path: Path) -> None:
                 return cache_pb2.AcquireResponse(lease_id=number).SerializeToString()
             case "Reserve":
                 return cache_pb2.ReserveResponse(reservation_id=number, blocks=1).SerializeToString()
+            case "Stats":
+                load = cache_pb2.Namespace(name=NAMESPACES[0].name)
+                known = admin_pb2.NamespaceStats(namespace_id=b"foreign!", namespace=load)
+                return admin_pb2.StatsResponse(namespaces=[known]).SerializeToString()
         return b""
 
     findings = await fuzzed(StandIn(allow), tmp_path, 1500)
     assert any("foreign namespace" in breach for breach in findings.breaches)
     assert any("foreign grant" in breach for breach in findings.breaches)
+    assert not any("foreign session" in breach for breach in findings.breaches)
+    another = (("authorization", "Bearer of-another"),)
+    findings = await fuzzed(StandIn(allow), tmp_path, 600, lambda address: Caller(address, other=another))
+    assert any("foreign session" in breach for breach in findings.breaches)
+
+
+async def test_what_a_role_may_use_and_what_it_must_be_refused(tmp_path: Path) -> None:
+    methods = {f"{method.service.rpartition('.')[2]}.{method.name}": method for method in all_methods()}
+
+    async def unexpected(role: Role, method: str, kind: str, status: str, details: str = "") -> bool:
+        findings = Findings(seed=5)
+        batch = Batch(Caller(f"unix:{tmp_path}/none", role), 0, all_methods(), findings)
+        batch._count(methods[method], kind, 0, [b""], Answer(status, details, []))
+        return bool(findings.unexpected)
+
+    for role, method, right, wrong in (
+        (Role.CLIENT, "Admin.Stats", "PERMISSION_DENIED", "OK"),
+        (Role.METRICS, "PrefixCache.Match", "PERMISSION_DENIED", "NOT_FOUND"),
+        (Role.METRICS, "ServerReflection.ServerReflectionInfo", "PERMISSION_DENIED", "OK"),
+        (Role.METRICS, "Health.Check", "OK", "PERMISSION_DENIED"),
+        (Role.ADMIN, "Admin.SetTenant", "NOT_FOUND", "PERMISSION_DENIED"),
+        (Role.CLIENT, "PrefixCache.Match", "OK", "RESOURCE_EXHAUSTED"),
+    ):
+        assert not await unexpected(role, method, "valid", right)
+        assert await unexpected(role, method, "valid", wrong)
+    many = "4 of 4 calls are under way"
+    assert not await unexpected(Role.CLIENT, "PrefixCache.Match", "valid", "RESOURCE_EXHAUSTED", many)
+    assert await unexpected(Role.ADMIN, "Admin.Stats", "credentials", "OK")
+    assert not await unexpected(Role.ADMIN, "Admin.Stats", "credentials", "UNAUTHENTICATED")
+    assert not await unexpected(Role.ADMIN, "Health.Check", "credentials", "OK")
 
 
 async def test_a_lost_status_is_not_taken_for_the_daemons(tmp_path: Path) -> None:
     findings = Findings(seed=5)
-    batch = Batch(f"unix:{tmp_path}/none", 0, all_methods(), findings)
+    batch = Batch(Caller(f"unix:{tmp_path}/none"), 0, all_methods(), findings)
     put = next(method for method in all_methods() if method.name == "Put")
     batch._count(put, "spoilt", 0, [b""], Answer(_fuzz_batch.LOST, "", []))
     assert not findings.unexpected and findings.by_status[_fuzz_batch.LOST] == 1

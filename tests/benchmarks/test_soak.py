@@ -54,7 +54,8 @@ def test_bounds_see_growth_after_the_warm_up() -> None:
     late.full_after_s = 800.0
     assert late.result(1200, 1.0)["warm_up_s"] == 800.0
     late.tally.wrong_bytes = 3
-    assert late.result(1200, 1.0)["broken"] == ["wrong_bytes is 3"]
+    late.left_of_tenants = ["tenant other: 1 sessions are left over"]
+    assert late.result(1200, 1.0)["broken"] == ["wrong_bytes is 3", "left_of_tenants is 1"]
 
 
 def test_a_short_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

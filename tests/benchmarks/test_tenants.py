@@ -11,10 +11,13 @@ import pytest
 from benchmarks import tenants
 from benchmarks.common.harness import BenchmarkError
 from benchmarks.tenancy.house import House
+from benchmarks.tenancy.left_behind import left_of_tenants
 from benchmarks.tenancy.verdict import Levels, Phase, broken, isolation, kept_shares
+from prefixd.client import Client, NamespaceSpec, PartSpec
 from prefixd.settings import Settings
 from prefixd.tenants import Role
 from prefixd.v1 import admin_pb2, cache_pb2
+from prefixd.workloads.daemon_process import DaemonProcess
 
 CPU, DISK = cache_pb2.TIER_CPU, cache_pb2.TIER_DISK
 
@@ -91,6 +94,22 @@ def test_a_house_has_a_token_for_each_tenant_and_role(tmp_path: Path) -> None:
         (tenant, role): house.token(tenant, role) for tenant in ("a", "b") for role in Role
     }
     assert (tmp_path / "tokens").stat().st_mode & 0o077 == 0
+
+
+def test_what_is_left_of_a_tenant_is_found(tmp_path: Path) -> None:
+    house = House(tmp_path, {"a": {}})
+    with DaemonProcess({"cpu.bytes": "4MiB", "disk.bytes": 0, **house.settings}) as daemon:
+        with Client(daemon.address) as admin, Client(daemon.tcp, token=house.token("a")) as client:
+            assert left_of_tenants(admin, 0.0) == []
+            client.register(NamespaceSpec("left", 4, (PartSpec("full", 0, 64),)))
+            assert left_of_tenants(admin, 0.0) == ["tenant a: 1 sessions are left over"]
+            cache = admin.register(NamespaceSpec("left", 4, (PartSpec("full", 0, 64),)))
+            cache.store(range(8), bytes(128))
+            with cache.acquire(range(8)):
+                left = " ".join(left_of_tenants(admin, 0.0))
+                assert "tenant default: 1 sessions" in left and "tenant default: 1 grants" in left
+        with Client(daemon.address) as admin:
+            assert left_of_tenants(admin, 60.0) == []
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

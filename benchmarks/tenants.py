@@ -23,7 +23,8 @@ Three tenants, a, b and c, each in a process of its own, keep a daemon with the 
 --seconds: they store, read, match and lease prompts that are new or have been asked for before, and have
 the model generate. Each has as many calls and requests under way as all of them together can be
 served at once, so that there is always more to do than can be done. In every second phase c floods the
-daemon: 64 calls and 300 requests at once, each followed by the next as soon as it is answered or refused.
+daemon: 300 calls and 300 requests at once, more than its quotas let wait, each followed by the next as soon
+as it is answered or refused.
 
 Four times a second it is looked at what the tenants have of each tier. above_most counts the times that
 one had more than its most; below_guarantee those that one which had had what it is guaranteed had less.
@@ -41,6 +42,7 @@ share: its process has the lowest priority, in quiet phases too, and sends messa
 _SETTINGS: dict[str, object] = {
     "worker.embedded": True,
     "worker.threads": 1,
+    "worker.max_running": 6,  # fewer than each tenant has under way: what one does not take, others get
     "gpu.device": "cpu",
     "gpu.bytes": "48MiB",
     "cpu.bytes": "48MiB",
@@ -58,8 +60,8 @@ _QUOTA: dict[str, object] = {
 }
 TENANTS = ("a", "b", "c")
 _JUDGED_TIERS = ("cpu", "disk")
-_ORDINARY = (8, 4)
-_FLOOD = (64, 300)
+_ORDINARY = (24, 8)
+_FLOOD = (300, 300)
 _LOWEST_PRIORITY = 19
 _PHASE_S, _SETTLE_S, _SAMPLE_S = 8.0, 1.0, 0.25
 _FILL_S = 60.0

@@ -20,7 +20,7 @@ import asyncio
 from collections import deque
 from collections.abc import Hashable
 
-LONGEST_TURNS = 20
+LONGEST_TURNS = 40
 """Turns of the event loop after which a call that is not over waits for something."""
 
 

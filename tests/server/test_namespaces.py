@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
+from benchmarks.attacks.crafted_tokens import BLOCK_TOKENS, block_with_key
 from prefixd.cache.index.keys import BlockChain
 from prefixd.v1 import admin_pb2, cache_pb2, inference_pb2
-from tests.cache.index.crafted import BLOCK_TOKENS, block_with_key
 
 if TYPE_CHECKING:
     from tests.server.conftest import Remote

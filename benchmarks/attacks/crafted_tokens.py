@@ -17,6 +17,7 @@ _SECRET = np.frombuffer(
     bytes.fromhex(
         "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671f"
         "cb79e64eccc0e578825ad07dccff7221b8084674f743248ee03590e6813a264c"
+        "3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8"
     ),
     np.uint64,
 ).tolist()
@@ -28,19 +29,34 @@ def blocks_with_equal_first_half(count: int, seed: int) -> list[bytes]:
     return [_block(number * factor & _MASK, number, seed) for number in range(count)]
 
 
-def block_with_key(key: bytes, seed: int) -> bytes | None:
-    """Token ids of a first block of 16 tokens that has this key.
+def block_with_key(key: bytes, seed: int, parent: bytes = b"") -> bytes | None:
+    """Token ids of a block of 16 tokens that has this key; behind a block with the key `parent`, or as a first block.
 
     None for one that cannot be had: that of a first block with another seed can, if the seeds agree in the last 2 bits.
     """
     half, whole = int.from_bytes(key[:8], "big"), int.from_bytes(key[8:], "big")
     of_sum, of_both = _unmixed(whole), _unmixed(-half & _MASK)
-    rest = of_both - (64 - seed) * _PRIME_2 - of_sum * _PRIME_4 & _MASK
+    rest = of_both - (len(parent) + 64 - seed) * _PRIME_2 - of_sum * _PRIME_4 & _MASK
     factor = _PRIME_1 - _PRIME_4  # a multiple of 4
     if rest % 4:
         return None
     wanted_low = (rest >> 2) * pow(factor >> 2, -1, 2**62) & (_MASK >> 2)
-    return _block(wanted_low, of_sum - wanted_low & _MASK, seed)
+    wanted_high = of_sum - wanted_low & _MASK
+    return _next_block(wanted_low, wanted_high, seed, parent) if parent else _block(wanted_low, wanted_high, seed)
+
+
+def crowded_chain(blocks: int, seed: int) -> bytes:
+    """Token ids of a prompt of that many blocks of 16 tokens, whose keys all begin with the same 8 bytes."""
+    chain: list[bytes] = []
+    parent, number = b"", 0
+    while len(chain) < blocks:
+        number += 1
+        key = bytes(8) + number.to_bytes(8, "little")
+        block = block_with_key(key, seed, parent)
+        if block is not None:
+            chain.append(block)
+            parent = key
+    return b"".join(chain)
 
 
 def key_families(count: int) -> dict[str, npt.NDArray[np.uint8]]:
@@ -69,6 +85,23 @@ def _block(wanted_low: int, wanted_high: int, seed: int) -> bytes:
     high = high + _folded(_SECRET[6] + seed, _SECRET[7] - seed) & _MASK
     fixed = (_SECRET[0] + seed & _MASK, _SECRET[2] + seed & _MASK)  # words 0 and 6
     words = [fixed[0], (high ^ wanted_high) - fixed[0], 0, 0, 0, 0, fixed[1], (low ^ wanted_low) - fixed[1]]
+    return b"".join((word & _MASK).to_bytes(8, "little") for word in words)
+
+
+def _next_block(wanted_low: int, wanted_high: int, seed: int, parent: bytes) -> bytes:
+    """The block behind `parent` whose accumulator comes to this.
+
+    Of the ten words that are hashed, the parent's key is words 0 and 1. Words 4 and 5 are mixed first, then 2, 3, 6
+    and 7, then 0, 1, 8 and 9. Words 2, 6 and 8 make a factor 0; 3 and 7 are added by exclusive or, as in `_block`.
+    """
+    first, second = np.frombuffer(parent, np.uint64).tolist()
+    low = 80 * _PRIME_1 + _folded(_SECRET[8] + seed, _SECRET[9] - seed) & _MASK
+    high = _folded(_SECRET[10] + seed, _SECRET[11] - seed)
+    fixed = [_SECRET[index] + seed & _MASK for index in (4, 6, 2)]  # words 2, 6 and 8
+    before_high = wanted_high ^ (first + second & _MASK)
+    folded = _folded(first ^ (_SECRET[0] + seed & _MASK), second ^ (_SECRET[1] - seed & _MASK))
+    before_low = (wanted_low ^ fixed[2]) - folded & _MASK
+    words = [fixed[0], (high ^ before_high) - fixed[0], 0, 0, fixed[1], (low ^ before_low) - fixed[1], fixed[2], 0]
     return b"".join((word & _MASK).to_bytes(8, "little") for word in words)
 
 

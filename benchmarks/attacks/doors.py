@@ -1,0 +1,368 @@
+"""Attacks at the doors: the metrics port, the sockets, their directory, and the operator's terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+
+from benchmarks.attacks.attacker import Given, Mallory, refusal
+from benchmarks.attacks.people import ALICE, MALLORY
+from benchmarks.attacks.scenario import Scenario
+from benchmarks.attacks.scene import Scene
+from prefixd.cache import BlockChain
+from prefixd.client import AsyncClient, Client, ClientError, NamespaceSpec, PartSpec
+from prefixd.v1 import cache_pb2
+from prefixd.v1.cache_pb2_grpc import PrefixCacheStub
+
+_SPEC = NamespaceSpec("secret-model", 16, (PartSpec("full", 0, 1024),))
+_PLAN_KIB, _PLAN_S = 8 << 20, 60
+_SECRET = np.arange(1_000_000, 1_000_064, dtype=np.uint32)
+
+
+class IdleMetrics(Scenario):
+    """1,000 connections to the metrics port that say nothing, of a daemon that may open 1,024 files."""
+
+    name = "idle metrics connections"
+    closed_by = "tests/server/test_metrics_server.py"
+
+    async def attack(self, mallory: Mallory) -> None:
+        """Keeps them open, and replaces those that are closed."""
+        _allow_files(4096)
+        sockets: list[socket.socket] = []
+        mallory_opened = 0
+        for _ in range(1000):
+            with suppress(OSError):
+                sockets.append(socket.create_connection(("127.0.0.1", mallory.metrics_port), timeout=1.0))
+                mallory_opened += 1
+            await asyncio.sleep(0)
+        mallory.in_place(opened=mallory_opened)
+        while mallory.going:
+            for _ in range(20):
+                sockets.pop(0).close()
+                with suppress(OSError):
+                    sockets.append(socket.create_connection(("127.0.0.1", mallory.metrics_port), timeout=1.0))
+            await asyncio.sleep(0.1)
+
+    def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
+        """Whether eight more clients get sessions."""
+        clients: list[Client] = []
+        try:
+            for _ in range(8):
+                client = scene.client()
+                clients.append(client)
+                client.register(_SPEC)
+        except ClientError as error:
+            yield f"nobody gets a session: {refusal(error)}"
+        finally:
+            for client in clients:
+                client.close()
+
+
+class OpenMetrics(Scenario):
+    """Reads the metrics without a credential, as any user of the host."""
+
+    name = "metrics without credentials"
+
+    async def attack(self, mallory: Mallory) -> None:
+        """One page."""
+        url = f"http://127.0.0.1:{mallory.metrics_port}/metrics"
+        try:
+            page = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=10).read())
+            mallory.in_place(nbytes=len(page), names=page.count(b"prefixd_"))
+        except urllib.error.HTTPError as error:
+            mallory.in_place(status=error.code)
+        await mallory.until_stopped()
+
+    def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
+        """Whether it got figures."""
+        if facts.get("names"):
+            yield f"whoever reaches the port reads {facts['names']} lines of figures"
+
+
+class LocalAdmin(Scenario):
+    """Calls Admin at the unix socket as a user who is let in there, but is not the operator."""
+
+    name = "Admin at the unix socket"
+    as_other_user = True
+
+    def prepare(self, scene: Scene) -> Given:
+        """A victim's prompt."""
+        with scene.client() as victim:
+            cache = victim.register(_SPEC)
+            cache.store(_SECRET, np.zeros(4 * 1024, np.uint8))
+            seed = int.from_bytes(cache.namespace_id, "little")
+        return {"key": BlockChain(_SECRET.tobytes(), 16, seed).key(3).hex()}
+
+    async def attack(self, mallory: Mallory) -> None:
+        """Lists, inspects, evicts, and drains at last."""
+        client = await mallory.client("unix")
+        did: list[str] = []
+        refused: list[str] = []
+
+        async def attempt(what: str, call: object) -> None:
+            try:
+                answer = await call  # type: ignore[misc]
+                did.append(what)
+                if what == "inspect":
+                    ids = [token for block in answer.blocks for token in block.token_ids]
+                    did.append(f"read {sum(1 for token in ids if token in _SECRET)} of a victim's token ids")
+            except ClientError as error:
+                refused.append(refusal(error))
+
+        key = mallory.given["key"]
+        await attempt("stats", client.stats())
+        await attempt("ls", client.prefixes(limit=1000))
+        for answer_key in (key, *await _keys(client)):
+            await attempt("inspect", client.inspect(answer_key))
+            if "inspect" in did:
+                break
+        await attempt("pin", client.pin(key))
+        await attempt("unpin", client.unpin(key))
+        await attempt("evict", client.evict(key=key))
+        await attempt("drain", client.drain(timeout_s=5.0))
+        mallory.in_place(did=did, refused=refused[:2])
+        await mallory.until_stopped()
+
+    def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
+        """Whether any of it was done; figures of its own it may have."""
+        if done := [what for what in facts.get("did", ()) if what not in ("stats",)]:
+            yield f"a user who is not the operator could: {', '.join(done)}"
+
+
+async def _keys(client: AsyncClient) -> list[str]:
+    try:
+        return [
+            prefix.key for prefix in (await client.prefixes(limit=1000)).prefixes if "secret" in prefix.namespace_name
+        ]
+    except ClientError:
+        return []
+
+
+class NoTicket(Scenario):
+    """Calls at the unix socket without saying who it is: it must not become another tenant for that."""
+
+    name = "no ticket"
+    as_other_user = True
+
+    async def attack(self, mallory: Mallory) -> None:
+        """Opens a session by gRPC alone, as the SDK does not."""
+        async with grpc.aio.insecure_channel(mallory.unix) as channel:
+            stub: Any = PrefixCacheStub(channel)
+            stream = stub.OpenSession(cache_pb2.OpenSessionRequest(client_name="nobody"))
+            try:
+                event = await stream.read()
+                mallory.in_place(opened=event is not grpc.aio.EOF, tenant=getattr(event.opened, "tenant", ""))
+            except grpc.aio.AioRpcError as error:
+                mallory.in_place(refused=refusal(error))
+            await mallory.until_stopped()
+            stream.cancel()
+
+    def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
+        """Whose session it is."""
+        if facts.get("opened") and facts["tenant"] != MALLORY.name:
+            yield f"a user of the tenant mallory has a session of the tenant {facts['tenant'] or '(none)'}"
+
+
+class MemoryDoor(Scenario):
+    """Silent connections to the socket that hands over the memory: honest engines must not fall back to streaming."""
+
+    name = "memory door"
+    as_other_user = True
+
+    async def attack(self, mallory: Mallory) -> None:
+        """Keeps 300 of them open; those that are closed are replaced."""
+        _allow_files(4096)
+        path = mallory.unix.removeprefix("unix:") + "-memory"
+        silent: list[socket.socket] = []
+        refused = ""
+
+        def fill() -> None:
+            nonlocal refused
+            silent[:] = [each for each in silent if not _closed(each)]
+            while len(silent) < 300:
+                connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                connection.setblocking(False)
+                try:
+                    connection.connect(path)
+                except OSError as error:
+                    connection.close()
+                    refused = str(error)
+                    return
+                silent.append(connection)
+
+        for _ in range(20):
+            fill()
+            await asyncio.sleep(0.05)
+        mallory.in_place(open=len(silent), refused=refused)
+        while mallory.going:
+            fill()
+            await asyncio.sleep(0.01)
+
+    def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
+        """Whether three honest engines get the memory."""
+        for _ in range(3):
+            try:
+                with Client(scene.daemon.address, name="engine", memory="shared", timeout_s=10.0) as client:
+                    client.register(_SPEC)
+            except ClientError as error:
+                yield f"an honest engine does not get the memory: {refusal(error)}"
+                return
+
+
+class SocketDirectory(Scenario):
+    """Without XDG_RUNTIME_DIR the socket is in /tmp/prefixd-UID: whoever makes that first gets a victim's calls."""
+
+    name = "socket directory"
+    as_other_user = True
+
+    async def attack(self, mallory: Mallory) -> Given:
+        """Makes the directory of a user who has no daemon yet, and listens there."""
+        folder = Path(f"/tmp/prefixd-{ALICE.uid}")
+        calls = 0
+
+        def visited(_reader: object, writer: asyncio.StreamWriter) -> None:
+            nonlocal calls
+            calls += 1
+            writer.close()
+
+        folder.mkdir(0o755)
+        try:
+            server = await asyncio.start_unix_server(visited, folder / "prefixd.sock")
+            (folder / "prefixd.sock").chmod(0o777)
+            mallory.in_place(listening=True)
+            await mallory.until_stopped()
+            server.close()
+        finally:
+            shutil.rmtree(folder)
+        return {"calls": calls}
+
+    def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
+        """Runs a victim with the default address."""
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("XDG_", "PREFIXD_"))}
+        command = [sys.executable, "-m", "benchmarks.attacks.default_client", str(ALICE.uid)]
+        subprocess.run(command, capture_output=True, env=environment, timeout=60)
+        return ()
+
+    def judge_after(self, scene: Scene, found: Given) -> Iterable[str]:
+        """Whether it called there."""
+        if found.get("calls"):
+            yield "a client with the default address calls a socket that another user has made"
+
+
+class Terminal(Scenario):
+    """Names with control characters, which reach the terminal of the operator who asks for figures."""
+
+    name = "operator's terminal"
+    escape = "\x1b]0;owned\x07\x1b[2J\nprefixd: all is well\r\x9b31m\u202e"
+
+    async def attack(self, mallory: Mallory) -> None:
+        """In the names of a session, a namespace, a part and a request."""
+        client = await mallory.client(name="session" + self.escape)
+        refused: list[str] = []
+        try:
+            await client.session()
+        except ClientError as error:
+            refused.append(refusal(error))
+            client = await mallory.client()
+        for name, group in (("space" + self.escape, "full"), ("part", "group" + self.escape)):
+            try:
+                cache = await client.register(NamespaceSpec(name, 16, (PartSpec(group, 0, 1024),)))
+                await cache.store(np.arange(16, dtype=np.uint32), np.zeros(1024, np.uint8))
+            except ClientError as error:
+                refused.append(refusal(error))
+        mallory.in_place(refused=refused[:2])
+        await mallory.until_stopped()
+
+    def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
+        """Whether they come out of the commands' text as they are."""
+        environment = {**os.environ, "NO_COLOR": "1", "TERM": "dumb", "PYTHONIOENCODING": "utf-8"}
+        for command in (["stats"], ["ls"], ["doctor"]):
+            done = subprocess.run(
+                [sys.executable, "-m", "prefixd", *command, "--address", scene.daemon.address],
+                capture_output=True,
+                text=True,
+                env=environment,
+                timeout=60,
+            )
+            text = done.stdout + done.stderr
+            if bad := sorted({character for character in text if character in "\x1b\x07\x9b\r\u202e"}):
+                yield f"`prefixd {' '.join(command)}` writes {', '.join(map(repr, bad))} to the terminal"
+            if any(line.startswith("prefixd: all is well") for line in text.splitlines()):
+                yield f"`prefixd {' '.join(command)}` writes a line of the attacker's"
+        log = scene.daemon.log.read_bytes()
+        if b"\x1b" in log:
+            yield "control characters are in the daemon's log"
+
+
+class HostileTraces(Scenario):
+    """Traces that `prefixd plan` must refuse in a line, or plan within its limits."""
+
+    name = "hostile plans"
+    closed_by = "tests/cli/test_plan.py"
+    lines = (
+        '{"timestamp": 1e308, "input_length": 1e300, "output_length": NaN, "hash_ids": [-1]}',
+        f'{{"timestamp": 0, "input_length": 512000, "output_length": {(1 << 32) - 1}, "hash_ids": {[*range(1000)]}}}',
+        '{"\x1b]0;owned\x07": "\x1b[2J"}',
+    )
+
+    async def attack(self, mallory: Mallory) -> None:
+        """Hands them to an operator."""
+        mallory.in_place(lines=self.lines)
+        await mallory.until_stopped()
+
+    def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
+        """Whether planning crashes."""
+        with tempfile.TemporaryDirectory() as folder:
+            for number, line in enumerate(facts["lines"]):
+                trace = Path(folder) / f"trace{number}.jsonl"
+                trace.write_text(line + "\n")
+                if how := _plan(trace):
+                    yield f"`prefixd plan` of trace {number} {how}"
+
+
+def _plan(trace: Path) -> str:
+    plan = [sys.executable, "-m", "prefixd", "plan", "--trace", str(trace), "--model", "llama-3.1-8b"]
+    plan += ["--gpu", "1GiB", "--cpu", "1GiB", "--disk", "1GiB"]
+    limited = ["sh", "-c", f'ulimit -v {_PLAN_KIB}; exec nice "$@"', "sh", *plan]
+    try:
+        done = subprocess.run(limited, capture_output=True, text=True, timeout=_PLAN_S)
+    except subprocess.TimeoutExpired:
+        return f"takes longer than {_PLAN_S} s"
+    if "Traceback" in done.stderr or done.returncode < 0:
+        return f"crashes: {done.stderr.strip().splitlines()[-1:]}"
+    if "\x1b" in done.stdout + done.stderr:
+        return "writes control characters of the trace"
+    return ""
+
+
+def _allow_files(count: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(count, hard)), hard))
+
+
+def _closed(connection: socket.socket) -> bool:
+    try:
+        if connection.recv(1) == b"":
+            connection.close()
+            return True
+    except BlockingIOError:
+        return False
+    except OSError:
+        connection.close()
+        return True
+    return False

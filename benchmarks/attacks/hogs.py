@@ -1,0 +1,409 @@
+"""Attacks by taking: memory, sessions, leases, calls, and what is never given back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable
+from contextlib import suppress
+from typing import Any, ClassVar
+
+import grpc
+import numpy as np
+
+from benchmarks.attacks.attacker import Given, Mallory, refusal
+from benchmarks.attacks.people import CAROL, MIB
+from benchmarks.attacks.scenario import Scenario
+from benchmarks.attacks.scene import Scene, fresh_bytes
+from prefixd.client import AsyncCache, AsyncClient, ClientError, NamespaceSpec, PartSpec, Tier
+from prefixd.v1 import cache_pb2 as pb
+
+_BLOCK = 64 << 10
+_SPEC = NamespaceSpec("hog", 16, (PartSpec("full", 0, _BLOCK),))
+_PIECE = 128  # blocks of a prompt that it stores
+_HOUR_S = 3600.0
+
+
+class SilentPut(Scenario):
+    """The header of a `Put` as large as the CPU tier, and then silence."""
+
+    name = "silent Put"
+
+    async def attack(self, mallory: Mallory) -> None:
+        """One header after the other, until no more is given."""
+        client = await mallory.client()
+        session = await client.session()
+        cache = await client.register(_SPEC)
+        agreed = 0
+        streams = []
+        for number in range(12):
+
+            async def silent(number: int = number) -> AsyncIterator[pb.PutRequest]:
+                header = pb.PutHeader(
+                    session_id=session.session_id,
+                    namespace_id=cache.namespace_id,
+                    token_ids=_prompt(number, 1024 >> min(number // 2, 8)).tobytes(),
+                )
+                yield pb.PutRequest(header=header)
+                await mallory.until_stopped()
+
+            stream = client.connection.cache.Put(silent())
+            streams.append(stream)
+            with suppress(grpc.aio.AioRpcError, TimeoutError):
+                async with asyncio.timeout(2.0):
+                    agreed += any(name == "prefixd-agreed" for name, _ in await stream.initial_metadata())
+        mallory.in_place(agreed=agreed)
+        await mallory.until_stopped()
+        for stream in streams:
+            stream.cancel()
+
+
+class LeasesForAnHour(Scenario):
+    """Fills the CPU tier, leases everything for an hour, and reserves what is left."""
+
+    name = "leases for an hour"
+
+    async def attack(self, mallory: Mallory) -> None:
+        """In one session, by raw calls: the SDK would not lease what it cannot map."""
+        client = await mallory.client()
+        cache = await client.register(_SPEC)
+        session = (await client.session()).session_id
+        raw = client.connection.cache
+        common: dict[str, Any] = {"session_id": session, "namespace_id": cache.namespace_id, "ttl_s": _HOUR_S}
+        granted = 0
+        refused = ""
+        try:
+            for number in range(10):
+                tokens = _prompt(number, _PIECE)
+                with suppress(ClientError):
+                    await cache.store(tokens, np.zeros(_PIECE * _BLOCK, np.uint8))
+                lease = await raw.Acquire(pb.AcquireRequest(**common, token_ids=tokens.tobytes()), timeout=20)
+                granted += lease.blocks
+            for number in range(100, 200):
+                tokens = _prompt(number, 16)
+                reserved = await raw.Reserve(pb.ReserveRequest(**common, token_ids=tokens.tobytes()), timeout=20)
+                granted += reserved.blocks
+        except grpc.aio.AioRpcError as error:
+            refused = refusal(error)
+        mallory.in_place(granted_blocks=granted, refused=refused)
+        await mallory.until_stopped()
+
+
+class CacheFlood(Scenario):
+    """Stores new blocks as fast as it can: other tenants' blocks go for them."""
+
+    name = "cache flood"
+
+    def prepare(self, scene: Scene) -> Given:
+        """What Carol has stored and does not ask for meanwhile: 4 MiB, half of her guarantee."""
+        with scene.client(CAROL) as victim:
+            cache = victim.register(NamespaceSpec("idle-model", 16, (PartSpec("full", 0, _BLOCK),)))
+            stored = cache.store(_prompt(9_999, 64), fresh_bytes(9_999, 64, _BLOCK))
+        return {"stored": stored.committed + stored.duplicates}
+
+    async def attack(self, mallory: Mallory) -> Given:
+        """Four streams."""
+        client = await mallory.client()
+        cache = await client.register(_SPEC)
+        content = np.zeros(_PIECE * _BLOCK, np.uint8)
+        stored = refused = 0
+
+        async def flood(first: int) -> None:
+            nonlocal stored, refused
+            number = first
+            while mallory.going:
+                number += 1
+                try:
+                    stored += (await cache.store(_prompt(number, _PIECE), content)).committed
+                except ClientError:
+                    refused += 1
+                    await asyncio.sleep(0.05)
+
+        tasks = [asyncio.create_task(flood(1_000_000 * (1 + index))) for index in range(4)]
+        await asyncio.sleep(3.0)
+        mallory.in_place()
+        await asyncio.gather(*tasks)
+        return {"stored_blocks": stored, "refused": refused}
+
+    def judge_after(self, scene: Scene, found: Given) -> Iterable[str]:
+        """Whether what the victim is guaranteed is still in memory."""
+        with scene.client(CAROL) as victim:
+            cache = victim.register(NamespaceSpec("idle-model", 16, (PartSpec("full", 0, _BLOCK),)))
+            matched = cache.match(_prompt(9_999, 64))
+        if (near := matched.blocks_in(Tier.CPU) + matched.blocks_in(Tier.GPU)) < 64:
+            yield f"{64 - near} of 64 blocks of another tenant, within its guarantee, were evicted from memory"
+
+
+class PrefetchFlood(Scenario):
+    """Has prefixes brought up in many sessions at once: each has a limit of its own."""
+
+    name = "prefetch flood"
+
+    def prepare(self, scene: Scene) -> Given:
+        """As `CacheFlood` does."""
+        return CacheFlood().prepare(scene)
+
+    async def attack(self, mallory: Mallory) -> Given:
+        """Stores what does not fit into memory, and asks for all of it in many sessions, again and again."""
+        client = await mallory.client()
+        cache = await client.register(_SPEC)
+        numbers = range(30_000, 30_012)
+        for number in numbers:
+            with suppress(ClientError):
+                await cache.store(_prompt(number, _PIECE), np.zeros(_PIECE * _BLOCK, np.uint8), durable=True)
+        caches: list[AsyncCache] = []
+        with suppress(ClientError):
+            for _ in range(24):
+                caches.append(await (await mallory.client()).register(_SPEC))
+        asked = 0
+
+        async def flood(cache: AsyncCache, first: int) -> None:
+            nonlocal asked
+            for index in range(1_000_000):
+                if not mallory.going:
+                    return
+                with suppress(ClientError):
+                    asked += await cache.prefetch(_prompt(numbers[(first + index) % len(numbers)], _PIECE))
+                await asyncio.sleep(0.01)
+
+        tasks = [asyncio.create_task(flood(each, index)) for index, each in enumerate(caches)]
+        await asyncio.sleep(2.0)
+        mallory.in_place(sessions=len(caches))
+        await asyncio.gather(*tasks)
+        return {"asked_blocks": asked}
+
+    def judge_after(self, scene: Scene, found: Given) -> Iterable[str]:
+        """As `CacheFlood` does."""
+        return CacheFlood().judge_after(scene, found)
+
+
+class LongSessionNames(Scenario):
+    """Sessions with names of 1 MiB, which everyone who asks for the figures gets."""
+
+    name = "session names"
+
+    async def attack(self, mallory: Mallory) -> None:
+        """As many as are let in."""
+        opened = 0
+        refused = ""
+        for number in range(12):
+            client = await mallory.client(name=f"{number:04d}" + "n" * (1 << 20))
+            try:
+                await client.session()
+                opened += 1
+            except ClientError as error:
+                refused = refusal(error)
+                break
+        mallory.in_place(opened=opened, refused=refused)
+        await mallory.until_stopped()
+
+    def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
+        """Whether such names were kept."""
+        with scene.operator() as operator:
+            longest = max((len(session.client_name) for session in operator.stats().sessions), default=0)
+        if longest > 1024:
+            yield f"the daemon keeps a session's name of {longest} characters"
+
+
+class ManySessions(Scenario):
+    """Opens sessions until nobody gets one: 100,000 are tried, or as many as there is time for."""
+
+    name = "100,000 sessions"
+
+    async def attack(self, mallory: Mallory) -> Given:
+        """On eight connections, 64 calls at a time."""
+        clients = [await mallory.client() for _ in range(8)]
+        streams: list[Any] = []
+        counted: Counter[str] = Counter()
+
+        async def open_one(client: AsyncClient) -> None:
+            stream = client.connection.cache.OpenSession(pb.OpenSessionRequest(client_name="m"))
+            try:
+                async with asyncio.timeout(10):
+                    event = await stream.read()
+                counted["opened" if event is not grpc.aio.EOF else "ended"] += 1
+                streams.append(stream)
+            except TimeoutError:
+                stream.cancel()
+                counted["no answer"] += 1
+            except grpc.aio.AioRpcError as error:
+                counted[error.code().name] += 1
+
+        async def keep_trying(client: AsyncClient) -> None:
+            while mallory.going and counted.total() < 100_000:
+                await asyncio.gather(*(open_one(client) for _ in range(8)))
+
+        tasks = [asyncio.create_task(keep_trying(client)) for client in clients]
+        await asyncio.sleep(2.0)
+        mallory.in_place(opened=counted["opened"])
+        await asyncio.gather(*tasks)
+        for stream in streams:
+            stream.cancel()
+        return dict(counted)
+
+
+class LargeCalls(Scenario):
+    """Hundreds of calls of 15 MiB at once."""
+
+    name = "16 MiB calls"
+
+    async def attack(self, mallory: Mallory) -> Given:
+        """On many connections, so that no window slows them down."""
+        clients = [await mallory.client() for _ in range(32)]
+        ids = bytes(15 << 20)
+        counted: Counter[str] = Counter()
+
+        async def send(client: AsyncClient) -> None:
+            raw = client.connection.cache
+            while mallory.going:
+                try:
+                    await raw.Match(pb.MatchRequest(session_id="s" * 32, token_ids=ids), timeout=20)
+                except grpc.aio.AioRpcError as error:
+                    counted[error.code().name] += 1
+
+        tasks = [asyncio.create_task(send(client)) for client in clients for _ in range(8)]
+        await asyncio.sleep(2.0)
+        mallory.in_place()
+        await mallory.until_stopped()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return dict(counted)
+
+
+class LargeAnswers(Scenario):
+    """Leases whose answers are larger than a message may be: the caller never learns of them, and they stay."""
+
+    name = "answers too large"
+    blocks = 1800
+
+    async def attack(self, mallory: Mallory) -> None:
+        """Of 1,024 parts all but one are needed at the prompt's end only, and the answer names all of each block."""
+        client = await mallory.client()
+        window = pb.Rule(sliding_window=pb.SlidingWindow(tokens=1))
+        parts = [pb.Part(group="full", nbytes=64)]
+        parts += [pb.Part(group="w", rank=rank, nbytes=64, rule=window) for rank in range(1023)]
+        session = (await client.session()).session_id
+        raw = client.connection.cache
+        registered = await raw.RegisterNamespace(
+            pb.RegisterNamespaceRequest(
+                session_id=session, namespace=pb.Namespace(name="large", block_tokens=1, parts=parts)
+            )
+        )
+        tokens = np.arange(self.blocks, dtype=np.uint32).tobytes()
+        common: dict[str, Any] = {"session_id": session, "namespace_id": registered.namespace_id, "token_ids": tokens}
+        for wanted in ({"parts": [0]}, {"first_block": self.blocks - 1}):
+            reserved = await raw.Reserve(pb.ReserveRequest(**common, **wanted), timeout=20)
+            await raw.Commit(
+                pb.CommitRequest(session_id=session, reservation_id=reserved.reservation_id, blocks=reserved.blocks)
+            )
+        statuses: Counter[str] = Counter()
+        for _ in range(4):
+            try:
+                await raw.Acquire(pb.AcquireRequest(**common), timeout=20)
+                statuses["OK"] += 1
+            except grpc.aio.AioRpcError as error:
+                statuses[f"{error.code().name}: {error.details()}"[:200]] += 1
+        mallory.in_place(session=session, statuses=dict(statuses))
+        await mallory.until_stopped()
+
+    def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
+        """Whether the session has leases whose answers never came."""
+        told = sum(count for status, count in facts.get("statuses", {}).items() if status == "OK")
+        for session in scene.stats().sessions:
+            if facts.get("session", "-").startswith(session.session_id) and session.leases > told:
+                yield f"{session.leases - told} leases stay though their answers could not be sent"
+
+
+class LateWriter(Scenario):
+    """Maps the memory in one session and reserves in another: when that ends, its slots are given to others while the
+    attacker can still write into them."""
+
+    name = "two sessions"
+    settings: ClassVar = {"tenants.mallory.map_memory": True}
+    as_other_user = True
+
+    async def attack(self, mallory: Mallory) -> None:
+        """Reserves, ends the session, and says where it can write."""
+        mapping = await mallory.client("unix", memory="shared")
+        arena = (await mapping.session()).arena
+        assert arena is not None
+        writing = await mallory.client("unix", memory="streamed")
+        cache = await writing.register(_SPEC)
+        session = (await writing.session()).session_id
+        raw = writing.connection.cache
+        reserved = await raw.Reserve(
+            pb.ReserveRequest(
+                session_id=session, namespace_id=cache.namespace_id, token_ids=_prompt(1, 32).tobytes(), ttl_s=60
+            )
+        )
+        await writing.close()
+        mallory.in_place(offsets=list(reserved.offsets))
+        await mallory.until_stopped()
+
+    def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
+        """Whether the slots are kept for as long as the attacker lives."""
+        kept = sum(tier.quarantined_bytes for tier in scene.stats().tiers)
+        if "offsets" in facts and kept < len(facts["offsets"]) * _BLOCK:
+            yield f"slots of {len(facts['offsets']) * _BLOCK} bytes are given to others while their writer lives"
+
+
+class HoldEverything(Scenario):
+    """Pins, and wishes for the highest priority, for more than it may have."""
+
+    name = "pins and retention"
+
+    def prepare(self, scene: Scene) -> Given:
+        """As `CacheFlood` does."""
+        return CacheFlood().prepare(scene)
+
+    async def attack(self, mallory: Mallory) -> Given:
+        """Stores, and wishes that all of it stays, as the client that it is and as the operator that it is not."""
+        client = await mallory.client()
+        cache = await client.register(_SPEC)
+        session = (await client.session()).session_id
+        local = await mallory.client("unix")
+        counted: Counter[str] = Counter()
+        content = np.zeros(_PIECE * _BLOCK, np.uint8)
+        seed = int.from_bytes(cache.namespace_id, "little")
+        for number in range(50_000, 50_012):
+            tokens = _prompt(number, _PIECE)
+            with suppress(ClientError):
+                await cache.store(tokens, content)
+            wish = pb.Retention(priority=100, ttl_s=_HOUR_S)
+            try:
+                kept = await client.connection.cache.Retain(
+                    pb.RetainRequest(
+                        session_id=session,
+                        namespace_id=cache.namespace_id,
+                        token_ids=tokens.tobytes(),
+                        retention=[wish],
+                    ),
+                    timeout=20,
+                )
+                counted["retained"] += kept.blocks
+            except grpc.aio.AioRpcError as error:
+                counted[error.code().name] += 1
+            with suppress(ClientError):
+                counted["pinned"] += (await local.pin(_last_key(tokens, seed))).blocks
+        mallory.in_place(**counted)
+        await mallory.until_stopped()
+        return dict(counted)
+
+    def judge_after(self, scene: Scene, found: Given) -> Iterable[str]:
+        """Whether it holds more than it may, and whether others still have what they are guaranteed."""
+        held = max(found.get("retained", 0), found.get("pinned", 0)) * _BLOCK
+        if held > 24 * MIB:
+            yield f"one client holds {held // MIB} of 64 MiB for as long as it likes"
+        yield from CacheFlood().judge_after(scene, found)
+
+
+def _last_key(tokens: Any, seed: int) -> str:
+    from prefixd.cache import BlockChain
+
+    chain = BlockChain(tokens.tobytes(), 16, seed)
+    return chain.key(len(chain) - 1).hex()
+
+
+def _prompt(number: int, blocks: int) -> Any:
+    return np.random.default_rng([666, number]).integers(0, 1 << 32, blocks * 16, dtype=np.uint32)

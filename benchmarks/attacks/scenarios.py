@@ -1,0 +1,48 @@
+"""All scenarios, by name."""
+
+from __future__ import annotations
+
+from benchmarks.attacks import doors, hogs, keys, namespaces, requests
+from benchmarks.attacks.scenario import Scenario
+
+SCENARIOS: dict[str, Scenario] = {
+    scenario.name: scenario
+    for scenario in (
+        keys.CrowdedKeys(),
+        keys.KeySquatting(),
+        requests.HugeText(),
+        requests.Beams(),
+        requests.StopStrings(),
+        requests.StopTokens(),
+        requests.QueueFlood(),
+        requests.PriorityFlood(),
+        requests.Sampling(),
+        requests.HeldBackText(),
+        requests.OthersRequests(),
+        namespaces.Poisoning(),
+        namespaces.LockOut(),
+        namespaces.ManySalts(),
+        namespaces.LongParts(),
+        namespaces.OddGeometry(),
+        hogs.SilentPut(),
+        hogs.LeasesForAnHour(),
+        hogs.CacheFlood(),
+        hogs.PrefetchFlood(),
+        hogs.LongSessionNames(),
+        hogs.ManySessions(),
+        hogs.LargeCalls(),
+        hogs.LargeAnswers(),
+        hogs.HoldEverything(),
+        doors.OpenMetrics(),
+        doors.LocalAdmin(),
+        doors.NoTicket(),
+        doors.MemoryDoor(),
+        doors.SocketDirectory(),
+        doors.Terminal(),
+        doors.HostileTraces(),
+        hogs.LateWriter(),
+        doors.IdleMetrics(),
+        requests.Images(),
+    )
+}
+"""In the order in which they run: those that can share a daemon lie together."""

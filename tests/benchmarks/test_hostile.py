@@ -1,0 +1,122 @@
+"""What the harness of attacks makes of what it has seen; the attacks themselves need a daemon and minutes."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import hostile
+from benchmarks.attacks import people
+from benchmarks.attacks.bystander import Sample
+from benchmarks.attacks.crafted_tokens import block_with_key, crowded_chain
+from benchmarks.attacks.scenarios import SCENARIOS
+from benchmarks.attacks.scene import PLAIN
+from benchmarks.attacks.verdict import Verdict, compare, complaints, totals
+from benchmarks.common import harness
+from benchmarks.tenancy.house import House
+from prefixd.cache import BlockChain
+from prefixd.cache.index.keys import xxh3_digest
+from prefixd.settings import Settings
+from tests.benchmarks.test_benchmarks_run import run
+
+TOKENS = bytes(range(64))
+
+
+def samples(kind: str, *milliseconds: float) -> list[Sample]:
+    return [Sample(kind, 0.0, each / 1000) for each in milliseconds]
+
+
+def verdict_with(**fields: Any) -> Verdict:
+    return Verdict("an attack", **fields)
+
+
+def test_calls_are_compared_by_kind_whatever_each_takes() -> None:
+    quiet = samples("match", *[1.0] * 99, 2.0) + samples("generate", *[100.0] * 99, 200.0)
+    verdict = verdict_with()
+    compare(verdict, [quiet], quiet)
+    assert verdict.bystander_p99_ratio == pytest.approx(1.0)
+    meanwhile = samples("match", *[1.0] * 90, *[50.0] * 10) + samples("generate", *[100.0] * 100)
+    disturbed = samples("match", *[1.0] * 50, *[900.0] * 50)
+    compare(verdict, [quiet, disturbed, quiet], meanwhile)
+    assert verdict.bystander_p99_ratio > 20, "a quiet phase that was none changes nothing"
+    assert verdict.samples == (500, 200)
+    assert verdict.p99_ms["match"][1] == pytest.approx(50.0)
+    assert verdict.p99_ms["generate"][1] == pytest.approx(100.0)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "complaint"),
+    [
+        (verdict_with(breaches=["it got in"]), "1 of 2 attacks succeed: an attack"),
+        (verdict_with(honest_failures=3, failures=["match: gone"]), "3 calls of honest clients failed: an attack"),
+        (verdict_with(bystander_p99_ratio=5.01), "bystanders' p99 grew to more than 5 times: an attack (5.01)"),
+    ],
+)
+def test_each_bound_is_one(verdict: Verdict, complaint: str) -> None:
+    good = Verdict("another", bystander_p99_ratio=4.99)
+    assert complaints(totals([good], {})) == []
+    assert complaints(totals([good, verdict], {})) == [complaint]
+
+
+def test_a_scenario_that_did_not_run_is_missed_unless_it_was_skipped() -> None:
+    result = totals([Verdict("one")], {"two": "run as root"})
+    assert complaints(result, ["one", "two"]) == []
+    assert complaints(result, ["one", "two", "three"]) == ["scenarios did not run: three"]
+
+
+def test_the_command_fails_and_writes_what_it_has_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "result.json"
+    breached = Verdict("silent Put", breaches=["nobody has room"], bystander_p99_ratio=2.0, seconds=1.0)
+    breached.fail(["alice: store: no room"] * 7)
+    monkeypatch.setattr(hostile, "run", lambda names, seconds, step: (step(breached), ([breached], {}))[1])
+    monkeypatch.setattr("sys.argv", ["hostile", "--only", "silent Put", "--json", str(file)])
+    with pytest.raises(SystemExit) as ended:
+        harness.run(hostile.main)
+    assert ended.value.code == 2
+    assert "1 of 1 attacks succeed: silent Put; 7 calls of honest clients failed" in capsys.readouterr().err
+    result = json.loads(file.read_text())
+    assert (result["breaches"], result["honest_failures"], result["worst_bystander_p99_ratio"]) == (1, 7, 2.0)
+    (scenario,) = result["scenarios"]
+    assert scenario["breached"] and scenario["name"] == "silent Put" and len(scenario["failures"]) == 5
+
+
+def test_help_names_an_example_that_can_be_run() -> None:
+    done = run("benchmarks.hostile", "--help")
+    assert done.returncode == 0 and "example: python -m benchmarks.hostile --only" in done.stdout
+
+
+def test_every_scenario_says_what_it_is_and_where_its_breach_was_seen() -> None:
+    before = json.loads((Path(hostile.__file__).parent / "results/hostile_before.json").read_text())
+    seen = {each["name"] for each in before["scenarios"] if each["breached"]}
+    for name, scenario in SCENARIOS.items():
+        assert scenario.__doc__ and scenario.name == name
+        if scenario.closed_by:
+            assert (Path(hostile.__file__).parents[1] / scenario.closed_by).exists(), name
+        else:
+            assert name in seen, f"{name} was never seen to succeed"
+
+
+def test_settings_of_the_people_are_settings(tmp_path: Path) -> None:
+    wanted = {**PLAIN, **House(tmp_path, people.QUOTAS).settings, **people.users()}
+    made = Settings.load(Path(os.devnull), {name: str(value) for name, value in wanted.items()}, {})
+    assert set(made.tenants) == set(people.QUOTAS)
+
+
+def test_a_block_behind_another_can_have_any_key_in_a_quarter_of_the_namespaces() -> None:
+    key = BlockChain(TOKENS, 16, 0x1234567890ABCDEF).key(0)
+    for parent in (b"", bytes(range(16))):
+        made = {seed: block_with_key(key, seed, parent) for seed in range(7, 15)}
+        assert sum(block is not None for block in made.values()) == 2
+        assert all(xxh3_digest(parent + block, seed) == key for seed, block in made.items() if block is not None)
+
+
+def test_a_prompt_of_crowded_keys() -> None:
+    chain = BlockChain(crowded_chain(50, seed=9), 16, 9)
+    keys = {chain.key(index) for index in range(50)}
+    assert len(keys) == 50 and {key[:8] for key in keys} == {bytes(8)}

@@ -198,7 +198,10 @@ class ServerSettings(_Section):
     """Names in client certificates (subject's common name, or a DNS or URI alternative name) of operators: they use
     Admin over TCP. See tls_client_ca."""
     max_sessions: Count = 256
-    """Sessions open at once; one more is refused."""
+    """Sessions open at once; one more is refused. Some are kept for each tenant (8, where there are enough), however
+    many the others open; `sessions` of a tenant is a limit of its own."""
+    max_grants: Count = 4096
+    """Leases and reservations of one session at once; one more is refused."""
     max_namespaces: Count = 1024
     """Namespaces (a model and a salt each) that are open in sessions or have blocks; a client is refused one more, a
     request of the daemon's own models with one more salt runs without the cache."""
@@ -415,7 +418,7 @@ class TransferSettings(_Section):
     urgency: bool = True
     """What somebody waits for moves before what is brought or written ahead of need; false to measure against."""
     prefetch_bytes: Bytes | None = None
-    """The most that one client may have on its way ahead of need (Prefetch); what is beyond is left where it is. By
+    """The most that one tenant may have on its way ahead of need (Prefetch); what is beyond is left where it is. By
     default half of cpu.bytes."""
     reserved_bytes: Bytes | None = None
     """The most that one session may have reserved at once (Reserve, Put), with what its process may still be writing

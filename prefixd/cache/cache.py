@@ -82,13 +82,14 @@ class TieredCache:
         default_ttl_s: lifetime of a lease that asked for none.
         max_ttl_s: longest lifetime of a lease.
         max_sessions: sessions open at once.
+        max_grants: leases and reservations of one session at once.
         max_namespaces: no more than these are taken on; those that come back from disk count, but always come back.
         write_back: copy down ahead of need.
         scrub_bytes_per_s: the most that the scrubber reads from disk; 0: no scrubber in the background.
         scrub_every_s: how long after the last one a pass of the scrubber begins.
         write_queue_bytes: blocks that may wait in memory to be written to disk before `reserve` waits; half of the CPU
             tier by default.
-        prefetch_bytes: the most that one session may have on its way ahead of need; half of the shared tier by default.
+        prefetch_bytes: the most that one tenant may have on its way ahead of need; half of the shared tier by default.
         reserved_bytes: the most that one session may have reserved at once; half of the shared tier by default.
         admit_uses: see `Placement`.
         remote: how the remote tier is used, where there is one.
@@ -106,6 +107,7 @@ class TieredCache:
         default_ttl_s: float = 60.0,
         max_ttl_s: float = 3600.0,
         max_sessions: int = 256,
+        max_grants: int = 4096,
         max_namespaces: int = 1024,
         write_back: bool = True,
         scrub_bytes_per_s: int = 0,
@@ -149,6 +151,8 @@ class TieredCache:
             default_ttl_s=default_ttl_s,
             max_ttl_s=max_ttl_s,
             max_sessions=max_sessions,
+            max_grants=max_grants,
+            tenants=self.tenants,
         )
         self._reservations = Reservations(tiers, self.mover, self.leases, clock, reserved_bytes)
         self.quarantine = self._reservations.quarantine
@@ -349,6 +353,7 @@ class TieredCache:
             ExhaustedError: the tenant may hold nothing more in the CPU tier, or have nothing more there.
         """
         self._need_cpu()
+        self.leases.admit(session)
         ttl = self.leases.ttl(ttl_s)
         trie = self.trie(namespace)
         limit = first_block + max_blocks if max_blocks else len(chain)
@@ -447,9 +452,10 @@ class TieredCache:
 
         Raises:
             InvalidArgumentError: `first_block` lies behind the last block.
-            ExhaustedError: there is room for none and nothing may be evicted.
+            ExhaustedError: there is room for none and nothing may be evicted, or the session has too many grants.
         """
         self._need_cpu()
+        self.leases.admit(session)
         ttl = self.leases.ttl(ttl_s)
         chosen = self.check_parts(namespace, parts)
         if first_block > len(chain):
@@ -535,7 +541,7 @@ class TieredCache:
     async def prefetch(self, session: Session, namespace: Namespace, chain: BlockChain) -> int:
         """Starts bringing the cached prefix to the shared tier, until the session ends.
 
-        Returns how many blocks are on their way for it: as many as the session's limit takes, from the first.
+        Returns how many blocks are on their way for it: as many as the tenant's limit takes, from the first.
 
         Raises:
             SessionEndedError: the session ended while the prefix was looked for.

@@ -1,9 +1,10 @@
-"""Prefixes that clients have asked for ahead of need: each has an owner, and an owner has a limit."""
+"""Prefixes that clients have asked for ahead of need: each has an owner, and each tenant has a limit."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 
 import numpy as np
 
@@ -11,6 +12,8 @@ from prefixd.cache.holds import Hold
 from prefixd.cache.index.trie import Rows, Trie
 from prefixd.cache.mover import Mover
 from prefixd.cache.sessions import Session
+from prefixd.tenants import Tenant
+from prefixd_swap import round_to_slot
 from prefixd_swap.transfers import Urgency
 
 log = logging.getLogger(__name__)
@@ -21,24 +24,24 @@ class Prefetches:
 
     Args:
         mover: brings them.
-        limit_bytes: the most that one session may have on its way.
+        limit_bytes: the most that one tenant may have on its way, all sessions together.
     """
 
     def __init__(self, mover: Mover, limit_bytes: int) -> None:
         self._mover = mover
         self._limit_bytes = limit_bytes
-        self._under_way: dict[str, dict[asyncio.Task[int], int]] = {}  # by session: the bytes of each
+        self._under_way: dict[str, set[asyncio.Task[int]]] = {}  # by session
+        self._bytes_of: Counter[Tenant] = Counter()  # on their way
 
     def begin(self, session: Session, trie: Trie, path: Rows) -> int:
         """Starts to bring up what a reader of the prefix `path` needs, from its beginning on as far as the limit goes.
 
         Returns how many blocks are on their way for it.
         """
-        shared, block_bytes = self._mover.tiers.shared, sum(trie.part_bytes)
+        shared, block_bytes = self._mover.tiers.shared, sum(map(round_to_slot, trie.part_bytes))
         if not self._mover.tiers.exists(shared):
             return 0
-        used = sum(self._under_way.get(session.id, {}).values())
-        most = max(0, self._limit_bytes - used) // block_bytes
+        most = max(0, self._limit_bytes - self._bytes_of[session.tenant]) // block_bytes
         lacking = np.flatnonzero(trie.lacking(path, shared.level, trie.needed(len(path))))
         if len(lacking) > most:
             path = trie.usable(path[: lacking[most]])
@@ -48,19 +51,22 @@ class Prefetches:
         wanted = trie.needed(len(path))
         hold = self._mover.placement.holds.hold(f"prefetch of session {session.id[:8]}", trie, path, shared, wanted)
         task = self._mover.spawn(self._mover.bring(trie, path, shared, wanted, urgency=Urgency.PREFETCH))
-        self._under_way.setdefault(session.id, {})[task] = len(lacking) * block_bytes
-        task.add_done_callback(lambda task: self._ended(session, hold, task))
+        nbytes = len(lacking) * block_bytes
+        self._under_way.setdefault(session.id, set()).add(task)
+        self._bytes_of[session.tenant] += nbytes
+        task.add_done_callback(lambda task: self._ended(session, hold, task, nbytes))
         return len(lacking)
 
     def end(self, session: Session) -> None:
         """Drops what has not been moved yet of a session's."""
-        for task in self._under_way.get(session.id, {}):
+        for task in self._under_way.get(session.id, ()):
             task.cancel()
 
-    def _ended(self, session: Session, hold: Hold, task: asyncio.Task[int]) -> None:
+    def _ended(self, session: Session, hold: Hold, task: asyncio.Task[int], nbytes: int) -> None:
         hold.end()
+        self._bytes_of[session.tenant] -= nbytes
         under_way = self._under_way[session.id]
-        del under_way[task]
+        under_way.remove(task)
         if not under_way:
             del self._under_way[session.id]
         if not task.cancelled() and (error := task.exception()) is not None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -20,13 +21,19 @@ from prefixd.errors import (
     InvalidArgumentError,
     NotFoundError,
     PermissionDeniedError,
+    PrefixdError,
     SessionEndedError,
     UnavailableError,
 )
-from prefixd.tenants import Tenant
+from prefixd.tenants import Tenant, Tenants
 from prefixd_swap.tiers import Account
 
 _REMEMBERED = 10_000  # ended leases of which we still know how they ended, for a better message
+_LONGEST_NAME = 256  # characters of a client's name
+_TICK_S = 0.25  # grants that end within a tick end together, when it is over
+_EXPIRED_AT_ONCE = 2048  # grants: some milliseconds
+_KEPT_FOR_OTHERS = 8
+"""Sessions that each tenant can open however many the others have open; fewer where `max_sessions` is small."""
 
 
 @dataclass(slots=True)
@@ -138,6 +145,8 @@ class LeaseTable:
         default_ttl_s: lifetime of a grant that asked for none.
         max_ttl_s: longest lifetime that may be asked for.
         max_sessions: sessions open at once.
+        max_grants: grants of one session at once.
+        tenants: to whom sessions belong.
     """
 
     def __init__(
@@ -148,35 +157,61 @@ class LeaseTable:
         default_ttl_s: float,
         max_ttl_s: float,
         max_sessions: int,
+        max_grants: int,
+        tenants: Tenants,
     ) -> None:
         self._end = end
         self._closed = closed
         self.default_ttl_s = default_ttl_s
         self.max_ttl_s = max_ttl_s
         self.max_sessions = max_sessions
+        self.max_grants = max_grants
+        self._tenants = tenants
+        self.sessions_of: Counter[Tenant] = Counter()
+        """Open sessions by tenant."""
+        self.grants_of: Counter[Tenant] = Counter()
+        """Grants by tenant."""
         self.sessions: dict[str, Session] = {}
         self.ending = False
         """Whether the daemon is ending, and with it every session."""
         self._ended: OrderedDict[str, str] = OrderedDict()
         self._granted = 0
-        self._deadlines: list[tuple[float, str, str]] = []
-        """A heap of (a time, session, grant): each grant is in it with a time at which it may be overdue, at the latest
-        that of its end. Grants that have ended stay in it until then."""
+        self._due: dict[int, dict[str, Lease | Reservation]] = {}
+        """By the tick at whose end they are overdue, the grants, by id."""
 
     def open(self, client_name: str, pid: int, now_s: float, tenant: Tenant) -> Session:
-        """A new session of a tenant; ExhaustedError when there are too many."""
-        if len(self.sessions) >= self.max_sessions:
+        """A new session of a tenant.
+
+        Raises:
+            InvalidArgumentError: the name is too long, or not fit to be shown.
+            ExhaustedError: there are too many sessions, or too many of this tenant.
+        """
+        if len(client_name) > _LONGEST_NAME or not client_name.isprintable():
+            raise InvalidArgumentError(
+                f"client_name has {len(client_name)} characters ({client_name[:40]!r}); use at most {_LONGEST_NAME}, "
+                "printable ones"
+            )
+        tenant.check("sessions", self.sessions_of[tenant], "sessions are open", "close one")
+        others = [other for other in self._tenants if other is not tenant]
+        share = min(_KEPT_FOR_OTHERS, self.max_sessions // (len(others) + 1))
+        kept = sum(max(0, share - self.sessions_of[other]) for other in others)
+        if len(self.sessions) + kept >= self.max_sessions:
+            tenant.refused["sessions"] += 1
+            for_others = f", {kept} are kept for other tenants" if kept else ""
             raise ExhaustedError(
-                f"{len(self.sessions)} sessions are open, the most allowed; close one or raise server.max_sessions"
+                f"tenant {tenant.name}: {len(self.sessions)} sessions are open{for_others}, and all tenants together "
+                f"may have {self.max_sessions} (limit server.max_sessions); close one, or have the operator raise it"
             )
         session = Session(secrets.token_hex(16), client_name, pid, now_s, tenant)
         self.sessions[session.id] = session
+        self.sessions_of[tenant] += 1
         return session
 
     def close(self, session: Session) -> None:
         """Ends a session and all it was granted. Closing twice does nothing."""
         if self.sessions.pop(session.id, None) is None:
             return
+        self.sessions_of[session.tenant] -= 1
         self._finish(list(session.grants.values()), "its session ended", at_its_word=False)
         session.namespaces.clear()
         self._closed(session)
@@ -203,11 +238,32 @@ class LeaseTable:
         self._granted += 1
         return f"{self._granted}-{secrets.token_hex(8)}"
 
+    def admit(self, session: Session) -> None:
+        """Raises ExhaustedError when a session, or its tenant, may have no grant more."""
+        tenant = session.tenant
+        if len(session.grants) >= self.max_grants:
+            tenant.refused["grants"] += 1
+            raise ExhaustedError(
+                f"session {session.id[:8]} of tenant {tenant.name} has {len(session.grants)} leases and reservations, "
+                "the most allowed (limit server.max_grants); release some, or have the operator raise it"
+            )
+        tenant.check("grants", self.grants_of[tenant], "leases and reservations are held", "release some")
+
     def grant(self, grant: Lease | Reservation) -> None:
-        """Adds a grant to its session; ends it with NotFoundError when the session ended while it was prepared."""
-        if grant.session.id not in self.sessions:
+        """Adds a grant to its session.
+
+        Raises:
+            SessionEndedError: the session ended while the grant was prepared; so does the grant.
+            ExhaustedError: others were granted meanwhile, and it is one too many; it ends.
+        """
+        try:
+            self.session(grant.session.id)
+            self.admit(grant.session)
+        except PrefixdError:
             self._end([grant], True)  # nobody has been told of it
-        self.session(grant.session.id).add(grant)
+            raise
+        grant.session.add(grant)
+        self.grants_of[grant.session.tenant] += 1
         self._watch(grant)
 
     def find(self, session: Session, grant_id: str) -> Lease | Reservation:
@@ -227,35 +283,38 @@ class LeaseTable:
 
     def renew(self, session: Session, grant_ids: Sequence[str], ttl_s: float, now_s: float) -> None:
         """Lets grants live for `ttl_s` seconds from now; none of them, with NotFoundError, when one is over."""
-        grants = [self.find(session, grant_id) for grant_id in grant_ids]
-        for grant in grants:
-            sooner = now_s + ttl_s < grant.expires_s
+        if len(grant_ids) > self.max_grants:
+            raise InvalidArgumentError(
+                f"lease_ids has {len(grant_ids)} ids, and a session has at most {self.max_grants} leases and "
+                "reservations (limit server.max_grants); name each once"
+            )
+        for grant in [self.find(session, grant_id) for grant_id in grant_ids]:
+            self._unwatch(grant)
             grant.expires_s = now_s + ttl_s
-            if sooner:
-                self._watch(grant)
+            self._watch(grant)
 
     def expire(self, now_s: float) -> int:
-        """Ends every grant whose time is up; returns how many."""
-        overdue: dict[str, Lease | Reservation] = {}
-        while self._deadlines and self._deadlines[0][0] <= now_s:
-            _, session_id, grant_id = heappop(self._deadlines)
-            session = self.sessions.get(session_id)
-            grant = None if session is None else session.grants.get(grant_id)
-            if grant is None:
-                continue
-            if grant.expires_s <= now_s:
-                overdue[grant_id] = grant
-            else:  # it was renewed
-                self._watch(grant)
-        self._finish(list(overdue.values()), "its time was up", at_its_word=False)
+        """Ends grants whose time is up, as many as take some milliseconds; returns how many. The others are next."""
+        overdue: list[Lease | Reservation] = []
+        for tick in [tick for tick in self._due if tick * _TICK_S <= now_s]:
+            overdue += islice(self._due[tick].values(), _EXPIRED_AT_ONCE - len(overdue))
+        self._finish(overdue, "its time was up", at_its_word=False)
         return len(overdue)
 
     def _watch(self, grant: Lease | Reservation) -> None:
-        heappush(self._deadlines, (grant.expires_s, grant.session.id, grant.id))
+        self._due.setdefault(_tick(grant.expires_s), {})[grant.id] = grant
+
+    def _unwatch(self, grant: Lease | Reservation) -> None:
+        tick = _tick(grant.expires_s)
+        del self._due[tick][grant.id]
+        if not self._due[tick]:
+            del self._due[tick]
 
     def forget(self, grant: Lease | Reservation, how: str) -> None:
         """Removes a grant whose protection the caller has dealt with itself."""
         grant.session.remove(grant)
+        self.grants_of[grant.session.tenant] -= 1
+        self._unwatch(grant)
         self._ended[grant.id] = how
         if len(self._ended) > _REMEMBERED:
             self._ended.popitem(last=False)
@@ -268,3 +327,7 @@ class LeaseTable:
         for grant in grants:
             self.forget(grant, how)
         self._end(grants, at_its_word)
+
+
+def _tick(expires_s: float) -> int:
+    return math.ceil(expires_s / _TICK_S)

@@ -28,6 +28,7 @@ def make_cache(
         default_ttl_s=settings.server.lease_ttl_s,
         max_ttl_s=settings.server.max_lease_ttl_s,
         max_sessions=settings.server.max_sessions,
+        max_grants=settings.server.max_grants,
         max_namespaces=settings.server.max_namespaces,
         write_back=settings.cache.write_back,
         scrub_bytes_per_s=settings.disk.scrub_bytes_per_s,

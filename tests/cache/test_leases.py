@@ -22,10 +22,22 @@ from prefixd.errors import (
     UnavailableError,
     UnsupportedError,
 )
+from prefixd.tenants import Quota, Tenants
 
 if TYPE_CHECKING:
     from tests.cache.conftest import Rig
-from prefixd.tenants import Tenant
+
+
+def make_table(tenants: Tenants | None = None, *, max_sessions: int = 1) -> LeaseTable:
+    return LeaseTable(
+        lambda grants, at_its_word: None,
+        lambda session: None,
+        default_ttl_s=60.0,
+        max_ttl_s=100.0,
+        max_sessions=max_sessions,
+        max_grants=4,
+        tenants=tenants or Tenants(),
+    )
 
 
 async def test_a_lease_released_twice_says_so(make_rig: Callable[..., Rig]) -> None:
@@ -149,10 +161,8 @@ async def test_sessions_are_limited(make_rig: Callable[..., Rig]) -> None:
 
 
 def test_a_session_that_ended_with_the_daemon_is_no_mistake_of_its_client() -> None:
-    table = LeaseTable(
-        lambda grants, at_its_word: None, lambda session: None, default_ttl_s=60.0, max_ttl_s=100.0, max_sessions=1
-    )
-    session = table.open("one", 1, 0.0, Tenant("one", 0))
+    table = make_table()
+    session = table.open("one", 1, 0.0, Tenants().default)
     table.close(session)
     with pytest.raises(NotFoundError, match="is not open"):
         table.session(session.id)
@@ -162,13 +172,122 @@ def test_a_session_that_ended_with_the_daemon_is_no_mistake_of_its_client() -> N
 
 
 def test_lifetimes_are_bounded() -> None:
-    table = LeaseTable(
-        lambda grants, at_its_word: None, lambda session: None, default_ttl_s=60.0, max_ttl_s=100.0, max_sessions=1
-    )
+    table = make_table()
     assert [table.ttl(wanted) for wanted in (0.0, 5.0, 500.0, math.inf)] == [60.0, 5.0, 100.0, 100.0]
     for wrong in (-1.0, math.nan):
         with pytest.raises(InvalidArgumentError, match=f"ttl_s is {wrong}"):
             table.ttl(wrong)
+
+
+def test_a_tenant_opens_as_many_sessions_as_its_quota_allows() -> None:
+    tenants = Tenants({"one": Quota(sessions=2)})
+    table, one = make_table(tenants, max_sessions=100), tenants.known("one")
+    first, _ = (table.open("a", 1, 0.0, one) for _ in range(2))
+    with pytest.raises(ExhaustedError, match=r"tenant one: 2 of 2 sessions.*tenants\.one\.sessions.*close one"):
+        table.open("a", 1, 0.0, one)
+    assert one.refused["sessions"] == 1
+    table.open("b", 1, 0.0, tenants.default)
+    table.close(first)
+    table.close(first)
+    table.open("a", 1, 0.0, one)
+    assert (table.sessions_of[one], table.sessions_of[tenants.default]) == (2, 1)
+
+
+@pytest.mark.parametrize(("max_sessions", "kept"), [(64, 8), (9, 3), (2, 0)])
+def test_no_tenant_takes_all_sessions(max_sessions: int, kept: int) -> None:
+    tenants = Tenants()
+    greedy, second = tenants.known("greedy"), tenants.known("second")
+    table = make_table(tenants, max_sessions=max_sessions)
+    table.open("early", 1, 0.0, tenants.default)
+    left = max_sessions - kept - max(kept, 1)
+    for _ in range(left):
+        table.open("g", 1, 0.0, greedy)
+    with pytest.raises(ExhaustedError, match=rf"tenant greedy: .* {max_sessions} \(limit server\.max_sessions\)"):
+        table.open("g", 1, 0.0, greedy)
+    for _ in range(kept):
+        table.open("s", 1, 0.0, second)
+    for _ in range(kept - 1):
+        table.open("d", 1, 0.0, tenants.default)
+    assert len(table.sessions) == max_sessions
+
+
+@pytest.mark.parametrize("name", ["x" * 257, "two\nlines", "\x1b[31mred", "\u202ereversed"])
+def test_a_clients_name_can_be_shown(name: str) -> None:
+    table = make_table()
+    with pytest.raises(InvalidArgumentError, match=f"client_name has {len(name)} characters.*at most 256, printable"):
+        table.open(name, 1, 0.0, Tenants().default)
+    table.open("é" * 256, 1, 0.0, Tenants().default)
+
+
+async def test_grants_are_limited_for_each_session_and_each_tenant(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig()
+    await rig.put([1])
+    tenant, leases = rig.session.tenant, rig.cache.leases
+    leases.max_grants = 2
+    first, _ = [await rig.lease([1]) for _ in range(2)]
+    assert first is not None
+    of_session = rf"session {rig.session.id[:8]} of tenant default has 2 leases.*server\.max_grants"
+    for grant in (rig.lease([1]), rig.put([2])):
+        with pytest.raises(ExhaustedError, match=of_session):
+            await grant
+    other = rig.open_session()
+    tenant.quota = Quota(grants=3)
+    assert isinstance(await rig.cache.reserve(other, rig.namespace, rig.chain([3])), Reservation)
+    with pytest.raises(ExhaustedError, match=r"tenant default: 3 of 3 leases.*tenants\.default\.grants"):
+        await rig.cache.acquire(other, rig.namespace, rig.chain([1]))
+    assert tenant.refused["grants"] == 3
+    rig.cache.release(rig.session, first.id)
+    assert await rig.cache.acquire(other, rig.namespace, rig.chain([1])) is not None
+    leases.close(other)
+    assert leases.grants_of[tenant] == 1
+    rig.check()
+
+
+async def test_what_was_granted_to_others_meanwhile_counts(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig()
+    rig.cache.leases.max_grants = 1
+    chains = [rig.chain([prompt]) for prompt in (1, 2)]
+    both = await asyncio.gather(
+        *(rig.cache.reserve(rig.session, rig.namespace, chain) for chain in chains), return_exceptions=True
+    )
+    assert sorted(type(each).__name__ for each in both) == ["ExhaustedError", "Reservation"]
+    assert rig.cache.tiers.arena.slots_used == 1
+    rig.check()
+
+
+async def test_renew_takes_no_more_ids_than_a_session_can_have(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig()
+    await rig.put([1])
+    lease = await rig.lease([1])
+    assert lease is not None
+    leases = rig.cache.leases
+    leases.max_grants = 2
+    leases.renew(rig.session, [lease.id] * 2, 5.0, rig.clock())
+    with pytest.raises(InvalidArgumentError, match=r"lease_ids has 3 ids.*at most 2.*server\.max_grants"):
+        leases.renew(rig.session, [lease.id] * 3, 5.0, rig.clock())
+
+
+async def test_renewing_for_ever_keeps_nothing(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig()
+    await rig.put([1])
+    lease = await rig.lease([1])
+    assert lease is not None
+    for tenths in range(500, 0, -1):
+        rig.cache.leases.renew(rig.session, [lease.id], tenths / 10, rig.clock())
+    assert sum(map(len, rig.cache.leases._due.values())) == 1
+
+
+async def test_many_grants_whose_time_is_up_end_in_many_turns(
+    make_rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prefixd.cache.sessions._EXPIRED_AT_ONCE", 3)
+    rig = make_rig()
+    await rig.put([1])
+    for ttl_s in (1.0, 1.0, 2.0, 2.0, 2.0):
+        await rig.lease([1], ttl_s=ttl_s)
+    rig.clock.now += 10
+    assert [rig.cache.leases.expire(rig.clock()) for _ in range(3)] == [3, 2, 0]
+    rig.check()
 
 
 async def test_only_so_many_ended_leases_are_remembered(
@@ -276,7 +395,7 @@ async def test_a_grant_ends_at_its_last_deadline_however_often_it_was_renewed(ma
     for after_s, ended in ((4.0, 0), (5.0, 0), (9.0, 0), (10.0, 1), (20.0, 0), (49.0, 0), (50.0, 1), (99.0, 0)):
         assert leases.expire(start_s + after_s) == ended, f"after {after_s} s"
     assert leases.count(Lease) == 0
-    assert not leases._deadlines
+    assert not leases._due
     rig.check()
 
 

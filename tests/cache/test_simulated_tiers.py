@@ -187,6 +187,24 @@ def test_who_needs_what_is_being_prefetched_makes_it_urgent() -> None:
     assert wanted_s <= 1.5 * idle_s, "it is brought before the prefetch that was asked for earlier"
 
 
+def test_sessions_of_one_tenant_share_its_prefetches() -> None:
+    async def work() -> None:
+        async with house() as here:
+            for prompt in (1, 2):
+                await here.put_far(prompt, 300)
+            cache, chains = here.cache, [here.chain(prompt, 300) for prompt in (1, 2)]
+            tenants = [cache.tenants.default, cache.tenants.default, cache.tenants.known("other")]
+            first, second, others = [cache.leases.open("one", 1, 0.0, tenant) for tenant in tenants]
+            assert await cache.prefetch(first, here.namespace, chains[0]) == 300
+            assert await cache.prefetch(second, here.namespace, chains[1]) == 212, "what is left of 512"
+            assert await cache.prefetch(others, here.namespace, chains[1]) == 300, "another tenant's"
+            cache.leases.close(first)
+            await cache.mover.quiesce()
+            assert not cache._prefetches._bytes_of.total()
+
+    simulate(work)
+
+
 def test_a_prefetch_ends_with_its_session_and_holds_nothing_then() -> None:
     async def work() -> None:
         async with house() as here:

@@ -56,9 +56,9 @@ class AsyncClient:
         """A client of the daemon at `address`: "unix:/path", "host:port", or None for the default socket.
 
         `name` is what `prefixd stats` shows. `memory`: "shared" maps the daemon's arena or raises
-        `MemoryUnavailable`; "streamed" sends bytes through gRPC; "auto" shares when it can. `timeout_s`
-        bounds every call but `generate`, `flush` and `drain`. `copy_threads` copy between the arena and
-        buffers.
+        `MemoryUnavailable`; "streamed" sends bytes through gRPC; "auto" shares when it can, and logs a warning where
+        the daemon is on this host and does not share. `timeout_s` bounds every call but `generate`, `flush` and
+        `drain`. `copy_threads` copy between the arena and buffers.
 
         For "host:port": with `tls_ca`, a PEM file of authorities, the connection is TLS and the daemon's certificate is
         checked; `tls_cert` and `tls_key` are PEM files to show for ourselves; `token` is one of the daemon's

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import weakref
 from contextlib import suppress
@@ -14,6 +15,8 @@ from prefixd.client.arena import Arena, fetch_arena
 from prefixd.client.connection import Connection
 from prefixd.client.errors import MemoryUnavailable, ServerUnavailable, from_rpc_error
 from prefixd.v1 import cache_pb2
+
+log = logging.getLogger(__name__)
 
 _END: Any = grpc.aio.EOF
 
@@ -131,14 +134,12 @@ async def _map_arena(opened: cache_pb2.SessionOpened, memory: MemoryMode, timeou
         return None
     try:
         return await asyncio.to_thread(fetch_arena, opened.memory_socket, opened.session_id, timeout_s)
-    except RuntimeError as error:
+    except (MemoryUnavailable, RuntimeError) as error:
+        # Another mount or user namespace, or no thread to ask in: the same bytes can still be streamed.
+        why = str(error)
+        if isinstance(error, RuntimeError):
+            why = f"the arena cannot be fetched ({error}); raise the limit of processes (`ulimit -u`)"
         if memory == "shared":
-            raise MemoryUnavailable(
-                f"the arena cannot be fetched ({error}); raise the limit of processes (`ulimit -u`)"
-            ) from error
-        return None
-    except MemoryUnavailable:
-        # Another mount or user namespace: the same bytes can still be streamed.
-        if memory == "shared":
-            raise
+            raise MemoryUnavailable(why) from error
+        log.warning("prefixd: bytes are streamed, which is slower, since the daemon's memory cannot be had: %s", why)
         return None

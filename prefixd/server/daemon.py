@@ -242,7 +242,7 @@ class Daemon:
         doors.access.make_directory(path.parent)
         _refuse_taken(path)
         door_path = local_door(path)
-        watch = ProcessWatch(cache)
+        watch = ProcessWatch(cache, doors.identities.of_user)
         stack.callback(watch.close)
         door = MemoryListener(
             door_path,

@@ -7,6 +7,9 @@ A client connects to a unix socket, sends one line and gets one line of JSON:
 
 Who may not have it gets `{"error": "..."}`. A descriptor cannot be taken back, so it goes only to processes of
 operators, of users that `server.allow_uids` names, and of tenants with `map_memory`.
+
+Visitors that say nothing keep nobody out: when there are too many, of one user or in all, the one that has waited
+longest is told so and sent away. An honest client sends its line as it connects.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import os
 import socket
 import stat
 import struct
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -29,7 +33,11 @@ log = logging.getLogger(__name__)
 TICKET = "ticket"
 _LINE_LIMIT = 256
 _ANSWER_TIME_S = 5.0
-_WAITING_LIMIT = 64
+_BACKLOG = 64  # connections that the kernel keeps until they are accepted
+_VISITORS = 64
+_VISITORS_OF_A_USER = 16
+_SHORTAGE_PAUSE_S = 0.05
+_WARN_S = 60.0
 _UCRED = struct.Struct("3i")  # pid, uid, gid
 
 
@@ -60,8 +68,10 @@ class MemoryListener:
         self._may_map = may_map
         self._ticket = ticket
         self._listener: socket.socket | None = None
-        self._accepting: asyncio.Task[None] | None = None
-        self._visits: set[asyncio.Task[None]] = set()
+        self._visits: dict[asyncio.Task[None], tuple[int, socket.socket]] = {}
+        """By whom the visitors under way are, and their connections; the oldest first."""
+        self._visits_of: Counter[int] = Counter()
+        self._warn_s = 0.0
 
     async def start(self) -> None:
         """Begins to listen; a socket file left by a daemon that is gone is replaced.
@@ -73,44 +83,77 @@ class MemoryListener:
         try:
             listener.bind(str(self.path))
             self._access.open(self.path)
-            listener.listen(_WAITING_LIMIT)
+            listener.listen(_BACKLOG)
         except BaseException:
             listener.close()
             raise
         self._listener = listener
-        self._accepting = asyncio.create_task(self._accept(listener), name="prefixd-memory-door")
+        self._listen(listener)
 
     async def close(self) -> None:
         """Stops listening and removes the socket; what was handed out stays with its holders."""
-        tasks = [*self._visits, *([self._accepting] if self._accepting else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        self._accepting = None
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            asyncio.get_running_loop().remove_reader(listener)
+            listener.close()
             self.path.unlink(missing_ok=True)
+        visits = list(self._visits)
+        for visit in visits:
+            visit.cancel()
+        await asyncio.gather(*visits, return_exceptions=True)
 
-    async def _accept(self, listener: socket.socket) -> None:
+    def _listen(self, listener: socket.socket) -> None:
+        if listener is self._listener:
+            asyncio.get_running_loop().add_reader(listener, self._accept, listener)
+
+    def _accept(self, listener: socket.socket) -> None:
+        """Takes one visitor: others have their turn before the next."""
         loop = asyncio.get_running_loop()
-        while True:
-            try:
-                visitor, _ = await loop.sock_accept(listener)
-            except OSError:
-                # Out of descriptors, or the visitor has gone: neither may end the door.
-                await asyncio.sleep(0.05)
-                continue
-            if len(self._visits) >= _WAITING_LIMIT:
-                visitor.close()
-                continue
-            visit = asyncio.create_task(self._serve(visitor))
-            self._visits.add(visit)
-            visit.add_done_callback(self._visits.discard)
+        try:
+            visitor, _ = listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError:  # out of descriptors: the socket stays readable, and the loop must not spin
+            loop.remove_reader(listener)
+            loop.call_later(_SHORTAGE_PAUSE_S, self._listen, listener)
+            return
+        visitor.setblocking(False)
+        _, uid = _peer(visitor)
+        if self._visits_of[uid] >= _VISITORS_OF_A_USER:
+            self._send_away(next(task for task, (user, _) in self._visits.items() if user == uid))
+        elif len(self._visits) >= _VISITORS:
+            self._send_away(next(iter(self._visits)))
+        visit = loop.create_task(self._serve(visitor), name="prefixd-memory-door")
+        self._visits[visit] = uid, visitor
+        self._visits_of[uid] += 1
+        visit.add_done_callback(self._left)
+
+    def _send_away(self, visit: asyncio.Task[None]) -> None:
+        uid, visitor = self._visits[visit]
+        now_s = asyncio.get_running_loop().time()
+        if now_s >= self._warn_s:  # a crowd must not fill the log
+            self._warn_s = now_s + _WARN_S
+            log.warning("visitors of user %d to the memory door are sent away: they ask for nothing", uid)
+        with suppress(OSError):
+            visitor.send(
+                _line(
+                    {
+                        "error": f"{self._visits_of[uid]} connections of user {uid} and {len(self._visits)} in all "
+                        f"wait at the memory door, which takes {_VISITORS_OF_A_USER} and {_VISITORS}, and this one had "
+                        "asked for nothing yet; end those that ask for nothing, and try again"
+                    }
+                )
+            )
+        visit.cancel()
+        self._left(visit)
+
+    def _left(self, visit: asyncio.Task[None]) -> None:
+        left = self._visits.pop(visit, None)
+        if left is not None:
+            self._visits_of[left[0]] -= 1
 
     async def _serve(self, visitor: socket.socket) -> None:
         with visitor, suppress(OSError, TimeoutError):
-            visitor.setblocking(False)
             async with asyncio.timeout(_ANSWER_TIME_S):
                 session_id = await _read_line(visitor)
                 if session_id == TICKET and self._ticket is not None:

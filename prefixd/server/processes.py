@@ -7,11 +7,16 @@ import os
 import select
 import socket
 import struct
+from collections.abc import Callable
 
 from prefixd.cache import Process, TieredCache
+from prefixd.server.caller import Caller
+from prefixd.tenants import Role
 
 _SO_PEERPIDFD = 77  # Linux 6.5: a descriptor of the process that connected, whatever its pid is called where
 _PID = struct.Struct("i")
+_PROCESSES = 16
+"""Of one session, that have the arena: each takes a descriptor while it lives."""
 
 
 class ProcessWatch:
@@ -22,10 +27,13 @@ class ProcessWatch:
 
     Args:
         cache: whose slots the processes can write into.
+        caller_of: who a user's process is, by uid and pid. Without it every user may act for every session whose id it
+            knows.
     """
 
-    def __init__(self, cache: TieredCache) -> None:
+    def __init__(self, cache: TieredCache, caller_of: Callable[[int, int], Caller] | None = None) -> None:
         self._cache = cache
+        self._caller_of = caller_of
         self._watched: dict[int, Process] = {}  # by pidfd
 
     def visit(self, session_id: str, uid: int, pid: int, visitor: socket.socket) -> str | None:
@@ -42,6 +50,16 @@ class ProcessWatch:
         if session is None:
             os.close(pidfd)
             return "the session ended with the process that had its memory: open another"
+        caller = None if self._caller_of is None else self._caller_of(uid, pid)
+        if caller is not None and caller.role is not Role.ADMIN and caller.tenant is not session.tenant:
+            os.close(pidfd)
+            return (
+                f"user {uid} belongs to tenant {caller.tenant.name}, and the session to tenant {session.tenant.name}: "
+                "show a ticket of this user as the session is opened, or use memory='streamed'"
+            )
+        if process not in session.processes and len(session.processes) >= _PROCESSES:
+            os.close(pidfd)
+            return f"{_PROCESSES} processes of the session have the arena, the most allowed: open another session"
         if process is None:
             process = Process(pid)
             self._watched[pidfd] = process

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import socket
 from collections.abc import AsyncIterator
@@ -62,6 +63,75 @@ async def test_a_silent_visitor_keeps_nobody_out(door: MemoryListener) -> None:
     with socket.socket(socket.AF_UNIX) as silent:
         silent.connect(str(door.path))
         (await fetch(door, "alive")).close()
+
+
+@pytest.mark.parametrize(("mine", "in_all"), [(4, 64), (16, 4)])
+async def test_too_many_silent_visitors_keep_nobody_out(
+    door: MemoryListener, monkeypatch: pytest.MonkeyPatch, mine: int, in_all: int
+) -> None:
+    monkeypatch.setattr(memory_door, "_VISITORS_OF_A_USER", mine)
+    monkeypatch.setattr(memory_door, "_VISITORS", in_all)
+    silent = [socket.socket(socket.AF_UNIX) for _ in range(9)]
+    try:
+        for each in silent:
+            each.connect(str(door.path))
+        (await fetch(door, "alive")).close()
+        assert len(door._visits) <= 4
+        silent[0].settimeout(60)
+        told = await asyncio.to_thread(silent[0].recv, 4096)
+        assert f"of user {os.geteuid()} and 4 in all wait at the memory door" in json.loads(told)["error"]
+    finally:
+        for each in silent:
+            each.close()
+    async with asyncio.timeout(60):
+        while door._visits:
+            await asyncio.sleep(0.01)
+    assert not door._visits_of.total()
+
+
+async def test_a_user_who_crowds_the_door_sends_only_its_own_away(
+    door: MemoryListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_door, "_VISITORS_OF_A_USER", 2)
+    uids = iter([7, 8, 8, 8, 8])
+    peers: dict[int, int] = {}
+
+    def peer(visitor: socket.socket) -> tuple[int, int]:
+        return os.getpid(), peers.setdefault(visitor.fileno(), next(uids, 8))
+
+    monkeypatch.setattr(memory_door, "_peer", peer)
+    silent = [socket.socket(socket.AF_UNIX) for _ in range(5)]
+    for each in silent:
+        each.connect(str(door.path))
+        each.settimeout(60)
+    for gone in silent[1:3]:
+        assert b"of user 8" in await asyncio.to_thread(gone.recv, 4096)
+    assert sorted(uid for uid, _ in door._visits.values()) == [7, 8, 8]
+    for each in silent:
+        each.close()
+
+
+async def test_who_is_let_in_can_be_decided_elsewhere(short_folder: Path) -> None:
+    fd = os.memfd_create("arena")
+    os.ftruncate(fd, NBYTES)
+    visits: list[tuple[str, int, int]] = []
+
+    def visit(session_id: str, uid: int, pid: int, visitor: socket.socket) -> str | None:
+        visits.append((session_id, uid, pid))
+        return "not for this session" if session_id == "other" else None
+
+    let_in = [True]
+    door = MemoryListener(short_folder / "m", fd, NBYTES, lambda _: True, visit=visit, may_map=lambda uid: let_in[0])
+    await door.start()
+    (await fetch(door, "alive")).close()
+    assert visits == [("alive", os.geteuid(), os.getpid())]
+    with pytest.raises(MemoryUnavailable, match="not for this session"):
+        await fetch(door, "other")
+    let_in[0] = False
+    with pytest.raises(MemoryUnavailable, match="may not map the memory"):
+        await fetch(door, "alive")
+    await door.close()
+    os.close(fd)
 
 
 async def test_only_the_owner_may_connect_and_the_socket_goes_at_close(door: MemoryListener) -> None:

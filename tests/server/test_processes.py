@@ -118,3 +118,40 @@ async def test_a_process_that_cannot_be_watched_gets_no_memory(
     before = set(os.listdir("/proc/self/fd"))
     watch.close()
     assert not set(os.listdir("/proc/self/fd")) - before
+
+
+async def test_a_user_of_another_tenant_gets_no_memory(cache: TieredCache, listener: socket.socket) -> None:
+    one, two = cache.tenants.known("one"), cache.tenants.known("two")
+    roles = {0: (cache.tenants.default, Role.ADMIN), 1001: (one, Role.CLIENT), 1002: (two, Role.CLIENT)}
+    watch = ProcessWatch(cache, lambda uid, pid: Caller(*roles[uid], "somebody", "unix", pid))
+    session = cache.leases.open("one", 1, 0.0, one)
+    with socket.socket(socket.AF_UNIX) as ours:
+        ours.connect(listener.getsockname())
+        connection, _ = listener.accept()
+        before = set(os.listdir("/proc/self/fd"))
+        with connection:
+            refusal = watch.visit(session.id, 1002, os.getpid(), connection)
+            assert refusal is not None and "1002 belongs to tenant two, and the session to tenant one" in refusal
+            assert set(os.listdir("/proc/self/fd")) == before
+            assert not session.processes
+            for uid in (1001, 0):
+                assert watch.visit(session.id, uid, os.getpid(), connection) is None
+            assert len(session.processes) == 1
+    watch.close()
+
+
+async def test_a_session_has_only_so_many_processes(
+    cache: TieredCache, watch: ProcessWatch, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "_PROCESSES", 1)
+    session = cache.leases.open("one", 1, 0.0, cache.tenants.default)
+    process, connection = visitor(listener)
+    with process, connection, socket.socket(socket.AF_UNIX) as ours:
+        ours.connect(listener.getsockname())
+        own, _ = listener.accept()
+        with own:
+            for _ in range(2):
+                assert watch.visit(session.id, 0, process.pid, connection) is None
+            refusal = watch.visit(session.id, 0, os.getpid(), own)
+            assert refusal is not None and "1 processes of the session have the arena" in refusal
+        process.kill()

@@ -57,6 +57,12 @@ class UnavailableError(PrefixdError):
     status = "UNAVAILABLE"
 
 
+class TooSlowError(PrefixdError):
+    """A stream's client sends or reads too little for what it holds meanwhile."""
+
+    status = "DEADLINE_EXCEEDED"
+
+
 class UnsupportedError(PrefixdError):
     """This daemon was not configured for what was asked."""
 

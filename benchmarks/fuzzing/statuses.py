@@ -26,7 +26,7 @@ _CAUSES = {
     "RegisterNamespace": "any known room taken",
     "Match": "any session",
     "Acquire": "any session room",
-    "Reserve": "any session room",
+    "Reserve": "any session room state",
     "Commit": "any session room state",
     "Persist": "any session room state",
     "Release": "any session",

@@ -45,6 +45,8 @@ _ENDED_AT_ONCE = 1 << 16  # held blocks whose hold ends in one turn, about a mil
 _ENDED_WITH_A_GRANT = 1 << 11  # and what a grant costs besides, in blocks
 _LOOKED_AT = 1024  # namespaces that are looked at, at a limit, for those that nobody uses: a millisecond,
 _LOOKED_AT_WITH_A_NEW_ONE = 2  # and whenever one is new: there are never many more than are used
+MAX_BLOCKS = 1 << 20
+"""Blocks of a prompt, in one call. At 4 tokens a block it is as many tokens as a message can have."""
 NO_OFFSET = np.uint64(2**64 - 1)
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -292,14 +294,20 @@ class TieredCache:
     # -- finding ------------------------------------------------------------------------------------------------
 
     def chain(self, namespace: Namespace, token_ids: bytes) -> BlockChain:
-        """The blocks of a prompt; InvalidArgumentError for an empty prompt or a torn token."""
+        """The blocks of a prompt; InvalidArgumentError for an empty prompt, a torn token, or too many blocks."""
         if not token_ids:
             raise InvalidArgumentError("token_ids is empty; send at least one token")
         if len(token_ids) % 4:
             raise InvalidArgumentError(
                 f"token_ids has {len(token_ids)} bytes, no multiple of 4; send little-endian uint32"
             )
-        return BlockChain(token_ids, namespace.spec.block_tokens, namespace.seed, self._digest)
+        chain = BlockChain(token_ids, namespace.spec.block_tokens, namespace.seed, self._digest)
+        if len(chain) > MAX_BLOCKS:
+            raise InvalidArgumentError(
+                f"token_ids has {len(chain)} blocks of {chain.block_tokens} tokens; a call takes {MAX_BLOCKS} at most: "
+                "send fewer tokens, or register the namespace with more tokens a block"
+            )
+        return chain
 
     async def match(self, namespace: Namespace, chain: BlockChain, limit: int | None = None) -> Match:
         """The longest cached prefix, at the moment when this returns; counts as use. A shared store is asked, too."""
@@ -442,13 +450,15 @@ class TieredCache:
         *,
         parts: Sequence[int] = (),
         first_block: int = 0,
+        max_blocks: int = 0,
         ttl_s: float = 0.0,
         by_daemon: bool = False,
     ) -> Reservation | int:
         """Slots for the blocks of `chain` that are not cached; the number of blocks when all are.
 
         `first_block`: the caller has bytes from this block on; bytes before it that longer prefixes do not need
-        (windows, states) may be missing. `by_daemon`: the caller fills them here; no client is told where they are.
+        (windows, states) may be missing. `max_blocks`: so many at the most; 0: all. `by_daemon`: the caller fills them
+        here; no client is told where they are.
 
         Raises:
             InvalidArgumentError: `first_block` lies behind the last block.
@@ -464,7 +474,7 @@ class TieredCache:
             )
         await self.write_back.admit()
         return await self._reservations.reserve(
-            session, namespace, chain, self.trie(namespace), chosen, first_block, ttl, by_daemon
+            session, namespace, chain, self.trie(namespace), chosen, first_block, max_blocks, ttl, by_daemon
         )
 
     @_working

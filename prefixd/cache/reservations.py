@@ -55,6 +55,7 @@ class Reservations:
         trie: Trie,
         parts: tuple[int, ...],
         first_block: int,
+        max_blocks: int,
         ttl_s: float,
         by_daemon: bool,
     ) -> Reservation | int:
@@ -66,6 +67,7 @@ class Reservations:
         prefix, wanted = path[:known], len(chain) - known
         if not wanted:
             return len(chain)
+        wanted = min(wanted, max_blocks or wanted)
         identity = self._leases.next_id()
         shared, use, tenant = self._tiers.shared, self._mover.use, session.tenant
         sizes = [trie.part_bytes[part] for part in parts]

@@ -58,7 +58,7 @@ class ServerUnavailable(ClientError):
 
 
 class CallTimeout(ClientError, TimeoutError):
-    """The daemon did not answer within the call's time."""
+    """The daemon did not answer within the call's time, or gave up a stream whose client was too slow."""
 
 
 class ServerError(ClientError):
@@ -108,6 +108,8 @@ def from_rpc_error(error: grpc.aio.AioRpcError, address: str) -> ClientError:
     kind = _BY_STATUS.get(error.code(), ServerError)
     detail = error.details() or f"the daemon gave {error.code().name} and no reason"
     trailers = tuple(error.trailing_metadata() or ())
+    if kind is CallTimeout and _ANSWERED in trailers:
+        return CallTimeout(detail)
     if kind is CallTimeout:
         return CallTimeout(
             f"no answer from the daemon at {address} in time ({detail}); what was asked for may still be done; "

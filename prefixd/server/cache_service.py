@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -14,20 +14,32 @@ import numpy as np
 import numpy.typing as npt
 
 import prefixd
-from prefixd.cache import Lease, NamespaceSpec, PartSpec, Reservation, Session, TieredCache, Trie
+from prefixd.cache import NamespaceSpec, PartSpec, Reservation, Session, TieredCache, Trie
 from prefixd.cache.cache import NO_OFFSET
 from prefixd.cache.index.trie import Rows
-from prefixd.errors import ExhaustedError, InvalidArgumentError, PreconditionError, SessionEndedError, UnavailableError
+from prefixd.errors import (
+    InvalidArgumentError,
+    PreconditionError,
+    SessionEndedError,
+    TooSlowError,
+    UnavailableError,
+)
 from prefixd.pacer import Pacer, give_way
 from prefixd.server.caller import current_caller
 from prefixd.server.load_estimates import LoadEstimates
+from prefixd.server.put_stream import Put, give_back
 from prefixd.server.retention_messages import retention_wishes
-from prefixd.server.rpc import Context, abort, deliver, granting, outlive, streaming, unary
+from prefixd.server.rpc import Context, abort, deliver, granting, unary
 from prefixd.server.rule_messages import rule_spec
 from prefixd.v1 import cache_pb2 as pb
 from prefixd.v1 import cache_pb2_grpc
 
 PIECE_BYTES = 1 << 20
+_GRANTED_PARTS = 1 << 20
+"""Parts, hence offsets, in one answer: 10 MiB at the most, of the 16 that a message can have."""
+_UNREAD_S = 30.0
+"""For a client to read a piece of an answer; at 0.3 Mbit/s it does."""
+_FAREWELL_S = 1.0
 _OFFSETS_AT_ONCE = 1 << 13
 _AGREED = (("prefixd-agreed", "1"),)
 
@@ -136,7 +148,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
                 namespace,
                 chain,
                 first_block=request.first_block,
-                max_blocks=request.max_blocks,
+                max_blocks=_most_blocks(parts, request.max_blocks),
                 ttl_s=request.ttl_s,
                 counted=not request.uncounted,
                 matched=watch.begin,
@@ -159,12 +171,20 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         self._take_work()
         session = self._session(request.session_id)
         namespace = session.namespace(request.namespace_id)
+        parts = cache.check_parts(namespace, request.parts)
+        chain = cache.chain(namespace, request.token_ids)
+        if not session.processes:  # nobody could know when it has stopped writing, see `Quarantine`
+            raise PreconditionError(
+                f"session {session.id[:8]} has not mapped the arena, where its slots would be; ask its memory_socket "
+                "for the arena first, or send the bytes with Put"
+            )
         reservation = await cache.reserve(
             session,
             namespace,
-            cache.chain(namespace, request.token_ids),
-            parts=request.parts,
+            chain,
+            parts=parts,
             first_block=request.first_block,
+            max_blocks=_most_blocks(parts),
             ttl_s=request.ttl_s,
         )
         if isinstance(reservation, int):
@@ -173,8 +193,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         response = pb.ReserveResponse(
             reservation_id=reservation.id, first_block=reservation.first_block, blocks=len(slots)
         )
-        blocks, parts = slots.shape
-        await _add_offsets(response, blocks, parts, slots.__getitem__)
+        await _add_offsets(response, len(slots), len(parts), slots.__getitem__)
         response.ttl_s = reservation.expires_s - cache.clock()
         return response
 
@@ -229,9 +248,31 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         chain = cache.chain(namespace, request.token_ids)
         return pb.RetainResponse(blocks=await cache.retain(namespace, chain, retention))
 
-    @streaming
-    async def Get(self, request: pb.GetRequest) -> AsyncGenerator[pb.GetResponse, None]:
+    async def Get(self, request: pb.GetRequest, context: Context) -> None:
         """Reads with the bytes in the stream."""
+
+        async def send(response: pb.GetResponse) -> None:
+            try:
+                async with asyncio.timeout(_UNREAD_S):
+                    await context.write(response)
+            except TimeoutError:
+                raise TooSlowError(
+                    f"the stream is given up: a piece of it was not read for {_UNREAD_S:g} s, and blocks are leased "
+                    "meanwhile; read faster, or ask for fewer blocks at a time"
+                ) from None
+
+        try:
+            await self._get(request, send)
+        except grpc.aio.InternalError:  # the caller has gone
+            raise
+        except TooSlowError as error:
+            with suppress(TimeoutError):  # it will hear of it when it reads on
+                async with asyncio.timeout(_FAREWELL_S):
+                    await abort(context, error)
+        except Exception as error:
+            await abort(context, error)
+
+    async def _get(self, request: pb.GetRequest, send: Callable[[pb.GetResponse], Awaitable[None]]) -> None:
         cache = self._cache
         session = self._session(request.session_id)
         namespace = session.namespace(request.namespace_id)
@@ -242,22 +283,23 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
                 namespace,
                 cache.chain(namespace, request.token_ids),
                 first_block=request.first_block,
-                max_blocks=request.max_blocks,
+                max_blocks=_most_blocks(parts, request.max_blocks),
                 ttl_s=cache.leases.max_ttl_s,
                 counted=not request.uncounted,
             ),
-            self._give_back,
+            partial(give_back, cache),
         )
         if lease is None:
-            yield pb.GetResponse(header=pb.GetHeader(first_block=request.first_block))
+            await send(pb.GetResponse(header=pb.GetHeader(first_block=request.first_block)))
             return
+        pacer = Pacer()
         try:
             needed = cache.offsets(lease, parts) != NO_OFFSET
             sent = b"" if needed.all() else needed.astype(np.uint8).tobytes()
-            yield pb.GetResponse(
-                header=pb.GetHeader(first_block=request.first_block, blocks=len(lease.rows), sent=sent)
-            )
+            header = pb.GetHeader(first_block=request.first_block, blocks=len(lease.rows), sent=sent)
+            await send(pb.GetResponse(header=header))
             for row, of_block in zip(lease.rows.tolist(), needed, strict=True):
+                await pacer.worked(1)
                 for part in np.array(parts)[of_block].tolist():
                     nbytes = lease.trie.part_bytes[part]
                     for start in range(0, nbytes, PIECE_BYTES):
@@ -265,104 +307,24 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
                         cache.leases.find(session, lease.id)
                         slot = int(lease.trie.slots[row, cache.tiers.shared.level, part])
                         data = cache.tiers.arena.array(slot, nbytes)
-                        yield pb.GetResponse(data=data[start : start + PIECE_BYTES].tobytes())
+                        await send(pb.GetResponse(data=data[start : start + PIECE_BYTES].tobytes()))
         finally:
-            self._give_back(lease)
+            give_back(cache, lease)
 
     async def Put(self, requests: AsyncIterator[pb.PutRequest], context: Context) -> pb.PutResponse:
         """Writes with the bytes in the stream."""
+        put = Put(self._cache, self._session, requests)
         try:
-            return await self._put(requests, context)
+            try:
+                self._take_work()
+                await put.begin()
+                with suppress(grpc.aio.InternalError):  # the caller has gone; the stream will say so
+                    await context.send_initial_metadata(_AGREED)
+                return await put.store()
+            finally:
+                put.give_back()
         except Exception as error:
             await abort(context, error)
-
-    async def _put(self, requests: AsyncIterator[pb.PutRequest], context: Context) -> pb.PutResponse:
-        cache = self._cache
-        self._take_work()
-        first = await anext(aiter(requests), None)
-        if first is None or first.WhichOneof("content") != "header":
-            raise InvalidArgumentError("the first message of Put has no header; send the header, then the data")
-        header = first.header
-        if header.durable and cache.tiers.durable is None:
-            raise PreconditionError("durable Put without a disk tier; set disk.bytes or send without durable")
-        session = self._session(header.session_id)
-        namespace = session.namespace(header.namespace_id)
-        retention = retention_wishes(header.retention)
-        parts = cache.check_parts(namespace, header.parts)
-        chain = cache.chain(namespace, header.token_ids)
-        reservation = await deliver(
-            cache.reserve(
-                session,
-                namespace,
-                chain,
-                parts=parts,
-                first_block=header.first_block,
-                ttl_s=cache.leases.max_ttl_s,
-                by_daemon=True,
-            ),
-            self._give_back,
-        )
-        known = reservation if isinstance(reservation, int) else reservation.first_block
-        if known < header.first_block:
-            self._give_back(reservation)
-            raise PreconditionError(
-                f"the stream begins at block {header.first_block}, but only {known} blocks before it are cached; "
-                f"begin at block {known} or earlier"
-            )
-        sizes = [cache.trie(namespace).part_bytes[part] for part in parts]
-        expected = (len(chain) - header.first_block) * sum(sizes)
-        try:
-            with suppress(grpc.aio.InternalError):  # the caller has gone; the stream will say so
-                await context.send_initial_metadata(_AGREED)
-            received = await self._receive(requests, reservation, (known - header.first_block) * sum(sizes), sizes)
-            if received != expected:
-                raise InvalidArgumentError(
-                    f"the stream had {received} bytes, but {len(chain) - header.first_block} blocks of {sum(sizes)} "
-                    f"bytes are {expected}; send whole blocks"
-                )
-        except BaseException:
-            self._give_back(reservation)
-            raise
-        skipped = known - header.first_block
-        if isinstance(reservation, int):
-            if retention:
-                await cache.retain(namespace, chain, retention)
-            if header.durable:  # of what has been evicted since, nothing is said
-                skipped = max(await cache.persist(namespace, chain) - header.first_block, 0)
-            return pb.PutResponse(duplicates=skipped)
-        commit = cache.commit(reservation, len(reservation.slots), durable=header.durable, retention=retention)
-        try:
-            committed, duplicates = await asyncio.shield(outlive(commit))
-        except ExhaustedError:  # if it is the wish that was refused, nothing was committed
-            self._give_back(reservation)
-            raise
-        return pb.PutResponse(committed=committed, duplicates=duplicates + skipped)
-
-    async def _receive(
-        self, requests: AsyncIterator[pb.PutRequest], reservation: Reservation | int, skip: int, sizes: list[int]
-    ) -> int:
-        """Copies the stream into the reservation's slots, but for its first `skip` bytes; returns bytes received."""
-        slots = reservation.slots.ravel() if isinstance(reservation, Reservation) else np.empty(0, np.int64)
-        received = index = filled = 0
-        async for message in requests:
-            if message.WhichOneof("content") != "data":
-                raise InvalidArgumentError("a message of Put after the first has no data; send one header only")
-            data = np.frombuffer(message.data, np.uint8)
-            received += len(data)
-            if isinstance(reservation, Reservation):  # if it ended while we waited, its slots are another's
-                self._cache.leases.find(reservation.session, reservation.id)
-            left = min(skip, len(data))
-            skip -= left
-            data = data[left:]
-            while len(data) and index < len(slots):
-                offset, size = int(slots[index]), sizes[index % len(sizes)]
-                count = min(len(data), size - filled)
-                self._cache.tiers.arena.array(offset, size)[filled : filled + count] = data[:count]
-                data = data[count:]
-                filled += count
-                if filled == size:
-                    index, filled = index + 1, 0
-        return received
 
     def _session(self, session_id: str) -> Session:
         """The caller's open session with this id; another tenant's is none."""
@@ -380,13 +342,15 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         if session is not None and grant_id in session.grants:
             self._cache.release(session, grant_id)
 
-    def _give_back(self, grant: Lease | Reservation | int | None) -> None:
-        if isinstance(grant, Lease | Reservation):
-            self._take_back(grant.session.id, grant.id)
-
     def _take_work(self) -> None:
         if self._draining.is_set():
             raise UnavailableError("the daemon drains and takes no new blocks; try again when it is back")
+
+
+def _most_blocks(parts: Sequence[int], asked: int = 0) -> int:
+    """How many blocks of these parts one answer grants at the most, of as many as were asked for (0: all)."""
+    most = _GRANTED_PARTS // len(parts)
+    return min(asked or most, most)
 
 
 async def _add_offsets(

@@ -25,6 +25,7 @@ from prefixd.v1 import cache_pb2
 
 DEFAULT_LIMIT = 100
 LIMIT = 1000
+_PAGE_BYTES = 8 << 20  # after so many a page ends early: the names of groups can be long
 _TOKENS_LIMIT = 1 << 15  # of a page's blocks, unless the first block has more
 _KEY_DIGITS = 32
 _SHORTEST_KEY = 4
@@ -141,16 +142,21 @@ async def list_prefixes(cache: TieredCache, request: pb.ListPrefixesRequest) -> 
             pinned_bytes += int(trie.group_bytes[trie.groups_there(pinned)].sum())
             await give_way()
     pacer = Pacer()
-    infos = []
+    infos: list[pb.PrefixInfo] = []
+    nbytes = looked_at = 0
     for prefix in page.prefixes(cache.tries):
+        if nbytes >= _PAGE_BYTES:
+            break
+        looked_at += 1
         try:
             infos.append(await describe(cache, prefix, pacer))
         except NotFoundError:  # it went meanwhile
             continue
+        nbytes += infos[-1].ByteSize()
     return pb.ListPrefixesResponse(
         prefixes=infos,
         total=page.total,
-        next_page_token=page.next_token(),
+        next_page_token=page.token_after(looked_at),
         pinned_blocks=pinned_blocks,
         pinned_bytes=pinned_bytes,
     )
@@ -278,11 +284,11 @@ class _Page:
         found = zip(self._ordinal.tolist(), self._row.tolist(), self._generation.tolist(), strict=True)
         return [Prefix(tries[ordinal], row, generation) for ordinal, row, generation in found]
 
-    def next_token(self) -> bytes:
-        """Where the next page begins; empty when there is none."""
-        if not self._left:
+    def token_after(self, prefixes: int) -> bytes:
+        """Where the page behind the first so many of its prefixes begins; empty when there is none."""
+        if not self._left and prefixes == len(self._row):
             return b""
-        return _TOKEN.pack(self._used[-1], self._ordinal[-1], self._row[-1])
+        return _TOKEN.pack(self._used[prefixes - 1], self._ordinal[prefixes - 1], self._row[prefixes - 1])
 
 
 def _leaves(trie: Trie, start: int, namespace: int | None) -> Rows:

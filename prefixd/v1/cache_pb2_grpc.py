@@ -132,7 +132,8 @@ class PrefixCacheServicer(object):
 
     def Acquire(self, request, context):
         """Match and lease for reading. Blocks that are not in the CPU tier are brought there first, so the call can take as
-        long as the disk needs. A prefix that is not cached at all is no error: `blocks` is 0 and there is no lease.
+        long as the disk needs. A prefix that is not cached at all is no error: `blocks` is 0 and there is no lease. One call
+        grants at most 2^20 parts (blocks * parts), as Reserve and Get do: ask for the blocks behind them with `first_block`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -141,7 +142,8 @@ class PrefixCacheServicer(object):
     def Reserve(self, request, context):
         """Slots to fill for the blocks of `token_ids` that are not cached yet. The cached prefix before them is held until
         the reservation ends, so that a committed block always has its prefix. May return fewer blocks than are missing
-        when room is short; RESOURCE_EXHAUSTED when there is room for none. Waits while the queue of blocks to be written to
+        when room is short; RESOURCE_EXHAUSTED when there is room for none. FAILED_PRECONDITION before the session's client has
+        mapped the arena. Waits while the queue of blocks to be written to
         disk is full: a client that fills faster than the disk writes is slowed down, and nothing is dropped.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -197,6 +199,7 @@ class PrefixCacheServicer(object):
 
     def Get(self, request, context):
         """Read with the bytes in the stream: one header, then every part of every block that the rules need, in order, in pieces.
+        DEADLINE_EXCEEDED when a piece is not read for 30 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -207,6 +210,9 @@ class PrefixCacheServicer(object):
         in order, in pieces. Blocks that are cached already may be sent; they are counted as duplicates and skipped.
         The daemon agrees to the header with the response header `prefixd-agreed`; a client need not wait for it, but one that
         does sends nothing in vain.
+        Slots are taken for 16 MiB at a time, or for one block. What has come as a whole 16 MiB is cached, whatever becomes of
+        the stream; the last of it waits for the stream's end. DEADLINE_EXCEEDED when no message comes for 30 s, or less than
+        100 kB a second: send pieces of 1 MiB or less.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

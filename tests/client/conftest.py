@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from prefixd.client import NamespaceSpec, PartSpec
-from prefixd.errors import SessionEndedError
+from prefixd.errors import PrefixdError, SessionEndedError
 from prefixd.server.memory_listener import MemoryListener
 from prefixd.server.rpc import abort
 from prefixd.v1 import cache_pb2 as pb
@@ -31,6 +31,8 @@ class StandIn(cache_pb2_grpc.PrefixCacheServicer):
         self.fd = os.memfd_create("stand-in")
         os.ftruncate(self.fd, ARENA_BYTES)
         self.failures: dict[str, tuple[grpc.StatusCode, str]] = {}
+        self.aborts: dict[str, PrefixdError] = {}
+        """By method, what the daemon itself answers."""
         self.restarts: dict[str, int] = {}
         """By method, how many of its next calls meet a daemon that was restarted since their session was opened."""
         self.sessions: dict[str, asyncio.Event] = {}
@@ -79,6 +81,8 @@ class StandIn(cache_pb2_grpc.PrefixCacheServicer):
         if self.restarts.get(method):
             self.restarts[method] -= 1
             await abort(context, SessionEndedError("session stand-in is not open"))
+        if method in self.aborts:
+            await abort(context, self.aborts[method])
         if method in self.failures:
             await context.abort(*self.failures[method])
 

@@ -35,6 +35,7 @@ from prefixd.client import (
 from prefixd.client.connection import Connection
 from prefixd.client.copying import Copier
 from prefixd.client.inference import event_from_proto
+from prefixd.errors import TooSlowError
 from prefixd.v1 import cache_pb2, cache_pb2_grpc, inference_pb2
 
 TOKENS = [1, 2, 3, 4, 5]
@@ -74,6 +75,14 @@ async def test_a_status_becomes_an_error_with_the_daemons_words(
         assert type(caught.value) is kind
         del stand_in.failures["Match"]
         assert (await cache.match(TOKENS)).blocks == 1
+
+
+async def test_a_stream_that_the_daemon_gave_up_keeps_its_words(stand_in: Any, spec: NamespaceSpec) -> None:
+    async with AsyncClient(stand_in.address) as client:
+        cache = await client.register(spec)
+        stand_in.aborts["Match"] = TooSlowError("silent for 30 s")
+        with pytest.raises(CallTimeout, match=r"^silent for 30 s$"):
+            await cache.match(TOKENS)
 
 
 async def test_no_daemon_is_said_at_once_and_names_the_address(short_folder: Any) -> None:
@@ -246,6 +255,23 @@ async def test_a_stream_that_breaks_the_contract_is_an_error(
             await cache.load(TOKENS, bytearray(256))
         with pytest.raises(MemoryUnavailable):
             await cache.acquire(TOKENS)
+
+
+async def test_a_client_that_gets_no_memory_says_why(
+    stand_in: Any, spec: NamespaceSpec, caplog: pytest.LogCaptureFixture
+) -> None:
+    stand_in._door._admits = lambda uid: "user 5 may not map it"
+    async with AsyncClient(stand_in.address, memory="streamed") as client:
+        await client.register(spec)
+    assert not caplog.records
+    async with AsyncClient(stand_in.address) as client:
+        await client.register(spec)
+        assert client.arena is None
+    said = [record.getMessage() for record in caplog.records if record.name.startswith("prefixd.client")]
+    assert len(said) == 1 and "streamed" in said[0] and "user 5 may not map it" in said[0]
+    async with AsyncClient(stand_in.address, memory="shared") as client:
+        with pytest.raises(MemoryUnavailable, match="user 5 may not map it"):
+            await client.register(spec)
 
 
 async def test_values_of_a_newer_daemon_are_named(stand_in: Any, spec: NamespaceSpec) -> None:

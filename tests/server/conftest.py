@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import shutil
@@ -23,6 +24,9 @@ import numpy as np
 import pytest
 
 from prefixd.cache import TieredCache, Tiers, check_integrity
+from prefixd.server.cache_service import PrefixCacheService
+from prefixd.server.caller import Caller, set_caller
+from prefixd.tenants import Role
 from prefixd.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, inference_pb2, inference_pb2_grpc
 from prefixd.workloads.daemon_process import DaemonProcess
 from prefixd_swap import CpuArena, create_copy_engine, create_eviction_policy
@@ -189,6 +193,14 @@ class Remote:
         finally:
             stream.cancel()
 
+    def map_arena(self, session: str) -> None:
+        """Has this process count as one that has the arena: else a session reserves nothing."""
+        with socket.socket(socket.AF_UNIX) as door:
+            door.settimeout(WAIT_S)
+            door.connect(f"{self.daemon.socket}-memory")
+            door.sendall(session.encode() + b"\n")
+            assert b"arena_bytes" in door.recv(4096)
+
     def register(
         self, session: str, name: str, *part_bytes: int, block_tokens: int = 4, salt: bytes = b"", **fields: Any
     ) -> bytes:
@@ -334,6 +346,27 @@ async def cache() -> AsyncIterator[TieredCache]:
     check_integrity(made)
     engine.close()
     arena.close()
+
+
+class AnybodyCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
+    """Takes everybody for one caller."""
+
+    def __init__(self, caller: Caller) -> None:
+        self._caller = caller
+
+    async def intercept_service(self, continuation: Any, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        set_caller(self._caller)
+        return await continuation(handler_call_details)
+
+
+@pytest.fixture
+async def cache_server(cache: TieredCache) -> AsyncIterator[grpc.aio.Server]:
+    """PrefixCache of `cache`, in this process; it has no port yet, and is not started."""
+    made = grpc.aio.server(interceptors=[AnybodyCalls(Caller(cache.tenants.default, Role.CLIENT, "test", "unix"))])
+    service = PrefixCacheService(cache, None, asyncio.Event())
+    cache_pb2_grpc.add_PrefixCacheServicer_to_server(service, made)
+    yield made
+    await made.stop(None)
 
 
 @pytest.fixture

@@ -178,6 +178,9 @@ def test_what_every_call_checks(
 
         return run
 
+    if method == "Reserve":
+        rejected(call(), "FAILED_PRECONDITION", "has not mapped the arena")
+        sidecar.map_arena(session)
     rejected(call(token_ids=b""), "INVALID_ARGUMENT", "empty", "at least one token")
     rejected(call(token_ids=bytes(17)), "INVALID_ARGUMENT", "17 bytes", "multiple of 4")
     rejected(call(namespace_id=NOWHERE), "PERMISSION_DENIED", NOWHERE.hex(), "register it in this session")
@@ -210,6 +213,7 @@ def test_commit_and_release(
     rejected(release("7-deadbeef"), "NOT_FOUND", "never granted")
     wanted = {"session_id": session, "namespace_id": namespace}
     tokens = ids(*range(300, 308))
+    sidecar.map_arena(session)
     reservation = sidecar.cache.Reserve(pb.ReserveRequest(**wanted, token_ids=tokens)).reservation_id
     rejected(commit(reservation, 3), "INVALID_ARGUMENT", "3 blocks", "has 2")
     rejected(commit(reservation, 2, durable=True), "FAILED_PRECONDITION", "disk tier", "disk.bytes")

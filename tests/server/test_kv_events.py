@@ -313,6 +313,7 @@ def test_a_block_of_which_parts_are_missing_is_not_told(
     with remote.session() as opened:
         session = opened.session_id
         namespace = remote.register(session, "two ranks", SIZE, SIZE)
+        remote.map_arena(session)
         who = {"session_id": session, "namespace_id": namespace}
         token_ids = np.asarray(TOKENS, "<u4").tobytes()
 

@@ -89,6 +89,20 @@ async def test_pages_have_every_prefix_once_and_the_latest_first(
     assert keys(mine) == [info.key for info in found if info.namespace_name == "second"]
 
 
+async def test_a_page_that_grows_too_large_ends_early(cache: TieredCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    for prompt in range(10):
+        enter(cache, 0, 2, float(prompt))
+    monkeypatch.setattr("prefixd.server.prefixes._PAGE_BYTES", 1)
+    found: list[str] = []
+    token = b""
+    for _ in range(10):
+        page = await list_prefixes(cache, pb.ListPrefixesRequest(page_token=token))
+        found += keys(page.prefixes)
+        token = page.next_page_token
+        assert bool(token) == (len(found) < 10)
+    assert len(set(found)) == 10
+
+
 async def test_a_prefix_used_between_two_pages_moves_and_the_others_stay(cache: TieredCache) -> None:
     trie = cache.tries[0]
     rows = [int(enter(cache, 0, 1, float(used_s))[0]) for used_s in range(10)]

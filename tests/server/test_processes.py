@@ -14,7 +14,9 @@ import pytest
 
 from prefixd.cache import NamespaceSpec, PartSpec, Process, Reservation, TieredCache
 from prefixd.server import processes
+from prefixd.server.caller import Caller
 from prefixd.server.processes import ProcessWatch
+from prefixd.tenants import Role
 
 
 @pytest.fixture

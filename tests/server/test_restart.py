@@ -179,6 +179,7 @@ def test_a_drain_takes_no_new_work_but_ends_what_was_begun(
     session = next(events).opened.session_id
     namespace = remote.register(session, "kept", 3000)
     who = {"session_id": session, "namespace_id": namespace}
+    remote.map_arena(session)
     reservation = remote.cache.Reserve(pb.ReserveRequest(**who, token_ids=token_ids))
     drained = remote.admin.Drain(admin_pb2.DrainRequest(), timeout=60)
     assert drained.written_blocks == 10

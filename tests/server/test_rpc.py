@@ -9,25 +9,11 @@ from typing import Any
 import grpc
 import pytest
 
-from prefixd.cache import TieredCache, check_integrity
+from prefixd.cache import Process, TieredCache, check_integrity
 from prefixd.errors import ExhaustedError
 from prefixd.server import rpc
-from prefixd.server.cache_service import PrefixCacheService
-from prefixd.server.caller import Caller, set_caller
-from prefixd.tenants import Role
 from prefixd.v1 import cache_pb2 as pb
 from prefixd.v1 import cache_pb2_grpc
-
-
-class AnybodyCalls(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
-    """Takes everybody for one caller."""
-
-    def __init__(self, caller: Caller) -> None:
-        self._caller = caller
-
-    async def intercept_service(self, continuation: Any, handler_call_details: grpc.HandlerCallDetails) -> Any:
-        set_caller(self._caller)
-        return await continuation(handler_call_details)
 
 
 class Service:
@@ -65,13 +51,15 @@ async def test_what_a_caller_that_has_gone_is_granted_is_taken_back() -> None:
 @pytest.mark.parametrize("hang_up", ["cancel", "deadline"])
 @pytest.mark.parametrize("method", ["Acquire", "Reserve"])
 async def test_a_grant_that_comes_too_late_is_given_back(
-    cache: TieredCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, hang_up: str
+    cache: TieredCache,
+    cache_server: grpc.aio.Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    method: str,
+    hang_up: str,
 ) -> None:
-    server = grpc.aio.server(interceptors=[AnybodyCalls(Caller(cache.tenants.default, Role.CLIENT, "test", "unix"))])
-    service = PrefixCacheService(cache, None, asyncio.Event())
-    cache_pb2_grpc.add_PrefixCacheServicer_to_server(service, server)
-    server.add_insecure_port(f"unix:{tmp_path}/s")
-    await server.start()
+    cache_server.add_insecure_port(f"unix:{tmp_path}/s")
+    await cache_server.start()
     entered, may, slow = asyncio.Event(), asyncio.Event(), "bring" if method == "Acquire" else "allocate"
     work = getattr(cache.mover, slow)
 
@@ -84,6 +72,7 @@ async def test_a_grant_that_comes_too_late_is_given_back(
         stub: Any = cache_pb2_grpc.PrefixCacheStub(channel)
         events = stub.OpenSession(pb.OpenSessionRequest())
         session = (await events.read()).opened.session_id
+        cache.leases.sessions[session].processes.add(Process(1))  # or it could reserve nothing
         wanted = pb.Namespace(name="n", block_tokens=1, parts=[pb.Part(group="g", nbytes=8)])
         register = pb.RegisterNamespaceRequest(session_id=session, namespace=wanted)
         named = {
@@ -115,4 +104,4 @@ async def test_a_grant_that_comes_too_late_is_given_back(
         (opened,) = cache.leases.sessions.values()
         assert not opened.grants
         check_integrity(cache)
-    await server.stop(None)
+    await cache_server.stop(None)

@@ -169,6 +169,7 @@ def test_a_lease_ends_when_its_time_is_up(remote: Remote, refused: Callable[...,
     token_ids = np.asarray(TOKENS, "<u4").tobytes()
     with remote.session() as session:
         namespace = remote.register(session.session_id, "a short life", *BLOCK_BYTES)
+        remote.map_arena(session.session_id)
         remote.put(session.session_id, namespace, TOKENS, BYTES)
         who = {"session_id": session.session_id, "namespace_id": namespace}
         lease = remote.cache.Acquire(pb.AcquireRequest(**who, token_ids=token_ids, ttl_s=0.3))
@@ -183,6 +184,21 @@ def test_a_lease_ends_when_its_time_is_up(remote: Remote, refused: Callable[...,
             remote.cache.Commit(
                 pb.CommitRequest(session_id=session.session_id, reservation_id=reserved.reservation_id, blocks=1)
             )
+
+
+def test_who_has_not_mapped_the_arena_reserves_nothing(remote: Remote, refused: Callable[..., Any]) -> None:
+    """It could have it mapped in another session, and write into slots that are given to others when this one ends."""
+    token_ids = np.asarray(TOKENS, "<u4").tobytes()
+    with remote.session() as mapped, remote.session() as session:
+        remote.map_arena(mapped.session_id)
+        namespace = remote.register(session.session_id, "evasive", *BLOCK_BYTES)
+        who = {"session_id": session.session_id, "namespace_id": namespace, "token_ids": token_ids}
+        with refused("FAILED_PRECONDITION", "has not mapped the arena", "memory_socket", "with Put"):
+            remote.cache.Reserve(pb.ReserveRequest(**who))
+        remote.map_arena(session.session_id)
+        granted = remote.cache.Reserve(pb.ReserveRequest(**who))
+        assert granted.blocks == 10
+        remote.cache.Release(pb.ReleaseRequest(session_id=session.session_id, lease_id=granted.reservation_id))
 
 
 def test_a_reader_that_hangs_up_in_the_middle_leaves_no_lease(remote: Remote) -> None:

@@ -28,6 +28,7 @@ from prefixd.client.errors import (
     PreconditionError,
     ServerError,
     ServerUnavailable,
+    SocketUntrusted,
     UnsupportedError,
 )
 from prefixd.client.estimates import LoadEstimate, Prefill
@@ -88,6 +89,7 @@ __all__ = [
     "ServerError",
     "ServerUnavailable",
     "SlidingWindow",
+    "SocketUntrusted",
     "StoreResult",
     "Tier",
     "TierRun",

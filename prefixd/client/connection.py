@@ -15,6 +15,7 @@ import grpc
 from prefixd.client.credentials import Credentials
 from prefixd.client.errors import CallTimeout, ClientError, InvalidArgumentError, ServerUnavailable, from_rpc_error
 from prefixd.client.ticket import Ticket
+from prefixd.client.trust import check_default_socket, default_socket
 from prefixd.v1.admin_pb2_grpc import AdminStub
 from prefixd.v1.cache_pb2_grpc import PrefixCacheStub
 from prefixd.v1.inference_pb2_grpc import InferenceStub
@@ -45,9 +46,7 @@ def default_address() -> str:
     configured = os.environ.get("PREFIXD_SERVER__SOCKET")
     if configured:
         return f"unix:{Path(configured).expanduser()}"
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    folder = Path(runtime) / "prefixd" if runtime else Path(f"/tmp/prefixd-{os.getuid()}")
-    return f"unix:{folder / 'prefixd.sock'}"
+    return f"unix:{default_socket()}"
 
 
 def parse_address(address: str | None) -> str:
@@ -74,6 +73,7 @@ class Connection:
         self.address = parse_address(address)
         self.timeout_s = timeout_s
         self._late: set[asyncio.Task[None]] = set()
+        self._default = default_socket() if self.address == f"unix:{default_socket()}" else None
         self._channel = credentials.channel(self.address, _OPTIONS)
         local = self.address.startswith("unix:")
         self._ticket = Ticket(self.address.removeprefix("unix:"), time.monotonic) if local else None
@@ -147,12 +147,14 @@ class Connection:
             call.cancel()
 
     async def wait_out_backoff(self) -> None:
-        """Before a call: fetches a ticket where one is needed, and after a failed connection gives the channel its next
-        attempt.
+        """Before a call: checks whose the default socket is, fetches a ticket where one is needed, and after a failed
+        connection gives the channel its next attempt.
 
         Without this the first call after a daemon's restart would be refused by the channel without being
         tried, or share the fate of an attempt that began before the daemon was back.
         """
+        if self._default is not None:
+            check_default_socket(self._default)
         if self._ticket is not None and not self._ticket.fresh:
             await self._ticket.fetch()
         waiting = (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.CONNECTING)

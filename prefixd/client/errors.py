@@ -76,6 +76,10 @@ class MemoryUnavailable(ClientError):
     """The daemon's arena cannot be mapped here though `memory="shared"` asks for it."""
 
 
+class SocketUntrusted(ClientError):
+    """The default socket lies where another user could have put it; nothing was sent there."""
+
+
 class ClientClosed(ClientError):
     """The client was closed before or during the call."""
 

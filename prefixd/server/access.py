@@ -53,6 +53,7 @@ class SocketAccess:
             ConfigError: it cannot be made, others can write to it, or it keeps out those who are to be let in.
         """
         search = self.mode >> 2 & 0o011 | self.mode >> 1 & 0o011
+        _refuse_links(directory)
         made = not os.path.lexists(directory)
         _make(directory)
         found = directory.stat()
@@ -142,6 +143,7 @@ def make_private(name: str, directory: Path) -> None:
     Raises:
         ConfigError: it cannot be made, belongs to another user, or others can write to it.
     """
+    _refuse_links(directory)
     _make(directory)
     found = directory.stat()
     mode = stat.S_IMODE(found.st_mode)
@@ -158,6 +160,20 @@ def make_private(name: str, directory: Path) -> None:
     if mode & _OTHERS_READ:  # to be let through, towards a socket, shows nothing
         directory.chmod(0o700)
         log.warning("%s = %s was open to other users (mode %04o) and is private now", name, directory, mode)
+
+
+def _refuse_links(directory: Path) -> None:
+    """Raises ConfigError where a symbolic link of another user is on the way: that user can make it lead elsewhere."""
+    for step in (*reversed(directory.absolute().parents), directory.absolute()):
+        try:
+            found = step.lstat()
+        except OSError:  # what is not there is made later, and what cannot be looked at fails then
+            return
+        if stat.S_ISLNK(found.st_mode) and found.st_uid not in (0, os.geteuid()):
+            raise ConfigError(
+                f"{step}, on the way to {directory}, is a symbolic link of user {found.st_uid}, who could make it lead "
+                "elsewhere; remove it or choose another path"
+            )
 
 
 def _make(directory: Path) -> None:

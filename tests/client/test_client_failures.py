@@ -260,7 +260,7 @@ async def test_a_stream_that_breaks_the_contract_is_an_error(
 async def test_a_client_that_gets_no_memory_says_why(
     stand_in: Any, spec: NamespaceSpec, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stand_in._door._admits = lambda uid: "user 5 may not map it"
+    stand_in._door._may_map = lambda uid: False
     async with AsyncClient(stand_in.address, memory="streamed") as client:
         await client.register(spec)
     assert not caplog.records
@@ -268,9 +268,9 @@ async def test_a_client_that_gets_no_memory_says_why(
         await client.register(spec)
         assert client.arena is None
     said = [record.getMessage() for record in caplog.records if record.name.startswith("prefixd.client")]
-    assert len(said) == 1 and "streamed" in said[0] and "user 5 may not map it" in said[0]
+    assert len(said) == 1 and "streamed" in said[0] and "may not map the memory" in said[0]
     async with AsyncClient(stand_in.address, memory="shared") as client:
-        with pytest.raises(MemoryUnavailable, match="user 5 may not map it"):
+        with pytest.raises(MemoryUnavailable, match="may not map the memory"):
             await client.register(spec)
 
 

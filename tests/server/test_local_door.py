@@ -134,6 +134,22 @@ def test_a_directory_of_another_user_is_refused(folder: Path) -> None:
         SocketAccess().make_directory(folder)
 
 
+@as_root
+def test_a_link_of_another_user_on_the_way_is_refused(folder: Path) -> None:
+    (folder / "mine").mkdir()
+    link = folder / "link"
+    link.symlink_to(folder / "mine")
+    for make in (SocketAccess().make_directory, lambda path: make_private("data_dir", path)):
+        make(link)
+        make(link / "run")
+    os.chown(link, NOBODY, NOBODY, follow_symlinks=False)
+    for make in (SocketAccess().make_directory, lambda path: make_private("data_dir", path)):
+        for path in (link, link / "run", link / "new" / "run"):
+            with pytest.raises(ConfigError, match=f"{link}, on the way to {path}, is a symbolic link of user {NOBODY}"):
+                make(path)
+    assert not (folder / "mine" / "new").exists()
+
+
 def test_the_directory_of_the_socket(folder: Path, open_umask: None) -> None:
     folder.chmod(0o777)
     with pytest.raises(ConfigError, match=rf"\(mode 0777\); run `chmod go-w {folder}`"):

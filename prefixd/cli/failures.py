@@ -13,6 +13,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from prefixd.cli.terminal import shown
 from prefixd.errors import ConfigError, PrefixdError
 
 EXIT_FAILED = 1
@@ -51,7 +52,7 @@ class CleanGroup(TyperGroup):
 
 
 def _end(line: str, code: int) -> typer.Exit:
-    typer.echo(f"prefixd: {' '.join(line.split())}", err=True)
+    typer.echo(f"prefixd: {shown(' '.join(line.split()))}", err=True)
     return typer.Exit(code)
 
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from prefixd.cli.terminal import cleaned, shown
 from prefixd.v1 import admin_pb2, cache_pb2
 
 if TYPE_CHECKING:
@@ -182,6 +183,7 @@ def _print_remote(out: Console, remote: admin_pb2.RemoteStats) -> None:
 
 def print_stats(stats: admin_pb2.StatsResponse) -> None:
     """The daemon at a glance: what runs, the tiers, the hit rate, who uses it."""
+    stats = cleaned(stats)
     out = console()
     state = "[yellow]draining[/]" if stats.draining else "[green]up[/]"
     out.print(f"prefixd {stats.version}: {state} for {duration(stats.uptime_s)}")
@@ -305,12 +307,11 @@ def _session_table(sessions: Iterable[admin_pb2.SessionStats]) -> Table:
 
 def print_prefixes(prefixes: Iterable[admin_pb2.PrefixInfo], total: int) -> None:
     """The list of prefixes, most recently used first."""
-    prefixes = list(prefixes)
+    prefixes = [cleaned(prefix) for prefix in prefixes]
     tiers = ("gpu", "cpu", "disk", *(["remote"] if any(prefix.remote_blocks for prefix in prefixes) else []))
     numbers = ("tokens", "size", *tiers, "idle")
     groups = ("groups",) if any(_has_rules(prefix.groups) for prefix in prefixes) else ()
     made = table("prefix", "namespace", *numbers, *groups, "", right=numbers, fold=("namespace", "groups"))
-    shown = len(prefixes)
     for prefix in prefixes:
         made.add_row(
             prefix.key[:KEY_DIGITS],
@@ -327,8 +328,8 @@ def print_prefixes(prefixes: Iterable[admin_pb2.PrefixInfo], total: int) -> None
         out.print("Nothing is cached yet.")
         return
     out.print(made)
-    if shown < total:
-        out.print(f"{shown} of {total} prefixes; --limit {total} shows all")
+    if len(prefixes) < total:
+        out.print(f"{len(prefixes)} of {total} prefixes; --limit {total} shows all")
 
 
 def print_pinned(blocks: int, nbytes: int) -> None:
@@ -359,6 +360,7 @@ def _group_counts(groups: Sequence[admin_pb2.GroupInfo]) -> str:
 
 def print_inspection(inspection: admin_pb2.InspectResponse, *, tokens: bool) -> None:
     """One prefix, block by block."""
+    inspection = cleaned(inspection)
     prefix = inspection.prefix
     out = console()
     out.print(Text(f"{prefix.key} in {prefix.namespace_name} ({prefix.namespace_id.hex()})"))
@@ -414,7 +416,7 @@ def print_verification(
         return
     made = table("block", "namespace", "what was wrong", fold=("what was wrong",))
     for block in damaged:
-        made.add_row(block.key, block.namespace_id.hex(), Text(block.reason))
+        made.add_row(shown(block.key), block.namespace_id.hex(), Text(shown(block.reason)))
     out.print(made)
     more = progress.dropped_blocks - progress.damaged_blocks
     out.print(
@@ -426,6 +428,7 @@ def print_verification(
 
 def print_diagnosis(integrity: admin_pb2.CheckIntegrityResponse, checks: Iterable[Check]) -> None:
     """What adds up and what does not, what is in trouble, and what of the machine stands in the way."""
+    integrity = cleaned(integrity)
     out = console()
     counted = (
         f"{integrity.blocks:,} blocks, {integrity.slots:,} slots in memory, {integrity.sessions:,} sessions, "
@@ -446,18 +449,19 @@ def print_diagnosis(integrity: admin_pb2.CheckIntegrityResponse, checks: Iterabl
     if not integrity.troubles:
         out.print("[green]ok[/] no tier is in trouble")
     for check in checks:
+        line = shown(f"{check.name}: {check.found}")
         if check.remedy:
-            out.print(Text(f"{check.name}: {check.found}", style="yellow"))
-            out.print(Text(f"  {check.remedy}"))
+            out.print(Text(line, style="yellow"))
+            out.print(Text(f"  {shown(check.remedy)}"))
         else:
-            out.print(Text.assemble(("ok", "green"), f" {check.name}: {check.found}"))
+            out.print(Text.assemble(("ok", "green"), f" {line}"))
 
 
 def print_tenants(tenants: Sequence[admin_pb2.TenantStats]) -> None:
     """What each tenant has and may have: a table of the tiers, one of the limits."""
     tiers = table("tenant", "tier", "used", "held", "guaranteed", "most", right=("used", "held", "guaranteed", "most"))
     limits = table("tenant", "limit", "has", "most", "refused", right=("has", "most", "refused"))
-    for tenant in tenants:
+    for tenant in map(cleaned, tenants):
         use = {each.tier: each for each in tenant.tiers}
         for quota in tenant.quota.tiers:
             has = use.get(quota.tier, admin_pb2.TenantTierUse())

@@ -14,6 +14,7 @@ import typer
 
 from prefixd.cli.config import Assignments, ConfigFile, parse_assignments
 from prefixd.cli.failures import EXIT_INTERRUPTED, examples
+from prefixd.cli.terminal import LogFormatter
 from prefixd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -153,7 +154,9 @@ def serve_command(
 
     settings = read_settings()
     check_start(settings)
-    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)-7s %(name)s: %(message)s", force=True)
+    handler = logging.StreamHandler()
+    handler.setFormatter(LogFormatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
+    logging.basicConfig(level=log_level.upper(), handlers=[handler], force=True)
 
     from prefixd.server.daemon import serve
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from prefixd.cli.terminal import shown
+
 if TYPE_CHECKING:
     from prefixd.client import Finished, GenerateEvent, SequenceFinished
 
@@ -39,7 +41,7 @@ class Transcript:
             self._texts[event.index] += event.text
             self._ids[event.index] += event.token_ids
             if len(self._texts) == 1:
-                sys.stdout.write(event.text)
+                sys.stdout.write(self._fit(event.text))
                 sys.stdout.flush()
         elif isinstance(event, SequenceFinished):
             self._ends[event.index] = event
@@ -51,9 +53,13 @@ class Transcript:
         several = len(self._texts) > 1
         for index, (text, ids) in enumerate(zip(self._texts, self._ids, strict=True)):
             if several:
-                sys.stdout.write(f"{self._heading(index)}\n{text}")
+                sys.stdout.write(f"{self._heading(index)}\n{self._fit(text)}")
             sys.stdout.write("\n" if self._has_text else " ".join(map(str, ids)) + "\n")
         sys.stdout.flush()
+
+    def _fit(self, text: str) -> str:
+        """As it is for a file or a pipe; a terminal would obey what a model writes, or what it was made to write."""
+        return shown(text, keep="\n\t") if sys.stdout.isatty() else text
 
     def _heading(self, index: int) -> str:
         end = self._ends.get(index)

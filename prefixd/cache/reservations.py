@@ -77,7 +77,7 @@ class Reservations:
         session.reserved.whole = use.granted(tenant, shared)
 
         def limit() -> int:
-            left, to_hold = self._left(session), use.room_to_hold(tenant, shared)
+            left, to_hold = self._left(session, shared.footprint(sizes)), use.room_to_hold(tenant, shared)
             return left if to_hold is None else min(left, to_hold)
 
         try:
@@ -107,10 +107,11 @@ class Reservations:
         self._leases.grant(reservation)
         return reservation
 
-    def _left(self, session: Session) -> int:
-        """Bytes that a session may reserve beside what it has, and what its processes may still be writing into."""
-        kept = sum(process.quarantined_bytes for process in session.processes)
-        return self._limit_bytes - session.reserved.nbytes - kept
+    def _left(self, session: Session, nbytes: int) -> int:
+        """Bytes that a session may reserve beside what it has, and what its processes may still be writing into: of
+        blocks of `nbytes` one at least where there is nothing of that."""
+        have = session.reserved.nbytes + sum(process.quarantined_bytes for process in session.processes)
+        return self._limit_bytes - have if have else max(self._limit_bytes, nbytes)
 
     def _refuse(self, session: Session, sizes: Sequence[int]) -> None:
         """Raises the ExhaustedError that says why no block with parts of `sizes` bytes can be reserved."""
@@ -121,11 +122,12 @@ class Reservations:
             raise ExhaustedError(
                 f"a block of {sum(sizes)} bytes does not fit into {tier} even when it is empty; raise cpu.bytes"
             )
-        if self._left(session) < nbytes:
+        left = self._left(session, nbytes)
+        if left < nbytes:
             tenant.refused["reserved_bytes"] += 1
             raise ExhaustedError(
                 f"tenant {tenant.name}: session {session.id[:8]} may reserve {self._limit_bytes} bytes at once (limit "
-                f"transfers.reserved_bytes), and {max(self._left(session), 0)} are left for a block of {nbytes}; "
+                f"transfers.reserved_bytes), and {max(left, 0)} are left for a block of {nbytes}; "
                 "commit or release reservations, or have the operator raise the limit"
             )
         to_hold = use.room_to_hold(tenant, shared)

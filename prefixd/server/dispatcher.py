@@ -619,7 +619,7 @@ class Dispatcher:
                 sampling=request.sampling,
                 state=None if states is None else states.frames_for_worker(resume),
                 fork_of=request.fork_of if run.forked else -1,
-                images=[] if request.images is None else request.images.images,
+                images=[] if request.images is None else request.images.for_worker(request.namespace),
                 image_frames=[] if images is None else images.claim_frames(fresh.of_images),
             )
         )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 import numpy as np
+from msgspec.structs import replace
 
-from prefixd.cache import BlockChain
+from prefixd.cache import BlockChain, Namespace
 from prefixd.images.identity import ImageSpan, drawn_block, identity_tokens, next_uncut_blocks, uncut_blocks
 from prefixd.worker.protocol import PromptImage
 
@@ -62,6 +64,14 @@ class PromptImages:
     def token_ids(self) -> bytes:
         """The ids as the model reads them, little-endian uint32."""
         return bytes(self._tokens)
+
+    def for_worker(self, namespace: Namespace) -> list[PromptImage]:
+        """The images under names that they have in a namespace alone.
+
+        The worker keeps embeddings by these, and an answer says how many it had: of nobody else's images.
+        """
+        names = (hashlib.blake2b(image.digest, digest_size=32, key=namespace.digest) for image in self.images)
+        return [replace(image, digest=name.digest()) for image, name in zip(self.images, names, strict=True)]
 
     def append(self, token_ids: bytes, chain: BlockChain) -> None:
         """Adds tokens that were generated, here and to the chain.

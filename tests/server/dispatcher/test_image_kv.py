@@ -176,7 +176,7 @@ async def test_requests_with_one_image_at_a_time_when_frames_are_few(
         bench.die()
         for request, prompt in zip(requests, prompts, strict=True):
             assert await bench.tokens_of(request) == vision.greedy(prompt, 16)
-        assert set(encoded) == {prompt.images[0].digest for prompt in prompts}
+        assert len(set(encoded)) == len({prompt.images[0].digest for prompt in prompts}) == 3
         await bench.cache.mover.quiesce()
         check_integrity(bench.cache)
         assert bench.dispatcher.taken_frames == 0

@@ -443,7 +443,8 @@ class CacheSettings(_Section):
     share_after: Annotated[int, Field(ge=0, le=64)] = 0
     """Blocks without a salt become common to all tenants when so many of them have computed them, each for itself.
     Until then nobody can find out by a hit, or by its time, that another has them. 0: never. 1: at once, with no such
-    protection."""
+    protection. Take more than one party may have tenants. What clients store has to be the same, byte for byte. A
+    change begins with an empty cache for what has no salt, and counting begins with the daemon."""
 
 
 class EventSettings(_Section):
@@ -713,6 +714,15 @@ class Settings(_Section):
                         raise ValueError(
                             f"tenants.{name}.{kind} has {each!r}, which tenants.{owners[each]} has, too; keep one"
                         )
+        return self
+
+    @check_together(mode="after")
+    def _blocks_become_common_somewhere(self) -> Self:
+        if self.cache.share_after > 1 and not self.cpu.bytes:
+            raise ValueError(
+                f"cache.share_after = {self.cache.share_after}, but blocks become common in the CPU tier, and there is "
+                "none (cpu.bytes = 0); raise cpu.bytes, or set cache.share_after to 0 or 1"
+            )
         return self
 
     @property

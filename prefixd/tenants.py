@@ -17,6 +17,8 @@ from prefixd.errors import ExhaustedError
 
 DEFAULT = "default"
 """Name of the tenant of callers that no setting maps to another one."""
+COMMON = "(common)"
+"""Name of the tenant that blocks belong to which are common to all; no caller can be mapped to it."""
 LONGEST_NAME = 64
 _NAME = re.compile(rf"[a-z0-9][a-z0-9_-]{{0,{LONGEST_NAME - 1}}}")
 

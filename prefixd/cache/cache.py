@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from prefixd import heap
+from prefixd.cache.common_blocks import CommonBlocks
 from prefixd.cache.holds import Hold
 from prefixd.cache.index.keys import BlockChain, Digest, xxh3_digest
 from prefixd.cache.index.trie import NO_SLOT, TIERS, Match, Observer, Rows, Trie
@@ -96,6 +97,7 @@ class TieredCache:
         admit_uses: see `Placement`.
         remote: how the remote tier is used, where there is one.
         tenants: to whom sessions and namespaces belong.
+        share_after: blocks become common to all tenants when so many have computed them; 0: never, 1: at once.
         digest: block key function; replaced in tests.
     """
 
@@ -120,12 +122,13 @@ class TieredCache:
         admit_uses: int = 0,
         remote: RemoteOptions | None = None,
         tenants: Tenants | None = None,
+        share_after: int = 0,
         digest: Digest = xxh3_digest,
     ) -> None:
         self.tiers = tiers
         self.clock = clock
         self.tenants = tenants or Tenants()
-        self.namespaces = NamespaceRegistry()
+        self.namespaces = NamespaceRegistry(with_common=share_after > 1)
         self.tries: list[Trie] = []
         self.counters = CacheCounters()
         self.claims: list[Callable[[], Iterator[Claim]]] = []
@@ -156,7 +159,12 @@ class TieredCache:
             max_grants=max_grants,
             tenants=self.tenants,
         )
-        self._reservations = Reservations(tiers, self.mover, self.leases, clock, reserved_bytes)
+        self.common: CommonBlocks | None = None
+        """What makes blocks common, where that takes several tenants."""
+        if share_after > 1:
+            self.common = CommonBlocks(self.mover, self.namespaces, self._chain, clock, share_after)
+        self._share_at_once = share_after == 1
+        self._reservations = Reservations(tiers, self.mover, self.leases, clock, reserved_bytes, self._stored)
         self.quarantine = self._reservations.quarantine
         self.pins = Pins(self.mover, self._reservations)
         self.retained = Retained(tiers, self.tries, self._tenant_at, clock)
@@ -200,6 +208,8 @@ class TieredCache:
         await self.refused.stop()
         await self.scrubber.stop()
         await self.write_back.stop()
+        if self.common is not None:
+            await self.common.stop()
         if self.mover.remote is not None:
             await self.mover.remote.stop()
         await self.mover.close()
@@ -207,11 +217,15 @@ class TieredCache:
     def register(self, spec: NamespaceSpec) -> Namespace:
         """The namespace for `spec`; durable with its first block on disk. It stays for whoever has a reference to it.
 
+        It is the one of all tenants where blocks are common at once.
+
         Raises:
             InvalidArgumentError: the spec itself is wrong.
             AlreadyExistsError: its id is another one's, by chance.
             ExhaustedError: it would be one too many, for its tenant or in all.
         """
+        if self._share_at_once and spec.may_be_common:
+            spec = spec.common
         known = self.namespaces.find(spec)
         if known is not None:
             return known
@@ -219,13 +233,13 @@ class TieredCache:
         self._forget_namespaces(_LOOKED_AT_WITH_A_NEW_ONE)
         tenant = self.tenants.known(spec.tenant)
         have, most = self.namespaces.count(tenant.name), tenant.quota.namespaces
-        if len(self.namespaces) >= self._max_namespaces or (most is not None and have >= most):
+        if self.namespaces.counted >= self._max_namespaces or (most is not None and have >= most):
             self._forget_namespaces()
             have = self.namespaces.count(tenant.name)
         tenant.check("namespaces", have, "namespaces are open in sessions or have blocks", "use one of them")
-        if len(self.namespaces) >= self._max_namespaces:
+        if self.namespaces.counted >= self._max_namespaces:
             raise ExhaustedError(
-                f"{len(self.namespaces)} namespaces of all tenants are open in sessions or have blocks, the most "
+                f"{self.namespaces.counted} namespaces of all tenants are open in sessions or have blocks, the most "
                 "allowed; use one of them or raise server.max_namespaces"
             )
         return self._give_trie(self.namespaces.register(spec))
@@ -245,9 +259,11 @@ class TieredCache:
         trie = self._trie_of.get(geometry)
         if trie is None:
             trie = self._trie_of[geometry] = self._new_trie(namespace.spec)
-        self._tries[namespace.ordinal] = trie
-        self._users[trie.ordinal] += 1
-        self.mover.use.assign(namespace.ordinal, self.tenants.known(namespace.spec.tenant))
+        for each in (namespace, namespace.common):
+            if each is not None and each.ordinal not in self._tries:
+                self._tries[each.ordinal] = trie
+                self._users[trie.ordinal] += 1
+                self.mover.use.assign(each.ordinal, self.tenants.known(each.spec.tenant))
         return namespace
 
     def _tenant_at(self, ordinal: int) -> Tenant:
@@ -301,13 +317,16 @@ class TieredCache:
             raise InvalidArgumentError(
                 f"token_ids has {len(token_ids)} bytes, no multiple of 4; send little-endian uint32"
             )
-        chain = BlockChain(token_ids, namespace.spec.block_tokens, namespace.seed, self._digest)
+        chain = self._chain(namespace, token_ids)
         if len(chain) > MAX_BLOCKS:
             raise InvalidArgumentError(
                 f"token_ids has {len(chain)} blocks of {chain.block_tokens} tokens; a call takes {MAX_BLOCKS} at most: "
                 "send fewer tokens, or register the namespace with more tokens a block"
             )
         return chain
+
+    def _chain(self, namespace: Namespace, token_ids: bytes) -> BlockChain:
+        return BlockChain(token_ids, namespace.spec.block_tokens, namespace.seed, self._digest)
 
     async def match(self, namespace: Namespace, chain: BlockChain, limit: int | None = None) -> Match:
         """The longest cached prefix, at the moment when this returns; counts as use. A shared store is asked, too."""
@@ -396,6 +415,8 @@ class TieredCache:
     def _holdable(self, tenant: Tenant, trie: Trie, path: Rows, first_block: int) -> Rows:
         """The longest beginning of a usable prefix of which a tenant may hold in the CPU tier what a reader needs.
 
+        Common blocks in it are held on the account of all tenants.
+
         Raises:
             ExhaustedError: it may not hold even the first block.
         """
@@ -404,8 +425,11 @@ class TieredCache:
             return path
         while len(path) > first_block:
             needed = trie.needed(len(path), first_block)
-            fresh = np.cumsum(use.held.fresh_bytes(trie, shared, path[first_block:], needed))
-            fits = int(np.searchsorted(fresh, use.room_to_hold(tenant, shared) or 0, "right"))
+            fresh = use.held.fresh_bytes(trie, shared, path[first_block:], needed)
+            fits = len(fresh)
+            for owner, mine in use.places_by_owner(trie, path[first_block:]):
+                over = np.cumsum(fresh[mine]) > (use.room_to_hold(owner, shared) or 0)
+                fits = min([fits, *np.arange(len(fresh))[mine][over][:1].tolist()])
             if fits == len(fresh):
                 return path
             path = trie.usable(path[: first_block + fits])
@@ -628,6 +652,7 @@ class TieredCache:
             slots[~taken] = NO_SLOT
             self.mover.placement.put(trie, rows[some], self.tiers.compute, slots[some])
             self.mover.changed.set()
+            self._stored(trie, rows[some])
         trie.touch(rows, now)
         return rows, taken[:, :parts].ravel()
 
@@ -643,12 +668,17 @@ class TieredCache:
         if (trie.slots[last, level][slots != NO_SLOT] != NO_SLOT).any():
             return False
         self.mover.placement.put(trie, last, self.tiers.compute, slots)
+        self._stored(trie, last)
         group = int(trie.part_mask[-1])
         self.mover.placement.extend(trie, path, group, ends)
         self.mover.changed.set()
         return True
 
     # -- inside ---------------------------------------------------------------------------------------------------
+
+    def _stored(self, trie: Trie, rows: Rows) -> None:
+        if self.common is not None:
+            self.common.stored(trie, rows)
 
     def _end_grants(self, grants: Sequence[Lease | Reservation], at_its_word: bool) -> None:
         """Gives back what grants protected: as much as takes a millisecond now, the rest soon."""

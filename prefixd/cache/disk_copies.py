@@ -155,7 +155,7 @@ class DiskCopies:
                 await self._checksums.wait(trie, batch)
                 try:
                     await self._save_namespaces(trie, batch)
-                    if trie.has_rules:
+                    if trie.has_rules or self._behind_common(trie, batch):
                         await self._record_ancestors(trie, batch, movement)
                     left = await self._fit_batch(trie, rows, batch, source, movement, tenant, ahead, piece_bytes)
                     await self._pin(trie, batch[trie.pinned[batch]], True)
@@ -166,6 +166,10 @@ class DiskCopies:
             if len(left):
                 break
         return written
+
+    def _behind_common(self, trie: Trie, rows: Rows) -> bool:
+        """Whether some of `rows` may continue blocks that have no bytes, since common ones have them."""
+        return any(self._namespaces.at(it).common is not None for it in np.unique(trie.namespace[rows]).tolist())
 
     async def _record_ancestors(self, trie: Trie, rows: Rows, movement: Movement) -> None:
         """Stores records without bytes of the blocks before `rows` that have none: the records of `rows` need them."""

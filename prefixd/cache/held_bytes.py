@@ -47,16 +47,21 @@ class HeldBytes:
         return holders
 
     def change(self, trie: Trie, tier: Tier, rows: Rows, wanted: GroupMask | None, *, begin: bool) -> None:
-        """The `wanted` groups of different blocks of one tenant, all by default, have one holder more, or fewer."""
-        if not len(rows):
-            return
+        """The `wanted` groups of different blocks, all by default, have one holder more, or fewer."""
+        for tenant, mine in self._use.places_by_owner(trie, rows):
+            self._change_of(tenant, trie, tier, rows[mine], None if wanted is None else wanted[mine], begin=begin)
+
+    def _change_of(
+        self, tenant: Tenant, trie: Trie, tier: Tier, rows: Rows, wanted: GroupMask | None, *, begin: bool
+    ) -> None:
+        """As `change`, blocks of one tenant."""
         holders, nbytes, by = self.holders(trie, tier), 0, 1 if begin else -1
         for group in trie.groups:
             chosen = rows if wanted is None else rows[(wanted & np.uint8(group.mask)) != 0]
             holders[chosen, group.bit] += by
             changed = int(np.count_nonzero(holders[chosen, group.bit] == begin))
             nbytes += by * changed * int(self._use.group_bytes(trie, tier)[group.mask])
-        place = self._use.owner(trie, int(rows[0])).ordinal, tier.level
+        place = tenant.ordinal, tier.level
         self._nbytes[place] = self._nbytes.get(place, 0) + nbytes
 
     def fresh_bytes(self, trie: Trie, tier: Tier, rows: Rows, wanted: GroupMask | None) -> Int64s:

@@ -53,6 +53,11 @@ class Hold:
         self._held_bytes = holds.held_bytes
         self._change(rows, wanted, begin=True)
 
+    @property
+    def ended(self) -> bool:
+        """Whether it has let go."""
+        return self._holds is None
+
     def extend(self, rows: Rows, wanted: GroupMask | None = None) -> None:
         """Holds more blocks, behind those that it has, and the `wanted` KV groups of them; all by default.
 

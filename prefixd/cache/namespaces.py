@@ -18,7 +18,7 @@ import msgspec
 from prefixd.cache.groups import MAX_GROUPS, GroupRule
 from prefixd.cache.rule_specs import RuleSpec, VisionEmbeddingSpec, rule_of
 from prefixd.errors import AlreadyExistsError, InvalidArgumentError, NotFoundError
-from prefixd.tenants import DEFAULT
+from prefixd.tenants import COMMON, DEFAULT
 
 ID_BYTES = 8
 
@@ -73,6 +73,16 @@ class NamespaceSpec(msgspec.Struct, frozen=True):
     def group_rules(self) -> list[GroupRule]:
         """The rule of each part, counted in blocks."""
         return [rule_of(part.rule, self.block_tokens) for part in self.parts]
+
+    @property
+    def may_be_common(self) -> bool:
+        """Whether other tenants may come to find its blocks: a salt says that they may not."""
+        return not self.salt and self.tenant != COMMON
+
+    @property
+    def common(self) -> NamespaceSpec:
+        """What is common to the namespaces of all tenants that are like this one."""
+        return msgspec.structs.replace(self, tenant=COMMON)
 
     def encoded(self) -> bytes:
         """All of it, each text and list with its length before it, so that no two specs read the same."""
@@ -132,17 +142,20 @@ class Namespace:
         digest: 8 bytes of its spec, the same in every daemon.
         ordinal: its number in this process; no other has it as long as this one is known.
         spec: what it is.
+        common: has blocks that several tenants have computed (`common_blocks.py`), in the same trie and under the same
+            keys; None where nothing becomes common.
     """
 
     id: bytes
     digest: bytes
     ordinal: int
     spec: NamespaceSpec
+    common: Namespace | None = None
 
     @property
     def seed(self) -> int:
-        """Seeds its block keys."""
-        return int.from_bytes(self.id, "little")
+        """Seeds its block keys, which are those of the common namespace beside it."""
+        return int.from_bytes(self.id if self.common is None else self.common.id, "little")
 
     @property
     def root(self) -> int:
@@ -156,9 +169,14 @@ class Namespace:
 
 
 class NamespaceRegistry:
-    """All namespaces this daemon knows."""
+    """All namespaces this daemon knows.
 
-    def __init__(self) -> None:
+    Args:
+        with_common: each without a salt has a common one beside it.
+    """
+
+    def __init__(self, *, with_common: bool = False) -> None:
+        self._with_common = with_common
         self._by_digest: dict[bytes, Namespace] = {}
         self._by_id: dict[bytes, Namespace] = {}
         self._by_ordinal: list[Namespace | None] = []
@@ -187,17 +205,23 @@ class NamespaceRegistry:
             raise AlreadyExistsError(
                 f"the id of namespace {spec.name!r} collides with that of {other.spec.name!r}; choose another name"
             )
-        namespace = self.unlisted(spec, identity)
+        common = None
+        if self._with_common and spec.may_be_common and identity == digest:  # an earlier version's has other keys
+            common = self.find(spec.common) or self.register(spec.common)
+        namespace = self._new(spec, identity, digest, common)
         self._list(namespace)
         return namespace
 
     def unlisted(self, spec: NamespaceSpec, identity: bytes | None = None) -> Namespace:
         """A namespace that nobody else can find, for a request that is to leave nothing in the cache."""
         digest = namespace_digest(spec)
+        return self._new(spec, digest if identity is None else identity, digest, None)
+
+    def _new(self, spec: NamespaceSpec, identity: bytes, digest: bytes, common: Namespace | None) -> Namespace:
         if not self._free:
             self._free.append(len(self._by_ordinal))
             self._by_ordinal.append(None)
-        namespace = Namespace(digest if identity is None else identity, digest, self._free.pop(), spec)
+        namespace = Namespace(identity, digest, self._free.pop(), spec, common)
         self._by_ordinal[namespace.ordinal] = namespace
         self._known[namespace.ordinal] = None
         return namespace
@@ -261,6 +285,11 @@ class NamespaceRegistry:
 
     def __len__(self) -> int:
         return len(self._by_id)
+
+    @property
+    def counted(self) -> int:
+        """How many there are, but for common ones that stand beside others."""
+        return len(self._by_id) - (self.count(COMMON) if self._with_common else 0)
 
     def __iter__(self) -> Iterator[Namespace]:
         return iter(list(self._by_id.values()))

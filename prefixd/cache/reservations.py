@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from prefixd.cache.groups import longest_stored
+from prefixd.cache.holds import Hold
 from prefixd.cache.index.keys import BlockChain
 from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
 from prefixd.cache.mover import Mover
 from prefixd.cache.namespaces import Namespace
-from prefixd.cache.paths import find_path
+from prefixd.cache.paths import enter_own, find_path
 from prefixd.cache.quarantine import Quarantine
 from prefixd.cache.retention import Wish
 from prefixd.cache.sessions import LeaseTable, Reservation, Session
@@ -34,16 +35,24 @@ class Reservations:
         leases: whom a reservation belongs to.
         clock: seconds, monotonic.
         limit_bytes: the most that one session may have reserved at once.
+        stored: told of blocks that were committed.
     """
 
     def __init__(
-        self, tiers: Tiers, mover: Mover, leases: LeaseTable, clock: Callable[[], float], limit_bytes: int
+        self,
+        tiers: Tiers,
+        mover: Mover,
+        leases: LeaseTable,
+        clock: Callable[[], float],
+        limit_bytes: int,
+        stored: Callable[[Trie, Rows], None],
     ) -> None:
         self._tiers = tiers
         self._mover = mover
         self._leases = leases
         self._limit_bytes = limit_bytes
         self._clock = clock
+        self._stored = stored
         self._returning: set[asyncio.Task[None]] = set()
         self.quarantine = Quarantine(self._give_back)
 
@@ -164,11 +173,17 @@ class Reservations:
         rows = [prefix]
         end = reservation.first_block + blocks if blocks else 0
         try:
+            before = await self._own_prefix(reservation, prefix, held)
+            if len(before) < len(prefix):  # a key of it is another block's
+                placement.lost["key collision"] += blocks
+                end = 0
             for start in range(len(prefix), end, _COMMIT_BLOCKS):  # from the first block that has no row, perhaps
                 if start > len(prefix):
                     await give_way()  # a long prompt is entered in steps: others have their turn
-                entered, new = self._enter(reservation, rows[-1], start, min(start + _COMMIT_BLOCKS, end))
-                committed += new
+                entered, new = self._enter(reservation, before, start, min(start + _COMMIT_BLOCKS, end))
+                before = entered
+                committed += len(new)
+                self._stored(trie, new)
                 held.append(placement.holds.hold(owner, trie, entered))
                 self._mover.start_checksums(trie, entered)
                 rows.append(entered)
@@ -189,10 +204,20 @@ class Reservations:
                 hold.end()
         return committed, max(len(path) - reservation.first_block, 0) - committed
 
-    def _enter(self, reservation: Reservation, before: Rows, start: int, end: int) -> tuple[Rows, int]:
+    async def _own_prefix(self, reservation: Reservation, prefix: Rows, held: list[Hold]) -> Rows:
+        """`prefix`, or where it ends with a common block the rows of the namespace itself, which are made if need be
+        and whose hold is added to `held`. Fewer where a key is another block's."""
+        trie, namespace = reservation.trie, reservation.namespace
+        if not len(prefix) or trie.namespace[prefix[-1]] == namespace.ordinal:
+            return prefix
+        held.append(self._mover.placement.holds.hold(reservation.prefix.owner, trie, prefix[:0]))
+        await enter_own(held[-1], namespace, reservation.chain, len(prefix), self._clock())
+        return held[-1].rows
+
+    def _enter(self, reservation: Reservation, before: Rows, start: int, end: int) -> tuple[Rows, Rows]:
         """Enters blocks `start` to `end` of a reservation's prompt behind the rows `before`.
 
-        Those before the reservation's first block get a row without bytes. Returns the rows, and how many of them
+        Those before the reservation's first block get a row without bytes. Returns the rows, and those of them that
         lacked a reserved part before.
         """
         trie, chain, namespace = reservation.trie, reservation.chain, reservation.namespace
@@ -241,14 +266,14 @@ class Reservations:
             await give_way()
             self._tiers.shared.free(slots[start : start + _RELEASED_AT_ONCE])
 
-    def _fill(self, reservation: Reservation, start: int, rows: Rows) -> int:
-        """Enters the parts of reserved blocks, from the `start`th on, that the CPU tier lacks; how many lacked any.
+    def _fill(self, reservation: Reservation, start: int, rows: Rows) -> Rows:
+        """Enters the parts of reserved blocks, from the `start`th on, that the CPU tier lacks; which lacked any.
 
         The other slots stay with the reservation.
         """
         trie, parts = reservation.trie, list(reservation.parts)
         if not len(rows):
-            return 0
+            return rows
         reserved = reservation.slots[start : start + len(rows)]
         lacks = trie.slots[rows, self._tiers.shared.level][:, parts] == NO_SLOT
         slots = np.full((len(rows), len(trie.part_bytes)), NO_SLOT, np.int64)
@@ -256,7 +281,8 @@ class Reservations:
         new = lacks.any(axis=1)
         self._mover.placement.put(trie, rows[new], self._tiers.shared, slots[new])
         reservation.slots[start : start + len(rows)] = np.where(lacks, NO_SLOT, reserved)
-        return int(np.count_nonzero(new))
+        entered: Rows = rows[new]
+        return entered
 
     async def _make_durable(self, trie: Trie, path: Rows) -> None:
         durable = self._tiers.durable

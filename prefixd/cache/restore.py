@@ -49,7 +49,7 @@ def known_namespaces(
     Args:
         stored: what each stands for.
         wanted: those that have blocks; nobody needs the others.
-        registry: has none of them.
+        registry: has none of them, but common ones that stand beside some.
     """
     known = {}
     for identity in wanted:
@@ -57,7 +57,8 @@ def known_namespaces(
         if spec is None:
             continue
         try:
-            known[identity] = registry.register(msgspec.msgpack.decode(spec, type=NamespaceSpec), identity)
+            decoded = msgspec.msgpack.decode(spec, type=NamespaceSpec)
+            known[identity] = registry.find(decoded) or registry.register(decoded, identity)
         except (msgspec.DecodeError, PrefixdError) as error:
             log.error("namespace %s on disk is of no use, its blocks are dropped: %s", identity.hex(), error)
     return known
@@ -267,13 +268,10 @@ def _shape(group: RecordGroup) -> tuple[int, tuple[int, ...]]:
 
 
 def _fits(group: RecordGroup, trie: Trie) -> bool:
-    """Whether the group's blocks can be blocks of `trie`: of each KV group all parts are on disk, or none.
-
-    Where every prefix needs every byte, none may be missing.
-    """
+    """Whether the group's blocks can be blocks of `trie`: of each KV group all parts are on disk, or none."""
     if (trie.block_tokens, len(trie.part_bytes)) != (group.tokens.shape[1], len(group.part_bytes)):
         return False
     if any(nbytes not in (0, wanted) for nbytes, wanted in zip(group.part_bytes, trie.part_bytes, strict=True)):
         return False
     there = [{group.part_bytes[part] > 0 for part in kv_group.parts} for kv_group in trie.groups]
-    return all(len(found) == 1 for found in there) and (trie.has_rules or there == [{True}])
+    return all(len(found) == 1 for found in there)

@@ -188,6 +188,7 @@ class Daemon:
         if restored:
             log.info("%d blocks are back from disk", restored)
         self._watch(cache.write_back.start())
+        self._watch(None if cache.common is None else cache.common.start())
         self._watch(cache.scrubber.start())
         if tiers.durable is not None:
             self._watch(cache.mover.start_probing())

@@ -566,6 +566,11 @@ class Dispatcher:
             self._prefetcher.unstage(request)
             self._look()
             return True
+        if request.namespace.common is not None and self._caching and request.keeps:
+            await request.footprint.make_own_rows(request.namespace, request.chain)
+            if request.state is not RequestState.READY or not self._taking:  # cancelled, or the worker died, meanwhile
+                self._look()
+                return True
         cached, kv, images = len(request.rows), request.kv, request.image_holds
         found_images = 0 if images is None else images.found
         keeps = self._caching and request.keeps

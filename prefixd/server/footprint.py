@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from prefixd.cache import TieredCache, Trie
+import numpy as np
+
+from prefixd.cache import BlockChain, Namespace, TieredCache, Trie
 from prefixd.cache.groups import GroupMask
+from prefixd.cache.holds import Hold
 from prefixd.cache.index.trie import Rows
+from prefixd.cache.paths import enter_own
 from prefixd.server.frame_budget import FrameBudget
 from prefixd.server.image_kv import ImageHolds
 from prefixd.server.tail_load import TailLoad
@@ -55,6 +59,7 @@ class Footprint:
     ) -> None:
         self.images = images
         self.tail: TailLoad | None = None
+        self._beneath: Hold | None = None
         self._behind = None if behind is None else cache.mover.placement.holds.hold(owner, trie, behind)
         self._cache = cache
         self._budget = budget
@@ -82,6 +87,23 @@ class Footprint:
     def wanted(self) -> GroupMask | None:
         """The KV groups of each of these blocks whose bytes are held; None for all."""
         return self._hold.wanted
+
+    async def make_own_rows(self, namespace: Namespace, chain: BlockChain) -> None:
+        """Makes the rows that blocks recorded behind common ones will continue; see `enter_own`. The footprint may have
+        ended when this returns."""
+        if self._beneath is not None:
+            return
+        path = self.rows if self._behind is None else np.concatenate([self.rows, self._behind.rows])
+        others = np.flatnonzero(self._trie.namespace[path] != namespace.ordinal)
+        if len(others):
+            holds = self._cache.mover.placement.holds
+            self._beneath = holds.hold(self._owner, self._trie, path[:0])
+            await enter_own(self._beneath, namespace, chain, int(others[-1]) + 1, self._cache.clock())
+
+    def own_row(self, block: int) -> int | None:
+        """The row of the request's own namespace for a block that `make_own_rows` was about."""
+        rows = () if self._beneath is None else self._beneath.rows
+        return int(rows[block]) if block < len(rows) else None
 
     def yield_frames(self) -> None:
         """The request can give its frames up from now on."""
@@ -166,6 +188,9 @@ class Footprint:
             self.tail.end()
         if self.images is not None:
             self.images.end()
+
+        if self._beneath is not None:
+            self._beneath.end()
 
     def _end_behind(self) -> None:
         if self._behind is not None:

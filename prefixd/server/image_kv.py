@@ -24,6 +24,7 @@ from msgspec.structs import replace
 from prefixd.cache import BlockChain, CrossAttentionSpec, Namespace, NamespaceSpec, PartSpec, TieredCache, Trie
 from prefixd.cache.holds import Hold
 from prefixd.cache.index.trie import Rows
+from prefixd.cache.paths import path_now
 from prefixd.drawn_tokens import drawn_ids
 from prefixd.images.identity import LEAST_BLOCK_TOKENS
 from prefixd.server.frame_budget import FrameBudget
@@ -85,7 +86,7 @@ class ImageKv:
 
     def find(self, digest: bytes) -> Rows:
         """The blocks of an image of which all bytes are in some tier; else none."""
-        return self.trie.usable(self.trie.nodes(self.namespace.root, self.chains[digest], self.blocks))
+        return self.trie.usable(path_now(self.trie, self.namespace, self.chains[digest], self.blocks))
 
 
 def blocks_of(spec: NamespaceSpec) -> int:

@@ -45,20 +45,25 @@ class Recorder:
     def _record_computed(self, request: Request, filled: int) -> None:
         run, first = request.run, len(request.rows)
         if run.recording and first < filled:
-            parent = int(request.rows[-1]) if first else request.namespace.root
-            homes, trie = run.homes(first, filled), request.trie
-            rows, taken = self._cache.record(request.namespace, parent, request.chain, first, homes, filled - first)
-            wanted, groups = None, int(np.bitwise_or.reduce(trie.part_mask[: run.slots]))
-            if trie.has_rules:
-                wanted = np.full(len(rows), groups, np.uint8)
-            self.retain(request, rows, first)
-            request.footprint.record(rows, compress(homes, taken.tolist()), wanted)
-            ends = self._states.ends(request)
-            self._cache.mover.placement.extend(trie, request.rows, groups, ends)
-            self.needs.recorded(trie, request.rows, request.prompt_ends)
-            run.recording = len(rows) == filled - first
+            parent = _parent(request)
+            run.recording = parent is not None and self._enter(request, parent, first, filled)
         if not run.recording or len(request.rows) >= run.computes:
             self.computing.pop(request.id, None)
+
+    def _enter(self, request: Request, parent: int, first: int, filled: int) -> bool:
+        """Enters the blocks from `first` to `filled` behind the row `parent`; whether all of them could be."""
+        run, trie = request.run, request.trie
+        homes = run.homes(first, filled)
+        rows, taken = self._cache.record(request.namespace, parent, request.chain, first, homes, filled - first)
+        wanted, groups = None, int(np.bitwise_or.reduce(trie.part_mask[: run.slots]))
+        if trie.has_rules:
+            wanted = np.full(len(rows), groups, np.uint8)
+        self.retain(request, rows, first)
+        request.footprint.record(rows, compress(homes, taken.tolist()), wanted)
+        ends = self._states.ends(request)
+        self._cache.mover.placement.extend(trie, request.rows, groups, ends)
+        self.needs.recorded(trie, request.rows, request.prompt_ends)
+        return len(rows) == filled - first
 
     def retain(self, request: Request, rows: Rows, first_block: int) -> None:
         """Does as its caller wishes for those of `rows`, blocks from `first_block` on, that are its prompt's."""
@@ -74,3 +79,14 @@ class Recorder:
                 blocks, homes = run.pass_blocks(first, last, passed)
                 if homes:
                     request.footprint.let_go(blocks, int(part_mask[first]), homes)
+
+
+def _parent(request: Request) -> int | None:
+    """The row that the block after `request.rows` continues, one of its own namespace. None where a key of its prefix
+    is another block's: then nothing behind it can be cached."""
+    namespace, rows = request.namespace, request.rows
+    if not len(rows):
+        return namespace.root
+    if request.trie.namespace[rows[-1]] == namespace.ordinal:
+        return int(rows[-1])
+    return request.footprint.own_row(len(rows) - 1)

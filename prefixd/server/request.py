@@ -47,6 +47,7 @@ from prefixd.cache import BlockChain, Namespace, Trie
 from prefixd.cache.groups import GroupMask
 from prefixd.cache.index.known_path import KnownPath
 from prefixd.cache.index.trie import Rows
+from prefixd.cache.paths import compose, path_now
 from prefixd.cache.retention import Wish
 from prefixd.server.footprint import Footprint
 from prefixd.server.image_kv import ImageHolds, ImageKv
@@ -207,6 +208,7 @@ class Request:
     uncached: bool = False
     suspects: list[Suspect] = field(default_factory=list)
     _path: KnownPath = field(default_factory=KnownPath)
+    _common_path: KnownPath = field(default_factory=KnownPath)
     _footprint: Footprint | None = None
     _run: Run | None = None
 
@@ -261,9 +263,13 @@ class Request:
     @property
     def path(self) -> Rows:
         """The rows of its usable blocks that are in the trie, from the first on, wherever their bytes are."""
-        if self.trie.has_rules:
-            return self._path.look(self.trie, self.namespace.root, self.chain, self.usable_blocks)
-        return self.trie.nodes(self.namespace.root, self.chain, self.usable_blocks)  # `found` is as long, or nearly
+        trie, namespace, blocks = self.trie, self.namespace, self.usable_blocks
+        if not trie.has_rules:
+            return path_now(trie, namespace, self.chain, blocks)  # `found` is as long, or nearly
+        own = self._path.look(trie, namespace.root, self.chain, blocks)
+        if namespace.common is None:
+            return own
+        return compose(trie, own, self._common_path.look(trie, namespace.common.root, self.chain, blocks))
 
     @property
     def blocks(self) -> int:

@@ -107,10 +107,14 @@ class StateKeeping:
             self._enter(request, tail_blocks, tail)
 
     def _enter(self, request: Request, blocks: int, frames: list[int]) -> None:
-        """Enters a state behind the blocks that it belongs to, if they are in the trie and it is not."""
+        """Enters a state behind the blocks that it belongs to, if they are in the trie and it is not.
+
+        What the request has computed does not become a common block's.
+        """
         rows = request.rows
         ends = self.ends(request)
-        if len(rows) >= blocks and self._cache.record_state(request.trie, rows[:blocks], frames, ends):
+        mine = len(rows) >= blocks and request.trie.namespace[rows[blocks - 1]] == request.namespace.ordinal
+        if mine and self._cache.record_state(request.trie, rows[:blocks], frames, ends):
             request.footprint.give(frames)
             self.counters.kept += 1
             self.counters.kept_bytes += request.kv.state_frames * self._cache.tiers.frames.frame_bytes

@@ -74,6 +74,7 @@ class PrefixTracker:
         self._generation = np.zeros(0, np.int32)  # of the tail, as seen
         self._nearest = np.zeros(0, np.int8)  # of the tail, as seen
         self._namespace = np.zeros(0, np.int64)  # of the request
+        self._common = np.zeros(0, np.int64)  # the common namespace beside it, -1 where there is none
         self._key = np.zeros((0, 16), np.uint8)  # of the block behind the tail
         self._waits = np.zeros(0, np.bool_)  # there is such a block
         self._changed: dict[int, None] = {}  # ids of requests that have to be looked up, first come, first served
@@ -92,7 +93,9 @@ class PrefixTracker:
         slot = self._free.pop() if self._free else self._new_slot()
         self._slots[request.id] = slot
         self._requests[slot] = request
-        self._namespace[slot] = request.namespace.ordinal
+        namespace = request.namespace
+        self._namespace[slot] = namespace.ordinal
+        self._common[slot] = -1 if namespace.common is None else namespace.common.ordinal
         if request.seen_epoch < 0 and not len(request.found):
             self._look_up(request)
         else:
@@ -121,15 +124,20 @@ class PrefixTracker:
     def has_grown(self, request: Request) -> bool:
         """Whether the block behind the request's cached prefix is cached now."""
         key = request.next_key if self._caching else None
-        row = None if key is None else request.trie.find(request.namespace.ordinal, key)
-        if row is None:
+        if key is None:
             return False
-        tail = int(request.rows[-1]) if len(request.rows) else request.namespace.root
-        trie = request.trie
-        if trie.parent[row] != tail:
-            return False
-        if not trie.has_rules and request.images is None and not trie.refused:
-            return bool(trie.nearest[row] != NONE)
+        trie, namespace = request.trie, request.namespace
+        if namespace.common is None:
+            row = trie.find(namespace.ordinal, key)
+            tail = int(request.rows[-1]) if len(request.rows) else namespace.root
+            if row is None or trie.parent[row] != tail:
+                return False
+            if not trie.has_rules and request.images is None and not trie.refused:
+                return bool(trie.nearest[row] != NONE)
+        else:  # the tail may be of the other namespace, and the block behind it be there in either
+            rows = [trie.find(home, key) for home in (namespace.ordinal, namespace.common.ordinal)]
+            if not any(row is not None and (trie.has_rules or trie.nearest[row] != NONE) for row in rows):
+                return False
         # The next block may lack what a prefix that ends with it needs, a state perhaps, or have no bytes at all, and a
         # later one have it. Or it ends inside an image, or is refused.
         return len(request.usable(request.path)) > len(request.rows)
@@ -180,10 +188,13 @@ class PrefixTracker:
         begin, end = self._turn(self._next_key, _KEYS)
         self._next_key = end
         slots = begin + np.flatnonzero(self._waits[begin:end])
-        rows = trie.find_all(self._namespace[slots], self._key[slots])
-        slots, rows = slots[rows >= 0], rows[rows >= 0]
-        there = trie.has_rules | (trie.nearest[rows] != NONE)  # see `has_grown`
-        self._note_changes(slots[(trie.parent[rows] == self._tail[slots]) & there])
+        composed = self._common >= 0
+        for namespaces in (self._namespace, self._common):
+            asked = slots[namespaces[slots] >= 0]
+            rows = trie.find_all(namespaces[asked], self._key[asked])
+            asked, rows = asked[rows >= 0], rows[rows >= 0]
+            there = trie.has_rules | (trie.nearest[rows] != NONE)  # see `has_grown`
+            self._note_changes(asked[((trie.parent[rows] == self._tail[asked]) | composed[asked]) & there])
 
     def _read_in_turn(self, trie: Trie) -> None:
         begin, end = self._turn(self._next_slot, _REQUESTS)
@@ -302,7 +313,7 @@ class PrefixTracker:
         slot = len(self._requests)
         if slot == len(self._tail):
             capacity = max(64, 2 * slot)
-            for name in ("_tail", "_generation", "_nearest", "_namespace", "_key", "_waits"):
+            for name in ("_tail", "_generation", "_nearest", "_namespace", "_common", "_key", "_waits"):
                 old = getattr(self, name)
                 new = np.zeros((capacity, *old.shape[1:]), old.dtype)
                 new[:slot] = old

@@ -38,6 +38,7 @@ def make_cache(
         reserved_bytes=settings.transfers.reserved_bytes,
         admit_uses=settings.disk.admit_uses,
         tenants=tenants,
+        share_after=settings.cache.share_after,
         remote=RemoteOptions(
             share=settings.remote.share,
             lookup_s=settings.remote.lookup_s,

@@ -124,6 +124,7 @@ class Rig:
         seal: Seal | None = None,
         options: RemoteOptions | None = None,
         reserved: int | None = 1 << 30,
+        share_after: int = 0,
     ) -> None:
         self.path = path
         self.device = device
@@ -140,6 +141,7 @@ class Rig:
         self._admit_uses = admit_uses
         self._remote = remote
         self._reserved = reserved
+        self._share_after = share_after
         self._seal = seal or Seal(b"a secret of tests")
         # An answer that is late is for those who ask later: a test that waits for one must not depend on the machine.
         self._options = options or RemoteOptions(lookup_s=WAIT_S)
@@ -172,6 +174,7 @@ class Rig:
             reserved_bytes=self._reserved,
             admit_uses=self._admit_uses,
             remote=self._options,
+            share_after=self._share_after,
             write_queue_bytes=None if self._write_queue is None else self._write_queue * self.part_bytes,
         )
         self.computed: Counter[int] = Counter()

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from prefixd.cache import BlockChain, Namespace, NamespaceSpec, PartSpec, Trie
+from prefixd.cache.groups import FullAttention, SlidingWindow
 from prefixd.cache.index.keys import HASHED_AT_ONCE
-from prefixd.cache.index.trie import Rows
-from prefixd.cache.paths import find_ancestry, find_path
+from prefixd.cache.index.trie import CPU, Rows
+from prefixd.cache.paths import compose, find_ancestry, find_path
 
 pytestmark = pytest.mark.usefixtures("turns_by_hand")
 
@@ -24,9 +25,9 @@ def chain_of(blocks: int, first_token: int = 0) -> BlockChain:
     return BlockChain(tokens.tobytes(), 1, 7)
 
 
-def insert(trie: Trie, chain: BlockChain) -> Rows:
+def insert(trie: Trie, chain: BlockChain, namespace: int = 0) -> Rows:
     count = len(chain)
-    rows, _ = trie.insert_path(ROOT, 0, chain.key_rows(0, count), chain.token_rows(0, count), 0.0)
+    rows, _ = trie.insert_path(-1 - namespace, namespace, chain.key_rows(0, count), chain.token_rows(0, count), 0.0)
     return rows
 
 
@@ -116,3 +117,19 @@ async def test_what_blocks_continue_is_found_once_each_however_long_the_prompt()
     await beside
     assert sorted(found.tolist()) == sorted(rows.tolist())
     assert others >= 4 * BLOCKS // 8192
+
+
+def test_a_path_is_composed_of_what_each_namespace_has_more_of() -> None:
+    trie = Trie(1, (1, 1), rules=[FullAttention(), SlidingWindow(2)])
+    homes = [insert(trie, chain_of(blocks), namespace) for namespace, blocks in ((0, 5), (1, 6))]
+    full, window, both = (0, -1), (-1, 0), (0, 0)  # slots of their parts
+    for rows, groups in zip(
+        homes, [[full, both, None, window, full], [both, full, None, full, full, full]], strict=True
+    ):
+        for row, slots in zip(rows.tolist(), groups, strict=True):
+            if slots is not None:
+                trie.put_copies(np.array([row]), CPU, np.array([slots]), 0.0)
+    own, common = homes
+    assert compose(trie, own, common).tolist() == [common[0], own[1], own[2], own[3], common[4], common[5]]
+    assert compose(trie, own, common[:2]).tolist() == [common[0], *own[1:]]
+    assert compose(trie, own[:0], common).tolist() == common.tolist()

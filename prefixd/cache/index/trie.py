@@ -614,9 +614,13 @@ class Trie(TrieTable):
 
         Prompts that share a beginning continue differently where they branch, so the end of the shared part is a prefix
         that is likely to be asked for again: what it needs is wanted, and wanted again if it had expired.
+
+        Blocks of `path` that are of another namespace than its last one stay as they are: who stored this prompt has
+        not stored them.
         """
         if self.has_rules and len(path):
-            stored = np.where(self.pinned[path], np.uint8(0), np.uint8(self.all_groups if groups is None else groups))
+            stays = self.pinned[path] | (self.namespace[path] != self.namespace[path[-1]])
+            stored = np.where(stays, np.uint8(0), np.uint8(self.all_groups if groups is None else groups))
             expired = expired_groups(self.groups, len(path), self.branches(path, ends))
             self.expired[path] = (self.expired[path] & ~stored) | (expired & stored)
 

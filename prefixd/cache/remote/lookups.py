@@ -19,7 +19,7 @@ from prefixd.cache.groups import GroupMask
 from prefixd.cache.index.keys import BlockChain
 from prefixd.cache.index.trie import Rows, Trie
 from prefixd.cache.namespaces import Namespace
-from prefixd.cache.paths import find_path
+from prefixd.cache.paths import find_own, find_path
 from prefixd.cache.placement import Placement
 from prefixd.cache.remote.copies import RemoteCopies
 from prefixd.cache.remote.digests import Digests
@@ -126,8 +126,9 @@ class RemoteLookups:
     async def _look(self, trie: Trie, namespace: Namespace, chain: BlockChain, end: int) -> bool:
         """Whether the store has answered."""
         try:
-            while await self._look_on(trie, namespace, chain, end):
-                pass  # a prompt that is longer than one call asks about, and all of it was there
+            for home in (namespace,) if namespace.common is None else (namespace.common, namespace):
+                while await self._look_on(trie, home, chain, end):
+                    pass  # a prompt that is longer than one call asks about, and all of it was there
         except StorageError as error:
             self._health.failed(error)
             return False
@@ -139,14 +140,15 @@ class RemoteLookups:
         Raises:
             StorageError: the store has not answered.
         """
-        path = await find_path(trie, namespace, chain, end)
-        first = _first_lacking(trie, path)
-        stop = min(end, first + ASKED_AT_ONCE)
-        lacking = _lacking(trie, path, first, stop)
-        if not lacking.any():
-            return False
-        with self._placement.holds.hold("remote lookup", trie, path):
-            digests = await self._digests.of_prompt(trie, namespace, chain, path, first, stop)
+        own = await find_own(trie, namespace, chain, end)
+        with self._placement.holds.hold("remote lookup", trie, own):
+            path = own if namespace.common is None else await find_path(trie, namespace, chain, end)
+            first = _first_lacking(trie, path)
+            stop = min(end, first + ASKED_AT_ONCE)
+            lacking = _lacking(trie, path, first, stop)
+            if not lacking.any():
+                return False
+            digests = await self._digests.of_prompt(trie, namespace, chain, own, first, stop)
             ask = self._to_ask(trie, first, lacking, digests)
             if not ask.names:
                 self.counters.remembered += 1
@@ -204,10 +206,10 @@ class RemoteLookups:
     async def _enter(
         self, trie: Trie, namespace: Namespace, chain: BlockChain, ask: _Question, groups: GroupMask
     ) -> None:
-        """Enters the blocks, and those between them, which have no bytes. The path before them is held."""
+        """Enters the blocks, and those before and between them, which have no bytes. The path before them is held."""
         there = np.flatnonzero(groups)
         end = ask.first + int(there[-1]) + 1
-        rows = await find_path(trie, namespace, chain, end)
+        rows = await find_own(trie, namespace, chain, end)
         end = min(end, len(rows) + self._known.room())
         with self._placement.holds.hold("remote lookup", trie, rows) as hold:
             while len(rows) < end:

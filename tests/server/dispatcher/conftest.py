@@ -116,7 +116,7 @@ class FakeRun:
         """It has computed so many tokens, and passes over the blocks that arrived behind them."""
         self.computed = reach
         if self.arrived and reach >= self.arrived.start * BLOCK:
-            self.computed = self.arrived.stop * BLOCK
+            self.computed = max(reach, self.arrived.stop * BLOCK)
 
 
 @dataclass
@@ -478,7 +478,12 @@ def events() -> Callable[[Request], tuple[list[int], object]]:
 
 @asynccontextmanager
 async def open_bench(
-    frames: int, cpu_slots: int = 64, disk: bool = False, model: str = "plain", **options: Any
+    frames: int,
+    cpu_slots: int = 64,
+    disk: bool = False,
+    model: str = "plain",
+    share_after: int = 0,
+    **options: Any,
 ) -> AsyncIterator[Bench]:
     """A bench with so many GPU frames and CPU slots; at the end nothing may be held and all has to add up."""
     kv = MODELS[model]
@@ -499,6 +504,7 @@ async def open_bench(
         lambda: bench.now,
         write_back=False,
         reserved_bytes=1 << 40,
+        share_after=share_after,
     )
     spec = NamespaceSpec("model", BLOCK, kv.parts(GEOMETRY.block_bytes))
     bench = Bench(cache, engine, cache.register(spec), kv)

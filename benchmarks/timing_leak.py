@@ -1,0 +1,179 @@
+"""Whether a tenant can find out what another one has asked, from answers and their times."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import harness
+from prefixd.client import Accepted, Client, Finished, Tokens
+from prefixd.embedded_model import VOCAB_SIZE
+from prefixd.workloads.daemon_process import DaemonProcess
+
+DESCRIPTION = """\
+A daemon with the embedded model and two tenants. The victim asks half of some random prompts; the attacker
+then asks each of them once, one after the other on an idle daemon, and guesses whether the victim has asked
+it: from the answer (hit_tokens), and from the time to its first token, by its own clock and by the answer's,
+with the thresholds that tell best between prompts of its own asked for the first and for the second time.
+Cached prompts are always loaded, so that a hit is as much faster as it can be.
+
+Once with cache.share_after = 3, where the number of right guesses has to be within 3 standard deviations of
+chance, by the answer and by each clock; and once with 1, where nearly all have to be right: that the attacker
+looks at what tells. Exit status 1 when one of them misses. About 2 minutes."""
+
+SHARE_AFTER = 3
+LEAST_RIGHT = 0.95
+_AT_ONCE = 50
+"""The victim and the attacker take the prompts in rounds of so many, for which the tiers have room."""
+_VICTIM, _ATTACKER = "victim-" + "v" * 32, "attacker-" + "a" * 32
+
+Prompt = list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What an answer shows.
+
+    Attributes:
+        hit: it says that tokens of the prompt were found.
+        clocks: seconds until the first token, by the caller's clock and by the daemon's.
+    """
+
+    hit: bool
+    clocks: tuple[float, float]
+
+
+def ask(client: Client, prompt: Prompt) -> Seen:
+    """Asks a prompt, and looks at the answer as closely as a client can."""
+    first_s, begin_s = None, time.perf_counter()
+    for event in client.generate(prompt, max_tokens=1, ignore_eos=True, timeout_s=60):
+        if isinstance(event, Tokens) and first_s is None:
+            first_s = time.perf_counter() - begin_s
+        if isinstance(event, Finished):
+            return Seen(any(event.hit_tokens.values()), (first_s or 0.0, event.ttft_s))
+        assert isinstance(event, Accepted | Tokens), "the only events of one sequence"
+    raise harness.BenchmarkError("an answer did not end")
+
+
+def best_threshold(cached: Sequence[float], others: Sequence[float]) -> float:
+    """The time below which a prompt is most likely cached, by the times of some that are and some that are not."""
+    times = sorted([*cached, *others])
+
+    def right(threshold: float) -> int:
+        return sum(each < threshold for each in cached) + sum(each >= threshold for each in others)
+
+    return max([*times, times[-1] + 1], key=right)
+
+
+def guess(seen: Seen, thresholds: Sequence[float]) -> dict[str, bool]:
+    """Whether the prompt was cached, by each way to tell, and by all of them together."""
+    by_clock = [took_s < most_s for took_s, most_s in zip(seen.clocks, thresholds, strict=True)]
+    return {"all": seen.hit or all(by_clock), "answer": seen.hit, "clock": by_clock[0], "daemon_clock": by_clock[1]}
+
+
+def probe(share_after: int, prompts: int, prompt_tokens: int, seed: int, step: Callable[[], None]) -> dict[str, int]:
+    """How many guesses of the attacker are right, by each way to tell."""
+    chance = random.Random(seed)
+
+    def made(count: int) -> list[Prompt]:
+        return [[chance.randrange(256) for _ in range(prompt_tokens)] for _ in range(count)]
+
+    right = {"all": 0, "answer": 0, "clock": 0, "daemon_clock": 0}
+    with (
+        tempfile.TemporaryDirectory(prefix="prefixd-") as folder,
+        DaemonProcess(_settings(Path(folder), share_after)) as daemon,
+        Client(str(daemon.tcp), token=_VICTIM) as victim,
+        Client(str(daemon.tcp), token=_ATTACKER) as attacker,
+    ):
+        thresholds = _calibrate(attacker, made(_AT_ONCE))
+        for start in range(0, prompts, _AT_ONCE):
+            asked = made(min(_AT_ONCE, prompts - start))
+            cached = len(asked) // 2
+            for prompt in asked[:cached]:
+                ask(victim, prompt)
+            for number in chance.sample(range(len(asked)), len(asked)):
+                for way, guessed in guess(ask(attacker, asked[number]), thresholds).items():
+                    right[way] += guessed == (number < cached)
+                step()
+    return right
+
+
+def _calibrate(attacker: Client, own: list[Prompt]) -> list[float]:
+    """The best threshold of each clock, by prompts of the attacker's own."""
+    others, cached = [ask(attacker, prompt) for prompt in own], [ask(attacker, prompt) for prompt in own]
+    clocks = [([seen.clocks[at] for seen in cached], [seen.clocks[at] for seen in others]) for at in (0, 1)]
+    return [best_threshold(*of_clock) for of_clock in clocks]
+
+
+def verdict(protected: dict[str, int], bare: dict[str, int], probes: int) -> tuple[dict[str, Any], list[str]]:
+    """The result, and what misses the mark.
+
+    Args:
+        protected: right guesses with blocks that become common after `SHARE_AFTER` tenants, by each way to tell.
+        bare: those with blocks that are common at once.
+        probes: guesses of each.
+    """
+    most_off = 3 * sqrt(probes / 4)
+    off = {way: abs(right - probes / 2) for way, right in protected.items()}
+    within = max(off.values()) <= most_off
+    missed = [
+        f"with cache.share_after = {SHARE_AFTER} {protected[way]} of {probes} guesses by {way} are right, more than "
+        f"{most_off:.1f} from chance"
+        for way, distance in off.items()
+        if distance > most_off
+    ]
+    if bare["all"] < LEAST_RIGHT * probes:
+        missed.append(
+            f"with cache.share_after = 1 only {bare['all']} of {probes} guesses are right: the probe is blunt"
+        )
+    result = {
+        "with": {"right": protected["all"], "probes": probes, "within": within, "by": protected},
+        "without": {"right": bare["all"], "probes": probes, "by": bare},
+    }
+    return result, missed
+
+
+def _settings(folder: Path, share_after: int) -> dict[str, Any]:
+    tokens = folder / "tokens"
+    tokens.write_text(f"v client {_VICTIM} victim\na client {_ATTACKER} attacker\n")
+    tokens.chmod(0o600)
+    return {
+        "worker.embedded": True,
+        "cache.share_after": share_after,
+        "scheduler.load": "always",
+        "gpu.bytes": "256MiB",
+        "cpu.bytes": "512MiB",
+        "disk.bytes": 0,
+        "server.tcp": "127.0.0.1:0",
+        "server.insecure_tcp": True,
+        "server.tokens": str(tokens),
+    }
+
+
+def main() -> None:
+    """The command."""
+    parser = harness.parser("timing_leak", DESCRIPTION)
+    parser.add_argument("--prompts", type=harness.positive, default=1000, help="prompts to guess (1000)")
+    parser.add_argument("--prompt-tokens", type=harness.positive, default=96, help="tokens of a prompt (96)")
+    parser.add_argument("--seed", type=int, default=1, help="of the prompts (1)")
+    options = parser.parse_args()
+    assert VOCAB_SIZE > 256, "every byte is a token"
+    with harness.progress("timing leak", 2 * options.prompts) as step:
+        protected, bare = (
+            probe(share_after, options.prompts, options.prompt_tokens, options.seed, step)
+            for share_after in (SHARE_AFTER, 1)
+        )
+    result, missed = verdict(protected, bare, options.prompts)
+    harness.finish("timing_leak", {**result, "prompt_tokens": options.prompt_tokens}, options.json)
+    if missed:
+        raise SystemExit("error: " + "; ".join(missed))
+
+
+if __name__ == "__main__":
+    harness.run(main)

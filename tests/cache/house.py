@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from prefixd.cache import BlockChain, Namespace, NamespaceSpec, PartSpec, Trie
+from prefixd.cache import BlockChain, Lease, Namespace, NamespaceSpec, PartSpec, Trie
 from tests.cache.conftest import BLOCK_TOKENS, PART_BYTES, Rig
 
 K = 3
@@ -37,6 +37,20 @@ class House(Rig):
         spec = NamespaceSpec("model", BLOCK_TOKENS, self.parts, salt, tenant=tenant, worker=self.worker)
         home = self.homes[tenant] = self.cache.register(spec)
         return home
+
+    def act_for(self, namespace: Namespace | None) -> None:
+        """What is done next is done in a session of the namespace's tenant."""
+        tenant = self.cache.tenants.known((namespace or self.namespace).spec.tenant)
+        mine = [session for session in self.cache.leases.sessions.values() if session.tenant is tenant]
+        self.session = mine[0] if mine else self.cache.leases.open("test", 1, self.clock(), tenant)
+
+    async def put(self, prompt: Sequence[int], *, namespace: Namespace | None = None, **how: Any) -> tuple[int, int]:
+        self.act_for(namespace)
+        return await super().put(prompt, namespace=namespace, **how)
+
+    async def lease(self, prompt: Sequence[int], *, namespace: Namespace | None = None, **how: Any) -> Lease | None:
+        self.act_for(namespace)
+        return await super().lease(prompt, namespace=namespace, **how)
 
     def content(self, namespace: Namespace, chain: BlockChain, block: int, part: int = 0) -> bytes:
         lie = namespace.spec.tenant if namespace.spec.tenant in self.liars else ""

@@ -11,7 +11,7 @@ import pytest
 from prefixd.cache import PartSpec, RecurrentStateSpec, SlidingWindowSpec
 from prefixd.cache.common_blocks import Computed
 from prefixd.cache.index.trie import CPU, DISK, GPU
-from prefixd.tenants import COMMON
+from prefixd.tenants import COMMON, Quota, TierQuota
 from tests.cache.conftest import BLOCK_TOKENS, PART_BYTES
 from tests.cache.house import FULL, TENANTS, House
 from tests.cache.remote.memory_store import MemoryStore
@@ -190,7 +190,7 @@ async def test_blocks_become_common_from_the_disk(make_house: MakeHouse) -> None
     await house.settle()  # there is no room
     for lease in leases:
         assert lease is not None
-        house.cache.release(house.session, lease.id)
+        house.cache.release(lease.session, lease.id)
     for tenant in "abc":
         await house.put([8, 8, 8, 8, 8], namespace=house.home("d", salt=tenant.encode()), durable=True)
         assert await house.put_for(tenant, [1, 2, 3, 4]) == 1
@@ -208,9 +208,48 @@ async def test_without_room_there_is_no_copy(make_house: MakeHouse) -> None:
     assert house.trie.blocks_of(house.common.ordinal) == 0
     for lease in leases:
         assert lease is not None
-        house.cache.release(house.session, lease.id)
+        house.cache.release(lease.session, lease.id)
     await house.put_for("d", [1, 2, 3])  # who computes it next gives another chance
     assert await house.get([1, 2, 3], namespace=house.common) == 3
+
+
+async def test_what_tenants_are_guaranteed_does_not_go_for_a_copy(make_house: MakeHouse) -> None:
+    house = make_house(cpu=9)
+    quota = Quota(tiers=(TierQuota(), TierQuota(guaranteed_bytes=3 * PART_BYTES), TierQuota()))
+    house.cache.tenants.set_quotas(dict.fromkeys("abc", quota))
+    for tenant in "abc":
+        await house.put_for(tenant, [1, 2, 3])
+    assert house.trie.blocks_of(house.common.ordinal) == 0
+    assert [await house.has(tenant, [1, 2, 3]) for tenant in TENANTS] == [3, 3, 3, 0]
+    house.cache.tenants.set_quotas({})
+    await house.put_for("d", [1])
+    assert house.trie.blocks_of(house.common.ordinal) == 1
+
+
+async def test_what_is_common_has_a_quota_like_a_tenants(make_house: MakeHouse) -> None:
+    house = make_house(cpu=64)
+    quota = Quota(tiers=(TierQuota(), TierQuota(most_bytes=2 * PART_BYTES), TierQuota()))
+    house.cache.tenants.set_quotas({COMMON: quota})
+    for tenant in "abc":
+        await house.put_for(tenant, [1, 2, 3])
+    assert await house.has("d", [1, 2, 3]) == 2
+
+
+async def test_a_lease_of_common_and_own_blocks_counts_for_each_of_their_tenants(make_house: MakeHouse) -> None:
+    house = make_house(cpu=64)
+    quota = Quota(tiers=(TierQuota(), TierQuota(most_bytes=4 * PART_BYTES), TierQuota()))
+    for tenant in "abc":
+        await house.put_for(tenant, [1, 2, 3])
+    house.cache.tenants.set_quotas({"d": quota})
+    await house.put_for("d", [1, 2, 3, 4, 5])
+    lease = await house.lease([1, 2, 3, 4, 5], namespace=house.home("d"))
+    assert lease is not None
+    use, shared = house.cache.mover.use, house.cache.tiers.shared
+    tenants = [house.cache.tenants.known(name) for name in (COMMON, "d")]
+    assert [use.held_bytes(tenant, shared) for tenant in tenants] == [3 * PART_BYTES, 2 * PART_BYTES]
+    house.check()
+    house.cache.release(lease.session, lease.id)
+    assert [use.held_bytes(tenant, shared) for tenant in tenants] == [0, 0]
 
 
 async def test_windows_become_common_with_the_prefix_that_needs_them(make_house: MakeHouse) -> None:

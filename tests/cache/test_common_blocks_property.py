@@ -67,6 +67,7 @@ class Model:
 async def read(house: House, tenant: str, prompt: Prompt) -> list[bytes]:
     """The bytes that a tenant reads of a prompt."""
     home = house.home(tenant)
+    house.act_for(home)
     lease = await house.cache.acquire(house.session, home, house.chain(prompt, home))
     if lease is None:
         return []

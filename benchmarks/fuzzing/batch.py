@@ -469,6 +469,6 @@ def _headers(rng: random.Random) -> tuple[tuple[str, str | bytes], ...]:
         case 2:
             return (("x-raw-bin", rng.randbytes(rng.choice((0, 100, 6000)))),)
         case 3:
-            return tuple((f"x-{number}-bin", rng.randbytes(9)) for number in range(200))
+            return tuple((f"x-{number}-bin", rng.randbytes(9)) for number in range(20))
         case _:
             return (("grpc-previous-rpc-attempts", "99999999999"), ("te", "trailers"), ("x-empty", ""))

@@ -95,14 +95,11 @@ def wrong_bytes(got: Bytes, expected: Bytes) -> int:
 
 
 def block_key(prompt: Prompt, block: int) -> str:
-    """The key of one of its blocks, as an administrator names it."""
+    """The key of one of its blocks, as an administrator names it; for clients of the default tenant."""
     from benchmarks.common.daemon_specs import as_the_daemon_has_it
-    from prefixd.cache.index.keys import BlockChain
     from prefixd.cache.namespaces import namespace_digest
 
-    spec = prompt.spec
-    seed = int.from_bytes(namespace_digest(as_the_daemon_has_it(spec)), "little")
-    return BlockChain(prompt.tokens.tobytes(), spec.block_tokens, seed).key(block).hex()
+    return key_in_namespace(namespace_digest(as_the_daemon_has_it(prompt.spec)), prompt, block)
 
 
 def key_in_namespace(namespace_id: bytes, prompt: Prompt, block: int) -> str:

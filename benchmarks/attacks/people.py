@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-import encodings.idna  # noqa: F401 - needed later, when another user may not be able to read this Python's library
+# What is imported when it is first needed: another user may not be able to read this Python's library.
+import concurrent.futures.thread  # noqa: F401
+import encodings.idna  # noqa: F401
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+import numpy.random  # noqa: F401
 
 MIB = 1 << 20
 

@@ -458,6 +458,10 @@ class TieredCache:
         have = len(namespace.spec.parts)
         if not parts:
             return tuple(range(have))
+        if len(parts) > have:
+            raise InvalidArgumentError(
+                f"parts has {len(parts)} numbers; the namespace has {have} parts, name each once"
+            )
         for part in parts:
             if not 0 <= part < have:
                 raise InvalidArgumentError(f"part {part} does not exist; the namespace has parts 0 to {have - 1}")

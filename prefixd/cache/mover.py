@@ -43,7 +43,7 @@ Bools = npt.NDArray[np.bool_]
 Read = Callable[[Trie, Rows, Sequence[int], Slots, MemoryTier, Movement], Awaitable[Bools]]
 """(trie, rows, parts, slots, target, movement): see `DiskCopies.read`."""
 
-_ALLOCATED_AT_ONCE = 2048  # blocks: a millisecond or two on the event loop
+_ALLOCATED_AT_ONCE = 2048  # slots: a millisecond or two on the event loop
 _EVICTED_AT_ONCE = 384
 _DURABLE_BYTES = 32 << 20
 """What is written and synced together where somebody waits until it is durable. A sync of data and index costs as much
@@ -227,6 +227,7 @@ class Mover:
             account = self.use.moving(tenant, tier)
         movement = movement or Movement(Urgency.DEMAND)
         hint = np.array(near, np.int64) if len(near) else None
+        at_once = max(1, _ALLOCATED_AT_ONCE // len(sizes))
         with self.working():  # these slots are in nobody's book until this returns
             try:
                 while count < blocks and not movement.dropped:
@@ -237,7 +238,7 @@ class Mover:
                         break
                     room = None if tenant is None else self.use.room(tenant, tier)
                     allowed = lacking if room is None else min(lacking, max(room, 0) // footprint)
-                    if allowed and len(some := tier.allocate(sizes, min(allowed, _ALLOCATED_AT_ONCE), hint, account)):
+                    if allowed and len(some := tier.allocate(sizes, min(allowed, at_once), hint, account)):
                         taken.append(some)
                         count += len(some)
                         hint = some[-1]

@@ -102,8 +102,7 @@ class NamespaceSpec(msgspec.Struct, frozen=True):
             raise InvalidArgumentError(
                 f"block_tokens is {self.block_tokens}; it must be between 1 and {_MAX_BLOCK_TOKENS}"
             )
-        if not 1 <= len(self.parts) <= _MAX_PARTS:
-            raise InvalidArgumentError(f"namespace has {len(self.parts)} parts; it needs between 1 and {_MAX_PARTS}")
+        check_part_count(len(self.parts))
         if len({(part.group, part.rank) for part in self.parts}) != len(self.parts):
             raise InvalidArgumentError("two parts of the namespace have the same group and rank; name each once")
         for part in self.parts:
@@ -316,6 +315,12 @@ def _check_text(what: str, text: str, limit: int) -> None:
     _check_length(what, text.encode(), limit)
     if not text.isprintable():  # operators see it
         raise InvalidArgumentError(f"the {what} {text!r} has characters that cannot be printed; leave them out")
+
+
+def check_part_count(count: int) -> None:
+    """Raises InvalidArgumentError unless a namespace can have so many parts."""
+    if not 1 <= count <= _MAX_PARTS:
+        raise InvalidArgumentError(f"namespace has {count} parts; it needs between 1 and {_MAX_PARTS}")
 
 
 def _check_length(what: str, value: bytes, limit: int) -> None:

@@ -22,7 +22,7 @@ from prefixd.errors import ExhaustedError, InvalidArgumentError, PreconditionErr
 from prefixd.pacer import give_way
 from prefixd_swap import round_to_slot
 
-_COMMIT_BLOCKS = 256  # entered into the trie at a time: some milliseconds
+_COMMIT_BLOCKS, _COMMIT_PARTS = 256, 8192  # entered into the trie at a time, at the most: some milliseconds
 _RELEASED_AT_ONCE = 1024  # slots: about a millisecond
 
 
@@ -172,22 +172,23 @@ class Reservations:
         committed = 0
         rows = [prefix]
         end = reservation.first_block + blocks if blocks else 0
+        step = max(1, min(_COMMIT_BLOCKS, _COMMIT_PARTS // len(trie.part_bytes)))
         try:
             before = await self._own_prefix(reservation, prefix, held)
             if len(before) < len(prefix):  # a key of it is another block's
                 placement.lost["key collision"] += blocks
                 end = 0
-            for start in range(len(prefix), end, _COMMIT_BLOCKS):  # from the first block that has no row, perhaps
+            for start in range(len(prefix), end, step):  # from the first block that has no row, perhaps
                 if start > len(prefix):
                     await give_way()  # a long prompt is entered in steps: others have their turn
-                entered, new = self._enter(reservation, before, start, min(start + _COMMIT_BLOCKS, end))
+                entered, new = self._enter(reservation, before, start, min(start + step, end))
                 before = entered
                 committed += len(new)
                 self._stored(trie, new)
                 held.append(placement.holds.hold(owner, trie, entered))
                 self._mover.start_checksums(trie, entered)
                 rows.append(entered)
-                if len(entered) < min(_COMMIT_BLOCKS, end - start):  # the next key is another block's
+                if len(entered) < min(step, end - start):  # the next key is another block's
                     placement.lost["key collision"] += min(end - start - len(entered), blocks)
                     break
             path = np.concatenate(rows)

@@ -29,7 +29,8 @@ MOST_PRIORITY = 100
 DEFAULT_SHARE = 0.5
 """Of this host's tiers: so much may all tenants together keep above others, where a tenant has no quota of its own."""
 
-_AT_ONCE = 1 << 13  # blocks that are looked at or changed in one turn, some tenths of a millisecond
+_AT_ONCE = 1 << 13  # blocks that are looked at or changed in one turn for one wish, some tenths of a millisecond
+_LEAST_AT_ONCE = 1 << 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +119,11 @@ class Wish:
 
     async def apply_all(self, path: Rows) -> None:
         """`apply` to a prompt's blocks from its first on, which somebody holds, some thousand in one turn."""
-        for start in range(0, len(path), _AT_ONCE):
+        step = _step(self._wishes)
+        for start in range(0, len(path), step):
             if start:
                 await give_way()
-            self.apply(path[start : start + _AT_ONCE], start)
+            self.apply(path[start : start + step], start)
 
     def end(self) -> None:
         """Gives back what is claimed and was not raised; applies to nothing any more. Ending twice does nothing."""
@@ -224,10 +226,11 @@ class Retained:
         blocks, nbytes = len(path) + more, 0
         if not any(wish.priority > 0 for wish in wishes):
             return 0
-        for start in range(0, blocks, _AT_ONCE):
+        step = _step(wishes)
+        for start in range(0, blocks, step):
             if start:
                 await give_way()
-            count = min(_AT_ONCE, blocks - start)
+            count = min(step, blocks - start)
             priority = np.zeros(count, np.int8)
             for wish in wishes:
                 priority[_blocks(wish, trie.block_tokens, start, count)] = wish.priority
@@ -256,3 +259,8 @@ def _blocks(wish: Retention, block_tokens: int, first_block: int, count: int) ->
     start = max(wish.start_token // block_tokens - first_block, 0)
     end = count if not wish.end_token else wish.end_token // block_tokens - first_block
     return slice(min(start, count), max(min(end, count), 0))
+
+
+def _step(wishes: Sequence[Retention]) -> int:
+    """Blocks that are looked at or changed in one turn for all wishes."""
+    return max(_LEAST_AT_ONCE, _AT_ONCE // max(1, len(wishes)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -17,6 +18,7 @@ import prefixd
 from prefixd.cache import NamespaceSpec, PartSpec, Reservation, Session, TieredCache, Trie
 from prefixd.cache.cache import NO_OFFSET
 from prefixd.cache.index.trie import Rows
+from prefixd.cache.namespaces import check_part_count
 from prefixd.errors import (
     InvalidArgumentError,
     PreconditionError,
@@ -104,6 +106,7 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         """Names what must be equal for KV to be reusable, and opens it to the session."""
         session = self._session(request.session_id)
         wanted = request.namespace
+        check_part_count(len(wanted.parts))  # before any is read
         spec = NamespaceSpec(
             name=wanted.name,
             block_tokens=wanted.block_tokens,
@@ -294,11 +297,16 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
             return
         pacer = Pacer()
         try:
-            needed = cache.offsets(lease, parts) != NO_OFFSET
-            sent = b"" if needed.all() else needed.astype(np.uint8).tobytes()
+            needed = [
+                cache.offsets(lease, parts, blocks) != NO_OFFSET
+                async for blocks in _in_turns(len(lease.rows), len(parts))
+            ]
+            sent = b"".join(some.astype(np.uint8).tobytes() for some in needed)
+            if b"\0" not in sent:
+                sent = b""
             header = pb.GetHeader(first_block=request.first_block, blocks=len(lease.rows), sent=sent)
             await send(pb.GetResponse(header=header))
-            for row, of_block in zip(lease.rows.tolist(), needed, strict=True):
+            for row, of_block in zip(lease.rows, itertools.chain.from_iterable(needed), strict=True):
                 await pacer.worked(1)
                 for part in np.array(parts)[of_block].tolist():
                     nbytes = lease.trie.part_bytes[part]
@@ -360,11 +368,17 @@ async def _add_offsets(
     offsets: Callable[[slice], npt.NDArray[np.int64] | npt.NDArray[np.uint64]],
 ) -> None:
     """Adds the offsets of some blocks, [n, parts], after the other: some thousand in one turn."""
+    async for some in _in_turns(blocks, parts):
+        response.offsets.extend(offsets(some).ravel().tolist())
+
+
+async def _in_turns(blocks: int, parts: int) -> AsyncIterator[slice]:
+    """Blocks by some thousand parts, each in a turn of its own."""
     step = max(1, _OFFSETS_AT_ONCE // parts)
     for start in range(0, blocks, step):
         if start:
             await give_way()
-        response.offsets.extend(offsets(slice(start, start + step)).ravel().tolist())
+        yield slice(start, start + step)
 
 
 async def tier_runs(trie: Trie, path: Rows) -> list[pb.TierRun]:

@@ -18,6 +18,7 @@ from prefixd.errors import InvalidArgumentError
 from prefixd.pacer import call_arrived
 from prefixd.server.access_check import check_certificate, message_received
 from prefixd.server.rpc import Context, abort
+from prefixd.server.wire import check_fields
 
 
 class ServiceTable:
@@ -52,11 +53,17 @@ def _answering(handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandle
     if parse is None:
         return handler
 
+    descriptor = getattr(getattr(parse, "__self__", None), "DESCRIPTOR", None)  # generated: `FromString` of a class
+
     def read(message: bytes) -> Any:
         call_arrived()
         message_received()
         try:
+            if descriptor is not None:
+                check_fields(message, descriptor)
             return parse(message)
+        except InvalidArgumentError as error:
+            return _Unreadable(str(error))
         except DecodeError as error:
             return _Unreadable(str(error))
 

@@ -401,3 +401,27 @@ def test_raw_bytes_on_the_sockets(sidecar: Remote, suffix: str) -> None:
     sidecar.settled()
     with sidecar.session() as opened:
         assert opened.memory_socket
+
+
+def test_parts_of_a_namespace_are_counted_before_they_are_read(
+    sidecar: Remote, session: str, refused: Callable[..., Any]
+) -> None:
+    unreadable = pb.Part(group="g", nbytes=1, rule=pb.Rule.FromString(b"\xa2\x06\x00"))  # of a kind that nobody knows
+    with refused("INVALID_ARGUMENT", "kind"):
+        few = pb.Namespace(name="few", block_tokens=1, parts=[unreadable])
+        sidecar.cache.RegisterNamespace(pb.RegisterNamespaceRequest(namespace=few, session_id=session))
+    many = pb.Namespace(name="many", block_tokens=1, parts=[unreadable] * 1025)
+    with refused("INVALID_ARGUMENT", "namespace has 1025 parts", "between 1 and 1024"):
+        sidecar.cache.RegisterNamespace(pb.RegisterNamespaceRequest(namespace=many, session_id=session))
+
+
+def test_messages_of_very_many_fields_are_not_parsed(
+    sidecar: Remote, session: str, refused: Callable[..., Any]
+) -> None:
+    with refused("INVALID_ARGUMENT", "cannot be read", "RenewRequest of .* bytes has more than 16384 fields"):
+        sidecar.cache.Renew(pb.RenewRequest(session_id=session, lease_ids=["0123456"] * 20_000))
+    with refused("INVALID_ARGUMENT", "AcquireRequest.parts has .* bytes of numbers"):
+        sidecar.cache.Acquire(pb.AcquireRequest(session_id=session, parts=[0] * 70_000))
+    header = pb.PutHeader(session_id=session, parts=[0] * 70_000)
+    with refused("INVALID_ARGUMENT", "PutHeader.parts has .* bytes of numbers"):
+        sidecar.cache.Put(iter([pb.PutRequest(header=header)]))

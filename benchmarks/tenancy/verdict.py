@@ -11,6 +11,8 @@ from prefixd.v1 import admin_pb2, cache_pb2
 
 ISOLATION = 0.8
 """The least share of its throughput that a tenant must keep when another floods the daemon."""
+OWN_WORK = 0.1
+"""The share of its guarantee that a tenant's own work may have in the making."""
 _SHOWN = 20
 
 
@@ -18,44 +20,62 @@ _SHOWN = 20
 class Levels:
     """Holds samples of what tenants have of the tiers against their quotas.
 
+    A tenant that works and has no more than it is guaranteed replaces blocks of its own: some go before others come,
+    and what its calls and requests had taken they give back. So it may have a little less for a moment
+    (`OWN_WORK`). One that rests loses nothing by itself, and nothing at all is forgiven.
+
     Attributes:
         samples: how many looks there were.
+        resting_samples: at how many of them a tenant rested that had something to lose.
         above_most: how often a tenant had more of a tier than its most.
-        below_guarantee: how often a tenant that had once had what it is guaranteed of a tier had less.
+        below_guarantee: how often a tenant that had once had what it is guaranteed of a tier had less; or a tenant that
+            rests had less than when it began to, and than it is guaranteed.
         lowest: by tenant and tier, the least that it had since then, as a share of its guarantee.
     """
 
     samples: int = 0
+    resting_samples: int = 0
     above_most: int = 0
     below_guarantee: int = 0
     lowest: dict[str, float] = field(default_factory=dict)
     found: list[str] = field(default_factory=list)
+    _at_rest: dict[str, int] = field(default_factory=dict)
+    """By tenant and tier, what one that rests must not have less of."""
 
-    def look(self, at_s: float, tenants: Iterable[admin_pb2.TenantStats]) -> None:
-        """Takes in one sample."""
+    def look(self, at_s: float, tenants: Iterable[admin_pb2.TenantStats], resting: str = "") -> None:
+        """Takes in one sample; `resting`: a tenant that does nothing, from this sample on or for longer already."""
         self.samples += 1
         for tenant in tenants:
             used = {tier.tier: tier.used_bytes for tier in tenant.tiers}
             for quota in tenant.quota.tiers:
-                if quota.tier in used:
-                    self._judge(at_s, f"{tenant.name} {_name(quota.tier)}", quota, used[quota.tier])
+                who = f"{tenant.name} {_name(quota.tier)}"
+                if quota.tier not in used:
+                    continue
+                if quota.HasField("most_bytes") and used[quota.tier] > quota.most_bytes:
+                    self.above_most += 1
+                    self._note(f"{at_s:.2f} s: {who} has {used[quota.tier]} of at most {quota.most_bytes} bytes")
+                if tenant.name == resting:
+                    self._judge_resting(at_s, who, quota.guaranteed_bytes, used[quota.tier])
+                elif quota.guaranteed_bytes:
+                    self._judge_working(at_s, who, quota.guaranteed_bytes, used[quota.tier])
 
     def reached(self, tenants: Iterable[str], tiers: Iterable[str]) -> bool:
         """Whether each of these tenants has had what it is guaranteed of each of these tiers."""
         return all(f"{tenant} {tier}" in self.lowest for tenant in tenants for tier in tiers)
 
-    def _judge(self, at_s: float, who: str, quota: admin_pb2.TierQuota, used: int) -> None:
-        if quota.HasField("most_bytes") and used > quota.most_bytes:
-            self.above_most += 1
-            self._note(f"{at_s:.2f} s: {who} has {used} of at most {quota.most_bytes} bytes")
-        guaranteed = quota.guaranteed_bytes
-        if not guaranteed:
-            return
-        if used < guaranteed and who in self.lowest:
-            self.below_guarantee += 1
-            self._note(f"{at_s:.2f} s: {who} has {used} of {guaranteed} guaranteed bytes")
+    def _judge_working(self, at_s: float, who: str, guaranteed: int, used: int) -> None:
         if used >= guaranteed or who in self.lowest:
             self.lowest[who] = min(self.lowest.get(who, 1e9), round(used / guaranteed, 4))
+        if who in self.lowest and used < guaranteed * (1 - OWN_WORK):
+            self.below_guarantee += 1
+            self._note(f"{at_s:.2f} s: {who} has {used} of {guaranteed} guaranteed bytes")
+
+    def _judge_resting(self, at_s: float, who: str, guaranteed: int, used: int) -> None:
+        least = self._at_rest.setdefault(who, min(guaranteed, used))
+        self.resting_samples += least > 0
+        if used < least:
+            self.below_guarantee += 1
+            self._note(f"{at_s:.2f} s: {who}, which rests, has {used} of {least} bytes (guaranteed: {guaranteed})")
 
     def _note(self, line: str) -> None:
         if len(self.found) < _SHOWN:
@@ -101,6 +121,8 @@ def broken(result: Mapping[str, Any]) -> list[str]:
         lines.append(f"integrity_violations is {result['integrity_violations']}")
     if result["isolation"] < ISOLATION:
         lines.append(f"isolation is {result['isolation']:g}, less than {ISOLATION:g}")
+    if not result["resting_samples"]:
+        lines.append("the tenant that rested had nothing to lose, so that nothing was shown")
     if result["unreached"]:
         lines.append(f"never had what they are guaranteed, so that nothing was shown: {', '.join(result['unreached'])}")
     return lines

@@ -45,9 +45,28 @@ def test_a_guarantee_counts_from_when_it_was_reached() -> None:
         levels.look(1.0, [has("a", used)])
     assert (levels.samples, levels.below_guarantee, levels.above_most, levels.found) == (5, 0, 0, [])
     assert levels.reached(["a"], ["cpu"]) and not levels.reached(["a", "b"], ["cpu"])
-    levels.look(2.5, [has("a", 99), has("b", 40)])
-    assert levels.below_guarantee == 1 and levels.lowest == {"a cpu": 0.99}
-    assert levels.found == ["2.50 s: a cpu has 99 of 100 guaranteed bytes"]
+    levels.look(2.0, [has("a", 90), has("b", 40)])  # its own work
+    assert levels.below_guarantee == 0 and levels.lowest == {"a cpu": 0.9}
+    levels.look(2.5, [has("a", 89), has("b", 40)])
+    assert levels.below_guarantee == 1 and levels.lowest == {"a cpu": 0.89}
+    assert levels.found == ["2.50 s: a cpu has 89 of 100 guaranteed bytes"]
+
+
+def test_who_rests_loses_nothing_of_what_it_is_guaranteed() -> None:
+    levels = Levels()
+    for used in (150, 120, 100):
+        levels.look(1.0, [has("b", used)], resting="b")
+    assert (levels.below_guarantee, levels.resting_samples) == (0, 3)
+    levels.look(2.0, [has("b", 99), has("a", 1)], resting="b")
+    assert levels.below_guarantee == 1
+    assert levels.found == ["2.00 s: b cpu, which rests, has 99 of 100 bytes (guaranteed: 100)"]
+    poor = Levels()
+    for used in (60, 60, 59):
+        poor.look(1.0, [has("b", used)], resting="b")
+    assert poor.below_guarantee == 1
+    empty = Levels()
+    empty.look(1.0, [has("b", 0)], resting="b")
+    assert empty.resting_samples == 0
 
 
 def test_more_than_the_most_of_any_tier_is_seen() -> None:
@@ -72,12 +91,13 @@ def test_isolation_is_by_the_quiet_phases_around_a_flood() -> None:
 
 def test_each_bound_breaks() -> None:
     good: dict[str, Any] = dict.fromkeys(("below_guarantee", "above_most", "failed_calls", "integrity_violations"), 0)
-    good |= {"isolation": 0.8, "unreached": []}
+    good |= {"isolation": 0.8, "unreached": [], "resting_samples": 1}
     assert broken(good) == []
     for name in ("below_guarantee", "above_most", "failed_calls", "integrity_violations"):
         assert broken({**good, name: 1}) == [f"{name} is 1"]
     assert broken({**good, "isolation": 0.79}) == ["isolation is 0.79, less than 0.8"]
     assert "a cpu" in broken({**good, "unreached": ["a cpu"]})[0]
+    assert "nothing to lose" in broken({**good, "resting_samples": 0})[0]
 
 
 def test_a_run_begins_and_ends_quiet() -> None:

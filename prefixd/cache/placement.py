@@ -51,8 +51,9 @@ class Placement:
     def put(self, trie: Trie, rows: Rows, tier: Tier, slots: Slots) -> None:
         """Enters parts of m blocks into the trie; their slots, [m, parts], belong to the trie from here on."""
         before, now_s = self.to_write(trie, rows), self.clock()
+        lacked = trie.slots[rows, tier.level] == NO_SLOT  # a store names the places of parts that it had, too
         new = trie.put_copies(rows, tier.level, slots, now_s)
-        self.use.entered(trie, rows, tier, slots)
+        self.use.entered(trie, rows, tier, np.where(lacked, slots, NO_SLOT))
         if len(new) and tier is not self.tiers.remote:
             self.uses.admitted(trie, new, tier.level, now_s)
         self._count_queue(trie, rows, before)

@@ -71,7 +71,11 @@ class Put:
         self._retention = retention_wishes(header.retention)
         self._parts = cache.check_parts(namespace, header.parts)
         self._chain = cache.chain(namespace, header.token_ids)
-        self._sizes = [cache.trie(namespace).part_bytes[part] for part in self._parts]
+        trie = cache.trie(namespace)
+        self._sizes = [trie.part_bytes[part] for part in self._parts]
+        if self._retention:  # each window asks again; but what cannot be granted as a whole is refused at once
+            groups = int(np.bitwise_or.reduce(trie.part_mask[list(self._parts)]))
+            (await cache.wish(namespace, self._chain, len(self._chain), groups, self._retention)).end()
         await self._reserve(header.first_block)
         if self._known < header.first_block:
             self.give_back()

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from prefixd.cache import Reservation
+from prefixd.cache import NamespaceSpec, PartSpec, Reservation
 from prefixd.cache.index.trie import CPU, DISK, GPU
+from prefixd.cache.rule_specs import SlidingWindowSpec
 from prefixd.cache.sessions import Process
 from prefixd.errors import ExhaustedError
 from tests.cache.tenant_rig import Home
@@ -353,6 +354,29 @@ async def test_what_came_back_from_disk_is_counted(make_rig: MakeRig) -> None:
     await rig.restart()
     assert rig.cache.mover.use.used_bytes(rig.cache.tenants.default, rig.durable) == 3 * rig.part_bytes
     rig.check()
+
+
+async def test_a_trie_that_gets_another_geometry_is_counted_by_that(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=16)
+    old = Home(rig, "a", nbytes=3 * 4096)
+    await old.put([1, 2])
+    old.release(await old.lease([1, 2]))
+    trie = rig.cache.trie(old.namespace)
+    await rig.cache.mover.forget(trie, rig.rows([1, 2], old.namespace)[::-1])
+    rig.cache.leases.close(old.session)
+    del old
+    parts = (PartSpec("kv", 0, 4096), PartSpec("window", 0, 8192, SlidingWindowSpec(3)))
+    namespace = rig.cache.register(NamespaceSpec("another", 2, parts, tenant="a"))
+    assert rig.cache.trie(namespace) is trie
+    rig.session = rig.cache.leases.open("a", 1, 0.0, rig.cache.tenants.known("a"))
+    assert await rig.put([1, 2, 3], namespace=namespace) == (3, 0)
+    lease = await rig.lease([1, 2, 3], namespace=namespace)
+    use, shared, tenant = rig.cache.mover.use, rig.cache.tiers.shared, rig.cache.tenants.known("a")
+    assert use.used_bytes(tenant, shared) == 9 * 4096
+    assert use.held_bytes(tenant, shared) == 5 * 4096, "the window needs one block of three"
+    rig.check()
+    assert lease is not None
+    rig.cache.release(rig.session, lease.id)
 
 
 async def gpu_blocks(rig: Rig, home: Home, prompt: Sequence[int]) -> None:

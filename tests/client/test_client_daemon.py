@@ -265,12 +265,14 @@ async def test_a_wish_beyond_the_quota_is_refused_and_nothing_is_stored(
     (tier,) = [tier for tier in (await client.stats()).tiers if tier.tier == cache_pb2.TIER_CPU]
     part = PartSpec("full", 0, tier.capacity_bytes // 10 // 4096 * 4096)
     cache = await client.register(NamespaceSpec(f"large-{spec.name}", 2, (part,)))
-    kv = np.zeros(6 * part.nbytes, np.uint8)
+    kv = np.zeros(3 * part.nbytes, np.uint8)
+    assert (await cache.store(np.arange(6), kv, retention=[Retention(1)])).committed == 3
+    another = np.arange(10, 16)
     with pytest.raises(ExhaustedError, match=r"limit tenants\.default\.retained_bytes"):
-        await cache.store(np.arange(12), kv, retention=[Retention(1)])
-    assert (await cache.match(np.arange(12))).blocks == 0
+        await cache.store(another, kv, retention=[Retention(1)])
+    assert (await cache.match(another)).blocks == 0
     assert (await client.stats()).reservations == 0
-    assert (await cache.store(np.arange(12), kv, retention=[Retention(1, 0, 8)])).committed == 6
+    assert (await cache.store(another, kv, retention=[Retention(1, 0, 2)])).committed == 3
     await client.evict(namespace_id=cache.namespace_id)
 
 

@@ -55,12 +55,18 @@ class Identities:
     # -- the unix socket ----------------------------------------------------------------------------------------
 
     def of_local(self, authorization: str) -> Caller:
-        """Who calls at the unix socket. Without a ticket: the operator where nobody else can connect, else somebody.
+        """Who calls at the unix socket. Without a ticket: the operator where nobody else can connect, else a client of
+        the default tenant.
 
         Raises:
-            UnknownCallerError: the ticket is none.
+            UnknownCallerError: the ticket is none; or there is none, and users may be tenants', with quotas of their own.
         """
         if not authorization:
+            if self._tenant_of_uid:
+                raise UnknownCallerError(
+                    "no ticket: users of this host belong to tenants here; fetch one at the daemon's memory socket (the "
+                    f"SDK does) and send `authorization: {SCHEME} ...`"
+                )
             role, who = (Role.ADMIN, "owner") if self._only_owner else (Role.CLIENT, "without ticket")
             return Caller(self._tenants.default, role, who, "unix")
         scheme, _, ticket = authorization.partition(" ")

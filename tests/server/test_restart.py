@@ -208,7 +208,7 @@ def test_a_drain_takes_no_new_work_but_ends_what_was_begun(
 
 def test_a_commit_that_runs_at_sigterm_is_finished_and_kept(start: Callable[..., Remote]) -> None:
     blocks = 20_000
-    tiers_of = {"cpu.bytes": "128MiB", "disk.bytes": "256MiB", "cache.write_back": "false"}
+    tiers_of = {"cpu.bytes": "256MiB", "disk.bytes": "256MiB", "cache.write_back": "false"}
     remote = start(tiers_of)
     tokens = np.arange(blocks, dtype=np.uint32)
     spec = NamespaceSpec("long", 1, (PartSpec("full", 0, 64),))

@@ -85,6 +85,13 @@ class House:
             assert time.monotonic() < deadline, self.daemon.log.read_text()
             time.sleep(0.02)
 
+    def told(self, when: Callable[[list[dict[str, Any]]], bool]) -> None:
+        """Waits until the audit log, which a thread writes, tells enough."""
+        deadline = time.monotonic() + 60
+        while not ((self.config.parent / "audit.log").exists() and when(self.events())):
+            assert time.monotonic() < deadline, "the audit log does not tell"
+            time.sleep(0.02)
+
     def events(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.config.parent / "audit.log").read_text().splitlines()]
 
@@ -200,11 +207,13 @@ def test_the_audit_log_tells_who_was_let_in_and_refused(house: House) -> None:
         stranger.register(SPEC)
     with house.operator() as operator:
         operator.evict(all=True)
+    house.told(lambda events: any(line["event"] == "evicted" for line in events))
     log = house.config.parent / "audit.log"
     log.rename(log.with_suffix(".1"))
     house.hangup("settings were read again")
     with house.operator() as operator:
         operator.drain()
+    house.told(lambda events: any(line["event"] == "drained" for line in events))
     after = house.events()
     log.with_suffix(".1").rename(log)
     before = house.events()
@@ -301,7 +310,7 @@ def test_a_user_of_this_host_is_of_its_tenant_and_no_operator(tmp_path: Path, la
             assert done.stdout.startswith(f"{tenant}\n") and words in done.stdout, done.stdout + done.stderr
         with (
             grpc.insecure_channel(f"unix:{path}") as channel,  # root, but nothing shown
-            pytest.raises(grpc.RpcError, match="without ticket has the role client"),
+            pytest.raises(grpc.RpcError, match="no ticket: users of this host belong to tenants"),
         ):
             admin_pb2_grpc.AdminStub(channel).Stats(admin_pb2.StatsRequest(), timeout=60)
 

@@ -206,8 +206,12 @@ async def _serve(plan: Plan) -> None:
     how: dict[str, Any] = {"memory": plan.memory, "token": plan.token, "timeout_s": _CALL_S}
     async with AsyncClient(plan.address, name=plan.name, **how) as client, asyncio.TaskGroup() as group:
         work = _Client(plan, client)
-        async with asyncio.timeout(_STARTED_S):
-            await work.prepare()
+        try:
+            async with asyncio.timeout(_STARTED_S):
+                await work.prepare()
+        except (ClientError, TimeoutError, _Wrong) as error:
+            print(json.dumps({"error": f"not ready within {_STARTED_S:g} s: {error!r}"}), flush=True)
+            return
         tasks = [group.create_task(work.at_fixed_times(kind, group)) for kind in EVERY_S]
         while line := await orders.readline():
             match line.strip():

@@ -95,7 +95,7 @@ class LockOut(Scenario):
     def judge_after(self, scene: Scene, found: Given) -> Iterable[str]:
         """The same after a restart."""
         scene.pause()
-        scene.daemon.restart()
+        scene.restart()
         for what in self._locked_out(scene, self._name):
             yield f"after a restart, {what}"
         scene.go_on()

@@ -36,7 +36,8 @@ PLAIN: Mapping[str, object] = {
 """What the daemon has, unless a scenario says otherwise."""
 
 _PROGRAM = ("-m", "benchmarks.attacks.few_descriptors", "-m", "prefixd.workloads.tethered")
-_CALL_S = 15.0
+_CALL_S = 30.0
+_RESTARTED_S = 120.0
 _DRAINED_S = 90.0
 _POLL_S = 0.05
 _MEMORY_LOOK_S = 0.05
@@ -143,6 +144,12 @@ class Scene:
         """Bystanders begin no more calls, and those under way end."""
         self._each("pause")
         self.drained()
+
+    def restart(self) -> None:
+        """Restarts the daemon, whose bystanders must be paused; returns when its model answers."""
+        self.daemon.restart()
+        with self.client(timeout_s=_RESTARTED_S) as client:
+            ask(client, [1], timeout_s=_RESTARTED_S)
 
     def go_on(self) -> None:
         """Bystanders begin calls again."""

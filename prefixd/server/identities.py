@@ -59,13 +59,13 @@ class Identities:
         the default tenant.
 
         Raises:
-            UnknownCallerError: the ticket is none; or there is none, and users may be tenants', with quotas of their own.
+            UnknownCallerError: the ticket is none; or there is none, and users may be tenants', with quotas of theirs.
         """
         if not authorization:
             if self._tenant_of_uid:
                 raise UnknownCallerError(
-                    "no ticket: users of this host belong to tenants here; fetch one at the daemon's memory socket (the "
-                    f"SDK does) and send `authorization: {SCHEME} ...`"
+                    "no ticket: users of this host belong to tenants here; fetch one at the daemon's memory socket, as "
+                    f"the SDK does, and send `authorization: {SCHEME} ...`"
                 )
             role, who = (Role.ADMIN, "owner") if self._only_owner else (Role.CLIENT, "without ticket")
             return Caller(self._tenants.default, role, who, "unix")

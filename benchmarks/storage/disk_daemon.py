@@ -68,6 +68,7 @@ class DaemonDisk:
                 {
                     "data_dir": folder,
                     "cpu.bytes": _IN_FLIGHT * batch * block_bytes,
+                    "transfers.reserved_bytes": _IN_FLIGHT * batch * block_bytes,
                     "disk.bytes": 2 * blocks * block_bytes,
                     **({} if io is None else {"disk.io": io}),
                 }

@@ -91,15 +91,15 @@ def test_no_client_fills_what_the_daemons_own_worker_reads(
 ) -> None:
     """Whoever knows the model's name and geometry has a namespace of his own under it."""
     tokens = prompt(49)
+    model_daemon.evict_all()
     before = model_daemon.generate(tokens)
     model_daemon.settled()
-    (own,) = [each for each in model_daemon.stats().namespaces if each.worker and each.blocks]
+    (own,) = [each for each in model_daemon.stats().namespaces if each.blocks]
     model_daemon.evict_all()
     with model_daemon.session() as opened:
         wanted = own.namespace
         request = cache_pb2.RegisterNamespaceRequest(namespace=wanted, session_id=opened.session_id)
         poisoned = model_daemon.cache.RegisterNamespace(request).namespace_id
-        assert poisoned != own.namespace_id
         nbytes = sum(part.nbytes for part in wanted.parts)
         wrong = np.full(3 * nbytes // 4, np.nan, "<f4").tobytes()
         assert model_daemon.put(opened.session_id, poisoned, tokens, wrong).committed == 3
@@ -108,6 +108,7 @@ def test_no_client_fills_what_the_daemons_own_worker_reads(
         model_daemon.settled()
         assert model_daemon.match(opened.session_id, poisoned, tokens).blocks == 3
         assert model_daemon.generate(tokens).hits[0] == 48, "it has its own"
+        assert own.worker and poisoned != own.namespace_id
 
 
 def test_a_request_with_one_salt_too_many_runs_without_the_cache(

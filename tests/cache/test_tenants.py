@@ -356,6 +356,14 @@ async def test_what_came_back_from_disk_is_counted(make_rig: MakeRig) -> None:
     rig.check()
 
 
+async def test_places_that_a_store_names_again_are_counted_once(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=4, disk=8)
+    await rig.put([1, 2], durable=True)
+    rows = np.array(rig.rows([1, 2]))
+    rig.cache.mover.placement.put(rig.trie, rows, rig.durable, rig.trie.slots[rows, DISK].copy())
+    rig.check()
+
+
 async def test_a_trie_that_gets_another_geometry_is_counted_by_that(make_rig: MakeRig) -> None:
     rig = make_rig(cpu=16)
     old = Home(rig, "a", nbytes=3 * 4096)

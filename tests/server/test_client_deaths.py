@@ -196,8 +196,8 @@ def test_a_silent_engine_keeps_its_slots_until_it_dies(remote: Remote, engine: E
         process.kill()
         remote.until(lambda stats: not quarantined(stats))
         data = np.random.default_rng(1).bytes(20 * 5096)
-        assert remote.put(session.session_id, namespace, range(80), data).committed == 20
-        assert remote.get(session.session_id, namespace, range(80)) == (20, data)
+        assert remote.put(session.session_id, namespace, range(1000, 1080), data).committed == 20
+        assert remote.get(session.session_id, namespace, range(1000, 1080)) == (20, data)
     process.wait()
 
 

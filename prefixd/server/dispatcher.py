@@ -30,6 +30,7 @@ from prefixd.server.frame_holders import name_holders
 from prefixd.server.gpu_quotas import GpuQuotas
 from prefixd.server.kv_shape import ONE_FRAME
 from prefixd.server.loading import Loader, LoadMode
+from prefixd.server.places import Places
 from prefixd.server.preemption import Preemption, PreemptionMode
 from prefixd.server.prefetcher import Prefetcher
 from prefixd.server.recorder import Recorder
@@ -444,7 +445,8 @@ class Dispatcher:
 
     async def _dispatch(self) -> None:
         self._tracker.refresh()
-        places = max(0, self._concurrency.limit - self._places_taken)
+        of_all = Places(self._concurrency.limit, len(self._cache.tenants), self.running.values())
+        places = max(0, of_all.free)
         ahead = self.look_ahead.requests(self._concurrency.limit)
         quotas = GpuQuotas(self._mover.use, self._cache.tiers.gpu, self._share.running())
         admitted = self.queue.window(places + ahead, self._clock(), lambda q: quotas.admits(self.waiting[q.id]))
@@ -486,17 +488,22 @@ class Dispatcher:
                 break
             if request.state is RequestState.WAITING and (demanded or self._prefetcher.may_bring_ahead(request)):
                 self._prefetcher.stage(request, demanded=demanded, places=place + 1 - places)
-            # Who is next waits for as many places as it takes: others, which take fewer, do not pass it for ever.
-            full = full or not self._has_places(request)
-            if request.state is RequestState.READY and not full and not await self._hand_over(request):
+            # Who is next waits for as many places as it takes: others, which take fewer, do not pass it for ever. But
+            # where the free places are kept for other tenants, those pass.
+            kept_waiting = of_all.keeps_waiting(request)
+            full = full or not (kept_waiting or of_all.has_for(request))
+            may_run = not (full or kept_waiting)
+            if request.state is RequestState.READY and may_run and not await self._hand_over(request):
                 lacks, beyond = True, place + 1
                 await self._prefetcher.unstage_all_but(request)
                 self._lacks_frames(request)
                 break
             coming = coming or (demanded and request.state is RequestState.STAGING)
             handed_over = request.state is RequestState.RUNNING
-            if handed_over and quotas.left_out:
-                self._look()  # others of its tenant may need less beside it: what they share is held now
+            if handed_over:
+                of_all.take(request)
+                if quotas.left_out:
+                    self._look()  # others of its tenant may need less beside it: what they share is held now
             await self._pacer.worked(_REQUEST_ROWS + (_HAND_OVER * request.blocks if handed_over else request.blocks))
         await self._keep_place(lacks, coming)
         await self._bring_near(window if ahead else [], beyond, places)
@@ -532,14 +539,6 @@ class Dispatcher:
     def _look_again(self) -> None:
         self._retry = None
         self._look()
-
-    @property
-    def _places_taken(self) -> int:
-        return sum(request.places for request in self.running.values())
-
-    def _has_places(self, request: Request) -> bool:
-        """Whether the worker has places for a request; one that takes more than there are runs alone."""
-        return not self.running or self._places_taken + request.places <= self._concurrency.limit
 
     def _is_current(self, request: Request) -> bool:
         """Makes sure of what is cached of a waiting request's prefix; False if another request computes more of it now.

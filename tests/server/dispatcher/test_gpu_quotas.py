@@ -75,7 +75,7 @@ async def finish(bench: Bench, requests: Sequence[Request], homes: Sequence[Home
 
 
 async def test_a_flood_at_its_most_waits_for_its_own_and_others_pass_it(make_bench: MakeBench) -> None:
-    bench = await make_bench(24, look_ahead=0, max_running=3)
+    bench = await make_bench(24, look_ahead=0, max_running=4)
     a, b = Home(bench, "a", most=4), Home(bench, "b")
     flood = [a.submit(prompt(number)) for number in range(1, 9)]
     await bench.quiet()

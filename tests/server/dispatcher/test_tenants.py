@@ -106,3 +106,17 @@ async def test_who_waits_does_not_wait_for_a_read_only_request_to_compute(make_b
     again = bench.submit(range(100, 117), max_tokens=1, read_only=True)
     assert (await bench.running(again)).start.cached_blocks == 4
     await bench.finish(again)
+
+
+async def test_a_place_is_kept_for_a_tenant_that_comes_later(make_bench: MakeBench) -> None:
+    bench = await make_bench(64, max_running=4, look_ahead=0)
+    bench.cache.tenants.known("flood")
+    bench.cache.tenants.known("late")
+    flood = [bench.submit(range(100 * n, 100 * n + 9), max_tokens=9, tenant="flood") for n in range(1, 9)]
+    await bench.until(lambda: len(bench.runs) == 2)
+    await bench.quiet()
+    assert bench.dispatcher.requests_of("flood") == (6, 2), "one is kept for late, and one for the default tenant"
+    late = bench.submit(range(2000, 2009), max_tokens=9, tenant="late")
+    await bench.running(late)
+    assert bench.dispatcher.requests_of("flood") == (6, 2), "it did not wait for one of them to end"
+    await bench.finish(*flood, late)

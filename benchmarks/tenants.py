@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import harness
+from benchmarks.common.background import LOWEST_PRIORITY
 from benchmarks.common.integrity import violations_of
 from benchmarks.tenancy.house import House
 from benchmarks.tenancy.tenant_load import KINDS, TenantLoad
@@ -65,7 +66,6 @@ FILLED_TIERS = ("cpu", "disk")
 """Those of which each must have had its guarantee."""
 _ORDINARY = (24, 8)
 _FLOOD = (300, 300)
-_LOWEST_PRIORITY = 19
 _PHASE_S, _SETTLE_S, _SAMPLE_S = 8.0, 1.0, 0.25
 _FILL_S = 60.0
 _IDLE_S = 60.0
@@ -82,7 +82,7 @@ class Run:
         address = daemon.tcp or ""
         self._loads = {
             name: stack.enter_context(
-                TenantLoad(address, name, house.token(name), _LOWEST_PRIORITY if name == TENANTS[-1] else 0)
+                TenantLoad(address, name, house.token(name), LOWEST_PRIORITY if name == TENANTS[-1] else 0)
             )
             for name in TENANTS
         }

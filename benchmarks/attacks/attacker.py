@@ -1,7 +1,7 @@
 """The attacker, in a process of its own: `... attacker ORDER`, where ORDER is JSON of an `Order`.
 
 It waits for a line on its standard input, attacks, says in one line of JSON what it has found out once the attack is in
-place, goes on until the next line, and then tells the rest. Its niceness is 15: it is on another host, in
+place, goes on until the next line, and then tells the rest. It steps back behind the others: it is on another host, in
 truth, and the cores here are the daemon's.
 """
 
@@ -21,11 +21,11 @@ from typing import Any, Literal
 import grpc
 
 from benchmarks.attacks.people import become
+from benchmarks.common.background import step_back
 from benchmarks.common.harness import BenchmarkError
 from benchmarks.load.companion import Companion
 from prefixd.client import AsyncClient, ClientError
 
-_NICENESS = 15
 _IN_PLACE_S = 45.0
 _STOP_S = 15.0
 _ANSWER_S = 120.0  # it keeps to the times above, unless it is stuck
@@ -172,7 +172,7 @@ async def _tell_in_time(mallory: Mallory, attack: asyncio.Task[Given | None]) ->
 
 def main() -> None:
     """The process."""
-    os.nice(_NICENESS)
+    step_back()
     asyncio.run(_serve(Order(**json.loads(sys.argv[1]))))
 
 

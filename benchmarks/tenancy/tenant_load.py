@@ -20,6 +20,7 @@ from typing import Any
 
 import grpc
 
+from benchmarks.common.background import step_back
 from benchmarks.fuzzing.calls import FORGOTTEN
 from benchmarks.load.companion import Companion
 from prefixd.v1 import cache_pb2, cache_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -199,7 +200,8 @@ async def _serve(address: str, tenant: str) -> None:
 def main() -> None:
     """The process's side."""
     address, tenant, nice = sys.argv[1:]
-    os.nice(int(nice))
+    if int(nice):
+        step_back(int(nice))
     asyncio.run(_serve(address, tenant))
 
 

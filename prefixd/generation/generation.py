@@ -128,7 +128,7 @@ class Generation:
         image_bytes = sum(map(len, params.images))
         with (
             self._images.held(tenant, image_bytes),
-            self._messages.held(tenant, max(0, params.message_bytes() - image_bytes)),
+            self._messages.held(tenant, max(0, params.message_bytes - image_bytes)),
             ExitStack() as granted,
         ):
             ids = await self._prompt(params.prompt, model, tenant)

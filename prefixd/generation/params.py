@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -89,8 +89,8 @@ class GenerateParams:
     """Whose request it is; None: the default tenant's. Prompts of two tenants never share a cached block."""
     read_only: bool = False
     """Use what is cached, and leave nothing in the cache."""
-    message_bytes: Callable[[], int] = lambda: 0
-    """How large the message is by which it came; asked when the numbers of what is in it were checked."""
+    message_bytes: int = 0
+    """How large the message is by which it came."""
     retention: Sequence[Retention] = ()
     """Wishes for the prompt's blocks; checked."""
 

@@ -15,6 +15,7 @@ from prefixd.generation import (
     Tokens,
 )
 from prefixd.server.caller import current_caller
+from prefixd.server.messages import message_bytes
 from prefixd.server.retention_messages import retention_wishes
 from prefixd.server.rpc import streaming, unary
 from prefixd.tenants import Role
@@ -84,7 +85,7 @@ def _params(request: pb.GenerateRequest) -> GenerateParams:
         model=request.model,
         tenant=current_caller().tenant,
         read_only=request.read_only,
-        message_bytes=request.ByteSize,
+        message_bytes=message_bytes(),
         retention=retention_wishes(request.retention),
     )
 

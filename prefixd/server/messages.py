@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,14 @@ from prefixd.pacer import call_arrived
 from prefixd.server.access_check import check_certificate, message_received
 from prefixd.server.rpc import Context, abort
 from prefixd.server.wire import check_fields
+
+
+_message_bytes: ContextVar[int] = ContextVar("message_bytes")
+
+
+def message_bytes() -> int:
+    """Bytes of the last message of the call that is being handled."""
+    return _message_bytes.get(0)
 
 
 class ServiceTable:
@@ -58,6 +67,7 @@ def _answering(handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandle
     def read(message: bytes) -> Any:
         call_arrived()
         message_received()
+        _message_bytes.set(len(message))
         try:
             if descriptor is not None:
                 check_fields(message, descriptor)

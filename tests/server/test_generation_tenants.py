@@ -151,12 +151,12 @@ async def test_requests_a_second_are_bounded_and_the_refusal_says_when_to_come_a
 async def test_bytes_of_all_calls_are_bounded_and_each_tenant_keeps_its_part(desk: Desk, tenants: Tenants) -> None:
     a, b = tenant_of(tenants, "a"), tenant_of(tenants, "b")
     held = desk.generation._messages = SharedBytes(600, "prompt and parameters", "the daemon", lambda: len(tenants))
-    run = desk.generation.run(GenerateParams("hello", tenant=a, message_bytes=lambda: 400))
+    run = desk.generation.run(GenerateParams("hello", tenant=a, message_bytes=400))
     await anext(run)
     words = ["1 bytes of prompt", "others have 400", "allows 600, of which 100 are kept for each tenant"]
-    await desk.refused(ExhaustedError, *words, tenant=a, message_bytes=lambda: 1)
+    await desk.refused(ExhaustedError, *words, tenant=a, message_bytes=1)
     assert a.refused["the daemon"] == 1
-    await desk.events(Ended("stop"), tenant=b, message_bytes=lambda: 100)
+    await desk.events(Ended("stop"), tenant=b, message_bytes=100)
     assert held.nbytes == 400
     await run.aclose()
     assert held.nbytes == 0

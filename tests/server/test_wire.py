@@ -46,7 +46,7 @@ HONEST: list[Message] = [
             ],
         )
     ),
-    inference.GenerateRequest(text="\u00e9" * (4 << 20), images=[bytes(1 << 20)] * 8),
+    inference.GenerateRequest(text="\u00e9" * (2 << 20), images=[bytes(1 << 20)] * 8),
 ]
 
 
@@ -93,6 +93,13 @@ def test_a_long_list_of_numbers_is_not_taken() -> None:
         check(pb.AcquireRequest, field(7, bytes(wire.PACKED_BYTES + 1)))
     with pytest.raises(InvalidArgumentError, match=r"PutHeader\.parts"):
         check(pb.PutRequest, field(1, field(5, bytes(wire.PACKED_BYTES + 1))))
+
+
+def test_a_very_long_text_is_not_taken() -> None:
+    check(inference.GenerateRequest, field(2, bytes(wire.TEXT_BYTES)))
+    wrong = rf"GenerateRequest\.text has {wire.TEXT_BYTES + 1} bytes of text; send at most {wire.TEXT_BYTES}"
+    with pytest.raises(InvalidArgumentError, match=wrong):
+        check(inference.GenerateRequest, field(2, bytes(wire.TEXT_BYTES + 1)))
 
 
 @pytest.mark.parametrize("end", [b"\x12", b"\x12\xff", b"\x12\xff\xff\xff\xff\x7f", b"\x08\xff", b"\xff" * 40, b"\x0f"])

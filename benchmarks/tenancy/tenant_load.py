@@ -1,4 +1,4 @@
-"""One tenant's load, in a process of its own: `python -m benchmarks.tenancy.tenant_load ADDRESS TENANT NICE`.
+"""One tenant's load, in a process of its own: `python -m benchmarks.tenancy.tenant_load ADDRESS TENANT`.
 
 The token comes with the first line of its standard input. Each line after it is an order in JSON, answered with a line
 of JSON; it ends with its input. {"calls": 4, "requests": 2}: so many calls of the cache and so many requests to the
@@ -41,8 +41,8 @@ _OPTIONS = [("grpc.use_local_subchannel_pool", 1)]
 class TenantLoad(Companion):
     """The side that starts it."""
 
-    def __init__(self, address: str, tenant: str, token: str, nice: int = 0) -> None:
-        super().__init__("benchmarks.tenancy.tenant_load", address, tenant, str(nice))
+    def __init__(self, address: str, tenant: str, token: str) -> None:
+        super().__init__("benchmarks.tenancy.tenant_load", address, tenant)
         self.tell(token)
 
     def order(self, calls: int, requests: int) -> dict[str, Any]:
@@ -199,9 +199,8 @@ async def _serve(address: str, tenant: str) -> None:
 
 def main() -> None:
     """The process's side."""
-    address, tenant, nice = sys.argv[1:]
-    if int(nice):
-        step_back(int(nice))
+    address, tenant = sys.argv[1:]
+    step_back(5)
     asyncio.run(_serve(address, tenant))
 
 

@@ -11,8 +11,6 @@ from prefixd.v1 import admin_pb2, cache_pb2
 
 ISOLATION = 0.8
 """The least share of its throughput that a tenant must keep when another floods the daemon."""
-OWN_WORK = 0.1
-"""The share of its guarantee that a tenant's own work may have in the making."""
 _SHOWN = 20
 
 
@@ -20,16 +18,13 @@ _SHOWN = 20
 class Levels:
     """Holds samples of what tenants have of the tiers against their quotas.
 
-    A tenant that works and has no more than it is guaranteed replaces blocks of its own: some go before others come,
-    and what its calls and requests had taken they give back. So it may have a little less for a moment
-    (`OWN_WORK`). One that rests loses nothing by itself, and nothing at all is forgiven.
-
     Attributes:
         samples: how many looks there were.
         resting_samples: at how many of them a tenant rested that had something to lose.
         above_most: how often a tenant had more of a tier than its most.
-        below_guarantee: how often a tenant that had once had what it is guaranteed of a tier had less; or a tenant that
-            rests had less than when it began to, and than it is guaranteed.
+        below_guarantee: how often a tenant that had once had what it is guaranteed of the CPU or the disk tier had
+            less; or a tenant that rests had less than when it began to, and than it is guaranteed. In the GPU tier a
+            tenant's requests take and give back memory as they begin and end, so there only one that rests is judged.
         lowest: by tenant and tier, the least that it had since then, as a share of its guarantee.
     """
 
@@ -56,7 +51,7 @@ class Levels:
                     self._note(f"{at_s:.2f} s: {who} has {used[quota.tier]} of at most {quota.most_bytes} bytes")
                 if tenant.name == resting:
                     self._judge_resting(at_s, who, quota.guaranteed_bytes, used[quota.tier])
-                elif quota.guaranteed_bytes:
+                elif quota.guaranteed_bytes and quota.tier != cache_pb2.TIER_GPU:
                     self._judge_working(at_s, who, quota.guaranteed_bytes, used[quota.tier])
 
     def reached(self, tenants: Iterable[str], tiers: Iterable[str]) -> bool:
@@ -66,7 +61,7 @@ class Levels:
     def _judge_working(self, at_s: float, who: str, guaranteed: int, used: int) -> None:
         if used >= guaranteed or who in self.lowest:
             self.lowest[who] = min(self.lowest.get(who, 1e9), round(used / guaranteed, 4))
-        if who in self.lowest and used < guaranteed * (1 - OWN_WORK):
+        if who in self.lowest and used < guaranteed:
             self.below_guarantee += 1
             self._note(f"{at_s:.2f} s: {who} has {used} of {guaranteed} guaranteed bytes")
 

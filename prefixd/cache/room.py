@@ -8,8 +8,10 @@
 4. Last, where requests run, bytes go that a prefix needs which is likely to be asked for, but that nobody holds: of
    blocks which somebody holds, or keeps, for a longer prefix.
 
-Room is made for a tenant, at the cost of what it may take of others and of itself (`tenant_use`): nobody loses what is
-guaranteed to him. Where the tenant is at its most, only its own blocks go, as many as it takes.
+Room is made for a tenant, at the cost of what all have beyond what they are guaranteed (`tenant_use`), and only where
+nobody has anything beyond that, of its own blocks: nobody loses what is guaranteed to him, and a tenant with so much
+less than that does not make room for itself. Where the tenant is at its most, only its own blocks go, as many as it
+takes.
 
 Several may make room in one tier at once: each holds the blocks that it has chosen, so nobody chooses them again; so
 does write-back. Who finds nothing to choose looks again when others have let go of what they held so, and waits for it
@@ -29,6 +31,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from prefixd.cache.disk_copies import DiskCopies
+from prefixd.cache.groups import GroupMask
 from prefixd.cache.index.trie import Rows, Trie
 from prefixd.cache.movement import Movement
 from prefixd.cache.page_victims import find_page_victims, has_other_sizes
@@ -66,7 +69,8 @@ class _Wish:
     want: int
     ahead: bool
     own: bool
-    limits: Limits
+    limits: Sequence[Limits]
+    """What tenants may lose for it: each where there is nothing within those before it."""
 
 
 class Room:
@@ -137,7 +141,10 @@ class Room:
         Returns:
             Whether something went; False when nothing may go.
         """
-        wish = _Wish(tier, sizes, want, ahead, own, lambda: self._use.losses(tenant, tier, own=own))
+        limits = [lambda: self._use.losses(tenant, tier, own=own)]
+        if not own and tenant is not None and self._use.guaranteed(tenant, tier):
+            limits.insert(0, lambda: self._use.losses(None, tier))
+        wish = _Wish(tier, sizes, want, ahead, own, limits)
         if own and tenant is not None:
             needed = want * self._use.footprint(tier, sizes) - (self._use.room(tenant, tier) or 0)
             if needed <= 0:
@@ -166,8 +173,10 @@ class Room:
         return await self._expire(wish, movement, likely=True) if wish.tier is self._tiers.compute else 0
 
     async def _expire(self, wish: _Wish, movement: Movement, *, likely: bool) -> int:
-        tier = wish.tier
-        expired = await find_expired(self._tries, tier.level, wish.want, likely=likely, limits=wish.limits)
+        tier, expired = wish.tier, list[tuple[Trie, Rows, GroupMask]]()
+        for limits in wish.limits:
+            if not expired:
+                expired = await find_expired(self._tries, tier.level, wish.want, likely=likely, limits=limits)
         if tier is self._tiers.durable:
             return await self._disk.drop_groups(expired, movement)
         return sum(self._placement.drop(trie, rows, tier, groups) for trie, rows, groups in expired)
@@ -245,6 +254,15 @@ class Room:
 
     async def _choose(self, wish: _Wish, *, demotable: bool) -> tuple[list[tuple[Trie, Rows]], bool]:
         """The next victims, and whether they leave with their pages."""
+        victims: tuple[list[tuple[Trie, Rows]], bool] = [], False
+        for limits in wish.limits:
+            if not victims[0]:
+                victims = await self._choose_within(limits, wish, demotable=demotable)
+        return victims
+
+    async def _choose_within(
+        self, limits: Limits, wish: _Wish, *, demotable: bool
+    ) -> tuple[list[tuple[Trie, Rows]], bool]:
         tier, want, now_s = wish.tier, wish.want, self._placement.clock()
         choose, level = tier.choose_victims, tier.level
         if choose is None or wish.own or not has_other_sizes(self._tries, level, wish.sizes):
@@ -254,7 +272,7 @@ class Room:
                 *(self._tries, level, want, self._policy),
                 demotable=demotable,
                 spare_copies=wish.ahead,
-                limits=wish.limits,
+                limits=limits,
                 now_s=now_s,
             )
             return found, False
@@ -263,7 +281,7 @@ class Room:
             demotable=demotable,
             spare_copies=wish.ahead,
             for_thread=tier.choose_victims_later,
-            limits=wish.limits,
+            limits=limits,
             now_s=now_s,
         )
         return found, True

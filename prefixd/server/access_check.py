@@ -1,9 +1,8 @@
 """The check at the door: who calls, and whether the role is enough, before anything of the call is read.
 
 Sets the caller for the handler (`current_caller`), and bounds what one tenant's calls can make the daemon keep: how
-many are under way, and how many messages are being received at once (16 MiB each; more wait for their turn). Where
-there are several tenants, their calls begin in turn (`CallTurns`), refused ones too: else whoever is refused and asks
-again at once would have most of the event loop.
+many are under way, and how many of their messages are on their way (`receiving`). Where there are several tenants,
+their calls begin in turn (`CallTurns`), and those that are refused are told so at a bounded rate (`refusals`).
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, NoReturn
 
 import grpc
@@ -22,6 +22,8 @@ from prefixd.server.audit import AuditLog
 from prefixd.server.call_turns import CallTurns
 from prefixd.server.caller import Caller, set_caller
 from prefixd.server.identities import Identities, UnknownCallerError
+from prefixd.server.receiving import Receiving
+from prefixd.server.refusals import Refusals, set_refusal_turn
 from prefixd.server.rpc import Context
 from prefixd.tenants import Role, Tenant, Tenants
 
@@ -34,17 +36,6 @@ _UNCOUNTED = ("/prefixd.v1.PrefixCache/OpenSession", "/prefixd.v1.Inference/Gene
 CALLS = 1024
 """Calls that are under way at once at the TCP door, beside those that last. From half of it on, no tenant gets more
 than its part of that half: nobody takes the last ones from others."""
-RECEIVED_AT_ONCE = 16
-RECEIVE_S = 60.0
-_REFUSED_IN_TURN = 64  # refusals of one tenant that wait for their turn; more are told at once, and kept nowhere
-
-_received: ContextVar[Callable[[], None]] = ContextVar("received")
-
-
-def message_received() -> None:
-    """The message of the call that is being handled is here: the next one of its tenant may be received."""
-    if (done := _received.get(None)) is not None:
-        done()
 
 
 class CallLimits:
@@ -58,8 +49,8 @@ class CallLimits:
         self._tenants = tenants
         self._calls: Counter[Tenant] = Counter()
         self._all = 0
-        self._refused: Counter[Tenant | None] = Counter()
-        self._receiving: dict[Tenant, asyncio.Semaphore] = {}
+        self.refusals = Refusals(tenants)
+        self._receiving = Receiving(tenants)
         self._turns = CallTurns()
 
     def calls(self, tenant: Tenant) -> int:
@@ -90,33 +81,9 @@ class CallLimits:
         if len(self._tenants) > 1:
             await self._turns.begin(tenant, call)
 
-    async def turn_to_refuse(self, tenant: Tenant | None) -> None:
-        """Waits until a call may be refused: a tenant's, or None: of somebody who is not known."""
-        call = asyncio.current_task()
-        assert call is not None
-        if self._refused[tenant] < _REFUSED_IN_TURN:
-            self._refused[tenant] += 1
-            try:
-                await self._turns.begin(tenant, call)
-            finally:
-                self._refused[tenant] -= 1
-
-    async def receive(self, tenant: Tenant, call: asyncio.Task[Any]) -> None:
-        """Waits until a message of the tenant may be received; the call is ended if it is not here in time."""
-        turn = self._receiving.setdefault(tenant, asyncio.Semaphore(RECEIVED_AT_ONCE))
-        await turn.acquire()
-        late = asyncio.get_running_loop().call_later(RECEIVE_S, call.cancel)
-        open_turn = True
-
-        def done(_: object = None) -> None:
-            nonlocal open_turn
-            if open_turn:
-                open_turn = False
-                late.cancel()
-                turn.release()
-
-        call.add_done_callback(done)
-        _received.set(done)
+    async def may_receive(self, tenant: Tenant, call: asyncio.Task[Any]) -> None:
+        """Waits until the message of a tenant's call may be received."""
+        await self._receiving.turn(tenant, call)
 
 
 class AccessCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
@@ -165,7 +132,7 @@ class AccessCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-igno
             else:
                 caller = self._identities.of_certificate(())
         except UnknownCallerError as error:
-            await self._limits.turn_to_refuse(None)
+            await self._limits.refusals.turn(None)
             return _refuse(*self._unknown(method, error))
         refusal = await self._admit(method, caller)
         return await continuation(handler_call_details) if refusal is None else _refuse(*refusal)
@@ -189,7 +156,7 @@ class AccessCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-igno
         needed = Role.ADMIN if method.startswith(_ADMIN_SERVICES) else Role.CLIENT
         if caller.role is not Role.ADMIN and caller.role is not needed:
             self._audit.refused(caller, method, f"the role {needed} is needed")
-            await self._limits.turn_to_refuse(caller.tenant)
+            await self._limits.refusals.turn(caller.tenant)
             service = "Admin" if needed is Role.ADMIN else "this service"
             return grpc.StatusCode.PERMISSION_DENIED, (
                 f"{service} needs the role {needed}, and {caller.name} has the role {caller.role}; use a token or a "
@@ -202,13 +169,14 @@ class AccessCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-igno
                 self._limits.begin(caller.tenant, call)
             except ExhaustedError as error:
                 self._audit.refused(caller, method, str(error))
-                await self._limits.turn_to_refuse(caller.tenant)
+                await self._limits.refusals.turn(caller.tenant)
                 return grpc.StatusCode.RESOURCE_EXHAUSTED, str(error)
         set_caller(caller)
+        set_refusal_turn(partial(self._limits.refusals.turn, caller.tenant))
         self._audit.let_in(caller)
-        await self._limits.turn(caller.tenant, call)
         if receive:
-            await self._limits.receive(caller.tenant, call)
+            await self._limits.may_receive(caller.tenant, call)
+        await self._limits.turn(caller.tenant, call)
         return None
 
     def _unknown(self, method: str, error: UnknownCallerError) -> tuple[grpc.StatusCode, str]:

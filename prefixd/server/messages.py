@@ -17,10 +17,10 @@ from google.protobuf.message import DecodeError
 
 from prefixd.errors import InvalidArgumentError
 from prefixd.pacer import call_arrived
-from prefixd.server.access_check import check_certificate, message_received
+from prefixd.server.access_check import check_certificate
+from prefixd.server.receiving import message_received
 from prefixd.server.rpc import Context, abort
 from prefixd.server.wire import check_fields
-
 
 _message_bytes: ContextVar[int] = ContextVar("message_bytes")
 
@@ -66,7 +66,7 @@ def _answering(handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandle
 
     def read(message: bytes) -> Any:
         call_arrived()
-        message_received()
+        message_received(len(message))
         _message_bytes.set(len(message))
         try:
             if descriptor is not None:

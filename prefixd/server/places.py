@@ -11,7 +11,7 @@ so many, and runs beside those for whom the others are kept; the worker has room
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 
 from prefixd.server.request import Request
 
@@ -29,7 +29,7 @@ class Places:
         self._limit = limit
         self._tenants = tenants
         self._most = limit - self._kept(tenants - 1)
-        self._taken: Counter[str] = Counter()
+        self._taken: Counter[Hashable] = Counter()
         self._wide = False
         for request in running:
             self.take(request)

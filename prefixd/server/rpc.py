@@ -13,6 +13,7 @@ from urllib.parse import quote
 import grpc
 
 from prefixd.errors import PrefixdError, SessionEndedError
+from prefixd.server.refusals import refusal_turn
 from prefixd_scheduler import QueueFullError, SchedulerError
 from prefixd_swap import OutOfMemoryError, SwapError
 
@@ -104,6 +105,8 @@ async def abort(context: Context, error: Exception) -> NoReturn:
             f"{type(error).__name__} in the daemon; its log says where. Please report it",
             (_ANSWERED,),
         )
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        await refusal_turn()
     # Tells a client that the next session will do from a thing that is nowhere: both are NOT_FOUND.
     metadata = (_ANSWERED, _SESSION_ENDED) if isinstance(error, SessionEndedError) else (_ANSWERED,)
     await context.abort(code, _short(str(error)), metadata)

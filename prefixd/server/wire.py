@@ -27,8 +27,8 @@ _Shape = dict[int, Descriptor | int]
 
 
 def check_fields(raw: bytes, kind: Descriptor) -> None:
-    """Raises InvalidArgumentError for a message of this kind that has too many fields, too long a list of numbers or too
-    long a text.
+    """Raises InvalidArgumentError for a message of this kind that has too many fields, or too long a text or list of
+    numbers.
 
     One that is torn or malformed is left to the parser.
     """

@@ -203,6 +203,19 @@ async def test_where_all_is_guaranteed_only_own_blocks_go(make_rig: MakeRig) -> 
     assert [home.used(tier) for home in (a, b) for tier in (rig.cache.tiers.shared, rig.durable)] == [3, 6, 3, 6]
 
 
+async def test_who_is_within_its_guarantee_keeps_its_own_while_others_have_more(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=8)
+    a, b = Home(rig, "a", {CPU: (4, None)}), Home(rig, "b", {CPU: (2, None)})
+    await a.put([1, 2])  # the oldest of all
+    await b.put([1, 2, 3, 4, 5, 6])
+    await a.put([3, 4])
+    assert (a.has([1, 2], CPU), a.has([3, 4], CPU), b.used(rig.cache.tiers.shared)) == (2, 2, 4)
+    await a.put([5])
+    assert (a.has([1, 2], CPU), a.has([5], CPU)) == (2, 1), "it may have more than that, as long as others do"
+    await a.put([6])
+    assert (a.used(rig.cache.tiers.shared), a.has([1, 2], CPU)) == (5, 1), "beyond it, its oldest block goes"
+
+
 async def test_on_disk_a_guarantee_holds_for_single_blocks_and_for_writes_that_wait(make_rig: MakeRig) -> None:
     rig = make_rig(cpu=8, disk=4)
     a, b = Home(rig, "a", {DISK: (3, None)}), Home(rig, "b")

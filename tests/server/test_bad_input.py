@@ -90,7 +90,7 @@ def rejected(sidecar: Remote, refused: Callable[..., Any]) -> Callable[..., None
         ({"stop_token_ids": [5, 272]}, "INVALID_ARGUMENT", ["stop token id 272", "vocabulary of 272"]),
         ({"stop_token_ids": [5] * 1025}, "INVALID_ARGUMENT", ["stop_token_ids has 1025 ids", "at most 1024"]),
         ({"text": "x" * 3000}, "INVALID_ARGUMENT", ["3000 characters", "1 characters each", "at most 2047 characters"]),
-        ({"text": "x" * (15 << 20)}, "INVALID_ARGUMENT", ["15728640 characters"]),
+        ({"text": "x" * (15 << 20)}, "INVALID_ARGUMENT", ["15728640 bytes of text"]),
         ({"request_id": "x" * 300}, "INVALID_ARGUMENT", ["300 characters", "at most 256"]),
     ],
     ids=lambda value: None if isinstance(value, str | list) else "-".join(value) or "nothing",

@@ -116,28 +116,6 @@ async def test_where_there_is_one_tenant_calls_take_no_turns() -> None:
     assert await begun(Tenants({"another": Quota()})) == 1
 
 
-async def test_refusals_take_turns_too_and_many_of_them_are_told_at_once() -> None:
-    tenants = Tenants({"a": Quota(), "b": Quota()})
-    limits, told = CallLimits(tenants), 0
-    busy = asyncio.create_task(asyncio.Event().wait())
-    await limits.turn(tenants.known("a"), busy)
-
-    async def refused() -> None:
-        nonlocal told
-        await limits.turn_to_refuse(tenants.known("b"))
-        told += 1
-
-    most = access_check._REFUSED_IN_TURN
-    tasks = [asyncio.create_task(refused()) for _ in range(most + 3)]
-    await loop_turns(3)
-    assert told == 3
-    busy.cancel()
-    await asyncio.gather(*tasks)
-    again = asyncio.create_task(refused())
-    await again
-    assert told == most + 4
-
-
 async def test_no_tenant_takes_the_last_calls_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(access_check, "CALLS", 12)
     tenants = Tenants({"a": Quota(), "b": Quota(calls=4)})

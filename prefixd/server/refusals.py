@@ -1,0 +1,64 @@
+"""Calls that are refused since a limit is reached are told so at a bounded rate, where there are several tenants.
+
+Who is refused and asks again at once would have a large part of the event loop: refusing a call costs half as much as
+serving one. So refusals of one tenant, beyond a few, wait. So do those of all callers who are not known, together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from prefixd.tenants import Tenant, Tenants
+
+PER_S = 20
+_AT_ONCE = 50
+_WAITING = 128  # of one tenant; more are told at once, and kept nowhere
+
+
+@dataclass(slots=True)
+class _Line:
+    waiting: int = 0
+    next_s: float = 0.0
+
+
+class Refusals:
+    """When tenants are told that they are refused.
+
+    Args:
+        tenants: all of them.
+    """
+
+    def __init__(self, tenants: Tenants) -> None:
+        self._tenants = tenants
+        self._lines: dict[Tenant | None, _Line] = {}
+
+    async def turn(self, tenant: Tenant | None) -> None:
+        """Waits until a tenant may be told; None: somebody who is not known."""
+        line = self._lines.setdefault(tenant, _Line())
+        if line.waiting >= _WAITING or (tenant is not None and len(self._tenants) == 1):
+            return
+        now_s = asyncio.get_running_loop().time()
+        line.next_s = max(line.next_s, now_s - _AT_ONCE / PER_S) + 1 / PER_S
+        if line.next_s > now_s:
+            line.waiting += 1
+            try:
+                await asyncio.sleep(line.next_s - now_s)
+            finally:
+                line.waiting -= 1
+
+
+_turn: ContextVar[Callable[[], Awaitable[None]]] = ContextVar("refusal_turn")
+
+
+def set_refusal_turn(turn: Callable[[], Awaitable[None]]) -> None:
+    """From here on `refusal_turn` in the call that is being handled awaits this."""
+    _turn.set(turn)
+
+
+async def refusal_turn() -> None:
+    """Waits until the caller may be told that a limit is reached; returns at once outside of a call."""
+    if (turn := _turn.get(None)) is not None:
+        await turn()

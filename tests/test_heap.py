@@ -19,8 +19,10 @@ from prefixd import heap
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
-if sys.argv[1] == "apart":
+if sys.argv[1] != "as it is":
     heap.keep_large_arrays_apart()
+if sys.argv[1] == "reused":
+    heap.reuse_large_arrays()
 del (warm := [np.ones(31 << 20, np.uint8)])[:]  # from now on glibc would put arrays up to this size on its heap
 before = resident()
 arrays = [np.ones(8 << 20, np.uint8) for _ in range(20)]
@@ -32,7 +34,7 @@ print((after - before) >> 20, (resident() - before) >> 20)
 """
 
 
-@pytest.mark.parametrize("how", ["apart", "as it is"])
+@pytest.mark.parametrize("how", ["apart", "reused", "as it is"])
 def test_freed_arrays_are_given_back(how: str) -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT, how], capture_output=True, text=True, check=True)
     after, given_back = map(int, done.stdout.split())

@@ -107,6 +107,7 @@ async def serve(
         daemon = Daemon(settings, ops, read_settings)
         endpoints = await daemon.start(stack)
         heap.exempt_from_collection()
+        heap.reuse_large_arrays()
         if ready is not None:
             ready(endpoints)
         await daemon.ended.wait()

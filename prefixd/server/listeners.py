@@ -35,6 +35,7 @@ _UNIX_OPTIONS = [("grpc.http2.lookahead_bytes", 8 << 20)]
 # Strangers reach this one: what a connection can make us keep is bounded, and so is their number.
 _TCP_OPTIONS = [
     ("grpc.http2.lookahead_bytes", 1 << 20),
+    ("grpc.http2.bdp_probe", 0),  # else windows grow with what a stranger sends
     ("grpc.max_concurrent_streams", 256),
     ("grpc.max_allowed_incoming_connections", 512),
     ("grpc.server_handshake_timeout_ms", 10_000),

@@ -121,6 +121,8 @@ async def deliver(work: Coroutine[Any, Any, Response], take_back: Callable[[Resp
     except asyncio.CancelledError:
         task.add_done_callback(lambda done: _undo(done, take_back))
         raise
+    finally:
+        del task  # its error refers to this frame: the request would stay until the garbage collector comes
 
 
 def outlive(work: Coroutine[Any, Any, Response]) -> asyncio.Task[Response]:

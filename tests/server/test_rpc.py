@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -105,3 +108,48 @@ async def test_a_grant_that_comes_too_late_is_given_back(
         assert not opened.grants
         check_integrity(cache)
     await cache_server.stop(None)
+
+
+class _Request:
+    """What a refused call must not leave behind."""
+
+
+class _Refusing:
+    @rpc.unary
+    async def unary(self, request: Any) -> Any:
+        await asyncio.sleep(0)
+        raise ExhaustedError("no")
+
+    @rpc.streaming
+    async def streaming(self, request: Any) -> AsyncGenerator[Any, None]:
+        await asyncio.sleep(0)
+        raise ExhaustedError("no")
+        yield
+
+
+class _Aborting:
+    async def abort(self, code: object, message: str, metadata: object) -> None:
+        raise grpc.aio.AbortError(message)
+
+
+@pytest.mark.parametrize("kind", ["unary", "streaming"])
+async def test_a_refused_request_is_gone_at_once(kind: str) -> None:
+    """A message of 16 MiB that waits for the garbage collector takes memory as long as nothing else does."""
+
+    async def refuse() -> weakref.ref[_Request]:
+        request = _Request()
+        with pytest.raises(grpc.aio.AbortError):
+            if kind == "unary":
+                await _Refusing().unary(request, _Aborting())
+            else:
+                async for _ in _Refusing().streaming(request, _Aborting()):
+                    pass
+        return weakref.ref(request)
+
+    gc.disable()
+    try:
+        gone = await asyncio.create_task(refuse())
+        await asyncio.sleep(0)
+        assert gone() is None
+    finally:
+        gc.enable()

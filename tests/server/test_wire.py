@@ -28,9 +28,9 @@ def field(number: int, content: bytes) -> bytes:
 
 
 HONEST: list[Message] = [
-    pb.MatchRequest(session_id="s", token_ids=bytes(15 << 20)),
+    pb.MatchRequest(session_id="s", token_ids=bytes(8 << 20)),
     pb.AcquireRequest(token_ids=bytes(1 << 20), parts=range(1024)),
-    pb.PutRequest(data=bytes(15 << 20)),
+    pb.PutRequest(data=bytes(8 << 20)),
     pb.RenewRequest(lease_ids=[f"{number}-0123456789abcdef" for number in range(4096)]),
     pb.RegisterNamespaceRequest(
         namespace=pb.Namespace(
@@ -88,7 +88,7 @@ def test_so_many_fields_are_taken_and_one_more_is_not() -> None:
 
 def test_a_long_list_of_numbers_is_not_taken() -> None:
     check(pb.AcquireRequest, field(3, bytes(1 << 20)) + field(7, bytes(wire.PACKED_BYTES)))
-    wrong = rf"AcquireRequest\.parts has {wire.PACKED_BYTES + 1} bytes of numbers"
+    wrong = rf"AcquireRequest\.parts has {wire.PACKED_BYTES + 1} bytes; send at most {wire.PACKED_BYTES}"
     with pytest.raises(InvalidArgumentError, match=wrong):
         check(pb.AcquireRequest, field(7, bytes(wire.PACKED_BYTES + 1)))
     with pytest.raises(InvalidArgumentError, match=r"PutHeader\.parts"):
@@ -97,9 +97,17 @@ def test_a_long_list_of_numbers_is_not_taken() -> None:
 
 def test_a_very_long_text_is_not_taken() -> None:
     check(inference.GenerateRequest, field(2, bytes(wire.TEXT_BYTES)))
-    wrong = rf"GenerateRequest\.text has {wire.TEXT_BYTES + 1} bytes of text; send at most {wire.TEXT_BYTES}"
+    wrong = rf"GenerateRequest\.text has {wire.TEXT_BYTES + 1} bytes; send at most {wire.TEXT_BYTES}"
     with pytest.raises(InvalidArgumentError, match=wrong):
         check(inference.GenerateRequest, field(2, bytes(wire.TEXT_BYTES + 1)))
+
+
+@pytest.mark.parametrize("kind", [pb.MatchRequest, pb.AcquireRequest, pb.ReserveRequest])
+def test_very_long_bytes_are_not_taken(kind: Any) -> None:
+    number = kind.DESCRIPTOR.fields_by_name["token_ids"].number
+    check(kind, field(number, bytes(wire.BYTES)))
+    with pytest.raises(InvalidArgumentError, match=rf"token_ids has {wire.BYTES + 1} bytes; send at most {wire.BYTES}"):
+        check(kind, field(number, bytes(wire.BYTES + 1)))
 
 
 @pytest.mark.parametrize("end", [b"\x12", b"\x12\xff", b"\x12\xff\xff\xff\xff\x7f", b"\x08\xff", b"\xff" * 40, b"\x0f"])

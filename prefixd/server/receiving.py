@@ -19,7 +19,7 @@ AT_ONCE = 16
 """Messages of one tenant that may be on their way, 16 MiB each at most."""
 RECEIVE_S = 60.0
 """A call whose message is not here by then is ended."""
-BYTES_PER_S = 64 << 20
+BYTES_PER_S = 32 << 20
 _SMALL_BYTES = 1 << 16
 _SOON_S = 0.1
 

@@ -9,19 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
 
 from prefixd.tenants import Tenant, Tenants
+from prefixd_scheduler import SharedLimit
 
 PER_S = 20
+WAITING = 1024
+"""Calls whose refusals wait, of all tenants (`SharedLimit`); more are told at once, and kept nowhere."""
 _AT_ONCE = 50
-_WAITING = 128  # of one tenant; more are told at once, and kept nowhere
-
-
-@dataclass(slots=True)
-class _Line:
-    waiting: int = 0
-    next_s: float = 0.0
 
 
 class Refusals:
@@ -33,21 +28,22 @@ class Refusals:
 
     def __init__(self, tenants: Tenants) -> None:
         self._tenants = tenants
-        self._lines: dict[Tenant | None, _Line] = {}
+        self._next_s: dict[Tenant | None, float] = {}
+        self._waiting = SharedLimit(WAITING, lambda: len(tenants))
 
     async def turn(self, tenant: Tenant | None) -> None:
         """Waits until a tenant may be told; None: somebody who is not known."""
-        line = self._lines.setdefault(tenant, _Line())
-        if line.waiting >= _WAITING or (tenant is not None and len(self._tenants) == 1):
+        if not self._waiting.left(tenant) or (tenant is not None and len(self._tenants) == 1):
             return
         now_s = asyncio.get_running_loop().time()
-        line.next_s = max(line.next_s, now_s - _AT_ONCE / PER_S) + 1 / PER_S
-        if line.next_s > now_s:
-            line.waiting += 1
+        next_s = max(self._next_s.get(tenant, 0.0), now_s - _AT_ONCE / PER_S) + 1 / PER_S
+        self._next_s[tenant] = next_s
+        if next_s > now_s:
+            self._waiting.add(tenant, 1)
             try:
-                await asyncio.sleep(line.next_s - now_s)
+                await asyncio.sleep(next_s - now_s)
             finally:
-                line.waiting -= 1
+                self._waiting.add(tenant, -1)
 
 
 _turn: ContextVar[Callable[[], Awaitable[None]]] = ContextVar("refusal_turn")

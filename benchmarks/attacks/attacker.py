@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -115,6 +116,16 @@ class Mallory:
         address = self.tcp if door == "tcp" else self.unix
         client = AsyncClient(address, name=name, memory=memory, token=self._token, timeout_s=20.0)  # type: ignore[arg-type]
         return await self._clients.enter_async_context(client)
+
+
+async def until_refused(count: int, attempt: Callable[[int], Awaitable[object]]) -> tuple[int, str]:
+    """Tries so often, with numbers from 0 on; how many attempts succeeded, and what the daemon said to the next one."""
+    for number in range(count):
+        try:
+            await attempt(number)
+        except ClientError as error:
+            return number, refusal(error)
+    return count, ""
 
 
 def refusal(error: BaseException) -> str:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import grpc
 import numpy as np
 
-from benchmarks.attacks.attacker import Given, Mallory, refusal
+from benchmarks.attacks.attacker import Given, Mallory, refusal, until_refused
 from benchmarks.attacks.people import CAROL, MIB
 from benchmarks.attacks.scenario import Scenario
 from benchmarks.attacks.scene import Scene, fresh_bytes
@@ -184,16 +184,12 @@ class LongSessionNames(Scenario):
 
     async def attack(self, mallory: Mallory) -> None:
         """As many as are let in."""
-        opened = 0
-        refused = ""
-        for number in range(12):
+
+        async def open_one(number: int) -> None:
             client = await mallory.client(name=f"{number:04d}" + "n" * (1 << 20))
-            try:
-                await client.session()
-                opened += 1
-            except ClientError as error:
-                refused = refusal(error)
-                break
+            await client.session()
+
+        opened, refused = await until_refused(12, open_one)
         mallory.in_place(opened=opened, refused=refused)
         await mallory.until_stopped()
 

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import numpy as np
 
-from benchmarks.attacks.attacker import Given, Mallory, refusal
+from benchmarks.attacks.attacker import Given, Mallory, refusal, until_refused
 from benchmarks.attacks.scenario import Scenario
 from benchmarks.attacks.scene import Scene, ask, fresh_bytes, fresh_prompt
 from prefixd.client import AsyncClient, ClientError, NamespaceSpec, PartSpec
@@ -127,18 +127,14 @@ class ManySalts(Scenario):
     async def attack(self, mallory: Mallory) -> None:
         """Registers them, each with a block."""
         client = await mallory.client()
-        registered = 0
-        refused = ""
         content = np.zeros(64, np.uint8)
         tokens = np.arange(16, dtype=np.uint32)
-        for number in range(self.salts):
-            try:
-                cache = await client.register(NamespaceSpec("m", 16, (PartSpec("full", 0, 64),), salt=b"%d" % number))
-                await cache.store(tokens, content)
-                registered += 1
-            except ClientError as error:
-                refused = refusal(error)
-                break
+
+        async def fill_one(number: int) -> None:
+            cache = await client.register(NamespaceSpec("m", 16, (PartSpec("full", 0, 64),), salt=b"%d" % number))
+            await cache.store(tokens, content)
+
+        registered, refused = await until_refused(self.salts, fill_one)
         mallory.in_place(registered=registered, refused=refused)
         await mallory.until_stopped()
 
@@ -152,15 +148,9 @@ class LongParts(Scenario):
         """Registers them."""
         client = await mallory.client()
         parts = tuple(PartSpec(f"{number:04d}" + "x" * 250, number, 64) for number in range(1024))
-        registered = 0
-        refused = ""
-        for number in range(64):
-            try:
-                await client.register(NamespaceSpec(f"{number:02d}" + "n" * 1000, 16, parts))
-                registered += 1
-            except ClientError as error:
-                refused = refusal(error)
-                break
+        registered, refused = await until_refused(
+            64, lambda number: client.register(NamespaceSpec(f"{number:02d}" + "n" * 1000, 16, parts))
+        )
         mallory.in_place(registered=registered, refused=refused)
         await mallory.until_stopped()
 

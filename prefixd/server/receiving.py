@@ -21,7 +21,7 @@ RECEIVE_S = 60.0
 """A call whose message is not here by then is ended."""
 BYTES_PER_S = 32 << 20
 _SMALL_BYTES = 1 << 16
-_SOON_S = 0.1
+_SOON_S = 0.03
 
 _received: ContextVar[Callable[[int], None]] = ContextVar("received")
 

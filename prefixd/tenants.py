@@ -165,3 +165,8 @@ class Tenants:
 
     def __len__(self) -> int:
         return len(self._by_name)
+
+    @property
+    def calling(self) -> int:
+        """How many of them may send calls: all but the one that owns common blocks."""
+        return len(self._by_name) - (COMMON in self._by_name)

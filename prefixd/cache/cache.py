@@ -37,7 +37,7 @@ from prefixd.cache.write_back import WriteBack
 from prefixd.errors import ExhaustedError, InvalidArgumentError, NotFoundError, UnsupportedError
 from prefixd.pacer import give_way
 from prefixd.steps import do_at_once
-from prefixd.tenants import Tenant, Tenants
+from prefixd.tenants import COMMON, Tenant, Tenants
 from prefixd_swap import CopyEngine, EvictionPolicy, UseHistory
 from prefixd_swap.eviction.use_history import REMEMBERED
 
@@ -45,6 +45,7 @@ Claim = tuple[Trie, Rows, list[int]]
 _ENDED_AT_ONCE = 1 << 16  # held blocks whose hold ends in one turn, about a millisecond,
 _ENDED_WITH_A_GRANT = 1 << 11  # and what a grant costs besides, in blocks
 _LOOKED_AT = 1024  # namespaces that are looked at, at a limit, for those that nobody uses: a millisecond,
+_KEPT_NAMESPACES = 8  # for each tenant
 _LOOKED_AT_WITH_A_NEW_ONE = 2  # and whenever one is new: there are never many more than are used
 MAX_BLOCKS = 1 << 20
 """Blocks of a prompt, in one call. At 4 tokens a block it is as many tokens as a message can have."""
@@ -233,16 +234,25 @@ class TieredCache:
         self._forget_namespaces(_LOOKED_AT_WITH_A_NEW_ONE)
         tenant = self.tenants.known(spec.tenant)
         have, most = self.namespaces.count(tenant.name), tenant.quota.namespaces
-        if self.namespaces.counted >= self._max_namespaces or (most is not None and have >= most):
+        if self._namespaces_left(tenant) <= 0 or (most is not None and have >= most):
             self._forget_namespaces()
             have = self.namespaces.count(tenant.name)
         tenant.check("namespaces", have, "namespaces are open in sessions or have blocks", "use one of them")
-        if self.namespaces.counted >= self._max_namespaces:
+        if self._namespaces_left(tenant) <= 0:
+            tenant.refused["namespaces"] += 1
             raise ExhaustedError(
-                f"{self.namespaces.counted} namespaces of all tenants are open in sessions or have blocks, the most "
-                "allowed; use one of them or raise server.max_namespaces"
+                f"tenant {tenant.name}: {self.namespaces.counted} namespaces are open in sessions or have blocks, and all "
+                f"tenants together may have {self._max_namespaces}, some of which are kept for each (limit "
+                "server.max_namespaces); use one of them, or have the operator raise it"
             )
         return self._give_trie(self.namespaces.register(spec))
+
+    def _namespaces_left(self, tenant: Tenant) -> int:
+        """How many more a tenant may have beside all others', which have some kept for them."""
+        each = min(_KEPT_NAMESPACES, self._max_namespaces // (2 * self.tenants.calling))
+        others = (other for other in self.tenants if other is not tenant and other.name != COMMON)
+        kept = sum(max(0, each - self.namespaces.count(other.name)) for other in others)
+        return self._max_namespaces - self.namespaces.counted - kept
 
     def unlisted(self, spec: NamespaceSpec) -> Namespace:
         """A namespace like `spec`, for a request that finds nothing and leaves nothing in the cache."""

@@ -143,7 +143,9 @@ class Room:
         """
         limits = [lambda: self._use.losses(tenant, tier, own=own)]
         if not own and tenant is not None and self._use.guaranteed(tenant, tier):
-            limits.insert(0, lambda: self._use.losses(None, tier))
+            spare = self._use.losses(None, tier)
+            if spare is not None and (spare.left > 0).any():
+                limits.insert(0, lambda: self._use.losses(None, tier))
         wish = _Wish(tier, sizes, want, ahead, own, limits)
         if own and tenant is not None:
             needed = want * self._use.footprint(tier, sizes) - (self._use.room(tenant, tier) or 0)

@@ -121,16 +121,16 @@ class Generation:
         self._rates.take(tenant)
         chosen = self._choose(params.model)
         self._take_work()
-        model = await chosen.model()
-        self._check_name(tenant, params.request_id)
-        check_sampling(params, model)
-        self._check_waiting(tenant, params.sequences)
         image_bytes = sum(map(len, params.images))
         with (
             self._images.held(tenant, image_bytes),
             self._messages.held(tenant, max(0, params.message_bytes - image_bytes)),
             ExitStack() as granted,
         ):
+            model = await chosen.model()
+            self._check_name(tenant, params.request_id)
+            check_sampling(params, model)
+            self._check_waiting(tenant, params.sequences)
             ids = await self._prompt(params.prompt, model, tenant)
             params = replace(params, prompt=b"")  # a text may take four times as many bytes as its message
             async with aclosing(self._generate(chosen, params, tenant, ids, model, granted)) as events:

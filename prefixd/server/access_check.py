@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, NoReturn
@@ -22,7 +23,7 @@ from prefixd.server.audit import AuditLog
 from prefixd.server.call_turns import CallTurns
 from prefixd.server.caller import Caller, set_caller
 from prefixd.server.identities import Identities, UnknownCallerError
-from prefixd.server.receiving import Receiving
+from prefixd.server.receiving import RECEIVE_S, STRANGER_S, Receiving, set_door
 from prefixd.server.refusals import Refusals, set_refusal_turn
 from prefixd.server.rpc import Context
 from prefixd.tenants import Role, Tenant, Tenants
@@ -36,6 +37,8 @@ _UNCOUNTED = ("/prefixd.v1.PrefixCache/OpenSession", "/prefixd.v1.Inference/Gene
 CALLS = 1024
 """Calls that are under way at once at the TCP door, beside those that last. From half of it on, no tenant gets more
 than its part of that half: nobody takes the last ones from others."""
+
+_METHOD = 100  # characters of a method's name that are written down
 
 
 class CallLimits:
@@ -57,20 +60,25 @@ class CallLimits:
         """Calls of a tenant that are under way and counted."""
         return self._calls[tenant]
 
-    def begin(self, tenant: Tenant, call: asyncio.Task[Any]) -> None:
-        """Counts a call until its task is done. Raises ExhaustedError if the tenant has as many as it may."""
+    def begin(self, caller: Caller, call: asyncio.Task[Any]) -> None:
+        """Counts a call until its task is done. Raises ExhaustedError if the tenant has as many as it may; operators
+        may always call."""
+        tenant, tenants = caller.tenant, self._tenants.calling
         have = self._calls[tenant]
+        if caller.role is not Role.ADMIN:
+            self._check(tenant, have, max(1, CALLS // 2 // tenants), tenants)
+        self._calls[tenant] += 1
+        self._all += 1
+        call.add_done_callback(lambda _: self._end(tenant))
+
+    def _check(self, tenant: Tenant, have: int, share: int, tenants: int) -> None:
         tenant.check("calls", have, "calls are under way", "wait for some to end")
-        share = max(1, CALLS // 2 // len(self._tenants))
-        if len(self._tenants) > 1 and self._all >= CALLS // 2 and have >= share:
+        if tenants > 1 and self._all >= CALLS // 2 and have >= share:
             tenant.refused["calls"] += 1
             raise ExhaustedError(
                 f"tenant {tenant.name}: {have} calls are under way, and {self._all} of all tenants; from "
                 f"{CALLS // 2} on each may have {share} (the daemon's own limit); wait for some to end"
             )
-        self._calls[tenant] += 1
-        self._all += 1
-        call.add_done_callback(lambda _: self._end(tenant))
 
     def _end(self, tenant: Tenant) -> None:
         self._calls[tenant] -= 1
@@ -78,12 +86,24 @@ class CallLimits:
 
     async def turn(self, tenant: Tenant, call: asyncio.Task[Any]) -> None:
         """Waits until a call of the tenant may begin."""
-        if len(self._tenants) > 1:
+        if self._tenants.calling > 1:
             await self._turns.begin(tenant, call)
 
-    async def may_receive(self, tenant: Tenant, call: asyncio.Task[Any]) -> None:
-        """Waits until the message of a tenant's call may be received."""
-        await self._receiving.turn(tenant, call)
+    @asynccontextmanager
+    async def message(self, caller: Caller) -> AsyncGenerator[float]:
+        """Around the receiving of a call's message: waits until that, and the call, may begin. Gives the seconds that
+        it may take. Raises ExhaustedError."""
+        call = asyncio.current_task()
+        assert call is not None
+        async with self._receiving.turn(caller):
+            await self.turn(caller.tenant, call)
+            yield RECEIVE_S
+
+    @asynccontextmanager
+    async def stranger(self) -> AsyncGenerator[float]:
+        """As `message`, of a caller who may be anybody."""
+        with self._receiving.stranger():
+            yield STRANGER_S
 
 
 class AccessCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
@@ -117,6 +137,8 @@ class AccessCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-igno
         """The handler of the call, or one that refuses it."""
         method = _text(handler_call_details.method)
         if method.startswith(_OPEN_SERVICES):
+            set_door(self._limits.stranger)
+            set_refusal_turn(partial(self._limits.refusals.turn, None))
             return await continuation(handler_call_details)
         given = [_text(value) for name, value in handler_call_details.invocation_metadata if name == "authorization"]
         try:
@@ -132,8 +154,7 @@ class AccessCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-igno
             else:
                 caller = self._identities.of_certificate(())
         except UnknownCallerError as error:
-            await self._limits.refusals.turn(None)
-            return _refuse(*self._unknown(method, error))
+            return _refuse(*await self._unknown(method, error))
         refusal = await self._admit(method, caller)
         return await continuation(handler_call_details) if refusal is None else _refuse(*refusal)
 
@@ -146,17 +167,16 @@ class AccessCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-igno
         try:
             caller = self._identities.of_certificate(names)
         except UnknownCallerError as error:
-            await context.abort(*self._unknown(method, error))
-        refusal = await self._admit(method, caller, receive=False)
+            await context.abort(*await self._unknown(method, error))
+        refusal = await self._admit(method, caller)
         if refusal is not None:
             await context.abort(*refusal)
 
-    async def _admit(self, method: str, caller: Caller, *, receive: bool = True) -> tuple[grpc.StatusCode, str] | None:
+    async def _admit(self, method: str, caller: Caller) -> tuple[grpc.StatusCode, str] | None:
         """Makes this the call's caller, in turn; or why not."""
         needed = Role.ADMIN if method.startswith(_ADMIN_SERVICES) else Role.CLIENT
         if caller.role is not Role.ADMIN and caller.role is not needed:
-            self._audit.refused(caller, method, f"the role {needed} is needed")
-            await self._limits.refusals.turn(caller.tenant)
+            await self._refused(caller, method, f"the role {needed} is needed")
             service = "Admin" if needed is Role.ADMIN else "this service"
             return grpc.StatusCode.PERMISSION_DENIED, (
                 f"{service} needs the role {needed}, and {caller.name} has the role {caller.role}; use a token or a "
@@ -166,22 +186,25 @@ class AccessCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-igno
         assert call is not None
         if method not in _UNCOUNTED:
             try:
-                self._limits.begin(caller.tenant, call)
+                self._limits.begin(caller, call)
             except ExhaustedError as error:
-                self._audit.refused(caller, method, str(error))
-                await self._limits.refusals.turn(caller.tenant)
+                await self._refused(caller, method, str(error))
                 return grpc.StatusCode.RESOURCE_EXHAUSTED, str(error)
         set_caller(caller)
         set_refusal_turn(partial(self._limits.refusals.turn, caller.tenant))
         self._audit.let_in(caller)
-        if receive:
-            await self._limits.may_receive(caller.tenant, call)
-        await self._limits.turn(caller.tenant, call)
+        set_door(partial(self._limits.message, caller))
         return None
 
-    def _unknown(self, method: str, error: UnknownCallerError) -> tuple[grpc.StatusCode, str]:
-        self._audit.refused(None, method, str(error), door=self._door)
-        log.info("refused %s: %s", method, error)
+    async def _refused(self, caller: Caller | None, method: str, why: str) -> None:
+        """Waits until a caller may be told, and writes that down."""
+        if await self._limits.refusals.turn(None if caller is None else caller.tenant):
+            self._audit.refused(caller, method[:_METHOD], why, door="" if caller else self._door)
+            if caller is None:
+                log.info("refused %s: %s", method[:_METHOD], why)
+
+    async def _unknown(self, method: str, error: UnknownCallerError) -> tuple[grpc.StatusCode, str]:
+        await self._refused(None, method, str(error))
         remedy = (
             "; send `authorization: Bearer TOKEN`, with a token from the daemon's server.tokens "
             "(the prefixd command: --token-file, PREFIXD_TOKEN)"

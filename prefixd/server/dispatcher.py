@@ -445,7 +445,7 @@ class Dispatcher:
 
     async def _dispatch(self) -> None:
         self._tracker.refresh()
-        of_all = Places(self._concurrency.limit, len(self._cache.tenants), self.running.values())
+        of_all = Places(self._concurrency.limit, self._cache.tenants.calling, self.running.values())
         places = max(0, of_all.free)
         ahead = self.look_ahead.requests(self._concurrency.limit)
         quotas = GpuQuotas(self._mover.use, self._cache.tiers.gpu, self._share.running())

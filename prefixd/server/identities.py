@@ -38,6 +38,7 @@ class Identities:
         self._tenants = tenants
         self._tokens = tokens
         self._tickets = tickets
+        self._only_owner = True
         self.update(settings, named)
 
     def update(self, settings: ServerSettings, named: Mapping[str, TenantSettings]) -> None:
@@ -49,7 +50,8 @@ class Identities:
         self._tenant_of_uid = {uid: name for name, tenant in named.items() for uid in tenant.uids}
         self._tenant_of_certificate = {each: name for name, tenant in named.items() for each in tenant.certificates}
         others = {*settings.allow_uids, *settings.admin_uids, *self._tenant_of_uid} - {0, os.geteuid()}
-        self._only_owner = not others and int(settings.socket_mode, 8) & 0o066 == 0
+        # Connections outlast settings: where others could connect once, they may still be connected.
+        self._only_owner &= not others and int(settings.socket_mode, 8) & 0o066 == 0
 
     # -- the unix socket ----------------------------------------------------------------------------------------
 

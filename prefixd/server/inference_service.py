@@ -15,7 +15,7 @@ from prefixd.generation import (
     Tokens,
 )
 from prefixd.server.caller import current_caller
-from prefixd.server.messages import message_bytes
+from prefixd.server.receiving import message_bytes
 from prefixd.server.retention_messages import retention_wishes
 from prefixd.server.rpc import streaming, unary
 from prefixd.tenants import Role

@@ -14,6 +14,7 @@ from prefixd.server.access_check import CALLS, AccessCheck, CallLimits
 from prefixd.server.audit import AuditLog
 from prefixd.server.identities import Identities
 from prefixd.server.messages import ServiceTable
+from prefixd.server.receiving import OPENING
 from prefixd.server.refusals import WAITING
 from prefixd.server.tickets import Tickets
 from prefixd.server.tls import tls_credentials
@@ -94,7 +95,7 @@ class Listeners:
             self._tcp = grpc.aio.server(
                 interceptors=[AccessCheck(self.identities, self.limits, audit, "tcp", certificates=by_certificate)],
                 options=_OPTIONS + _TCP_OPTIONS,
-                maximum_concurrent_rpcs=lasting + CALLS + WAITING,
+                maximum_concurrent_rpcs=lasting + CALLS + WAITING + OPENING,
             )
         self._servers = [self._unix] if self._tcp is None else [self._unix, self._tcp]
         self.services: Any = ServiceTable(self._servers)  # generated code asks for a grpc.aio.Server by type

@@ -38,7 +38,7 @@ _VISITORS = 64
 _VISITORS_OF_A_USER = 16
 _SHORTAGE_PAUSE_S = 0.05
 _WARN_S = 60.0
-_UCRED = struct.Struct("3i")  # pid, uid, gid
+_UCRED = struct.Struct("iII")  # pid, uid, gid
 
 
 class MemoryListener:

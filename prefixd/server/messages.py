@@ -6,28 +6,20 @@ Left to itself gRPC answers UNKNOWN and puts a traceback into the daemon's log f
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 
-from prefixd.errors import InvalidArgumentError
+from prefixd.errors import InvalidArgumentError, PrefixdError
 from prefixd.pacer import call_arrived
 from prefixd.server.access_check import check_certificate
-from prefixd.server.receiving import message_received
+from prefixd.server.receiving import first_message, set_message_bytes
 from prefixd.server.rpc import Context, abort
 from prefixd.server.wire import check_fields
-
-_message_bytes: ContextVar[int] = ContextVar("message_bytes")
-
-
-def message_bytes() -> int:
-    """Bytes of the last message of the call that is being handled."""
-    return _message_bytes.get(0)
 
 
 class ServiceTable:
@@ -66,8 +58,7 @@ def _answering(handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandle
 
     def read(message: bytes) -> Any:
         call_arrived()
-        message_received(len(message))
-        _message_bytes.set(len(message))
+        set_message_bytes(len(message))
         try:
             if descriptor is not None:
                 check_fields(message, descriptor)
@@ -77,47 +68,63 @@ def _answering(handler: grpc.RpcMethodHandler[Any, Any]) -> grpc.RpcMethodHandle
         except DecodeError as error:
             return _Unreadable(str(error))
 
-    kind = "stream" if handler.request_streaming else "unary"
-    kind += "_stream" if handler.response_streaming else "_unary"
+    several = handler.request_streaming
+    kind = f"{'stream' if several else 'unary'}_{'stream' if handler.response_streaming else 'unary'}"
     behaviour = getattr(handler, kind)
     around = _around_generator if inspect.isasyncgenfunction(behaviour) else _around_coroutine
-    make: Callable[..., grpc.RpcMethodHandler[Any, Any]] = getattr(grpc, f"{kind}_rpc_method_handler")
-    return make(around(behaviour), request_deserializer=read, response_serializer=handler.response_serializer)
+    # Also where there is one message we read it, and not gRPC: it would wait for it for ever.
+    make = grpc.stream_stream_rpc_method_handler if handler.response_streaming else grpc.stream_unary_rpc_method_handler
+    served: grpc.RpcMethodHandler[Any, Any] = make(
+        around(behaviour, _all_messages if several else _only_message),
+        request_deserializer=read,
+        response_serializer=handler.response_serializer,
+    )
+    return served
 
 
-def _around_coroutine(behaviour: Callable[..., Any]) -> Callable[..., Any]:
-    async def handle(request: Any, context: Context) -> Any:
+_Behaviour = Callable[..., Any]
+_Read = Callable[[AsyncIterator[Any]], Awaitable[Any]]
+
+
+def _around_coroutine(behaviour: _Behaviour, messages: _Read) -> _Behaviour:
+    async def handle(requests: AsyncIterator[Any], context: Context) -> Any:
         try:
             await check_certificate(context)
-            return await behaviour(_readable(request), context)
-        except InvalidArgumentError as error:
+            return await behaviour(await messages(requests), context)
+        except PrefixdError as error:
             await abort(context, error)
 
     return handle
 
 
-def _around_generator(behaviour: Callable[..., AsyncGenerator[Any, None]]) -> Callable[..., Any]:
-    async def handle(request: Any, context: Context) -> AsyncGenerator[Any, None]:
+def _around_generator(behaviour: _Behaviour, messages: _Read) -> _Behaviour:
+    async def handle(requests: AsyncIterator[Any], context: Context) -> AsyncGenerator[Any, None]:
         try:
             await check_certificate(context)
-            async with aclosing(behaviour(_readable(request), context)) as responses:
+            async with aclosing(behaviour(await messages(requests), context)) as responses:
                 async for response in responses:
                     yield response
-        except InvalidArgumentError as error:
+        except PrefixdError as error:
             await abort(context, error)
 
     return handle
+
+
+async def _only_message(requests: AsyncIterator[Any]) -> Any:
+    return _readable(await first_message(requests))
+
+
+async def _all_messages(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async def generate() -> AsyncIterator[Any]:
+        yield _readable(await first_message(requests))
+        async for request in requests:
+            yield _readable(request)
+
+    return generate()
 
 
 def _readable(request: Any) -> Any:
-    """A request, or an iterator of requests that raises InvalidArgumentError at one that cannot be read."""
+    """A message. Raises InvalidArgumentError where it cannot be read."""
     if isinstance(request, _Unreadable):
         raise request.error()
-    return _all_readable(request) if hasattr(request, "__aiter__") else request
-
-
-async def _all_readable(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    async for request in requests:
-        if isinstance(request, _Unreadable):
-            raise request.error()
-        yield request
+    return request

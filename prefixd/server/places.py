@@ -31,6 +31,7 @@ class Places:
         self._most = limit - self._kept(tenants - 1)
         self._taken: Counter[Hashable] = Counter()
         self._wide = False
+        self._waiting: set[Hashable] = set()
         for request in running:
             self.take(request)
 
@@ -49,15 +50,20 @@ class Places:
         return self._needed(request) <= self.free
 
     def keeps_waiting(self, request: Request) -> bool:
-        """Whether a request waits though there are places for it: they are kept for other tenants, or it is a second
-        wide search."""
+        """Whether a request does not keep others waiting: the places that are left are kept for other tenants, or it is
+        a second wide search. Later ones of its tenant wait with it."""
+        tenant = request.queued.tenant
+        if tenant not in self._waiting and self._waits(request):
+            self._waiting.add(tenant)
+        return tenant in self._waiting
+
+    def _waits(self, request: Request) -> bool:
         if self._wide and request.places > self._most:
             return True
-        tenant = request.queued.tenant
-        if not self._taken[tenant]:
+        if not self._taken[request.queued.tenant]:
             return False
-        resting = self._tenants - sum(1 for taken in self._taken.values() if taken)
-        return 0 <= self.free - self._needed(request) < self._kept(resting)
+        kept = self._kept(self._tenants - sum(1 for taken in self._taken.values() if taken))
+        return kept > 0 and self.free - self._needed(request) < kept
 
     def _needed(self, request: Request) -> int:
         return min(request.places, self._most)

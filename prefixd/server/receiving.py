@@ -1,35 +1,83 @@
 """Messages are received a few at a time for each tenant, and where there are several tenants large ones slowly.
 
-gRPC receives a message on the event loop, all of it at once: 30 ms for 16 MiB, in which nobody else is served. So
+gRPC puts a message together on the event loop in one go, from 5 to 30 ms for 16 MiB, in which nobody else is served. So
 between tenants a tenant's messages are received one after the other, and after one of many bytes the next waits until
 as much time has passed as they take at `BYTES_PER_S`. How large a message is shows only when it is here; one that is
-not here soon does not keep the tenant's next one waiting for longer than a moment.
+not here soon does not keep the tenant's next one waiting for longer than a moment, and in the end its call fails.
+
+Operators do not wait: whatever others do, they have to see it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
+from typing import TypeVar
 
-from prefixd.tenants import Tenant, Tenants
+from prefixd.errors import ExhaustedError, InvalidArgumentError, TooSlowError
+from prefixd.server.caller import Caller
+from prefixd.server.caller_places import CallerPlaces
+from prefixd.tenants import Role, Tenant, Tenants
+from prefixd_scheduler import SharedLimit
+
+T = TypeVar("T")
 
 AT_ONCE = 16
 """Messages of one tenant that may be on their way, 16 MiB each at most."""
+AT_ONCE_OF_CALLER = 4
+OPENING = 1024
+"""Calls whose message is not here, of all tenants (`SharedLimit`)."""
 RECEIVE_S = 60.0
-"""A call whose message is not here by then is ended."""
+"""A call whose message is not here by then fails."""
 BYTES_PER_S = 32 << 20
+STRANGERS_AT_ONCE = 16
+"""Calls of strangers, who may ask for the daemon's health, whose message is not here."""
+STRANGER_S = 5.0
 _SMALL_BYTES = 1 << 16
 _SOON_S = 0.03
 
-_received: ContextVar[Callable[[int], None]] = ContextVar("received")
+Door = Callable[[], AbstractAsyncContextManager[float]]
+"""Around the receiving of a call's first message; gives the seconds that it may take."""
+
+_door: ContextVar[Door] = ContextVar("door")
+_message_bytes: ContextVar[int] = ContextVar("message_bytes")
 
 
-def message_received(nbytes: int) -> None:
-    """The message of the call that is being handled is here."""
-    if (done := _received.get(None)) is not None:
-        done(nbytes)
+def set_door(door: Door) -> None:
+    """From here on, in the call that is being handled, `first_message` goes through this."""
+    _door.set(door)
+
+
+def set_message_bytes(nbytes: int) -> None:
+    """So large is the message of the call that is being handled; it is here."""
+    _message_bytes.set(nbytes)
+
+
+def message_bytes() -> int:
+    """Bytes of the last message of the call that is being handled; 0 as long as there is none."""
+    return _message_bytes.get(0)
+
+
+async def first_message(requests: AsyncIterator[T]) -> T:
+    """The first message of the call that is being handled, or its only one.
+
+    Raises:
+        InvalidArgumentError: there is none.
+        TooSlowError: it does not come.
+        ExhaustedError: too many calls wait for theirs.
+    """
+    async with _door.get()() as within_s:
+        try:
+            async with asyncio.timeout(within_s):
+                return await anext(requests)
+        except StopAsyncIteration:
+            raise InvalidArgumentError("the call has no message; send one") from None
+        except TimeoutError:
+            raise TooSlowError(
+                f"the call's message was not here within {within_s:g} s; send it at once, or less at a time"
+            ) from None
 
 
 class Receiving:
@@ -41,30 +89,66 @@ class Receiving:
 
     def __init__(self, tenants: Tenants) -> None:
         self._tenants = tenants
+        self._places = CallerPlaces(AT_ONCE, AT_ONCE_OF_CALLER)
         self._lines: dict[Tenant, _Line] = {}
+        self._opening = SharedLimit(OPENING, lambda: tenants.calling)
+        self._strangers = 0
 
-    async def turn(self, tenant: Tenant, call: asyncio.Task[object]) -> None:
-        """Waits until the message of a tenant's call, which runs as this task, may be received."""
-        line = self._lines.setdefault(tenant, _Line())
-        await line.places.acquire()
-        receipt = _Receipt(line, call)
-        _received.set(receipt.end)
-        if len(self._tenants) > 1:
-            await line.turn()
-        receipt.begin()
+    @asynccontextmanager
+    async def turn(self, caller: Caller) -> AsyncGenerator[None]:
+        """Around the receiving of a caller's message: waits until that may begin. Raises ExhaustedError."""
+        if caller.role is Role.ADMIN:
+            yield
+            return
+        with self._counted(caller.tenant):
+            async with self._places.place(caller):
+                if self._tenants.calling == 1:
+                    yield
+                    return
+                line = self._lines.setdefault(caller.tenant, _Line())
+                await line.begin()
+                try:
+                    yield
+                finally:
+                    line.end(message_bytes())
+
+    @contextmanager
+    def stranger(self) -> Generator[None]:
+        """Around the receiving of a stranger's message. Raises ExhaustedError."""
+        if self._strangers >= STRANGERS_AT_ONCE:
+            raise ExhaustedError(f"{self._strangers} calls to the health service send their messages; try again later")
+        self._strangers += 1
+        try:
+            yield
+        finally:
+            self._strangers -= 1
+
+    @contextmanager
+    def _counted(self, tenant: Tenant) -> Generator[None]:
+        opening = self._opening
+        if not opening.left(tenant):
+            tenant.refused["opening"] += 1
+            raise ExhaustedError(
+                f"tenant {tenant.name}: the messages of {opening[tenant]} calls are on their way, and of "
+                f"{opening.total} of all tenants, which have {OPENING} together; send fewer at a time"
+            )
+        opening.add(tenant, 1)
+        try:
+            yield
+        finally:
+            opening.add(tenant, -1)
 
 
 class _Line:
-    """The messages of one tenant."""
+    """The messages of one tenant, one after the other."""
 
     def __init__(self) -> None:
-        self.places = asyncio.Semaphore(AT_ONCE)
         self._turn = asyncio.Lock()
-        self._here = asyncio.Event()  # the last message, or nobody waits for it any more
+        self._here = asyncio.Event()  # the last one, or nobody waits for it any more
         self._here.set()
         self._next_s = 0.0
 
-    async def turn(self) -> None:
+    async def begin(self) -> None:
         async with self._turn:
             if not self._here.is_set():
                 with suppress(TimeoutError):
@@ -76,27 +160,6 @@ class _Line:
             self._here.clear()
 
     def end(self, nbytes: int) -> None:
-        self.places.release()
         self._here.set()
         if nbytes > _SMALL_BYTES:
             self._next_s = max(self._next_s, asyncio.get_running_loop().time()) + nbytes / BYTES_PER_S
-
-
-class _Receipt:
-    """A message that is being received."""
-
-    def __init__(self, line: _Line, call: asyncio.Task[object]) -> None:
-        self._line: _Line | None = line
-        self._call = call
-        self._late: asyncio.TimerHandle | None = None
-        call.add_done_callback(lambda _: self.end())
-
-    def begin(self) -> None:
-        self._late = asyncio.get_running_loop().call_later(RECEIVE_S, self._call.cancel)
-
-    def end(self, nbytes: int = 0) -> None:
-        if self._line is not None:
-            self._line.end(nbytes)
-            self._line = None
-        if self._late is not None:
-            self._late.cancel()

@@ -29,12 +29,15 @@ class Refusals:
     def __init__(self, tenants: Tenants) -> None:
         self._tenants = tenants
         self._next_s: dict[Tenant | None, float] = {}
-        self._waiting = SharedLimit(WAITING, lambda: len(tenants))
+        self._waiting = SharedLimit(WAITING, lambda: tenants.calling + 1)
 
-    async def turn(self, tenant: Tenant | None) -> None:
-        """Waits until a tenant may be told; None: somebody who is not known."""
-        if not self._waiting.left(tenant) or (tenant is not None and len(self._tenants) == 1):
-            return
+    async def turn(self, tenant: Tenant | None) -> bool:
+        """Waits until a tenant may be told; None: somebody who is not known. False where so many wait that it is told
+        out of turn: then nothing is kept of it, and nothing written."""
+        if tenant is not None and self._tenants.calling == 1:
+            return True
+        if not self._waiting.left(tenant):
+            return False
         now_s = asyncio.get_running_loop().time()
         next_s = max(self._next_s.get(tenant, 0.0), now_s - _AT_ONCE / PER_S) + 1 / PER_S
         self._next_s[tenant] = next_s
@@ -44,12 +47,13 @@ class Refusals:
                 await asyncio.sleep(next_s - now_s)
             finally:
                 self._waiting.add(tenant, -1)
+        return True
 
 
-_turn: ContextVar[Callable[[], Awaitable[None]]] = ContextVar("refusal_turn")
+_turn: ContextVar[Callable[[], Awaitable[bool]]] = ContextVar("refusal_turn")
 
 
-def set_refusal_turn(turn: Callable[[], Awaitable[None]]) -> None:
+def set_refusal_turn(turn: Callable[[], Awaitable[bool]]) -> None:
     """From here on `refusal_turn` in the call that is being handled awaits this."""
     _turn.set(turn)
 

@@ -64,6 +64,7 @@ def granting(
             try:
                 return await deliver(method(self, request), lambda response: take_back(self, request, response))
             except Exception as error:
+                del request  # a refusal may wait
                 await abort(context, error)
 
         return handler
@@ -83,6 +84,7 @@ def streaming(
                 async for response in responses:
                     yield response
         except Exception as error:
+            del request  # a refusal may wait
             await abort(context, error)
 
     return handler
@@ -106,6 +108,7 @@ async def abort(context: Context, error: Exception) -> NoReturn:
             (_ANSWERED,),
         )
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        error.__traceback__ = error.__cause__ = error.__context__ = None  # they refer to the request
         await refusal_turn()
     # Tells a client that the next session will do from a thing that is nowhere: both are NOT_FOUND.
     metadata = (_ANSWERED, _SESSION_ENDED) if isinstance(error, SessionEndedError) else (_ANSWERED,)

@@ -6,6 +6,8 @@ bytes 30 milliseconds. What is long in an honest message is bytes, and of these 
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 from prefixd.errors import InvalidArgumentError
@@ -20,6 +22,8 @@ TEXT_BYTES = 4 << 20
 """Bytes of a text: a prompt of a million tokens."""
 BYTES = 8 << 20
 """Of a field of bytes: token ids of a prompt of two million tokens, an image."""
+DATA_BYTES = 1 << 20
+"""Of a piece of a stream."""
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _SKIPPED = {_FIXED64: 8, _FIXED32: 4}
@@ -29,33 +33,44 @@ _Shape = dict[int, Descriptor | int]
 
 
 def check_fields(raw: bytes, kind: Descriptor) -> None:
-    """Raises InvalidArgumentError for a message of this kind that has too many fields, or too long a one.
+    """Raises InvalidArgumentError for a message of this kind that has too many fields, or too much in one of them.
 
+    Several fields of one kind and number count together, at all depths: what is parsed at last is one list of them.
     One that is torn or malformed is left to the parser.
     """
-    if len(raw) > LARGE_BYTES and _fields(raw, 0, len(raw), kind, FIELDS) < 0:
-        raise InvalidArgumentError(
-            f"the {kind.name} of {len(raw)} bytes has more than {FIELDS} fields; send fewer, in several calls"
-        )
+    if len(raw) > LARGE_BYTES:
+        with suppress(IndexError):  # it is torn
+            _Count(len(raw)).count(raw, 0, len(raw), kind)
 
 
-def _fields(raw: bytes, at: int, end: int, kind: Descriptor, left: int) -> int:
-    """How many fields are left of `left` behind those from `at` to `end`; negative: not enough."""
-    shape = _shape(kind)
-    try:
+class _Count:
+    """What has been found of one message of so many bytes."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._left = FIELDS
+        self._bytes: dict[tuple[str, int], int] = {}
+
+    def count(self, raw: bytes, at: int, end: int, kind: Descriptor) -> None:
+        """Counts the fields of a message of this kind. Raises IndexError where it is torn or malformed."""
+        shape = _shape(kind)
         while at < end:
-            left -= 1
-            if left < 0:
-                return left
+            self._left -= 1
+            if self._left < 0:
+                raise InvalidArgumentError(
+                    f"the {kind.name} of {self._nbytes} bytes has more than {FIELDS} fields; send fewer, in several "
+                    "calls"
+                )
             tag = raw[at]
             at += 1
             if tag > 127:
                 tag, at = _varint(raw, at - 1)
             wire = tag & 7
             if wire == _VARINT:
-                while raw[at] > 127:
+                if raw[at] > 127:
+                    _, at = _varint(raw, at)
+                else:
                     at += 1
-                at += 1
             elif wire == _BYTES:
                 length = raw[at]
                 at += 1
@@ -63,28 +78,31 @@ def _fields(raw: bytes, at: int, end: int, kind: Descriptor, left: int) -> int:
                     length, at = _varint(raw, at - 1)
                 inner = shape.get(tag >> 3)
                 if isinstance(inner, Descriptor):
-                    left = _fields(raw, at, min(at + length, end), inner, left)
-                elif inner is not None and inner < length <= end - at:
-                    field = f"{kind.name}.{kind.fields_by_number[tag >> 3].name}"
-                    raise InvalidArgumentError(f"{field} has {length} bytes; send at most {inner}")
+                    self.count(raw, at, min(at + length, end), inner)
+                elif inner is not None and length <= end - at:
+                    self._add(kind, tag >> 3, length, inner)
                 at += length
             else:
                 at += _SKIPPED.get(wire, 0)
-    except IndexError:  # it is torn
-        pass
-    return left
+
+    def _add(self, kind: Descriptor, number: int, nbytes: int, most: int) -> None:
+        total = self._bytes[kind.full_name, number] = self._bytes.get((kind.full_name, number), 0) + nbytes
+        field = kind.fields_by_number[number]
+        if total > most and not (field.type == FieldDescriptor.TYPE_BYTES and field.is_repeated and nbytes <= most):
+            raise InvalidArgumentError(f"{kind.name}.{field.name} has {total} bytes; send at most {most}")
 
 
 def _varint(raw: bytes, at: int) -> tuple[int, int]:
-    """The number at a place, and the place behind it."""
+    """The number at a place, and the place behind it. Raises IndexError for one that is too long to be any."""
     value = shift = 0
-    while True:
+    while shift < 70:
         byte = raw[at]
         at += 1
         value |= (byte & 127) << shift
         shift += 7
-        if byte < 128 or shift > 63:
+        if byte < 128:
             return value, at
+    raise IndexError
 
 
 _shapes: dict[str, _Shape] = {}
@@ -100,6 +118,8 @@ def _shape(kind: Descriptor) -> _Shape:
                 known[field.number] = field.message_type
             elif field.type == FieldDescriptor.TYPE_STRING:
                 known[field.number] = TEXT_BYTES
+            elif field.type == FieldDescriptor.TYPE_BYTES:
+                known[field.number] = DATA_BYTES if field.name == "data" else BYTES
             else:
-                known[field.number] = BYTES if field.type == FieldDescriptor.TYPE_BYTES else PACKED_BYTES
+                known[field.number] = PACKED_BYTES
     return known

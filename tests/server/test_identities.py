@@ -69,6 +69,18 @@ def test_without_a_ticket_only_where_nobody_else_gets_in_is_one_the_operator() -
         made({"tenants.acme.uids": str(ACME)})[0].of_local("")  # else a tenant's user would evade its quotas
 
 
+def test_who_may_still_be_connected_is_not_the_operator() -> None:
+    for others in (
+        {"server.allow_uids": str(OTHERS)},
+        {"tenants.acme.uids": str(ACME)},
+        {"server.socket_mode": "0660"},
+    ):
+        identities, _, _ = made(others)  # type: ignore[arg-type]
+        alone = Settings.load(None, {}, {})
+        identities.update(alone.server, alone.tenants)
+        assert identities.of_local("").role is Role.CLIENT
+
+
 def test_a_ticket_is_good_for_a_day_and_from_this_daemon_alone(tmp_path: Path) -> None:
     identities, tickets, clock = made({})
     given = ticket(tickets, ACME)

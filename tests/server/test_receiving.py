@@ -8,15 +8,20 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from prefixd.errors import ExhaustedError, InvalidArgumentError, TooSlowError
 from prefixd.server import receiving
-from prefixd.server.receiving import Receiving, message_received
-from prefixd.tenants import Quota, Tenant, Tenants
+from prefixd.server.caller import Caller
+from prefixd.server.receiving import Receiving, first_message, set_door, set_message_bytes
+from prefixd.tenants import Quota, Role, Tenants
 
 _LARGE = 16 << 20
 
 
 class Calls:
-    """Calls of tenants whose messages arrive when a test says."""
+    """Calls of tenants whose messages arrive when a test says.
+
+    A call's name is its tenant's letter, or `-` for the default one, its caller's, and a number.
+    """
 
     def __init__(self, *tenants: str) -> None:
         self.tenants = Tenants(dict.fromkeys(tenants, Quota()))
@@ -25,30 +30,25 @@ class Calls:
         self.receiving: list[str] = []
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
-    def send(self, *names: str) -> None:
-        """Each is of the tenant by its first letter, or of the default one."""
+    def send(self, *names: str, role: Role = Role.CLIENT) -> None:
         for name in names:
             self._arrive[name] = asyncio.get_running_loop().create_future()
-            self.tasks[name] = asyncio.create_task(self._call(name))
+            self.tasks[name] = asyncio.create_task(self._call(name, role))
 
     def arrive(self, name: str, nbytes: int = 100) -> None:
         self._arrive[name].set_result(nbytes)
 
-    async def _call(self, name: str) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        await self._receiving.turn(self._tenant(name), task)
-        self.receiving.append(name)
-        try:
-            message_received(await self._arrive[name])
-        finally:
-            self.receiving.remove(name)
-
-    def _tenant(self, name: str) -> Tenant:
-        return self.tenants.get(name[0]) or self.tenants.default
+    async def _call(self, name: str, role: Role) -> None:
+        tenant = self.tenants.get(name[0]) or self.tenants.default
+        async with self._receiving.turn(Caller(tenant, role, name[:2], "tcp")):
+            self.receiving.append(name)
+            try:
+                set_message_bytes(await self._arrive[name])
+            finally:
+                self.receiving.remove(name)
 
 
-async def turns(count: int = 5) -> None:
+async def turns(count: int = 8) -> None:
     for _ in range(count):
         await asyncio.sleep(0)
 
@@ -62,16 +62,53 @@ async def ended(calls: Calls) -> AsyncIterator[None]:
     await asyncio.gather(*calls.tasks.values(), return_exceptions=True)
 
 
-async def test_so_many_messages_of_a_tenant_are_on_their_way() -> None:
+async def test_so_many_messages_of_a_caller_and_of_a_tenant_are_on_their_way() -> None:
     calls = Calls()
     async with ended(calls):
-        calls.send(*(f"-{number}" for number in range(receiving.AT_ONCE + 2)))
+        calls.send(*(f"-x{number}" for number in range(receiving.AT_ONCE_OF_CALLER + 2)))
+        await turns()
+        assert len(calls.receiving) == receiving.AT_ONCE_OF_CALLER
+        calls.arrive("-x1", _LARGE)
+        calls.tasks["-x0"].cancel()
+        await turns()
+        assert len(calls.receiving) == receiving.AT_ONCE_OF_CALLER and {"-x4", "-x5"} < set(calls.receiving)
+        for caller in "abcdef":
+            calls.send(*(f"-{caller}{number}" for number in range(receiving.AT_ONCE_OF_CALLER)))
         await turns()
         assert len(calls.receiving) == receiving.AT_ONCE
-        calls.arrive("-3", _LARGE)
-        calls.tasks["-5"].cancel()
+        calls.send("-o1", role=Role.ADMIN)
         await turns()
-        assert len(calls.receiving) == receiving.AT_ONCE and {"-16", "-17"} < set(calls.receiving)
+        assert "-o1" in calls.receiving, "operators do not wait"
+
+
+async def test_calls_whose_message_is_not_here_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiving, "OPENING", 12)
+    calls = Calls("a", "b")
+    async with ended(calls):
+        calls.send(*(f"a{number}" for number in range(9)))
+        await turns()
+        refused = [name for name, task in calls.tasks.items() if task.done()]
+        assert refused == ["a8"], "two are kept for each of the others"
+        with pytest.raises(ExhaustedError, match="tenant a: the messages of 8 calls are on their way"):
+            await calls.tasks["a8"]
+        calls.send("b1", "b2", "b3")
+        await turns()
+        assert [calls.tasks[name].done() for name in ("b1", "b2", "b3")] == [False, False, True]
+        with pytest.raises(ExhaustedError):
+            await calls.tasks["b3"]
+        assert calls.tenants.known("a").refused["opening"] == 1
+
+
+async def test_strangers_are_few() -> None:
+    strangers = Receiving(Tenants())
+    for _ in range(2):
+        held = [strangers.stranger() for _ in range(receiving.STRANGERS_AT_ONCE)]
+        for each in held:
+            each.__enter__()
+        with pytest.raises(ExhaustedError, match="16 calls to the health service"), strangers.stranger():
+            pass
+        for each in held:
+            each.__exit__(None, None, None)
 
 
 async def test_between_tenants_one_comes_after_the_other() -> None:
@@ -105,8 +142,7 @@ async def test_after_a_large_one_the_next_of_its_tenant_waits(monkeypatch: pytes
         assert asyncio.get_running_loop().time() - begin_s > 0.24
 
 
-async def test_one_that_does_not_come_keeps_the_next_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receiving, "RECEIVE_S", 0.5)
+async def test_one_that_does_not_come_keeps_the_next_for_a_moment() -> None:
     calls = Calls("a")
     async with ended(calls):
         calls.send("a1", "a2")
@@ -114,20 +150,22 @@ async def test_one_that_does_not_come_keeps_the_next_for_a_moment(monkeypatch: p
         assert calls.receiving == ["a1"]
         while calls.receiving != ["a1", "a2"]:
             await asyncio.sleep(0.005)
-        with pytest.raises(asyncio.CancelledError):
-            await calls.tasks["a1"]
 
 
-async def test_who_has_gone_takes_nothing_along() -> None:
-    calls = Calls("a")
-    async with ended(calls):
-        calls.send("a1", "a2")
-        await turns()
-        calls.tasks["a2"].cancel()
-        calls.arrive("a1")
-        await turns()
-        calls.send(*(f"a{number}" for number in range(3, 3 + receiving.AT_ONCE)))
-        for number in range(3, 3 + receiving.AT_ONCE):
-            await turns()
-            assert calls.receiving == [f"a{number}"]
-            calls.arrive(f"a{number}")
+async def test_a_call_has_a_message_in_time() -> None:
+    @asynccontextmanager
+    async def door() -> AsyncIterator[float]:
+        yield 0.05
+
+    async def messages(*given: str, last: bool = True) -> AsyncIterator[str]:
+        for message in given:
+            yield message
+        if not last:
+            await asyncio.Event().wait()
+
+    set_door(door)
+    assert await first_message(messages("one", "more")) == "one"
+    with pytest.raises(InvalidArgumentError, match="no message"):
+        await first_message(messages())
+    with pytest.raises(TooSlowError, match=r"not here within 0\.05 s"):
+        await first_message(messages(last=False))

@@ -15,6 +15,7 @@ import pytest
 from prefixd.cache import Process, TieredCache, check_integrity
 from prefixd.errors import ExhaustedError
 from prefixd.server import rpc
+from prefixd.server.refusals import set_refusal_turn
 from prefixd.v1 import cache_pb2 as pb
 from prefixd.v1 import cache_pb2_grpc
 
@@ -153,3 +154,30 @@ async def test_a_refused_request_is_gone_at_once(kind: str) -> None:
         assert gone() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("kind", ["unary", "streaming"])
+async def test_a_refusal_that_waits_keeps_no_request(kind: str) -> None:
+    waits, told = asyncio.Event(), asyncio.Event()
+
+    async def turn() -> bool:
+        waits.set()
+        await told.wait()
+        return True
+
+    async def refuse(requests: list[_Request]) -> None:
+        set_refusal_turn(turn)
+        with pytest.raises(grpc.aio.AbortError):
+            if kind == "unary":
+                await _Refusing().unary(requests.pop(), _Aborting())
+            else:
+                async for _ in _Refusing().streaming(requests.pop(), _Aborting()):
+                    pass
+
+    requests = [_Request()]
+    gone = weakref.ref(requests[0])
+    refused = asyncio.create_task(refuse(requests))
+    await waits.wait()
+    assert gone() is None
+    told.set()
+    await refused

@@ -30,7 +30,7 @@ def field(number: int, content: bytes) -> bytes:
 HONEST: list[Message] = [
     pb.MatchRequest(session_id="s", token_ids=bytes(8 << 20)),
     pb.AcquireRequest(token_ids=bytes(1 << 20), parts=range(1024)),
-    pb.PutRequest(data=bytes(8 << 20)),
+    pb.PutRequest(data=bytes(1 << 20)),
     pb.RenewRequest(lease_ids=[f"{number}-0123456789abcdef" for number in range(4096)]),
     pb.RegisterNamespaceRequest(
         namespace=pb.Namespace(
@@ -46,7 +46,7 @@ HONEST: list[Message] = [
             ],
         )
     ),
-    inference.GenerateRequest(text="\u00e9" * (2 << 20), images=[bytes(1 << 20)] * 8),
+    inference.GenerateRequest(text="\u00e9" * (2 << 20), images=[bytes(6 << 20)] * 2),
 ]
 
 
@@ -100,6 +100,26 @@ def test_a_very_long_text_is_not_taken() -> None:
     wrong = rf"GenerateRequest\.text has {wire.TEXT_BYTES + 1} bytes; send at most {wire.TEXT_BYTES}"
     with pytest.raises(InvalidArgumentError, match=wrong):
         check(inference.GenerateRequest, field(2, bytes(wire.TEXT_BYTES + 1)))
+
+
+def test_what_is_told_in_parts_counts_together() -> None:
+    part = field(7, bytes(wire.PACKED_BYTES // 2))
+    check(pb.AcquireRequest, part * 2)
+    with pytest.raises(InvalidArgumentError, match=rf"AcquireRequest\.parts has {wire.PACKED_BYTES // 2 * 3} bytes"):
+        check(pb.AcquireRequest, part * 3)
+    with pytest.raises(InvalidArgumentError, match=r"RenewRequest\.lease_ids has"):
+        check(pb.RenewRequest, field(2, bytes(wire.TEXT_BYTES // 2)) * 3)
+    check(inference.GenerateRequest, field(10, bytes(wire.BYTES // 2)) * 3)  # images are files, each for itself
+
+
+def test_a_number_that_does_not_end_is_not_looked_at_for_long() -> None:
+    check(pb.MatchRequest, b"\x08" + b"\x80" * (16 << 20))
+
+
+def test_a_piece_of_a_stream_is_small() -> None:
+    check(pb.PutRequest, field(2, bytes(wire.DATA_BYTES)))
+    with pytest.raises(InvalidArgumentError, match=r"PutRequest\.data has 1048577 bytes; send at most 1048576"):
+        check(pb.PutRequest, field(2, bytes(wire.DATA_BYTES + 1)))
 
 
 @pytest.mark.parametrize("kind", [pb.MatchRequest, pb.AcquireRequest, pb.ReserveRequest])

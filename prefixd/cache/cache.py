@@ -241,8 +241,8 @@ class TieredCache:
         if self._namespaces_left(tenant) <= 0:
             tenant.refused["namespaces"] += 1
             raise ExhaustedError(
-                f"tenant {tenant.name}: {self.namespaces.counted} namespaces are open in sessions or have blocks, and all "
-                f"tenants together may have {self._max_namespaces}, some of which are kept for each (limit "
+                f"tenant {tenant.name}: {self.namespaces.counted} namespaces are open in sessions or have blocks, and "
+                f"all tenants together may have {self._max_namespaces}, some of which are kept for each (limit "
                 "server.max_namespaces); use one of them, or have the operator raise it"
             )
         return self._give_trie(self.namespaces.register(spec))

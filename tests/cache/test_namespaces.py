@@ -305,11 +305,20 @@ def test_the_limits_count_namespaces_in_use_and_say_whose_they_are() -> None:
         cache.register(changed(name="one more", tenant="t"))
     assert cache.register(changed(name="1", tenant="t")) is held[1], "those that it has it may register again"
     held += [cache.register(changed(name=f"{number}")) for number in range(2)]
-    with pytest.raises(ExhaustedError, match=r"5 namespaces of all tenants .*server\.max_namespaces"):
+    with pytest.raises(ExhaustedError, match=r"tenant default: 5 namespaces .* may have 5.*server\.max_namespaces"):
         cache.register(changed(name="one more"))
     assert cache.tenants.known("t").refused == {"namespaces": 1}
     del held[0]
     assert cache.register(changed(name="one more", tenant="t")).spec.name == "one more"
+
+
+def test_no_tenant_has_all_namespaces() -> None:
+    cache = limited(12)
+    held = [cache.register(changed(name=f"{number}", tenant="t")) for number in range(9)]
+    with pytest.raises(ExhaustedError, match="tenant t: 9 namespaces"):
+        cache.register(changed(name="one more", tenant="t"))
+    held += [cache.register(changed(name=f"{number}")) for number in range(3)]
+    assert len(held) == 12
 
 
 @pytest.mark.parametrize(

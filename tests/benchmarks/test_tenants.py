@@ -45,11 +45,11 @@ def test_a_guarantee_counts_from_when_it_was_reached() -> None:
         levels.look(1.0, [has("a", used)])
     assert (levels.samples, levels.below_guarantee, levels.above_most, levels.found) == (5, 0, 0, [])
     assert levels.reached(["a"], ["cpu"]) and not levels.reached(["a", "b"], ["cpu"])
-    levels.look(2.0, [has("a", 90), has("b", 40)])  # its own work
-    assert levels.below_guarantee == 0 and levels.lowest == {"a cpu": 0.9}
-    levels.look(2.5, [has("a", 89), has("b", 40)])
-    assert levels.below_guarantee == 1 and levels.lowest == {"a cpu": 0.89}
-    assert levels.found == ["2.50 s: a cpu has 89 of 100 guaranteed bytes"]
+    levels.look(2.0, [has("a", 100), has("b", 40)])
+    assert levels.below_guarantee == 0 and levels.lowest == {"a cpu": 1.0}
+    levels.look(2.5, [has("a", 99), has("b", 40)])
+    assert levels.below_guarantee == 1 and levels.lowest == {"a cpu": 0.99}
+    assert levels.found == ["2.50 s: a cpu has 99 of 100 guaranteed bytes"]
 
 
 def test_who_rests_loses_nothing_of_what_it_is_guaranteed() -> None:

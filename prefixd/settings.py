@@ -659,7 +659,7 @@ class TenantSettings(_Section):
             least, most = getattr(self, f"{tier}_guaranteed"), getattr(self, f"{tier}_most")
             if most is not None and least > most:
                 raise ValueError(
-                    f"tenants: {tier}_guaranteed = {least} is above {tier}_most = {most}; lower the first or raise "
+                    f"a tenant's {tier}_guaranteed = {least} is above {tier}_most = {most}; lower the first or raise "
                     "the second"
                 )
         return self

@@ -108,7 +108,7 @@ class Tenant:
         """The error for a call that is beyond a limit of this tenant, which is counted.
 
         Args:
-            limit: a field of `Quota`, such as "sessions", or of a tier: "cpu.most".
+            limit: a field of `Quota`, such as "sessions", or of a tier: "cpu_most".
             have: what it has and the most it may have: "64 of 64 sessions are open".
             remedy: what the caller can do: "close one".
         """
@@ -122,7 +122,8 @@ class Tenant:
         """Raises ExhaustedError if `have` things and `more` of them are above the limit of that name."""
         most: int | None = getattr(self.quota, limit)
         if most is not None and have + more > most:
-            raise self.refusal(limit, f"{have} of {most} {things}", remedy)
+            asked = "" if more == 1 else f", and {more} more are asked for"
+            raise self.refusal(limit, f"{have} of {most} {things}{asked}", remedy)
 
 
 class Tenants:

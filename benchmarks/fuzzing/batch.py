@@ -312,7 +312,7 @@ class Batch:
             "service": ["", "prefixd.v1.Admin"],
             "list_services": [""],
             "name": [UNUSED],
-            "unlimited": [["sessions", "cpu.most", "requests_per_s"]],
+            "unlimited": [["sessions", "cpu_most", "requests_per_s"]],
             "retention": [cache_pb2.Retention(end_token=8, priority=3, ttl_s=1)],
             "file_by_filename": ["prefixd/v1/cache.proto"],
             "file_containing_symbol": ["prefixd.v1.PrefixCache", "prefixd.v1.Tier"],

@@ -216,7 +216,7 @@ class Retained:
                 raise tenant.refusal(
                     "retained_bytes",
                     refused,
-                    "retain fewer tokens, or for a shorter time",
+                    "retain fewer tokens",
                 )
         self.claimed[tenant] += wanted
         return Wish(self, tenant, trie, wishes, wanted)

@@ -333,10 +333,10 @@ class TenantUse:
         held, used = self.held_bytes(tenant, tier), self.used_bytes(tenant, tier)
         if most is not None and most - held <= (self.room_to_hold(tenant, tier) or 0):
             raise tenant.refusal(
-                f"{tier.name}.most", f"it holds {held} of {most} bytes of the {tier.name} tier", remedy
+                f"{tier.name}_most", f"it holds {held} of {most} bytes of the {tier.name} tier", remedy
             )
         raise tenant.refusal(
-            f"{tier.name}.guaranteed",
+            f"{tier.name}_guaranteed",
             f"it holds {held} bytes of the {tier.name} tier ({own} guaranteed, {used} used), and the rest of its "
             f"{tier.capacity_bytes} bytes is held by, or guaranteed to, others",
             remedy,
@@ -348,7 +348,7 @@ class TenantUse:
         if room is not None and room < nbytes:
             used = self.used_bytes(tenant, tier)
             raise tenant.refusal(
-                f"{tier.name}.most",
+                f"{tier.name}_most",
                 f"it has {used} of {used + room} bytes of the {tier.name} tier, {nbytes} more are needed, and none of "
                 "its blocks there may be evicted",
                 remedy,

@@ -53,12 +53,13 @@ class Troubles:
         trouble = self._troubles.get(part)
         return f"{trouble.what}; {trouble.remedy}" if trouble else ""
 
-    def begin(self, part: str, line: str) -> None:
+    def begin(self, part: str, line: str, *, tell: bool = False) -> None:
         """Enters a trouble, or its new reason; logs it when the part had none, and a new reason after a while.
 
         Args:
             part: what it is about.
             line: what is wrong, a semicolon, and what to do.
+            tell: log a new reason at once: somebody has just tried to end the trouble.
         """
         what, _, remedy = line.partition("; ")
         before = self._troubles.get(part)
@@ -69,7 +70,7 @@ class Troubles:
             log.error("trouble with the %s: %s; %s", part, what, remedy)
             self._said_s[part] = now_s
             self._tell()
-        elif before.what != what and now_s >= self._said_s.get(part, now_s) + _SAID_AGAIN_S:
+        elif before.what != what and (tell or now_s >= self._said_s.get(part, now_s) + _SAID_AGAIN_S):
             log.error("the trouble with the %s is now: %s; %s", part, what, remedy)
             self._said_s[part] = now_s
 

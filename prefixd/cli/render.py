@@ -311,10 +311,12 @@ def print_prefixes(prefixes: Iterable[admin_pb2.PrefixInfo], total: int) -> None
     tiers = ("gpu", "cpu", "disk", *(["remote"] if any(prefix.remote_blocks for prefix in prefixes) else []))
     numbers = ("tokens", "size", *tiers, "idle")
     groups = ("groups",) if any(_has_rules(prefix.groups) for prefix in prefixes) else ()
-    made = table("prefix", "namespace", *numbers, *groups, "", right=numbers, fold=("namespace", "groups"))
+    tenants = ("tenant",) if len({prefix.tenant for prefix in prefixes}) > 1 else ()
+    made = table("prefix", *tenants, "namespace", *numbers, *groups, "", right=numbers, fold=("namespace", "groups"))
     for prefix in prefixes:
         made.add_row(
             prefix.key[:KEY_DIGITS],
+            *([Text(prefix.tenant)] if tenants else []),
             Text(prefix.namespace_name),
             f"{prefix.tokens:,}",
             size(prefix.nbytes),
@@ -363,7 +365,8 @@ def print_inspection(inspection: admin_pb2.InspectResponse, *, tokens: bool) -> 
     inspection = cleaned(inspection)
     prefix = inspection.prefix
     out = console()
-    out.print(Text(f"{prefix.key} in {prefix.namespace_name} ({prefix.namespace_id.hex()})"))
+    of = f" of {prefix.tenant}" if prefix.tenant not in ("", "default") else ""
+    out.print(Text(f"{prefix.key} in {prefix.namespace_name} ({prefix.namespace_id.hex()}){of}"))
     out.print(
         f"{prefix.tokens:,} tokens in {prefix.blocks} blocks, {size(prefix.nbytes)}, idle {duration(prefix.idle_s)}"
     )

@@ -16,6 +16,7 @@ from prefixd.cli.config import Assignments, ConfigFile, parse_assignments
 from prefixd.cli.failures import EXIT_INTERRUPTED, examples
 from prefixd.cli.terminal import LogFormatter
 from prefixd.errors import ConfigError
+from prefixd.settings_sources import find_config_file
 
 if TYPE_CHECKING:
     from prefixd.server.daemon import Endpoints
@@ -58,7 +59,8 @@ def serve_command(
         _option("--tls-client-ca", TCP, "Let in only whom these authorities signed.", "FILE"),
     ] = None,
     tokens: Annotated[
-        Path | None, _option("--tokens", TCP, "Let in only holders of these tokens: lines `name role token`.", "FILE")
+        Path | None,
+        _option("--tokens", TCP, "Let in only holders of these tokens: lines `name role token [tenant]`.", "FILE"),
     ] = None,
     insecure_tcp: Annotated[
         bool | None,
@@ -149,8 +151,11 @@ def serve_command(
         "scheduler.look_ahead": look_ahead,
     }
 
+    file = (config or find_config_file(os.environ) or Path()).absolute()
+
     def read_settings() -> Settings:
-        return Settings.load(config, _overrides(flags, assignments))
+        # The file that was read at the start, whatever there is now: without it every quota would be gone.
+        return Settings.load(None if file.is_dir() else file, _overrides(flags, assignments))
 
     settings = read_settings()
     check_start(settings)

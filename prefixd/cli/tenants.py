@@ -60,7 +60,7 @@ def _tier_quota(text: str) -> TierChange:
 
     guaranteed, colon, most = text.partition(":")
     try:
-        if not colon:
+        if not colon or text == ":":
             raise ValueError("write GUARANTEED:MOST, such as 1GiB:4GiB, 1GiB:, :4GiB or :none")
         return TierChange(
             parse_size(guaranteed) if guaranteed else None,
@@ -71,6 +71,14 @@ def _tier_quota(text: str) -> TierChange:
 
 
 def _count(text: str) -> float:
+    if text == "none":
+        return -1.0
+    if not text.isdecimal() or not int(text):
+        raise typer.BadParameter(f"{text!r}: give a whole number above 0, or none for no limit")
+    return float(text)
+
+
+def _rate(text: str) -> float:
     if text == "none":
         return -1.0
     try:
@@ -109,9 +117,16 @@ def set_command(
     grants: Annotated[float | None, _limit("Leases and reservations at once")] = None,
     namespaces: Annotated[float | None, _limit("Namespaces that are open or have blocks")] = None,
     waiting_requests: Annotated[float | None, _limit("Requests that wait")] = None,
-    requests_per_s: Annotated[float | None, _limit("Calls of Generate a second")] = None,
+    requests_per_s: Annotated[float | None, _limit("Calls of Generate a second", "RATE", _rate)] = None,
     calls: Annotated[float | None, _limit("Calls under way at once")] = None,
-    retained_bytes: Annotated[float | None, _limit("Bytes of blocks with a priority", "SIZE", _size)] = None,
+    retained_bytes: Annotated[
+        float | None,
+        _limit(
+            "Bytes of blocks with a priority; without a limit all tenants together may have half of the tiers",
+            "SIZE",
+            _size,
+        ),
+    ] = None,
     address: Address = None,
     as_json: Json = False,
 ) -> None:

@@ -423,7 +423,7 @@ class AsyncClient:
         """
         counts = dict(limits or {})
         unlimited = [limit for limit, value in counts.items() if value is None]
-        unlimited += [f"{tier}.most" for tier, (_, most) in (tiers or {}).items() if most == -1]
+        unlimited += [f"{tier}_most" for tier, (_, most) in (tiers or {}).items() if most == -1]
         fields = {field.name: field for field in admin_pb2.TenantQuota.DESCRIPTOR.fields}
         quota = message(
             admin_pb2.TenantQuota,

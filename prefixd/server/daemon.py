@@ -385,10 +385,12 @@ class Daemon:
         except Exception as error:
             if not isinstance(error, ConfigError):
                 log.exception("the settings could not be read again")
-            self._troubles.begin(_SETTINGS, f"{error}: what was read before stays in force; repair it, and send SIGHUP")
+            why = f"{error}: what was read before stays in force; repair it, and send SIGHUP"
+            self._troubles.begin(_SETTINGS, why, tell=True)
             return
         self._troubles.end(_SETTINGS)
         self.cache.tenants.set_quotas(fresh.quotas)
+        self.cache.mover.changed.set()  # what was beyond a limit may be written now
         ours, theirs = dotted_values(self.settings), dotted_values(fresh)
         changed = [name for name in theirs if not name.startswith("tenants.") and ours.get(name) != theirs[name]]
         later = [name for name in changed if name not in _READ_AGAIN]

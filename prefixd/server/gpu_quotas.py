@@ -51,7 +51,7 @@ class GpuQuotas:
         most, bound = request.most_frames * tier.frame_bytes, self._bounds[tenant]
         if most > bound:
             refusal = tenant.refusal(
-                "gpu.most",
+                "gpu_most",
                 f"prompt and output need up to {most} bytes of the gpu tier, of which it may hold {bound} beside what "
                 "is guaranteed to others",
                 "shorten the prompt or lower max_tokens",

@@ -9,7 +9,7 @@ from prefixd.server.caller import Caller
 from prefixd.server.tickets import SCHEME, Tickets
 from prefixd.server.tokens import TokenFile
 from prefixd.settings import ServerSettings, TenantSettings
-from prefixd.tenants import Role, Tenants
+from prefixd.tenants import DEFAULT, Role, Tenants
 
 
 class UnknownCallerError(Exception):
@@ -47,6 +47,7 @@ class Identities:
         self._admin_certificates = frozenset(settings.admin_certificates)
         self._mapping_uids = {*self._admin_uids, *settings.allow_uids}
         self._mapping_uids |= {uid for tenant in named.values() if tenant.map_memory for uid in tenant.uids}
+        self._named = {*named, DEFAULT} if named else set()
         self._tenant_of_uid = {uid: name for name, tenant in named.items() for uid in tenant.uids}
         self._tenant_of_certificate = {each: name for name, tenant in named.items() for each in tenant.certificates}
         others = {*settings.allow_uids, *settings.admin_uids, *self._tenant_of_uid} - {0, os.geteuid()}
@@ -99,6 +100,11 @@ class Identities:
         found = None if self._tokens is None else self._tokens.find(secret.strip())
         if found is None or scheme.lower() != "bearer":
             raise UnknownCallerError("the token is not known here")
+        if self._named and found.tenant not in self._named:
+            raise UnknownCallerError(
+                f"the token {found.name} is of tenant {found.tenant}, which the settings do not name; have the "
+                f"operator add [tenants.{found.tenant}] or mend the token's line"
+            )
         return Caller(self._tenants.known(found.tenant), Role(found.role), found.name, "tcp")
 
     def refuse_scraper(self, authorization: str) -> str | None:

@@ -175,7 +175,8 @@ class MemoryListener:
             log.warning("user %d asked for the memory and is not in server.allow_uids", uid)
             return (
                 f"user {uid} may not map the memory of user {os.geteuid()}: use memory='streamed', "
-                "or have the operator add the user to server.allow_uids"
+                "or have an operator who trusts the user with all tenants' blocks set tenants.NAME.map_memory, or add "
+                "the user to server.allow_uids"
             )
         if session_id is None or not self._is_session(session_id):
             return "no such session: it has ended, or was never opened"

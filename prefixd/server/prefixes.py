@@ -238,6 +238,7 @@ async def describe(
         pinned=bool(trie.pinned[row]),
         held=held,
         groups=groups.describe(namespace),
+        tenant=namespace.spec.tenant,
     )
 
 

@@ -15,7 +15,7 @@ from prefixd.v1 import cache_pb2
 SOME = 256
 """Tenants in `Stats` and among the metrics, at most; `ListTenants` has all."""
 _COUNTS = ("sessions", "grants", "namespaces", "waiting_requests", "requests_per_s", "calls", "retained_bytes")
-_TIER_LIMITS = tuple(f"{tier}.most" for tier in QUOTA_TIERS)
+_TIER_LIMITS = tuple(f"{tier}_most" for tier in QUOTA_TIERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +91,7 @@ class TenantFigures:
             except ValueError as error:
                 raise InvalidArgumentError(str(error)) from error
         tenant.quota = quota
+        self._cache.mover.changed.set()  # what was beyond a limit may be written now
         return self._all([tenant])[0]
 
     def _stats(self, tenant: Tenant, requests: RequestFigures, sessions: Sequence[Session]) -> pb.TenantStats:
@@ -131,7 +132,7 @@ def _changed(quota: Quota, wanted: pb.TenantQuota, unlimited: Iterable[str]) -> 
     tiers = list(quota.tiers)
     counts = {name: getattr(wanted, name) for name in _COUNTS if wanted.HasField(name)}
     for name, value in counts.items():
-        if not value > 0 or value == float("inf"):
+        if not (value > 0 or name == "retained_bytes") or value == float("inf"):
             raise InvalidArgumentError(f"{name} is {value:g}; give a number above 0, or name it in `unlimited`")
     for each in wanted.tiers:
         level = each.tier - 1

@@ -106,8 +106,8 @@ class TokenFile:
         except (ConfigError, OSError) as error:
             reason = str(error) if isinstance(error, ConfigError) else f"server.tokens = {self._path}: {error.strerror}"
             what, _, remedy = reason.partition("; ")
-            remedy = remedy or "put the file back, or restart the daemon without it"
-            troubles.begin(PART, f"{what}: the tokens that were read before stay valid; {remedy}")
+            remedy = remedy or "put the file back"
+            troubles.begin(PART, f"{what}: the tokens that were read before stay valid; {remedy}", tell=True)
         else:
             troubles.end(PART)
 
@@ -160,7 +160,7 @@ def _token(words: list[str], before: list[Token], where: str) -> Token:
         raise ConfigError(f"{where} has {len(words)} words; write `name role token [tenant]`")
     name, role, secret, tenant = (*words, DEFAULT)[:4]
     if role not in tuple(Role):
-        raise ConfigError(f"{where}: the role of {name} is none of {', '.join(Role)}")
+        raise ConfigError(f"{where}: the role of {name} is none of {', '.join(Role)}; write one of them")
     try:
         check_tenant_name(tenant)
     except ValueError as error:
@@ -173,5 +173,10 @@ def _token(words: list[str], before: list[Token], where: str) -> Token:
     token = Token(name, Role(role), digest(secret), tenant)
     for other in before:
         if name == other.name or token.digest == other.digest:
-            raise ConfigError(f"{where}: {name} and its token repeat those of {other.name}; give each its own")
+            same = (
+                f"the name {name} repeats"
+                if name == other.name
+                else f"the token of {name} repeats that of {other.name}"
+            )
+            raise ConfigError(f"{where}: {same}; give each its own")
     return token

@@ -486,7 +486,7 @@ class GroupInfo(_message.Message):
     def __init__(self, names: _Optional[_Iterable[str]] = ..., parts: _Optional[int] = ..., rule: _Optional[str] = ..., block_bytes: _Optional[int] = ..., blocks: _Optional[int] = ...) -> None: ...
 
 class PrefixInfo(_message.Message):
-    __slots__ = ("key", "namespace_id", "namespace_name", "blocks", "tokens", "nbytes", "gpu_blocks", "cpu_blocks", "disk_blocks", "remote_blocks", "idle_s", "pinned", "held", "groups")
+    __slots__ = ("key", "namespace_id", "namespace_name", "blocks", "tokens", "nbytes", "gpu_blocks", "cpu_blocks", "disk_blocks", "remote_blocks", "idle_s", "pinned", "held", "groups", "tenant")
     KEY_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_ID_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_NAME_FIELD_NUMBER: _ClassVar[int]
@@ -501,6 +501,7 @@ class PrefixInfo(_message.Message):
     PINNED_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     key: str
     namespace_id: bytes
     namespace_name: str
@@ -515,7 +516,8 @@ class PrefixInfo(_message.Message):
     pinned: bool
     held: int
     groups: _containers.RepeatedCompositeFieldContainer[GroupInfo]
-    def __init__(self, key: _Optional[str] = ..., namespace_id: _Optional[bytes] = ..., namespace_name: _Optional[str] = ..., blocks: _Optional[int] = ..., tokens: _Optional[int] = ..., nbytes: _Optional[int] = ..., gpu_blocks: _Optional[int] = ..., cpu_blocks: _Optional[int] = ..., disk_blocks: _Optional[int] = ..., remote_blocks: _Optional[int] = ..., idle_s: _Optional[float] = ..., pinned: bool = ..., held: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupInfo, _Mapping]]] = ...) -> None: ...
+    tenant: str
+    def __init__(self, key: _Optional[str] = ..., namespace_id: _Optional[bytes] = ..., namespace_name: _Optional[str] = ..., blocks: _Optional[int] = ..., tokens: _Optional[int] = ..., nbytes: _Optional[int] = ..., gpu_blocks: _Optional[int] = ..., cpu_blocks: _Optional[int] = ..., disk_blocks: _Optional[int] = ..., remote_blocks: _Optional[int] = ..., idle_s: _Optional[float] = ..., pinned: bool = ..., held: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[GroupInfo, _Mapping]]] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class ListPrefixesResponse(_message.Message):
     __slots__ = ("prefixes", "total", "next_page_token", "pinned_blocks", "pinned_bytes")

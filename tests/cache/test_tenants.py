@@ -44,9 +44,9 @@ async def test_what_is_in_flight_counts_and_the_refusal_says_whose_limit_it_is(m
     a = Home(rig, "a", {CPU: (0, 3)})
     given = await a.reserve([1, 2, 3, 4])
     assert len(given.slots) == 3
-    with rig.nothing_lost(), pytest.raises(ExhaustedError, match=r"tenant a: .*tenants\.a\.cpu\.most.*set a"):
+    with rig.nothing_lost(), pytest.raises(ExhaustedError, match=r"tenant a: .*tenants\.a\.cpu_most.*set a"):
         await a.reserve([5])
-    assert a.tenant.refused == {"cpu.most": 1}
+    assert a.tenant.refused == {"cpu_most": 1}
     a.release(given)
     assert await a.put([5]) == (1, 0)
 
@@ -59,7 +59,7 @@ async def test_a_most_that_is_lowered_counts_from_the_next_block_on(make_rig: Ma
     assert await a.put([6]) == (1, 0)
     assert a.used(rig.cache.tiers.shared) == 2
     a.limit({CPU: (0, 0)})
-    with pytest.raises(ExhaustedError, match=r"tenants\.a\.cpu\.most"):
+    with pytest.raises(ExhaustedError, match=r"tenants\.a\.cpu_most"):
         await a.put([7])
     assert a.used(rig.cache.tiers.shared) == 2, "nothing goes for what never fits"
 
@@ -71,7 +71,7 @@ async def test_a_lease_at_the_most_is_refused_and_what_is_cached_stays(make_rig:
     await a.put([3, 4], durable=True)
     assert (a.has([1, 2], CPU), a.has([1, 2], DISK)) == (0, 2)
     lease = await a.lease([3, 4])
-    with rig.nothing_lost(), pytest.raises(ExhaustedError, match=r"tenant a: .*tenants\.a\.cpu\.most"):
+    with rig.nothing_lost(), pytest.raises(ExhaustedError, match=r"tenant a: .*tenants\.a\.cpu_most"):
         await a.lease([1, 2])
     a.release(lease)
     lease = await a.lease([1, 2])
@@ -84,7 +84,7 @@ async def test_a_lease_for_which_nothing_may_go_is_refused(make_rig: MakeRig) ->
     await gpu_blocks(rig, a, [5, 6])
     await a.put([1, 2])
     rig.cache.trie(a.namespace).pinned[rig.rows([1, 2], a.namespace)] = True
-    with rig.nothing_lost(), pytest.raises(ExhaustedError, match=r"tenant a: .*tenants\.a\.cpu\.most"):
+    with rig.nothing_lost(), pytest.raises(ExhaustedError, match=r"tenant a: .*tenants\.a\.cpu_most"):
         await a.lease([5, 6])
     assert await a.lease([7]) is None, "nothing is cached"
 
@@ -289,7 +289,7 @@ async def test_leases_leave_others_what_they_are_guaranteed(make_rig: MakeRig) -
     lease, again = await b.lease([1, 2, 3, 4, 5, 6, 7, 8]), await b.lease([1, 2, 3])
     assert lease is not None and len(lease.rows) == 4, "shorter, so that the other four can go"
     assert again is not None and b.held(rig.cache.tiers.shared) == 4, "what is leased twice is held once"
-    with pytest.raises(ExhaustedError, match=r"tenant b: .*holds 16384 bytes.*tenants\.b\.cpu\.guaranteed"):
+    with pytest.raises(ExhaustedError, match=r"tenant b: .*holds 16384 bytes.*tenants\.b\.cpu_guaranteed"):
         await b.reserve([9])
     assert await a.put([1, 2, 3, 4]) == (4, 0)
     assert a.used(rig.cache.tiers.shared) == 4
@@ -329,7 +329,7 @@ async def test_pins_leave_others_what_they_are_guaranteed(make_rig: MakeRig) -> 
     first, second = (np.array(rig.rows(prompt, b.namespace)) for prompt in ([1, 2, 3], [4, 5, 6]))
     await pins.pin(trie, first)
     assert b.held(rig.cache.tiers.shared) == 3
-    with pytest.raises(ExhaustedError, match=r"tenants\.b\.cpu\.guaranteed.*unpin|unpin.*"):
+    with pytest.raises(ExhaustedError, match=r"tenants\.b\.cpu_guaranteed.*unpin|unpin.*"):
         await pins.pin(trie, second)
     assert not trie.pinned[second].any()
     assert await a.put([1, 2, 3, 4]) == (4, 0)

@@ -153,3 +153,20 @@ def test_another_settings_file_is_used_at_once() -> None:
     fresh = Settings.load(None, {"tenants.b.uids": str(ACME)}, {})
     identities.update(fresh.server, fresh.tenants)
     assert identities.of_local(ticket(tickets, ACME)).tenant.name == "b"
+
+
+async def test_a_token_of_a_tenant_that_the_settings_do_not_name_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "tokens"
+    file.touch(mode=0o600)
+    file.write_text(f"a client {'a' * 32} acme\nb client {'b' * 32} acne\nc client {'c' * 32}\n")
+    tokens = TokenFile(file)
+    try:
+        await tokens.load()
+        identities, _, _ = made({"tenants.acme.sessions": 3}, tokens)
+        assert identities.of_token(f"Bearer {'a' * 32}").tenant.name == "acme"
+        assert identities.of_token(f"Bearer {'c' * 32}").tenant.name == "default"
+        with pytest.raises(UnknownCallerError, match=r"the token b is of tenant acne, .* add \[tenants\.acne\]"):
+            identities.of_token(f"Bearer {'b' * 32}")
+        assert made({}, tokens)[0].of_token(f"Bearer {'b' * 32}").tenant.name == "acne", "where there are no quotas"
+    finally:
+        tokens.close()

@@ -227,8 +227,8 @@ def test_connections_have_a_limit(guarded: Remote) -> None:
         (f"\nengine root {ENGINE}\n", 0o600, r"line 2: the role of engine is none of metrics, client, admin"),
         ("engine client eeeeee-short\n", 0o600, "16 or more ASCII characters.*openssl rand"),
         ("engine client eeeeeeeeeeeeeeeéeeeeeeee\n", 0o600, "ASCII"),
-        (f"engine client {ENGINE}\nengine admin {OPERATOR}\n", 0o600, "line 2: engine and its token repeat"),
-        (f"engine client {ENGINE}\nother admin {ENGINE}\n", 0o600, "line 2: other and its token repeat"),
+        (f"engine client {ENGINE}\nengine admin {OPERATOR}\n", 0o600, "line 2: the name engine repeats"),
+        (f"engine client {ENGINE}\nother admin {ENGINE}\n", 0o600, "line 2: the token of other repeats"),
     ],
 )
 async def test_a_file_of_tokens_that_is_refused(tmp_path: Path, text: str, mode: int, words: str) -> None:

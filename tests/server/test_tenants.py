@@ -173,6 +173,19 @@ def test_settings_are_read_again_without_ending_a_session(house: House) -> None:
         assert not operator.stats().troubles
 
 
+def test_without_its_file_the_settings_stay_as_they_were(house: House) -> None:
+    with house.operator() as operator:
+        before = [(each.name, each.quota) for each in operator.tenants()]
+        away = house.config.rename(house.config.with_suffix(".away"))
+        house.hangup("trouble with the settings: cannot read the configuration")
+        assert [(each.name, each.quota) for each in operator.tenants()] == before
+        text = away.read_text()
+        house.config.write_text(text + "\n[tenants.broken]\nsessions = 0\n")
+        house.hangup("the trouble with the settings is now: tenants.broken.sessions")
+        house.config.write_text(text)
+        house.hangup("no more trouble with the settings")
+
+
 def test_an_operator_sets_quotas(house: House) -> None:
     def tenants(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "prefixd", "tenants", *arguments, "--address", house.daemon.address]

@@ -103,9 +103,9 @@ async def test_what_can_never_run_within_the_quota_is_refused(make_bench: MakeBe
     long, short = a.submit(prompt(1, 20)), a.submit(prompt(2, 5), 2)
     await finish(bench, [long, short], [a], [4])
     assert isinstance(error := events(long)[1], ExhaustedError) and re.search(
-        r"tenant a: .*tenants\.a\.gpu\.most", str(error)
+        r"tenant a: .*tenants\.a\.gpu_most", str(error)
     )
-    assert short.generated == 2 and a.tenant.refused == {"gpu.most": 1}
+    assert short.generated == 2 and a.tenant.refused == {"gpu_most": 1}
     other = a.submit(prompt(3))
     await finish(bench, [other], [a], [4])
     assert isinstance(error := events(other)[1], ExhaustedError) and "guaranteed to others" in str(error)

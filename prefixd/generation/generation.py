@@ -26,7 +26,7 @@ from prefixd.errors import (
 )
 from prefixd.generation.events import Accepted, Finished, GenerationEvent, SequenceFinished, Tokens
 from prefixd.generation.inbox import Inbox
-from prefixd.generation.params import GenerateParams, check_sampling
+from prefixd.generation.params import GenerateParams, check_sampling, image_bytes
 from prefixd.generation.rates import RequestRates
 from prefixd.generation.sequence import SequenceOutput
 from prefixd.generation.stop_strings import StopStrings
@@ -121,10 +121,10 @@ class Generation:
         self._rates.take(tenant)
         chosen = self._choose(params.model)
         self._take_work()
-        image_bytes = sum(map(len, params.images))
+        of_images = image_bytes(params)
         with (
-            self._images.held(tenant, image_bytes),
-            self._messages.held(tenant, max(0, params.message_bytes - image_bytes)),
+            self._images.held(tenant, of_images),
+            self._messages.held(tenant, max(0, params.message_bytes - of_images)),
             ExitStack() as granted,
         ):
             model = await chosen.model()

@@ -150,6 +150,13 @@ def sequence_seed(seed: int, index: int) -> int:
     return (seed + index * _SEED_STEP) & _MASK_64
 
 
+def image_bytes(params: GenerateParams) -> int:
+    """Bytes of the images' files. Raises InvalidArgumentError for more images than their lengths are added up of."""
+    if len(params.images) > MOST_IMAGES:
+        raise InvalidArgumentError(f"the request has {len(params.images)} images; send at most {MOST_IMAGES}")
+    return sum(map(len, params.images))
+
+
 def check_sampling(params: GenerateParams, model: ServedModel) -> None:
     """Refuse what is out of its range, in a time that does not grow with it.
 
@@ -182,8 +189,6 @@ def check_sampling(params: GenerateParams, model: ServedModel) -> None:
         raise InvalidArgumentError(
             f"logprobs is {params.logprobs}; ask for at most {MOST_LOGPROBS} tokens beside the chosen one"
         )
-    if len(params.images) > MOST_IMAGES:
-        raise InvalidArgumentError(f"the request has {len(params.images)} images; send at most {MOST_IMAGES}")
     _check_stops(params, model)
     _check_sequences(params, model)
     if params.forced_tokens is not None:

@@ -111,12 +111,17 @@ def _around_generator(behaviour: _Behaviour, messages: _Read) -> _Behaviour:
 
 
 async def _only_message(requests: AsyncIterator[Any]) -> Any:
-    return _readable(await first_message(requests))
+    request = await first_message(requests)
+    if request is None:
+        raise InvalidArgumentError("the call has no message; send one")
+    return _readable(request)
 
 
 async def _all_messages(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
     async def generate() -> AsyncIterator[Any]:
-        yield _readable(await first_message(requests))
+        first = await first_message(requests)
+        if first is not None:
+            yield _readable(first)
         async for request in requests:
             yield _readable(request)
 

@@ -16,7 +16,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 from contextvars import ContextVar
 from typing import TypeVar
 
-from prefixd.errors import ExhaustedError, InvalidArgumentError, TooSlowError
+from prefixd.errors import ExhaustedError, TooSlowError
 from prefixd.server.caller import Caller
 from prefixd.server.caller_places import CallerPlaces
 from prefixd.tenants import Role, Tenant, Tenants
@@ -60,20 +60,17 @@ def message_bytes() -> int:
     return _message_bytes.get(0)
 
 
-async def first_message(requests: AsyncIterator[T]) -> T:
-    """The first message of the call that is being handled, or its only one.
+async def first_message(requests: AsyncIterator[T]) -> T | None:
+    """The first message of the call that is being handled, or its only one; None: it has none.
 
     Raises:
-        InvalidArgumentError: there is none.
         TooSlowError: it does not come.
         ExhaustedError: too many calls wait for theirs.
     """
     async with _door.get()() as within_s:
         try:
             async with asyncio.timeout(within_s):
-                return await anext(requests)
-        except StopAsyncIteration:
-            raise InvalidArgumentError("the call has no message; send one") from None
+                return await anext(requests, None)
         except TimeoutError:
             raise TooSlowError(
                 f"the call's message was not here within {within_s:g} s; send it at once, or less at a time"

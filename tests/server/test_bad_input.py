@@ -451,3 +451,9 @@ def test_strangers_who_send_no_message_are_few_and_are_told(sidecar: Remote) -> 
     assert {call.details() for call in calls if call.code() is grpc.StatusCode.DEADLINE_EXCEEDED} == {
         "the call's message was not here within 5 s; send it at once, or less at a time"
     }
+
+
+def test_a_call_without_a_message_is_refused(sidecar: Remote, refused: Callable[..., Any]) -> None:
+    for method in ("prefixd.v1.PrefixCache/Match", "prefixd.v1.Admin/Stats"):
+        with refused("INVALID_ARGUMENT", "the call has no message; send one"):
+            sidecar.channel.stream_unary(f"/{method}")(iter(()), timeout=60)

@@ -41,6 +41,8 @@ from prefixd.tenants import Tenant
 from prefixd_swap import EvictionPolicy
 from prefixd_swap.tiers import Tier
 
+_OWN_AT_ONCE = 384
+
 Copy = Callable[[Trie, Rows, Tier, Tier, Movement, bool], Awaitable[int]]
 """(trie, rows, source, target, movement, ahead): how many of `rows`, which somebody holds, were copied."""
 
@@ -141,17 +143,18 @@ class Room:
         Returns:
             Whether something went; False when nothing may go.
         """
-        limits = [lambda: self._use.losses(tenant, tier, own=own)]
+        needed: int | None = None
+        if own and tenant is not None:
+            needed = want * self._use.footprint(tier, sizes) - (self._use.room(tenant, tier) or 0)
+            if needed <= 0:
+                return True
+            want = _OWN_AT_ONCE  # the blocks may be smaller: how many go is decided by their bytes
+        limits = [lambda: self._use.losses(tenant, tier, own=own, wanted=needed)]
         if not own and tenant is not None and self._use.guaranteed(tenant, tier):
             spare = self._use.losses(None, tier)
             if spare is not None and (spare.left > 0).any():
                 limits.insert(0, lambda: self._use.losses(None, tier))
         wish = _Wish(tier, sizes, want, ahead, own, limits)
-        if own and tenant is not None:
-            needed = want * self._use.footprint(tier, sizes) - (self._use.room(tenant, tier) or 0)
-            if needed <= 0:
-                return True
-            wish.want = min(want, -(-needed // self._use.largest_block(self._tries, tier)))
         chances = self._chances[tier]
         freed: int | None = await self._expire(wish, movement, likely=False)
         if not freed and (below := self._tiers.below(tier)) is not None:

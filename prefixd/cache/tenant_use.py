@@ -43,12 +43,14 @@ class Losses:
         tier: the tier.
         left: by tenant, bytes; below 0: not even a record without bytes. The last one is for tenants that were not
             there yet.
+        wanted: bytes that are enough: who has lost so many loses no more; None: no such bound.
     """
 
-    def __init__(self, use: TenantUse, tier: Tier, left: Int64s) -> None:
+    def __init__(self, use: TenantUse, tier: Tier, left: Int64s, wanted: int | None = None) -> None:
         self._use = use
         self._tier = tier
         self.left = left
+        self.wanted = wanted
 
     def owners(self, trie: Trie, rows: Rows) -> Rows:
         """[len(rows)]: the tenants' places in `left`."""
@@ -82,7 +84,10 @@ class Losses:
         goes = np.ones(len(rows), np.bool_)
         for owner in np.unique(owners).tolist():
             mine = np.flatnonzero(owners == owner)
-            goes[mine] = (self.left[owner] >= 0) & (np.cumsum(nbytes[mine]) <= self.left[owner])
+            lost = np.cumsum(nbytes[mine])
+            goes[mine] = (self.left[owner] >= 0) & (lost <= self.left[owner])
+            if self.wanted is not None:
+                goes[mine] &= lost - nbytes[mine] < self.wanted
             self.left[owner] -= int(nbytes[mine][goes[mine]].sum())
         return goes
 
@@ -356,10 +361,12 @@ class TenantUse:
 
     # -- what others may lose -------------------------------------------------------------------------------------
 
-    def losses(self, tenant: Tenant | None, tier: Tier, *, own: bool = False) -> Losses | None:
+    def losses(
+        self, tenant: Tenant | None, tier: Tier, *, own: bool = False, wanted: int | None = None
+    ) -> Losses | None:
         """What each tenant may lose in a tier for the sake of `tenant`, or of nobody in particular; None: everything.
 
-        `own`: only it loses anything: it is at its most.
+        `own`: only it loses anything: it is at its most. Then it loses no block more than it takes for `wanted` bytes.
         """
         if tier.level >= len(QUOTA_TIERS):
             return None
@@ -375,16 +382,12 @@ class TenantUse:
                 left[other.ordinal] = max(0, has - _quota(other, tier.level)[0])
         if tenant is not None:
             left[tenant.ordinal] = _NO_LIMIT
-        return Losses(self, tier, left)
+        return Losses(self, tier, left, wanted)
 
     @staticmethod
     def footprint(tier: Tier, sizes: Sequence[int]) -> int:
         """Bytes of the slots that parts of `sizes` bytes take in a tier."""
         return sum(_slot_bytes(tier, nbytes) for nbytes in sizes)
-
-    def largest_block(self, tries: Sequence[Trie], tier: Tier) -> int:
-        """Bytes of the largest block that may be in a tier, at least 1."""
-        return max((int(self.part_bytes(trie, tier).sum()) for trie in tries), default=1)
 
     # -- integrity ------------------------------------------------------------------------------------------------
 

@@ -295,14 +295,20 @@ def _choose(
         return priorities[identity]
 
     left = [] if losses is None else losses.left.tolist()
+    wanted = None if losses is None else losses.wanted
 
     def allow(identity: int) -> bool:
+        nonlocal wanted
+        if wanted is not None and wanted <= 0:
+            return False
         if identity not in costs and losses is not None:
             costs.update(_costs(tries[identity >> _ROW_BITS], np.array([identity & _ROW_MASK]), losses))
         owner, nbytes = costs[identity]
         if nbytes > left[owner]:
             return False
         left[owner] -= nbytes
+        if wanted is not None:
+            wanted -= nbytes
         return True
 
     chosen = choose_victims(

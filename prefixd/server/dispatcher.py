@@ -146,6 +146,7 @@ class Dispatcher:
         self._idle.set()
         self._weighed: Trie | None = None  # the eviction policy knows what computing takes of its blocks
         self._ready = False
+        self._newcomer = False  # of a tenant of which none waited, since a look at the queue
         self._stopping = False
         self._task: asyncio.Task[None] | None = None
 
@@ -252,7 +253,9 @@ class Dispatcher:
 
     def submit(self, request: Request) -> None:
         """Queues a request. Raises QueueFullError."""
+        newcomer = not self.queue.waiting_of(request.queued.tenant)
         self.queue.push(request.queued)
+        self._newcomer |= newcomer
         if request.trie is not self._weighed:
             self._weighed = request.trie
             self._cache.policy.observe_compute_time(request.trie, self._cost.compute_s)
@@ -444,6 +447,7 @@ class Dispatcher:
         return self._ready and not self._stopping and not self._interrupted
 
     async def _dispatch(self) -> None:
+        self._newcomer = False
         self._tracker.refresh()
         of_all = Places(self._concurrency.limit, self._cache.tenants.calling, self.running.values())
         places = max(0, of_all.free)
@@ -504,6 +508,10 @@ class Dispatcher:
                 of_all.take(request)
                 if quotas.left_out:
                     self._look()  # others of its tenant may need less beside it: what they share is held now
+                if self._newcomer:  # room was made meanwhile, for a second if need be: it may be another one's turn
+                    self._look()
+                    beyond = place + 1
+                    break
             await self._pacer.worked(_REQUEST_ROWS + (_HAND_OVER * request.blocks if handed_over else request.blocks))
         await self._keep_place(lacks, coming)
         await self._bring_near(window if ahead else [], beyond, places)

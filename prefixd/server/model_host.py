@@ -21,6 +21,7 @@ from prefixd.server.image_reader import ImageReader
 from prefixd.server.kv_needs import KvNeeds
 from prefixd.server.kv_shape import KvShape
 from prefixd.server.served_model import ServedModel
+from prefixd.server.step_back import step_back
 from prefixd.server.tier_share import TierShare
 from prefixd.server.tokenization import TextCodec
 from prefixd.server.tokenizer_threads import TokenizerThreads
@@ -74,7 +75,7 @@ class ModelHost:
         """Nobody's. As long as they are known, the tries for blocks of this model stay what they are."""
         try:
             self._text = TokenizerThreads(tenants=lambda: len(cache.tenants))
-            self._images = started_threads(1, "prefixd-images")
+            self._images = started_threads(1, "prefixd-images", step_back)
         except SwapError as error:
             raise ConfigError(f"prompts cannot be tokenized, nor their images checked: {error}") from error
         worker = settings.worker

@@ -28,7 +28,7 @@ class Refusals:
 
     def __init__(self, tenants: Tenants) -> None:
         self._tenants = tenants
-        self._next_s: dict[Tenant | None, float] = {}
+        self._paces: dict[Tenant | None, _Pace] = {}
         self._waiting = SharedLimit(WAITING, lambda: tenants.calling + 1)
 
     async def turn(self, tenant: Tenant | None) -> bool:
@@ -38,16 +38,29 @@ class Refusals:
             return True
         if not self._waiting.left(tenant):
             return False
-        now_s = asyncio.get_running_loop().time()
-        next_s = max(self._next_s.get(tenant, 0.0), now_s - _AT_ONCE / PER_S) + 1 / PER_S
-        self._next_s[tenant] = next_s
-        if next_s > now_s:
-            self._waiting.add(tenant, 1)
-            try:
-                await asyncio.sleep(next_s - now_s)
-            finally:
-                self._waiting.add(tenant, -1)
+        pace = self._paces.setdefault(tenant, _Pace())
+        self._waiting.add(tenant, 1)
+        try:
+            await pace.turn()
+        finally:
+            self._waiting.add(tenant, -1)
         return True
+
+
+class _Pace:
+    """`_AT_ONCE`, and then `PER_S`, one after the other; who goes away takes nobody's turn."""
+
+    def __init__(self) -> None:
+        self._line = asyncio.Lock()
+        self._next_s = 0.0
+
+    async def turn(self) -> None:
+        loop = asyncio.get_running_loop()
+        async with self._line:
+            next_s = max(self._next_s, loop.time() - _AT_ONCE / PER_S) + 1 / PER_S
+            if next_s > loop.time():
+                await asyncio.sleep(next_s - loop.time())
+            self._next_s = next_s
 
 
 _turn: ContextVar[Callable[[], Awaitable[bool]]] = ContextVar("refusal_turn")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable
 from typing import TypeVar
 
 from prefixd.errors import ExhaustedError, UnavailableError
+from prefixd.server.step_back import step_back
 from prefixd.server.tenant_turns import TenantTurns
 from prefixd.server.tokenization import Stopped, TextCodec, TokenIds
 from prefixd_scheduler import SharedLimit
@@ -42,7 +43,7 @@ class TokenizerThreads:
         self._characters = SharedLimit(most_characters, tenants)
         self._short_turns, self._long_turns = TenantTurns(), TenantTurns()
         self._short = started_threads(1, "prefixd-text-short")
-        self._long = started_threads(1, "prefixd-text-long")
+        self._long = started_threads(1, "prefixd-text-long", step_back)
         self._stops: set[threading.Event] = set()  # one a text
         self._closed = False
 

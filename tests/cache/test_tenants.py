@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from prefixd.cache import NamespaceSpec, PartSpec, Reservation
 from prefixd.cache.index.trie import CPU, DISK, GPU
 from prefixd.cache.rule_specs import SlidingWindowSpec
 from prefixd.cache.sessions import Process
+from prefixd.cache.victims import find_victims
 from prefixd.errors import ExhaustedError
 from tests.cache.tenant_rig import Home
 
@@ -96,6 +97,24 @@ async def test_of_own_blocks_of_several_sizes_no_more_go_than_are_needed(make_ri
     await large.put([2])
     assert await small.put([1, 2, 3, 4]) == (4, 0)
     assert (large.has([1], CPU), large.has([2], CPU), small.has([1, 2, 3, 4], CPU)) == (0, 1, 4)
+
+
+async def test_of_own_blocks_that_are_small_as_many_go_as_are_needed_at_once(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=64)
+    large, small = Home(rig, "a", nbytes=8 * 4096), Home(rig, "a", {CPU: (0, 16)})
+    await small.put(range(1, 17))
+    looks = 0
+
+    async def counted(*arguments: Any, **named: Any) -> Any:
+        nonlocal looks
+        looks += 1
+        return await find_victims(*arguments, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("prefixd.cache.room.find_victims", counted)
+        assert await large.put([1]) == (1, 0)
+    assert (large.has([1], CPU), small.has(range(1, 17), CPU)) == (1, 8)
+    assert looks <= 2, "all eight are chosen together"
 
 
 async def test_at_the_most_on_disk_own_blocks_go_and_others_are_written(make_rig: MakeRig) -> None:

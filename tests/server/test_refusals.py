@@ -56,3 +56,10 @@ async def test_with_one_tenant_only_those_who_are_not_known_wait() -> None:
     refusing, many = Refusals(tenants), refusals._AT_ONCE + 40
     assert await told_at_once(refusing, tenants.default, many) == many
     assert await told_at_once(refusing, None, many) < many
+
+
+async def test_who_goes_away_takes_nobodys_turn(tenants: Tenants) -> None:
+    refusing, a = Refusals(tenants), tenants.known("a")
+    await told_at_once(refusing, a, refusals._AT_ONCE + 300)
+    async with asyncio.timeout(3 / refusals.PER_S + 10):
+        await refusing.turn(a)

@@ -88,6 +88,7 @@ class Losses:
             goes[mine] = (self.left[owner] >= 0) & (lost <= self.left[owner])
             if self.wanted is not None:
                 goes[mine] &= lost - nbytes[mine] < self.wanted
+                self.wanted -= int(nbytes[mine][goes[mine]].sum())
             self.left[owner] -= int(nbytes[mine][goes[mine]].sum())
         return goes
 

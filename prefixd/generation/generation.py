@@ -89,7 +89,7 @@ class Generation:
         self._clock = clock
 
         def tenants() -> int:
-            return len(cache.tenants)
+            return cache.tenants.calling
 
         self._images = SharedBytes(most_image_bytes, "images", "worker.images_bytes", tenants)
         self._messages = SharedBytes(MOST_MESSAGE_BYTES, "prompt and parameters", "the daemon", tenants)

@@ -74,7 +74,7 @@ class ModelHost:
         self._homes: list[Namespace] = []
         """Nobody's. As long as they are known, the tries for blocks of this model stay what they are."""
         try:
-            self._text = TokenizerThreads(tenants=lambda: len(cache.tenants))
+            self._text = TokenizerThreads(tenants=lambda: cache.tenants.calling)
             self._images = started_threads(1, "prefixd-images", step_back)
         except SwapError as error:
             raise ConfigError(f"prompts cannot be tokenized, nor their images checked: {error}") from error

@@ -63,7 +63,7 @@ def make_dispatcher(
         RequestQueue(
             create_policy(scheduler.policy, scheduler.starvation_bound_s),
             scheduler.queue_limit,
-            lambda: len(cache.tenants),
+            lambda: cache.tenants.calling,
         ),
         CostModel(),
         send,

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from prefixd.cache import NamespaceSpec, PartSpec, Reservation
 from prefixd.cache.index.trie import CPU, DISK, GPU
 from prefixd.cache.rule_specs import SlidingWindowSpec
 from prefixd.cache.sessions import Process
+from prefixd.cache.tenant_use import Losses
 from prefixd.cache.victims import find_victims
 from prefixd.errors import ExhaustedError
 from tests.cache.tenant_rig import Home
@@ -429,3 +431,15 @@ async def gpu_blocks(rig: Rig, home: Home, prompt: Sequence[int]) -> None:
         await rig.upload(rig.frame(frame), rig.content(home.namespace, chain, block))
     _, taken = cache.record(home.namespace, home.namespace.root, chain, 0, frames)
     assert taken.all()
+
+
+def test_what_is_wanted_is_lost_once_however_many_tables_there_are() -> None:
+    use = SimpleNamespace(
+        owners=lambda trie, rows: np.zeros(len(rows), np.int64),
+        group_bytes=lambda trie, tier: np.array([0, 10]),
+    )
+    unlimited = np.array([1 << 40, -1])
+    losses = Losses(cast(Any, use), cast(Any, None), unlimited, wanted=25)
+    rows, groups = np.arange(2), np.ones(2, np.uint8)
+    assert losses.first(cast(Any, None), rows, groups).tolist() == [True, True]
+    assert losses.first(cast(Any, None), rows, groups).tolist() == [True, False], "20 of 25 bytes were lost before"

@@ -40,9 +40,11 @@ last leases that ended are remembered.
 
 rss_slope_mib_per_min is of the whole resident memory of both processes, shared tiers included. The CPU tier
 is populated at the start, so that first touches of its pages are no growth; anon_slope_mib_per_min, their
-own memory without tiers and files, is given beside it. The run fails when memory grows by --max-slope MiB a
-minute or more, or descriptors or mappings by more than one a minute. A run whose part after the warm-up is
-shorter than 5 minutes shows slopes but is not judged by them."""
+own memory without tiers and files, is given beside it. Of the GPU tier it is judged how much is mapped: in how
+many pieces depends on which chunks happen to lie side by side. The run fails when memory grows by --max-slope
+MiB a minute or more, descriptors or other mappings by one a minute, or what is mapped of the GPU tier by a
+chunk (256 KiB) a minute. A run whose part after the warm-up is shorter than 5 minutes shows slopes but is not
+judged by them."""
 
 _SETTINGS: dict[str, object] = {
     "worker.embedded": True,
@@ -75,6 +77,8 @@ _FULL = 0.85
 _INTEGRITY_S = 60.0
 _JUDGED_S = 300.0
 _MAX_COUNT_SLOPE = 1.0
+_MAX_MAPPED_SLOPE = 0.25
+"""MiB a minute: a chunk of the GPU tier."""
 
 
 @dataclass(slots=True)
@@ -106,6 +110,7 @@ class Findings:
             "anon_slope_mib_per_min": slope("anon"),
             "descriptors_slope": slope("descriptors"),
             "mappings_slope": slope("mappings"),
+            "gpu_tier_mapped_slope_mib_per_min": slope("gpu_tier_mapped"),
             "daemon_rss_slope_mib_per_min": slope("rss", [0]),
             "worker_rss_slope_mib_per_min": slope("rss", [1]),
             "daemon_anon_slope_mib_per_min": slope("anon", [0]),
@@ -130,12 +135,13 @@ class Findings:
             last = process[-1]
             result |= {f"{name}_rss_mib": round(last.rss, 1), f"{name}_anon_mib": round(last.anon, 1)}
             result |= {f"{name}_shmem_mib": round(last.shmem, 1), f"{name}_descriptors": last.descriptors}
-            result[f"{name}_mappings"] = last.mappings
+            result |= {f"{name}_mappings": last.mappings, f"{name}_gpu_tier_mapped_mib": round(last.gpu_tier_mapped, 2)}
         zero = ("integrity_violations", "wrong_bytes", "failed_calls", "worker_restarts", "left_of_tenants")
         broken = [f"{name} is {result[name]}" for name in zero if result[name]]
         if result["judged"]:
             bounds = {"rss_slope_mib_per_min": max_slope, "anon_slope_mib_per_min": max_slope}
             bounds |= {"descriptors_slope": _MAX_COUNT_SLOPE, "mappings_slope": _MAX_COUNT_SLOPE}
+            bounds["gpu_tier_mapped_slope_mib_per_min"] = _MAX_MAPPED_SLOPE
             broken += [f"{name} is {result[name]:g}" for name, bound in bounds.items() if result[name] >= bound]
         found = [*self.violations, *self.left_of_tenants, *self.tally.wrong, *self.tally.failures]
         return {**result, "broken": broken, "found": found}

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 _MIB = 1 << 20
+_GPU_TIER = "/memfd:prefixd-gpu-tier"
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,9 @@ class Footprint:
 
     `rss` is all that it has touched: `anon` is its own (heap, stacks), `shmem` the tiers in shared memory, `file` its
     programs and mapped files.
+
+    `mappings` are those besides the GPU tier's, of which `gpu_tier_mapped` tells the length: the kernel makes one
+    mapping of two where chunks that follow one another in the tier are mapped side by side, so their number is chance.
     """
 
     at_s: float
@@ -27,6 +31,7 @@ class Footprint:
     file: float
     descriptors: int
     mappings: int
+    gpu_tier_mapped: float
 
 
 def footprint(pid: int, at_s: float) -> Footprint:
@@ -36,8 +41,11 @@ def footprint(pid: int, at_s: float) -> Footprint:
     rss, anon, shmem, file = (
         int(fields[name].split()[0]) * 1024 / _MIB for name in ("VmRSS", "RssAnon", "RssShmem", "RssFile")
     )
-    mappings = (proc / "maps").read_text().count("\n")
-    return Footprint(at_s, rss, anon, shmem, file, len(os.listdir(proc / "fd")), mappings)
+    lines = (proc / "maps").read_text().splitlines()
+    spans = [line.split()[0].split("-") for line in lines if _GPU_TIER in line]
+    mapped = sum(int(end, 16) - int(begin, 16) for begin, end in spans) / _MIB
+    descriptors = len(os.listdir(proc / "fd"))
+    return Footprint(at_s, rss, anon, shmem, file, descriptors, len(lines) - len(spans), mapped)
 
 
 def slope_per_minute(at_s: Sequence[float], values: Sequence[float]) -> float:

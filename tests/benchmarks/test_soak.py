@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks import soak
 from benchmarks.common.footprint import Footprint, footprint, slope_per_minute
+from prefixd_swap.vmem import HostMemory
 
 
 def test_the_slope_is_that_of_most_pairs() -> None:
@@ -35,19 +36,45 @@ def test_a_footprint_is_that_of_the_process() -> None:
     assert after.mappings > 10
 
 
-def findings(growth: float, descriptors: float = 0.0) -> soak.Findings:
-    def series(growth: float) -> list[Footprint]:
+def test_of_the_gpu_tier_the_length_counts_and_not_the_pieces() -> None:
+    chunk = 256 << 10
+    memory = HostMemory(chunk)
+    try:
+        memory.create(8)
+        before, row = footprint(os.getpid(), 0.0), memory.reserve(4 * chunk)
+        reserved = footprint(os.getpid(), 0.0)
+        assert reserved.gpu_tier_mapped == before.gpu_tier_mapped
+        for chunks in ([0, 1, 2, 3], [7, 5, 3, 1]):  # one mapping of the kernel, and four
+            row.map(0, chunks)
+            mapped = footprint(os.getpid(), 0.0)
+            assert mapped.gpu_tier_mapped - before.gpu_tier_mapped == 1.0
+            assert mapped.mappings <= reserved.mappings
+            row.clear(0, 4 * chunk)
+    finally:
+        memory.close()
+
+
+def findings(growth: float, descriptors: float = 0.0, mappings: float = 0.0, mapped: float = 0.0) -> soak.Findings:
+    """What a run would find of which these grow so much a minute: MiB, descriptors, mappings, MiB of the GPU tier."""
+
+    def series(growth: float, mapped: float) -> list[Footprint]:
         minutes = [number / 30 for number in range(600)]
         levels = [(each, 100 + growth * each) for each in minutes]
-        return [Footprint(at * 60, mib, mib, 0, 0, int(40 + descriptors * at), 9) for at, mib in levels]
+        counts = [(int(40 + descriptors * at), int(900 + mappings * at), 100 + mapped * at) for at in minutes]
+        return [Footprint(at * 60, mib, mib, 0, 0, *each) for (at, mib), each in zip(levels, counts, strict=True)]
 
-    return soak.Findings(daemon=series(growth), worker=series(0.0), full_after_s=60.0)
+    return soak.Findings(daemon=series(growth, 0.0), worker=series(0.0, mapped), full_after_s=60.0)
 
 
 def test_bounds_see_growth_after_the_warm_up() -> None:
     assert findings(0.9).result(1200, 1.0)["broken"] == []
     assert findings(1.1).result(1200, 1.0)["broken"][0] == "rss_slope_mib_per_min is 1.1"
     assert findings(0.0, 2.0).result(1200, 1.0)["broken"] == ["descriptors_slope is 4"]  # of both processes
+    (mappings,) = findings(0.0, mappings=0.6).result(1200, 1.0)["broken"]
+    assert mappings.startswith("mappings_slope is 1.")
+    assert findings(0.0, mappings=0.4, mapped=0.2).result(1200, 1.0)["broken"] == []
+    gpu_tier = findings(0.0, mapped=0.3).result(1200, 1.0)
+    assert gpu_tier["broken"] == ["gpu_tier_mapped_slope_mib_per_min is 0.3"]
     short = findings(5.0).result(390, 1.0)
     assert (short["judged"], short["broken"]) == (False, [])
     late = findings(0.0)
@@ -70,4 +97,5 @@ def test_a_short_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(result["series"][0]["worker"]) == result["samples"]
     assert result["calls_by_kind"]["generate"] > 0 and result["clients"] >= 3
     assert result["daemon_rss_mib"] > 48 and result["worker_mappings"] > 0
+    assert result["worker_gpu_tier_mapped_mib"] > 0 and result["daemon_gpu_tier_mapped_mib"] == 16  # in one piece
     assert picture.stat().st_size > 1000

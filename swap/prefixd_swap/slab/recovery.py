@@ -28,6 +28,15 @@ class Recovery:
     index_damage: str = ""
     """Why the index was set aside, all its blocks with it; empty when it was good."""
 
+    def losses(self) -> str:
+        """Which blocks were dropped and why, for people."""
+        reasons = {
+            "whose bytes are gone, another block's, or not known": self.lost_slots,
+            "whose parents are gone": self.lost_parents,
+            "of which nothing is on disk": self.empty_nodes,
+        }
+        return "; ".join(f"{count:,} {reason}" for reason, count in reasons.items() if count)
+
 
 def recover(table: IndexTable, slabs: SlabFiles, index_damage: str = "") -> tuple[Recovery, Records, list[bytes]]:
     """Claim the slots of the blocks that are whole; those blocks, and the index keys of the others.

@@ -120,7 +120,7 @@ class SlabStore:
             slabs = SlabFiles(directory.slabs, capacity_bytes, ops, slab_bytes, io)
             recovery, recovered, dropped = recover(_read_index(index), slabs, index.damage)
             if dropped:
-                log.warning("%s: dropped blocks that are not whole: %s", path, recovery)
+                log.warning("%s: blocks are dropped: %s", path, recovery.losses())
                 if None in index.apply([(key, None) for key in dropped]):
                     index.replace("it does not find what it has")
                     slabs = SlabFiles(directory.slabs, capacity_bytes, ops, slab_bytes, io)

@@ -144,7 +144,7 @@ for number in range(10**6):
     store.close()
 
 
-def test_a_lost_slab_costs_its_blocks_and_their_children(path: Path) -> None:
+def test_a_lost_slab_costs_its_blocks_and_their_children(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = SlabStore.open(path, CAPACITY)
     written = write(
         store,
@@ -158,6 +158,8 @@ def test_a_lost_slab_costs_its_blocks_and_their_children(path: Path) -> None:
     slab_of(path, written[1]).unlink()
     store = SlabStore.open(path, CAPACITY)
     assert store.recovery == Recovery(kept=2, lost_slots=1, lost_parents=2)
+    losses = "1 whose bytes are gone, another block's, or not known; 2 whose parents are gone"
+    assert caplog.messages == [f"{path}: blocks are dropped: {losses}"]
     assert [read(store, record) for record in store.records()] == [b"small", b"ok"]
     store.check_integrity()
     write(store, (9, None, b"N" * 5 * PAGE))

@@ -135,6 +135,7 @@ class Tenants:
     def __init__(self, quotas: Mapping[str, Quota] | None = None) -> None:
         self._by_name: dict[str, Tenant] = {}
         self._by_ordinal: list[Tenant] = []
+        self._named: frozenset[str] = frozenset()
         self.default = self.known(DEFAULT)
         self.set_quotas(quotas or {})
 
@@ -160,6 +161,7 @@ class Tenants:
             tenant.quota = quotas.get(tenant.name, Quota())
         for name, quota in quotas.items():
             self.known(name).quota = quota
+        self._named = frozenset((*quotas, DEFAULT)) if quotas else frozenset()
 
     def __iter__(self) -> Iterator[Tenant]:
         return iter(self._by_ordinal)
@@ -169,5 +171,6 @@ class Tenants:
 
     @property
     def calling(self) -> int:
-        """How many of them may send calls: all but the one that owns common blocks."""
-        return len(self._by_name) - (COMMON in self._by_name)
+        """How many of them may send calls: those that settings name; where they name none, all but the one that owns
+        common blocks."""
+        return len(self._named) or len(self._by_name) - (COMMON in self._by_name)

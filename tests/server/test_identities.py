@@ -11,7 +11,7 @@ from prefixd.server.identities import Identities, UnknownCallerError
 from prefixd.server.tickets import GOOD_FOR_S, LocalProcess, Tickets
 from prefixd.server.tokens import TokenFile
 from prefixd.settings import Settings
-from prefixd.tenants import Role, Tenants
+from prefixd.tenants import COMMON, Quota, Role, Tenants
 
 ME = os.geteuid()
 ACME, OTHERS, OPERATOR = 64_001, 64_002, 64_003
@@ -170,3 +170,15 @@ async def test_a_token_of_a_tenant_that_the_settings_do_not_name_is_refused(tmp_
         assert made({}, tokens)[0].of_token(f"Bearer {'b' * 32}").tenant.name == "acne", "where there are no quotas"
     finally:
         tokens.close()
+
+
+def test_tenants_that_settings_no_longer_name_do_not_count() -> None:
+    """Limits that tenants share are divided by as many as may call."""
+    tenants = Tenants({f"old{number}": Quota() for number in range(8)})
+    assert (len(tenants), tenants.calling) == (9, 9)
+    tenants.set_quotas({"acme": Quota()})
+    assert (len(tenants), tenants.calling) == (10, 2), "acme and the default one"
+    tenants.set_quotas({})
+    assert tenants.calling == 10, "tokens of any may call"
+    tenants.known(COMMON)
+    assert tenants.calling == 10

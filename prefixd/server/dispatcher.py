@@ -41,7 +41,7 @@ from prefixd.server.suspects import refuse, suspects_of
 from prefixd.server.tier_share import TierShare
 from prefixd.server.tracker import PrefixTracker
 from prefixd.worker.protocol import Cancel, Done, Extend, KvUsage, Start, Step, ToWorker
-from prefixd_scheduler import CostModel, LookAhead, RequestQueue
+from prefixd_scheduler import CostModel, LookAhead, QueuedRequest, RequestQueue
 from prefixd_swap import FramePool
 
 log = logging.getLogger(__name__)
@@ -453,8 +453,7 @@ class Dispatcher:
         places = max(0, of_all.free)
         ahead = self.look_ahead.requests(self._concurrency.limit)
         quotas = GpuQuotas(self._mover.use, self._cache.tiers.gpu, self._share.running())
-        admitted = self.queue.window(places + ahead, self._clock(), lambda q: quotas.admits(self.waiting[q.id]))
-        window = [self.waiting[q.id] for q in admitted]
+        window = self._window(places, places + ahead, quotas)
         beyond = len(window)  # from this place on the GPU tier has no room
         await self._prefetcher.keep_only(window)
         self._budget.begin_round()
@@ -515,6 +514,29 @@ class Dispatcher:
             await self._pacer.worked(_REQUEST_ROWS + (_HAND_OVER * request.blocks if handed_over else request.blocks))
         await self._keep_place(lacks, coming)
         await self._bring_near(window if ahead else [], beyond, places)
+
+    def _window(self, places: int, n: int, quotas: GpuQuotas) -> list[Request]:
+        """The next `n` requests, where `places` are free: first those that could run in them now.
+
+        Of a tenant whose requests wait because places are kept for others, many may come before the others' first one.
+        """
+        running: dict[int, Request] = {}
+        if self._cache.tenants.calling > 1 and places:
+            trial = Places(self._concurrency.limit, self._cache.tenants.calling, self.running.values())
+
+            def may_run(queued: QueuedRequest) -> bool:
+                request = self.waiting[queued.id]
+                if trial.keeps_waiting(request) or not quotas.admits(request):
+                    return False
+                trial.take(request)
+                return True
+
+            running = {each.id: self.waiting[each.id] for each in self.queue.window(places, self._clock(), may_run)}
+        admitted = self.queue.window(
+            n, self._clock(), lambda queued: queued.id in running or quotas.admits(self.waiting[queued.id])
+        )
+        others = [self.waiting[each.id] for each in admitted if each.id not in running]
+        return [*running.values(), *others][:n]
 
     async def _bring_near(self, window: list[Request], beyond: int, places: int) -> None:
         """The prefetcher's second stage, of the window from the place `beyond` on."""

@@ -120,3 +120,19 @@ async def test_a_place_is_kept_for_a_tenant_that_comes_later(make_bench: MakeBen
     await bench.running(late)
     assert bench.dispatcher.requests_of("flood") == (6, 2), "it did not wait for one of them to end"
     await bench.finish(*flood, late)
+
+
+async def test_a_place_that_is_kept_is_taken_though_many_stand_before(make_bench: MakeBench) -> None:
+    bench = await make_bench(64, max_running=4, look_ahead=0)
+    for name in "ab":
+        bench.cache.tenants.known(name)
+    first = bench.submit(range(900, 905), max_tokens=30, tenant="a")
+    long = bench.submit(range(1000, 1060), max_tokens=1, tenant="b")
+    flood = [bench.submit(range(100 * n, 100 * n + 5), max_tokens=30, tenant="a") for n in range(1, 9)]
+    while long.id in bench.dispatcher.waiting or long.id in bench.dispatcher.running:
+        bench.step()
+        await bench.quiet()
+    late = bench.submit(range(2000, 2005), max_tokens=1, tenant="b")
+    await bench.running(late)
+    assert bench.dispatcher.requests_of("a") == (7, 2)
+    await bench.finish(first, long, late, *flood)

@@ -49,6 +49,15 @@ class Order:
     given: Given
 
 
+def varint(value: int) -> bytes:
+    """A number as protobuf writes it."""
+    written = bytearray()
+    while value > 127:
+        written.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*written, value])
+
+
 class Attacker(Companion):
     """The side that starts it."""
 
@@ -83,7 +92,7 @@ class Mallory:
         self.tcp = order.tcp
         self.unix = order.unix
         self.metrics_port = order.metrics_port
-        self._token = order.token
+        self.token = order.token
         self._stopped = stopped
         self.told = asyncio.Event()
         """Whether the attack is in place."""
@@ -114,7 +123,7 @@ class Mallory:
     async def client(self, door: Door = "tcp", memory: str = "streamed", name: str = "mallory") -> AsyncClient:
         """One more client, which is closed at the end."""
         address = self.tcp if door == "tcp" else self.unix
-        client = AsyncClient(address, name=name, memory=memory, token=self._token, timeout_s=20.0)  # type: ignore[arg-type]
+        client = AsyncClient(address, name=name, memory=memory, token=self.token, timeout_s=20.0)  # type: ignore[arg-type]
         return await self._clients.enter_async_context(client)
 
 

@@ -12,15 +12,17 @@ import sys
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Iterable
-from contextlib import suppress
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from benchmarks.attacks.attacker import Given, Mallory, refusal
+from benchmarks.attacks.attacker import Given, Mallory, refusal, varint
 from benchmarks.attacks.people import ALICE, MALLORY
 from benchmarks.attacks.scenario import Scenario
 from benchmarks.attacks.scene import Scene
@@ -92,6 +94,56 @@ class OpenMetrics(Scenario):
         """Whether it got figures."""
         if facts.get("names"):
             yield f"whoever reaches the port reads {facts['names']} lines of figures"
+
+
+class Strangers(Scenario):
+    """Somebody without any credential asks for the daemon's health: with 15 MiB, with no message, and for ever."""
+
+    name = "strangers"
+    closed_by = "tests/server/test_strangers.py"
+
+    async def attack(self, mallory: Mallory) -> Given:
+        """On many connections at once."""
+        counted: Counter[str] = Counter()
+        large = b"\n" + varint(15 << 20) + bytes(15 << 20)  # the service's name
+
+        async def silence() -> AsyncIterator[bytes]:
+            await mallory.until_stopped()
+            yield b""
+
+        async def ask(channel: Any, method: str, message: bytes | None) -> None:
+            path = f"/grpc.health.v1.Health/{method}"
+            while mallory.going:
+                silent = message is None
+                call = (channel.stream_stream if silent else channel.unary_stream)(path)
+                counted[(await call(silence() if silent else message, timeout=20).code()).name] += 1
+
+        async with AsyncExitStack() as stack:
+            tasks: list[asyncio.Task[None]] = []
+            for number in range(16):
+                options = [("grpc.use_local_subchannel_pool", 1)]
+                channel = await stack.enter_async_context(grpc.aio.insecure_channel(mallory.tcp, options=options))
+                sent = [("Check", large), ("Watch", large), ("Check", None), ("Watch", b"")] if number < 8 else []
+                tasks += [asyncio.create_task(ask(channel, *each)) for each in sent or [("Watch", b"")] * 8]
+            await asyncio.sleep(2.0)
+            mallory.in_place()
+            await mallory.until_stopped()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return dict(counted)
+
+    def judge(self, scene: Scene, facts: Given) -> Iterable[str]:
+        """Whether those who are known still learn whether the daemon is well."""
+        token = [("authorization", f"Bearer {scene.token(ALICE)}")]
+        for who, address, metadata in (("the operator", scene.daemon.address, []), ("a tenant", scene.tcp, token)):
+            with grpc.insecure_channel(address) as channel:
+                health: Any = health_pb2_grpc.HealthStub(channel)
+                try:
+                    health.Check(health_pb2.HealthCheckRequest(), timeout=5.0, metadata=metadata)
+                    next(health.Watch(health_pb2.HealthCheckRequest(), timeout=5.0, metadata=metadata))
+                except grpc.RpcError as error:
+                    yield f"{who} does not learn of the daemon's health: {error.code().name}: {error.details()}"
 
 
 class LocalAdmin(Scenario):

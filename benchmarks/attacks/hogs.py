@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from typing import Any, ClassVar
 
 import grpc
 import numpy as np
 
-from benchmarks.attacks.attacker import Given, Mallory, refusal, until_refused
+from benchmarks.attacks.attacker import Given, Mallory, refusal, until_refused, varint
 from benchmarks.attacks.people import CAROL, MIB
 from benchmarks.attacks.scenario import Scenario
 from benchmarks.attacks.scene import Scene, fresh_bytes
@@ -264,6 +264,54 @@ class LargeCalls(Scenario):
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        return dict(counted)
+
+
+class LargeStreams(Scenario):
+    """Messages of 15 MiB that are not the first ones of their streams: what is large in them is a field that nobody
+    knows."""
+
+    name = "16 MiB in streams"
+    closed_by = "tests/server/test_receiving.py"
+
+    async def attack(self, mallory: Mallory) -> Given:
+        """In `Put`s and in questions for the daemon's interface, many at once."""
+        client = await mallory.client()
+        session = await client.session()
+        cache = await client.register(_SPEC)
+        header = pb.PutHeader(
+            session_id=session.session_id, namespace_id=cache.namespace_id, token_ids=_prompt(0, _PIECE).tobytes()
+        )
+        unknown = bytes([0xFA, 0x01]) + varint(15 << 20) + bytes(15 << 20)  # a field with the number 31
+        counted: Counter[str] = Counter()
+
+        async def messages(first: bytes) -> AsyncIterator[bytes]:
+            yield first
+            while mallory.going:
+                counted["messages"] += 1
+                yield unknown
+
+        async def send(channel: Any, method: str, first: bytes) -> None:
+            metadata = [("authorization", f"Bearer {mallory.token}")]
+            while mallory.going:
+                counted[(await channel.stream_stream(method)(messages(first), metadata=metadata).code()).name] += 1
+
+        put, asked = "/prefixd.v1.PrefixCache/Put", "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+        first = pb.PutRequest(header=header).SerializeToString()
+        async with AsyncExitStack() as stack:
+            tasks: list[asyncio.Task[None]] = []
+            for _ in range(8):
+                options = [("grpc.use_local_subchannel_pool", 1)]
+                channel = await stack.enter_async_context(grpc.aio.insecure_channel(mallory.tcp, options=options))
+                tasks += [
+                    asyncio.create_task(send(channel, *each)) for each in ((put, first), (put, first), (asked, b""))
+                ]
+            await asyncio.sleep(2.0)
+            mallory.in_place()
+            await mallory.until_stopped()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         return dict(counted)
 
 

@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, NoReturn
@@ -23,9 +23,10 @@ from prefixd.server.audit import AuditLog
 from prefixd.server.call_turns import CallTurns
 from prefixd.server.caller import Caller, set_caller
 from prefixd.server.identities import Identities, UnknownCallerError
-from prefixd.server.receiving import RECEIVE_S, STRANGER_S, Receiving, set_door
+from prefixd.server.receiving import RECEIVE_S, Receiving, set_door
 from prefixd.server.refusals import Refusals, set_refusal_turn
 from prefixd.server.rpc import Context
+from prefixd.server.strangers import Strangers, StrangersDoor
 from prefixd.tenants import Role, Tenant, Tenants
 
 log = logging.getLogger(__name__)
@@ -53,7 +54,8 @@ class CallLimits:
         self._calls: Counter[Tenant] = Counter()
         self._all = 0
         self.refusals = Refusals(tenants)
-        self._receiving = Receiving(tenants)
+        self.receiving = Receiving(tenants)
+        self.strangers = Strangers()
         self._turns = CallTurns()
 
     def calls(self, tenant: Tenant) -> int:
@@ -85,39 +87,57 @@ class CallLimits:
         self._all -= 1
 
     async def turn(self, tenant: Tenant, call: asyncio.Task[Any]) -> None:
-        """Waits until a call of the tenant may begin."""
+        """Waits until a call of the tenant may begin, or go on after `pause`."""
         if self._tenants.calling > 1:
             await self._turns.begin(tenant, call)
 
+    def pause(self, call: asyncio.Task[Any]) -> None:
+        """A call waits for its caller now."""
+        self._turns.pause(call)
+
+
+class _CallersDoor:
+    """The `Door` of one call of a caller who is known."""
+
+    def __init__(self, limits: CallLimits, caller: Caller, call: asyncio.Task[Any]) -> None:
+        self._limits = limits
+        self._caller = caller
+        self._call = call
+
     @asynccontextmanager
-    async def message(self, caller: Caller) -> AsyncGenerator[float]:
-        """Around the receiving of a call's message: waits until that, and the call, may begin. Gives the seconds that
-        it may take. Raises ExhaustedError."""
-        call = asyncio.current_task()
-        assert call is not None
-        async with self._receiving.turn(caller):
-            await self.turn(caller.tenant, call)
+    async def first(self) -> AsyncGenerator[float]:
+        """See `Door`: waits until the message may be received, and the call begin. Raises ExhaustedError."""
+        async with self._limits.receiving.turn(self._caller):
+            await self._limits.turn(self._caller.tenant, self._call)
             yield RECEIVE_S
 
     @asynccontextmanager
-    async def stranger(self) -> AsyncGenerator[float]:
-        """As `message`, of a caller who may be anybody."""
-        with self._receiving.stranger():
-            yield STRANGER_S
+    async def later(self) -> AsyncGenerator[None]:
+        """See `Door`: each message has a turn as a call has one, or who sends many would have the event loop."""
+        self._limits.pause(self._call)
+        async with self._limits.receiving.later(self._caller):
+            yield
+        await self._limits.turn(self._caller.tenant, self._call)
+
+    def stream(self) -> AbstractAsyncContextManager[None]:
+        """See `Door`."""
+        return self._limits.receiving.stream(self._caller)
 
 
 class AccessCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-ignore]
     """Lets a call through to the handler if its caller is known and has the role that the service needs.
 
-    Health is open to everyone; Admin needs the role admin; everything else the role client or admin.
+    Health is open to everyone, also to those who are not known (`Strangers`); Admin needs the role admin; everything
+    else the role client or admin.
 
     Args:
         identities: who is who.
         limits: of all doors together.
         audit: is told who is let in and refused.
         door: `unix` or `tcp`.
-        certificates: whether clients may show certificates: whoever shows no token is then known to the handler only,
-            see `check_certificate`.
+        certificates: whether clients may show certificates.
+
+    Who shows no token at the TCP port is looked at inside the handler, where the peer is known: see `check_peer`.
     """
 
     def __init__(
@@ -136,10 +156,6 @@ class AccessCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-igno
     ) -> Any:
         """The handler of the call, or one that refuses it."""
         method = _text(handler_call_details.method)
-        if method.startswith(_OPEN_SERVICES):
-            set_door(self._limits.stranger)
-            set_refusal_turn(partial(self._limits.refusals.turn, None))
-            return await continuation(handler_call_details)
         given = [_text(value) for name, value in handler_call_details.invocation_metadata if name == "authorization"]
         try:
             if len(given) > 1:
@@ -148,34 +164,44 @@ class AccessCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-igno
                 caller = self._identities.of_local(given[0] if given else "")
             elif given:
                 caller = self._identities.of_token(given[0])
-            elif self._certificates:
-                _by_certificate.set((self, method))
-                return await continuation(handler_call_details)
             else:
-                caller = self._identities.of_certificate(())
+                if not self._certificates:
+                    self._identities.of_certificate(())  # raises unless everybody is let in
+                _by_peer.set(partial(self._check_certificate, method))
+                return await continuation(handler_call_details)
         except UnknownCallerError as error:
+            if method.startswith(_OPEN_SERVICES):
+                _by_peer.set(self._let_stranger_in)
+                return await continuation(handler_call_details)
             return _refuse(*await self._unknown(method, error))
         refusal = await self._admit(method, caller)
         return await continuation(handler_call_details) if refusal is None else _refuse(*refusal)
 
-    async def check_certificate(self, context: Context, method: str) -> None:
-        """As `intercept_service`, inside the handler, where the peer's certificate is known; ends the call if
-        refused."""
+    async def _check_certificate(self, method: str, context: Context) -> None:
+        """As `intercept_service`, inside the handler, by the peer's certificate and host; ends the call if refused."""
         presented: Mapping[str, list[bytes]] = context.auth_context()
         fields = ("x509_common_name", "x509_subject_alternative_name")
         names = [_text(value) for field in fields for value in presented.get(field, ())]
         try:
-            caller = self._identities.of_certificate(names)
+            caller = self._identities.of_certificate(names, _host(context))
         except UnknownCallerError as error:
+            if method.startswith(_OPEN_SERVICES):
+                await self._let_stranger_in(context)
+                return
             await context.abort(*await self._unknown(method, error))
         refusal = await self._admit(method, caller)
         if refusal is not None:
             await context.abort(*refusal)
 
+    async def _let_stranger_in(self, context: Context) -> None:
+        set_refusal_turn(partial(self._limits.refusals.turn, None))
+        set_door(StrangersDoor(self._limits.strangers, _host(context)))
+
     async def _admit(self, method: str, caller: Caller) -> tuple[grpc.StatusCode, str] | None:
         """Makes this the call's caller, in turn; or why not."""
         needed = Role.ADMIN if method.startswith(_ADMIN_SERVICES) else Role.CLIENT
-        if caller.role is not Role.ADMIN and caller.role is not needed:
+        open_to_all = method.startswith(_OPEN_SERVICES)
+        if caller.role is not Role.ADMIN and caller.role is not needed and not open_to_all:
             await self._refused(caller, method, f"the role {needed} is needed")
             service = "Admin" if needed is Role.ADMIN else "this service"
             return grpc.StatusCode.PERMISSION_DENIED, (
@@ -184,7 +210,7 @@ class AccessCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-igno
             )
         call = asyncio.current_task()
         assert call is not None
-        if method not in _UNCOUNTED:
+        if method not in _UNCOUNTED and not open_to_all:
             try:
                 self._limits.begin(caller, call)
             except ExhaustedError as error:
@@ -193,7 +219,7 @@ class AccessCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-igno
         set_caller(caller)
         set_refusal_turn(partial(self._limits.refusals.turn, caller.tenant))
         self._audit.let_in(caller)
-        set_door(partial(self._limits.message, caller))
+        set_door(_CallersDoor(self._limits, caller, call))
         return None
 
     async def _refused(self, caller: Caller | None, method: str, why: str) -> None:
@@ -212,15 +238,20 @@ class AccessCheck(grpc.aio.ServerInterceptor):  # type: ignore[misc, unused-igno
         return grpc.StatusCode.UNAUTHENTICATED, f"{error}{remedy if self._door == 'tcp' else ''}"
 
 
-_by_certificate: ContextVar[tuple[AccessCheck, str]] = ContextVar("by_certificate")
+_by_peer: ContextVar[Callable[[Context], Awaitable[None]]] = ContextVar("by_peer")
 
 
-async def check_certificate(context: Context) -> None:
-    """Inside a handler: knows the caller by its certificate, where it has shown nothing else."""
-    pending = _by_certificate.get(None)
-    if pending is not None:
-        check, method = pending
-        await check.check_certificate(context, method)
+async def check_peer(context: Context) -> None:
+    """Inside a handler: knows the caller by the peer, where it has shown nothing else."""
+    check = _by_peer.get(None)
+    if check is not None:
+        await check(context)
+
+
+def _host(context: Context) -> str:
+    """From where a call comes: `ipv4:127.0.0.1`, or `unix:` and a path."""
+    peer: str = context.peer()
+    return peer if peer.startswith("unix:") else peer.rpartition(":")[0]
 
 
 def _refuse(code: grpc.StatusCode, message: str) -> grpc.RpcMethodHandler[Any, Any]:

@@ -28,7 +28,6 @@ from prefixd.errors import (
 )
 from prefixd.pacer import Pacer, give_way
 from prefixd.server.caller import current_caller
-from prefixd.server.caller_places import CallerPlaces
 from prefixd.server.load_estimates import LoadEstimates
 from prefixd.server.put_stream import Put, give_back
 from prefixd.server.retention_messages import retention_wishes
@@ -45,8 +44,6 @@ _UNREAD_S = 30.0
 _FAREWELL_S = 1.0
 _OFFSETS_AT_ONCE = 1 << 13
 _AGREED = (("prefixd-agreed", "1"),)
-_PUTS, _PUTS_OF_CALLER = 32, 8
-"""Of a tenant at a time; more wait. Any of them may be in the middle of a message, of at most 16 MiB."""
 
 
 class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
@@ -63,7 +60,6 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         self._memory_socket = memory_socket
         self._draining = draining
         self._estimates = LoadEstimates(cache)
-        self._puts = CallerPlaces(_PUTS, _PUTS_OF_CALLER)
         self.closing = asyncio.Event()
 
     def close(self) -> None:
@@ -327,15 +323,14 @@ class PrefixCacheService(cache_pb2_grpc.PrefixCacheServicer):
         """Writes with the bytes in the stream."""
         put = Put(self._cache, self._session, requests)
         try:
-            async with self._puts.place(current_caller()):
-                try:
-                    self._take_work()
-                    await put.begin()
-                    with suppress(grpc.aio.InternalError):  # the caller has gone; the stream will say so
-                        await context.send_initial_metadata(_AGREED)
-                    return await put.store()
-                finally:
-                    put.give_back()
+            try:
+                self._take_work()
+                await put.begin()
+                with suppress(grpc.aio.InternalError):  # the caller has gone; the stream will say so
+                    await context.send_initial_metadata(_AGREED)
+                return await put.store()
+            finally:
+                put.give_back()
         except Exception as error:
             await abort(context, error)
 

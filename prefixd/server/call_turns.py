@@ -43,6 +43,11 @@ class CallTurns:
         self._waiting.setdefault(tenant, deque()).append((turn, call))
         await turn
 
+    def pause(self, call: asyncio.Task[object]) -> None:
+        """The call waits for its caller now, and has another turn when it goes on: the next one may begin."""
+        if self._begun is call:
+            self._begun = None
+
     def _begin(self, call: asyncio.Task[object]) -> None:
         self._begun, self._turns = call, 0
 

@@ -18,6 +18,7 @@ class Caller:
         name: for logs: `uid 1001`, a token's or a certificate's name.
         door: `unix` or `tcp`.
         pid: of a process of this host that proved who it is, else 0.
+        host: from where somebody calls who has shown nothing, else empty.
     """
 
     tenant: Tenant
@@ -25,6 +26,12 @@ class Caller:
     name: str
     door: str
     pid: int = 0
+    host: str = ""
+
+    @property
+    def origin(self) -> tuple[Tenant, str, str, str]:
+        """The same for all calls of one user, token, certificate or, where nothing is shown, host."""
+        return self.tenant, self.door, self.name, self.host
 
 
 _current: ContextVar[Caller] = ContextVar("caller")
@@ -33,6 +40,11 @@ _current: ContextVar[Caller] = ContextVar("caller")
 def current_caller() -> Caller:
     """Who makes the call that is being handled. Raises LookupError outside of a call."""
     return _current.get()
+
+
+def caller_if_known() -> Caller | None:
+    """As `current_caller`; None where a stranger calls, who may ask for the daemon's health."""
+    return _current.get(None)
 
 
 def set_caller(caller: Caller) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from prefixd.server.caller import caller_if_known
 from prefixd.server.rpc import Context
+from prefixd.tenants import Tenant
 
-_WATCHERS = 64  # at once; health is open to strangers
+_WATCHERS = 64  # of a tenant at once, and of all strangers
 
 _Response = health_pb2.HealthCheckResponse
 
@@ -25,7 +28,7 @@ class Health(health_pb2_grpc.HealthServicer):
     def __init__(self) -> None:
         self._status: dict[str, Any] = {}
         self._changed = asyncio.Event()  # set, and replaced, with every change
-        self._watchers = 0
+        self._watchers: Counter[Tenant | None] = Counter()  # None: strangers
 
     def set(self, service: str, status: Any) -> None:
         """The status of `service` from now on."""
@@ -46,11 +49,13 @@ class Health(health_pb2_grpc.HealthServicer):
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Context) -> None:
         """The status now and whenever it has changed."""
-        if self._watchers >= _WATCHERS:
+        caller = caller_if_known()
+        tenant = None if caller is None else caller.tenant
+        if self._watchers[tenant] >= _WATCHERS:
             await context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED, f"{_WATCHERS} calls watch the health already; use Check instead"
             )
-        self._watchers += 1
+        self._watchers[tenant] += 1
         try:
             last = None
             while True:
@@ -60,4 +65,4 @@ class Health(health_pb2_grpc.HealthServicer):
                     last = status
                 await changed.wait()
         finally:
-            self._watchers -= 1
+            self._watchers[tenant] -= 1

@@ -121,10 +121,11 @@ class Identities:
             return f"{caller.name} has the role client; use a token with the role metrics or admin"
         return None
 
-    def of_certificate(self, names: Sequence[str]) -> Caller:
+    def of_certificate(self, names: Sequence[str], host: str = "") -> Caller:
         """Who shows a certificate with these names; of the default tenant where no setting has one of them.
 
-        Without any name, nobody had to show anything: settings let everyone in who reaches the port, as clients.
+        Without any name, nobody had to show anything: settings let everyone in who reaches the port, as clients. Then
+        they are told apart by the host from where they call.
 
         Raises:
             UnknownCallerError: there are tokens, and the certificate is nobody's.
@@ -137,4 +138,6 @@ class Identities:
                 return Caller(self._tenants.known(self._tenant_of_certificate[name]), Role.CLIENT, name, "tcp")
         if self._tokens is not None:
             raise UnknownCallerError("the token is missing")
-        return Caller(self._tenants.default, Role.CLIENT, names[0] if names else "anybody", "tcp")
+        if names:
+            return Caller(self._tenants.default, Role.CLIENT, names[0], "tcp")
+        return Caller(self._tenants.default, Role.CLIENT, "anybody", "tcp", host=host)

@@ -3,7 +3,8 @@
 gRPC puts a message together on the event loop in one go, from 5 to 30 ms for 16 MiB, in which nobody else is served. So
 between tenants a tenant's messages are received one after the other, and after one of many bytes the next waits until
 as much time has passed as they take at `BYTES_PER_S`. How large a message is shows only when it is here; one that is
-not here soon does not keep the tenant's next one waiting for longer than a moment, and in the end its call fails.
+not here soon does not keep the tenant's next one waiting for longer than a moment, and in the end its call fails. The
+pieces of a stream are not many bytes in this sense; a stream of larger ones is refused.
 
 Operators do not wait: whatever others do, they have to see it.
 """
@@ -11,10 +12,10 @@ Operators do not wait: whatever others do, they have to see it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, suppress
 from contextvars import ContextVar
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from prefixd.errors import ExhaustedError, TooSlowError
 from prefixd.server.caller import Caller
@@ -27,26 +28,45 @@ T = TypeVar("T")
 AT_ONCE = 16
 """Messages of one tenant that may be on their way, 16 MiB each at most."""
 AT_ONCE_OF_CALLER = 4
+STREAMS = 32
+"""Calls of one tenant at a time that send many messages; more wait. Any of them may be in the middle of one."""
+STREAMS_OF_CALLER = 8
 OPENING = 1024
 """Calls whose message is not here, of all tenants (`SharedLimit`)."""
 RECEIVE_S = 60.0
 """A call whose message is not here by then fails."""
 BYTES_PER_S = 32 << 20
-STRANGERS_AT_ONCE = 16
-"""Calls of strangers, who may ask for the daemon's health, whose message is not here."""
-STRANGER_S = 5.0
 _SMALL_BYTES = 1 << 16
+_LATER_BYTES = (1 << 20) + (1 << 12)
+"""More than any later message of a stream may have, with what is around its data."""
 _SOON_S = 0.03
 
-Door = Callable[[], AbstractAsyncContextManager[float]]
-"""Around the receiving of a call's first message; gives the seconds that it may take."""
+
+class Door(Protocol):
+    """What a call passes while it is received."""
+
+    def first(self) -> AbstractAsyncContextManager[float]:
+        """Around the receiving of a call's first message; gives the seconds that it may take."""
+        ...
+
+    def later(self) -> AbstractAsyncContextManager[None]:
+        """Around the receiving of another one."""
+        ...
+
+    def stream(self) -> AbstractAsyncContextManager[None]:
+        """Around a call that sends many."""
+        ...
+
+
+Read = Callable[[], Awaitable[T | None]]
+"""Receives the next message; None: there is no more."""
 
 _door: ContextVar[Door] = ContextVar("door")
 _message_bytes: ContextVar[int] = ContextVar("message_bytes")
 
 
 def set_door(door: Door) -> None:
-    """From here on, in the call that is being handled, `first_message` goes through this."""
+    """From here on the messages of the call that is being handled go through this."""
     _door.set(door)
 
 
@@ -60,21 +80,33 @@ def message_bytes() -> int:
     return _message_bytes.get(0)
 
 
-async def first_message(requests: AsyncIterator[T]) -> T | None:
+async def first_message(read: Read[T]) -> T | None:
     """The first message of the call that is being handled, or its only one; None: it has none.
 
     Raises:
         TooSlowError: it does not come.
         ExhaustedError: too many calls wait for theirs.
     """
-    async with _door.get()() as within_s:
+    async with _door.get().first() as within_s:
         try:
             async with asyncio.timeout(within_s):
-                return await anext(requests, None)
+                return await read()
         except TimeoutError:
             raise TooSlowError(
                 f"the call's message was not here within {within_s:g} s; send it at once, or less at a time"
             ) from None
+
+
+async def later_message(read: Read[T]) -> T | None:
+    """Another message of the call that is being handled; None: it has no more."""
+    async with _door.get().later():
+        set_message_bytes(0)
+        return await read()
+
+
+def stream() -> AbstractAsyncContextManager[None]:
+    """Around a call that sends many messages: waits for a place."""
+    return _door.get().stream()
 
 
 class Receiving:
@@ -87,9 +119,9 @@ class Receiving:
     def __init__(self, tenants: Tenants) -> None:
         self._tenants = tenants
         self._places = CallerPlaces(AT_ONCE, AT_ONCE_OF_CALLER)
-        self._lines: dict[Tenant, _Line] = {}
+        self._streams = CallerPlaces(STREAMS, STREAMS_OF_CALLER)
+        self._lines: dict[Tenant, Line] = {}
         self._opening = SharedLimit(OPENING, lambda: tenants.calling)
-        self._strangers = 0
 
     @asynccontextmanager
     async def turn(self, caller: Caller) -> AsyncGenerator[None]:
@@ -102,23 +134,35 @@ class Receiving:
                 if self._tenants.calling == 1:
                     yield
                     return
-                line = self._lines.setdefault(caller.tenant, _Line())
+                line = self._line(caller)
                 await line.begin()
                 try:
                     yield
                 finally:
                     line.end(message_bytes())
 
-    @contextmanager
-    def stranger(self) -> Generator[None]:
-        """Around the receiving of a stranger's message. Raises ExhaustedError."""
-        if self._strangers >= STRANGERS_AT_ONCE:
-            raise ExhaustedError(f"{self._strangers} calls to the health service send their messages; try again later")
-        self._strangers += 1
+    @asynccontextmanager
+    async def later(self, caller: Caller) -> AsyncGenerator[None]:
+        """Around the receiving of a later message of a stream: waits until that may begin."""
+        if caller.role is Role.ADMIN or self._tenants.calling == 1:
+            yield
+            return
+        line = self._line(caller)
+        await line.begin()
         try:
             yield
         finally:
-            self._strangers -= 1
+            nbytes = message_bytes()
+            line.end(nbytes if nbytes > _LATER_BYTES else 0)
+
+    @asynccontextmanager
+    async def stream(self, caller: Caller) -> AsyncGenerator[None]:
+        """Around a call that sends many messages: waits for a place."""
+        async with self._streams.place(caller):
+            yield
+
+    def _line(self, caller: Caller) -> Line:
+        return self._lines.setdefault(caller.tenant, Line())
 
     @contextmanager
     def _counted(self, tenant: Tenant) -> Generator[None]:
@@ -136,8 +180,8 @@ class Receiving:
             opening.add(tenant, -1)
 
 
-class _Line:
-    """The messages of one tenant, one after the other."""
+class Line:
+    """Messages that are received one after the other."""
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
@@ -145,7 +189,13 @@ class _Line:
         self._here.set()
         self._next_s = 0.0
 
+    @property
+    def paid(self) -> bool:
+        """Whether nothing that was large is waited for any more."""
+        return not self._turn.locked() and self._next_s <= asyncio.get_running_loop().time()
+
     async def begin(self) -> None:
+        """Waits until the next message may be received."""
         async with self._turn:
             if not self._here.is_set():
                 with suppress(TimeoutError):
@@ -157,6 +207,7 @@ class _Line:
             self._here.clear()
 
     def end(self, nbytes: int) -> None:
+        """It is here, and so large; 0: it does not come, or the next one need not wait for its bytes."""
         self._here.set()
         if nbytes > _SMALL_BYTES:
             self._next_s = max(self._next_s, asyncio.get_running_loop().time()) + nbytes / BYTES_PER_S

@@ -94,6 +94,8 @@ async def abort(context: Context, error: Exception) -> NoReturn:
     """Ends the call with the status that belongs to `error`; what nobody foresaw is logged and INTERNAL."""
     if isinstance(error, grpc.aio.AbortError):
         raise error
+    if isinstance(error, PrefixdError | SchedulerError | SwapError):  # what is foreseen
+        error.__traceback__ = error.__cause__ = error.__context__ = None  # they refer to the request
     if isinstance(error, PrefixdError):
         code = grpc.StatusCode[error.status]
     elif isinstance(error, QueueFullError | OutOfMemoryError):
@@ -108,7 +110,6 @@ async def abort(context: Context, error: Exception) -> NoReturn:
             (_ANSWERED,),
         )
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-        error.__traceback__ = error.__cause__ = error.__context__ = None  # they refer to the request
         await refusal_turn()
     # Tells a client that the next session will do from a thing that is nowhere: both are NOT_FOUND.
     metadata = (_ANSWERED, _SESSION_ENDED) if isinstance(error, SessionEndedError) else (_ANSWERED,)

@@ -24,6 +24,8 @@ BYTES = 8 << 20
 """Of a field of bytes: token ids of a prompt of two million tokens, an image."""
 DATA_BYTES = 1 << 20
 """Of a piece of a stream."""
+UNKNOWN_BYTES = 1 << 16
+"""Of all fields that this version does not know."""
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _SKIPPED = {_FIXED64: 8, _FIXED32: 4}
@@ -49,6 +51,7 @@ class _Count:
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
         self._left = FIELDS
+        self._unknown = 0
         self._bytes: dict[tuple[str, int], int] = {}
 
     def count(self, raw: bytes, at: int, end: int, kind: Descriptor) -> None:
@@ -79,11 +82,21 @@ class _Count:
                 inner = shape.get(tag >> 3)
                 if isinstance(inner, Descriptor):
                     self.count(raw, at, min(at + length, end), inner)
-                elif inner is not None and length <= end - at:
+                elif inner is None:
+                    self._add_unknown(kind, length)
+                elif length <= end - at:
                     self._add(kind, tag >> 3, length, inner)
                 at += length
             else:
                 at += _SKIPPED.get(wire, 0)
+
+    def _add_unknown(self, kind: Descriptor, nbytes: int) -> None:
+        self._unknown += nbytes
+        if self._unknown > UNKNOWN_BYTES:
+            raise InvalidArgumentError(
+                f"the {kind.name} of {self._nbytes} bytes has more than {UNKNOWN_BYTES} in fields that this version "
+                "does not know; leave them out"
+            )
 
     def _add(self, kind: Descriptor, number: int, nbytes: int, most: int) -> None:
         total = self._bytes[kind.full_name, number] = self._bytes.get((kind.full_name, number), 0) + nbytes

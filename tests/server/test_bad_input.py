@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,6 @@ import grpc
 import numpy as np
 import pytest
 
-from prefixd.server.receiving import STRANGERS_AT_ONCE
 from prefixd.server.rpc import _short
 from prefixd.v1 import admin_pb2, inference_pb2
 from prefixd.v1 import cache_pb2 as pb
@@ -427,30 +425,6 @@ def test_messages_of_very_many_fields_are_not_parsed(
     header = pb.PutHeader(session_id=session, parts=[0] * 70_000)
     with refused("INVALID_ARGUMENT", "PutHeader.parts has .* bytes; send at most 65536"):
         sidecar.cache.Put(iter([pb.PutRequest(header=header)]))
-
-
-def test_strangers_who_send_no_message_are_few_and_are_told(sidecar: Remote) -> None:
-    check = sidecar.channel.stream_unary("/grpc.health.v1.Health/Check")
-    ended = threading.Event()
-
-    def silence() -> Iterator[bytes]:
-        ended.wait()
-        yield from ()
-
-    more = 3
-    calls = [check.future(silence(), timeout=60) for _ in range(STRANGERS_AT_ONCE + more)]
-    try:
-        assert sidecar.stats()
-        codes = Counter(call.code() for call in calls)
-    finally:
-        ended.set()
-    assert codes == {
-        grpc.StatusCode.DEADLINE_EXCEEDED: STRANGERS_AT_ONCE,
-        grpc.StatusCode.RESOURCE_EXHAUSTED: more,
-    }
-    assert {call.details() for call in calls if call.code() is grpc.StatusCode.DEADLINE_EXCEEDED} == {
-        "the call's message was not here within 5 s; send it at once, or less at a time"
-    }
 
 
 def test_a_call_without_a_message_is_refused(sidecar: Remote, refused: Callable[..., Any]) -> None:

@@ -57,6 +57,22 @@ async def test_the_lines_of_the_tenants_take_turns() -> None:
     await asyncio.gather(*calls.tasks.values())
 
 
+async def test_a_call_that_waits_for_its_caller_is_not_waited_for() -> None:
+    calls = Calls()
+    calls.send("a1", "b1", "b2")
+    await loop_turns(4)
+    assert calls.begun == ["a1"]
+    calls.turns.pause(calls.tasks["b1"])
+    await loop_turns(4)
+    assert calls.begun == ["a1"], "it is another one's turn"
+    calls.turns.pause(calls.tasks["a1"])
+    await loop_turns(4)
+    assert calls.begun == ["a1", "b1"]
+    for name in ("a1", "b1", "b2"):
+        calls.end(name)
+    await asyncio.gather(*calls.tasks.values())
+
+
 async def test_a_call_that_waits_for_something_is_not_waited_for() -> None:
     calls = Calls()
     calls.send("a1", "b1", "a2")

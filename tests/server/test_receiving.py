@@ -11,7 +11,14 @@ import pytest
 from prefixd.errors import ExhaustedError, TooSlowError
 from prefixd.server import receiving
 from prefixd.server.caller import Caller
-from prefixd.server.receiving import Receiving, first_message, set_door, set_message_bytes
+from prefixd.server.receiving import (
+    Receiving,
+    first_message,
+    later_message,
+    message_bytes,
+    set_door,
+    set_message_bytes,
+)
 from prefixd.tenants import Quota, Role, Tenants
 
 _LARGE = 16 << 20
@@ -99,18 +106,6 @@ async def test_calls_whose_message_is_not_here_are_bounded(monkeypatch: pytest.M
         assert calls.tenants.known("a").refused["opening"] == 1
 
 
-async def test_strangers_are_few() -> None:
-    strangers = Receiving(Tenants())
-    for _ in range(2):
-        held = [strangers.stranger() for _ in range(receiving.STRANGERS_AT_ONCE)]
-        for each in held:
-            each.__enter__()
-        with pytest.raises(ExhaustedError, match="16 calls to the health service"), strangers.stranger():
-            pass
-        for each in held:
-            each.__exit__(None, None, None)
-
-
 async def test_between_tenants_one_comes_after_the_other() -> None:
     calls = Calls("a", "b")
     async with ended(calls):
@@ -152,19 +147,70 @@ async def test_one_that_does_not_come_keeps_the_next_for_a_moment() -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_a_call_has_a_message_in_time() -> None:
-    @asynccontextmanager
-    async def door() -> AsyncIterator[float]:
-        yield 0.05
+async def test_all_processes_of_a_user_and_all_calls_from_a_host_are_one_caller() -> None:
+    tenants = Tenants()
+    receiving_ = Receiving(tenants)
 
-    async def messages(*given: str, last: bool = True) -> AsyncIterator[str]:
-        for message in given:
-            yield message
-        if not last:
+    def caller(name: str, pid: int = 0, host: str = "") -> Caller:
+        return Caller(tenants.default, Role.CLIENT, name, "unix" if pid else "tcp", pid, host)
+
+    async def hold(who: Caller) -> None:
+        async with receiving_.turn(who):
             await asyncio.Event().wait()
 
-    set_door(door)
-    assert await first_message(messages("one", "more")) == "one"
-    assert await first_message(messages()) is None
+    silent = [caller("uid 1001", pid) for pid in range(1, 9)] + [caller("anybody", host="ipv4:10.0.0.1")] * 8
+    tasks = [asyncio.create_task(hold(who)) for who in silent]
+    await turns()
+    for other in (caller("uid 1002", 9), caller("anybody", host="ipv4:10.0.0.2")):
+        async with asyncio.timeout(10), receiving_.turn(other):
+            pass
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_a_large_later_message_of_a_stream_keeps_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiving, "BYTES_PER_S", 4 * _LARGE)
+    tenants = Tenants({"a": Quota(), "b": Quota()})
+    calls = Receiving(tenants)
+    caller = Caller(tenants.known("a"), Role.CLIENT, "x", "tcp")
+
+    async def waited() -> float:
+        begin_s = asyncio.get_running_loop().time()
+        async with calls.turn(caller):
+            return asyncio.get_running_loop().time() - begin_s
+
+    for nbytes, waits in ((1 << 20, False), (_LARGE, True)):  # a piece of a Put is not large
+        async with calls.later(caller):
+            set_message_bytes(nbytes)
+        set_message_bytes(0)
+        assert (await waited() > 0.2) is waits
+
+
+class _Door:
+    """A door that gives a message 0.05 s."""
+
+    @asynccontextmanager
+    async def first(self) -> AsyncIterator[float]:
+        yield 0.05
+
+    @asynccontextmanager
+    async def later(self) -> AsyncIterator[None]:
+        yield
+
+    stream = later
+
+
+async def test_a_call_has_a_message_in_time() -> None:
+    async def one() -> str:
+        set_message_bytes(100)
+        return "one"
+
+    async def none() -> None:
+        return None
+
+    set_door(_Door())
+    assert await first_message(one) == "one" and message_bytes() == 100
+    assert await later_message(none) is None and message_bytes() == 0
     with pytest.raises(TooSlowError, match=r"not here within 0\.05 s"):
-        await first_message(messages(last=False))
+        await first_message(asyncio.Event().wait)

@@ -50,6 +50,15 @@ HONEST: list[Message] = [
 ]
 
 
+def test_fields_that_are_not_known_are_few_bytes() -> None:
+    half = field(15, bytes(40_000))
+    check(pb.PutRequest, half + field(1, bytes(100)))
+    with pytest.raises(InvalidArgumentError, match=r"PutRequest of 80\d+ bytes has more than 65536 in fields"):
+        check(pb.PutRequest, half + half)
+    with pytest.raises(InvalidArgumentError, match="MatchRequest of"):
+        check(pb.MatchRequest, field(15, bytes(15 << 20)))
+
+
 @pytest.mark.parametrize("message", HONEST, ids=lambda message: type(message).__name__)
 def test_what_is_long_for_bytes_or_text_is_taken(message: Message) -> None:
     raw = message.SerializeToString()

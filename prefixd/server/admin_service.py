@@ -21,6 +21,7 @@ from prefixd.server.rpc import streaming, unary
 from prefixd.server.snapshot import Snapshot
 from prefixd.server.tenant_figures import TenantFigures
 from prefixd.server.tier_resize import TierResize
+from prefixd.tenants import QUOTA_TIERS
 from prefixd.v1 import admin_pb2 as pb
 from prefixd.v1 import admin_pb2_grpc, cache_pb2
 
@@ -79,19 +80,19 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     @unary
     async def Pin(self, request: pb.PinRequest) -> pb.PinResponse:
         """Keeps a prefix, across restarts where there is a disk tier."""
-        self._told("pinned", what=request.key)
         prefix = await find_prefix(self._cache, request.key)
         path = await prefix.path(Pacer())
         reason = await self._cache.pins.pin(prefix.trie, path)
+        self._told("pinned", what=request.key, blocks=len(path))
         return pb.PinResponse(blocks=len(path), durable=not reason, reason=reason)
 
     @unary
     async def Unpin(self, request: pb.UnpinRequest) -> pb.UnpinResponse:
         """Lets a prefix go again."""
-        self._told("unpinned", what=request.key)
         prefix = await find_prefix(self._cache, request.key)
         path = await prefix.path(Pacer())
         pinned, reason = await self._cache.pins.unpin(prefix.trie, path)
+        self._told("unpinned", what=request.key, blocks=pinned)
         return pb.UnpinResponse(blocks=pinned, durable=not reason, reason=reason)
 
     @streaming
@@ -104,17 +105,20 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         found = await self._to_evict(request)
         answer = pb.EvictResponse(total_blocks=sum(map(len, found)))
         told_s = cache.clock()
-        for blocks in found:
-            async with aclosing(forget(cache.mover, blocks, shared=request.shared)) as steps:
-                async for evicted, kept in steps:
-                    answer.evicted_blocks += evicted
-                    answer.kept_blocks += kept
-                    if cache.clock() - told_s >= _PROGRESS_S:
-                        told_s = cache.clock()
-                        yield answer
-        answer.done = True
-        what = request.key or request.namespace_id.hex() or "all"
-        self._told("evicted", what=what, shared=request.shared, blocks=answer.evicted_blocks)
+        try:
+            for blocks in found:
+                async with aclosing(forget(cache.mover, blocks, shared=request.shared)) as steps:
+                    async for evicted, kept in steps:
+                        answer.evicted_blocks += evicted
+                        answer.kept_blocks += kept
+                        if cache.clock() - told_s >= _PROGRESS_S:
+                            told_s = cache.clock()
+                            yield answer
+            answer.done = True
+        finally:
+            if answer.done or answer.evicted_blocks:  # one that its caller ends early has dropped blocks, too
+                what = request.key or request.namespace_id.hex() or "all"
+                self._told("evicted", what=what, shared=request.shared, blocks=answer.evicted_blocks)
         yield answer
 
     async def _to_evict(self, request: pb.EvictRequest) -> list[FoundBlocks]:
@@ -186,10 +190,14 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             raise InvalidArgumentError(f"wait_s = {request.wait_s:g}; give a number of seconds, or 0 for {_WAIT_S:g}")
         if self._snapshot.draining.is_set():
             raise PreconditionError("the daemon drains; resize the gpu tier when it has been started again")
-        self._told("resized", what="gpu", nbytes=request.nbytes)
-        async with aclosing(self._tier_resize.resize(request.nbytes, request.wait_s or _WAIT_S)) as steps:
-            async for progress in steps:
-                yield pb.ResizeTierResponse(**asdict(progress))
+        progress = None
+        try:
+            async with aclosing(self._tier_resize.resize(request.nbytes, request.wait_s or _WAIT_S)) as steps:
+                async for progress in steps:
+                    yield pb.ResizeTierResponse(**asdict(progress))
+        finally:
+            if progress is not None:  # else it was refused; one that its caller ends early has changed the tier
+                self._told("resized", what="gpu", nbytes=progress.nbytes)
 
     @unary
     async def ListTenants(self, request: pb.ListTenantsRequest) -> pb.ListTenantsResponse:
@@ -200,10 +208,10 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     async def SetTenant(self, request: pb.SetTenantRequest) -> pb.TenantStats:
         """Changes what a tenant may have."""
         stats = self._tenants.set_quota(request)
-        self._told("quota set", what=request.name)
+        self._told("quota set", what=request.name, **_limits_set(request))
         return stats
 
-    def _told(self, event: str, **what: str | int | bool) -> None:
+    def _told(self, event: str, **what: str | float | None) -> None:
         self._audit.tell(event, current_caller(), **what)
 
     @unary
@@ -225,6 +233,17 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                 for owner, blocks in self._cache.mover.placement.holds.blocks_by_owner().most_common(_HOLDERS)
             ],
         )
+
+
+def _limits_set(request: pb.SetTenantRequest) -> dict[str, float | None]:
+    """The limits that a request sets, by their names in the settings; None: no limit any more."""
+    limits: dict[str, float | None] = {}
+    for tier in request.quota.tiers:
+        for field, value in tier.ListFields():
+            if field.name != "tier":
+                limits[f"{QUOTA_TIERS[tier.tier - 1]}_{field.name.removesuffix('_bytes')}"] = value
+    limits |= {field.name: value for field, value in request.quota.ListFields() if field.name != "tiers"}
+    return limits | dict.fromkeys(request.unlimited)
 
 
 def _progress(progress: ScrubProgress) -> pb.VerifyProgress:

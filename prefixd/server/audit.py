@@ -76,8 +76,8 @@ class AuditLog:
         """A call, a visit or a request was refused."""
         self.tell("refused", caller, door=door, what=what, why=why)
 
-    def tell(self, event: str, caller: Caller | None, **what: str | int | bool) -> None:
-        """Any event, such as "evicted"; `what` says of what. Never waits."""
+    def tell(self, event: str, caller: Caller | None, **what: str | float | None) -> None:
+        """Any event, such as "evicted", once it has happened; `what` says of what. Never waits."""
         if self._thread is None:
             return
         line: dict[str, object] = {

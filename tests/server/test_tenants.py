@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import pytest
 
-from prefixd.client import Client, ClientError, NamespaceSpec, PartSpec, PermissionDeniedError
+from prefixd.client import Client, ClientError, NamespaceSpec, PartSpec, PermissionDeniedError, Tier
 from prefixd.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc
 from prefixd.workloads.daemon_process import DaemonProcess
 
@@ -219,6 +219,12 @@ def test_the_audit_log_tells_who_was_let_in_and_refused(house: House) -> None:
     with house.client("x" * 40) as stranger, pytest.raises(ClientError):
         stranger.register(SPEC)
     with house.operator() as operator:
+        for refused in (lambda: operator.pin("0123"), lambda: operator.unpin("0123"), lambda: _shrunk(operator)):
+            with pytest.raises(ClientError):
+                refused()
+        with pytest.raises(ClientError, match="of the cpu tier"):
+            operator.set_tenant("bob", tiers={"cpu": (2 << 20, None)})
+        operator.set_tenant("alice", tiers={"cpu": (4096, -1)}, limits={"sessions": 3, "requests_per_s": None})
         operator.evict(all=True)
     house.told(lambda events: any(line["event"] == "evicted" for line in events))
     log = house.config.parent / "audit.log"
@@ -238,9 +244,18 @@ def test_the_audit_log_tells_who_was_let_in_and_refused(house: House) -> None:
         ("evicted", "default", "all"),
     }
     assert [line["event"] for line in before].count("let in") == 2
+    assert not {"pinned", "unpinned", "resized"} & {line["event"] for line in before}, "these were refused"
+    (told,) = [line for line in before if line["event"] == "quota set"]
+    assert told["what"] == "alice"
+    limits = {"cpu_guaranteed": 4096, "cpu_most": None, "sessions": 3, "requests_per_s": None}
+    assert {name: told.get(name, "not said") for name in limits} == limits
     assert ("drained", False) in [(line["event"], line.get("shutdown")) for line in after]
     everything = json.dumps(before + after)
     assert "aaaa" not in everything and "xxxx" not in everything
+
+
+def _shrunk(operator: Client) -> None:
+    operator.resize_tier(Tier.GPU, 1)
 
 
 def test_calls_of_a_tenant_have_a_limit(house: House) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -24,8 +25,13 @@ GPU = cache_pb2.TIER_GPU
 
 
 @pytest.fixture(scope="module")
-def remote(launch: Callable[..., Remote], with_model: dict[str, str | int]) -> Remote:
-    remote = launch({**with_model, "gpu.bytes": LARGE})
+def audit_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("audit") / "log"
+
+
+@pytest.fixture(scope="module")
+def remote(launch: Callable[..., Remote], with_model: dict[str, str | int], audit_log: Path) -> Remote:
+    remote = launch({**with_model, "gpu.bytes": LARGE, "server.audit_log": str(audit_log)})
     remote.until(lambda stats: stats.worker.state == admin_pb2.WorkerStats.STATE_READY)
     return remote
 
@@ -134,6 +140,22 @@ def test_a_request_that_needs_more_is_waited_for(
     with refused("RESOURCE_EXHAUSTED", str(LARGE // 8)):
         remote.generate(prompt(40, 71), max_tokens=1900)
     resize(remote, LARGE)
+
+
+def test_the_audit_log_tells_of_a_resize_that_was_made_and_of_none_that_was_refused(
+    remote: Remote, audit_log: Path, refused: Callable[..., Any]
+) -> None:
+    def told() -> list[int]:
+        lines = map(json.loads, audit_log.read_text().splitlines())
+        return [line["nbytes"] for line in lines if line["event"] == "resized"]
+
+    before = len(told())
+    with refused("INVALID_ARGUMENT"):
+        resize(remote, 1)
+    resize(remote, SMALL)
+    resize(remote, LARGE)
+    remote.until(lambda _: len(told()) >= before + 2)
+    assert told()[before:] == [SMALL, LARGE]
 
 
 def test_what_cannot_be_is_refused(remote: Remote, refused: Any) -> None:

@@ -38,11 +38,12 @@ from prefixd.server.metrics_server import MetricsServer
 from prefixd.server.models import Models
 from prefixd.server.processes import ProcessWatch
 from prefixd.server.remote_store import open_remote
+from prefixd.server.settings_reload import SettingsReload
 from prefixd.server.snapshot import Snapshot
 from prefixd.server.tenant_figures import RequestFigures, TenantFigures
 from prefixd.server.tickets import LocalProcess, Tickets
 from prefixd.server.wiring import make_cache
-from prefixd.settings import Settings, dotted_values
+from prefixd.settings import Settings
 from prefixd.tenants import Tenants
 from prefixd.v1 import admin_pb2, admin_pb2_grpc, cache_pb2, cache_pb2_grpc, inference_pb2, inference_pb2_grpc
 from prefixd_swap import (
@@ -62,8 +63,6 @@ TIER_HEALTH = "prefixd.tier."
 """Before a tier's name (`prefixd.tier.disk`): the health service that says whether the tier is well."""
 MODEL_HEALTH = "prefixd.model."
 """Before a model's name, where there are several: whether its worker serves, or will when it has started."""
-_SETTINGS = "settings"
-_READ_AGAIN = ("server.allow_uids", "server.admin_uids", "server.admin_certificates")
 _SAME_SIGNAL_S = 1.0  # `timeout` and shells signal a process and its group: twice, but meant once
 _INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 _SERVICES = (
@@ -129,7 +128,6 @@ class Daemon:
     ) -> None:
         self.settings = settings
         self._read_settings = read_settings
-        self._reloading: asyncio.Task[None] | None = None
         self._ops = ops
         self.draining = asyncio.Event()
         self.ended = asyncio.Event()
@@ -147,9 +145,9 @@ class Daemon:
         device = resolve_device(settings) if settings.worker.enabled else "cpu"
         tenants = Tenants(settings.quotas)
         tickets = Tickets(time.time)
-        self.audit = audit = AuditLog(settings.server.audit_log)
+        audit = AuditLog(settings.server.audit_log)
         stack.callback(audit.close)
-        self._doors = doors = Listeners(settings, tenants, tickets, audit)
+        doors = Listeners(settings, tenants, tickets, audit)
         if doors.tokens is not None:
             stack.callback(doors.tokens.close)
             await doors.tokens.load()
@@ -160,7 +158,6 @@ class Daemon:
         began_s = clock()
         troubles = Troubles(clock)
         troubles.listeners.append(self._on_troubles)
-        self._troubles = troubles
         slabs = settings.disk.bytes and MAX_SLABS
         raise_descriptor_limit(settings.server.max_sessions, slabs, troubles)
         arena = _open_arena(settings, device, troubles, stack)
@@ -301,7 +298,8 @@ class Daemon:
             # Once it is over, a signal that comes before the process has ended must not change its exit status.
             stack.callback(signal.signal, number, signal.SIG_IGN)
             stack.callback(loop.remove_signal_handler, number)
-        loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
+        reload = SettingsReload(settings, self._read_settings, doors, cache, troubles, audit)
+        loop.add_signal_handler(signal.SIGHUP, reload.begin)
         stack.callback(loop.remove_signal_handler, signal.SIGHUP)
         return Endpoints(path, tcp, metrics_port, clock() - began_s)
 
@@ -367,37 +365,6 @@ class Daemon:
         elif now - self._signalled_s > _SAME_SIGNAL_S:
             log.warning("second signal: ending without finishing what runs")
             os._exit(1)
-
-    def _on_hangup(self) -> None:
-        if self._reloading is None or self._reloading.done():
-            self._reloading = asyncio.create_task(self._reload(), name="reload")
-
-    async def _reload(self) -> None:
-        """Reads the settings again, and uses what can change while the daemon runs: who is who, and the quotas."""
-        self.audit.reopen()
-        try:
-            fresh = self.settings
-            if self._read_settings is not None:
-                fresh = await asyncio.to_thread(self._read_settings)
-            if self._doors.tokens is not None:
-                await self._doors.tokens.load()
-            self._doors.update(fresh)
-        except Exception as error:
-            if not isinstance(error, ConfigError):
-                log.exception("the settings could not be read again")
-            why = f"{error}: what was read before stays in force; repair it, and send SIGHUP"
-            self._troubles.begin(_SETTINGS, why, tell=True)
-            return
-        self._troubles.end(_SETTINGS)
-        self.cache.tenants.set_quotas(fresh.quotas)
-        self.cache.mover.changed.set()  # what was beyond a limit may be written now
-        ours, theirs = dotted_values(self.settings), dotted_values(fresh)
-        changed = [name for name in theirs if not name.startswith("tenants.") and ours.get(name) != theirs[name]]
-        later = [name for name in changed if name not in _READ_AGAIN]
-        log.info("settings were read again: %d tenants", len(fresh.tenants))
-        if later:
-            log.warning("%s changed, which only a restart brings into force", ", ".join(later))
-        self.audit.tell("settings read again", None)
 
     async def _expire(self) -> None:
         while True:

@@ -1,0 +1,90 @@
+"""SIGHUP: the settings are read again, and what can change while the daemon runs does: who is who, and the quotas."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from prefixd.cache import TieredCache, Troubles
+from prefixd.errors import ConfigError
+from prefixd.server.audit import AuditLog
+from prefixd.server.listeners import Listeners
+from prefixd.settings import Settings, dotted_values
+
+log = logging.getLogger(__name__)
+
+PART = "settings"
+"""What its trouble is about, in `Troubles`."""
+_READ_AGAIN = ("server.allow_uids", "server.admin_uids", "server.admin_certificates")
+
+
+class SettingsReload:
+    """Reads the settings again, whenever it is asked to.
+
+    Args:
+        settings: those of the start, with which everything was made that only a restart changes.
+        read: reads the settings; runs in a thread. None: they stay as they are.
+        doors: is told who is who.
+        cache: its tenants get their quotas.
+        troubles: has one while the settings cannot be used.
+        audit: its file is opened anew, too.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        read: Callable[[], Settings] | None,
+        doors: Listeners,
+        cache: TieredCache,
+        troubles: Troubles,
+        audit: AuditLog,
+    ) -> None:
+        self._settings = settings
+        self._read = read
+        self._doors = doors
+        self._cache = cache
+        self._troubles = troubles
+        self._audit = audit
+        self._wanted = False
+        self._reading: asyncio.Task[None] | None = None
+
+    def begin(self) -> None:
+        """Reads them soon. While they are being read, once more afterwards: the file may have changed since."""
+        self._wanted = True
+        if self._reading is None or self._reading.done():
+            self._reading = asyncio.create_task(self._read_while_wanted(), name="reload")
+
+    async def idle(self) -> None:
+        """Waits until what was asked for is done."""
+        if self._reading is not None:
+            await asyncio.wait({self._reading})
+
+    async def _read_while_wanted(self) -> None:
+        while self._wanted:
+            self._wanted = False
+            await self._reload()
+
+    async def _reload(self) -> None:
+        self._audit.reopen()
+        try:
+            fresh = self._settings if self._read is None else await asyncio.to_thread(self._read)
+            if self._doors.tokens is not None:
+                await self._doors.tokens.load()
+            self._doors.update(fresh)
+        except Exception as error:
+            if not isinstance(error, ConfigError):
+                log.exception("the settings could not be read again")
+            why = f"{error}: what was read before stays in force; repair it, and send SIGHUP"
+            self._troubles.begin(PART, why, tell=True)
+            return
+        self._troubles.end(PART)
+        self._cache.tenants.set_quotas(fresh.quotas)
+        self._cache.mover.changed.set()  # what was beyond a limit may be written now
+        ours, theirs = dotted_values(self._settings), dotted_values(fresh)
+        changed = [name for name in theirs if not name.startswith("tenants.") and ours.get(name) != theirs[name]]
+        later = [name for name in changed if name not in _READ_AGAIN]
+        log.info("settings were read again: %d tenants", len(fresh.tenants))
+        if later:
+            log.warning("%s changed, which only a restart brings into force", ", ".join(later))
+        self._audit.tell("settings read again", None)

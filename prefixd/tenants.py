@@ -77,14 +77,17 @@ class Quota:
     retained_bytes: int | None = None
 
 
-def check_guarantees(quotas: Mapping[str, Quota], tier: str, size: int) -> None:
-    """Raises ValueError unless a tier of that name and size can hold what the tenants are guaranteed of it."""
+def check_guarantees(quotas: Mapping[str, Quota], tier: str, size: int, larger: str = "") -> None:
+    """Raises ValueError unless a tier of that name and size can hold what the tenants are guaranteed of it.
+
+    `larger`: how the tier gets larger; by default, by its setting.
+    """
     level = QUOTA_TIERS.index(tier)
     total = sum(quota.tiers[level].guaranteed_bytes for quota in quotas.values())
     if total > size:
         raise ValueError(
             f"tenants are guaranteed {total} bytes of the {tier} tier, which has {size}; lower tenants.*."
-            f"{tier}_guaranteed or raise {tier}.bytes"
+            f"{tier}_guaranteed or {larger or f'raise {tier}.bytes'}"
         )
 
 

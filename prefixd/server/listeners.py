@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -121,15 +122,24 @@ class Listeners:
         """From now on callers are who these settings say, and users are let in whom they name.
 
         Raises:
-            ConfigError: the socket's file system takes no access control list.
+            ConfigError: the socket's file system takes no access control list; nothing has changed then.
+            OSError: a socket's file is gone; nothing has changed then.
         """
         access = _socket_access(settings)
         if access.uids != self.access.uids:
-            access.make_directory(self._settings.socket.parent)
-            for path in (self._settings.socket, local_door(self._settings.socket)):
-                access.open(path)
+            try:
+                self._let_in(access)
+            except (ConfigError, OSError):
+                with suppress(ConfigError, OSError):  # else who is let in is what it has come to
+                    self._let_in(self.access)
+                raise
             self.access = access
         self.identities.update(settings.server, settings.tenants)
+
+    def _let_in(self, access: SocketAccess) -> None:
+        access.make_directory(self._settings.socket.parent)
+        for path in (self._settings.socket, local_door(self._settings.socket)):
+            access.open(path)
 
     async def close(self, grace_s: float) -> None:
         """Takes no more calls, and ends those that still run after `grace_s`."""

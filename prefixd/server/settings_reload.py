@@ -10,6 +10,7 @@ from prefixd.cache import TieredCache, Troubles
 from prefixd.errors import ConfigError
 from prefixd.server.audit import AuditLog
 from prefixd.server.listeners import Listeners
+from prefixd.server.tenant_figures import check_tiers_hold
 from prefixd.settings import Settings, dotted_values
 
 log = logging.getLogger(__name__)
@@ -69,9 +70,9 @@ class SettingsReload:
         self._audit.reopen()
         try:
             fresh = self._settings if self._read is None else await asyncio.to_thread(self._read)
-            if self._doors.tokens is not None:
-                await self._doors.tokens.load()
-            self._doors.update(fresh)
+            tokens = None if self._doors.tokens is None else await self._doors.tokens.read()
+            self._check(fresh)
+            self._doors.update(fresh)  # the last that can fail: what comes after it changes with it, or not at all
         except Exception as error:
             if not isinstance(error, ConfigError):
                 log.exception("the settings could not be read again")
@@ -79,6 +80,8 @@ class SettingsReload:
             self._troubles.begin(PART, why, tell=True)
             return
         self._troubles.end(PART)
+        if self._doors.tokens is not None and tokens is not None:
+            self._doors.tokens.use(tokens)
         self._cache.tenants.set_quotas(fresh.quotas)
         self._cache.mover.changed.set()  # what was beyond a limit may be written now
         ours, theirs = dotted_values(self._settings), dotted_values(fresh)
@@ -88,3 +91,10 @@ class SettingsReload:
         if later:
             log.warning("%s changed, which only a restart brings into force", ", ".join(later))
         self._audit.tell("settings read again", None)
+
+    def _check(self, fresh: Settings) -> None:
+        """Raises ConfigError where the tiers, whose sizes only a restart changes, cannot hold what is guaranteed."""
+        try:
+            check_tiers_hold(self._cache, fresh.quotas)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error

@@ -15,6 +15,11 @@ from prefixd.v1 import cache_pb2
 SOME = 256
 """Tenants in `Stats` and among the metrics, at most; `ListTenants` has all."""
 _COUNTS = ("sessions", "grants", "namespaces", "waiting_requests", "requests_per_s", "calls", "retained_bytes")
+_LARGER = {
+    "gpu": "make the tier larger (`prefixd tier resize gpu`)",
+    "cpu": "raise cpu.bytes and start the daemon again",
+    "disk": "raise disk.bytes and start the daemon again",
+}
 _TIER_LIMITS = tuple(f"{tier}_most" for tier in QUOTA_TIERS)
 
 
@@ -24,6 +29,14 @@ class RequestFigures:
 
     waiting: int = 0
     running: int = 0
+
+
+def check_tiers_hold(cache: TieredCache, quotas: Mapping[str, Quota]) -> None:
+    """Raises ValueError unless the tiers, as large as they are now, hold what these quotas guarantee of them."""
+    for tier in cache.tiers.existing:
+        if tier.level < len(QUOTA_TIERS):
+            name = QUOTA_TIERS[tier.level]
+            check_guarantees(quotas, name, tier.capacity_bytes, _LARGER[name])
 
 
 class TenantFigures:
@@ -82,14 +95,10 @@ class TenantFigures:
             )
         quota = _changed(tenant.quota, request.quota, request.unlimited)
         quotas = {each.name: each.quota for each in tenants} | {tenant.name: quota}
-        for level, name in enumerate(QUOTA_TIERS):
-            tier = next((tier for tier in self._cache.tiers.existing if tier.level == level), None)
-            if tier is None:
-                continue
-            try:
-                check_guarantees(quotas, name, tier.capacity_bytes)
-            except ValueError as error:
-                raise InvalidArgumentError(str(error)) from error
+        try:
+            check_tiers_hold(self._cache, quotas)
+        except ValueError as error:
+            raise InvalidArgumentError(str(error)) from error
         tenant.quota = quota
         self._cache.mover.changed.set()  # what was beyond a limit may be written now
         return self._all([tenant])[0]

@@ -46,6 +46,14 @@ class Token:
     tenant: str = DEFAULT
 
 
+@dataclass(frozen=True, slots=True)
+class ReadTokens:
+    """The tokens of a file, and which file that was."""
+
+    tokens: tuple[Token, ...]
+    seen: _Identity
+
+
 class TokenFile:
     """The tokens that count now.
 
@@ -77,18 +85,26 @@ class TokenFile:
         return self._by_digest.get(digest(secret))
 
     async def load(self) -> None:
-        """Reads the file.
+        """Reads the file, and uses it from now on. Raises ConfigError as `read`; the tokens stay as they were then."""
+        self.use(await self.read())
+
+    async def read(self) -> ReadTokens:
+        """What the file says now; changes nothing.
 
         Raises:
-            ConfigError: it cannot be read, others can read it, or a line is wrong; the tokens stay as they were.
+            ConfigError: it cannot be read, others can read it, or a line is wrong.
         """
         try:
             seen = await self._identity()
         except OSError as error:
             raise ConfigError(f"server.tokens = {self._path}: {error.strerror}") from error
-        self.tokens = await read_tokens(self._path, self._threads)
+        return ReadTokens(await read_tokens(self._path, self._threads), seen)
+
+    def use(self, read: ReadTokens) -> None:
+        """These tokens count from now on."""
+        self.tokens = read.tokens
         self._by_digest = {token.digest: token for token in self.tokens}
-        self._seen = seen  # one that was changed since is seen to have changed
+        self._seen = read.seen  # one that was changed since is seen to have changed
 
     async def watch(self, troubles: Troubles) -> None:
         """Looks at the file every `LOOK_S` seconds, for ever."""

@@ -6,10 +6,13 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from prefixd.cache import TieredCache, Troubles
+from prefixd.errors import ConfigError
+from prefixd.server.access import SocketAccess
 from prefixd.server.audit import AuditLog
 from prefixd.server.listeners import Listeners
 from prefixd.server.settings_reload import PART, SettingsReload
@@ -71,6 +74,59 @@ async def test_what_changes_while_settings_are_read_is_read_next(
     await house.reload.idle()
     assert house.sessions("a") == 2
     assert len(reopened) == 2, "two signals during one read are read for once"
+
+
+async def test_guarantees_that_only_a_restart_can_keep_change_nothing(cache: TieredCache, tokens: Path) -> None:
+    house = House(cache, {"tenants.a.sessions": 1, "server.tokens": str(tokens)})
+    assert house.doors.tokens is not None
+    await house.doors.tokens.load()
+    house.now |= {"cpu.bytes": 8 * MIB, "tenants.a.sessions": 2, "tenants.b.cpu_guaranteed": 4 * MIB}
+    tokens.write_text(f"other client {'b' * 32}\n")
+    trouble = await house.read()
+    assert f"guaranteed {4 * MIB} bytes of the cpu tier, which has {MIB}" in trouble
+    assert "raise cpu.bytes and start the daemon again" in trouble and "what was read before stays in force" in trouble
+    assert house.sessions("a") == 1 and cache.tenants.get("b") is None
+    assert [token.name for token in house.doors.tokens.tokens] == ["engine"]
+    house.now["tenants.b.cpu_guaranteed"] = MIB // 2
+    assert not await house.read()
+    assert house.sessions("a") == 2 and cache.tenants.get("b") is not None
+    assert [token.name for token in house.doors.tokens.tokens] == ["other"]
+    house.doors.tokens.close()
+
+
+async def test_users_who_cannot_be_let_in_change_nothing(
+    cache: TieredCache, sockets: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house = House(cache, {"server.socket": str(sockets), "tenants.a.sessions": 1})
+    house.now |= {"tenants.a.sessions": 2, "tenants.a.uids": "64001"}
+    let_in: list[tuple[str, tuple[int, ...]]] = []
+
+    def access(self: SocketAccess, path: Path) -> None:
+        if self.uids and path != sockets:
+            raise ConfigError("no access control list; use another directory")
+        let_in.append((path.name, self.uids))
+
+    monkeypatch.setattr(SocketAccess, "open", access)
+    assert "no access control list" in await house.read()
+    assert let_in == [("s", (64001,)), ("s", ()), ("s-memory", ())], "the first socket is closed to that user again"
+    assert house.sessions("a") == 1 and not house.doors.access.uids
+    assert house.doors.identities.of_user(64001, 1).tenant.name == "default"
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Path:
+    path = tmp_path / "tokens"
+    path.touch(mode=0o600)
+    path.write_text(f"engine client {'a' * 32}\n")
+    return path
+
+
+@pytest.fixture
+def sockets(tmp_path: Path) -> Path:
+    """The path of a unix socket; beside it is that of the local door."""
+    for name in ("s", "s-memory"):
+        (tmp_path / name).touch(mode=0o600)
+    return tmp_path / "s"
 
 
 async def _until(condition: Callable[[], bool]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,11 +122,13 @@ class Listeners:
     def update(self, settings: Settings) -> None:
         """From now on callers are who these settings say, and users are let in whom they name.
 
+        The sockets keep the mode that they were made with: only a restart changes it.
+
         Raises:
             ConfigError: the socket's file system takes no access control list; nothing has changed then.
             OSError: a socket's file is gone; nothing has changed then.
         """
-        access = _socket_access(settings)
+        access = replace(_socket_access(settings), mode=self.access.mode)
         if access.uids != self.access.uids:
             try:
                 self._let_in(access)
@@ -134,7 +137,8 @@ class Listeners:
                     self._let_in(self.access)
                 raise
             self.access = access
-        self.identities.update(settings.server, settings.tenants)
+        server = settings.server.model_copy(update={"socket_mode": self._settings.socket_mode})
+        self.identities.update(server, settings.tenants)
 
     def _let_in(self, access: SocketAccess) -> None:
         access.make_directory(self._settings.socket.parent)

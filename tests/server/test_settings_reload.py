@@ -18,6 +18,7 @@ from prefixd.server.listeners import Listeners
 from prefixd.server.settings_reload import PART, SettingsReload
 from prefixd.server.tickets import Tickets
 from prefixd.settings import Settings
+from prefixd.tenants import Role
 
 MIB = 1 << 20
 
@@ -111,6 +112,17 @@ async def test_users_who_cannot_be_let_in_change_nothing(
     assert let_in == [("s", (64001,)), ("s", ()), ("s-memory", ())], "the first socket is closed to that user again"
     assert house.sessions("a") == 1 and not house.doors.access.uids
     assert house.doors.identities.of_user(64001, 1).tenant.name == "default"
+
+
+async def test_the_mode_of_the_sockets_stays_with_the_users_that_change(cache: TieredCache, sockets: Path) -> None:
+    house = House(cache, {"server.socket": str(sockets)})
+    house.now["server.socket_mode"] = "0666"
+    assert not await house.read()
+    assert house.doors.identities.of_local("").role is Role.ADMIN, "nobody else can connect"
+    house.now["tenants.a.uids"] = "64001"
+    assert not await house.read()
+    assert house.doors.access == SocketAccess(0o600, (64001,))
+    assert [path.stat().st_mode & 0o007 for path in (sockets, sockets.with_name("s-memory"))] == [0, 0]
 
 
 @pytest.fixture

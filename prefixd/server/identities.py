@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 
@@ -10,6 +11,8 @@ from prefixd.server.tickets import SCHEME, Tickets
 from prefixd.server.tokens import TokenFile
 from prefixd.settings import ServerSettings, TenantSettings
 from prefixd.tenants import DEFAULT, Role, Tenants
+
+log = logging.getLogger(__name__)
 
 
 class UnknownCallerError(Exception):
@@ -39,10 +42,13 @@ class Identities:
         self._tokens = tokens
         self._tickets = tickets
         self._only_owner = True
+        self._told: set[tuple[str, str]] = set()
+        if tokens is not None:
+            tokens.listeners.append(self._tell_of_strange_tokens)
         self.update(settings, named)
 
     def update(self, settings: ServerSettings, named: Mapping[str, TenantSettings]) -> None:
-        """Uses these settings from now on."""
+        """Uses these settings from now on. Tokens that do not fit them are told of when tokens are read next."""
         self._admin_uids = {0, os.geteuid(), *settings.admin_uids}
         self._admin_certificates = frozenset(settings.admin_certificates)
         self._mapping_uids = {*self._admin_uids, *settings.allow_uids}
@@ -53,6 +59,20 @@ class Identities:
         others = {*settings.allow_uids, *settings.admin_uids, *self._tenant_of_uid} - {0, os.geteuid()}
         # Connections outlast settings: where others could connect once, they may still be connected.
         self._only_owner &= not others and int(settings.socket_mode, 8) & 0o066 == 0
+
+    def _tell_of_strange_tokens(self) -> None:
+        """Logs the tokens whose tenants the settings do not name, each once: their holders may call much later."""
+        tokens = () if self._tokens is None or not self._named else self._tokens.tokens
+        strange = {(token.name, token.tenant) for token in tokens if token.tenant not in self._named}
+        for name, tenant in sorted(strange - self._told):
+            log.warning(
+                "server.tokens: the token %s is of tenant %s, which the settings do not name: its calls are refused; "
+                "add [tenants.%s] or mend the token's line",
+                name,
+                tenant,
+                tenant,
+            )
+        self._told = strange
 
     # -- the unix socket ----------------------------------------------------------------------------------------
 

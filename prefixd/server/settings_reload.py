@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from prefixd.cache import TieredCache, Troubles
 from prefixd.errors import ConfigError
@@ -42,6 +42,7 @@ class SettingsReload:
         audit: AuditLog,
     ) -> None:
         self._settings = settings
+        self._named = set(settings.tenants)
         self._read = read
         self._doors = doors
         self._cache = cache
@@ -83,6 +84,8 @@ class SettingsReload:
         if self._doors.tokens is not None and tokens is not None:
             self._doors.tokens.use(tokens)
         self._cache.tenants.set_quotas(fresh.quotas)
+        self._tell_of_removed(self._named - set(fresh.tenants))
+        self._named = set(fresh.tenants)
         self._cache.mover.changed.set()  # what was beyond a limit may be written now
         ours, theirs = dotted_values(self._settings), dotted_values(fresh)
         changed = [name for name in theirs if not name.startswith("tenants.") and ours.get(name) != theirs[name]]
@@ -91,6 +94,23 @@ class SettingsReload:
         if later:
             log.warning("%s changed, which only a restart brings into force", ", ".join(later))
         self._audit.tell("settings read again", None)
+
+    def _tell_of_removed(self, names: Iterable[str]) -> None:
+        """Logs the tenants that the settings do not name any more and that still have blocks."""
+        tiers, use = self._cache.tiers.own, self._cache.mover.use
+        for name in sorted(names):
+            if (tenant := self._cache.tenants.get(name)) is None:
+                continue
+            has = ", ".join(
+                f"{used} bytes of the {tier.name} tier" for tier in tiers if (used := use.used_bytes(tenant, tier))
+            )
+            if has:
+                log.warning(
+                    "the settings do not name tenant %s any more, which has %s: they stay until they are evicted, "
+                    "without a guarantee; `prefixd evict --namespace` drops them at once",
+                    name,
+                    has,
+                )
 
     def _check(self, fresh: Settings) -> None:
         """Raises ConfigError where the tiers, whose sizes only a restart changes, cannot hold what is guaranteed."""

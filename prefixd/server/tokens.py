@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import stat
+from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +69,8 @@ class TokenFile:
         self._path = path
         self.tokens: tuple[Token, ...] = ()
         """Empty before `load`: nobody comes in."""
+        self.listeners: list[Callable[[], None]] = []
+        """Called when a file was read into use, whatever has changed in it."""
         self._by_digest: dict[bytes, Token] = {}
         self._seen: _Identity | None = None  # of the file that `tokens` are from
         try:
@@ -105,6 +108,8 @@ class TokenFile:
         self.tokens = read.tokens
         self._by_digest = {token.digest: token for token in self.tokens}
         self._seen = read.seen  # one that was changed since is seen to have changed
+        for listener in self.listeners:
+            listener()
 
     async def watch(self, troubles: Troubles) -> None:
         """Looks at the file every `LOOK_S` seconds, for ever."""

@@ -125,6 +125,38 @@ async def test_the_mode_of_the_sockets_stays_with_the_users_that_change(cache: T
     assert [path.stat().st_mode & 0o007 for path in (sockets, sockets.with_name("s-memory"))] == [0, 0]
 
 
+async def test_tokens_and_blocks_of_tenants_that_settings_do_not_name_are_told_of_once(
+    cache: TieredCache, tokens: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def warnings() -> list[str]:
+        found = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        caplog.clear()
+        return [line for line in found if "only a restart" not in line]
+
+    tokens.write_text(f"engine client {'a' * 32} acme\nother client {'b' * 32} acne\n")
+    house = House(cache, {"tenants.acme.sessions": 1, "server.tokens": str(tokens)})
+    file = house.doors.tokens
+    assert file is not None
+    await file.load()
+    (line,) = warnings()
+    assert "the token other is of tenant acne" in line and "add [tenants.acne]" in line
+    assert not await house.read() and not warnings()
+    shared, acme = cache.tiers.shared, cache.tenants.known("acme")
+    slots = shared.allocate((4096,), 1, account=cache.mover.use.granted(acme, shared))
+    house.now = {"tenants.b.sessions": 1, "server.tokens": str(tokens)}
+    assert not await house.read()
+    strange, removed = warnings()
+    assert "tenant acme any more, which has 4096 bytes of the cpu tier" in removed
+    assert "the token engine is of tenant acme" in strange
+    assert not await house.read() and not warnings()
+    tokens.write_text(f"engine client {'a' * 32} b\nthird client {'c' * 32} c\n")
+    await file.look(house.troubles)
+    (line,) = warnings()
+    assert "the token third is of tenant c" in line
+    shared.free(slots)
+    file.close()
+
+
 @pytest.fixture
 def tokens(tmp_path: Path) -> Path:
     path = tmp_path / "tokens"

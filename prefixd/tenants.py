@@ -107,18 +107,19 @@ class Tenant:
     quota: Quota = Quota()
     refused: Counter[str] = field(default_factory=Counter)
 
-    def refusal(self, limit: str, have: str, remedy: str) -> ExhaustedError:
+    def refusal(self, limit: str, have: str, remedy: str, operator: str = "") -> ExhaustedError:
         """The error for a call that is beyond a limit of this tenant, which is counted.
 
         Args:
             limit: a field of `Quota`, such as "sessions", or of a tier: "cpu_most".
             have: what it has and the most it may have: "64 of 64 sessions are open".
             remedy: what the caller can do: "close one".
+            operator: what the operator can do; by default: raise the limit.
         """
         self.refused[limit] += 1
+        operator = operator or f"raise the limit (`prefixd tenants set {self.name}`)"
         return ExhaustedError(
-            f"tenant {self.name}: {have} (limit tenants.{self.name}.{limit}); {remedy}, or have the operator raise the "
-            f"limit (`prefixd tenants set {self.name}`)"
+            f"tenant {self.name}: {have} (limit tenants.{self.name}.{limit}); {remedy}, or have the operator {operator}"
         )
 
     def check(self, limit: str, have: int, things: str, remedy: str, more: int = 1) -> None:

@@ -50,12 +50,7 @@ class GpuQuotas:
         tenant, use, tier = self._use.tenant_of(request.namespace), self._use, self._tier
         most, bound = request.most_frames * tier.frame_bytes, self._bounds[tenant]
         if most > bound:
-            refusal = tenant.refusal(
-                "gpu_most",
-                f"prompt and output need up to {most} bytes of the gpu tier, of which it may hold {bound} beside what "
-                "is guaranteed to others",
-                "shorten the prompt or lower max_tokens",
-            )
+            refusal = self._refusal(tenant, most, bound)
             self.never.append((request, refusal))
             return True
         rows, wanted, trie = request.rows, request.wanted, request.trie
@@ -72,6 +67,20 @@ class GpuQuotas:
         self._held[tenant] += max(more, 0)
         self._together += self._at_least(tenant)
         return True
+
+    def _refusal(self, tenant: Tenant, most: int, bound: int) -> ExhaustedError:
+        """For a request of `most` bytes of a tenant that may hold `bound` bytes: by its own limit, or by others'."""
+        use, tier, remedy = self._use, self._tier, "shorten the prompt or lower max_tokens"
+        need = f"prompt and output need up to {most} bytes of the gpu tier, of which it may hold {bound}"
+        others = sum(use.guaranteed(each, tier) for each in use.tenants if each is not tenant)
+        if bound < tier.capacity_bytes - others:
+            return tenant.refusal("gpu_most", need, remedy)
+        return tenant.refusal(
+            "gpu_guaranteed",
+            f"{need}, as {others} of {tier.capacity_bytes} bytes are guaranteed to others",
+            remedy,
+            "lower what others are guaranteed or make the tier larger (`prefixd tier resize gpu`)",
+        )
 
     def _at_least(self, tenant: Tenant) -> int:
         """What a tenant's runs keep others from: what they may come to, and what it is guaranteed."""

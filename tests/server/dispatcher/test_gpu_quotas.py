@@ -99,16 +99,21 @@ async def test_a_shared_prefix_counts_once(make_bench: MakeBench) -> None:
 
 async def test_what_can_never_run_within_the_quota_is_refused(make_bench: MakeBench, events: Events) -> None:
     bench = await make_bench(24)
-    a, b = Home(bench, "a", most=4), Home(bench, "b", guaranteed=22)
+    a, b = Home(bench, "a", most=4), Home(bench, "b", guaranteed=8)
     long, short = a.submit(prompt(1, 20)), a.submit(prompt(2, 5), 2)
     await finish(bench, [long, short], [a], [4])
     assert isinstance(error := events(long)[1], ExhaustedError) and re.search(
         r"tenant a: .*tenants\.a\.gpu_most", str(error)
     )
     assert short.generated == 2 and a.tenant.refused == {"gpu_most": 1}
+    b.limit(22, None)
     other = a.submit(prompt(3))
     await finish(bench, [other], [a], [4])
-    assert isinstance(error := events(other)[1], ExhaustedError) and "guaranteed to others" in str(error)
+    assert isinstance(error := events(other)[1], ExhaustedError)
+    frame = bench.cache.tiers.gpu.frame_bytes
+    assert f"it may hold {2 * frame}, as {22 * frame} of {24 * frame} bytes are guaranteed to others" in str(error)
+    assert "tenants.a.gpu_guaranteed" in str(error) and "lower what others are guaranteed" in str(error)
+    assert "raise the limit" not in str(error) and a.tenant.refused == {"gpu_most": 1, "gpu_guaranteed": 1}
     assert b.used == 0
 
 

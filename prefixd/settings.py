@@ -653,17 +653,6 @@ class TenantSettings(_Section):
     """Bytes of blocks with a priority above 0, for which its clients may ask; without it, all tenants together may have
     half of this host's tiers."""
 
-    @check_together(mode="after")
-    def _guaranteed_within_most(self) -> Self:
-        for tier in QUOTA_TIERS:
-            least, most = getattr(self, f"{tier}_guaranteed"), getattr(self, f"{tier}_most")
-            if most is not None and least > most:
-                raise ValueError(
-                    f"a tenant's {tier}_guaranteed = {least} is above {tier}_most = {most}; lower the first or raise "
-                    "the second"
-                )
-        return self
-
     @property
     def quota(self) -> Quota:
         """What of this is its quota."""
@@ -700,23 +689,6 @@ class Settings(_Section):
     """Tenants by name, each a section [tenants.NAME] of the file; those that no section names have no quotas."""
 
     @check_together(mode="after")
-    def _tenants_fit(self) -> Self:
-        for tier in ("cpu", "disk"):
-            size = getattr(self, tier).bytes
-            check_guarantees({name: tenant.quota for name, tenant in self.tenants.items()}, tier, size)
-        if isinstance(self.gpu.bytes, int) and self.gpu.bytes:
-            check_guarantees({name: tenant.quota for name, tenant in self.tenants.items()}, "gpu", self.gpu.bytes)
-        for kind in ("uids", "certificates"):
-            owners: dict[object, str] = {}
-            for name, tenant in self.tenants.items():
-                for each in getattr(tenant, kind):
-                    if owners.setdefault(each, name) != name:
-                        raise ValueError(
-                            f"tenants.{name}.{kind} has {each!r}, which tenants.{owners[each]} has, too; keep one"
-                        )
-        return self
-
-    @check_together(mode="after")
     def _blocks_become_common_somewhere(self) -> Self:
         if self.cache.share_after > 1 and not self.cpu.bytes:
             raise ValueError(
@@ -744,6 +716,31 @@ class Settings(_Section):
                 f"gpu.bytes = {self.gpu.bytes}, but without a model there is no GPU tier; "
                 "set worker.model or worker.embedded, or leave gpu.bytes out"
             )
+        return self
+
+    @check_together(mode="after")
+    def _tenants_fit(self) -> Self:  # after the check above, which says that there is no GPU tier
+        for tier in QUOTA_TIERS:
+            for name, tenant in self.tenants.items():
+                least, most = getattr(tenant, f"{tier}_guaranteed"), getattr(tenant, f"{tier}_most")
+                if most is not None and least > most:
+                    raise ValueError(
+                        f"tenants.{name}.{tier}_guaranteed = {least} is above tenants.{name}.{tier}_most = {most}; "
+                        "lower the first or raise the second"
+                    )
+            if (size := getattr(self, tier).bytes) != "auto":
+                larger = (
+                    "" if tier != "gpu" or self.worker.enabled else "set worker.model: without it there is no GPU tier"
+                )
+                check_guarantees(self.quotas, tier, size, larger)
+        for kind in ("uids", "certificates"):
+            owners: dict[object, str] = {}
+            for name, tenant in self.tenants.items():
+                for each in getattr(tenant, kind):
+                    if owners.setdefault(each, name) != name:
+                        raise ValueError(
+                            f"tenants.{name}.{kind} has {each!r}, which tenants.{owners[each]} has, too; keep one"
+                        )
         return self
 
     @property

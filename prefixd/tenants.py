@@ -20,6 +20,7 @@ DEFAULT = "default"
 COMMON = "(common)"
 """Name of the tenant that blocks belong to which are common to all; no caller can be mapped to it."""
 LONGEST_NAME = 64
+_NAMED = 4  # tenants in an error, those with most of what it is about
 _NAME = re.compile(rf"[a-z0-9][a-z0-9_-]{{0,{LONGEST_NAME - 1}}}")
 
 QUOTA_TIERS = ("gpu", "cpu", "disk")
@@ -83,10 +84,13 @@ def check_guarantees(quotas: Mapping[str, Quota], tier: str, size: int, larger: 
     `larger`: how the tier gets larger; by default, by its setting.
     """
     level = QUOTA_TIERS.index(tier)
-    total = sum(quota.tiers[level].guaranteed_bytes for quota in quotas.values())
-    if total > size:
+    given = {name: quota.tiers[level].guaranteed_bytes for name, quota in quotas.items()}
+    if (total := sum(given.values())) > size:
+        largest = sorted(((name, nbytes) for name, nbytes in given.items() if nbytes), key=lambda each: -each[1])
+        who = ", ".join(f"{name} {nbytes}" for name, nbytes in largest[:_NAMED])
+        more = f" and {len(largest) - _NAMED} more" if len(largest) > _NAMED else ""
         raise ValueError(
-            f"tenants are guaranteed {total} bytes of the {tier} tier, which has {size}; lower tenants.*."
+            f"tenants are guaranteed {total} bytes of the {tier} tier, which has {size} ({who}{more}); lower tenants.*."
             f"{tier}_guaranteed or {larger or f'raise {tier}.bytes'}"
         )
 

@@ -227,6 +227,7 @@ class Daemon:
             cache,
             doors.limits.calls,
             lambda: {each: RequestFigures(*generation.requests_of(each)) for each in cache.tenants},
+            gpu=models is not None,
         )
         snapshot = Snapshot(
             cache,

@@ -115,6 +115,6 @@ class SettingsReload:
     def _check(self, fresh: Settings) -> None:
         """Raises ConfigError where the tiers, whose sizes only a restart changes, cannot hold what is guaranteed."""
         try:
-            check_tiers_hold(self._cache, fresh.quotas)
+            check_tiers_hold(self._cache, fresh.quotas, gpu=self._settings.worker.enabled)
         except ValueError as error:
             raise ConfigError(str(error)) from error

@@ -31,12 +31,16 @@ class RequestFigures:
     running: int = 0
 
 
-def check_tiers_hold(cache: TieredCache, quotas: Mapping[str, Quota]) -> None:
-    """Raises ValueError unless the tiers, as large as they are now, hold what these quotas guarantee of them."""
-    for tier in cache.tiers.existing:
-        if tier.level < len(QUOTA_TIERS):
-            name = QUOTA_TIERS[tier.level]
-            check_guarantees(quotas, name, tier.capacity_bytes, _LARGER[name])
+def check_tiers_hold(cache: TieredCache, quotas: Mapping[str, Quota], *, gpu: bool) -> None:
+    """Raises ValueError unless the tiers, as large as they are now, hold what these quotas guarantee of them.
+
+    `gpu`: whether the daemon has models, hence a GPU tier once they are loaded.
+    """
+    sizes = {tier.level: tier.capacity_bytes for tier in cache.tiers.existing}
+    for level, name in enumerate(QUOTA_TIERS):
+        if level in sizes or name != "gpu" or not gpu:
+            larger = _LARGER[name] if name != "gpu" or gpu else "start the daemon with a model"
+            check_guarantees(quotas, name, sizes.get(level, 0), larger)
 
 
 class TenantFigures:
@@ -46,6 +50,7 @@ class TenantFigures:
         cache: the cache.
         calls: of a tenant, under way.
         requests: by tenant.
+        gpu: whether there is a GPU tier, or will be once the models are loaded.
     """
 
     def __init__(
@@ -53,7 +58,10 @@ class TenantFigures:
         cache: TieredCache,
         calls: Callable[[Tenant], int],
         requests: Callable[[], Mapping[Tenant, RequestFigures]],
+        *,
+        gpu: bool = False,
     ) -> None:
+        self._gpu = gpu
         self._cache = cache
         self._calls = calls
         self._requests = requests
@@ -96,7 +104,7 @@ class TenantFigures:
         quota = _changed(tenant.quota, request.quota, request.unlimited)
         quotas = {each.name: each.quota for each in tenants} | {tenant.name: quota}
         try:
-            check_tiers_hold(self._cache, quotas)
+            check_tiers_hold(self._cache, quotas, gpu=self._gpu)
         except ValueError as error:
             raise InvalidArgumentError(str(error)) from error
         tenant.quota = quota

@@ -257,7 +257,21 @@ def test_tenants_are_sections_with_names() -> None:
         ({"tenants.Acme.sessions": "1"}, ["'Acme' is no name of a tenant", "a-z"]),
         ({"tenants.a.sessions": "0"}, ["tenants.a.sessions = '0'"]),
         ({"tenants.a.cpu_guaranteed": "2GiB"}, ["guaranteed 2147483648 bytes of the cpu tier, which has 1073741824"]),
-        ({"tenants.a.cpu_guaranteed": "2", "tenants.a.cpu_most": "1"}, ["cpu_guaranteed = 2 is above cpu_most = 1"]),
+        (
+            {
+                f"tenants.{name}.disk_guaranteed": f"{size}GiB"
+                for name, size in zip("abcdef", (1, 4, 0, 2, 3, 1), strict=True)
+            },
+            [f"which has {8 << 30} (b {4 << 30}, e {3 << 30}, d {2 << 30}, a {1 << 30} and 1 more)"],
+        ),
+        (
+            {"tenants.a.gpu_guaranteed": "1MiB", "tenants.a.gpu_most": "1MiB"},
+            ["of the gpu tier, which has 0 (a 1048576); lower", "set worker.model: without it there is no GPU tier"],
+        ),
+        (
+            {"tenants.acme.cpu_guaranteed": "2", "tenants.acme.cpu_most": "1"},
+            ["tenants.acme.cpu_guaranteed = 2 is above tenants.acme.cpu_most = 1"],
+        ),
         ({"tenants.a.uids": "7", "tenants.b.uids": "7"}, ["tenants.b.uids has 7, which tenants.a has, too"]),
     ],
 )

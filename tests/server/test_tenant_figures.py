@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from prefixd.cache import TieredCache
+from prefixd.errors import InvalidArgumentError
 from prefixd.server.tenant_figures import SOME, RequestFigures, TenantFigures
+from prefixd.v1 import admin_pb2 as pb
 from prefixd.v1 import cache_pb2
 
 
@@ -39,3 +43,14 @@ def test_what_a_tenant_has_of_each_tier_is_told(cache: TieredCache) -> None:
         (each.name, [(use.tier, use.used_bytes, use.held_bytes) for use in each.tiers]) for each in made.take()
     ] == [("default", [(cache_pb2.TIER_CPU, 0, 0)]), ("a", [(cache_pb2.TIER_CPU, 6 * 4096, 6 * 4096)])]
     shared.free(slots)
+
+
+async def test_nothing_can_be_guaranteed_of_a_tier_that_there_is_not(cache: TieredCache) -> None:
+    made = figures(cache, ["a"], {})
+    for tier in (cache_pb2.TIER_GPU, cache_pb2.TIER_DISK):
+        quota = pb.TenantQuota(tiers=[pb.TierQuota(tier=tier, guaranteed_bytes=4096)])
+        with pytest.raises(InvalidArgumentError, match=r"tier, which has 0 \(a 4096\); lower .* start the daemon"):
+            made.set_quota(pb.SetTenantRequest(name="a", quota=quota))
+    loading = TenantFigures(cache, lambda _: 0, dict, gpu=True)
+    quota = pb.TenantQuota(tiers=[pb.TierQuota(tier=cache_pb2.TIER_GPU, guaranteed_bytes=4096)])
+    assert loading.set_quota(pb.SetTenantRequest(name="a", quota=quota)).quota.tiers[0].guaranteed_bytes == 4096

@@ -96,6 +96,8 @@ def _socket_mode(value: object) -> object:
 
 def _numbers(value: object) -> object:
     """A list as it stands in a variable or behind --set: 1001,1002."""
+    if isinstance(value, int):
+        raise ValueError(f"write a list such as [{value}]")
     return value.replace(",", " ").split() if isinstance(value, str) else value
 
 
@@ -155,6 +157,13 @@ def default_socket() -> Path:
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     directory = Path(runtime) / "prefixd" if runtime else Path(f"/tmp/prefixd-{os.getuid()}")
     return directory / "prefixd.sock"
+
+
+def _without_authority(name: str) -> str:
+    return (
+        f"{name} names certificates, but without server.tls_client_ca no client is asked for one; set "
+        f"server.tls_client_ca too, or leave {name} out"
+    )
 
 
 class _Section(BaseModel):
@@ -233,6 +242,12 @@ class ServerSettings(_Section):
                 f"server.tcp = {self.tcp} has no TLS; set server.tls_cert and server.tls_key, or "
                 "server.insecure_tcp = true to do without, for everyone who reaches the port"
             )
+        return self
+
+    @check_together(mode="after")
+    def _certificates_are_asked_for(self) -> Self:
+        if self.admin_certificates and self.tls_client_ca is None:
+            raise ValueError(_without_authority("server.admin_certificates"))
         return self
 
     @check_together(mode="after")
@@ -733,6 +748,14 @@ class Settings(_Section):
                     "" if tier != "gpu" or self.worker.enabled else "set worker.model: without it there is no GPU tier"
                 )
                 check_guarantees(self.quotas, tier, size, larger)
+        for name, tenant in self.tenants.items():
+            if tenant.certificates and self.server.tls_client_ca is None:
+                raise ValueError(_without_authority(f"tenants.{name}.certificates"))
+            if tenant.map_memory and not tenant.uids:
+                raise ValueError(
+                    f"tenants.{name}.map_memory = true is about the users in tenants.{name}.uids, and there are none; "
+                    "name them, or leave map_memory out"
+                )
         for kind in ("uids", "certificates"):
             owners: dict[object, str] = {}
             for name, tenant in self.tenants.items():

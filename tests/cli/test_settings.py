@@ -145,6 +145,11 @@ def test_the_gpu_tier_exists_only_with_a_model() -> None:
         ({"server.socket_mode": 432}, ["server.socket_mode = '432'", "octal string"]),
         ({"server.allow_uids": "1001,-1"}, ["server.allow_uids"]),
         ({"server.allow_uids": "root"}, ["server.allow_uids"]),
+        ({"server.allow_uids": 1001}, ["server.allow_uids = '1001'", "write a list such as [1001]"]),
+        (
+            {"server.admin_certificates": ["ops"]},
+            ["server.admin_certificates names certificates", "set server.tls_client_ca too, or leave"],
+        ),
         ({"server.socket": "/" + "s" * 100}, ["at most 100 bytes", "101"]),
         ({"server.lease_ttl_s": "nan"}, ["server.lease_ttl_s = 'nan'"]),
         ({"server.lease_ttl_s": 7200}, ["server.lease_ttl_s = 7200", "server.max_lease_ttl_s = 3600"]),
@@ -272,10 +277,13 @@ def test_tenants_are_sections_with_names() -> None:
             {"tenants.acme.cpu_guaranteed": "2", "tenants.acme.cpu_most": "1"},
             ["tenants.acme.cpu_guaranteed = 2 is above tenants.acme.cpu_most = 1"],
         ),
+        ({"tenants.a.uids": 11001}, ["tenants.a.uids = '11001'", "write a list such as [11001]"]),
+        ({"tenants.a.map_memory": "true"}, ["tenants.a.map_memory = true", "tenants.a.uids", "leave map_memory out"]),
+        ({"tenants.a.certificates": ["x"]}, ["tenants.a.certificates names", "set server.tls_client_ca too"]),
         ({"tenants.a.uids": "7", "tenants.b.uids": "7"}, ["tenants.b.uids has 7, which tenants.a has, too"]),
     ],
 )
-def test_a_tenant_that_cannot_be_is_refused(overrides: dict[str, str], words: list[str]) -> None:
+def test_a_tenant_that_cannot_be_is_refused(overrides: dict[str, object], words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         Settings.load(None, overrides, {})
     for word in words:

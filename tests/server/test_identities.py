@@ -138,6 +138,7 @@ async def test_tokens_name_a_tenant_and_a_role(tmp_path: Path) -> None:
 
 def test_certificates_name_a_tenant_or_an_operator() -> None:
     settings: dict[str, object] = {"tenants.acme.certificates": ["engine.acme"], "server.admin_certificates": ["ops"]}
+    settings |= {f"server.{name}": "/file.pem" for name in ("tls_client_ca", "tls_cert", "tls_key")}
     identities, _, _ = made(settings)
     found = [identities.of_certificate(names) for names in (["x", "engine.acme"], ["engine.acme", "ops"], ["x"], [])]
     assert [(caller.tenant.name, caller.role, caller.name) for caller in found] == [

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from prefixd.cli.failures import CommandFailed
+from prefixd.cli.failures import CommandFailed, WrongUsage
 
 if TYPE_CHECKING:
     from prefixd.client import AsyncClient
@@ -49,7 +49,9 @@ _CREDENTIALS = {
     "tls_cert": _file("--tls-cert", "Certificate (PEM) to show it.", "PREFIXD_TLS_CERT"),
     "tls_key": _file("--tls-key", "The certificate's key (PEM).", "PREFIXD_TLS_KEY"),
     # A file, since every user of a machine can read its command lines.
-    "token_file": _file("--token-file", f"File with the token to show it; or set {TOKEN_VARIABLE}.", None),
+    "token_file": _file(
+        "--token-file", f"File with the token to show it; or set {TOKEN_VARIABLE}, which unix sockets ignore.", None
+    ),
 }
 _given: ContextVar[dict[str, Path | None]] = ContextVar("credentials given on the command line", default={})  # noqa: B039
 
@@ -80,13 +82,18 @@ async def connected(address: str | None) -> AsyncIterator[AsyncClient]:
     from prefixd.settings import Settings
 
     target = address or f"unix:{Settings.load().server.socket}"
+    here = target.startswith(("unix:", "/"))
+    if here and _given.get().get("token_file") is not None:
+        raise WrongUsage(
+            f"--token-file {_given.get()['token_file']}: {target} takes no tokens, it knows callers by user; give "
+            "--address HOST:PORT, or leave --token-file out"
+        )
     try:
         async with AsyncClient(target, name="prefixd cli", memory="streamed", **_credentials()) as client:
             yield client
     except ServerUnavailable as error:
         if error.answered:
             raise CommandFailed(str(error)) from error
-        here = target.startswith(("unix:", "/"))
         hint = "Start it with `prefixd serve`, or name it with --address" if here else "Does it want TLS (--tls-ca)?"
         raise CommandFailed(f"{error}. Is it running? {hint}") from error
     except UnsupportedError as error:

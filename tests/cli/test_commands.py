@@ -408,6 +408,18 @@ def test_without_a_daemon_the_error_says_what_to_do(cli: Cli, tmp_path: Any) -> 
         assert f"{tmp_path}/none.sock" in result.stderr and "`prefixd serve`" in result.stderr
 
 
+@pytest.mark.parametrize("address", [[], ["--address", "unix:/run/prefixd.sock"], ["--address", "/run/prefixd.sock"]])
+def test_a_token_file_at_a_unix_socket_is_an_error(cli: Cli, tmp_path: Any, address: list[str]) -> None:
+    (tmp_path / "token").write_text("secret")
+    result = cli("stats", "--token-file", str(tmp_path / "token"), *address)
+    assert result.exit_code == 2 and "give --address HOST:PORT, or leave --token-file out" in result.stderr
+
+
+def test_a_token_variable_at_a_unix_socket_is_ignored(cli: Cli, daemon: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREFIXD_TOKEN", "secret")
+    assert cli("stats", "--address", daemon.address).exit_code == 0
+
+
 def test_the_configured_socket_is_the_default_address(cli: Cli, tmp_path: Any) -> None:
     (tmp_path / "prefixd.toml").write_text('[server]\nsocket = "mine.sock"\n')
     assert f"{tmp_path}/mine.sock" in cli("stats").stderr

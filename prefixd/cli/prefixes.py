@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +11,7 @@ import typer
 
 from prefixd.cli.connect import Address, Json, connected, run
 from prefixd.cli.failures import CommandFailed, examples
+from prefixd.tenants import DEFAULT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -172,15 +174,26 @@ def _confirm(question: str) -> None:
 
 async def _namespace_id(client: AsyncClient, name: str) -> bytes:
     """The id of the one namespace that has this name or this id in hex; raises CommandFailed."""
-    namespaces = (await client.stats()).namespaces
-    found = [entry.namespace_id for entry in namespaces if name in (entry.namespace.name, entry.namespace_id.hex())]
+    stats = await client.stats()
+    found = [each for each in stats.namespaces if name in (each.namespace.name, each.namespace_id.hex())]
     if len(found) == 1:
-        return found[0]
+        return found[0].namespace_id
     if found:
-        ids = ", ".join(namespace_id.hex() for namespace_id in found)
-        raise CommandFailed(f"namespace {name!r} is there with {len(found)} salts; give one of the ids {ids}")
-    known = ", ".join(entry.namespace.name for entry in namespaces) or "none yet"
-    raise CommandFailed(f"no namespace {name!r}; the daemon has: {known}")
+        which = ", ".join(f"{each.namespace_id.hex()} ({_whose(each)})" for each in found)
+        raise CommandFailed(
+            f"there are {len(found)} namespaces {name!r}, each with a tenant, salt or layout of its own; give one of "
+            f"the ids: {which}"
+        )
+    if re.fullmatch("[0-9a-f]{16}", name):  # perhaps one with too few blocks to be listed
+        return bytes.fromhex(name)
+    known = ", ".join(dict.fromkeys(each.namespace.name for each in stats.namespaces)) or "none yet"
+    more = f" and {stats.other_namespaces:,} with fewer blocks: give the id of one" if stats.other_namespaces else ""
+    raise CommandFailed(f"no namespace {name!r}; the daemon has: {known}{more}")
+
+
+def _whose(namespace: admin_pb2.NamespaceStats) -> str:
+    worker = ", of the daemon's model" if namespace.worker else ""
+    return f"tenant {namespace.tenant or DEFAULT}{worker}, {namespace.blocks:,} blocks"
 
 
 def _durably(answer: admin_pb2.PinResponse | admin_pb2.UnpinResponse) -> dict[str, int | str]:

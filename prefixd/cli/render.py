@@ -276,14 +276,17 @@ def _tier_table(tiers: Iterable[admin_pb2.TierStats]) -> Table:
 
 
 def _namespace_table(namespaces: Iterable[admin_pb2.NamespaceStats], models: Sequence[admin_pb2.ModelStats]) -> Table:
-    """Of several models each namespace says whose it is."""
-    made = table("namespace", "id", "block tokens", "blocks", right=("block tokens", "blocks"), fold=("namespace",))
+    """Of several models each namespace says of which it is, and of several tenants, whose."""
+    namespaces, numbers = list(namespaces), ("block tokens", "blocks")
+    tenants = ("tenant",) if len({entry.tenant for entry in namespaces}) > 1 else ()
+    made = table("namespace", *tenants, "id", *numbers, right=numbers, fold=("namespace",))
     for entry in namespaces:
         name = entry.namespace.name
         several = len(models) > 1 and entry.worker
         whose = [model.name for model in models if several and model.namespace == name]
         made.add_row(
             Text(f"{name} ({', '.join(whose)})" if whose else name),
+            *([Text(entry.tenant)] if tenants else []),
             entry.namespace_id.hex(),
             str(entry.namespace.block_tokens),
             f"{entry.blocks:,}",

@@ -33,6 +33,7 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
         self.worker_error = ""
         self.held = ""
         self.silent = False  # what is generated has no text
+        self.tenants = [""]  # each has a namespace of the same name
         # Generations, resizes and verifications go on until they are cancelled.
         self.endless = False
         self.asked = threading.Event()
@@ -64,7 +65,15 @@ class FakeDaemon(admin_pb2_grpc.AdminServicer, inference_pb2_grpc.InferenceServi
             version="0.1.0",
             uptime_s=90,
             tiers=[tier, admin_pb2.TierStats(tier=cache_pb2.TIER_GPU, capacity_bytes=6 << 30)],
-            namespaces=[admin_pb2.NamespaceStats(namespace_id=NAMESPACE, namespace=named, blocks=4096)],
+            namespaces=[
+                admin_pb2.NamespaceStats(
+                    namespace_id=bytes([NAMESPACE[0] + number]) + NAMESPACE[1:],
+                    namespace=named,
+                    blocks=4096,
+                    tenant=tenant,
+                )
+                for number, tenant in enumerate(self.tenants)
+            ],
             sessions=[admin_pb2.SessionStats(session_id="s1", client_name="vllm", pid=77, leases=3)],
             worker=admin_pb2.WorkerStats(
                 state=admin_pb2.WorkerStats.STATE_READY,

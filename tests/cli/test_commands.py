@@ -140,6 +140,23 @@ def test_an_unknown_namespace_is_answered_with_the_known_ones(cli: Cli, daemon: 
     assert result.stderr == "prefixd: no namespace 'llama'; the daemon has: tiny-llama\n"
 
 
+def test_a_namespace_that_several_have_is_chosen_by_its_id(cli: Cli, daemon: Any) -> None:
+    daemon.tenants = ["default", "acme"]
+    ids = [f"0{number}{NAMESPACE.hex()[2:]}" for number in range(2)]
+    failed = cli("evict", "--namespace", "tiny-llama", "--yes", "--address", daemon.address)
+    assert failed.exit_code == 1 and "there are 2 namespaces 'tiny-llama'" in failed.stderr
+    for tenant, namespace_id in zip(daemon.tenants, ids, strict=True):
+        assert f"{namespace_id} (tenant {tenant}, 4,096 blocks)" in failed.stderr
+    unknown = cli("ls", "--namespace", "llama", "--address", daemon.address)
+    assert unknown.stderr == "prefixd: no namespace 'llama'; the daemon has: tiny-llama\n"
+    assert cli("ls", "--namespace", "ab" * 8, "--address", daemon.address).exit_code == 0
+    assert daemon.last().namespace_id.hex() == "ab" * 8, "the daemon may have more than it lists"
+    rows = [
+        line.split() for line in cli("stats", "--address", daemon.address).stdout.splitlines() if "tiny-llama" in line
+    ]
+    assert [row[:3] for row in rows] == [["tiny-llama", "default", ids[0]], ["tiny-llama", "acme", ids[1]]]
+
+
 def test_inspect(cli: Cli, daemon: Any) -> None:
     out = cli("inspect", KEY[:6], "--address", daemon.address).stdout
     assert daemon.last().key == KEY[:6]

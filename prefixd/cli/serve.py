@@ -60,7 +60,7 @@ def serve_command(
     ] = None,
     tokens: Annotated[
         Path | None,
-        _option("--tokens", TCP, "Let in only holders of these tokens: lines `name role token [tenant]`.", "FILE"),
+        _option("--tokens", TCP, "Let in only holders of these tokens: lines `name role token \\[tenant]`.", "FILE"),
     ] = None,
     insecure_tcp: Annotated[
         bool | None,

@@ -56,6 +56,17 @@ def test_paragraphs_of_help_are_broken_where_the_terminal_ends(cli: Cli, monkeyp
         assert line in cli("demo", "--help").stdout
 
 
+def test_brackets_in_help_are_text_and_no_markup(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    for command, words in (
+        ("serve", "lines `name role token [tenant]`"),
+        ("stats", ".tiers[].hit_tokens"),
+        ("verify", ".damaged[].key"),
+        ("config show --describe", "lines `name role token [tenant]`"),
+    ):
+        assert words in cli(*command.split(), *([] if "show" in command else ["--help"])).stdout, command
+
+
 def test_every_command_for_a_daemon_can_reach_one_on_another_host() -> None:
     commands = get_command(app).commands
     with_address = {

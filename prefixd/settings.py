@@ -643,7 +643,8 @@ class TenantSettings(_Section):
     gpu_guaranteed: Bytes = 0
     """Bytes of the GPU tier below which none of its blocks goes for another tenant's sake."""
     gpu_most: Bytes | None = None
-    """The most bytes of the GPU tier that its blocks may have."""
+    """The most bytes of the GPU tier that its blocks may have. With more, after it was lowered, it loses its own blocks
+    as it stores more."""
     cpu_guaranteed: Bytes = 0
     """As gpu_guaranteed, of the CPU tier."""
     cpu_most: Bytes | None = None
@@ -663,7 +664,7 @@ class TenantSettings(_Section):
     requests_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Calls of Generate a second."""
     calls: Count | None = None
-    """Calls under way at once, beside the streams of sessions."""
+    """Calls under way at once; Generate, which has waiting_requests, and the streams of sessions do not count."""
     retained_bytes: Bytes | None = None
     """Bytes of blocks with a priority above 0, for which its clients may ask; without it, all tenants together may have
     half of this host's tiers."""

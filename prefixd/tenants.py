@@ -64,7 +64,7 @@ class Quota:
         namespaces: namespaces at once that are open in a session, or have blocks.
         waiting_requests: requests (sequences) that wait in the queue.
         requests_per_s: calls of Generate a second; as many may come at once as in one second.
-        calls: calls under way at once, beside the streams of sessions.
+        calls: calls under way at once, beside the streams of sessions and Generate.
         retained_bytes: bytes of blocks with a priority above 0 (`cache/retention.py` has the default).
     """
 

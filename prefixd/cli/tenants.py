@@ -118,7 +118,7 @@ def set_command(
     namespaces: Annotated[float | None, _limit("Namespaces that are open or have blocks")] = None,
     waiting_requests: Annotated[float | None, _limit("Requests that wait")] = None,
     requests_per_s: Annotated[float | None, _limit("Calls of Generate a second", "RATE", _rate)] = None,
-    calls: Annotated[float | None, _limit("Calls under way at once")] = None,
+    calls: Annotated[float | None, _limit("Calls under way at once, beside Generate")] = None,
     retained_bytes: Annotated[
         float | None,
         _limit(
@@ -132,7 +132,8 @@ def set_command(
 ) -> None:
     """Change what a tenant may have, until the settings are read again (SIGHUP or a restart): change it there, too.
 
-    Nothing is taken away: a tenant that has more than it may gets no more until it has less.
+    Nothing is taken away at once. A tenant with more bytes of a tier than it may have loses its own blocks there as it
+    stores more; of everything else it gets no more until it has less.
     """
     from prefixd.cli import plain, render
 

@@ -56,6 +56,14 @@ def test_paragraphs_of_help_are_broken_where_the_terminal_ends(cli: Cli, monkeyp
         assert line in cli("demo", "--help").stdout
 
 
+def test_help_says_what_a_lower_quota_takes_away_and_what_does_not_count_as_a_call(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    out = cli("tenants", "set", "--help").stdout
+    assert "loses its own blocks there as it stores more" in out and "Calls under way at once, beside Generate" in out
+
+
 def test_brackets_in_help_are_text_and_no_markup(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "1000")
     for command, words in (

@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -143,13 +144,17 @@ class Room:
         Returns:
             Whether something went; False when nothing may go.
         """
-        needed: int | None = None
+        needed: Callable[[], int] | None = None
         if own and tenant is not None:
-            needed = want * self._use.footprint(tier, sizes) - (self._use.room(tenant, tier) or 0)
-            if needed <= 0:
+            needed = partial(self._needed, tenant, tier, want * self._use.footprint(tier, sizes))
+            while needed() <= 0 < needed() + self._use.leaving_bytes(tenant, tier):
+                # Others have chosen enough of the tenant's blocks already. If those stay, own ones are chosen below.
+                if await self._others_give_a_chance(tier, self._chances[tier], movement):
+                    return True
+            if needed() <= 0:
                 return True
             want = _OWN_AT_ONCE  # the blocks may be smaller: how many go is decided by their bytes
-        limits = [lambda: self._use.losses(tenant, tier, own=own, wanted=needed)]
+        limits = [lambda: self._use.losses(tenant, tier, own=own, wanted=None if needed is None else needed())]
         if not own and tenant is not None and self._use.guaranteed(tenant, tier):
             spare = self._use.losses(None, tier)
             if spare is not None and (spare.left > 0).any():
@@ -173,6 +178,10 @@ class Room:
         if await self._others_give_a_chance(tier, chances, movement):
             return True
         return await self._expire_likely(wish, movement) > 0
+
+    def _needed(self, tenant: Tenant, tier: Tier, nbytes: int) -> int:
+        """Bytes that have to go before a tenant at its most may have `nbytes` more, beside those on their way out."""
+        return nbytes - (self._use.room(tenant, tier) or 0) - self._use.leaving_bytes(tenant, tier)
 
     async def _expire_likely(self, wish: _Wish, movement: Movement) -> int:
         return await self._expire(wish, movement, likely=True) if wish.tier is self._tiers.compute else 0
@@ -219,7 +228,7 @@ class Room:
             the last copy goes too where the block may vanish.
         """
         copied = 0
-        with self.under_way(tier, movement) as work:
+        with self._use.leaving(tier, [(trie, rows)]), self.under_way(tier, movement) as work:
             if (below := self._tiers.below(tier)) is not None:
                 chosen = [(trie, rows)]
                 copied = await self._copy_down(owner, tier, below, chosen, movement, ahead=False, all_admitted=True)

@@ -240,6 +240,10 @@ class TenantUse:
         finally:
             self._leaving[: len(nbytes), tier.level] -= nbytes
 
+    def leaving_bytes(self, tenant: Tenant, tier: Tier) -> int:
+        """Bytes of a tenant's blocks in a tier that are on their way out."""
+        return int(self._leaving[tenant.ordinal, tier.level]) if tenant.ordinal < len(self._leaving) else 0
+
     # -- accounts of slots in flight ------------------------------------------------------------------------------
 
     def moving(self, tenant: Tenant, tier: Tier) -> Account:

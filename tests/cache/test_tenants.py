@@ -215,6 +215,37 @@ async def test_two_who_make_room_at_once_do_not_take_the_same_surplus(make_rig: 
     assert sum(len(each.slots) for each in given if isinstance(each, Reservation)) == 3
 
 
+async def test_what_is_sent_down_counts_as_gone_for_who_makes_room_meanwhile(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=6, disk=12)
+    a, b = Home(rig, "a", {CPU: (3, None)}), Home(rig, "b")
+    for number in range(6):
+        await a.put([number])
+    trie, shared = rig.cache.trie(a.namespace), rig.cache.tiers.shared
+    rows = np.array([rig.rows([number], a.namespace)[0] for number in range(3)])
+    async with rig.cache.mover.disk.still():  # so that both are under way at once
+        sent = asyncio.create_task(rig.cache.mover.send_down("test", trie, rows, shared))
+        reserved = asyncio.create_task(b.reserve([1, 2, 3]))
+        for _ in range(50):
+            await asyncio.sleep(0)
+    assert (await sent, len((await reserved).slots)) == (3, 3)
+    assert a.used(shared) == 3, "b took the room of what was sent down, nothing of what a is guaranteed"
+
+
+async def test_two_who_make_room_for_a_tenant_at_its_most_evict_no_more_than_both_need(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=8, disk=12)
+    a = Home(rig, "a")
+    for number in range(6):
+        await a.put([number])
+    a.limit({CPU: (0, 4)})
+    async with rig.cache.mover.disk.still():  # so that both are under way at once
+        waiting = [asyncio.create_task(a.reserve([number])) for number in (10, 11)]
+        for _ in range(50):
+            await asyncio.sleep(0)
+    assert [len((await each).slots) for each in waiting] == [1, 1]
+    assert a.used(rig.cache.tiers.shared) == 4
+    assert rig.cache.tiers.counters(rig.cache.tiers.shared).evicted == 4
+
+
 async def test_where_all_is_guaranteed_only_own_blocks_go(make_rig: MakeRig) -> None:
     rig = make_rig(cpu=6, disk=12)
     a, b = Home(rig, "a", {CPU: (3, None), DISK: (6, None)}), Home(rig, "b", {CPU: (3, None), DISK: (6, None)})

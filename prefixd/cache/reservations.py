@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from prefixd.cache.groups import longest_stored
+from prefixd.cache.groups import GroupMask, longest_stored
 from prefixd.cache.holds import Hold
 from prefixd.cache.index.keys import BlockChain
 from prefixd.cache.index.trie import NO_SLOT, Rows, Trie
@@ -21,6 +21,7 @@ from prefixd.cache.tiers import Slots, Tiers
 from prefixd.errors import ExhaustedError, InvalidArgumentError, PreconditionError
 from prefixd.pacer import give_way
 from prefixd_swap import round_to_slot
+from prefixd_swap.tiers import StoreTier
 
 _COMMIT_BLOCKS, _COMMIT_PARTS = 256, 8192  # entered into the trie at a time, at the most: some milliseconds
 _RELEASED_AT_ONCE = 1024  # slots: about a millisecond
@@ -234,7 +235,7 @@ class Reservations:
 
         Raises:
             PreconditionError: there is no disk tier.
-            ExhaustedError: the disk tier has no room, or is out of service.
+            ExhaustedError: the disk tier has no room, for this tenant or for all, or is out of service.
         """
         if self._tiers.durable is None:
             raise PreconditionError("persist without a disk tier; set disk.bytes")
@@ -301,12 +302,39 @@ class Reservations:
                 f"{torn} of the blocks lack parts that others have yet to commit, so they cannot be durable; what was "
                 "committed is kept - ask for durable in the commit that completes them"
             )
-        if len(trie.missing(path, durable.level, needed)):
-            trouble = self._tiers.trouble(durable)
-            raise ExhaustedError(
-                "the blocks are cached, but the disk tier has no room for them"
-                + (f": {trouble}" if trouble else "; raise disk.bytes")
+        if (lacking := trie.lacking(path, durable.level, needed)).any():
+            self._refuse_durable(trie, path, lacking, durable)
+
+    def _refuse_durable(self, trie: Trie, path: Rows, lacking: GroupMask, durable: StoreTier) -> None:
+        """Raises the ExhaustedError that says why a cached prefix is not on disk. `lacking`: [len(path)] KV groups."""
+        use, missing = self._mover.use, path[lacking != 0]
+        what = f"{len(path)} blocks of the prompt are cached, but {len(missing)} of them are not on disk"
+        tier = f"the disk tier ({durable.capacity_bytes} bytes) has no room for them"
+        if trouble := self._tiers.trouble(durable):
+            raise ExhaustedError(f"{what}: {tier}: {trouble}")
+        owner, mine = use.places_by_owner(trie, missing)[0]
+        block_bytes = use.footprint(durable, trie.part_bytes)
+        room = use.room(owner, durable)
+        if room is not None and room < use.group_bytes(trie, durable)[lacking[lacking != 0][mine]].sum():
+            used = use.used_bytes(owner, durable)
+            raise owner.refusal(
+                "disk_most",
+                f"{what}: it has {used} of {used + room} bytes of the disk tier, and none of its other blocks there "
+                "may be evicted",
+                "make a shorter prefix durable, or have others of its prefixes unpinned",
             )
+        kept = use.kept_from(owner, durable)
+        if kept and len(path) * block_bytes <= durable.capacity_bytes:
+            owner.refused["disk_guaranteed"] += 1
+            raise ExhaustedError(
+                f"tenant {owner.name}: {what}: {tier}, and {kept} bytes of it are pinned by, or guaranteed to, others "
+                f"({use.guaranteed(owner, durable)} guaranteed to {owner.name}, limit "
+                f"tenants.{owner.name}.disk_guaranteed); make a shorter prefix durable, or have the operator unpin "
+                "prefixes of others, lower their guarantees (`prefixd tenants set`) or raise disk.bytes"
+            )
+        pinned_here = int(np.count_nonzero(trie.pinned[path])) * block_bytes
+        pinned = "unpin other prefixes or " if use.held_bytes(owner, durable) > pinned_here else ""
+        raise ExhaustedError(f"{what}: {tier}; {pinned}raise disk.bytes")
 
 
 def present(trie: Trie, path: Rows, parts: Sequence[int], first_block: int, level: int) -> int:

@@ -337,6 +337,15 @@ class TenantUse:
         bound = min(bounds[tenant], self.guaranteed(tenant, tier) + max(common, 0))
         return bound - self.held_bytes(tenant, tier)
 
+    def kept_from(self, tenant: Tenant, tier: Tier) -> int:
+        """Bytes of a tier that others have and do not lose for a tenant's sake: held or pinned, or within what they are
+        guaranteed."""
+        return sum(
+            max(self.held_bytes(other, tier), min(self.cached_bytes(other, tier), self.guaranteed(other, tier)))
+            for other in self.tenants
+            if other is not tenant
+        )
+
     def refuse_to_hold(self, tenant: Tenant, tier: Tier, remedy: str) -> None:
         """Raises the ExhaustedError for a tenant that may hold no more of a tier."""
         own, most = _quota(tenant, tier.level)

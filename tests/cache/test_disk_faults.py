@@ -169,7 +169,7 @@ async def test_a_deleted_slab_is_a_loss_and_no_more(make_rig: MakeRig, io: DiskI
 async def test_a_full_file_system_is_reported_and_the_rest_goes_on(make_rig: MakeRig) -> None:
     rig = make_rig(cpu=4, disk=64)
     rig.ops.fail = full()
-    with pytest.raises(ExhaustedError, match="the blocks are cached, but the disk tier has no room for them: No space"):
+    with pytest.raises(ExhaustedError, match=r"2 blocks .* are cached, but 2 .* has no room for them: No space"):
         await rig.put([1, 2], durable=True)
     assert "No space left" in rig.cache.tiers.troubles.what("disk tier")
     assert rig.cache.mover.lost["not written: no room on disk"] == 2
@@ -263,7 +263,7 @@ async def test_a_disk_that_refuses_writes_is_out_and_comes_back(make_rig: MakeRi
     rig, tiers = faults.rig, faults.rig.cache.tiers
     await rig.put([1, 2], durable=True)
     faults.order(name)
-    with pytest.raises(ExhaustedError, match="the blocks are cached"):
+    with pytest.raises(ExhaustedError, match="blocks of the prompt are cached"):
         await rig.put([3, 4], durable=True)
     assert not tiers.writes and tiers.troubles.what("disk tier")
     assert not await faults.health.revive()

@@ -55,6 +55,6 @@ async def test_persist_says_when_it_cannot(make_rig: MakeRig) -> None:
         await rig.cache.persist(rig.namespace, rig.chain([1]))
     small = make_rig(cpu=8, disk=2)
     await small.put([1, 2, 3, 4])
-    with pytest.raises(ExhaustedError, match=r"no room for them; raise disk\.bytes"):
+    with pytest.raises(ExhaustedError, match=r"4 blocks .*, but 2 .* no room for them; raise disk\.bytes"):
         await small.cache.persist(small.namespace, small.chain([1, 2, 3, 4]))
     assert not small.trie.keep[: small.trie.rows].any()

@@ -83,7 +83,7 @@ async def test_a_full_disk_of_pins_refuses_another_and_says_why(make_rig: MakeRi
     await rig.put([1, 2], durable=True)
     assert await pin(rig, [1, 2]) == ""
     await rig.put([3])
-    assert "no room for them; raise disk.bytes" in await pin(rig, [3])
+    assert "no room for them; unpin other prefixes or raise disk.bytes" in await pin(rig, [3])
     assert (pinned(rig, [3]), rig.tiers([1, 2], DISK)) == ([True], [True, True])
     await rig.restart()
     assert (rig.rows([3]), pinned(rig, [1, 2])) == ([], [True, True])

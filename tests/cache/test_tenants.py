@@ -126,8 +126,10 @@ async def test_at_the_most_on_disk_own_blocks_go_and_others_are_written(make_rig
     assert await a.put([1, 2], durable=True) == (2, 0)
     assert await a.put([3], durable=True) == (1, 0)
     assert (a.has([1, 2], DISK), a.has([3], DISK), b.has([1, 2], DISK)) == (1, 1, 2)
-    with pytest.raises(ExhaustedError, match="no room"):
+    refusal = r"tenant a: 3 blocks .* cached, but 1 .*: it has 8192 of 8192 bytes of the disk .*tenants\.a\.disk_most"
+    with pytest.raises(ExhaustedError, match=refusal):
         await a.put([5, 6, 7], durable=True)
+    assert a.tenant.refused == {"disk_most": 1}
     assert a.used(rig.durable) == 2
     rig.cache.mover.lost.clear()
     await b.put([7, 8])
@@ -274,9 +276,31 @@ async def test_on_disk_a_guarantee_holds_for_single_blocks_and_for_writes_that_w
     await a.put([1, 2, 3], durable=True)
     assert await b.put([1], durable=True) == (1, 0)
     assert await b.put([2], durable=True) == (1, 0)
-    with pytest.raises(ExhaustedError, match="no room"):
+    others = r"tenant b: .* 12288 bytes of it are pinned by, or guaranteed to, others .*tenants\.b\.disk_guaranteed"
+    with pytest.raises(ExhaustedError, match=others + ".* unpin prefixes of others, lower their guarantees"):
         await b.put([3, 4], durable=True)
+    assert b.tenant.refused == {"disk_guaranteed": 1}
     assert (a.has([1, 2, 3], DISK), b.used(rig.durable)) == (3, 1)
+
+
+async def test_a_durable_store_that_pins_of_others_stop_names_them(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=8, disk=4)
+    a, b = Home(rig, "a"), Home(rig, "b")
+    await b.put([1, 2, 3], durable=True)
+    await rig.cache.pins.pin(rig.cache.trie(b.namespace), np.array(rig.rows([1, 2, 3], b.namespace)))
+    a.limit({DISK: (2, None)})
+    others = r"tenant a: 2 blocks .* but 1 .* 12288 bytes of it are pinned by, .*8192 guaranteed to a"
+    with pytest.raises(ExhaustedError, match=others):
+        await a.put([1, 2], durable=True)
+    assert a.tenant.refused == {"disk_guaranteed": 1}
+
+
+async def test_a_durable_store_says_only_of_what_is_cached_that_it_is(make_rig: MakeRig) -> None:
+    rig = make_rig(cpu=8, disk=8)
+    a = Home(rig, "a", {CPU: (0, 4), DISK: (0, 2)})
+    assert await a.put(range(6)) == (4, 0)
+    with pytest.raises(ExhaustedError, match=r"4 blocks of the prompt are cached, but 2 .*tenants\.a\.disk_most"):
+        await rig.cache.persist(a.namespace, rig.chain(range(6), a.namespace))
 
 
 async def test_in_the_gpu_tier_cached_blocks_within_a_guarantee_stay(make_rig: MakeRig) -> None:

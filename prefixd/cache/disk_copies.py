@@ -82,7 +82,9 @@ class DiskCopies:
         self.saved: set[bytes] = set()
         """Namespaces, by id, that the index knows."""
         self.removals = DiskRemovals(
-            self._tiers, self.records, self._lock, lambda error: self.health.write_failed(error)
+            *(self._tiers, self.records, self._lock),
+            failed=lambda error: self.health.write_failed(error),
+            removed=placement.room_may_be_had,
         )
         self.damaged = DamagedBlocks(placement, self.records, self.removals)
         self.health = DiskHealth(placement, tries, self.still, self.damaged.drop, self._reread, self.saved.clear)

@@ -26,15 +26,22 @@ class DiskRemovals:
         records: the blocks' names on disk.
         lock: orders whatever changes the store.
         failed: told of an error.
+        removed: told when blocks have left the index: their slots are free from then on.
     """
 
     def __init__(
-        self, tiers: Tiers, records: DiskRecords, lock: UrgentLock, failed: Callable[[StorageError], None]
+        self,
+        tiers: Tiers,
+        records: DiskRecords,
+        lock: UrgentLock,
+        failed: Callable[[StorageError], None],
+        removed: Callable[[], None],
     ) -> None:
         self._tiers = tiers
         self._records = records
         self._lock = lock
         self._failed = failed
+        self._removed = removed
         self._leaving: list[Sequence[Identity]] = []
 
     @property
@@ -76,3 +83,4 @@ class DiskRemovals:
                 except StorageError as error:
                     self._failed(error)
                     raise
+            self._removed()

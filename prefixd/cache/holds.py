@@ -95,7 +95,7 @@ class Hold:
         self.rows = self.rows[:blocks]
         self.wanted = None if self.wanted is None else self.wanted[:blocks]
         self._change(rows, wanted, begin=False)
-        self._holds.swept(self.trie, rows)
+        self._holds.swept(self.trie, rows, self.tier)
 
     def end(self) -> None:
         """Lets go. A hold that has ended already stays ended."""
@@ -103,7 +103,7 @@ class Hold:
         if holds is not None:
             self._change(self.rows, self.wanted, begin=False)
             holds.live.discard(self)
-            holds.swept(self.trie, self.rows)
+            holds.swept(self.trie, self.rows, self.tier)
 
     def __enter__(self) -> Hold:
         return self
@@ -131,11 +131,12 @@ class Holds:
     """All holds of a cache.
 
     Args:
-        swept: called with blocks that nobody holds any more, perhaps: forgets those that have no bytes left.
+        swept: called with blocks that nobody holds any more, perhaps, and where they were held: forgets those that have
+            no bytes left.
         held_bytes: counts what tenants hold.
     """
 
-    def __init__(self, swept: Callable[[Trie, Rows], None], held_bytes: HeldBytes) -> None:
+    def __init__(self, swept: Callable[[Trie, Rows, Tier | None], None], held_bytes: HeldBytes) -> None:
         self.live: set[Hold] = set()
         self.swept = swept
         self.held_bytes = held_bytes

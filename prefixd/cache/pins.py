@@ -71,6 +71,7 @@ class Pins:
                 await do_in_slices(self._mover.use.count_pinned(self._mover.tries))
                 durable = self._mover.tiers.durable is None or await self._mover.disk.pin(trie, pinned[::-1], False)
         self._mover.placement.sweep(trie, path)
+        self._mover.changed.set()  # they may give room on disk for what waits to be written
         return len(pinned), "" if durable else self._why_not()
 
     def _why_not(self) -> str:

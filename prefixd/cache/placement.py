@@ -43,6 +43,8 @@ class Placement:
         self.lost: Counter[str] = Counter()  # blocks that could have been kept, by reason
         self.epoch = 0  # grows with every change of what is where
         self.changed = asyncio.Event()  # set when write-back may have work
+        self.without_room: set[Tenant] = set()
+        """Tenants of whose blocks write-back could write none when it last tried: there was no room on disk."""
         self.queued_blocks = 0  # in the CPU tier and not on disk
         self.queued_bytes = 0
 
@@ -169,7 +171,13 @@ class Placement:
         self._count_queue(trie, rows, before)
         if isinstance(tier, MemoryTier | RemoteTier):
             tier.free(slots)
+        self.room_may_be_had()
         self.epoch += 1
+
+    def room_may_be_had(self) -> None:
+        """Something has changed by which there may be room on disk: who waits for that is looked at again."""
+        if self.without_room:
+            self.changed.set()
 
     def _admitted(self, trie: Trie, rows: Rows) -> Counter[Tenant]:
         """How many of these blocks were asked for often enough to be written to disk, by tenant."""
@@ -185,8 +193,15 @@ class Placement:
             return "its tenant is at its most of the disk tier"
         return "no room on disk"
 
-    def sweep(self, trie: Trie, rows: Rows) -> None:
-        """Forgets blocks that lost their last copy while somebody kept them, once nobody does."""
+    def sweep(self, trie: Trie, rows: Rows, tier: Tier | None = None) -> None:
+        """Forgets blocks that lost their last copy while somebody kept them, once nobody does.
+
+        `tier`: where they were held. A hold on disk is write-back's own, or another writer's: its end gives no room.
+        """
+        if self.without_room and self.tiers.durable is not None and tier is not self.tiers.durable:
+            here_alone = trie.any_part[rows] == np.uint8(1 << self.tiers.durable.level)
+            if (here_alone & (trie.keep[rows] == 0) & ~trie.pinned[rows]).any():
+                self.room_may_be_had()
         leaves = rows[(trie.any_part[rows] == 0) & (trie.children[rows] == 0)]  # what these continue goes with them
         if trie.remove_bare(leaves.tolist()):
             self.epoch += 1

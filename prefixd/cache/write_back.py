@@ -18,6 +18,7 @@ from prefixd.cache.unwritten import UnwrittenBlocks, unwritten
 from prefixd.cache.victims import find_victims
 from prefixd.pacer import Pacer
 from prefixd.steps import in_thread
+from prefixd.tenants import Tenant
 from prefixd_swap import SwapError
 from prefixd_swap.tiers import MemoryTier, Tier, can_move
 from prefixd_swap.transfers import Urgency
@@ -51,7 +52,7 @@ class WriteBack:
         self.pushed_back = 0
         """Calls that had to wait in `admit`."""
         self._queues: list[UnwrittenBlocks] = []  # by the ordinal of the trie
-        self._without_room: set[int] = set()  # ordinals of tenants that the disk had no room for, in this turn
+        self._without_room: set[Tenant] = set()  # the disk had no room for them in this turn
         self._awaited = 0  # calls that wait in `admit`
         self._movement = Movement(Urgency.WRITE_BACK)  # of the batch under way, or the last one
         self._working = False
@@ -199,24 +200,27 @@ class WriteBack:
             queue = self._queue(trie)
             rows = await queue.next(_BATCH)
             written = await self._down([(trie, rows)], shared, durable)
+            self._note_room(trie, rows)
             if written < len(rows):
                 queue.begin_again()
-                more |= self._note_without_room(trie, rows)
+                more |= 0 < len(self._without_room) < len(self._mover.use.tenants)  # others' may be behind them
             self.written += written
             more |= written > 0
         return more
 
-    def _note_without_room(self, trie: Trie, rows: Rows) -> bool:
-        """Leaves out tenants of whose blocks nothing could be written; whether others' may be behind them."""
-        use = self._mover.use
-        for tenant, its in use.by_owner(trie, rows):
+    def _note_room(self, trie: Trie, rows: Rows) -> None:
+        """Leaves out tenants of whose blocks, `rows`, nothing could be written."""
+        for tenant, its in self._mover.use.by_owner(trie, rows):
             if self._mover.disk.missing(trie, its) == len(its):
-                self._without_room.add(tenant.ordinal)
-        return 0 < len(self._without_room) < len(use.tenants)
+                self._without_room.add(tenant)
+                self._mover.placement.without_room.add(tenant)
+            else:
+                self._mover.placement.without_room.discard(tenant)
 
     def _has_room(self, trie: Trie, rows: Rows) -> npt.NDArray[np.bool_]:
-        owners = self._mover.use.owners(trie, rows)
-        return ~np.isin(owners, list(self._without_room)) if self._without_room else np.ones(len(rows), np.bool_)
+        if not self._without_room:
+            return np.ones(len(rows), np.bool_)
+        return ~np.isin(self._mover.use.owners(trie, rows), [tenant.ordinal for tenant in self._without_room])
 
     async def _down(self, chosen: list[tuple[Trie, Rows]], source: MemoryTier, target: Tier) -> int:
         copied = 0

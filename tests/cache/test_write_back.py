@@ -6,8 +6,10 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
+from prefixd.cache import Reservation
 from prefixd.cache.index.trie import CPU, DISK
 
 if TYPE_CHECKING:
@@ -201,3 +203,32 @@ async def test_who_finds_no_room_waits_for_what_write_back_holds(
         assert not waiting.done()
     assert await waiting == (2, 0)
     assert await rig.get([1, 2]) == 2
+
+
+@pytest.mark.parametrize("event", ["unpin", "evict", "release"])
+async def test_what_waits_for_room_on_disk_is_written_once_there_is_some(
+    make_rig: MakeRig, eventually: Eventually, event: str
+) -> None:
+    rig = make_rig(cpu=4, disk=4, write_back=True)
+    rig.start_write_back()
+    await rig.put([1, 2, 3, 4], durable=True)
+    kept, pins = np.array(rig.rows([1, 2, 3, 4])), rig.cache.pins
+    reservation = None
+    if event == "release":
+        reservation = await rig.cache.reserve(rig.session, rig.namespace, rig.chain([1, 2, 3, 4, 5]))
+    else:
+        await pins.pin(rig.trie, kept)
+    await rig.put([6, 7, 8])
+    changed = rig.cache.mover.changed
+    await eventually(lambda: not (changed.is_set() or rig.cache.write_back._working))
+    assert rig.cache.mover.queued[0] == 3
+    if event == "unpin":
+        await pins.unpin(rig.trie, kept)
+    elif event == "evict":
+        rig.trie.pinned[kept] = False  # without a word, so that it is not the unpinning that wakes it
+        assert await rig.cache.mover.forget(rig.trie, kept[::-1].tolist()) == 4
+    else:
+        assert isinstance(reservation, Reservation)
+        rig.cache.release(rig.session, reservation.id)
+    await eventually(lambda: all(rig.tiers([6, 7, 8], DISK)))
+    assert rig.cache.mover.queued == (0, 0)

@@ -510,7 +510,7 @@ class TieredCache:
             raise InvalidArgumentError(
                 f"first_block is {first_block}, but token_ids has {len(chain)} full blocks; send all tokens"
             )
-        await self.write_back.admit()
+        await self.write_back.admit(self.mover.use.tenant_of(namespace))
         return await self._reservations.reserve(
             session, namespace, chain, self.trie(namespace), chosen, first_block, max_blocks, ttl, by_daemon
         )

@@ -46,7 +46,12 @@ class Placement:
         self.without_room: set[Tenant] = set()
         """Tenants of whose blocks write-back could write none when it last tried: there was no room on disk."""
         self.queued_blocks = 0  # in the CPU tier and not on disk
-        self.queued_bytes = 0
+        self.queued_bytes_of: Counter[Tenant] = Counter()  # of these, by whom they belong to
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes of the blocks that are in the CPU tier and wait to be written to disk."""
+        return self.queued_bytes_of.total()
 
     # -- copies -------------------------------------------------------------------------------------------------
 
@@ -246,4 +251,6 @@ class Placement:
     def _count_queue(self, trie: Trie, rows: Rows, before: GroupMask) -> None:
         after = self.to_write(trie, rows)
         self.queued_blocks += int(np.count_nonzero(after)) - int(np.count_nonzero(before))
-        self.queued_bytes += int(trie.group_bytes[after].sum() - trie.group_bytes[before].sum())
+        more = trie.group_bytes[after] - trie.group_bytes[before]
+        for tenant, its in self.use.places_by_owner(trie, rows):
+            self.queued_bytes_of[tenant] += int(more[its].sum())

@@ -38,7 +38,8 @@ class WriteBack:
     Args:
         mover: does the copying.
         enabled: False leaves only `flush`.
-        limit_bytes: above this many bytes of blocks that wait in the CPU tier to be written to disk, `admit` waits.
+        limit_bytes: above this many bytes of blocks that wait in the CPU tier to be written to disk, `admit` waits. The
+            tenants share it.
     """
 
     def __init__(self, mover: Mover, *, enabled: bool = True, limit_bytes: int | None = None) -> None:
@@ -66,19 +67,20 @@ class WriteBack:
             self._task = asyncio.create_task(self._run(), name="write-back")
         return self._task
 
-    async def admit(self) -> None:
-        """Waits until the disk has caught up with what is queued for it, so that new blocks do not outrun it.
+    async def admit(self, tenant: Tenant) -> None:
+        """Waits until the disk has caught up with what is queued for it, so that new blocks of a tenant do not outrun
+        it.
 
         It does not wait for what cannot come: while the disk is out of service, or has no room for what is queued, the
         queue is what fits into memory, and eviction says what is lost.
         """
-        if not self._must_wait():
+        if not self._must_wait(tenant):
             return
         self.pushed_back += 1
         self._awaited += 1
         self._movement.raise_to(self._urgency)
         try:
-            while self._must_wait():
+            while self._must_wait(tenant):
                 await self._turned.wait()
         finally:
             self._awaited -= 1
@@ -88,11 +90,26 @@ class WriteBack:
         """While somebody waits for the disk to catch up, no prefetch keeps it from that."""
         return Urgency.PREFETCH if self._awaited else Urgency.WRITE_BACK
 
-    def _must_wait(self) -> bool:
+    def _must_wait(self, tenant: Tenant) -> bool:
         if self.limit_bytes is None or self._task is None or self._task.done() or not self._tiers.writes:
             return False
-        queued_bytes = self._mover.queued[1]
-        return queued_bytes > self.limit_bytes and (self._working or self._mover.changed.is_set())
+        return (self._working or self._mover.changed.is_set()) and self._fills_queue(tenant, self.limit_bytes)
+
+    def _fills_queue(self, tenant: Tenant, limit_bytes: int) -> bool:
+        """Whether the queue is full, and by this tenant's blocks.
+
+        It is shared as by `SharedLimit`: half of it evenly, half by whoever comes first. Who has no more in it than its
+        own part waits for nobody, though others are beyond theirs: how many blocks come with one reservation is not
+        limited here. What the disk has no room for is in nobody's way: it stays in memory and does not count.
+        """
+        placement, tenants = self._mover.placement, self._mover.use.tenants
+        if tenant in placement.without_room:
+            return False
+        queued = {each: have for each, have in placement.queued_bytes_of.items() if each not in placement.without_room}
+        sharing = max(tenants.calling, sum(have > 0 for have in queued.values()))
+        own_bytes = limit_bytes // (2 * sharing)
+        beyond = sum(max(0, have - own_bytes) for have in queued.values())
+        return queued.get(tenant, 0) > own_bytes and beyond > limit_bytes - sharing * own_bytes
 
     def _turn(self) -> None:
         turned, self._turned = self._turned, asyncio.Event()

@@ -3,6 +3,7 @@ is guaranteed to one no other takes."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from hypothesis.stateful import initialize, invariant, rule
 from prefixd.cache import Lease, Reservation
 from prefixd.cache.index.trie import CPU, DISK, GPU
 from prefixd.errors import ExhaustedError, PrefixdError
+from prefixd.tenants import Tenant
 from tests.cache.machine import RigMachine
 from tests.cache.tenant_rig import Home
 
@@ -156,6 +158,17 @@ class TenantMachine(RigMachine):
         for tier in self.rig.cache.tiers.own:
             used = sum(use.used_bytes(home.tenant, tier) for home in self.homes)
             assert used + use.used_bytes(self.rig.cache.tenants.default, tier) == tier.used_bytes
+
+    @invariant()
+    def what_waits_for_the_disk_is_counted(self) -> None:
+        cache = self.rig.cache
+        waiting: Counter[Tenant] = Counter()
+        for trie in cache.tries:
+            rows = trie.used_rows()
+            nbytes = trie.group_bytes[cache.mover.placement.to_write(trie, rows)]
+            for tenant, its in cache.mover.use.places_by_owner(trie, rows):
+                waiting[tenant] += int(nbytes[its].sum())
+        assert +cache.mover.placement.queued_bytes_of == +waiting
 
     @invariant()
     def nobody_is_above_its_most(self) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 import pytest
 
 from prefixd.cache import Reservation
+from prefixd.cache.index.trie import CPU, DISK
 from prefixd_swap import StorageError
+from tests.cache.tenant_rig import Home
 
 if TYPE_CHECKING:
     from tests.cache.conftest import Rig
@@ -106,3 +108,47 @@ async def test_who_waits_is_let_go_when_write_back_stops(make_rig: MakeRig, monk
     reservation = await asyncio.wait_for(waiting, 30)
     assert isinstance(reservation, Reservation)
     rig.cache.release(rig.session, reservation.id)
+
+
+async def test_whose_blocks_fill_the_queue_waits_and_others_do_not(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_rig(cpu=32, disk=64, write_back=True, write_queue=6)
+    a, b = Home(rig, "a"), Home(rig, "b")
+    go = threading.Event()
+    monkeypatch.setattr(rig.ops, "fdatasync", lambda fd: go.wait(30))
+    rig.start_write_back()
+    await a.put(range(8))
+    waiting = asyncio.create_task(a.reserve([10]))
+    await turns()
+    assert not waiting.done()
+    assert await asyncio.wait_for(b.put([1]), 20) == (1, 0), "b has its own part of the queue"
+    assert rig.cache.write_back.pushed_back == 1
+    go.set()
+    a.release(await waiting)
+    assert rig.cache.mover.queued[0] <= 1, "a was let go when its blocks were written"
+
+
+async def test_blocks_that_the_disk_has_no_room_for_are_in_nobodys_way(
+    make_rig: MakeRig, eventually: Callable[[Callable[[], bool]], Awaitable[None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make_rig(cpu=32, disk=16, write_back=True, write_queue=6)
+    a, b = Home(rig, "a", {DISK: (0, 2)}), Home(rig, "b")
+    rig.start_write_back()
+    await a.put(range(12))
+    await eventually(lambda: a.has(range(12), DISK) == 2 and not rig.cache.write_back._working)
+    assert rig.cache.mover.queued[0] == 10, "more than the queue takes"
+    go = threading.Event()
+    monkeypatch.setattr(rig.ops, "fdatasync", lambda fd: go.wait(30))
+    await b.put([1, 2])
+    await eventually(lambda: rig.cache.write_back._working)
+    assert await asyncio.wait_for(b.put([3]), 20) == (1, 0)
+    assert await asyncio.wait_for(a.put([20]), 20) == (1, 0), "a does not wait for what cannot come"
+    assert rig.cache.write_back.pushed_back == 0
+    go.set()
+    await eventually(lambda: b.has([1, 2], DISK) == 2 and b.has([3], DISK) == 1)
+    assert a.has(range(12), CPU) == 12, "nothing of it was lost"
+    a.limit({})
+    rig.cache.mover.changed.set()
+    await eventually(lambda: a.has(range(12), DISK) == 12)
+    assert not rig.cache.mover.placement.without_room

@@ -310,8 +310,8 @@ class DiskSettings(_Section):
     more saves disk writes: a block that is asked for once stays in memory only, and is gone after a restart. Blocks
     that are stored `durable`, or named in Persist, are written at once."""
     write_queue_bytes: Bytes | None = None
-    """Blocks that may wait in memory to be written to disk; above it, Reserve waits for the disk. By default half of
-    cpu.bytes."""
+    """Blocks that may wait in memory to be written to disk; above it, Reserve waits for the disk. Tenants share it. By
+    default half of cpu.bytes."""
 
 
 class RemoteSettings(_Section):

@@ -440,7 +440,8 @@ def model_daemon(with_model: dict[str, str | int], free_port: int) -> Iterator[R
     """A daemon with the small model that many modules share; its metrics are at `free_port`."""
     settings = {**with_model, "gpu.bytes": "4MiB", "server.metrics_port": free_port}
     with DaemonProcess(settings) as daemon, Remote(daemon) as remote:
-        remote.until(lambda stats: stats.worker.state == admin_pb2.WorkerStats.STATE_READY)
+        ready = admin_pb2.WorkerStats.STATE_READY
+        remote.until(lambda stats: stats.worker.state == ready and all(model.namespace for model in stats.models))
         yield remote
 
 

@@ -52,6 +52,7 @@ _MODEL_SHARE = 0.05
 _DRAINING_CALLS = 200
 _RAW_VISITS = 1  # to the sockets, for each batch
 _SETTLE_S = 60.0
+_PREFIXES = 1_000_000  # more than there are
 _SIDECAR: dict[str, object] = {"cpu.bytes": "64MiB", "disk.bytes": "96MiB"}
 _MODEL: dict[str, object] = {
     "worker.embedded": True,
@@ -250,9 +251,13 @@ def _sockets(pid: int) -> int:
 
 
 def _left_behind(daemon: DaemonProcess, sockets: int) -> list[str]:
-    """What is still held when every client has gone; there were `sockets` before the first came."""
+    """What is still held when every client has gone; there were `sockets` before the first came.
+
+    What operators among them have pinned stays on purpose, until it is unpinned here.
+    """
     deadline = time.monotonic() + _SETTLE_S
     with Client(daemon.address, memory="streamed") as client:
+        _unpin_all(client)
         while True:
             stats = client.stats()
             left = {
@@ -269,6 +274,12 @@ def _left_behind(daemon: DaemonProcess, sockets: int) -> list[str]:
                 found = [f"{count} {what} are left over" for what, count in left.items() if count]
                 return [*found, *left_of_tenants(client, max(0.0, deadline - time.monotonic()))]
             time.sleep(0.1)
+
+
+def _unpin_all(client: Client) -> None:
+    if client.prefixes(limit=1).pinned_blocks:
+        for prefix in client.prefixes(limit=_PREFIXES).prefixes:
+            client.unpin(prefix.key)  # the blocks before it, too
 
 
 def _wait_for_model(address: str) -> None:

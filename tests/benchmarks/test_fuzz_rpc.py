@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 
 from benchmarks import fuzz_rpc
@@ -19,6 +20,7 @@ from benchmarks.fuzzing.callers import Caller
 from benchmarks.fuzzing.calls import Answer
 from benchmarks.fuzzing.statuses import all_methods
 from benchmarks.load.world import NAMESPACES
+from prefixd.cache import BlockChain
 from prefixd.client import Client, NamespaceSpec, PartSpec
 from prefixd.tenants import Role
 from prefixd.v1 import admin_pb2, cache_pb2
@@ -192,6 +194,19 @@ def test_what_is_left_behind_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
                 left = " ".join(fuzz_rpc._left_behind(daemon, sockets))
                 for what in ("1 sessions", "1 leases", "1 reservations", "held blocks", "bytes in flight", "sockets"):
                     assert what in left
+
+
+def test_what_is_pinned_is_not_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fuzz_rpc, "_SETTLE_S", 0.0)
+    with DaemonProcess({"cpu.bytes": "4MiB", "disk.bytes": 0}) as daemon:
+        sockets = fuzz_rpc._sockets(daemon.pid)
+        with Client(daemon.address) as client:
+            cache = client.register(NamespaceSpec("left", 4, (PartSpec("full", 0, 64),)))
+            cache.store(range(12), bytes(192))
+            chain = BlockChain(np.arange(12, dtype="<u4").tobytes(), 4, int.from_bytes(cache.namespace_id, "little"))
+            client.pin(chain.key(1).hex())
+            assert sum(tier.held_bytes for tenant in client.tenants() for tier in tenant.tiers) > 0
+        assert not [line for line in fuzz_rpc._left_behind(daemon, sockets) if "held" in line]
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import shutil
 import signal
@@ -16,11 +15,10 @@ from types import TracebackType
 from typing import Any, Self
 
 from benchmarks.common import harness
+from prefixd.workloads.tie import tied
 from prefixd_swap.stores.valkey import command
 
 _START_S = 30.0
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)
 
 
 class ValkeyServer:
@@ -39,12 +37,11 @@ class ValkeyServer:
         ]
         with (folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
-                words,
+                tied(words),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # Ctrl-C reaches the benchmark alone, which ends this in order
-                preexec_fn=lambda: _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
             )
         try:
             self._wait(folder / "log")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
@@ -12,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from prefixd.workloads.tie import tied
+
 START_S = 120.0
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)
 
 
 def free_port() -> int:
@@ -31,13 +30,12 @@ class Process:
         self._log = log
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                words,
+                tied(words),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=log.parent,
                 env={**os.environ, **(env or {})},
-                preexec_fn=lambda: _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0),
             )
 
     def wait_until(self, ready: Callable[[], object]) -> None:

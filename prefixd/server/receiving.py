@@ -155,11 +155,9 @@ class Receiving:
             nbytes = message_bytes()
             line.end(nbytes if nbytes > _LATER_BYTES else 0)
 
-    @asynccontextmanager
-    async def stream(self, caller: Caller) -> AsyncGenerator[None]:
+    def stream(self, caller: Caller) -> AbstractAsyncContextManager[None]:
         """Around a call that sends many messages: waits for a place."""
-        async with self._streams.place(caller):
-            yield
+        return self._streams.place(caller)
 
     def _line(self, caller: Caller) -> Line:
         return self._lines.setdefault(caller.tenant, Line())
